@@ -1,9 +1,9 @@
-"""Builds the C++ extension ``espnx._C``, notes the commit it is of, and makes the package's page of README.md; everything else is in
-pyproject.toml.
+"""Builds the C++ extension ``espnx._C``, notes the commit it is of, and makes the package's page of
+README.md; everything else is in pyproject.toml.
 
-Environment:
-    MAX_JOBS: how many compilers run at once; by default one a core.
-    ESPNX_REUSE_EXTENSION=1: package the extension already built in place instead of compiling it again.
+Environment: MAX_JOBS: how many compilers run at once; by default one a core.
+    ESPNX_REUSE_EXTENSION=1: package the extension already built in place instead of compiling it
+    again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 CSRC = Path("csrc")
-# By folder: results of accelerator and postings are fixed to the bit, and a fused multiply-add has one rounding less.
+# By folder: results of accelerator and postings are fixed to the bit, and a fused multiply-add has
+# one rounding less.
 FLAGS_OF = {str(CSRC / "cpu" / name): ["-ffp-contract=off"] for name in ("accelerator", "postings")}
 SETUP = "setup.py"
 URING_PROBE = """
@@ -39,7 +40,8 @@ int main() { return IORING_OP_READ + IORING_FEAT_NODROP + __NR_io_uring_enter; }
 
 
 def kernel_headers_know_io_uring() -> bool:
-    """True when the C++ compiler finds a usable <linux/io_uring.h>. Calls go straight to the kernel, so no library is needed."""
+    """True when the C++ compiler finds a usable <linux/io_uring.h>. Calls go straight to the
+    kernel, so no library is needed."""
     with tempfile.TemporaryDirectory() as scratch:
         probe = Path(scratch, "probe.cpp")
         probe.write_text(URING_PROBE)
@@ -47,11 +49,13 @@ def kernel_headers_know_io_uring() -> bool:
         try:
             return subprocess.run(command, capture_output=True, check=False).returncode == 0
         except OSError:
-            return False  # no compiler by that name: the build itself will say so better than we can here
+            # no compiler by that name: the build itself will say so better than we can here
+            return False
 
 
 def pybind11_headers() -> str:
-    """Of the package, which pip brings for an isolated build. A torch carries them, too: where it is installed, nothing need be fetched."""
+    """Of the package, which pip brings for an isolated build. A torch carries them, too: where it
+    is installed, nothing need be fetched."""
     if importlib.util.find_spec("pybind11"):
         import pybind11
 
@@ -60,27 +64,45 @@ def pybind11_headers() -> str:
     for folder in torch.submodule_search_locations or () if torch else ():
         if Path(folder, "include", "pybind11", "pybind11.h").is_file():
             return str(Path(folder, "include"))
-    sys.exit("pybind11 is missing: pip install pybind11 (or let pip build in isolation, which brings it)")
+    sys.exit(
+        "pybind11 is missing: pip install pybind11 (or let pip build in isolation, which brings it)"
+    )
 
 
 def native_extension() -> Extension:
     # Sorted: the order of a glob differs between file systems, and with it the binary.
     sources = sorted(str(path) for path in CSRC.rglob("*.cpp"))
-    # No -march: each kernel carries variants for several instruction sets and chooses when it runs. -MMD: see is_stale.
-    flags = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-MMD"]
+    # No -march: each kernel carries variants for several instruction sets and chooses when it runs.
+    # -MMD: see is_stale.
+    flags = [
+        "-std=c++17",
+        "-O3",
+        "-g0",
+        "-fvisibility=hidden",
+        "-pthread",
+        "-Wall",
+        "-Wextra",
+        "-MMD",
+    ]
     if not kernel_headers_know_io_uring():
         flags.append("-DESPNX_NO_URING")
     # As system headers, so that warnings are about our own lines only.
     flags += ["-isystem", pybind11_headers()]
     headers = sorted(str(path) for path in CSRC.rglob("*.hpp"))
     return Extension(
-        "espnx._C", sources, include_dirs=[str(CSRC)], extra_compile_args=flags, extra_link_args=["-pthread"], depends=[*headers, SETUP],
+        "espnx._C",
+        sources,
+        include_dirs=[str(CSRC)],
+        extra_compile_args=flags,
+        extra_link_args=["-pthread"],
+        depends=[*headers, SETUP],
         language="c++",
-    )  # fmt: skip
+    )
 
 
 def is_stale(made: str, source: str) -> bool:
-    """Whether an object file is older than what went into it, as its compiler noted beside it (-MMD), or than the flags above."""
+    """Whether an object file is older than what went into it, as its compiler noted beside it
+    (-MMD), or than the flags above."""
     notes = Path(made).with_suffix(".d")
     if not notes.is_file():
         return True
@@ -91,8 +113,8 @@ def is_stale(made: str, source: str) -> bool:
 
 
 class BuildOrReuse(build_ext):
-    """Compiles what is stale, several files at once, or takes the extension already built in place: a wheel for a test then costs a second,
-    not minutes."""
+    """Compiles what is stale, several files at once, or takes the extension already built in place:
+    a wheel for a test then costs a second, not minutes."""
 
     def build_extension(self, extension: Extension) -> None:
         def compile_one(source: str) -> str:
@@ -100,7 +122,12 @@ class BuildOrReuse(build_ext):
             if not Path(made).is_file() or is_stale(made, source):
                 includes = extension.include_dirs
                 flags = extension.extra_compile_args + FLAGS_OF.get(os.path.dirname(source), [])
-                self.compiler.compile([source], output_dir=self.build_temp, include_dirs=includes, extra_postargs=flags)
+                self.compiler.compile(
+                    [source],
+                    output_dir=self.build_temp,
+                    include_dirs=includes,
+                    extra_postargs=flags,
+                )
             return made
 
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
@@ -114,9 +141,14 @@ class BuildOrReuse(build_ext):
             super().build_extensions()
             return
         for extension in self.extensions:
-            built = Path(*extension.name.split(".")).with_suffix(sysconfig.get_config_var("EXT_SUFFIX"))
+            built = Path(*extension.name.split(".")).with_suffix(
+                sysconfig.get_config_var("EXT_SUFFIX")
+            )
             if not built.is_file():
-                sys.exit(f"ESPNX_REUSE_EXTENSION=1, but {built} does not exist. Build it first: python setup.py build_ext --inplace")
+                sys.exit(
+                    f"ESPNX_REUSE_EXTENSION=1, but {built} does not exist. Build it first: python "
+                    "setup.py build_ext --inplace"
+                )
             target = Path(self.get_ext_fullpath(extension.name))
             if target.resolve() != built.resolve():
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +156,8 @@ class BuildOrReuse(build_ext):
 
 
 class BuildPackage(build_py):
-    """The package's files, none that an earlier build has left, and a note of the commit and the sources that they are of."""
+    """The package's files, none that an earlier build has left, and a note of the commit and the
+    sources that they are of."""
 
     def run(self) -> None:
         made = Path(self.build_lib, "espnx")
@@ -149,19 +182,28 @@ def note_origin(package: Path) -> None:
 
 
 def package_page(readme: str, source: str | None) -> str:
-    """README.md as a package index shows it, away from the files beside it. `source` (pyproject's URL of that name) is where these can be
-    looked at, https://HOST/OWNER/espnx/blob/v0.1.0; without one the words of their links stay, and links and pictures go."""
+    """README.md as a package index shows it, away from the files beside it. `source` (pyproject's
+    URL of that name) is where these can be looked at, https://HOST/OWNER/espnx/blob/v0.1.0; without
+    one the words of their links stay, and links and pictures go."""
 
     def is_beside(path: str) -> bool:
         return re.match(r"[a-z]+:|#", path) is None
 
     def link(found: re.Match[str]) -> str:
         words, path = found.groups()
-        return found[0] if not is_beside(path) else f"[{words}]({source}/{path})" if source else words
+        return (
+            found[0] if not is_beside(path) else f"[{words}]({source}/{path})" if source else words
+        )
 
     def picture(found: re.Match[str]) -> str:
         before, path, after = found.groups()
-        return found[0] if not is_beside(path) else f"{before}{source.replace('/blob/', '/raw/')}/{path}{after}" if source else ""
+        return (
+            found[0]
+            if not is_beside(path)
+            else f"{before}{source.replace('/blob/', '/raw/')}/{path}{after}"
+            if source
+            else ""
+        )
 
     parts = re.split(r"(^```.*?^```$)", readme, flags=re.MULTILINE | re.DOTALL)
     for i in range(0, len(parts), 2):  # between blocks of code

@@ -1,4 +1,5 @@
-"""The compiled extension as type checkers see it. tests/test_extension.py compares it with what is compiled.
+"""The compiled extension as type checkers see it. tests/test_extension.py compares it with what is
+compiled.
 
 Positional-only names are of this file alone: the extension takes those arguments by position.
 """
@@ -13,9 +14,17 @@ class Engine:
     """csrc/io/engine.hpp. Paths may be given as bytes, as the operating system has them."""
 
     def __init__(
-        self, *, path: str, queue_depth: int, threads: int, request_bytes: int, pool_bytes: int, poison: bool,
-        rules: Sequence[dict[str, Any]], seed: int,
-    ) -> None: ...  # fmt: skip
+        self,
+        *,
+        path: str,
+        queue_depth: int,
+        threads: int,
+        request_bytes: int,
+        pool_bytes: int,
+        poison: bool,
+        rules: Sequence[dict[str, Any]],
+        seed: int,
+    ) -> None: ...
     @property
     def effective(self) -> str: ...
     @property
@@ -33,9 +42,19 @@ class Engine:
     def sync_directory(self, path: str | bytes, /) -> None: ...
     def before(self, operation: str, path: str | bytes, /) -> None: ...
     def submit(
-        self, *, reading: bool, file: Tensor, offset_bytes: Tensor, size_bytes: Tensor, out_offset_bytes: Tensor | None,
-        crc32c: Tensor | None, memory: Tensor | None, gap_bytes: int, priority: int, deadline_s: float,
-    ) -> Future: ...  # fmt: skip
+        self,
+        *,
+        reading: bool,
+        file: Tensor,
+        offset_bytes: Tensor,
+        size_bytes: Tensor,
+        out_offset_bytes: Tensor | None,
+        crc32c: Tensor | None,
+        memory: Tensor | None,
+        gap_bytes: int,
+        priority: int,
+        deadline_s: float,
+    ) -> Future: ...
     def stats(self) -> dict[str, int]: ...
     def memory(self, size_bytes: int, /) -> Tensor: ...
     def close(self, grace_s: float, /) -> None: ...
@@ -65,10 +84,20 @@ class RecordStream:
 
     def __init__(self, engine: Engine, window_bytes: int, max_workers: int) -> None: ...
     def push(
-        self, kept: KeptRecords, numbers: Tensor, queries: Sequence[tuple[Tensor, Tensor, float]], pair_item: Tensor | None,
-        pair_query: Tensor | None, is_urgent: bool, gap_bytes: int, deadline_s: float, threads: int, /,
-    ) -> RecordTicket:  # fmt: skip
-        """`queries`: (tokens, CLS, weight of CLS) each. `pair_item`, `pair_query`: which records are scored for which queries."""
+        self,
+        kept: KeptRecords,
+        numbers: Tensor,
+        queries: Sequence[tuple[Tensor, Tensor, float]],
+        pair_item: Tensor | None,
+        pair_query: Tensor | None,
+        is_urgent: bool,
+        gap_bytes: int,
+        deadline_s: float,
+        threads: int,
+        /,
+    ) -> RecordTicket:
+        """`queries`: (tokens, CLS, weight of CLS) each. `pair_item`, `pair_query`: which records
+        are scored for which queries."""
 
     def clear(self) -> None: ...
     def stats(self) -> dict[str, Any]: ...
@@ -80,7 +109,8 @@ class RecordTicket:
     def scores(self) -> Tensor: ...
     def score_more(self, pair_item: Tensor, pair_query: Tensor, /) -> Tensor: ...
     def memory(self) -> tuple[Tensor, Tensor] | None:
-        """(uint8 memory, where each record begins in it); None while the reads wait for the window."""
+        """(uint8 memory, where each record begins in it); None while the reads wait for the
+        window."""
 
     @property
     def damaged(self) -> int: ...
@@ -93,7 +123,9 @@ class RowStream:
     """csrc/device/row_stream.hpp."""
 
     def __init__(self, engine: Engine, window_bytes: int, deadline_s: float) -> None: ...
-    def push(self, geometry: dict[str, Any], segments: Tensor, sums: Sequence[Tensor], unit_bytes: int, /) -> int: ...
+    def push(
+        self, geometry: dict[str, Any], segments: Tensor, sums: Sequence[Tensor], unit_bytes: int, /
+    ) -> int: ...
     def front(self) -> int: ...
     def clear(self) -> None: ...
     def visit(self, ticket: int, see: Callable[[Tensor, Tensor], object], /) -> None: ...
@@ -106,7 +138,8 @@ class LinkClock:
     """csrc/device/link_clock.hpp."""
 
     def __init__(self, links: Sequence[tuple[str, float]], lanes: int, stretch: float) -> None:
-        """`links`: their names and latencies in seconds. `lanes`: in each of which transfers follow one another."""
+        """`links`: their names and latencies in seconds. `lanes`: in each of which transfers follow
+        one another."""
 
     def transfer(
         self,
@@ -119,7 +152,13 @@ class LinkClock:
     ) -> LinkTicket:
         """`path`: (which link, amount of work there, rate per second) of each leg."""
 
-    def wait(self, tickets: Sequence[LinkTicket], asked_s: float | None, deadline_s: float, member: int = -1) -> float | None:
+    def wait(
+        self,
+        tickets: Sequence[LinkTicket],
+        asked_s: float | None,
+        deadline_s: float,
+        member: int = -1,
+    ) -> float | None:
         """When the last of them ended; None at the deadline."""
 
     def done(self, ticket: LinkTicket, /) -> bool: ...
@@ -154,9 +193,19 @@ class ClusterStream:
 
     def __init__(self, engine: Engine, window_bytes: int, max_workers: int) -> None: ...
     def push(
-        self, query: Tensor, fmt: str, metric: str, file: int, path: bytes, clusters: Tensor, offset_bytes: Tensor, n_vectors: Tensor,
-        crc32c: Tensor, deadline_s: float, /,
-    ) -> ClusterTicket: ...  # fmt: skip
+        self,
+        query: Tensor,
+        fmt: str,
+        metric: str,
+        file: int,
+        path: bytes,
+        clusters: Tensor,
+        offset_bytes: Tensor,
+        n_vectors: Tensor,
+        crc32c: Tensor,
+        deadline_s: float,
+        /,
+    ) -> ClusterTicket: ...
     def clear(self) -> None: ...
     def stats(self) -> dict[str, Any]: ...
 
@@ -168,26 +217,50 @@ class ListEncoder:
     def add(self, records: Tensor, values: Tensor, /) -> None: ...
     def end_layer(self, is_last: bool, /) -> int: ...
     def add_lists(
-        self, first_term: int, names: Tensor, name_begin: Tensor, digests: Tensor, counts: Tensor, first_counts: Tensor,
-        records: Tensor, values: Tensor, /,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+        self,
+        first_term: int,
+        names: Tensor,
+        name_begin: Tensor,
+        digests: Tensor,
+        counts: Tensor,
+        first_counts: Tensor,
+        records: Tensor,
+        values: Tensor,
+        /,
+    ) -> tuple[Tensor, Tensor]: ...
     def take(self) -> Tensor: ...
 
 class PostingsDictionaries:
-    """csrc/postings/plan.hpp, in csrc/bindings/postings_search.cpp: of the segments of a collection."""
+    """csrc/postings/plan.hpp, in csrc/bindings/postings_search.cpp: of the segments of a
+    collection."""
 
     def __init__(self) -> None: ...
     def add(
-        self, hashes: Buffer, first: Buffer, df: Buffer, first_layer: Buffer | None, exponents: Buffer | None, removed: Buffer,
-        removed_df: Buffer, kind: int, /,
-    ) -> None: ...  # fmt: skip
+        self,
+        hashes: Buffer,
+        first: Buffer,
+        df: Buffer,
+        first_layer: Buffer | None,
+        exponents: Buffer | None,
+        removed: Buffer,
+        removed_df: Buffer,
+        kind: int,
+        /,
+    ) -> None: ...
     def look_up(self, hashes: Tensor, /) -> tuple[Tensor, list[tuple[int, int, int]]]:
         """(numbers [segments, n], of hashes that several terms share: segment, place, how many)."""
 
     def plan(
-        self, numbers: Tensor, tokens: Tensor, token_weights: Tensor, first_token: Tensor, variant: int, n_records: int,
-        absent_part: float, /,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        numbers: Tensor,
+        tokens: Tensor,
+        token_weights: Tensor,
+        first_token: Tensor,
+        variant: int,
+        n_records: int,
+        absent_part: float,
+        /,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(weights [n], as the int64 of the same bits; absent [n]; lists [lists, 12])."""
 
 class PostingsTicket:
@@ -239,101 +312,228 @@ class Extension:
     def crc32c(address: int, size_bytes: int, seed: int, /) -> int: ...
     @staticmethod
     def pack_plan(
-        file_sizes: Tensor, alignments: Tensor, file: Tensor, offset_bytes: Tensor, size_bytes: Tensor, gap_bytes: int, limit_bytes: int, /
+        file_sizes: Tensor,
+        alignments: Tensor,
+        file: Tensor,
+        offset_bytes: Tensor,
+        size_bytes: Tensor,
+        gap_bytes: int,
+        limit_bytes: int,
+        /,
     ) -> tuple[Any, ...]: ...
     @staticmethod
-    def lay_out_records(n_tokens: Tensor, fixed_bytes: int, row_bytes: int, begin_bytes: int, /) -> tuple[Tensor, int]: ...
+    def lay_out_records(
+        n_tokens: Tensor, fixed_bytes: int, row_bytes: int, begin_bytes: int, /
+    ) -> tuple[Tensor, int]: ...
     @staticmethod
     def locate_records(
-        records: Tensor, n_tokens: Tensor, group_offset_bytes: Tensor, segment_begin: Tensor, fixed_bytes: int, row_bytes: int, /
+        records: Tensor,
+        n_tokens: Tensor,
+        group_offset_bytes: Tensor,
+        segment_begin: Tensor,
+        fixed_bytes: int,
+        row_bytes: int,
+        /,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(segment, offset_bytes, size_bytes) of each."""
 
     @staticmethod
     def keep_records(
-        n_tokens: Tensor, group_offset_bytes: Tensor, segment_begin: Tensor, files: Tensor, rules: dict[str, Any],
-        centroids: Tensor | None, bucket_weights: Tensor | None, /,
-    ) -> _KeptRecords: ...  # fmt: skip
+        n_tokens: Tensor,
+        group_offset_bytes: Tensor,
+        segment_begin: Tensor,
+        files: Tensor,
+        rules: dict[str, Any],
+        centroids: Tensor | None,
+        bucket_weights: Tensor | None,
+        /,
+    ) -> _KeptRecords: ...
     @staticmethod
     def decode_list(
-        data: Tensor, salt: int, kind: int, n_records: int, term: int, name: Tensor, is_digest: bool, first_layer_bytes: int, /
+        data: Tensor,
+        salt: int,
+        kind: int,
+        n_records: int,
+        term: int,
+        name: Tensor,
+        is_digest: bool,
+        first_layer_bytes: int,
+        /,
     ) -> tuple[Tensor, Tensor, int] | str | None:
-        """(records, values, postings of the first of two layers); what is wrong with it; None: it is another term's."""
+        """(records, values, postings of the first of two layers); what is wrong with it; None: it
+        is another term's."""
 
     @staticmethod
     def read_lists(
-        buffer: Tensor, offset_bytes: Tensor, size_bytes: Tensor, first_layer_bytes: Tensor, names: Tensor, name_begin: Tensor,
-        digests: Tensor, first_term: int, salt: int, kind: int, n_records: int, df: Tensor, kept: Tensor | None, /,
-    ) -> tuple[Tensor, Tensor, Tensor, int, str]:  # fmt: skip
+        buffer: Tensor,
+        offset_bytes: Tensor,
+        size_bytes: Tensor,
+        first_layer_bytes: Tensor,
+        names: Tensor,
+        name_begin: Tensor,
+        digests: Tensor,
+        first_term: int,
+        salt: int,
+        kind: int,
+        n_records: int,
+        df: Tensor,
+        kept: Tensor | None,
+        /,
+    ) -> tuple[Tensor, Tensor, Tensor, int, str]:
         """(counts, records, values, the first damaged list or -1, what is wrong with it)."""
 
     @staticmethod
     def scan_postings(
-        buffer: Tensor, offset_bytes: Tensor, size_bytes: Tensor, first_layer_bytes: Tensor, terms: Tensor, weights: Tensor, absent: Tensor,
-        salt: int, kind: int, n_records: int, k: int, lengths: Tensor | None, norms: Tensor | None, variant: int, k1: float, delta: float,
-        constant: float, allowed: Tensor | None, /,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """As `espnx.ops.postings`, of tensors that are contiguous; float64 as the int64 of the same bits."""
+        buffer: Tensor,
+        offset_bytes: Tensor,
+        size_bytes: Tensor,
+        first_layer_bytes: Tensor,
+        terms: Tensor,
+        weights: Tensor,
+        absent: Tensor,
+        salt: int,
+        kind: int,
+        n_records: int,
+        k: int,
+        lengths: Tensor | None,
+        norms: Tensor | None,
+        variant: int,
+        k1: float,
+        delta: float,
+        constant: float,
+        allowed: Tensor | None,
+        /,
+    ) -> tuple[Tensor, Tensor]:
+        """As `espnx.ops.postings`, of tensors that are contiguous; float64 as the int64 of the same
+        bits."""
 
     @staticmethod
     def write_forward(
-        salt: int, kind: int, term_bytes: int, first: int, counts: Tensor, terms: Tensor, values: Tensor, offset_bytes: Tensor,
-        size_bytes: Tensor, total: int, /,
-    ) -> Tensor: ...  # fmt: skip
+        salt: int,
+        kind: int,
+        term_bytes: int,
+        first: int,
+        counts: Tensor,
+        terms: Tensor,
+        values: Tensor,
+        offset_bytes: Tensor,
+        size_bytes: Tensor,
+        total: int,
+        /,
+    ) -> Tensor: ...
     @staticmethod
     def score_forward(
-        buffer: Tensor, position_bytes: Tensor, size_bytes: Tensor, records: Tensor, salt: int, kind: int, term_bytes: int,
-        terms: Tensor, weights: Tensor, /,
-    ) -> tuple[Tensor, int, str]:  # fmt: skip
+        buffer: Tensor,
+        position_bytes: Tensor,
+        size_bytes: Tensor,
+        records: Tensor,
+        salt: int,
+        kind: int,
+        term_bytes: int,
+        terms: Tensor,
+        weights: Tensor,
+        /,
+    ) -> tuple[Tensor, int, str]:
         """(scores, the first damaged record or -1, what is wrong with it)."""
 
     @staticmethod
-    def search_postings(engine: _Engine, query: dict[str, Any], /) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(numbers [Q, k], scores [Q, k], costs [Q, 3], lists of other terms). `query`: see csrc/bindings/postings_search.cpp."""
+    def search_postings(
+        engine: _Engine, query: dict[str, Any], /
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(numbers [Q, k], scores [Q, k], costs [Q, 3], lists of other terms). `query`: see
+        csrc/bindings/postings_search.cpp."""
 
     @staticmethod
     def attend_rows(
-        stream: _RowStream | None, ticket: int, *, q: Tensor, dv: int, rows: tuple[Tensor, Tensor, int, int, int] | None = None,
-        position: Tensor | None = None, last_position: Tensor | None = None, first_visible: Tensor | None = None,
-        visible: Tensor | None = None, window: int = 0, soft_cap: float = 0.0, slopes: Tensor | None = None, threads: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """(o, lse). `rows`: K, V, how many to skip, how many count, and the position of the first: those in memory."""
+        stream: _RowStream | None,
+        ticket: int,
+        *,
+        q: Tensor,
+        dv: int,
+        rows: tuple[Tensor, Tensor, int, int, int] | None = None,
+        position: Tensor | None = None,
+        last_position: Tensor | None = None,
+        first_visible: Tensor | None = None,
+        visible: Tensor | None = None,
+        window: int = 0,
+        soft_cap: float = 0.0,
+        slopes: Tensor | None = None,
+        threads: int,
+    ) -> tuple[Tensor, Tensor]:
+        """(o, lse). `rows`: K, V, how many to skip, how many count, and the position of the first:
+        those in memory."""
     @staticmethod
     def maxsim(
-        query: Tensor, buffer: Tensor, offset_bytes: Tensor, n_tokens: Tensor, fmt: str, threads: int, centroids: Tensor | None,
-        bucket_weights: Tensor | None, /,
-    ) -> Tensor:  # fmt: skip
+        query: Tensor,
+        buffer: Tensor,
+        offset_bytes: Tensor,
+        n_tokens: Tensor,
+        fmt: str,
+        threads: int,
+        centroids: Tensor | None,
+        bucket_weights: Tensor | None,
+        /,
+    ) -> Tensor:
         """As `espnx.ops.maxsim`, of tensors that are contiguous."""
 
     @staticmethod
-    def crc32c_ranges(buffer: Tensor, offset_bytes: Tensor, size_bytes: Tensor, seed: int, /) -> Tensor:
+    def crc32c_ranges(
+        buffer: Tensor, offset_bytes: Tensor, size_bytes: Tensor, seed: int, /
+    ) -> Tensor:
         """As `espnx.ops.crc32c_ranges`, of tensors that are contiguous."""
 
     @staticmethod
-    def distances(query: Tensor, buffer: Tensor, offset_bytes: Tensor, fmt: str, metric: str, threads: int, /) -> Tensor:
-        """As `espnx.ops.distances`, of tensors that are contiguous; an int8 query as the uint8 it is in memory."""
+    def distances(
+        query: Tensor, buffer: Tensor, offset_bytes: Tensor, fmt: str, metric: str, threads: int, /
+    ) -> Tensor:
+        """As `espnx.ops.distances`, of tensors that are contiguous; an int8 query as the uint8 it
+        is in memory."""
 
     @staticmethod
-    def fit_product(vectors: Tensor, begin: Tensor, rounds: int, seed: int, threads: int, /) -> Tensor:
+    def fit_product(
+        vectors: Tensor, begin: Tensor, rounds: int, seed: int, threads: int, /
+    ) -> Tensor:
         """As `espnx.ops.quantise.fit_product_quantizer`, of all the vectors."""
 
     @staticmethod
-    def encode_product(vectors: Tensor, begin: Tensor, centroids: Tensor, threads: int, /) -> Tensor:
+    def encode_product(
+        vectors: Tensor, begin: Tensor, centroids: Tensor, threads: int, /
+    ) -> Tensor:
         """As `espnx.ops.quantise.encode_product`."""
 
     @staticmethod
     def attention(
-        query: Tensor, buffer: Tensor, block_offset_bytes: Tensor, n_rows: Tensor, block_rows: int, fmt: str, scale: float,
-        dv: int, visible: Tensor | None, last_position: Tensor | None, threads: int, /,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        query: Tensor,
+        buffer: Tensor,
+        block_offset_bytes: Tensor,
+        n_rows: Tensor,
+        block_rows: int,
+        fmt: str,
+        scale: float,
+        dv: int,
+        visible: Tensor | None,
+        last_position: Tensor | None,
+        threads: int,
+        /,
+    ) -> tuple[Tensor, Tensor]:
         """As `espnx.ops.attention`, of a query in float32 and tensors that are contiguous."""
 
     @staticmethod
     def accelerator(
-        query: Tensor, buffer: Tensor, pieces: Tensor, block_rows: int, scale: float, first_visible: Tensor | None,
-        visible: Tensor | None, last_position: Tensor | None, scores: Tensor | None, values: Tensor | None, buffered_position: int,
-        threads: int, /,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        query: Tensor,
+        buffer: Tensor,
+        pieces: Tensor,
+        block_rows: int,
+        scale: float,
+        first_visible: Tensor | None,
+        visible: Tensor | None,
+        last_position: Tensor | None,
+        scores: Tensor | None,
+        values: Tensor | None,
+        buffered_position: int,
+        threads: int,
+        /,
+    ) -> tuple[Tensor, Tensor]:
         """As `espnx.ops.accelerator.accelerator`; `scores` and `values` are those of `Buffered`."""
 
     @staticmethod
@@ -352,13 +552,28 @@ class Vamana:
     """csrc/graph/vamana.hpp."""
 
     def __init__(
-        self, *, vectors: Tensor, format: str, degree: int, list_size: int, alpha: float, passes: int, saturate: bool,  # noqa: A002
-        threads: int, seed: int,
-    ) -> None: ...  # fmt: skip
+        self,
+        *,
+        vectors: Tensor,
+        format: str,  # noqa: A002
+        degree: int,
+        list_size: int,
+        alpha: float,
+        passes: int,
+        saturate: bool,
+        threads: int,
+        seed: int,
+    ) -> None: ...
     @staticmethod
     def from_edges(
-        *, vectors: Tensor, format: str, neighbours: Tensor, counts: Tensor, medoid: int, list_size: int,  # noqa: A002
-    ) -> Vamana: ...  # fmt: skip
+        *,
+        vectors: Tensor,
+        format: str,  # noqa: A002
+        neighbours: Tensor,
+        counts: Tensor,
+        medoid: int,
+        list_size: int,
+    ) -> Vamana: ...
     @property
     def medoid(self) -> int: ...
     def build(self, progress: Callable[[int, int], None], /) -> None: ...
@@ -370,12 +585,28 @@ class Vamana:
 class RoundWalk:
     """csrc/graph/rounds.hpp."""
 
-    def __init__(self, *, n_nodes: int, k: int, list_size: int, beam: int, by_codes: bool, upper_layers: int | None) -> None: ...
+    def __init__(
+        self,
+        *,
+        n_nodes: int,
+        k: int,
+        list_size: int,
+        beam: int,
+        by_codes: bool,
+        upper_layers: int | None,
+    ) -> None: ...
     def run(self, source: Any, entries: Tensor, /) -> tuple[Tensor, Tensor]: ...
     def unknown(self, numbers: Tensor, /) -> Tensor: ...
     def arrived(
-        self, numbers: Tensor, ids: Tensor, distances: Tensor, neighbours: Tensor, begin: Tensor, end: Tensor, /
-    ) -> None: ...  # fmt: skip
+        self,
+        numbers: Tensor,
+        ids: Tensor,
+        distances: Tensor,
+        neighbours: Tensor,
+        begin: Tensor,
+        end: Tensor,
+        /,
+    ) -> None: ...
 
 class GraphSearch:
     """A search under way; see csrc/graph/search.hpp."""
@@ -387,30 +618,59 @@ class PageLayout:
     """csrc/graph/page.hpp."""
 
     def __init__(
-        self, *, n: int, dim: int, format: str, degree: int, code_bytes: int, inline_codes: int, paged_codes: bool,  # noqa: A002
-        disk_pq_bytes: int, page_bytes: int, nodes_per_page: int, salt: int,
-    ) -> None: ...  # fmt: skip
+        self,
+        *,
+        n: int,
+        dim: int,
+        format: str,  # noqa: A002
+        degree: int,
+        code_bytes: int,
+        inline_codes: int,
+        paged_codes: bool,
+        disk_pq_bytes: int,
+        page_bytes: int,
+        nodes_per_page: int,
+        salt: int,
+    ) -> None: ...
 
 class Codebook:
     """csrc/graph/codebook.hpp."""
 
-    def __init__(self, *, parts: Sequence[int], centroids: Tensor, rotation: Tensor | None) -> None: ...
+    def __init__(
+        self, *, parts: Sequence[int], centroids: Tensor, rotation: Tensor | None
+    ) -> None: ...
 
 class GraphView:
     """csrc/graph/walk.hpp."""
 
     def __init__(
-        self, *, pages: tuple[str, int], code_pages: tuple[str, int], layout: PageLayout, metric: str, book: Codebook,
-        disk_book: Codebook | None, codes: Tensor | None, entries: Tensor, entry_codes: Tensor,
-    ) -> None: ...  # fmt: skip
+        self,
+        *,
+        pages: tuple[str, int],
+        code_pages: tuple[str, int],
+        layout: PageLayout,
+        metric: str,
+        book: Codebook,
+        disk_book: Codebook | None,
+        codes: Tensor | None,
+        entries: Tensor,
+        entry_codes: Tensor,
+    ) -> None: ...
 
 class GraphSearchOptions:
     """csrc/graph/search.hpp."""
 
     def __init__(
-        self, *, path: str, direct: bool | None, threads: int, walks: int, code_cache_bytes: int, rules: Sequence[dict[str, Any]],
+        self,
+        *,
+        path: str,
+        direct: bool | None,
+        threads: int,
+        walks: int,
+        code_cache_bytes: int,
+        rules: Sequence[dict[str, Any]],
         seed: int,
-    ) -> None: ...  # fmt: skip
+    ) -> None: ...
 
 class GraphSearcher:
     """csrc/graph/search.hpp."""
@@ -419,7 +679,17 @@ class GraphSearcher:
     @property
     def path(self) -> tuple[str, str, bool]: ...
     def start(
-        self, *, queries: Tensor, queries_f32: Tensor, k: int, list_size: int, far_list_size: int, beam: int, stop_beyond: float,
-        filter: dict[str, Any] | None, absent: Tensor | None, deadline_s: float,  # noqa: A002
-    ) -> GraphSearch: ...  # fmt: skip
+        self,
+        *,
+        queries: Tensor,
+        queries_f32: Tensor,
+        k: int,
+        list_size: int,
+        far_list_size: int,
+        beam: int,
+        stop_beyond: float,
+        filter: dict[str, Any] | None,  # noqa: A002
+        absent: Tensor | None,
+        deadline_s: float,
+    ) -> GraphSearch: ...
     def close(self) -> None: ...

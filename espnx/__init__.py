@@ -1,4 +1,5 @@
-"""espnx: inference whose state is larger than memory lives on SSD and is computed on where that is cheapest.
+"""espnx: inference whose state is larger than memory lives on SSD and is computed on where that is
+cheapest.
 
 >>> import espnx                                            # doctest: +SKIP
 >>> encoder = espnx.load_encoder("minilm")
@@ -10,11 +11,13 @@
 >>> with espnx.KVCache(model.config, storage="/mnt/nvme") as cache:
 ...     model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
 
-`build`, `open`, `add`, `delete`, `compact` and `detach` are of an index on disk, whose path comes first, as for ``espnx index``; what is of
-a KV cache says so in its name. `device` opens what either of them lies on. What only some need is imported from its own module
-(`espnx.kv.cache`, `espnx.storage`, ...).
+`build`, `open`, `add`, `delete`, `compact` and `detach` are of an index on disk, whose path comes
+first, as for ``espnx index``; what is of a KV cache says so in its name. `device` opens what either
+of them lies on. What only some need is imported from its own module (`espnx.kv.cache`,
+`espnx.storage`, ...).
 
-Importing this package loads neither torch nor anything else heavy: names are resolved when they are first used.
+Importing this package loads neither torch nor anything else heavy: names are resolved when they are
+first used.
 """
 
 from __future__ import annotations
@@ -46,7 +49,13 @@ if TYPE_CHECKING:
     from .retrieval.build.reports import AddReport, BuildReport, CompactReport, DetachReport
     from .retrieval.build.trained import Trained
     from .retrieval.encoder import Encoded, Encoder, FunctionEncoder
-    from .retrieval.evaluate import Comparison, compare_rankings, evaluate, evaluate_each, read_qrels
+    from .retrieval.evaluate import (
+        Comparison,
+        compare_rankings,
+        evaluate,
+        evaluate_each,
+        read_qrels,
+    )
     from .retrieval.search.index import Index
     from .retrieval.search.read_cost import DeviceCost
     from .retrieval.search.result import Hit, SearchResult, Timings, TokenMatch
@@ -76,7 +85,13 @@ _HOME = {
     "retrieval.build.reports": ["AddReport", "BuildReport", "CompactReport", "DetachReport"],
     "retrieval.build.trained": ["Trained"],
     "retrieval.encoder": ["Encoded", "Encoder", "FunctionEncoder"],
-    "retrieval.evaluate": ["Comparison", "compare_rankings", "evaluate", "evaluate_each", "read_qrels"],
+    "retrieval.evaluate": [
+        "Comparison",
+        "compare_rankings",
+        "evaluate",
+        "evaluate_each",
+        "read_qrels",
+    ],
     "retrieval.search.index": ["Index"],
     "retrieval.search.read_cost": ["DeviceCost"],
     "retrieval.search.result": ["Hit", "SearchResult", "Timings", "TokenMatch"],

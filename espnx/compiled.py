@@ -1,8 +1,8 @@
 """Finds the compiled part, ``espnx._C``.
 
-It lies beside this file where espnx was installed, or built in a clone. After ``pip install .`` a Python that is started in the clone
-imports the clone's own folder, in which nothing was compiled: then the installation lends its compiled part, if it was built from the same
-sources.
+It lies beside this file where espnx was installed, or built in a clone. After ``pip install .`` a
+Python that is started in the clone imports the clone's own folder, in which nothing was compiled:
+then the installation lends its compiled part, if it was built from the same sources.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ def load_compiled() -> ModuleType:
     """The compiled extension.
 
     Raises:
-        MissingDependencyError: it is not built, does not load, or is of other sources than this clone.
+        MissingDependencyError: it is not built, does not load, or is of other sources than this
+            clone.
     """
     try:
-        # Asked for by name only where it is: the finder of an editable installation would offer that of another clone.
+        # Asked for by name only where it is: the finder of an editable installation would offer
+        # that of another clone.
         if _NAME in sys.modules or (_PACKAGE / _FILE).is_file():
             return importlib.import_module(_NAME)
         return _load_file(_file_of_installation(_PACKAGE))
@@ -42,8 +44,8 @@ def load_compiled() -> ModuleType:
 
 
 def _file_of_installation(package: Path) -> Path:
-    """The compiled part of the installation that the clone with this package stands in front of. Raises MissingDependencyError where there
-    is none, or one of other sources."""
+    """The compiled part of the installation that the clone with this package stands in front of.
+    Raises MissingDependencyError where there is none, or one of other sources."""
     ours = sources_digest(package.parent)
     for entry in sys.path if ours else ():
         folder = Path(entry, package.name).resolve()
@@ -51,9 +53,14 @@ def _file_of_installation(package: Path) -> Path:
             if read_record(folder).get("sources") == ours:
                 return folder / _FILE
             raise MissingDependencyError(
-                _WHAT, got=f"{package}, where nothing is compiled, and {folder}, which was built from other sources",
-                expected="an installation of this clone as it is now", fix=f"{_IN_CLONE}, or start Python in another folder",
-            )  # fmt: skip
+                _WHAT,
+                got=(
+                    f"{package}, where nothing is compiled, and {folder}, which was built from "
+                    "other sources"
+                ),
+                expected="an installation of this clone as it is now",
+                fix=f"{_IN_CLONE}, or start Python in another folder",
+            )
     raise MissingDependencyError(_WHAT, got=f"no {_FILE} in {package}", fix=_IN_CLONE)
 
 

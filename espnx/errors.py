@@ -1,8 +1,9 @@
 """Every failure espnx can raise, one class each.
 
-A message always says what was attempted, what was got, what was expected and what to do about it. The same facts are attributes, so
-that a caller can act on them without parsing text. Classes also derive from the built-in exception a Python programmer would
-expect (``ValueError``, ``OSError``, ``TimeoutError``), so existing ``except`` clauses keep working.
+A message always says what was attempted, what was got, what was expected and what to do about it.
+The same facts are attributes, so that a caller can act on them without parsing text. Classes also
+derive from the built-in exception a Python programmer would expect (``ValueError``, ``OSError``,
+``TimeoutError``), so existing ``except`` clauses keep working.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _TOO_MANY_FILES_FIX = (
-    "raise the limit of open files (`ulimit -n`), close what is not needed, or lower the number of a store's files "
-    "(`espnx index compact`; of posting lists `espnx postings compact`)"
+    "raise the limit of open files (`ulimit -n`), close what is not needed, or lower the number of "
+    "a store's files (`espnx index compact`; of posting lists `espnx postings compact`)"
 )
-_TOO_MANY_TO_COMPACT_FIX = "raise the limit of open files (`ulimit -n`), close what is not needed, and compact again"
+_TOO_MANY_TO_COMPACT_FIX = (
+    "raise the limit of open files (`ulimit -n`), close what is not needed, and compact again"
+)
 
 
 class EspnxError(Exception):
@@ -29,7 +32,9 @@ class EspnxError(Exception):
         fix: what the reader can do about it.
     """
 
-    def __init__(self, what: str, *, got: object = None, expected: object = None, fix: str | None = None):
+    def __init__(
+        self, what: str, *, got: object = None, expected: object = None, fix: str | None = None
+    ):
         self.what, self.got, self.expected, self.fix = what, got, expected, fix
         super().__init__(self._message())
 
@@ -47,7 +52,8 @@ class InvalidInputError(EspnxError, ValueError):
 
 
 class StateError(EspnxError, RuntimeError):
-    """A call that the object does not take now: a step before it is missing, another call is under way, or it is closed."""
+    """A call that the object does not take now: a step before it is missing, another call is under
+    way, or it is closed."""
 
 
 class MissingDependencyError(EspnxError, ImportError):
@@ -55,7 +61,8 @@ class MissingDependencyError(EspnxError, ImportError):
 
 
 class PathUnavailableError(EspnxError):
-    """A data path that the caller named (``uring``, ``gds``, ...) cannot be had here. ``auto`` would have fallen back, and said so."""
+    """A data path that the caller named (``uring``, ``gds``, ...) cannot be had here. ``auto``
+    would have fallen back, and said so."""
 
 
 class OutOfMemoryError(EspnxError, MemoryError):
@@ -66,7 +73,14 @@ class OutOfMemoryError(EspnxError, MemoryError):
         free_bytes: how many were free at the time, or None.
     """
 
-    def __init__(self, what: str, *, needed_bytes: int | None = None, free_bytes: int | None = None, fix: str | None = None):
+    def __init__(
+        self,
+        what: str,
+        *,
+        needed_bytes: int | None = None,
+        free_bytes: int | None = None,
+        fix: str | None = None,
+    ):
         super().__init__(
             what,
             got=None if free_bytes is None else f"{free_bytes} bytes free",
@@ -77,14 +91,23 @@ class OutOfMemoryError(EspnxError, MemoryError):
 
 
 class TimesNotValidError(EspnxError):
-    """Too much of an emulated run's time was this machine's, and not the emulated devices'. Its results are right; its times say nothing of
-    the devices.
+    """Too much of an emulated run's time was this machine's, and not the emulated devices'. Its
+    results are right; its times say nothing of the devices.
 
     Attributes:
-        stretch_to_use: wall seconds of a virtual second with which they would; infinite where no device was waited for.
+        stretch_to_use: wall seconds of a virtual second with which they would; infinite where no
+            device was waited for.
     """
 
-    def __init__(self, what: str, *, got: object = None, expected: object = None, fix: str | None = None, stretch_to_use: float):
+    def __init__(
+        self,
+        what: str,
+        *,
+        got: object = None,
+        expected: object = None,
+        fix: str | None = None,
+        stretch_to_use: float,
+    ):
         super().__init__(what, got=got, expected=expected, fix=fix)
         self.stretch_to_use = stretch_to_use
 
@@ -134,7 +157,8 @@ class StorageError(EspnxError, OSError):
 
 @contextmanager
 def while_compacting() -> Iterator[None]:
-    """Where a store is being compacted, an error because of too many open files does not advise to compact it."""
+    """Where a store is being compacted, an error because of too many open files does not advise to
+    compact it."""
     try:
         yield
     except StorageError as error:
@@ -169,7 +193,13 @@ class DiskFullError(WriteError):
     """
 
     def __init__(
-        self, what: str, *, needed_bytes: int, free_bytes: int, path: str | os.PathLike[str] | None = None, fix: str | None = None
+        self,
+        what: str,
+        *,
+        needed_bytes: int,
+        free_bytes: int,
+        path: str | os.PathLike[str] | None = None,
+        fix: str | None = None,
     ):
         super().__init__(
             what,
@@ -177,21 +207,26 @@ class DiskFullError(WriteError):
             errno=codes.ENOSPC,
             got=f"{free_bytes} bytes free",
             expected=f"at least {needed_bytes} bytes free",
-            fix=fix or "free space in that file system (or choose another directory) and run the same command again",
+            fix=fix
+            or "free space in that file system (or choose another directory) and run the same "
+            "command again",
         )
         self.needed_bytes, self.free_bytes = needed_bytes, free_bytes
 
 
 class DeadlineExceededError(StorageError, TimeoutError):
-    """An I/O did not complete in time. Its buffer is quarantined: kept alive and counted until the device lets go of it."""
+    """An I/O did not complete in time. Its buffer is quarantined: kept alive and counted until the
+    device lets go of it."""
 
 
 class TransferCancelledError(StorageError):
-    """A read or a write that its caller, or somebody on the caller's behalf, has called off. The engine is usable; nothing is wrong."""
+    """A read or a write that its caller, or somebody on the caller's behalf, has called off. The
+    engine is usable; nothing is wrong."""
 
 
 class DeviceFailedError(StorageError):
-    """A near-storage device has died, or its reply is what cannot be. Names the device; what lies on others is intact."""
+    """A near-storage device has died, or its reply is what cannot be. Names the device; what lies
+    on others is intact."""
 
 
 class ChecksumError(StorageError):
@@ -215,7 +250,8 @@ class FileMissingError(StorageError, FileNotFoundError):
 
 
 class SharedDataError(StorageError):
-    """The data of a store are not its own: it is a copy that names another store's data directories. It can be read, and not changed."""
+    """The data of a store are not its own: it is a copy that names another store's data
+    directories. It can be read, and not changed."""
 
 
 class StoreNotFoundError(FileMissingError):

@@ -1,9 +1,11 @@
-"""What a process may do that was forked: nothing that waits for a thread of its parent's, of which it has none.
+"""What a process may do that was forked: nothing that waits for a thread of its parent's, of which
+it has none.
 
-PyTorch and FAISS share work among threads by GNU OpenMP, and tokenizers by a pool of its own; in a child both wait for the parent's
-threads, for ever. So where a child begins to compute, its first thread does so alone, as workers of PyTorch's DataLoader do. The program
-may raise the number again (`torch.set_num_threads`) where its parent had computed nothing. Whatever computes calls `compute_alone` first,
-and what belongs to one process `check_own`.
+PyTorch and FAISS share work among threads by GNU OpenMP, and tokenizers by a pool of its own; in a
+child both wait for the parent's threads, for ever. So where a child begins to compute, its first
+thread does so alone, as workers of PyTorch's DataLoader do. The program may raise the number again
+(`torch.set_num_threads`) where its parent had computed nothing. Whatever computes calls
+`compute_alone` first, and what belongs to one process `check_own`.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ _process = os.getpid()
 
 
 def compute_alone() -> None:
-    """In a forked child PyTorch, FAISS and tokenizers take one thread from here on; anywhere else nothing happens.
+    """In a forked child PyTorch, FAISS and tokenizers take one thread from here on; anywhere else
+    nothing happens.
 
-    It is the thread that called fork() which may not share its work: others, which the child has started, get new ones to share with.
+    It is the thread that called fork() which may not share its work: others, which the child has
+    started, get new ones to share with.
     """
     global _process
     process = os.getpid()
@@ -36,12 +40,14 @@ def compute_alone() -> None:
     if "faiss" in sys.modules:
         sys.modules["faiss"].omp_set_num_threads(1)
     if "tokenizers" in sys.modules:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # it looks whenever it encodes; of itself it is careful only where this is not set
+        # it looks whenever it encodes; of itself it is careful only where this is not set
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
     log.info("process %d was forked, and computes on one thread", process)
 
 
 def check_own(process: int, what: str, fix: str = "open it after fork()") -> None:
-    """Raises InvalidInputError in a child of the process that made something, before it waits for what is not there.
+    """Raises InvalidInputError in a child of the process that made something, before it waits for
+    what is not there.
 
     Args:
         process: that made it (`os.getpid`).
@@ -49,5 +55,10 @@ def check_own(process: int, what: str, fix: str = "open it after fork()") -> Non
     """
     own = os.getpid()
     if own != process:
-        raise InvalidInputError(f"{what} belongs to the parent process", got=f"process {own}", expected=f"process {process}", fix=fix)
+        raise InvalidInputError(
+            f"{what} belongs to the parent process",
+            got=f"process {own}",
+            expected=f"process {process}",
+            fix=fix,
+        )
     compute_alone()

@@ -1,8 +1,10 @@
-"""``ESPNX_LOG=debug`` shows on standard error what was decided, and why: which path bytes take, what computes, what is prefetched.
+"""``ESPNX_LOG=debug`` shows on standard error what was decided, and why: which path bytes take,
+what computes, what is prefetched.
 
-Every module writes to a logger of its own name below ``espnx``, by Python's `logging`; a program that sets logging up itself needs no
-variable, nor this module, a file of its own that is imported where the variable is set. Debug is what was decided; warnings are those of
-`warnings`, which this does not change.
+Every module writes to a logger of its own name below ``espnx``, by Python's `logging`; a program
+that sets logging up itself needs no variable, nor this module, a file of its own that is imported
+where the variable is set. Debug is what was decided; warnings are those of `warnings`, which this
+does not change.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _FORMAT = "%(relativeCreated)8.0f ms  %(name)s: %(message)s"
 
 
 def from_environment() -> None:
-    """Follows the variable, where it is set. Another word than a level is warned of: a typing error there stops no program."""
+    """Follows the variable, where it is set. Another word than a level is warned of: a typing error
+    there stops no program."""
     word = os.environ.get(VARIABLE, "").strip().lower()
     if word in LEVELS:
         to_stderr(LEVELS[word])
@@ -26,7 +29,8 @@ def from_environment() -> None:
 
 
 def to_stderr(level: int) -> None:
-    """Messages of espnx from that level on go to standard error, once however often this is called."""
+    """Messages of espnx from that level on go to standard error, once however often this is
+    called."""
     logger = logging.getLogger("espnx")
     logger.setLevel(level)
     if not any(getattr(handler, "is_of_espnx", False) for handler in logger.handlers):

@@ -1,4 +1,5 @@
-"""Sizes in bytes as people write them, ``64KiB``, ``800MB``, ``1.5GiB``; rates as drives are sold, ``3.00 GB/s``."""
+"""Sizes in bytes as people write them, ``64KiB``, ``800MB``, ``1.5GiB``; rates as drives are sold,
+``3.00 GB/s``."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _MOST_BYTES = 1 << 62  # what is added to one still fits the 64 bits in which C+
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes from ``4096``, ``64KiB`` (1024), ``64K`` (1024), ``64kB`` (1000), ``1.5 GiB``. Case does not matter.
+    """Bytes from ``4096``, ``64KiB`` (1024), ``64K`` (1024), ``64kB`` (1000), ``1.5 GiB``. Case
+    does not matter.
 
     Raises:
         InvalidInputError: not a size, negative, not a whole number of bytes, or more than 4 EiB.
@@ -28,13 +30,23 @@ def parse_size(text: str | int) -> int:
 def _parsed(text: str | int) -> int:
     if isinstance(text, int):
         if text < 0:
-            raise InvalidInputError("a size cannot be negative", got=text, expected="bytes, at least 0")
+            raise InvalidInputError(
+                "a size cannot be negative", got=text, expected="bytes, at least 0"
+            )
         return text
     if not isinstance(text, str):
-        raise InvalidInputError("cannot read a size", got=repr(text), expected="bytes, or a text such as 64KiB or 1.5GiB")
+        raise InvalidInputError(
+            "cannot read a size",
+            got=repr(text),
+            expected="bytes, or a text such as 64KiB or 1.5GiB",
+        )
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match.group(2).lower() not in _BY_LOWER_CASE:
-        raise InvalidInputError("cannot read a size", got=repr(text), expected="a number and a unit, such as 4096, 64KiB or 1.5GiB")
+        raise InvalidInputError(
+            "cannot read a size",
+            got=repr(text),
+            expected="a number and a unit, such as 4096, 64KiB or 1.5GiB",
+        )
     number, factor = match.group(1), _BY_LOWER_CASE[match.group(2).lower()]
     if "." not in number:
         return int(number) * factor
@@ -46,7 +58,8 @@ def _parsed(text: str | int) -> int:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """``3.0e9`` -> ``3.00 GB/s``: in powers of 1000 and three digits, as drives and links are sold."""
+    """``3.0e9`` -> ``3.00 GB/s``: in powers of 1000 and three digits, as drives and links are
+    sold."""
     value, unit = float(bytes_per_s), "B/s"
     for larger in ("kB/s", "MB/s", "GB/s", "TB/s"):
         if abs(value) < 999.5:
@@ -56,7 +69,8 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def format_size(size_bytes: int | float, *, digits: int = 4) -> str:
-    """``67108864`` -> ``64 MiB``; ``1536`` -> ``1.5 KiB``. At most ``digits`` significant digits."""
+    """``67108864`` -> ``64 MiB``; ``1536`` -> ``1.5 KiB``. At most ``digits`` significant
+    digits."""
     value, unit = float(size_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if abs(value) < 1023.5:

@@ -1,4 +1,5 @@
-"""What was meant by what there is not: a mistyped command, option or keyword argument, or a model of a hub in place of a folder."""
+"""What was meant by what there is not: a mistyped command, option or keyword argument, or a model
+of a hub in place of a folder."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-#: Frames that `suggests_keywords` puts between a function and its caller: for the `stacklevel` of warnings.
+#: Frames that `suggests_keywords` puts between a function and its caller: for the `stacklevel` of
+#: warnings.
 CALL_FRAMES = 0 if sys.version_info >= (3, 13) else 1
 
 _ON_A_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -25,18 +27,23 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def downloading(name: str) -> str | None:
-    """What to do about a path that leads nowhere and could be the name of a model of the Hugging Face hub; None for any other."""
+    """What to do about a path that leads nowhere and could be the name of a model of the Hugging
+    Face hub; None for any other."""
     if _ON_A_HUB.fullmatch(name) is None:
         return None
     folder = name.partition("/")[2]
-    return f"a model of the Hugging Face hub is not downloaded of itself: hf download {name} --local-dir {folder}, then {folder}"
+    return (
+        f"a model of the Hugging Face hub is not downloaded of itself: hf download {name} "
+        f"--local-dir {folder}, then {folder}"
+    )
 
 
 def suggests_keywords(function: _Function) -> _Function:
-    """Decorates a public function: a keyword argument that it does not have is refused with the one that was meant.
+    """Decorates a public function: a keyword argument that it does not have is refused with the one
+    that was meant.
 
-    Python says so itself from 3.13 on, where this returns the function as it is. Type checkers and `inspect` see the signature that was
-    written.
+    Python says so itself from 3.13 on, where this returns the function as it is. Type checkers and
+    `inspect` see the signature that was written.
     """
     if sys.version_info >= (3, 13):
         return function
@@ -46,7 +53,8 @@ def suggests_keywords(function: _Function) -> _Function:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            # Raised by the call itself, and not by anything that the function has done: no frame lies below this one.
+            # Raised by the call itself, and not by anything that the function has done: no frame
+            # lies below this one.
             is_of_the_call = error.__traceback__ is not None and error.__traceback__.tb_next is None
             found = _UNEXPECTED.fullmatch(str(error)) if is_of_the_call else None
             meant = nearest(found[1], _keywords(function)) if found else None
@@ -61,4 +69,8 @@ def _keywords(function: Callable[..., Any]) -> list[str]:
     import inspect
 
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind in by_name and name != "self"]
+    return [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind in by_name and name != "self"
+    ]

@@ -1,4 +1,5 @@
-"""Tables of plain text, which `summary()` returns and the command line prints, and JSON that is read and compared line by line."""
+"""Tables of plain text, which `summary()` returns and the command line prints, and JSON that is
+read and compared line by line."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def render_table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()) -> str:
+def render_table(
+    headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()
+) -> str:
     """Plain text columns, two spaces apart.
 
     Args:
@@ -21,20 +24,24 @@ def render_table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, ri
     aligned = []
     for line in lines:
         parts = (
-            cell.rjust(width) if header in right else cell.ljust(width) for cell, width, header in zip(line, widths, headers, strict=True)
+            cell.rjust(width) if header in right else cell.ljust(width)
+            for cell, width, header in zip(line, widths, headers, strict=True)
         )
         aligned.append("  ".join(parts).rstrip())
     return "\n".join(aligned)
 
 
 def render_json(document: Mapping[str, Any]) -> str:
-    """JSON with a line for each key, and where a value is a list of objects a line for each of those: a row of a result is one line of a
-    diff. Raises ValueError for NaN and infinity, which JSON lacks."""
+    """JSON with a line for each key, and where a value is a list of objects a line for each of
+    those: a row of a result is one line of a diff. Raises ValueError for NaN and infinity, which
+    JSON lacks."""
     lines = [f"{json.dumps(key)}: {_render_value(value)}" for key, value in document.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n" if lines else "{}\n"
 
 
 def _render_value(value: Any) -> str:
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        return "[\n" + ",\n".join(f"  {json.dumps(item, allow_nan=False)}" for item in value) + "\n]"
+        return (
+            "[\n" + ",\n".join(f"  {json.dumps(item, allow_nan=False)}" for item in value) + "\n]"
+        )
     return json.dumps(value, allow_nan=False)

@@ -1,10 +1,13 @@
-"""A model whose layers stay in their file, with K and V on the SSD: what is in memory is a budget that you name.
+"""A model whose layers stay in their file, with K and V on the SSD: what is in memory is a budget
+that you name.
 
     python examples/03_larger_than_memory.py
 
-Each prompt says something in its first line and asks for it in its last, with text between: what the model answers has been on the SSD.
+Each prompt says something in its first line and asks for it in its last, with text between: what
+the model answers has been on the SSD.
 
-Needs `espnx[kv]`. The model is the small one that comes with espnx; any folder of safetensors will do.
+Needs `espnx[kv]`. The model is the small one that comes with espnx; any folder of safetensors will
+do.
 """
 
 from __future__ import annotations
@@ -17,7 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import espnx
 
 MODEL = espnx.demo_model()
-KEPT = {"garden": "silver river", "window": "green lamp", "letter": "quiet harbor", "bridge": "yellow stone"}
+KEPT = {
+    "garden": "silver river",
+    "window": "green lamp",
+    "letter": "quiet harbor",
+    "bridge": "yellow stone",
+}
 BETWEEN = 40 * "Return the sum of two numbers. "
 
 
@@ -37,11 +45,16 @@ def main() -> None:
         weights, rows = model.espnx_stats(), cache.stats()
     model.espnx_weights.close()
 
-    answers = tokenizer.batch_decode(ids[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    answers = tokenizer.batch_decode(
+        ids[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True
+    )
     for (key, words), answer in zip(KEPT.items(), answers, strict=True):
         print(f"GET {key}:{answer.splitlines()[0]}")
         assert answer.startswith(f" {words}"), answer
-    print(f"weights: {weights['resident_bytes']} bytes in memory, {weights['bytes_per_pass']} read in each pass")
+    print(
+        f"weights: {weights['resident_bytes']} bytes in memory, {weights['bytes_per_pass']} read "
+        "in each pass"
+    )
     print(f"K and V: {rows['bytes_written']} bytes written, {rows['bytes_moved']} read")
     assert rows["bytes_moved"] > rows["bytes_written"] > 0, "K and V did not leave memory"
     assert ids.equal(expected), "not the tokens of the whole model in memory"

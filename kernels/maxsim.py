@@ -1,18 +1,21 @@
 """MaxSim over token rows in place in a byte buffer.
 
-``score[q, i] = sum over t < Lq of  max over j < n_tokens[i] of  <query[q, t], row j of document i>``
+``score[q, i] = sum over t < Lq of  max over j < n_tokens[i] of  <query[q, t], row j of document
+i>``
 
-query    float32 ``[n_queries, Lq, D]``
-buffer   uint8 ``[bytes]``; row j of document i begins at byte ``offset_bytes[i] + j * row bytes``
-centroid float32 ``[n_centroids, D]``, and weight float32 ``[2^N]``: of residual formats, unused by others
-scores   float32 ``[n_queries, n_docs]``; -inf without tokens, NaN where a product with a document's row is NaN, or where a row names a
+query    float32 ``[n_queries, Lq, D]`` buffer   uint8 ``[bytes]``; row j of document i begins at
+byte ``offset_bytes[i] + j * row bytes`` centroid float32 ``[n_centroids, D]``, and weight float32
+``[2^N]``: of residual formats, unused by others scores   float32 ``[n_queries, n_docs]``; -inf
+without tokens, NaN where a product with a document's row is NaN, or where a row names a
          centroid that does not exist
 
-One program scores one document for one query, in tiles of BLOCK_Q query tokens x BLOCK_T document tokens, up to the document's real
-length. Programs of one document are neighbours, so its bytes come from memory once. Addresses are 64 bits wide.
+One program scores one document for one query, in tiles of BLOCK_Q query tokens x BLOCK_T document
+tokens, up to the document's real length. Programs of one document are neighbours, so its bytes come
+from memory once. Addresses are 64 bits wide.
 
-D, FORMAT and the block sizes are compile-time constants; numbers of documents, queries and tokens are not, so that no candidate count
-compiles anew. ALIGN_BYTES is what every offset is known to be a multiple of: 16 lets the compiler load 16 bytes at a time.
+D, FORMAT and the block sizes are compile-time constants; numbers of documents, queries and tokens
+are not, so that no candidate count compiles anew. ALIGN_BYTES is what every offset is known to be a
+multiple of: 16 lets the compiler load 16 bytes at a time.
 """
 
 import triton
@@ -21,10 +24,12 @@ import triton.language as tl
 
 @triton.jit
 def _dot_split(query, rows):
-    """``query @ rows`` for float32 query ``[Q, K]`` and fp16 rows ``[K, T]`` on tensor cores, the query good to 2^-22 of each value.
+    """``query @ rows`` for float32 query ``[Q, K]`` and fp16 rows ``[K, T]`` on tensor cores, the
+    query good to 2^-22 of each value.
 
-    A power of two per query token brings its values below 2; fp16(q) is the first part, and what it misses, times 2^11, the second: both
-    stay in fp16's normal range, where plain fp16 would lose small values.
+    A power of two per query token brings its values below 2; fp16(q) is the first part, and what it
+    misses, times 2^11, the second: both stay in fp16's normal range, where plain fp16 would lose
+    small values.
     """
     peak_bits = tl.max(tl.abs(query), axis=1).to(tl.int32, bitcast=True)
     exponent = tl.minimum(tl.maximum(peak_bits >> 23, 1), 253)
@@ -41,7 +46,8 @@ def _dot_split(query, rows):
 
 @triton.jit
 def _code_tile(rows, k, is_value, NBITS: tl.constexpr):
-    """Packed codes of NBITS bits, int32 ``[T, K]``, of dimensions k of rows ``[T, 1]``; a byte's first code is its highest bits."""
+    """Packed codes of NBITS bits, int32 ``[T, K]``, of dimensions k of rows ``[T, 1]``; a byte's
+    first code is its highest bits."""
     PER_BYTE: tl.constexpr = 8 // NBITS
     packed = tl.load(rows + (k // PER_BYTE)[None, :], mask=is_value, other=0).to(tl.int32)
     return (packed >> ((PER_BYTE - 1 - k % PER_BYTE) * NBITS)[None, :]) & ((1 << NBITS) - 1)
@@ -61,7 +67,8 @@ def _bits_turned(codes, NBITS: tl.constexpr):
 
 @triton.jit
 def _prefix(rows, is_token):
-    """The first four bytes of each row as int32 ``[T]``. Rows of an odd number of bytes are not aligned, so one byte after the other."""
+    """The first four bytes of each row as int32 ``[T]``. Rows of an odd number of bytes are not
+    aligned, so one byte after the other."""
     word = tl.load(rows, mask=is_token, other=0).to(tl.int32)
     for i in tl.static_range(1, 4):
         word |= tl.load(rows + i, mask=is_token, other=0).to(tl.int32) << (8 * i)
@@ -70,21 +77,30 @@ def _prefix(rows, is_token):
 
 @triton.jit
 def _plain_tile(rows, k, in_doc, query_tile, FORMAT: tl.constexpr):
-    """Products ``[Q, T]`` of a query tile with values k of rows of any format but the residual ones; without scales."""
+    """Products ``[Q, T]`` of a query tile with values k of rows of any format but the residual
+    ones; without scales."""
     if FORMAT == "fp32":
-        doc_tile = tl.load(rows.to(tl.pointer_type(tl.float32))[:, None] + k[None, :], mask=in_doc, other=0.0)
+        doc_tile = tl.load(
+            rows.to(tl.pointer_type(tl.float32))[:, None] + k[None, :], mask=in_doc, other=0.0
+        )
         products = tl.dot(query_tile, tl.trans(doc_tile), input_precision="ieee")
     elif FORMAT == "fp16":
-        doc_tile = tl.load(rows.to(tl.pointer_type(tl.float16))[:, None] + k[None, :], mask=in_doc, other=0.0)
+        doc_tile = tl.load(
+            rows.to(tl.pointer_type(tl.float16))[:, None] + k[None, :], mask=in_doc, other=0.0
+        )
         products = _dot_split(query_tile, tl.trans(doc_tile))
     elif FORMAT == "bf16":
-        high = tl.load(rows.to(tl.pointer_type(tl.int16))[:, None] + k[None, :], mask=in_doc, other=0).to(tl.int32)
+        high = tl.load(
+            rows.to(tl.pointer_type(tl.int16))[:, None] + k[None, :], mask=in_doc, other=0
+        ).to(tl.int32)
         doc_tile = (high << 16).to(tl.float32, bitcast=True)
         # TF32 holds bf16 exactly, with fp32's range, and the query in two parts of 11 bits.
         products = tl.dot(query_tile, tl.trans(doc_tile), input_precision="tf32x3")
     elif FORMAT == "int8":
         # Whole numbers up to 128 are exact in fp16.
-        codes = tl.load((rows + 4).to(tl.pointer_type(tl.int8))[:, None] + k[None, :], mask=in_doc, other=0)
+        codes = tl.load(
+            (rows + 4).to(tl.pointer_type(tl.int8))[:, None] + k[None, :], mask=in_doc, other=0
+        )
         products = _dot_split(query_tile, tl.trans(codes.to(tl.float16)))
     else:
         tl.static_assert(FORMAT == "bit1")
@@ -96,7 +112,8 @@ def _plain_tile(rows, k, in_doc, query_tile, FORMAT: tl.constexpr):
 
 @triton.jit
 def _residual_values(rows, k, in_doc, centroids, is_known, weight_ptr, NBITS: tl.constexpr):
-    """Values k, not yet normalised, of residual rows, float32 ``[T, K]``. A row that names no centroid becomes NaN."""
+    """Values k, not yet normalised, of residual rows, float32 ``[T, K]``. A row that names no
+    centroid becomes NaN."""
     codes = _bits_turned(_code_tile((rows + 4)[:, None], k, in_doc, NBITS), NBITS)
     known = tl.load(centroids + k[None, :], mask=in_doc & is_known[:, None], other=0.0)
     values = tl.where(is_known[:, None], known + tl.load(weight_ptr + codes), float("nan"))
@@ -121,7 +138,9 @@ def _products(
 ):
     """Products ``[Q, T]`` of query tokens with document tokens, whole rows."""
     NBITS: tl.constexpr = 4 if FORMAT == "residual4" else (2 if FORMAT == "residual2" else 1)
-    IS_RESIDUAL: tl.constexpr = FORMAT == "residual1" or FORMAT == "residual2" or FORMAT == "residual4"
+    IS_RESIDUAL: tl.constexpr = (
+        FORMAT == "residual1" or FORMAT == "residual2" or FORMAT == "residual4"
+    )
     products = tl.zeros([BLOCK_Q, BLOCK_T], dtype=tl.float32)
     if IS_RESIDUAL:
         number = _prefix(rows, is_token)
@@ -131,7 +150,9 @@ def _products(
     for k_begin in range(0, D, BLOCK_D):
         k = k_begin + tl.arange(0, BLOCK_D)
         is_value = k < D
-        query_tile = tl.load(query_rows + k[None, :], mask=is_query[:, None] & is_value[None, :], other=0.0)
+        query_tile = tl.load(
+            query_rows + k[None, :], mask=is_query[:, None] & is_value[None, :], other=0.0
+        )
         in_doc = is_token[:, None] & is_value[None, :]
         if IS_RESIDUAL:
             values = _residual_values(rows, k, in_doc, centroids, is_known, weight_ptr, NBITS)

@@ -1,7 +1,9 @@
-"""The turns and the numbers of compare_commits.sh, which has made the worktrees: who runs when, and what the paired ratios come to.
+"""The turns and the numbers of compare_commits.sh, which has made the worktrees: who runs when, and
+what the paired ratios come to.
 
-A disk and a shared machine drift by more than two commits differ. So both sides run in every turn, in shuffled order, and only ratios
-within a turn are compared: their geometric mean, and the interval that 95 % of such means of as many turns drawn anew lie in.
+A disk and a shared machine drift by more than two commits differ. So both sides run in every turn,
+in shuffled order, and only ratios within a turn are compared: their geometric mean, and the
+interval that 95 % of such means of as many turns drawn anew lie in.
 """
 
 from __future__ import annotations
@@ -52,7 +54,11 @@ def points(rows: Sequence[Mapping[str, Any]], shared: set[str]) -> Times:
     found: Times = {}
     seen = Counter[str]()
     for row in rows:
-        words = [f"{key}={value}" for key, value in sorted(row["params"].items()) if key in shared and value is not None]
+        words = [
+            f"{key}={value}"
+            for key, value in sorted(row["params"].items())
+            if key in shared and value is not None
+        ]
         name = " ".join([row["system"], *words])
         seen[name] += 1
         name += f" #{seen[name]}" if seen[name] > 1 else ""
@@ -69,7 +75,11 @@ def shared_keys(documents: Sequence[Sequence[Mapping[str, Any]]]) -> set[str]:
 
 def environment(folder: Path) -> dict[str, str]:
     """In which a worktree's own code runs."""
-    return {**os.environ, "PYTHONPATH": str(folder), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
 
 
 class Worker:
@@ -78,7 +88,13 @@ class Worker:
     def __init__(self, folder: Path, command: Sequence[str]):
         self._name = folder.name
         self._process = subprocess.Popen(
-            command, cwd=folder, env=environment(folder), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            command,
+            cwd=folder,
+            env=environment(folder),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
         )
 
     def turn(self, number: int) -> dict[str, Any]:
@@ -88,7 +104,10 @@ class Worker:
             self._process.stdin.write(f"{number}\n")
             answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         except (BrokenPipeError, ValueError) as error:
-            raise SystemExit(f"compare: error: the worker of {self._name} gave no answer in turn {number}: {error}") from error
+            raise SystemExit(
+                f"compare: error: the worker of {self._name} gave no answer in turn {number}: "
+                f"{error}"
+            ) from error
         return answer
 
     def end(self) -> None:
@@ -105,7 +124,8 @@ class Side(NamedTuple):
     is_case: bool
 
     def run(self) -> Any:
-        """Rows of a case, or the seconds of a command. What it prints goes to standard error where it fails."""
+        """Rows of a case, or the seconds of a command. What it prints goes to standard error where
+        it fails."""
         result = self.folder / ".cache" / "compare.json"
         result.parent.mkdir(exist_ok=True)
         result.unlink(missing_ok=True)
@@ -113,18 +133,29 @@ class Side(NamedTuple):
         begin = time.perf_counter()
         try:
             done = subprocess.run(
-                words, cwd=self.folder, env=environment(self.folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                words,
+                cwd=self.folder,
+                env=environment(self.folder),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
         except OSError as error:
-            raise SystemExit(f"compare: error: {words[0]} does not run: {error.strerror}") from error
+            raise SystemExit(
+                f"compare: error: {words[0]} does not run: {error.strerror}"
+            ) from error
         seconds = time.perf_counter() - begin
         if done.returncode != 0 or (self.is_case and not result.exists()):
-            raise SystemExit(f"compare: error: exit code {done.returncode} in {self.folder.name}\n{done.stdout[-4000:]}")
+            raise SystemExit(
+                f"compare: error: exit code {done.returncode} in {self.folder.name}\n"
+                f"{done.stdout[-4000:]}"
+            )
         return json.loads(result.read_text())["rows"] if self.is_case else seconds
 
 
 def measure(sides: Mapping[str, Side], pairs: int, order: random.Random) -> dict[str, list[Times]]:
-    """Each side's times, turn by turn. A first turn is not counted: it fills caches and makes data."""
+    """Each side's times, turn by turn. A first turn is not counted: it fills caches and makes
+    data."""
     found: dict[str, list[Any]] = {name: [] for name in sides}
     for turn in range(-1, pairs):
         names = list(sides)
@@ -143,8 +174,11 @@ def measure(sides: Mapping[str, Side], pairs: int, order: random.Random) -> dict
         raise SystemExit(f"compare: error: {error}") from error
 
 
-def measure_workers(folders: Mapping[str, Path], command: Sequence[str], pairs: int, order: random.Random) -> dict[str, list[Times]]:
-    """As `measure`, of programs that stay. Raises SystemExit where they find different results in a turn."""
+def measure_workers(
+    folders: Mapping[str, Path], command: Sequence[str], pairs: int, order: random.Random
+) -> dict[str, list[Times]]:
+    """As `measure`, of programs that stay. Raises SystemExit where they find different results in a
+    turn."""
     workers = {name: Worker(folder, command) for name, folder in folders.items()}
     found: dict[str, list[Times]] = {name: [] for name in folders}
     try:
@@ -152,10 +186,22 @@ def measure_workers(folders: Mapping[str, Path], command: Sequence[str], pairs: 
             names = list(workers)
             order.shuffle(names)
             answers = {name: workers[name].turn(turn + 1) for name in names}
-            if len({json.dumps(answer.get("results"), sort_keys=True) for answer in answers.values()}) > 1:
-                raise SystemExit(f"compare: error: the commits find different results in turn {turn + 1}")
+            if (
+                len(
+                    {
+                        json.dumps(answer.get("results"), sort_keys=True)
+                        for answer in answers.values()
+                    }
+                )
+                > 1
+            ):
+                raise SystemExit(
+                    f"compare: error: the commits find different results in turn {turn + 1}"
+                )
             for name, answer in answers.items() if turn >= 0 else ():
-                found[name].append({point: float(seconds) for point, seconds in answer["seconds"].items()})
+                found[name].append(
+                    {point: float(seconds) for point, seconds in answer["seconds"].items()}
+                )
             print(f"compare: {turn + 1} of {pairs} pairs", file=sys.stderr, flush=True)
     finally:
         for worker in workers.values():
@@ -170,7 +216,11 @@ def summary(times: Mapping[str, list[Times]], seed: int) -> tuple[list[dict[str,
     entries = []
     for point in [point for point in times["a"][0] if point in common]:
         of = {name: [turn[point] for turn in runs] for name, runs in times.items()}
-        entry = {"point": point, **{f"{name}_s": seconds for name, seconds in of.items()}, **compare(of["a"], of["b"], seed)._asdict()}
+        entry = {
+            "point": point,
+            **{f"{name}_s": seconds for name, seconds in of.items()},
+            **compare(of["a"], of["b"], seed)._asdict(),
+        }
         if "s" in of:
             entry["own_spread"] = compare(of["a"], of["s"], seed)._asdict()
         entries.append(entry)
@@ -184,9 +234,21 @@ def table(entries: Sequence[Mapping[str, Any]]) -> str:
     lines = [("A median", "B median", "B over A [95 %]", "A over A [95 %]", "point")]
     for entry in entries:
         medians = [f"{1e3 * statistics.median(entry[key]):.3f} ms" for key in ("a_s", "b_s")]
-        lines.append((*medians, between(entry), between(entry["own_spread"]) if "own_spread" in entry else "-", entry["point"]))
+        lines.append(
+            (
+                *medians,
+                between(entry),
+                between(entry["own_spread"]) if "own_spread" in entry else "-",
+                entry["point"],
+            )
+        )
     widths = [max(len(line[i]) for line in lines) for i in range(4)]
-    return "\n".join("  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[4]]) for line in lines)
+    return "\n".join(
+        "  ".join(
+            [*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[4]]
+        )
+        for line in lines
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -210,13 +272,17 @@ def main(argv: Sequence[str]) -> int:
         if args.a or args.b:
             parser.error("--a, --b: a worker is called alike on every side")
         command = [sys.executable, str(Path(words[1]).resolve()), *words[2:]]
-        times = measure_workers({name: Path(args.work) / name for name in names}, command, args.pairs, order)
+        times = measure_workers(
+            {name: Path(args.work) / name for name in names}, command, args.pairs, order
+        )
     else:
         times = measure(sides_of(args, words, names), args.pairs, order)
     return report(args, words, *summary(times, args.seed))
 
 
-def sides_of(args: argparse.Namespace, words: Sequence[str], names: Sequence[str]) -> dict[str, Side]:
+def sides_of(
+    args: argparse.Namespace, words: Sequence[str], names: Sequence[str]
+) -> dict[str, Side]:
     is_case = words[0] != "--"
     command = [sys.executable, "-m", "espnx", "bench", *words] if is_case else list(words[1:])
     if is_case and "--pairs" not in words:
@@ -225,7 +291,12 @@ def sides_of(args: argparse.Namespace, words: Sequence[str], names: Sequence[str
     return {name: Side(Path(args.work) / name, command + more[name], is_case) for name in names}
 
 
-def report(args: argparse.Namespace, words: Sequence[str], entries: Sequence[Mapping[str, Any]], missing: Sequence[str]) -> int:
+def report(
+    args: argparse.Namespace,
+    words: Sequence[str],
+    entries: Sequence[Mapping[str, Any]],
+    missing: Sequence[str],
+) -> int:
     """Prints the table, writes the file, and returns the exit code."""
     for point in missing:
         print(f"compare: not on both sides: {point}", file=sys.stderr)
@@ -236,9 +307,18 @@ def report(args: argparse.Namespace, words: Sequence[str], entries: Sequence[Map
     print(f"{len(entries)} points, {args.pairs} pairs: B over A {overall:.3f}")
     if args.json:
         commits = {"a": args.commit_a, "b": args.commit_b}
-        document = {"commits": commits, "words": words, "pairs": args.pairs, "ratio": overall, "points": entries, "missing": missing}
+        document = {
+            "commits": commits,
+            "words": words,
+            "pairs": args.pairs,
+            "ratio": overall,
+            "points": entries,
+            "missing": missing,
+        }
         args.json.write_text(json.dumps(document, indent=1) + "\n")
-    slower = [entry["point"] for entry in entries if args.bar is not None and entry["low"] > args.bar]
+    slower = [
+        entry["point"] for entry in entries if args.bar is not None and entry["low"] > args.bar
+    ]
     for point in slower:
         print(f"above {args.bar}: {point}")
     return int(bool(slower))

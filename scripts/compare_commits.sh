@@ -1,23 +1,33 @@
 #!/usr/bin/env bash
-# Two commits side by side: each in a worktree with an extension of its own, run in turn, in shuffled order, compared pair by pair.
+# Two commits side by side: each in a worktree with an extension of its own, run in turn, in
+# shuffled order, compared pair by pair.
 #
-#   scripts/compare_commits.sh [OPTIONS] A B CASE [ARGS...]      a case of `espnx bench`, with its arguments
-#   scripts/compare_commits.sh [OPTIONS] A B -- COMMAND...       any command, by its time; it runs in the worktree's root
-#   scripts/compare_commits.sh [OPTIONS] A B --worker FILE [ARGS...]    a Python file that opens what it needs once for all turns, and
-#       then for each line on its standard input does the turn of that number and writes one line of JSON:
-#       {"seconds": {POINT: SECONDS, ...}, "results": what has to be the same on every side}. scripts/compare_searches.py is one.
+#   scripts/compare_commits.sh [OPTIONS] A B CASE [ARGS...]      a case of `espnx bench`, with its
+#   arguments
+#   scripts/compare_commits.sh [OPTIONS] A B -- COMMAND...       any command, by its time; it runs
+#   in the worktree's root
+#   scripts/compare_commits.sh [OPTIONS] A B --worker FILE [ARGS...]    a Python file that opens
+#   what it needs once for all turns, and
+#       then for each line on its standard input does the turn of that number and writes one line of
+#       JSON:
+#       {"seconds": {POINT: SECONDS, ...}, "results": what has to be the same on every side}.
+#       scripts/compare_searches.py is one.
 #
 #   --pairs N        how often each side runs (default: 30)
-#   --own-spread     A runs twice in every turn, in two worktrees: what two equal commits differ by, beside what A and B do
+#   --own-spread     A runs twice in every turn, in two worktrees: what two equal commits differ by,
+#   beside what A and B do
 #   --bar R          end with 1 if at some point the whole interval lies above R
-#   --a WORDS, --b WORDS    more words for one side alone, where an option changed its name; the commits share their folders otherwise
+#   --a WORDS, --b WORDS    more words for one side alone, where an option changed its name; the
+#   commits share their folders otherwise
 #   --seed N         of the order and of the bootstrap (default: 1)
 #   --json FILE      also write every time and every ratio
 #
-#   scripts/compare_commits.sh --own-spread HEAD~20 HEAD kv --path /mnt/nvme --batch 4 --context 3840
+#   scripts/compare_commits.sh --own-spread HEAD~20 HEAD kv --path /mnt/nvme --batch 4 --context
+#   3840
 #
-# Works from the clone alone, with its .venv; nothing is fetched, and what was made for the comparison is removed at the end, except for
-# compiled extensions, which .cache/compare keeps by their sources.
+# Works from the clone alone, with its .venv; nothing is fetched, and what was made for the
+# comparison is removed at the end, except for compiled extensions, which .cache/compare keeps by
+# their sources.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly ROOT=$PWD KEPT=$PWD/.cache/compare
@@ -55,7 +65,8 @@ trap cleanup EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# True when the extension in this folder is that of the commit: the same sources, and no source newer than it.
+# True when the extension in this folder is that of the commit: the same sources, and no source
+# newer than it.
 fits_here() {
   git diff --quiet "$1" -- csrc setup.py && compgen -G 'espnx/_C*.so' >/dev/null &&
     [ -z "$(find csrc setup.py -type f -newer "$(compgen -G 'espnx/_C*.so')" -print -quit)" ]

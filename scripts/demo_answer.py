@@ -1,7 +1,9 @@
-"""The second part of the demo: a language model answers a question from what the search found, with its K and V on SSD. Then a new process
-opens what was kept for another question, and the time to its first token stands beside that of reading everything again.
+"""The second part of the demo: a language model answers a question from what the search found, with
+its K and V on SSD. Then a new process opens what was kept for another question, and the time to its
+first token stands beside that of reading everything again.
 
-Run as a program it is that process: the job comes as JSON on standard input, what happened goes as JSON to standard output.
+Run as a program it is that process: the job comes as JSON on standard input, what happened goes as
+JSON to standard output.
 """
 
 from __future__ import annotations
@@ -26,14 +28,17 @@ from espnx.sizes import format_size
 from espnx.tables import render_table
 
 NEW_TOKENS = 48
-CONTEXT_TOKENS = 2048  # of passages, at most: more takes a small machine long to read without a cache, which the demo does thrice
+# of passages, at most: more takes a small machine long to read without a cache, which the demo does
+# thrice
+CONTEXT_TOKENS = 2048
 NAME = "documentation"
 ASK = "Answer the question from this documentation.\n\n{}\n\nQuestion: {}"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """`first_s`: from the prompt, with opening the cache, to the first token. `known`: tokens of the prompt that the cache held."""
+    """`first_s`: from the prompt, with opening the cache, to the first token. `known`: tokens of
+    the prompt that the cache held."""
 
     tokens: list[int]
     logits: list[torch.Tensor]
@@ -56,12 +61,17 @@ class Watch(BaseStreamer):
 
 def load(folder: str | Path) -> tuple[Any, Any]:
     """(model, tokenizer), the model able to attend over stored rows."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True
+    ).eval()
     return enable_kv_cache(model), AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def make_prompts(tokenizer: Any, passages: Sequence[str], questions: Sequence[str], most: int) -> list[list[int]]:
-    """Tokens, `most` at most of each, of questions about the same passages, of which the last are cut where they do not fit."""
+def make_prompts(
+    tokenizer: Any, passages: Sequence[str], questions: Sequence[str], most: int
+) -> list[list[int]]:
+    """Tokens, `most` at most of each, of questions about the same passages, of which the last are
+    cut where they do not fit."""
 
     def ids(context: str, question: str) -> list[int]:
         text = ASK.format(context, question)
@@ -73,7 +83,9 @@ def make_prompts(tokenizer: Any, passages: Sequence[str], questions: Sequence[st
         return list(tokenizer(text, verbose=False).input_ids)
 
     around = max(len(ids("", question)) for question in questions)
-    context = tokenizer("\n\n".join(passages), verbose=False).input_ids[: max(0, min(CONTEXT_TOKENS, most - around - 2))]
+    context = tokenizer("\n\n".join(passages), verbose=False).input_ids[
+        : max(0, min(CONTEXT_TOKENS, most - around - 2))
+    ]
     return [ids(tokenizer.decode(context), question) for question in questions]
 
 
@@ -82,15 +94,27 @@ def answer(model: Any, prompt: Sequence[int], cache: Any, begun: float) -> Answe
     ids, watch = torch.tensor([prompt]), Watch()
     known = cache.reuse_prefix(ids) if isinstance(cache, KVCache) else 0
     made = model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=NEW_TOKENS, do_sample=False, streamer=watch,
-        return_dict_in_generate=True, output_logits=True,
-    )  # fmt: skip
-    return Answer(made.sequences[0, len(prompt) :].tolist(), [logits[0] for logits in made.logits], watch.times[1] - begun, known)
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        streamer=watch,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return Answer(
+        made.sequences[0, len(prompt) :].tolist(),
+        [logits[0] for logits in made.logits],
+        watch.times[1] - begun,
+        known,
+    )
 
 
 def compare(model: Any, expected: Answer, found: Answer) -> tuple[bool, str]:
-    """Whether an answer is that of the cache in memory, and how it was compared: token by token, up to where two tokens are so close in
-    memory that rounding decides (docs/lossless.md); from there on the texts go apart."""
+    """Whether an answer is that of the cache in memory, and how it was compared: token by token, up
+    to where two tokens are so close in memory that rounding decides (docs/lossless.md); from there
+    on the texts go apart."""
     pairs = list(zip(expected.tokens, found.tokens, strict=False))
     other = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), len(pairs))
     if other == len(pairs):
@@ -98,32 +122,52 @@ def compare(model: Any, expected: Answer, found: Answer) -> tuple[bool, str]:
         return is_same, f"{len(pairs)} of {len(expected.tokens)}"
     logits = expected.logits[other]
     gap = float(logits.max() - logits[found.tokens[other]]) / float(logits.std())
-    tied = gap <= 2 * tolerance_of_other_shapes(model.config, "fp32")  # each of the two may be off by as much
-    return tied, f"{other} of {len(expected.tokens)}; then two that are {gap:.1g} deviations apart{', by rounding' if tied else ''}"
+    # each of the two may be off by as much
+    tied = gap <= 2 * tolerance_of_other_shapes(model.config, "fp32")
+    return (
+        tied,
+        (
+            f"{other} of {len(expected.tokens)}; then two that are {gap:.1g} deviations "
+            f"apart{', by rounding' if tied else ''}"
+        ),
+    )
 
 
 def resume(job: Mapping[str, Any]) -> dict[str, Any]:
-    """In the new process, which has loaded the model: the second question computed anew in memory, and from the kept cache."""
+    """In the new process, which has loaded the model: the second question computed anew in memory,
+    and from the kept cache."""
     model, tokenizer = load(job["model"])
-    model(torch.tensor([job["prompt"][:1]]))  # what is set up at a model's first pass, neither way pays for
-    recomputed = answer(model, job["prompt"], DynamicCache(config=model.config), time.perf_counter())
+    # what is set up at a model's first pass, neither way pays for
+    model(torch.tensor([job["prompt"][:1]]))
+    recomputed = answer(
+        model, job["prompt"], DynamicCache(config=model.config), time.perf_counter()
+    )
     begun = time.perf_counter()
     with KVCache(model.config, job["storage"], name=NAME) as cache:
         resumed = answer(model, job["prompt"], cache, begun)
         stats = cache.stats()
     is_same, how = compare(model, recomputed, resumed)
     return {
-        "is_same": is_same, "how": how, "text": tokenizer.decode(resumed.tokens, skip_special_tokens=True), "known": resumed.known,
-        "recomputed_s": recomputed.first_s, "resumed_s": resumed.first_s, "bytes_moved": stats["bytes_moved"],
+        "is_same": is_same,
+        "how": how,
+        "text": tokenizer.decode(resumed.tokens, skip_special_tokens=True),
+        "known": resumed.known,
+        "recomputed_s": recomputed.first_s,
+        "resumed_s": resumed.first_s,
+        "bytes_moved": stats["bytes_moved"],
         "effective_path": stats["effective_path"],
-    }  # fmt: skip
+    }
 
 
-def first_question(folder: Path, passages: Sequence[str], questions: Sequence[str], storage: str) -> tuple[bool, list[int]]:
-    """Answers it with a cache that is kept in `storage`, and prints what happened. Returns whether the tokens are those of the cache in
-    memory, and the prompt of the second question."""
+def first_question(
+    folder: Path, passages: Sequence[str], questions: Sequence[str], storage: str
+) -> tuple[bool, list[int]]:
+    """Answers it with a cache that is kept in `storage`, and prints what happened. Returns whether
+    the tokens are those of the cache in memory, and the prompt of the second question."""
     model, tokenizer = load(folder)
-    prompts = make_prompts(tokenizer, passages, questions, model.config.max_position_embeddings - NEW_TOKENS)
+    prompts = make_prompts(
+        tokenizer, passages, questions, model.config.max_position_embeddings - NEW_TOKENS
+    )
     expected = answer(model, prompts[0], DynamicCache(config=model.config), time.perf_counter())
     with KVCache(model.config, storage, name=NAME) as cache:
         found = answer(model, prompts[0], cache, time.perf_counter())
@@ -131,10 +175,22 @@ def first_question(folder: Path, passages: Sequence[str], questions: Sequence[st
     is_same, how = compare(model, expected, found)
     path = stats["effective_path"]
     rows = [
-        ("prompt", f"{len(prompts[0]):,} tokens: {len(passages)} passages of documentation and a question"),
+        (
+            "prompt",
+            f"{len(prompts[0]):,} tokens: {len(passages)} passages of documentation and a question",
+        ),
         ("same tokens as in memory", f"{how} (transformers' DynamicCache)"),
-        ("K and V", f"{format_size(stats['stored_bytes'])} on SSD, {format_size(stats['bytes_written'])} written, kept as {NAME!r}"),
-        ("bytes moved", f"{format_size(stats['bytes_moved'])} to read them, {stats['decode_tokens']:,} times"),
+        (
+            "K and V",
+            (
+                f"{format_size(stats['stored_bytes'])} on SSD, "
+                f"{format_size(stats['bytes_written'])} written, kept as {NAME!r}"
+            ),
+        ),
+        (
+            "bytes moved",
+            f"{format_size(stats['bytes_moved'])} to read them, {stats['decode_tokens']:,} times",
+        ),
         ("path", f"{path}; page cache bypassed: {'no' if 'buffered' in path else 'yes'}"),
     ]
     say(questions[0], tokenizer.decode(found.tokens, skip_special_tokens=True), rows)
@@ -142,17 +198,28 @@ def first_question(folder: Path, passages: Sequence[str], questions: Sequence[st
 
 
 def second_question(folder: Path, question: str, prompt: Sequence[int], storage: str) -> bool:
-    """In a new process; prints what happened, and returns whether both ways gave the same tokens."""
+    """In a new process; prints what happened, and returns whether both ways gave the same
+    tokens."""
     job = {"model": str(folder), "storage": storage, "prompt": list(prompt)}
-    done = subprocess.run([sys.executable, __file__], input=json.dumps(job), stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__], input=json.dumps(job), stdout=subprocess.PIPE, text=True
+    )
     if done.returncode:
         return False
     found = json.loads(done.stdout)
     times = found["recomputed_s"] / found["resumed_s"]
     rows = [
         ("", "recomputed", "resumed from SSD"),
-        ("time to first token", f"{found['recomputed_s']:.2f} s", f"{found['resumed_s']:.2f} s ({times:.1f}x sooner)"),
-        ("tokens read", f"{len(prompt):,}", f"{len(prompt) - found['known']:,}; {found['known']:,} were kept"),
+        (
+            "time to first token",
+            f"{found['recomputed_s']:.2f} s",
+            f"{found['resumed_s']:.2f} s ({times:.1f}x sooner)",
+        ),
+        (
+            "tokens read",
+            f"{len(prompt):,}",
+            f"{len(prompt) - found['known']:,}; {found['known']:,} were kept",
+        ),
         ("bytes moved", "-", f"{format_size(found['bytes_moved'])}, {found['effective_path']}"),
         ("same tokens", "", found["how"]),
     ]

@@ -1,4 +1,5 @@
-"""Indexes across to diskannpy and back, for scripts/diskann_check.sh: ``diskann_check.py DIRECTORY PEER_PYTHON``."""
+"""Indexes across to diskannpy and back, for scripts/diskann_check.sh: ``diskann_check.py DIRECTORY
+PEER_PYTHON``."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def exact(base: np.ndarray, queries: np.ndarray, metric: str) -> np.ndarray:
 
 
 def recall_of(found: np.ndarray, true: np.ndarray) -> float:
-    return sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(found, true, strict=True)) / true.size
+    return (
+        sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(found, true, strict=True))
+        / true.size
+    )
 
 
 class Check:
@@ -47,7 +51,14 @@ class Check:
 
     def _searched_there(self, directory: Path, prefix: str, queries: np.ndarray) -> np.ndarray:
         np.save(self._work / "queries.npy", queries)
-        self._ask("search", directory, prefix, self._work / "queries.npy", self._work / "found.npy", LIST_SIZE)
+        self._ask(
+            "search",
+            directory,
+            prefix,
+            self._work / "queries.npy",
+            self._work / "found.npy",
+            LIST_SIZE,
+        )
         return np.load(self._work / "found.npy")
 
     def _searched_here(self, path: Path, queries: np.ndarray) -> np.ndarray:
@@ -55,18 +66,31 @@ class Check:
             index.verify()
             return index.search(queries, 10, list_size=LIST_SIZE).ids
 
-    def _compare(self, what: str, ours: float, theirs: float, *, moved: float, stayed: float) -> None:
+    def _compare(
+        self, what: str, ours: float, theirs: float, *, moved: float, stayed: float
+    ) -> None:
         is_well = moved >= stayed - MARGIN
         self.failures += not is_well
-        print(f"{what:44} recall@10, list of {LIST_SIZE}: espnx {ours:.4f}, diskannpy {theirs:.4f}  {'ok' if is_well else 'FAILED'}")
+        print(
+            f"{what:44} recall@10, list of {LIST_SIZE}: espnx {ours:.4f}, diskannpy {theirs:.4f}  "
+            f"{'ok' if is_well else 'FAILED'}"
+        )
 
     def export(self, dtype: str, codes: str) -> None:
         """A graph of ours, searched there."""
         base, queries = clustered(N, 0), clustered(QUERIES, 1)
         if dtype == "uint8":
-            base, queries = (np.clip(each * 12 + 128, 0, 255).astype(np.uint8) for each in (base, queries))
+            base, queries = (
+                np.clip(each * 12 + 128, 0, 255).astype(np.uint8) for each in (base, queries)
+            )
         name = f"ours_{dtype}_{codes}"
-        options = {"max_degree": 32, "search_list_size": 64, "vector_dtype": dtype, "codes": codes, "pq_bytes": 16}
+        options = {
+            "max_degree": 32,
+            "search_list_size": 64,
+            "vector_dtype": dtype,
+            "codes": codes,
+            "pq_bytes": 16,
+        }
         espnx.graph.build(base, self._work / name, **options)
         espnx.graph.export_diskann(self._work / name, self._work / f"{name}_ann")
         true = exact(base, queries, "l2")
@@ -78,11 +102,19 @@ class Check:
         """An index of theirs, searched here."""
         base, queries = clustered(N, 2), clustered(QUERIES, 3)
         if dtype == "int8":
-            base, queries = (np.clip(each * 12, -128, 127).astype(np.int8) for each in (base, queries))
+            base, queries = (
+                np.clip(each * 12, -128, 127).astype(np.int8) for each in (base, queries)
+            )
         directory = self._work / f"theirs_{metric}_{dtype}_{codes}"
         directory.mkdir()
         np.save(self._work / "base.npy", base)
-        self._ask("build", self._work / "base.npy", directory, "mips" if metric == "ip" else metric, N * 16 / 2**30)
+        self._ask(
+            "build",
+            self._work / "base.npy",
+            directory,
+            "mips" if metric == "ip" else metric,
+            N * 16 / 2**30,
+        )
         espnx.graph.import_diskann(directory / "ann", directory / "graph", codes=codes)
         with espnx.graph.open(directory / "graph") as index:
             stored = index.vectors(np.arange(N))
@@ -92,7 +124,9 @@ class Check:
         true = exact(base, queries, metric)
         ours = recall_of(self._searched_here(directory / "graph", queries), true)
         theirs = recall_of(self._searched_there(directory, "ann", queries), true)
-        self._compare(f"imported, {metric}, {dtype}, codes {codes}", ours, theirs, moved=ours, stayed=theirs)
+        self._compare(
+            f"imported, {metric}, {dtype}, codes {codes}", ours, theirs, moved=ours, stayed=theirs
+        )
 
 
 def main() -> int:
@@ -100,10 +134,16 @@ def main() -> int:
     try:
         for dtype, codes in (("float32", "inline"), ("float16", "memory"), ("uint8", "memory")):
             check.export(dtype, codes)
-        for metric, dtype, codes in (("l2", "float32", "inline"), ("l2", "int8", "memory"), ("ip", "float32", "memory")):
+        for metric, dtype, codes in (
+            ("l2", "float32", "inline"),
+            ("l2", "int8", "memory"),
+            ("ip", "float32", "memory"),
+        ):
             check.bring(metric, dtype, codes)
     except subprocess.CalledProcessError as error:
-        print(f"diskannpy failed ({error}):\n{(Path(sys.argv[1]) / 'peer.log').read_text()[-2000:]}")
+        print(
+            f"diskannpy failed ({error}):\n{(Path(sys.argv[1]) / 'peer.log').read_text()[-2000:]}"
+        )
         return 1
     return 1 if check.failures else 0
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Graphs beside DiskANN: an index that espnx exports is searched by diskannpy 0.7, and one that diskannpy builds is imported and searched
-# here. Prints what each found beside an exact search; exit status 1 where an index loses more than it may.
+# Graphs beside DiskANN: an index that espnx exports is searched by diskannpy 0.7, and one that
+# diskannpy builds is imported and searched here. Prints what each found beside an exact search;
+# exit status 1 where an index loses more than it may.
 #
 #   scripts/diskann_check.sh
 #

@@ -1,6 +1,8 @@
-"""What `make docs` does beside MkDocs: links that lead out of docs/, to sources and examples, get pages of their own.
+"""What `make docs` does beside MkDocs: links that lead out of docs/, to sources and examples, get
+pages of their own.
 
-On GitHub such links open the file; on the site they open a page that shows it. A folder's page lists what is in it.
+On GitHub such links open the file; on the site they open a page that shows it. A folder's page
+lists what is in it.
 """
 
 from __future__ import annotations
@@ -15,15 +17,27 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 SHOWN = "source"  # the folder of such pages on the site
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
-LANGUAGES = {".py": "python", ".sh": "bash", ".json": "json", ".toml": "toml", ".cpp": "cpp", ".hpp": "cpp"}
+LANGUAGES = {
+    ".py": "python",
+    ".sh": "bash",
+    ".json": "json",
+    ".toml": "toml",
+    ".cpp": "cpp",
+    ".hpp": "cpp",
+}
 
 
 def target_of(link: str, place: Path) -> Path | None:
-    """The file or folder of this tree, outside of docs/, that a link of a page in the folder `place` leads to; None for any other."""
+    """The file or folder of this tree, outside of docs/, that a link of a page in the folder
+    `place` leads to; None for any other."""
     if "://" in link or link.startswith(("/", "mailto:")):
         return None
     path = Path(os.path.normpath(place / link))
-    return path if path.exists() and path.is_relative_to(ROOT) and not path.is_relative_to(DOCS) else None
+    return (
+        path
+        if path.exists() and path.is_relative_to(ROOT) and not path.is_relative_to(DOCS)
+        else None
+    )
 
 
 def page_of(path: Path) -> str:
@@ -46,7 +60,11 @@ def rewritten(markdown: str, place: Path, page: str) -> str:
         inside = Path(os.path.normpath(place / match[2]))
         if "://" in match[2] or not inside.is_relative_to(DOCS):
             return match[0]
-        return match[1] + os.path.relpath(inside.relative_to(DOCS), PurePosixPath(page).parent) + match[3]
+        return (
+            match[1]
+            + os.path.relpath(inside.relative_to(DOCS), PurePosixPath(page).parent)
+            + match[3]
+        )
 
     return LINK.sub(follow, markdown)
 
@@ -56,7 +74,9 @@ def shown(path: Path) -> str:
     name = path.relative_to(ROOT).as_posix()
     if path.is_dir():
         files = sorted(entry for entry in path.iterdir() if not entry.name.startswith((".", "__")))
-        return "\n".join([f"# {name}/", "", *(f"- [{entry.name}]({entry.name})" for entry in files)])
+        return "\n".join(
+            [f"# {name}/", "", *(f"- [{entry.name}]({entry.name})" for entry in files)]
+        )
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return text
@@ -70,11 +90,14 @@ def _cell(cell: dict[str, Any]) -> str:
     if cell["cell_type"] == "markdown":
         return source
     printed = "".join("".join(output.get("text", [])) for output in cell.get("outputs", []))
-    return f"```python\n{source}\n```" + (f"\n\n```text\n{printed.rstrip()}\n```" if printed else "")
+    return f"```python\n{source}\n```" + (
+        f"\n\n```text\n{printed.rstrip()}\n```" if printed else ""
+    )
 
 
 def outside_pages() -> dict[str, str]:
-    """Every page for what the documents link to, and for what those link to in turn: its name on the site, and its text."""
+    """Every page for what the documents link to, and for what those link to in turn: its name on
+    the site, and its text."""
     waiting = [(path.read_text(encoding="utf-8"), path.parent) for path in DOCS.rglob("*.md")]
     pages: dict[str, str] = {}
     while waiting:
@@ -97,9 +120,12 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File, InclusionLevel
 
     for name, text in outside_pages().items():
-        if name.endswith(".json.md"):  # results: thousands of lines, in which a search would find every word
+        # results: thousands of lines, in which a search would find every word
+        if name.endswith(".json.md"):
             text = f"---\nsearch:\n  exclude: true\n---\n\n{text}"
-        files.append(File.generated(config, name, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
+        files.append(
+            File.generated(config, name, content=text, inclusion=InclusionLevel.NOT_IN_NAV)
+        )
     return files
 
 

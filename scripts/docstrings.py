@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """A corpus that every machine has: the documentation of its installed Python libraries.
 
-Walks the standard library and site-packages of the running interpreter, parses the sources (nothing is imported or run), and writes
-the docstring of every module, class and function as one JSON line ``{"_id": "numpy.linalg._linalg.svd", "text": "..."}``. The same files
-give the same lines in the same order. Tests and vendored copies are left out, and so is a text that was written before.
+Walks the standard library and site-packages of the running interpreter, parses the sources (nothing
+is imported or run), and writes the docstring of every module, class and function as one JSON line
+``{"_id": "numpy.linalg._linalg.svd", "text": "..."}``. The same files give the same lines in the
+same order. Tests and vendored copies are left out, and so is a text that was written before.
 
     python scripts/docstrings.py --out corpus.jsonl --packages numpy,torch,json --limit 5000
     python scripts/docstrings.py --out passages.jsonl --slice-tokens 100
@@ -25,7 +26,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SOURCE_SIZE_BYTES_MAX = 2 << 20  # larger ones are tables of data
-LEFT_OUT = {"__pycache__", "test", "tests", "testing", "idlelib", "lib2to3", "_vendor", "vendored", "site-packages", "dist-packages"}
+LEFT_OUT = {
+    "__pycache__",
+    "test",
+    "tests",
+    "testing",
+    "idlelib",
+    "lib2to3",
+    "_vendor",
+    "vendored",
+    "site-packages",
+    "dist-packages",
+}
 TOKEN = re.compile(r"\w+|[^\w\s]")
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -33,7 +45,9 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 def default_roots() -> list[Path]:
     """Standard library and site-packages of the running interpreter."""
     paths = sysconfig.get_paths()
-    folders = [Path(path) for path in dict.fromkeys(paths[key] for key in ("stdlib", "purelib", "platlib"))]
+    folders = [
+        Path(path) for path in dict.fromkeys(paths[key] for key in ("stdlib", "purelib", "platlib"))
+    ]
     return [folder for folder in folders if folder.is_dir()]
 
 
@@ -49,11 +63,12 @@ def documents(
 
     Args:
         roots: folders that hold top-level modules and packages. Default: :func:`default_roots`.
-        packages: names of top-level modules and packages to keep to, in this order. Default: all, sorted.
+        packages: names of top-level modules and packages to keep to, in this order. Default: all,
+            sorted.
         min_chars: shorter docstrings are skipped.
         max_chars: longer ones too.
-        slice_tokens: cut every docstring into passages of at most so many words and punctuation marks, of nearly equal length;
-            ids become ``name@0``, ``name@1``, ...
+        slice_tokens: cut every docstring into passages of at most so many words and punctuation
+            marks, of nearly equal length; ids become ``name@0``, ``name@1``, ...
 
     A name that occurs again (a property and its setter) gets ``#2``, ``#3``, ... in the order met.
     """
@@ -62,7 +77,11 @@ def documents(
     for module, path in sources(default_roots() if roots is None else roots, packages):
         for name, text in docstrings(module, path):
             digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-            if len(text) < min_chars or (max_chars is not None and len(text) > max_chars) or digest in texts_met:
+            if (
+                len(text) < min_chars
+                or (max_chars is not None and len(text) > max_chars)
+                or digest in texts_met
+            ):
                 continue
             texts_met.add(digest)
             times_met[name] = times_met.get(name, 0) + 1
@@ -70,10 +89,15 @@ def documents(
             if slice_tokens is None:
                 yield {"id": unique, "text": text}
             else:
-                yield from ({"id": f"{unique}@{number}", "text": part} for number, part in enumerate(slices(text, slice_tokens)))
+                yield from (
+                    {"id": f"{unique}@{number}", "text": part}
+                    for number, part in enumerate(slices(text, slice_tokens))
+                )
 
 
-def sources(roots: Iterable[Path], packages: Iterable[str] | None = None) -> Iterator[tuple[str, Path]]:
+def sources(
+    roots: Iterable[Path], packages: Iterable[str] | None = None
+) -> Iterator[tuple[str, Path]]:
     """Module name and path of every source file under ``roots``."""
     roots = list(roots)
     if packages is None:
@@ -89,32 +113,40 @@ def sources(roots: Iterable[Path], packages: Iterable[str] | None = None) -> Ite
 
 
 def packages_of(root: Path) -> set[str]:
-    """Names that can be imported from ``root``; folders without ``__init__.py`` hold data as often as modules and are left out."""
+    """Names that can be imported from ``root``; folders without ``__init__.py`` hold data as often
+    as modules and are left out."""
     return {
         entry.stem
         for entry in root.iterdir()
-        if entry.stem not in LEFT_OUT and entry.stem.isidentifier() and (entry.suffix == ".py" or (entry / "__init__.py").is_file())
+        if entry.stem not in LEFT_OUT
+        and entry.stem.isidentifier()
+        and (entry.suffix == ".py" or (entry / "__init__.py").is_file())
     }
 
 
 def python_files(folder: Path) -> Iterator[Path]:
-    """``*.py`` under ``folder``, sorted; a package before its modules, modules before its sub-packages."""
+    """``*.py`` under ``folder``, sorted; a package before its modules, modules before its
+    sub-packages."""
     for place, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in LEFT_OUT and name.isidentifier())
+        folders[:] = sorted(
+            name for name in folders if name not in LEFT_OUT and name.isidentifier()
+        )
         for name in sorted(files, key=lambda name: (name != "__init__.py", name)):
             if name.endswith(".py") and name[:-3].isidentifier():
                 yield Path(place, name)
 
 
 def docstrings(module: str, path: Path) -> Iterator[tuple[str, str]]:
-    """Qualified name and cleaned docstring of everything in one file that has one; nothing for a file that this Python cannot parse."""
+    """Qualified name and cleaned docstring of everything in one file that has one; nothing for a
+    file that this Python cannot parse."""
     try:
         if path.stat().st_size > SOURCE_SIZE_BYTES_MAX:
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in other people's strings
             found = list(_of_node(ast.parse(path.read_bytes()), module))
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # also undecodable, null bytes, nested too deeply
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        # also undecodable, null bytes, nested too deeply
         return
     yield from found
 
@@ -125,12 +157,14 @@ def _of_node(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield from _of_node(child, f"{name}.{child.name}")
-        elif isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):  # definitions under if, try, except, with, match
+        elif isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
+            # definitions under if, try, except, with, match
             yield from _of_node(child, name)
 
 
 def slices(text: str, tokens: int) -> list[str]:
-    """``text`` cut between tokens into the fewest passages of at most ``tokens`` each, whose lengths differ by at most one token."""
+    """``text`` cut between tokens into the fewest passages of at most ``tokens`` each, whose
+    lengths differ by at most one token."""
     starts = [match.start() for match in TOKEN.finditer(text)]
     count = max(1, -(-len(starts) // tokens))
     cuts = [starts[len(starts) * number // count] for number in range(1, count)]
@@ -139,16 +173,29 @@ def slices(text: str, tokens: int) -> list[str]:
 
 def arguments() -> argparse.Namespace:
     """Options, checked."""
-    parser = argparse.ArgumentParser(description="Docstrings of the installed Python libraries as JSON lines.")
+    parser = argparse.ArgumentParser(
+        description="Docstrings of the installed Python libraries as JSON lines."
+    )
     parser.add_argument("--out", type=Path, help="file to write (default: stdout)")
     parser.add_argument(
-        "--root", type=Path, action="append", help="folder to walk, repeatable (default: standard library and site-packages)"
+        "--root",
+        type=Path,
+        action="append",
+        help="folder to walk, repeatable (default: standard library and site-packages)",
     )
-    parser.add_argument("--packages", help="top-level names, comma-separated, in this order (default: all)")
+    parser.add_argument(
+        "--packages", help="top-level names, comma-separated, in this order (default: all)"
+    )
     parser.add_argument("--limit", type=int, help="stop after so many documents")
-    parser.add_argument("--min-chars", type=int, default=40, help="skip shorter docstrings (default: 40)")
+    parser.add_argument(
+        "--min-chars", type=int, default=40, help="skip shorter docstrings (default: 40)"
+    )
     parser.add_argument("--max-chars", type=int, help="skip longer docstrings")
-    parser.add_argument("--slice-tokens", type=int, help="cut into passages of at most so many words and punctuation marks")
+    parser.add_argument(
+        "--slice-tokens",
+        type=int,
+        help="cut into passages of at most so many words and punctuation marks",
+    )
     options = parser.parse_args()
     options.root = options.root or default_roots()
     options.packages = options.packages.split(",") if options.packages else None
@@ -156,8 +203,13 @@ def arguments() -> argparse.Namespace:
         if not root.is_dir():
             parser.error(f"--root: got {root}, expected a folder")
     installed = set().union(*map(packages_of, options.root))
-    if options.packages and (unknown := [name for name in options.packages if name not in installed]):
-        parser.error(f"--packages: got {', '.join(unknown)}, expected modules or packages in {', '.join(map(str, options.root))}")
+    if options.packages and (
+        unknown := [name for name in options.packages if name not in installed]
+    ):
+        parser.error(
+            f"--packages: got {', '.join(unknown)}, expected modules or packages in "
+            f"{', '.join(map(str, options.root))}"
+        )
     for name in ("limit", "min_chars", "max_chars", "slice_tokens"):
         if (value := getattr(options, name)) is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')}: got {value}, expected at least 1")

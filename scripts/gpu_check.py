@@ -1,6 +1,8 @@
-"""The checks of scripts/gpu_check.sh: one process and one time limit each, all results in one JSON file.
+"""The checks of scripts/gpu_check.sh: one process and one time limit each, all results in one JSON
+file.
 
-A check that fails, crashes or hangs is a row with ``correct: false`` and the reason in its ``params``; the others still run.
+A check that fails, crashes or hangs is a row with ``correct: false`` and the reason in its
+``params``; the others still run.
 """
 
 from __future__ import annotations
@@ -22,9 +24,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-#: Name -> limit in seconds; together with the build they stay below twenty minutes. Most of that is for compiling: a kernel's variant takes
-#: one to five seconds the first time, and comes from Triton's cache (TRITON_CACHE_DIR, which outlives the steps) from then on.
-LIMITS_S = {"tests": 270, "memcheck": 120, "gds": 60, "maxsim": 90, "crc32c": 60, "search": 60, "attention": 120, "kv": 180}
+#: Name -> limit in seconds; together with the build they stay below twenty minutes. Most of that is
+#: for compiling: a kernel's variant takes one to five seconds the first time, and comes from
+#: Triton's cache (TRITON_CACHE_DIR, which outlives the steps) from then on.
+LIMITS_S = {
+    "tests": 270,
+    "memcheck": 120,
+    "gds": 60,
+    "maxsim": 90,
+    "crc32c": 60,
+    "search": 60,
+    "attention": 120,
+    "kv": 180,
+}
 OK, FAILED, NO_GPU = 0, 1, 3
 
 
@@ -51,7 +63,9 @@ def check_row(name: str, seconds: float, failures: Sequence[str]) -> dict[str, A
     }
 
 
-def run_check(name: str, command: Sequence[str], results: Path, limit_s: float) -> tuple[list[dict[str, Any]], list[str], str]:
+def run_check(
+    name: str, command: Sequence[str], results: Path, limit_s: float
+) -> tuple[list[dict[str, Any]], list[str], str]:
     """Runs one check in a process group of its own.
 
     Returns:
@@ -60,7 +74,9 @@ def run_check(name: str, command: Sequence[str], results: Path, limit_s: float) 
     results.unlink(missing_ok=True)
     started = time.monotonic()
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+        )
         try:
             process.wait(limit_s)
             ended = None if process.returncode == 0 else f"ended with status {process.returncode}"
@@ -82,7 +98,9 @@ def run_check(name: str, command: Sequence[str], results: Path, limit_s: float) 
     elif ended is None:
         ended = "wrote no result"
     if ended is not None and not failures:
-        failures = [f"{ended}: {output.strip().splitlines()[-1] if output.strip() else 'no output'}"]
+        failures = [
+            f"{ended}: {output.strip().splitlines()[-1] if output.strip() else 'no output'}"
+        ]
     return [*rows, check_row(name, time.monotonic() - started, failures)], failures, output
 
 
@@ -125,8 +143,15 @@ def machine_facts(work: Path) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "gpu": device and {"name": device.name, "memory_bytes": device.total_memory, "multiprocessors": device.multi_processor_count},
-        "driver": _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
+        "gpu": device
+        and {
+            "name": device.name,
+            "memory_bytes": device.total_memory,
+            "multiprocessors": device.multi_processor_count,
+        },
+        "driver": _first_line(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        ),
         "nvidia_fs": Path("/proc/driver/nvidia-fs").exists(),
         "udev": Path("/run/udev").exists(),
         "build_s": float(os.environ.get("ESPNX_BUILD_S", "0")),
@@ -138,7 +163,11 @@ def _first_line(command: Sequence[str]) -> str | None:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
+    return (
+        done.stdout.strip().splitlines()[0]
+        if done.returncode == 0 and done.stdout.strip()
+        else None
+    )
 
 
 def say(text: str) -> None:
@@ -146,10 +175,22 @@ def say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Checks and measures what needs a CUDA device.")
-    parser.add_argument("--out", default="gpu_check.json", help="the result file (default: gpu_check.json)")
-    parser.add_argument("--work", help="a folder on the disk to read from (default: a temporary one)")
-    parser.add_argument("--only", nargs="+", choices=sorted(LIMITS_S), default=list(LIMITS_S), help="some of the checks")
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.sh", description="Checks and measures what needs a CUDA device."
+    )
+    parser.add_argument(
+        "--out", default="gpu_check.json", help="the result file (default: gpu_check.json)"
+    )
+    parser.add_argument(
+        "--work", help="a folder on the disk to read from (default: a temporary one)"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=sorted(LIMITS_S),
+        default=list(LIMITS_S),
+        help="some of the checks",
+    )
     parser.add_argument("--step", choices=sorted(LIMITS_S), help=argparse.SUPPRESS)
     parser.add_argument("--results", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
@@ -163,7 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return NO_GPU
     out = Path(os.environ.get("ESPNX_CALLED_FROM", ""), args.out)
     work = Path(tempfile.mkdtemp(prefix="espnx-gpu-check-", dir=args.work))
-    os.environ["CUFILE_LOGFILE_PATH"] = str(work / "cufile.log")  # or cuFile writes one into the current folder
+    # or cuFile writes one into the current folder
+    os.environ["CUFILE_LOGFILE_PATH"] = str(work / "cufile.log")
     try:
         return _run_all(args.only, work, out)
     finally:
@@ -175,12 +217,24 @@ def _run_all(names: Sequence[str], work: Path, out: Path) -> int:
     from espnx.tables import render_json
 
     machine = machine_facts(work)
-    say(f"{machine['gpu']}, driver {machine['driver']}, CUDA {machine['cuda']}, torch {machine['torch']}")
+    say(
+        f"{machine['gpu']}, driver {machine['driver']}, CUDA {machine['cuda']}, torch "
+        f"{machine['torch']}"
+    )
     rows: list[dict[str, Any]] = []
     failed: dict[str, list[str]] = {}
     for name in names:
         results = work / f"{name}.json"
-        command = [sys.executable, str(Path(__file__)), "--step", name, "--work", str(work), "--results", str(results)]
+        command = [
+            sys.executable,
+            str(Path(__file__)),
+            "--step",
+            name,
+            "--work",
+            str(work),
+            "--results",
+            str(results),
+        ]
         new, failures, output = run_check(name, command, results, LIMITS_S[name])
         rows += new
         say(f"{name}: {'FAILED' if failures else 'ok'} ({new[-1]['metrics']['seconds']:.1f} s)")
@@ -193,7 +247,13 @@ def _run_all(names: Sequence[str], work: Path, out: Path) -> int:
                 say(f"  failure: {failure}")
             print(output, file=sys.stderr)
     dirty = _first_line(["git", "status", "--porcelain"]) is not None
-    document = make_document("gpu_check", _first_line(["git", "rev-parse", "HEAD"]), dirty, machine, [_row(row) for row in rows])
+    document = make_document(
+        "gpu_check",
+        _first_line(["git", "rev-parse", "HEAD"]),
+        dirty,
+        machine,
+        [_row(row) for row in rows],
+    )
     out.write_text(render_json(document))
     say(f"{len(names) - len(failed)} of {len(names)} checks passed; results in {out}")
     return FAILED if failed else OK

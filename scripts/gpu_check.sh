@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that needs a CUDA machine, in one command: builds the extension in place against the Python at hand (no network), runs the GPU
-# tests, reads into GPU memory, checks and times the kernels, searches and generates end to end, and writes one JSON file.
+# Everything that needs a CUDA machine, in one command: builds the extension in place against the
+# Python at hand (no network), runs the GPU tests, reads into GPU memory, checks and times the
+# kernels, searches and generates end to end, and writes one JSON file.
 #
 #   bash scripts/gpu_check.sh [--out FILE.json] [--work DIR]
 #

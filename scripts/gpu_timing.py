@@ -1,7 +1,7 @@
 """How scripts/gpu_check.py times kernels, and the rows that it writes down. Needs a CUDA device.
 
-A kernel's own time is that of the device (events around many launches); what a call costs with its checks and tables stands beside it.
-Several input sets take turns, since one might fit in the cache.
+A kernel's own time is that of the device (events around many launches); what a call costs with its
+checks and tables stands beside it. Several input sets take turns, since one might fit in the cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _HEAD_START_CYCLES = 5_000_000
 _LAUNCHES = 12
 
 
-def row(case: str, params: dict[str, Any], system: str, times_s: Sequence[float], **fields: Any) -> dict[str, Any]:
+def row(
+    case: str, params: dict[str, Any], system: str, times_s: Sequence[float], **fields: Any
+) -> dict[str, Any]:
     """A row of `benchmarks.harness.result` from the times of its runs."""
     ordered = sorted(times_s)
     quarters = statistics.quantiles(ordered, n=4) if len(ordered) > 1 else [0.0, 0.0, 0.0]
@@ -48,10 +50,11 @@ def row(case: str, params: dict[str, Any], system: str, times_s: Sequence[float]
 
 
 def device_times_s(call: Callable[[int], Any], runs: int = 30) -> list[float]:
-    """Times of ``call(i)`` on the device, from events around many of them, after a round to warm up.
+    """Times of ``call(i)`` on the device, from events around many of them, after a round to warm
+    up.
 
-    The device is busy with something else until all of them are queued, so that the host's time is not in it. ``call`` must not wait for
-    the device.
+    The device is busy with something else until all of them are queued, so that the host's time is
+    not in it. ``call`` must not wait for the device.
     """
     for i in range(SETS):
         call(i)
@@ -70,14 +73,16 @@ def device_times_s(call: Callable[[int], Any], runs: int = 30) -> list[float]:
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """Of one op: `kernel_s` of the bare kernel on the device, `call_s` of whole calls, from the arguments to the result that is there."""
+    """Of one op: `kernel_s` of the bare kernel on the device, `call_s` of whole calls, from the
+    arguments to the result that is there."""
 
     kernel_s: list[float]
     call_s: list[float]
 
 
 def bare_launch(name: str, call: Callable[[], Any]) -> Callable[[], Any]:
-    """The launch of ``espnx.kernels.NAME.NAME_kernel`` that ``call`` makes, to be repeated without what the op does around it."""
+    """The launch of ``espnx.kernels.NAME.NAME_kernel`` that ``call`` makes, to be repeated without
+    what the op does around it."""
     module = importlib.import_module(f"espnx.kernels.{name}")
     kernel, seen = getattr(module, f"{name}_kernel"), list[Callable[[], Any]]()
 
@@ -98,7 +103,8 @@ def bare_launch(name: str, call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def kernel_times(name: str, call: Callable[[int], Any]) -> KernelTimes:
-    """Times an op: ``call(i)`` runs it on input set i, with its tables on the CPU, as callers have them."""
+    """Times an op: ``call(i)`` runs it on input set i, with its tables on the CPU, as callers have
+    them."""
     launches = [bare_launch(name, lambda i=i: call(i)) for i in range(SETS)]
     whole = [wall_s(lambda i=i: call(i % SETS)) for i in range(23)][3:]
     return KernelTimes(device_times_s(lambda i: launches[i]()), whole)
@@ -108,7 +114,9 @@ def copy_bytes_per_s() -> float:
     """The memory's ceiling: a large copy within the device, bytes read plus bytes written."""
     source = torch.randint(0, 256, (1 << 30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / statistics.median(device_times_s(lambda i: target.copy_(source), 10))
+    return (
+        2 * source.numel() / statistics.median(device_times_s(lambda i: target.copy_(source), 10))
+    )
 
 
 def wall_s(call: Callable[[], Any]) -> float:
@@ -120,7 +128,12 @@ def wall_s(call: Callable[[], Any]) -> float:
 
 
 def kernel_row(
-    case: str, params: dict[str, Any], times: KernelTimes | None, data_bytes: int, ceiling: float, correct: bool
+    case: str,
+    params: dict[str, Any],
+    times: KernelTimes | None,
+    data_bytes: int,
+    ceiling: float,
+    correct: bool,
 ) -> dict[str, Any]:
     metrics, kernel_s = {}, times.kernel_s if times else []
     if times:
@@ -132,4 +145,13 @@ def kernel_row(
             "roofline_s": data_bytes / ceiling,
             "share_of_roofline": rate / ceiling,
         }
-    return row(case, params, "espnx-triton", kernel_s, bytes_asked=data_bytes, bytes_moved=data_bytes, correct=correct, metrics=metrics)
+    return row(
+        case,
+        params,
+        "espnx-triton",
+        kernel_s,
+        bytes_asked=data_bytes,
+        bytes_moved=data_bytes,
+        correct=correct,
+        metrics=metrics,
+    )

@@ -1,13 +1,19 @@
 #!/usr/bin/env bash
-# espnx beside other programs, on the same corpus, or with the same model and prompt: docs/measured/head-to-head.md shows what came out.
+# espnx beside other programs, on the same corpus, or with the same model and prompt:
+# docs/measured/head-to-head.md shows what came out.
 #
-#   scripts/head_to_head.sh search [--collection DIR] [OPTIONS]    fast-plaid, PyLate's PLAID; DIR: a labelled collection, as BEIR has them
-#   scripts/head_to_head.sh kv [OPTIONS]                           caches of transformers, accelerate's offload of weights, llama.cpp
-#   scripts/head_to_head.sh search|kv --prepare                    makes the environments alone, and measures nothing
+#   scripts/head_to_head.sh search [--collection DIR] [OPTIONS]    fast-plaid, PyLate's PLAID; DIR:
+#   a labelled collection, as BEIR has them
+#   scripts/head_to_head.sh kv [OPTIONS]                           caches of transformers,
+#   accelerate's offload of weights, llama.cpp
+#   scripts/head_to_head.sh search|kv --prepare                    makes the environments alone, and
+#   measures nothing
 #
-# Makes an environment for each of them in .cache/head-to-head, once (7 GB for search, as fast-plaid's torch brings CUDA; 2 GB for kv; a
-# C++ compiler and a quarter of an hour for llama.cpp where there is no wheel), then runs `espnx bench head-to-head`, which names its
-# OPTIONS (--help), and writes benchmarks/results/head-to-head-JOB.json. What could not be installed says so in its row.
+# Makes an environment for each of them in .cache/head-to-head, once (7 GB for search, as
+# fast-plaid's torch brings CUDA; 2 GB for kv; a C++ compiler and a quarter of an hour for llama.cpp
+# where there is no wheel), then runs `espnx bench head-to-head`, which names its OPTIONS (--help),
+# and writes benchmarks/results/head-to-head-JOB.json. What could not be installed says so in its
+# row.
 set -euo pipefail
 shopt -s nullglob
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -31,7 +37,8 @@ install() { "$1/bin/python" -m pip install --progress-bar off "${@:2}"; }
 
 pylate() { install "$1" pylate==1.6.0; }
 
-# PyLate pins an older one. This one is put before it, with the same torch, which both pin; numkong is what usearch asks for.
+# PyLate pins an older one. This one is put before it, with the same torch, which both pin; numkong
+# is what usearch asks for.
 fast_plaid() {
   [ -e "$ENVIRONMENTS/pylate/ready" ] || { echo "it takes torch from the environment of PyLate, which is not there"; return 1; }
   install "$1" --no-deps fast-plaid==1.7.0.2110 usearch==2.26.6 numkong==7.8.6 || return

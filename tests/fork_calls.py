@@ -1,11 +1,14 @@
-"""Calls of the public API, each of which a forked child makes after its parent has made any other: what tests/test_forks.py runs.
+"""Calls of the public API, each of which a forked child makes after its parent has made any other:
+what tests/test_forks.py runs.
 
 They are jobs of tests/forks.py, so that each parent begins with everything imported and no thread:
 
-    what="prepare", folder=F                             writes what the calls open
-    what="run", folder=F, first=[A, B], then=[C], out=O  makes the first calls, then forks once for each of the others; [] are all of them
+    what="prepare", folder=F                             writes what the calls open what="run",
+    folder=F, first=[A, B], then=[C], out=O  makes the first calls, then forks once for each of the
+    others; [] are all of them
 
-A run writes a line of JSON for each outcome: [who, call, how, what it returned]. A child that does not answer in time is killed and HANGS.
+A run writes a line of JSON for each outcome: [who, call, how, what it returned]. A child that does
+not answer in time is killed and HANGS.
 """
 
 from __future__ import annotations
@@ -41,8 +44,13 @@ from tests.forks import load, serve
 
 DEADLINE_S = 10.0
 HANGS = "hangs"
-WORDS = "log disk read write graph token cache list node page query key value head layer row".split()  # noqa: SIM905
-TEXTS = [" ".join(WORDS[(i * (j + 3) + j * j) % 16] for j in range(4 + i % 9)) + f" number {i}" for i in range(80)]
+WORDS = (
+    "log disk read write graph token cache list node page query key value head layer row".split()  # noqa: SIM905
+)
+TEXTS = [
+    " ".join(WORDS[(i * (j + 3) + j * j) % 16] for j in range(4 + i % 9)) + f" number {i}"
+    for i in range(80)
+]
 QUERY = "which disk writes the log?"
 VECTORS = np.random.default_rng(0).standard_normal((600, 32)).astype(np.float32)
 NEW = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -73,7 +81,9 @@ class World:
         self.asked += 1
         if name not in self.held:
             made = make()
-            self.held[name] = self.opened.enter_context(made) if hasattr(made, "__enter__") else made
+            self.held[name] = (
+                self.opened.enter_context(made) if hasattr(made, "__enter__") else made
+            )
         return self.held[name]
 
     def drop(self) -> None:
@@ -117,17 +127,29 @@ def minilm(world: World) -> Any:
 
 @call
 def bf16(world: World) -> Any:
-    return len(world.keep("bf16", lambda: espnx.load_encoder("minilm", dtype="bf16")).encode_documents(TEXTS[:50]))
+    return len(
+        world.keep("bf16", lambda: espnx.load_encoder("minilm", dtype="bf16")).encode_documents(
+            TEXTS[:50]
+        )
+    )
 
 
 @call
 def colbert(world: World) -> Any:
-    return sums(world.keep("colbert", lambda: espnx.load_encoder(world.path("colbert"))).encode_documents(TEXTS))
+    return sums(
+        world.keep("colbert", lambda: espnx.load_encoder(world.path("colbert"))).encode_documents(
+            TEXTS
+        )
+    )
 
 
 @call
 def huggingface(world: World) -> Any:
-    return sums(world.keep("huggingface", lambda: espnx.load_encoder(world.path("bert"))).encode_documents(TEXTS))
+    return sums(
+        world.keep("huggingface", lambda: espnx.load_encoder(world.path("bert"))).encode_documents(
+            TEXTS
+        )
+    )
 
 
 @call
@@ -144,7 +166,10 @@ def splade(world: World) -> Any:
 
 @call
 def chunk(world: World) -> Any:
-    return [[each.start_char, each.end_char] for each in espnx.chunk(" ".join(TEXTS), tokens=64, overlap=8, tokenizer="minilm")[:5]]
+    return [
+        [each.start_char, each.end_char]
+        for each in espnx.chunk(" ".join(TEXTS), tokens=64, overlap=8, tokenizer="minilm")[:5]
+    ]
 
 
 # Indexes.
@@ -157,7 +182,9 @@ def build(world: World) -> Any:
 
 @call
 def train(world: World) -> Any:
-    return espnx.train(world.fresh("train"), list(enumerate(TEXTS)), world.path("colbert"), format="residual2").dim
+    return espnx.train(
+        world.fresh("train"), list(enumerate(TEXTS)), world.path("colbert"), format="residual2"
+    ).dim
 
 
 @call
@@ -169,7 +196,9 @@ def search_text(world: World) -> Any:
 @call
 def search_vectors(world: World) -> Any:
     index = world.keep("vector index", lambda: espnx.open(world.path("index"), None))
-    return hits(index.search(espnx.Encoded(torch.ones(384) / 384**0.5, torch.ones(4, 384) / 20), k=3))
+    return hits(
+        index.search(espnx.Encoded(torch.ones(384) / 384**0.5, torch.ones(4, 384) / 20), k=3)
+    )
 
 
 @call
@@ -187,8 +216,12 @@ def look(world: World) -> Any:
 
 @call
 def on_a_device(world: World) -> Any:
-    index = world.keep("device index", lambda: espnx.open(world.path("index"), None, device="smartssd"))
-    return hits(index.search(espnx.Encoded(torch.ones(384) / 384**0.5, torch.ones(4, 384) / 20), k=3))
+    index = world.keep(
+        "device index", lambda: espnx.open(world.path("index"), None, device="smartssd")
+    )
+    return hits(
+        index.search(espnx.Encoded(torch.ones(384) / 384**0.5, torch.ones(4, 384) / 20), k=3)
+    )
 
 
 @call
@@ -204,7 +237,13 @@ def change(world: World) -> Any:
     deleted = espnx.delete(path, [1, 2])
     compacted = espnx.compact(path).documents
     with espnx.open(path) as index:
-        return [added, deleted, compacted, index.search(QUERY, k=1).hits[0].id, index.store.verify()]
+        return [
+            added,
+            deleted,
+            compacted,
+            index.search(QUERY, k=1).hits[0].id,
+            index.store.verify(),
+        ]
 
 
 @call
@@ -237,13 +276,21 @@ def build_postings(world: World) -> Any:
 
 @call
 def search_postings(world: World) -> Any:
-    return world.keep("postings", lambda: espnx.Postings.open(world.path("postings"))).search([QUERY] * 4, 3).numbers
+    return (
+        world.keep("postings", lambda: espnx.Postings.open(world.path("postings")))
+        .search([QUERY] * 4, 3)
+        .numbers
+    )
 
 
 @call
 def search_split(world: World) -> Any:
     paths = [world.path("split-0"), world.path("split-1")]
-    return world.keep("split", lambda: espnx.postings.SplitPostings(paths)).search([WORDS[:2]], 3).numbers
+    return (
+        world.keep("split", lambda: espnx.postings.SplitPostings(paths))
+        .search([WORDS[:2]], 3)
+        .numbers
+    )
 
 
 @call
@@ -253,7 +300,9 @@ def build_graph(world: World) -> Any:
 
 @call
 def build_graph_of_codes(world: World) -> Any:
-    return espnx.graph.build(VECTORS, world.fresh("graph"), max_degree=16, vector_dtype="pq", disk_pq_bytes=8).n
+    return espnx.graph.build(
+        VECTORS, world.fresh("graph"), max_degree=16, vector_dtype="pq", disk_pq_bytes=8
+    ).n
 
 
 @call
@@ -268,7 +317,9 @@ def search_graph(world: World) -> Any:
 def _model(world: World) -> Any:
     import transformers
 
-    return espnx.enable_kv_cache(transformers.AutoModelForCausalLM.from_pretrained(world.path("model")))
+    return espnx.enable_kv_cache(
+        transformers.AutoModelForCausalLM.from_pretrained(world.path("model"))
+    )
 
 
 def _ids() -> torch.Tensor:
@@ -305,7 +356,9 @@ def kept(world: World) -> Any:
 @call
 def on_two_devices(world: World) -> Any:
     model = world.keep("model", lambda: _model(world))
-    with espnx.KVCache(model.config, [world.fresh("kv"), world.fresh("kv")], device="smartssd", x_rows=0) as cache:
+    with espnx.KVCache(
+        model.config, [world.fresh("kv"), world.fresh("kv")], device="smartssd", x_rows=0
+    ) as cache:
         return model.generate(_ids(), past_key_values=cache, **NEW)[:, -4:]
 
 
@@ -330,8 +383,13 @@ def gguf(world: World) -> Any:
 @call
 def maxsim(world: World) -> Any:
     rows = torch.from_numpy(VECTORS).contiguous()
-    at, count = torch.arange(0, 600, 6) * rows.shape[1] * 4, torch.full((100,), 6, dtype=torch.int64)
-    return espnx.ops.maxsim(rows[:7], rows.view(torch.uint8).flatten(), at, count, format="fp32")[:5]
+    at, count = (
+        torch.arange(0, 600, 6) * rows.shape[1] * 4,
+        torch.full((100,), 6, dtype=torch.int64),
+    )
+    return espnx.ops.maxsim(rows[:7], rows.view(torch.uint8).flatten(), at, count, format="fp32")[
+        :5
+    ]
 
 
 @call
@@ -343,7 +401,9 @@ def merge(world: World) -> Any:
 @call
 def distances(world: World) -> Any:
     at = torch.arange(len(VECTORS)) * VECTORS.shape[1] * 4
-    return espnx.ops.distances(torch.ones(32), torch.from_numpy(VECTORS).view(torch.uint8).flatten(), at, "fp32")[:4]
+    return espnx.ops.distances(
+        torch.ones(32), torch.from_numpy(VECTORS).view(torch.uint8).flatten(), at, "fp32"
+    )[:4]
 
 
 @call
@@ -354,12 +414,19 @@ def crc32c(world: World) -> Any:
 @call
 def read(world: World) -> Any:
     engine = world.keep("engine", lambda: espnx.open_engine("auto"))
-    return int(engine.read(espnx.Plan.of(engine.open(world.path("file")), [0, 8192], [4096, 100])).wait().sum())
+    return int(
+        engine.read(espnx.Plan.of(engine.open(world.path("file")), [0, 8192], [4096, 100]))
+        .wait()
+        .sum()
+    )
 
 
 @call
 def read_tables(world: World) -> Any:
-    return [len(list(espnx.read_corpus(world.path("corpus.parquet")))), espnx.read_qrels(world.path("qrels.tsv"))]
+    return [
+        len(list(espnx.read_corpus(world.path("corpus.parquet")))),
+        espnx.read_qrels(world.path("qrels.tsv")),
+    ]
 
 
 def prepare(folder: Path) -> None:
@@ -375,16 +442,34 @@ def prepare(folder: Path) -> None:
     tiny.base_bert(folder / "bert", hidden=64)
     save_folder(folder / "gtr", "bert")
     espnx.build(folder / "index", list(enumerate(TEXTS)), "minilm")
-    espnx.build(folder / "hybrid", list(enumerate(TEXTS)), folder / "colbert", first_stages=("ivf", "bm25", "graph"))
+    espnx.build(
+        folder / "hybrid",
+        list(enumerate(TEXTS)),
+        folder / "colbert",
+        first_stages=("ivf", "bm25", "graph"),
+    )
     espnx.Postings.build(folder / "postings", TEXTS)
-    espnx.postings.build_split([folder / "split-0", folder / "split-1"], terms=[text.split() for text in TEXTS])
+    espnx.postings.build_split(
+        [folder / "split-0", folder / "split-1"], terms=[text.split() for text in TEXTS]
+    )
     espnx.graph.build(VECTORS, folder / "graph", max_degree=16)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=97, pad_token_id=0, eos_token_id=None, **sizes)).save_pretrained(folder / "model")
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=97, pad_token_id=0, eos_token_id=None, **sizes)
+    ).save_pretrained(folder / "model")
     gguf_files.write(folder / "model.gguf", gguf_files.tensors())
     (folder / "file").write_bytes(bytes(range(256)) * 64)
-    parquet.write_table(pa.table({"id": list(map(str, range(len(TEXTS)))), "text": TEXTS}), folder / "corpus.parquet")
+    parquet.write_table(
+        pa.table({"id": list(map(str, range(len(TEXTS)))), "text": TEXTS}),
+        folder / "corpus.parquet",
+    )
     (folder / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq1\t0\t1\n")
 
 
@@ -402,7 +487,8 @@ def in_child(work: Callable[[], Any]) -> Any:
     """`outcome` of a forked child, or HANGS."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, which is the point
+        # of forks beside threads, which is the point
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         os.close(reader)
@@ -416,7 +502,11 @@ def in_child(work: Callable[[], Any]) -> Any:
         while select.select([stream], [], [], max(0.0, until - time.monotonic()))[0]:
             if not (part := stream.read(1 << 16)):
                 _, status = os.waitpid(pid, 0)
-                return json.loads(text) if text else {"raised": f"the child died: {os.waitstatus_to_exitcode(status)}"}
+                return (
+                    json.loads(text)
+                    if text
+                    else {"raised": f"the child died: {os.waitstatus_to_exitcode(status)}"}
+                )
             text += part
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -450,7 +540,10 @@ def make_calls(folder: Path, first: list[str], then: list[str], out: TextIO) -> 
         if world.asked > before:
             inherits.add(name)
     for name in then:
-        for how, work in (("inherited", lambda name=name: CALLS[name](world)), ("own", lambda name=name: own(name))):  # type: ignore[misc]
+        for how, work in (
+            ("inherited", lambda name=name: CALLS[name](world)),
+            ("own", lambda name=name: own(name)),
+        ):  # type: ignore[misc]
             if how == "own" or name in inherits:
                 say("child", name, how, in_child(work))
     if world.held:
@@ -463,7 +556,8 @@ def make_calls(folder: Path, first: list[str], then: list[str], out: TextIO) -> 
 
 def run(job: dict[str, Any]) -> int:
     folder = Path(job["folder"])
-    espnx.forks._process = os.getpid()  # a program that has just been started, and no child: it computes on all its threads
+    # a program that has just been started, and no child: it computes on all its threads
+    espnx.forks._process = os.getpid()
     if job["what"] == "prepare":
         prepare(folder)
         return 0
@@ -475,9 +569,22 @@ def run(job: dict[str, Any]) -> int:
 if __name__ == "__main__":
     torch.set_num_threads(2)
     faiss.omp_set_num_threads(2)
-    os.environ |= {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "true"}
+    os.environ |= {
+        "TQDM_DISABLE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "true",
+    }
     load(
-        "espnx.device", "espnx.encoders", "espnx.graph", "espnx.importers", "espnx.integrations.streamed",
-        "espnx.integrations.transformers", "espnx.kv", "espnx.ops", "espnx.postings", "espnx.retrieval", "espnx.storage",
-    )  # fmt: skip
+        "espnx.device",
+        "espnx.encoders",
+        "espnx.graph",
+        "espnx.importers",
+        "espnx.integrations.streamed",
+        "espnx.integrations.transformers",
+        "espnx.kv",
+        "espnx.ops",
+        "espnx.postings",
+        "espnx.retrieval",
+        "espnx.storage",
+    )
     serve(run)

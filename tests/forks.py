@@ -1,5 +1,6 @@
-"""Processes that tests kill at any moment they like. They are forked from one that has imported everything and started no thread, and not
-from the test process itself, whose threads a child would not have.
+"""Processes that tests kill at any moment they like. They are forked from one that has imported
+everything and started no thread, and not from the test process itself, whose threads a child would
+not have.
 
 A module calls `serve` when it is run, and tests open it with `forks`.
 """
@@ -46,7 +47,8 @@ def killed_at(owner: Any, name: str, nth: int, after: bool) -> None:
 
 def load(*packages: str) -> None:
     """Imports whole packages, so that no child has to."""
-    from espnx.ops._native import load_ops  # of torch, which tests/conftest.py must not import before it has set how threads wait
+    # of torch, which tests/conftest.py must not import before it has set how threads wait
+    from espnx.ops._native import load_ops
 
     for package in packages:
         path = importlib.import_module(package).__path__
@@ -56,11 +58,14 @@ def load(*packages: str) -> None:
 
 
 def serve(run: Callable[[dict[str, Any]], int]) -> None:
-    """Reads one JSON job a line from standard input and answers with one line: the process id of a new child, which runs the job and exits
-    with what `run` returns, or the exit code of an old one."""
+    """Reads one JSON job a line from standard input and answers with one line: the process id of a
+    new child, which runs the job and exits with what `run` returns, or the exit code of an old
+    one."""
     gc.collect()
-    gc.freeze()  # what has been imported is garbage of no child, and none gets a copy of it because it looked
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts its children in the background has it ignored
+    # what has been imported is garbage of no child, and none gets a copy of it because it looked
+    gc.freeze()
+    # a shell that starts its children in the background has it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for line in sys.stdin:
         job = json.loads(line)
         if "wait" in job:
@@ -80,7 +85,8 @@ def serve(run: Callable[[dict[str, Any]], int]) -> None:
 
 
 def command_line(job: dict[str, Any]) -> int:
-    """`espnx` with the words of the job's "argv", what it says going to the files "stdout" and "stderr"."""
+    """`espnx` with the words of the job's "argv", what it says going to the files "stdout" and
+    "stderr"."""
     from espnx.cli.main import main
 
     with open(job["stdout"], "w") as sys.stdout, open(job["stderr"], "w") as sys.stderr:
@@ -88,10 +94,12 @@ def command_line(job: dict[str, Any]) -> int:
 
 
 def forking() -> BaseContext:
-    """Of `multiprocessing`, in place of "spawn": children of one process for all tests, which has imported what checks of devices need and
-    started no thread."""
+    """Of `multiprocessing`, in place of "spawn": children of one process for all tests, which has
+    imported what checks of devices need and started no thread."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["espnx.integrations.device_checks", "transformers.models.llama.modeling_llama", "faiss"])
+    context.set_forkserver_preload(
+        ["espnx.integrations.device_checks", "transformers.models.llama.modeling_llama", "faiss"]
+    )
     return context
 
 
@@ -131,7 +139,12 @@ def forks(module: str) -> Iterator[Forks]:
     """Children of that module."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        [sys.executable, "-m", module], cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", module],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         yield Forks(process)
         assert process.stdin is not None

@@ -1,7 +1,9 @@
-"""kill -9 at every moment at which a process's files are others than before: jobs of tests/forks.py, and the tests' end.
+"""kill -9 at every moment at which a process's files are others than before: jobs of
+tests/forks.py, and the tests' end.
 
-Of a killed process nothing is left but its files. So two kills between which no file has changed are one and the same, and all that can
-be found are as many as there are states of the files: one process runs to its end and notes when each began, then one is killed in each.
+Of a killed process nothing is left but its files. So two kills between which no file has changed
+are one and the same, and all that can be found are as many as there are states of the files: one
+process runs to its end and notes when each began, then one is killed in each.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ FUNCTIONS: list[tuple[Any, tuple[str, ...]]] = [
 
 
 def moments(processes: Forks, note: Path, folders: Sequence[Path], **job: Any) -> list[int]:
-    """Runs a job to its end. The moments, by number, from which on there is something in the folders that was not there before; the first
-    is that at which nothing has happened yet.
+    """Runs a job to its end. The moments, by number, from which on there is something in the
+    folders that was not there before; the first is that at which nothing has happened yet.
 
     Args:
         note: a file for the answer.
@@ -47,7 +49,9 @@ def killed(processes: Forks, moment: int, **job: Any) -> bool:
 def watch(job: dict[str, Any]) -> None:
     """In the job's own process, before it begins."""
     if "moment" in job:
-        _at_each_moment(lambda number: os.kill(os.getpid(), signal.SIGKILL) if number == job["moment"] else None)
+        _at_each_moment(
+            lambda number: os.kill(os.getpid(), signal.SIGKILL) if number == job["moment"] else None
+        )
     elif "note" in job:
         known: dict[object, int] = {}
 
@@ -81,5 +85,11 @@ def _contents(folders: Sequence[str]) -> object:
     found = []
     for folder in folders:
         for path in sorted(Path(folder).rglob("*")):
-            found.append((str(path), zlib.crc32(path.read_bytes()) if path.is_file() else -1, path.stat().st_size if path.is_file() else 0))
+            found.append(
+                (
+                    str(path),
+                    zlib.crc32(path.read_bytes()) if path.is_file() else -1,
+                    path.stat().st_size if path.is_file() else 0,
+                )
+            )
     return tuple(found)

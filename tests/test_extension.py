@@ -1,4 +1,5 @@
-"""espnx/_C.pyi says what is compiled: the same names, parameters and types, so that mypy sees through to the extension."""
+"""espnx/_C.pyi says what is compiled: the same names, parameters and types, so that mypy sees
+through to the extension."""
 
 from __future__ import annotations
 
@@ -15,10 +16,20 @@ from espnx.storage.native import load_native
 
 #: What pybind11 writes in docstrings, and the words of stubs for it.
 _WORDS = {
-    "typing.SupportsInt | typing.SupportsIndex": "int", "typing.SupportsFloat | typing.SupportsIndex": "float", "espnx::python::": "",
-    "espnx._C.": "", "collections.abc.": "", "typing_extensions.": "", "typing.": "", "torch.": "", "str | bytes": "str",
-    "dict[str, Any]": "dict", "(anonymous namespace)::": "", "PyRecordTicket": "RecordTicket",  # not known to pybind11 yet
-}  # fmt: skip
+    "typing.SupportsInt | typing.SupportsIndex": "int",
+    "typing.SupportsFloat | typing.SupportsIndex": "float",
+    "espnx::python::": "",
+    "espnx._C.": "",
+    "collections.abc.": "",
+    "typing_extensions.": "",
+    "typing.": "",
+    "torch.": "",
+    "str | bytes": "str",
+    # not known to pybind11 yet
+    "dict[str, Any]": "dict",
+    "(anonymous namespace)::": "",
+    "PyRecordTicket": "RecordTicket",
+}
 #: Types of which pybind11 does not say what is in them.
 _BARE = ("dict", "tuple", "Callable", "object")
 Described = tuple[list[tuple[str, str, bool, str]], str]
@@ -35,8 +46,13 @@ def _described(node: ast.FunctionDef) -> Described:
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = len(positional) - len(arguments.defaults)
-    found = [("by position or name", each, number >= defaults) for number, each in enumerate(positional)]
-    found += [("by name", each, default is not None) for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    found = [
+        ("by position or name", each, number >= defaults) for number, each in enumerate(positional)
+    ]
+    found += [
+        ("by name", each, default is not None)
+        for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
     only = {each.arg for each in arguments.posonlyargs}
     parameters = [
         ("by position", "", is_optional, each)
@@ -46,13 +62,17 @@ def _described(node: ast.FunctionDef) -> Described:
         if each.arg != "self"
     ]
     return (
-        [(kind, name, is_optional, _plain(ast.unparse(each.annotation or each))) for kind, name, is_optional, each in parameters],
+        [
+            (kind, name, is_optional, _plain(ast.unparse(each.annotation or each)))
+            for kind, name, is_optional, each in parameters
+        ],
         _plain(ast.unparse(node.returns or node)),
     )
 
 
 def _compiled(member: Any) -> Described | None:
-    """From the signature that pybind11 puts at the beginning of a docstring; None: it is no function of ours."""
+    """From the signature that pybind11 puts at the beginning of a docstring; None: it is no
+    function of ours."""
     is_property = isinstance(member, property)
     member = member.__func__ if isinstance(member, staticmethod) else member
     text = (member.fget.__doc__ if is_property else member.__doc__) or ""
@@ -69,17 +89,24 @@ def _compiled(member: Any) -> Described | None:
 
 def _agrees(stub: Described, compiled: Described) -> bool:
     def fits(ours: str, theirs: str) -> bool:
-        if ours == f"{theirs} | None" and theirs.endswith("Stream"):  # pybind11 does not say that a pointer may be null
+        # pybind11 does not say that a pointer may be null
+        if ours == f"{theirs} | None" and theirs.endswith("Stream"):
             return True
-        return ours == theirs or any(theirs == bare and (ours.startswith(bare) or bare == "object") for bare in _BARE)
+        return ours == theirs or any(
+            theirs == bare and (ours.startswith(bare) or bare == "object") for bare in _BARE
+        )
 
     if len(stub[0]) != len(compiled[0]) or not fits(stub[1], compiled[1]):
         return False
-    return all(ours[:3] == theirs[:3] and fits(ours[3], theirs[3]) for ours, theirs in zip(stub[0], compiled[0], strict=True))
+    return all(
+        ours[:3] == theirs[:3] and fits(ours[3], theirs[3])
+        for ours, theirs in zip(stub[0], compiled[0], strict=True)
+    )
 
 
 def _stub() -> dict[str, dict[str, Described | None]]:
-    """The members of each class; None for those that are no functions. Functions of the module are members of ``Extension``."""
+    """The members of each class; None for those that are no functions. Functions of the module are
+    members of ``Extension``."""
     tree = ast.parse(Path(espnx.__file__).with_name("_C.pyi").read_text())
     found: dict[str, dict[str, Described | None]] = {}
     for each in tree.body:
@@ -95,7 +122,9 @@ def _stub() -> dict[str, dict[str, Described | None]]:
 
 def test_the_stub_says_what_is_compiled() -> None:
     module, stub = load_native(), _stub()
-    owners = {name: member for name, member in vars(module).items() if inspect.isclass(member)} | {"Extension": module}
+    owners = {name: member for name, member in vars(module).items() if inspect.isclass(member)} | {
+        "Extension": module
+    }
     assert stub.keys() == owners.keys()
     wrong = []
     for name, owner in owners.items():
@@ -116,9 +145,17 @@ def test_the_stub_says_what_is_compiled() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", ["def f(b: int) -> int: ...", "def f(a: float) -> int: ...", "def f(a: int) -> str: ...", "def f(*, a: int) -> int: ...",
-              "def f(a: int=0) -> int: ...", "def f(a: int, b: int) -> int: ...", "def f(a: int, /) -> int: ..."],
-)  # fmt: skip
+    "other",
+    [
+        "def f(b: int) -> int: ...",
+        "def f(a: float) -> int: ...",
+        "def f(a: int) -> str: ...",
+        "def f(*, a: int) -> int: ...",
+        "def f(a: int=0) -> int: ...",
+        "def f(a: int, b: int) -> int: ...",
+        "def f(a: int, /) -> int: ...",
+    ],
+)
 def test_a_difference_is_seen(other: str) -> None:
     known, changed = (ast.parse(text).body[0] for text in ("def f(a: int) -> int: ...", other))
     assert isinstance(known, ast.FunctionDef)

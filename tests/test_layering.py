@@ -1,4 +1,5 @@
-"""Imports point one way, the lists of third-party packages hold, and the light entry points import no torch."""
+"""Imports point one way, the lists of third-party packages hold, and the light entry points import
+no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ HEAVY = ("torch", "numpy", "faiss", "triton", "safetensors", "transformers", "ri
 
 
 def test_imports_point_down() -> None:
-    found = [problem for path, module, is_package in modules() for problem in violations(path.read_text(), module, is_package=is_package)]
+    found = [
+        problem
+        for path, module, is_package in modules()
+        for problem in violations(path.read_text(), module, is_package=is_package)
+    ]
     assert not found, "\n".join(found)
 
 
@@ -33,7 +38,8 @@ def test_no_room_imports_one_that_imports_it() -> None:
 
 
 def test_circles_are_found() -> None:
-    """Through relative imports, inside functions, over a third module; between rooms where no module closes a circle."""
+    """Through relative imports, inside functions, over a third module; between rooms where no
+    module closes a circle."""
     files = {
         "espnx.a.b": ("from .c import x", False),
         "espnx.a.c": ("def f():\n    from ..d import e", False),
@@ -46,7 +52,9 @@ def test_circles_are_found() -> None:
     files["espnx.a.f"] = ("import espnx", False)
     graph = module_graph(files)
     assert circles(graph) == []
-    assert circles(room_graph(graph, {"espnx", "espnx.a", "espnx.d"})) == [["espnx.a.*", "espnx.d.*"]]
+    assert circles(room_graph(graph, {"espnx", "espnx.a", "espnx.d"})) == [
+        ["espnx.a.*", "espnx.d.*"]
+    ]
 
 
 def test_the_walk_sees_the_package() -> None:
@@ -100,20 +108,49 @@ def test_the_checker_reports(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("espnx.storage.native", "import os\nimport torch\nfrom espnx.errors import ReadError\nfrom . import engine\nfrom espnx import _C"),
+        (
+            "espnx.storage.native",
+            (
+                "import os\nimport torch\nfrom espnx.errors import ReadError\n"
+                "from . import engine\n"
+                "from espnx import _C"
+            ),
+        ),
         ("espnx.ops.quantise", "import faiss"),
         ("espnx.device.ssd_records", "from ..storage.native import NativeEngine, load_native"),
         ("espnx.retrieval.first_stage.ivf.arrays", "from ...ops.quantise import load_faiss"),
         ("espnx.storage.gds.engine", "import cupy\nfrom cuda.bindings import cufile"),
-        ("espnx.ops.maxsim.api", "from espnx.kernels import maxsim\nfrom .reference import maxsim_reference"),
+        (
+            "espnx.ops.maxsim.api",
+            "from espnx.kernels import maxsim\nfrom .reference import maxsim_reference",
+        ),
         (
             "espnx.retrieval.build.builder",
-            "import safetensors\nfrom espnx import storage\nfrom espnx.ops.maxsim import maxsim\nfrom ..sizes import parse_size",
+            (
+                "import safetensors\nfrom espnx import storage\n"
+                "from espnx.ops.maxsim import maxsim\n"
+                "from ..sizes import parse_size"
+            ),
         ),
-        ("espnx.retrieval.build.builder", "from .documents import Document\nfrom ..store import store"),
-        ("espnx.kv.cache", "from ..device.interface import RowDevice\nfrom ..device.registry import devices_in"),
-        ("espnx.cli.commands.bench", "import espnx\nfrom espnx import retrieval\nfrom espnx.benchmarks.harness import registry"),
-        ("espnx.kernels.maxsim", "from __future__ import annotations\nimport triton\nimport triton.language as tl"),
+        (
+            "espnx.retrieval.build.builder",
+            "from .documents import Document\nfrom ..store import store",
+        ),
+        (
+            "espnx.kv.cache",
+            "from ..device.interface import RowDevice\nfrom ..device.registry import devices_in",
+        ),
+        (
+            "espnx.cli.commands.bench",
+            (
+                "import espnx\nfrom espnx import retrieval\n"
+                "from espnx.benchmarks.harness import registry"
+            ),
+        ),
+        (
+            "espnx.kernels.maxsim",
+            "from __future__ import annotations\nimport triton\nimport triton.language as tl",
+        ),
         ("espnx.__main__", "from espnx.cli.main import main"),
     ],
 )
@@ -136,9 +173,16 @@ def test_relative_imports_in_a_package_front() -> None:
 def test_light_entry_points_import_nothing_heavy(statement: str) -> None:
     """A fresh interpreter, so that no other test has imported torch before."""
     code = (
-        "import sys\ntry:\n    exec(sys.argv[1])\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\n"
+        "import sys\ntry:\n    exec(sys.argv[1])\nexcept SystemExit as stop:\n"
+        "    assert not stop.code, stop.code\n"
         f"print('HEAVY', [name for name in {HEAVY!r} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code, statement], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, statement],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "HEAVY []"

@@ -1,5 +1,6 @@
-"""Which sources a copy is of: git says it in a clone, a record in an installation; and a clone without anything compiled in it takes the
-compiled part of an installation of the same sources, and of no others."""
+"""Which sources a copy is of: git says it in a clone, a record in an installation; and a clone
+without anything compiled in it takes the compiled part of an installation of the same sources, and
+of no others."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ PACKAGE = Path(espnx.__file__).parent
 ROOT = PACKAGE.parent
 #: What a package needs to look for its compiled part.
 PYTHON = ("__init__.py", "_version.py", "compiled.py", "errors.py", "origin.py")
-ASK = "from espnx.compiled import load_compiled; module = load_compiled(); print(module.__file__, module.cpu_level() >= 0)"
+ASK = (
+    "from espnx.compiled import load_compiled; module = load_compiled(); print(module.__file__, "
+    "module.cpu_level() >= 0)"
+)
 
 
 def git(folder: Path, *words: str) -> None:
@@ -45,7 +49,9 @@ def installed(clone: Path, tmp_path: Path) -> Path:
     """What was built of it, as site-packages have it."""
     package = tmp_path / "site" / "espnx"
     shutil.copytree(clone / "espnx", package)
-    os.symlink(str(load_compiled().__file__), package / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}")
+    os.symlink(
+        str(load_compiled().__file__), package / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    )
     origin.write_record(package, origin.make_record(clone))
     return package.parent
 
@@ -54,11 +60,20 @@ def ask(where: Path, site: Path) -> tuple[int, str]:
     """A Python that is started there, with that installation."""
     code = f"import sys; sys.path[1:1] = [{str(site)!r}]; {ASK}"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=where, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=where,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     return done.returncode, done.stdout + done.stderr
 
 
-def test_a_clone_takes_the_compiled_part_of_its_installation(clone: Path, installed: Path, tmp_path: Path) -> None:
+def test_a_clone_takes_the_compiled_part_of_its_installation(
+    clone: Path, installed: Path, tmp_path: Path
+) -> None:
     for where in (clone, tmp_path):  # the clone's package, then the installed one
         code, said = ask(where, installed)
         assert code == 0, said
@@ -68,7 +83,9 @@ def test_a_clone_takes_the_compiled_part_of_its_installation(clone: Path, instal
 
 
 @pytest.mark.parametrize("change", ["int b;", None])
-def test_a_clone_refuses_an_installation_of_other_sources(clone: Path, installed: Path, change: str | None) -> None:
+def test_a_clone_refuses_an_installation_of_other_sources(
+    clone: Path, installed: Path, change: str | None
+) -> None:
     """Changed since, or of a build that wrote nothing down."""
     if change:
         (clone / "csrc" / "io" / "a.cpp").write_text(change)

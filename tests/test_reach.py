@@ -42,12 +42,18 @@ def test_distances_are_counted_in_imports() -> None:
 
 def test_a_test_that_has_changed_comes_first() -> None:
     assert nearest(GRAPH, "tests/kv/test_cache.py") == ["tests/kv/test_cache.py"]
-    assert nearest(GRAPH, "espnx/errors.py", "tests/kv/test_cache.py")[0] == "tests/kv/test_cache.py"
+    assert (
+        nearest(GRAPH, "espnx/errors.py", "tests/kv/test_cache.py")[0] == "tests/kv/test_cache.py"
+    )
 
 
 def test_few_that_know_a_small_part_come_before_many_that_know_what_all_know() -> None:
     near = reach.nearness(GRAPH, ["espnx/errors.py", "espnx/storage/native.py"])
-    assert near == {"tests/storage/test_native.py": 1.0, "tests/kv/test_cache.py": 1 / 2, "tests/kv/test_rows.py": 1 / 3}
+    assert near == {
+        "tests/storage/test_native.py": 1.0,
+        "tests/kv/test_cache.py": 1 / 2,
+        "tests/kv/test_rows.py": 1 / 3,
+    }
 
 
 def test_a_compiled_file_is_of_the_room_that_calls_it() -> None:
@@ -61,11 +67,33 @@ def test_what_all_tests_share_reaches_all() -> None:
 
 
 def test_the_time_is_kept_and_folders_take_turns() -> None:
-    near = {"tests/a/test_1.py": 0.1, "tests/a/test_2.py": 0.1, "tests/b/test_3.py": 0.1, "tests/c/test_4.py": 0.5}
-    took = {"tests/a/test_1.py": 1.0, "tests/a/test_2.py": 2.0, "tests/b/test_3.py": 9.0, "tests/c/test_4.py": 4.0}
-    assert reach.chosen(near, took, 100) == ["tests/c/test_4.py", "tests/a/test_1.py", "tests/b/test_3.py", "tests/a/test_2.py"]
-    assert reach.chosen(near, took, 7) == ["tests/c/test_4.py", "tests/a/test_1.py", "tests/a/test_2.py"]
-    assert reach.chosen(near, {}, 2 * reach.UNKNOWN_SECONDS) == ["tests/c/test_4.py", "tests/a/test_1.py"]
+    near = {
+        "tests/a/test_1.py": 0.1,
+        "tests/a/test_2.py": 0.1,
+        "tests/b/test_3.py": 0.1,
+        "tests/c/test_4.py": 0.5,
+    }
+    took = {
+        "tests/a/test_1.py": 1.0,
+        "tests/a/test_2.py": 2.0,
+        "tests/b/test_3.py": 9.0,
+        "tests/c/test_4.py": 4.0,
+    }
+    assert reach.chosen(near, took, 100) == [
+        "tests/c/test_4.py",
+        "tests/a/test_1.py",
+        "tests/b/test_3.py",
+        "tests/a/test_2.py",
+    ]
+    assert reach.chosen(near, took, 7) == [
+        "tests/c/test_4.py",
+        "tests/a/test_1.py",
+        "tests/a/test_2.py",
+    ]
+    assert reach.chosen(near, {}, 2 * reach.UNKNOWN_SECONDS) == [
+        "tests/c/test_4.py",
+        "tests/a/test_1.py",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +126,11 @@ def test_what_is_always_run_is_there() -> None:
 
 def test_changed_and_new_files_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*words: str) -> None:
-        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True, capture_output=True)
+        subprocess.run(
+            ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words],
+            check=True,
+            capture_output=True,
+        )
 
     monkeypatch.setattr(reach, "ROOT", tmp_path)
     git("init", "-q", "-b", "main")

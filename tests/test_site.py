@@ -1,5 +1,5 @@
-"""The documentation as a site: every page has its place in the navigation, links that lead out of docs/ get pages, what the API pages name
-exists. Building it whole is `make docs`."""
+"""The documentation as a site: every page has its place in the navigation, links that lead out of
+docs/ get pages, what the API pages name exists. Building it whole is `make docs`."""
 
 from __future__ import annotations
 
@@ -44,11 +44,17 @@ def test_every_page_has_one_place_in_the_navigation() -> None:
 
 
 def test_what_the_api_pages_name_exists() -> None:
-    named = re.findall(r"^::: (\S+)$", "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md")), re.MULTILINE)
+    named = re.findall(
+        r"^::: (\S+)$",
+        "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md")),
+        re.MULTILINE,
+    )
     assert "espnx.retrieval.search.index.Index" in named
     for name in named:
         module, _, member = name.rpartition(".")
-        if importlib.util.find_spec(module) is not None and hasattr(importlib.import_module(module), member):
+        if importlib.util.find_spec(module) is not None and hasattr(
+            importlib.import_module(module), member
+        ):
             continue
         assert importlib.util.find_spec(name) is not None, name
     missing = public_names() - {name.rpartition(".")[2] for name in named} - module_members(named)
@@ -70,20 +76,35 @@ def module_members(named: list[str]) -> set[str]:
         except ModuleNotFoundError:
             spec = None
         if spec is not None:
-            found |= {member for member in vars(importlib.import_module(name)) if not member.startswith("_")}
+            found |= {
+                member
+                for member in vars(importlib.import_module(name))
+                if not member.startswith("_")
+            }
     return found
 
 
 def test_links_out_of_the_documents_get_pages() -> None:
     pages = site().outside_pages()
-    assert {"source/examples.md", "source/examples/tour.ipynb.md", "source/espnx/device/interface.py.md"} <= set(pages)
-    assert pages["source/espnx/device/interface.py.md"].startswith("# espnx/device/interface.py\n\n```python\n")
+    assert {
+        "source/examples.md",
+        "source/examples/tour.ipynb.md",
+        "source/espnx/device/interface.py.md",
+    } <= set(pages)
+    assert pages["source/espnx/device/interface.py.md"].startswith(
+        "# espnx/device/interface.py\n\n```python\n"
+    )
     assert "```python\nimport tempfile\n" in pages["source/examples/tour.ipynb.md"]
-    every = set(pages) | {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*") if path.is_file()}
+    every = set(pages) | {
+        path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*") if path.is_file()
+    }
     for name, text in pages.items():
-        if not name.endswith((".py.md", ".json.md", ".sh.md")):  # pages that show a file as it is have no links
+        # pages that show a file as it is have no links
+        if not name.endswith((".py.md", ".json.md", ".sh.md")):
             for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
-                assert target.startswith("http") or relative(name, target) in every, f"{name}: {target}"
+                assert target.startswith("http") or relative(name, target) in every, (
+                    f"{name}: {target}"
+                )
 
 
 def relative(page: str, target: str) -> str:
@@ -97,9 +118,19 @@ def relative(page: str, target: str) -> str:
     ("text", "place", "page", "expected"),
     [
         ("[a](../examples/01_search.py)", "docs", "a.md", "[a](source/examples/01_search.py.md)"),
-        ("[a](../../examples/01_search.py#x)", "docs/measured", "measured/a.md", "[a](../source/examples/01_search.py.md#x)"),
+        (
+            "[a](../../examples/01_search.py#x)",
+            "docs/measured",
+            "measured/a.md",
+            "[a](../source/examples/01_search.py.md#x)",
+        ),
         ("[a](docs/search.md#x)", ".", "source/CONTRIBUTING.md.md", "[a](../search.md#x)"),
-        ("[a](search.md) [b](#c) [d](https://x.y/z)", "docs", "a.md", "[a](search.md) [b](#c) [d](https://x.y/z)"),
+        (
+            "[a](search.md) [b](#c) [d](https://x.y/z)",
+            "docs",
+            "a.md",
+            "[a](search.md) [b](#c) [d](https://x.y/z)",
+        ),
         ("[a](../nowhere.py)", "docs", "a.md", "[a](../nowhere.py)"),
     ],
 )
@@ -110,12 +141,30 @@ def test_links_are_rewritten(text: str, place: str, page: str, expected: str) ->
 @pytest.mark.sweep
 @pytest.mark.timeout(600)
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None:
+    if (
+        importlib.util.find_spec("mkdocs") is None
+        or importlib.util.find_spec("mkdocstrings") is None
+    ):
         pytest.skip("mkdocs and mkdocstrings are not installed (`make docs` installs them)")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(SETTINGS), "--site-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        str(SETTINGS),
+        "--site-dir",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "index.html").is_file()
-    found = {entry["location"] for entry in json.loads((tmp_path / "search/search_index.json").read_text())["docs"]}
+    found = {
+        entry["location"]
+        for entry in json.loads((tmp_path / "search/search_index.json").read_text())["docs"]
+    }
     assert any("search.html" in place for place in found)
-    assert not [place for place in found if ".json.html" in place], "whole result files stand among what a search finds"
+    assert not [place for place in found if ".json.html" in place], (
+        "whole result files stand among what a search finds"
+    )

@@ -1,4 +1,5 @@
-"""The style of the whole tree, as tests: sizes, banned calls, loose ends, and the linters where they are installed."""
+"""The style of the whole tree, as tests: sizes, banned calls, loose ends, and the linters where
+they are installed."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from tests.style_rules import (
     FILE_LINES_MAX,
     FUNCTION_LINES_MAX,
     LINE_MAX,
+    SHELL_LINE_MAX,
     SMALL_LINES,
     cpp_complaints,
     cpp_functions,
@@ -35,7 +37,15 @@ ROOT = Path(__file__).resolve().parent.parent
 CPP = {".cpp", ".hpp", ".h", ".cu", ".cuh"}
 SOURCE = CPP | {".py", ".sh"}
 PROSE = {".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".in", ""}
-SKIPPED_FOLDERS = {".git", ".venv", ".cache", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
+SKIPPED_FOLDERS = {
+    ".git",
+    ".venv",
+    ".cache",
+    "__pycache__",
+    ".pytest_cache",
+    ".mypy_cache",
+    ".ruff_cache",
+}
 SKIPPED_AT_THE_ROOT = {"build", "dist"}
 PYTHON_IN_CPP = "csrc/bindings/"
 
@@ -43,14 +53,26 @@ PYTHON_IN_CPP = "csrc/bindings/"
 def tracked_files() -> list[Path]:
     """What git tracks or would track; every file below the root where there is no git."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listing = subprocess.run(command, cwd=ROOT, capture_output=True).stdout if shutil.which("git") else b""
+    listing = (
+        subprocess.run(command, cwd=ROOT, capture_output=True).stdout
+        if shutil.which("git")
+        else b""
+    )
     if listing:
         found = [ROOT / os.fsdecode(name) for name in listing.split(b"\0") if name]
     else:
         below = ((path, path.relative_to(ROOT).parts) for path in ROOT.rglob("*"))
-        found = [path for path, parts in below if not SKIPPED_FOLDERS & set(parts) and parts[0] not in SKIPPED_AT_THE_ROOT]
+        found = [
+            path
+            for path, parts in below
+            if not SKIPPED_FOLDERS & set(parts) and parts[0] not in SKIPPED_AT_THE_ROOT
+        ]
     # Links (espnx/kernels) are judged where they point.
-    return sorted(path for path in found if path.is_file() and not any(part.is_symlink() for part in (path, *path.parents)))
+    return sorted(
+        path
+        for path in found
+        if path.is_file() and not any(part.is_symlink() for part in (path, *path.parents))
+    )
 
 
 FILES = tracked_files()
@@ -61,15 +83,20 @@ def complaints(path: Path) -> Iterator[str]:
     if path.suffix not in SOURCE | PROSE or name == "LICENSE":
         return
     text = path.read_text(encoding="utf-8")
-    found = list(text_complaints(text, line_max=LINE_MAX if path.suffix in SOURCE else None))
+    line_max = SHELL_LINE_MAX if path.suffix == ".sh" else LINE_MAX
+    found = list(text_complaints(text, line_max=line_max if path.suffix in SOURCE else None))
     if path.suffix in SOURCE:
         found += source_complaints(text)
     if path.suffix == ".py":
         package = name.startswith(("espnx/", "kernels/"))
-        found += python_complaints(text, package=package, may_print=not package or name.startswith("espnx/cli/"))
+        found += python_complaints(
+            text, package=package, may_print=not package or name.startswith("espnx/cli/")
+        )
     if path.suffix in CPP:
         has_header = path.suffix == ".cpp" and path.with_suffix(".hpp").exists()
-        found += cpp_complaints(text, may_use_python=name.startswith(PYTHON_IN_CPP), has_header=has_header)
+        found += cpp_complaints(
+            text, may_use_python=name.startswith(PYTHON_IN_CPP), has_header=has_header
+        )
     for line, problem in found:
         yield f"{name}:{line}: {problem}"
 
@@ -81,13 +108,20 @@ def test_every_file_keeps_the_rules() -> None:
 
 def test_the_files_are_seen() -> None:
     names = {path.relative_to(ROOT).as_posix() for path in FILES}
-    assert {"espnx/errors.py", "kernels/__init__.py", "scripts/setup.sh", "setup.py", "tests/test_style.py"} <= names
+    assert {
+        "espnx/errors.py",
+        "kernels/__init__.py",
+        "scripts/setup.sh",
+        "setup.py",
+        "tests/test_style.py",
+    } <= names
 
 
 def test_small_files_are_ideas_of_their_own() -> None:
     importers = Counter(target for targets in own_graph().values() for target in targets)
     found = [
-        f"{module}: fewer than {SMALL_LINES} lines, one importer: merge it, or say why it is a file of its own"
+        f"{module}: fewer than {SMALL_LINES} lines, one importer: merge it, or say why it is a "
+        "file of its own"
         for path, module, is_package in modules()
         if not is_package and is_small_part(module, path.read_text(), importers[module])
     ]
@@ -124,29 +158,55 @@ def test_clang_format() -> None:
 
 
 def test_own_cpp_compiles_without_a_warning(pytestconfig: pytest.Config, tmp_path: Path) -> None:
-    """Warnings in our own files are errors here. What compiled once is not compiled again until it, a header that it
-    includes or the compiler is another."""
+    """Warnings in our own files are errors here. What compiled once is not compiled again until it,
+    a header that it includes or the compiler is another."""
     compiler = os.environ.get("CXX", "g++")
-    sources = [path for path in FILES if path.suffix == ".cpp" and path.is_relative_to(ROOT / "csrc")]
+    sources = [
+        path for path in FILES if path.suffix == ".cpp" and path.is_relative_to(ROOT / "csrc")
+    ]
     if shutil.which(compiler) is None:
         pytest.skip(f"no C++ compiler ({compiler})")
     assert sources
 
-    flags = ["-std=c++17", "-fsyntax-only", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-I", str(ROOT / "csrc")]
+    flags = [
+        "-std=c++17",
+        "-fsyntax-only",
+        "-fvisibility=hidden",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-I",
+        str(ROOT / "csrc"),
+    ]
     if importlib.util.find_spec("pybind11"):
-        flags += ["-isystem", importlib.import_module("pybind11").get_include(), "-isystem", sysconfig.get_path("include")]
+        flags += [
+            "-isystem",
+            importlib.import_module("pybind11").get_include(),
+            "-isystem",
+            sysconfig.get_path("include"),
+        ]
     else:
         sources = [path for path in sources if not path.is_relative_to(ROOT / PYTHON_IN_CPP)]
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     clean = pytestconfig.cache.mkdir("clean-cpp")
     key = repr(flags).encode() + version
-    stamps = {path: clean / hashlib.sha256(key + own_text(path)).hexdigest()[:32] for path in sources}
+    stamps = {
+        path: clean / hashlib.sha256(key + own_text(path)).hexdigest()[:32] for path in sources
+    }
     new = [path for path in sources if not stamps[path].exists()]
     pybind = tmp_path / "pybind.hpp"
-    if any(path.is_relative_to(ROOT / PYTHON_IN_CPP) for path in new):  # pybind11's headers take seconds of each such file: compiled once
+    # pybind11's headers take seconds of each such file: compiled once
+    if any(path.is_relative_to(ROOT / PYTHON_IN_CPP) for path in new):
         pybind.write_text("#include <pybind11/pybind11.h>\n#include <pybind11/stl.h>\n")
         subprocess.run(
-            [compiler, *(flag for flag in flags if flag != "-fsyntax-only"), "-x", "c++-header", str(pybind)], capture_output=True
+            [
+                compiler,
+                *(flag for flag in flags if flag != "-fsyntax-only"),
+                "-x",
+                "c++-header",
+                str(pybind),
+            ],
+            capture_output=True,
         )
 
     def check(path: Path) -> str:
@@ -165,9 +225,19 @@ def test_headers_are_those_that_the_compiler_reads() -> None:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         pytest.skip(f"no C++ compiler ({compiler})")
-    for source in ("tests/cpp/engine_stress.cpp", "csrc/graph/search.cpp"):  # relative: a rule writes spaces of a path in its own way
-        rule = subprocess.run([compiler, "-std=c++17", "-MM", "-I", "csrc", source], cwd=ROOT, capture_output=True, text=True, check=True)
-        read = {(ROOT / word).resolve() for word in rule.stdout.split(":", 1)[1].replace("\\\n", " ").split()}
+    # relative: a rule writes spaces of a path in its own way
+    for source in ("tests/cpp/engine_stress.cpp", "csrc/graph/search.cpp"):
+        rule = subprocess.run(
+            [compiler, "-std=c++17", "-MM", "-I", "csrc", source],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        read = {
+            (ROOT / word).resolve()
+            for word in rule.stdout.split(":", 1)[1].replace("\\\n", " ").split()
+        }
         assert set(own_files(ROOT / source)) == read
 
 
@@ -189,7 +259,10 @@ def run_linter(module: str, command: list[str]) -> None:
         '"""Doc."""\nassert 1',
         '"""Doc."""\ntry:\n    f()\nexcept:\n    raise',
         '"""Doc."""\ntry:\n    f()\nexcept Exception:\n    pass',
-        '"""Doc."""\ndef f():\n    try:\n        f()\n    except (ValueError, Exception):\n        return None',
+        (
+            '"""Doc."""\ndef f():\n    try:\n        f()\n    except (ValueError, Exception):\n'
+            "        return None"
+        ),
         '"""Doc."""\ndef f():\n' + "    x = 1\n" * FUNCTION_LINES_MAX,
     ],
 )
@@ -198,22 +271,39 @@ def test_python_rules_report(bad: str) -> None:
 
 
 def test_python_rules_are_silent() -> None:
-    good = '"""Doc."""\ntry:\n    f()\nexcept Exception as error:\n    report(error)\ntry:\n    f()\nexcept OSError:\n    pass\n'
+    good = (
+        '"""Doc."""\ntry:\n    f()\nexcept Exception as error:\n    report(error)\ntry:\n    f()\n'
+        "except OSError:\n    pass\n"
+    )
     assert not list(python_complaints(good, package=True, may_print=False))
 
 
-@pytest.mark.parametrize("bad", ["x" * (LINE_MAX + 1), "see /wo" + "rk/place", "# TO" + "DO: later", "x ", "cd /ro" + "ot/x"])
+@pytest.mark.parametrize(
+    "bad",
+    ["x" * (LINE_MAX + 1), "see /wo" + "rk/place", "# TO" + "DO: later", "x ", "cd /ro" + "ot/x"],
+)
 def test_text_rules_report(bad: str) -> None:
     assert len(list(text_complaints(bad))) == 1
 
 
-@pytest.mark.parametrize("bad", ["# -----------", "  ########################", "// ==========", "\n" * (FILE_LINES_MAX + 1)])
+@pytest.mark.parametrize(
+    "bad",
+    ["# -----------", "  ########################", "// ==========", "\n" * (FILE_LINES_MAX + 1)],
+)
 def test_source_rules_report(bad: str) -> None:
     assert len(list(source_complaints(bad))) == 1
 
 
 def test_text_rules_are_silent() -> None:
-    assert not list(text_complaints("x" * LINE_MAX + "\n# TO" + "DO(docs/limits.md#tail): later\n./wo" + "rk/x and https://host/wo" + "rk/"))
+    assert not list(
+        text_complaints(
+            "x" * LINE_MAX
+            + "\n# TO"
+            + "DO(docs/limits.md#tail): later\n./wo"
+            + "rk/x and https://host/wo"
+            + "rk/"
+        )
+    )
 
 
 LONG_BODY = "  x += 1;\n" * FUNCTION_LINES_MAX
@@ -236,7 +326,11 @@ def test_cpp_rules_report(bad: str, count: int) -> None:
 
 def test_cpp_functions_are_found() -> None:
     text = (
-        "// {\nnamespace a {\nstruct S {\n  int f() const { return '}'; }\n};\nenum E { X };\nint table[] = {1, 2};\n"
+        "// {\nnamespace a {\nstruct S {\n  int f() const { return '}'; }\n};\nenum E { X };\n"
+        "int table[] = {1, 2};\n"
         'void g(struct T* t)\n{\n  auto h = [](int y) { return "{"; };\n  if (x) {\n  }\n}\n}\n'
     )
-    assert [(name, last - first + 1) for name, first, last in cpp_functions(text)] == [("f", 1), ("g", 5)]
+    assert [(name, last - first + 1) for name, first, last in cpp_functions(text)] == [
+        ("f", 1),
+        ("g", 5),
+    ]

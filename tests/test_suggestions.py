@@ -1,4 +1,5 @@
-"""What mistyped words were meant to be, in calls: every public function says it, and costs what it did."""
+"""What mistyped words were meant to be, in calls: every public function says it, and costs what it
+did."""
 
 from __future__ import annotations
 
@@ -25,19 +26,35 @@ def public() -> dict[str, Callable[..., Any]]:
     for package in (espnx, espnx.graph, espnx.postings):
         for name in package.__all__:
             each = getattr(package, name)
-            if inspect.isfunction(each) or (inspect.isclass(each) and name not in NOT_CALLED and not hasattr(each, "__dataclass_fields__")):
+            if inspect.isfunction(each) or (
+                inspect.isclass(each)
+                and name not in NOT_CALLED
+                and not hasattr(each, "__dataclass_fields__")
+            ):
                 found[f"{package.__name__}.{name}"] = each
-    found |= {f"espnx.Postings.{name}": getattr(espnx.Postings, name) for name in ("build", "search", "search_two_step")}
-    return found | {"espnx.Index.search": espnx.Index.search, "espnx.graph.open.search": espnx.graph.open.search}
+    found |= {
+        f"espnx.Postings.{name}": getattr(espnx.Postings, name)
+        for name in ("build", "search", "search_two_step")
+    }
+    return found | {
+        "espnx.Index.search": espnx.Index.search,
+        "espnx.graph.open.search": espnx.graph.open.search,
+    }
 
 
 def typed_keywords(function: Callable[..., Any]) -> list[str]:
     parameters = inspect.signature(function).parameters.values()
-    return [each.name for each in parameters if each.kind == each.KEYWORD_ONLY and len(each.name) > 4]
+    return [
+        each.name for each in parameters if each.kind == each.KEYWORD_ONLY and len(each.name) > 4
+    ]
 
 
 #: Of these; `build_private` hands them on to `build`.
-PUBLIC = {name: each for name, each in public().items() if typed_keywords(each) and name != "espnx.graph.build_private"}
+PUBLIC = {
+    name: each
+    for name, each in public().items()
+    if typed_keywords(each) and name != "espnx.graph.build_private"
+}
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -45,7 +62,9 @@ def test_a_mistyped_keyword_is_told_with_the_one_that_was_meant(name: str) -> No
     function = PUBLIC[name]
     word = typed_keywords(function)[0]
     mistyped = word[:-2] + word[-1]
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{mistyped}'. Did you mean '{word}'"):
+    with pytest.raises(
+        TypeError, match=f"unexpected keyword argument '{mistyped}'. Did you mean '{word}'"
+    ):
         function(**{mistyped: 1})
 
 
@@ -111,7 +130,11 @@ def test_warnings_name_the_line_of_the_caller() -> None:
 
 @pytest.mark.parametrize(
     ("word", "known", "meant"),
-    [("serach", ["search", "env"], "search"), ("--fromat", ["--format", "--from"], "--format"), ("colour", ["threads", "k"], None)],
+    [
+        ("serach", ["search", "env"], "search"),
+        ("--fromat", ["--format", "--from"], "--format"),
+        ("colour", ["threads", "k"], None),
+    ],
 )
 def test_nearest(word: str, known: list[str], meant: str | None) -> None:
     assert nearest(word, known) == meant

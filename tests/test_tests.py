@@ -13,17 +13,27 @@ from tests.sweeps import covering, parameters
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
-#: Folders that mirror no room: data, C++ programs, the scripts' tests, and what goes through several rooms at once.
+#: Folders that mirror no room: data, C++ programs, the scripts' tests, and what goes through
+#: several rooms at once.
 OTHERS = {"data", "cpp", "scripts", "mutations", "examples"}
 FILES_MAX = 16
 
 
 def rooms() -> set[str]:
-    """Folders of Python files below espnx/, by their path; links (benchmarks, kernels) are followed."""
+    """Folders of Python files below espnx/, by their path; links (benchmarks, kernels) are
+    followed."""
     found = set()
-    for name in sorted(path.name for path in (ROOT / "espnx").iterdir() if path.is_dir() and path.name != "__pycache__"):
+    for name in sorted(
+        path.name
+        for path in (ROOT / "espnx").iterdir()
+        if path.is_dir() and path.name != "__pycache__"
+    ):
         top = ROOT / "espnx" / name
-        found |= {(Path(name) / path.relative_to(top)).as_posix() for path in (top, *top.rglob("*")) if next(path.glob("*.py"), None)}
+        found |= {
+            (Path(name) / path.relative_to(top)).as_posix()
+            for path in (top, *top.rglob("*"))
+            if next(path.glob("*.py"), None)
+        }
     return found
 
 
@@ -37,7 +47,9 @@ def folders() -> dict[str, int]:
 
 
 def test_every_folder_mirrors_a_room() -> None:
-    strange = {folder for folder in folders() if folder != "." and folder.split("/")[0] not in OTHERS} - rooms()
+    strange = {
+        folder for folder in folders() if folder != "." and folder.split("/")[0] not in OTHERS
+    } - rooms()
     assert not strange
 
 
@@ -46,12 +58,16 @@ def test_no_folder_is_full() -> None:
 
 
 def test_every_room_has_tests() -> None:
-    tops = {room.split("/")[0] for room in rooms()} - {"kernels"}  # Triton's are tested with the ops that launch them
+    # Triton's are tested with the ops that launch them
+    tops = {room.split("/")[0] for room in rooms()} - {"kernels"}
     assert tops <= {folder.split("/")[0] for folder in folders()}
 
 
 def test_samples_show_every_value_or_every_pair() -> None:
-    rows = [tuple(zip("abc", values, strict=True)) for values in itertools.product(range(4), range(3), range(2))]
+    rows = [
+        tuple(zip("abc", values, strict=True))
+        for values in itertools.product(range(4), range(3), range(2))
+    ]
     for together, least in ((1, 4), (2, 12), (3, 24)):
         found = covering(rows, together)
         assert len(found) == least
@@ -64,17 +80,28 @@ def test_samples_show_every_value_or_every_pair() -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("a", "b"), [(0, "x"), (1, "x"), (2, "x")])
 @pytest.mark.parametrize("c", [True, False])
-def test_values_that_are_given_together_stay_so(a: int, b: str, c: bool, request: pytest.FixtureRequest) -> None:
+def test_values_that_are_given_together_stay_so(
+    a: int, b: str, c: bool, request: pytest.FixtureRequest
+) -> None:
     """The six combinations are three samples and three for the sweep."""
     assert parameters(request.node) == ((("a", "b"), (id(a), id(b))), (("c",), (id(c),)))
-    chosen = [item.name.partition("[")[2] for item in request.session.items if item.name.startswith(request.function.__name__)]
+    chosen = [
+        item.name.partition("[")[2]
+        for item in request.session.items
+        if item.name.startswith(request.function.__name__)
+    ]
     if request.config.option.markexpr == "not sweep" and len(chosen) > 1:
         assert len(chosen) == 3
         assert {name[:3] for name in chosen} == {"Tru", "Fal"}
 
 
 def test_conftest_says_how_threads_wait_before_torch_reads_it() -> None:
-    """What it imports first brings no torch; threads that spin between two pieces of work take twice the suite's time."""
-    code = "import sys; import tests.forks, tests.reach, tests.sweeps; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    """What it imports first brings no torch; threads that spin between two pieces of work take
+    twice the suite's time."""
+    code = (
+        "import sys; import tests.forks, tests.reach, tests.sweeps; print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "False\n"

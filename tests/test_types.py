@@ -1,4 +1,5 @@
-"""Arguments of wrong types to what `import espnx` offers: a typed error that names the argument, and nothing is made."""
+"""Arguments of wrong types to what `import espnx` offers: a typed error that names the argument,
+and nothing is made."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from tests.retrieval.common import toy_encoder
 
 E: Any = espnx  # whose signatures say that these are wrong
 DOCUMENTS = [("a", "red")]
-CONFIG = LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=8)
+CONFIG = LlamaConfig(
+    hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=8
+)
 
 CALLS: dict[str, Callable[[Path], object]] = {
     "open a number": lambda path: E.open(5),
@@ -27,9 +30,15 @@ CALLS: dict[str, Callable[[Path], object]] = {
     "build nowhere": lambda path: E.build(5, DOCUMENTS, toy_encoder()),
     "build of a number": lambda path: E.build(path / "s", 5, toy_encoder()),
     "build of a path": lambda path: E.build(path / "s", path, toy_encoder()),
-    "build with an engine that is none": lambda path: E.build(path / "s", DOCUMENTS, toy_encoder(), engine="uring"),
-    "build with what is not trained": lambda path: E.build(path / "s", DOCUMENTS, toy_encoder(), trained="t"),
-    "build with a codebook that is none": lambda path: E.build(path / "s", DOCUMENTS, toy_encoder(), codebook=1, format="residual2"),
+    "build with an engine that is none": lambda path: E.build(
+        path / "s", DOCUMENTS, toy_encoder(), engine="uring"
+    ),
+    "build with what is not trained": lambda path: E.build(
+        path / "s", DOCUMENTS, toy_encoder(), trained="t"
+    ),
+    "build with a codebook that is none": lambda path: E.build(
+        path / "s", DOCUMENTS, toy_encoder(), codebook=1, format="residual2"
+    ),
     "memory": lambda path: E.build(path / "s", DOCUMENTS, toy_encoder(), memory=1.5),
     "progress": lambda path: E.build(path / "s", DOCUMENTS, toy_encoder(), progress=5),
     "train nowhere": lambda path: E.train(5, DOCUMENTS, toy_encoder()),

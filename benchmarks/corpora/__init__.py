@@ -1,1 +1,2 @@
-"""Corpora of the benchmarks: made from seeds, or expanded from real documents, and the stores of them."""
+"""Corpora of the benchmarks: made from seeds, or expanded from real documents, and the stores of
+them."""

@@ -1,7 +1,8 @@
 """Corpus A: real documents, encoded once and expanded to any size by slightly changed copies.
 
-The documents are docstrings of the installed Python packages (scripts/docstrings.py), cut into passages. The copies follow KIOXIA's
-recipe for synthetic vectors: in a random half of the dimensions of a vector v of d dimensions, +-0.05 * ||v|| / sqrt(d) is added.
+The documents are docstrings of the installed Python packages (scripts/docstrings.py), cut into
+passages. The copies follow KIOXIA's recipe for synthetic vectors: in a random half of the
+dimensions of a vector v of d dimensions, +-0.05 * ||v|| / sqrt(d) is added.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _COPIES = 17  # a stream of its own, see mixtures.py
 
 @dataclass(frozen=True)
 class Base:
-    """Real documents. cls: float32 [n, 128]. tokens: float16 [sum of counts, 32]. counts: int64 [n]. All rows of norm 1."""
+    """Real documents. cls: float32 [n, 128]. tokens: float16 [sum of counts, 32]. counts: int64
+    [n]. All rows of norm 1."""
 
     cls: np.ndarray
     tokens: np.ndarray
@@ -62,7 +64,11 @@ class Expanded:
         ends = np.cumsum(counts)
         rows = np.arange(int(ends[-1])) + np.repeat(self._begins[base] - (ends - counts), counts)
         rng = stream(self._seed, _COPIES, number)
-        return Chunk(expand(self._base.cls[base], rng), expand(self._base.tokens[rows].astype(np.float32), rng), counts)
+        return Chunk(
+            expand(self._base.cls[base], rng),
+            expand(self._base.tokens[rows].astype(np.float32), rng),
+            counts,
+        )
 
     def cls(self, number: int) -> np.ndarray:
         return expand(self._base.cls[self._bases(number)], stream(self._seed, _COPIES, number))
@@ -73,17 +79,22 @@ class Expanded:
 
 
 def expand(vectors: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Copies by KIOXIA's recipe; every dimension is changed with probability 1/2, up or down alike. float32 [n, d]."""
+    """Copies by KIOXIA's recipe; every dimension is changed with probability 1/2, up or down alike.
+    float32 [n, d]."""
     signs = np.array([-1, 0, 0, 1], dtype=np.float32)
     drawn = signs[rng.integers(4, size=vectors.shape, dtype=np.uint8)]
-    size = np.linalg.norm(vectors, axis=1, keepdims=True) * np.float32(NOISE / vectors.shape[1] ** 0.5)
+    size = np.linalg.norm(vectors, axis=1, keepdims=True) * np.float32(
+        NOISE / vectors.shape[1] ** 0.5
+    )
     return vectors + drawn * size
 
 
 def ensure_base(root: Path, wanted: int, say: Say, *, texts: Path | None = None) -> Base:
-    """The first `wanted` passages of the installed documentation (or of `texts`, JSON lines), encoded once and kept in `root`.
+    """The first `wanted` passages of the installed documentation (or of `texts`, JSON lines),
+    encoded once and kept in `root`.
 
-    Raises MissingDependencyError where the encoder is not installed, InvalidInputError where there are fewer passages.
+    Raises MissingDependencyError where the encoder is not installed, InvalidInputError where there
+    are fewer passages.
     """
     path = root / f"base-{wanted}-slices{SLICE_TOKENS}.safetensors"
     if not path.exists():
@@ -91,7 +102,11 @@ def ensure_base(root: Path, wanted: int, say: Say, *, texts: Path | None = None)
         source = texts or _docstrings(root, say)
         passages = list(islice(_texts(source), wanted))
         if len(passages) < wanted:
-            raise InvalidInputError("base documents", got=wanted, expected=f"at most {len(passages)}: what is installed here")
+            raise InvalidInputError(
+                "base documents",
+                got=wanted,
+                expected=f"at most {len(passages)}: what is installed here",
+            )
         encode(passages, path, say)
     tensors = load_file(path)
     return Base(tensors["cls"], tensors["tokens"], tensors["counts"].astype(np.int64), "minilm")
@@ -101,10 +116,21 @@ def _docstrings(root: Path, say: Say) -> Path:
     script, out = source_root() / "scripts" / "docstrings.py", root / "docstrings.jsonl"
     if not out.exists():
         say("collecting the documentation of the installed packages")
-        command = [sys.executable, str(script), "--out", str(out.with_suffix(".part")), "--slice-tokens", str(SLICE_TOKENS)]
+        command = [
+            sys.executable,
+            str(script),
+            "--out",
+            str(out.with_suffix(".part")),
+            "--slice-tokens",
+            str(SLICE_TOKENS),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise MissingDependencyError("cannot collect docstrings", got=done.stderr.strip()[-200:], expected="a clone of espnx")
+            raise MissingDependencyError(
+                "cannot collect docstrings",
+                got=done.stderr.strip()[-200:],
+                expected="a clone of espnx",
+            )
         out.with_suffix(".part").rename(out)
     return out
 
@@ -116,7 +142,8 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def encode(passages: list[str], path: Path, say: Say) -> None:
-    """Encodes passages, projects their vectors (PCA of a sample, tokens to 32 dimensions, CLS to 128) and writes them to `path`."""
+    """Encodes passages, projects their vectors (PCA of a sample, tokens to 32 dimensions, CLS to
+    128) and writes them to `path`."""
     from espnx.encoders import load_encoder
 
     encoder = load_encoder("minilm")
@@ -134,7 +161,10 @@ def encode(passages: list[str], path: Path, say: Say) -> None:
         parts.append((cls, tokens, [len(one.tokens) for one in found]))
         if time.monotonic() - last > 20:
             last = time.monotonic()
-            say(f"  encoded {first + len(found):,} of {len(passages):,} passages in {last - begun:.0f} s")
+            say(
+                f"  encoded {first + len(found):,} of {len(passages):,} passages in "
+                f"{last - begun:.0f} s"
+            )
     arrays: dict[str, Any] = {
         "cls": np.concatenate([part[0] for part in parts]),
         "tokens": np.concatenate([part[1] for part in parts]),

@@ -1,4 +1,5 @@
-"""Corpora of any size for the retrieval benchmark: vectors made chunk by chunk from a seed, the same on every machine.
+"""Corpora of any size for the retrieval benchmark: vectors made chunk by chunk from a seed, the
+same on every machine.
 
 `Mixture` draws from topics; base.py expands real documents. Nothing larger than a chunk is held.
 """
@@ -17,7 +18,8 @@ from espnx.retrieval.encoder import Encoded
 
 CHUNK_DOCUMENTS = 4096
 QUERY_TOKENS = 32
-#: Norm of the noise that makes a query of a document, against a vector of norm 1: its CLS, its tokens.
+#: Norm of the noise that makes a query of a document, against a vector of norm 1: its CLS, its
+#: tokens.
 QUERY_CLS_NOISE, QUERY_TOKEN_NOISE = 0.5, 0.3
 _QUERY_CHUNKS = 32
 _TOKENS_MEAN, _TOKENS_SHAPE, _TOKENS_LEAST, _TOKENS_MOST = 68.0, 6.0, 12, 200
@@ -28,7 +30,8 @@ _CENTRES, _CHUNK, _QUERIES, _LENGTHS = range(4)
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive documents. cls: float32 [m, d_cls]. tokens: float32 [sum of counts, dim]. counts: int64 [m]."""
+    """Consecutive documents. cls: float32 [m, d_cls]. tokens: float32 [sum of counts, dim]. counts:
+    int64 [m]."""
 
     cls: np.ndarray
     tokens: np.ndarray
@@ -37,7 +40,9 @@ class Chunk:
     def encoded(self) -> Iterator[Encoded]:
         cls, tokens = torch.from_numpy(self.cls), torch.from_numpy(self.tokens)
         ends = np.cumsum(self.counts)
-        for i, (begin, end) in enumerate(zip((ends - self.counts).tolist(), ends.tolist(), strict=True)):
+        for i, (begin, end) in enumerate(
+            zip((ends - self.counts).tolist(), ends.tolist(), strict=True)
+        ):
             yield Encoded(cls[i], tokens[begin:end])
 
 
@@ -45,7 +50,8 @@ class Corpus(Protocol):
     """Documents by number, in chunks of `CHUNK_DOCUMENTS`.
 
     Attributes:
-        key: names this corpus among all others: whatever changes a vector changes it. Fit for a directory.
+        key: names this corpus among all others: whatever changes a vector changes it. Fit for a
+            directory.
         count: documents.
         d_cls, dim: of their vectors.
     """
@@ -70,7 +76,9 @@ class Corpus(Protocol):
 
 def unit(vectors: np.ndarray) -> np.ndarray:
     """Rows of norm 1, float32."""
-    return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12).astype(np.float32)
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12).astype(
+        np.float32
+    )
 
 
 def stream(seed: int, purpose: int, number: int = 0) -> np.random.Generator:
@@ -86,9 +94,10 @@ def _normal(rng: np.random.Generator, rows: int, dim: int, norm: float) -> np.nd
 class MixtureRecipe:
     """Topics whose centres lie near a low-dimensional subspace, as embeddings of real text do.
 
-    A centre is the image, scaled to norm 1, of a standard normal vector of `latent` dimensions under one fixed random map into the
-    d_cls dimensions of a CLS vector. A document's CLS vector is its topic's centre plus isotropic noise of norm `spread`, scaled to
-    norm 1. More latent dimensions and more spread make topics overlap, and the first stage scan more lists.
+    A centre is the image, scaled to norm 1, of a standard normal vector of `latent` dimensions
+    under one fixed random map into the d_cls dimensions of a CLS vector. A document's CLS vector is
+    its topic's centre plus isotropic noise of norm `spread`, scaled to norm 1. More latent
+    dimensions and more spread make topics overlap, and the first stage scan more lists.
     """
 
     topics: int
@@ -96,16 +105,18 @@ class MixtureRecipe:
     spread: float
 
 
-#: B is as clustered as a tidy collection. C needs a sixth of the lists for 95 % of the candidates, more than MS MARCO's tenth.
+#: B is as clustered as a tidy collection. C needs a sixth of the lists for 95 % of the candidates,
+#: more than MS MARCO's tenth.
 MIXTURES = {"B": MixtureRecipe(20_000, 10, 0.6), "C": MixtureRecipe(50_000, 24, 1.0)}
 
 
 class Mixture:
     """Documents drawn from topics.
 
-    The topic of a document is uniform. Its length is Gamma distributed (shape 6, mean 68, cut to 12..200). A token is, in 6 cases of 10,
-    one of its topic's 64 words, else any of 30,000 words with frequency like 1/rank; its vector is the word's (uniform on the sphere) plus
-    noise of norm 0.35, scaled to norm 1.
+    The topic of a document is uniform. Its length is Gamma distributed (shape 6, mean 68, cut to
+    12..200). A token is, in 6 cases of 10, one of its topic's 64 words, else any of 30,000 words
+    with frequency like 1/rank; its vector is the word's (uniform on the sphere) plus noise of norm
+    0.35, scaled to norm 1.
     """
 
     d_cls, dim = 128, 32
@@ -116,7 +127,9 @@ class Mixture:
         self.key = f"{name}-{count}-{shape}-seed{seed}"
         rng = stream(seed, _CENTRES)
         map_ = rng.standard_normal((recipe.latent, self.d_cls), dtype=np.float32)
-        self._centres = unit(rng.standard_normal((recipe.topics, recipe.latent), dtype=np.float32) @ map_)
+        self._centres = unit(
+            rng.standard_normal((recipe.topics, recipe.latent), dtype=np.float32) @ map_
+        )
         self._words = unit(rng.standard_normal((_WORDS, self.dim), dtype=np.float32))
 
     def chunk(self, number: int) -> Chunk:
@@ -124,23 +137,34 @@ class Mixture:
         topics, cls = self._topics_and_cls(number, rng)
         counts = lengths(self._seed, number)[: len(topics)]
         total = int(counts.sum())
-        common = np.minimum((_WORDS ** rng.random(total)).astype(np.int64), _WORDS - 1)  # log-uniform: frequency like 1/rank
-        own = np.repeat(topics * _TOPIC_WORDS * 7919, counts) + 7919 * rng.integers(_TOPIC_WORDS, size=total)
+        # log-uniform: frequency like 1/rank
+        common = np.minimum((_WORDS ** rng.random(total)).astype(np.int64), _WORDS - 1)
+        own = np.repeat(topics * _TOPIC_WORDS * 7919, counts) + 7919 * rng.integers(
+            _TOPIC_WORDS, size=total
+        )
         words = np.where(rng.random(total) < _TOPIC_SHARE, own % _WORDS, common)
-        return Chunk(cls, unit(self._words[words] + _normal(rng, total, self.dim, _WORD_NOISE)), counts)
+        return Chunk(
+            cls, unit(self._words[words] + _normal(rng, total, self.dim, _WORD_NOISE)), counts
+        )
 
     def cls(self, number: int) -> np.ndarray:
         return self._topics_and_cls(number, stream(self._seed, _CHUNK, number))[1]
 
-    def _topics_and_cls(self, number: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    def _topics_and_cls(
+        self, number: int, rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
         rows = min(CHUNK_DOCUMENTS, self.count - number * CHUNK_DOCUMENTS)
         topics = rng.integers(self._recipe.topics, size=CHUNK_DOCUMENTS)[:rows]
-        return topics, unit(self._centres[topics] + _normal(rng, rows, self.d_cls, self._recipe.spread))
+        return topics, unit(
+            self._centres[topics] + _normal(rng, rows, self.d_cls, self._recipe.spread)
+        )
 
 
 def lengths(seed: int, chunk: int) -> np.ndarray:
     """int64 [CHUNK_DOCUMENTS]: tokens of the documents of a chunk of a mixture."""
-    drawn = stream(seed, _LENGTHS, chunk).gamma(_TOKENS_SHAPE, _TOKENS_MEAN / _TOKENS_SHAPE, size=CHUNK_DOCUMENTS)
+    drawn = stream(seed, _LENGTHS, chunk).gamma(
+        _TOKENS_SHAPE, _TOKENS_MEAN / _TOKENS_SHAPE, size=CHUNK_DOCUMENTS
+    )
     return np.clip(np.round(drawn), _TOKENS_LEAST, _TOKENS_MOST).astype(np.int64)
 
 
@@ -172,7 +196,8 @@ class Documents:
 
 
 def make_queries(corpus: Corpus, count: int, seed: int = 2) -> list[Encoded]:
-    """Queries, each made of one document: its CLS vector with noise, and 32 of its tokens (drawn with replacement) with noise."""
+    """Queries, each made of one document: its CLS vector with noise, and 32 of its tokens (drawn
+    with replacement) with noise."""
     rng = stream(seed, _QUERIES)
     total_chunks = -(-corpus.count // CHUNK_DOCUMENTS)
     used = np.sort(rng.choice(total_chunks, size=min(_QUERY_CHUNKS, total_chunks), replace=False))
@@ -184,7 +209,11 @@ def make_queries(corpus: Corpus, count: int, seed: int = 2) -> list[Encoded]:
         chunk = held[number]
         document = int(rng.integers(len(chunk.counts)))
         cls = unit(chunk.cls[document] + _normal(rng, 1, corpus.d_cls, QUERY_CLS_NOISE)[0])
-        rows = starts[number][document] + rng.integers(max(1, chunk.counts[document]), size=QUERY_TOKENS)
-        tokens = unit(chunk.tokens[rows] + _normal(rng, QUERY_TOKENS, corpus.dim, QUERY_TOKEN_NOISE))
+        rows = starts[number][document] + rng.integers(
+            max(1, chunk.counts[document]), size=QUERY_TOKENS
+        )
+        tokens = unit(
+            chunk.tokens[rows] + _normal(rng, QUERY_TOKENS, corpus.dim, QUERY_TOKEN_NOISE)
+        )
         made.append(Encoded(torch.from_numpy(cls), torch.from_numpy(tokens)))
     return made

@@ -1,17 +1,21 @@
-"""Distances near storage: how many a second, over host threads and sizes of clusters, beside FAISS's kernels on the same bytes in memory.
+"""Distances near storage: how many a second, over host threads and sizes of clusters, beside
+FAISS's kernels on the same bytes in memory.
 
-A run asks for the ten nearest vectors of many clusters, for several queries one after the other (the thesis's stress test: uint8 vectors of
-128 dimensions). Systems of ours:
+A run asks for the ten nearest vectors of many clusters, for several queries one after the other
+(the thesis's stress test: uint8 vectors of 128 dimensions). Systems of ours:
 
-- ``espnx-command``: algorithm 2: a distance command for each cluster, the host sorts the replies. On a plain SSD the host's cores compute.
+- ``espnx-command``: algorithm 2: a distance command for each cluster, the host sorts the replies.
+  On a plain SSD the host's cores compute.
 - ``espnx-read``: algorithm 1: the host reads the clusters and measures their vectors.
-- ``espnx-kernel``: our kernel and choice of the nearest, one thread, on the clusters' bytes in memory, unchecked: neither disk nor device.
+- ``espnx-kernel``: our kernel and choice of the nearest, one thread, on the clusters' bytes in
+  memory, unchecked: neither disk nor device.
 
 FAISS's kernels are asked for the same on all the threads it is given, up to the machine's cores:
 
-- ``faiss-sq8``: `IndexScalarQuantizer` with `QT_8bit_direct`, on the same uint8 values, without their ids between them.
-- ``faiss-fp32``: `faiss.knn`, which computes on float32: the values are converted before, four times the bytes; how long that takes stands
-  apart (``conversion_s``) and is no part of its time.
+- ``faiss-sq8``: `IndexScalarQuantizer` with `QT_8bit_direct`, on the same uint8 values, without
+  their ids between them.
+- ``faiss-fp32``: `faiss.knn`, which computes on float32: the values are converted before, four
+  times the bytes; how long that takes stands apart (``conversion_s``) and is no part of its time.
 """
 
 from __future__ import annotations
@@ -80,27 +84,43 @@ class Work:
         return self.n_distances * ENTRY_BYTES
 
     def sample(self, seconds: float, bytes_moved: int, **metrics: float) -> Sample:
-        return Sample(seconds, self.n_bytes, bytes_moved, {"distances_per_s": self.n_distances / seconds, **metrics})
+        return Sample(
+            seconds,
+            self.n_bytes,
+            bytes_moved,
+            {"distances_per_s": self.n_distances / seconds, **metrics},
+        )
 
 
 def ensure_clusters(path: Path, cluster_bytes: int, size_bytes: int, seed: int) -> Path:
-    """A directory with so many bytes of clusters that fill `cluster_bytes` each, written unless it is there."""
+    """A directory with so many bytes of clusters that fill `cluster_bytes` each, written unless it
+    is there."""
     per_cluster = cluster_bytes // ENTRY_BYTES
     directory = path / f"{FOLDER_NAME}-{seed}-{size_bytes // cluster_bytes}-{per_cluster}"
     if not directory.is_dir():
         n = size_bytes // cluster_bytes * per_cluster
         vectors = np.random.default_rng(seed).integers(0, 256, (n, DIM), dtype=np.uint8)
-        write_clusters(directory, np.arange(n, dtype=np.int32), vectors, np.arange(n) // per_cluster)
+        write_clusters(
+            directory, np.arange(n, dtype=np.int32), vectors, np.arange(n) // per_cluster
+        )
     return directory
 
 
-def make_work(directory: Path, n_queries: int, clusters_per_query: int, threads: int, engine: str, seed: int) -> Work:
+def make_work(
+    directory: Path, n_queries: int, clusters_per_query: int, threads: int, engine: str, seed: int
+) -> Work:
     """Queries, and clusters of each, drawn at random."""
     rng = np.random.default_rng(seed + 1)
     n_clusters = int(directory.name.split("-")[-2])
     m = min(clusters_per_query, n_clusters)
     clusters = np.stack([rng.permutation(n_clusters)[:m] for _ in range(n_queries)])
-    return Work(directory, clusters, torch.from_numpy(rng.integers(0, 256, (n_queries, DIM), dtype=np.uint8)), threads, engine)
+    return Work(
+        directory,
+        clusters,
+        torch.from_numpy(rng.integers(0, 256, (n_queries, DIM), dtype=np.uint8)),
+        threads,
+        engine,
+    )
 
 
 def entries_in_memory(file: ClusterFile, clusters: np.ndarray) -> np.ndarray:
@@ -109,14 +129,20 @@ def entries_in_memory(file: ClusterFile, clusters: np.ndarray) -> np.ndarray:
         parts = []
         for cluster in clusters.tolist():
             source.seek(int(file.first_page[cluster]) * 4096)
-            parts.append(np.frombuffer(source.read(int(file.n_vectors[cluster]) * file.entry_bytes), file.entry_dtype))
+            parts.append(
+                np.frombuffer(
+                    source.read(int(file.n_vectors[cluster]) * file.entry_bytes), file.entry_dtype
+                )
+            )
     return np.concatenate(parts)
 
 
 def expected(work: Work, file: ClusterFile) -> tuple[np.ndarray, np.ndarray]:
     """(distances float32 [10], ids [10]) of the first query, by NumPy."""
     entries = entries_in_memory(file, work.clusters[0])
-    far = ((entries["vector"].astype(np.int32) - work.queries[0].numpy().astype(np.int32)) ** 2).sum(axis=1)
+    far = (
+        (entries["vector"].astype(np.int32) - work.queries[0].numpy().astype(np.int32)) ** 2
+    ).sum(axis=1)
     order = np.lexsort((entries["id"], far))[:K]
     return far[order].astype(np.float32), entries["id"][order]
 
@@ -128,11 +154,18 @@ class DeviceSystem:
         self.name = self.group = name
         self.work = work
         self._find = {"espnx-command": nearest_by_command, "espnx-read": nearest_by_read}[name]
-        self._device = open_clusters(work.directory, engine=work.engine, threads=0 if work.threads > 1 else None)
-        self.requested_path, self.effective_path = work.engine, self._device.path_report()[0].effective_path
+        self._device = open_clusters(
+            work.directory, engine=work.engine, threads=0 if work.threads > 1 else None
+        )
+        self.requested_path, self.effective_path = (
+            work.engine,
+            self._device.path_report()[0].effective_path,
+        )
 
     def verify(self) -> str | None:
-        ids, far = self._find(self._device, self.work.queries[0], self.work.clusters[0], K, threads=self.work.threads)
+        ids, far = self._find(
+            self._device, self.work.queries[0], self.work.clusters[0], K, threads=self.work.threads
+        )
         return difference(far, ids, *expected(self.work, self._device.clusters))
 
     def prepare(self, turn: int) -> str:
@@ -151,7 +184,8 @@ class DeviceSystem:
 
 
 class MemorySystem(ABC):
-    """Something that finds the nearest among entries in memory: a function of a query's number to distances and ids."""
+    """Something that finds the nearest among entries in memory: a function of a query's number to
+    distances and ids."""
 
     requested_path = effective_path = "memory"
 
@@ -200,7 +234,9 @@ class KernelSystem(MemorySystem):
         entries = self._entries[number]
         buffer = torch.from_numpy(entries.view(np.uint8))
         replies = np.empty(len(entries), REPLY)
-        replies["distance"] = distances(self.work.queries[number], buffer, self._offset, threads=1).numpy()
+        replies["distance"] = distances(
+            self.work.queries[number], buffer, self._offset, threads=1
+        ).numpy()
         replies["id"] = entries["id"]
         ids, far = nearest(replies, K)
         return far, ids
@@ -226,7 +262,9 @@ class FaissSystem(MemorySystem):
     def _quantised(self, values: np.ndarray) -> object:
         """An index whose codes are the values themselves."""
         quantizer = self._faiss.ScalarQuantizer
-        index = self._faiss.IndexScalarQuantizer(DIM, quantizer.QT_8bit_direct, self._faiss.METRIC_L2)
+        index = self._faiss.IndexScalarQuantizer(
+            DIM, quantizer.QT_8bit_direct, self._faiss.METRIC_L2
+        )
         index.is_trained = True
         self._faiss.copy_array_to_vector(values.reshape(-1), index.codes)
         index.ntotal = len(values)
@@ -234,7 +272,11 @@ class FaissSystem(MemorySystem):
 
     def find(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         query, stored = self._queries[number : number + 1], self._stored[number]
-        far, rows = stored.search(query, K) if self.name == "faiss-sq8" else self._faiss.knn(query, stored, K)  # type: ignore[attr-defined]
+        far, rows = (
+            stored.search(query, K)  # type: ignore[attr-defined]
+            if self.name == "faiss-sq8"
+            else self._faiss.knn(query, stored, K)
+        )
         return far[0], self._ids[number][rows[0]]
 
     @contextlib.contextmanager
@@ -245,8 +287,11 @@ class FaissSystem(MemorySystem):
         self._faiss.omp_set_num_threads(before)
 
 
-def difference(far: np.ndarray, ids: np.ndarray, wanted_far: np.ndarray, wanted_ids: np.ndarray) -> str | None:
-    """What is wrong with the nearest, or None. Of those at one distance others may come first: FAISS does not order them."""
+def difference(
+    far: np.ndarray, ids: np.ndarray, wanted_far: np.ndarray, wanted_ids: np.ndarray
+) -> str | None:
+    """What is wrong with the nearest, or None. Of those at one distance others may come first:
+    FAISS does not order them."""
     if not np.array_equal(far, wanted_far):
         return f"distances {far.tolist()} instead of {wanted_far.tolist()}"
     inside = wanted_far < wanted_far[-1]
@@ -285,23 +330,44 @@ def measure(
     points = [(size, count) for size in cluster_bytes for count in threads]
     for at, (size, count) in enumerate(points, 1):
         say(f"[{at}/{len(points)}] clusters of {size // KIB} KiB, {count} threads of the host")
-        work = make_work(ensure_clusters(path, size, size_bytes, seed), n_queries, clusters_per_query, count, engine, seed)
+        work = make_work(
+            ensure_clusters(path, size, size_bytes, seed),
+            n_queries,
+            clusters_per_query,
+            count,
+            engine,
+            seed,
+        )
         with contextlib.ExitStack() as stack:
-            rows += _compare(work, size, baselines, pairs, seed, say, lambda system: _closing(stack, system))
+            rows += _compare(
+                work, size, baselines, pairs, seed, say, lambda system: _closing(stack, system)
+            )
     return rows
 
 
 def _compare(
-    work: Work, cluster_bytes: int, baselines: Sequence[str], pairs: int, seed: int, say: Say, keep: Callable[[System], System]
-) -> list[Row]:  # fmt: skip
+    work: Work,
+    cluster_bytes: int,
+    baselines: Sequence[str],
+    pairs: int,
+    seed: int,
+    say: Say,
+    keep: Callable[[System], System],
+) -> list[Row]:
     ours = [keep(DeviceSystem(name, work)) for name in ("espnx-command", "espnx-read")]
     with open_clusters(work.directory, engine=work.engine) as device:
         ours.append(keep(KernelSystem(work, device.clusters)))
         others = [keep(FaissSystem(name, work, device.clusters)) for name in baselines]
     params = {
-        "show": "distances", "format": "uint8", "d": DIM, "cluster_bytes": cluster_bytes, "clusters": work.clusters.shape[1],
-        "queries": len(work.queries), "threads": work.threads, "k": K,
-    }  # fmt: skip
+        "show": "distances",
+        "format": "uint8",
+        "d": DIM,
+        "cluster_bytes": cluster_bytes,
+        "clusters": work.clusters.shape[1],
+        "queries": len(work.queries),
+        "threads": work.threads,
+        "k": K,
+    }
     return compare("device", params, ours, others, pairs=pairs, seed=seed, say=say)
 
 
@@ -311,9 +377,20 @@ def _closing(stack: contextlib.ExitStack, system: System) -> System:
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Headers and cells, one line per row. Millions of distances a second; GB/s of what was moved, from the disk or through memory."""
+    """Headers and cells, one line per row. Millions of distances a second; GB/s of what was moved,
+    from the disk or through memory."""
     shown = [name for name in BASELINES if name in baselines_of(rows)]
-    headers = ["cluster", "threads", "system", "path", "Mdistances/s", "GB/s", "conversion ms", "n", "correct"]
+    headers = [
+        "cluster",
+        "threads",
+        "system",
+        "path",
+        "Mdistances/s",
+        "GB/s",
+        "conversion ms",
+        "n",
+        "correct",
+    ]
     return headers + [f"vs {name} [IQR]" for name in shown], [_cells(row, shown) for row in rows]
 
 

@@ -59,7 +59,12 @@ class HasTimes(Protocol):
 R = TypeVar("R", bound=HasTimes)
 
 
-def timed(report: Report, times: Sequence[float], before: Mapping[str, LinkUse], after: Mapping[str, LinkUse]) -> Timed:
+def timed(
+    report: Report,
+    times: Sequence[float],
+    before: Mapping[str, LinkUse],
+    after: Mapping[str, LinkUse],
+) -> Timed:
     """Of a run of so many steps, and of what had passed the links before and after."""
     busy_s = {link: (use.busy_s - before[link].busy_s) / len(times) for link, use in after.items()}
     by = max(busy_s, key=lambda link: busy_s[link])
@@ -75,13 +80,17 @@ def timed(report: Report, times: Sequence[float], before: Mapping[str, LinkUse],
 def opened(
     spec: DeviceSpec, directories: Sequence[str], *, record: Path | None = None, **options: Any
 ) -> Iterator[tuple[list[NearStorageDevice], Topology]]:
-    """Emulated devices of a spec, one for each directory, and the topology that they share. `record`: the file of a trace."""
+    """Emulated devices of a spec, one for each directory, and the topology that they share.
+    `record`: the file of a trace."""
     with ExitStack() as stack:
         devices = Emulation(spec).together(directories, **options)
         for each in devices:
             stack.callback(each.close)
         topology, asked = devices[0].topology, list[NearStorageDevice](devices)
-        yield asked if record is None else recording(str(record), "espnx bench device", asked, stack), topology
+        yield (
+            asked if record is None else recording(str(record), "espnx bench device", asked, stack),
+            topology,
+        )
 
 
 def trace_file(folder: Path | None, n_devices: int, system: str) -> Path | None:
@@ -90,16 +99,19 @@ def trace_file(folder: Path | None, n_devices: int, system: str) -> Path | None:
 
 
 class Stretches:
-    """Finds stretches at which the host's share is small enough, and begins the next run of a system where the last one ended.
+    """Finds stretches at which the host's share is small enough, and begins the next run of a
+    system where the last one ended.
 
     Args:
         first: for a system that has not run.
-        is_checked: whether a run in which the host took too much is repeated, and refused in the end.
+        is_checked: whether a run in which the host took too much is repeated, and refused in the
+            end.
     """
 
     def __init__(self, first: float, say: Say, *, is_checked: bool):
         self._first, self._say, self._is_checked = first, say, is_checked
-        self._found = dict[str, tuple[float, int]]()  # of each system the stretch that fits, with so many devices
+        # of each system the stretch that fits, with so many devices
+        self._found = dict[str, tuple[float, int]]()
 
     def settled(self, system: str, n_devices: int, run: Callable[[float], R]) -> R:
         """The first run of a system whose times are the devices'. `run` takes a stretch.
@@ -108,7 +120,8 @@ class Stretches:
         """
         stretch = self._first
         if known := self._found.get(system):
-            stretch = max(known[0] * n_devices / known[1], 1.0)  # more devices take less time beside the same host
+            # more devices take less time beside the same host
+            stretch = max(known[0] * n_devices / known[1], 1.0)
         found = run(stretch)
         for _ in range(_RUNS_MAX - 1):
             report = found.timed.report
@@ -125,7 +138,8 @@ class Stretches:
 
 
 def fitting(report: Report) -> float:
-    """The stretch at which the host's share is as small as is aimed at, if the host takes as long as it did."""
+    """The stretch at which the host's share is as small as is aimed at, if the host takes as long
+    as it did."""
     if not report.waited_s:
         return report.stretch * _FAR
     wanted = report.host_s * (1 - _HOST_SHARE_AIM) / _HOST_SHARE_AIM / report.waited_s
@@ -146,13 +160,28 @@ def row(
     """Of one system at one number of devices. Wrong results have no times and no ratio."""
     ordered, moved = run.times, round(run.traffic.get("device_flash_read_bytes", 0.0))
     made = Row(
-        "device", {"show": show, **params}, system, "emulated", "auto", path, "cold", len(ordered) if is_correct else 0,
-        run.median_s if is_correct else None, ordered[-1] if is_correct else None,
-        ordered[len(ordered) * 3 // 4] - ordered[len(ordered) // 4] if is_correct else None, moved, moved, is_correct,
+        "device",
+        {"show": show, **params},
+        system,
+        "emulated",
+        "auto",
+        path,
+        "cold",
+        len(ordered) if is_correct else 0,
+        run.median_s if is_correct else None,
+        ordered[-1] if is_correct else None,
+        ordered[len(ordered) * 3 // 4] - ordered[len(ordered) // 4] if is_correct else None,
+        moved,
+        moved,
+        is_correct,
         {
-            "bound_s": run.bound_s, "stretch": run.report.stretch, "host_share": run.report.host_share, **metrics, **run.traffic,
+            "bound_s": run.bound_s,
+            "stretch": run.report.stretch,
+            "host_share": run.report.host_share,
+            **metrics,
+            **run.traffic,
         },
-    )  # fmt: skip
+    )
     if baseline is None or not is_correct or system == WITHOUT:
         return made
     return replace(made, ratio={WITHOUT: baseline.median_s / run.median_s})
@@ -168,18 +197,35 @@ TRAFFIC = {
 
 
 def cells(row: Row, *own: str) -> list[str]:
-    """Of a row: its time beside its bound and its baseline, `own` columns, traffic, how it was emulated."""
+    """Of a row: its time beside its bound and its baseline, `own` columns, traffic, how it was
+    emulated."""
     found, is_timed = row.metrics, row.median_s is not None
     took_s = row.median_s or 0.0
     return [
-        str(row.params["devices"]), row.system, f"{1e3 * took_s:.3f}" if is_timed else "-",
+        str(row.params["devices"]),
+        row.system,
+        f"{1e3 * took_s:.3f}" if is_timed else "-",
         f"{took_s / found['bound_s']:.2f}x" if is_timed and found["bound_s"] else "-",
-        f"{row.ratio[WITHOUT]:.2f}x" if WITHOUT in row.ratio else "-", *own,
+        f"{row.ratio[WITHOUT]:.2f}x" if WITHOUT in row.ratio else "-",
+        *own,
         *(f"{found.get(name, 0.0) / 1e6:.3f}" for name in TRAFFIC.values()),
-        f"{found['stretch']:.3g}", f"{found['host_share']:.0%}", "yes" if row.correct else "NO",
-    ]  # fmt: skip
+        f"{found['stretch']:.3g}",
+        f"{found['host_share']:.0%}",
+        "yes" if row.correct else "NO",
+    ]
 
 
 def headers(unit: str, *own: str) -> list[str]:
     """Of `cells`; `unit`: what was timed."""
-    return ["devices", "system", f"virtual ms a {unit}", "of its bound", "vs without", *own, *TRAFFIC, "stretch", "host", "right"]
+    return [
+        "devices",
+        "system",
+        f"virtual ms a {unit}",
+        "of its bound",
+        "vs without",
+        *own,
+        *TRAFFIC,
+        "stretch",
+        "host",
+        "right",
+    ]

@@ -1,13 +1,17 @@
-"""Whether an emulated disk takes as long as the disk: this machine's, from a calibration made anew before each run, beside itself.
+"""Whether an emulated disk takes as long as the disk: this machine's, from a calibration made anew
+before each run, beside itself.
 
-Each run calibrates the directory's disk, does the works on it, and has the emulated one do the same with a stretch of 0, where times depend
-on the calls alone. Both columns are the time of reads: what the host computes between them is in neither.
+Each run calibrates the directory's disk, does the works on it, and has the emulated one do the same
+with a stretch of 0, where times depend on the calls alone. Both columns are the time of reads: what
+the host computes between them is in neither.
 
-- ``4 KiB``, ``64 KiB``: reads of a file at random places, one or 64 at a time; a read or a batch begins when the one before has come.
-- ``walk``: over a graph on the disk, 1 or 4 nodes a round. The walk is done once; the disk is then asked for the reads of each round, one
-  round after the other, with nothing computed between them. An emulated walk has the host compute in no time.
-- ``decode``: the K and V rows of all layers of one step, read ahead as a KV cache does, and looked at by nobody. Blocks' checksums are
-  computed as they arrive, beside the reads that are under way.
+- ``4 KiB``, ``64 KiB``: reads of a file at random places, one or 64 at a time; a read or a batch
+  begins when the one before has come.
+- ``walk``: over a graph on the disk, 1 or 4 nodes a round. The walk is done once; the disk is then
+  asked for the reads of each round, one round after the other, with nothing computed between them.
+  An emulated walk has the host compute in no time.
+- ``decode``: the K and V rows of all layers of one step, read ahead as a KV cache does, and looked
+  at by nobody. Blocks' checksums are computed as they arrive, beside the reads that are under way.
 """
 
 from __future__ import annotations
@@ -41,15 +45,21 @@ from ..harness.result import Row
 DISK, EMULATED = "this disk", "emulated"
 #: Of medians, that emulation is to be within, unless calibrations themselves differ by more.
 WITHIN = 0.15
-_READS = {"4 KiB x 1": (4096, 1), "4 KiB x 64": (4096, 64), "64 KiB x 1": (65_536, 1), "64 KiB x 64": (65_536, 64)}
+_READS = {
+    "4 KiB x 1": (4096, 1),
+    "4 KiB x 64": (4096, 64),
+    "64 KiB x 1": (65_536, 1),
+    "64 KiB x 64": (65_536, 64),
+}
 _BEAMS = (1, 4)
 _L, _K = 40, 10
 
 
 @dataclass(frozen=True)
 class Work:
-    """Attributes: path: of the files. runs: calibrations. file_bytes, run_s: of what is read at random places, and for how long. vectors,
-    walks: of the graph, of 64 dimensions. layers, heads, tokens: of the rows of a step, 128 values each, in fp16."""
+    """Attributes: path: of the files. runs: calibrations. file_bytes, run_s: of what is read at
+    random places, and for how long. vectors, walks: of the graph, of 64 dimensions. layers, heads,
+    tokens: of the rows of a step, 128 values each, in fp16."""
 
     path: Path
     runs: int
@@ -68,21 +78,39 @@ class Work:
 
 
 def measure(work: Work, say: Say) -> list[Row]:
-    """Two rows of each work: measured, emulated. Raises what building, reading and walking raise."""
+    """Two rows of each work: measured, emulated. Raises what building, reading and walking
+    raise."""
     measured: dict[str, list[float]] = {}
     emulated: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory(prefix="espnx-bench-validation-", dir=work.path) as folder, ExitStack() as opened:
+    with (
+        tempfile.TemporaryDirectory(prefix="espnx-bench-validation-", dir=work.path) as folder,
+        ExitStack() as opened,
+    ):
         on_disk = opened.enter_context(_OnDisk(work, Path(folder)))
         for run in range(work.runs):
             found = measure_disk(folder, file_bytes=work.file_bytes, run_s=work.run_s)
-            spec = disk_spec("this-disk", "this machine's disk", found, measured=f"before run {run}, {datetime.date.today().isoformat()}")
+            spec = disk_spec(
+                "this-disk",
+                "this machine's disk",
+                found,
+                measured=f"before run {run}, {datetime.date.today().isoformat()}",
+            )
             for name, seconds in on_disk.seconds().items():
                 measured.setdefault(name, []).append(seconds)
             for name, seconds in on_disk.emulated(spec).items():
                 emulated.setdefault(name, []).append(seconds)
-            say(f"run {run + 1} of {work.runs}: " + ", ".join(f"{name} {emulated[name][-1] / measured[name][-1]:.2f}" for name in measured))
+            say(
+                f"run {run + 1} of {work.runs}: "
+                + ", ".join(
+                    f"{name} {emulated[name][-1] / measured[name][-1]:.2f}" for name in measured
+                )
+            )
         path, sizes = on_disk.path, on_disk.sizes
-    return [row for name in measured for row in _rows(name, measured[name], emulated[name], sizes[name], path)]
+    return [
+        row
+        for name in measured
+        for row in _rows(name, measured[name], emulated[name], sizes[name], path)
+    ]
 
 
 class _OnDisk:
@@ -102,16 +130,25 @@ class _OnDisk:
             espnx.graph.build(base, folder / "graph", max_degree=32, search_list_size=50, threads=2)
             self._graph = espnx.graph.StoredGraph(folder / "graph")
             self._walked = opened.enter_context(SsdGraphDevice(self._graph, engine=self._engine))
-            self._queries = [torch.from_numpy(each) for each in rng.standard_normal((work.walks, 64)).astype(np.float32)]
+            self._queries = [
+                torch.from_numpy(each)
+                for each in rng.standard_normal((work.walks, 64)).astype(np.float32)
+            ]
             self._rounds = {beam: self._walk(beam) for beam in _BEAMS}
             rows = SsdDevice(folder).open_rows(engine=self._engine)
             opened.callback(rows.close)
             self._rows, self._views = rows, _put(work, rows)
             self._opened = opened.pop_all()
-        self.sizes = {name: size_bytes * together for name, (size_bytes, together) in _READS.items()}
+        self.sizes = {
+            name: size_bytes * together for name, (size_bytes, together) in _READS.items()
+        }
         for beam, walks in self._rounds.items():
-            self.sizes[f"walk, W = {beam}"] = sum(moved for walk in walks for _, moved in walk) // len(walks)
-        self.sizes["decode"] = sum(view.segment.size_bytes for layer in self._views for view in layer)
+            self.sizes[f"walk, W = {beam}"] = sum(
+                moved for walk in walks for _, moved in walk
+            ) // len(walks)
+        self.sizes["decode"] = sum(
+            view.segment.size_bytes for layer in self._views for view in layer
+        )
 
     def _walk(self, beam: int) -> list[list[tuple[np.ndarray, int]]]:
         """The rounds of each walk: nodes, and bytes that were read for them."""
@@ -129,8 +166,12 @@ class _OnDisk:
         for name, each in zip(_READS, times, strict=True):
             found[name] = statistics.median(each)
         for beam, walks in self._rounds.items():
-            found[f"walk, W = {beam}"] = statistics.median(self._walk_seconds(walk) for walk in walks)
-        found["decode"] = statistics.median(_visit(self._work, self._rows, self._views, time.perf_counter) for _ in range(5))
+            found[f"walk, W = {beam}"] = statistics.median(
+                self._walk_seconds(walk) for walk in walks
+            )
+        found["decode"] = statistics.median(
+            _visit(self._work, self._rows, self._views, time.perf_counter) for _ in range(5)
+        )
         return found
 
     def _walk_seconds(self, rounds: Sequence[tuple[np.ndarray, int]]) -> float:
@@ -148,7 +189,11 @@ class _OnDisk:
         for name, (size_bytes, together) in _READS.items():
             [device] = Emulation(spec).together([self._folder], stretch=0)
             begun_s = device.topology.now()
-            ended_s = device.topology.wait(device.topology.transfer(0, "flash_to_host", size_bytes * together, requests=together))
+            ended_s = device.topology.wait(
+                device.topology.transfer(
+                    0, "flash_to_host", size_bytes * together, requests=together
+                )
+            )
             found[name] = ended_s - begun_s
             device.close()
         for beam in _BEAMS:
@@ -169,7 +214,9 @@ class _OnDisk:
                 begun_s = device.topology.now()
                 ticket = walked.search(query, _L, _K, beam=beam)
                 ticket.finish()
-                if [each.nodes.tolist() for each in ticket.rounds] != [nodes.tolist() for nodes, _ in rounds]:
+                if [each.nodes.tolist() for each in ticket.rounds] != [
+                    nodes.tolist() for nodes, _ in rounds
+                ]:
                     raise EspnxError("an emulated walk has other rounds than the disk's own")
                 taken_s.append(device.topology.now() - begun_s)
         finally:
@@ -188,14 +235,24 @@ def _put(work: Work, rows: RowDevice) -> list[list[SegmentView]]:
     """The rows of each layer, and what a step looks at."""
     generator, views = torch.Generator().manual_seed(work.seed), list[list[SegmentView]]()
     for _ in range(work.layers):
-        k, v = (torch.randn(1, work.heads, work.tokens, 128, generator=generator).half() for _ in range(2))
+        k, v = (
+            torch.randn(1, work.heads, work.tokens, 128, generator=generator).half()
+            for _ in range(2)
+        )
         segments = rows.put(work.layout, k, v, range(work.heads))
-        views.append([SegmentView(segment, sequence, work.tokens, 0) for sequence, segment in enumerate(segments)])
+        views.append(
+            [
+                SegmentView(segment, sequence, work.tokens, 0)
+                for sequence, segment in enumerate(segments)
+            ]
+        )
     rows.flush()
     return views
 
 
-def _visit(work: Work, rows: RowDevice, views: Sequence[Sequence[SegmentView]], clock: Callable[[], float]) -> float:
+def _visit(
+    work: Work, rows: RowDevice, views: Sequence[Sequence[SegmentView]], clock: Callable[[], float]
+) -> float:
     """Seconds of a step's reads, all in line at once."""
     begun = clock()
     tickets = [rows.ahead(work.layout, each) for each in views]
@@ -204,34 +261,57 @@ def _visit(work: Work, rows: RowDevice, views: Sequence[Sequence[SegmentView]], 
     return clock() - begun
 
 
-def _rows(name: str, measured: Sequence[float], emulated: Sequence[float], size_bytes: int, path: str) -> list[Row]:
+def _rows(
+    name: str, measured: Sequence[float], emulated: Sequence[float], size_bytes: int, path: str
+) -> list[Row]:
     """Of one work. The emulated row says how it compares: by medians, and pair by pair."""
     of_measured = statistics.median(emulated) / statistics.median(measured)
     paired = statistics.median(each / other for each, other in zip(emulated, measured, strict=True))
     made = []
     for system, kind, times in ((DISK, "measured", measured), (EMULATED, "emulated", emulated)):
         ordered = sorted(times)
-        middle, spread = statistics.median(ordered), ordered[len(ordered) * 3 // 4] - ordered[len(ordered) // 4]
+        middle, spread = (
+            statistics.median(ordered),
+            ordered[len(ordered) * 3 // 4] - ordered[len(ordered) // 4],
+        )
         metrics, ratio = dict[str, float](), dict[str, float]()
         if system == EMULATED:
-            metrics, ratio = {"of_measured": of_measured, "spread": spread / middle}, {DISK: 1 / paired}
+            metrics, ratio = (
+                {"of_measured": of_measured, "spread": spread / middle},
+                {DISK: 1 / paired},
+            )
         made.append(
             Row(
-                "device", {"show": "validation", "work": name}, system, kind, "auto", path, "cold", len(ordered), middle, ordered[-1],
-                spread, size_bytes, size_bytes, True, metrics, ratio,
+                "device",
+                {"show": "validation", "work": name},
+                system,
+                kind,
+                "auto",
+                path,
+                "cold",
+                len(ordered),
+                middle,
+                ordered[-1],
+                spread,
+                size_bytes,
+                size_bytes,
+                True,
+                metrics,
+                ratio,
             )
-        )  # fmt: skip
+        )
     return made
 
 
 def is_within(emulated: Row) -> bool:
-    """Whether medians differ by no more than `WITHIN`, or than emulated times do (IQR), by calibrations alone."""
+    """Whether medians differ by no more than `WITHIN`, or than emulated times do (IQR), by
+    calibrations alone."""
     return abs(emulated.metrics["of_measured"] - 1) <= max(WITHIN, emulated.metrics["spread"])
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Headers and cells, a line for each work: what was measured and what was emulated, in columns of their own; of rows of one kind its
-    columns alone."""
+    """Headers and cells, a line for each work: what was measured and what was emulated, in columns
+    of their own; of rows of one kind its columns alone."""
     kinds = [kind for kind in ("measured", "emulated") if any(row.kind == kind for row in rows)]
     headers = ["work", "KiB", *(word for kind in kinds for word in (f"{kind} us", "[IQR]")), "runs"]
     if "emulated" in kinds:
@@ -239,7 +319,10 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     lines: dict[str, dict[str, Row]] = {}
     for row in rows:
         lines.setdefault(row.params["work"], {})[row.kind] = row
-    return headers, [_cells(work, [found[kind] for kind in kinds if kind in found]) for work, found in lines.items()]
+    return headers, [
+        _cells(work, [found[kind] for kind in kinds if kind in found])
+        for work, found in lines.items()
+    ]
 
 
 def _cells(work: str, rows: Sequence[Row]) -> list[str]:
@@ -249,5 +332,9 @@ def _cells(work: str, rows: Sequence[Row]) -> list[str]:
     cells.append(str(rows[0].n))
     if "of_measured" in rows[-1].metrics:
         last = rows[-1]
-        cells += [f"{last.metrics['of_measured']:.2f}", f"{1 / last.ratio[DISK]:.2f}", "yes" if is_within(last) else "NO"]
+        cells += [
+            f"{last.metrics['of_measured']:.2f}",
+            f"{1 / last.ratio[DISK]:.2f}",
+            "yes" if is_within(last) else "NO",
+        ]
     return cells

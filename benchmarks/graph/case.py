@@ -1,4 +1,5 @@
-"""``espnx bench graph``: nearest neighbours from SSD at equal recall, beside DiskANN, FAISS and LanceDB."""
+"""``espnx bench graph``: nearest neighbours from SSD at equal recall, beside DiskANN, FAISS and
+LanceDB."""
 
 from __future__ import annotations
 
@@ -19,24 +20,28 @@ from .names import SYSTEMS
 if TYPE_CHECKING:
     from .data import Data
 
-DESCRIPTION = """sweep: every system builds an index of the same vectors and searches it with lists of many sizes (L; efSearch of HNSW,
-nprobe of inverted lists, of LanceDB with as many candidates refined): recall@10 against exact neighbours, reads and bytes of a query,
-queries a second, times of a query alone, memory, folder, build. A summary compares at recall .95 and .99, between two list sizes by a
-straight line: queries a second with the best threads and W of each, pass by pass; reads with W = 1 and PQ codes of as many bytes
-(espnx-inline-pq: of the vectors as they are, as DiskANN's are, and not rotated; espnx-inline-full: as many as fill the page;
-espnx-inline-fast: the same, built with a list of 50 in place of 100; espnx-paged: with those of code pages, of which 5 MiB are kept).
-memory: above that of a process that has opened nothing, with 64 queries under way, over --n.
+DESCRIPTION = """sweep: every system builds an index of the same vectors and searches it with lists
+of many sizes (L; efSearch of HNSW, nprobe of inverted lists, of LanceDB with as many candidates
+refined): recall@10 against exact neighbours, reads and bytes of a query, queries a second, times of
+a query alone, memory, folder, build. A summary compares at recall .95 and .99, between two list
+sizes by a straight line: queries a second with the best threads and W of each, pass by pass; reads
+with W = 1 and PQ codes of as many bytes (espnx-inline-pq: of the vectors as they are, as DiskANN's
+are, and not rotated; espnx-inline-full: as many as fill the page; espnx-inline-fast: the same,
+built with a list of 50 in place of 100; espnx-paged: with those of code pages, of which 5 MiB are
+kept). memory: above that of a process that has opened nothing, with 64 queries under way, over --n.
 
-  espnx bench graph --path /mnt/nvme --diskann-python ENV/bin/python --json graph.json
-  python scripts/graph_vectors.py tokens --out tokens; espnx bench graph --base tokens.npy --queries tokens-queries.npy --pq-bytes 47
-  espnx bench graph --path /mnt/nvme --base sift.fbin --queries sift-queries.fbin --pq-bytes 32
-  espnx bench graph --path /mnt/nvme --show memory --n 10000,100000 --system espnx-inline,espnx-memory
-  espnx bench graph --quick                                                     does everything work here?
+  espnx bench graph --path /mnt/nvme --diskann-python ENV/bin/python --json graph.json python
+  scripts/graph_vectors.py tokens --out tokens; espnx bench graph --base tokens.npy --queries
+  tokens-queries.npy --pq-bytes 47 espnx bench graph --path /mnt/nvme --base sift.fbin --queries
+  sift-queries.fbin --pq-bytes 32 espnx bench graph --path /mnt/nvme --show memory --n 10000,100000
+  --system espnx-inline,espnx-memory espnx bench graph --quick
+  does everything work here?
 
-Vectors by recipe: 100 overlapping clusters in 24 dimensions, as 128 (--dim) float32 with noise; as uint8 each value rounded to one of 256
-steps over four standard deviations to both sides. DiskANN is diskannpy-rust (or diskannpy), in an environment of its own: python -m venv
-ENV; ENV/bin/pip install diskannpy-rust. LanceDB, in ours: pip install lancedb. What is not installed has a row that says so, and nothing
-stays on disk."""
+Vectors by recipe: 100 overlapping clusters in 24 dimensions, as 128 (--dim) float32 with noise; as
+uint8 each value rounded to one of 256 steps over four standard deviations to both sides. DiskANN is
+diskannpy-rust (or diskannpy), in an environment of its own: python -m venv ENV; ENV/bin/pip install
+diskannpy-rust. LanceDB, in ours: pip install lancedb. What is not installed has a row that says so,
+and nothing stays on disk."""
 
 LIST_SIZES = "10,14,18,22,28,34,42,56,80,120"
 K = 10
@@ -46,49 +51,113 @@ def configure(parser: ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.formatter_class = RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--path", metavar="DIR", default=".", help="a directory on the SSD (default: the current one)")
-    add("--show", choices=("sweep", "memory"), default="sweep", help="sweep or memory (default: %(default)s)")
+    add(
+        "--path",
+        metavar="DIR",
+        default=".",
+        help="a directory on the SSD (default: the current one)",
+    )
+    add(
+        "--show",
+        choices=("sweep", "memory"),
+        default="sweep",
+        help="sweep or memory (default: %(default)s)",
+    )
     add("--system", metavar="S,...", help=f"of {', '.join(SYSTEMS)} (default: all)")
     add("--n", metavar="N,...", default="50000", help="vectors by recipe (default: %(default)s)")
     add("--dim", metavar="N", default="128", help="of vectors by recipe (default: %(default)s)")
-    add("--dtype", choices=("float32", "uint8"), default="float32", help="of vectors by recipe (default: %(default)s)")
-    add("--base", metavar="FILE", help="vectors instead: .npy, .fbin, .u8bin, .fvecs, ... (with --queries)")
+    add(
+        "--dtype",
+        choices=("float32", "uint8"),
+        default="float32",
+        help="of vectors by recipe (default: %(default)s)",
+    )
+    add(
+        "--base",
+        metavar="FILE",
+        help="vectors instead: .npy, .fbin, .u8bin, .fvecs, ... (with --queries)",
+    )
     add("--queries", metavar="FILE", help="their queries")
     add("--n-queries", metavar="N", default="5000", help="at most (default: %(default)s)")
-    add("--pq-bytes", metavar="N", default="32", help="of a code, DiskANN's and espnx's (default: %(default)s)")
+    add(
+        "--pq-bytes",
+        metavar="N",
+        default="32",
+        help="of a code, DiskANN's and espnx's (default: %(default)s)",
+    )
     add("--list-sizes", metavar="L,...", default=LIST_SIZES, help="(default: %(default)s)")
-    add("--threads", metavar="N", default=str(os.cpu_count()), help="of builds and of FAISS (default: all cores)")
-    add("--search-threads", metavar="T,...", default="2,4,8", help="of espnx's searches: the best counts (default: %(default)s)")
+    add(
+        "--threads",
+        metavar="N",
+        default=str(os.cpu_count()),
+        help="of builds and of FAISS (default: all cores)",
+    )
+    add(
+        "--search-threads",
+        metavar="T,...",
+        default="2,4,8",
+        help="of espnx's searches: the best counts (default: %(default)s)",
+    )
     add("--diskann-python", metavar="PYTHON", help="of the environment that has diskannpy")
-    add("--diskann-threads", metavar="T,...", default="8,16,32,64,128", help="the best counts (default: %(default)s)")
-    add("--diskann-beamwidths", metavar="W,...", default="1,2,4,8", help="the best counts (default: %(default)s)")
+    add(
+        "--diskann-threads",
+        metavar="T,...",
+        default="8,16,32,64,128",
+        help="the best counts (default: %(default)s)",
+    )
+    add(
+        "--diskann-beamwidths",
+        metavar="W,...",
+        default="1,2,4,8",
+        help="the best counts (default: %(default)s)",
+    )
 
     add("--diskann-list-sizes", metavar="L,...", help="(default: those of --list-sizes)")
-    add("--pass-seconds", metavar="S", default="2", help="queries are asked again until a pass takes so long (default: %(default)s)")
+    add(
+        "--pass-seconds",
+        metavar="S",
+        default="2",
+        help="queries are asked again until a pass takes so long (default: %(default)s)",
+    )
 
 
 def run(args: Namespace, say: Say) -> list[Row]:
-    """Measures. Raises what reading, building and searching raise, and InvalidInputError for options that make no sense."""
+    """Measures. Raises what reading, building and searching raise, and InvalidInputError for
+    options that make no sense."""
     from .measure import Plan, measure
 
     if (args.base is None) != (args.queries is None):
-        raise InvalidInputError("--base and --queries", got="one of them", expected="both, or neither")
+        raise InvalidInputError(
+            "--base and --queries", got="one of them", expected="both, or neither"
+        )
     quick, python = args.quick, args.diskann_python
     if python is not None:
-        # Processes start in another directory. Not resolved: by the link an environment's Python finds its packages.
+        # Processes start in another directory. Not resolved: by the link an environment's Python
+        # finds its packages.
         python = os.path.abspath(shutil.which(python) or python)
     plan = Plan(
-        path=Path(args.path).resolve(), systems=choices(args.system, SYSTEMS, "--system") if args.system else SYSTEMS, peer=python,
-        pq_bytes=positive("--pq-bytes", args.pq_bytes), threads=positive("--threads", args.threads),
+        path=Path(args.path).resolve(),
+        systems=choices(args.system, SYSTEMS, "--system") if args.system else SYSTEMS,
+        peer=python,
+        pq_bytes=positive("--pq-bytes", args.pq_bytes),
+        threads=positive("--threads", args.threads),
         own_threads=(2,) if quick else _many("--search-threads", args.search_threads),
         peer_threads=(2,) if quick else _many("--diskann-threads", args.diskann_threads),
         peer_beamwidths=(1, 2) if quick else _many("--diskann-beamwidths", args.diskann_beamwidths),
         list_sizes=(10, 80) if quick else sorted(_many("--list-sizes", args.list_sizes)),
-        peer_list_sizes=(10, 80) if quick else sorted(_many("--diskann-list-sizes", args.diskann_list_sizes or args.list_sizes)),
-        pass_s=0.0 if quick else positive("--pass-seconds", args.pass_seconds), pairs=args.pairs, seed=args.seed,
-    )  # fmt: skip
+        peer_list_sizes=(10, 80)
+        if quick
+        else sorted(_many("--diskann-list-sizes", args.diskann_list_sizes or args.list_sizes)),
+        pass_s=0.0 if quick else positive("--pass-seconds", args.pass_seconds),
+        pairs=args.pairs,
+        seed=args.seed,
+    )
     if plan.list_sizes[0] < K:
-        raise InvalidInputError("--list-sizes", got=plan.list_sizes[0], expected=f"{K}, the neighbours asked for, or more")
+        raise InvalidInputError(
+            "--list-sizes",
+            got=plan.list_sizes[0],
+            expected=f"{K}, the neighbours asked for, or more",
+        )
     return measure(_sets(args), plan, args.show, say)
 
 
@@ -104,7 +173,9 @@ def _sets(args: Namespace) -> Iterator[Data]:
         yield from_files(args.base, args.queries, n_queries, K)
         return
     for n in [700] if args.quick else _many("--n", args.n):
-        yield by_recipe(n, n_queries, K, args.seed, dim=positive("--dim", args.dim), dtype=args.dtype)
+        yield by_recipe(
+            n, n_queries, K, args.seed, dim=positive("--dim", args.dim), dtype=args.dtype
+        )
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -116,4 +187,10 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return tables[show]([row for row in rows if row.params["show"] == show])
 
 
-CASE = Case("graph", "nearest neighbours from SSD at equal recall, beside DiskANN, FAISS and LanceDB", configure, run, table)
+CASE = Case(
+    "graph",
+    "nearest neighbours from SSD at equal recall, beside DiskANN, FAISS and LanceDB",
+    configure,
+    run,
+    table,
+)

@@ -14,13 +14,15 @@ from espnx.ops.quantise import load_faiss
 LATENT, CLUSTERS, NOISE = 24, 100, 0.1
 #: Standard deviations that the steps of uint8 go, to both sides; what lies beyond is cut.
 SPAN = 4.0
-#: Of the squared size of a distance's parts: vectors may be stored as float16, and their distances are those of what is stored.
+#: Of the squared size of a distance's parts: vectors may be stored as float16, and their distances
+#: are those of what is stored.
 TOLERANCE = 2.0**-9
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Attributes: base: [n, dim], uint8, int8 or float32; queries: [q, dim], likewise; k: neighbours that are asked for."""
+    """Attributes: base: [n, dim], uint8, int8 or float32; queries: [q, dim], likewise; k:
+    neighbours that are asked for."""
 
     name: str
     base: np.ndarray
@@ -30,7 +32,9 @@ class Data:
     @cached_property
     def farthest(self) -> np.ndarray:
         """float64 [q]: the squared distance of each query's k-th nearest, by a search of all."""
-        _, ids = load_faiss().knn(self.queries.astype(np.float32), self.base.astype(np.float32), self.k)
+        _, ids = load_faiss().knn(
+            self.queries.astype(np.float32), self.base.astype(np.float32), self.k
+        )
         return self.distances(ids).max(axis=1)
 
     def distances(self, ids: np.ndarray) -> np.ndarray:
@@ -39,27 +43,42 @@ class Data:
         return np.einsum("qkd,qkd->qk", apart, apart)
 
     def recall(self, ids: np.ndarray) -> float:
-        """The share of what was found that is as near as the k-th nearest; of equally near ones any will do."""
+        """The share of what was found that is as near as the k-th nearest; of equally near ones any
+        will do."""
         return float((self.distances(ids) <= self.farthest[:, None] * (1 + 1e-9)).mean())
 
     def problem(self, ids: np.ndarray, far: np.ndarray) -> str | None:
-        """What is wrong with a search's results, or None: rows that are none, found twice, or not as far as was said."""
+        """What is wrong with a search's results, or None: rows that are none, found twice, or not
+        as far as was said."""
         if ids.shape != (len(self.queries), self.k) or ids.min() < 0 or ids.max() >= len(self.base):
             return f"ids {list(ids.shape)} from {ids.min()} to {ids.max()}"
         if (np.diff(np.sort(ids, axis=1), axis=1) == 0).any():
             return "a vector was found twice"
-        norms = [np.square(part.astype(np.float64)).sum(axis=-1) for part in (self.base[ids], self.queries[:, None])]
-        wrong = ~(np.abs(far - self.distances(ids)) <= TOLERANCE * (norms[0] + norms[1]))  # a NaN is wrong too
+        norms = [
+            np.square(part.astype(np.float64)).sum(axis=-1)
+            for part in (self.base[ids], self.queries[:, None])
+        ]
+        # a NaN is wrong too
+        wrong = ~(np.abs(far - self.distances(ids)) <= TOLERANCE * (norms[0] + norms[1]))
         if wrong.any():
             query, place = np.argwhere(wrong)[0]
-            return f"query {query}: {far[query, place]:g} instead of {self.distances(ids)[query, place]:g}"
+            return (
+                f"query {query}: {far[query, place]:g} instead of "
+                f"{self.distances(ids)[query, place]:g}"
+            )
         return None
 
 
-def by_recipe(n: int, n_queries: int, k: int, seed: int, dim: int = 128, dtype: str = "float32") -> Data:
-    """Overlapping clusters: hard, since the nearest of a vector are in several of them. Queries are drawn as the vectors are."""
+def by_recipe(
+    n: int, n_queries: int, k: int, seed: int, dim: int = 128, dtype: str = "float32"
+) -> Data:
+    """Overlapping clusters: hard, since the nearest of a vector are in several of them. Queries are
+    drawn as the vectors are."""
     rng = np.random.default_rng(seed)
-    centres, spread = rng.standard_normal((CLUSTERS, LATENT)), rng.standard_normal((LATENT, dim)) / np.sqrt(LATENT)
+    centres, spread = (
+        rng.standard_normal((CLUSTERS, LATENT)),
+        rng.standard_normal((LATENT, dim)) / np.sqrt(LATENT),
+    )
 
     def draw(count: int) -> np.ndarray:
         inside = centres[rng.integers(0, CLUSTERS, count)] + rng.standard_normal((count, LATENT))
@@ -68,17 +87,27 @@ def by_recipe(n: int, n_queries: int, k: int, seed: int, dim: int = 128, dtype: 
     base, queries = draw(n), draw(n_queries)
     if dtype == "uint8":
         step = SPAN * float(base.std()) / 128
-        base, queries = (np.clip(np.rint(values / step) + 128, 0, 255).astype(np.uint8) for values in (base, queries))
+        base, queries = (
+            np.clip(np.rint(values / step) + 128, 0, 255).astype(np.uint8)
+            for values in (base, queries)
+        )
     return Data(f"hard, {n:,} x {dim} {dtype}", base, queries, k)
 
 
 def from_files(base: str, queries: str, n_queries: int, k: int) -> Data:
-    """Raises what `read_vectors` raises, and InvalidInputError for files that do not fit together."""
+    """Raises what `read_vectors` raises, and InvalidInputError for files that do not fit
+    together."""
     vectors, asked = (np.concatenate(list(read_vectors(path).blocks())) for path in (base, queries))
     if vectors.shape[1] != asked.shape[1] or len(vectors) < k or not len(asked):
         raise InvalidInputError(
-            "vectors and queries", got=f"{list(vectors.shape)} and {list(asked.shape)}", expected=f"one dimension, {k} vectors or more"
+            "vectors and queries",
+            got=f"{list(vectors.shape)} and {list(asked.shape)}",
+            expected=f"one dimension, {k} vectors or more",
         )
-    dtype = vectors.dtype if vectors.dtype.kind in "iu" and asked.dtype == vectors.dtype else np.dtype(np.float32)
+    dtype = (
+        vectors.dtype
+        if vectors.dtype.kind in "iu" and asked.dtype == vectors.dtype
+        else np.dtype(np.float32)
+    )
     name = f"{base.rsplit('/', 1)[-1]}, {len(vectors):,} x {vectors.shape[1]} {dtype}"
     return Data(name, vectors.astype(dtype), asked[:n_queries].astype(dtype), k)

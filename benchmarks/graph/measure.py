@@ -1,4 +1,5 @@
-"""Indexes of several systems over the same vectors: built and measured each in a process of its own, in turns."""
+"""Indexes of several systems over the same vectors: built and measured each in a process of its
+own, in turns."""
 
 from __future__ import annotations
 
@@ -37,9 +38,10 @@ WAYS_MEASURED = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """Attributes: peer: the Python that has diskannpy, or None. threads: of builds and of FAISS. own_threads, of espnx's searches, and
-    peer_threads, peer_beamwidths: all pairs are tried, the quickest few are measured, and the best one counts. list_sizes, of the peer
-    peer_list_sizes. pass_s: that a pass takes at least, of espnx and the peer."""
+    """Attributes: peer: the Python that has diskannpy, or None. threads: of builds and of FAISS.
+    own_threads, of espnx's searches, and peer_threads, peer_beamwidths: all pairs are tried, the
+    quickest few are measured, and the best one counts. list_sizes, of the peer peer_list_sizes.
+    pass_s: that a pass takes at least, of espnx and the peer."""
 
     path: Path
     systems: Sequence[str]
@@ -58,10 +60,13 @@ class Plan:
     def ways(self, system: str) -> list[Way]:
         """(threads, beamwidth) that a system is measured with."""
         if system == PEER:
-            return [(threads, width) for threads in self.peer_threads for width in self.peer_beamwidths]
+            return [
+                (threads, width) for threads in self.peer_threads for width in self.peer_beamwidths
+            ]
         if system not in OURS:
             return [(self.threads, None)]
-        return [(threads, width) for threads in self.own_threads for width in (None, 2)]  # pages of a query under way at a time: 1 or 2
+        # pages of a query under way at a time: 1 or 2
+        return [(threads, width) for threads in self.own_threads for width in (None, 2)]
 
     def lists(self, system: str) -> Sequence[int]:
         """Sizes that a system is measured with."""
@@ -83,13 +88,19 @@ class Bench:
 
     def _open(self, worker: Worker, built: Built) -> float:
         answer = worker.ask(
-            "open", system=built.system, folder=built.folder, queries=str(self.folder / "queries.npy"), k=self.data.k,
-            threads=self.plan.threads, in_flight=IN_FLIGHT,
-        )  # fmt: skip
+            "open",
+            system=built.system,
+            folder=built.folder,
+            queries=str(self.folder / "queries.npy"),
+            k=self.data.k,
+            threads=self.plan.threads,
+            in_flight=IN_FLIGHT,
+        )
         return float(answer["open_s"])
 
     def build(self, system: str) -> Built:
-        """Its index, and its memory in a process that only opens it and searches with as many queries in flight."""
+        """Its index, and its memory in a process that only opens it and searches with as many
+        queries in flight."""
         built = Built(system, str(self.folder / system))
         if system == PEER and self.plan.peer is None:
             built.why = "no --diskann-python"
@@ -98,9 +109,13 @@ class Bench:
         try:
             with self._process(system) as worker:
                 answer = worker.ask(
-                    "build", system=system, base=str(self.folder / "base.npy"), folder=built.folder, pq_bytes=self.plan.pq_bytes,
+                    "build",
+                    system=system,
+                    base=str(self.folder / "base.npy"),
+                    folder=built.folder,
+                    pq_bytes=self.plan.pq_bytes,
                     threads=self.plan.threads,
-                )  # fmt: skip
+                )
         except FileNotFoundError as error:
             answer = {"missing": str(error)}
         if "missing" in answer:
@@ -111,20 +126,33 @@ class Bench:
         middle = self.plan.list_sizes[len(self.plan.list_sizes) // 2]
         with self._process(system) as worker:
             built.said["open_s"] = self._open(worker, built)
-            built.said["more_bytes"] = worker.ask("peak", setting=(middle, threads, 1))["more_bytes"]
-        self.say(f"    {system}: {answer['build_s']:.1f} s, {built.said['more_bytes'] / 2**20:.1f} MiB above an empty process")
+            built.said["more_bytes"] = worker.ask("peak", setting=(middle, threads, 1))[
+                "more_bytes"
+            ]
+        self.say(
+            f"    {system}: {answer['build_s']:.1f} s, {built.said['more_bytes'] / 2**20:.1f} MiB "
+            "above an empty process"
+        )
         return built
 
     def sweep(self, all_built: Sequence[Built]) -> None:
-        """Verifies every way to search and fills `Built.points`: a pass goes over all of them in shuffled order, `Plan.pairs` times."""
+        """Verifies every way to search and fills `Built.points`: a pass goes over all of them in
+        shuffled order, `Plan.pairs` times."""
         there = [built for built in all_built if not built.why]
         order = random.Random(self.plan.seed)
         with ExitStack() as stack:
-            workers = {built.system: stack.enter_context(self._process(built.system)) for built in there}
+            workers = {
+                built.system: stack.enter_context(self._process(built.system)) for built in there
+            }
             for built in there:
                 self._open(workers[built.system], built)
                 self._verify(workers[built.system], built)
-            tried = [(built, way) for built in there if built.problem is None for way in self._quickest(workers[built.system], built)]
+            tried = [
+                (built, way)
+                for built in there
+                if built.problem is None
+                for way in self._quickest(workers[built.system], built)
+            ]
             for turn in range(self.plan.pairs):
                 ways = list(tried)
                 order.shuffle(ways)
@@ -132,18 +160,28 @@ class Bench:
                     if self.plan.pass_s:
                         built.disk_rates.append(random_reads_per_s(Path(built.folder)))
                     for list_size in self.plan.lists(built.system):
-                        point = self._point(workers[built.system], built, Setting(list_size, *way), turn)
+                        point = self._point(
+                            workers[built.system], built, Setting(list_size, *way), turn
+                        )
                         built.curves.setdefault(way, {}).setdefault(list_size, []).append(point)
                 self.say(f"pass {turn + 1} of {self.plan.pairs}")
 
     def _quickest(self, worker: Worker, built: Built) -> list[Way]:
-        """The few that are worth whole passes, by one search with the list of the middle size each; and one with one page of a query under
-        way at a time, whose reads count."""
+        """The few that are worth whole passes, by one search with the list of the middle size each;
+        and one with one page of a query under way at a time, whose reads count."""
         ways, lists = self.plan.ways(built.system), self.plan.lists(built.system)
         if len(ways) <= WAYS_MEASURED:
             return ways
-        seconds = {way: self._searched(worker, built, Setting(lists[len(lists) // 2], *way))["seconds"] for way in ways}
-        self.say(f"    {built.system}: " + ", ".join(f"{len(self.data.queries) / seconds[way]:.0f} queries/s with {way}" for way in ways))
+        seconds = {
+            way: self._searched(worker, built, Setting(lists[len(lists) // 2], *way))["seconds"]
+            for way in ways
+        }
+        self.say(
+            f"    {built.system}: "
+            + ", ".join(
+                f"{len(self.data.queries) / seconds[way]:.0f} queries/s with {way}" for way in ways
+            )
+        )
         quick = sorted(ways, key=lambda way: seconds[way])
         chosen, narrow = quick[:WAYS_MEASURED], next(way for way in quick if (way[1] or 1) == 1)
         return chosen if narrow in chosen else [*chosen, narrow]
@@ -154,7 +192,10 @@ class Bench:
 
     def _verify(self, worker: Worker, built: Built) -> None:
         for way in self.plan.ways(built.system):
-            answer = worker.ask("search", setting=dataclasses.astuple(Setting(max(self.plan.lists(built.system)), *way)))
+            answer = worker.ask(
+                "search",
+                setting=dataclasses.astuple(Setting(max(self.plan.lists(built.system)), *way)),
+            )
             ids = np.array(answer["ids"])
             built.problem = self.data.problem(ids, np.array(answer["distances"]))
             if built.problem is None and (recall := self.data.recall(ids)) < RECALL_MIN:
@@ -168,20 +209,33 @@ class Bench:
         asked = dataclasses.astuple(setting)
         found = self._searched(worker, built, setting)
         is_first = built.system != PEER or setting.threads == self.plan.peer_threads[0]
-        which = [(turn * ALONE + i) % len(self.data.queries) for i in range(ALONE)] if is_first else []
+        which = (
+            [(turn * ALONE + i) % len(self.data.queries) for i in range(ALONE)] if is_first else []
+        )
         # A beamwidth of its own is another one for a query that is alone.
         alone = worker.ask("alone", setting=asked, which=which)["seconds"]
         n = len(self.data.queries)
-        per_query = {name: found[name] / n for name in ("reads", "bytes_read", "moved_bytes", "cpu_s") if found[name] is not None}
-        return Point(found["seconds"], self.data.recall(np.array(found["ids"])), per_query, alone, cache)
+        per_query = {
+            name: found[name] / n
+            for name in ("reads", "bytes_read", "moved_bytes", "cpu_s")
+            if found[name] is not None
+        }
+        return Point(
+            found["seconds"], self.data.recall(np.array(found["ids"])), per_query, alone, cache
+        )
 
     def _cache(self, worker: Worker, built: Built) -> str:
-        """State of the page cache as the search begins, emptied before it; a mapped file's only leaves it while nobody has it open."""
+        """State of the page cache as the search begins, emptied before it; a mapped file's only
+        leaves it while nobody has it open."""
         if built.system == IN_RAM:
             return "warm"
         if built.system == MAPPED:
             worker.ask("close")
-        states = {page_cache.prepare(path, "cold") for path in Path(built.folder).rglob("*") if path.is_file() and path.stat().st_size}
+        states = {
+            page_cache.prepare(path, "cold")
+            for path in Path(built.folder).rglob("*")
+            if path.is_file() and path.stat().st_size
+        }
         if built.system == MAPPED:
             self._open(worker, built)
         return "cold" if states == {"cold"} else "warm"
@@ -196,9 +250,13 @@ def measure(sets: Iterator[Data], plan: Plan, show: str, say: Say) -> list[Row]:
             bench = Bench(data, plan, Path(folder), say)
             built = [bench.build(system) for system in plan.systems]
             params: dict[str, Any] = {
-                "data": data.name, "n": len(data.base), "dim": data.base.shape[1], "queries": len(data.queries), "k": data.k,
+                "data": data.name,
+                "n": len(data.base),
+                "dim": data.base.shape[1],
+                "queries": len(data.queries),
+                "k": data.k,
                 "pq_bytes": plan.pq_bytes,
-            }  # fmt: skip
+            }
             if show == "memory":
                 others += [rows.memory(params, each, in_flight=IN_FLIGHT) for each in built]
                 continue

@@ -1,8 +1,10 @@
-"""The process of DiskANN: diskannpy (0.7, or diskannpy-rust) in an environment of its own, whose NumPy need not be ours.
+"""The process of DiskANN: diskannpy (0.7, or diskannpy-rust) in an environment of its own, whose
+NumPy need not be ours.
 
     PYTHON -m benchmarks.graph.peer
 
-Commands and answers are lines of JSON, as of harness/worker.py, which cannot be imported where espnx is not.
+Commands and answers are lines of JSON, as of harness/worker.py, which cannot be imported where
+espnx is not.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ _MEMORY_GB = 8.0
 
 
 class DiskAnn(Opened):
-    """The static disk index; threads and W belong to an index that is open, so there is one for each pair that is asked for."""
+    """The static disk index; threads and W belong to an index that is open, so there is one for
+    each pair that is asked for."""
 
     def __init__(self, folder: str):
         self._library, self._folder = importlib.import_module("diskannpy"), folder
@@ -34,19 +37,31 @@ class DiskAnn(Opened):
         if len(queries) == 1:
             one = index.search(queries[0], k_neighbors=k, complexity=setting.list_size)
             return Found(one.identifiers[None], one.distances[None])
-        found = index.batch_search(queries, k_neighbors=k, complexity=setting.list_size, num_threads=setting.threads)
-        reads = found.search_stats["mean_ios"] * len(queries) if hasattr(found, "search_stats") else None
+        found = index.batch_search(
+            queries, k_neighbors=k, complexity=setting.list_size, num_threads=setting.threads
+        )
+        reads = (
+            found.search_stats["mean_ios"] * len(queries)
+            if hasattr(found, "search_stats")
+            else None
+        )
         nodes = found.identifiers.astype(np.int64)
-        return Found(nodes, found.distances, reads, None if reads is None else reads * PEER_PAGE_BYTES)
+        return Found(
+            nodes, found.distances, reads, None if reads is None else reads * PEER_PAGE_BYTES
+        )
 
     def index(self, threads: int, beamwidth: int, queries: np.ndarray) -> Any:
         """For queries of that kind, opened the first time."""
         key = threads, beamwidth
         if key not in self._indexes:
             self._indexes[key] = self._library.StaticDiskIndex(
-                index_directory=self._folder, num_threads=threads, beam_width=beamwidth, distance_metric="l2",
-                vector_dtype=queries.dtype.type, dimensions=queries.shape[1],
-            )  # fmt: skip
+                index_directory=self._folder,
+                num_threads=threads,
+                beam_width=beamwidth,
+                distance_metric="l2",
+                vector_dtype=queries.dtype.type,
+                dimensions=queries.shape[1],
+            )
         return self._indexes[key]
 
     def close(self) -> None:
@@ -56,13 +71,22 @@ class DiskAnn(Opened):
 class Session(Service):
     """Of DiskANN."""
 
-    def build(self, system: str, base: str, folder: str, pq_bytes: int, threads: int) -> dict[str, Any]:
+    def build(
+        self, system: str, base: str, folder: str, pq_bytes: int, threads: int
+    ) -> dict[str, Any]:
         library = importlib.import_module("diskannpy")
         vectors = np.load(base)
         library.build_disk_index(
-            data=vectors, distance_metric="l2", index_directory=folder, complexity=L, graph_degree=R, build_memory_maximum=_MEMORY_GB,
-            num_threads=threads, num_of_pq_chunks=pq_bytes, vector_dtype=vectors.dtype.type,
-        )  # fmt: skip
+            data=vectors,
+            distance_metric="l2",
+            index_directory=folder,
+            complexity=L,
+            graph_degree=R,
+            build_memory_maximum=_MEMORY_GB,
+            num_threads=threads,
+            num_of_pq_chunks=pq_bytes,
+            vector_dtype=vectors.dtype.type,
+        )
         return {"pq_bytes": pq_bytes}
 
     def load(self, system: str, threads: int) -> None:

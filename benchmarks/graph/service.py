@@ -1,5 +1,6 @@
-"""What a process with one index in it answers: time, work and memory of its searches. DiskANN's runs it in an environment of its own, which
-has neither espnx nor torch, so nothing but the standard library and NumPy is imported here."""
+"""What a process with one index in it answers: time, work and memory of its searches. DiskANN's
+runs it in an environment of its own, which has neither espnx nor torch, so nothing but the standard
+library and NumPy is imported here."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _SAMPLE_S = 0.001
 
 @dataclass(frozen=True)
 class Found:
-    """Attributes: ids, distances: [q, k], the nearest first. reads, bytes_read: of all queries; None where nobody counts."""
+    """Attributes: ids, distances: [q, k], the nearest first. reads, bytes_read: of all queries;
+    None where nobody counts."""
 
     ids: np.ndarray
     distances: np.ndarray
@@ -31,7 +33,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a search goes. Attributes: list_size: candidates (L; efSearch of HNSW, nprobe of lists). beamwidth: None: the system's own."""
+    """How a search goes. Attributes: list_size: candidates (L; efSearch of HNSW, nprobe of lists).
+    beamwidth: None: the system's own."""
 
     list_size: int
     threads: int
@@ -57,8 +60,11 @@ class Service(ABC):
         self._k = self._empty_bytes = 0
 
     @abstractmethod
-    def build(self, system: str, base: str, folder: str, pq_bytes: int, threads: int) -> dict[str, Any]:
-        """Builds the index of the vectors in a file. Returns what there is to say of it. ImportError: what it needs is not installed."""
+    def build(
+        self, system: str, base: str, folder: str, pq_bytes: int, threads: int
+    ) -> dict[str, Any]:
+        """Builds the index of the vectors in a file. Returns what there is to say of it.
+        ImportError: what it needs is not installed."""
 
     @abstractmethod
     def load(self, system: str, threads: int) -> None:
@@ -81,8 +87,17 @@ class Service(ABC):
             return {}
         setting = Setting(*rest.pop("setting"))
         if do == "alone":
-            return {"seconds": [self._timed(self._opened, self._queries[i : i + 1], setting)[0] for i in rest["which"]]}
-        return self._search(self._opened, setting, **rest) if do == "search" else self._peak(self._opened, setting)
+            return {
+                "seconds": [
+                    self._timed(self._opened, self._queries[i : i + 1], setting)[0]
+                    for i in rest["which"]
+                ]
+            }
+        return (
+            self._search(self._opened, setting, **rest)
+            if do == "search"
+            else self._peak(self._opened, setting)
+        )
 
     def _build(self, **options: Any) -> dict[str, Any]:
         begun = time.perf_counter()
@@ -92,7 +107,9 @@ class Service(ABC):
             return {"missing": str(error)}
         return {**said, "build_s": time.perf_counter() - begun}
 
-    def _open(self, system: str, folder: str, queries: str, k: int, threads: int, in_flight: int) -> dict[str, Any]:
+    def _open(
+        self, system: str, folder: str, queries: str, k: int, threads: int, in_flight: int
+    ) -> dict[str, Any]:
         self._queries, self._k = np.load(queries), k
         self.load(system, threads)
         self._empty_bytes, begun = rss_bytes(), time.perf_counter()
@@ -105,7 +122,8 @@ class Service(ABC):
         return time.perf_counter() - begun, found
 
     def _search(self, opened: Opened, setting: Setting, least_s: float = 0.0) -> dict[str, Any]:
-        """Of all queries; again of as many copies of them in one batch as take `least_s`, where once is over sooner."""
+        """Of all queries; again of as many copies of them in one batch as take `least_s`, where
+        once is over sooner."""
         before, cpu_s, times = read_counters(), time.process_time(), 1
         seconds, found = self._timed(opened, self._queries, setting)
         moved_bytes = (read_counters() - before).device_read_bytes
@@ -114,12 +132,18 @@ class Service(ABC):
             queries, cpu_s = np.tile(self._queries, (times, 1)), time.process_time()
             seconds, _ = self._timed(opened, queries, setting)
         return {
-            "seconds": seconds / times, "ids": found.ids.tolist(), "distances": found.distances.tolist(), "reads": found.reads,
-            "bytes_read": found.bytes_read, "moved_bytes": moved_bytes, "cpu_s": (time.process_time() - cpu_s) / times,
-        }  # fmt: skip
+            "seconds": seconds / times,
+            "ids": found.ids.tolist(),
+            "distances": found.distances.tolist(),
+            "reads": found.reads,
+            "bytes_read": found.bytes_read,
+            "moved_bytes": moved_bytes,
+            "cpu_s": (time.process_time() - cpu_s) / times,
+        }
 
     def _peak(self, opened: Opened, setting: Setting) -> dict[str, Any]:
-        """Memory above that before it was opened, at most while all queries are searched for, and before that."""
+        """Memory above that before it was opened, at most while all queries are searched for, and
+        before that."""
         most, ended = rss_bytes(), threading.Event()
 
         def sample() -> None:

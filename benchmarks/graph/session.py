@@ -30,12 +30,16 @@ class EspnxGraph(Opened):
 
     def _open(self, threads: int) -> espnx.graph.GraphIndex:
         walks = max(1, self._in_flight // threads)
-        return espnx.graph.open(self._folder, threads=threads, walks=walks, code_cache_bytes=CODE_CACHE_BYTES // threads)
+        return espnx.graph.open(
+            self._folder, threads=threads, walks=walks, code_cache_bytes=CODE_CACHE_BYTES // threads
+        )
 
     def search(self, queries: np.ndarray, k: int, setting: Setting) -> Found:
         if setting.threads not in self._graphs:
             self._graphs[setting.threads] = self._open(setting.threads)
-        found = self._graphs[setting.threads].search(queries, k, list_size=setting.list_size, beamwidth=setting.beamwidth)
+        found = self._graphs[setting.threads].search(
+            queries, k, list_size=setting.list_size, beamwidth=setting.beamwidth
+        )
         reads = found.pages.sum() + found.code_pages.sum()
         return Found(found.ids, found.distances, float(reads), float(found.bytes_read.sum()))
 
@@ -62,8 +66,11 @@ class FaissIndex(Opened):
         self._index.nprobe = setting.list_size
         faiss.cvar.indexIVF_stats.reset()
         far, ids = self._index.search(wide, k)
-        # A list is scanned whole: vectors and ids, 8 bytes each. How many pages that is decides the kernel.
-        return Found(ids, far, None, float(faiss.cvar.indexIVF_stats.ndis * (self._index.code_size + 8)))
+        # A list is scanned whole: vectors and ids, 8 bytes each. How many pages that is decides the
+        # kernel.
+        return Found(
+            ids, far, None, float(faiss.cvar.indexIVF_stats.ndis * (self._index.code_size + 8))
+        )
 
     def close(self) -> None:
         self._index = None
@@ -72,13 +79,20 @@ class FaissIndex(Opened):
 class Session(Service):
     """Of one system."""
 
-    def build(self, system: str, base: str, folder: str, pq_bytes: int, threads: int) -> dict[str, Any]:
+    def build(
+        self, system: str, base: str, folder: str, pq_bytes: int, threads: int
+    ) -> dict[str, Any]:
         if system.startswith("espnx"):
             wanted = None if system in LONG_CODES else pq_bytes
             report = espnx.graph.build(
-                base, folder, codes=_CODES.get(system, "inline"), pq_bytes=wanted, threads=threads,
-                search_list_size=LIST_SIZES.get(system, 100), use_opq=system not in UNROTATED,
-            )  # fmt: skip
+                base,
+                folder,
+                codes=_CODES.get(system, "inline"),
+                pq_bytes=wanted,
+                threads=threads,
+                search_list_size=LIST_SIZES.get(system, 100),
+                use_opq=system not in UNROTATED,
+            )
             return {"pq_bytes": report.pq_bytes}
         if system == LANCE:
             build_lance(base, folder, pq_bytes, threads)
@@ -93,10 +107,14 @@ class Session(Service):
             index.add(vectors)
         else:
             n_lists = max(1, int(len(vectors) ** 0.5))
-            index = faiss.IndexIVFFlat(faiss.IndexFlatL2(vectors.shape[1]), vectors.shape[1], n_lists)
+            index = faiss.IndexIVFFlat(
+                faiss.IndexFlatL2(vectors.shape[1]), vectors.shape[1], n_lists
+            )
             index.train(vectors)
             index.add(vectors)
-            lists = faiss.OnDiskInvertedLists(n_lists, index.code_size, os.path.join(folder, _LISTS))
+            lists = faiss.OnDiskInvertedLists(
+                n_lists, index.code_size, os.path.join(folder, _LISTS)
+            )
             lists.merge_from_1(index.invlists)
             index.replace_invlists(lists, False)
         faiss.write_index(index, os.path.join(folder, _INDEX))
@@ -111,4 +129,8 @@ class Session(Service):
     def open(self, system: str, folder: str, threads: int, in_flight: int) -> Opened:
         if system == LANCE:
             return LanceTable(folder, threads)
-        return EspnxGraph(folder, threads, in_flight) if system.startswith("espnx") else FaissIndex(folder)
+        return (
+            EspnxGraph(folder, threads, in_flight)
+            if system.startswith("espnx")
+            else FaissIndex(folder)
+        )

@@ -18,7 +18,9 @@ def choices(text: str, known: Sequence[str], what: str) -> list[str]:
     """Words that are all known. Raises InvalidInputError."""
     found = words(text)
     if unknown := [word for word in found if word not in known]:
-        raise InvalidInputError(f"unknown {what}", got=", ".join(unknown), expected=", ".join(known))
+        raise InvalidInputError(
+            f"unknown {what}", got=", ".join(unknown), expected=", ".join(known)
+        )
     return found
 
 

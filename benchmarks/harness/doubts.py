@@ -1,7 +1,8 @@
-"""Ratios that say more about the machine than about the systems: withheld, with the reason among the metrics.
+"""Ratios that say more about the machine than about the systems: withheld, with the reason among
+the metrics.
 
-A baseline that more threads make slower was kept off the cores by something else. A spread of the paired ratios above half of their median
-means that the next run may as well say the opposite.
+A baseline that more threads make slower was kept off the cores by something else. A spread of the
+paired ratios above half of their median means that the next run may as well say the opposite.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from .result import Row
 WIDE_SHARE = 0.5
 #: How many times as long a baseline may take with more threads than with fewer.
 SLOWER = 1.1
-#: Names of metrics that say why a ratio is missing: ``unsteady_BASELINE`` (the ratio), ``slower_with_threads_BASELINE`` (the factor).
+#: Names of metrics that say why a ratio is missing: ``unsteady_BASELINE`` (the ratio),
+#: ``slower_with_threads_BASELINE`` (the factor).
 UNSTEADY, SLOWER_WITH_THREADS = "unsteady_", "slower_with_threads_"
 
 
@@ -42,8 +44,13 @@ def without_doubtful(rows: Sequence[Row]) -> list[Row]:
 
 
 def is_unsteady(row: Row) -> bool:
-    """Whether the times of a row's own runs spread by more than half of their median: the next run may as well take twice as long."""
-    return bool(row.median_s) and row.iqr_s is not None and row.iqr_s > WIDE_SHARE * float(row.median_s or 0.0)
+    """Whether the times of a row's own runs spread by more than half of their median: the next run
+    may as well take twice as long."""
+    return (
+        bool(row.median_s)
+        and row.iqr_s is not None
+        and row.iqr_s > WIDE_SHARE * float(row.median_s or 0.0)
+    )
 
 
 def _point(row: Row, *, but: Sequence[str] = ()) -> str:
@@ -56,15 +63,23 @@ def _slower_baselines(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
     """(point, baseline) -> its time over that with fewer threads, where it is longer."""
     found = {}
     for row in rows:
-        if row.ratio or not row.median_s or not row.bytes_asked or not isinstance(row.params.get("threads"), int):
+        if (
+            row.ratio
+            or not row.median_s
+            or not row.bytes_asked
+            or not isinstance(row.params.get("threads"), int)
+        ):
             continue
         others = [
             other.median_s / other.bytes_asked
             for other in rows
-            if other.system == row.system and other.median_s and other.bytes_asked
-            and isinstance(other.params.get("threads"), int) and other.params["threads"] < row.params["threads"]
+            if other.system == row.system
+            and other.median_s
+            and other.bytes_asked
+            and isinstance(other.params.get("threads"), int)
+            and other.params["threads"] < row.params["threads"]
             and _point(other, but=["threads"]) == _point(row, but=["threads"])
-        ]  # fmt: skip
+        ]
         factor = row.median_s / row.bytes_asked / min(others) if others else 0.0
         if factor > SLOWER:
             found[_point(row), row.system] = factor
@@ -73,7 +88,14 @@ def _slower_baselines(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
 
 def doubtful(row: Row) -> list[str]:
     """Baselines of a row whose ratios were withheld."""
-    return sorted({name.removeprefix(mark) for mark in (UNSTEADY, SLOWER_WITH_THREADS) for name in row.metrics if name.startswith(mark)})
+    return sorted(
+        {
+            name.removeprefix(mark)
+            for mark in (UNSTEADY, SLOWER_WITH_THREADS)
+            for name in row.metrics
+            if name.startswith(mark)
+        }
+    )
 
 
 def said(row: Row, baseline: str) -> str | None:

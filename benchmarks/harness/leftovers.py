@@ -1,4 +1,5 @@
-"""What benchmarks leave in a directory to be used again: how large it is, and how it goes away. A file of its own: it alone removes."""
+"""What benchmarks leave in a directory to be used again: how large it is, and how it goes away. A
+file of its own: it alone removes."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> bool:
-    """Removes what a case has named; somebody's own files that lie in it stay, and it with them. Returns whether it is gone."""
+    """Removes what a case has named; somebody's own files that lie in it stay, and it with them.
+    Returns whether it is gone."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return True
@@ -49,7 +51,8 @@ def remove(path: Path) -> bool:
 
 
 def _remove_store(path: Path) -> None:
-    (path / MANIFEST_NAME).unlink(missing_ok=True)  # first: what a crash leaves is no store any more
+    # first: what a crash leaves is no store any more
+    (path / MANIFEST_NAME).unlink(missing_ok=True)
     for name in names_in(str(path)):
         remove_generation(str(path / name))
     remove_building(str(path))

@@ -34,7 +34,12 @@ class Closing(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -54,7 +59,14 @@ class Process:
     """A process that answers on its standard output."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=_ROOT)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=_ROOT,
+        )
 
     def ask(self, line: str) -> str:
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -86,7 +98,8 @@ class Worker(Closing):
     Args:
         session: one of `worker.SESSIONS`.
         group: to put it into.
-        program: that answers as `worker` does, in an environment of its own, instead of `worker` in ours. OSError: there is no such file.
+        program: that answers as `worker` does, in an environment of its own, instead of `worker` in
+            ours. OSError: there is no such file.
 
     Attributes:
         instead: what answers for a session where no program is named, instead of a process.
@@ -94,7 +107,14 @@ class Worker(Closing):
 
     instead: ClassVar[Callable[[str], Answering] | None] = None
 
-    def __init__(self, session: str, name: str, group: MemoryGroup | None = None, *, program: Sequence[str] = ()):
+    def __init__(
+        self,
+        session: str,
+        name: str,
+        group: MemoryGroup | None = None,
+        *,
+        program: Sequence[str] = (),
+    ):
         self.name, self.group = name, group
         command = [*program] or [sys.executable, "-m", "espnx.benchmarks.harness.worker", session]
         if group is not None:
@@ -102,16 +122,25 @@ class Worker(Closing):
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
         if program:
             environment.pop("PYTHONPATH", None)
-        self._answering = Process(command, environment) if program or Worker.instead is None else Worker.instead(session)
+        self._answering = (
+            Process(command, environment)
+            if program or Worker.instead is None
+            else Worker.instead(session)
+        )
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Raises WorkerError."""
         try:
             line = self._answering.ask(json.dumps({"do": do, **arguments}))
         except BrokenPipeError:
-            raise WorkerError(f"{self.name}: the process has ended", got=self._answering.ending()) from None
+            raise WorkerError(
+                f"{self.name}: the process has ended", got=self._answering.ending()
+            ) from None
         if not line:
-            raise WorkerError(f"{self.name}: the process ended while it was asked to {do}", got=self._answering.ending())
+            raise WorkerError(
+                f"{self.name}: the process ended while it was asked to {do}",
+                got=self._answering.ending(),
+            )
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise WorkerError(f"{self.name}: {do} failed", got=answer["error"])

@@ -1,4 +1,5 @@
-"""The cases that ``espnx bench`` knows: ``CASE`` of every room's ``case.py``. A new case is a new room, nothing else."""
+"""The cases that ``espnx bench`` knows: ``CASE`` of every room's ``case.py``. A new case is a new
+room, nothing else."""
 
 from __future__ import annotations
 
@@ -15,17 +16,23 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Case:
-    """One benchmark. Importing its module, and `configure`, must stay light: they run for ``--help``.
+    """One benchmark. Importing its module, and `configure`, must stay light: they run for
+    ``--help``.
 
     Attributes:
         name: on the command line, and in the rows.
         summary: one line.
-        configure: adds the case's own options (``--json``, ``--pairs``, ``--seed``, ``--quick`` and ``--render`` are there already).
-        run: measures; gets the options and a function for progress. Verifies results first and gives wrong ones no ratio.
-        table: headers and cells of a table of rows of this case, for the terminal and for documents.
+        configure: adds the case's own options (``--json``, ``--pairs``, ``--seed``, ``--quick`` and
+            ``--render`` are there already).
+        run: measures; gets the options and a function for progress. Verifies results first and
+            gives wrong ones no ratio.
+        table: headers and cells of a table of rows of this case, for the terminal and for
+            documents.
         views: further tables by name, for documents: a block names one as ``bench:CASE:VIEW``.
-        standalone: what to do instead of measuring, or None: returns the text to print (the options decide, as with ``--tune``).
-        leaves: what its runs have left in a directory to be used again, and `espnx bench clean` removes: files, or folders of stores.
+        standalone: what to do instead of measuring, or None: returns the text to print (the options
+            decide, as with ``--tune``).
+        leaves: what its runs have left in a directory to be used again, and `espnx bench clean`
+            removes: files, or folders of stores.
     """
 
     name: str
@@ -34,7 +41,9 @@ class Case:
     run: Callable[[Namespace, Say], list[Row]]
     table: Callable[[Sequence[Row]], tuple[list[str], list[list[str]]]]
     standalone: Callable[[Namespace, Say], str | None] = lambda args, say: None
-    views: Mapping[str, Callable[[Sequence[Row]], tuple[list[str], list[list[str]]]]] = field(default_factory=dict)
+    views: Mapping[str, Callable[[Sequence[Row]], tuple[list[str], list[list[str]]]]] = field(
+        default_factory=dict
+    )
     leaves: Callable[[Path], Sequence[Path]] = lambda directory: ()
 
 

@@ -1,4 +1,5 @@
-"""Rows and result files: schema version 1. Other programs read these keys, so a file that strays from them is refused here."""
+"""Rows and result files: schema version 1. Other programs read these keys, so a file that strays
+from them is refused here."""
 
 from __future__ import annotations
 
@@ -32,10 +33,13 @@ class Row:
         n: runs.
         median_s, p99_s, iqr_s: of the time of a run; None where there was none.
         bytes_asked: of one run.
-        bytes_moved: what the device really moved in one run, by the kernel's count (median); the engine's own where the kernel has none.
-        correct: whether the results were verified and right. A wrong system has no runs and no ratio.
+        bytes_moved: what the device really moved in one run, by the kernel's count (median); the
+            engine's own where the kernel has none.
+        correct: whether the results were verified and right. A wrong system has no runs and no
+            ratio.
         metrics: name -> number, median of the runs.
-        ratio: baseline -> the baseline's time per byte over ours, median of the paired runs (above 1: ours is faster).
+        ratio: baseline -> the baseline's time per byte over ours, median of the paired runs (above
+            1: ours is faster).
     """
 
     case: str
@@ -57,7 +61,13 @@ class Row:
 
 
 def make_document(
-    command: str, commit: str | None, dirty: bool | None, machine: Mapping[str, Any], rows: Sequence[Row], *, note: str | None = None
+    command: str,
+    commit: str | None,
+    dirty: bool | None,
+    machine: Mapping[str, Any],
+    rows: Sequence[Row],
+    *,
+    note: str | None = None,
 ) -> dict[str, Any]:
     """A result file's content, validated. `note`: what somebody had to say about the run."""
     document = {
@@ -78,7 +88,12 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise FormatError("cannot read a result file", path=path, got=str(error), expected="JSON of `espnx bench --json`") from error
+        raise FormatError(
+            "cannot read a result file",
+            path=path,
+            got=str(error),
+            expected="JSON of `espnx bench --json`",
+        ) from error
     validate(document, path)
     return dict(document)
 
@@ -88,10 +103,16 @@ def rows_of(document: Mapping[str, Any]) -> list[Row]:
 
 
 def validate(document: Any, path: str | os.PathLike[str] | None = None) -> None:
-    """Raises FormatError unless `document` has exactly the keys of schema version 1, of the right types."""
+    """Raises FormatError unless `document` has exactly the keys of schema version 1, of the right
+    types."""
     problem = _document_problem(document)
     if problem:
-        raise FormatError("result file does not fit its schema", path=path, got=problem, expected=f"schema version {SCHEMA_VERSION}")
+        raise FormatError(
+            "result file does not fit its schema",
+            path=path,
+            got=problem,
+            expected=f"schema version {SCHEMA_VERSION}",
+        )
 
 
 def _document_problem(document: Any) -> str | None:
@@ -99,13 +120,17 @@ def _document_problem(document: Any) -> str | None:
         return f"a {type(document).__name__} instead of an object"
     if document.get("schema_version") != SCHEMA_VERSION:
         return f"schema_version {document.get('schema_version')!r}"
-    if problem := _keys_problem(document, [*TOP_LEVEL, "note"] if "note" in document else TOP_LEVEL):
+    if problem := _keys_problem(
+        document, [*TOP_LEVEL, "note"] if "note" in document else TOP_LEVEL
+    ):
         return problem
     if not isinstance(document.get("note", ""), str):
         return "note must be a string"
     if not isinstance(document["command"], str) or not isinstance(document["rows"], list):
         return "command must be a string and rows a list"
-    if not isinstance(document["commit"], str | None) or not isinstance(document["dirty"], bool | None):
+    if not isinstance(document["commit"], str | None) or not isinstance(
+        document["dirty"], bool | None
+    ):
         return "commit must be a string or null, dirty true, false or null"
     if not isinstance(document["machine"], dict):
         return "machine must be an object"
@@ -136,7 +161,9 @@ def _row_problem(row: Any) -> str | None:
         if not _is_number(row[name]) and not (row[name] is None and row["n"] == 0):
             return f"{name} must be a number (null only where n is 0)"
     for name in ("metrics", "ratio"):
-        if not isinstance(row[name], dict) or not all(_is_number(value) for value in row[name].values()):
+        if not isinstance(row[name], dict) or not all(
+            _is_number(value) for value in row[name].values()
+        ):
             return f"{name} must map names to numbers"
     if row["ratio"] and not row["correct"]:
         return "a ratio on wrong results"
@@ -149,4 +176,9 @@ def _keys_problem(found: Mapping[str, Any], expected: Sequence[str]) -> str | No
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value and abs(value) != float("inf")
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and value == value
+        and abs(value) != float("inf")
+    )

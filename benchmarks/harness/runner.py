@@ -1,7 +1,8 @@
-"""Runs systems side by side: results verified first, then alternating in shuffled order, compared by the median of paired ratios.
+"""Runs systems side by side: results verified first, then alternating in shuffled order, compared
+by the median of paired ratios.
 
-Disks and shared machines drift by a factor of two within minutes. Whatever is compared therefore runs in the same pair, seconds apart, and
-only ratios within a pair are compared.
+Disks and shared machines drift by a factor of two within minutes. Whatever is compared therefore
+runs in the same pair, seconds apart, and only ratios within a pair are compared.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class System(Protocol):
 
     Attributes:
         name: in the rows.
-        group: variants of one baseline share it; the variant with the least median time stands for the group.
+        group: variants of one baseline share it; the variant with the least median time stands for
+            the group.
         requested_path, effective_path: of the bytes.
     """
 
@@ -52,10 +54,12 @@ class System(Protocol):
     effective_path: str
 
     def verify(self) -> str | None:
-        """Does a piece of the work, compares the result with what is known, and says what is wrong; None when all is right."""
+        """Does a piece of the work, compares the result with what is known, and says what is wrong;
+        None when all is right."""
 
     def prepare(self, turn: int) -> str:
-        """Gets ready for the run of that number, outside the measured time; returns the state of the page cache, ``cold`` or ``warm``."""
+        """Gets ready for the run of that number, outside the measured time; returns the state of
+        the page cache, ``cold`` or ``warm``."""
 
     def run(self) -> Sample: ...
 
@@ -73,7 +77,8 @@ class Record:
 
 
 def paired_ratios(baseline: Sequence[Sample], ours: Sequence[Sample]) -> list[float]:
-    """Per pair, the baseline's time per byte over ours: above 1, ours is faster. A baseline may move fewer bytes in a run."""
+    """Per pair, the baseline's time per byte over ours: above 1, ours is faster. A baseline may
+    move fewer bytes in a run."""
     return [b.seconds_per_byte / o.seconds_per_byte for b, o in zip(baseline, ours, strict=True)]
 
 
@@ -97,7 +102,8 @@ def compare(
 
     Args:
         ours: each is compared with every baseline.
-        baselines: of their groups (`System.group`), the fastest member by median stands for the group in the ratios.
+        baselines: of their groups (`System.group`), the fastest member by median stands for the
+            group in the ratios.
         pairs: how often each system runs.
         seed: of the order within the pairs.
         settle_s: idle time before each run.
@@ -127,27 +133,43 @@ def _run_once(record: Record, turn: int, settle_s: float, say: Say) -> None:
         record.samples.append(record.system.run())
     except ChecksumError as error:
         record.problem = str(error)
-        say(f"WRONG RESULT of {record.system.name} in run {turn + 1}: {error}. Its times are dropped.")
+        say(
+            f"WRONG RESULT of {record.system.name} in run {turn + 1}: {error}. Its times are "
+            "dropped."
+        )
 
 
 def _name_groups(baselines: Sequence[Record]) -> dict[str, Record]:
-    """Baselines by the name they get in the rows: the best variant of a group has the group's name, the others their own."""
+    """Baselines by the name they get in the rows: the best variant of a group has the group's name,
+    the others their own."""
     best: dict[str, Record] = {}
     for record in baselines:
         rival = best.get(record.system.group)
         if rival is None or _speed_key(record) < _speed_key(rival):
             best[record.system.group] = record
-    return {record.system.group if best[record.system.group] is record else record.system.name: record for record in baselines}
+    return {
+        record.system.group if best[record.system.group] is record else record.system.name: record
+        for record in baselines
+    }
 
 
 def _speed_key(record: Record) -> float:
-    return float("inf") if record.problem or not record.samples else statistics.median(sample.seconds_per_byte for sample in record.samples)
+    return (
+        float("inf")
+        if record.problem or not record.samples
+        else statistics.median(sample.seconds_per_byte for sample in record.samples)
+    )
 
 
-def _row(case: str, params: Mapping[str, Any], name: str, record: Record, baselines: Mapping[str, Record]) -> Row:
+def _row(
+    case: str, params: Mapping[str, Any], name: str, record: Record, baselines: Mapping[str, Record]
+) -> Row:
     samples = [] if record.problem else record.samples
     seconds = [sample.seconds for sample in samples]
-    metrics = {key: statistics.median(sample.metrics[key] for sample in samples) for key in (samples[0].metrics if samples else {})}
+    metrics = {
+        key: statistics.median(sample.metrics[key] for sample in samples)
+        for key in (samples[0].metrics if samples else {})
+    }
     ratio = {}
     for baseline, other in baselines.items():
         if samples and other.samples and not other.problem:
@@ -168,7 +190,9 @@ def _row(case: str, params: Mapping[str, Any], name: str, record: Record, baseli
         p99_s=float(np.percentile(seconds, 99)) if samples else None,
         iqr_s=interquartile_range(seconds) if samples else None,
         bytes_asked=samples[0].bytes_asked if samples else 0,
-        bytes_moved=round(statistics.median(sample.bytes_moved for sample in samples)) if samples else 0,
+        bytes_moved=round(statistics.median(sample.bytes_moved for sample in samples))
+        if samples
+        else 0,
         correct=record.problem is None,
         metrics=metrics,
         ratio=ratio,

@@ -1,4 +1,5 @@
-"""Traces of what a benchmark asks its devices (docs/trace-format.md): of one system, in a file of its name."""
+"""Traces of what a benchmark asks its devices (docs/trace-format.md): of one system, in a file of
+its name."""
 
 from __future__ import annotations
 
@@ -18,10 +19,17 @@ SUFFIX = "-recorded"
 def trace_folder(path: str | None) -> Path | None:
     """Where ``--record`` says. Raises InvalidInputError."""
     if path is not None and not Path(path).is_dir():
-        raise InvalidInputError("--record", got=repr(path), expected="an existing directory: traces are files in it, one for each system")
+        raise InvalidInputError(
+            "--record",
+            got=repr(path),
+            expected="an existing directory: traces are files in it, one for each system",
+        )
     return None if path is None else Path(path).resolve()
 
 
-def recording(file: str, program: str, devices: Sequence[NearStorageDevice], until: ExitStack) -> list[NearStorageDevice]:
-    """The same devices, whose commands are written to a file until a block ends. Raises WriteError."""
+def recording(
+    file: str, program: str, devices: Sequence[NearStorageDevice], until: ExitStack
+) -> list[NearStorageDevice]:
+    """The same devices, whose commands are written to a file until a block ends. Raises
+    WriteError."""
     return recorded(devices, until.enter_context(TraceWriter(file, program, devices)))

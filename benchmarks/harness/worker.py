@@ -1,8 +1,10 @@
-"""One system of a benchmark in a process of its own: commands and answers are lines of JSON on stdin and stdout.
+"""One system of a benchmark in a process of its own: commands and answers are lines of JSON on
+stdin and stdout.
 
     python -m espnx.benchmarks.harness.worker retrieval|kv|graph|postings [--procs FILE]
 
-With ``--procs`` the process first puts itself into a control group. Answers have ``error`` where a command failed.
+With ``--procs`` the process first puts itself into a control group. Answers have ``error`` where a
+command failed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from typing import Any, TextIO
 from espnx.errors import EspnxError
 
 _FAILURES = (EspnxError, OSError, MemoryError)
-#: Session -> what is answered as an error; anything else ends the process. A model raises RuntimeError where memory is short.
+#: Session -> what is answered as an error; anything else ends the process. A model raises
+#: RuntimeError where memory is short.
 SESSIONS: Mapping[str, tuple[type[Exception], ...]] = {
     "retrieval": _FAILURES,
     "kv": (*_FAILURES, RuntimeError),
@@ -47,7 +50,8 @@ def main() -> int:
 
 
 def serve(name: str, commands: TextIO, answers: TextIO) -> None:
-    """Answers commands until there are none. `name`: one of `SESSIONS`; nothing that only another needs is imported."""
+    """Answers commands until there are none. `name`: one of `SESSIONS`; nothing that only another
+    needs is imported."""
     opened: Any = importlib.import_module(f"espnx.benchmarks.{name}.session").Session()
     with contextlib.closing(opened) as session:
         for line in commands:

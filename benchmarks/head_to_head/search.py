@@ -34,7 +34,8 @@ class Corpus:
     name: str
     documents: int
     folder: Path
-    qrels: Mapping[int, Mapping[int, int]] = field(default_factory=dict)  # query number -> document number -> relevance
+    # query number -> document number -> relevance
+    qrels: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
 
 
 class Wide(Mixture):
@@ -56,7 +57,9 @@ def measure(args: Namespace, say: Say) -> list[Row]:
 def corpora(args: Namespace, scratch: Path, say: Say) -> Iterator[Corpus]:
     """Their vectors are written when their turn comes."""
     if args.collection is not None:
-        yield labelled(Path(args.collection), scratch / "collection", say, 300 if args.quick else None)
+        yield labelled(
+            Path(args.collection), scratch / "collection", say, 300 if args.quick else None
+        )
     else:
         say("no --collection: random vectors alone, which nobody has judged")
     count, queries = (500, 10) if args.quick else (args.documents, args.queries)
@@ -64,10 +67,13 @@ def corpora(args: Namespace, scratch: Path, say: Say) -> Iterator[Corpus]:
 
 
 def labelled(source: Path, folder: Path, say: Say, limit: int | None = None) -> Corpus:
-    """A collection, encoded by minilm, tokens projected to as many dimensions as ColBERT's. Raises InvalidInputError."""
+    """A collection, encoded by minilm, tokens projected to as many dimensions as ColBERT's. Raises
+    InvalidInputError."""
     say(f"{source.name} is encoded")
     data = load_dataset(source, "minilm", say, limit)
-    documents = [document.vectors.tokens for document in data.documents if document.vectors is not None]
+    documents = [
+        document.vectors.tokens for document in data.documents if document.vectors is not None
+    ]
     queries = [found.tokens for found in data.queries.values()]
     projection = Projection.fit(documents, data.dims[1], DIM)
     folder.mkdir()
@@ -80,17 +86,20 @@ def labelled(source: Path, folder: Path, say: Say, limit: int | None = None) -> 
     qrels = {
         number: {numbers[name]: gain for name, gain in data.qrels[query].items() if name in numbers}
         for number, query in enumerate(data.queries)
-    }  # fmt: skip
+    }
     return Corpus(data.name, len(documents), folder, qrels)
 
 
 def random_vectors(count: int, queries: int, folder: Path, seed: int, say: Say) -> Corpus:
-    """Documents of 68 tokens in the mean, of topics; a query is 32 noisy tokens of a document. What a ColBERT of random weights gives."""
+    """Documents of 68 tokens in the mean, of topics; a query is 32 noisy tokens of a document. What
+    a ColBERT of random weights gives."""
     say(f"{count:,} documents of random vectors are made")
     corpus = Wide("W", count, MIXTURES["C"], seed)
     counts = np.concatenate([chunk.counts for _, chunk in chunks(corpus)])
     folder.mkdir()
-    tokens = np.lib.format.open_memmap(folder / "tokens.npy", mode="w+", dtype=np.float16, shape=(int(counts.sum()), DIM))
+    tokens = np.lib.format.open_memmap(
+        folder / "tokens.npy", mode="w+", dtype=np.float16, shape=(int(counts.sum()), DIM)
+    )
     begin = 0
     for _, chunk in chunks(corpus):
         tokens[begin : begin + len(chunk.tokens)] = chunk.tokens
@@ -105,25 +114,57 @@ def random_vectors(count: int, queries: int, folder: Path, seed: int, say: Say) 
 
 def _compared(args: Namespace, corpus: Corpus, scratch: Path, say: Say) -> list[Row]:
     """The exact ranking first: recall is measured against it."""
-    params = {"job": "search", "corpus": corpus.name, "documents": corpus.documents, "dim": DIM, "k": K, "recall": RECALL}
+    params = {
+        "job": "search",
+        "corpus": corpus.name,
+        "documents": corpus.documents,
+        "dim": DIM,
+        "k": K,
+        "recall": RECALL,
+    }
     params["limit_s"] = args.time_limit
     found, truth = list[Row](), list[list[int]]()
     for system in chosen(args, SYSTEMS):
-        job = {"system": system, "vectors": str(corpus.folder), "index": str(scratch / "index"), "k": K, "pooling": args.pooling}
+        job = {
+            "system": system,
+            "vectors": str(corpus.folder),
+            "index": str(scratch / "index"),
+            "k": K,
+            "pooling": args.pooling,
+        }
         say(f"{corpus.name}: {system} builds")
-        limit_s = None if system == EXACT else args.time_limit  # nothing could be said of the others' recall without it
-        built = ask("search", Path(args.environments), {**job, "do": "build"}, scratch, limit_s=limit_s)
+        # nothing could be said of the others' recall without it
+        limit_s = None if system == EXACT else args.time_limit
+        built = ask(
+            "search", Path(args.environments), {**job, "do": "build"}, scratch, limit_s=limit_s
+        )
         answer = built
         if "why" not in built:
-            answer = ask("search", Path(args.environments), {**job, "do": "search"}, scratch, limit_s=limit_s)
+            answer = ask(
+                "search", Path(args.environments), {**job, "do": "search"}, scratch, limit_s=limit_s
+            )
         shutil.rmtree(scratch / "index", ignore_errors=True)
         for point in answer.get("points", []):
-            truth = truth or point["found"]  # where exact was not asked for, the others are compared with the first
-            metrics = {name: float(built[name]) for name in ("build_s", "index_bytes")} | _quality(corpus, point["found"], truth)
-            metrics |= {name: float(point[name]) for name in ("held_bytes", "mapped_bytes", "together_s")}
-            metrics["together_recall"] = _quality(corpus, point["found_together"], truth)[f"recall@{K}"]
+            # where exact was not asked for, the others are compared with the first
+            truth = truth or point["found"]
+            metrics = {name: float(built[name]) for name in ("build_s", "index_bytes")} | _quality(
+                corpus, point["found"], truth
+            )
+            metrics |= {
+                name: float(point[name]) for name in ("held_bytes", "mapped_bytes", "together_s")
+            }
+            metrics["together_recall"] = _quality(corpus, point["found_together"], truth)[
+                f"recall@{K}"
+            ]
             answered = {**point, "version": answer["version"]}
-            found.append(row_of({**params, "effort": point["effort"], "options": point["options"]}, system, answered, metrics))
+            found.append(
+                row_of(
+                    {**params, "effort": point["effort"], "options": point["options"]},
+                    system,
+                    answered,
+                    metrics,
+                )
+            )
             say(f"{shown(found[-1])}, recall {metrics[f'recall@{K}']:.3f}")
         if "why" in answer:  # after the efforts that it did come to the end of
             found.append(row_of({**params, "effort": {}}, system, answer, {}))
@@ -132,7 +173,16 @@ def _compared(args: Namespace, corpus: Corpus, scratch: Path, say: Say) -> list[
 
 
 def _quality(corpus: Corpus, found: list[list[int]], truth: list[list[int]]) -> dict[str, float]:
-    recall = {f"recall@{K}": float(np.mean([len(set(mine) & set(exact)) / len(exact) for mine, exact in zip(found, truth, strict=True)]))}
+    recall = {
+        f"recall@{K}": float(
+            np.mean(
+                [
+                    len(set(mine) & set(exact)) / len(exact)
+                    for mine, exact in zip(found, truth, strict=True)
+                ]
+            )
+        )
+    }
     if not corpus.qrels:
         return recall
     rankings: dict[Any, list[Any]] = {number: list(mine) for number, mine in enumerate(found)}

@@ -1,5 +1,5 @@
-"""One index of a judged collection, and what is measured of it: see case.py. A file of its own: the command line reads case.py, and needs
-none of what measuring imports."""
+"""One index of a judged collection, and what is measured of it: see case.py. A file of its own: the
+command line reads case.py, and needs none of what measuring imports."""
 
 from __future__ import annotations
 
@@ -18,18 +18,30 @@ STAGES = ("ivf", "bm25", "splade", "graph")
 
 
 def measure(
-    path: str, collection: str | None, encoder: str, sparse_encoder: str, show: str, pairs: int, say: Say
-) -> list[Row]:  # fmt: skip
+    path: str,
+    collection: str | None,
+    encoder: str,
+    sparse_encoder: str,
+    show: str,
+    pairs: int,
+    say: Say,
+) -> list[Row]:
     """Raises what the library raises."""
     given = toy_collection() if collection is None else read_collection(collection)
     store = os.path.join(path, f"hybrid-{given.name}")
     dense = espnx.load_encoder(encoder)
     if not os.path.exists(os.path.join(store, "MANIFEST.json")):
         say(f"building {store}: every text is encoded twice")
-        espnx.build(store, given.documents, dense, first_stages=STAGES, sparse_encoder=sparse_encoder)
+        espnx.build(
+            store, given.documents, dense, first_stages=STAGES, sparse_encoder=sparse_encoder
+        )
     if show == "overlap":
         clocked = Clocked(dense), Clocked(espnx.load_sparse_encoder(sparse_encoder))
         with espnx.open(store, clocked[0], sparse_encoder=clocked[1]) as index:
             return measure_overlap(index, list(clocked), given, pairs, say)
     with espnx.open(store, dense) as index:
-        return measure_candidates(index, dense, given, pairs, say) if show == "candidates" else measure_rankings(index, given, pairs, say)
+        return (
+            measure_candidates(index, dense, given, pairs, say)
+            if show == "candidates"
+            else measure_rankings(index, given, pairs, say)
+        )

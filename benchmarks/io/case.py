@@ -30,22 +30,26 @@ BASELINES = ("fio", "mmap")
 OPS = ("read", "write")
 PATTERNS = ("random", "sequential")
 FILE_NAME, QUICK_NAME = "espnx-bench-io.data", "espnx-bench-io-quick.data"
-# The throttle grants in slices of 0.1 s: a run that follows another at once inherits part of a slice, 2 % of a run of 4 s.
+# The throttle grants in slices of 0.1 s: a run that follows another at once inherits part of a
+# slice, 2 % of a run of 4 s.
 THROTTLE_SETTLE_S = 0.5
 SCRATCH_NAME = "espnx-bench-io-write.data"
 STAMP_SUFFIX = ".stamp.json"
 
-DESCRIPTION = """The engine reads (or writes) blocks of a file with known content, and what it reads is compared with that first. Then the
-engine and the baselines take turns, shuffled, --pairs times; a ratio is the median over the pairs of the baseline's time over ours
-(above 1: ours is faster). Against fio, ours includes the checking of a CRC32C per block; fio checks nothing.
+DESCRIPTION = """The engine reads (or writes) blocks of a file with known content, and what it reads
+is compared with that first. Then the engine and the baselines take turns, shuffled, --pairs times;
+a ratio is the median over the pairs of the baseline's time over ours (above 1: ours is faster).
+Against fio, ours includes the checking of a CRC32C per block; fio checks nothing.
 
-  espnx bench io --path /mnt/nvme --baseline fio,mmap                      the standard points, five to eight minutes
-  espnx bench io --path /mnt/nvme --baseline fio --throttle 800MB/s        and a long read at a fixed rate (root, cgroup v1)
-  espnx bench io --path /mnt/nvme --block 4KiB,64KiB --queue-depth 1,128   these points, every combination
-  espnx bench io --path /mnt/nvme --tune nvme.toml                         the best settings for this disk, for --engine nvme.toml
+  espnx bench io --path /mnt/nvme --baseline fio,mmap                      the standard points, five
+  to eight minutes espnx bench io --path /mnt/nvme --baseline fio --throttle 800MB/s        and a
+  long read at a fixed rate (root, cgroup v1) espnx bench io --path /mnt/nvme --block 4KiB,64KiB
+  --queue-depth 1,128   these points, every combination espnx bench io --path /mnt/nvme --tune
+  nvme.toml                         the best settings for this disk, for --engine nvme.toml
 
-The baseline `fio` is the best, by median, of several ways to run it: 256KiB/QD32, 512KiB/QD16 and 960KiB/QD8 for sequential transfers
-of 256 KiB and more, one by one and in batches for small random ones. Each way has a row of its own."""
+The baseline `fio` is the best, by median, of several ways to run it: 256KiB/QD32, 512KiB/QD16 and
+960KiB/QD8 for sequential transfers of 256 KiB and more, one by one and in batches for small random
+ones. Each way has a row of its own."""
 
 
 @dataclass(frozen=True)
@@ -68,26 +72,65 @@ class Options:
 def configure(parser: ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.formatter_class = RawDescriptionHelpFormatter
-    parser.add_argument("--path", metavar="DIR", default=".", help="a directory on the disk to measure (default: the current one)")
-    parser.add_argument("--size", metavar="SIZE", help="of the data file, made once and used again (default: 4GiB, with --quick 256MiB)")
+    parser.add_argument(
+        "--path",
+        metavar="DIR",
+        default=".",
+        help="a directory on the disk to measure (default: the current one)",
+    )
+    parser.add_argument(
+        "--size",
+        metavar="SIZE",
+        help="of the data file, made once and used again (default: 4GiB, with --quick 256MiB)",
+    )
     parser.add_argument("--block", metavar="SIZE,...", help="block sizes, multiples of 4KiB")
     parser.add_argument("--pattern", metavar="P,...", help="random, sequential")
     parser.add_argument("--queue-depth", metavar="N,...", help="requests with the device at a time")
-    parser.add_argument("--engine", metavar="E,...", default="uring", help="uring (default), posix, memory")
-    parser.add_argument("--op", metavar="OP,...", default="read", help="read (default), write (to a file of its own)")
+    parser.add_argument(
+        "--engine", metavar="E,...", default="uring", help="uring (default), posix, memory"
+    )
+    parser.add_argument(
+        "--op",
+        metavar="OP,...",
+        default="read",
+        help="read (default), write (to a file of its own)",
+    )
     parser.add_argument("--baseline", metavar="B,...", default="", help="fio, mmap")
     parser.add_argument(
-        "--throttle", metavar="RATE", help="slow the disk down, such as 800MB/s; the standard points get a throttled long transfer"
+        "--throttle",
+        metavar="RATE",
+        help=(
+            "slow the disk down, such as 800MB/s; the standard points get a throttled long transfer"
+        ),
     )
     parser.add_argument(
-        "--no-checksums", dest="checksums", action="store_false", help="no CRC32C while measuring (results are still verified first)"
+        "--no-checksums",
+        dest="checksums",
+        action="store_false",
+        help="no CRC32C while measuring (results are still verified first)",
     )
-    parser.add_argument("--checksums", action="store_true", default=True, help="check the CRC32C of every block (default)")
-    parser.add_argument("--cache", choices=("cold", "warm"), default="cold", help="state of the page cache before each run (default: cold)")
     parser.add_argument(
-        "--tune", nargs="?", const="-", metavar="FILE.toml",
-        help="try settings, instead of comparing, and write the best to a file that stands wherever an engine is named (none: print them)",
-    )  # fmt: skip
+        "--checksums",
+        action="store_true",
+        default=True,
+        help="check the CRC32C of every block (default)",
+    )
+    parser.add_argument(
+        "--cache",
+        choices=("cold", "warm"),
+        default="cold",
+        help="state of the page cache before each run (default: cold)",
+    )
+    parser.add_argument(
+        "--tune",
+        nargs="?",
+        const="-",
+        metavar="FILE.toml",
+        help=(
+            "try settings, instead of comparing, and write the best to a file that stands wherever "
+            "an engine is named (none: print them)"
+        ),
+    )
 
 
 def read_options(args: Namespace) -> Options:
@@ -101,7 +144,9 @@ def read_options(args: Namespace) -> Options:
     if args.block or args.pattern or args.queue_depth:
         blocks = [parse_size(word) for word in (args.block or "").split(",") if word] or [4 * KIB]
         depths = [_depth(word) for word in (args.queue_depth or "").split(",") if word] or [128]
-        points = product_points(ops, choices(args.pattern or "random", PATTERNS, "pattern"), blocks, depths, rate)
+        points = product_points(
+            ops, choices(args.pattern or "random", PATTERNS, "pattern"), blocks, depths, rate
+        )
     else:
         points = standard_points(ops, rate)
     seconds = {"random": 0.4, "sequential": 1.1, "throttled": 3.0}
@@ -127,7 +172,8 @@ def _depth(word: str) -> int:
 
 
 def run(args: Namespace, say: Say) -> list[Row]:
-    """Measures every point. Raises MissingDependencyError (fio), PathUnavailableError (engine or throttle cannot be had), DiskFullError."""
+    """Measures every point. Raises MissingDependencyError (fio), PathUnavailableError (engine or
+    throttle cannot be had), DiskFullError."""
     from .fio import require_fio
 
     options = read_options(args)
@@ -140,7 +186,12 @@ def run(args: Namespace, say: Say) -> list[Row]:
         found = measure_point(point, files[point.op], options, say)
         for row in without_doubtful(found):
             if row.ratio:
-                say("    " + row.system + ": " + ", ".join(f"{value:.2f}x {name}" for name, value in row.ratio.items()))
+                say(
+                    "    "
+                    + row.system
+                    + ": "
+                    + ", ".join(f"{value:.2f}x {name}" for name, value in row.ratio.items())
+                )
         rows += found
     return rows
 
@@ -164,14 +215,32 @@ def measure_point(point: Point, data: DataFile, options: Options, say: Say) -> l
         if limit:
             stack.enter_context(throttled(options.path, limit))
         work = size_work(point, data, options)
-        ours = [_closing(stack, _engine_system(engine, work, options)) for engine in options.engines]
+        ours = [
+            _closing(stack, _engine_system(engine, work, options)) for engine in options.engines
+        ]
         baselines = [_closing(stack, system) for system in _baselines(work, options, say)]
         params = point.params(data, options.checksums)
         settle_s = THROTTLE_SETTLE_S if limit else 0
-        rows = compare("io", params, ours, baselines, pairs=options.pairs, seed=options.seed, say=say, settle_s=settle_s)
+        rows = compare(
+            "io",
+            params,
+            ours,
+            baselines,
+            pairs=options.pairs,
+            seed=options.seed,
+            say=say,
+            settle_s=settle_s,
+        )
     for row in rows:
-        if limit and row.metrics.get("bytes_per_s", 0) > 1.15 * limit and row.effective_path != "memory":
-            say(f"    {row.system} moved {row.metrics['bytes_per_s'] / 1e6:.0f} MB/s: the throttle does not hold it")
+        if (
+            limit
+            and row.metrics.get("bytes_per_s", 0) > 1.15 * limit
+            and row.effective_path != "memory"
+        ):
+            say(
+                f"    {row.system} moved {row.metrics['bytes_per_s'] / 1e6:.0f} MB/s: the throttle "
+                "does not hold it"
+            )
     return rows
 
 
@@ -187,7 +256,8 @@ def _engine_system(engine: str, work: Work, options: Options) -> EngineSystem:
 
 
 def size_work(point: Point, data: DataFile, options: Options) -> Work:
-    """How much a run moves: as much as the first engine does in the wanted time, found by two short runs."""
+    """How much a run moves: as much as the first engine does in the wanted time, found by two short
+    runs."""
     from .work import Work
 
     wanted_s = options.seconds["throttled" if point.throttle_bytes_per_s else point.pattern]
@@ -218,11 +288,16 @@ def _baselines(work: Work, options: Options, say: Say) -> list[System]:
     if "mmap" in options.baselines and work.point.op == "write":
         say("    (mmap is a baseline of reads alone)")
     elif "mmap" in options.baselines:
-        # One page fault at a time: the same time as ours is enough to know its rate, the same bytes would take many times longer.
+        # One page fault at a time: the same time as ours is enough to know its rate, the same bytes
+        # would take many times longer.
         pilot = dataclasses.replace(work, items=max(1, work.items // 64))
-        wanted_s = options.seconds["throttled" if work.point.throttle_bytes_per_s else work.point.pattern]
+        wanted_s = options.seconds[
+            "throttled" if work.point.throttle_bytes_per_s else work.point.pattern
+        ]
         sized = _sized(pilot, wanted_s, lambda smaller: MmapSystem(smaller, options.cache_state))
-        found.append(MmapSystem(sized.with_items(min(sized.items, work.items)), options.cache_state))
+        found.append(
+            MmapSystem(sized.with_items(min(sized.items, work.items)), options.cache_state)
+        )
     return found
 
 
@@ -235,24 +310,50 @@ def standalone(args: Namespace, say: Say) -> str | None:
     from .tune import tune
 
     if args.tune != "-" and not args.tune.endswith(SUFFIX):
-        raise InvalidInputError("--tune", got=repr(args.tune), expected=f"a name that ends with {SUFFIX}: an engine is known by that")
-    if not (folder := Path(args.tune).absolute().parent).is_dir():  # not after a minute of measuring
-        raise InvalidInputError("--tune", got=f"no directory {folder}", expected="a file in a directory that is there")
+        raise InvalidInputError(
+            "--tune",
+            got=repr(args.tune),
+            expected=f"a name that ends with {SUFFIX}: an engine is known by that",
+        )
+    # not after a minute of measuring
+    if not (folder := Path(args.tune).absolute().parent).is_dir():
+        raise InvalidInputError(
+            "--tune", got=f"no directory {folder}", expected="a file in a directory that is there"
+        )
     options = read_options(args)
-    text = tune(_data_file(options, "read", say), options.engines, quick=args.quick, seed=args.seed, say=say)
+    text = tune(
+        _data_file(options, "read", say), options.engines, quick=args.quick, seed=args.seed, say=say
+    )
     if args.tune == "-":
         return text
     try:
         Path(args.tune).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise WriteError("cannot write settings", path=args.tune, errno=error.errno, fix="name another file after --tune") from error
+        raise WriteError(
+            "cannot write settings",
+            path=args.tune,
+            errno=error.errno,
+            fix="name another file after --tune",
+        ) from error
     return f"{text}# written to {args.tune}: --engine {args.tune}, or engine={args.tune!r}\n"
 
 
 def leaves(directory: Path) -> list[Path]:
     """The data files, and what is noted of their contents beside them."""
-    names = [name for data in (FILE_NAME, QUICK_NAME, SCRATCH_NAME) for name in (data, f"{data}{STAMP_SUFFIX}")]
+    names = [
+        name
+        for data in (FILE_NAME, QUICK_NAME, SCRATCH_NAME)
+        for name in (data, f"{data}{STAMP_SUFFIX}")
+    ]
     return [directory / name for name in names if (directory / name).is_file()]
 
 
-CASE = Case("io", "reads and writes of the storage engine, beside fio and mmap", configure, run, table, standalone, leaves=leaves)
+CASE = Case(
+    "io",
+    "reads and writes of the storage engine, beside fio and mmap",
+    configure,
+    run,
+    table,
+    standalone,
+    leaves=leaves,
+)

@@ -1,7 +1,9 @@
-"""A data file of which every 4 KiB block can be checked: contents and CRC32C follow from a seed, computed without espnx's own code.
+"""A data file of which every 4 KiB block can be checked: contents and CRC32C follow from a seed,
+computed without espnx's own code.
 
-Block i is a random block of a pool with its number and a generation written over its first 16 bytes, so that a block that is stale, or
-another one than was asked for, never passes. CRC32C is linear, so the sums of a million blocks follow from those of the pool at once.
+Block i is a random block of a pool with its number and a generation written over its first 16
+bytes, so that a block that is stale, or another one than was asked for, never passes. CRC32C is
+linear, so the sums of a million blocks follow from those of the pool at once.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def byte_table() -> np.ndarray:
 
 
 def crc32c_rows(rows: np.ndarray) -> np.ndarray:
-    """CRC32C of each row of uint8 [n, bytes], as uint32 [n]; all rows at once, one byte at a time."""
+    """CRC32C of each row of uint8 [n, bytes], as uint32 [n]; all rows at once, one byte at a
+    time."""
     table = byte_table()
     state = np.full(len(rows), 0xFFFFFFFF, dtype=np.uint32)
     for column in np.ascontiguousarray(rows.T):
@@ -44,7 +47,8 @@ def crc32c_rows(rows: np.ndarray) -> np.ndarray:
 
 
 def _linear_tables(basis: np.ndarray) -> np.ndarray:
-    """uint32 [bytes, 256] look-up tables of a linear map, from the images of its input bits (uint32 [8 * bytes])."""
+    """uint32 [bytes, 256] look-up tables of a linear map, from the images of its input bits (uint32
+    [8 * bytes])."""
     tables = np.zeros((len(basis) // 8, 256), dtype=np.uint32)
     values = np.arange(256)
     for bit, image in enumerate(basis):
@@ -70,7 +74,8 @@ def _shift_tables() -> np.ndarray:
 
 @functools.cache
 def _head_tables() -> np.ndarray:
-    """Maps the first 16 bytes of a block to what they contribute to its CRC: [2, 8, 256], by word."""
+    """Maps the first 16 bytes of a block to what they contribute to its CRC: [2, 8, 256], by
+    word."""
     rows = np.zeros((129, BLOCK_BYTES), dtype=np.uint8)
     for bit in range(128):
         rows[bit, bit // 8] = 1 << bit % 8
@@ -83,8 +88,14 @@ class Content:
 
     def __init__(self, seed: int):
         self.seed = seed
-        # The raw stream of a bit generator is fixed for ever; distributions drawn from it may change with numpy's version.
-        pool = np.random.PCG64(seed).random_raw(POOL_BLOCKS * _WORDS).astype("<u8").reshape(POOL_BLOCKS, _WORDS)
+        # The raw stream of a bit generator is fixed for ever; distributions drawn from it may
+        # change with numpy's version.
+        pool = (
+            np.random.PCG64(seed)
+            .random_raw(POOL_BLOCKS * _WORDS)
+            .astype("<u8")
+            .reshape(POOL_BLOCKS, _WORDS)
+        )
         pool[:, :2] = 0
         self._pool = pool
         self._pool_crcs = crc32c_rows(pool.view(np.uint8))
@@ -100,25 +111,36 @@ class Content:
         """CRC32C of blocks int64 [n], as uint32 [n]."""
         first, second = _head_tables()
         number_part = _apply(first, numbers.astype(np.uint64))
-        return self._pool_crcs[numbers % POOL_BLOCKS] ^ number_part ^ _apply(second, np.array([generation], dtype=np.uint64))
+        return (
+            self._pool_crcs[numbers % POOL_BLOCKS]
+            ^ number_part
+            ^ _apply(second, np.array([generation], dtype=np.uint64))
+        )
 
-    def item_crcs(self, offset_bytes: np.ndarray, item_bytes: int, generation: int = 0) -> np.ndarray:
-        """CRC32C of items of `item_bytes` at int64 [n] offsets, all multiples of 4096, as int64 [n]."""
+    def item_crcs(
+        self, offset_bytes: np.ndarray, item_bytes: int, generation: int = 0
+    ) -> np.ndarray:
+        """CRC32C of items of `item_bytes` at int64 [n] offsets, all multiples of 4096, as int64
+        [n]."""
         crcs = np.zeros(len(offset_bytes), dtype=np.uint32)
         for block in range(item_bytes // BLOCK_BYTES):
-            crcs = _apply(_shift_tables(), crcs) ^ self.block_crcs(offset_bytes // BLOCK_BYTES + block, generation)
+            crcs = _apply(_shift_tables(), crcs) ^ self.block_crcs(
+                offset_bytes // BLOCK_BYTES + block, generation
+            )
         return crcs.astype(np.int64)
 
 
 @functools.lru_cache(maxsize=2)
 def content_of(seed: int) -> Content:
-    """The content of a seed; making its pool takes a tenth of a second, so the last ones are kept."""
+    """The content of a seed; making its pool takes a tenth of a second, so the last ones are
+    kept."""
     return Content(seed)
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """What must still be true of a data file for its content to be known; kept beside it as JSON."""
+    """What must still be true of a data file for its content to be known; kept beside it as
+    JSON."""
 
     format: int
     seed: int
@@ -141,14 +163,19 @@ class DataFile:
 
 
 def ensure_file(path: Path, size_bytes: int, seed: int, say: Callable[[str], None]) -> DataFile:
-    """The data file at `path`, made anew unless the stamp beside it (seed, size, modification time, inode) still fits.
+    """The data file at `path`, made anew unless the stamp beside it (seed, size, modification time,
+    inode) still fits.
 
     Raises:
         InvalidInputError: the size is not a positive multiple of 4 KiB.
         DiskFullError, WriteError: it cannot be written.
     """
     if size_bytes <= 0 or size_bytes % BLOCK_BYTES:
-        raise InvalidInputError("the size of the data file", got=size_bytes, expected="a positive multiple of 4096 bytes")
+        raise InvalidInputError(
+            "the size of the data file",
+            got=size_bytes,
+            expected="a positive multiple of 4096 bytes",
+        )
     content = content_of(seed)
     if not _is_current(path, size_bytes, seed):
         say(f"writing {path} ({size_bytes / 2**30:.2f} GiB of random data, once)")
@@ -157,7 +184,12 @@ def ensure_file(path: Path, size_bytes: int, seed: int, say: Callable[[str], Non
         except OSError as error:
             if isinstance(error, WriteError):
                 raise
-            raise WriteError("cannot make the data file", path=path, errno=error.errno, fix="name another directory with --path") from error
+            raise WriteError(
+                "cannot make the data file",
+                path=path,
+                errno=error.errno,
+                fix="name another directory with --path",
+            ) from error
     return DataFile(path, size_bytes, content)
 
 
@@ -197,7 +229,8 @@ def _create(path: Path, size_bytes: int, content: Content) -> None:
             file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
-    # Last, so that a file whose writing was interrupted has no stamp; half a stamp is no JSON, and the file is made again.
+    # Last, so that a file whose writing was interrupted has no stamp; half a stamp is no JSON, and
+    # the file is made again.
     _stamp_path(path).write_text(json.dumps(asdict(_stamp_of(path, content.seed))) + "\n")
 
 
@@ -209,7 +242,8 @@ def _chunks(size_bytes: int, content: Content) -> Iterator[memoryview]:
 
 
 def aligned_memory(size_bytes: int) -> np.ndarray:
-    """Writable uint8 [size_bytes], page-aligned, on huge pages where there are any, and touched, so that no run pays for faults."""
+    """Writable uint8 [size_bytes], page-aligned, on huge pages where there are any, and touched, so
+    that no run pays for faults."""
     huge = 2 << 20
     area = mmap.mmap(-1, size_bytes + huge)
     begin = -np.frombuffer(area, dtype=np.uint8).ctypes.data % huge

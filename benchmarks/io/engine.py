@@ -1,4 +1,5 @@
-"""The storage engine as a system of the disk benchmark: plans in flight one behind the other, so that the disk never idles."""
+"""The storage engine as a system of the disk benchmark: plans in flight one behind the other, so
+that the disk never idles."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ OpenEngine = Callable[..., Engine]
 def windows_of(block_bytes: int, queue_depth: int) -> tuple[int, int]:
     """How a run is cut into plans: items of a plan, and plans under way at a time.
 
-    Together they are a little more than the queue's depth (fio keeps exactly that many buffers), so that the queue stays full while a plan
-    that has arrived is checked, and no more: buffers that fit the processor's caches fill up to a tenth faster than others.
+    Together they are a little more than the queue's depth (fio keeps exactly that many buffers), so
+    that the queue stays full while a plan that has arrived is checked, and no more: buffers that
+    fit the processor's caches fill up to a tenth faster than others.
     """
     if block_bytes >= LARGE_BYTES:
         return max(1, queue_depth // 4), 5
@@ -43,9 +45,11 @@ def windows_of(block_bytes: int, queue_depth: int) -> tuple[int, int]:
 
 
 class EngineSystem:
-    """Moves the items of a `Work` through an engine, several plans in flight, into memory that is allocated before and used again.
+    """Moves the items of a `Work` through an engine, several plans in flight, into memory that is
+    allocated before and used again.
 
-    The measured time goes from the first submission to the last completion with its checksum checked. Plans are built before.
+    The measured time goes from the first submission to the last completion with its checksum
+    checked. Plans are built before.
     """
 
     def __init__(
@@ -61,15 +65,24 @@ class EngineSystem:
         self.name = self.group = f"espnx-{path}"
         self.work, self.checksums, self.cache_state = work, checksums, cache_state
         block, depth = work.point.block_bytes, work.point.queue_depth
-        self._engine = open_engine(path, **({"queue_depth": depth, "threads": min(depth, 128), "request_bytes": REQUEST_BYTES} | options))
+        self._engine = open_engine(
+            path,
+            **(
+                {"queue_depth": depth, "threads": min(depth, 128), "request_bytes": REQUEST_BYTES}
+                | options
+            ),
+        )
         self._file = self._engine.open(work.data.path, "r" if work.point.op == "read" else "r+")
         self.requested_path, self.effective_path = path, self._file.effective
         self._window, self._windows_in_flight = windows_of(block, depth)
-        self._memory = torch.from_numpy(aligned_memory(self._windows_in_flight * self._window * block))
+        self._memory = torch.from_numpy(
+            aligned_memory(self._windows_in_flight * self._window * block)
+        )
         self._plans: list[Plan] = []
 
     def verify(self) -> str | None:
-        """Reads (or writes and reads back) up to 32 MiB of the items and compares every byte; the engine compares checksums besides."""
+        """Reads (or writes and reads back) up to 32 MiB of the items and compares every byte; the
+        engine compares checksums besides."""
         size, reading = self.work.point.block_bytes, self.work.point.op == "read"
         offsets = self.work.offsets(0)[: max(1, VERIFIED_BYTES_MAX // size)]
         at_once = len(self._memory) // size
@@ -96,29 +109,46 @@ class EngineSystem:
         # Two generations, so that what the file held before cannot pass for what was written.
         for generation in (1, 2):
             memory[:] = content.blocks(self._block_numbers(offsets), generation).reshape(-1)
-            self._engine.write(self._plan(offsets, np.arange(len(offsets)), None), self._memory, deadline_s=DEADLINE_S).wait()
+            self._engine.write(
+                self._plan(offsets, np.arange(len(offsets)), None),
+                self._memory,
+                deadline_s=DEADLINE_S,
+            ).wait()
             if problem := self._difference(offsets, self._read_back(offsets), generation):
                 return problem
         return None
 
     def _read_back(self, offsets: np.ndarray) -> np.ndarray:
-        """uint8 [n, block]: what stands in the file now, read without the engine; through it where the file exists in its memory alone."""
+        """uint8 [n, block]: what stands in the file now, read without the engine; through it where
+        the file exists in its memory alone."""
         size = self.work.point.block_bytes
         if self.effective_path == "memory":
             self._memory.fill_(0xA5)
-            self._engine.read(self._plan(offsets, np.arange(len(offsets)), None), self._memory).wait()
+            self._engine.read(
+                self._plan(offsets, np.arange(len(offsets)), None), self._memory
+            ).wait()
             return self._memory.numpy()[: len(offsets) * size].reshape(len(offsets), size)
         page_cache.drop(self.work.data.path)
         with open(self.work.data.path, "rb", buffering=0) as file:
-            return np.stack([np.frombuffer(os.pread(file.fileno(), size, offset), dtype=np.uint8) for offset in offsets.tolist()])
+            return np.stack(
+                [
+                    np.frombuffer(os.pread(file.fileno(), size, offset), dtype=np.uint8)
+                    for offset in offsets.tolist()
+                ]
+            )
 
     def _difference(self, offsets: np.ndarray, found: np.ndarray, generation: int) -> str | None:
         size = self.work.point.block_bytes
         for number, offset in enumerate(offsets):
-            expected = self.work.data.content.blocks(self._block_numbers(offsets[number : number + 1]), generation).reshape(-1)
+            expected = self.work.data.content.blocks(
+                self._block_numbers(offsets[number : number + 1]), generation
+            ).reshape(-1)
             if not np.array_equal(found[number], expected):
                 first = int(np.argmax(found[number] != expected))
-                return f"item at offset {offset}, {size} bytes: byte {first} is {found[number][first]}, expected {expected[first]}"
+                return (
+                    f"item at offset {offset}, {size} bytes: byte {first} is "
+                    f"{found[number][first]}, expected {expected[first]}"
+                )
         return None
 
     def _block_numbers(self, offsets: np.ndarray) -> np.ndarray:
@@ -147,7 +177,9 @@ class EngineSystem:
         size = self.work.point.block_bytes
         sizes = torch.full((len(offsets),), size, dtype=torch.int64)
         checks = None if crcs is None else torch.from_numpy(crcs)
-        return Plan.of(self._file, torch.from_numpy(offsets), sizes, torch.from_numpy(places * size), checks)
+        return Plan.of(
+            self._file, torch.from_numpy(offsets), sizes, torch.from_numpy(places * size), checks
+        )
 
     def run(self) -> Sample:
         submit = self._engine.read if self.work.point.op == "read" else self._engine.write
@@ -159,20 +191,37 @@ class EngineSystem:
             if len(pending) == self._windows_in_flight:
                 done = pending.popleft()
                 done.wait()
-                moved_bytes, requests = moved_bytes + done.bytes_moved, requests + done.request_count
+                moved_bytes, requests = (
+                    moved_bytes + done.bytes_moved,
+                    requests + done.request_count,
+                )
             pending.append(submit(plan, self._memory, deadline_s=DEADLINE_S))
         for done in pending:
             done.wait()
             moved_bytes, requests = moved_bytes + done.bytes_moved, requests + done.request_count
         seconds = time.perf_counter() - begin
         spent = read_counters() - before
-        return sample_of(self.work, seconds, spent.cpu_s, spent.device_bytes(self.work.point.op), moved_bytes, {"requests": requests})
+        return sample_of(
+            self.work,
+            seconds,
+            spent.cpu_s,
+            spent.device_bytes(self.work.point.op),
+            moved_bytes,
+            {"requests": requests},
+        )
 
     def close(self) -> None:
         self._engine.close()
 
 
-def sample_of(work: Work, seconds: float, cpu_s: float, device_bytes: int | None, own_bytes: int, more: dict[str, float]) -> Sample:
+def sample_of(
+    work: Work,
+    seconds: float,
+    cpu_s: float,
+    device_bytes: int | None,
+    own_bytes: int,
+    more: dict[str, float],
+) -> Sample:
     """A sample with the metrics that all systems of the disk benchmark share."""
     metrics = {
         "iops": work.items / seconds,
@@ -184,4 +233,6 @@ def sample_of(work: Work, seconds: float, cpu_s: float, device_bytes: int | None
     }
     if device_bytes is not None:
         metrics["device_bytes"] = device_bytes
-    return Sample(seconds, work.bytes_asked, own_bytes if device_bytes is None else device_bytes, metrics)
+    return Sample(
+        seconds, work.bytes_asked, own_bytes if device_bytes is None else device_bytes, metrics
+    )

@@ -1,4 +1,5 @@
-"""One thread that copies the items out of a memory-mapped file: what a program does that leaves the reading to the kernel."""
+"""One thread that copies the items out of a memory-mapped file: what a program does that leaves the
+reading to the kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ VERIFIED_ITEMS = 16
 
 
 class MmapSystem:
-    """Reads the first items of a `Work`'s order, with MADV_RANDOM for random ones; the mapping is made anew for every run."""
+    """Reads the first items of a `Work`'s order, with MADV_RANDOM for random ones; the mapping is
+    made anew for every run."""
 
     name = group = "mmap"
     requested_path = effective_path = "mmap"
@@ -32,8 +34,14 @@ class MmapSystem:
         offsets, size = self.work.offsets(0)[:VERIFIED_ITEMS], self.work.point.block_bytes
         found: list[np.ndarray] = []
         self._read(offsets.tolist(), found)
-        wrong = np.flatnonzero(crc32c_rows(np.stack(found)) != self.work.data.content.item_crcs(offsets, size))
-        return f"item at offset {offsets[wrong[0]]}, {size} bytes, has another checksum" if len(wrong) else None
+        wrong = np.flatnonzero(
+            crc32c_rows(np.stack(found)) != self.work.data.content.item_crcs(offsets, size)
+        )
+        return (
+            f"item at offset {offsets[wrong[0]]}, {size} bytes, has another checksum"
+            if len(wrong)
+            else None
+        )
 
     def prepare(self, turn: int) -> str:
         self._offsets = self.work.offsets(turn).tolist()
@@ -45,11 +53,16 @@ class MmapSystem:
         self._read(self._offsets)
         seconds = time.perf_counter() - begin
         spent = read_counters() - before
-        return sample_of(self.work, seconds, spent.cpu_s, spent.device_bytes("read"), self.work.bytes_asked, {})
+        return sample_of(
+            self.work, seconds, spent.cpu_s, spent.device_bytes("read"), self.work.bytes_asked, {}
+        )
 
     def _read(self, offsets: list[int], keep: list[np.ndarray] | None = None) -> None:
         size, buffer = self.work.point.block_bytes, self._buffer
-        with open(self.work.data.path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as area:
+        with (
+            open(self.work.data.path, "rb") as file,
+            mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as area,
+        ):
             if self.work.point.pattern == "random":
                 area.madvise(mmap.MADV_RANDOM)
             view = np.frombuffer(area, dtype=np.uint8)

@@ -15,14 +15,34 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Headers and cells, one line per row."""
     baselines = sorted(baselines_of(rows), key=lambda name: ("-" in name, name))
     shown = [name for name in baselines if "-" not in name]
-    headers = ["what", "system", "path", "cache", "MB/s", "k items/s", "run ms (IQR)", "CPU us/item", "moved/asked", "n", "correct"]
+    headers = [
+        "what",
+        "system",
+        "path",
+        "cache",
+        "MB/s",
+        "k items/s",
+        "run ms (IQR)",
+        "CPU us/item",
+        "moved/asked",
+        "n",
+        "correct",
+    ]
     return headers + [f"vs {name} [IQR]" for name in shown], [_cells(row, shown) for row in rows]
 
 
 def _cells(row: Row, baselines: Sequence[str]) -> list[str]:
     metrics = row.metrics
-    path = row.effective_path if row.effective_path == row.requested_path else f"{row.requested_path} -> {row.effective_path}"
-    time = "-" if row.median_s is None or row.iqr_s is None else f"{row.median_s * 1e3:.0f} ({row.iqr_s * 1e3:.0f})"
+    path = (
+        row.effective_path
+        if row.effective_path == row.requested_path
+        else f"{row.requested_path} -> {row.effective_path}"
+    )
+    time = (
+        "-"
+        if row.median_s is None or row.iqr_s is None
+        else f"{row.median_s * 1e3:.0f} ({row.iqr_s * 1e3:.0f})"
+    )
     time += " unsteady" if is_unsteady(row) else ""
     cells = [
         what(row),
@@ -43,7 +63,10 @@ def _cells(row: Row, baselines: Sequence[str]) -> list[str]:
 def what(row: Row) -> str:
     """``random read 4 KiB QD128``, with what is out of the ordinary."""
     params = row.params
-    text = f"{params['pattern']} {params['op']} {format_size(params['block_bytes'])} QD{params['queue_depth']}"
+    text = (
+        f"{params['pattern']} {params['op']} {format_size(params['block_bytes'])} "
+        f"QD{params['queue_depth']}"
+    )
     if params.get("throttle_bytes_per_s"):
         text += f" at {params['throttle_bytes_per_s'] / 1e6:g} MB/s"
     return text if params.get("checksums", True) else text + " no CRC"

@@ -1,4 +1,5 @@
-"""Attention from memory with one thread: how fast rows are consumed when no device is in the way."""
+"""Attention from memory with one thread: how fast rows are consumed when no device is in the
+way."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ from .options import Options
 from .systems.models import DTYPES
 
 #: Name -> (KV heads, query heads of each, d).
-SHAPES: Mapping[str, tuple[int, int, int]] = {"MHA d=64": (32, 1, 64), "MHA d=128": (16, 1, 128), "GQA 8 d=128": (2, 8, 128)}
+SHAPES: Mapping[str, tuple[int, int, int]] = {
+    "MHA d=64": (32, 1, 64),
+    "MHA d=128": (16, 1, 128),
+    "GQA 8 d=128": (2, 8, 128),
+}
 _LEAST_BYTES, _QUICK_BYTES, _CACHES = 256 << 20, 4 << 20, 4
 # fp16 and bf16 outputs and weights are rounded once each; eight times that holds for sums of them.
 ROUNDINGS = 8
@@ -30,7 +35,8 @@ _CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 
 class AttendWork:
-    """In the worker: rows in memory, and ways to go over all of them. The process keeps to one processor from then on."""
+    """In the worker: rows in memory, and ways to go over all of them. The process keeps to one
+    processor from then on."""
 
     def __init__(self, heads: int, groups: int, d: int, size_bytes: int, dtype: str, seed: int):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -38,7 +44,9 @@ class AttendWork:
         kind = DTYPES[dtype]
         n = size_bytes // (2 * heads * d * kind.itemsize)
         generator = torch.Generator().manual_seed(seed)
-        self.k, self.v = (torch.randn((1, heads, n, d), generator=generator).to(kind) for _ in range(2))
+        self.k, self.v = (
+            torch.randn((1, heads, n, d), generator=generator).to(kind) for _ in range(2)
+        )
         self.q = torch.randn((1, heads, groups, d), generator=generator).to(kind)
         self.scale = d**-0.5
         self.bytes_asked = 2 * self.k.numel() * kind.itemsize
@@ -50,7 +58,9 @@ class AttendWork:
 
     def sdpa(self) -> torch.Tensor:
         q = self.q.flatten(1, 2).unsqueeze(2)
-        o = F.scaled_dot_product_attention(q, self.k, self.v, scale=self.scale, enable_gqa=q.shape[1] != self.k.shape[1])
+        o = F.scaled_dot_product_attention(
+            q, self.k, self.v, scale=self.scale, enable_gqa=q.shape[1] != self.k.shape[1]
+        )
         return o.reshape(self.q.shape)
 
     def stream(self) -> torch.Tensor:
@@ -121,9 +131,25 @@ def show_attend(options: Options, say: Say) -> list[Row]:
     for shape, (heads, groups, d) in SHAPES.items():
         say(f"attend: {shape}, {size_bytes >> 20} MiB")
         with Worker("kv", "attend") as worker:
-            words: dict[str, Any] = {"heads": heads, "groups": groups, "d": d, "size_bytes": size_bytes, "dtype": options.dtype}
+            words: dict[str, Any] = {
+                "heads": heads,
+                "groups": groups,
+                "d": d,
+                "size_bytes": size_bytes,
+                "dtype": options.dtype,
+            }
             worker.ask("attend_open", kind="rows", **words, seed=options.seed)
-            ours, stream, sdpa = (AttendSystem(name, worker) for name in ("espnx", "stream", "sdpa"))
+            ours, stream, sdpa = (
+                AttendSystem(name, worker) for name in ("espnx", "stream", "sdpa")
+            )
             params = {"show": "attend", "shape": shape, **words, "threads": 1}
-            found += compare("kv", params, [ours], [stream, sdpa], pairs=options.pairs, seed=options.seed, say=say)
+            found += compare(
+                "kv",
+                params,
+                [ours],
+                [stream, sdpa],
+                pairs=options.pairs,
+                seed=options.seed,
+                say=say,
+            )
     return found

@@ -1,4 +1,5 @@
-"""The processes of the KV benchmark as their parent sees them: one for each system, on the same weights and the same rows."""
+"""The processes of the KV benchmark as their parent sees them: one for each system, on the same
+weights and the same rows."""
 
 from __future__ import annotations
 
@@ -50,14 +51,16 @@ class Spec:
 
 @dataclass(frozen=True)
 class Limit:
-    """Of the memory of each process: ``ample`` (none), ``auto`` (what it allocates and a quarter of the KV for page cache), or bytes."""
+    """Of the memory of each process: ``ample`` (none), ``auto`` (what it allocates and a quarter of
+    the KV for page cache), or bytes."""
 
     kind: str
     size_bytes: int = 0
 
     @classmethod
     def possible(cls, kind: str, size_bytes: int, say: Say) -> Limit:
-        """`auto` becomes `ample` where memory cannot be limited, and says so. Raises PathUnavailableError for a limit in bytes."""
+        """`auto` becomes `ample` where memory cannot be limited, and says so. Raises
+        PathUnavailableError for a limit in bytes."""
         if kind == "ample":
             return cls(kind)
         try:
@@ -65,7 +68,10 @@ class Limit:
         except PathUnavailableError as error:
             if kind != "auto":
                 raise
-            say(f"The page cache is NOT limited, what reads through it may not read the disk: {error}")
+            say(
+                "The page cache is NOT limited, what reads through it may not read the disk: "
+                f"{error}"
+            )
             return cls("ample")
         return cls(kind, size_bytes)
 
@@ -92,7 +98,16 @@ class Fleet(Workers):
     """
 
     def __init__(
-        self, task: Task, specs: list[Spec], path: Path, limit: Limit, warm_up: int, keep: list[int], say: Say, *, is_seeded: bool = True
+        self,
+        task: Task,
+        specs: list[Spec],
+        path: Path,
+        limit: Limit,
+        warm_up: int,
+        keep: list[int],
+        say: Say,
+        *,
+        is_seeded: bool = True,
     ):
         super().__init__()
         self.task, self.specs, self.keep = task, specs, keep
@@ -105,30 +120,43 @@ class Fleet(Workers):
             write_weights(task, scratch / "weights")
             for spec in specs:  # they start side by side: most of that time is Python's imports
                 limited = limit.kind != "ample"
-                group = stack.enter_context(memory_group(spec.name, _no_limit())) if limited else None
+                group = (
+                    stack.enter_context(memory_group(spec.name, _no_limit())) if limited else None
+                )
                 self._workers[spec.name] = stack.enter_context(Worker("kv", spec.name, group))
             for spec in specs:
                 if is_seeded:
-                    say(f"    {spec.name}: {format_size(task.kv_bytes(task.context))} of rows are written")
+                    say(
+                        f"    {spec.name}: {format_size(task.kv_bytes(task.context))} of rows are "
+                        "written"
+                    )
                 worker = self._workers[spec.name]
                 (self.logits / spec.name).mkdir(parents=True)
                 (stored / spec.name).mkdir()
                 self.facts[spec.name] = worker.ask(
-                    "open", kind=spec.kind, task=task.words(), weights=str(scratch / "weights"), storage=str(stored / spec.name),
+                    "open",
+                    kind=spec.kind,
+                    task=task.words(),
+                    weights=str(scratch / "weights"),
+                    storage=str(stored / spec.name),
                     options=dict(spec.options),
-                )  # fmt: skip
+                )
                 if is_seeded:
                     self.facts[spec.name] |= worker.ask("seed")
             for spec in specs if is_seeded else []:
                 peak_bytes = self.steps(spec.name, warm_up, do="warm_up")["peak_bytes"]
                 if limit.kind != "ample":
-                    self._limit(self._workers[spec.name], limit.size_bytes or self._enough(spec, peak_bytes))
+                    self._limit(
+                        self._workers[spec.name], limit.size_bytes or self._enough(spec, peak_bytes)
+                    )
             self._stack = stack.pop_all()
 
     def _enough(self, spec: Spec, peak_bytes: int) -> int:
         """What a process allocates, and a part of the KV for the page cache."""
         room = max(self.task.kv_bytes(self.task.context) // CACHE_PART, _CACHE_LEAST_BYTES)
-        if spec.in_memory:  # it grows by each new token, and by what is left between the tensors that are made anew for it
+        # it grows by each new token, and by what is left between the tensors that are made anew for
+        # it
+        if spec.in_memory:
             room += 2 * self.task.kv_bytes(self.task.steps)
         return peak_bytes + room
 
@@ -138,11 +166,17 @@ class Fleet(Workers):
             try:
                 file.write_text(str(size_bytes))
             except OSError as error:
-                raise PathUnavailableError("cannot limit memory", got=f"{error.strerror} for {file.name}", fix="--memory ample") from error
+                raise PathUnavailableError(
+                    "cannot limit memory",
+                    got=f"{error.strerror} for {file.name}",
+                    fix="--memory ample",
+                ) from error
 
     def steps(self, name: str, count: int, do: str = "steps") -> dict[str, Any]:
         """Lets a system decode. Raises WorkerError."""
-        answer = self._workers[name].ask(do, count=count, keep=self.keep, folder=str(self.logits / name))
+        answer = self._workers[name].ask(
+            do, count=count, keep=self.keep, folder=str(self.logits / name)
+        )
         self.ids[name] += answer["ids"]
         return answer
 
@@ -152,12 +186,19 @@ class Fleet(Workers):
 
 def folder_in(parent: Path) -> tempfile.TemporaryDirectory[str]:
     """Of this benchmark's own; it goes at the end."""
-    return tempfile.TemporaryDirectory(prefix="espnx-bench-kv-", dir=parent, ignore_cleanup_errors=True)
+    return tempfile.TemporaryDirectory(
+        prefix="espnx-bench-kv-", dir=parent, ignore_cleanup_errors=True
+    )
 
 
 def scratch_parent(path: Path) -> Path:
-    """Weights that all processes map lie in memory, not on the disk that is measured; where there is no room, there they lie."""
-    if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free > 8 << 30:
+    """Weights that all processes map lie in memory, not on the disk that is measured; where there
+    is no room, there they lie."""
+    if (
+        _SHARED_MEMORY.is_dir()
+        and os.access(_SHARED_MEMORY, os.W_OK)
+        and shutil.disk_usage(_SHARED_MEMORY).free > 8 << 30
+    ):
         return _SHARED_MEMORY
     return path
 

@@ -1,4 +1,5 @@
-"""One point of the KV benchmark: systems decode in turns, their tokens and logits are compared, and only then there are ratios."""
+"""One point of the KV benchmark: systems decode in turns, their tokens and logits are compared, and
+only then there are ratios."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ class Verdict:
 
     Attributes:
         problem: None when all is right.
-        error: the largest difference of a logit, in the reference's standard deviations; None where the system shows no logits.
+        error: the largest difference of a logit, in the reference's standard deviations; None where
+            the system shows no logits.
         same: the part of the tokens that are the reference's.
     """
 
@@ -79,28 +81,43 @@ def judge(fleet: Fleet, spec: Spec, reference: str) -> Verdict:
     verdict = Verdict(None, None, 0.0)
     judged_steps = list[float]()
     for step in fleet.keep:
-        expected_at, found_at = (fleet.logits / name / f"{step}.npy" for name in (reference, spec.name))
+        expected_at, found_at = (
+            fleet.logits / name / f"{step}.npy" for name in (reference, spec.name)
+        )
         if step >= len(fleet.ids[spec.name]) or not expected_at.exists():
             continue
         found = np.load(found_at) if found_at.exists() else None
-        one = judge_step(np.load(expected_at), np.array(fleet.ids[spec.name][step]), found, logit_tolerance(fleet.task, spec.lossy))
+        one = judge_step(
+            np.load(expected_at),
+            np.array(fleet.ids[spec.name][step]),
+            found,
+            logit_tolerance(fleet.task, spec.lossy),
+        )
         judged_steps.append(one.same)
-        error = max((known for known in (verdict.error, one.error) if known is not None), default=None)
-        verdict = Verdict(None if one.problem is None else f"step {step}: {one.problem}", error, float(np.mean(judged_steps)))
+        error = max(
+            (known for known in (verdict.error, one.error) if known is not None), default=None
+        )
+        verdict = Verdict(
+            None if one.problem is None else f"step {step}: {one.problem}",
+            error,
+            float(np.mean(judged_steps)),
+        )
         if verdict.problem:
             break
     return verdict
 
 
-def judge_step(expected: np.ndarray, ids: np.ndarray, found: np.ndarray | None, tolerance: float) -> Verdict:
+def judge_step(
+    expected: np.ndarray, ids: np.ndarray, found: np.ndarray | None, tolerance: float
+) -> Verdict:
     """One step of a system beside the reference's.
 
     Args:
         expected: the reference's logits, [sequences, vocabulary].
         ids: the tokens that the system chose, int64 [sequences].
         found: its logits; None: it shows none.
-        tolerance: how far a logit may be off, in standard deviations of the reference's. Where the best two are closer than twice that,
-            either token is right.
+        tolerance: how far a logit may be off, in standard deviations of the reference's. Where the
+            best two are closer than twice that, either token is right.
     """
     deviation, rows = float(expected.std()), np.arange(len(ids))
     same = float(np.mean(expected.argmax(-1) == ids))
@@ -108,9 +125,15 @@ def judge_step(expected: np.ndarray, ids: np.ndarray, found: np.ndarray | None, 
     below = float((expected.max(-1) - expected[rows, ids]).max()) / deviation
     # Its own logit may be too high and the best one's too low, each by the tolerance.
     if not below <= 2 * tolerance:
-        return Verdict(f"a token {below:.3g} deviations below the best, allowed are {2 * tolerance:.3g}", error, same)
+        return Verdict(
+            f"a token {below:.3g} deviations below the best, allowed are {2 * tolerance:.3g}",
+            error,
+            same,
+        )
     if error is not None and not error <= tolerance:
-        return Verdict(f"a logit is off by {error:.3g} deviations, allowed are {tolerance:.3g}", error, same)
+        return Verdict(
+            f"a logit is off by {error:.3g} deviations, allowed are {tolerance:.3g}", error, same
+        )
     return Verdict(None, error, same)
 
 
@@ -145,8 +168,14 @@ class KVSystem:
             "asked_per_step": asked / n,
             "cpu_s": answer["cpu_s"] / n,
             "resident_fraction": self._resident,
-            **{f"{name}_per_step": own[name] / n for name in ("waiting_s", "computing_s", "bytes_moved", "bytes_written") if name in own},
-            **({"write_requests": own["write_requests"], "x_rows": answer["x_rows"]} if own else {}),
+            **{
+                f"{name}_per_step": own[name] / n
+                for name in ("waiting_s", "computing_s", "bytes_moved", "bytes_written")
+                if name in own
+            },
+            **(
+                {"write_requests": own["write_requests"], "x_rows": answer["x_rows"]} if own else {}
+            ),
         }
         if read is None:
             read = own.get("bytes_moved", 0)
@@ -156,19 +185,32 @@ class KVSystem:
         pass
 
 
-def measure(task: Task, ours: Sequence[Spec], baselines: Sequence[Spec], plan: Plan, params: Mapping[str, Any], say: Say) -> list[Row]:
+def measure(
+    task: Task,
+    ours: Sequence[Spec],
+    baselines: Sequence[Spec],
+    plan: Plan,
+    params: Mapping[str, Any],
+    say: Say,
+) -> list[Row]:
     """The rows of one point."""
     specs = [*ours, *baselines]
-    reference = next((spec.name for kind in _REFERENCES for spec in specs if spec.kind == kind), None)
+    reference = next(
+        (spec.name for kind in _REFERENCES for spec in specs if spec.kind == kind), None
+    )
     if reference is None:
         say("    memmap is added: the others' tokens are compared with its")
         specs, baselines, reference = [*specs, REFERENCE], [*baselines, REFERENCE], REFERENCE.name
     with contextlib.ExitStack() as stack:
         if plan.throttle:
             stack.enter_context(throttled(plan.path, plan.throttle))
-        fleet = stack.enter_context(Fleet(task, specs, plan.path, plan.limit, plan.warm_up, plan.kept(), say))
+        fleet = stack.enter_context(
+            Fleet(task, specs, plan.path, plan.limit, plan.warm_up, plan.kept(), say)
+        )
         fio = _fio_systems(fleet, ours, plan, say) if plan.with_fio else []
-        systems: dict[str, System] = {spec.name: KVSystem(fleet, spec, reference, plan.steps) for spec in specs}
+        systems: dict[str, System] = {
+            spec.name: KVSystem(fleet, spec, reference, plan.steps) for spec in specs
+        }
         rows = compare(
             "kv",
             params,
@@ -181,27 +223,39 @@ def measure(task: Task, ours: Sequence[Spec], baselines: Sequence[Spec], plan: P
         )
         verdicts = {spec.name: judge(fleet, spec, reference) for spec in specs}
         rows = judged(rows, verdicts, say)
-        predicted = next((times for spec in ours if (times := fleet.facts[spec.name]["predicted_s"])), ())
+        predicted = next(
+            (times for spec in ours if (times := fleet.facts[spec.name]["predicted_s"])), ()
+        )
         names = {spec.name for spec in ours}
         return [_beside_prediction(row, predicted) if row.system in names else row for row in rows]
 
 
 def _beside_prediction(row: Row, predicted: Sequence[float]) -> Row:
-    """A row with the step time that a system which decides for itself foretold for that number of X rows, if one took part."""
+    """A row with the step time that a system which decides for itself foretold for that number of X
+    rows, if one took part."""
     if not predicted or "x_rows" not in row.metrics:
         return row
     x_rows = int(row.metrics["x_rows"])
     is_choice = predicted[x_rows] == min(predicted)
-    return dataclasses.replace(row, metrics={**row.metrics, "predicted_s": predicted[x_rows], "is_scheduled": float(is_choice)})
+    return dataclasses.replace(
+        row,
+        metrics={**row.metrics, "predicted_s": predicted[x_rows], "is_scheduled": float(is_choice)},
+    )
 
 
 def _fio_systems(fleet: Fleet, ours: Sequence[Spec], plan: Plan, say: Say) -> list[System]:
-    """fio on the file in which the first of our systems keeps its rows, about as many bytes as a step in the middle of the run asks for:
-    the rate of a drive can differ by half from one file to another. On a file of its own where too few rows were written."""
+    """fio on the file in which the first of our systems keeps its rows, about as many bytes as a
+    step in the middle of the run asks for: the rate of a drive can differ by half from one file to
+    another. On a file of its own where too few rows were written."""
     task = fleet.task
     wanted = task.kv_bytes(task.context + plan.all_steps // 2)
-    rows: dict[str, Any] = fleet.ask(ours[0].name, "rows_file") if ours else {"path": None, "written_bytes": 0}
-    steps = min(max(1, round(wanted / SEQUENTIAL_STEP_BYTES)), rows["written_bytes"] // SEQUENTIAL_STEP_BYTES)
+    rows: dict[str, Any] = (
+        fleet.ask(ours[0].name, "rows_file") if ours else {"path": None, "written_bytes": 0}
+    )
+    steps = min(
+        max(1, round(wanted / SEQUENTIAL_STEP_BYTES)),
+        rows["written_bytes"] // SEQUENTIAL_STEP_BYTES,
+    )
     if steps:
         data = DataFile(Path(rows["path"]), rows["written_bytes"], content_of(plan.seed))
     else:
@@ -214,7 +268,8 @@ def _fio_systems(fleet: Fleet, ours: Sequence[Spec], plan: Plan, say: Say) -> li
 
 
 def judged(rows: Sequence[Row], verdicts: Mapping[str, Verdict], say: Say) -> list[Row]:
-    """Rows with what the comparison of tokens and logits said; a wrong system loses its times and every ratio to it."""
+    """Rows with what the comparison of tokens and logits said; a wrong system loses its times and
+    every ratio to it."""
     wrong = {name for name, verdict in verdicts.items() if verdict.problem}
     for name in sorted(wrong):
         say(f"WRONG RESULT of {name}: {verdicts[name].problem}. Its times are dropped.")
@@ -224,18 +279,32 @@ def judged(rows: Sequence[Row], verdicts: Mapping[str, Verdict], say: Say) -> li
         verdict = verdicts.get(row.system)
         if row.system in wrong:
             row = dataclasses.replace(
-                row, n=0, median_s=None, p99_s=None, iqr_s=None, bytes_asked=0, bytes_moved=0, correct=False, metrics={}, ratio={}
-            )  # fmt: skip
+                row,
+                n=0,
+                median_s=None,
+                p99_s=None,
+                iqr_s=None,
+                bytes_asked=0,
+                bytes_moved=0,
+                correct=False,
+                metrics={},
+                ratio={},
+            )
         elif verdict is not None:
             error = {} if verdict.error is None else {"logit_error": verdict.error}
             metrics = {**row.metrics, "same_tokens": verdict.same, **error, **_bound(row, fio)}
-            row = dataclasses.replace(row, metrics=metrics, ratio={name: value for name, value in row.ratio.items() if name not in wrong})
+            row = dataclasses.replace(
+                row,
+                metrics=metrics,
+                ratio={name: value for name, value in row.ratio.items() if name not in wrong},
+            )
         found.append(row)
     return found
 
 
 def _bound(row: Row, fio: Row | None) -> dict[str, float]:
-    """What sets the time of a step: the disk, where fio alone needs longer for the bytes than everything but waiting takes."""
+    """What sets the time of a step: the disk, where fio alone needs longer for the bytes than
+    everything but waiting takes."""
     if fio is None or not fio.median_s or "step_s" not in row.metrics:
         return {}
     fio_s = fio.median_s / fio.bytes_asked * row.metrics["asked_per_step"]

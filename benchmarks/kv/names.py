@@ -1,4 +1,5 @@
-"""What ``espnx bench kv`` can be asked for by name. Apart from `options`, which loads PyTorch: ``--help`` lists the names without it."""
+"""What ``espnx bench kv`` can be asked for by name. Apart from `options`, which loads PyTorch:
+``--help`` lists the names without it."""
 
 SHOWS = ("decode", "spill", "context", "batch", "attend", "x", "x-sweep", "rss", "growth", "resume")
 #: Shows that bring what they are compared with, and take no `--baseline`.

@@ -1,4 +1,5 @@
-"""Memory that a cache takes while a model decodes and while it takes in a long prompt in chunks, beside what is stored."""
+"""Memory that a cache takes while a model decodes and while it takes in a long prompt in chunks,
+beside what is stored."""
 
 from __future__ import annotations
 
@@ -39,14 +40,17 @@ def show_rss(options: Options, say: Say) -> list[Row]:
     found: list[Row] = []
     for phase in ("decode", "prefill"):
         say(f"rss: {phase}, {task.name}, {task.batch} x {task.context} tokens")
-        with Fleet(task, specs, plan.path, Limit("ample"), 0, list(range(_STEPS)), say, is_seeded=False) as fleet:
+        with Fleet(
+            task, specs, plan.path, Limit("ample"), 0, list(range(_STEPS)), say, is_seeded=False
+        ) as fleet:
             found += [_row(options, fleet, spec, phase, say) for spec in specs]
             found[-len(specs) :] = _judged(fleet, specs, found[-len(specs) :], say)
     return found
 
 
 def show_growth(options: Options, say: Say) -> list[Row]:
-    """Memory after each chunk of a prompt, above that of the model before it: at 1, 4, 16, ... chunks, of one prefill."""
+    """Memory after each chunk of a prompt, above that of the model before it: at 1, 4, 16, ...
+    chunks, of one prefill."""
     plan = options.plan(new=_STEPS)
     task = options.task(plan)
     found = list[Row]()
@@ -56,16 +60,24 @@ def show_growth(options: Options, say: Say) -> list[Row]:
             base = fleet.ask(spec.name, "touch")["now"]
             answer = fleet.ask(spec.name, "prefill", chunk=GROWTH_CHUNK_TOKENS)
             path = str(fleet.facts[spec.name]["effective_path"])
-        chunks, is_whole = answer["chunks"], int(answer["stored_bytes"]) == task.kv_bytes(task.context)
+        chunks, is_whole = (
+            answer["chunks"],
+            int(answer["stored_bytes"]) == task.kv_bytes(task.context),
+        )
         for count in sorted({*(4**i for i in range(16) if 4**i < len(chunks)), len(chunks)}):
-            reached = dataclasses.replace(task, context=min(count * GROWTH_CHUNK_TOKENS, task.context))
+            reached = dataclasses.replace(
+                task, context=min(count * GROWTH_CHUNK_TOKENS, task.context)
+            )
             then, stored = chunks[count - 1], reached.kv_bytes(reached.context)
             more = max(0, then["resident_bytes"] - base)
             say(f"    {format_size(stored)} stored: {format_size(more)} more")
             found.append(
                 Row(
                     case="kv",
-                    params={**options.params("growth", reached), "chunk_tokens": GROWTH_CHUNK_TOKENS},
+                    params={
+                        **options.params("growth", reached),
+                        "chunk_tokens": GROWTH_CHUNK_TOKENS,
+                    },
                     system=spec.name,
                     kind="measured",
                     requested_path=path,
@@ -115,7 +127,12 @@ def _row(options: Options, fleet: Fleet, spec: Spec, phase: str, say: Say) -> Ro
         bytes_asked=task.kv_bytes(task.context),
         bytes_moved=int(answer["read_bytes"] or 0),
         correct=True,
-        metrics={"peak_bytes": more, "base_bytes": base, "stored_bytes": stored, "memory_over_stored": more / stored},
+        metrics={
+            "peak_bytes": more,
+            "base_bytes": base,
+            "stored_bytes": stored,
+            "memory_over_stored": more / stored,
+        },
     )
 
 

@@ -1,4 +1,5 @@
-"""What a process of the KV benchmark does: opens a system, fills its cache, and decodes when it is told to."""
+"""What a process of the KV benchmark does: opens a system, fills its cache, and decodes when it is
+told to."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ class Session:
             raise InvalidInputError("a command came before `open`")
         return self._decoder
 
-    def do_open(self, kind: str, task: dict[str, Any], weights: str, storage: str, options: dict[str, Any]) -> Answer:
+    def do_open(
+        self, kind: str, task: dict[str, Any], weights: str, storage: str, options: dict[str, Any]
+    ) -> Answer:
         self._task = Task(**task)
         self._tokens = self._task.tokens()
         self._storage = os.path.realpath(storage)
@@ -68,12 +71,15 @@ class Session:
         """The part of the files behind the page cache that is in memory."""
         files = self.decoder.files()
         sizes = [path.stat().st_size for path in files]
-        held = sum(size * page_cache.resident_fraction(path) for size, path in zip(sizes, files, strict=True))
+        held = sum(
+            size * page_cache.resident_fraction(path)
+            for size, path in zip(sizes, files, strict=True)
+        )
         return {"fraction": held / sum(sizes) if files else 0.0}
 
     def do_rows_file(self) -> Answer:
-        """Where another process finds the largest file that this one keeps rows in, though it has no name, and its bytes up to the first
-        hole. No path where there is none."""
+        """Where another process finds the largest file that this one keeps rows in, though it has
+        no name, and its bytes up to the first hole. No path where there is none."""
         storage, found = f"{self._storage}{os.sep}", dict[str, int]()
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # the descriptor of the listing itself
@@ -84,7 +90,10 @@ class Session:
         name = max(found, key=lambda each: found[each])
         # What is reserved and not yet written counts as a hole: no device is asked for it.
         with open(f"/proc/self/fd/{name}", "rb") as file:
-            return {"path": f"/proc/{os.getpid()}/fd/{name}", "written_bytes": os.lseek(file.fileno(), 0, os.SEEK_HOLE)}
+            return {
+                "path": f"/proc/{os.getpid()}/fd/{name}",
+                "written_bytes": os.lseek(file.fileno(), 0, os.SEEK_HOLE),
+            }
 
     def do_warm_up(self, count: int, keep: list[int], folder: str) -> Answer:
         """As `steps`, and says how much memory of its own the process had at most."""
@@ -93,7 +102,8 @@ class Session:
         return {**answer, "peak_bytes": max(peak)}
 
     def do_steps(self, count: int, keep: list[int], folder: str) -> Answer:
-        """Decodes `count` tokens of each sequence. The logits of the steps in `keep` go into files, outside of the measured time."""
+        """Decodes `count` tokens of each sequence. The logits of the steps in `keep` go into files,
+        outside of the measured time."""
         decoder, kept, chosen = self.decoder, list[tuple[int, torch.Tensor]](), list[list[int]]()
         decoder.rest()
         own, before = decoder.counters(), read_counters()
@@ -122,12 +132,18 @@ class Session:
     # --- memory ---
 
     def do_touch(self) -> Answer:
-        """Brings the weights and the framework's code into memory, so that what comes later is the cache's."""
+        """Brings the weights and the framework's code into memory, so that what comes later is the
+        cache's."""
         model = cast(HFDecoder, self.decoder).model
         with torch.inference_mode():
-            model(input_ids=self._tokens[:1].T.expand(-1, _TOUCHED_TOKENS), use_cache=False, logits_to_keep=1)
+            model(
+                input_ids=self._tokens[:1].T.expand(-1, _TOUCHED_TOKENS),
+                use_cache=False,
+                logits_to_keep=1,
+            )
         gc.collect()
-        trim_heap()  # as after each chunk of a prompt: what it holds itself, without the holes of its heap
+        # as after each chunk of a prompt: what it holds itself, without the holes of its heap
+        trim_heap()
         return {"now": resident_bytes()[0]}
 
     def do_reset_peak(self) -> Answer:
@@ -143,12 +159,25 @@ class Session:
         before, begin, chunks = read_counters(), time.perf_counter(), list[Answer]()
         with torch.inference_mode():
             for part in task.prompt().split(chunk, dim=1):
-                decoder.model(input_ids=part, past_key_values=decoder.cache, use_cache=True, logits_to_keep=1)
+                decoder.model(
+                    input_ids=part, past_key_values=decoder.cache, use_cache=True, logits_to_keep=1
+                )
                 read = (read_counters() - before).device_read_bytes
-                chunks.append({"seconds": time.perf_counter() - begin, "read_bytes": read, "resident_bytes": resident_bytes()[0]})
+                chunks.append(
+                    {
+                        "seconds": time.perf_counter() - begin,
+                        "read_bytes": read,
+                        "resident_bytes": resident_bytes()[0],
+                    }
+                )
         seconds, spent = time.perf_counter() - begin, read_counters() - before
         stored = decoder.counters().get("stored_bytes", 0)
-        return {"seconds": seconds, "read_bytes": spent.device_read_bytes, "stored_bytes": stored, "chunks": chunks}
+        return {
+            "seconds": seconds,
+            "read_bytes": spent.device_read_bytes,
+            "stored_bytes": stored,
+            "chunks": chunks,
+        }
 
     # --- attention from memory ---
 
@@ -175,7 +204,8 @@ class Session:
         return self._resume.run(name, turn)
 
     def do_resume_verdict(self, name: str) -> Answer:
-        return {"verdict": self._resume.verdict(name)}  # one level down: an answer with `error` is a failure
+        # one level down: an answer with `error` is a failure
+        return {"verdict": self._resume.verdict(name)}
 
     def close(self) -> None:
         if self._decoder is not None:
@@ -183,7 +213,8 @@ class Session:
 
 
 def anonymous_bytes() -> int:
-    """Memory that this process allocated; no page cache, and not the weights, which processes share."""
+    """Memory that this process allocated; no page cache, and not the weights, which processes
+    share."""
     return status_bytes().get("RssAnon", 0)
 
 

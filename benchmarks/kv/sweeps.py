@@ -1,4 +1,5 @@
-"""What ``espnx bench kv`` can show, one after the other. Each returns rows whose params name it (``show``)."""
+"""What ``espnx bench kv`` can show, one after the other. Each returns rows whose params name it
+(``show``)."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def measure_shows(options: Options, say: Say) -> list[Row]:
         "resume": show_resumed,
     }
     if set(options.shows) - {"attend", "x", "resume"}:
-        say("No prefill: every system starts from the same seeded random K and V; all are fed the same tokens.")
+        say(
+            "No prefill: every system starts from the same seeded random K and V; all are fed the "
+            "same tokens."
+        )
     rows: list[Row] = []
     for show in options.shows:
         rows += shows[show](options, say)
@@ -56,7 +60,13 @@ def show_context(options: Options, say: Say) -> list[Row]:
     return [
         row
         for context in contexts
-        for row in _point(_with_what_fits(options, options.batch, context, say), "context", options.batch, context, say)
+        for row in _point(
+            _with_what_fits(options, options.batch, context, say),
+            "context",
+            options.batch,
+            context,
+            say,
+        )
     ]
 
 
@@ -65,19 +75,33 @@ def show_batch(options: Options, say: Say) -> list[Row]:
     return [
         row
         for batch in sweep(1, options.batch)
-        for row in _point(_with_what_fits(options, batch, options.context, say), "batch", batch, options.context, say)
+        for row in _point(
+            _with_what_fits(options, batch, options.context, say),
+            "batch",
+            batch,
+            options.context,
+            say,
+        )
     ]
 
 
 def _with_what_fits(options: Options, batch: int, context: int, say: Say) -> Options:
-    """Without the caches in memory that would need more of it than `--memory` allows, or than there is: K and V, an eighth for what is
-    copied when they grow, and the process itself."""
+    """Without the caches in memory that would need more of it than `--memory` allows, or than there
+    is: K and V, an eighth for what is copied when they grow, and the process itself."""
     room = options.limit.size_bytes or available_bytes()
-    need = options.task(options.plan(), batch=batch, context=context).kv_bytes(context) * 9 // 8 + _PROCESS_BYTES
+    need = (
+        options.task(options.plan(), batch=batch, context=context).kv_bytes(context) * 9 // 8
+        + _PROCESS_BYTES
+    )
     left_out = [spec.name for spec in options.baselines if spec.in_memory] if need > room else []
     if left_out:
-        say(f"{', '.join(left_out)} left out at {batch} x {context} tokens: {format_size(need)} of memory, there are {format_size(room)}")
-    return dataclasses.replace(options, baselines=[spec for spec in options.baselines if spec.name not in left_out])
+        say(
+            f"{', '.join(left_out)} left out at {batch} x {context} tokens: {format_size(need)} of "
+            f"memory, there are {format_size(room)}"
+        )
+    return dataclasses.replace(
+        options, baselines=[spec for spec in options.baselines if spec.name not in left_out]
+    )
 
 
 def show_x_sweep(options: Options, say: Say) -> list[Row]:
@@ -107,23 +131,46 @@ def _point(options: Options, show: str, batch: int, context: int, say: Say) -> l
     rows = measure(task, options.ours(), options.baselines, plan, options.params(show, task), say)
     for row in without_doubtful(rows):
         if row.ratio:
-            shown = {name: value for name, value in row.ratio.items() if not name.startswith("fio-")}
-            say("    " + row.system + ": " + ", ".join(f"{value:.2f}x {name}" for name, value in shown.items()))
+            shown = {
+                name: value for name, value in row.ratio.items() if not name.startswith("fio-")
+            }
+            say(
+                "    "
+                + row.system
+                + ": "
+                + ", ".join(f"{value:.2f}x {name}" for name, value in shown.items())
+            )
     return rows
 
 
 def show_spill(options: Options, say: Say) -> list[Row]:
-    """How many tokens wait in memory for their turn to be written: what that costs in requests, bytes and time."""
-    plan = options.plan(new=_QUICK_SPILL_TOKENS if options.quick else _SPILL_TOKENS, turns=2 if options.quick else _SPILL_TURNS)
+    """How many tokens wait in memory for their turn to be written: what that costs in requests,
+    bytes and time."""
+    plan = options.plan(
+        new=_QUICK_SPILL_TOKENS if options.quick else _SPILL_TOKENS,
+        turns=2 if options.quick else _SPILL_TURNS,
+    )
     task = options.task(plan)
-    say(f"spill: {task.name}, {task.batch} x {task.context} tokens, {plan.runs * plan.steps} new ones")
+    say(
+        f"spill: {task.name}, {task.batch} x {task.context} tokens, {plan.runs * plan.steps} new "
+        "ones"
+    )
     ours = [
         dataclasses.replace(spec, name=f"{spec.name}-spill-{interval}")
         for interval in options.spill
         for spec in options.ours(spill_interval=interval)
     ]
-    reference = [spec for spec in options.baselines if spec.in_memory][:1] or [Spec("dynamic", "dynamic")]
-    rows = measure(task, ours, reference, dataclasses.replace(plan, with_fio=False), options.params("spill", task), say)
+    reference = [spec for spec in options.baselines if spec.in_memory][:1] or [
+        Spec("dynamic", "dynamic")
+    ]
+    rows = measure(
+        task,
+        ours,
+        reference,
+        dataclasses.replace(plan, with_fio=False),
+        options.params("spill", task),
+        say,
+    )
     return [_with_writes(row, task.kv_bytes(1), plan.runs * plan.steps, plan.runs) for row in rows]
 
 

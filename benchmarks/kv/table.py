@@ -17,7 +17,10 @@ def what(row: Row) -> str:
     params = row.params
     if params.get("show") in ("attend", "x"):
         return str(params["shape"])
-    text = f"{' '.join(str(params[name]) for name in ('model', 'dtype') if name in params)}, {params['batch']} x {params['context']}"
+    text = (
+        f"{' '.join(str(params[name]) for name in ('model', 'dtype') if name in params)}, "
+        f"{params['batch']} x {params['context']}"
+    )
     if params.get("throttle_bytes_per_s"):
         text += f", {params['throttle_bytes_per_s'] / 1e6:g} MB/s"
     return text
@@ -34,11 +37,16 @@ def _step_ms(row: Row) -> str:
         return ABSENT
     if "step_s" not in row.metrics or row.iqr_s is None or not row.median_s:
         return number(row.median_s, 1e-3)
-    return f"{row.metrics['step_s'] * 1e3:.2f} ({row.iqr_s / row.median_s * row.metrics['step_s'] * 1e3:.2f})"
+    return (
+        f"{row.metrics['step_s'] * 1e3:.2f} "
+        f"({row.iqr_s / row.median_s * row.metrics['step_s'] * 1e3:.2f})"
+    )
 
 
 def _moved(row: Row) -> str:
-    steps = row.bytes_asked / row.metrics["asked_per_step"] if "asked_per_step" in row.metrics else 1
+    steps = (
+        row.bytes_asked / row.metrics["asked_per_step"] if "asked_per_step" in row.metrics else 1
+    )
     return number(row.bytes_moved / steps, 1e6, 1) if row.n else ABSENT
 
 
@@ -53,7 +61,9 @@ def _bound(row: Row) -> str:
 
 def _x_rows(row: Row) -> str:
     """With a mark where the scheduler would have it so: what decides for itself has done so."""
-    is_choice = bool(row.metrics.get("is_scheduled")) or ("x_rows" in row.metrics and row.system.endswith("-auto"))
+    is_choice = bool(row.metrics.get("is_scheduled")) or (
+        "x_rows" in row.metrics and row.system.endswith("-auto")
+    )
     if not row.metrics.get("x_rows") and not is_choice and "is_scheduled" not in row.metrics:
         return ABSENT
     return f"{int(row.metrics['x_rows'])}{' *' if is_choice else ''}"
@@ -63,7 +73,8 @@ def _memory(name: str) -> Callable[[Row], str]:
     return lambda row: format_size(int(row.metrics[name])) if name in row.metrics else ABSENT
 
 
-# Columns that have something to say in one of the rows are shown; those after "system" and before "bound" are numbers.
+# Columns that have something to say in one of the rows are shown; those after "system" and before
+# "bound" are numbers.
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("show", lambda row: str(row.params.get("show", ABSENT))),
     ("what", what),
@@ -107,7 +118,9 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     columns = [(name, cells) for name, cells in columns if set(cells) != {ABSENT}]
     for name in _rivals(rows):
         columns.append((f"vs {name} [IQR]", [ratio(row, name) for row in rows]))
-    return [name for name, _ in columns], [list(line) for line in zip(*(cells for _, cells in columns), strict=True)]
+    return [name for name, _ in columns], [
+        list(line) for line in zip(*(cells for _, cells in columns), strict=True)
+    ]
 
 
 def _rivals(rows: Sequence[Row]) -> list[str]:
@@ -120,19 +133,34 @@ def _view(*names: str) -> Table:
     def show(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         rows = [row for row in rows if not row.system.startswith("fio-")]
         headers, lines = table(rows)
-        kept = [i for i, header in enumerate(headers) if header in names or header.startswith("vs ")]
-        return [headers[i].removesuffix(" [IQR]") for i in kept], [[line[i].split(" [")[0] for i in kept] for line in lines]
+        kept = [
+            i for i, header in enumerate(headers) if header in names or header.startswith("vs ")
+        ]
+        return [headers[i].removesuffix(" [IQR]") for i in kept], [
+            [line[i].split(" [")[0] for i in kept] for line in lines
+        ]
 
     return show
 
 
-_RESUMED = ("first token s (IQR)", "tokens computed", "MB of K and V", "MB read", "MB/s read", "break-even MB/s")
+_RESUMED = (
+    "first token s (IQR)",
+    "tokens computed",
+    "MB of K and V",
+    "MB read",
+    "MB/s read",
+    "break-even MB/s",
+)
 #: For documents, by name.
 VIEWS: Mapping[str, Table] = {
     "decode": _view("what", "system", "ms/step (IQR)", "MB read", "x fio", "bound"),
-    "x": _view("what", "system", "X rows (* chosen)", "ms/step (IQR)", "predicted ms", "MB read", "bound"),
+    "x": _view(
+        "what", "system", "X rows (* chosen)", "ms/step (IQR)", "predicted ms", "MB read", "bound"
+    ),
     "ops": _view("what", "system", "ms/step (IQR)", "GB/s", "GFLOP", "GFLOP/s"),
-    "spill": _view("what", "system", "ms/step (IQR)", "write requests", "MB written", "write amplification"),
+    "spill": _view(
+        "what", "system", "ms/step (IQR)", "write requests", "MB written", "write amplification"
+    ),
     "resume": _view("what", "system", *_RESUMED, "same tokens"),
     "growth": _view("what", "system", "stored", "memory after"),
     "rss": _view("what", "system", "peak memory", "stored", "memory/stored"),

@@ -26,10 +26,11 @@ class Hierarchy:
 
 
 def find_hierarchy(mounts: str, own: str, root: Path = Path("/")) -> Hierarchy:
-    """From the text of /proc/self/mounts and /proc/self/cgroup; `root` is put before every path (for tests).
+    """From the text of /proc/self/mounts and /proc/self/cgroup; `root` is put before every path
+    (for tests).
 
-    Version 1: the caller's own group, whose limits go on to hold. Version 2: the nearest group above the caller that hands the memory
-    controller down, because a group with processes may not.
+    Version 1: the caller's own group, whose limits go on to hold. Version 2: the nearest group
+    above the caller that hands the memory controller down, because a group with processes may not.
 
     Raises PathUnavailableError.
     """
@@ -48,7 +49,9 @@ def find_hierarchy(mounts: str, own: str, root: Path = Path("/")) -> Hierarchy:
                 return Hierarchy(2, candidate)
             if candidate == _inside(root, place, "/"):
                 break
-    raise PathUnavailableError("cannot limit memory: no memory controller", got="no usable control group", fix=_FIX)
+    raise PathUnavailableError(
+        "cannot limit memory: no memory controller", got="no usable control group", fix=_FIX
+    )
 
 
 def _inside(root: Path, place: str, path: str) -> Path:
@@ -64,7 +67,8 @@ def _hands_memory_down(group: Path) -> bool:
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """A group with a limit. A process that writes its number to `procs` is limited from then on, page cache of its reads included."""
+    """A group with a limit. A process that writes its number to `procs` is limited from then on,
+    page cache of its reads included."""
 
     version: int
     path: Path
@@ -86,13 +90,17 @@ class MemoryGroup:
 
 
 @contextlib.contextmanager
-def memory_group(name: str, limit_bytes: int, hierarchy: Hierarchy | None = None) -> Iterator[MemoryGroup]:
+def memory_group(
+    name: str, limit_bytes: int, hierarchy: Hierarchy | None = None
+) -> Iterator[MemoryGroup]:
     """A new group, removed at the end; its processes must have ended by then.
 
     Raises PathUnavailableError: not root, or no such controller.
     """
     if hierarchy is None:
-        hierarchy = find_hierarchy(Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text())
+        hierarchy = find_hierarchy(
+            Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text()
+        )
     _remove_stale(hierarchy.parent)
     group = MemoryGroup(hierarchy.version, hierarchy.parent / f"{PREFIX}{os.getpid()}-{name}")
     try:
@@ -100,7 +108,9 @@ def memory_group(name: str, limit_bytes: int, hierarchy: Hierarchy | None = None
         group.limit.write_text(str(limit_bytes))
     except OSError as error:
         _remove(group.path)
-        raise PathUnavailableError("cannot limit memory", got=f"{error.strerror} in {group.path.parent}", fix=_FIX) from error
+        raise PathUnavailableError(
+            "cannot limit memory", got=f"{error.strerror} in {group.path.parent}", fix=_FIX
+        ) from error
     try:
         yield group
     finally:
@@ -108,7 +118,8 @@ def memory_group(name: str, limit_bytes: int, hierarchy: Hierarchy | None = None
 
 
 def check_limit_possible(limit_bytes: int) -> None:
-    """Raises PathUnavailableError now, rather than after minutes of building, where memory cannot be limited."""
+    """Raises PathUnavailableError now, rather than after minutes of building, where memory cannot
+    be limited."""
     with memory_group("check", limit_bytes):
         pass
 

@@ -1,4 +1,5 @@
-"""What a run cost: processor time, and the bytes that the device moved for it, as the kernel counts them."""
+"""What a run cost: processor time, and the bytes that the device moved for it, as the kernel counts
+them."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ class Counters:
 
     Attributes:
         cpu_s: processor time of this process, all threads.
-        device_read_bytes, device_written_bytes: what block devices moved for this process and its ended children; None where the kernel
-            does not count.
+        device_read_bytes, device_written_bytes: what block devices moved for this process and its
+            ended children; None where the kernel does not count.
     """
 
     cpu_s: float
@@ -40,8 +41,14 @@ def read_counters() -> Counters:
     """The counters now."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     try:
-        values = dict(re.findall(r"^(\w+): (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE))
+        values = dict(
+            re.findall(r"^(\w+): (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE)
+        )
     except OSError:
         values = {}
     read, written = values.get("read_bytes"), values.get("write_bytes")
-    return Counters(usage.ru_utime + usage.ru_stime, None if read is None else int(read), None if written is None else int(written))
+    return Counters(
+        usage.ru_utime + usage.ru_stime,
+        None if read is None else int(read),
+        None if written is None else int(written),
+    )

@@ -14,11 +14,14 @@ def status_bytes() -> dict[str, int]:
 
 def available_bytes() -> int:
     """Of the machine, for new processes: without what others hold, with the page cache."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    found = re.search(
+        r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE
+    )
     return 1024 * int(found[1]) if found else 0
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process that no file backs: what it allocated, not the page cache that it has mapped."""
+    """Resident memory of this process that no file backs: what it allocated, not the page cache
+    that it has mapped."""
     sizes = status_bytes()
     return sizes["RssAnon"] + sizes["RssShmem"]

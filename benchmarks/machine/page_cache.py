@@ -1,4 +1,5 @@
-"""The page cache of one file: dropped and filled without root, and looked at, because a request to drop is only advice."""
+"""The page cache of one file: dropped and filled without root, and looked at, because a request to
+drop is only advice."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def fill(path: Path) -> None:
 
 
 def resident_fraction(path: Path) -> float:
-    """The part of the file's pages that is in memory, from 0 to 1, by mincore(2). Raises OSError."""
+    """The part of the file's pages that is in memory, from 0 to 1, by mincore(2). Raises
+    OSError."""
     size_bytes = path.stat().st_size
     if size_bytes == 0:
         return 0.0
@@ -39,7 +41,11 @@ def resident_fraction(path: Path) -> float:
         view = np.frombuffer(area, dtype=np.uint8)
         states = np.zeros(-(-size_bytes // mmap.PAGESIZE), dtype=np.uint8)
         libc = ctypes.CDLL(None, use_errno=True)
-        failed = libc.mincore(ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(size_bytes), ctypes.c_void_p(states.ctypes.data))
+        failed = libc.mincore(
+            ctypes.c_void_p(view.ctypes.data),
+            ctypes.c_size_t(size_bytes),
+            ctypes.c_void_p(states.ctypes.data),
+        )
         del view  # the mapping cannot be closed while somebody looks at it
         if failed:
             code = ctypes.get_errno()
@@ -48,7 +54,8 @@ def resident_fraction(path: Path) -> float:
 
 
 def prepare(path: Path, wanted: str) -> str:
-    """Brings the file's pages out of memory (``cold``) or into it (``warm``) and returns what is true afterwards."""
+    """Brings the file's pages out of memory (``cold``) or into it (``warm``) and returns what is
+    true afterwards."""
     if wanted == "warm":
         fill(path)
     else:

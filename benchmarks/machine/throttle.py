@@ -1,4 +1,5 @@
-"""Slows a disk to a known rate for this process and its children: cgroup v1 ``blkio.throttle``, which makes long reads repeat to 1 %."""
+"""Slows a disk to a known rate for this process and its children: cgroup v1 ``blkio.throttle``,
+which makes long reads repeat to 1 %."""
 
 from __future__ import annotations
 
@@ -22,52 +23,68 @@ def parse_rate(text: str) -> int:
     """Bytes per second from ``800MB/s`` (the ``/s`` may be left out). Raises InvalidInputError."""
     rate = parse_size(text.strip().removesuffix("/s"))
     if rate <= 0:
-        raise InvalidInputError("the rate of a throttle", got=repr(text), expected="more than 0, such as 800MB/s")
+        raise InvalidInputError(
+            "the rate of a throttle", got=repr(text), expected="more than 0, such as 800MB/s"
+        )
     return rate
 
 
 def disk_numbers(path: Path, sys_root: Path = Path("/sys")) -> str:
-    """``major:minor`` of the whole disk that holds `path` (a partition cannot be throttled). Raises PathUnavailableError."""
+    """``major:minor`` of the whole disk that holds `path` (a partition cannot be throttled). Raises
+    PathUnavailableError."""
     device = os.stat(path).st_dev
     numbers = f"{os.major(device)}:{os.minor(device)}"
     folder = sys_root / "dev/block" / numbers
     if not folder.exists():
         raise PathUnavailableError(
-            "cannot throttle: no block device behind the directory", got=f"device {numbers}", fix="name another directory with --path"
+            "cannot throttle: no block device behind the directory",
+            got=f"device {numbers}",
+            fix="name another directory with --path",
         )
     folder = folder.resolve()
-    return ((folder.parent if (folder / "partition").exists() else folder) / "dev").read_text().strip()
+    return (
+        ((folder.parent if (folder / "partition").exists() else folder) / "dev").read_text().strip()
+    )
 
 
 def blkio_group(mounts: str, membership: str) -> Path:
-    """This process's group of the blkio controller, from the texts of /proc/self/mounts and /proc/self/cgroup."""
+    """This process's group of the blkio controller, from the texts of /proc/self/mounts and
+    /proc/self/cgroup."""
     mount = re.search(r"^\S+ (\S+) cgroup \S*\bblkio\b", mounts, re.MULTILINE)
     group = re.search(r"^\d+:(?:\S*,)?blkio(?:,\S*)?:(/.*)$", membership, re.MULTILINE)
     if mount is None or group is None:
-        raise PathUnavailableError("cannot throttle: cgroup v1's blkio controller is not mounted", fix=_FIX)
+        raise PathUnavailableError(
+            "cannot throttle: cgroup v1's blkio controller is not mounted", fix=_FIX
+        )
     return Path(mount.group(1) + group.group(1).rstrip("/"))
 
 
 @contextlib.contextmanager
 def throttled(path: Path, bytes_per_s: int) -> Iterator[None]:
-    """Limits reads and writes of this process to `bytes_per_s` on the disk of `path`. The group goes away on every way out but SIGKILL;
-    what a killed run left is removed by the next one.
+    """Limits reads and writes of this process to `bytes_per_s` on the disk of `path`. The group
+    goes away on every way out but SIGKILL; what a killed run left is removed by the next one.
 
     Raises:
         PathUnavailableError: not root, no such controller, or no block device.
     """
     numbers = disk_numbers(path)
-    parent = blkio_group(Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text())
+    parent = blkio_group(
+        Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text()
+    )
     remove_stale(parent)
     group = parent / f"{PREFIX}{os.getpid()}"
     try:
         group.mkdir()
     except OSError as error:
-        raise PathUnavailableError("cannot throttle: no group can be made", got=error.strerror, fix=_FIX) from error
+        raise PathUnavailableError(
+            "cannot throttle: no group can be made", got=error.strerror, fix=_FIX
+        ) from error
     with _sigterm_unwinds():
         try:
             for operation in ("read", "write"):
-                _tell_kernel(group / f"blkio.throttle.{operation}_bps_device", f"{numbers} {bytes_per_s}")
+                _tell_kernel(
+                    group / f"blkio.throttle.{operation}_bps_device", f"{numbers} {bytes_per_s}"
+                )
             _tell_kernel(group / "cgroup.procs", str(os.getpid()))
             yield
         finally:
@@ -80,7 +97,9 @@ def _tell_kernel(file: Path, text: str) -> None:
         file.write_text(text)
     except OSError as error:
         raise PathUnavailableError(
-            "cannot throttle: the kernel refused", got=f"{error.strerror} for {text!r} in {file.name}", fix=_FIX
+            "cannot throttle: the kernel refused",
+            got=f"{error.strerror} for {text!r} in {file.name}",
+            fix=_FIX,
         ) from error
 
 
@@ -94,7 +113,8 @@ def remove_stale(parent: Path) -> None:
 
 @contextlib.contextmanager
 def _sigterm_unwinds() -> Iterator[None]:
-    """Makes SIGTERM run the cleaning up on its way out, where handlers can be set (the main thread)."""
+    """Makes SIGTERM run the cleaning up on its way out, where handlers can be set (the main
+    thread)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

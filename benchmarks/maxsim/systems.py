@@ -1,4 +1,5 @@
-"""Systems of the MaxSim benchmark: espnx's op on records in place, and what others do with the same tokens."""
+"""Systems of the MaxSim benchmark: espnx's op on records in place, and what others do with the same
+tokens."""
 
 from __future__ import annotations
 
@@ -47,21 +48,29 @@ class Corpus:
     calls: int
 
     @classmethod
-    def random(cls, d: int, lengths: torch.Tensor, n_query_tokens: int, threads: int, calls: int, seed: int) -> Corpus:
+    def random(
+        cls, d: int, lengths: torch.Tensor, n_query_tokens: int, threads: int, calls: int, seed: int
+    ) -> Corpus:
         generator = torch.Generator().manual_seed(seed)
         total = int(lengths.sum())
-        tokens, query = (torch.nn.functional.normalize(torch.randn(n, d, generator=generator), dim=1) for n in (total, n_query_tokens))
+        tokens, query = (
+            torch.nn.functional.normalize(torch.randn(n, d, generator=generator), dim=1)
+            for n in (total, n_query_tokens)
+        )
         return cls(query, tokens, lengths, threads, calls)
 
     @property
     def fp32_bytes(self) -> int:
-        """Of the tokens. Every system is asked for as much, so that times per byte compare as times do."""
+        """Of the tokens. Every system is asked for as much, so that times per byte compare as times
+        do."""
         return self.tokens.numel() * 4
 
     def reference(self) -> torch.Tensor:
         """float32 ``[n]``: scores of the tokens as they are."""
         begins = (self.lengths.cumsum(0) - self.lengths) * self.tokens.shape[1] * 4
-        return maxsim_reference(self.query, self.tokens.view(torch.uint8).view(-1), begins, self.lengths, "fp32")
+        return maxsim_reference(
+            self.query, self.tokens.view(torch.uint8).view(-1), begins, self.lengths, "fp32"
+        )
 
     def rounding(self) -> float:
         """How far two fp32 versions may differ on rows of length 1 (docs/tolerances.md)."""
@@ -74,7 +83,16 @@ class CallSystem:
 
     requested_path = effective_path = "memory"
 
-    def __init__(self, name: str, group: str, corpus: Corpus, call: Callable[[], torch.Tensor], *, bytes_moved: int, tolerance: float):
+    def __init__(
+        self,
+        name: str,
+        group: str,
+        corpus: Corpus,
+        call: Callable[[], torch.Tensor],
+        *,
+        bytes_moved: int,
+        tolerance: float,
+    ):
         self.name, self.group, self.corpus, self.call = name, group, corpus, call
         self.bytes_moved, self.tolerance = bytes_moved, tolerance
 
@@ -108,25 +126,57 @@ class EspnxSystem(CallSystem):
         self.codebook = None
         if token.needs_codebook:
             sample_rows = corpus.tokens[:CODEBOOK_SAMPLE]
-            self.codebook = Codebook.fit(sample_rows, int(fmt.removeprefix("residual")), min(CENTROIDS, len(sample_rows)), seed)
+            self.codebook = Codebook.fit(
+                sample_rows,
+                int(fmt.removeprefix("residual")),
+                min(CENTROIDS, len(sample_rows)),
+                seed,
+            )
         n, row_bytes = len(corpus.lengths), token.token_row_bytes(d)
         order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-        self.buffer = torch.cat([token.encode(part, self.codebook) for part in _in_order(corpus, order)])
+        self.buffer = torch.cat(
+            [token.encode(part, self.codebook) for part in _in_order(corpus, order)]
+        )
         placed = corpus.lengths[order]
         self.offset_bytes = torch.empty(n, dtype=torch.int64)
         self.offset_bytes[order] = (placed.cumsum(0) - placed) * row_bytes
-        coded = corpus.query.abs().amax(dim=1).sum().item() * d**0.5 / 64000 if fmt in ("int8", "bit1") else 0.0
+        coded = (
+            corpus.query.abs().amax(dim=1).sum().item() * d**0.5 / 64000
+            if fmt in ("int8", "bit1")
+            else 0.0
+        )
         super().__init__(
-            f"espnx-{fmt}", f"espnx-{fmt}", corpus, self._score, bytes_moved=self.buffer.numel(), tolerance=corpus.rounding() + coded
+            f"espnx-{fmt}",
+            f"espnx-{fmt}",
+            corpus,
+            self._score,
+            bytes_moved=self.buffer.numel(),
+            tolerance=corpus.rounding() + coded,
         )
 
     def _score(self) -> torch.Tensor:
         c = self.corpus
-        return maxsim(c.query, self.buffer, self.offset_bytes, c.lengths, self.format, threads=c.threads, codebook=self.codebook)
+        return maxsim(
+            c.query,
+            self.buffer,
+            self.offset_bytes,
+            c.lengths,
+            self.format,
+            threads=c.threads,
+            codebook=self.codebook,
+        )
 
     def expected(self) -> torch.Tensor:
-        """Of the stored values: what a format loses is another matter than whether its kernel is right."""
-        return maxsim_reference(self.corpus.query, self.buffer, self.offset_bytes, self.corpus.lengths, self.format, codebook=self.codebook)
+        """Of the stored values: what a format loses is another matter than whether its kernel is
+        right."""
+        return maxsim_reference(
+            self.corpus.query,
+            self.buffer,
+            self.offset_bytes,
+            self.corpus.lengths,
+            self.format,
+            codebook=self.codebook,
+        )
 
 
 def _in_order(corpus: Corpus, order: torch.Tensor) -> list[torch.Tensor]:
@@ -135,18 +185,27 @@ def _in_order(corpus: Corpus, order: torch.Tensor) -> list[torch.Tensor]:
 
 
 def torch_systems(name: str, corpus: Corpus) -> list[CallSystem]:
-    """A baseline in torch, with its variants: ``torch-segment``, ``torch-padded`` or ``torch-bf16``. Decoding to its dtype is not timed."""
+    """A baseline in torch, with its variants: ``torch-segment``, ``torch-padded`` or
+    ``torch-bf16``. Decoding to its dtype is not timed."""
     query, lengths, tolerance = corpus.query, corpus.lengths, corpus.rounding()
     if name == "torch-segment":
         bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
         def segment() -> torch.Tensor:
             products = corpus.tokens @ query.T
-            return torch.segment_reduce(products, "max", offsets=bounds, axis=0, unsafe=True).sum(dim=1)
+            return torch.segment_reduce(products, "max", offsets=bounds, axis=0, unsafe=True).sum(
+                dim=1
+            )
 
-        return [CallSystem(name, name, corpus, segment, bytes_moved=corpus.fp32_bytes, tolerance=tolerance)]
+        return [
+            CallSystem(
+                name, name, corpus, segment, bytes_moved=corpus.fp32_bytes, tolerance=tolerance
+            )
+        ]
     dtype = torch.bfloat16 if name == "torch-bf16" else torch.float32
-    padded = torch.nn.utils.rnn.pad_sequence(corpus.tokens.split(lengths.tolist()), batch_first=True).to(dtype)
+    padded = torch.nn.utils.rnn.pad_sequence(
+        corpus.tokens.split(lengths.tolist()), batch_first=True
+    ).to(dtype)
     padding = torch.arange(padded.shape[1]) >= lengths[:, None]
     has_padding, narrow = bool(padding.any()), query.to(dtype)
     if dtype == torch.bfloat16:
@@ -167,7 +226,10 @@ def torch_systems(name: str, corpus: Corpus) -> list[CallSystem]:
     size_bytes = padded.numel() * padded.element_size()
     calls = {"tokens-first": tokens_first, "query-first": query_first}
     return [
-        CallSystem(f"{name}-{variant}", name, corpus, call, bytes_moved=size_bytes, tolerance=tolerance) for variant, call in calls.items()
+        CallSystem(
+            f"{name}-{variant}", name, corpus, call, bytes_moved=size_bytes, tolerance=tolerance
+        )
+        for variant, call in calls.items()
     ]
 
 
@@ -181,12 +243,21 @@ class MaxsimCpuSystem:
         require_maxsim_cpu()
         self.corpus = corpus
         self._folder = tempfile.TemporaryDirectory(prefix="espnx-bench-")
-        for name, tensor in (("query", corpus.query), ("tokens", corpus.tokens), ("lengths", corpus.lengths)):
+        for name, tensor in (
+            ("query", corpus.query),
+            ("tokens", corpus.tokens),
+            ("lengths", corpus.lengths),
+        ):
             np.save(Path(self._folder.name, f"{name}.npy"), tensor.numpy())
         threads = str(corpus.threads)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "espnx.benchmarks.maxsim.worker", self._folder.name],
-            env={**os.environ, "RAYON_NUM_THREADS": threads, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"},
+            env={
+                **os.environ,
+                "RAYON_NUM_THREADS": threads,
+                "OMP_NUM_THREADS": threads,
+                "OMP_WAIT_POLICY": "passive",
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -203,7 +274,9 @@ class MaxsimCpuSystem:
         return "warm"
 
     def run(self) -> Sample:
-        return sample(self.corpus, self._ask(self.corpus.calls) / self.corpus.calls, self.corpus.fp32_bytes)
+        return sample(
+            self.corpus, self._ask(self.corpus.calls) / self.corpus.calls, self.corpus.fp32_bytes
+        )
 
     def close(self) -> None:
         self._pipe(self._process.stdin).close()
@@ -220,7 +293,9 @@ class MaxsimCpuSystem:
     def _answer(self) -> str:
         line = self._pipe(self._process.stdout).readline().strip()
         if not line:
-            raise MissingDependencyError("maxsim-cpu cannot run", got=f"its process ended with {self._process.wait()}")
+            raise MissingDependencyError(
+                "maxsim-cpu cannot run", got=f"its process ended with {self._process.wait()}"
+            )
         return line
 
     @staticmethod
@@ -234,7 +309,8 @@ def require_maxsim_cpu() -> None:
     """Raises MissingDependencyError where the package is not installed."""
     if find_spec("maxsim_cpu") is None:
         raise MissingDependencyError(
-            "the baseline maxsim-cpu is not installed", fix="pip install maxsim-cpu, or leave it out of --baseline"
+            "the baseline maxsim-cpu is not installed",
+            fix="pip install maxsim-cpu, or leave it out of --baseline",
         )
 
 
@@ -246,12 +322,20 @@ def difference(scores: torch.Tensor, expected: torch.Tensor, tolerance: float) -
     if not bool(wrong.any()):
         return None
     i = int(wrong.nonzero()[0])
-    return f"document {i} scores {float(scores[i])} instead of {float(expected[i])}, tolerance {tolerance:.2g}"
+    return (
+        f"document {i} scores {float(scores[i])} instead of {float(expected[i])}, tolerance "
+        f"{tolerance:.2g}"
+    )
 
 
 def sample(corpus: Corpus, seconds: float, bytes_moved: int) -> Sample:
     n = len(corpus.lengths)
-    return Sample(seconds, corpus.fp32_bytes, bytes_moved, {"documents_per_s": n / seconds, "bytes_per_document": bytes_moved / n})
+    return Sample(
+        seconds,
+        corpus.fp32_bytes,
+        bytes_moved,
+        {"documents_per_s": n / seconds, "bytes_per_document": bytes_moved / n},
+    )
 
 
 class torch_threads(AbstractContextManager[None]):  # noqa: N801

@@ -1,7 +1,9 @@
-"""Runs maxsim-cpu in a process of its own, because its number of threads is settled by the environment when it starts.
+"""Runs maxsim-cpu in a process of its own, because its number of threads is settled by the
+environment when it starts.
 
-Its argument is a directory with ``query.npy`` float32 ``[Lq, d]``, ``tokens.npy`` float32 ``[n, d]`` and ``lengths.npy``. It says
-``ready``, then answers each line ``N`` on standard input with the seconds that N calls took; N = 0 writes ``scores.npy``.
+Its argument is a directory with ``query.npy`` float32 ``[Lq, d]``, ``tokens.npy`` float32 ``[n,
+d]`` and ``lengths.npy``. It says ``ready``, then answers each line ``N`` on standard input with the
+seconds that N calls took; N = 0 writes ``scores.npy``.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import numpy as np
 
 def main(folder: Path) -> None:
     library = importlib.import_module("maxsim_cpu")
-    query, tokens, lengths = (np.load(folder / f"{name}.npy") for name in ("query", "tokens", "lengths"))
+    query, tokens, lengths = (
+        np.load(folder / f"{name}.npy") for name in ("query", "tokens", "lengths")
+    )
     is_uniform = len(set(lengths.tolist())) == 1
     if is_uniform:
         # The form that its own benchmark is about: one array, no list.

@@ -1,7 +1,9 @@
-"""Every causal model of the installed transformers, tiny: does it generate with a cache on SSD what it generates with the framework's own?
+"""Every causal model of the installed transformers, tiny: does it generate with a cache on SSD what
+it generates with the framework's own?
 
-Either the tokens are the same, or `enable_kv_cache` says what is not supported and leaves the model as it was. Each model runs in a child
-process with a limit on memory and time, so that one that cannot be made or does not end costs the others nothing.
+Either the tokens are the same, or `enable_kv_cache` says what is not supported and leaves the model
+as it was. Each model runs in a child process with a limit on memory and time, so that one that
+cannot be made or does not end costs the others nothing.
 """
 
 from __future__ import annotations
@@ -64,14 +66,20 @@ def merged(options: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
             both[name] = merged(both[name], value)
         else:
             both[name] = value
-    return {name: value for name, value in both.items() if value is not None or name in _WINDOW_FIELDS}
+    return {
+        name: value for name, value in both.items() if value is not None or name in _WINDOW_FIELDS
+    }
 
 
 def variants(name: str, configs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Options of a model's variants: as listed, and without its window where it has one."""
     own = dict(configs["models"].get(name, {}))
-    found = {"": own} | {title: own | more for title, more in configs["variants"].get(name, {}).items()}
-    if "sliding_window" in fields_of(_classes(name)[1]) and "sliding_attention" not in (own.get("layer_types") or ()):
+    found = {"": own} | {
+        title: own | more for title, more in configs["variants"].get(name, {}).items()
+    }
+    if "sliding_window" in fields_of(_classes(name)[1]) and "sliding_attention" not in (
+        own.get("layer_types") or ()
+    ):
         found["no window"] = own | {"sliding_window": None}
     return found
 
@@ -112,7 +120,8 @@ def build(name: str, options: Mapping[str, Any], shared: Mapping[str, Any]) -> A
 
 
 def _stand_in_for_timm() -> None:
-    """Gemma 3n sees through a model of timm, which brings torchvision. Text does not pass it: an empty one takes its place."""
+    """Gemma 3n sees through a model of timm, which brings torchvision. Text does not pass it: an
+    empty one takes its place."""
     from transformers import AutoModel, Gemma3nVisionConfig, PreTrainedModel
 
     class NoVision(PreTrainedModel):
@@ -122,31 +131,47 @@ def _stand_in_for_timm() -> None:
 
 
 def check(
-    name: str, options: Mapping[str, Any], shared: Mapping[str, Any], lengths: Sequence[int] = LENGTHS, new: int = NEW
+    name: str,
+    options: Mapping[str, Any],
+    shared: Mapping[str, Any],
+    lengths: Sequence[int] = LENGTHS,
+    new: int = NEW,
 ) -> dict[str, Any]:
     """One variant of one model.
 
     Returns:
-        `outcome`: ``equal``, ``refused``, ``not run`` (the framework itself does not generate with it) or, which must not be, ``other
-        tokens`` or ``untyped``; `why`; what was stored and read, and for X rows by default and by name what came of it.
+        `outcome`: ``equal``, ``refused``, ``not run`` (the framework itself does not generate with
+        it) or, which must not be, ``other tokens`` or ``untyped``; `why`; what was stored and read,
+        and for X rows by default and by name what came of it.
     """
     import torch
     from transformers import DynamicCache
 
     import espnx
 
-    made = {"outcome": "not run", "why": "", "bytes_asked": 0, "layers_on_ssd": 0, "layers_in_memory": 0, "x_rows": {}}
+    made = {
+        "outcome": "not run",
+        "why": "",
+        "bytes_asked": 0,
+        "layers_on_ssd": 0,
+        "layers_in_memory": 0,
+        "x_rows": {},
+    }
     try:
         model = build(name, options, shared)
     except Exception as error:
         return made | {"why": _said(error)}
-    ids = torch.randint(3, 100, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        3, 100, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(0)
+    )
     mask = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
     asked = {"max_new_tokens": new, "do_sample": False, "attention_mask": mask}
 
     def run(cache: Any) -> Any:
         torch.manual_seed(0)
-        return model.generate(ids * mask, **asked | ({} if cache is None else {"past_key_values": cache}))
+        return model.generate(
+            ids * mask, **asked | ({} if cache is None else {"past_key_values": cache})
+        )
 
     wanted = None
     try:
@@ -159,7 +184,10 @@ def check(
         espnx.enable_kv_cache(model)
     except EspnxError as error:
         unchanged = model.config._attn_implementation == before
-        return made | {"outcome": "refused" if unchanged else "changed and refused", "why": str(error)}
+        return made | {
+            "outcome": "refused" if unchanged else "changed and refused",
+            "why": str(error),
+        }
     except Exception as error:
         return made | {"outcome": "untyped", "why": _said(error)}
     if wanted is None:
@@ -173,7 +201,9 @@ def check(
     return made
 
 
-def _with_cache(model: Any, run: Any, wanted: Any, x_rows: int | None, made: dict[str, Any]) -> dict[str, Any]:
+def _with_cache(
+    model: Any, run: Any, wanted: Any, x_rows: int | None, made: dict[str, Any]
+) -> dict[str, Any]:
     import torch
 
     import espnx
@@ -185,8 +215,13 @@ def _with_cache(model: Any, run: Any, wanted: Any, x_rows: int | None, made: dic
             with espnx.KVCache(model.config, folder, x_rows=x_rows) as cache:
                 is_equal, stats = torch.equal(run(cache), wanted), cache.stats()
         except EspnxError as error:
-            outcome = "equal" if x_rows else "late refusal"  # X rows that were asked for by name may be refused
-            return {"outcome": outcome, "why": str(error), "x_rows": made["x_rows"] | {title: "refused"}}
+            # X rows that were asked for by name may be refused
+            outcome = "equal" if x_rows else "late refusal"
+            return {
+                "outcome": outcome,
+                "why": str(error),
+                "x_rows": made["x_rows"] | {title: "refused"},
+            }
         except Exception as error:
             return {"outcome": "untyped", "why": f"x_rows={x_rows}: {_said(error)}"}
     found = {
@@ -195,7 +230,12 @@ def _with_cache(model: Any, run: Any, wanted: Any, x_rows: int | None, made: dic
     }
     if not is_equal:
         found["why"] = f"x_rows={x_rows}"
-    return found if x_rows else found | {name: stats[name] for name in ("bytes_asked", "layers_on_ssd", "layers_in_memory")}
+    return (
+        found
+        if x_rows
+        else found
+        | {name: stats[name] for name in ("bytes_asked", "layers_on_ssd", "layers_in_memory")}
+    )
 
 
 def _said(error: Exception) -> str:
@@ -205,7 +245,9 @@ def _said(error: Exception) -> str:
 # --- children ---
 
 
-def sweep(asked: Sequence[str], done: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]], float]]:
+def sweep(
+    asked: Sequence[str], done: Mapping[str, Any]
+) -> Iterator[tuple[str, list[dict[str, Any]], float]]:
     """(name, its variants' outcomes, seconds) of each model that is not done yet."""
     child: subprocess.Popen[str] | None = None
     for name in asked:
@@ -221,7 +263,13 @@ def sweep(asked: Sequence[str], done: Mapping[str, Any]) -> Iterator[tuple[str, 
             child = None
             yield (
                 name,
-                [{"variant": "", "outcome": "not run", "why": f"no answer in {_SECONDS} s, or more memory than it may have"}],
+                [
+                    {
+                        "variant": "",
+                        "outcome": "not run",
+                        "why": f"no answer in {_SECONDS} s, or more memory than it may have",
+                    }
+                ],
                 _SECONDS,
             )
         else:
@@ -232,7 +280,9 @@ def sweep(asked: Sequence[str], done: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 def _child() -> subprocess.Popen[str]:
     command = [sys.executable, "-m", __name__]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
 
 
 def _answer(child: subprocess.Popen[str], name: str) -> str | None:
@@ -265,7 +315,8 @@ def serve(lines: IO[str]) -> None:
                 one = {"variant": title} | check(name, options, configs["shared"])
                 if one["outcome"] == "not run" and name in configs["not_alone"]:
                     one["why"] = f"{configs['not_alone'][name]} ({one['why']})"
-                if title != "no window" or one.get("framework_generates"):  # else it cannot be without one
+                # else it cannot be without one
+                if title != "no window" or one.get("framework_generates"):
                     found.append(one)
         print(json.dumps(found), file=answers, flush=True)
 

@@ -1,5 +1,6 @@
-"""Passages by recipe: half of the words from Zipf's law over all terms, half from one of many topics. The law's first ranks are left out,
-as by a list of stop words: a million passages have 39.9 different terms each, of 46.6 words, and queries meet about 25,700 postings."""
+"""Passages by recipe: half of the words from Zipf's law over all terms, half from one of many
+topics. The law's first ranks are left out, as by a list of stop words: a million passages have 39.9
+different terms each, of 46.6 words, and queries meet about 25,700 postings."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import numpy as np
 TERMS, TOPICS, TOPIC_TERMS, MEAN_WORDS, ZIPF = 200_000, 2_000, 300, 46.6, 1.05
 #: Ranks of Zipf's law that no passage has.
 STOP_RANKS = 160
-#: Queries have about so many words of one passage, drawn by how many passages have them to this power: rather the frequent ones.
+#: Queries have about so many words of one passage, drawn by how many passages have them to this
+#: power: rather the frequent ones.
 QUERY_WORDS, QUERY_POWER = 4, 0.55
 _AT_ONCE = 10_000
 
@@ -84,7 +86,14 @@ def make_queries(passages: Passages, n: int, seed: int, df: np.ndarray) -> list[
         words = np.unique(passages.words[begins[passage] : begins[passage + 1]])
         weight = df[words].astype(np.float64) ** QUERY_POWER
         count = min(len(words), max(1, int(random.poisson(QUERY_WORDS))))
-        found.append([f"t{word}" for word in random.choice(words, count, replace=False, p=weight / weight.sum()).tolist()])
+        found.append(
+            [
+                f"t{word}"
+                for word in random.choice(
+                    words, count, replace=False, p=weight / weight.sum()
+                ).tolist()
+            ]
+        )
     return found
 
 

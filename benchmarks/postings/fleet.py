@@ -1,4 +1,5 @@
-"""The indexes of all systems in a folder, built there once, and the processes that are asked: one for each system, its memory limited."""
+"""The indexes of all systems in a folder, built there once, and the processes that are asked: one
+for each system, its memory limited."""
 
 from __future__ import annotations
 
@@ -37,22 +38,36 @@ class Folder:
     Raises InvalidInputError for a folder of another job, or with something else.
     """
 
-    def __init__(self, folder: Path, job: Mapping[str, Any], make: Callable[[Path], Mapping[str, float]], say: Say):
+    def __init__(
+        self,
+        folder: Path,
+        job: Mapping[str, Any],
+        make: Callable[[Path], Mapping[str, float]],
+        say: Say,
+    ):
         self.folder, self._say = folder, say
         if not (folder / _JOB).exists():
             if any(folder.iterdir()):
-                raise InvalidInputError(f"--indexes {folder}", got="a folder with something else", expected="an empty one, or an old one")
+                raise InvalidInputError(
+                    f"--indexes {folder}",
+                    got="a folder with something else",
+                    expected="an empty one, or an old one",
+                )
             facts = make(folder)
             (folder / _JOB).write_text(json.dumps({"job": job, "facts": facts}))
         made = json.loads((folder / _JOB).read_text())
         if made["job"] != job:
-            raise InvalidInputError(f"--indexes {folder}", got=made["job"], expected=job, fix="name another folder")
+            raise InvalidInputError(
+                f"--indexes {folder}", got=made["job"], expected=job, fix="name another folder"
+            )
         self.facts: Mapping[str, float] = made["facts"]
         self.queries: list[Any] = json.loads((folder / "queries.json").read_text())
 
     def build(self, indexes: Iterable[str]) -> None:
         """Those that are not there, in a process of their own."""
-        wanted = [name for name in dict.fromkeys(indexes) if not (self.folder / f"{name}.built").exists()]
+        wanted = [
+            name for name in dict.fromkeys(indexes) if not (self.folder / f"{name}.built").exists()
+        ]
         if not wanted:
             return
         with Worker("postings", "builder") as worker:
@@ -65,7 +80,8 @@ class Folder:
 
 
 class Indexes(Folder):
-    """Passages by recipe, their queries and indexes. `n`, `n_queries`, `seed`: of passages and queries."""
+    """Passages by recipe, their queries and indexes. `n`, `n_queries`, `seed`: of passages and
+    queries."""
 
     def __init__(self, folder: Path, n: int, n_queries: int, seed: int, say: Say):
         def make(folder: Path) -> Mapping[str, float]:
@@ -77,13 +93,16 @@ class Indexes(Folder):
             np.save(folder / "lengths.npy", passages.lengths)
             (folder / "queries.json").write_text(json.dumps(queries))
             met = postings_of(queries, df)
-            return {"query_postings_mean": float(met.mean()), "query_postings_p95": float(np.percentile(met, 95))}
+            return {
+                "query_postings_mean": float(met.mean()),
+                "query_postings_p95": float(np.percentile(met, 95)),
+            }
 
         super().__init__(folder, {"passages": n, "queries": n_queries, "seed": seed}, make, say)
 
     def expect(self, k: int) -> None:
-        """Writes what must be found, by each of two rules: by the lists decoded whole and summed in an array of all passages, without a
-        scan, a window or a threshold."""
+        """Writes what must be found, by each of two rules: by the lists decoded whole and summed in
+        an array of all passages, without a scan, a window or a threshold."""
         for name, rule in (("expected", RULE), ("expected-fts5", FTS5_RULE)):
             numbers, scores = self._best(k, rule)
             np.savez(self.folder / name, numbers=numbers, scores=scores)
@@ -98,14 +117,18 @@ class Indexes(Folder):
             terms = sorted({term.encode() for query in self.queries for term in query})
             wanted, held = hashes_of(terms), segment.dictionary.hashes
             places = np.minimum(np.searchsorted(held, wanted), len(held) - 1)
-            numbered = dict(zip(terms, np.where(held[places] == wanted, places, -1).tolist(), strict=True))
+            numbered = dict(
+                zip(terms, np.where(held[places] == wanted, places, -1).tolist(), strict=True)
+            )
             for row, query in enumerate(self.queries):
                 sums = np.zeros(len(postings), np.float32)
                 for term in (numbered[each.encode()] for each in query):
                     if term >= 0:
                         part = next(read_lists(postings.searcher.engine, segment, term, term + 1))
                         idf = np.float64(np.float32(rule.idf(len(part.records), len(postings))))
-                        sums[part.records] += (idf * rule.part(part.values, norms[part.records])).astype(np.float32)
+                        sums[part.records] += (
+                            idf * rule.part(part.values, norms[part.records])
+                        ).astype(np.float32)
                 there = np.flatnonzero(sums > 0)
                 best = there[np.lexsort((there, -sums[there]))[:k]]
                 scores[row, : len(best)], numbers[row, : len(best)] = sums[best], best
@@ -118,7 +141,10 @@ class Remote:
     def __init__(self, name: str, worker: Worker, opened: Mapping[str, Any]):
         self.name = self.group = name
         self._worker = worker
-        self.requested_path, self.effective_path = opened["requested_path"], opened["effective_path"]
+        self.requested_path, self.effective_path = (
+            opened["requested_path"],
+            opened["effective_path"],
+        )
 
     def verify(self) -> str | None:
         problem: str | None = self._worker.ask("verify")["problem"]
@@ -142,7 +168,14 @@ class Fleet(Workers):
         unlimited: systems that have no limit.
     """
 
-    def __init__(self, indexes: Folder, names: Sequence[str], k: int, limit_bytes: int | None, unlimited: Sequence[str] = ()):
+    def __init__(
+        self,
+        indexes: Folder,
+        names: Sequence[str],
+        k: int,
+        limit_bytes: int | None,
+        unlimited: Sequence[str] = (),
+    ):
         super().__init__()
         self.systems: list[Remote] = []
         with ExitStack() as stack:
@@ -155,6 +188,8 @@ class Fleet(Workers):
                 self._workers[name] = stack.enter_context(Worker("postings", name, group))
             for name, worker in self._workers.items():
                 expected = "expected-fts5" if name == "fts5" else "expected"
-                opened = worker.ask("open", name=name, folder=str(indexes.folder), k=k, expected=expected)
+                opened = worker.ask(
+                    "open", name=name, folder=str(indexes.folder), k=k, expected=expected
+                )
                 self.systems.append(Remote(name, worker, opened))
             self._stack = stack.pop_all()

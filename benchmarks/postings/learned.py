@@ -1,8 +1,9 @@
 """Sparse vectors by recipe: real ones of real texts, and as many as are wanted, mixed of those.
 
-A real model's vectors of some thousand texts have what makes learned vectors hard for posting lists, long queries and flat weights, but are
-too few for lists that matter. A mixed passage has terms of one to three real ones, so that it has about as many as they, and half of its
-weights are those that its terms have somewhere else.
+A real model's vectors of some thousand texts have what makes learned vectors hard for posting
+lists, long queries and flat weights, but are too few for lists that matter. A mixed passage has
+terms of one to three real ones, so that it has about as many as they, and half of its weights are
+those that its terms have somewhere else.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from espnx.postings import CsrArrays
 
 #: Words of a text that is encoded; shorter ends are left out.
 WORDS, WORDS_MIN = 80, 20
-#: Of one, two and three real vectors in a mixed one; share of its weights that are drawn from their term's others.
+#: Of one, two and three real vectors in a mixed one; share of its weights that are drawn from their
+#: term's others.
 SHARES, REDRAWN = (0.4, 0.4, 0.2), 0.5
 _AT_ONCE = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class Vectors:
-    """Attributes: begins: int64 [n + 1]. terms: int64, weights: float32: of all, one vector after the other."""
+    """Attributes: begins: int64 [n + 1]. terms: int64, weights: float32: of all, one vector after
+    the other."""
 
     begins: np.ndarray
     terms: np.ndarray
@@ -53,8 +56,15 @@ class Vectors:
     def of(cls, encoded: Sequence[Any]) -> Vectors:
         """Of `SparseVector` objects."""
         counts = [len(each.terms) for each in encoded]
-        terms, weights = (np.concatenate([np.asarray(getattr(each, name)) for each in encoded]) for name in ("terms", "weights"))
-        return cls(np.concatenate([[0], np.cumsum(counts)]), terms.astype(np.int64), weights.astype(np.float32))
+        terms, weights = (
+            np.concatenate([np.asarray(getattr(each, name)) for each in encoded])
+            for name in ("terms", "weights")
+        )
+        return cls(
+            np.concatenate([[0], np.cumsum(counts)]),
+            terms.astype(np.int64),
+            weights.astype(np.float32),
+        )
 
 
 def windows(text: str) -> list[str]:
@@ -72,19 +82,25 @@ def docstrings() -> Iterator[str]:
         except (SyntaxError, ValueError):
             continue
         for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node)):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (
+                text := ast.get_docstring(node)
+            ):
                 yield text
 
 
 def real_texts(collection: Path | None, count: int) -> tuple[list[str], list[str]]:
-    """(texts, queries): of a folder in BEIR's form all passages and queries, and of docstrings as many texts as are still missing, one in
-    four of those that there are. Without a folder, first lines of docstrings that no text has are the queries."""
+    """(texts, queries): of a folder in BEIR's form all passages and queries, and of docstrings as
+    many texts as are still missing, one in four of those that there are. Without a folder, first
+    lines of docstrings that no text has are the queries."""
     texts: list[str] = []
     queries: list[str] = []
     if collection is not None:
         for line in (collection / "corpus.jsonl").read_text().splitlines():
             texts += windows(json.loads(line)["text"])
-        queries = [json.loads(line)["text"] for line in (collection / "queries.jsonl").read_text().splitlines()]
+        queries = [
+            json.loads(line)["text"]
+            for line in (collection / "queries.jsonl").read_text().splitlines()
+        ]
     seen = set[str]()
     for number, text in enumerate(docstrings()):
         if len(texts) >= count:
@@ -104,10 +120,17 @@ def mixed(real: Vectors, n: int, seed: int) -> Vectors:
     by_term = np.argsort(real.terms, kind="stable")
     n_terms = int(real.terms.max()) + 1
     first = np.searchsorted(real.terms[by_term], np.arange(n_terms + 1))
-    parts = [_mixed_part(real, min(_AT_ONCE, n - done), random, by_term, first) for done in range(0, n, _AT_ONCE)]
+    parts = [
+        _mixed_part(real, min(_AT_ONCE, n - done), random, by_term, first)
+        for done in range(0, n, _AT_ONCE)
+    ]
     counts = np.concatenate([part[0] for part in parts])
     begins = np.concatenate([[0], np.cumsum(counts)])
-    return Vectors(begins, np.concatenate([part[1] for part in parts]), np.concatenate([part[2] for part in parts]))
+    return Vectors(
+        begins,
+        np.concatenate([part[1] for part in parts]),
+        np.concatenate([part[2] for part in parts]),
+    )
 
 
 def _mixed_part(
@@ -125,7 +148,9 @@ def _mixed_part(
     terms, weights = real.terms[entries], real.weights[entries]
     redrawn = random.random(len(entries)) < REDRAWN
     low, high = first[terms[redrawn]], first[terms[redrawn] + 1]
-    weights[redrawn] = real.weights[by_term[low + (random.random(len(low)) * (high - low)).astype(np.int64)]]
+    weights[redrawn] = real.weights[
+        by_term[low + (random.random(len(low)) * (high - low)).astype(np.int64)]
+    ]
     order = np.lexsort((-weights, terms, record))  # of a term that several have, the largest weight
     record, terms, weights = record[order], terms[order], weights[order]
     single = np.concatenate([[True], (record[1:] != record[:-1]) | (terms[1:] != terms[:-1])])

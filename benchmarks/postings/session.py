@@ -30,8 +30,12 @@ class Session:
     def handle(self, command: dict[str, Any]) -> dict[str, Any]:
         arguments = {key: value for key, value in command.items() if key != "do"}
         known: dict[Any, Callable[..., dict[str, Any]]] = {
-            "build": self.build, "open": self.open, "verify": self.verify, "prepare": self.prepare, "run": self.run,
-        }  # fmt: skip
+            "build": self.build,
+            "open": self.open,
+            "verify": self.verify,
+            "prepare": self.prepare,
+            "run": self.run,
+        }
         if command.get("do") not in known:
             raise InvalidInputError("command", got=command.get("do"), expected=", ".join(known))
         return known[command["do"]](**arguments)
@@ -40,7 +44,9 @@ class Session:
         if index in LEARNED:
             build_learned(index, Path(folder))
             return {}
-        words, lengths = (np.load(Path(folder) / f"{name}.npy", mmap_mode="r") for name in ("words", "lengths"))
+        words, lengths = (
+            np.load(Path(folder) / f"{name}.npy", mmap_mode="r") for name in ("words", "lengths")
+        )
         build(index, Path(folder), Passages(words, lengths))
         return {}
 
@@ -52,7 +58,10 @@ class Session:
         queries = json.loads((Path(folder) / "queries.json").read_text())
         made = open_system if isinstance(queries[0], list) else open_learned
         self._system = made(name, Path(folder), queries, k, (right["numbers"], right["scores"]))
-        return {"requested_path": self._system.requested_path, "effective_path": self._system.effective_path}
+        return {
+            "requested_path": self._system.requested_path,
+            "effective_path": self._system.effective_path,
+        }
 
     @property
     def _opened(self) -> Asked:

@@ -1,5 +1,5 @@
-"""What is measured: espnx, the same layout by way of mmap, bm25s, Tantivy and SQLite's FTS5. Each asks the same queries one at a time,
-and the page cache of its files is dropped before each."""
+"""What is measured: espnx, the same layout by way of mmap, bm25s, Tantivy and SQLite's FTS5. Each
+asks the same queries one at a time, and the page cache of its files is dropped before each."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ from ..machine.counters import read_counters
 from .corpus import Passages
 
 RULE = BM25("lucene", k1=1.5, b=0.75)
-FTS5_RULE = BM25("robertson", k1=1.2, b=0.75)  # ranks as SQLite does; scores are k1 + 1 times as high there
+# ranks as SQLite does; scores are k1 + 1 times as high there
+FTS5_RULE = BM25("robertson", k1=1.2, b=0.75)
 INDEXES = ("espnx", "bm25s", "tantivy", "fts5")
-#: Of the k best of an exact engine, what one that rounds lengths must find, of all queries together.
+#: Of the k best of an exact engine, what one that rounds lengths must find, of all queries
+#: together.
 OVERLAP = 0.8
 
 
@@ -45,7 +47,9 @@ class Asked(ABC):
     is_exact = True
     cache_state = "cold"
 
-    def __init__(self, queries: Sequence[list[str]], k: int, expected: tuple[np.ndarray, np.ndarray]):
+    def __init__(
+        self, queries: Sequence[list[str]], k: int, expected: tuple[np.ndarray, np.ndarray]
+    ):
         self.queries, self.k, self.expected = queries, k, expected
 
     @abstractmethod
@@ -74,7 +78,9 @@ class Asked(ABC):
             hits += len(set(self.numbers(found).tolist()) & set(numbers.tolist()))
             wanted += len(numbers)
         self._forget()
-        return None if hits >= OVERLAP * wanted else f"{hits} of the {wanted} best records were found"
+        return (
+            None if hits >= OVERLAP * wanted else f"{hits} of the {wanted} best records were found"
+        )
 
     def prepare(self, turn: int) -> str:
         self.ask(self.queries[turn % len(self.queries)])
@@ -85,7 +91,14 @@ class Asked(ABC):
             return "warm"
         for path in self.files():
             page_cache.drop(path)
-        return "cold" if all(page_cache.resident_fraction(path) < page_cache.COLD_FRACTION for path in self.files()) else "warm"
+        return (
+            "cold"
+            if all(
+                page_cache.resident_fraction(path) < page_cache.COLD_FRACTION
+                for path in self.files()
+            )
+            else "warm"
+        )
 
     def run(self) -> Sample:
         seconds, cpu_s, moved = [], 0.0, 0
@@ -102,7 +115,11 @@ class Asked(ABC):
             requests, asked = requests + own[0], asked + own[1]
         self._forget()  # pages that this process has mapped nobody else can drop
         n = len(self.queries)
-        metrics = {"cpu_ms": cpu_s / n * 1e3, "p99_ms": float(np.percentile(seconds, 99)) * 1e3, **self.facts()}
+        metrics = {
+            "cpu_ms": cpu_s / n * 1e3,
+            "p99_ms": float(np.percentile(seconds, 99)) * 1e3,
+            **self.facts(),
+        }
         if requests:
             metrics |= {"requests": requests / n, "asked_bytes": asked / n}
         # The work is the same for all: a "byte" is a query here, so that ratios are of times.
@@ -146,9 +163,13 @@ class EspnxSystem(Asked):
     def facts(self) -> dict[str, float]:
         size = float(self.index_bytes())
         return {
-            "index_bytes": size, "bytes_a_posting": size / self._postings.n_postings, "resident_bytes": float(self._postings.memory_bytes),
-            "resident_allowed_bytes": float(24 * self._postings.n_terms + 2 * len(self._postings) + 1_000_000),
-        }  # fmt: skip
+            "index_bytes": size,
+            "bytes_a_posting": size / self._postings.n_postings,
+            "resident_bytes": float(self._postings.memory_bytes),
+            "resident_allowed_bytes": float(
+                24 * self._postings.n_terms + 2 * len(self._postings) + 1_000_000
+            ),
+        }
 
     def costs(self) -> tuple[int, int]:
         return int(self._found.requests[0]), int(self._found.bytes_asked[0])
@@ -158,7 +179,8 @@ class EspnxSystem(Asked):
 
 
 class MappedSystem(Asked):
-    """The same lists, mapped; the kernel is told at once which pages will be wanted (MADV_WILLNEED), and the same kernels score them."""
+    """The same lists, mapped; the kernel is told at once which pages will be wanted
+    (MADV_WILLNEED), and the same kernels score them."""
 
     name = group = "mmap-willneed"
     requested_path = effective_path = "mmap"
@@ -170,13 +192,16 @@ class MappedSystem(Asked):
         (self._segment,) = self._search.collection.segments
         self._file = open(self._segment.lists.file.path, "rb")  # noqa: SIM115 - closed in close()
         # Private, so that a tensor may lie over it; nothing is written.
-        self._area = mmap.mmap(self._file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self._area = mmap.mmap(
+            self._file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
         self._area.madvise(mmap.MADV_RANDOM)
         self._view = np.frombuffer(self._area, np.uint8)
         self._bytes = torch.from_numpy(self._view)
         held = self._segment.dictionary
         self._rules = Rules(held.salt, "count", held.n_records, RULE.variant, RULE.k1, RULE.delta)
-        # A norm for every code that there can be: a shorter table would be checked against all lengths at each query.
+        # A norm for every code that there can be: a shorter table would be checked against all
+        # lengths at each query.
         norms = self._search.collection.norms(RULE)[0].view(torch.float64)
         self._norms = torch.cat([norms, norms.new_zeros(65_536 - len(norms))])
 
@@ -188,9 +213,14 @@ class MappedSystem(Asked):
         for offset, size in rows[:, 2:4].tolist():
             begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
             self._area.madvise(mmap.MADV_WILLNEED, begin, offset + size - begin)
-        lists, weights = rows[:, [2, 3, 4, 1]].contiguous(), rows[:, 7:9].contiguous().view(torch.float64)
+        lists, weights = (
+            rows[:, [2, 3, 4, 1]].contiguous(),
+            rows[:, 7:9].contiguous().view(torch.float64),
+        )
         codes = self._segment.codes
-        found = postings(self._bytes, lists, weights, self._rules, self.k, lengths=codes, norms=self._norms)
+        found = postings(
+            self._bytes, lists, weights, self._rules, self.k, lengths=codes, norms=self._norms
+        )
         numbers, scores = (each.numpy() for each in found)
         return numbers[numbers >= 0], scores[numbers >= 0]
 
@@ -314,13 +344,20 @@ class Fts5System(Asked):
     def ask(self, query: list[str]) -> tuple[np.ndarray, np.ndarray]:
         asked = "SELECT rowid, -rank FROM passages WHERE passages MATCH ? ORDER BY rank LIMIT ?"
         rows = self._database.execute(asked, (" OR ".join(query), self.k)).fetchall()
-        return np.array([row for row, _ in rows], np.int64) - 1, np.array([score for _, score in rows], np.float32)
+        return np.array([row for row, _ in rows], np.int64) - 1, np.array(
+            [score for _, score in rows], np.float32
+        )
 
     def close(self) -> None:
         self._database.close()
 
 
-_PACKAGES = {"bm25s-mmap": ("bm25s",), "bm25s-memory": ("bm25s",), "bm25s-numba": ("bm25s", "numba"), "tantivy": ("tantivy",)}
+_PACKAGES = {
+    "bm25s-mmap": ("bm25s",),
+    "bm25s-memory": ("bm25s",),
+    "bm25s-numba": ("bm25s", "numba"),
+    "tantivy": ("tantivy",),
+}
 _PACKAGES |= {"sindi": ("pyvsag",), "seismic": ("seismic",)}
 
 
@@ -375,4 +412,8 @@ def open_system(name: str, folder: Path, *asked: Any) -> Asked:
         return MappedSystem(folder / "espnx", *asked)
     if name.startswith("bm25s"):
         return Bm25sSystem(name, folder / "bm25s", *asked)
-    return TantivySystem(folder / "tantivy", *asked) if name == "tantivy" else Fts5System(folder / "fts5.db", *asked)
+    return (
+        TantivySystem(folder / "tantivy", *asked)
+        if name == "tantivy"
+        else Fts5System(folder / "fts5.db", *asked)
+    )

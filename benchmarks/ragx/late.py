@@ -1,5 +1,5 @@
-"""ColBERT as it is: MaxSim over all token vectors of a passage. Each device has an index of its share; inverted lists in memory name its
-candidates, whose records it reads and scores."""
+"""ColBERT as it is: MaxSim over all token vectors of a passage. Each device has an index of its
+share; inverted lists in memory name its candidates, whose records it reads and scores."""
 
 from __future__ import annotations
 
@@ -22,8 +22,21 @@ _TOLERANCE = 2e-3  # of scores from records in fp16
 class MaxSim:
     """Effort: candidates of a device."""
 
-    def __init__(self, collection: str, documents: Sequence[Encoded], queries: Sequence[Encoded], candidates: int, k: int):
-        self.name, self.index, self.collection, self.effort, self.least = "colbert", "MaxSim", collection, candidates, k
+    def __init__(
+        self,
+        collection: str,
+        documents: Sequence[Encoded],
+        queries: Sequence[Encoded],
+        candidates: int,
+        k: int,
+    ):
+        self.name, self.index, self.collection, self.effort, self.least = (
+            "colbert",
+            "MaxSim",
+            collection,
+            candidates,
+            k,
+        )
         self._documents, self._queries, self._k = documents, queries, k
         self._exact = [_scores(documents, query) for query in queries]
 
@@ -32,7 +45,9 @@ class MaxSim:
         parts = list[Part]()
         for i, rows in enumerate(shares):
             given = (Document(j, "", self._documents[row]) for j, row in enumerate(rows.tolist()))
-            espnx.build(folder / str(i), given, dims=(len(first.cls), first.tokens.shape[1]), cls_weight=0.0)
+            espnx.build(
+                folder / str(i), given, dims=(len(first.cls), first.tokens.shape[1]), cls_weight=0.0
+            )
             parts.append(_StorePart(espnx.open(folder / str(i), None), self._queries))
         return Private(parts, shares)
 
@@ -66,7 +81,11 @@ class _StorePart:
         result = self._index.search(query, k=k, candidates=effort, prefetch_step=0)
         link_bytes = query.tokens.nbytes + query.cls.nbytes + result.reranked * _SCORE_BYTES
         work = Work(result.requests, result.bytes_moved, link_bytes, result.reranked, 1)
-        return Found(np.array([int(hit.id) for hit in result]), np.array([-hit.score for hit in result]), work)
+        return Found(
+            np.array([int(hit.id) for hit in result]),
+            np.array([-hit.score for hit in result]),
+            work,
+        )
 
     def close(self) -> None:
         self._index.close()
@@ -74,10 +93,16 @@ class _StorePart:
 
 def _scores(documents: Sequence[Encoded], query: Encoded) -> np.ndarray:
     """float64 [n]: of each query token the most similar of the passage's, added up."""
-    return np.array([float((query.tokens @ each.tokens.T).amax(dim=1).sum()) if len(each.tokens) else 0.0 for each in documents])
+    return np.array(
+        [
+            float((query.tokens @ each.tokens.T).amax(dim=1).sum()) if len(each.tokens) else 0.0
+            for each in documents
+        ]
+    )
 
 
 def pooled(encoded: Sequence[Encoded]) -> np.ndarray:
-    """float32 [n, dim]: RAGX's ColBERT, the mean of a passage's token vectors; of length 1, or 0 for one without tokens."""
+    """float32 [n, dim]: RAGX's ColBERT, the mean of a passage's token vectors; of length 1, or 0
+    for one without tokens."""
     pooling = MeanPooling(encoded[0].tokens.shape[1])
     return np.stack([pooling.documents(each.tokens).numpy() for each in encoded])

@@ -1,4 +1,5 @@
-"""Posting lists on devices that scan them, exact: split by passages, or by terms as RAGX has it (section 3.2)."""
+"""Posting lists on devices that scan them, exact: split by passages, or by terms as RAGX has it
+(section 3.2)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class Lists:
 
     Args:
         name, collection: as of `Retriever`.
-        given: ``terms=`` or ``vectors=`` of `espnx.postings.Postings.build`, a value for each passage.
+        given: ``terms=`` or ``vectors=`` of `espnx.postings.Postings.build`, a value for each
+            passage.
         queries: likewise.
         placement: one of `PLACEMENTS`.
         whole: of all passages in one index, in their order; asked for what is right.
@@ -41,7 +43,13 @@ class Lists:
         whole: Postings,
     ):
         self.name, self.index, self.collection = name, f"lists by {placement}", collection
-        self._given, self._queries, self._placement, self._k, self._whole = given, queries, placement, k, whole
+        self._given, self._queries, self._placement, self._k, self._whole = (
+            given,
+            queries,
+            placement,
+            k,
+            whole,
+        )
 
     @cached_property
     def _scores(self) -> np.ndarray:
@@ -54,8 +62,18 @@ class Lists:
 
     def build(self, folder: Path, shares: Sequence[np.ndarray]) -> Spread:
         # Passage i of what is built lies on device i modulo their number.
-        order = np.array([row for turn in zip_longest(*(share.tolist() for share in shares)) for row in turn if row is not None], np.int64)
-        given = {name: [values[row] for row in order.tolist()] for name, values in self._given.items()}
+        order = np.array(
+            [
+                row
+                for turn in zip_longest(*(share.tolist() for share in shares))
+                for row in turn
+                if row is not None
+            ],
+            np.int64,
+        )
+        given = {
+            name: [values[row] for row in order.tolist()] for name, values in self._given.items()
+        }
         paths = [folder / str(i) for i in range(len(shares))]
         build_split(paths, **given, placement=self._placement)  # type: ignore[arg-type]
         return _SplitSpread(SplitPostings(paths), self._queries, order)
@@ -98,10 +116,16 @@ class _SplitSpread:
             works = [
                 Work(read, float(flash), float(sent + replied), 0, float(read > 0))
                 for read, flash, sent, replied in zip(
-                    reads, found.flash_bytes[0], found.command_bytes[0], found.reply_bytes[0], strict=True
+                    reads,
+                    found.flash_bytes[0],
+                    found.command_bytes[0],
+                    found.reply_bytes[0],
+                    strict=True,
                 )
             ]
-            answers.append(Answer(self._order[found.numbers[0][there]], -found.scores[0][there], works))
+            answers.append(
+                Answer(self._order[found.numbers[0][there]], -found.scores[0][there], works)
+            )
         return answers
 
     def _reads(self) -> list[int]:

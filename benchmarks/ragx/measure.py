@@ -1,4 +1,5 @@
-"""Every retriever over every number of devices, at equal effort and at equal recall: see case.py."""
+"""Every retriever over every number of devices, at equal effort and at equal recall: see
+case.py."""
 
 from __future__ import annotations
 
@@ -52,8 +53,14 @@ def measure(settings: Settings, say: Say) -> list[Row]:
             for at, point in _points(settings, retriever, n, count, single):
                 rows.append(_row(settings, retriever, n, count, at, point))
                 wrong = "" if point.problem is None else f"; WRONG: {point.problem}"
-                way = f"{retriever.collection}, {retriever.name} by {retriever.index}, {count} devices, equal {at}"
-                say(f"{way}: effort {point.effort}, recall {point.recall:.3f}, {point.total.reads:.1f} reads{wrong}")
+                way = (
+                    f"{retriever.collection}, {retriever.name} by {retriever.index}, {count} "
+                    f"devices, equal {at}"
+                )
+                say(
+                    f"{way}: effort {point.effort}, recall {point.recall:.3f}, "
+                    f"{point.total.reads:.1f} reads{wrong}"
+                )
             single = single or point
     return rows
 
@@ -63,51 +70,103 @@ def _retrievers(settings: Settings, say: Say) -> Iterator[tuple[Retriever, int]]
     wanted = [name for name in settings.retrievers if name != "vectors"]
     if wanted:
         yield from texts.retrievers(
-            wanted, settings.collection, settings.encoder, settings.sparse_encoder, settings.queries, settings.text_ef,
-            settings.candidates, settings.k, say,
-        )  # fmt: skip
+            wanted,
+            settings.collection,
+            settings.encoder,
+            settings.sparse_encoder,
+            settings.queries,
+            settings.text_ef,
+            settings.candidates,
+            settings.k,
+            say,
+        )
     if "vectors" in settings.retrievers:
-        data = vectors.by_recipe(settings.n, settings.dim, settings.queries, settings.k, settings.seed)
+        data = vectors.by_recipe(
+            settings.n, settings.dim, settings.queries, settings.k, settings.seed
+        )
         for kind in vectors.of(data, "vectors", settings.ef):
             yield kind, len(data.base)
 
 
-def _points(settings: Settings, retriever: Retriever, n: int, count: int, single: Point | None) -> Iterator[tuple[str, Point]]:
-    """(``effort`` or ``recall``, its point); of one that is exact, or of a single device, the first alone."""
+def _points(
+    settings: Settings, retriever: Retriever, n: int, count: int, single: Point | None
+) -> Iterator[tuple[str, Point]]:
+    """(``effort`` or ``recall``, its point); of one that is exact, or of a single device, the first
+    alone."""
     shares = shares_of(n, count, settings.seed)
-    with tempfile.TemporaryDirectory(prefix="espnx-bench-ragx-", dir=settings.path) as folder, ExitStack() as opened:
+    with (
+        tempfile.TemporaryDirectory(prefix="espnx-bench-ragx-", dir=settings.path) as folder,
+        ExitStack() as opened,
+    ):
         spread = retriever.build(Path(folder), shares)
         opened.callback(spread.close)
         asked = partial(ask, retriever, spread, k=settings.k)
         first = asked(retriever.effort)
         yield "effort", first
         if single is not None and retriever.effort:
-            yield "recall", at_recall(asked, single.recall, retriever.least, first, max(retriever.effort, *map(len, shares)))
+            yield (
+                "recall",
+                at_recall(
+                    asked,
+                    single.recall,
+                    retriever.least,
+                    first,
+                    max(retriever.effort, *map(len, shares)),
+                ),
+            )
         if settings.record is not None and isinstance(retriever, vectors.Hnsw):
             _record(settings.record, retriever, Path(folder), shares, settings.k)
 
 
-def _record(into: Path, retriever: vectors.Hnsw, folder: Path, shares: Sequence[np.ndarray], k: int) -> None:
+def _record(
+    into: Path, retriever: vectors.Hnsw, folder: Path, shares: Sequence[np.ndarray], k: int
+) -> None:
     """A trace of all queries at equal effort."""
     devices = espnx.device.open("ssd", [folder / str(i) for i in range(len(shares))])
-    name = re.sub("[^a-z0-9]+", "-", f"{retriever.collection} {retriever.name} {retriever.index}".lower()).strip("-")
+    name = re.sub(
+        "[^a-z0-9]+", "-", f"{retriever.collection} {retriever.name} {retriever.index}".lower()
+    ).strip("-")
     with ExitStack() as until:
-        spread = retriever.opened(shares, recording(str(into / f"{name}-{len(shares)}.trace"), "espnx bench ragx", devices, until))
+        spread = retriever.opened(
+            shares,
+            recording(
+                str(into / f"{name}-{len(shares)}.trace"), "espnx bench ragx", devices, until
+            ),
+        )
         until.callback(spread.close)
         spread.ask(retriever.effort, k)
 
 
-def _row(settings: Settings, retriever: Retriever, n: int, count: int, at: str, point: Point) -> Row:
+def _row(
+    settings: Settings, retriever: Retriever, n: int, count: int, at: str, point: Point
+) -> Row:
     total, most = point.total, point.most
     metrics = {"effort": float(point.effort), "recall": point.recall, "rounds_most": most.rounds}
     for name in ("reads", "flash_bytes", "link_bytes", "distances"):
         metrics |= {name: getattr(total, name), f"{name}_most": getattr(most, name)}
     params = {
-        "collection": retriever.collection, "passages": n, "retriever": retriever.name, "partitions": count, "at": at, "k": settings.k,
+        "collection": retriever.collection,
+        "passages": n,
+        "retriever": retriever.name,
+        "partitions": count,
+        "at": at,
+        "k": settings.k,
         "queries": point.queries,
-    }  # fmt: skip
+    }
     return Row(
-        case="ragx", params=params, system=retriever.index, kind="measured", requested_path="auto", effective_path="auto", cache="warm",
-        n=0, median_s=None, p99_s=None, iqr_s=None, bytes_asked=round(total.flash_bytes), bytes_moved=round(total.flash_bytes),
-        correct=point.problem is None, metrics=metrics,
-    )  # fmt: skip
+        case="ragx",
+        params=params,
+        system=retriever.index,
+        kind="measured",
+        requested_path="auto",
+        effective_path="auto",
+        cache="warm",
+        n=0,
+        median_s=None,
+        p99_s=None,
+        iqr_s=None,
+        bytes_asked=round(total.flash_bytes),
+        bytes_moved=round(total.flash_bytes),
+        correct=point.problem is None,
+        metrics=metrics,
+    )

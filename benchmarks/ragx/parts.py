@@ -1,4 +1,5 @@
-"""A collection in private partitions: each device has its share, its own index and its own result; the host merges the best of all."""
+"""A collection in private partitions: each device has its share, its own index and its own result;
+the host merges the best of all."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What one device found for one query, the best first. Attributes: ids: int64 [m], numbers of the whole collection; far: float64 [m],
-    the smaller the better."""
+    """What one device found for one query, the best first. Attributes: ids: int64 [m], numbers of
+    the whole collection; far: float64 [m], the smaller the better."""
 
     ids: np.ndarray
     far: np.ndarray
@@ -43,7 +44,8 @@ class Found:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What all devices found for one query together. Attributes: ids, far: as of `Found`, at most k; works: of each device."""
+    """What all devices found for one query together. Attributes: ids, far: as of `Found`, at most
+    k; works: of each device."""
 
     ids: np.ndarray
     far: np.ndarray
@@ -69,7 +71,8 @@ class Spread(Protocol):
 
 
 class Private:
-    """Devices each of which has an index of its own share: every one is asked, with the same effort, and the host takes the best of all.
+    """Devices each of which has an index of its own share: every one is asked, with the same
+    effort, and the host takes the best of all.
 
     Args:
         parts: in the order of the shares; closed with this.
@@ -84,7 +87,9 @@ class Private:
         return [self._merged(of_query, k) for of_query in zip(*found, strict=True)]
 
     def _merged(self, found: Sequence[Found], k: int) -> Answer:
-        ids = np.concatenate([rows[each.ids] for each, rows in zip(found, self._shares, strict=True)])
+        ids = np.concatenate(
+            [rows[each.ids] for each, rows in zip(found, self._shares, strict=True)]
+        )
         far = np.concatenate([each.far for each in found])
         best = top(far, ids, k)
         return Answer(ids[best], far[best], [each.work for each in found])
@@ -142,7 +147,8 @@ class Point:
 
 
 def shares_of(n: int, count: int, seed: int) -> list[np.ndarray]:
-    """Random shares of n rows, which differ by one at most. By clusters, one device would answer everything."""
+    """Random shares of n rows, which differ by one at most. By clusters, one device would answer
+    everything."""
     order = np.random.default_rng(seed).permutation(n)
     return [np.sort(each) for each in np.array_split(order, count)]
 
@@ -151,12 +157,25 @@ def ask(retriever: Retriever, spread: Spread, effort: int, k: int) -> Point:
     """Asks all queries."""
     answers = spread.ask(effort, k)
     works = np.array([[_values(work) for work in each.works] for each in answers])
-    most, total = (Work(*(float(each) for each in part.mean(axis=0))) for part in (works.max(axis=1), works.sum(axis=1)))
-    return Point(effort, retriever.recall([each.ids for each in answers]), most, total, retriever.problem(answers, k), len(answers))
+    most, total = (
+        Work(*(float(each) for each in part.mean(axis=0)))
+        for part in (works.max(axis=1), works.sum(axis=1))
+    )
+    return Point(
+        effort,
+        retriever.recall([each.ids for each in answers]),
+        most,
+        total,
+        retriever.problem(answers, k),
+        len(answers),
+    )
 
 
-def at_recall(ask_with: Callable[[int], Point], wanted: float, least: int, first: Point, most: int) -> Point:
-    """The point of the least effort, to within an eighth, that finds as much as was wanted; that of `most`, where none does.
+def at_recall(
+    ask_with: Callable[[int], Point], wanted: float, least: int, first: Point, most: int
+) -> Point:
+    """The point of the least effort, to within an eighth, that finds as much as was wanted; that of
+    `most`, where none does.
 
     Args:
         ask_with: an effort. first: the point of one that was asked with already.

@@ -1,4 +1,5 @@
-"""A collection of texts as RAGX's retrievers see it: words, weights of terms, one vector a passage, or one for every token."""
+"""A collection of texts as RAGX's retrievers see it: words, weights of terms, one vector a passage,
+or one for every token."""
 
 from __future__ import annotations
 
@@ -40,20 +41,37 @@ class Texts:
 
 
 def read(folder: str | None, queries: int) -> Texts:
-    """A collection in BEIR's form, of whose queries the first are taken; None: forty sentences. Raises as `read_beir`."""
+    """A collection in BEIR's form, of whose queries the first are taken; None: forty sentences.
+    Raises as `read_beir`."""
     if folder is None:
         rng = np.random.default_rng(0)
-        made = [f"{_TOPICS[i % 8]} of {' and '.join(rng.choice(_TOPICS, 3, replace=False))} number {i}" for i in range(40)]
-        return Texts("toy", made, [" ".join(made[i].split()[-5:]) for i in range(0, 40, 8)][:queries])
+        made = [
+            f"{_TOPICS[i % 8]} of {' and '.join(rng.choice(_TOPICS, 3, replace=False))} number {i}"
+            for i in range(40)
+        ]
+        return Texts(
+            "toy", made, [" ".join(made[i].split()[-5:]) for i in range(0, 40, 8)][:queries]
+        )
     found = read_beir(folder)
     passages = [f"{each.get('title') or ''} {each['text']}".strip() for each in found.corpus]
-    return Texts(folder.rstrip("/").rsplit("/", 1)[-1], passages, list(found.queries.values())[:queries])
+    return Texts(
+        folder.rstrip("/").rsplit("/", 1)[-1], passages, list(found.queries.values())[:queries]
+    )
 
 
 def retrievers(
-    wanted: Sequence[str], folder: str | None, encoder: str, sparse_encoder: str, queries: int, ef: int, candidates: int, k: int, say: Say
-) -> Iterator[tuple[Retriever, int]]:  # fmt: skip
-    """(each of the retrievers that are wanted, passages), texts encoded when the first needs them."""
+    wanted: Sequence[str],
+    folder: str | None,
+    encoder: str,
+    sparse_encoder: str,
+    queries: int,
+    ef: int,
+    candidates: int,
+    k: int,
+    say: Say,
+) -> Iterator[tuple[Retriever, int]]:
+    """(each of the retrievers that are wanted, passages), texts encoded when the first needs
+    them."""
     texts = read(folder, queries)
     for name in ("bm25", "splade"):
         if name in wanted:
@@ -80,10 +98,16 @@ def _of_terms(texts: Texts, name: str, sparse_encoder: str, k: int) -> Iterator[
     queries: Sequence[Any]
     if name == "bm25":
         analyzer = Analyzer(stop_words="english", stemmer="english")
-        given, queries = {"terms": [analyzer.terms(text) for text in texts.passages]}, [analyzer.terms(text) for text in texts.queries]
+        given, queries = (
+            {"terms": [analyzer.terms(text) for text in texts.passages]},
+            [analyzer.terms(text) for text in texts.queries],
+        )
     else:
         made = load_sparse_encoder(sparse_encoder)
-        given, queries = {"vectors": list(term_vectors(made, texts.passages))}, list(term_vectors(made, texts.queries, queries=True))
+        given, queries = (
+            {"vectors": list(term_vectors(made, texts.passages))},
+            list(term_vectors(made, texts.queries, queries=True)),
+        )
     with tempfile.TemporaryDirectory(prefix="espnx-bench-ragx-") as folder, ExitStack() as opened:
         Postings.build(Path(folder) / name, **given)  # type: ignore[arg-type]
         whole = opened.enter_context(Postings.open(Path(folder) / name))
@@ -92,10 +116,19 @@ def _of_terms(texts: Texts, name: str, sparse_encoder: str, k: int) -> Iterator[
 
 
 def _of_tokens(
-    wanted: Sequence[str], name: str, passages: Sequence[Encoded], queries: Sequence[Encoded], ef: int, candidates: int, k: int
-) -> Iterator[tuple[Retriever, int]]:  # fmt: skip
+    wanted: Sequence[str],
+    name: str,
+    passages: Sequence[Encoded],
+    queries: Sequence[Encoded],
+    ef: int,
+    candidates: int,
+    k: int,
+) -> Iterator[tuple[Retriever, int]]:
     if "gtr-shape" in wanted and len(passages[0].cls):
-        base, asked = (np.stack([each.cls.numpy() for each in some]).astype(np.float32) for some in (passages, queries))
+        base, asked = (
+            np.stack([each.cls.numpy() for each in some]).astype(np.float32)
+            for some in (passages, queries)
+        )
         for each in vectors.of(Vectors(name, base, asked, "ip", k), "gtr-shape", ef):
             yield each, len(base)
     if "colbert-pooled" in wanted:
@@ -107,15 +140,19 @@ def _of_tokens(
 
 
 def _doc2vec(texts: Texts, k: int) -> Vectors:
-    """Of length 1, so that squared L2 orders as the cosine does, which its encoder is measured to need."""
+    """Of length 1, so that squared L2 orders as the cosine does, which its encoder is measured to
+    need."""
     model = Doc2VecEncoder.train(texts.passages)
-    base, asked = (model.vectors(list(some), is_query=False).numpy() for some in (texts.passages, texts.queries))
+    base, asked = (
+        model.vectors(list(some), is_query=False).numpy()
+        for some in (texts.passages, texts.queries)
+    )
     return Vectors(texts.name, _of_length_1(base), _of_length_1(asked), "l2", k)
 
 
 def _of_length_1(rows: np.ndarray) -> np.ndarray:
-    """Without those of length 0, of texts that have no known word: they would be at distance 1 from everything, nearer than most, and every
-    link of a graph would lead to them."""
+    """Without those of length 0, of texts that have no known word: they would be at distance 1 from
+    everything, nearer than most, and every link of a graph would lead to them."""
     length = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
     there = length[:, 0] > 0
     return np.ascontiguousarray(rows[there] / length[there], dtype=np.float32)

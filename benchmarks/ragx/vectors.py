@@ -1,4 +1,5 @@
-"""One vector a passage: HNSW and our own graph, both with private graphs on SSD, and inverted lists of vectors on SSD."""
+"""One vector a passage: HNSW and our own graph, both with private graphs on SSD, and inverted lists
+of vectors on SSD."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class Vectors:
-    """Attributes: name; base: float32 [n, dim]; queries: float32 [q, dim]; metric: ``l2`` or ``ip``; k: neighbours asked for."""
+    """Attributes: name; base: float32 [n, dim]; queries: float32 [q, dim]; metric: ``l2`` or
+    ``ip``; k: neighbours asked for."""
 
     name: str
     base: np.ndarray
@@ -49,12 +51,19 @@ class Vectors:
     def farthest(self) -> np.ndarray:
         """float64 [q]: of each query's k-th nearest."""
         everything = np.arange(len(self.base))
-        return np.array([np.partition(self.distances(i, everything), self.k - 1)[self.k - 1] for i in range(len(self.queries))])
+        return np.array(
+            [
+                np.partition(self.distances(i, everything), self.k - 1)[self.k - 1]
+                for i in range(len(self.queries))
+            ]
+        )
 
     def recall(self, ids: Sequence[np.ndarray]) -> float:
         """Of what is as near as the k-th nearest; of equally near ones any will do."""
         limits = self.farthest + 1e-9 * np.abs(self.farthest)
-        return sum(int((self.distances(i, each) <= limits[i]).sum()) for i, each in enumerate(ids)) / (self.k * len(ids))
+        return sum(
+            int((self.distances(i, each) <= limits[i]).sum()) for i, each in enumerate(ids)
+        ) / (self.k * len(ids))
 
     def problem(self, found: Sequence[Answer], k: int) -> str | None:
         """Rows that were found twice, or that are not as far as was said."""
@@ -62,7 +71,10 @@ class Vectors:
             if len(set(each.ids.tolist())) != len(each.ids) or len(each.ids) > k:
                 return f"query {i}: a passage was found twice"
             far = self.distances(i, each.ids)
-            scale = np.square(self.base[each.ids].astype(np.float64)).sum(axis=1) + np.square(self.queries[i].astype(np.float64)).sum()
+            scale = (
+                np.square(self.base[each.ids].astype(np.float64)).sum(axis=1)
+                + np.square(self.queries[i].astype(np.float64)).sum()
+            )
             if (np.abs(far - each.far) > _TOLERANCE * scale).any():
                 return f"query {i}: {each.far} instead of {far}"
         return None
@@ -71,7 +83,9 @@ class Vectors:
 def by_recipe(n: int, dim: int, n_queries: int, k: int, seed: int) -> Vectors:
     """Normal and without any clusters, which is the hardest there is for graphs and lists alike."""
     rng = np.random.default_rng(seed)
-    base, queries = (rng.standard_normal((count, dim)).astype(np.float32) for count in (n, n_queries))
+    base, queries = (
+        rng.standard_normal((count, dim)).astype(np.float32) for count in (n, n_queries)
+    )
     return Vectors("recipe", base, queries, "l2", k)
 
 
@@ -79,7 +93,14 @@ class _OfVectors:
     """What the three have in common."""
 
     def __init__(self, name: str, index: str, data: Vectors, effort: int, least: int):
-        self.name, self.index, self.data, self.collection, self.effort, self.least = name, index, data, data.name, effort, least
+        self.name, self.index, self.data, self.collection, self.effort, self.least = (
+            name,
+            index,
+            data,
+            data.name,
+            effort,
+            least,
+        )
 
     def recall(self, ids: Sequence[np.ndarray]) -> float:
         return self.data.recall(ids)
@@ -89,19 +110,31 @@ class _OfVectors:
 
 
 class Hnsw(_OfVectors):
-    """RAGX's: FAISS's graph in memory, vectors on SSD, one node expanded at a time. Effort: efSearch."""
+    """RAGX's: FAISS's graph in memory, vectors on SSD, one node expanded at a time. Effort:
+    efSearch."""
 
     def __init__(self, name: str, data: Vectors, ef: int):
         super().__init__(name, "HNSW", data, ef, data.k)
 
     def build(self, folder: Path, shares: Sequence[np.ndarray]) -> Spread:
         for i, rows in enumerate(shares):
-            build_hnsw(self.data.base[rows], folder / str(i), m=M, ef_construction=EF_CONSTRUCTION, metric=self.data.metric)
-        return self.opened(shares, espnx.device.open("ssd", [folder / str(i) for i in range(len(shares))]))
+            build_hnsw(
+                self.data.base[rows],
+                folder / str(i),
+                m=M,
+                ef_construction=EF_CONSTRUCTION,
+                metric=self.data.metric,
+            )
+        return self.opened(
+            shares, espnx.device.open("ssd", [folder / str(i) for i in range(len(shares))])
+        )
 
     def opened(self, shares: Sequence[np.ndarray], devices: Sequence[NearStorageDevice]) -> Spread:
         """What `build` has built, on these devices."""
-        return Private([_WalkedPart(self.data, each.open_graph(HnswGraph(each.path))) for each in devices], shares)
+        return Private(
+            [_WalkedPart(self.data, each.open_graph(HnswGraph(each.path))) for each in devices],
+            shares,
+        )
 
 
 class _WalkedPart:
@@ -117,7 +150,13 @@ class _WalkedPart:
             walk = ticket.walk
             link_bytes = query.nbytes + len(ids) * WALK_REPLY.itemsize
             found.append(
-                Found(ids, far.astype(np.float64), Work(walk.read_requests, walk.bytes_moved, link_bytes, walk.distances, walk.hops))
+                Found(
+                    ids,
+                    far.astype(np.float64),
+                    Work(
+                        walk.read_requests, walk.bytes_moved, link_bytes, walk.distances, walk.hops
+                    ),
+                )
             )
         return found
 
@@ -126,7 +165,8 @@ class _WalkedPart:
 
 
 class OwnGraph(_OfVectors):
-    """Our own graph, which lies on SSD whole, links and codes too. Effort: candidates of a walk, L. Walks expand a page at a time."""
+    """Our own graph, which lies on SSD whole, links and codes too. Effort: candidates of a walk, L.
+    Walks expand a page at a time."""
 
     def __init__(self, name: str, data: Vectors, length: int):
         super().__init__(name, "graph on SSD", data, length, data.k)
@@ -134,7 +174,13 @@ class OwnGraph(_OfVectors):
     def build(self, folder: Path, shares: Sequence[np.ndarray]) -> Spread:
         parts = list[Part]()
         for i, rows in enumerate(shares):
-            espnx.graph.build(self.data.base[rows], folder / str(i), metric=self.data.metric, vector_dtype="float32", threads=2)
+            espnx.graph.build(
+                self.data.base[rows],
+                folder / str(i),
+                metric=self.data.metric,
+                vector_dtype="float32",
+                threads=2,
+            )
             parts.append(_GraphPart(self.data, espnx.graph.open(folder / str(i))))
         return Private(parts, shares)
 
@@ -151,7 +197,9 @@ class _GraphPart:
             reads = int(found.pages[i] + found.code_pages[i])
             link_bytes = query.nbytes + int(there.sum()) * WALK_REPLY.itemsize
             work = Work(reads, int(found.bytes_read[i]), link_bytes, int(found.measured[i]), reads)
-            answers.append(Found(found.ids[i][there], found.distances[i][there].astype(np.float64), work))
+            answers.append(
+                Found(found.ids[i][there], found.distances[i][there].astype(np.float64), work)
+            )
         return answers
 
     def close(self) -> None:
@@ -159,8 +207,8 @@ class _GraphPart:
 
 
 class Ivf(_OfVectors):
-    """Inverted lists, sqrt(n) of them, with the vectors on SSD and the centroids in memory. Effort: lists that are probed; at equal effort
-    a thousandth of them, and one at least."""
+    """Inverted lists, sqrt(n) of them, with the vectors on SSD and the centroids in memory. Effort:
+    lists that are probed; at equal effort a thousandth of them, and one at least."""
 
     def __init__(self, name: str, data: Vectors):
         super().__init__(name, "IVF", data, max(1, math.ceil(PROBED * lists_of(len(data.base)))), 1)
@@ -171,7 +219,11 @@ class Ivf(_OfVectors):
             own = self.data.base[rows]
             centroids = fit_clusters(own, lists_of(len(own)), is_spherical=False)
             write_clusters(
-                folder / str(i), np.arange(len(own)), own, _nearest_centroids(own, centroids, 1)[:, 0], n_clusters=len(centroids)
+                folder / str(i),
+                np.arange(len(own)),
+                own,
+                _nearest_centroids(own, centroids, 1)[:, 0],
+                n_clusters=len(centroids),
             )
             parts.append(_IvfPart(self.data, centroids, open_clusters(folder / str(i))))
         return Private(parts, shares)
@@ -217,5 +269,9 @@ def _nearest_centroids(vectors: np.ndarray, centroids: np.ndarray, count: int) -
     for begin in range(0, len(vectors), 4096):
         some = vectors[begin : begin + 4096].astype(np.float64)
         far = np.square(wide).sum(axis=1) - 2 * (some @ wide.T)
-        found[begin : begin + 4096] = np.argsort(far, axis=1, kind="stable")[:, :count] if count > 1 else far.argmin(axis=1)[:, None]
+        found[begin : begin + 4096] = (
+            np.argsort(far, axis=1, kind="stable")[:, :count]
+            if count > 1
+            else far.argmin(axis=1)[:, None]
+        )
     return found

@@ -1,4 +1,5 @@
-"""Plots of graphs: queries a second and reads over recall, of the vectors that say most: real ones before made ones, then the most."""
+"""Plots of graphs: queries a second and reads over recall, of the vectors that say most: real ones
+before made ones, then the most."""
 
 from __future__ import annotations
 
@@ -21,19 +22,33 @@ def rates(found: Sequence[Found]) -> Any:
 
 
 def reads(found: Sequence[Found]) -> Any:
-    """Reads of a query over recall, of the systems that count them. Of each list size the threads and width with the fewest count."""
-    return _over_recall([each for each in found if each.row.metrics.get("reads")], "reads a query", "reads", min)
+    """Reads of a query over recall, of the systems that count them. Of each list size the threads
+    and width with the fewest count."""
+    return _over_recall(
+        [each for each in found if each.row.metrics.get("reads")], "reads a query", "reads", min
+    )
 
 
 def _over_recall(found: Sequence[Found], what: str, name: str, best: Callable[..., Row]) -> Any:
-    """A line for each system of the chosen vectors; None without points at a recall that anybody wants."""
+    """A line for each system of the chosen vectors; None without points at a recall that anybody
+    wants."""
     swept = [each.row for each in found if each.row.params["show"] == "sweep"]
-    data = max(dict.fromkeys(row.params["data"] for row in swept), key=lambda each: _worth(each, swept), default=None)
-    rows = [row for row in swept if row.params["data"] == data and row.metrics["recall"] >= _RECALL_LEAST]
+    data = max(
+        dict.fromkeys(row.params["data"] for row in swept),
+        key=lambda each: _worth(each, swept),
+        default=None,
+    )
+    rows = [
+        row
+        for row in swept
+        if row.params["data"] == data and row.metrics["recall"] >= _RECALL_LEAST
+    ]
     if not rows:
         return None
     title = _title([each.row for each in found if each.row.params["data"] == data], name)
-    figure, axes = new_axes(title or f"{what.capitalize()} at equal recall", f"recall@10, {data}", what)
+    figure, axes = new_axes(
+        title or f"{what.capitalize()} at equal recall", f"recall@10, {data}", what
+    )
     systems = list(dict.fromkeys(row.system for row in rows))
     ours = [system for system in systems if system.startswith("espnx")]
     peers = [system for system in systems if system not in ours]
@@ -42,14 +57,21 @@ def _over_recall(found: Sequence[Found], what: str, name: str, best: Callable[..
         for row in rows:
             if row.system == system:
                 sizes[row.params["list_size"]].append(row)
-        chosen = [best(here, key=lambda row: row.metrics[name]) for _, here in sorted(sizes.items())]
+        chosen = [
+            best(here, key=lambda row: row.metrics[name]) for _, here in sorted(sizes.items())
+        ]
         alike = ours if system in ours else peers
-        look = Look(system, ESPNX if system in ours else OTHER, _LINES[alike.index(system) % len(_LINES)])
-        line(axes, look, sorted(((_missed(row), row.metrics[name]) for row in chosen), reverse=True))
+        look = Look(
+            system, ESPNX if system in ours else OTHER, _LINES[alike.index(system) % len(_LINES)]
+        )
+        line(
+            axes, look, sorted(((_missed(row), row.metrics[name]) for row in chosen), reverse=True)
+        )
     logarithmic(axes, lambda missed: f"{1 - missed:g}", None, subs=(1, 5))
     logarithmic(axes, None, plain)
     axes.tick_params(axis="x", labelsize=8)
-    axes.invert_xaxis()  # of what is missed: rising recall, and the same room for each halving of what it lacks
+    # of what is missed: rising recall, and the same room for each halving of what it lacks
+    axes.invert_xaxis()
     name_ends(axes, with_leaders=True)
     return figure
 
@@ -59,7 +81,8 @@ def _missed(row: Row) -> float:
 
 
 def _worth(data: str, rows: Sequence[Row]) -> tuple[bool, int, int, float]:
-    """Real vectors first, then how many there are, then how many systems were measured with them, and the recall that all of them reach."""
+    """Real vectors first, then how many there are, then how many systems were measured with them,
+    and the recall that all of them reach."""
     reached: dict[str, float] = {}
     here = [row for row in rows if row.params["data"] == data]
     for row in here:
@@ -68,12 +91,27 @@ def _worth(data: str, rows: Sequence[Row]) -> tuple[bool, int, int, float]:
 
 
 def _title(rows: Sequence[Row], name: str) -> str | None:
-    """What our best system does beside DiskANN at the least recall of the summary; None where none was compared."""
-    summary = [row for row in rows if row.params["show"] == "summary" and row.system.startswith("espnx")]
+    """What our best system does beside DiskANN at the least recall of the summary; None where none
+    was compared."""
+    summary = [
+        row for row in rows if row.params["show"] == "summary" and row.system.startswith("espnx")
+    ]
     least = min((row.params["recall"] for row in summary), default=None)
     here = [row for row in summary if row.params["recall"] == least]
     if name == "reads":
-        shares = {row.metrics["reads_over_peer"]: row.system for row in here if row.metrics.get("reads_over_peer")}
-        return f"At recall {least:g}, {min(shares):.2f} of DiskANN's reads ({shares[min(shares)]})" if shares else None
+        shares = {
+            row.metrics["reads_over_peer"]: row.system
+            for row in here
+            if row.metrics.get("reads_over_peer")
+        }
+        return (
+            f"At recall {least:g}, {min(shares):.2f} of DiskANN's reads ({shares[min(shares)]})"
+            if shares
+            else None
+        )
     ratios = {row.ratio["diskann"]: row.system for row in here if "diskann" in row.ratio}
-    return f"At recall {least:g}, {max(ratios):.1f} times DiskANN's queries ({ratios[max(ratios)]})" if ratios else None
+    return (
+        f"At recall {least:g}, {max(ratios):.1f} times DiskANN's queries ({ratios[max(ratios)]})"
+        if ratios
+        else None
+    )

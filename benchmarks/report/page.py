@@ -1,6 +1,8 @@
-"""One HTML page of result files: for each the machine, the command that made it, its tables, and pictures of the same numbers.
+"""One HTML page of result files: for each the machine, the command that made it, its tables, and
+pictures of the same numbers.
 
-The page needs nothing beside it: styles and pictures are inside. Without matplotlib there are tables alone, and the page says so.
+The page needs nothing beside it: styles and pictures are inside. Without matplotlib there are
+tables alone, and the page says so.
 """
 
 from __future__ import annotations
@@ -35,17 +37,37 @@ p.note { border-left: 3px solid #c90; padding-left: .6rem }
 """
 _BARS_MOST, _POINTS_LEAST = 60, 3
 Progress = Callable[[int, int], None]
-_MACHINE = ("cpu", "cores", "memory_bytes", "kernel", "disk", "fs", "python", "torch", "fio", "load_average")
+_MACHINE = (
+    "cpu",
+    "cores",
+    "memory_bytes",
+    "kernel",
+    "disk",
+    "fs",
+    "python",
+    "torch",
+    "fio",
+    "load_average",
+)
 
 
-def render_page(results: Mapping[Path, Mapping[str, Any]], progress: Progress = lambda done, total: None) -> str:
-    """The page of these result files, each validated, in their order. `progress`: is told of how many are done, of how many."""
+def render_page(
+    results: Mapping[Path, Mapping[str, Any]], progress: Progress = lambda done, total: None
+) -> str:
+    """The page of these result files, each validated, in their order. `progress`: is told of how
+    many are done, of how many."""
     progress(0, len(results))
     why_no_plots = _missing_matplotlib()
     parts = [
-        "<!doctype html>", '<html lang="en">', '<meta charset="utf-8">', "<title>espnx: results</title>", f"<style>{_STYLE}</style>",
-        "<h1>espnx: results</h1>", *([f'<p class="note">{escape(why_no_plots)}</p>'] if why_no_plots else []), _contents(results),
-    ]  # fmt: skip
+        "<!doctype html>",
+        '<html lang="en">',
+        '<meta charset="utf-8">',
+        "<title>espnx: results</title>",
+        f"<style>{_STYLE}</style>",
+        "<h1>espnx: results</h1>",
+        *([f'<p class="note">{escape(why_no_plots)}</p>'] if why_no_plots else []),
+        _contents(results),
+    ]
     for number, (path, document) in enumerate(results.items()):
         parts += _section(number, path, document, with_plots=not why_no_plots)
         progress(number + 1, len(results))
@@ -56,7 +78,10 @@ def _missing_matplotlib() -> str | None:
     try:
         use_style()  # the same results give the same page
     except ImportError as error:
-        return f"There are no pictures here: {MissingDependencyError('they need matplotlib', fix=_FIX)} ({error})."
+        return (
+            "There are no pictures here: "
+            f"{MissingDependencyError('they need matplotlib', fix=_FIX)} ({error})."
+        )
     return None
 
 
@@ -64,13 +89,20 @@ _FIX = "pip install 'espnx[bench]'"
 
 
 def _contents(results: Mapping[Path, Mapping[str, Any]]) -> str:
-    lines = (f'<li><a href="#f{number}">{escape(path.name)}</a></li>' for number, path in enumerate(results))
+    lines = (
+        f'<li><a href="#f{number}">{escape(path.name)}</a></li>'
+        for number, path in enumerate(results)
+    )
     return f"<ul>{''.join(lines)}</ul>" if len(results) > 1 else ""
 
 
-def _section(number: int, path: Path, document: Mapping[str, Any], *, with_plots: bool) -> Iterator[str]:
+def _section(
+    number: int, path: Path, document: Mapping[str, Any], *, with_plots: bool
+) -> Iterator[str]:
     commit = document["commit"]
-    version = f"{commit[:10]}{', with changes' if document['dirty'] else ''}" if commit else "unknown"
+    version = (
+        f"{commit[:10]}{', with changes' if document['dirty'] else ''}" if commit else "unknown"
+    )
     yield f'<h2 id="f{number}">{escape(path.name)}</h2>'
     yield f"<p><code>{escape(document['command'])}</code> at commit {escape(version)}</p>"
     if "note" in document:
@@ -83,14 +115,25 @@ def _section(number: int, path: Path, document: Mapping[str, Any], *, with_plots
             chosen = [row for row in rows if row.case == name and row.kind == kind]
             if chosen:
                 yield f"<h3>{escape(name)}: {kind}</h3>"
-                yield _table(known[name].table(chosen)) if name in known else "<p>This case is not known here.</p>"
+                yield (
+                    _table(known[name].table(chosen))
+                    if name in known
+                    else "<p>This case is not known here.</p>"
+                )
                 yield from _figures(chosen) if with_plots else ()
 
 
 def _machine(machine: Mapping[str, Any]) -> str:
     facts = [(name, machine[name]) for name in _MACHINE if machine.get(name) is not None]
-    shown = [(name.removesuffix("_bytes"), format_size(value) if name.endswith("_bytes") else value) for name, value in facts]
-    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in shown) + "</dl>"
+    shown = [
+        (name.removesuffix("_bytes"), format_size(value) if name.endswith("_bytes") else value)
+        for name, value in facts
+    ]
+    return (
+        "<dl>"
+        + "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in shown)
+        + "</dl>"
+    )
 
 
 def _table(made: tuple[list[str], list[list[str]]]) -> str:
@@ -101,12 +144,19 @@ def _table(made: tuple[list[str], list[list[str]]]) -> str:
 
 
 def _cell(text: str) -> str:
-    looks = ' class="number"' if text[:1].isdigit() else ' class="bad"' if text in ("NO", "WRONG") else ""
+    looks = (
+        ' class="number"'
+        if text[:1].isdigit()
+        else ' class="bad"'
+        if text in ("NO", "WRONG")
+        else ""
+    )
     return f"<td{looks}>{escape(text)}</td>"
 
 
 def _figures(rows: Sequence[Row]) -> Iterator[str]:
-    """Pictures of right results that have times: over a parameter that has several values, else a bar for each; and by recall."""
+    """Pictures of right results that have times: over a parameter that has several values, else a
+    bar for each; and by recall."""
     timed = [row for row in rows if row.correct and row.median_s]
     swept = _swept(timed)
     drawn = [(_curves(timed, swept) if swept else None) or _bars(timed), _by_recall(timed)]
@@ -126,9 +176,13 @@ def _swept(rows: Sequence[Row]) -> str | None:
             if not isinstance(value, (dict, list)):
                 values[name].add(value)
     numeric = {
-        name: len(found) for name, found in values.items()
-        if all(isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 for value in found)
-    }  # fmt: skip
+        name: len(found)
+        for name, found in values.items()
+        if all(
+            isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+            for value in found
+        )
+    }
     best = max(numeric, key=lambda name: numeric[name], default=None)
     return best if best is not None and numeric[best] >= _POINTS_LEAST else None
 
@@ -136,29 +190,40 @@ def _swept(rows: Sequence[Row]) -> str | None:
 def _label(row: Row, rows: Sequence[Row], but: Sequence[str] = ()) -> str:
     """The system, and the parameters that are not the same everywhere."""
     differing = [
-        name for name in row.params
-        if name not in but and not isinstance(row.params[name], (dict, list)) and len({str(each.params.get(name)) for each in rows}) > 1
-    ]  # fmt: skip
+        name
+        for name in row.params
+        if name not in but
+        and not isinstance(row.params[name], (dict, list))
+        and len({str(each.params.get(name)) for each in rows}) > 1
+    ]
     return ", ".join([row.system, *(_parameter(name, row.params[name]) for name in differing)])
 
 
 def _parameter(name: str, value: Any) -> str:
     if name.endswith("_bytes"):
-        return f"{name.removesuffix('_bytes')} {format_size(value) if value else 'ample' if value is None else 0}"
+        return (
+            f"{name.removesuffix('_bytes')} "
+            f"{format_size(value) if value else 'ample' if value is None else 0}"
+        )
     return f"{name} {'all' if value is None else value}"
 
 
 def _curves(rows: Sequence[Row], name: str) -> Any:
-    """None where a line would be a single point, unless there are too many rows for bars: then the others."""
+    """None where a line would be a single point, unless there are too many rows for bars: then the
+    others."""
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
-        found[_label(row, rows, but=[name])].append((float(row.params[name]), float(row.median_s or 0)))
+        found[_label(row, rows, but=[name])].append(
+            (float(row.params[name]), float(row.median_s or 0))
+        )
     lines = {label: points for label, points in found.items() if len({x for x, _ in points}) > 1}
     if not lines or (len(lines) < len(found) and len(rows) <= _BARS_MOST):
         return None
     figure, axes = _axes(0.45 * len(lines) / 2 + 3.4, name, "median time of a run, s")
     for label, points in lines.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, linewidth=1, label=label)
+        axes.plot(
+            *zip(*sorted(points), strict=True), marker="o", markersize=3, linewidth=1, label=label
+        )
     axes.set(xscale="log", yscale="log")
     axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
@@ -167,8 +232,15 @@ def _curves(rows: Sequence[Row], name: str) -> Any:
 def _bars(rows: Sequence[Row]) -> Any:
     if not 1 < len(rows) <= _BARS_MOST:
         return None
-    figure, axes = _axes(0.28 * len(rows) + 1.2, "median time of a run, s, and its interquartile range", "")
-    axes.barh([_label(row, rows) for row in rows], [row.median_s for row in rows], xerr=[(row.iqr_s or 0) / 2 for row in rows], height=0.6)
+    figure, axes = _axes(
+        0.28 * len(rows) + 1.2, "median time of a run, s, and its interquartile range", ""
+    )
+    axes.barh(
+        [_label(row, rows) for row in rows],
+        [row.median_s for row in rows],
+        xerr=[(row.iqr_s or 0) / 2 for row in rows],
+        height=0.6,
+    )
     axes.invert_yaxis()
     return figure
 
@@ -180,10 +252,18 @@ def _by_recall(rows: Sequence[Row]) -> Any:
     figure, axes = _axes(4, "recall", "median time of a run, s")
     lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in found:
-        lines[_label(row, found, but=["nprobe", "recall_wanted"])].append((row.metrics["recall"], float(row.median_s or 0)))
+        lines[_label(row, found, but=["nprobe", "recall_wanted"])].append(
+            (row.metrics["recall"], float(row.median_s or 0))
+        )
     for label, points in lines.items():
         if len(points) > 1:
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, linewidth=1, label=label)
+            axes.plot(
+                *zip(*sorted(points), strict=True),
+                marker="o",
+                markersize=3,
+                linewidth=1,
+                label=label,
+            )
     axes.set(yscale="log")
     axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

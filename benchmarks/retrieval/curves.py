@@ -1,4 +1,5 @@
-"""What a corpus and its layout give, searches aside: requests and bytes by layout, hit rates, memory of the first stage."""
+"""What a corpus and its layout give, searches aside: requests and bytes by layout, hit rates,
+memory of the first stage."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ Reads = dict[str, list[dict[str, float]]]
 
 
 def show_layout(options: Options, prepared: Prepared, say: Say) -> list[Row]:
-    """The same candidates read in list order and in id order, at the gap of the cost model; list order at fixed gaps beside."""
+    """The same candidates read in list order and in id order, at the gap of the cost model; list
+    order at fixed gaps beside."""
     queries, warm = split_queries(options.queries)
     rows: list[Row] = []
     with Fleet(prepared, [AUTO], None, options.threads, options.engine) as fleet:
@@ -41,22 +43,36 @@ def show_layout(options: Options, prepared: Prepared, say: Say) -> list[Row]:
         gap = int(fleet.facts(AUTO)["gap_bytes"])
         known = {"list": (LIST_ORDER, LIST_ORDER, gap), "id": (ID_ORDER, ID_ORDER, gap)}
         variants = [known[name] for name in options.layouts]
-        variants += [(f"{LIST_ORDER}-gap-{fixed >> 10}k", LIST_ORDER, fixed) for fixed in _FIXED_GAPS]
+        variants += [
+            (f"{LIST_ORDER}-gap-{fixed >> 10}k", LIST_ORDER, fixed) for fixed in _FIXED_GAPS
+        ]
         for rerank in options.reranks:
             point = Point(prepared, None, nprobe, options.candidates, rerank, 1, options.threads)
-            reads = _read_layouts(fleet.of(AUTO), point, [*warm[:_UNCOUNTED], *queries], variants, options.seed)
+            reads = _read_layouts(
+                fleet.of(AUTO), point, [*warm[:_UNCOUNTED], *queries], variants, options.seed
+            )
             path = str(fleet.facts(AUTO)["effective_path"])
             rows += [_layout_row(point, name, reads, fixed, path) for name, _, fixed in variants]
     return report(rows, say)
 
 
-def _read_layouts(worker: Worker, point: Point, queries: list[int], variants: list[tuple[str, str, int]], seed: int) -> Reads:
+def _read_layouts(
+    worker: Worker,
+    point: Point,
+    queries: list[int],
+    variants: list[tuple[str, str, int]],
+    seed: int,
+) -> Reads:
     reads: Reads = {name: [] for name, _, _ in variants}
     rng = random.Random(seed)
     for turn, query in enumerate(queries):
-        found = worker.ask("candidates", queries=[query], candidates=point.candidates, nprobe=point.nprobe)
+        found = worker.ask(
+            "candidates", queries=[query], candidates=point.candidates, nprobe=point.nprobe
+        )
         for name, layout, gap in rng.sample(variants, len(variants)):
-            read = worker.ask("layout", numbers=found["numbers"][0][: point.rerank], layout=layout, gap_bytes=gap)
+            read = worker.ask(
+                "layout", numbers=found["numbers"][0][: point.rerank], layout=layout, gap_bytes=gap
+            )
             if turn >= _UNCOUNTED:
                 reads[name].append(read)
     return reads
@@ -73,17 +89,29 @@ def _layout_row(point: Point, name: str, reads: Reads, gap_bytes: int, path: str
     ratio = {}
     if base and name != ID_ORDER:
         pairs = list(zip(ours, base, strict=True))
-        metrics["requests_per_id_order"] = statistics.median(a["requests"] / b["requests"] for a, b in pairs)
-        metrics["seconds_per_id_order"] = statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
+        metrics["requests_per_id_order"] = statistics.median(
+            a["requests"] / b["requests"] for a, b in pairs
+        )
+        metrics["seconds_per_id_order"] = statistics.median(
+            a["seconds"] / b["seconds"] for a, b in pairs
+        )
         ratio = {ID_ORDER: [b["seconds"] / a["seconds"] for a, b in pairs]}
     return simple_row(
-        point.params("layout"), name, [read["seconds"] for read in ours], metrics, kind="replayed", path=path, ratio=ratio,
-        bytes_asked=middle["bytes_asked"], bytes_moved=middle["bytes_moved"],
-    )  # fmt: skip
+        point.params("layout"),
+        name,
+        [read["seconds"] for read in ours],
+        metrics,
+        kind="replayed",
+        path=path,
+        ratio=ratio,
+        bytes_asked=middle["bytes_asked"],
+        bytes_moved=middle["bytes_moved"],
+    )
 
 
 def show_hit_rate(options: Options, prepared: Prepared, say: Say) -> list[Row]:
-    """Hit rate by prefetch step, at the nprobe of two recalls; equal to what FAISS says in two searches from scratch."""
+    """Hit rate by prefetch step, at the nprobe of two recalls; equal to what FAISS says in two
+    searches from scratch."""
     queries, warm = split_queries(options.queries)
     rows: list[Row] = []
     with Fleet(prepared, [AUTO], None, options.threads, options.engine) as fleet:
@@ -91,43 +119,81 @@ def show_hit_rate(options: Options, prepared: Prepared, say: Say) -> list[Row]:
         for recall in HIT_RATE_RECALLS:
             nprobe = resolve_nprobe(replace(options, nprobe=str(recall)), fleet, [*queries, *warm])
             point = Point(prepared, None, nprobe, options.candidates, None, 1, options.threads)
-            known = worker.ask("overlap", queries=queries, candidates=options.candidates, nprobe=nprobe, shares=HIT_RATE_STEPS)
+            known = worker.ask(
+                "overlap",
+                queries=queries,
+                candidates=options.candidates,
+                nprobe=nprobe,
+                shares=HIT_RATE_STEPS,
+            )
             for step, expected in zip(HIT_RATE_STEPS, known["hit_rates"], strict=True):
-                answers = [ask(fleet, AUTO, point, [query], prefetch_step=step) for query in queries]
+                answers = [
+                    ask(fleet, AUTO, point, [query], prefetch_step=step) for query in queries
+                ]
                 row = _hit_rate_row(point, step, recall, answers, expected, known["recall"])
                 say(
-                    f"    nprobe {nprobe}, recall {known['recall']:.3f}, step {step:g}: {row.metrics['hit_rate']:.4f}, FAISS {expected:.4f}"
+                    f"    nprobe {nprobe}, recall {known['recall']:.3f}, step {step:g}: "
+                    f"{row.metrics['hit_rate']:.4f}, FAISS {expected:.4f}"
                 )
                 rows.append(row)
     return rows
 
 
-def _hit_rate_row(point: Point, step: float, wanted: float, answers: list[dict[str, Any]], expected: float, recall: float) -> Row:
+def _hit_rate_row(
+    point: Point,
+    step: float,
+    wanted: float,
+    answers: list[dict[str, Any]],
+    expected: float,
+    recall: float,
+) -> Row:
     rate = statistics.fmean(answer["metrics"]["hit_rate"] for answer in answers)
-    asked, moved = (statistics.median(answer[key] for answer in answers) for key in ("bytes_asked", "bytes_moved"))
+    asked, moved = (
+        statistics.median(answer[key] for answer in answers)
+        for key in ("bytes_asked", "bytes_moved")
+    )
     return simple_row(
-        {**point.params("hit-rate"), "prefetch_step": step, "recall_wanted": wanted}, f"espnx-{100 * step:g}%",
+        {**point.params("hit-rate"), "prefetch_step": step, "recall_wanted": wanted},
+        f"espnx-{100 * step:g}%",
         [answer["seconds"] for answer in answers],
-        {"hit_rate": rate, "hit_rate_faiss": expected, "difference": abs(rate - expected), "recall": recall},
-        correct=abs(rate - expected) <= 0.001, bytes_asked=asked, bytes_moved=moved,
-    )  # fmt: skip
+        {
+            "hit_rate": rate,
+            "hit_rate_faiss": expected,
+            "difference": abs(rate - expected),
+            "recall": recall,
+        },
+        correct=abs(rate - expected) <= 0.001,
+        bytes_asked=asked,
+        bytes_moved=moved,
+    )
 
 
 def show_index_memory(options: Options, prepared: Prepared, say: Say) -> list[Row]:
-    """Memory of the first stage by code, as growth of a process that reads it, against the records; with the recall at one nprobe."""
+    """Memory of the first stage by code, as growth of a process that reads it, against the records;
+    with the recall at one nprobe."""
     corpus = options.corpus(prepared.name, say)
     if corpus is None:
-        raise InvalidInputError("index-memory builds indexes from the corpus", got="the folder of a store", expected="A, B or C")
+        raise InvalidInputError(
+            "index-memory builds indexes from the corpus",
+            got="the folder of a store",
+            expected="A, B or C",
+        )
     queries, _ = split_queries(options.queries)
     paths = build_indexes(prepared.store.parent, corpus, options.nlist, INDEX_CODES, say)
     with Fleet(prepared, [AUTO], None, options.threads, options.engine) as fleet:
         facts, nprobe = fleet.facts(AUTO), resolve_nprobe(options, fleet, queries)
-    shared = {"queries": str(prepared.queries), "numbers": queries, "candidates": options.candidates}
+    shared = {
+        "queries": str(prepared.queries),
+        "numbers": queries,
+        "candidates": options.candidates,
+    }
     truth = _ask_alone("load_index", path=str(paths["flat"]), nprobe=None, **shared)["numbers"]
     rows = []
     for code, path in paths.items():
         answer = _ask_alone("load_index", path=str(path), nprobe=nprobe, **shared)
-        recall = statistics.fmean(overlap(np.array(a), np.array(b)) for a, b in zip(answer["numbers"], truth, strict=True))
+        recall = statistics.fmean(
+            overlap(np.array(a), np.array(b)) for a, b in zip(answer["numbers"], truth, strict=True)
+        )
         resident = answer["rss_growth_bytes"] + facts["resident_bytes"]["metadata"]
         metrics = {
             "rss_growth_bytes": float(answer["rss_growth_bytes"]),
@@ -138,8 +204,20 @@ def show_index_memory(options: Options, prepared: Prepared, say: Say) -> list[Ro
             "recall": recall,
         }
         point = Point(prepared, None, nprobe, options.candidates, None, 1, 1)
-        rows.append(simple_row(point.params("index-memory"), code, [answer["seconds_per_query"]], metrics, path="memory", cache="warm"))
-        size = f"{answer['rss_growth_bytes'] / 1e6:.0f} MB, 1/{metrics['records_per_index']:.1f} of the records"
+        rows.append(
+            simple_row(
+                point.params("index-memory"),
+                code,
+                [answer["seconds_per_query"]],
+                metrics,
+                path="memory",
+                cache="warm",
+            )
+        )
+        size = (
+            f"{answer['rss_growth_bytes'] / 1e6:.0f} MB, 1/{metrics['records_per_index']:.1f} of "
+            "the records"
+        )
         say(f"    {code}: {size}, recall {recall:.4f}")
     return rows
 

@@ -1,4 +1,5 @@
-"""The processes of the retrieval benchmark as their parent sees them: one for each system, each with its own memory limit."""
+"""The processes of the retrieval benchmark as their parent sees them: one for each system, each
+with its own memory limit."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class System:
         options: of every search, beside those of the point.
         process: systems of one name of this share a process.
         is_lossy: whether its ranking may leave out documents that an exact one has.
-        is_limited: whether the point's memory limit holds for it; ``memory`` is what the others would like to be.
+        is_limited: whether the point's memory limit holds for it; ``memory`` is what the others
+            would like to be.
     """
 
     name: str
@@ -38,7 +40,8 @@ class System:
 
     @property
     def uses_page_cache(self) -> bool:
-        """Systems that do would read what another has brought into memory, so no two of them run at a time."""
+        """Systems that do would read what another has brought into memory, so no two of them run at
+        a time."""
         return self.kind.startswith("mmap")
 
     @property
@@ -50,8 +53,9 @@ class Fleet(Workers):
     """Processes for some systems on one store, opened. A context manager; all end with it.
 
     Args:
-        limit_bytes: memory of each, page cache of its reads included. None for no limit: a store that is mapped then begins in memory
-            as far as it fits, as after a while it would; under a limit it begins on disk.
+        limit_bytes: memory of each, page cache of its reads included. None for no limit: a store
+            that is mapped then begins in memory as far as it fits, as after a while it would; under
+            a limit it begins on disk.
 
     Attributes:
         opened: what each process said when it had opened the store.
@@ -59,7 +63,14 @@ class Fleet(Workers):
         threads: of the first stage, in every system alike; None for the index's own choice.
     """
 
-    def __init__(self, prepared: Prepared, systems: list[System], limit_bytes: int | None, threads: int | None, engine: str = "auto"):
+    def __init__(
+        self,
+        prepared: Prepared,
+        systems: list[System],
+        limit_bytes: int | None,
+        threads: int | None,
+        engine: str = "auto",
+    ):
         super().__init__()
         self.systems, self.limit_bytes = systems, limit_bytes
         self.opened: dict[str, dict[str, Any]] = {}
@@ -69,13 +80,22 @@ class Fleet(Workers):
             for system in systems:
                 if system.process_name not in self._workers:
                     limited = system.is_limited and limit_bytes is not None
-                    group = stack.enter_context(memory_group(system.process_name, limit_bytes or 0)) if limited else None
+                    group = (
+                        stack.enter_context(memory_group(system.process_name, limit_bytes or 0))
+                        if limited
+                        else None
+                    )
                     worker = stack.enter_context(Worker("retrieval", system.process_name, group))
                     self._workers[system.process_name] = worker
                     self.opened[system.process_name] = worker.ask(
-                        "open", store=str(prepared.store), queries=str(prepared.queries), system=system.kind, threads=threads,
-                        engine=engine, **system.opening,
-                    )  # fmt: skip
+                        "open",
+                        store=str(prepared.store),
+                        queries=str(prepared.queries),
+                        system=system.kind,
+                        threads=threads,
+                        engine=engine,
+                        **system.opening,
+                    )
             self._stack = stack.pop_all()
 
     def of(self, system: System) -> Worker:
@@ -90,8 +110,8 @@ class Fleet(Workers):
 
 
 def prepare_cache(store: Path, wanted: str) -> str:
-    """Takes a store's data files out of the page cache (``cold``) or reads them into it (``warm``). Returns what is true afterwards: files
-    that another process has mapped stay in memory."""
+    """Takes a store's data files out of the page cache (``cold``) or reads them into it (``warm``).
+    Returns what is true afterwards: files that another process has mapped stay in memory."""
     files = [*store.rglob("segment-*.bin"), *store.rglob("coarse-*.bin")]
     states = {page_cache.prepare(path, wanted) for path in files}
     return "cold" if states <= {"cold"} else "warm"

@@ -1,4 +1,5 @@
-"""What each record format costs and loses: bytes, latency and quality on a labelled collection, against fp16 scored exactly."""
+"""What each record format costs and loses: bytes, latency and quality on a labelled collection,
+against fp16 scored exactly."""
 
 from __future__ import annotations
 
@@ -68,10 +69,15 @@ class Variant:
 
 
 def load_dataset(folder: Path, encoder_spec: str, say: Say, limit: int | None = None) -> Dataset:
-    """corpus.jsonl and queries.jsonl (``_id``, ``text``, perhaps ``title``), qrels.tsv. Raises InvalidInputError."""
+    """corpus.jsonl and queries.jsonl (``_id``, ``text``, perhaps ``title``), qrels.tsv. Raises
+    InvalidInputError."""
     for name in ("corpus.jsonl", "queries.jsonl", "qrels.tsv"):
         if not (folder / name).is_file():
-            raise InvalidInputError("dataset", got=f"{folder} without {name}", expected="corpus.jsonl, queries.jsonl and qrels.tsv")
+            raise InvalidInputError(
+                "dataset",
+                got=f"{folder} without {name}",
+                expected="corpus.jsonl, queries.jsonl and qrels.tsv",
+            )
     qrels = read_qrels(str(folder / "qrels.tsv"))
     texts = list(_lines(folder / "corpus.jsonl"))[:limit]
     queries = {name: text for name, text in _lines(folder / "queries.jsonl") if name in qrels}
@@ -81,47 +87,84 @@ def load_dataset(folder: Path, encoder_spec: str, say: Say, limit: int | None = 
     for first in range(0, len(texts), _ENCODED_AT_ONCE):
         part = texts[first : first + _ENCODED_AT_ONCE]
         found = encoder.encode_documents([text for _, text in part])
-        documents += [Document(name, text, vectors) for (name, text), vectors in zip(part, found, strict=True)]
+        documents += [
+            Document(name, text, vectors) for (name, text), vectors in zip(part, found, strict=True)
+        ]
     encoded = dict(zip(queries, encoder.encode_queries(list(queries.values())), strict=True))
-    say(f"  encoded {len(documents):,} documents and {len(queries)} queries in {time.perf_counter() - begun:.0f} s")
-    return Dataset(folder.name, documents, encoded, qrels, encoder.name, (encoder.d_cls, encoder.dim))
+    say(
+        f"  encoded {len(documents):,} documents and {len(queries)} queries in "
+        f"{time.perf_counter() - begun:.0f} s"
+    )
+    return Dataset(
+        folder.name, documents, encoded, qrels, encoder.name, (encoder.d_cls, encoder.dim)
+    )
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             item = json.loads(line)
-            yield str(item["_id"]), f"{item['title']} {item['text']}" if item.get("title") else item["text"]
+            yield (
+                str(item["_id"]),
+                f"{item['title']} {item['text']}" if item.get("title") else item["text"],
+            )
 
 
 def variants(options: Options, data: Dataset) -> list[Variant]:
-    """fp16 first; then every other format, a projection, partial re-ranking, and cascades. All but the projections keep all dimensions.
+    """fp16 first; then every other format, a projection, partial re-ranking, and cascades. All but
+    the projections keep all dimensions.
 
-    A build projects unit vectors to unit vectors. ``-plain``: vectors that were projected before they came to the build, so that each is
-    shorter by what it lost.
+    A build projects unit vectors to unit vectors. ``-plain``: vectors that were projected before
+    they came to the build, so that each is shorter by what it lost.
     """
-    formats = [BASELINE, *(fmt for fmt in (FORMATS if options.formats == ["all"] else options.formats) if fmt != BASELINE)]
+    formats = [
+        BASELINE,
+        *(
+            fmt
+            for fmt in (FORMATS if options.formats == ["all"] else options.formats)
+            if fmt != BASELINE
+        ),
+    ]
     found = [Variant(fmt, data, {"format": fmt}) for fmt in formats]
-    found.append(Variant(f"{BASELINE}-pca-{options.pca}", data, {"format": BASELINE, "pca": options.pca}))
-    found.append(Variant(f"{BASELINE}-pca-{options.pca}-plain", projected(data, options.pca), {"format": BASELINE}))
+    found.append(
+        Variant(f"{BASELINE}-pca-{options.pca}", data, {"format": BASELINE, "pca": options.pca})
+    )
+    found.append(
+        Variant(
+            f"{BASELINE}-pca-{options.pca}-plain",
+            projected(data, options.pca),
+            {"format": BASELINE},
+        )
+    )
     depths = [depth for depth in options.reranks if depth is not None]
-    found += [Variant(f"{BASELINE}-rerank-{depth}", data, {"format": BASELINE}, {"rerank": depth}) for depth in depths]
+    found += [
+        Variant(f"{BASELINE}-rerank-{depth}", data, {"format": BASELINE}, {"rerank": depth})
+        for depth in depths
+    ]
     for coarse in COARSE:
         build = {"format": BASELINE, "coarse": coarse}
-        found += [Variant(f"cascade-{coarse}-{count}", data, build, {"cascade": count}) for count in options.cascades]
+        found += [
+            Variant(f"cascade-{coarse}-{count}", data, build, {"cascade": count})
+            for count in options.cascades
+        ]
     return found
 
 
 def projected(data: Dataset, dim: int) -> Dataset:
-    """The collection with all token vectors, of queries too, projected by PCA and not scaled to their length before."""
-    tokens = (document.vectors.tokens for document in data.documents if document.vectors is not None)
+    """The collection with all token vectors, of queries too, projected by PCA and not scaled to
+    their length before."""
+    tokens = (
+        document.vectors.tokens for document in data.documents if document.vectors is not None
+    )
     plain = Projection(Projection.fit(tokens, data.dims[1], dim).components)
 
     def shortened(vectors: Encoded | None) -> Encoded:
         assert vectors is not None
         return Encoded(vectors.cls, plain(vectors.tokens))
 
-    documents = [replace(document, vectors=shortened(document.vectors)) for document in data.documents]
+    documents = [
+        replace(document, vectors=shortened(document.vectors)) for document in data.documents
+    ]
     queries = {name: shortened(vectors) for name, vectors in data.queries.items()}
     return replace(data, documents=documents, queries=queries, dims=(data.dims[0], dim))
 
@@ -129,17 +172,25 @@ def projected(data: Dataset, dim: int) -> Dataset:
 def show_formats(options: Options, say: Say) -> list[Row]:
     """A row a variant. Raises InvalidInputError without ``--dataset``."""
     if options.dataset is None:
-        raise InvalidInputError("formats are compared on a labelled collection", fix="--dataset DIR")
+        raise InvalidInputError(
+            "formats are compared on a labelled collection", fix="--dataset DIR"
+        )
     data = load_dataset(options.dataset, options.encoder, say, 300 if options.quick else None)
     if options.pca >= data.dims[1]:
-        raise InvalidInputError("--pca", got=options.pca, expected=f"fewer than the {data.dims[1]} dimensions of {data.encoder}")
+        raise InvalidInputError(
+            "--pca",
+            got=options.pca,
+            expected=f"fewer than the {data.dims[1]} dimensions of {data.encoder}",
+        )
     with ExitStack() as stack:
         opened: dict[str, Index] = {}
         chosen = variants(options, data)
         for variant in chosen:
             path = _ensure(options, variant, say)
             if str(path) not in opened:
-                opened[str(path)] = stack.enter_context(Index(path, engine=options.engine, threads=options.threads))
+                opened[str(path)] = stack.enter_context(
+                    Index(path, engine=options.engine, threads=options.threads)
+                )
             variant.problem = _verify(opened[str(path)], options, variant)
             if variant.problem:
                 say(f"WRONG RESULT of {variant.name}: {variant.problem}. It is not measured.")
@@ -150,15 +201,31 @@ def show_formats(options: Options, say: Say) -> list[Row]:
 
 def _place(options: Options, variant: Variant) -> Path:
     data = variant.data
-    text = json.dumps([data.encoder, data.dims, len(data.documents), VERSION, variant.build], sort_keys=True)
-    return options.path / f"dataset-{data.name}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+    text = json.dumps(
+        [data.encoder, data.dims, len(data.documents), VERSION, variant.build], sort_keys=True
+    )
+    return (
+        options.path
+        / f"dataset-{data.name}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+    )
 
 
 def _ensure(options: Options, variant: Variant, say: Say) -> Path:
     path, data = _place(options, variant), variant.data
     if not (path / "MANIFEST.json").exists():
-        say(f"  building {', '.join(f'{key} {value}' for key, value in variant.build.items())}, {data.dims[1]} dimensions")
-        espnx.build(path, data.documents, dims=data.dims, first_stage_code="flat", restart=True, memory="4GiB", **variant.build)
+        say(
+            f"  building {', '.join(f'{key} {value}' for key, value in variant.build.items())}, "
+            f"{data.dims[1]} dimensions"
+        )
+        espnx.build(
+            path,
+            data.documents,
+            dims=data.dims,
+            first_stage_code="flat",
+            restart=True,
+            memory="4GiB",
+            **variant.build,
+        )
     return path
 
 
@@ -174,7 +241,10 @@ def _verify(index: Index, options: Options, variant: Variant) -> str | None:
     reference = WholeStoreRanker(index, "memory")
     for query in list(variant.data.queries.values())[:_VERIFIED]:
         expected = reference.reference(query, k=K, rerank=None, **_options(index, options))
-        found = [(hit.number, hit.score) for hit in index.search(query, k=K, **_options(index, options)).hits]
+        found = [
+            (hit.number, hit.score)
+            for hit in index.search(query, k=K, **_options(index, options)).hits
+        ]
         if problem := ranking_problem(found, expected, tolerance(query_vectors(index, query))):
             return problem
     return None
@@ -197,7 +267,9 @@ def _search_all(chosen: list[Variant], indexes: Mapping[str, Index], options: Op
                 variant.bytes_moved.append(result.bytes_moved)
 
 
-def _rows(chosen: list[Variant], indexes: Mapping[str, Index], options: Options, say: Say) -> list[Row]:
+def _rows(
+    chosen: list[Variant], indexes: Mapping[str, Index], options: Options, say: Say
+) -> list[Row]:
     rows, baseline = [], chosen[0]
     exact = evaluate(baseline.rankings, baseline.data.qrels) if baseline.rankings else {}
     for variant in chosen:
@@ -205,27 +277,61 @@ def _rows(chosen: list[Variant], indexes: Mapping[str, Index], options: Options,
         metrics = _sizes(index)
         if variant.rankings:
             quality = evaluate(variant.rankings, data.qrels, DEFAULT_METRICS)
-            metrics |= quality | {f"{name}_of_{BASELINE}": value / max(exact[name], 1e-12) for name, value in quality.items() if exact}
-            say(f"    {variant.name}: " + ", ".join(f"{name} {value:.4f}" for name, value in quality.items()))
+            metrics |= quality | {
+                f"{name}_of_{BASELINE}": value / max(exact[name], 1e-12)
+                for name, value in quality.items()
+                if exact
+            }
+            say(
+                f"    {variant.name}: "
+                + ", ".join(f"{name} {value:.4f}" for name, value in quality.items())
+            )
         params = {
-            "show": "formats", "corpus": data.name, "documents": len(data.documents), "dim": index.store.schema.dim,
-            "encoder": data.encoder, "format": variant.build["format"], "coarse": variant.build.get("coarse"), "memory_bytes": None,
-            "nprobe": lists_of(index).nlist, "candidates": options.candidates, "rerank": variant.search.get("rerank"),
-            "cascade": variant.search.get("cascade"), "batch": 1, "threads": options.threads,
-        }  # fmt: skip
-        pairs = [baseline.seconds[name] / seconds for name, seconds in variant.seconds.items() if name in baseline.seconds]
-        rows.append(simple_row(
-            params, variant.name, list(variant.seconds.values()), metrics, path=index.store.effective_path, correct=variant.problem is None,
-            bytes_asked=statistics.median(variant.bytes_asked or [0]), bytes_moved=statistics.median(variant.bytes_moved or [0]),
-            ratio={BASELINE: pairs} if variant is not baseline else None,
-        ))  # fmt: skip
+            "show": "formats",
+            "corpus": data.name,
+            "documents": len(data.documents),
+            "dim": index.store.schema.dim,
+            "encoder": data.encoder,
+            "format": variant.build["format"],
+            "coarse": variant.build.get("coarse"),
+            "memory_bytes": None,
+            "nprobe": lists_of(index).nlist,
+            "candidates": options.candidates,
+            "rerank": variant.search.get("rerank"),
+            "cascade": variant.search.get("cascade"),
+            "batch": 1,
+            "threads": options.threads,
+        }
+        pairs = [
+            baseline.seconds[name] / seconds
+            for name, seconds in variant.seconds.items()
+            if name in baseline.seconds
+        ]
+        rows.append(
+            simple_row(
+                params,
+                variant.name,
+                list(variant.seconds.values()),
+                metrics,
+                path=index.store.effective_path,
+                correct=variant.problem is None,
+                bytes_asked=statistics.median(variant.bytes_asked or [0]),
+                bytes_moved=statistics.median(variant.bytes_moved or [0]),
+                ratio={BASELINE: pairs} if variant is not baseline else None,
+            )
+        )
     return rows
 
 
 def _sizes(index: Index) -> dict[str, float]:
     store = index.store
     count = max(1, store.count)
-    sizes = {"bytes_per_document": float(store.schema.sizes(store.n_tokens).sum()) / count, "tokens": float(np.mean(store.n_tokens))}
+    sizes = {
+        "bytes_per_document": float(store.schema.sizes(store.n_tokens).sum()) / count,
+        "tokens": float(np.mean(store.n_tokens)),
+    }
     if store.coarse is not None:
-        sizes["coarse_bytes_per_document"] = float(store.coarse.schema.sizes(store.n_tokens).sum()) / count
+        sizes["coarse_bytes_per_document"] = (
+            float(store.coarse.schema.sizes(store.n_tokens).sum()) / count
+        )
     return sizes

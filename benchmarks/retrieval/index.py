@@ -1,4 +1,5 @@
-"""First-stage indexes of several codes over one corpus: built with the same lists, measured by what they take and what they find."""
+"""First-stage indexes of several codes over one corpus: built with the same lists, measured by what
+they take and what they find."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ from ..machine.memory import rss_bytes
 _TRAINING_ROWS_PER_LIST = 64
 
 
-def build_indexes(folder: Path, corpus: Corpus, nlist: int, codes: Sequence[str], say: Say) -> dict[str, Path]:
-    """Index files by code, made unless they are there. All have the centroids of the first; ids are the documents' numbers."""
+def build_indexes(
+    folder: Path, corpus: Corpus, nlist: int, codes: Sequence[str], say: Say
+) -> dict[str, Path]:
+    """Index files by code, made unless they are there. All have the centroids of the first; ids are
+    the documents' numbers."""
     paths = {code: folder / f"index-{nlist}-{code}.faiss" for code in codes}
     if all(path.exists() for path in paths.values()):
         return paths
@@ -28,20 +32,30 @@ def build_indexes(folder: Path, corpus: Corpus, nlist: int, codes: Sequence[str]
     begun = time.perf_counter()
     vectors = np.concatenate(list(chunks_of_cls(corpus)))
     rng = np.random.default_rng(0)
-    sample = vectors[np.sort(rng.choice(len(vectors), min(len(vectors), _TRAINING_ROWS_PER_LIST * nlist), replace=False))]
+    sample = vectors[
+        np.sort(
+            rng.choice(
+                len(vectors), min(len(vectors), _TRAINING_ROWS_PER_LIST * nlist), replace=False
+            )
+        )
+    ]
     centroids = fit_clusters(sample, nlist, is_spherical=True)
     quantizer = faiss.IndexFlatIP(corpus.d_cls)
     quantizer.add(centroids)
     lists = quantizer.search(vectors, 1)[1]
     for code, path in paths.items():
-        index = faiss.index_factory(corpus.d_cls, f"IVF{nlist},{_factory(code)}", faiss.METRIC_INNER_PRODUCT)
+        index = faiss.index_factory(
+            corpus.d_cls, f"IVF{nlist},{_factory(code)}", faiss.METRIC_INNER_PRODUCT
+        )
         index.quantizer.add(centroids)  # trained already, so that training concerns the code alone
         if hasattr(index, "pq"):
             index.pq.cp.min_points_per_centroid = 1  # small corpora are no mistake
         index.train(sample)
         numbers = np.arange(len(vectors), dtype=np.int64)
         pointer = faiss.swig_ptr
-        index.add_core(len(vectors), pointer(vectors), pointer(numbers), pointer(np.ascontiguousarray(lists)))
+        index.add_core(
+            len(vectors), pointer(vectors), pointer(numbers), pointer(np.ascontiguousarray(lists))
+        )
         faiss.write_index(index, str(path.with_suffix(".part")))
         path.with_suffix(".part").rename(path)
         del index
@@ -53,8 +67,11 @@ def _factory(code: str) -> str:
     return f"PQ{code[2:]}np" if code.startswith("pq") else code.upper().replace("FLAT", "Flat")
 
 
-def measure_index(path: str, vectors: np.ndarray, candidates: int, nprobe: int | None) -> dict[str, Any]:
-    """Growth of this process's memory by reading an index, and the ids it finds for `vectors` (nprobe None: in all lists)."""
+def measure_index(
+    path: str, vectors: np.ndarray, candidates: int, nprobe: int | None
+) -> dict[str, Any]:
+    """Growth of this process's memory by reading an index, and the ids it finds for `vectors`
+    (nprobe None: in all lists)."""
     faiss = load_faiss()
     gc.collect()
     before = rss_bytes()
@@ -62,7 +79,10 @@ def measure_index(path: str, vectors: np.ndarray, candidates: int, nprobe: int |
     grown = rss_bytes() - before
     lists = index.nlist if nprobe is None else nprobe
     begun = time.perf_counter()
-    found = [index.search(one[None], candidates, params=faiss.SearchParametersIVF(nprobe=lists))[1][0] for one in vectors]
+    found = [
+        index.search(one[None], candidates, params=faiss.SearchParametersIVF(nprobe=lists))[1][0]
+        for one in vectors
+    ]
     seconds = (time.perf_counter() - begun) / len(vectors)
     return {
         "rss_growth_bytes": grown,
@@ -72,13 +92,18 @@ def measure_index(path: str, vectors: np.ndarray, candidates: int, nprobe: int |
     }
 
 
-def faiss_overlap(index: Any, vectors: np.ndarray, candidates: int, nprobe: int, shares: Sequence[float]) -> dict[str, Any]:
-    """Mean share of the candidates of one FAISS search with `nprobe` lists that one with a share of those lists finds, by share, and the
-    recall of the former. Sums of equal parts: nothing of espnx is used."""
+def faiss_overlap(
+    index: Any, vectors: np.ndarray, candidates: int, nprobe: int, shares: Sequence[float]
+) -> dict[str, Any]:
+    """Mean share of the candidates of one FAISS search with `nprobe` lists that one with a share of
+    those lists finds, by share, and the recall of the former. Sums of equal parts: nothing of espnx
+    is used."""
     faiss = load_faiss()
 
     def find(vector: np.ndarray, lists: int) -> np.ndarray:
-        return index.search(vector[None], candidates, params=faiss.SearchParametersIVF(nprobe=lists))[1][0]
+        return index.search(
+            vector[None], candidates, params=faiss.SearchParametersIVF(nprobe=lists)
+        )[1][0]
 
     hits, exhaustive = np.zeros(len(shares)), 0.0
     for vector in vectors:

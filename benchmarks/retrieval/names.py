@@ -1,4 +1,15 @@
-"""What ``espnx bench retrieval`` can be asked for by name. Apart from `options`, which loads PyTorch: ``--help`` lists them without it."""
+"""What ``espnx bench retrieval`` can be asked for by name. Apart from `options`, which loads
+PyTorch: ``--help`` lists them without it."""
 
-SHOWS = ("table", "batches", "layout", "hit-rate", "formats", "index-memory", "callers", "cascade", "sizes")
+SHOWS = (
+    "table",
+    "batches",
+    "layout",
+    "hit-rate",
+    "formats",
+    "index-memory",
+    "callers",
+    "cascade",
+    "sizes",
+)
 BASELINES = ("memory", "mmap-1", "mmap-2", "mmap-8", "mmap-willneed", "swap")

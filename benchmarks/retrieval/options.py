@@ -64,17 +64,32 @@ class Options:
         return max(NLIST_LEAST, min(NLIST, self.documents * NLIST // 1_000_000))
 
     def build_options(self, **more: Any) -> Mapping[str, Any]:
-        return {"format": self.formats[0], "first_stage_code": self.first_stage_code, "nlist": self.nlist, "coarse": self.coarse, **more}
+        return {
+            "format": self.formats[0],
+            "first_stage_code": self.first_stage_code,
+            "nlist": self.nlist,
+            "coarse": self.coarse,
+            **more,
+        }
 
     def corpus(self, name: str, say: Say) -> Corpus | None:
         """None for the folder of a store: what it was made from is not known."""
         if name in MIXTURES:
             return Mixture(name, self.documents, MIXTURES[name])
-        return Expanded(ensure_base(self.path, self.base, say), self.documents) if name == "A" else None
+        return (
+            Expanded(ensure_base(self.path, self.base, say), self.documents)
+            if name == "A"
+            else None
+        )
 
     def of_sizes(self, name: str) -> list[Options]:
-        """The same with each number of documents; once for the folder of a store, which has as many as it has."""
-        return [replace(self, documents=size) for size in self.sizes] if name in ("A", *MIXTURES) else [self]
+        """The same with each number of documents; once for the folder of a store, which has as many
+        as it has."""
+        return (
+            [replace(self, documents=size) for size in self.sizes]
+            if name in ("A", *MIXTURES)
+            else [self]
+        )
 
     def prepare(self, name: str, say: Say, **more: Any) -> Prepared:
         """The store of a corpus, built if need be. `more`: build options."""
@@ -85,13 +100,16 @@ class Options:
 
 
 def read_options(args: Namespace) -> Options:
-    """Raises InvalidInputError, and PathUnavailableError where memory should be limited and cannot be."""
+    """Raises InvalidInputError, and PathUnavailableError where memory should be limited and cannot
+    be."""
     path = Path(args.path)
     shows, quick = choices(args.show, SHOWS, "--show"), args.quick
     corpora = words(args.corpus)
     for name in corpora:
         if name not in ("A", *MIXTURES) and not Path(name).is_dir():
-            raise InvalidInputError("corpus", got=repr(name), expected="A, B, C, or the folder of a store")
+            raise InvalidInputError(
+                "corpus", got=repr(name), expected="A, B, C, or the folder of a store"
+            )
     limits = [None if word == "ample" else parse_size(word) for word in words(args.memory)]
     for limit in limits:
         if limit is not None:
@@ -111,10 +129,13 @@ def read_options(args: Namespace) -> Options:
         dataset=Path(args.dataset) if args.dataset else None,
         limits=limits,
         baselines=[baseline_system(name) for name in words(args.baseline)],
-        systems=espnx_systems(words(args.prefetch_step)) + recorded_systems(trace_folder(args.record)),
+        systems=espnx_systems(words(args.prefetch_step))
+        + recorded_systems(trace_folder(args.record)),
         nprobe=args.nprobe,
         candidates=positive("candidates", args.candidates),
-        reranks=[None if word == "all" else positive("rerank", word) for word in words(args.rerank)],
+        reranks=[
+            None if word == "all" else positive("rerank", word) for word in words(args.rerank)
+        ],
         batches=[positive("batch", word) for word in words(args.batch)],
         threads=args.threads,
         first_stage_code=args.first_stage_code,
@@ -132,7 +153,8 @@ def read_options(args: Namespace) -> Options:
 
 
 def resolve_nprobe(options: Options, fleet: Fleet, queries: list[int]) -> int:
-    """``--nprobe`` as a number of lists: as it is, the store's own, or the least that gives a recall for these queries."""
+    """``--nprobe`` as a number of lists: as it is, the store's own, or the least that gives a
+    recall for these queries."""
     text, system = options.nprobe, fleet.systems[0]
     if text == "auto":
         return int(fleet.facts(system)["default_nprobe"])
@@ -143,5 +165,11 @@ def resolve_nprobe(options: Options, fleet: Fleet, queries: list[int]) -> int:
     except ValueError:
         recall = -1.0
     if not 0 < recall < 1:
-        raise InvalidInputError("nprobe", got=repr(text), expected="auto, a whole number, or a recall such as 0.95")
-    return int(fleet.of(system).ask("nprobe_for", queries=queries, candidates=options.candidates, recall=recall)["nprobe"])
+        raise InvalidInputError(
+            "nprobe", got=repr(text), expected="auto, a whole number, or a recall such as 0.95"
+        )
+    return int(
+        fleet.of(system).ask(
+            "nprobe_for", queries=queries, candidates=options.candidates, recall=recall
+        )["nprobe"]
+    )

@@ -1,4 +1,5 @@
-"""One point of the retrieval benchmark: what is searched for, under which limits, by which systems."""
+"""One point of the retrieval benchmark: what is searched for, under which limits, by which
+systems."""
 
 from __future__ import annotations
 
@@ -41,7 +42,12 @@ class Point:
     @property
     def options(self) -> dict[str, Any]:
         """Of every search."""
-        return {"k": self.k, "candidates": self.candidates, "rerank": self.rerank, "nprobe": self.nprobe}
+        return {
+            "k": self.k,
+            "candidates": self.candidates,
+            "rerank": self.rerank,
+            "nprobe": self.nprobe,
+        }
 
     def params(self, show: str) -> dict[str, Any]:
         """As the rows have them."""
@@ -61,12 +67,20 @@ class Point:
         memory = "ample memory" if self.limit_bytes is None else f"{self.limit_bytes / 2**30:g} GiB"
         depth = "exact" if self.rerank is None else f"re-rank {self.rerank}"
         batch = f", batches of {self.batch}" if self.batch > 1 else ""
-        threads = f", {self.threads} first-stage thread{'s' if self.threads > 1 else ''}" if self.threads else ""
-        return f"{self.prepared.name}, {memory}, nprobe {self.nprobe}, {self.candidates} candidates, {depth}{batch}{threads}"
+        threads = (
+            f", {self.threads} first-stage thread{'s' if self.threads > 1 else ''}"
+            if self.threads
+            else ""
+        )
+        return (
+            f"{self.prepared.name}, {memory}, nprobe {self.nprobe}, {self.candidates} candidates, "
+            f"{depth}{batch}{threads}"
+        )
 
 
 def espnx_systems(steps: Sequence[str]) -> list[System]:
-    """One for each prefetch step: ``no-prefetch`` (0), ``espnx`` (auto: what a user gets), ``espnx-30%``, ``espnx-5+10+20%``.
+    """One for each prefetch step: ``no-prefetch`` (0), ``espnx`` (auto: what a user gets),
+    ``espnx-30%``, ``espnx-5+10+20%``.
 
     The chooser learns from every search of its process, so ``auto`` has one of its own.
     """
@@ -76,7 +90,11 @@ def espnx_systems(steps: Sequence[str]) -> list[System]:
             systems.append(System("espnx", options={"prefetch_step": "auto"}))
             continue
         shares = parse_step(text)
-        name = f"espnx-{'+'.join(f'{100 * share:g}' for share in shares)}%" if shares != [0.0] else "no-prefetch"
+        name = (
+            f"espnx-{'+'.join(f'{100 * share:g}' for share in shares)}%"
+            if shares != [0.0]
+            else "no-prefetch"
+        )
         systems.append(System(name, options={"prefetch_step": shares}, process="espnx-fixed"))
     return systems
 
@@ -84,7 +102,17 @@ def espnx_systems(steps: Sequence[str]) -> list[System]:
 def recorded_systems(folder: Path | None) -> list[System]:
     """What a user gets, a second time, which writes a trace into `folder`; none without one."""
     name = f"espnx{SUFFIX}"
-    return [] if folder is None else [System(name, opening={"record": str(folder / f"{name}.trace")}, options={"prefetch_step": "auto"})]
+    return (
+        []
+        if folder is None
+        else [
+            System(
+                name,
+                opening={"record": str(folder / f"{name}.trace")},
+                options={"prefetch_step": "auto"},
+            )
+        ]
+    )
 
 
 def parse_step(text: str) -> list[float]:
@@ -94,19 +122,28 @@ def parse_step(text: str) -> list[float]:
     except ValueError:
         shares = [-1.0]
     if not all(0 <= share <= 1 for share in shares):
-        raise InvalidInputError("prefetch step", got=repr(text), expected="a share from 0 to 1, several as 0.05+0.1+0.2, or auto")
+        raise InvalidInputError(
+            "prefetch step",
+            got=repr(text),
+            expected="a share from 0 to 1, several as 0.05+0.1+0.2, or auto",
+        )
     return shares
 
 
 def baseline_system(name: str) -> System:
-    """``memory``, ``swap``, ``mmap-willneed``, or ``mmap-N`` for N threads that gather. Raises InvalidInputError."""
+    """``memory``, ``swap``, ``mmap-willneed``, or ``mmap-N`` for N threads that gather. Raises
+    InvalidInputError."""
     if name == "memory":
         return System(name, name, is_limited=False)
     if name in ("swap", "mmap-willneed"):
         return System(name, name)
-    threads = name.removeprefix("mmap-") if name.startswith("mmap-") else "1" if name == "mmap" else ""
+    threads = (
+        name.removeprefix("mmap-") if name.startswith("mmap-") else "1" if name == "mmap" else ""
+    )
     if not threads.isdigit() or not 1 <= int(threads) <= 64:
-        raise InvalidInputError("baseline", got=repr(name), expected=", ".join(BASELINES) + ", no-prefetch")
+        raise InvalidInputError(
+            "baseline", got=repr(name), expected=", ".join(BASELINES) + ", no-prefetch"
+        )
     return System(f"mmap-{threads}", "mmap", {"gather_threads": int(threads)})
 
 
@@ -115,10 +152,18 @@ AUTO = espnx_systems(["auto"])[0]
 
 
 def cascade_systems(counts: Sequence[int]) -> list[System]:
-    """For each number of full records: a cascade whose coarse tier lies on SSD, and one whose coarse tier lies in RAM."""
+    """For each number of full records: a cascade whose coarse tier lies on SSD, and one whose
+    coarse tier lies in RAM."""
     systems = []
     for count in counts:
         for place in ("ssd", "ram"):
             options = {"cascade": count, "prefetch_step": "auto"}
-            systems.append(System(f"cascade-{place}-{count}", opening={"coarse": place}, options=options, is_lossy=True))
+            systems.append(
+                System(
+                    f"cascade-{place}-{count}",
+                    opening={"coarse": place},
+                    options=options,
+                    is_lossy=True,
+                )
+            )
     return systems

@@ -46,5 +46,7 @@ def simple_row(
         bytes_moved=round(bytes_moved),
         correct=correct,
         metrics={**metrics, **spread},
-        ratio={name: statistics.median(values) for name, values in pairs.items()} if correct else {},
+        ratio={name: statistics.median(values) for name, values in pairs.items()}
+        if correct
+        else {},
     )

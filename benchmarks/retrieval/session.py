@@ -38,7 +38,8 @@ ESPNX = "espnx"
 
 
 class Session:
-    """One open store and one way of re-ranking. `handle` runs one command, a mapping with ``do`` and arguments."""
+    """One open store and one way of re-ranking. `handle` runs one command, a mapping with ``do``
+    and arguments."""
 
     def __init__(self) -> None:
         self._index: Index | None = None
@@ -50,10 +51,18 @@ class Session:
     def handle(self, command: dict[str, Any]) -> dict[str, Any]:
         arguments = {key: value for key, value in command.items() if key != "do"}
         known: dict[Any, Callable[..., dict[str, Any]]] = {
-            "open": self.open, "search": self.search, "reference": self.reference, "pieces": self.pieces, "maxsim": self.maxsim,
-            "candidates": self.candidates, "nprobe_for": self.nprobe_for, "callers": self.callers,
-            "layout": self.layout, "overlap": self.overlap, "load_index": self.load_index,
-        }  # fmt: skip
+            "open": self.open,
+            "search": self.search,
+            "reference": self.reference,
+            "pieces": self.pieces,
+            "maxsim": self.maxsim,
+            "candidates": self.candidates,
+            "nprobe_for": self.nprobe_for,
+            "callers": self.callers,
+            "layout": self.layout,
+            "overlap": self.overlap,
+            "load_index": self.load_index,
+        }
         if command.get("do") not in known:
             raise InvalidInputError("command", got=command.get("do"), expected=", ".join(known))
         return known[command["do"]](**arguments)
@@ -67,7 +76,9 @@ class Session:
     @property
     def ranker(self) -> WholeStoreRanker:
         if self._ranker is None:
-            raise InvalidInputError("this process does not hold the whole store", expected=", ".join(WHOLE_STORE))
+            raise InvalidInputError(
+                "this process does not hold the whole store", expected=", ".join(WHOLE_STORE)
+            )
         return self._ranker
 
     def open(
@@ -82,7 +93,8 @@ class Session:
         hot: int = 0,
         record: str | None = None,
     ) -> dict[str, Any]:
-        """Opens a store. `system`: ``espnx``, or one of `WHOLE_STORE`. `record`: the file of a trace, of ``espnx``."""
+        """Opens a store. `system`: ``espnx``, or one of `WHOLE_STORE`. `record`: the file of a
+        trace, of ``espnx``."""
         before = rss_bytes()
         self._queries = load_queries(Path(queries))
         if system in WHOLE_STORE:
@@ -93,7 +105,9 @@ class Session:
             if record is not None:
                 devices = espnx.device.open("ssd", data_directories(store))
                 device = recording(record, "espnx bench retrieval", devices, self._recording)
-            self._index = Index(store, engine=engine, threads=threads, coarse=coarse, hot=hot, device=device)
+            self._index = Index(
+                store, engine=engine, threads=threads, coarse=coarse, hot=hot, device=device
+            )
         index = self._index
         manifest = index.store.manifest
         return {
@@ -106,7 +120,11 @@ class Session:
             "resident_bytes": index.resident_bytes,
             "cost": asdict(index.cost),
             "gap_bytes": index.cost.gap_bytes,
-            "first_stage": {key: value for key, value in described(manifest.first_stage).items() if key != "steps"},
+            "first_stage": {
+                key: value
+                for key, value in described(manifest.first_stage).items()
+                if key != "steps"
+            },
             "format": manifest.schema.format,
         }
 
@@ -123,7 +141,14 @@ class Session:
             spent = read_counters() - before
             asked = sum(ranking.bytes_asked for ranking in rankings)
             timings = _medians([ranking.timings for ranking in rankings])
-            return _measured(seconds, spent, asked, spent.device_read_bytes or 0, [r.hits for r in rankings], timings)
+            return _measured(
+                seconds,
+                spent,
+                asked,
+                spent.device_read_bytes or 0,
+                [r.hits for r in rankings],
+                timings,
+            )
         begun = time.perf_counter()
         results = index.search(chosen if len(chosen) > 1 else chosen[0], **options)
         seconds = time.perf_counter() - begun
@@ -138,11 +163,18 @@ class Session:
             "prefetch_steps": float(len(found[-1].prefetch_steps)),
         }
         hits = [[(hit.number, hit.score) for hit in result.hits] for result in found]
-        asked, moved = sum(result.bytes_asked for result in found), sum(result.bytes_moved for result in found)
-        return {**_measured(seconds, spent, asked, moved, hits, metrics), "steps": found[-1].prefetch_steps}
+        asked, moved = (
+            sum(result.bytes_asked for result in found),
+            sum(result.bytes_moved for result in found),
+        )
+        return {
+            **_measured(seconds, spent, asked, moved, hits, metrics),
+            "steps": found[-1].prefetch_steps,
+        }
 
     def reference(self, query: int, options: dict[str, Any]) -> dict[str, Any]:
-        """The ranking to compare with, and how far scores may be off (docs/tolerances.md), for documents' vectors of norm about 1."""
+        """The ranking to compare with, and how far scores may be off (docs/tolerances.md), for
+        documents' vectors of norm about 1."""
         shared = {name: options[name] for name in SHARED}
         return {
             "hits": self.ranker.reference(self._queries[query], **shared),
@@ -150,7 +182,8 @@ class Session:
         }
 
     def pieces(self, query: int, options: dict[str, Any], steps: Sequence[float]) -> dict[str, Any]:
-        """The parts of a search one by one, nothing else running: the first stage up to its first step and after it, then the reads.
+        """The parts of a search one by one, nothing else running: the first stage up to its first
+        step and after it, then the reads.
 
         Without steps nothing is read ahead: all reads begin when the first stage is complete.
         """
@@ -193,7 +226,9 @@ class Session:
 
     def maxsim(self, query: int, numbers: Sequence[int]) -> dict[str, float]:
         """Seconds that MaxSim takes for those records in memory."""
-        return {"seconds": self.ranker.maxsim_s(self._queries[query], np.array(numbers, dtype=np.int64))}
+        return {
+            "seconds": self.ranker.maxsim_s(self._queries[query], np.array(numbers, dtype=np.int64))
+        }
 
     def candidates(self, queries: Sequence[int], candidates: int, nprobe: int) -> dict[str, Any]:
         """Record numbers that the first stage finds, per query."""
@@ -202,8 +237,11 @@ class Session:
         return {"numbers": [numbers.tolist() for numbers, _ in found]}
 
     def nprobe_for(self, queries: Sequence[int], candidates: int, recall: float) -> dict[str, Any]:
-        """The smallest number of lists with that share of the exhaustive candidates, and hit rates of prefetch steps there."""
-        vectors = np.stack([query_vectors(self.index, self._queries[number]).prepared for number in queries])
+        """The smallest number of lists with that share of the exhaustive candidates, and hit rates
+        of prefetch steps there."""
+        vectors = np.stack(
+            [query_vectors(self.index, self._queries[number]).prepared for number in queries]
+        )
         nprobe, steps = measure_probing(lists_of(self.index), vectors, candidates, recall)
         return {"nprobe": nprobe, "steps": steps}
 
@@ -213,20 +251,30 @@ class Session:
             self._layout = LayoutReplay(self.index)
         return self._layout.read(np.array(numbers, dtype=np.int64), layout, gap_bytes)
 
-    def overlap(self, queries: Sequence[int], candidates: int, nprobe: int, shares: Sequence[float]) -> dict[str, Any]:
-        """What FAISS alone says of hit rates: the overlap of one search of all `nprobe` lists with one of each share of them; and the
-        recall of the former, against all lists."""
-        vectors = np.stack([query_vectors(self.index, self._queries[number]).prepared for number in queries])
+    def overlap(
+        self, queries: Sequence[int], candidates: int, nprobe: int, shares: Sequence[float]
+    ) -> dict[str, Any]:
+        """What FAISS alone says of hit rates: the overlap of one search of all `nprobe` lists with
+        one of each share of them; and the recall of the former, against all lists."""
+        vectors = np.stack(
+            [query_vectors(self.index, self._queries[number]).prepared for number in queries]
+        )
         return faiss_overlap(lists_of(self.index).index, vectors, candidates, nprobe, shares)
 
-    def load_index(self, path: str, queries: str, numbers: Sequence[int], candidates: int, nprobe: int | None) -> dict[str, Any]:
-        """Reads a FAISS index: growth of this process's memory, and what it finds for queries (nprobe None: all lists)."""
+    def load_index(
+        self, path: str, queries: str, numbers: Sequence[int], candidates: int, nprobe: int | None
+    ) -> dict[str, Any]:
+        """Reads a FAISS index: growth of this process's memory, and what it finds for queries
+        (nprobe None: all lists)."""
         wanted = load_queries(Path(queries))
         vectors = np.stack([wanted[number].cls.numpy() for number in numbers])
         return measure_index(path, vectors, candidates, nprobe)
 
-    def callers(self, queries: Sequence[int], options: dict[str, Any], callers: int) -> dict[str, Any]:
-        """All queries, one by one, by so many threads: each query's latency in seconds, and the time of all."""
+    def callers(
+        self, queries: Sequence[int], options: dict[str, Any], callers: int
+    ) -> dict[str, Any]:
+        """All queries, one by one, by so many threads: each query's latency in seconds, and the
+        time of all."""
         waiting = list(queries)
         latencies: list[float] = []
         lock = threading.Lock()
@@ -267,7 +315,8 @@ class Session:
 
 
 def tolerance(query: Any) -> float:
-    """How far two correct scores of a document may lie apart, where its vectors have norm at most 1.01."""
+    """How far two correct scores of a document may lie apart, where its vectors have norm at most
+    1.01."""
 
     def gamma(n: int) -> float:
         return n * 2.0**-24 / (1 - n * 2.0**-24)
@@ -279,10 +328,14 @@ def tolerance(query: Any) -> float:
 
 
 def _medians(parts: list[dict[str, float]]) -> dict[str, float]:
-    return {key: statistics.median(part[key] for part in parts) for key in (parts[0] if parts else {})}
+    return {
+        key: statistics.median(part[key] for part in parts) for key in (parts[0] if parts else {})
+    }
 
 
-def _measured(seconds: float, spent: Any, asked: int, moved: int, hits: Any, metrics: dict[str, float]) -> dict[str, Any]:
+def _measured(
+    seconds: float, spent: Any, asked: int, moved: int, hits: Any, metrics: dict[str, float]
+) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "cpu_s": spent.cpu_s,

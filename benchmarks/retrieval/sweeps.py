@@ -1,4 +1,5 @@
-"""What ``espnx bench retrieval`` can show, one after the other. Each returns rows whose params name it (``show``)."""
+"""What ``espnx bench retrieval`` can show, one after the other. Each returns rows whose params name
+it (``show``)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ LEAST_BATCHES = 7
 
 
 def measure_shows(options: Options, say: Say) -> list[Row]:
-    """The rows of every show, corpus by corpus. Raises InvalidInputError where one cannot be had."""
+    """The rows of every show, corpus by corpus. Raises InvalidInputError where one cannot be
+    had."""
     of_corpora: dict[str, Callable[[Options, Prepared, Say], list[Row]]] = {
         "table": show_table,
         "batches": show_batches,
@@ -57,16 +59,27 @@ def show_table(options: Options, prepared: Prepared, say: Say) -> list[Row]:
             nprobe = resolve_nprobe(options, fleet, warm)
             for rerank in options.reranks:
                 for batch in options.batches:
-                    point = Point(prepared, limit, nprobe, options.candidates, rerank, batch, options.threads)
+                    point = Point(
+                        prepared, limit, nprobe, options.candidates, rerank, batch, options.threads
+                    )
                     say(str(point))
                     meter = BoundMeter(fleet, point) if batch == 1 else None
-                    rows += report(rows_of("table", point, measure(point, fleet, cached, queries, warm, options.seed, say, meter)), say)
+                    rows += report(
+                        rows_of(
+                            "table",
+                            point,
+                            measure(point, fleet, cached, queries, warm, options.seed, say, meter),
+                        ),
+                        say,
+                    )
     return rows
 
 
-def split_systems(baselines: list[System], systems: list[System]) -> tuple[list[System], list[System]]:
-    """(those that may run side by side, those that each need the page cache for themselves). ``memory`` is always among the first:
-    it is the reference of all."""
+def split_systems(
+    baselines: list[System], systems: list[System]
+) -> tuple[list[System], list[System]]:
+    """(those that may run side by side, those that each need the page cache for themselves).
+    ``memory`` is always among the first: it is the reference of all."""
     every = [*baselines, *systems]
     if not any(system.kind == "memory" for system in every):
         every.insert(0, MEMORY)
@@ -74,7 +87,8 @@ def split_systems(baselines: list[System], systems: list[System]) -> tuple[list[
 
 
 def show_batches(options: Options, prepared: Prepared, say: Say) -> list[Row]:
-    """Batches of growing size against memory; and the batch at which the disk becomes the limit, predicted (ESPN, eq. 4)."""
+    """Batches of growing size against memory; and the batch at which the disk becomes the limit,
+    predicted (ESPN, eq. 4)."""
     rows: list[Row] = []
     queries, warm = list(range(QUERIES // 2)), list(range(QUERIES // 2, QUERIES))
     sizes = BATCHES if options.batches == [1] else options.batches
@@ -84,7 +98,9 @@ def show_batches(options: Options, prepared: Prepared, say: Say) -> list[Row]:
             nprobe = resolve_nprobe(options, fleet, warm[:40])
             for rerank in options.reranks:
                 for size in sizes[:3] if options.quick else sizes:
-                    point = Point(prepared, limit, nprobe, options.candidates, rerank, size, options.threads)
+                    point = Point(
+                        prepared, limit, nprobe, options.candidates, rerank, size, options.threads
+                    )
                     say(str(point))
                     turns = 3 if options.quick else max(LEAST_BATCHES, options.queries // size)
                     found = measure(point, fleet, [], queries, warm, options.seed, say, turns=turns)
@@ -102,30 +118,54 @@ def show_callers(options: Options, prepared: Prepared, say: Say) -> list[Row]:
         with Fleet(prepared, [MEMORY, AUTO], limit, options.threads, options.engine) as fleet:
             nprobe = resolve_nprobe(options, fleet, warm)
             for rerank in options.reranks:
-                point = Point(prepared, limit, nprobe, options.candidates, rerank, 1, options.threads)
+                point = Point(
+                    prepared, limit, nprobe, options.candidates, rerank, 1, options.threads
+                )
                 warm_up(fleet, fleet.systems, point, warm)
                 for callers in CALLERS:
                     for system in fleet.systems:
-                        numbers = [queries[i % len(queries)] for i in range(max(len(queries), 8 * callers))]
+                        numbers = [
+                            queries[i % len(queries)] for i in range(max(len(queries), 8 * callers))
+                        ]
                         answer = fleet.of(system).ask(
-                            "callers", queries=numbers, options={**point.options, **system.options}, callers=callers
+                            "callers",
+                            queries=numbers,
+                            options={**point.options, **system.options},
+                            callers=callers,
                         )
                         rows.append(_callers_row(point, fleet, system, callers, answer))
-                        say(f"    {system.name}, {callers} callers: {rows[-1].metrics['queries_per_s']:.0f} queries/s")
+                        say(
+                            f"    {system.name}, {callers} callers: "
+                            f"{rows[-1].metrics['queries_per_s']:.0f} queries/s"
+                        )
     return rows
 
 
-def _callers_row(point: Point, fleet: Fleet, system: System, callers: int, answer: dict[str, Any]) -> Row:
+def _callers_row(
+    point: Point, fleet: Fleet, system: System, callers: int, answer: dict[str, Any]
+) -> Row:
     latencies = answer["latencies"]
     p50, p95 = np.percentile(latencies, [50, 95])
-    metrics = {"p50_s": float(p50), "p95_s": float(p95), "queries_per_s": len(latencies) / answer["seconds"]}
+    metrics = {
+        "p50_s": float(p50),
+        "p95_s": float(p95),
+        "queries_per_s": len(latencies) / answer["seconds"],
+    }
     path = str(fleet.facts(system)["effective_path"])
     params = {**point.params("callers"), "callers": callers}
-    return simple_row(params, system.name, latencies, metrics, path=path, cache="warm" if system.kind == "memory" else "cold")
+    return simple_row(
+        params,
+        system.name,
+        latencies,
+        metrics,
+        path=path,
+        cache="warm" if system.kind == "memory" else "cold",
+    )
 
 
 def show_cascade(options: Options, prepared: Prepared, say: Say) -> list[Row]:
-    """Coarse records of all candidates first, full ones of the best few: coarse tier on SSD and in RAM, against exact search."""
+    """Coarse records of all candidates first, full ones of the best few: coarse tier on SSD and in
+    RAM, against exact search."""
     rows: list[Row] = []
     queries, warm = split_queries(options.queries)
     systems = [MEMORY, *espnx_systems(["0", "auto"]), *cascade_systems(options.cascades)]
@@ -134,37 +174,74 @@ def show_cascade(options: Options, prepared: Prepared, say: Say) -> list[Row]:
             nprobe = resolve_nprobe(options, fleet, warm)
             point = Point(prepared, limit, nprobe, options.candidates, None, 1, options.threads)
             say(str(point))
-            rows += report(rows_of("cascade", point, measure(point, fleet, [], queries, warm, options.seed, say)), say)
+            rows += report(
+                rows_of(
+                    "cascade", point, measure(point, fleet, [], queries, warm, options.seed, say)
+                ),
+                say,
+            )
     return rows
 
 
 def show_sizes(options: Options, say: Say) -> list[Row]:
-    """An exact search and a cascade in corpora of every number of documents, with the bytes of their records: what happens where those no
-    longer fit a memory limit. ``memory`` has no limit."""
+    """An exact search and a cascade in corpora of every number of documents, with the bytes of
+    their records: what happens where those no longer fit a memory limit. ``memory`` has no
+    limit."""
     rows: list[Row] = []
     queries, warm = split_queries(options.queries)
     cascades = cascade_systems(options.cascades) if options.coarse else []
     resident, cached = split_systems(options.baselines, [AUTO, *cascades])
-    for prepared in (sized.prepare(name, say) for name in options.corpora for sized in options.of_sizes(name)):
+    for prepared in (
+        sized.prepare(name, say) for name in options.corpora for sized in options.of_sizes(name)
+    ):
         for limit in options.limits:
             with Fleet(prepared, resident, limit, options.threads, options.engine) as fleet:
-                point = Point(prepared, limit, resolve_nprobe(options, fleet, warm), options.candidates, None, 1, options.threads)
+                point = Point(
+                    prepared,
+                    limit,
+                    resolve_nprobe(options, fleet, warm),
+                    options.candidates,
+                    None,
+                    1,
+                    options.threads,
+                )
                 say(f"{prepared.documents:,} documents: {point}")
                 measured = measure(point, fleet, cached, queries, warm, options.seed, say)
-                size, found = float(fleet.facts(AUTO)["record_bytes"]), recalls(point, fleet, measured, queries)
-                metrics = {name: {"record_bytes": size, "recall@10": recall} for name, recall in found.items()}
+                size, found = (
+                    float(fleet.facts(AUTO)["record_bytes"]),
+                    recalls(point, fleet, measured, queries),
+                )
+                metrics = {
+                    name: {"record_bytes": size, "recall@10": recall}
+                    for name, recall in found.items()
+                }
                 every = rows_of("sizes", point, measured)
-                rows += report([replace(row, metrics={**row.metrics, **metrics.get(row.system, {})}) for row in every], say)
+                rows += report(
+                    [
+                        replace(row, metrics={**row.metrics, **metrics.get(row.system, {})})
+                        for row in every
+                    ],
+                    say,
+                )
     return rows
 
 
-def recalls(point: Point, fleet: Fleet, measured: Mapping[str, Measured], queries: Sequence[int]) -> dict[str, float]:
-    """By system, the mean share of the best hits that it found of those of an exact search of every list; without those that are wrong."""
+def recalls(
+    point: Point, fleet: Fleet, measured: Mapping[str, Measured], queries: Sequence[int]
+) -> dict[str, float]:
+    """By system, the mean share of the best hits that it found of those of an exact search of every
+    list; without those that are wrong."""
     lists = int(fleet.facts(MEMORY)["first_stage"]["nlist"])
-    best = [_numbers(ask(fleet, MEMORY, replace(point, nprobe=lists), [query])) for query in queries]
+    best = [
+        _numbers(ask(fleet, MEMORY, replace(point, nprobe=lists), [query])) for query in queries
+    ]
     right = {name: each.answers for name, each in measured.items() if each.problem is None}
     return {
-        name: float(np.mean([overlap(_numbers(answer), best[turn]) for (_, turn), answer in answers.items()]))
+        name: float(
+            np.mean(
+                [overlap(_numbers(answer), best[turn]) for (_, turn), answer in answers.items()]
+            )
+        )
         for name, answers in right.items()
     }
 

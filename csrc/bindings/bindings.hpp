@@ -1,4 +1,5 @@
-// What the files of bindings share: a future as Python sees it, and how tensors become plan columns.
+// What the files of bindings share: a future as Python sees it, and how tensors become plan
+// columns.
 #pragma once
 
 #include <pybind11/stl.h>
@@ -25,8 +26,9 @@ constexpr int64_t kSignalCheckNs = 50'000'000;  // Ctrl-C is seen at least this 
   throw io::FailureError(failure);
 }
 
-// What `work(interrupted)` returns, run without the GIL. `interrupted` says whether a signal's handler has raised, from
-// any thread; that exception goes on in place of the failure that the interruption became.
+// What `work(interrupted)` returns, run without the GIL. `interrupted` says whether a signal's
+// handler has raised, from any thread; that exception goes on in place of the failure that the
+// interruption became.
 template <typename Work>
 auto run_interruptibly(const Work& work) {
   const std::function<bool()> interrupted = [] {
@@ -48,7 +50,8 @@ inline std::vector<int64_t> to_vector(const Tensor& tensor, const char* name, in
   }
   const int64_t size = tensor.size(0), stride = tensor.stride(0);
   if (count >= 0 && size != count) {
-    invalid(std::string(name) + " has " + std::to_string(size) + " entries, the plan has " + std::to_string(count));
+    invalid(std::string(name) + " has " + std::to_string(size) + " entries, the plan has " +
+            std::to_string(count));
   }
   if (!tensor.is_aligned()) invalid(std::string(name) + " must begin at a multiple of 8 bytes");
   const auto* data = tensor.data<const int64_t>();
@@ -58,11 +61,14 @@ inline std::vector<int64_t> to_vector(const Tensor& tensor, const char* name, in
   return values;
 }
 
-// The memory of a contiguous, aligned tensor of this dtype, or a failure that says what `name` must be.
+// The memory of a contiguous, aligned tensor of this dtype, or a failure that says what `name` must
+// be.
 template <typename T>
 T* contiguous(const Tensor& tensor, Dtype dtype, const char* name, const char* dtype_name) {
-  if (!tensor.is_cpu() || tensor.dtype() != dtype || !tensor.is_contiguous() || !tensor.is_aligned()) {
-    invalid(std::string(name) + " must be a contiguous, aligned " + dtype_name + " tensor on the CPU");
+  if (!tensor.is_cpu() || tensor.dtype() != dtype || !tensor.is_contiguous() ||
+      !tensor.is_aligned()) {
+    invalid(std::string(name) + " must be a contiguous, aligned " + dtype_name +
+            " tensor on the CPU");
   }
   return tensor.data<T>();
 }
@@ -82,7 +88,8 @@ struct Future {
   Future(Future&&) = default;
   ~Future() {
     if (!transfer) return;
-    if (!engine->in_own_process()) {  // a thread of the parent may be waiting in it: see Engine::forget
+    if (!engine->in_own_process()) {  // a thread of the parent may be waiting in it: see
+                                      // Engine::forget
       new std::shared_ptr<io::Transfer>(std::move(transfer));
       return;
     }
@@ -92,7 +99,8 @@ struct Future {
   }
 
   void check() const {
-    if (!engine->in_own_process()) invalid("the transfer belongs to the parent process; open an engine after fork()");
+    if (!engine->in_own_process())
+      invalid("the transfer belongs to the parent process; open an engine after fork()");
   }
 
   // Waits for items with the GIL released; looks for Ctrl-C between.

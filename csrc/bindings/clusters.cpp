@@ -24,7 +24,8 @@ struct PyClusterTicket {
   PyClusterTicket(PyClusterTicket&&) = default;
   ~PyClusterTicket() {
     if (!ticket) return;
-    if (!stream->in_own_process()) {  // a thread of the parent may be waiting in it: see Engine::forget
+    if (!stream->in_own_process()) {  // a thread of the parent may be waiting in it: see
+                                      // Engine::forget
       new ClusterStream::Ticket(std::move(ticket));
       new std::shared_ptr<ClusterStream>(std::move(stream));
       return;
@@ -59,23 +60,28 @@ struct PyClusterTicket {
 DistanceQuery to_query(const Tensor& query, const std::string& format, const std::string& metric) {
   const int of_format = number_of(kVectorFormatNames, format.c_str());
   const int of_metric = number_of(kMetricNames, metric.c_str());
-  if (of_format < 0 || of_metric < 0) invalid("unknown format or metric '" + format + "', '" + metric + "'");
+  if (of_format < 0 || of_metric < 0)
+    invalid("unknown format or metric '" + format + "', '" + metric + "'");
   const auto kind = static_cast<VectorFormat>(of_format);
   const int64_t d = query.dim() == 1 ? query.numel() : 0;
-  if (d < 1 || d > kMaxVectorDim) invalid("a query has one dimension, of 1 to " + std::to_string(kMaxVectorDim));
-  const void* values = is_whole(kind)
-                           ? static_cast<const void*>(contiguous<uint8_t>(query, Dtype::uint8, "query", "uint8"))
-                           : contiguous<float>(query, Dtype::float32, "query", "float32");
+  if (d < 1 || d > kMaxVectorDim)
+    invalid("a query has one dimension, of 1 to " + std::to_string(kMaxVectorDim));
+  const void* values =
+      is_whole(kind)
+          ? static_cast<const void*>(contiguous<uint8_t>(query, Dtype::uint8, "query", "uint8"))
+          : contiguous<float>(query, Dtype::float32, "query", "float32");
   return {values, d, kind, static_cast<Metric>(of_metric)};
 }
 
-PyClusterTicket push_clusters(const PyClusterStream& self, const Tensor& query, const std::string& format,
-                              const std::string& metric, int64_t file, const py::bytes& path, const Tensor& clusters,
-                              const Tensor& offset_bytes, const Tensor& n_vectors, const Tensor& crc32c,
-                              double deadline_s) {
+PyClusterTicket push_clusters(const PyClusterStream& self, const Tensor& query,
+                              const std::string& format, const std::string& metric, int64_t file,
+                              const py::bytes& path, const Tensor& clusters,
+                              const Tensor& offset_bytes, const Tensor& n_vectors,
+                              const Tensor& crc32c, double deadline_s) {
   check(*self.stream);
   free_kept();
-  device::ClusterRequest request{to_query(query, format, metric), file, path, {}, {}, {}, {}, deadline_s};
+  device::ClusterRequest request{
+      to_query(query, format, metric), file, path, {}, {}, {}, {}, deadline_s};
   request.clusters = to_vector(clusters, "clusters", -1);
   const auto count = static_cast<int64_t>(request.clusters.size());
   request.offset_bytes = to_vector(offset_bytes, "offset_bytes", count);
@@ -102,8 +108,8 @@ void bind_clusters(py::module_& m) {
            })
       .def("forget", &PyClusterTicket::forget);
   py::class_<PyClusterStream>(m, "ClusterStream")
-      .def(py::init<const std::shared_ptr<io::Engine>&, int64_t, int>(), py::arg("engine"), py::arg("window_bytes"),
-           py::arg("max_workers"))
+      .def(py::init<const std::shared_ptr<io::Engine>&, int64_t, int>(), py::arg("engine"),
+           py::arg("window_bytes"), py::arg("max_workers"))
       .def("push", &push_clusters)
       .def("clear",
            [](const PyClusterStream& self) {

@@ -1,5 +1,6 @@
-// The part of DLPack (version 1.3, https://dmlc.github.io/dlpack) by which tensors come in and go out: structures of a
-// fixed layout, and the functions that a class of tensors offers for them in `__dlpack_c_exchange_api__`.
+// The part of DLPack (version 1.3, https://dmlc.github.io/dlpack) by which tensors come in and go
+// out: structures of a fixed layout, and the functions that a class of tensors offers for them in
+// `__dlpack_c_exchange_api__`.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,11 @@ struct Version {
   uint32_t major, minor;
 };
 
-enum Device : int32_t { kCpu = 1, kCudaHost = 3, kRocmHost = 11 };  // those whose memory the processor reads
+enum Device : int32_t {
+  kCpu = 1,
+  kCudaHost = 3,
+  kRocmHost = 11
+};  // those whose memory the processor reads
 
 struct DeviceOf {
   int32_t type, number;
@@ -53,7 +58,7 @@ struct Exchange {
   void (*allocate)();  // not called here, hence without its arguments
   int (*to_managed)(void* object, ManagedTensor** tensor);
   int (*from_managed)(ManagedTensor* tensor, void** object);  // takes the tensor
-  int (*to_view)(void* object, TensorView* view);             // valid as long as the object; may be null
+  int (*to_view)(void* object, TensorView* view);  // valid as long as the object; may be null
   int (*current_stream)(int32_t device_type, int32_t device, void** stream);
 };
 

@@ -1,5 +1,6 @@
 // The module, and what Python sees of the storage engine: objects with state.
-// Failures cross as espnx.errors classes, made by the function that espnx.storage registers with set_error_factory.
+// Failures cross as espnx.errors classes, made by the function that espnx.storage registers with
+// set_error_factory.
 
 #include <cmath>
 #include <memory>
@@ -15,14 +16,16 @@ std::pair<NewTensor, bool> Future::next(int64_t at_least, double timeout_s) {
   std::vector<int64_t> items;
   bool finished = false;
   const auto until =
-      io::Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::clamp(timeout_s, 0.0, 1e9) * 1e9));
+      io::Clock::now() +
+      std::chrono::nanoseconds(static_cast<int64_t>(std::clamp(timeout_s, 0.0, 1e9) * 1e9));
   for (;;) {
     {
       py::gil_scoped_release unlocked;
       const int64_t left_ns = (until - io::Clock::now()).count();
       finished = transfer->next(items, at_least, std::clamp<int64_t>(left_ns, 0, kSignalCheckNs));
     }
-    if (finished || static_cast<int64_t>(items.size()) >= at_least || io::Clock::now() >= until) break;
+    if (finished || static_cast<int64_t>(items.size()) >= at_least || io::Clock::now() >= until)
+      break;
     if (PyErr_CheckSignals() != 0) {
       cancel();
       throw py::error_already_set();
@@ -62,7 +65,8 @@ io::FaultRule to_fault_rule(const py::dict& d) {
 namespace {
 
 py::object& error_factory() {
-  static auto* factory = new py::object();  // never destroyed: failures may come after Python's own clean-up began
+  static auto* factory =
+      new py::object();  // never destroyed: failures may come after Python's own clean-up began
   return *factory;
 }
 
@@ -94,17 +98,19 @@ void raise_failure(const io::Failure& f) {
     PyErr_SetString(PyExc_RuntimeError, f.what.c_str());
     return;
   }
-  py::object exception = error_factory()(py::arg("kind") = kind_name(f.kind), py::arg("errno") = f.error,
-                                         py::arg("what") = path_text(f.what), py::arg("path") = path_text(f.path),
-                                         py::arg("offset_bytes") = f.offset_bytes, py::arg("size_bytes") = f.size_bytes,
-                                         py::arg("needed_bytes") = f.needed_bytes, py::arg("free_bytes") = f.free_bytes,
-                                         py::arg("got") = f.got, py::arg("expected") = f.expected);
+  py::object exception = error_factory()(
+      py::arg("kind") = kind_name(f.kind), py::arg("errno") = f.error,
+      py::arg("what") = path_text(f.what), py::arg("path") = path_text(f.path),
+      py::arg("offset_bytes") = f.offset_bytes, py::arg("size_bytes") = f.size_bytes,
+      py::arg("needed_bytes") = f.needed_bytes, py::arg("free_bytes") = f.free_bytes,
+      py::arg("got") = f.got, py::arg("expected") = f.expected);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
 }
 
-Future submit(const std::shared_ptr<io::Engine>& engine, bool reading, const Tensor& file, const Tensor& offset_bytes,
-              const Tensor& size_bytes, const std::optional<Tensor>& out_offset_bytes,
-              const std::optional<Tensor>& crc32c, const std::optional<Tensor>& memory, int64_t gap_bytes, int priority,
+Future submit(const std::shared_ptr<io::Engine>& engine, bool reading, const Tensor& file,
+              const Tensor& offset_bytes, const Tensor& size_bytes,
+              const std::optional<Tensor>& out_offset_bytes, const std::optional<Tensor>& crc32c,
+              const std::optional<Tensor>& memory, int64_t gap_bytes, int priority,
               double deadline_s) {
   free_kept();
   io::TransferSpec spec;
@@ -113,7 +119,8 @@ Future submit(const std::shared_ptr<io::Engine>& engine, bool reading, const Ten
   const auto count = static_cast<int64_t>(spec.file.size());
   spec.offset_bytes = to_vector(offset_bytes, "offset_bytes", count);
   spec.size_bytes = to_vector(size_bytes, "size_bytes", count);
-  if (out_offset_bytes) spec.out_offset_bytes = to_vector(*out_offset_bytes, "out_offset_bytes", count);
+  if (out_offset_bytes)
+    spec.out_offset_bytes = to_vector(*out_offset_bytes, "out_offset_bytes", count);
   if (crc32c) spec.crc32c = to_vector(*crc32c, "crc32c", count);
   if (out_offset_bytes.has_value() != memory.has_value())
     invalid("out_offset_bytes and the memory they point into come together");
@@ -122,7 +129,8 @@ Future submit(const std::shared_ptr<io::Engine>& engine, bool reading, const Ten
     spec.base_bytes = memory->numel();
     spec.keep_alive = memory->keep();
   }
-  if (gap_bytes < 0 || !(deadline_s > 0)) invalid("gap_bytes must not be negative and deadline_s must be positive");
+  if (gap_bytes < 0 || !(deadline_s > 0))
+    invalid("gap_bytes must not be negative and deadline_s must be positive");
   spec.gap_bytes = gap_bytes;
   spec.priority = priority;
   spec.deadline_s = deadline_s;
@@ -130,9 +138,10 @@ Future submit(const std::shared_ptr<io::Engine>& engine, bool reading, const Ten
   return {engine, engine->submit(std::move(spec))};
 }
 
-std::shared_ptr<io::Engine> make_engine(const std::string& path, unsigned queue_depth, unsigned threads,
-                                        int64_t request_bytes, int64_t pool_bytes, bool poison,
-                                        const std::vector<py::dict>& rules, uint64_t seed) {
+std::shared_ptr<io::Engine> make_engine(const std::string& path, unsigned queue_depth,
+                                        unsigned threads, int64_t request_bytes, int64_t pool_bytes,
+                                        bool poison, const std::vector<py::dict>& rules,
+                                        uint64_t seed) {
   io::EngineOptions options;
   options.path = path;
   options.queue_depth = queue_depth;
@@ -185,7 +194,8 @@ io::Direct to_direct(const std::optional<bool>& direct) {
   return *direct ? io::Direct::yes : io::Direct::no;
 }
 
-// uint8 [size_bytes], uninitialised, page-aligned: it returns to the engine's pool when the last tensor over it goes.
+// uint8 [size_bytes], uninitialised, page-aligned: it returns to the engine's pool when the last
+// tensor over it goes.
 NewTensor memory_from(io::Engine& engine, int64_t size_bytes) {
   if (size_bytes < 0) invalid("a negative size");
   std::shared_ptr<io::Buffer> buffer;
@@ -199,13 +209,15 @@ NewTensor memory_from(io::Engine& engine, int64_t size_bytes) {
 void bind_engine(py::module_& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<io::Engine, std::shared_ptr<io::Engine>>(m, "Engine")
-      .def(py::init(&make_engine), py::kw_only(), py::arg("path"), py::arg("queue_depth"), py::arg("threads"),
-           py::arg("request_bytes"), py::arg("pool_bytes"), py::arg("poison"), py::arg("rules"), py::arg("seed"))
+      .def(py::init(&make_engine), py::kw_only(), py::arg("path"), py::arg("queue_depth"),
+           py::arg("threads"), py::arg("request_bytes"), py::arg("pool_bytes"), py::arg("poison"),
+           py::arg("rules"), py::arg("seed"))
       .def_property_readonly("effective", &io::Engine::effective)
       .def_property_readonly("fallback_reason", &io::Engine::fallback_reason)
       .def(
           "open",
-          [](io::Engine& e, const std::string& path, const std::string& mode, std::optional<bool> direct) {
+          [](io::Engine& e, const std::string& path, const std::string& mode,
+             std::optional<bool> direct) {
             const io::Mode how = to_mode(mode);
             py::gil_scoped_release unlocked;
             return e.open(path, how, to_direct(direct));
@@ -232,9 +244,10 @@ void bind_engine(py::module_& m) {
             e.before(operation.c_str(), path);
           },
           Release())
-      .def("submit", &submit, py::kw_only(), py::arg("reading"), py::arg("file"), py::arg("offset_bytes"),
-           py::arg("size_bytes"), py::arg("out_offset_bytes"), py::arg("crc32c"), py::arg("memory"),
-           py::arg("gap_bytes"), py::arg("priority"), py::arg("deadline_s"))
+      .def("submit", &submit, py::kw_only(), py::arg("reading"), py::arg("file"),
+           py::arg("offset_bytes"), py::arg("size_bytes"), py::arg("out_offset_bytes"),
+           py::arg("crc32c"), py::arg("memory"), py::arg("gap_bytes"), py::arg("priority"),
+           py::arg("deadline_s"))
       .def("stats", &stats_dict)
       .def("memory", &memory_from)
       .def_property_readonly("mapped_bytes", &io::Engine::mapped_bytes)
@@ -251,31 +264,40 @@ void bind_future(py::module_& m) {
              return f.transfer->finished();
            })
       .def_property_readonly("memory", &Future::memory)
-      .def_property_readonly("position_bytes", [](Future& f) { return to_tensor(f.transfer->position_bytes()); })
+      .def_property_readonly("position_bytes",
+                             [](Future& f) { return to_tensor(f.transfer->position_bytes()); })
       .def_property_readonly("bytes_asked", [](Future& f) { return f.transfer->asked_bytes(); })
       .def_property_readonly("bytes_moved", [](Future& f) { return f.transfer->moved_bytes(); })
-      .def_property_readonly("request_count", [](Future& f) { return f.transfer->request_count(); });
+      .def_property_readonly("request_count",
+                             [](Future& f) { return f.transfer->request_count(); });
 }
 
 // The planner without an engine: engines that are not ours (cuFile) still read by the same extents.
-py::tuple pack_plan(const Tensor& file_sizes, const Tensor& alignments, const Tensor& file, const Tensor& offset_bytes,
-                    const Tensor& size_bytes, int64_t gap_bytes, int64_t limit_bytes) {
+py::tuple pack_plan(const Tensor& file_sizes, const Tensor& alignments, const Tensor& file,
+                    const Tensor& offset_bytes, const Tensor& size_bytes, int64_t gap_bytes,
+                    int64_t limit_bytes) {
   const std::vector<int64_t> sizes = to_vector(file_sizes, "file_sizes", -1);
-  const std::vector<int64_t> aligned = to_vector(alignments, "alignments", static_cast<int64_t>(sizes.size()));
+  const std::vector<int64_t> aligned =
+      to_vector(alignments, "alignments", static_cast<int64_t>(sizes.size()));
   const std::vector<int64_t> files = to_vector(file, "file", -1);
-  const std::vector<int64_t> offsets = to_vector(offset_bytes, "offset_bytes", static_cast<int64_t>(files.size()));
-  const std::vector<int64_t> lengths = to_vector(size_bytes, "size_bytes", static_cast<int64_t>(files.size()));
+  const std::vector<int64_t> offsets =
+      to_vector(offset_bytes, "offset_bytes", static_cast<int64_t>(files.size()));
+  const std::vector<int64_t> lengths =
+      to_vector(size_bytes, "size_bytes", static_cast<int64_t>(files.size()));
   for (size_t i = 0; i < sizes.size(); ++i) {
-    if (sizes[i] < 0 || aligned[i] < 1) invalid("file_sizes must not be negative, alignments must be positive");
+    if (sizes[i] < 0 || aligned[i] < 1)
+      invalid("file_sizes must not be negative, alignments must be positive");
   }
-  if (gap_bytes < 0 || limit_bytes < 1) invalid("gap_bytes must not be negative and limit_bytes must be positive");
+  if (gap_bytes < 0 || limit_bytes < 1)
+    invalid("gap_bytes must not be negative and limit_bytes must be positive");
   io::Files known;
   for (size_t i = 0; i < sizes.size(); ++i) {
     known.push_back(std::make_shared<io::File>("file " + std::to_string(i), -1));
     known.back()->size_bytes = sizes[i];
     known.back()->alignment_bytes = aligned[i];
   }
-  const io::Items items{static_cast<int64_t>(files.size()), files.data(), offsets.data(), lengths.data()};
+  const io::Items items{static_cast<int64_t>(files.size()), files.data(), offsets.data(),
+                        lengths.data()};
   io::check_items(items, known, true);
   const io::Layout layout = io::pack(items, known, gap_bytes, limit_bytes);
   const auto column = [&](int64_t io::Extent::* member) {
@@ -283,9 +305,10 @@ py::tuple pack_plan(const Tensor& file_sizes, const Tensor& alignments, const Te
     for (const io::Extent& extent : layout.extents) values.push_back(extent.*member);
     return to_tensor(values);
   };
-  return py::make_tuple(column(&io::Extent::file), column(&io::Extent::offset_bytes), column(&io::Extent::size_bytes),
-                        column(&io::Extent::expected_bytes), column(&io::Extent::place_bytes),
-                        to_tensor(layout.position_bytes), to_tensor(layout.order), column(&io::Extent::first),
+  return py::make_tuple(column(&io::Extent::file), column(&io::Extent::offset_bytes),
+                        column(&io::Extent::size_bytes), column(&io::Extent::expected_bytes),
+                        column(&io::Extent::place_bytes), to_tensor(layout.position_bytes),
+                        to_tensor(layout.order), column(&io::Extent::first),
                         column(&io::Extent::last), layout.memory_bytes);
 }
 
@@ -295,7 +318,8 @@ py::tuple pack_plan(const Tensor& file_sizes, const Tensor& alignments, const Te
 PYBIND11_MODULE(_C, m) {
   using namespace espnx::python;
   m.doc() =
-      "espnx's compiled part: the storage engine, streams of records, rows and clusters, and the CPU versions of the "
+      "espnx's compiled part: the storage engine, streams of records, rows and clusters, and the "
+      "CPU versions of the "
       "ops.";
   find_torch();
   py::register_exception_translator([](std::exception_ptr pointer) {

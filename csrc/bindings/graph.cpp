@@ -36,7 +36,8 @@ const uint8_t* rows_of(const Tensor& tensor, VectorFormat format, int64_t dim, c
                       : format == VectorFormat::kFp16 ? Dtype::float16
                       : format == VectorFormat::kBf16 ? Dtype::bfloat16
                                                       : Dtype::uint8;
-  const auto* data = contiguous<const uint8_t>(tensor, dtype, name, kVectorFormatNames[static_cast<int>(format)]);
+  const auto* data =
+      contiguous<const uint8_t>(tensor, dtype, name, kVectorFormatNames[static_cast<int>(format)]);
   if (tensor.dim() != 2 || tensor.size(1) != dim) invalid(std::string(name) + " must be [n, dim]");
   return data;
 }
@@ -44,19 +45,21 @@ const uint8_t* rows_of(const Tensor& tensor, VectorFormat format, int64_t dim, c
 // A graph that is being built; keeps its vectors.
 class PyVamana {
  public:
-  PyVamana(const Tensor& vectors, const std::string& format, int64_t degree, int64_t list_size, float alpha, int passes,
-           bool saturate, int threads, uint64_t seed) {
+  PyVamana(const Tensor& vectors, const std::string& format, int64_t degree, int64_t list_size,
+           float alpha, int passes, bool saturate, int threads, uint64_t seed) {
     table_.format = to_format(format);
     if (vectors.dim() != 2) invalid("vectors must be [n, dim]");
     table_.n = vectors.size(0), table_.dim = vectors.size(1);
     table_.data = rows_of(vectors, table_.format, table_.dim, "vectors");
-    if (table_.n >= UINT32_MAX || table_.dim < 1 || table_.dim > kMaxVectorDim || degree < 1 || degree > 1024 ||
-        list_size < 1 || !(alpha >= 1) || !(alpha < 16) || passes < 1 || threads < 1) {
+    if (table_.n >= UINT32_MAX || table_.dim < 1 || table_.dim > kMaxVectorDim || degree < 1 ||
+        degree > 1024 || list_size < 1 || !(alpha >= 1) || !(alpha < 16) || passes < 1 ||
+        threads < 1) {
       invalid("options of a graph are out of range");
     }
     keeps_ = vectors.keep();
     graph::VamanaOptions options;
-    options.degree = degree, options.list_size = list_size, options.alpha = alpha, options.passes = passes;
+    options.degree = degree, options.list_size = list_size, options.alpha = alpha,
+    options.passes = passes;
     options.saturate = saturate, options.threads = threads, options.seed = seed;
     degree_ = degree;
     py::gil_scoped_release unlocked;
@@ -68,11 +71,13 @@ class PyVamana {
     free_kept();
   }
 
-  // A graph that is there already: neighbours uint32 [n, R], of which each node has the first counts[i], int64 [n].
+  // A graph that is there already: neighbours uint32 [n, R], of which each node has the first
+  // counts[i], int64 [n].
   static std::unique_ptr<PyVamana> from_edges(const Tensor& vectors, const std::string& format,
-                                              const Tensor& neighbours, const Tensor& counts, int64_t medoid,
-                                              int64_t list_size) {
-    const auto* near = contiguous<const uint32_t>(neighbours, Dtype::uint32, "neighbours", "uint32");
+                                              const Tensor& neighbours, const Tensor& counts,
+                                              int64_t medoid, int64_t list_size) {
+    const auto* near =
+        contiguous<const uint32_t>(neighbours, Dtype::uint32, "neighbours", "uint32");
     const auto* many = contiguous<const int64_t>(counts, Dtype::int64, "counts", "int64");
     if (neighbours.dim() != 2) invalid("neighbours must be [n, degree]");
     const int64_t n = neighbours.size(0), degree = neighbours.size(1);
@@ -82,7 +87,8 @@ class PyVamana {
       invalid("neighbours, counts and the medoid must be of the vectors");
     }
     for (int64_t i = 0; i < n; ++i) {
-      if (many[i] < 0 || many[i] > degree) invalid("a node has more neighbours than there is room for");
+      if (many[i] < 0 || many[i] > degree)
+        invalid("a node has more neighbours than there is room for");
       for (int64_t j = 0; j < many[i]; ++j) {
         if (near[i * degree + j] >= n) invalid("a neighbour is no node");
       }
@@ -146,7 +152,8 @@ class PyVamana {
       }
     }
     auto owner = std::make_shared<std::vector<uint32_t>>(std::move(neighbours));
-    return {NewTensor(owner->data(), Dtype::uint32, {table_.n, degree_}, owner), to_tensor(std::move(counts))};
+    return {NewTensor(owner->data(), Dtype::uint32, {table_.n, degree_}, owner),
+            to_tensor(std::move(counts))};
   }
 
   NewTensor pack(int64_t nodes_per_page) const {
@@ -170,7 +177,8 @@ class PyVamana {
 };
 
 // Entry points, and the code of each.
-std::pair<std::vector<uint32_t>, std::vector<uint8_t>> to_entries(const Tensor& entries, const Tensor& codes,
+std::pair<std::vector<uint32_t>, std::vector<uint8_t>> to_entries(const Tensor& entries,
+                                                                  const Tensor& codes,
                                                                   const graph::PageLayout& layout) {
   std::vector<uint32_t> nodes;
   for (const int64_t entry : to_vector(entries, "entries", -1)) {
@@ -178,25 +186,30 @@ std::pair<std::vector<uint32_t>, std::vector<uint8_t>> to_entries(const Tensor& 
     nodes.push_back(static_cast<uint32_t>(entry));
   }
   const auto* near = contiguous<const uint8_t>(codes, Dtype::uint8, "entry_codes", "uint8");
-  if (codes.numel() != static_cast<int64_t>(nodes.size()) * layout.code_bytes) invalid("a code for each entry");
+  if (codes.numel() != static_cast<int64_t>(nodes.size()) * layout.code_bytes)
+    invalid("a code for each entry");
   return {std::move(nodes), {near, near + codes.numel()}};
 }
 
 // A search under way, and the memory that it reads from and writes to.
 class PyGraphSearch {
  public:
-  PyGraphSearch(std::shared_ptr<GraphSearcher> searcher, const Tensor& queries, const Tensor& queries_f32, int64_t k,
-                int64_t list_size, int64_t far_list_size, int64_t beam, float stop_beyond,
-                const std::optional<py::dict>& filter, const std::optional<Tensor>& absent, double deadline_s)
+  PyGraphSearch(std::shared_ptr<GraphSearcher> searcher, const Tensor& queries,
+                const Tensor& queries_f32, int64_t k, int64_t list_size, int64_t far_list_size,
+                int64_t beam, float stop_beyond, const std::optional<py::dict>& filter,
+                const std::optional<Tensor>& absent, double deadline_s)
       : searcher_(std::move(searcher)) {
     const graph::PageLayout& layout = searcher_->view().layout;
     request_.queries =
-        rows_of(queries, is_whole(layout.format) ? layout.format : VectorFormat::kFp32, layout.dim, "queries");
+        rows_of(queries, is_whole(layout.format) ? layout.format : VectorFormat::kFp32, layout.dim,
+                "queries");
     request_.n_queries = queries.size(0);
-    request_.queries_f32 = contiguous<const float>(queries_f32, Dtype::float32, "queries_f32", "float32");
+    request_.queries_f32 =
+        contiguous<const float>(queries_f32, Dtype::float32, "queries_f32", "float32");
     if (queries_f32.numel() != queries.numel()) invalid("queries_f32 must be the same queries");
     request_.query_bytes = layout.dim * (is_whole(layout.format) ? 1 : 4);
-    if (k < 1 || list_size < k || far_list_size < list_size || beam < 1 || !(stop_beyond >= 0) || !(deadline_s > 0)) {
+    if (k < 1 || list_size < k || far_list_size < list_size || beam < 1 || !(stop_beyond >= 0) ||
+        !(deadline_s > 0)) {
       invalid("k must be 1 or more, list_size k or more, far_list_size not less, beam 1 or more");
     }
     request_.walk.k = k, request_.walk.list_size = list_size, request_.walk.beam = beam;
@@ -211,14 +224,16 @@ class PyGraphSearch {
     }
     rows_.resize(n * k), distances_.resize(n * k), seconds_.resize(n);
     for (auto* each : {&pages_, &code_pages_, &measured_, &estimated_}) each->resize(n);
-    request_.rows = rows_.data(), request_.distances = distances_.data(), request_.seconds = seconds_.data();
+    request_.rows = rows_.data(), request_.distances = distances_.data(),
+    request_.seconds = seconds_.data();
     request_.pages = pages_.data(), request_.code_pages = code_pages_.data();
     request_.measured = measured_.data(), request_.estimated = estimated_.data();
     job_ = searcher_->start(request_);
   }
   ~PyGraphSearch() {
     if (process_ != getpid()) {
-      [[maybe_unused]] auto* left = new std::pair(std::move(job_), std::move(searcher_));  // the parent's
+      [[maybe_unused]] auto* left =
+          new std::pair(std::move(job_), std::move(searcher_));  // the parent's
       return;
     }
     {
@@ -231,23 +246,28 @@ class PyGraphSearch {
     free_kept();
   }
 
-  // (rows int64, distances float32), [n_queries * k]: the nearest so far, once each walk has read so many pages or
-  // ended.
+  // (rows int64, distances float32), [n_queries * k]: the nearest so far, once each walk has read
+  // so many pages or ended.
   std::pair<NewTensor, NewTensor> partial(int64_t pages) {
     check();
     early_rows_.resize(rows_.size()), early_distances_.resize(rows_.size());
     request_.early_rows = early_rows_.data(), request_.early_distances = early_distances_.data();
-    run_interruptibly([&](const std::function<bool()>& interrupted) { searcher_->partial(job_, pages, interrupted); });
-    return {to_tensor(std::vector<int64_t>(early_rows_)), to_tensor(std::vector<float>(early_distances_))};
+    run_interruptibly([&](const std::function<bool()>& interrupted) {
+      searcher_->partial(job_, pages, interrupted);
+    });
+    return {to_tensor(std::vector<int64_t>(early_rows_)),
+            to_tensor(std::vector<float>(early_distances_))};
   }
 
   py::tuple finish() {
     check();
     over_ = true;
-    run_interruptibly([&](const std::function<bool()>& interrupted) { searcher_->finish(job_, interrupted); });
-    return py::make_tuple(to_tensor(std::move(rows_)), to_tensor(std::move(distances_)), to_tensor(std::move(pages_)),
-                          to_tensor(std::move(code_pages_)), to_tensor(std::move(measured_)),
-                          to_tensor(std::move(estimated_)), to_tensor(std::move(seconds_)));
+    run_interruptibly(
+        [&](const std::function<bool()>& interrupted) { searcher_->finish(job_, interrupted); });
+    return py::make_tuple(to_tensor(std::move(rows_)), to_tensor(std::move(distances_)),
+                          to_tensor(std::move(pages_)), to_tensor(std::move(code_pages_)),
+                          to_tensor(std::move(measured_)), to_tensor(std::move(estimated_)),
+                          to_tensor(std::move(seconds_)));
   }
 
  private:
@@ -256,7 +276,8 @@ class PyGraphSearch {
     const auto bits = [&](const char* name) {
       const auto tensor = given[name].cast<Tensor>();
       const auto* found = contiguous<const uint8_t>(tensor, Dtype::uint8, name, "uint8");
-      if (tensor.numel() < (layout.n + 7) / 8) invalid(std::string(name) + " must have a bit for each row");
+      if (tensor.numel() < (layout.n + 7) / 8)
+        invalid(std::string(name) + " must have a bit for each row");
       keeps_.push_back(tensor.keep());
       return found;
     };
@@ -287,16 +308,19 @@ class PyGraphSearch {
 };
 
 // Checked, but for what other objects must agree with.
-graph::PageLayout make_layout(int64_t n, int64_t dim, const std::string& format, int64_t degree, int64_t code_bytes,
-                              int64_t inline_codes, bool paged_codes, int64_t disk_pq_bytes, int64_t page_bytes,
-                              int64_t nodes_per_page, uint64_t salt) {
+graph::PageLayout make_layout(int64_t n, int64_t dim, const std::string& format, int64_t degree,
+                              int64_t code_bytes, int64_t inline_codes, bool paged_codes,
+                              int64_t disk_pq_bytes, int64_t page_bytes, int64_t nodes_per_page,
+                              uint64_t salt) {
   graph::PageLayout layout;
   layout.n = n, layout.dim = dim, layout.format = to_format(format), layout.degree = degree;
-  layout.code_bytes = code_bytes, layout.inline_codes = inline_codes, layout.paged_codes = paged_codes;
+  layout.code_bytes = code_bytes, layout.inline_codes = inline_codes,
+  layout.paged_codes = paged_codes;
   layout.disk_pq_bytes = disk_pq_bytes, layout.salt = salt;
   layout.page_bytes = page_bytes, layout.nodes_per_page = nodes_per_page;
-  if (n < 0 || n >= UINT32_MAX || dim < 1 || dim > kMaxVectorDim || degree < 0 || degree > 65535 || code_bytes < 1 ||
-      inline_codes < 0 || inline_codes > degree || disk_pq_bytes < 0 || page_bytes < 512 || nodes_per_page < 1 ||
+  if (n < 0 || n >= UINT32_MAX || dim < 1 || dim > kMaxVectorDim || degree < 0 || degree > 65535 ||
+      code_bytes < 1 || inline_codes < 0 || inline_codes > degree || disk_pq_bytes < 0 ||
+      page_bytes < 512 || nodes_per_page < 1 ||
       graph::kPageHeaderBytes + nodes_per_page * layout.node_bytes() > page_bytes) {
     invalid("the layout of a graph's pages is out of range");
   }
@@ -306,8 +330,8 @@ graph::PageLayout make_layout(int64_t n, int64_t dim, const std::string& format,
   return layout;
 }
 
-// `centroids` [256, dim] of parts that begin so, the last number being dim; `rotation` [dim, dim] of the vectors that
-// they are of.
+// `centroids` [256, dim] of parts that begin so, the last number being dim; `rotation` [dim, dim]
+// of the vectors that they are of.
 graph::Codebook make_codebook(const std::vector<int64_t>& parts, const Tensor& centroids,
                               const std::optional<Tensor>& rotation) {
   if (parts.size() < 2 || parts.front() != 0 || !std::is_sorted(parts.begin(), parts.end())) {
@@ -335,14 +359,17 @@ graph::PagesAt to_place(const std::pair<std::string, int64_t>& place) {
   return {place.first, place.second};
 }
 
-GraphView make_view(const std::pair<std::string, int64_t>& pages, const std::pair<std::string, int64_t>& code_pages,
-                    const graph::PageLayout& layout, const std::string& metric, const graph::Codebook& book,
-                    const std::optional<graph::Codebook>& disk_book, const std::optional<Tensor>& codes,
-                    const Tensor& entries, const Tensor& entry_codes) {
+GraphView make_view(const std::pair<std::string, int64_t>& pages,
+                    const std::pair<std::string, int64_t>& code_pages,
+                    const graph::PageLayout& layout, const std::string& metric,
+                    const graph::Codebook& book, const std::optional<graph::Codebook>& disk_book,
+                    const std::optional<Tensor>& codes, const Tensor& entries,
+                    const Tensor& entry_codes) {
   GraphView view;
   view.pages = to_place(pages), view.code_pages = to_place(code_pages);
   view.layout = layout, view.metric = to_metric(metric), view.book = book;
-  if (book.parts() != layout.code_bytes || book.begin.back() != layout.dim) invalid("a codebook must be of the layout");
+  if (book.parts() != layout.code_bytes || book.begin.back() != layout.dim)
+    invalid("a codebook must be of the layout");
   if (disk_book) view.disk_book = *disk_book;
   if (layout.disk_pq_bytes != (disk_book ? disk_book->parts() : 0) ||
       (disk_book && disk_book->begin.back() != layout.dim)) {
@@ -361,12 +388,15 @@ GraphView make_view(const std::pair<std::string, int64_t>& pages, const std::pai
   return view;
 }
 
-graph::SearchOptions make_options(const std::string& path, std::optional<bool> direct, int threads, int64_t walks,
-                                  int64_t code_cache_bytes, const std::vector<py::dict>& rules, uint64_t seed) {
-  if (threads < 1 || threads > 256 || walks < 1 || walks > 1024) invalid("threads must be 1 to 256, walks 1 to 1024");
+graph::SearchOptions make_options(const std::string& path, std::optional<bool> direct, int threads,
+                                  int64_t walks, int64_t code_cache_bytes,
+                                  const std::vector<py::dict>& rules, uint64_t seed) {
+  if (threads < 1 || threads > 256 || walks < 1 || walks > 1024)
+    invalid("threads must be 1 to 256, walks 1 to 1024");
   if (code_cache_bytes < 0) invalid("code_cache_bytes must be 0 or more");
   graph::SearchOptions options;
-  options.path = path, options.threads = threads, options.walks = walks, options.code_cache_bytes = code_cache_bytes;
+  options.path = path, options.threads = threads, options.walks = walks,
+  options.code_cache_bytes = code_cache_bytes;
   if (direct) options.direct = *direct ? io::Direct::yes : io::Direct::no;
   for (const auto& rule : rules) options.rules.push_back(to_fault_rule(rule));
   options.seed = seed;
@@ -382,7 +412,8 @@ class PyGraphSearcher {
   }
   ~PyGraphSearcher() {
     if (process_ != getpid()) {
-      [[maybe_unused]] auto* left = new std::shared_ptr(std::move(searcher_));  // its threads are the parent's
+      [[maybe_unused]] auto* left =
+          new std::shared_ptr(std::move(searcher_));  // its threads are the parent's
       return;
     }
     {
@@ -392,13 +423,14 @@ class PyGraphSearcher {
     free_kept();
   }
 
-  std::unique_ptr<PyGraphSearch> start(const Tensor& queries, const Tensor& queries_f32, int64_t k, int64_t list_size,
-                                       int64_t far_list_size, int64_t beam, float stop_beyond,
-                                       const std::optional<py::dict>& filter, const std::optional<Tensor>& absent,
-                                       double deadline_s) {
+  std::unique_ptr<PyGraphSearch> start(const Tensor& queries, const Tensor& queries_f32, int64_t k,
+                                       int64_t list_size, int64_t far_list_size, int64_t beam,
+                                       float stop_beyond, const std::optional<py::dict>& filter,
+                                       const std::optional<Tensor>& absent, double deadline_s) {
     check();
-    return std::make_unique<PyGraphSearch>(searcher_, queries, queries_f32, k, list_size, far_list_size, beam,
-                                           stop_beyond, filter, absent, deadline_s);
+    return std::make_unique<PyGraphSearch>(searcher_, queries, queries_f32, k, list_size,
+                                           far_list_size, beam, stop_beyond, filter, absent,
+                                           deadline_s);
   }
 
   void close() {
@@ -413,7 +445,8 @@ class PyGraphSearcher {
 
  private:
   void check() const {
-    if (process_ != getpid()) invalid("the graph belongs to the parent process; open it after fork()");
+    if (process_ != getpid())
+      invalid("the graph belongs to the parent process; open it after fork()");
   }
 
   std::shared_ptr<GraphSearcher> searcher_;
@@ -424,11 +457,14 @@ class PyGraphSearcher {
 
 void bind_graph(py::module_& m) {
   py::class_<PyVamana>(m, "Vamana")
-      .def(py::init<const Tensor&, const std::string&, int64_t, int64_t, float, int, bool, int, uint64_t>(),
-           py::kw_only(), py::arg("vectors"), py::arg("format"), py::arg("degree"), py::arg("list_size"),
-           py::arg("alpha"), py::arg("passes"), py::arg("saturate"), py::arg("threads"), py::arg("seed"))
-      .def_static("from_edges", &PyVamana::from_edges, py::kw_only(), py::arg("vectors"), py::arg("format"),
-                  py::arg("neighbours"), py::arg("counts"), py::arg("medoid"), py::arg("list_size"))
+      .def(py::init<const Tensor&, const std::string&, int64_t, int64_t, float, int, bool, int,
+                    uint64_t>(),
+           py::kw_only(), py::arg("vectors"), py::arg("format"), py::arg("degree"),
+           py::arg("list_size"), py::arg("alpha"), py::arg("passes"), py::arg("saturate"),
+           py::arg("threads"), py::arg("seed"))
+      .def_static("from_edges", &PyVamana::from_edges, py::kw_only(), py::arg("vectors"),
+                  py::arg("format"), py::arg("neighbours"), py::arg("counts"), py::arg("medoid"),
+                  py::arg("list_size"))
       .def("build", &PyVamana::build)
       .def("connect", &PyVamana::connect)
       .def("leading_to", &PyVamana::leading_to)
@@ -439,23 +475,28 @@ void bind_graph(py::module_& m) {
       .def("partial", &PyGraphSearch::partial)
       .def("finish", &PyGraphSearch::finish);
   py::class_<graph::PageLayout>(m, "PageLayout")
-      .def(py::init(&make_layout), py::kw_only(), py::arg("n"), py::arg("dim"), py::arg("format"), py::arg("degree"),
-           py::arg("code_bytes"), py::arg("inline_codes"), py::arg("paged_codes"), py::arg("disk_pq_bytes"),
-           py::arg("page_bytes"), py::arg("nodes_per_page"), py::arg("salt"));
+      .def(py::init(&make_layout), py::kw_only(), py::arg("n"), py::arg("dim"), py::arg("format"),
+           py::arg("degree"), py::arg("code_bytes"), py::arg("inline_codes"),
+           py::arg("paged_codes"), py::arg("disk_pq_bytes"), py::arg("page_bytes"),
+           py::arg("nodes_per_page"), py::arg("salt"));
   py::class_<graph::Codebook>(m, "Codebook")
-      .def(py::init(&make_codebook), py::kw_only(), py::arg("parts"), py::arg("centroids"), py::arg("rotation"));
+      .def(py::init(&make_codebook), py::kw_only(), py::arg("parts"), py::arg("centroids"),
+           py::arg("rotation"));
   py::class_<GraphView>(m, "GraphView")
-      .def(py::init(&make_view), py::kw_only(), py::arg("pages"), py::arg("code_pages"), py::arg("layout"),
-           py::arg("metric"), py::arg("book"), py::arg("disk_book"), py::arg("codes"), py::arg("entries"),
-           py::arg("entry_codes"));
+      .def(py::init(&make_view), py::kw_only(), py::arg("pages"), py::arg("code_pages"),
+           py::arg("layout"), py::arg("metric"), py::arg("book"), py::arg("disk_book"),
+           py::arg("codes"), py::arg("entries"), py::arg("entry_codes"));
   py::class_<graph::SearchOptions>(m, "GraphSearchOptions")
-      .def(py::init(&make_options), py::kw_only(), py::arg("path"), py::arg("direct"), py::arg("threads"),
-           py::arg("walks"), py::arg("code_cache_bytes"), py::arg("rules"), py::arg("seed"));
+      .def(py::init(&make_options), py::kw_only(), py::arg("path"), py::arg("direct"),
+           py::arg("threads"), py::arg("walks"), py::arg("code_cache_bytes"), py::arg("rules"),
+           py::arg("seed"));
   py::class_<PyGraphSearcher>(m, "GraphSearcher")
-      .def(py::init<const GraphView&, const graph::SearchOptions&>(), py::arg("graph"), py::arg("options"))
-      .def("start", &PyGraphSearcher::start, py::kw_only(), py::arg("queries"), py::arg("queries_f32"), py::arg("k"),
-           py::arg("list_size"), py::arg("far_list_size"), py::arg("beam"), py::arg("stop_beyond"), py::arg("filter"),
-           py::arg("absent"), py::arg("deadline_s"))
+      .def(py::init<const GraphView&, const graph::SearchOptions&>(), py::arg("graph"),
+           py::arg("options"))
+      .def("start", &PyGraphSearcher::start, py::kw_only(), py::arg("queries"),
+           py::arg("queries_f32"), py::arg("k"), py::arg("list_size"), py::arg("far_list_size"),
+           py::arg("beam"), py::arg("stop_beyond"), py::arg("filter"), py::arg("absent"),
+           py::arg("deadline_s"))
       .def("close", &PyGraphSearcher::close)
       .def_property_readonly("path", &PyGraphSearcher::path);
 }

@@ -17,22 +17,26 @@ using device::LinkClock;
 using device::LinkTicket;
 using device::LinkTransfer;
 
-// A clock in the process that made it: a thread of the parent may have been inside it when a child was forked.
+// A clock in the process that made it: a thread of the parent may have been inside it when a child
+// was forked.
 class PyLinkClock {
  public:
-  PyLinkClock(const std::vector<std::pair<std::string, double>>& links, int64_t lanes, double stretch)
+  PyLinkClock(const std::vector<std::pair<std::string, double>>& links, int64_t lanes,
+              double stretch)
       : clock_(std::make_unique<LinkClock>(to_links(links), lanes, stretch)) {}
   ~PyLinkClock() {
     if (process_ != getpid()) (void)clock_.release();
   }
 
   LinkClock& get() const {
-    if (process_ != getpid()) invalid("the topology belongs to the parent process; make one after fork()");
+    if (process_ != getpid())
+      invalid("the topology belongs to the parent process; make one after fork()");
     return *clock_;
   }
 
  private:
-  static std::vector<device::Link> to_links(const std::vector<std::pair<std::string, double>>& given) {
+  static std::vector<device::Link> to_links(
+      const std::vector<std::pair<std::string, double>>& given) {
     std::vector<device::Link> links;
     for (const auto& [name, latency_s] : given) links.push_back({name, latency_s});
     return links;
@@ -42,8 +46,10 @@ class PyLinkClock {
   pid_t process_ = getpid();
 };
 
-LinkTicket transfer(const PyLinkClock& self, const std::vector<std::tuple<int64_t, double, double>>& path, int64_t lane,
-                    int64_t size_bytes, double before_s, const std::vector<LinkTicket>& after, int64_t member) {
+LinkTicket transfer(const PyLinkClock& self,
+                    const std::vector<std::tuple<int64_t, double, double>>& path, int64_t lane,
+                    int64_t size_bytes, double before_s, const std::vector<LinkTicket>& after,
+                    int64_t member) {
   std::vector<device::Leg> legs;
   for (const auto& [link, amount, per_s] : path) legs.push_back({link, amount, per_s});
   LinkClock& clock = self.get();
@@ -53,9 +59,11 @@ LinkTicket transfer(const PyLinkClock& self, const std::vector<std::tuple<int64_
 
 std::optional<double> wait(const PyLinkClock& self, const std::vector<LinkTicket>& tickets,
                            std::optional<double> asked_s, double deadline_s, int64_t member) {
-  if (!(deadline_s > 0) || (asked_s && std::isnan(*asked_s))) invalid("deadline_s must be positive, asked_s a number");
+  if (!(deadline_s > 0) || (asked_s && std::isnan(*asked_s)))
+    invalid("deadline_s must be positive, asked_s a number");
   const auto until =
-      LinkClock::Wall::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::min(deadline_s, 1e9) * 1e9));
+      LinkClock::Wall::now() +
+      std::chrono::nanoseconds(static_cast<int64_t>(std::min(deadline_s, 1e9) * 1e9));
   LinkClock& clock = self.get();
   return run_interruptibly([&](const std::function<bool()>& interrupted) {
     return clock.wait(tickets, asked_s, until, member, interrupted);
@@ -75,10 +83,10 @@ auto unlocked(const PyLinkClock& self, Args... args) {
 void bind_links(py::module_& m) {
   py::class_<LinkTransfer, LinkTicket>(m, "LinkTicket");
   py::class_<PyLinkClock>(m, "LinkClock")
-      .def(py::init<const std::vector<std::pair<std::string, double>>&, int64_t, double>(), py::arg("links"),
-           py::arg("lanes"), py::arg("stretch"))
-      .def("transfer", &transfer, py::arg("path"), py::arg("lane"), py::arg("size_bytes"), py::arg("before_s"),
-           py::arg("after"), py::arg("member") = LinkClock::kNobody)
+      .def(py::init<const std::vector<std::pair<std::string, double>>&, int64_t, double>(),
+           py::arg("links"), py::arg("lanes"), py::arg("stretch"))
+      .def("transfer", &transfer, py::arg("path"), py::arg("lane"), py::arg("size_bytes"),
+           py::arg("before_s"), py::arg("after"), py::arg("member") = LinkClock::kNobody)
       .def("wait", &wait, py::arg("tickets"), py::arg("asked_s"), py::arg("deadline_s"),
            py::arg("member") = LinkClock::kNobody)
       .def("done",
@@ -117,7 +125,8 @@ void bind_links(py::module_& m) {
                return clock.traffic();
              }();
              std::vector<std::tuple<std::string, double, double, int64_t>> rows;
-             for (const auto& link : traffic) rows.emplace_back(link.name, link.amount, link.busy_s, link.transfers);
+             for (const auto& link : traffic)
+               rows.emplace_back(link.name, link.amount, link.busy_s, link.transfers);
              return rows;
            })
       .def("close", &unlocked<&LinkClock::close>);

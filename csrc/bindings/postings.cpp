@@ -15,7 +15,8 @@ class PyListEncoder {
 
   void begin_list(int64_t term, const Tensor& name, bool is_digest) {
     if (name.numel() > kMaxTermBytes) invalid("a name must be at most 256 bytes");
-    encoder_.begin_list(static_cast<uint32_t>(term), {bytes_of(name, "name"), name.numel()}, is_digest);
+    encoder_.begin_list(static_cast<uint32_t>(term), {bytes_of(name, "name"), name.numel()},
+                        is_digest);
   }
 
   void add(const Tensor& records, const Tensor& values) {
@@ -28,10 +29,12 @@ class PyListEncoder {
 
   int64_t end_layer(bool is_last) { return encoder_.end_layer(is_last); }
 
-  // Whole lists, of terms first_term, first_term + 1, ...: `counts` postings each, of which the first `first_counts`
-  // are a layer of their own (0: there is one layer). (bytes of each list, bytes of its first layer or 0.)
-  std::pair<NewTensor, NewTensor> add_lists(int64_t first_term, const Tensor& names, const Tensor& name_begin,
-                                            const Tensor& digests, const Tensor& counts, const Tensor& first_counts,
+  // Whole lists, of terms first_term, first_term + 1, ...: `counts` postings each, of which the
+  // first `first_counts` are a layer of their own (0: there is one layer). (bytes of each list,
+  // bytes of its first layer or 0.)
+  std::pair<NewTensor, NewTensor> add_lists(int64_t first_term, const Tensor& names,
+                                            const Tensor& name_begin, const Tensor& digests,
+                                            const Tensor& counts, const Tensor& first_counts,
                                             const Tensor& records, const Tensor& values) {
     const std::vector<int64_t> count = to_vector(counts, "counts", -1);
     const auto n_terms = static_cast<int64_t>(count.size());
@@ -41,7 +44,8 @@ class PyListEncoder {
     if (digests.numel() != n_terms) invalid("digests must have one entry a term");
     int64_t total = 0;
     for (int64_t i = 0; i < n_terms; ++i) {
-      if (count[i] < 1 || first[i] < 0 || first[i] >= count[i]) invalid("a list must have postings in each layer");
+      if (count[i] < 1 || first[i] < 0 || first[i] >= count[i])
+        invalid("a list must have postings in each layer");
       total += count[i];
     }
     const uint32_t* record = whole_numbers(records, "records", total);
@@ -99,10 +103,11 @@ Decoded decode(const StoredList& list, const ListRules& rules) {
   return all;
 }
 
-// (records uint32 [n], values uint32 [n], postings of the first of two layers); a text that says what is wrong; or None
-// for a list of another term.
-py::object decode_list(const Tensor& list, int64_t salt, int64_t kind, int64_t n_records, int64_t term,
-                       const Tensor& name, bool is_digest, int64_t first_layer_bytes) {
+// (records uint32 [n], values uint32 [n], postings of the first of two layers); a text that says
+// what is wrong; or None for a list of another term.
+py::object decode_list(const Tensor& list, int64_t salt, int64_t kind, int64_t n_records,
+                       int64_t term, const Tensor& name, bool is_digest,
+                       int64_t first_layer_bytes) {
   const StoredList stored{static_cast<uint32_t>(term),
                           {bytes_of(list, "list"), list.numel()},
                           first_layer_bytes,
@@ -120,13 +125,14 @@ py::object decode_list(const Tensor& list, int64_t salt, int64_t kind, int64_t n
                         NewTensor::of(std::move(all.values), Dtype::uint32), all.first);
 }
 
-// Whole lists of terms first_term, first_term + 1, ..., each where it lies in `buffer`, of which a dictionary says that
-// they have `df` postings: (counts int64 [n], records uint32, values uint32, the first list that is damaged or -1, what
-// is wrong with it). With `kept`, bit i % 8 of byte i / 8: postings of records that it says.
+// Whole lists of terms first_term, first_term + 1, ..., each where it lies in `buffer`, of which a
+// dictionary says that they have `df` postings: (counts int64 [n], records uint32, values uint32,
+// the first list that is damaged or -1, what is wrong with it). With `kept`, bit i % 8 of byte i /
+// 8: postings of records that it says.
 py::tuple read_lists(const Tensor& buffer, const Tensor& offset_bytes, const Tensor& size_bytes,
                      const Tensor& first_layer_bytes, const Tensor& names, const Tensor& name_begin,
-                     const Tensor& digests, int64_t first_term, int64_t salt, int64_t kind, int64_t n_records,
-                     const Tensor& df, const std::optional<Tensor>& kept) {
+                     const Tensor& digests, int64_t first_term, int64_t salt, int64_t kind,
+                     int64_t n_records, const Tensor& df, const std::optional<Tensor>& kept) {
   const std::vector<int64_t> offset = to_vector(offset_bytes, "offset_bytes", -1);
   const auto n = static_cast<int64_t>(offset.size());
   const std::vector<int64_t> size = to_vector(size_bytes, "size_bytes", n);
@@ -136,9 +142,11 @@ py::tuple read_lists(const Tensor& buffer, const Tensor& offset_bytes, const Ten
   const uint8_t* is_digest = bytes_of(digests, "digests");
   const uint8_t* data = bytes_of(buffer, "buffer");
   const uint8_t* keep = kept ? bytes_of(*kept, "kept") : nullptr;
-  if (digests.numel() != n || (kept && kept->numel() * 8 < n_records)) invalid("digests and kept must cover all");
+  if (digests.numel() != n || (kept && kept->numel() * 8 < n_records))
+    invalid("digests and kept must cover all");
   for (int64_t i = 0; i < n; ++i) {
-    if (offset[i] < 0 || size[i] < 0 || offset[i] > buffer.numel() - size[i]) invalid("a list is not in the buffer");
+    if (offset[i] < 0 || size[i] < 0 || offset[i] > buffer.numel() - size[i])
+      invalid("a list is not in the buffer");
   }
   const ListRules rules{static_cast<uint32_t>(salt), to_kind(kind), n_records};
   std::vector<uint32_t> records, values;
@@ -156,7 +164,8 @@ py::tuple read_lists(const Tensor& buffer, const Tensor& offset_bytes, const Ten
                                   rules);
       if (list.fault == ListFault::kDamaged) bad = i, why = list.why;
       if (list.fault == ListFault::kOtherTerm) bad = i, why = "it is another term's";
-      if (bad < 0 && static_cast<int64_t>(list.records.size()) != expected[i]) bad = i, why = "postings are missing";
+      if (bad < 0 && static_cast<int64_t>(list.records.size()) != expected[i])
+        bad = i, why = "postings are missing";
       if (bad >= 0) break;
       const size_t before = records.size();
       for (size_t j = 0; j < list.records.size(); ++j) {
@@ -167,20 +176,24 @@ py::tuple read_lists(const Tensor& buffer, const Tensor& offset_bytes, const Ten
       counts[i] = static_cast<int64_t>(records.size() - before);
     }
   }
-  return py::make_tuple(to_tensor(std::move(counts)), NewTensor::of(std::move(records), Dtype::uint32),
+  return py::make_tuple(to_tensor(std::move(counts)),
+                        NewTensor::of(std::move(records), Dtype::uint32),
                         NewTensor::of(std::move(values), Dtype::uint32), bad, why);
 }
 
 ForwardRules forward_rules(int64_t salt, int64_t kind, int64_t term_bytes) {
-  const ForwardRules rules{static_cast<uint32_t>(salt), to_kind(kind), static_cast<int>(term_bytes)};
-  if (rules.kind == ValueKind::kCount || (term_bytes != 2 && term_bytes != 4)) invalid("no such forward records");
+  const ForwardRules rules{static_cast<uint32_t>(salt), to_kind(kind),
+                           static_cast<int>(term_bytes)};
+  if (rules.kind == ValueKind::kCount || (term_bytes != 2 && term_bytes != 4))
+    invalid("no such forward records");
   return rules;
 }
 
 // uint8 [total]: forward records of `first`, first + 1, ..., each at its offset.
-NewTensor write_forward_records(int64_t salt, int64_t kind, int64_t term_bytes, int64_t first, const Tensor& counts,
-                                const Tensor& terms, const Tensor& values, const Tensor& offset_bytes,
-                                const Tensor& size_bytes, int64_t total) {
+NewTensor write_forward_records(int64_t salt, int64_t kind, int64_t term_bytes, int64_t first,
+                                const Tensor& counts, const Tensor& terms, const Tensor& values,
+                                const Tensor& offset_bytes, const Tensor& size_bytes,
+                                int64_t total) {
   const ForwardRules rules = forward_rules(salt, kind, term_bytes);
   const std::vector<int64_t> count = to_vector(counts, "counts", -1);
   const auto n = static_cast<int64_t>(count.size());
@@ -200,18 +213,20 @@ NewTensor write_forward_records(int64_t salt, int64_t kind, int64_t term_bytes, 
   {
     py::gil_scoped_release unlocked;
     for (int64_t i = 0; i < n; ++i) {
-      write_forward(rules, static_cast<uint32_t>(first + i), term, value, count[i], bytes.data() + offset[i], size[i]);
+      write_forward(rules, static_cast<uint32_t>(first + i), term, value, count[i],
+                    bytes.data() + offset[i], size[i]);
       term += count[i], value += count[i];
     }
   }
   return NewTensor::of(std::move(bytes), Dtype::uint8);
 }
 
-// (scores float32 [n], the first record that is not what it must be or -1, and what is wrong with it). `weights`: the
-// bits of float64.
-py::tuple score_forward_records(const Tensor& buffer, const Tensor& position_bytes, const Tensor& size_bytes,
-                                const Tensor& records, int64_t salt, int64_t kind, int64_t term_bytes,
-                                const Tensor& terms, const Tensor& weights) {
+// (scores float32 [n], the first record that is not what it must be or -1, and what is wrong with
+// it). `weights`: the bits of float64.
+py::tuple score_forward_records(const Tensor& buffer, const Tensor& position_bytes,
+                                const Tensor& size_bytes, const Tensor& records, int64_t salt,
+                                int64_t kind, int64_t term_bytes, const Tensor& terms,
+                                const Tensor& weights) {
   const ForwardRules rules = forward_rules(salt, kind, term_bytes);
   const std::vector<int64_t> record = to_vector(records, "records", -1);
   const auto n = static_cast<int64_t>(record.size());
@@ -223,7 +238,8 @@ py::tuple score_forward_records(const Tensor& buffer, const Tensor& position_byt
       invalid("a record is not in the buffer");
   }
   std::vector<double> weight;
-  for (const int64_t bits : to_vector(weights, "weights", terms.numel())) weight.push_back(as_double(bits));
+  for (const int64_t bits : to_vector(weights, "weights", terms.numel()))
+    weight.push_back(as_double(bits));
   ForwardQuery query(whole_numbers(terms, "terms", terms.numel()), weight.data(), terms.numel());
   NewFloats scores({n});
   int64_t bad = -1;
@@ -232,25 +248,29 @@ py::tuple score_forward_records(const Tensor& buffer, const Tensor& position_byt
     py::gil_scoped_release unlocked;
     for (int64_t i = 0; i < n && bad < 0; ++i) {
       const Bytes bytes{data + position[i], size[i]};
-      if (!query.score(rules, static_cast<uint32_t>(record[i]), bytes, scores.data() + i, &why)) bad = i;
+      if (!query.score(rules, static_cast<uint32_t>(record[i]), bytes, scores.data() + i, &why))
+        bad = i;
     }
   }
   return py::make_tuple(scores.tensor(), bad, why);
 }
 
-// Checked lists of one query, wherever they lie in `buffer`: (numbers int64 [k], -1 where there are fewer; scores
-// float32 [k]). `weights`, `absent`, `norms`: the bits of float64. A damaged list is an IndexError that names it.
+// Checked lists of one query, wherever they lie in `buffer`: (numbers int64 [k], -1 where there are
+// fewer; scores float32 [k]). `weights`, `absent`, `norms`: the bits of float64. A damaged list is
+// an IndexError that names it.
 py::tuple scan_postings(const Tensor& buffer, const Tensor& offset_bytes, const Tensor& size_bytes,
                         const Tensor& first_layer_bytes, const Tensor& terms, const Tensor& weights,
-                        const Tensor& absent, int64_t salt, int64_t kind, int64_t n_records, int64_t k,
-                        const std::optional<Tensor>& lengths, const std::optional<Tensor>& norms, int variant,
-                        double k1, double delta, double constant, const std::optional<Tensor>& allowed) {
+                        const Tensor& absent, int64_t salt, int64_t kind, int64_t n_records,
+                        int64_t k, const std::optional<Tensor>& lengths,
+                        const std::optional<Tensor>& norms, int variant, double k1, double delta,
+                        double constant, const std::optional<Tensor>& allowed) {
   const std::vector<int64_t> offset = to_vector(offset_bytes, "offset_bytes", -1);
   const auto n = static_cast<int64_t>(offset.size());
   const std::vector<int64_t> size = to_vector(size_bytes, "size_bytes", n);
   const std::vector<int64_t> first_layer = to_vector(first_layer_bytes, "first_layer_bytes", n);
   const std::vector<int64_t> term = to_vector(terms, "terms", n);
-  const std::vector<int64_t> weight = to_vector(weights, "weights", n), less = to_vector(absent, "absent", n);
+  const std::vector<int64_t> weight = to_vector(weights, "weights", n),
+                             less = to_vector(absent, "absent", n);
   const uint8_t* data = bytes_of(buffer, "buffer");
   if (n_records < 0 || n_records > kMaxRecords || k < 1) invalid("n_records or k is out of range");
   if (variant < 0 || variant >= kVariants) invalid("unknown variant of BM25");
@@ -258,10 +278,13 @@ py::tuple scan_postings(const Tensor& buffer, const Tensor& offset_bytes, const 
   segment.rules = {static_cast<uint32_t>(salt), to_kind(kind), n_records};
   Bm25 rule{static_cast<Variant>(variant), k1, delta, nullptr, nullptr};
   if (segment.rules.kind == ValueKind::kCount) {
-    if (!lengths || !norms || lengths->numel() != n_records) invalid("counts need lengths and norms");
+    if (!lengths || !norms || lengths->numel() != n_records)
+      invalid("counts need lengths and norms");
     rule.lengths = contiguous<const uint16_t>(*lengths, Dtype::uint16, "lengths", "uint16");
-    rule.norms = reinterpret_cast<const double*>(contiguous<const int64_t>(*norms, Dtype::int64, "norms", "int64"));
-    // A table of every code needs no look at the codes, which takes as long as the scan of a short query.
+    rule.norms = reinterpret_cast<const double*>(
+        contiguous<const int64_t>(*norms, Dtype::int64, "norms", "int64"));
+    // A table of every code needs no look at the codes, which takes as long as the scan of a short
+    // query.
     for (int64_t i = 0; norms->numel() <= UINT16_MAX && i < n_records; ++i) {
       if (rule.lengths[i] >= norms->numel()) invalid("lengths have codes beyond norms");
     }
@@ -278,7 +301,8 @@ py::tuple scan_postings(const Tensor& buffer, const Tensor& offset_bytes, const 
     py::gil_scoped_release unlocked;
     for (int64_t i = 0; i < n && bad.empty(); ++i) {
       const bool is_inside = offset[i] >= 0 && size[i] > 0 && offset[i] <= buffer.numel() - size[i];
-      const StoredList list{static_cast<uint32_t>(term[i]), {data + offset[i], size[i]}, first_layer[i], {}, false};
+      const StoredList list{
+          static_cast<uint32_t>(term[i]), {data + offset[i], size[i]}, first_layer[i], {}, false};
       const char* why = "it does not lie in the buffer";
       if (!is_inside || check_list(list, segment.rules, false, &why) != ListFault::kNone) {
         bad = "list " + std::to_string(i) + ": " + why;
@@ -286,7 +310,8 @@ py::tuple scan_postings(const Tensor& buffer, const Tensor& offset_bytes, const 
       lists.push_back({list, as_double(weight[i]), as_double(less[i])});
     }
     size_t out_of_order = 0;
-    if (bad.empty() && !Scanner().scan(segment, lists, static_cast<float>(constant), best, &out_of_order)) {
+    if (bad.empty() &&
+        !Scanner().scan(segment, lists, static_cast<float>(constant), best, &out_of_order)) {
       bad = "list " + std::to_string(out_of_order) + ": its record numbers are out of order";
     }
   }

@@ -52,8 +52,8 @@ struct Names {
   std::vector<int64_t> begin;
 };
 
-// (numbers int64 [Q, k], -1 where there are fewer; scores float32 [Q, k]; costs int64 [Q, 3]: requests, bytes asked,
-// bytes moved; places in `lists` of lists of other terms)
+// (numbers int64 [Q, k], -1 where there are fewer; scores float32 [Q, k]; costs int64 [Q, 3]:
+// requests, bytes asked, bytes moved; places in `lists` of lists of other terms)
 inline py::tuple to_results(const std::vector<QueryResult>& results, int64_t k) {
   const auto n = static_cast<int64_t>(results.size());
   auto numbers = std::make_shared<std::vector<int64_t>>(n * k, -1);
@@ -67,13 +67,15 @@ inline py::tuple to_results(const std::vector<QueryResult>& results, int64_t k) 
       (*numbers)[q * k + i] = result.hits[i].number;
       scores.data()[q * k + i] = result.hits[i].score;
     }
-    for (const int64_t each : {result.costs.requests, result.costs.bytes_asked, result.costs.bytes_moved}) {
+    for (const int64_t each :
+         {result.costs.requests, result.costs.bytes_asked, result.costs.bytes_moved}) {
       costs->push_back(each);
     }
     others.insert(others.end(), result.other_terms.begin(), result.other_terms.end());
   }
   return py::make_tuple(NewTensor(numbers->data(), Dtype::int64, {n, k}, numbers), scores.tensor(),
-                        NewTensor(costs->data(), Dtype::int64, {n, 3}, costs), to_tensor(std::move(others)));
+                        NewTensor(costs->data(), Dtype::int64, {n, 3}, costs),
+                        to_tensor(std::move(others)));
 }
 
 void bind_postings_search(py::module_& m);

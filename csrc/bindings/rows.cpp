@@ -19,7 +19,8 @@ using device::RowStream;
 device::RowGeometry to_geometry(const py::dict& d) {
   device::RowGeometry geometry;
   const auto format = d["format"].cast<std::string>();
-  if (!espnx::parse_row_format(format.c_str(), &geometry.format)) invalid("unknown row format '" + format + "'");
+  if (!espnx::parse_row_format(format.c_str(), &geometry.format))
+    invalid("unknown row format '" + format + "'");
   geometry.d = d["d"].cast<int64_t>();
   geometry.dv = d["dv"].cast<int64_t>();
   geometry.is_shared = d["is_shared"].cast<bool>();
@@ -32,26 +33,29 @@ device::RowGeometry to_geometry(const py::dict& d) {
   const int64_t item = espnx::row_item_bytes(geometry.format);
   const int64_t k_end = geometry.k_offset_bytes + geometry.block_rows * geometry.d * item;
   const int64_t v_end = geometry.v_offset_bytes + geometry.block_rows * geometry.dv * item;
-  if (geometry.d < 1 || geometry.dv < 1 || geometry.block_rows < 1 || geometry.block_bytes < std::max(k_end, v_end)) {
+  if (geometry.d < 1 || geometry.dv < 1 || geometry.block_rows < 1 ||
+      geometry.block_bytes < std::max(k_end, v_end)) {
     invalid("the rows do not fit their block");
   }
   return geometry;
 }
 
-// RowSegment as Python says it (SEGMENT_READ of espnx/device/row_file.py): in place of the pointer which of `sums` its
-// checksums lie in, and from where on.
+// RowSegment as Python says it (SEGMENT_READ of espnx/device/row_file.py): in place of the pointer
+// which of `sums` its checksums lie in, and from where on.
 struct SegmentRead {
-  int64_t file, offset_bytes, sequence, first_head, head_step, n_heads, n_blocks, n_rows, first_position, sums,
-      first_sum;
+  int64_t file, offset_bytes, sequence, first_head, head_step, n_heads, n_blocks, n_rows,
+      first_position, sums, first_sum;
 };
-constexpr const char* kSegmentFields[] = {"file",           "offset_bytes", "sequence", "first_head",
-                                          "head_step",      "n_heads",      "n_blocks", "n_rows",
-                                          "first_position", "sums",         "first_sum"};
-constexpr const char* kPieceFields[] = {"sequence", "head", "offset_bytes", "n_rows", "first_position"};
+constexpr const char* kSegmentFields[] = {
+    "file",     "offset_bytes", "sequence",       "first_head", "head_step", "n_heads",
+    "n_blocks", "n_rows",       "first_position", "sums",       "first_sum"};
+constexpr const char* kPieceFields[] = {"sequence", "head", "offset_bytes", "n_rows",
+                                        "first_position"};
 static_assert(sizeof(SegmentRead) == std::size(kSegmentFields) * sizeof(int64_t));
 static_assert(sizeof(device::RowPiece) == std::size(kPieceFields) * sizeof(int64_t));
 
-std::vector<device::RowSegment> to_segments(const Tensor& table, const std::vector<Tensor>& sums, int64_t block_rows) {
+std::vector<device::RowSegment> to_segments(const Tensor& table, const std::vector<Tensor>& sums,
+                                            int64_t block_rows) {
   constexpr auto kFields = static_cast<int64_t>(std::size(kSegmentFields));
   const auto* read = contiguous<const SegmentRead>(table, Dtype::int64, "segments", "int64");
   if (table.numel() % kFields != 0) invalid("segments must have 11 numbers for each");
@@ -60,20 +64,22 @@ std::vector<device::RowSegment> to_segments(const Tensor& table, const std::vect
   segments.reserve(count);
   for (int64_t i = 0; i < count; ++i) {
     const SegmentRead& r = read[i];
-    if (r.n_heads < 0 || r.n_blocks < 0 || r.n_rows < 0 || r.sequence < 0 || r.first_head < 0 || r.sums < 0 ||
-        r.sums >= static_cast<int64_t>(sums.size()) || r.first_sum < 0 || r.first_sum > sums[r.sums].numel() ||
+    if (r.n_heads < 0 || r.n_blocks < 0 || r.n_rows < 0 || r.sequence < 0 || r.first_head < 0 ||
+        r.sums < 0 || r.sums >= static_cast<int64_t>(sums.size()) || r.first_sum < 0 ||
+        r.first_sum > sums[r.sums].numel() ||
         (r.n_heads > 0 && r.n_blocks > (sums[r.sums].numel() - r.first_sum) / r.n_heads)) {
       invalid("segment " + std::to_string(i) + " names checksums that are not there");
     }
     if (r.n_rows > r.n_blocks * block_rows) invalid("a segment has more rows than its blocks hold");
-    segments.push_back({r.file, r.offset_bytes, r.sequence, r.first_head, r.head_step, r.n_heads, r.n_blocks, r.n_rows,
-                        r.first_position, sums[r.sums].data<const uint32_t>() + r.first_sum});
+    segments.push_back({r.file, r.offset_bytes, r.sequence, r.first_head, r.head_step, r.n_heads,
+                        r.n_blocks, r.n_rows, r.first_position,
+                        sums[r.sums].data<const uint32_t>() + r.first_sum});
   }
   return segments;
 }
 
-int64_t push(RowStream& stream, const py::dict& geometry, const Tensor& segments, const std::vector<Tensor>& sums,
-             int64_t unit_bytes) {
+int64_t push(RowStream& stream, const py::dict& geometry, const Tensor& segments,
+             const std::vector<Tensor>& sums, int64_t unit_bytes) {
   free_kept();
   device::RowRequest request;
   for (const Tensor& each : sums) {
@@ -91,8 +97,8 @@ const float* floats(const Tensor& tensor, const char* name) {
   return contiguous<const float>(tensor, Dtype::float32, name, "float32");
 }
 
-// Rows that wait in memory for their turn to be written: K [sequences, heads, capacity, d], V likewise (the same tensor
-// for X).
+// Rows that wait in memory for their turn to be written: K [sequences, heads, capacity, d], V
+// likewise (the same tensor for X).
 struct Tail {
   Tensor k, v;
   int64_t skip = 0, n_rows = 0, first_position = 0;  // the rows that count begin after `skip`
@@ -107,19 +113,23 @@ espnx::RowFormat format_of(Dtype dtype) {
 }
 
 void check_tail(const Tail& tail, const device::RowQueries& queries) {
-  for (const auto& [rows, width] : {std::make_pair(tail.k, queries.d), std::make_pair(tail.v, queries.dv)}) {
+  for (const auto& [rows, width] :
+       {std::make_pair(tail.k, queries.d), std::make_pair(tail.v, queries.dv)}) {
     if (!rows.is_cpu() || !rows.is_contiguous() || !rows.is_aligned() || rows.dim() != 4 ||
-        rows.size(0) != queries.n_sequences || rows.size(1) != queries.n_heads || tail.skip < 0 || tail.n_rows < 0 ||
-        tail.skip > rows.size(2) - tail.n_rows || rows.size(3) != width || rows.dtype() != tail.k.dtype()) {
+        rows.size(0) != queries.n_sequences || rows.size(1) != queries.n_heads || tail.skip < 0 ||
+        tail.n_rows < 0 || tail.skip > rows.size(2) - tail.n_rows || rows.size(3) != width ||
+        rows.dtype() != tail.k.dtype()) {
       invalid(
-          "rows in memory must be contiguous, aligned [sequences, heads, rows, width] tensors of one dtype on the CPU");
+          "rows in memory must be contiguous, aligned [sequences, heads, rows, width] tensors of "
+          "one dtype on the CPU");
     }
   }
 }
 
 void attend_tail(const Tail& tail, const device::RowQueries& queries, int n_threads) {
   const int64_t item = espnx::row_item_bytes(tail.format);
-  const int64_t k_bytes = tail.k.size(2) * queries.d * item, v_bytes = tail.v.size(2) * queries.dv * item;
+  const int64_t k_bytes = tail.k.size(2) * queries.d * item,
+                v_bytes = tail.v.size(2) * queries.dv * item;
   const auto* k = tail.k.data<const uint8_t>() + tail.skip * queries.d * item;
   const auto* v = tail.v.data<const uint8_t>() + tail.skip * queries.dv * item;
   const int64_t groups = queries.n_sequences * queries.n_heads;
@@ -146,7 +156,8 @@ void attend_tail(const Tail& tail, const device::RowQueries& queries, int n_thre
 const int64_t* positions(const std::optional<Tensor>& tensor, int64_t count, const char* name) {
   if (!tensor) return nullptr;
   const auto* values = contiguous<const int64_t>(*tensor, Dtype::int64, name, "int64");
-  if (tensor->numel() != count) invalid(std::string(name) + " must have " + std::to_string(count) + " entries");
+  if (tensor->numel() != count)
+    invalid(std::string(name) + " must have " + std::to_string(count) + " entries");
   return values;
 }
 
@@ -175,17 +186,21 @@ device::RowQueries to_queries(const AttendArguments& given) {
   queries.last_position = positions(given.last_position, queries.n, "last_position");
   queries.first_visible = positions(given.first_visible, queries.n_sequences, "first_visible");
   queries.window = given.window, queries.soft_cap = given.soft_cap;
-  if ((queries.window != 0 || given.slopes) && !given.position) invalid("a window or slopes need position");
-  if (queries.window < 0 || !(queries.soft_cap >= 0)) invalid("window and soft_cap must not be negative");
+  if ((queries.window != 0 || given.slopes) && !given.position)
+    invalid("a window or slopes need position");
+  if (queries.window < 0 || !(queries.soft_cap >= 0))
+    invalid("window and soft_cap must not be negative");
   if (given.slopes) {
     queries.slopes = floats(*given.slopes, "slopes");
-    if (given.slopes->numel() != queries.n_heads * queries.n) invalid("slopes must be [KV heads, n]");
+    if (given.slopes->numel() != queries.n_heads * queries.n)
+      invalid("slopes must be [KV heads, n]");
   }
   if (given.visible) {
     const Tensor& visible = *given.visible;
     queries.visible = contiguous<const uint8_t>(visible, Dtype::uint8, "visible", "uint8");
     const int64_t tail_end = given.rows ? std::get<3>(*given.rows) + std::get<4>(*given.rows) : 0;
-    if (visible.dim() != 2 || visible.size(0) != queries.n_sequences || visible.size(1) < tail_end) {
+    if (visible.dim() != 2 || visible.size(0) != queries.n_sequences ||
+        visible.size(1) < tail_end) {
       invalid("visible must be [sequences, positions]");
     }
     queries.visible_stride = visible.size(1);
@@ -193,15 +208,18 @@ device::RowQueries to_queries(const AttendArguments& given) {
   return queries;
 }
 
-// Attention of q [sequences, KV heads, n, d] over the rows of `ticket` (no stream: none) and those in memory.
-// Returns (o float32 [sequences, KV heads, n, dv], normalised; lse float32 [sequences, KV heads, n]).
-std::tuple<NewTensor, NewTensor> attend(RowStream* stream, int64_t ticket, const AttendArguments& given, int threads) {
+// Attention of q [sequences, KV heads, n, d] over the rows of `ticket` (no stream: none) and those
+// in memory. Returns (o float32 [sequences, KV heads, n, dv], normalised; lse float32 [sequences,
+// KV heads, n]).
+std::tuple<NewTensor, NewTensor> attend(RowStream* stream, int64_t ticket,
+                                        const AttendArguments& given, int threads) {
   if (threads < 1) invalid("threads must be 1 or more");
   device::RowQueries queries = to_queries(given);
   const int64_t n = queries.n, groups = queries.n_sequences * queries.n_heads;
   if (queries.dv < 0 || queries.dv > espnx::kMaxHeadDim)
     invalid("dv must be 0 to " + std::to_string(espnx::kMaxHeadDim));
-  NewFloats o({queries.n_sequences, queries.n_heads, n, queries.dv}), lse({queries.n_sequences, queries.n_heads, n});
+  NewFloats o({queries.n_sequences, queries.n_heads, n, queries.dv}),
+      lse({queries.n_sequences, queries.n_heads, n});
   espnx::AlignedFloats m(groups * n), l(groups * n);
   o.fill(0), l.fill(0), m.fill(-std::numeric_limits<float>::infinity());
   queries.o = o.data(), queries.m = m.data(), queries.l = l.data();
@@ -215,8 +233,9 @@ std::tuple<NewTensor, NewTensor> attend(RowStream* stream, int64_t ticket, const
     if (tail) attend_tail(*tail, queries, threads);
     if (stream != nullptr) stream->attend(ticket, queries, threads, interrupted);
     for (int64_t group = 0; group < groups; ++group) {
-      espnx::finish_attention({queries.o + group * n * queries.dv, queries.m + group * n, queries.l + group * n}, n,
-                              queries.dv, lse.data() + group * n);
+      espnx::finish_attention(
+          {queries.o + group * n * queries.dv, queries.m + group * n, queries.l + group * n}, n,
+          queries.dv, lse.data() + group * n);
     }
   });
   return {o.tensor(), lse.tensor()};
@@ -236,8 +255,8 @@ py::tuple names(const char* const* begin, const char* const* end) {
   return found;
 }
 
-// Calls see(uint8 [bytes], int64 [pieces, 5]: the fields of RowPiece) for each read. The bytes are not valid any more
-// when it returns.
+// Calls see(uint8 [bytes], int64 [pieces, 5]: the fields of RowPiece) for each read. The bytes are
+// not valid any more when it returns.
 void visit(RowStream& stream, int64_t ticket, const py::function& see) {
   run_interruptibly([&](const std::function<bool()>& interrupted) {
     stream.visit(
@@ -254,8 +273,10 @@ void visit(RowStream& stream, int64_t ticket, const py::function& see) {
 
 void bind_rows(py::module_& m) {
   py::class_<RowStream>(m, "RowStream")
-      .def(py::init([](const std::shared_ptr<io::Engine>& engine, int64_t window_bytes, double deadline_s) {
-             if (window_bytes < 1 || !(deadline_s > 0)) invalid("window_bytes and deadline_s must be positive");
+      .def(py::init([](const std::shared_ptr<io::Engine>& engine, int64_t window_bytes,
+                       double deadline_s) {
+             if (window_bytes < 1 || !(deadline_s > 0))
+               invalid("window_bytes and deadline_s must be positive");
              return std::make_unique<RowStream>(engine, window_bytes, deadline_s);
            }),
            py::arg("engine"), py::arg("window_bytes"), py::arg("deadline_s"))
@@ -277,18 +298,21 @@ void bind_rows(py::module_& m) {
   m.attr("ROW_PIECE_FIELDS") = names(std::begin(kPieceFields), std::end(kPieceFields));
   m.def(
       "attend_rows",
-      [](RowStream* stream, int64_t ticket, const Tensor& q, int64_t dv, const std::optional<TailArguments>& rows,
-         const std::optional<Tensor>& position, const std::optional<Tensor>& last_position,
-         const std::optional<Tensor>& first_visible, const std::optional<Tensor>& visible, int64_t window,
-         float soft_cap, const std::optional<Tensor>& slopes, int threads) {
+      [](RowStream* stream, int64_t ticket, const Tensor& q, int64_t dv,
+         const std::optional<TailArguments>& rows, const std::optional<Tensor>& position,
+         const std::optional<Tensor>& last_position, const std::optional<Tensor>& first_visible,
+         const std::optional<Tensor>& visible, int64_t window, float soft_cap,
+         const std::optional<Tensor>& slopes, int threads) {
         return attend(stream, ticket,
-                      {q, dv, rows, position, last_position, first_visible, visible, window, soft_cap, slopes},
+                      {q, dv, rows, position, last_position, first_visible, visible, window,
+                       soft_cap, slopes},
                       threads);
       },
       py::arg("stream").none(true), py::arg("ticket"), py::kw_only(), py::arg("q"), py::arg("dv"),
-      py::arg("rows") = py::none(), py::arg("position") = py::none(), py::arg("last_position") = py::none(),
-      py::arg("first_visible") = py::none(), py::arg("visible") = py::none(), py::arg("window") = 0,
-      py::arg("soft_cap") = 0.0F, py::arg("slopes") = py::none(), py::arg("threads"));
+      py::arg("rows") = py::none(), py::arg("position") = py::none(),
+      py::arg("last_position") = py::none(), py::arg("first_visible") = py::none(),
+      py::arg("visible") = py::none(), py::arg("window") = 0, py::arg("soft_cap") = 0.0F,
+      py::arg("slopes") = py::none(), py::arg("threads"));
 }
 
 }  // namespace espnx::python

@@ -1,4 +1,5 @@
-// What streams of a device have in common in Python: they belong to one process, and whoever waits looks for Ctrl-C.
+// What streams of a device have in common in Python: they belong to one process, and whoever waits
+// looks for Ctrl-C.
 #pragma once
 
 #include <algorithm>
@@ -38,12 +39,14 @@ void check_process(const Stream& stream, const char* what) {
   }
 }
 
-// Places among what a ticket asks for, as they come: at least so many, unless the time is up; and whether these were
-// the last.
+// Places among what a ticket asks for, as they come: at least so many, unless the time is up; and
+// whether these were the last.
 template <typename Stream, typename Ticket>
-std::pair<NewTensor, bool> next_items(Stream& stream, Ticket& ticket, int64_t at_least, double timeout_s) {
+std::pair<NewTensor, bool> next_items(Stream& stream, Ticket& ticket, int64_t at_least,
+                                      double timeout_s) {
   const auto until =
-      io::Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::clamp(timeout_s, 0.0, 1e9) * 1e9));
+      io::Clock::now() +
+      std::chrono::nanoseconds(static_cast<int64_t>(std::clamp(timeout_s, 0.0, 1e9) * 1e9));
   std::vector<int64_t> items;
   for (;;) {
     bool finished = false;
@@ -52,7 +55,8 @@ std::pair<NewTensor, bool> next_items(Stream& stream, Ticket& ticket, int64_t at
       py::gil_scoped_release unlocked;
       const auto wanted = std::max<int64_t>(1, at_least - static_cast<int64_t>(items.size()));
       left_ns = std::chrono::nanoseconds(until - io::Clock::now()).count();
-      finished = stream.next(ticket, wanted, std::clamp<int64_t>(left_ns, 0, kSignalCheckNs), items);
+      finished =
+          stream.next(ticket, wanted, std::clamp<int64_t>(left_ns, 0, kSignalCheckNs), items);
     }
     if (finished || static_cast<int64_t>(items.size()) >= at_least || left_ns <= 0) {
       return {to_tensor(std::move(items)), finished};

@@ -21,8 +21,9 @@ struct Layout {
   uint8_t code, bits;
 };
 constexpr Layout kLayouts[] = {
-    {Dtype::uint8, dlpack::kUInt, 8},     {Dtype::uint16, dlpack::kUInt, 16},   {Dtype::uint32, dlpack::kUInt, 32},
-    {Dtype::int64, dlpack::kInt, 64},     {Dtype::float16, dlpack::kFloat, 16}, {Dtype::bfloat16, dlpack::kBfloat, 16},
+    {Dtype::uint8, dlpack::kUInt, 8},     {Dtype::uint16, dlpack::kUInt, 16},
+    {Dtype::uint32, dlpack::kUInt, 32},   {Dtype::int64, dlpack::kInt, 64},
+    {Dtype::float16, dlpack::kFloat, 16}, {Dtype::bfloat16, dlpack::kBfloat, 16},
     {Dtype::float32, dlpack::kFloat, 32},
 };
 
@@ -58,13 +59,16 @@ dlpack::DataType data_type(Dtype dtype) {
 void find_torch() {
   const py::object tensor = py::module_::import("torch").attr("Tensor");
   const py::object capsule = py::getattr(tensor, "__dlpack_c_exchange_api__", py::none());
-  const auto* exchange = static_cast<dlpack::Exchange*>(PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsule)
-                                                            ? PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsule)
-                                                            : nullptr);
-  while (exchange != nullptr && exchange->version.major != dlpack::kMajor) exchange = exchange->previous;
+  const auto* exchange =
+      static_cast<dlpack::Exchange*>(PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsule)
+                                         ? PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsule)
+                                         : nullptr);
+  while (exchange != nullptr && exchange->version.major != dlpack::kMajor)
+    exchange = exchange->previous;
   if (exchange == nullptr || exchange->to_view == nullptr) {
-    throw py::import_error("espnx needs DLPack 1 with views from torch, as torch 2.11 has them; got torch " +
-                           py::str(py::module_::import("torch").attr("__version__")).cast<std::string>());
+    throw py::import_error(
+        "espnx needs DLPack 1 with views from torch, as torch 2.11 has them; got torch " +
+        py::str(py::module_::import("torch").attr("__version__")).cast<std::string>());
   }
   torch = {reinterpret_cast<PyTypeObject*>(tensor.inc_ref().ptr()), exchange};
 }
@@ -75,7 +79,8 @@ bool Tensor::load(py::handle source) {
   if (torch.exchange->to_view(source.ptr(), &view_) != 0) {
     PyErr_Clear();
     view_ = {};
-  } else if (view_.data == nullptr && numel() > 0) {  // one that torch traces with says that it is on the CPU
+  } else if (view_.data == nullptr &&
+             numel() > 0) {  // one that torch traces with says that it is on the CPU
     view_ = {};
   }
   return true;
@@ -137,11 +142,13 @@ std::ostream& operator<<(std::ostream& out, const Tensor& tensor) {
              << text(object.attr("device"));
 }
 
-NewTensor::NewTensor(const void* data, Dtype dtype, const std::vector<int64_t>& shape, std::shared_ptr<void> owner) {
+NewTensor::NewTensor(const void* data, Dtype dtype, const std::vector<int64_t>& shape,
+                     std::shared_ptr<void> owner) {
   auto owned = std::make_unique<Owned>();
   std::copy(shape.begin(), shape.end(), owned->shape.begin());
   int64_t stride = 1;
-  for (size_t axis = shape.size(); axis-- > 0; stride *= owned->shape[axis]) owned->strides[axis] = stride;
+  for (size_t axis = shape.size(); axis-- > 0; stride *= owned->shape[axis])
+    owned->strides[axis] = stride;
   owned->owner = std::move(owner);
   dlpack::ManagedTensor& managed = owned->managed;
   managed = {{dlpack::kMajor, 0}, owned.get(), &Owned::free, 0, {}};

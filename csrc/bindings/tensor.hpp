@@ -1,6 +1,7 @@
-// Tensors at the border with Python, without torch's headers: DLPack gives a view of a torch.Tensor in less than a
-// tenth of a microsecond, and makes a torch.Tensor of memory that C++ owns. Both sides agree on a layout instead of a
-// library, so what is compiled once serves every torch that has these functions.
+// Tensors at the border with Python, without torch's headers: DLPack gives a view of a torch.Tensor
+// in less than a tenth of a microsecond, and makes a torch.Tensor of memory that C++ owns. Both
+// sides agree on a layout instead of a library, so what is compiled once serves every torch that
+// has these functions.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -20,14 +21,16 @@ namespace py = pybind11;
 
 enum class Dtype { uint8, uint16, uint32, int64, float16, bfloat16, float32, other };
 
-// Looks up torch's functions. Throws an ImportError where torch is missing or too old. Before anything else here.
+// Looks up torch's functions. Throws an ImportError where torch is missing or too old. Before
+// anything else here.
 void find_torch();
 
-// An argument: valid during the call. Nothing is known of its memory yet: look at dtype() and is_cpu() before data().
+// An argument: valid during the call. Nothing is known of its memory yet: look at dtype() and
+// is_cpu() before data().
 class Tensor {
  public:
-  // False: not a torch.Tensor. One that no view can be had of (it has no memory, or a dtype that DLPack does not have)
-  // is not on the CPU.
+  // False: not a torch.Tensor. One that no view can be had of (it has no memory, or a dtype that
+  // DLPack does not have) is not on the CPU.
   bool load(py::handle source);
 
   int64_t dim() const { return view_.ndim; }
@@ -36,7 +39,8 @@ class Tensor {
   int64_t stride(int64_t axis) const;  // in elements
   int64_t numel() const;
   bool is_contiguous() const;
-  bool is_aligned() const;  // to its elements: memory that others have made (torch.frombuffer) need not be
+  bool is_aligned()
+      const;  // to its elements: memory that others have made (torch.frombuffer) need not be
   bool is_cpu() const;
   Dtype dtype() const;
   template <typename T>
@@ -44,8 +48,8 @@ class Tensor {
     return reinterpret_cast<T*>(static_cast<char*>(view_.data) + view_.offset_bytes);
   }
 
-  // Its memory for as long as the result lives, in any thread. The storage and not the tensor: `tensor.data = other`
-  // would free the memory under a running transfer.
+  // Its memory for as long as the result lives, in any thread. The storage and not the tensor:
+  // `tensor.data = other` would free the memory under a running transfer.
   std::shared_ptr<void> keep() const;
 
  private:
@@ -62,7 +66,8 @@ std::ostream& operator<<(std::ostream& out, const Tensor& tensor);
 class NewTensor : public py::object {
  public:
   // `owner` goes when nothing refers to the memory any more, in whichever thread that is.
-  NewTensor(const void* data, Dtype dtype, const std::vector<int64_t>& shape, std::shared_ptr<void> owner);
+  NewTensor(const void* data, Dtype dtype, const std::vector<int64_t>& shape,
+            std::shared_ptr<void> owner);
 
   template <typename T>
   static NewTensor of(std::vector<T> values, Dtype dtype) {
@@ -74,7 +79,8 @@ class NewTensor : public py::object {
 // The memory of a float32 result.
 class NewFloats {
  public:
-  // Throws std::bad_alloc (in Python a MemoryError), also where the product of the sizes is beyond any memory.
+  // Throws std::bad_alloc (in Python a MemoryError), also where the product of the sizes is beyond
+  // any memory.
   explicit NewFloats(std::vector<int64_t> shape);
 
   void fill(float value) { values_->fill(value); }
@@ -86,12 +92,16 @@ class NewFloats {
   std::shared_ptr<AlignedFloats> values_;
 };
 
-inline NewTensor to_tensor(std::vector<int64_t> values) { return NewTensor::of(std::move(values), Dtype::int64); }
-inline NewTensor to_tensor(std::vector<float> values) { return NewTensor::of(std::move(values), Dtype::float32); }
+inline NewTensor to_tensor(std::vector<int64_t> values) {
+  return NewTensor::of(std::move(values), Dtype::int64);
+}
+inline NewTensor to_tensor(std::vector<float> values) {
+  return NewTensor::of(std::move(values), Dtype::float32);
+}
 
-// Frees what keep() has let go of. The last reference may go in the I/O thread, where freeing could wait for the GIL
-// (Python's objects need it) while the thread that has the GIL waits for the I/O thread: it is only put down there, and
-// freed here, in callers' threads, with the GIL.
+// Frees what keep() has let go of. The last reference may go in the I/O thread, where freeing could
+// wait for the GIL (Python's objects need it) while the thread that has the GIL waits for the I/O
+// thread: it is only put down there, and freed here, in callers' threads, with the GIL.
 void free_kept();
 
 }  // namespace espnx::python

@@ -1,5 +1,5 @@
-// An array of floats that starts on a cache line. Loads of 64 bytes that straddle two lines halve the speed
-// of a kernel.
+// An array of floats that starts on a cache line. Loads of 64 bytes that straddle two lines halve
+// the speed of a kernel.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,9 @@ namespace espnx {
 class AlignedFloats {
  public:
   explicit AlignedFloats(size_t n)
-      : values_(static_cast<float*>(::operator new(n * sizeof(float), std::align_val_t{kAlignment}))), n_(n) {}
+      : values_(
+            static_cast<float*>(::operator new(n * sizeof(float), std::align_val_t{kAlignment}))),
+        n_(n) {}
 
   float* data() { return values_.get(); }
   const float* data() const { return values_.get(); }

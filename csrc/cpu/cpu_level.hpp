@@ -1,5 +1,5 @@
-// Which instruction set the CPU kernels use: found by cpuid once, and lowerable at run time so that tests
-// reach every one of them.
+// Which instruction set the CPU kernels use: found by cpuid once, and lowerable at run time so that
+// tests reach every one of them.
 #pragma once
 
 namespace espnx {
@@ -9,7 +9,7 @@ enum class CpuLevel : int {
   kAvx2 = 1,      // AVX2 + FMA + F16C; for CRC32C the SSE4.2 crc32 instruction
   kAvx512 = 2,    // AVX-512 F/BW/VL
   kVnni = 3,      // and AVX-512 VNNI: products of whole numbers, summed four bytes at a time
-  kAmx = 4,       // and AMX (tiles, int8, bf16), where the operating system lets this process use it
+  kAmx = 4,  // and AMX (tiles, int8, bf16), where the operating system lets this process use it
 };
 
 // The best level this processor and operating system can run.

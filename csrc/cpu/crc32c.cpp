@@ -1,6 +1,6 @@
-// Two versions. Hardware: the SSE4.2 crc32 instruction takes 8 bytes a cycle but answers after 3 cycles, so
-// three independent chains run over three adjacent chunks, and carry-less multiplication joins them.
-// Portable: eight table look-ups per 8 bytes.
+// Two versions. Hardware: the SSE4.2 crc32 instruction takes 8 bytes a cycle but answers after 3
+// cycles, so three independent chains run over three adjacent chunks, and carry-less multiplication
+// joins them. Portable: eight table look-ups per 8 bytes.
 #include "crc32c.hpp"
 
 #include <array>
@@ -39,10 +39,11 @@ uint32_t update_portable(uint32_t state, const uint8_t* p, size_t size) {
   static const SliceTables slice = make_slice_tables();
   // Bytes are put together by shifts, so the result does not depend on the machine's byte order.
   for (; size >= 8; p += 8, size -= 8) {
-    state ^= static_cast<uint32_t>(p[0]) | static_cast<uint32_t>(p[1]) << 8 | static_cast<uint32_t>(p[2]) << 16 |
-             static_cast<uint32_t>(p[3]) << 24;
-    state = slice[7][state & 0xFF] ^ slice[6][(state >> 8) & 0xFF] ^ slice[5][(state >> 16) & 0xFF] ^
-            slice[4][state >> 24] ^ slice[3][p[4]] ^ slice[2][p[5]] ^ slice[1][p[6]] ^ slice[0][p[7]];
+    state ^= static_cast<uint32_t>(p[0]) | static_cast<uint32_t>(p[1]) << 8 |
+             static_cast<uint32_t>(p[2]) << 16 | static_cast<uint32_t>(p[3]) << 24;
+    state = slice[7][state & 0xFF] ^ slice[6][(state >> 8) & 0xFF] ^
+            slice[5][(state >> 16) & 0xFF] ^ slice[4][state >> 24] ^ slice[3][p[4]] ^
+            slice[2][p[5]] ^ slice[1][p[6]] ^ slice[0][p[7]];
   }
   for (; size > 0; ++p, --size) state = (state >> 8) ^ slice[0][(state ^ *p) & 0xFF];
   return state;
@@ -52,17 +53,19 @@ uint32_t update_portable(uint32_t state, const uint8_t* p, size_t size) {
 #define ESPNX_TARGET_CRC __attribute__((target("sse4.2,pclmul")))
 
 constexpr size_t kChains = 3;
-constexpr size_t kMaxChainWords = 1024;  // 3 x 8 KiB a round: joining costs under 1 % and the data stay in the L1 cache
+constexpr size_t kMaxChainWords =
+    1024;  // 3 x 8 KiB a round: joining costs under 1 % and the data stay in the L1 cache
 
-// shift[w] = x^(64 w - 33) mod P. A register c times shift[w] (carry-less), put through crc32_u64, is c
-// followed by w zero words: the reflected product stands for c * shift[w] * x, and the instruction multiplies
-// by x^32.
+// shift[w] = x^(64 w - 33) mod P. A register c times shift[w] (carry-less), put through crc32_u64,
+// is c followed by w zero words: the reflected product stands for c * shift[w] * x, and the
+// instruction multiplies by x^32.
 using ShiftTable = std::array<uint32_t, 2 * kMaxChainWords + 1>;
 
 ESPNX_TARGET_CRC ShiftTable make_shift_table() {
   ShiftTable shift{};
   shift[1] = 1;  // x^31
-  for (size_t w = 2; w < shift.size(); ++w) shift[w] = static_cast<uint32_t>(_mm_crc32_u64(shift[w - 1], 0));
+  for (size_t w = 2; w < shift.size(); ++w)
+    shift[w] = static_cast<uint32_t>(_mm_crc32_u64(shift[w - 1], 0));
   return shift;
 }
 
@@ -82,7 +85,8 @@ ESPNX_TARGET_CRC uint32_t update_hardware(uint32_t state32, const uint8_t* p, si
   static const ShiftTable shift = make_shift_table();
   uint64_t state = state32;
   while (size >= kChains * 16 * 8) {  // below 16 words a chain, joining costs more than it saves
-    const size_t words = size / (kChains * 8) < kMaxChainWords ? size / (kChains * 8) : kMaxChainWords;
+    const size_t words =
+        size / (kChains * 8) < kMaxChainWords ? size / (kChains * 8) : kMaxChainWords;
     const uint8_t *second = p + words * 8, *third = second + words * 8;
     uint64_t state2 = 0, state3 = 0;
     for (size_t i = 0; i < words * 8; i += 8) {
@@ -90,7 +94,8 @@ ESPNX_TARGET_CRC uint32_t update_hardware(uint32_t state32, const uint8_t* p, si
       state2 = _mm_crc32_u64(state2, load_word(second + i));
       state3 = _mm_crc32_u64(state3, load_word(third + i));
     }
-    state = append_zero_words(state, shift[2 * words]) ^ append_zero_words(state2, shift[words]) ^ state3;
+    state = append_zero_words(state, shift[2 * words]) ^ append_zero_words(state2, shift[words]) ^
+            state3;
     p += kChains * words * 8;
     size -= kChains * words * 8;
   }

@@ -13,13 +13,17 @@ namespace espnx::device {
 namespace {
 
 constexpr int64_t kIdBytes = sizeof(int32_t);
-constexpr int64_t kBatchBytes = 4 << 20;        // of clusters in one transfer
-constexpr int64_t kMeasureBytes = 128 << 10;    // that a thread takes at a time: the others find some, too
-constexpr int64_t kBytesPerHelper = 256 << 10;  // with fewer, waking a thread takes as long as the work
-constexpr int64_t kSliceNs = 50'000'000;        // whoever waits looks up at least this often
-constexpr int64_t kAtOnce = 64;                 // vectors whose addresses are handed to a kernel
+constexpr int64_t kBatchBytes = 4 << 20;  // of clusters in one transfer
+constexpr int64_t kMeasureBytes =
+    128 << 10;  // that a thread takes at a time: the others find some, too
+constexpr int64_t kBytesPerHelper = 256
+                                    << 10;  // with fewer, waking a thread takes as long as the work
+constexpr int64_t kSliceNs = 50'000'000;    // whoever waits looks up at least this often
+constexpr int64_t kAtOnce = 64;             // vectors whose addresses are handed to a kernel
 
-double seconds(io::Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
+double seconds(io::Clock::duration duration) {
+  return std::chrono::duration<double>(duration).count();
+}
 
 std::string hex(uint32_t value) {
   char text[16];
@@ -64,7 +68,8 @@ struct ClusterTicket {
   bool is_whole() const { return static_cast<int64_t>(measured.size()) == count(); }
 };
 
-ClusterStream::ClusterStream(std::shared_ptr<io::Engine> engine, int64_t window_bytes, int max_workers)
+ClusterStream::ClusterStream(std::shared_ptr<io::Engine> engine, int64_t window_bytes,
+                             int max_workers)
     : engine_(std::move(engine)),
       window_bytes_(window_bytes),
       crew_(max_workers, [this](const std::weak_ptr<ClusterTicket>& ticket) { work(ticket); }) {}
@@ -96,9 +101,12 @@ ClusterStream::Ticket ClusterStream::push(ClusterRequest request) {
 }
 
 void ClusterStream::start_workers(const Ticket& ticket, int64_t total_bytes) {
-  const auto helpers = std::min(crew_.max_workers(), static_cast<size_t>(total_bytes / kBytesPerHelper));
+  const auto helpers =
+      std::min(crew_.max_workers(), static_cast<size_t>(total_bytes / kBytesPerHelper));
   std::lock_guard lock(mutex_);
-  live_.erase(std::remove_if(live_.begin(), live_.end(), [](const auto& each) { return each.expired(); }), live_.end());
+  live_.erase(
+      std::remove_if(live_.begin(), live_.end(), [](const auto& each) { return each.expired(); }),
+      live_.end());
   live_.push_back(ticket);
   for (size_t i = 0; i < helpers; ++i) crew_.add(ticket);
 }
@@ -120,7 +128,8 @@ void ClusterStream::submit_more(ClusterTicket& ticket) {
     const auto first = batch->first, last = first + batch->count;
     io::TransferSpec spec;
     spec.file.assign(batch->count, wanted.file);
-    spec.offset_bytes.assign(wanted.offset_bytes.begin() + first, wanted.offset_bytes.begin() + last);
+    spec.offset_bytes.assign(wanted.offset_bytes.begin() + first,
+                             wanted.offset_bytes.begin() + last);
     spec.size_bytes.assign(ticket.size_bytes.begin() + first, ticket.size_bytes.begin() + last);
     spec.deadline_s = wanted.deadline_s;
     try {
@@ -139,8 +148,8 @@ void ClusterStream::submit_more(ClusterTicket& ticket) {
 void ClusterStream::end_batch(ClusterTicket& ticket, Batch& batch) {
   if (batch.is_ended) return;
   batch.is_ended = true;
-  const Costs costs{batch.transfer->asked_bytes(), batch.transfer->moved_bytes(), batch.transfer->request_count(), 0,
-                    0};
+  const Costs costs{batch.transfer->asked_bytes(), batch.transfer->moved_bytes(),
+                    batch.transfer->request_count(), 0, 0};
   std::lock_guard lock(mutex_);
   under_way_bytes_ -= batch.bytes;
   for (Costs* sum : {&ticket.costs, &stats_}) {
@@ -172,10 +181,12 @@ void ClusterStream::fail(ClusterTicket& ticket, std::exception_ptr error) {
 namespace {
 
 // Checks one cluster and measures its vectors.
-void measure_cluster(const ClusterTicket& ticket, int64_t item, const uint8_t* entries, VectorDistance* reply) {
+void measure_cluster(const ClusterTicket& ticket, int64_t item, const uint8_t* entries,
+                     VectorDistance* reply) {
   const ClusterRequest& wanted = ticket.request;
   const int64_t n = wanted.n_vectors[item], size_bytes = ticket.size_bytes[item];
-  const uint32_t found = crc32c(0, entries, size_bytes), expected = static_cast<uint32_t>(wanted.crc32c[item]);
+  const uint32_t found = crc32c(0, entries, size_bytes),
+                 expected = static_cast<uint32_t>(wanted.crc32c[item]);
   if (found != expected) {
     io::Failure failure;
     failure.kind = io::Kind::checksum;
@@ -211,7 +222,8 @@ void ClusterStream::measure(ClusterTicket& ticket, const std::shared_ptr<Batch>&
     taken.push_back(batch->first + batch->arrived[taken.size()]);
     bytes += ticket.size_bytes[taken.back()];
   }
-  batch->arrived.erase(batch->arrived.begin(), batch->arrived.begin() + static_cast<int64_t>(taken.size()));
+  batch->arrived.erase(batch->arrived.begin(),
+                       batch->arrived.begin() + static_cast<int64_t>(taken.size()));
   lock.unlock();
   const auto begun = io::Clock::now();
   const auto* memory = reinterpret_cast<const uint8_t*>(batch->transfer->memory());
@@ -239,8 +251,8 @@ void ClusterStream::measure(ClusterTicket& ticket, const std::shared_ptr<Batch>&
 }
 
 // Waits for clusters of a batch to arrive. The caller has the lock, which is free meanwhile.
-void ClusterStream::fetch(ClusterTicket& ticket, const std::shared_ptr<Batch>& batch, int64_t wait_ns,
-                          std::unique_lock<std::mutex>& lock) {
+void ClusterStream::fetch(ClusterTicket& ticket, const std::shared_ptr<Batch>& batch,
+                          int64_t wait_ns, std::unique_lock<std::mutex>& lock) {
   batch->is_fetching = true;
   lock.unlock();
   const auto begun = io::Clock::now();
@@ -272,7 +284,8 @@ void ClusterStream::step(ClusterTicket& ticket, int64_t wait_ns) {
     std::unique_lock lock(ticket.mutex);
     if (ticket.error || ticket.is_whole()) return;
     const auto find = [&](const auto& suits) {
-      return std::find_if(ticket.batches.begin(), ticket.batches.end(), [&](const auto& each) { return suits(*each); });
+      return std::find_if(ticket.batches.begin(), ticket.batches.end(),
+                          [&](const auto& each) { return suits(*each); });
     };
     auto at = find([](const Batch& batch) { return !batch.arrived.empty(); });
     if (at != ticket.batches.end()) {
@@ -292,9 +305,11 @@ void ClusterStream::step(ClusterTicket& ticket, int64_t wait_ns) {
   }
 }
 
-bool ClusterStream::next(ClusterTicket& ticket, int64_t at_least, int64_t wait_ns, std::vector<int64_t>& items) {
+bool ClusterStream::next(ClusterTicket& ticket, int64_t at_least, int64_t wait_ns,
+                         std::vector<int64_t>& items) {
   const auto until = io::Clock::now() + std::chrono::nanoseconds(wait_ns);
-  for (bool has_tried = false;; has_tried = true) {  // once even without time: whoever only looks gets on, too
+  for (bool has_tried = false;;
+       has_tried = true) {  // once even without time: whoever only looks gets on, too
     const int64_t left_ns = std::chrono::nanoseconds(until - io::Clock::now()).count();
     {
       std::lock_guard lock(ticket.mutex);
@@ -320,7 +335,9 @@ void ClusterStream::work(const std::weak_ptr<ClusterTicket>& wanted) {
   while (ticket && has_work()) step(*ticket, kSliceNs);
 }
 
-const std::vector<VectorDistance>& ClusterStream::replies(const ClusterTicket& ticket) { return ticket.replies; }
+const std::vector<VectorDistance>& ClusterStream::replies(const ClusterTicket& ticket) {
+  return ticket.replies;
+}
 
 ClusterStream::Costs ClusterStream::costs(ClusterTicket& ticket) {
   std::lock_guard lock(ticket.mutex);

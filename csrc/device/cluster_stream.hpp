@@ -1,6 +1,7 @@
-// Clusters of vectors on their way from a device to their distances: reads in a deep queue, up to a window of bytes;
-// each cluster is checked and measured where it lies, as it arrives, by the stream's own threads and by those that ask.
-// What is kept of a cluster is its reply, a distance and an id for each vector: the bytes it was made of go at once.
+// Clusters of vectors on their way from a device to their distances: reads in a deep queue, up to a
+// window of bytes; each cluster is checked and measured where it lies, as it arrives, by the
+// stream's own threads and by those that ask. What is kept of a cluster is its reply, a distance
+// and an id for each vector: the bytes it was made of go at once.
 #pragma once
 
 #include <condition_variable>
@@ -23,7 +24,8 @@ struct VectorDistance {
   int32_t id;
 };
 
-// A query, and the clusters whose vectors are measured from it. An entry of a cluster is an int32 id and a vector.
+// A query, and the clusters whose vectors are measured from it. An entry of a cluster is an int32
+// id and a vector.
 struct ClusterRequest {
   DistanceQuery query;
   int64_t file;
@@ -41,8 +43,8 @@ class ClusterStream {
  public:
   using Ticket = std::shared_ptr<ClusterTicket>;
 
-  // `window_bytes`: of clusters under way, of all tickets; each has one batch at least. `max_workers`: threads that
-  // measure, beside those that ask.
+  // `window_bytes`: of clusters under way, of all tickets; each has one batch at least.
+  // `max_workers`: threads that measure, beside those that ask.
   ClusterStream(std::shared_ptr<io::Engine> engine, int64_t window_bytes, int max_workers);
   ~ClusterStream();
   ClusterStream(const ClusterStream&) = delete;
@@ -51,12 +53,14 @@ class ClusterStream {
   // Starts the reads. Throws FailureError: what the engine refuses.
   Ticket push(ClusterRequest request);
 
-  // Waits up to `wait_ns` for `at_least` clusters more than were handed out so far, and appends their places among
-  // those asked for, in the order in which they were measured. True once all have been handed out. Throws FailureError:
-  // the first failure of the reads, a cluster that is damaged, the deadline, forget().
+  // Waits up to `wait_ns` for `at_least` clusters more than were handed out so far, and appends
+  // their places among those asked for, in the order in which they were measured. True once all
+  // have been handed out. Throws FailureError: the first failure of the reads, a cluster that is
+  // damaged, the deadline, forget().
   bool next(ClusterTicket& ticket, int64_t at_least, int64_t wait_ns, std::vector<int64_t>& items);
 
-  // Of all clusters asked for, one after the other; those of clusters that next() has handed out are there.
+  // Of all clusters asked for, one after the other; those of clusters that next() has handed out
+  // are there.
   static const std::vector<VectorDistance>& replies(const ClusterTicket& ticket);
 
   struct Costs {
@@ -65,8 +69,8 @@ class ClusterStream {
   };
   static Costs costs(ClusterTicket& ticket);
 
-  // Ends the reads of one ticket, or of all: next() that is under way, or comes later, throws FailureError (cancelled),
-  // unless all of the ticket's clusters were measured.
+  // Ends the reads of one ticket, or of all: next() that is under way, or comes later, throws
+  // FailureError (cancelled), unless all of the ticket's clusters were measured.
   void forget(ClusterTicket& ticket);
   void clear();
 
@@ -80,7 +84,8 @@ class ClusterStream {
 
   void submit_more(ClusterTicket& ticket);  // under the ticket's mutex
   void step(ClusterTicket& ticket, int64_t wait_ns);
-  void measure(ClusterTicket& ticket, const std::shared_ptr<Batch>& batch, std::unique_lock<std::mutex>& lock);
+  void measure(ClusterTicket& ticket, const std::shared_ptr<Batch>& batch,
+               std::unique_lock<std::mutex>& lock);
   void fetch(ClusterTicket& ticket, const std::shared_ptr<Batch>& batch, int64_t wait_ns,
              std::unique_lock<std::mutex>& lock);
   void end_batch(ClusterTicket& ticket, Batch& batch);  // under the ticket's mutex

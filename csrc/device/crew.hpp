@@ -1,7 +1,7 @@
-// Threads that work for whoever asks something of a stream: started when they are needed, at most so many, each taking
-// jobs from one line. Where no thread is to be had, the line is not worked on, and whoever asks does the work. Whoever
-// has a crew ends it, by stop(), before what its work uses is gone. (In a child after fork() it is left where it is:
-// its threads are the parent's.)
+// Threads that work for whoever asks something of a stream: started when they are needed, at most
+// so many, each taking jobs from one line. Where no thread is to be had, the line is not worked on,
+// and whoever asks does the work. Whoever has a crew ends it, by stop(), before what its work uses
+// is gone. (In a child after fork() it is left where it is: its threads are the parent's.)
 #pragma once
 
 #include <condition_variable>

@@ -15,7 +15,8 @@ namespace espnx::device {
 namespace {
 
 constexpr int64_t kLanesMax = int64_t{1} << 24;
-constexpr double kInstant = 1e-18;     // work that takes less takes none: near 0 doubles could tell the moments apart
+constexpr double kInstant =
+    1e-18;  // work that takes less takes none: near 0 doubles could tell the moments apart
 constexpr double kRounded = 1 - 1e-9;  // sums of rounded times stay below what they bound
 constexpr std::chrono::milliseconds kSignalCheck{50};  // Ctrl-C is seen at least this often
 constexpr std::chrono::microseconds kTick{50};         // events that lie closer are walked together
@@ -30,7 +31,9 @@ io::FailureError failure(io::Kind kind, const std::string& what) {
   return io::FailureError(failure);
 }
 
-io::FailureError cancelled() { return failure(io::Kind::cancelled, "the emulated transfer was cancelled"); }
+io::FailureError cancelled() {
+  return failure(io::Kind::cancelled, "the emulated transfer was cancelled");
+}
 
 }  // namespace
 
@@ -61,15 +64,19 @@ double Spans::total() const {
   return sum;
 }
 
-// Ties go by the members, and by the order of each one's calls, so that a run is the same every time.
+// Ties go by the members, and by the order of each one's calls, so that a run is the same every
+// time.
 bool LinkClock::Event::operator>(const Event& other) const {
-  return std::tie(at_s, member, number, kind) > std::tie(other.at_s, other.member, other.number, other.kind);
+  return std::tie(at_s, member, number, kind) >
+         std::tie(other.at_s, other.member, other.number, other.kind);
 }
 
 LinkClock::LinkClock(std::vector<Link> links, int64_t n_lanes, double stretch)
     : id_(next_id++), links_(std::move(links)), stretch_(stretch) {
-  if (!(stretch >= 0) || !std::isfinite(stretch)) throw failure(io::Kind::invalid, "stretch must be 0 or more");
-  if (n_lanes < 0 || n_lanes > kLanesMax) throw failure(io::Kind::invalid, "lanes must be 0 to 16777216");
+  if (!(stretch >= 0) || !std::isfinite(stretch))
+    throw failure(io::Kind::invalid, "stretch must be 0 or more");
+  if (n_lanes < 0 || n_lanes > kLanesMax)
+    throw failure(io::Kind::invalid, "lanes must be 0 to 16777216");
   for (const Link& link : links_) {
     if (!(link.latency_s >= 0) || !std::isfinite(link.latency_s)) {
       throw failure(io::Kind::invalid, "the latency of " + link.name + " must be 0 or more");
@@ -83,8 +90,8 @@ LinkClock::LinkClock(std::vector<Link> links, int64_t n_lanes, double stretch)
 }
 
 LinkClock::~LinkClock() {
-  // One after the other: a long line of followers, each with the next in its hands, would be freed by as deep a
-  // recursion.
+  // One after the other: a long line of followers, each with the next in its hands, would be freed
+  // by as deep a recursion.
   for (const auto& [transfer, ticket] : live_) transfer->followers.clear();
 }
 
@@ -92,7 +99,8 @@ class LinkClock::Place {
  public:
   Place(LinkClock& clock, Waiter& waiter) : clock_(clock), waiter_(waiter) {
     clock_.waiters_.push_back(&waiter_);
-    if (clock_.leader_ != nullptr) clock_.leader_->woken.notify_one();  // this one may be due before the others
+    if (clock_.leader_ != nullptr)
+      clock_.leader_->woken.notify_one();  // this one may be due before the others
   }
   ~Place() {
     auto& waiters = clock_.waiters_;
@@ -123,7 +131,8 @@ class LinkClock::Place {
 double LinkClock::clock() const {
   if (stretch_ == 0) return walked_s_;
   // Never behind what has been walked, whatever rounding does.
-  return std::max(walked_s_, std::chrono::duration<double>(Wall::now() - start_).count() / stretch_);
+  return std::max(walked_s_,
+                  std::chrono::duration<double>(Wall::now() - start_).count() / stretch_);
 }
 
 LinkClock::Wall::time_point LinkClock::wall(double at_s) const {
@@ -139,7 +148,8 @@ LinkClock::Wall::time_point LinkClock::next_due() const {
       first_s = std::min(first_s, (*waiter->tickets)[waiter->next]->not_before_s);
     }
   }
-  return std::max(wall(std::max(first_s, events_.empty() ? 0 : events_.top().at_s)), Wall::now() + kTick);
+  return std::max(wall(std::max(first_s, events_.empty() ? 0 : events_.top().at_s)),
+                  Wall::now() + kTick);
 }
 
 void LinkClock::wake_all() {
@@ -151,19 +161,23 @@ double LinkClock::now() {
   return clock();
 }
 
-LinkTicket LinkClock::transfer(std::vector<Leg> path, int64_t lane, int64_t size_bytes, double before_s,
-                               const std::vector<LinkTicket>& after, int64_t member) {
+LinkTicket LinkClock::transfer(std::vector<Leg> path, int64_t lane, int64_t size_bytes,
+                               double before_s, const std::vector<LinkTicket>& after,
+                               int64_t member) {
   if (size_bytes < 0 || path.empty() || !(before_s >= 0) || !std::isfinite(before_s) || lane < 0 ||
       lane >= static_cast<int64_t>(lanes_.size())) {
-    throw failure(io::Kind::invalid, "a transfer needs a path, a lane, and a size and a time before of 0 or more");
+    throw failure(io::Kind::invalid,
+                  "a transfer needs a path, a lane, and a size and a time before of 0 or more");
   }
   auto made = std::make_shared<LinkTransfer>();
   for (const Leg& leg : path) {
     if (leg.link < 0 || leg.link >= static_cast<int64_t>(links_.size())) {
       throw failure(io::Kind::invalid, "there is no link " + std::to_string(leg.link));
     }
-    if (!(leg.amount >= 0) || !(leg.per_s > 0) || !std::isfinite(leg.amount) || !std::isfinite(leg.per_s)) {
-      throw failure(io::Kind::invalid, "work on " + links_[leg.link].name + " must be 0 or more, its rate above 0");
+    if (!(leg.amount >= 0) || !(leg.per_s > 0) || !std::isfinite(leg.amount) ||
+        !std::isfinite(leg.per_s)) {
+      throw failure(io::Kind::invalid,
+                    "work on " + links_[leg.link].name + " must be 0 or more, its rate above 0");
     }
     made->after_s += links_[leg.link].latency_s;
     made->alone_s = std::max(made->alone_s, leg.amount / leg.per_s);
@@ -181,7 +195,8 @@ LinkTicket LinkClock::transfer(std::vector<Leg> path, int64_t lane, int64_t size
   for (const LinkTicket& each : after) {
     check(each);
     if (each->is_cancelled) throw cancelled();
-    made->not_before_s = std::max(made->not_before_s, each->is_done ? each->end_s : each->not_before_s);
+    made->not_before_s =
+        std::max(made->not_before_s, each->is_done ? each->end_s : each->not_before_s);
     made->earliest_s = std::max(made->earliest_s, each->is_done ? each->end_s : 0);
   }
   made->not_before_s += made->before_s + made->alone_s + made->after_s;
@@ -196,11 +211,13 @@ LinkTicket LinkClock::transfer(std::vector<Leg> path, int64_t lane, int64_t size
 }
 
 void LinkClock::check(const LinkTicket& ticket) const {
-  if (!ticket || ticket->clock != id_) throw failure(io::Kind::invalid, "the ticket is of another topology");
+  if (!ticket || ticket->clock != id_)
+    throw failure(io::Kind::invalid, "the ticket is of another topology");
 }
 
 void LinkClock::check_member(int64_t member) const {
-  if (members_.count(member) == 0) throw failure(io::Kind::invalid, "whoever asks does not take part in this topology");
+  if (members_.count(member) == 0)
+    throw failure(io::Kind::invalid, "whoever asks does not take part in this topology");
 }
 
 void LinkClock::begin(LinkTransfer& transfer) {
@@ -221,7 +238,8 @@ void LinkClock::walk(double to_s) {
   walked_s_ = std::max(walked_s_, to_s);
 }
 
-// All that happens at the next moment at which something does, and then the rates that follow from it.
+// All that happens at the next moment at which something does, and then the rates that follow from
+// it.
 void LinkClock::step() {
   const double at_s = std::max(walked_s_, events_.top().at_s);
   walked_s_ = at_s;
@@ -229,7 +247,8 @@ void LinkClock::step() {
     const Event event = events_.top();
     events_.pop();
     if (!is_stale(event)) handle(event);
-    if (events_.empty() || events_.top().at_s > at_s) share(at_s);  // which may make it another event of this moment
+    if (events_.empty() || events_.top().at_s > at_s)
+      share(at_s);  // which may make it another event of this moment
   }
   drop_stale();
 }
@@ -249,7 +268,8 @@ void LinkClock::enter(LinkTransfer& transfer, double at_s) {
   }
   Lane& lane = lanes_[transfer.lane];
   lane.free_s = std::max(lane.free_s, at_s) + transfer.alone_s;
-  transfer.not_before_s = std::max(transfer.not_before_s, lane.free_s * kRounded + transfer.after_s);
+  transfer.not_before_s =
+      std::max(transfer.not_before_s, lane.free_s * kRounded + transfer.after_s);
   lane.line.push_back(&transfer);
   if (lane.line.size() == 1) start(lane, at_s);
 }
@@ -283,7 +303,8 @@ void LinkClock::flow_on(int64_t number, double at_s) {
   if (!lane.line.empty()) start(lane, at_s);
 }
 
-// New rates for whoever shares a link, by way of others perhaps, with what has begun to flow or has flowed.
+// New rates for whoever shares a link, by way of others perhaps, with what has begun to flow or has
+// flowed.
 void LinkClock::share(double at_s) {
   if (changed_.empty() && changed_links_.empty()) return;
   collect();
@@ -295,8 +316,10 @@ void LinkClock::share(double at_s) {
       first.left = std::max(0.0, first.left - first.per_s * (at_s - first.since_s));
       first.since_s = at_s;
       first.per_s = rate_[number];
-      const double flows_s = first.left / first.per_s, ends_s = flows_s < kInstant ? at_s : at_s + flows_s;
-      events_.push({ends_s, first.member, first.number, Kind::flowed, nullptr, number, ++lane.version});
+      const double flows_s = first.left / first.per_s,
+                   ends_s = flows_s < kInstant ? at_s : at_s + flows_s;
+      events_.push(
+          {ends_s, first.member, first.number, Kind::flowed, nullptr, number, ++lane.version});
     }
     is_near_lane_[number] = 0;
   }
@@ -328,12 +351,14 @@ void LinkClock::collect() {
       for (const int64_t lane : users_[near_links_[links]]) meet_lane(lane);
     }
   }
-  // Sums depend on the order in which they are made, and that must not depend on the order of events.
+  // Sums depend on the order in which they are made, and that must not depend on the order of
+  // events.
   std::sort(near_lanes_.begin(), near_lanes_.end());
   std::sort(near_links_.begin(), near_links_.end());
 }
 
-// Max-min fair rates: all grow alike until a link is full; whoever has work there stays at that, the others grow on.
+// Max-min fair rates: all grow alike until a link is full; whoever has work there stays at that,
+// the others grow on.
 void LinkClock::fill() {
   for (const int64_t link : near_links_) free_[link] = 1, demand_[link] = 0, n_open_[link] = 0;
   size_t n_open = 0;
@@ -353,11 +378,12 @@ void LinkClock::fill() {
     double level = std::numeric_limits<double>::infinity();
     for (const int64_t link : near_links_) {
       if (n_open_[link] == 0) continue;
-      const double at =
-          demand_[link] > 0 ? std::max(0.0, free_[link]) / demand_[link] : std::numeric_limits<double>::max();
+      const double at = demand_[link] > 0 ? std::max(0.0, free_[link]) / demand_[link]
+                                          : std::numeric_limits<double>::max();
       if (full < 0 || at < level) full = link, level = at;
     }
-    level = std::clamp(level, std::numeric_limits<double>::min(), std::numeric_limits<double>::max());
+    level =
+        std::clamp(level, std::numeric_limits<double>::min(), std::numeric_limits<double>::max());
     for (const int64_t number : users_[full]) {
       if (!std::exchange(is_open_[number], 0)) continue;
       --n_open;
@@ -365,7 +391,8 @@ void LinkClock::fill() {
       const LinkTransfer& first = *lanes_[number].line.front();
       for (const Leg& leg : first.path) {
         if (!(leg.amount > 0)) continue;
-        free_[leg.link] -= level * first.cost_s(leg), demand_[leg.link] -= first.cost_s(leg), --n_open_[leg.link];
+        free_[leg.link] -= level * first.cost_s(leg), demand_[leg.link] -= first.cost_s(leg),
+            --n_open_[leg.link];
       }
     }
   }
@@ -379,25 +406,28 @@ void LinkClock::finish(LinkTransfer& transfer, double at_s) {
     if (--next->n_before == 0 && !next->is_cancelled) begin(*next);
   }
   for (Waiter* waiter : waiters_) {
-    if (waiter->next < waiter->tickets->size() && (*waiter->tickets)[waiter->next].get() == &transfer) {
+    if (waiter->next < waiter->tickets->size() &&
+        (*waiter->tickets)[waiter->next].get() == &transfer) {
       catch_up(*waiter);
     }
   }
   live_.erase(&transfer);
 }
 
-// Past what has ended. Where that is all, the waiter is at work from this moment on, however late its thread wakes.
+// Past what has ended. Where that is all, the waiter is at work from this moment on, however late
+// its thread wakes.
 void LinkClock::catch_up(Waiter& waiter) {
   const auto& tickets = *waiter.tickets;
   while (waiter.next < tickets.size() && tickets[waiter.next]->is_done) ++waiter.next;
   if (waiter.next < tickets.size() && !tickets[waiter.next]->is_cancelled) return;
-  if (waiter.member != kNobody && !std::exchange(waiter.is_at_work, true)) set_at_work(waiter.member, true);
+  if (waiter.member != kNobody && !std::exchange(waiter.is_at_work, true))
+    set_at_work(waiter.member, true);
   waiter.woken.notify_one();
 }
 
-std::optional<double> LinkClock::wait(const std::vector<LinkTicket>& tickets, std::optional<double> asked_s,
-                                      Wall::time_point until, int64_t member,
-                                      const std::function<bool()>& interrupted) {
+std::optional<double> LinkClock::wait(const std::vector<LinkTicket>& tickets,
+                                      std::optional<double> asked_s, Wall::time_point until,
+                                      int64_t member, const std::function<bool()>& interrupted) {
   for (const LinkTicket& ticket : tickets) check(ticket);
   std::unique_lock lock(mutex_);
   if (member != kNobody) {
@@ -419,10 +449,12 @@ std::optional<double> LinkClock::wait(const std::vector<LinkTicket>& tickets, st
     }
     if (stretch_ > 0) {
       if (leader_ == nullptr) leader_ = &self;
-      self.woken.wait_until(lock, std::min({leader_ == &self ? next_due() : until, until, check_at}));
+      self.woken.wait_until(lock,
+                            std::min({leader_ == &self ? next_due() : until, until, check_at}));
       walk(clock());
     } else if (n_at_work_ == 0) {
-      step();  // there is an event: what has not ended is on its way, or comes after something that is
+      step();  // there is an event: what has not ended is on its way, or comes after something that
+               // is
     } else {
       self.woken.wait_until(lock, std::min(until, check_at));
     }
@@ -467,7 +499,8 @@ void LinkClock::cancel(const LinkTicket& ticket) {
 
 void LinkClock::advance(double to_s) {
   std::lock_guard lock(mutex_);
-  if (stretch_ > 0) throw failure(io::Kind::invalid, "the wall clock moves this topology (stretch above 0)");
+  if (stretch_ > 0)
+    throw failure(io::Kind::invalid, "the wall clock moves this topology (stretch above 0)");
   if (!std::isfinite(to_s)) throw failure(io::Kind::invalid, "a time must be finite");
   walk(to_s);
 }

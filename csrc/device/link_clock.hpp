@@ -1,17 +1,19 @@
-// Virtual time of emulated devices: links that work passes, and a clock that the wall paces. What is computed and moved
-// is real; when it counts as done is what the links say.
+// Virtual time of emulated devices: links that work passes, and a clock that the wall paces. What
+// is computed and moved is real; when it counts as done is what the links say.
 //
-// A transfer flows through all links of its path at once (cut through), as fast as the slowest lets it. Transfers of
-// one lane follow one another in the order in which they came to it; those at the front of their lanes share the links
-// that they have in common max-min fairly: all get the same bytes a second, but for those that another link holds back,
-// whose rest the others share. Rates change only when a transfer begins to flow or has flowed, so those are the events,
-// and they are walked in the order of their virtual times.
+// A transfer flows through all links of its path at once (cut through), as fast as the slowest lets
+// it. Transfers of one lane follow one another in the order in which they came to it; those at the
+// front of their lanes share the links that they have in common max-min fairly: all get the same
+// bytes a second, but for those that another link holds back, whose rest the others share. Rates
+// change only when a transfer begins to flow or has flowed, so those are the events, and they are
+// walked in the order of their virtual times.
 //
-// Times are logical: an event has the time that the links give it, however late anybody looks. So there is no thread
-// here: whoever asks walks what is due, and lateness does not add up.
+// Times are logical: an event has the time that the links give it, however late anybody looks. So
+// there is no thread here: whoever asks walks what is due, and lateness does not add up.
 //
-// Members are threads that ask one clock together, without a wall. It stands while one of them is at work: what it
-// will ask for counts from the moment at which the clock stands, whichever thread the machine runs first.
+// Members are threads that ask one clock together, without a wall. It stands while one of them is
+// at work: what it will ask for counts from the moment at which the clock stands, whichever thread
+// the machine runs first.
 #pragma once
 
 #include <chrono>
@@ -36,7 +38,8 @@ struct Link {
   double latency_s = 0;  // between what it sends and its arrival; takes no bandwidth
 };
 
-// The work of a transfer on one link, at the rate that it is done with there. Bytes on a wire, FLOPs in a compute unit.
+// The work of a transfer on one link, at the rate that it is done with there. Bytes on a wire,
+// FLOPs in a compute unit.
 struct Leg {
   int64_t link = 0;
   double amount = 0;
@@ -53,8 +56,9 @@ struct LinkTraffic {
 // Seconds of virtual time.
 struct LinkTimes {
   double now_s = 0;
-  double waited_s = 0;  // during which somebody waited, and nobody for something that the links had done already
-  double late_s = 0;    // during which somebody did
+  double waited_s =
+      0;  // during which somebody waited, and nobody for something that the links had done already
+  double late_s = 0;  // during which somebody did
 };
 
 // Spans of time, and how long they are together where each moment counts once.
@@ -75,11 +79,11 @@ using LinkTicket = std::shared_ptr<LinkTransfer>;
 struct LinkTransfer {
   int64_t clock, member, number, lane;
   std::vector<Leg> path;
-  double units = 1;         // in which links are shared: bytes, or 1 of what has none
-  double before_s = 0;      // between its beginning and its place in the lane: what flash senses first
-  double after_s = 0;       // latencies of the links
-  double alone_s = 0;       // that it flows where nothing is in its way
-  int64_t n_before = 0;     // of what it comes after: how many have not ended
+  double units = 1;      // in which links are shared: bytes, or 1 of what has none
+  double before_s = 0;   // between its beginning and its place in the lane: what flash senses first
+  double after_s = 0;    // latencies of the links
+  double alone_s = 0;    // that it flows where nothing is in its way
+  int64_t n_before = 0;  // of what it comes after: how many have not ended
   double earliest_s = 0;    // it does not begin before
   double not_before_s = 0;  // it does not end before
   double left = 0;          // units that have not flowed at since_s
@@ -98,32 +102,35 @@ class LinkClock {
   using Wall = std::chrono::steady_clock;
   static constexpr int64_t kNobody = -1;  // no member
 
-  // `stretch`: how many seconds of the wall clock a virtual second takes. 0: the wall has no part in it, and the clock
-  // stands wherever waiting or advance() has moved it.
+  // `stretch`: how many seconds of the wall clock a virtual second takes. 0: the wall has no part
+  // in it, and the clock stands wherever waiting or advance() has moved it.
   LinkClock(std::vector<Link> links, int64_t n_lanes, double stretch);
   ~LinkClock();
 
-  // Work that begins now, or when all of `after` has ended if that is later. `before_s` passes before it is in its
-  // lane. `size_bytes` of what flows through the path; 0: nothing of a size, and each leg's amount is work all the
-  // same.
+  // Work that begins now, or when all of `after` has ended if that is later. `before_s` passes
+  // before it is in its lane. `size_bytes` of what flows through the path; 0: nothing of a size,
+  // and each leg's amount is work all the same.
   LinkTicket transfer(std::vector<Leg> path, int64_t lane, int64_t size_bytes, double before_s,
                       const std::vector<LinkTicket>& after, int64_t member);
 
-  // When the last of them ended, as soon as that is now; nothing: `until` came first. `asked_s`: when the caller began
-  // to need them, if that was before this call. Who needs several asks for them together: one that has ended early is
-  // not late while another is waited for. `interrupted` is asked every now and then, in the caller's thread.
+  // When the last of them ended, as soon as that is now; nothing: `until` came first. `asked_s`:
+  // when the caller began to need them, if that was before this call. Who needs several asks for
+  // them together: one that has ended early is not late while another is waited for. `interrupted`
+  // is asked every now and then, in the caller's thread.
   std::optional<double> wait(const std::vector<LinkTicket>& tickets, std::optional<double> asked_s,
-                             Wall::time_point until, int64_t member, const std::function<bool()>& interrupted);
+                             Wall::time_point until, int64_t member,
+                             const std::function<bool()>& interrupted);
   bool done(const LinkTicket& ticket);
 
-  // Whoever waits for it is woken and told; so is what comes after it. What is in line at a link still passes.
+  // Whoever waits for it is woken and told; so is what comes after it. What is in line at a link
+  // still passes.
   void cancel(const LinkTicket& ticket);
 
   double now();
   void advance(double to_s);  // where the wall has no part in it alone
 
-  // A member that is at work from now on. Of what begins at the same moment, that of the member that joined first goes
-  // first.
+  // A member that is at work from now on. Of what begins at the same moment, that of the member
+  // that joined first goes first.
   int64_t join();
   void rest(int64_t member);  // it waits for another member, and not for this clock
   void resume(int64_t member);
@@ -195,8 +202,9 @@ class LinkClock {
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::unordered_map<LinkTransfer*, LinkTicket> live_;  // what has not ended
   std::vector<Lane> lanes_;
-  std::vector<std::vector<int64_t>> users_;  // of each link the lanes whose first one has work there
-  std::vector<LinkTraffic> traffic_;         // of what has flowed
+  std::vector<std::vector<int64_t>>
+      users_;                         // of each link the lanes whose first one has work there
+  std::vector<LinkTraffic> traffic_;  // of what has flowed
   std::unordered_map<int64_t, bool> members_;
   int64_t n_at_work_ = 0, next_member_ = 0;
   Spans waiting_, late_;  // the second is part of the first

@@ -21,21 +21,25 @@ T load(const uint8_t* at) {
 
 }  // namespace
 
-int64_t find_damaged(const RecordRules& rules, const RecordItems& records, const std::vector<int64_t>& items) {
+int64_t find_damaged(const RecordRules& rules, const RecordItems& records,
+                     const std::vector<int64_t>& items) {
   for (const int64_t item : items) {
     const int64_t number = records.numbers[item], at = records.position_bytes[item];
     const int64_t n_tokens = records.n_tokens[number], size = rules.shape.size_bytes(n_tokens);
     if (at < 0 || at > records.memory_bytes || size > records.memory_bytes - at) return item;
     const uint8_t* record = records.memory + at;
-    const bool is_right = load<uint16_t>(record + 4) == n_tokens && record[6] == rules.format && record[7] == kMagic &&
+    const bool is_right = load<uint16_t>(record + 4) == n_tokens && record[6] == rules.format &&
+                          record[7] == kMagic &&
                           load<uint64_t>(record + 8) == static_cast<uint64_t>(number);
-    if (!is_right || crc32c(rules.salt, record + 4, size - 4) != load<uint32_t>(record)) return item;
+    if (!is_right || crc32c(rules.salt, record + 4, size - 4) != load<uint32_t>(record))
+      return item;
   }
   return -1;
 }
 
-RecordScorer::RecordScorer(const RecordRules& rules, const RecordItems& records, std::vector<RecordQuery> queries,
-                           RecordPairs pairs, int max_threads, float* scores)
+RecordScorer::RecordScorer(const RecordRules& rules, const RecordItems& records,
+                           std::vector<RecordQuery> queries, RecordPairs pairs, int max_threads,
+                           float* scores)
     : rules_(rules),
       records_(records),
       queries_(std::move(queries)),
@@ -50,25 +54,28 @@ int64_t RecordScorer::score(const std::vector<int64_t>& items) {
   std::vector<int64_t> found;
   for (const int64_t item : items) {
     const int64_t* begin = std::lower_bound(pairs_.item, pairs_.item + pairs_.count, item);
-    for (; begin != pairs_.item + pairs_.count && *begin == item; ++begin) found.push_back(begin - pairs_.item);
+    for (; begin != pairs_.item + pairs_.count && *begin == item; ++begin)
+      found.push_back(begin - pairs_.item);
   }
   std::sort(found.begin(), found.end(), [&](int64_t a, int64_t b) {
     return pairs_.query[a] != pairs_.query[b] ? pairs_.query[a] < pairs_.query[b] : a < b;
   });
   std::vector<int64_t> wanted(found.size());
-  std::transform(found.begin(), found.end(), wanted.begin(), [&](int64_t pair) { return pairs_.item[pair]; });
+  std::transform(found.begin(), found.end(), wanted.begin(),
+                 [&](int64_t pair) { return pairs_.item[pair]; });
   for (size_t begin = 0, end = 0; begin < found.size(); begin = end) {
     const int64_t query = pairs_.query[found[begin]];
     while (end < found.size() && pairs_.query[found[end]] == query) ++end;
-    const int64_t unknown =
-        score_query(query, found.data() + begin, wanted.data() + begin, static_cast<int64_t>(end - begin));
+    const int64_t unknown = score_query(query, found.data() + begin, wanted.data() + begin,
+                                        static_cast<int64_t>(end - begin));
     if (unknown >= 0) return unknown;
   }
   return -1;
 }
 
 // Scores go to scores_[slots[i]].
-int64_t RecordScorer::score_query(int64_t query, const int64_t* slots, const int64_t* items, int64_t count) {
+int64_t RecordScorer::score_query(int64_t query, const int64_t* slots, const int64_t* items,
+                                  int64_t count) {
   const RecordQuery& q = queries_[query];
   offsets_.resize(count);
   counts_.resize(count);
@@ -77,9 +84,11 @@ int64_t RecordScorer::score_query(int64_t query, const int64_t* slots, const int
     offsets_[i] = records_.position_bytes[items[i]] + rules_.shape.fixed_bytes;
     counts_[i] = records_.n_tokens[records_.numbers[items[i]]];
   }
-  const MaxsimDocuments tokens{records_.memory, records_.memory_bytes, offsets_.data(), counts_.data(),
-                               count,           rules_.tokens,         rules_.codebook};
-  const int64_t unknown = maxsim({q.tokens, 1, q.n_tokens, rules_.dim}, tokens, max_threads_, maxsim_.data());
+  const MaxsimDocuments tokens{
+      records_.memory, records_.memory_bytes, offsets_.data(), counts_.data(),
+      count,           rules_.tokens,         rules_.codebook};
+  const int64_t unknown =
+      maxsim({q.tokens, 1, q.n_tokens, rules_.dim}, tokens, max_threads_, maxsim_.data());
   if (unknown >= 0) return items[unknown];
   // A sum over no maxima: such a document is ranked by its CLS vector.
   for (int64_t i = 0; i < count; ++i) {
@@ -92,7 +101,13 @@ int64_t RecordScorer::score_query(int64_t query, const int64_t* slots, const int
       counts_[i] = 1;
     }
     maxsim({q.cls, 1, 1, rules_.d_cls},
-           {records_.memory, records_.memory_bytes, offsets_.data(), counts_.data(), count, rules_.cls, {}},
+           {records_.memory,
+            records_.memory_bytes,
+            offsets_.data(),
+            counts_.data(),
+            count,
+            rules_.cls,
+            {}},
            max_threads_, cls_.data());
     for (int64_t i = 0; i < count; ++i) maxsim_[i] += q.cls_weight * cls_[i];
   }

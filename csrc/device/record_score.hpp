@@ -1,5 +1,6 @@
 // Records checked and scored in an I/O buffer, a batch of arrivals at a time: header, CRC32C, then
-// cls_weight * CLS + MaxSim for every query that wants the record. The layout of a record is docs/store-format.md's.
+// cls_weight * CLS + MaxSim for every query that wants the record. The layout of a record is
+// docs/store-format.md's.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +37,8 @@ struct RecordQuery {
   float cls_weight;
 };
 
-// Which query wants which item, ordered by item. Without pairs the one query wants every item, and scores are by item.
+// Which query wants which item, ordered by item. Without pairs the one query wants every item, and
+// scores are by item.
 struct RecordPairs {
   const int64_t* item = nullptr;
   const int64_t* query = nullptr;
@@ -44,15 +46,18 @@ struct RecordPairs {
 };
 
 // The first of `items` that is not the whole, intact record it must be, or -1.
-int64_t find_damaged(const RecordRules& rules, const RecordItems& records, const std::vector<int64_t>& items);
+int64_t find_damaged(const RecordRules& rules, const RecordItems& records,
+                     const std::vector<int64_t>& items);
 
-// Scores pairs of items that have been checked. Not thread-safe; buffers are kept from call to call.
+// Scores pairs of items that have been checked. Not thread-safe; buffers are kept from call to
+// call.
 class RecordScorer {
  public:
-  RecordScorer(const RecordRules& rules, const RecordItems& records, std::vector<RecordQuery> queries,
-               RecordPairs pairs, int max_threads, float* scores);
+  RecordScorer(const RecordRules& rules, const RecordItems& records,
+               std::vector<RecordQuery> queries, RecordPairs pairs, int max_threads, float* scores);
 
-  // Scores all pairs of `items`. Returns an item that names a centroid which is not in the codebook, or -1.
+  // Scores all pairs of `items`. Returns an item that names a centroid which is not in the
+  // codebook, or -1.
   int64_t score(const std::vector<int64_t>& items);
 
  private:

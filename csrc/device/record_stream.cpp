@@ -9,12 +9,15 @@
 namespace espnx::device {
 namespace {
 
-// Records per scoring call: enough to amortise the call, few enough that the first are scored while the last are being
-// read. `kParts` of a read, but not fewer than `kLeast`.
+// Records per scoring call: enough to amortise the call, few enough that the first are scored while
+// the last are being read. `kParts` of a read, but not fewer than `kLeast`.
 constexpr int64_t kLeast = 16, kParts = 16;
-constexpr int64_t kSliceNs = 50'000'000;  // whoever waits for a worker's turn looks up at least this often
+constexpr int64_t kSliceNs =
+    50'000'000;  // whoever waits for a worker's turn looks up at least this often
 
-double seconds(io::Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
+double seconds(io::Clock::duration duration) {
+  return std::chrono::duration<double>(duration).count();
+}
 
 io::Failure cancelled() {
   io::Failure failure;
@@ -36,7 +39,8 @@ struct RecordTicket {
   bool is_forgotten = false;
   std::exception_ptr refused;  // by the engine, when its turn in line came
 
-  // Whoever holds this makes the next step: a worker, or the thread that asks. What follows is guarded by it.
+  // Whoever holds this makes the next step: a worker, or the thread that asks. What follows is
+  // guarded by it.
   std::timed_mutex turn;
   std::optional<RecordScorer> scorer;
   std::vector<float> scores;
@@ -64,7 +68,8 @@ struct RecordTicket {
   }
 };
 
-RecordStream::RecordStream(std::shared_ptr<io::Engine> engine, int64_t window_bytes, int max_workers)
+RecordStream::RecordStream(std::shared_ptr<io::Engine> engine, int64_t window_bytes,
+                           int max_workers)
     : engine_(std::move(engine)),
       window_bytes_(window_bytes),
       crew_(max_workers, [this](const Ticket& ticket) { work(ticket); }) {}
@@ -80,17 +85,24 @@ RecordStream::Ticket RecordStream::push(RecordRequest request) {
   const RecordRequest& wanted = ticket->request;
   const KeptRecords& kept = *wanted.kept;
   const int64_t count = ticket->count();
-  ticket->scores.resize(wanted.pair_item.empty() && wanted.queries.size() == 1 ? count : wanted.pair_item.size());
-  for (auto* column : {&ticket->files, &ticket->offset_bytes, &ticket->size_bytes}) column->resize(count);
-  locate_records(wanted.numbers.data(), count, kept.n_tokens, kept.group_offset_bytes, kept.segment_begin.data(),
-                 static_cast<int64_t>(kept.segment_begin.size()), kept.rules.shape, ticket->files.data(),
-                 ticket->offset_bytes.data(), ticket->size_bytes.data());
+  ticket->scores.resize(
+      wanted.pair_item.empty() && wanted.queries.size() == 1 ? count : wanted.pair_item.size());
+  for (auto* column : {&ticket->files, &ticket->offset_bytes, &ticket->size_bytes})
+    column->resize(count);
+  locate_records(wanted.numbers.data(), count, kept.n_tokens, kept.group_offset_bytes,
+                 kept.segment_begin.data(), static_cast<int64_t>(kept.segment_begin.size()),
+                 kept.rules.shape, ticket->files.data(), ticket->offset_bytes.data(),
+                 ticket->size_bytes.data());
   for (int64_t& file : ticket->files) file = kept.files[file];
-  ticket->total_bytes = std::accumulate(ticket->size_bytes.begin(), ticket->size_bytes.end(), int64_t{0});
+  ticket->total_bytes =
+      std::accumulate(ticket->size_bytes.begin(), ticket->size_bytes.end(), int64_t{0});
   std::lock_guard lock(mutex_);
-  live_.erase(std::remove_if(live_.begin(), live_.end(), [](const auto& each) { return each.expired(); }), live_.end());
+  live_.erase(
+      std::remove_if(live_.begin(), live_.end(), [](const auto& each) { return each.expired(); }),
+      live_.end());
   live_.push_back(ticket);
-  if (wanted.is_urgent || ahead_bytes_ == 0 || (line_.empty() && ahead_bytes_ + ticket->total_bytes <= window_bytes_)) {
+  if (wanted.is_urgent || ahead_bytes_ == 0 ||
+      (line_.empty() && ahead_bytes_ + ticket->total_bytes <= window_bytes_)) {
     submit(ticket);
   } else {
     line_.push_back(ticket);
@@ -115,7 +127,8 @@ void RecordStream::submit(const Ticket& ticket) {
 }
 
 void RecordStream::pump() {
-  while (!line_.empty() && (ahead_bytes_ == 0 || ahead_bytes_ + line_.front()->total_bytes <= window_bytes_)) {
+  while (!line_.empty() &&
+         (ahead_bytes_ == 0 || ahead_bytes_ + line_.front()->total_bytes <= window_bytes_)) {
     const Ticket next = std::move(line_.front());
     line_.pop_front();
     try {
@@ -131,7 +144,8 @@ void RecordStream::submit_now(RecordTicket& ticket) {
   if (ticket.is_forgotten) throw io::FailureError(cancelled());
   if (ticket.refused) std::rethrow_exception(ticket.refused);
   if (ticket.transfer) return;
-  const auto at = std::find_if(line_.begin(), line_.end(), [&](const Ticket& each) { return each.get() == &ticket; });
+  const auto at = std::find_if(line_.begin(), line_.end(),
+                               [&](const Ticket& each) { return each.get() == &ticket; });
   const Ticket wanted = *at;
   line_.erase(at);
   wanted->request.is_urgent = true;  // somebody waits for it: that thread scores it
@@ -154,19 +168,23 @@ void RecordStream::end(RecordTicket& ticket) {
   pump();
 }
 
-// Waits for a batch of arrivals, checks and scores it. The caller has the turn, and there is more to come.
-void RecordStream::step(RecordTicket& ticket, int64_t at_least, int64_t wait_ns, bool is_asked_for) {
+// Waits for a batch of arrivals, checks and scores it. The caller has the turn, and there is more
+// to come.
+void RecordStream::step(RecordTicket& ticket, int64_t at_least, int64_t wait_ns,
+                        bool is_asked_for) {
   try {
     const RecordRequest& wanted = ticket.request;
     if (!ticket.scorer) {
-      const RecordPairs pairs{wanted.pair_item.empty() ? nullptr : wanted.pair_item.data(), wanted.pair_query.data(),
+      const RecordPairs pairs{wanted.pair_item.empty() ? nullptr : wanted.pair_item.data(),
+                              wanted.pair_query.data(),
                               static_cast<int64_t>(wanted.pair_item.size())};
-      ticket.scorer.emplace(wanted.kept->rules, ticket.items(), ticket.queries(), pairs, wanted.max_threads,
-                            ticket.scores.data());
+      ticket.scorer.emplace(wanted.kept->rules, ticket.items(), ticket.queries(), pairs,
+                            wanted.max_threads, ticket.scores.data());
     }
     const auto begun = io::Clock::now();
     const auto held = static_cast<int64_t>(ticket.batch.size());
-    const bool is_last = ticket.transfer->next(ticket.batch, std::max<int64_t>(1, at_least - held), wait_ns);
+    const bool is_last =
+        ticket.transfer->next(ticket.batch, std::max<int64_t>(1, at_least - held), wait_ns);
     const auto here = io::Clock::now();
     ticket.waiting_s += seconds(here - begun);
     if (is_asked_for) ticket.asked_waiting_s += seconds(here - begun);
@@ -177,7 +195,8 @@ void RecordStream::step(RecordTicket& ticket, int64_t at_least, int64_t wait_ns,
     ticket.finished_at = io::Clock::now();
     ticket.computing_s += seconds(ticket.finished_at - here);
     ticket.is_finished = is_last || ticket.damaged >= 0;
-    if (ticket.damaged < 0) ticket.arrived.insert(ticket.arrived.end(), ticket.batch.begin(), ticket.batch.end());
+    if (ticket.damaged < 0)
+      ticket.arrived.insert(ticket.arrived.end(), ticket.batch.begin(), ticket.batch.end());
     ticket.batch.clear();
   } catch (...) {
     ticket.error = std::current_exception();
@@ -186,19 +205,24 @@ void RecordStream::step(RecordTicket& ticket, int64_t at_least, int64_t wait_ns,
   if (ticket.is_finished) end(ticket);
 }
 
-bool RecordStream::next(RecordTicket& ticket, int64_t at_least, int64_t wait_ns, std::vector<int64_t>& items) {
+bool RecordStream::next(RecordTicket& ticket, int64_t at_least, int64_t wait_ns,
+                        std::vector<int64_t>& items) {
   const auto until = io::Clock::now() + std::chrono::nanoseconds(wait_ns);
   const int64_t per_batch = std::max(kLeast, ticket.count() / kParts);
   submit_now(ticket);
   for (;;) {
     const auto now = io::Clock::now();
     const int64_t left_ns = std::chrono::nanoseconds(until - now).count();
-    if (ticket.turn.try_lock_for(std::chrono::nanoseconds(std::clamp<int64_t>(left_ns, 0, kSliceNs)))) {
+    if (ticket.turn.try_lock_for(
+            std::chrono::nanoseconds(std::clamp<int64_t>(left_ns, 0, kSliceNs)))) {
       std::lock_guard turn(ticket.turn, std::adopt_lock);
       if (ticket.count() == 0) ticket.is_finished = true;
-      const auto fresh = [&] { return static_cast<int64_t>(ticket.arrived.size() - ticket.handed_out); };
+      const auto fresh = [&] {
+        return static_cast<int64_t>(ticket.arrived.size() - ticket.handed_out);
+      };
       if (!ticket.is_finished && fresh() < at_least) {
-        step(ticket, std::min(per_batch, at_least), std::clamp<int64_t>(left_ns, 0, kSliceNs), true);
+        step(ticket, std::min(per_batch, at_least), std::clamp<int64_t>(left_ns, 0, kSliceNs),
+             true);
       }
       if (ticket.error) std::rethrow_exception(ticket.error);
       if (ticket.is_finished || fresh() >= at_least) {
@@ -225,19 +249,23 @@ const std::vector<float>& RecordStream::scores(const RecordTicket& ticket) { ret
 
 int64_t RecordStream::damaged(const RecordTicket& ticket) { return ticket.damaged; }
 
-std::vector<float> RecordStream::score_more(RecordTicket& ticket, const std::vector<int64_t>& pair_item,
+std::vector<float> RecordStream::score_more(RecordTicket& ticket,
+                                            const std::vector<int64_t>& pair_item,
                                             const std::vector<int64_t>& pair_query) {
   std::vector<float> scores(pair_item.size());
-  const RecordPairs pairs{pair_item.data(), pair_query.data(), static_cast<int64_t>(pair_item.size())};
-  RecordScorer scorer(ticket.request.kept->rules, ticket.items(), ticket.queries(), pairs, ticket.request.max_threads,
-                      scores.data());
+  const RecordPairs pairs{pair_item.data(), pair_query.data(),
+                          static_cast<int64_t>(pair_item.size())};
+  RecordScorer scorer(ticket.request.kept->rules, ticket.items(), ticket.queries(), pairs,
+                      ticket.request.max_threads, scores.data());
   std::vector<int64_t> items = pair_item;
   items.erase(std::unique(items.begin(), items.end()), items.end());
   scorer.score(items);  // of centroids that are in the codebook: they were scored before
   return scores;
 }
 
-std::shared_ptr<io::Transfer> RecordStream::transfer(RecordTicket& ticket) { return ticket.transfer; }
+std::shared_ptr<io::Transfer> RecordStream::transfer(RecordTicket& ticket) {
+  return ticket.transfer;
+}
 
 RecordStream::Costs RecordStream::costs(RecordTicket& ticket) {
   std::lock_guard turn(ticket.turn);
@@ -259,7 +287,8 @@ void RecordStream::forget(RecordTicket& ticket) {
     std::lock_guard lock(mutex_);
     ticket.is_forgotten = true;
     under_way = ticket.transfer;
-    const auto at = std::find_if(line_.begin(), line_.end(), [&](const Ticket& each) { return each.get() == &ticket; });
+    const auto at = std::find_if(line_.begin(), line_.end(),
+                                 [&](const Ticket& each) { return each.get() == &ticket; });
     if (at != line_.end()) line_.erase(at);
     if (ticket.is_counted) {
       ticket.is_counted = false;

@@ -1,6 +1,7 @@
-// Records on their way from a device to their scores: reads that run ahead of whoever will ask for the scores, up to a
-// window of bytes; each batch of arrivals is checked and scored where it lies, in the order of arrival. What nobody
-// waits for yet is scored by the stream's own threads, what is urgent by the thread that asks.
+// Records on their way from a device to their scores: reads that run ahead of whoever will ask for
+// the scores, up to a window of bytes; each batch of arrivals is checked and scored where it lies,
+// in the order of arrival. What nobody waits for yet is scored by the stream's own threads, what is
+// urgent by the thread that asks.
 #pragma once
 
 #include <condition_variable>
@@ -40,8 +41,9 @@ struct RecordRequest {
   std::shared_ptr<const KeptRecords> kept;
   std::vector<int64_t> numbers;  // of records, each in [0, total)
   std::vector<OwnQuery> queries;
-  std::vector<int64_t> pair_item, pair_query;  // ordered by item; both empty: the one query wants every record
-  bool is_urgent = false;                      // ahead of all else; scored by the thread that calls next()
+  std::vector<int64_t> pair_item,
+      pair_query;          // ordered by item; both empty: the one query wants every record
+  bool is_urgent = false;  // ahead of all else; scored by the thread that calls next()
   int64_t gap_bytes = 0;
   double deadline_s = 30;
   int max_threads = 1;  // of a scoring call
@@ -55,7 +57,8 @@ class RecordStream {
  public:
   using Ticket = std::shared_ptr<RecordTicket>;
 
-  // `window_bytes`: of records that are read before anybody waits for them. `max_workers`: threads that score those.
+  // `window_bytes`: of records that are read before anybody waits for them. `max_workers`: threads
+  // that score those.
   RecordStream(std::shared_ptr<io::Engine> engine, int64_t window_bytes, int max_workers);
   ~RecordStream();
   RecordStream(const RecordStream&) = delete;
@@ -64,12 +67,14 @@ class RecordStream {
   // Starts the reads, or puts them in line where the window is full.
   Ticket push(RecordRequest request);
 
-  // Waits up to `wait_ns` for `at_least` records more than were handed out so far to be checked and scored, and appends
-  // their places among the numbers asked for. True once every record has been handed out, or one is damaged.
-  // Throws FailureError: the first failure of the reads, the deadline, forget().
+  // Waits up to `wait_ns` for `at_least` records more than were handed out so far to be checked and
+  // scored, and appends their places among the numbers asked for. True once every record has been
+  // handed out, or one is damaged. Throws FailureError: the first failure of the reads, the
+  // deadline, forget().
   bool next(RecordTicket& ticket, int64_t at_least, int64_t wait_ns, std::vector<int64_t>& items);
 
-  // Scores of the pairs asked for (of every record, without pairs). What next() has handed out is there.
+  // Scores of the pairs asked for (of every record, without pairs). What next() has handed out is
+  // there.
   static const std::vector<float>& scores(const RecordTicket& ticket);
   // The record that is not what it must be, as a place among the numbers; -1: none so far.
   static int64_t damaged(const RecordTicket& ticket);
@@ -88,8 +93,8 @@ class RecordStream {
   };
   Costs costs(RecordTicket& ticket);
 
-  // Ends the reads of one ticket, or of all: next() that is under way, or comes later, throws FailureError (cancelled),
-  // unless all of the ticket's records were scored.
+  // Ends the reads of one ticket, or of all: next() that is under way, or comes later, throws
+  // FailureError (cancelled), unless all of the ticket's records were scored.
   void forget(RecordTicket& ticket);
   void clear();
 

@@ -15,8 +15,8 @@ int64_t place_record(int64_t free_at_bytes, int64_t size_bytes) {
   return free_at_bytes - into_block + kRecordBlockBytes;
 }
 
-int64_t lay_out_records(const uint16_t* n_tokens, int64_t count, const RecordShape& shape, int64_t begin_bytes,
-                        int64_t* offset_bytes) {
+int64_t lay_out_records(const uint16_t* n_tokens, int64_t count, const RecordShape& shape,
+                        int64_t begin_bytes, int64_t* offset_bytes) {
   int64_t free_at = begin_bytes;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t size = shape.size_bytes(n_tokens[i]);
@@ -26,10 +26,12 @@ int64_t lay_out_records(const uint16_t* n_tokens, int64_t count, const RecordSha
   return free_at;
 }
 
-void locate_records(const int64_t* records, int64_t count, const uint16_t* n_tokens, const int64_t* group_offset_bytes,
-                    const int64_t* segment_begin, int64_t segments, const RecordShape& shape, int64_t* segment,
+void locate_records(const int64_t* records, int64_t count, const uint16_t* n_tokens,
+                    const int64_t* group_offset_bytes, const int64_t* segment_begin,
+                    int64_t segments, const RecordShape& shape, int64_t* segment,
                     int64_t* offset_bytes, int64_t* size_bytes) {
-  int64_t walk = -1, at = 0;  // the last record found and its offset: ascending records share a walk
+  int64_t walk = -1,
+          at = 0;  // the last record found and its offset: ascending records share a walk
   for (int64_t i = 0; i < count; ++i) {
     const int64_t record = records[i];
     const int64_t group = record / kGroupRecords;
@@ -38,9 +40,11 @@ void locate_records(const int64_t* records, int64_t count, const uint16_t* n_tok
       at = group_offset_bytes[group];
     }
     for (; walk < record; ++walk) {
-      at = place_record(at + shape.size_bytes(n_tokens[walk]), shape.size_bytes(n_tokens[walk + 1]));
+      at =
+          place_record(at + shape.size_bytes(n_tokens[walk]), shape.size_bytes(n_tokens[walk + 1]));
     }
-    segment[i] = std::upper_bound(segment_begin, segment_begin + segments, record) - segment_begin - 1;
+    segment[i] =
+        std::upper_bound(segment_begin, segment_begin + segments, record) - segment_begin - 1;
     offset_bytes[i] = at;
     size_bytes[i] = shape.size_bytes(n_tokens[record]);
   }

@@ -24,24 +24,29 @@ io::PooledVector<Run> runs_of(const std::vector<RowSegment>& segments, const Row
     const int64_t used = (segment.n_rows + geometry.block_rows - 1) / geometry.block_rows;
     if (used == 0) continue;
     for (int64_t i = 0; i < segment.n_heads; ++i) {
-      const int64_t offset_bytes = segment.offset_bytes + i * segment.n_blocks * geometry.block_bytes;
+      const int64_t offset_bytes =
+          segment.offset_bytes + i * segment.n_blocks * geometry.block_bytes;
       runs.push_back({segment.file, offset_bytes, used, static_cast<int64_t>(s), i});
     }
   }
   // In place, where a stable sort would need as much memory again.
   std::sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) {
-    return std::tie(a.file, a.offset_bytes, a.segment) < std::tie(b.file, b.offset_bytes, b.segment);
+    return std::tie(a.file, a.offset_bytes, a.segment) <
+           std::tie(b.file, b.offset_bytes, b.segment);
   });
   return runs;
 }
 
-// A block range of a unit, in blocks from the unit's first, that came from block `begin` on of a run.
-void add_piece(RowPlan& plan, const RowSegment& segment, const Run& run, int64_t begin, int64_t n_blocks,
-               int64_t unit_block, const RowGeometry& geometry) {
+// A block range of a unit, in blocks from the unit's first, that came from block `begin` on of a
+// run.
+void add_piece(RowPlan& plan, const RowSegment& segment, const Run& run, int64_t begin,
+               int64_t n_blocks, int64_t unit_block, const RowGeometry& geometry) {
   const int64_t first_row = begin * geometry.block_rows;
-  plan.all_pieces.push_back(
-      {segment.sequence, segment.first_head + run.head_index * segment.head_step, unit_block * geometry.block_bytes,
-       std::min(n_blocks * geometry.block_rows, segment.n_rows - first_row), segment.first_position + first_row});
+  plan.all_pieces.push_back({segment.sequence,
+                             segment.first_head + run.head_index * segment.head_step,
+                             unit_block * geometry.block_bytes,
+                             std::min(n_blocks * geometry.block_rows, segment.n_rows - first_row),
+                             segment.first_position + first_row});
   ++plan.units.back().n_pieces;
 }
 
@@ -57,8 +62,8 @@ void add_sums(RowPlan& plan, const uint32_t* first, int64_t count) {
 
 }  // namespace
 
-RowPlan plan_rows(const std::vector<RowSegment>& segments, const RowGeometry& geometry, int64_t unit_bytes,
-                  const std::shared_ptr<io::BufferPool>& pool) {
+RowPlan plan_rows(const std::vector<RowSegment>& segments, const RowGeometry& geometry,
+                  int64_t unit_bytes, const std::shared_ptr<io::BufferPool>& pool) {
   const int64_t unit_blocks = std::max<int64_t>(1, unit_bytes / geometry.block_bytes);
   const io::PooledVector<Run> runs = runs_of(segments, geometry, pool);
   RowPlan plan(pool);
@@ -75,11 +80,13 @@ RowPlan plan_rows(const std::vector<RowSegment>& segments, const RowGeometry& ge
     const uint32_t* sums = place.sums + runs[first].head_index * place.n_blocks;
     for (int64_t begin = 0; begin < longest;) {
       const int64_t offset_bytes = runs[first].offset_bytes + begin * geometry.block_bytes;
-      const bool follows = !plan.units.empty() && plan.units.back().file == place.file &&
-                           plan.units.back().offset_bytes + plan.units.back().size_bytes == offset_bytes &&
-                           plan.units.back().size_bytes < unit_blocks * geometry.block_bytes;
+      const bool follows =
+          !plan.units.empty() && plan.units.back().file == place.file &&
+          plan.units.back().offset_bytes + plan.units.back().size_bytes == offset_bytes &&
+          plan.units.back().size_bytes < unit_blocks * geometry.block_bytes;
       if (!follows) {
-        plan.units.push_back({place.file, offset_bytes, 0, static_cast<int64_t>(plan.all_pieces.size()), 0,
+        plan.units.push_back({place.file, offset_bytes, 0,
+                              static_cast<int64_t>(plan.all_pieces.size()), 0,
                               static_cast<int64_t>(plan.all_sums.size()), 0});
       }
       RowUnit& unit = plan.units.back();
@@ -87,7 +94,8 @@ RowPlan plan_rows(const std::vector<RowSegment>& segments, const RowGeometry& ge
       const int64_t taken = std::min(longest - begin, unit_blocks - held);
       for (size_t r = first; r < last; ++r) {
         const int64_t used = std::min(taken, runs[r].n_blocks - begin);
-        if (used > 0) add_piece(plan, segments[runs[r].segment], runs[r], begin, used, held, geometry);
+        if (used > 0)
+          add_piece(plan, segments[runs[r].segment], runs[r], begin, used, held, geometry);
       }
       add_sums(plan, sums + begin, taken);
       unit.size_bytes += taken * geometry.block_bytes;

@@ -10,7 +10,8 @@
 
 namespace espnx::device {
 
-// Blocks of `rows` tokens, all of one size: K rows, then V rows; or X rows alone, which stand for both.
+// Blocks of `rows` tokens, all of one size: K rows, then V rows; or X rows alone, which stand for
+// both.
 struct RowGeometry {
   RowFormat format = RowFormat::fp16;
   int64_t d = 0, dv = 0;                                       // of a K and of a V row
@@ -21,8 +22,8 @@ struct RowGeometry {
   int64_t k_scale_offset_bytes = 0, v_scale_offset_bytes = 0;  // int8 alone
 };
 
-// Consecutive tokens of one sequence, for some of its heads: [heads][blocks][block_bytes], one after another in a file.
-// Sequences that share rows (beams, prefixes) name the same place.
+// Consecutive tokens of one sequence, for some of its heads: [heads][blocks][block_bytes], one
+// after another in a file. Sequences that share rows (beams, prefixes) name the same place.
 struct RowSegment {
   int64_t file, offset_bytes;
   int64_t sequence;
@@ -59,22 +60,27 @@ struct RowUnit {
   int64_t first_piece, n_pieces, first_sums, n_sums;  // in the plan's lists
 };
 
-// The reads of some segments. Three lists, however many reads there are: they come and go in whole mappings, and leave
-// the allocator's heap as it was.
+// The reads of some segments. Three lists, however many reads there are: they come and go in whole
+// mappings, and leave the allocator's heap as it was.
 struct RowPlan {
-  explicit RowPlan(const std::shared_ptr<io::BufferPool>& pool) : units(pool), all_pieces(pool), all_sums(pool) {}
+  explicit RowPlan(const std::shared_ptr<io::BufferPool>& pool)
+      : units(pool), all_pieces(pool), all_sums(pool) {}
 
-  Some<RowPiece> pieces(const RowUnit& unit) const { return {all_pieces.data() + unit.first_piece, unit.n_pieces}; }
-  Some<RowSums> sums(const RowUnit& unit) const { return {all_sums.data() + unit.first_sums, unit.n_sums}; }
+  Some<RowPiece> pieces(const RowUnit& unit) const {
+    return {all_pieces.data() + unit.first_piece, unit.n_pieces};
+  }
+  Some<RowSums> sums(const RowUnit& unit) const {
+    return {all_sums.data() + unit.first_sums, unit.n_sums};
+  }
 
   io::PooledVector<RowUnit> units;
   io::PooledVector<RowPiece> all_pieces;
   io::PooledVector<RowSums> all_sums;
 };
 
-// Cuts the segments into reads of at most `unit_bytes` (at least a block), in the order of the file; what several
-// segments share is read once.
-RowPlan plan_rows(const std::vector<RowSegment>& segments, const RowGeometry& geometry, int64_t unit_bytes,
-                  const std::shared_ptr<io::BufferPool>& pool);
+// Cuts the segments into reads of at most `unit_bytes` (at least a block), in the order of the
+// file; what several segments share is read once.
+RowPlan plan_rows(const std::vector<RowSegment>& segments, const RowGeometry& geometry,
+                  int64_t unit_bytes, const std::shared_ptr<io::BufferPool>& pool);
 
 }  // namespace espnx::device

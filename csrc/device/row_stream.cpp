@@ -28,21 +28,27 @@ io::FailureError failure(io::Kind kind, const std::string& what) {
   return io::FailureError(failure);
 }
 
-io::FailureError forgotten() { return failure(io::Kind::cancelled, "the rows that were asked for are not needed"); }
+io::FailureError forgotten() {
+  return failure(io::Kind::cancelled, "the rows that were asked for are not needed");
+}
 
 }  // namespace
 
 struct RowStream::Reading {
-  Reading(RowRequest wanted, const std::shared_ptr<io::BufferPool>& pool) : request(std::move(wanted)), plan(pool) {}
+  Reading(RowRequest wanted, const std::shared_ptr<io::BufferPool>& pool)
+      : request(std::move(wanted)), plan(pool) {}
 
   RowRequest request;
-  // The stream's mutex guards these. Planned when its turn to be read comes: many are in line, for all that is stored.
+  // The stream's mutex guards these. Planned when its turn to be read comes: many are in line, for
+  // all that is stored.
   bool is_planned = false;
-  RowPlan plan;                                          // does not change once it is made
-  std::vector<std::shared_ptr<io::Transfer>> transfers;  // by unit; null: not submitted, or consumed
+  RowPlan plan;  // does not change once it is made
+  std::vector<std::shared_ptr<io::Transfer>>
+      transfers;  // by unit; null: not submitted, or consumed
   size_t n_submitted = 0;
-  bool is_taken = false;      // somebody consumes it
-  bool is_forgotten = false;  // no longer in line: its bytes count no more, and nothing is submitted for it
+  bool is_taken = false;  // somebody consumes it
+  bool is_forgotten =
+      false;  // no longer in line: its bytes count no more, and nothing is submitted for it
 
   std::atomic<size_t> n_taken{0};
   std::atomic<bool> stopped{false};
@@ -167,8 +173,10 @@ void RowStream::check(const Reading& reading, const RowUnit& unit, const char* m
   }
 }
 
-// Takes unit after unit until there are none. `interrupted` is given to the caller's own thread alone.
-void RowStream::work(Reading& reading, int thread, const Arrived& arrived, const std::function<bool()>* interrupted) {
+// Takes unit after unit until there are none. `interrupted` is given to the caller's own thread
+// alone.
+void RowStream::work(Reading& reading, int thread, const Arrived& arrived,
+                     const std::function<bool()>* interrupted) {
   double waiting_s = 0, computing_s = 0;
   int64_t moved_bytes = 0;
   try {
@@ -188,7 +196,8 @@ void RowStream::work(Reading& reading, int thread, const Arrived& arrived, const
       std::vector<int64_t> items;
       while (!transfer->next(items, 1, kSignalCheckNs)) {
         if (reading.stopped) return;
-        if (interrupted != nullptr && (*interrupted)()) throw failure(io::Kind::cancelled, "interrupted");
+        if (interrupted != nullptr && (*interrupted)())
+          throw failure(io::Kind::cancelled, "interrupted");
       }
       waiting_s += seconds_since(begun);
       const auto computing = io::Clock::now();
@@ -218,7 +227,8 @@ void RowStream::consume(Reading& reading, int n_threads, const Arrived& arrived,
                         const std::function<bool()>& interrupted) {
   {
     std::lock_guard lock(mutex_);
-    if (reading.is_taken) throw failure(io::Kind::invalid, "these rows are being consumed in another thread");
+    if (reading.is_taken)
+      throw failure(io::Kind::invalid, "these rows are being consumed in another thread");
     reading.is_taken = true;
   }
   std::vector<std::thread> helpers;
@@ -232,8 +242,8 @@ void RowStream::consume(Reading& reading, int n_threads, const Arrived& arrived,
   work(reading, 0, arrived, &interrupted);
   for (std::thread& helper : helpers) helper.join();
   if (reading.error) {
-    // Also what came after: whoever catches this plans anew. Unless another thread has cleared, and perhaps pushed
-    // since.
+    // Also what came after: whoever catches this plans anew. Unless another thread has cleared, and
+    // perhaps pushed since.
     if (!is_forgotten(reading)) clear();
     std::rethrow_exception(reading.error);
   }
@@ -246,7 +256,8 @@ void RowStream::consume(Reading& reading, int n_threads, const Arrived& arrived,
   stats_.computing_s += reading.computing_s;
 }
 
-// Rows are looked up by what the plan says, without a check for each: so the plan must lie within the queries.
+// Rows are looked up by what the plan says, without a check for each: so the plan must lie within
+// the queries.
 static void check_fits(const RowRequest& request, const RowQueries& queries) {
   const RowGeometry& geometry = request.geometry;
   bool fits = geometry.d == queries.d && geometry.dv == queries.dv;
@@ -255,10 +266,12 @@ static void check_fits(const RowRequest& request, const RowQueries& queries) {
     const int64_t last_head = segment.first_head + (segment.n_heads - 1) * segment.head_step;
     fits = fits && segment.sequence < queries.n_sequences && segment.first_position >= 0;
     fits = fits && std::max(segment.first_head, last_head) < queries.n_heads && last_head >= 0;
-    fits = fits && (queries.visible == nullptr || segment.first_position + segment.n_rows <= queries.visible_stride);
+    fits = fits && (queries.visible == nullptr ||
+                    segment.first_position + segment.n_rows <= queries.visible_stride);
   }
   if (!fits)
-    throw failure(io::Kind::invalid, "the queries do not fit the rows: sequences, heads, widths, or positions");
+    throw failure(io::Kind::invalid,
+                  "the queries do not fit the rows: sequences, heads, widths, or positions");
 }
 
 void RowStream::attend(int64_t ticket, const RowQueries& queries, int n_threads,
@@ -271,7 +284,8 @@ void RowStream::attend(int64_t ticket, const RowQueries& queries, int n_threads,
   const int64_t states = queries.n_sequences * queries.n_heads * queries.n;
   // Every thread but the first has states of its own, so that two may work on rows of one head.
   const int64_t own_floats = states * (queries.dv + 2);
-  const auto memory = engine_->memory((n_threads - 1) * own_floats * static_cast<int64_t>(sizeof(float)));
+  const auto memory =
+      engine_->memory((n_threads - 1) * own_floats * static_cast<int64_t>(sizeof(float)));
   auto* own = reinterpret_cast<float*>(memory->data);
   for (int thread = 1; thread < n_threads; ++thread) {
     float* state = own + (thread - 1) * own_floats;
@@ -283,7 +297,8 @@ void RowStream::attend(int64_t ticket, const RowQueries& queries, int n_threads,
     float* base = own + (thread - 1) * own_floats;
     return {base, base + states * queries.dv, base + states * (queries.dv + 1)};
   };
-  const Arrived fold = [&](const Reading& reading, const RowUnit& unit, const char* memory, int thread) {
+  const Arrived fold = [&](const Reading& reading, const RowUnit& unit, const char* memory,
+                           int thread) {
     const AttentionState states = state_of(thread);
     for (const RowPiece& piece : reading.plan.pieces(unit)) {
       const auto* block = reinterpret_cast<const uint8_t*>(memory) + piece.offset_bytes;
@@ -307,7 +322,8 @@ void RowStream::attend(int64_t ticket, const RowQueries& queries, int n_threads,
   }
 }
 
-void RowStream::visit(int64_t ticket, const std::function<void(const RowPlan&, const RowUnit&, const char*)>& see,
+void RowStream::visit(int64_t ticket,
+                      const std::function<void(const RowPlan&, const RowUnit&, const char*)>& see,
                       const std::function<bool()>& interrupted) {
   const std::shared_ptr<Reading> reading = take_front(ticket);
   const Arrived show = [&](const Reading& reading, const RowUnit& unit, const char* memory, int) {
@@ -321,7 +337,8 @@ void attend_group(const RowQueries& queries, int64_t sequence, int64_t head, Att
   thread_local std::vector<int64_t> first_visible;
   const bool has_first = queries.first_visible != nullptr || queries.window > 0;
   if (has_first)
-    first_visible.assign(queries.n, queries.first_visible != nullptr ? queries.first_visible[sequence] : 0);
+    first_visible.assign(queries.n,
+                         queries.first_visible != nullptr ? queries.first_visible[sequence] : 0);
   for (int64_t i = 0; queries.window > 0 && i < queries.n; ++i) {
     first_visible[i] = std::max(first_visible[i], queries.position[i] - queries.window + 1);
   }
@@ -329,16 +346,18 @@ void attend_group(const RowQueries& queries, int64_t sequence, int64_t head, Att
     rows.visible = queries.visible + sequence * queries.visible_stride + rows.first_position;
   }
   const int64_t before = (sequence * queries.n_heads + head) * queries.n;
-  const AttentionQueries looking{queries.q + before * queries.d,
-                                 queries.n,
-                                 queries.d,
-                                 queries.dv,
-                                 queries.last_position,
-                                 has_first ? first_visible.data() : nullptr,
-                                 queries.soft_cap,
-                                 queries.slopes != nullptr ? queries.slopes + head * queries.n : nullptr,
-                                 queries.position};
-  espnx::attend(looking, rows, {states.o + before * queries.dv, states.m + before, states.l + before});
+  const AttentionQueries looking{
+      queries.q + before * queries.d,
+      queries.n,
+      queries.d,
+      queries.dv,
+      queries.last_position,
+      has_first ? first_visible.data() : nullptr,
+      queries.soft_cap,
+      queries.slopes != nullptr ? queries.slopes + head * queries.n : nullptr,
+      queries.position};
+  espnx::attend(looking, rows,
+                {states.o + before * queries.dv, states.m + before, states.l + before});
 }
 
 }  // namespace espnx::device

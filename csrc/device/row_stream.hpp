@@ -1,7 +1,7 @@
-// Stored rows on their way from a device to attention: reads run ahead in the order in which layers will be asked for,
-// up to a window of bytes, while whoever needs the rows of the layer at the front checks them and computes on them as
-// they arrive. Rows do not depend on the query, so the device never waits for the layers between (HILOS, section 4.1;
-// the depth is what this code adds).
+// Stored rows on their way from a device to attention: reads run ahead in the order in which layers
+// will be asked for, up to a window of bytes, while whoever needs the rows of the layer at the
+// front checks them and computes on them as they arrive. Rows do not depend on the query, so the
+// device never waits for the layers between (HILOS, section 4.1; the depth is what this code adds).
 #pragma once
 
 #include <atomic>
@@ -28,7 +28,8 @@ struct RowRequest {
   std::vector<std::shared_ptr<void>> keeps_alive;  // what the segments' checksums lie in
 };
 
-// The queries of one layer: for each (sequence, KV head) the query heads that look at it, all positions.
+// The queries of one layer: for each (sequence, KV head) the query heads that look at it, all
+// positions.
 struct RowQueries {
   const float* q;  // [sequences, heads, n, d], multiplied by the softmax scale
   int64_t n_sequences, n_heads, n, d, dv;
@@ -37,16 +38,19 @@ struct RowQueries {
   const uint8_t* visible;        // [sequences, visible_stride] or nullptr
   int64_t visible_stride;
   const int64_t* position;  // [n], where there are a window or slopes
-  int64_t window;           // 0: none; otherwise a query sees so many positions, its own the last of them
-  float soft_cap;           // 0: none
-  const float* slopes;      // [heads, n] or nullptr
-  float *o, *m, *l;         // states, [sequences, heads, n, (dv)]
+  int64_t window;  // 0: none; otherwise a query sees so many positions, its own the last of them
+  float soft_cap;  // 0: none
+  const float* slopes;  // [heads, n] or nullptr
+  float *o, *m, *l;     // states, [sequences, heads, n, (dv)]
 };
 
-// Folds rows of one (sequence, head) into its state; `states`: of all of them. What hides rows comes from the queries.
-void attend_group(const RowQueries& queries, int64_t sequence, int64_t head, AttentionRows rows, AttentionState states);
+// Folds rows of one (sequence, head) into its state; `states`: of all of them. What hides rows
+// comes from the queries.
+void attend_group(const RowQueries& queries, int64_t sequence, int64_t head, AttentionRows rows,
+                  AttentionState states);
 
-// clear(), front() and stats() may be called by any thread at any time; the other calls by one thread at a time.
+// clear(), front() and stats() may be called by any thread at any time; the other calls by one
+// thread at a time.
 class RowStream {
  public:
   // `window_bytes`: what may be read ahead of its use. `deadline_s`: of each read.
@@ -56,18 +60,21 @@ class RowStream {
   // Puts the reads of a layer at the end of the line.
   int64_t push(RowRequest request);
 
-  // Folds the rows of the ticket at the front into the queries' states with `n_threads` threads. Throws FailureError (a
-  // checksum that does not fit among them); the ticket is gone then, and the states are void. `interrupted` is asked
-  // every now and then, in the caller's thread.
-  void attend(int64_t ticket, const RowQueries& queries, int n_threads, const std::function<bool()>& interrupted);
+  // Folds the rows of the ticket at the front into the queries' states with `n_threads` threads.
+  // Throws FailureError (a checksum that does not fit among them); the ticket is gone then, and the
+  // states are void. `interrupted` is asked every now and then, in the caller's thread.
+  void attend(int64_t ticket, const RowQueries& queries, int n_threads,
+              const std::function<bool()>& interrupted);
 
-  // Shows the reads of the ticket at the front, checked, one after the other, in the caller's thread. The memory is
-  // void afterwards.
-  void visit(int64_t ticket, const std::function<void(const RowPlan&, const RowUnit&, const char*)>& see,
+  // Shows the reads of the ticket at the front, checked, one after the other, in the caller's
+  // thread. The memory is void afterwards.
+  void visit(int64_t ticket,
+             const std::function<void(const RowPlan&, const RowUnit&, const char*)>& see,
              const std::function<bool()>& interrupted);
 
-  // Forgets everything that was pushed. Any thread, at any time: attend() and visit() that are under way in another one
-  // throw FailureError (cancelled), if they have not all of their rows yet.
+  // Forgets everything that was pushed. Any thread, at any time: attend() and visit() that are
+  // under way in another one throw FailureError (cancelled), if they have not all of their rows
+  // yet.
   void clear();
 
   // The ticket whose rows come next, or -1.
@@ -88,8 +95,10 @@ class RowStream {
   void submit(Reading& reading, size_t unit);  // under mutex_
   std::shared_ptr<Reading> take_front(int64_t ticket);
   bool is_forgotten(const Reading& reading);
-  void consume(Reading& reading, int n_threads, const Arrived& arrived, const std::function<bool()>& interrupted);
-  void work(Reading& reading, int thread, const Arrived& arrived, const std::function<bool()>* interrupted);
+  void consume(Reading& reading, int n_threads, const Arrived& arrived,
+               const std::function<bool()>& interrupted);
+  void work(Reading& reading, int thread, const Arrived& arrived,
+            const std::function<bool()>* interrupted);
   void check(const Reading& reading, const RowUnit& unit, const char* memory) const;
 
   std::shared_ptr<io::Engine> engine_;

@@ -12,11 +12,13 @@ namespace espnx::graph {
 struct Candidate {
   float distance;
   uint32_t node;
-  bool operator<(const Candidate& other) const { return is_nearer(distance, node, other.distance, other.node); }
+  bool operator<(const Candidate& other) const {
+    return is_nearer(distance, node, other.distance, other.node);
+  }
 };
 
-// A table by number of a node, or of a page, with open addressing, so that forgetting everything is one memset. An
-// entry names its key as `key_and_one`, 0 where there is none.
+// A table by number of a node, or of a page, with open addressing, so that forgetting everything is
+// one memset. An entry names its key as `key_and_one`, 0 where there is none.
 template <typename Entry>
 class NodeTable {
  public:
@@ -46,8 +48,10 @@ class NodeTable {
   static constexpr size_t kFew = 1024;
 
   size_t place_of(uint32_t key) const {
-    size_t at = static_cast<size_t>((key * uint64_t{0x9E3779B97F4A7C15}) >> 32) & (entries_.size() - 1);
-    while (entries_[at].key_and_one != 0 && entries_[at].key_and_one != key + 1) at = (at + 1) & (entries_.size() - 1);
+    size_t at =
+        static_cast<size_t>((key * uint64_t{0x9E3779B97F4A7C15}) >> 32) & (entries_.size() - 1);
+    while (entries_[at].key_and_one != 0 && entries_[at].key_and_one != key + 1)
+      at = (at + 1) & (entries_.size() - 1);
     return at;
   }
 
@@ -96,9 +100,10 @@ class NodeDistances {
   NodeTable<Entry> table_;
 };
 
-// The nearest candidates, up to a number of them, L; some of them wait for their page. Both are heaps, so that adding
-// one and taking the nearest cost the logarithm of L. Whether one is among the L nearest says a comparison with the
-// farthest of them: nothing is ever searched for, or moved.
+// The nearest candidates, up to a number of them, L; some of them wait for their page. Both are
+// heaps, so that adding one and taking the nearest cost the logarithm of L. Whether one is among
+// the L nearest says a comparison with the farthest of them: nothing is ever searched for, or
+// moved.
 class CandidateList {
  public:
   void clear(int64_t most) {
@@ -125,12 +130,15 @@ class CandidateList {
   }
 
   // Of one that was added: whether nearer ones have not driven it out.
-  bool holds(const Candidate& candidate) const { return !is_full() || !(kept_.front() < candidate); }
+  bool holds(const Candidate& candidate) const {
+    return !is_full() || !(kept_.front() < candidate);
+  }
 
   int64_t size() const { return static_cast<int64_t>(kept_.size()); }
   bool is_full() const { return kept_.size() == most_; }
 
-  // The nearest that waits, or null. `is_over`: of one whose page has been asked for, which waits no more.
+  // The nearest that waits, or null. `is_over`: of one whose page has been asked for, which waits
+  // no more.
   template <typename Over>
   const Candidate* nearest_waiting(const Over& is_over) {
     while (!waiting_.empty()) {

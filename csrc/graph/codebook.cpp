@@ -11,10 +11,11 @@ namespace {
 // Codes whose sums are in flight at a time: one sum's additions would wait for each other.
 constexpr int64_t kTile = 8;
 
-// row[c] += a query value's part of the distance to each centroid. Products are rounded before they are added, on
-// every processor: no instruction does both here.
+// row[c] += a query value's part of the distance to each centroid. Products are rounded before they
+// are added, on every processor: no instruction does both here.
 template <Metric kMetric>
-inline __attribute__((always_inline)) void add_dimension(float value, const float* column, float* row) {
+inline __attribute__((always_inline)) void add_dimension(float value, const float* column,
+                                                         float* row) {
   for (int64_t c = 0; c < kCentroids; ++c) {
     const float difference = value - column[c];
     row[c] += kMetric == Metric::kL2 ? difference * difference : -value * column[c];
@@ -22,14 +23,17 @@ inline __attribute__((always_inline)) void add_dimension(float value, const floa
 }
 
 // out[i] += value * row[i], rounded likewise.
-inline __attribute__((always_inline)) void add_scaled(float value, const float* row, int64_t n, float* out) {
+inline __attribute__((always_inline)) void add_scaled(float value, const float* row, int64_t n,
+                                                      float* out) {
   for (int64_t i = 0; i < n; ++i) out[i] += value * row[i];
 }
 
 using AddDimension = void (*)(float value, const float* column, float* row);
 using AddScaled = void (*)(float value, const float* row, int64_t n, float* out);
 
-void add_scaled_portable(float value, const float* row, int64_t n, float* out) { add_scaled(value, row, n, out); }
+void add_scaled_portable(float value, const float* row, int64_t n, float* out) {
+  add_scaled(value, row, n, out);
+}
 
 template <Metric kMetric>
 void add_portable(float value, const float* column, float* row) {
@@ -42,7 +46,8 @@ __attribute__((target("avx2"))) void add_avx2(float value, const float* column, 
   add_dimension<kMetric>(value, column, row);
 }
 
-__attribute__((target("avx2"))) void add_scaled_avx2(float value, const float* row, int64_t n, float* out) {
+__attribute__((target("avx2"))) void add_scaled_avx2(float value, const float* row, int64_t n,
+                                                     float* out) {
   add_scaled(value, row, n, out);
 }
 #endif
@@ -67,7 +72,8 @@ std::vector<float> rotate(const float* rotation, const float* query, int64_t dim
 
 }  // namespace
 
-Codebook::Codebook(std::vector<int64_t> begin_of_parts, const float* centroids) : begin(std::move(begin_of_parts)) {
+Codebook::Codebook(std::vector<int64_t> begin_of_parts, const float* centroids)
+    : begin(std::move(begin_of_parts)) {
   const int64_t dim = begin.back();
   columns.resize(dim * kCentroids);
   for (int64_t k = 0; k < dim; ++k) {
@@ -76,7 +82,8 @@ Codebook::Codebook(std::vector<int64_t> begin_of_parts, const float* centroids) 
 }
 
 void fill_table(const Codebook& book, const float* query, Metric metric, float* table) {
-  const AddDimension add = metric == Metric::kL2 ? in_force<Metric::kL2>() : in_force<Metric::kIp>();
+  const AddDimension add =
+      metric == Metric::kL2 ? in_force<Metric::kL2>() : in_force<Metric::kIp>();
   std::vector<float> rotated;
   if (book.rotation != nullptr) {
     rotated = rotate(book.rotation, query, book.begin.back());
@@ -90,7 +97,8 @@ void fill_table(const Codebook& book, const float* query, Metric metric, float* 
   }
 }
 
-void estimate(const float* table, int64_t parts, const uint8_t* const* codes, int64_t n, float* out) {
+void estimate(const float* table, int64_t parts, const uint8_t* const* codes, int64_t n,
+              float* out) {
   for (; n >= kTile; n -= kTile, codes += kTile, out += kTile) {
     float sums[kTile] = {};
     for (int64_t part = 0; part < parts; ++part) {

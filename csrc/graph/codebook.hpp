@@ -1,5 +1,5 @@
-// Distances to vectors by their product-quantisation codes: a table of a query's distances to every centroid, and sums
-// of its entries.
+// Distances to vectors by their product-quantisation codes: a table of a query's distances to every
+// centroid, and sums of its entries.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,8 @@ namespace espnx::graph {
 struct Codebook {
   std::vector<int64_t> begin;  // [parts + 1]
   std::vector<float> columns;  // [dim, 256]: of each dimension the values of all centroids
-  // [dim, dim], where parts are of rotated vectors: row k is what a vector's value k adds, times itself; else null.
+  // [dim, dim], where parts are of rotated vectors: row k is what a vector's value k adds, times
+  // itself; else null.
   const float* rotation = nullptr;
   std::shared_ptr<void> rotation_owner;
 
@@ -30,6 +31,7 @@ struct Codebook {
 void fill_table(const Codebook& book, const float* query, Metric metric, float* table);
 
 // out[i] = the sum of a code's entries, for n codes anywhere.
-void estimate(const float* table, int64_t parts, const uint8_t* const* codes, int64_t n, float* out);
+void estimate(const float* table, int64_t parts, const uint8_t* const* codes, int64_t n,
+              float* out);
 
 }  // namespace espnx::graph

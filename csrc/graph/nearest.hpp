@@ -8,8 +8,9 @@
 
 namespace espnx::graph {
 
-// Whether the first of two is nearer: the order of all that a walk sorts. By id where distances are equal, so that
-// nothing depends on the order in which things come; what is no number is farther than all that is.
+// Whether the first of two is nearer: the order of all that a walk sorts. By id where distances are
+// equal, so that nothing depends on the order in which things come; what is no number is farther
+// than all that is.
 template <typename Id>
 bool is_nearer(float distance, Id id, float other_distance, Id other_id) {
   if (distance < other_distance) return true;
@@ -21,7 +22,9 @@ bool is_nearer(float distance, Id id, float other_distance, Id other_id) {
 struct Found {
   float distance;
   int64_t id;
-  bool operator<(const Found& other) const { return is_nearer(distance, id, other.distance, other.id); }
+  bool operator<(const Found& other) const {
+    return is_nearer(distance, id, other.distance, other.id);
+  }
 };
 
 // The k nearest of what it was shown.

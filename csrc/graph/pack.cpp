@@ -43,7 +43,8 @@ std::vector<uint32_t> breadth_first(const Vamana& graph, int64_t n) {
   for (size_t at = 0; at < order.size(); ++at) {
     for (int64_t j = 0; j < graph.degree_of(order[at]); ++j) see(graph.neighbours_of(order[at])[j]);
   }
-  for (int64_t i = 0; i < n; ++i) see(static_cast<uint32_t>(i));  // those that only other entry points lead to
+  for (int64_t i = 0; i < n; ++i)
+    see(static_cast<uint32_t>(i));  // those that only other entry points lead to
   return order;
 }
 
@@ -67,7 +68,8 @@ class GrowingPage {
     take(seed);
   }
 
-  // The one with the most edges to the page, of several the nearest to its first node; false where there is none.
+  // The one with the most edges to the page, of several the nearest to its first node; false where
+  // there is none.
   bool take_next(uint32_t& node) {
     const Candidate* best = nullptr;
     for (Candidate& each : candidates_) {
@@ -76,7 +78,8 @@ class GrowingPage {
         const uint8_t* row = vectors_.row(each.node);
         query_.measure(&row, 1, &each.distance);
       }
-      if (best == nullptr || each.edges > best->edges || each.distance < best->distance) best = &each;
+      if (best == nullptr || each.edges > best->edges || each.distance < best->distance)
+        best = &each;
     }
     if (best == nullptr) return false;
     node = best->node;
@@ -118,7 +121,8 @@ class GrowingPage {
 
 }  // namespace
 
-std::vector<uint32_t> pack_nodes(const Vamana& graph, const VectorTable& vectors, int64_t nodes_per_page) {
+std::vector<uint32_t> pack_nodes(const Vamana& graph, const VectorTable& vectors,
+                                 int64_t nodes_per_page) {
   if (vectors.n == 0) return {};
   const std::vector<uint32_t> seeds = breadth_first(graph, vectors.n);
   if (nodes_per_page == 1) return seeds;

@@ -1,8 +1,9 @@
-// Pages of nodes, as docs/graph-format.md describes them: a header, and nodes of equal size one after the other.
+// Pages of nodes, as docs/graph-format.md describes them: a header, and nodes of equal size one
+// after the other.
 //
-//   page   crc32c of what follows: u32 | number of the page: u32 | salt of the graph: u64 | nodes | zeros
-//   node   vector, or a code in its place | row of the vector in the input: u32 | neighbours: u16 | zero: u16 | u32 [R]
-//   | codes of the first
+//   page   crc32c of what follows: u32 | number of the page: u32 | salt of the graph: u64 | nodes |
+//   zeros node   vector, or a code in its place | row of the vector in the input: u32 | neighbours:
+//   u16 | zero: u16 | u32 [R] | codes of the first
 //          neighbours, code_bytes each
 //
 // and where codes are paged, pages of them: the same header, codes of successive nodes, zeros.
@@ -30,13 +31,18 @@ struct PageLayout {
   int64_t page_bytes = 0;
   int64_t nodes_per_page = 0;
   uint64_t salt = 0;
-  bool paged_codes = false;   // codes lie in pages of their own, in a file of their own
-  int64_t disk_pq_bytes = 0;  // of the code that a node has in place of its vector; 0: it has the vector
+  bool paged_codes = false;  // codes lie in pages of their own, in a file of their own
+  int64_t disk_pq_bytes =
+      0;  // of the code that a node has in place of its vector; 0: it has the vector
 
   int64_t codes_per_page() const { return (kCodePageBytes - kPageHeaderBytes) / code_bytes; }
   int64_t code_page_of(uint32_t node) const { return node / codes_per_page(); }
-  int64_t vector_bytes() const { return disk_pq_bytes > 0 ? disk_pq_bytes : dim * value_bytes(format); }
-  int64_t node_bytes() const { return vector_bytes() + kNodeFixedBytes + 4 * degree + inline_codes * code_bytes; }
+  int64_t vector_bytes() const {
+    return disk_pq_bytes > 0 ? disk_pq_bytes : dim * value_bytes(format);
+  }
+  int64_t node_bytes() const {
+    return vector_bytes() + kNodeFixedBytes + 4 * degree + inline_codes * code_bytes;
+  }
   int64_t pages() const { return (n + nodes_per_page - 1) / nodes_per_page; }
   int64_t page_of(uint32_t node) const { return node / nodes_per_page; }
   int64_t nodes_of(int64_t page) const {
@@ -64,9 +70,12 @@ class NodeView {
     std::memcpy(&count, at_ + layout_.vector_bytes() + 4, sizeof(count));
     return count;
   }
-  uint32_t neighbour(int64_t i) const { return load_u32(at_ + layout_.vector_bytes() + kNodeFixedBytes + 4 * i); }
+  uint32_t neighbour(int64_t i) const {
+    return load_u32(at_ + layout_.vector_bytes() + kNodeFixedBytes + 4 * i);
+  }
   const uint8_t* code(int64_t i) const {
-    return at_ + layout_.vector_bytes() + kNodeFixedBytes + 4 * layout_.degree + i * layout_.code_bytes;
+    return at_ + layout_.vector_bytes() + kNodeFixedBytes + 4 * layout_.degree +
+           i * layout_.code_bytes;
   }
 
  private:
@@ -75,7 +84,8 @@ class NodeView {
 };
 
 // What is wrong with the header of a page that was read, or null.
-inline const char* header_fault(const uint8_t* page, int64_t page_bytes, int64_t number, uint64_t expected_salt) {
+inline const char* header_fault(const uint8_t* page, int64_t page_bytes, int64_t number,
+                                uint64_t expected_salt) {
   if (crc32c(0, page + 4, page_bytes - 4) != load_u32(page)) return "its checksum does not match";
   uint64_t salt;
   std::memcpy(&salt, page + 8, sizeof(salt));
@@ -89,7 +99,8 @@ inline const char* fault_of(const PageLayout& layout, const uint8_t* page, int64
   if (const char* fault = header_fault(page, layout.page_bytes, number, layout.salt)) return fault;
   for (int64_t i = 0; i < layout.nodes_of(number); ++i) {
     const NodeView node(layout, page, i);
-    if (node.n_neighbours() > layout.degree || node.row() >= layout.n) return "a node's header is out of range";
+    if (node.n_neighbours() > layout.degree || node.row() >= layout.n)
+      return "a node's header is out of range";
     for (int64_t j = 0; j < node.n_neighbours(); ++j) {
       if (node.neighbour(j) >= layout.n) return "a neighbour is out of range";
     }

@@ -1,5 +1,5 @@
-// Pages that a thread has read last, up to a number of them: the least recently used goes first (AiSAQ's dynamic
-// cache).
+// Pages that a thread has read last, up to a number of them: the least recently used goes first
+// (AiSAQ's dynamic cache).
 #pragma once
 
 #include <cstdint>

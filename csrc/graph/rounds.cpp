@@ -46,7 +46,8 @@ std::vector<Found> RoundWalk::run(NodeSource& source, const std::vector<uint32_t
   }
 }
 
-void RoundWalk::arrived(uint32_t node, int64_t id, float distance, const std::vector<uint32_t>& neighbours) {
+void RoundWalk::arrived(uint32_t node, int64_t id, float distance,
+                        const std::vector<uint32_t>& neighbours) {
   places_.add({node + 1, static_cast<uint32_t>(nodes_.size())});
   nodes_.push_back({node, {distance, id}, neighbours, false});
   if (is_below_) meet(nodes_.back());
@@ -60,7 +61,8 @@ RoundWalk::Node& RoundWalk::at(uint32_t node) {
 
 void RoundWalk::read_unknown(NodeSource& source, const std::vector<uint32_t>& nodes) {
   std::vector<uint32_t> unknown;
-  std::copy_if(nodes.begin(), nodes.end(), std::back_inserter(unknown), [this](uint32_t node) { return !knows(node); });
+  std::copy_if(nodes.begin(), nodes.end(), std::back_inserter(unknown),
+               [this](uint32_t node) { return !knows(node); });
   if (unknown.empty()) return;
   source.read(unknown);
   for (const uint32_t node : unknown) at(node);  // throws where it has not arrived
@@ -77,7 +79,8 @@ uint32_t RoundWalk::descend(NodeSource& source, const std::vector<uint32_t>& ent
     sort_each_once(sorted);
     read_unknown(source, sorted);
     const uint32_t before = nearest;
-    for (const uint32_t node : near) {  // in their order: of equally near ones the first, as FAISS does
+    for (const uint32_t node :
+         near) {  // in their order: of equally near ones the first, as FAISS does
       if (at(node).found.distance < at(nearest).found.distance) nearest = node;
     }
     if (nearest == before) --layer;

@@ -1,17 +1,19 @@
-// One query's way through a graph in rounds (RAGX's metadata navigation, sections 3 and 4.3, with DiskANN's beam): the
-// nodes that the nearest candidates need are read together, and what they say is used when all of them are there. So
-// the walk depends on the graph and the query alone, and not on the order in which a drive answers. It does not know
-// how nodes are read, or look.
+// One query's way through a graph in rounds (RAGX's metadata navigation, sections 3 and 4.3, with
+// DiskANN's beam): the nodes that the nearest candidates need are read together, and what they say
+// is used when all of them are there. So the walk depends on the graph and the query alone, and not
+// on the order in which a drive answers. It does not know how nodes are read, or look.
 //
-// `GraphWalk` goes the other way about: on as each page arrives, and from every node in it whose vector is near enough.
-// Here a node that came in the page of another is expanded when it is among the nearest candidates itself.
+// `GraphWalk` goes the other way about: on as each page arrives, and from every node in it whose
+// vector is near enough. Here a node that came in the page of another is expanded when it is among
+// the nearest candidates itself.
 //
-// Where codes say how far neighbours are, a node is read when it is expanded. Where nothing does, all neighbours of an
-// expanded node are read. Either way what is found was measured to the vectors themselves.
+// Where codes say how far neighbours are, a node is read when it is expanded. Where nothing does,
+// all neighbours of an expanded node are read. Either way what is found was measured to the vectors
+// themselves.
 //
-// A graph with layers above (HNSW, arXiv 1603.09320, algorithm 5) is descended first, greedily, and with rounds like
-// any other. A node that was met above alone is no result and no candidate until the walk meets it below, as in the
-// paper; then it is not read again.
+// A graph with layers above (HNSW, arXiv 1603.09320, algorithm 5) is descended first, greedily, and
+// with rounds like any other. A node that was met above alone is no result and no candidate until
+// the walk meets it below, as in the paper; then it is not read again.
 #pragma once
 
 #include <cstdint>
@@ -36,11 +38,12 @@ class NodeSource {
  public:
   virtual ~NodeSource() = default;
 
-  // Reads a round's nodes, one or more, and tells the walk of each (`RoundWalk::arrived`), and of others that came with
-  // them, if it likes.
+  // Reads a round's nodes, one or more, and tells the walk of each (`RoundWalk::arrived`), and of
+  // others that came with them, if it likes.
   virtual void read(const std::vector<uint32_t>& nodes) = 0;
 
-  // By codes: how far some neighbours of a node that was read are. `places`: of them among all its neighbours.
+  // By codes: how far some neighbours of a node that was read are. `places`: of them among all its
+  // neighbours.
   virtual std::vector<float> estimate(uint32_t node, const std::vector<uint32_t>& neighbours,
                                       const std::vector<int64_t>& places) = 0;
 
@@ -52,7 +55,8 @@ class RoundWalk {
  public:
   explicit RoundWalk(const RoundOptions& options);
 
-  // The k nearest of what was met, nearest first, ties by id. `entries`: where it begins, each once. Once.
+  // The k nearest of what was met, nearest first, ties by id. `entries`: where it begins, each
+  // once. Once.
   std::vector<Found> run(NodeSource& source, const std::vector<uint32_t>& entries);
 
   // Whether a node has arrived.

@@ -29,7 +29,8 @@ GraphSearcher::GraphSearcher(GraphView view, SearchOptions options)
   const auto work = [this] {
     std::unique_ptr<Worker> worker;
     try {
-      worker = std::make_unique<Worker>(*this);  // in its own thread: a single-issuer ring belongs to it
+      worker =
+          std::make_unique<Worker>(*this);  // in its own thread: a single-issuer ring belongs to it
     } catch (...) {
       std::lock_guard lock(mutex_);
       broken_ = std::current_exception();
@@ -46,7 +47,8 @@ GraphSearcher::GraphSearcher(GraphView view, SearchOptions options)
     } catch (const io::FailureError& error) {
       failure = error.failure;
     } catch (const std::exception& error) {
-      failure = make_failure(io::Kind::closed, std::string("a thread that searches a graph ended: ") + error.what());
+      failure = make_failure(io::Kind::closed,
+                             std::string("a thread that searches a graph ended: ") + error.what());
     }
     break_down(failure);
     worker->abandon(failure);
@@ -72,17 +74,20 @@ std::shared_ptr<GraphSearcher::Job> GraphSearcher::start(const SearchRequest& re
   job->request = &request;
   job->left = request.n_queries;
   job->shown.assign(request.n_queries, 0);
-  job->patience = std::chrono::nanoseconds(static_cast<int64_t>(std::min(request.deadline_s, 1e9) * 1e9));
+  job->patience =
+      std::chrono::nanoseconds(static_cast<int64_t>(std::min(request.deadline_s, 1e9) * 1e9));
   std::lock_guard lock(mutex_);
   if (broken_) std::rethrow_exception(broken_);
-  if (stopping_) throw io::FailureError(make_failure(io::Kind::closed, "searching a graph: it is closed"));
+  if (stopping_)
+    throw io::FailureError(make_failure(io::Kind::closed, "searching a graph: it is closed"));
   if (request.n_queries == 0) return job;
   jobs_.push_back(job);
   work_.notify_all();
   return job;
 }
 
-void GraphSearcher::partial(const std::shared_ptr<Job>& job, int64_t pages, const std::function<bool()>& interrupted) {
+void GraphSearcher::partial(const std::shared_ptr<Job>& job, int64_t pages,
+                            const std::function<bool()>& interrupted) {
   int64_t call = 0;
   {
     std::lock_guard lock(job->mutex);
@@ -92,7 +97,8 @@ void GraphSearcher::partial(const std::shared_ptr<Job>& job, int64_t pages, cons
   wait(
       job,
       [&] {
-        return std::all_of(job->shown.begin(), job->shown.end(), [call](int64_t shown) { return shown >= call; });
+        return std::all_of(job->shown.begin(), job->shown.end(),
+                           [call](int64_t shown) { return shown >= call; });
       },
       interrupted);
   // Walks that have ended show what they have found in the end.
@@ -106,7 +112,8 @@ void GraphSearcher::partial(const std::shared_ptr<Job>& job, int64_t pages, cons
   }
 }
 
-void GraphSearcher::finish(const std::shared_ptr<Job>& job, const std::function<bool()>& interrupted) {
+void GraphSearcher::finish(const std::shared_ptr<Job>& job,
+                           const std::function<bool()>& interrupted) {
   wait(job, [&] { return job->left == 0; }, interrupted);
 }
 
@@ -117,7 +124,8 @@ void GraphSearcher::cancel(const std::shared_ptr<Job>& job) {
     jobs_.erase(std::remove(jobs_.begin(), jobs_.end(), job), jobs_.end());
   }
   std::unique_lock lock(job->mutex);
-  // Nobody writes to the caller's memory once all walks have ended; reads that never do are left behind.
+  // Nobody writes to the caller's memory once all walks have ended; reads that never do are left
+  // behind.
   job->changed.wait(lock, [&] { return job->under_way == 0; });
 }
 
@@ -132,7 +140,8 @@ void GraphSearcher::wait(const std::shared_ptr<Job>& job, const std::function<bo
     const bool ends = interrupted();
     lock.lock();
     if (!ends) continue;
-    if (!job->failure) job->failure = make_failure(io::Kind::cancelled, "searching a graph was interrupted");
+    if (!job->failure)
+      job->failure = make_failure(io::Kind::cancelled, "searching a graph was interrupted");
     job->failed = true;
   }
   if (!job->failed) return;
@@ -154,7 +163,8 @@ void GraphSearcher::close() {
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
-    for (const auto& job : jobs_) job->fail(make_failure(io::Kind::closed, "searching a graph: it was closed"));
+    for (const auto& job : jobs_)
+      job->fail(make_failure(io::Kind::closed, "searching a graph: it was closed"));
     jobs_.clear();
     work_.notify_all();
   }

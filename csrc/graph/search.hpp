@@ -1,5 +1,6 @@
-// Searches a graph on storage for many queries at a time: a few threads, each with a queue of its own and many walks
-// under way on it, which go on page by page as reads end, and not round by round.
+// Searches a graph on storage for many queries at a time: a few threads, each with a queue of its
+// own and many walks under way on it, which go on page by page as reads end, and not round by
+// round.
 #pragma once
 
 #include <condition_variable>
@@ -56,7 +57,8 @@ struct SearchRequest {
 
 class GraphSearcher {
  public:
-  // A search under way. It writes to what the request points to until `finish` or `cancel` has returned.
+  // A search under way. It writes to what the request points to until `finish` or `cancel` has
+  // returned.
   struct Job;
 
   // Opens the files, and starts the threads. Throws FailureError.
@@ -68,11 +70,14 @@ class GraphSearcher {
   // Begins a search. Any thread. The request stays the caller's, and where it is.
   std::shared_ptr<Job> start(const SearchRequest& request);
 
-  // What follows asks `interrupted` about twenty times a second, and throws FailureError: the first failure of a read,
-  // a damaged page, the deadline, close(); then no result is whole, and nothing writes to the request's memory.
+  // What follows asks `interrupted` about twenty times a second, and throws FailureError: the first
+  // failure of a read, a damaged page, the deadline, close(); then no result is whole, and nothing
+  // writes to the request's memory.
 
-  // Waits until every walk has read so many pages or has ended, and writes down the nearest that each has found.
-  void partial(const std::shared_ptr<Job>& job, int64_t pages, const std::function<bool()>& interrupted);
+  // Waits until every walk has read so many pages or has ended, and writes down the nearest that
+  // each has found.
+  void partial(const std::shared_ptr<Job>& job, int64_t pages,
+               const std::function<bool()>& interrupted);
 
   // Waits for the end of all walks.
   void finish(const std::shared_ptr<Job>& job, const std::function<bool()>& interrupted);

@@ -53,7 +53,8 @@ struct Vamana::Scratch {
 Vamana::Vamana(VectorTable vectors, VamanaOptions options)
     : vectors_(vectors),
       options_(options),
-      capacity_(std::max<int64_t>(options.degree + 1, static_cast<int64_t>(kSlack * options.degree))),
+      capacity_(
+          std::max<int64_t>(options.degree + 1, static_cast<int64_t>(kSlack * options.degree))),
       edges_(vectors.n * capacity_),
       degree_(vectors.n),
       locks_(new std::atomic_flag[vectors.n]) {
@@ -84,7 +85,8 @@ void Vamana::measure(const std::vector<uint32_t>& nodes, Scratch& scratch) const
   scratch.rows.resize(nodes.size());
   for (size_t i = 0; i < nodes.size(); ++i) scratch.rows[i] = vectors_.row(nodes[i]);
   scratch.distance.resize(nodes.size());
-  scratch.target.measure(scratch.rows.data(), static_cast<int64_t>(nodes.size()), scratch.distance.data());
+  scratch.target.measure(scratch.rows.data(), static_cast<int64_t>(nodes.size()),
+                         scratch.distance.data());
 }
 
 void Vamana::add_to_pool(const std::vector<uint32_t>& nodes, Scratch& scratch) const {
@@ -136,14 +138,17 @@ void Vamana::walk(uint32_t begin, Scratch& scratch) {
   }
 }
 
-// Robust prune (DiskANN, algorithm 2), with alpha growing to its end so that near neighbours are chosen before far
-// ones.
+// Robust prune (DiskANN, algorithm 2), with alpha growing to its end so that near neighbours are
+// chosen before far ones.
 void Vamana::prune(uint32_t node, float alpha, Scratch& scratch) const {
   auto& pool = scratch.pool;
   std::sort(pool.begin(), pool.end());
-  pool.erase(std::unique(pool.begin(), pool.end(), [](const Near& a, const Near& b) { return a.node == b.node; }),
+  pool.erase(std::unique(pool.begin(), pool.end(),
+                         [](const Near& a, const Near& b) { return a.node == b.node; }),
              pool.end());
-  pool.erase(std::remove_if(pool.begin(), pool.end(), [&](const Near& each) { return each.node == node; }), pool.end());
+  pool.erase(
+      std::remove_if(pool.begin(), pool.end(), [&](const Near& each) { return each.node == node; }),
+      pool.end());
   if (static_cast<int64_t>(pool.size()) > kPrunedCandidates) pool.resize(kPrunedCandidates);
   const auto degree = static_cast<size_t>(options_.degree);
   constexpr float kChosen = std::numeric_limits<float>::infinity();
@@ -152,7 +157,8 @@ void Vamana::prune(uint32_t node, float alpha, Scratch& scratch) const {
   scratch.rows.resize(pool.size());
   for (size_t i = 0; i < pool.size(); ++i) scratch.rows[i] = vectors_.row(pool[i].node);
   scratch.block.assign(scratch.rows.data(), static_cast<int64_t>(pool.size()));
-  auto& left = scratch.around;  // places in the pool behind the chosen one, whose occlusion it may raise
+  auto& left =
+      scratch.around;  // places in the pool behind the chosen one, whose occlusion it may raise
   for (float now = 1;; now = std::min(now * kAlphaStep, alpha)) {
     for (size_t i = 0; i < pool.size() && scratch.chosen.size() < degree; ++i) {
       if (scratch.occlusion[i] > now) continue;
@@ -164,12 +170,14 @@ void Vamana::prune(uint32_t node, float alpha, Scratch& scratch) const {
         if (scratch.occlusion[j] <= alpha) left.push_back(static_cast<uint32_t>(j));
       }
       scratch.distance.resize(left.size());
-      scratch.block.measure(i, left.data(), static_cast<int64_t>(left.size()), scratch.distance.data());
+      scratch.block.measure(i, left.data(), static_cast<int64_t>(left.size()),
+                            scratch.distance.data());
       for (size_t j = 0; j < left.size(); ++j) {
         float& occlusion = scratch.occlusion[left[j]];
         const float between = scratch.distance[j], far = pool[left[j]].distance;
         // A copy of the chosen one is reached by way of it.
-        occlusion = std::max(occlusion, between > 0 ? far / between : std::numeric_limits<float>::max());
+        occlusion =
+            std::max(occlusion, between > 0 ? far / between : std::numeric_limits<float>::max());
       }
     }
     if (now >= alpha || scratch.chosen.size() == degree) break;
@@ -283,17 +291,21 @@ std::vector<char> Vamana::leading_to(uint32_t node) const {
     for (int64_t i = 0; i < vectors_.n; ++i) {
       if (leads[i]) continue;
       const uint32_t* near = neighbours_of(i);
-      if (!std::any_of(near, near + degree_[i], [&](uint32_t each) { return leads[each] != 0; })) continue;
+      if (!std::any_of(near, near + degree_[i], [&](uint32_t each) { return leads[each] != 0; }))
+        continue;
       leads[i] = 1, grows = true;
     }
   }
   return leads;
 }
 
-// Puts `lost` into the farthest edge of `from`: from -> x becomes from -> lost -> x, so that whatever could be come to
-// still can. Not into one that a repair has made, unless `any`: x would move away step by step.
+// Puts `lost` into the farthest edge of `from`: from -> x becomes from -> lost -> x, so that
+// whatever could be come to still can. Not into one that a repair has made, unless `any`: x would
+// move away step by step.
 bool Vamana::splice(uint32_t from, uint32_t lost, bool any, std::unordered_set<uint64_t>& made) {
-  const auto key = [](uint32_t begin, uint32_t end) { return static_cast<uint64_t>(begin) << 32 | end; };
+  const auto key = [](uint32_t begin, uint32_t end) {
+    return static_cast<uint64_t>(begin) << 32 | end;
+  };
   uint32_t* edges = edges_.data() + from * capacity_;
   uint32_t* own = edges_.data() + lost * capacity_;
   if (degree_[from] < options_.degree) {
@@ -330,7 +342,8 @@ int64_t Vamana::connect(const std::vector<uint32_t>& entries) {
   for (const uint32_t entry : entries) reach(entry);
   Scratch scratch(vectors_);
   std::unordered_set<uint64_t> made;
-  std::vector<uint32_t> last;  // that was repaired: of many vectors in one place each leads to the next
+  std::vector<uint32_t>
+      last;  // that was repaired: of many vectors in one place each leads to the next
   int64_t repaired = 0;
   for (int64_t i = 0; i < vectors_.n; ++i) {
     if (reached[i]) continue;
@@ -342,7 +355,8 @@ int64_t Vamana::connect(const std::vector<uint32_t>& entries) {
     std::stable_sort(scratch.list.begin(), scratch.list.end(),
                      [](const Near& a, const Near& b) { return a.distance < b.distance; });
     const auto leads = [&](const Near& near) { return splice(near.node, lost, false, made); };
-    if (std::none_of(scratch.list.begin(), scratch.list.end(), leads)) splice(scratch.list[0].node, lost, true, made);
+    if (std::none_of(scratch.list.begin(), scratch.list.end(), leads))
+      splice(scratch.list[0].node, lost, true, made);
     ++repaired;
     last.assign(1, lost);
     reach(lost);

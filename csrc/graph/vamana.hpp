@@ -1,8 +1,9 @@
-// The Vamana graph (DiskANN, section 2): every node points to at most R others, chosen so that a walk which always goes
-// to the nearest neighbour comes to any vector from anywhere in few steps.
+// The Vamana graph (DiskANN, section 2): every node points to at most R others, chosen so that a
+// walk which always goes to the nearest neighbour comes to any vector from anywhere in few steps.
 //
-// Nodes are inserted in random order by several threads at once. Each is looked for in the graph as it is by then; what
-// the walk has passed is pruned to the node's neighbours, and each of those gets an edge back.
+// Nodes are inserted in random order by several threads at once. Each is looked for in the graph as
+// it is by then; what the walk has passed is pruned to the node's neighbours, and each of those
+// gets an edge back.
 #pragma once
 
 #include <atomic>
@@ -28,9 +29,11 @@ struct VectorTable {
 struct VamanaOptions {
   int64_t degree = 64;      // R
   int64_t list_size = 100;  // L
-  float alpha = 1.2f;       // an edge is left out where another neighbour is nearer to its end by this factor, squared
-  int passes = 1;           // of insertion; all but the last with alpha 1
-  bool saturate = true;     // fill up with the nearest that were left out: a page has room for R anyway
+  float alpha = 1.2f;  // an edge is left out where another neighbour is nearer to its end by this
+                       // factor, squared
+  int passes = 1;      // of insertion; all but the last with alpha 1
+  bool saturate =
+      true;  // fill up with the nearest that were left out: a page has room for R anyway
   int threads = 1;
   uint64_t seed = 0;
 };
@@ -43,22 +46,24 @@ class Vamana {
   // By the squared Euclidean distance. `vectors` must outlive it.
   Vamana(VectorTable vectors, VamanaOptions options);
 
-  // Inserts all nodes. `progress(done, total)` is called from the calling thread about ten times a second; false ends
-  // the build early, and build() returns false.
+  // Inserts all nodes. `progress(done, total)` is called from the calling thread about ten times a
+  // second; false ends the build early, and build() returns false.
   bool build(const std::function<bool(int64_t, int64_t)>& progress);
 
-  // Instead of build(): the edges of a graph that is there already. Of each node's `degree` places the first counts[i]
-  // are its neighbours; every number is below n, and every count at most the degree.
+  // Instead of build(): the edges of a graph that is there already. Of each node's `degree` places
+  // the first counts[i] are its neighbours; every number is below n, and every count at most the
+  // degree.
   void set_edges(const uint32_t* neighbours, const int64_t* counts, uint32_t medoid);
 
-  // Gives every node that no walk from `entries` can come to an edge from a near one that can be come to, and returns
-  // how many there were.
+  // Gives every node that no walk from `entries` can come to an edge from a near one that can be
+  // come to, and returns how many there were.
   int64_t connect(const std::vector<uint32_t>& entries);
 
   // For each node whether a walk along edges can come from it to `node`.
   std::vector<char> leading_to(uint32_t node) const;
 
-  // The vector nearest to the mean of all, where insertion begins its walks; or what set_edges was told.
+  // The vector nearest to the mean of all, where insertion begins its walks; or what set_edges was
+  // told.
   uint32_t medoid() const { return medoid_; }
 
   int64_t degree_of(int64_t node) const { return degree_[node]; }
@@ -97,7 +102,8 @@ class Vamana {
 
   VectorTable vectors_;
   VamanaOptions options_;
-  int64_t capacity_;  // of a node's neighbours while the graph is built: some more than R, so that it is pruned seldom
+  int64_t capacity_;  // of a node's neighbours while the graph is built: some more than R, so that
+                      // it is pruned seldom
   uint32_t medoid_ = 0;
   std::vector<uint32_t> edges_;
   std::vector<uint16_t> degree_;

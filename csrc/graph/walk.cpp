@@ -18,8 +18,8 @@ bool is_farther(const Candidate& a, const Candidate& b) { return b < a; }
 
 }  // namespace
 
-void GraphWalk::begin(const GraphView& view, const WalkOptions& options, const void* query, const float* query_f32,
-                      const RowFilter* filter, int64_t absent) {
+void GraphWalk::begin(const GraphView& view, const WalkOptions& options, const void* query,
+                      const float* query_f32, const RowFilter* filter, int64_t absent) {
   view_ = &view;
   options_ = options;
   filter_ = filter;
@@ -48,14 +48,17 @@ void GraphWalk::begin(const GraphView& view, const WalkOptions& options, const v
   const auto n_entries = static_cast<int64_t>(view.entries.size());
   if (n_entries == 0) return;
   fresh_codes_.resize(n_entries);
-  for (int64_t i = 0; i < n_entries; ++i) fresh_codes_[i] = view.entry_codes.data() + i * view.layout.code_bytes;
+  for (int64_t i = 0; i < n_entries; ++i)
+    fresh_codes_[i] = view.entry_codes.data() + i * view.layout.code_bytes;
   estimate_.resize(n_entries);
   estimate(table_.data(), view.book.parts(), fresh_codes_.data(), n_entries, estimate_.data());
   costs_.estimates += n_entries;
   if (absent >= 0) {
     met_.add(static_cast<uint32_t>(absent));  // so that it is no candidate
-    const auto at = std::find(view.entries.begin(), view.entries.end(), static_cast<uint32_t>(absent));
-    if (at != view.entries.end()) estimate_[at - view.entries.begin()] = std::numeric_limits<float>::infinity();
+    const auto at =
+        std::find(view.entries.begin(), view.entries.end(), static_cast<uint32_t>(absent));
+    if (at != view.entries.end())
+      estimate_[at - view.entries.begin()] = std::numeric_limits<float>::infinity();
   }
   const auto nearest = std::min_element(estimate_.begin(), estimate_.end()) - estimate_.begin();
   met_.add(view.entries[nearest]);
@@ -93,9 +96,12 @@ bool GraphWalk::has_allowed(int64_t page) const {
   return false;
 }
 
-int64_t GraphWalk::missing() const { return std::min(options_.k, filter_->count) - nearest_.size(); }
+int64_t GraphWalk::missing() const {
+  return std::min(options_.k, filter_->count) - nearest_.size();
+}
 
-// Pages without allowed nodes are read only while enough are left for those with the results that are still missing.
+// Pages without allowed nodes are read only while enough are left for those with the results that
+// are still missing.
 bool GraphWalk::affords_other() const {
   return filter_->pages - spent_ - 1 >= std::min(missing(), filter_->pages - allowed_pages_asked_);
 }
@@ -120,11 +126,13 @@ int64_t GraphWalk::wanted_page() {
   return page < 0 && filter_ != nullptr ? wanted_of_filter() : page;
 }
 
-// Where rows are allowed whatever lies near, about as many of the nodes that the query led to are as of all, or nearly
-// all of those are. Else allowed ones lie to one side of it, or elsewhere, and are harder to come by.
+// Where rows are allowed whatever lies near, about as many of the nodes that the query led to are
+// as of all, or nearly all of those are. Else allowed ones lie to one side of it, or elsewhere, and
+// are harder to come by.
 bool GraphWalk::is_far_from_allowed() const {
   const auto share = static_cast<double>(filter_->count) / static_cast<double>(view_->layout.n);
-  const auto met = static_cast<double>(n_led_to_ + costs_.estimates), allowed = static_cast<double>(n_allowed_);
+  const auto met = static_cast<double>(n_led_to_ + costs_.estimates),
+             allowed = static_cast<double>(n_allowed_);
   const double off = std::abs(allowed - share * met);
   return off > kByChance * std::sqrt(share * (1 - share) * met) && allowed < kNearlyAll * met;
 }
@@ -144,13 +152,15 @@ int64_t GraphWalk::wanted_of_filter() {
     is_wide_done_ = true;
     unchanged_ = 0;
   }
-  if (missing() <= 0 && unchanged_ >= (is_far_ ? options_.far_list_size : options_.list_size)) return -1;
+  if (missing() <= 0 && unchanged_ >= (is_far_ ? options_.far_list_size : options_.list_size))
+    return -1;
   page = wanted_in(allowed_);
   if (page >= 0 || !is_idle) return page;
   page = wanted_beside_allowed();
   if (page >= 0 || missing() <= 0) return page;
   for (; looked_through_ < view_->layout.n; ++looked_through_) {
-    if (is_allowed(looked_through_) && !is_asked(looked_through_)) return view_->layout.page_of(looked_through_);
+    if (is_allowed(looked_through_) && !is_asked(looked_through_))
+      return view_->layout.page_of(looked_through_);
   }
   return -1;
 }
@@ -176,8 +186,11 @@ std::optional<Want> GraphWalk::next_page() {
     ++spent_;
     return Want{true, each.page};
   }
-  const auto is_given_up = [](const CodePage& each) { return !each.asked; };  // there is no page left for it
-  code_pages_.erase(std::remove_if(code_pages_.begin(), code_pages_.end(), is_given_up), code_pages_.end());
+  const auto is_given_up = [](const CodePage& each) {
+    return !each.asked;
+  };  // there is no page left for it
+  code_pages_.erase(std::remove_if(code_pages_.begin(), code_pages_.end(), is_given_up),
+                    code_pages_.end());
   if (!code_pages_.empty()) return std::nullopt;
   if (static_cast<int64_t>(under_way_.size()) >= options_.beam) return std::nullopt;
   const int64_t page = wanted_page();
@@ -194,7 +207,8 @@ bool GraphWalk::fits_filter(int64_t page, const uint8_t* bytes) const {
   const auto first = static_cast<uint32_t>(page * view_->layout.nodes_per_page);
   for (int64_t i = 0; i < view_->layout.nodes_of(page); ++i) {
     const uint32_t row = NodeView(view_->layout, bytes, i).row();
-    if (has_bit(filter_->rows, row) != has_bit(filter_->nodes, first + static_cast<uint32_t>(i))) return false;
+    if (has_bit(filter_->rows, row) != has_bit(filter_->nodes, first + static_cast<uint32_t>(i)))
+      return false;
   }
   return true;
 }
@@ -259,7 +273,8 @@ void GraphWalk::expand(const NodeView& node, uint32_t number) {
         return each.page == page && !each.asked && each.is_beside_allowed == is_beside_allowed;
       };
       auto at = std::find_if(code_pages_.begin(), code_pages_.end(), is_it);
-      if (at == code_pages_.end()) at = code_pages_.insert(at, {page, false, is_beside_allowed, {}});
+      if (at == code_pages_.end())
+        at = code_pages_.insert(at, {page, false, is_beside_allowed, {}});
       at->nodes.push_back(neighbour);
       continue;
     }
@@ -280,7 +295,9 @@ void GraphWalk::codes_arrived(int64_t page, const uint8_t* bytes, bool was_read)
   fresh_codes_.clear();
   const int64_t first = page * view_->layout.codes_per_page();
   // Those whose page has come meanwhile were measured.
-  const auto is_read = [this](uint32_t node) { return read_.has(static_cast<uint32_t>(view_->layout.page_of(node))); };
+  const auto is_read = [this](uint32_t node) {
+    return read_.has(static_cast<uint32_t>(view_->layout.page_of(node)));
+  };
   fresh_.erase(std::remove_if(fresh_.begin(), fresh_.end(), is_read), fresh_.end());
   for (const uint32_t node : fresh_) {
     fresh_codes_.push_back(bytes + kPageHeaderBytes + (node - first) * view_->layout.code_bytes);
@@ -290,10 +307,11 @@ void GraphWalk::codes_arrived(int64_t page, const uint8_t* bytes, bool was_read)
 
 void GraphWalk::estimate_fresh(bool is_beside_allowed) {
   estimate_.resize(fresh_.size());
-  estimate(table_.data(), view_->book.parts(), fresh_codes_.data(), static_cast<int64_t>(fresh_.size()),
-           estimate_.data());
+  estimate(table_.data(), view_->book.parts(), fresh_codes_.data(),
+           static_cast<int64_t>(fresh_.size()), estimate_.data());
   costs_.estimates += static_cast<int64_t>(fresh_.size());
-  for (size_t i = 0; i < fresh_.size(); ++i) add_candidate({estimate_[i], fresh_[i]}, true, is_beside_allowed);
+  for (size_t i = 0; i < fresh_.size(); ++i)
+    add_candidate({estimate_[i], fresh_[i]}, true, is_beside_allowed);
 }
 
 bool GraphWalk::add_candidate(const Candidate& candidate, bool waits, bool is_beside_allowed) {

@@ -1,5 +1,5 @@
-// One query's way through a graph on storage: which page it wants next, and what it learns from those that arrive.
-// Knows nothing of how they are read.
+// One query's way through a graph on storage: which page it wants next, and what it learns from
+// those that arrive. Knows nothing of how they are read.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,9 @@ struct GraphView {
   PageLayout layout;
   Metric metric = Metric::kL2;
   Codebook book;
-  Codebook disk_book;              // of the codes that nodes have in place of vectors, where they do
-  const uint8_t* codes = nullptr;  // [n, code_bytes] of all nodes, where they are in memory; else null
+  Codebook disk_book;  // of the codes that nodes have in place of vectors, where they do
+  const uint8_t* codes =
+      nullptr;  // [n, code_bytes] of all nodes, where they are in memory; else null
   std::shared_ptr<void> codes_owner;
   std::vector<uint32_t> entries;     // walks begin at the one that is nearest by its code
   std::vector<uint8_t> entry_codes;  // [entries, code_bytes]
@@ -38,11 +39,12 @@ struct GraphView {
 struct WalkOptions {
   int64_t k = 10;
   int64_t list_size = 100;  // L
-  // Where a filter allows some rows alone: L of a query around which others are allowed than elsewhere.
+  // Where a filter allows some rows alone: L of a query around which others are allowed than
+  // elsewhere.
   int64_t far_list_size = 100;
   int64_t beam = 1;  // W: pages under way at a time
-  // Ends when the nearest candidate left is farther than the k-th nearest vector by this share of its distance,
-  // squared. Infinity: never before the list is done.
+  // Ends when the nearest candidate left is farther than the k-th nearest vector by this share of
+  // its distance, squared. Infinity: never before the list is done.
   float stop_beyond = std::numeric_limits<float>::infinity();
 };
 
@@ -56,11 +58,12 @@ struct Want {
   int64_t page;
 };
 
-// Rows that alone may be found, as a walk needs them. It has two lists then. That of the nearest of all nodes brings it
-// to the query, wherever that is. After it comes that of the nodes that are allowed, from entry points of theirs on,
-// until as many pages as L brought nothing nearer, or more where the query is far from what is allowed. Where it ends
-// before L of them are met, the walk goes on beside those that were, and at last at any, until k rows are found or
-// there are no more. It never reads more pages than there are with allowed nodes: measuring all of those would find
+// Rows that alone may be found, as a walk needs them. It has two lists then. That of the nearest of
+// all nodes brings it to the query, wherever that is. After it comes that of the nodes that are
+// allowed, from entry points of theirs on, until as many pages as L brought nothing nearer, or more
+// where the query is far from what is allowed. Where it ends before L of them are met, the walk
+// goes on beside those that were, and at last at any, until k rows are found or there are no more.
+// It never reads more pages than there are with allowed nodes: measuring all of those would find
 // everything.
 struct RowFilter {
   const uint8_t* rows = nullptr;   // a bit for each row
@@ -75,13 +78,15 @@ inline bool has_bit(const uint8_t* bits, uint32_t at) { return bits[at / 8] >> (
 
 class GraphWalk {
  public:
-  // `query`: as DistanceQuery takes it, and as float32. `filter`: null: all rows may be found. `absent`: a node that is
-  // neither found nor gone by, as if the graph had been built without it; negative: none.
-  void begin(const GraphView& view, const WalkOptions& options, const void* query, const float* query_f32,
-             const RowFilter* filter, int64_t absent = -1);
+  // `query`: as DistanceQuery takes it, and as float32. `filter`: null: all rows may be found.
+  // `absent`: a node that is neither found nor gone by, as if the graph had been built without it;
+  // negative: none.
+  void begin(const GraphView& view, const WalkOptions& options, const void* query,
+             const float* query_f32, const RowFilter* filter, int64_t absent = -1);
 
-  // The page to read next, unless so many are under way, or nothing is left to read. It is under way from here on.
-  // Where codes are paged, those of a node's neighbours come before anything else: which node is next depends on them.
+  // The page to read next, unless so many are under way, or nothing is left to read. It is under
+  // way from here on. Where codes are paged, those of a node's neighbours come before anything
+  // else: which node is next depends on them.
   std::optional<Want> next_page();
 
   // Whether a page of nodes says of each the row that the filter was made by.
@@ -90,7 +95,8 @@ class GraphWalk {
   // A page of nodes that was asked for, checked.
   void arrived(int64_t page, const uint8_t* bytes);
 
-  // A page of codes that was asked for, checked. `was_read`: or it was in memory, and counts for nothing.
+  // A page of codes that was asked for, checked. `was_read`: or it was in memory, and counts for
+  // nothing.
   void codes_arrived(int64_t page, const uint8_t* bytes, bool was_read);
 
   // Nothing is left, and nothing under way.
@@ -114,7 +120,8 @@ class GraphWalk {
   bool is_allowed(uint32_t node) const { return has_bit(filter_->nodes, node); }
   int64_t missing() const;  // results, to what there will be
   bool is_far_from_allowed() const;
-  bool add_candidate(const Candidate& candidate, bool waits, bool is_beside_allowed);  // false: it is too far
+  bool add_candidate(const Candidate& candidate, bool waits,
+                     bool is_beside_allowed);  // false: it is too far
   bool holds(uint32_t node) const;
   void expand(const NodeView& node, uint32_t number);
   void estimate_fresh(bool is_beside_allowed);  // and makes candidates of them
@@ -137,19 +144,21 @@ class GraphWalk {
   CandidateList allowed_;  // of nodes that it allows
   CandidateList wide_;     // of all nodes again, for a query that is far from those
   bool is_far_ = false, is_wide_done_ = false;
-  bool is_near_done_ = false;      // the list of all nodes is done
-  int64_t n_allowed_ = 0;          // candidates since the entry points that are allowed
-  int64_t n_led_to_ = 0;           // with the estimates that were made: all since then
-  int64_t unchanged_ = 0;          // pages since the k nearest were others, or since the list of all nodes was done
-  std::vector<Candidate> beside_;  // neighbours of such nodes that it does not allow: a heap, the nearest on top
-  uint32_t looked_through_ = 0;    // nodes up to this one, for one that it allows
-  int64_t spent_ = 0;              // pages that were asked for, of codes, too
+  bool is_near_done_ = false;  // the list of all nodes is done
+  int64_t n_allowed_ = 0;      // candidates since the entry points that are allowed
+  int64_t n_led_to_ = 0;       // with the estimates that were made: all since then
+  int64_t unchanged_ =
+      0;  // pages since the k nearest were others, or since the list of all nodes was done
+  std::vector<Candidate>
+      beside_;  // neighbours of such nodes that it does not allow: a heap, the nearest on top
+  uint32_t looked_through_ = 0;  // nodes up to this one, for one that it allows
+  int64_t spent_ = 0;            // pages that were asked for, of codes, too
   int64_t allowed_pages_asked_ = 0;
   std::vector<int64_t> under_way_;
   struct CodePage {
     int64_t page;
     bool asked;
-    bool is_beside_allowed;       // the node whose neighbours they are is one that the filter allows
+    bool is_beside_allowed;  // the node whose neighbours they are is one that the filter allows
     std::vector<uint32_t> nodes;  // whose codes it has
   };
   std::vector<CodePage> code_pages_;  // that neighbours wait for

@@ -51,11 +51,13 @@ void GraphSearcher::Worker::abandon(const io::Failure& failure) {
 
 bool GraphSearcher::Worker::take_queries() {
   std::unique_lock lock(searcher_.mutex_);
-  searcher_.work_.wait(lock, [&] { return searcher_.stopping_ || busy_ > 0 || !searcher_.jobs_.empty(); });
+  searcher_.work_.wait(
+      lock, [&] { return searcher_.stopping_ || busy_ > 0 || !searcher_.jobs_.empty(); });
   if (searcher_.stopping_) return false;
   // A share of what is there, so that a small batch goes to all threads.
   int64_t share = 1;
-  for (const auto& job : searcher_.jobs_) share += (job->request->n_queries - job->next) / searcher_.options_.threads;
+  for (const auto& job : searcher_.jobs_)
+    share += (job->request->n_queries - job->next) / searcher_.options_.threads;
   for (size_t i = 0; i < slots_.size() && !searcher_.jobs_.empty() && share > 0; ++i) {
     if (slots_[i].job) continue;
     // In turn, so that a query alone does not wait behind somebody's batch.
@@ -78,10 +80,12 @@ void GraphSearcher::Worker::step() {
   for (const size_t i : fresh_) begin(i);
   fresh_.clear();
   if (queue_.in_flight() == 0) return;
-  // Several at a time: a system call for each page that arrives would leave the drive with fewer reads to work on
-  // meanwhile.
+  // Several at a time: a system call for each page that arrives would leave the drive with fewer
+  // reads to work on meanwhile.
   queue_.wait(std::max<size_t>(1, queue_.awaited() / 4), kLongestWaitNs,
-              [&](Read read, io::Progress progress, int64_t) { ended(std::move(read), std::move(progress)); });
+              [&](Read read, io::Progress progress, int64_t) {
+                ended(std::move(read), std::move(progress));
+              });
   std::vector<size_t> starved;
   starved.swap(starved_);
   for (const size_t i : starved) go_on(i);
@@ -139,7 +143,8 @@ void GraphSearcher::Worker::start_read(size_t i, Want want) {
     buffers_.pop_back();
   }
   if (!read.buffer || read.buffer->capacity_bytes < size) read.buffer = searcher_.pool_->take(size);
-  const io::Piece piece{io::Op::read, &file(read), begin_bytes(read), read.buffer->data, size, size};
+  const io::Piece piece{io::Op::read,      &file(read), begin_bytes(read),
+                        read.buffer->data, size,        size};
   ++slots_[i].reads;
   queue_.submit(std::move(read), piece);
 }
@@ -149,9 +154,10 @@ void GraphSearcher::Worker::ended(Read read, io::Progress progress) {
   Job& job = *slots_[slot].job;
   --slots_[slot].reads;
   if (progress.step == io::Step::failed) {
-    progress.failure.what = progress.failure.kind == io::Kind::truncated    ? "a page of a graph ends early"
-                            : progress.failure.kind == io::Kind::short_read ? "reading a page of a graph stays short"
-                                                                            : "reading a page of a graph failed";
+    progress.failure.what =
+        progress.failure.kind == io::Kind::truncated    ? "a page of a graph ends early"
+        : progress.failure.kind == io::Kind::short_read ? "reading a page of a graph stays short"
+                                                        : "reading a page of a graph failed";
     job.fail(std::move(progress.failure));
   } else if (!job.failed) {
     take(read);
@@ -168,8 +174,8 @@ void GraphSearcher::Worker::take(Read& read) {
   failure.offset_bytes = begin_bytes(read);
   failure.size_bytes = size;
   const auto* bytes = reinterpret_cast<const uint8_t*>(read.buffer->data);
-  const char* fault =
-      read.is_codes ? header_fault(bytes, size, read.page, code_salt(layout_)) : fault_of(layout_, bytes, read.page);
+  const char* fault = read.is_codes ? header_fault(bytes, size, read.page, code_salt(layout_))
+                                    : fault_of(layout_, bytes, read.page);
   if (fault != nullptr) {
     failure.kind = io::Kind::checksum;
     failure.what = "page " + std::to_string(read.page) + (read.is_codes ? " of the codes" : "") +
@@ -183,7 +189,8 @@ void GraphSearcher::Worker::take(Read& read) {
   }
   if (!slot.walk.fits_filter(read.page, bytes)) {
     failure.kind = io::Kind::checksum;
-    failure.what = "page " + std::to_string(read.page) + " of a graph has other rows than its file of rows says";
+    failure.what = "page " + std::to_string(read.page) +
+                   " of a graph has other rows than its file of rows says";
     return slot.job->fail(std::move(failure));
   }
   slot.walk.arrived(read.page, bytes);
@@ -199,14 +206,15 @@ void GraphSearcher::Worker::look_at(size_t i, Clock::time_point now) {
     slot.job->fail(std::move(failure));
   }
   if (!slot.job->failed || slot.reads == 0) return;
-  // A read that never ends keeps its memory and its place with the queue; the call does not wait for it, and the next
-  // walk has the slot.
+  // A read that never ends keeps its memory and its place with the queue; the call does not wait
+  // for it, and the next walk has the slot.
   queue_.give_up([&](const Read& read) { return read.slot == static_cast<int64_t>(i); });
   slot.reads = 0;
   end(i);
 }
 
-void GraphSearcher::Worker::write_found(const std::vector<Found>& found, int64_t k, int64_t* rows, float* distances) {
+void GraphSearcher::Worker::write_found(const std::vector<Found>& found, int64_t k, int64_t* rows,
+                                        float* distances) {
   for (int64_t i = 0; i < k; ++i) {
     const bool is_there = i < static_cast<int64_t>(found.size());
     rows[i] = is_there ? found[i].id : -1;
@@ -224,7 +232,8 @@ void GraphSearcher::Worker::show_early(Slot& slot) {
   const auto found = slot.walk.nearest();
   std::lock_guard lock(job.mutex);
   if (job.early_call != call) return;  // the next call waits for more
-  write_found(found, k, request.early_rows + slot.query * k, request.early_distances + slot.query * k);
+  write_found(found, k, request.early_rows + slot.query * k,
+              request.early_distances + slot.query * k);
   job.shown[slot.query] = call;
   job.changed.notify_all();
 }

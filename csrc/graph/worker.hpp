@@ -30,8 +30,8 @@ struct GraphSearcher::Job {
   int64_t under_way = 0;  // walks of workers
   int64_t left = 0;       // queries that have not ended
   std::optional<io::Failure> failure;
-  // Of `partial`: how many times it was called, after how many pages a walk shows what it has found, and for which call
-  // each query has; of one that has ended for every call.
+  // Of `partial`: how many times it was called, after how many pages a walk shows what it has
+  // found, and for which call each query has; of one that has ended for every call.
   std::atomic<int64_t> early_call{0}, early_pages{0};
   std::vector<int64_t> shown;
 
@@ -57,7 +57,8 @@ class GraphSearcher::Worker {
 
  private:
   using Clock = std::chrono::steady_clock;
-  static constexpr int64_t kBeamAhead = 4;  // reads of a walk that the queue has room for, all walks at work
+  static constexpr int64_t kBeamAhead =
+      4;  // reads of a walk that the queue has room for, all walks at work
 
   struct Read {
     int64_t slot = -1, page = 0;
@@ -81,15 +82,20 @@ class GraphSearcher::Worker {
   void begin(size_t i);
   // Reads as much as the walk wants, or ends it.
   void go_on(size_t i);
-  int64_t page_bytes(const Read& read) const { return read.is_codes ? kCodePageBytes : layout_.page_bytes; }
-  io::File& file(const Read& read) const { return read.is_codes ? *searcher_.codes_file_ : *searcher_.file_; }
+  int64_t page_bytes(const Read& read) const {
+    return read.is_codes ? kCodePageBytes : layout_.page_bytes;
+  }
+  io::File& file(const Read& read) const {
+    return read.is_codes ? *searcher_.codes_file_ : *searcher_.file_;
+  }
   int64_t begin_bytes(const Read& read) const;
   void start_read(size_t i, Want want);
   void ended(Read read, io::Progress progress);
   // A page that has arrived, or the failure of its job.
   void take(Read& read);
   void look_at(size_t i, Clock::time_point now);
-  static void write_found(const std::vector<Found>& found, int64_t k, int64_t* rows, float* distances);
+  static void write_found(const std::vector<Found>& found, int64_t k, int64_t* rows,
+                          float* distances);
   // What the walk has found so far, where `partial` waits for it.
   void show_early(Slot& slot);
   void write_result(Slot& slot);
@@ -103,8 +109,8 @@ class GraphSearcher::Worker {
   size_t depth_;
   io::OwnQueue<Read> queue_;
   std::vector<Slot> slots_;
-  std::vector<size_t> starved_;                       // slots whose walks wait for a place in the queue
-  std::vector<size_t> fresh_;                         // slots whose walks have not begun
+  std::vector<size_t> starved_;  // slots whose walks wait for a place in the queue
+  std::vector<size_t> fresh_;    // slots whose walks have not begun
   std::vector<std::shared_ptr<io::Buffer>> buffers_;  // of pages that have been looked at
   int64_t busy_ = 0;
   Clock::time_point next_look_{};

@@ -13,7 +13,7 @@ namespace espnx::io {
 namespace {
 
 constexpr int64_t kPageBytes = 4096, kHugePageBytes = 2 << 20;
-constexpr int64_t kCutBytes = 256 << 10;             // buffers from here on are parts of a huge page
+constexpr int64_t kCutBytes = 256 << 10;  // buffers from here on are parts of a huge page
 constexpr int64_t kLargestBytes = int64_t{1} << 47;  // the address space of a process
 
 int64_t rounded_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
@@ -23,8 +23,8 @@ struct Fit {
   int64_t capacity_bytes, mapped_bytes;
 };
 
-// At most a quarter is wasted. Parts of up to four huge pages come that near to any size, parts of one do not: 700 KiB
-// fit only twice into 2 MiB, but five times into 4.
+// At most a quarter is wasted. Parts of up to four huge pages come that near to any size, parts of
+// one do not: 700 KiB fit only twice into 2 MiB, but five times into 4.
 Fit fit_for(int64_t size_bytes) {
   if (kCutBytes <= size_bytes && size_bytes <= kHugePageBytes) {
     const int64_t wanted = rounded_up(size_bytes, kPageBytes);
@@ -41,16 +41,19 @@ Fit fit_for(int64_t size_bytes) {
   return {whole, whole};
 }
 
-// Huge pages: fewer faults, and memory that lies together. A drive takes a request in as many parts as its memory lies
-// in; 960 KiB in 240 scattered pages took a virtual disk 1.6 times as long as the same in one part.
+// Huge pages: fewer faults, and memory that lies together. A drive takes a request in as many parts
+// as its memory lies in; 960 KiB in 240 scattered pages took a virtual disk 1.6 times as long as
+// the same in one part.
 char* map_pages(int64_t size_bytes) {
   const bool huge = size_bytes >= kHugePageBytes && size_bytes % kHugePageBytes == 0;
   const int64_t extra = huge ? kHugePageBytes : 0;
-  void* base = mmap(nullptr, size_bytes + extra, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* base =
+      mmap(nullptr, size_bytes + extra, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (base == MAP_FAILED) throw std::bad_alloc();
   char* data = static_cast<char*>(base);
   if (huge) {
-    char* aligned = reinterpret_cast<char*>(rounded_up(reinterpret_cast<intptr_t>(data), kHugePageBytes));
+    char* aligned =
+        reinterpret_cast<char*>(rounded_up(reinterpret_cast<intptr_t>(data), kHugePageBytes));
     if (aligned > data) munmap(data, aligned - data);
     if (data + extra > aligned) munmap(aligned + size_bytes, data + extra - aligned);
     data = aligned;
@@ -85,7 +88,8 @@ std::shared_ptr<Buffer> BufferPool::take(int64_t size_bytes) {
       free_bytes_ -= buffer->capacity_bytes;
     } else {
       // What is kept is of other sizes than are wanted now: as much of it goes as comes.
-      for (int64_t gone = 0; gone < capacity && !free_.empty(); gone += unfit.back()->capacity_bytes) {
+      for (int64_t gone = 0; gone < capacity && !free_.empty();
+           gone += unfit.back()->capacity_bytes) {
         unfit.push_back(std::move(free_.begin()->second));
         free_.erase(free_.begin());
         free_bytes_ -= unfit.back()->capacity_bytes;
@@ -116,8 +120,9 @@ std::shared_ptr<Buffer> BufferPool::take(int64_t size_bytes) {
   });
 }
 
-// Each part is unmapped by itself, whenever it goes. The last has what is left of the pages: cut off, they would be no
-// huge pages any more. Null where the address space has no room for them: one part alone may have.
+// Each part is unmapped by itself, whenever it goes. The last has what is left of the pages: cut
+// off, they would be no huge pages any more. Null where the address space has no room for them: one
+// part alone may have.
 Buffer* BufferPool::cut(int64_t capacity_bytes, int64_t whole_bytes) {
   char* pages = nullptr;
   try {
@@ -127,7 +132,8 @@ Buffer* BufferPool::cut(int64_t capacity_bytes, int64_t whole_bytes) {
   }
   const int64_t parts = whole_bytes / capacity_bytes;
   for (int64_t part = 1; part < parts; ++part) {
-    const int64_t begin = part * capacity_bytes, end = part + 1 < parts ? begin + capacity_bytes : whole_bytes;
+    const int64_t begin = part * capacity_bytes,
+                  end = part + 1 < parts ? begin + capacity_bytes : whole_bytes;
     {
       std::lock_guard lock(mutex_);
       mapped_bytes_ += end - begin;

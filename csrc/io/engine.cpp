@@ -9,7 +9,8 @@
 namespace espnx::io {
 namespace {
 
-constexpr int64_t kLongestWaitNs = 1'000'000'000;  // a wake-up that is lost costs this, and is no hang
+constexpr int64_t kLongestWaitNs =
+    1'000'000'000;  // a wake-up that is lost costs this, and is no hang
 
 Failure make_failure(Kind kind, int error, std::string what) {
   Failure failure;
@@ -42,12 +43,15 @@ Engine::Engine(EngineOptions options)
       faults_(std::make_shared<FaultState>(options_.rules, options_.seed)),
       process_(getpid()),
       first_file_(reserve_file_numbers()) {
-  if (options_.queue_depth < 1 || options_.queue_depth > 4096 || options_.threads < 1 || options_.threads > 1024) {
-    throw FailureError(make_failure(Kind::invalid, 0, "queue_depth must be 1 to 4096 and threads 1 to 1024"));
+  if (options_.queue_depth < 1 || options_.queue_depth > 4096 || options_.threads < 1 ||
+      options_.threads > 1024) {
+    throw FailureError(
+        make_failure(Kind::invalid, 0, "queue_depth must be 1 to 4096 and threads 1 to 1024"));
   }
   if (options_.request_bytes < kBlockBytes || options_.request_bytes % kBlockBytes != 0 ||
       options_.request_bytes > (1 << 30)) {
-    throw FailureError(make_failure(Kind::invalid, 0, "request_bytes must be a multiple of 4096, at most 1 GiB"));
+    throw FailureError(
+        make_failure(Kind::invalid, 0, "request_bytes must be a multiple of 4096, at most 1 GiB"));
   }
   slots_.resize(options_.queue_depth);
   for (uint64_t i = options_.queue_depth; i-- > 0;) free_slots_.push_back(i);
@@ -82,7 +86,8 @@ Engine::Engine(EngineOptions options)
 Engine::~Engine() { close(5.0); }
 
 std::unique_ptr<Queue> Engine::make_queue() {
-  auto queue = io::make_queue(options_.path, options_.queue_depth, options_.threads, effective_, fallback_reason_);
+  auto queue = io::make_queue(options_.path, options_.queue_depth, options_.threads, effective_,
+                              fallback_reason_);
   return options_.rules.empty() ? std::move(queue) : make_faulty_queue(std::move(queue), faults_);
 }
 
@@ -98,7 +103,8 @@ bool Engine::in_own_process() const { return process_ == getpid(); }
 void Engine::check_process(const std::string& what) const {
   if (in_own_process()) return;
   throw FailureError(
-      make_failure(Kind::invalid, 0, what + ": the engine belongs to the parent process; open one after fork()"));
+      make_failure(Kind::invalid, 0,
+                   what + ": the engine belongs to the parent process; open one after fork()"));
 }
 
 void Engine::check_open(const std::string& what) const {
@@ -107,8 +113,10 @@ void Engine::check_open(const std::string& what) const {
 }
 
 size_t Engine::index_of(int64_t number) const {
-  if (number >= first_file_ && number - first_file_ < kFilesPerEngine) return static_cast<size_t>(number - first_file_);
-  throw FailureError(make_failure(Kind::invalid, 0, "file " + std::to_string(number) + " is not open in this engine"));
+  if (number >= first_file_ && number - first_file_ < kFilesPerEngine)
+    return static_cast<size_t>(number - first_file_);
+  throw FailureError(make_failure(
+      Kind::invalid, 0, "file " + std::to_string(number) + " is not open in this engine"));
 }
 
 void Engine::before(const char* operation, const std::string& path) {
@@ -119,7 +127,8 @@ void Engine::before(const char* operation, const std::string& path) {
   if (rule->fault != Fault::error) return;
   const auto error = static_cast<int>(rule->value);
   const bool full = error == ENOSPC || error == EDQUOT;
-  Failure failure = make_failure(full ? Kind::disk_full : Kind::write, error, std::string(operation) + " failed");
+  Failure failure =
+      make_failure(full ? Kind::disk_full : Kind::write, error, std::string(operation) + " failed");
   if (std::strcmp(operation, "open_read") == 0) failure.kind = Kind::read;
   failure.path = path;
   if (failure.kind == Kind::disk_full) failure.free_bytes = free_bytes(path);
@@ -142,8 +151,8 @@ std::shared_ptr<File> Engine::file(int64_t number) {
   const size_t index = index_of(number);
   std::lock_guard lock(mutex_);
   if (index >= files_.size() || !files_[index]) {
-    throw FailureError(
-        make_failure(Kind::invalid, 0, "file " + std::to_string(number) + " is not open in this engine"));
+    throw FailureError(make_failure(
+        Kind::invalid, 0, "file " + std::to_string(number) + " is not open in this engine"));
   }
   return files_[index];
 }
@@ -182,7 +191,8 @@ std::shared_ptr<Transfer> Engine::submit(TransferSpec spec) {
   Files files;  // only those of the plan: a transfer keeps its files open
   {
     std::lock_guard lock(mutex_);
-    if (stopping_) throw FailureError(make_failure(Kind::closed, 0, "the engine was closed during the call"));
+    if (stopping_)
+      throw FailureError(make_failure(Kind::closed, 0, "the engine was closed during the call"));
     files.resize(files_.size());
     for (int64_t& file : spec.file) {
       const size_t index = index_of(file);
@@ -190,7 +200,8 @@ std::shared_ptr<Transfer> Engine::submit(TransferSpec spec) {
       file = static_cast<int64_t>(index);
     }
   }
-  auto transfer = std::make_shared<Transfer>(std::move(spec), std::move(files), pool_, options_.request_bytes);
+  auto transfer =
+      std::make_shared<Transfer>(std::move(spec), std::move(files), pool_, options_.request_bytes);
   transfer->on_fail = [this, weak = std::weak_ptr<Transfer>(transfer)] {
     if (weak.expired()) return;
     ++failures_;
@@ -200,10 +211,13 @@ std::shared_ptr<Transfer> Engine::submit(TransferSpec spec) {
   };
   bytes_asked_ += transfer->asked_bytes();
   std::lock_guard lock(mutex_);
-  // Under the lock: what is in the list when the I/O thread stops is failed by it, and nothing comes in afterwards.
-  if (stopping_ || !queue_) throw FailureError(make_failure(Kind::closed, 0, "the engine was closed during the call"));
-  auto at = std::find_if(active_.begin(), active_.end(),
-                         [&](const auto& other) { return other->priority() < transfer->priority(); });
+  // Under the lock: what is in the list when the I/O thread stops is failed by it, and nothing
+  // comes in afterwards.
+  if (stopping_ || !queue_)
+    throw FailureError(make_failure(Kind::closed, 0, "the engine was closed during the call"));
+  auto at = std::find_if(active_.begin(), active_.end(), [&](const auto& other) {
+    return other->priority() < transfer->priority();
+  });
   active_.insert(at, transfer);
   queue_->wake();
   return transfer;
@@ -247,8 +261,9 @@ void Engine::close(double grace_s) {
   state_changed_.notify_all();
 }
 
-// After fork(), in the child: a lock may be held and a condition variable slept on by threads that are not here, so
-// that locking the one or destroying the other would wait for ever. What contains them is left where it is.
+// After fork(), in the child: a lock may be held and a condition variable slept on by threads that
+// are not here, so that locking the one or destroying the other would wait for ever. What contains
+// them is left where it is.
 void Engine::forget() {
   stopping_ = true;
   if (!thread_.joinable()) return;
@@ -265,10 +280,11 @@ void Engine::run() {
     while (!stopping_) {
       completions.clear();
       queue_->wait(completions, 1,
-                   kLongestWaitNs);  // whatever has come; under load that is many at a time, without waiting for it
+                   kLongestWaitNs);  // whatever has come; under load that is many at a time,
+                                     // without waiting for it
       for (const Completion& completion : completions) complete(completion);
-      // Before anybody is told: what has ended leaves the list, so that its memory is the caller's alone, and is free
-      // when the caller asks for the next.
+      // Before anybody is told: what has ended leaves the list, so that its memory is the caller's
+      // alone, and is free when the caller asks for the next.
       admit();
       if (cancel_wanted_.exchange(false)) send_cancels();
       notify_touched();
@@ -276,7 +292,8 @@ void Engine::run() {
   } catch (const FailureError& error) {
     fail_everything(error.failure);
   } catch (const std::exception& error) {
-    fail_everything(make_failure(Kind::closed, 0, std::string("the storage engine's thread ended: ") + error.what()));
+    fail_everything(make_failure(
+        Kind::closed, 0, std::string("the storage engine's thread ended: ") + error.what()));
   }
   drain();
 }
@@ -352,7 +369,8 @@ void Engine::complete(const Completion& completion) {
   } else if (failure.kind == Kind::truncated) {
     failure.what = "file ended during the read";
   } else {
-    failure.what = std::string(transfer.reading() ? "read" : "write") + (is_short ? " stays short" : " failed");
+    failure.what = std::string(transfer.reading() ? "read" : "write") +
+                   (is_short ? " stays short" : " failed");
   }
   transfer.fail(std::move(failure));
   end(tag, false);

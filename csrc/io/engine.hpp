@@ -1,7 +1,7 @@
 // The storage engine: one I/O thread, one queue, one completion routine, whatever the queue is.
 //
-//   caller threads -- submit(Transfer) --> active list --> I/O thread: fills the queue, reaps it, retries, fails -->
-//   Transfer --> caller
+//   caller threads -- submit(Transfer) --> active list --> I/O thread: fills the queue, reaps it,
+//   retries, fails --> Transfer --> caller
 #pragma once
 
 #include <atomic>
@@ -24,8 +24,9 @@ namespace espnx::io {
 struct EngineOptions {
   std::string path = "auto";  // auto, uring, posix, memory
   unsigned queue_depth = 128;
-  unsigned threads = 32;              // posix only
-  int64_t request_bytes = 960 << 10;  // more memory segments than many drives take in one request begin at 1 MiB
+  unsigned threads = 32;  // posix only
+  int64_t request_bytes =
+      960 << 10;  // more memory segments than many drives take in one request begin at 1 MiB
   int64_t pool_bytes = 256 << 20;
   bool poison = false;
   std::vector<FaultRule> rules;
@@ -37,8 +38,8 @@ struct EngineStats {
   int64_t in_flight = 0, quarantined_buffers = 0, quarantined_bytes = 0, fault_hits = 0;
 };
 
-// The first of 2^32 numbers for the files of one engine. They differ between engines, of every kind, so that a plan for
-// one cannot read files of another.
+// The first of 2^32 numbers for the files of one engine. They differ between engines, of every
+// kind, so that a plan for one cannot read files of another.
 int64_t reserve_file_numbers();
 
 class Engine {
@@ -59,29 +60,31 @@ class Engine {
   void truncate(int64_t file, int64_t size_bytes);
   void sync(int64_t file);
   void sync_directory(const std::string& path);
-  // Lets an injected fault hit an operation that the caller is about to do itself (rename, unlink). Throws
-  // FailureError.
+  // Lets an injected fault hit an operation that the caller is about to do itself (rename, unlink).
+  // Throws FailureError.
   void before(const char* operation, const std::string& path);
 
   std::shared_ptr<Transfer> submit(TransferSpec spec);
   EngineStats stats();
 
-  // Memory for what is read and written, from the pool that reads without a place of their own use. Throws bad_alloc.
+  // Memory for what is read and written, from the pool that reads without a place of their own use.
+  // Throws bad_alloc.
   std::shared_ptr<Buffer> memory(int64_t size_bytes) { return pool_->take(size_bytes); }
   const std::shared_ptr<BufferPool>& pool() const { return pool_; }
   int64_t mapped_bytes() { return pool_->mapped_bytes(); }
 
-  // A queue of the engine's kind, with its faults, for the thread that calls: what that thread reads itself, nobody has
-  // to be woken for. Throws FailureError.
+  // A queue of the engine's kind, with its faults, for the thread that calls: what that thread
+  // reads itself, nobody has to be woken for. Throws FailureError.
   std::unique_ptr<Queue> thread_queue(unsigned depth);
   // No other engine of this process has it, ever.
   int64_t id() const { return first_file_; }
 
-  // False in a child after fork(): it has the memory of the engine, but neither its thread nor the state of its locks.
+  // False in a child after fork(): it has the memory of the engine, but neither its thread nor the
+  // state of its locks.
   bool in_own_process() const;
 
-  // Fails what is outstanding, waits up to `grace_s` for the device to let go of its buffers, and abandons (never
-  // frees) the rest. Of several callers one closes and the others wait for it.
+  // Fails what is outstanding, waits up to `grace_s` for the device to let go of its buffers, and
+  // abandons (never frees) the rest. Of several callers one closes and the others wait for it.
   void close(double grace_s);
 
  private:
@@ -95,7 +98,8 @@ class Engine {
   std::unique_ptr<Queue> make_queue();
   void check_process(const std::string& what) const;
   void check_open(const std::string& what) const;
-  size_t index_of(int64_t file) const;  // of files_; throws FailureError for the number of another engine's file
+  size_t index_of(int64_t file)
+      const;  // of files_; throws FailureError for the number of another engine's file
   void forget();
   void run();
   void notify_touched();
@@ -114,8 +118,8 @@ class Engine {
   int process_ = 0;
   int64_t first_file_ = 0;
 
-  std::mutex mutex_;  // guards files_, active_, queue_ (its lifetime), up_, closing_, closed_, grace_s_; stopping_ is
-                      // set under it
+  std::mutex mutex_;  // guards files_, active_, queue_ (its lifetime), up_, closing_, closed_,
+                      // grace_s_; stopping_ is set under it
   std::condition_variable state_changed_;
   Files files_;
   std::list<std::shared_ptr<Transfer>> active_;
@@ -127,7 +131,8 @@ class Engine {
   std::vector<Slot> slots_;  // I/O thread only, like the two below
   std::vector<uint64_t> free_slots_;
   std::vector<std::shared_ptr<Transfer>> touched_;
-  std::atomic<int64_t> bytes_asked_{0}, bytes_moved_{0}, requests_{0}, retries_{0}, failures_{0}, in_flight_{0};
+  std::atomic<int64_t> bytes_asked_{0}, bytes_moved_{0}, requests_{0}, retries_{0}, failures_{0},
+      in_flight_{0};
   int64_t abandoned_buffers_ = 0, abandoned_bytes_ = 0;
   std::thread thread_;
 };

@@ -1,5 +1,5 @@
-// What can go wrong with I/O, as data: crosses from the I/O thread to the caller's thread and becomes a typed Python
-// exception there.
+// What can go wrong with I/O, as data: crosses from the I/O thread to the caller's thread and
+// becomes a typed Python exception there.
 #pragma once
 
 #include <cstdint>

@@ -12,19 +12,23 @@
 
 namespace espnx::io {
 
-const FaultRule* FaultState::hit(const char* operation, const std::string& path, int64_t offset_bytes,
-                                 int64_t size_bytes) {
+const FaultRule* FaultState::hit(const char* operation, const std::string& path,
+                                 int64_t offset_bytes, int64_t size_bytes) {
   std::lock_guard lock(mutex_);
   const FaultRule* found = nullptr;
   for (size_t i = 0; i < rules_.size(); ++i) {
     const FaultRule& rule = rules_[i];
-    if (fnmatch(rule.operation.c_str(), operation, 0) != 0 || fnmatch(rule.path.c_str(), path.c_str(), 0) != 0)
+    if (fnmatch(rule.operation.c_str(), operation, 0) != 0 ||
+        fnmatch(rule.path.c_str(), path.c_str(), 0) != 0)
       continue;
-    if (offset_bytes >= rule.end_bytes || offset_bytes + std::max<int64_t>(size_bytes, 1) <= rule.begin_bytes) continue;
+    if (offset_bytes >= rule.end_bytes ||
+        offset_bytes + std::max<int64_t>(size_bytes, 1) <= rule.begin_bytes)
+      continue;
     const int64_t match = ++matches_[i];
     if (found != nullptr || match < rule.nth) continue;
     if (rule.count >= 0 && match >= rule.nth + rule.count) continue;
-    if (rule.probability < 1 && std::uniform_real_distribution<>(0, 1)(random_) >= rule.probability) continue;
+    if (rule.probability < 1 && std::uniform_real_distribution<>(0, 1)(random_) >= rule.probability)
+      continue;
     found = &rule;
   }
   if (found != nullptr) ++hits_;
@@ -49,7 +53,8 @@ struct Pending {
   Request request;  // as the engine made it
   Fault fault;
   int64_t value;
-  std::unique_ptr<char, FreeDeleter> copy;  // a write's flipped bytes; the caller's memory is not touched
+  std::unique_ptr<char, FreeDeleter>
+      copy;  // a write's flipped bytes; the caller's memory is not touched
 };
 
 class FaultyQueue final : public Queue {
@@ -58,8 +63,8 @@ class FaultyQueue final : public Queue {
       : inner_(std::move(inner)), state_(std::move(state)) {}
 
   void submit(const Request& request) override {
-    const FaultRule* rule =
-        state_->hit(request.op == Op::read ? "read" : "write", request.file->path, request.offset, request.size);
+    const FaultRule* rule = state_->hit(request.op == Op::read ? "read" : "write",
+                                        request.file->path, request.offset, request.size);
     if (rule == nullptr) return inner_->submit(request);
     switch (rule->fault) {
       case Fault::error: return done_.push_back({request.tag, -rule->value});
@@ -73,13 +78,13 @@ class FaultyQueue final : public Queue {
     Request changed = request;
     if (rule->fault == Fault::short_ && request.op == Op::write) {
       // A direct write cannot stop inside a block: what lands is whole blocks.
-      changed.size =
-          std::min(request.size, rule->value / request.file->alignment_bytes * request.file->alignment_bytes);
+      changed.size = std::min(request.size, rule->value / request.file->alignment_bytes *
+                                                request.file->alignment_bytes);
       if (changed.size == 0) return done_.push_back({request.tag, 0});
     }
     if (rule->fault == Fault::flip && request.op == Op::write) {
-      pending.copy.reset(static_cast<char*>(
-          std::aligned_alloc(kBlockBytes, (request.size + kBlockBytes - 1) / kBlockBytes * kBlockBytes)));
+      pending.copy.reset(static_cast<char*>(std::aligned_alloc(
+          kBlockBytes, (request.size + kBlockBytes - 1) / kBlockBytes * kBlockBytes)));
       if (!pending.copy) throw std::bad_alloc();
       std::memcpy(pending.copy.get(), request.data, request.size);
       flip(pending.copy.get(), request.size, rule->value);
@@ -116,7 +121,8 @@ class FaultyQueue final : public Queue {
   // The device has written everything; what it is said not to have moved must not be there.
   static void cut(const Pending& pending, int64_t& result) {
     const int64_t kept = std::clamp<int64_t>(pending.value, 0, result);
-    if (pending.request.op == Op::read) std::memset(pending.request.data + kept, 0xA5, result - kept);
+    if (pending.request.op == Op::read)
+      std::memset(pending.request.data + kept, 0xA5, result - kept);
     result = kept;
   }
 
@@ -126,7 +132,9 @@ class FaultyQueue final : public Queue {
   }
 
   Clock::time_point next_late() const {
-    return std::min_element(late_.begin(), late_.end(), [](const Late& a, const Late& b) { return a.at < b.at; })->at;
+    return std::min_element(late_.begin(), late_.end(),
+                            [](const Late& a, const Late& b) { return a.at < b.at; })
+        ->at;
   }
 
   void come_back(Completion completion, std::vector<Completion>& out) {
@@ -135,7 +143,8 @@ class FaultyQueue final : public Queue {
     const Pending& pending = found->second;
     if (completion.result > 0) {
       if (pending.fault == Fault::short_) cut(pending, completion.result);
-      if (pending.fault == Fault::flip && !pending.copy) flip(pending.request.data, completion.result, pending.value);
+      if (pending.fault == Fault::flip && !pending.copy)
+        flip(pending.request.data, completion.result, pending.value);
     }
     if (pending.fault == Fault::delay) {
       late_.push_back({Clock::now() + std::chrono::nanoseconds(pending.value), completion});
@@ -172,7 +181,8 @@ class FaultyQueue final : public Queue {
 
 }  // namespace
 
-std::unique_ptr<Queue> make_faulty_queue(std::unique_ptr<Queue> inner, std::shared_ptr<FaultState> state) {
+std::unique_ptr<Queue> make_faulty_queue(std::unique_ptr<Queue> inner,
+                                         std::shared_ptr<FaultState> state) {
   return std::make_unique<FaultyQueue>(std::move(inner), std::move(state));
 }
 

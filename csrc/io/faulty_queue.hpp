@@ -1,5 +1,5 @@
-// Faults on demand, per request, in front of any queue: how every failure path of the engine and of its users is
-// tested.
+// Faults on demand, per request, in front of any queue: how every failure path of the engine and of
+// its users is tested.
 #pragma once
 
 #include <cstdint>
@@ -23,10 +23,10 @@ enum class Fault : uint8_t {
 };
 
 struct FaultRule {
-  std::string operation =
-      "*";  // read, write, open, allocate, truncate, sync, sync_directory, rename, unlink, ..., or a glob
-  std::string path = "*";   // glob
-  int64_t begin_bytes = 0;  // the request overlaps [begin, end)
+  std::string operation = "*";  // read, write, open, allocate, truncate, sync, sync_directory,
+                                // rename, unlink, ..., or a glob
+  std::string path = "*";       // glob
+  int64_t begin_bytes = 0;      // the request overlaps [begin, end)
   int64_t end_bytes = INT64_MAX;
   int64_t nth = 1;     // from the n-th match on (from 1)
   int64_t count = -1;  // this many times; negative: for ever
@@ -42,7 +42,8 @@ class FaultState {
       : rules_(std::move(rules)), matches_(rules_.size()), random_(seed) {}
 
   // The rule that hits this operation, or null. Counts.
-  const FaultRule* hit(const char* operation, const std::string& path, int64_t offset_bytes, int64_t size_bytes);
+  const FaultRule* hit(const char* operation, const std::string& path, int64_t offset_bytes,
+                       int64_t size_bytes);
   int64_t hits();
 
  private:
@@ -53,6 +54,7 @@ class FaultState {
   std::mt19937_64 random_;
 };
 
-std::unique_ptr<Queue> make_faulty_queue(std::unique_ptr<Queue> inner, std::shared_ptr<FaultState> state);
+std::unique_ptr<Queue> make_faulty_queue(std::unique_ptr<Queue> inner,
+                                         std::shared_ptr<FaultState> state);
 
 }  // namespace espnx::io

@@ -41,23 +41,28 @@ namespace {
   throw FailureError(failure);
 }
 
-// Whether a file may have so many bytes. Asked before they are reserved, for a file system may give all that it has
-// before it finds that this is not enough, and everybody else is out of space meanwhile.
+// Whether a file may have so many bytes. Asked before they are reserved, for a file system may give
+// all that it has before it finds that this is not enough, and everybody else is out of space
+// meanwhile.
 bool may_fit(int fd, int64_t size_bytes) {
   struct stat status = {};
   struct statvfs system = {};
-  if (fstat(fd, &status) != 0 || !S_ISREG(status.st_mode) || fstatvfs(fd, &system) != 0 || system.f_blocks == 0) {
+  if (fstat(fd, &status) != 0 || !S_ISREG(status.st_mode) || fstatvfs(fd, &system) != 0 ||
+      system.f_blocks == 0) {
     return true;
   }
   const int64_t there = std::max<int64_t>(status.st_size, status.st_blocks * 512);
-  return (size_bytes - there) / static_cast<int64_t>(system.f_frsize) <= static_cast<int64_t>(system.f_bfree);
+  return (size_bytes - there) / static_cast<int64_t>(system.f_frsize) <=
+         static_cast<int64_t>(system.f_bfree);
 }
 
 // Opening a FIFO waits for its other end, and a name with a zero byte is another file's.
 void check_name(const std::string& path, Kind kind) {
-  if (path.find('\0') != std::string::npos) fail(Kind::invalid, EINVAL, "a path with a zero byte", "");
+  if (path.find('\0') != std::string::npos)
+    fail(Kind::invalid, EINVAL, "a path with a zero byte", "");
   struct stat status = {};
-  if (stat(path.c_str(), &status) != 0 || S_ISREG(status.st_mode) || S_ISBLK(status.st_mode)) return;
+  if (stat(path.c_str(), &status) != 0 || S_ISREG(status.st_mode) || S_ISBLK(status.st_mode))
+    return;
   fail(kind, S_ISDIR(status.st_mode) ? EISDIR : EINVAL, "cannot open what is no file", path);
 }
 
@@ -65,7 +70,8 @@ int64_t size_of(int fd, const struct stat& status) {
   return S_ISBLK(status.st_mode) ? std::max<int64_t>(lseek(fd, 0, SEEK_END), 0) : status.st_size;
 }
 
-// statx(STATX_DIOALIGN) read from the kernel's own layout: C libraries older than the field do not declare it.
+// statx(STATX_DIOALIGN) read from the kernel's own layout: C libraries older than the field do not
+// declare it.
 struct DioAlign {
   bool known = false;
   uint32_t memory_bytes = 0;
@@ -140,7 +146,8 @@ std::shared_ptr<File> open_file(const std::string& path, Mode mode, Direct direc
     fd = open_retrying(path, flags_of(mode) | O_DIRECT);
     is_direct = fd >= 0;
     if (fd < 0 && (errno != EINVAL || direct == Direct::yes)) {
-      fail(errno == EINVAL ? Kind::unavailable : kind, errno, "cannot open file with O_DIRECT", path);
+      fail(errno == EINVAL ? Kind::unavailable : kind, errno, "cannot open file with O_DIRECT",
+           path);
     }
   }
   if (fd < 0) fd = open_retrying(path, flags_of(mode));
@@ -151,12 +158,15 @@ std::shared_ptr<File> open_file(const std::string& path, Mode mode, Direct direc
   if (is_direct) {
     const DioAlign align = query_dio_align(fd);
     if (align.known && align.offset_bytes == 0) {  // accepts the flag, then fails every transfer
-      if (direct == Direct::yes) fail(Kind::unavailable, EINVAL, "file system has no direct I/O", path);
-      if (fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) & ~O_DIRECT) != 0) fail(kind, errno, "cannot drop O_DIRECT", path);
+      if (direct == Direct::yes)
+        fail(Kind::unavailable, EINVAL, "file system has no direct I/O", path);
+      if (fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) & ~O_DIRECT) != 0)
+        fail(kind, errno, "cannot drop O_DIRECT", path);
       is_direct = false;
     }
     if (is_direct) {
-      file->alignment_bytes = std::max<int64_t>({kBlockBytes, align.offset_bytes, align.memory_bytes});
+      file->alignment_bytes =
+          std::max<int64_t>({kBlockBytes, align.offset_bytes, align.memory_bytes});
     }
   }
   file->direct = is_direct;
@@ -223,14 +233,16 @@ void sync_directory(const std::string& path) {
   const int error = errno;
   close(fd);
   // Some network and FUSE file systems have nothing to flush for a directory and say EINVAL.
-  if (result != 0 && error != EINVAL) fail(Kind::write, error, "cannot flush directory to the device", path);
+  if (result != 0 && error != EINVAL)
+    fail(Kind::write, error, "cannot flush directory to the device", path);
 }
 
 int64_t free_bytes(const std::string& path) {
   struct statvfs status = {};
   if (statvfs(path.c_str(), &status) != 0) {  // perhaps not made yet: then its directory
     const size_t slash = path.rfind('/');
-    const std::string parent = slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1));
+    const std::string parent =
+        slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1));
     if (statvfs(parent.c_str(), &status) != 0) return -1;
   }
   return static_cast<int64_t>(status.f_bavail) * static_cast<int64_t>(status.f_frsize);

@@ -8,12 +8,20 @@
 
 namespace espnx::io {
 
-// GDS and most NVMe drives move 4 KiB blocks whatever O_DIRECT would allow, so nothing smaller is ever asked of the
-// device.
+// GDS and most NVMe drives move 4 KiB blocks whatever O_DIRECT would allow, so nothing smaller is
+// ever asked of the device.
 inline constexpr int64_t kBlockBytes = 4096;
 
-enum class Direct : uint8_t { yes, no, automatic };  // O_DIRECT: required, refused, where the file system takes it
-enum class Mode : uint8_t { read, create, update };  // create truncates; update needs an existing file
+enum class Direct : uint8_t {
+  yes,
+  no,
+  automatic
+};  // O_DIRECT: required, refused, where the file system takes it
+enum class Mode : uint8_t {
+  read,
+  create,
+  update
+};  // create truncates; update needs an existing file
 
 struct File {
   File(std::string path, int fd) : path(std::move(path)), fd(fd) {}
@@ -38,8 +46,9 @@ std::shared_ptr<File> open_file(const std::string& path, Mode mode, Direct direc
 // The same file (or a new, empty one) as anonymous memory. Used by the `memory` engine.
 std::shared_ptr<File> open_memory_file(const std::string& path, Mode mode);
 
-// Reserves [0, size_bytes) so that later writes cannot run out of space. False where the file system cannot reserve (it
-// is extended sparsely then). Throws FailureError: disk_full with bytes needed and free; the file is as it was then.
+// Reserves [0, size_bytes) so that later writes cannot run out of space. False where the file
+// system cannot reserve (it is extended sparsely then). Throws FailureError: disk_full with bytes
+// needed and free; the file is as it was then.
 bool allocate_file(File& file, int64_t size_bytes);
 void truncate_file(File& file, int64_t size_bytes);
 void sync_file(File& file);

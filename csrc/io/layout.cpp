@@ -10,7 +10,9 @@ namespace espnx::io {
 namespace {
 
 int64_t round_down(int64_t value, int64_t alignment) { return value / alignment * alignment; }
-int64_t round_up(int64_t value, int64_t alignment) { return (value + alignment - 1) / alignment * alignment; }
+int64_t round_up(int64_t value, int64_t alignment) {
+  return (value + alignment - 1) / alignment * alignment;
+}
 
 constexpr int64_t kPlanBytesMax = int64_t{1} << 46;  // beyond any machine's address space
 
@@ -26,10 +28,12 @@ std::vector<int64_t> file_order(const Items& items) {
   std::iota(order.begin(), order.end(), 0);
   const auto before = [&](int64_t a, int64_t b) {
     if (items.file[a] != items.file[b]) return items.file[a] < items.file[b];
-    if (items.offset_bytes[a] != items.offset_bytes[b]) return items.offset_bytes[a] < items.offset_bytes[b];
+    if (items.offset_bytes[a] != items.offset_bytes[b])
+      return items.offset_bytes[a] < items.offset_bytes[b];
     return a < b;
   };
-  if (!std::is_sorted(order.begin(), order.end(), before)) std::sort(order.begin(), order.end(), before);
+  if (!std::is_sorted(order.begin(), order.end(), before))
+    std::sort(order.begin(), order.end(), before);
   return order;
 }
 
@@ -39,7 +43,8 @@ void sort_by_need(Layout& layout) {
   std::vector<size_t> rank(layout.extents.size());
   for (size_t i = 0; i < layout.extents.size(); ++i) {
     const Extent& extent = layout.extents[i];
-    need[i] = *std::min_element(layout.order.begin() + extent.first, layout.order.begin() + extent.last);
+    need[i] =
+        *std::min_element(layout.order.begin() + extent.first, layout.order.begin() + extent.last);
     rank[i] = i;
   }
   if (std::is_sorted(need.begin(), need.end())) return;
@@ -53,7 +58,8 @@ void sort_by_need(Layout& layout) {
 void set_expected(Extent& extent, const Files& files, bool reading) {
   extent.expected_bytes = extent.size_bytes;
   if (reading)
-    extent.expected_bytes = std::min(extent.size_bytes, files[extent.file]->size_bytes - extent.offset_bytes);
+    extent.expected_bytes =
+        std::min(extent.size_bytes, files[extent.file]->size_bytes - extent.offset_bytes);
 }
 
 }  // namespace
@@ -63,10 +69,13 @@ void check_items(const Items& items, const Files& files, bool reading) {
   int64_t total_bytes = 0;
   for (int64_t i = 0; i < items.count; ++i) {
     const int64_t file = items.file[i], offset = items.offset_bytes[i], size = items.size_bytes[i];
-    if (file < 0 || file >= count) invalid("file " + std::to_string(file) + " is not open in this engine", i);
+    if (file < 0 || file >= count)
+      invalid("file " + std::to_string(file) + " is not open in this engine", i);
     if (!files[file]) invalid("file " + std::to_string(file) + " was closed", i);
     if (offset < 0 || size < 0 || offset > INT64_MAX - size - 2 * kBlockBytes) {
-      invalid("offset " + std::to_string(offset) + " and size " + std::to_string(size) + " are out of range", i);
+      invalid("offset " + std::to_string(offset) + " and size " + std::to_string(size) +
+                  " are out of range",
+              i);
     }
     // A sparse file can be longer than any memory; sums of sizes must not overflow.
     if (size > kPlanBytesMax - total_bytes)
@@ -129,16 +138,17 @@ Layout pack(const Items& items, const Files& files, int64_t gap_bytes, int64_t l
   return layout;
 }
 
-bool place(const Items& items, const Files& files, const int64_t* out_offset_bytes, const char* base, bool reading,
-           int64_t limit_bytes, Layout& layout) {
+bool place(const Items& items, const Files& files, const int64_t* out_offset_bytes,
+           const char* base, bool reading, int64_t limit_bytes, Layout& layout) {
   layout = Layout();
   layout.position_bytes.assign(items.count, -1);
   layout.order.reserve(items.count);
   layout.extents.reserve(items.count);
-  // In the plan's own order: the caller chose both ends of every item, so only neighbours in the plan can be one
-  // request.
+  // In the plan's own order: the caller chose both ends of every item, so only neighbours in the
+  // plan can be one request.
   for (int64_t i = 0; i < items.count; ++i) {
-    const int64_t size = items.size_bytes[i], offset = items.offset_bytes[i], to = out_offset_bytes[i];
+    const int64_t size = items.size_bytes[i], offset = items.offset_bytes[i],
+                  to = out_offset_bytes[i];
     if (size == 0) continue;
     const int64_t alignment = files[items.file[i]]->alignment_bytes;
     const auto address = reinterpret_cast<intptr_t>(base) + to;
@@ -147,8 +157,9 @@ bool place(const Items& items, const Files& files, const int64_t* out_offset_byt
     layout.position_bytes[i] = to;
     layout.memory_bytes = std::max(layout.memory_bytes, to + size);
     Extent* last = layout.extents.empty() ? nullptr : &layout.extents.back();
-    const bool joins = last && last->file == items.file[i] && last->offset_bytes + last->size_bytes == offset &&
-                       last->place_bytes + last->size_bytes == to && last->size_bytes + size <= limit_bytes;
+    const bool joins =
+        last && last->file == items.file[i] && last->offset_bytes + last->size_bytes == offset &&
+        last->place_bytes + last->size_bytes == to && last->size_bytes + size <= limit_bytes;
     if (!joins) {
       layout.extents.emplace_back();
       last = &layout.extents.back();

@@ -1,5 +1,6 @@
-// A queue that one thread has for itself, and the reads that are under way on it: each with its memory and with what
-// its reader wants to know again when it ends. Short reads go on by themselves.
+// A queue that one thread has for itself, and the reads that are under way on it: each with its
+// memory and with what its reader wants to know again when it ends. Short reads go on by
+// themselves.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +20,8 @@ template <typename Read>
 class OwnQueue {
  public:
   // `grace_ns`: how long the end waits for what is under way.
-  OwnQueue(std::unique_ptr<Queue> queue, int64_t grace_ns) : queue_(std::move(queue)), grace_ns_(grace_ns) {}
+  OwnQueue(std::unique_ptr<Queue> queue, int64_t grace_ns)
+      : queue_(std::move(queue)), grace_ns_(grace_ns) {}
   ~OwnQueue() { release(); }
   OwnQueue(const OwnQueue&) = delete;
   OwnQueue& operator=(const OwnQueue&) = delete;
@@ -42,9 +44,10 @@ class OwnQueue {
     send(tag);
   }
 
-  // Looks at what has ended, once there is so much of it or the time is over, and tells `ended(Read&&, Progress&&,
-  // moved bytes)` of each read that is done or has failed; that may submit others. Returns how many requests had ended.
-  // What `ended` throws leaves the rest of them untold.
+  // Looks at what has ended, once there is so much of it or the time is over, and tells
+  // `ended(Read&&, Progress&&, moved bytes)` of each read that is done or has failed; that may
+  // submit others. Returns how many requests had ended. What `ended` throws leaves the rest of them
+  // untold.
   template <typename Ended>
   size_t wait(size_t at_least, int64_t timeout_ns, Ended&& ended) {
     completions_.clear();
@@ -84,8 +87,8 @@ class OwnQueue {
     }
   }
 
-  // Ends what is under way and gives the queue away. Null where it is broken, or where a read does not end: memory that
-  // a device may still write to is never freed, on purpose.
+  // Ends what is under way and gives the queue away. Null where it is broken, or where a read does
+  // not end: memory that a device may still write to is never freed, on purpose.
   std::unique_ptr<Queue> release() {
     if (!queue_) return nullptr;
     try {

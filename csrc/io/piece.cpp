@@ -40,8 +40,8 @@ Progress advance(Piece& piece, int64_t result) {
   if (moved == piece.expected_bytes) return {Step::done, moved, {}};
   const int64_t end_bytes = piece.offset_bytes + piece.expected_bytes;
   if (piece.op == Op::read) {
-    // A file that is being cut ends inside a block, where O_DIRECT delivers the same few bytes for ever: every short
-    // read asks for the size.
+    // A file that is being cut ends inside a block, where O_DIRECT delivers the same few bytes for
+    // ever: every short read asks for the size.
     try {
       if (end_bytes > piece.file->refresh_size()) {
         Progress progress = failed(piece, Kind::truncated, 0, moved);
@@ -53,10 +53,13 @@ Progress advance(Piece& piece, int64_t result) {
       return failed(piece, Kind::read, error.failure.error, moved);
     }
   }
-  const int64_t whole = piece.file->direct ? moved / piece.file->alignment_bytes * piece.file->alignment_bytes : moved;
+  const int64_t whole = piece.file->direct
+                            ? moved / piece.file->alignment_bytes * piece.file->alignment_bytes
+                            : moved;
   piece.idle_retries = whole > 0 ? 0 : piece.idle_retries + 1;
   if (piece.idle_retries > kIdleRetries) {
-    Progress progress = failed(piece, piece.op == Op::read ? Kind::short_read : Kind::write, 0, moved);
+    Progress progress =
+        failed(piece, piece.op == Op::read ? Kind::short_read : Kind::write, 0, moved);
     progress.failure.got = std::to_string(kIdleRetries) + " completions without progress";
     return progress;
   }

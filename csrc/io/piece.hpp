@@ -1,5 +1,5 @@
-// What one request moves between memory and a file, over as many completions as the device makes of it: the one routine
-// that says what a completion means. Used by whoever has a queue.
+// What one request moves between memory and a file, over as many completions as the device makes of
+// it: the one routine that says what a completion means. Used by whoever has a queue.
 #pragma once
 
 #include <cstdint>
@@ -33,8 +33,8 @@ struct Progress {
   Failure failure;          // of a step that failed; without words for what was read
 };
 
-// A short transfer goes on from its last whole block, because O_DIRECT cannot begin inside one. `result`: of the
-// completion. Never throws.
+// A short transfer goes on from its last whole block, because O_DIRECT cannot begin inside one.
+// `result`: of the completion. Never throws.
 Progress advance(Piece& piece, int64_t result);
 
 }  // namespace espnx::io

@@ -1,5 +1,5 @@
-// Vectors in a pool's memory: large ones come and go in whole mappings. From the allocator's heap they would leave
-// holes, and what is small and stays would settle in them.
+// Vectors in a pool's memory: large ones come and go in whole mappings. From the allocator's heap
+// they would leave holes, and what is small and stays would settle in them.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,8 @@ class Pooled {
   using propagate_on_container_move_assignment = std::true_type;
   using propagate_on_container_swap = std::true_type;
 
-  Pooled(std::shared_ptr<BufferPool> pool) : pool_(std::move(pool)) {}  // NOLINT: a vector is made of a pool
+  Pooled(std::shared_ptr<BufferPool> pool)
+      : pool_(std::move(pool)) {}  // NOLINT: a vector is made of a pool
 
   T* allocate(size_t count) {
     if (count * sizeof(T) < kSmallBytes) return static_cast<T*>(::operator new(count * sizeof(T)));

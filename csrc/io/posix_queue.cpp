@@ -1,5 +1,5 @@
-// The queues that need nothing special: a pool of threads that call pread and pwrite, and the same calls made in place
-// (memory files).
+// The queues that need nothing special: a pool of threads that call pread and pwrite, and the same
+// calls made in place (memory files).
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -20,14 +20,15 @@ namespace {
 int64_t transfer_once(const Request& request) {
   ssize_t result;
   do {
-    result = request.op == Op::read ? pread(request.file->fd, request.data, request.size, request.offset)
-                                    : pwrite(request.file->fd, request.data, request.size, request.offset);
+    result = request.op == Op::read
+                 ? pread(request.file->fd, request.data, request.size, request.offset)
+                 : pwrite(request.file->fd, request.data, request.size, request.offset);
   } while (result < 0 && errno == EINTR);
   return result < 0 ? -errno : result;
 }
 
-// What the threads share. They hold it alive themselves, because a thread stuck in a dead device's pread cannot be
-// joined.
+// What the threads share. They hold it alive themselves, because a thread stuck in a dead device's
+// pread cannot be joined.
 struct PoolState {
   std::mutex mutex;
   std::condition_variable work, done;
@@ -73,7 +74,8 @@ class PosixQueue final : public Queue {
       state_->requests.push_back(request);
       backlog = state_->requests.size();
     }
-    // Threads are started as the work needs them, so that a single read costs one thread and one pread.
+    // Threads are started as the work needs them, so that a single read costs one thread and one
+    // pread.
     if (started_ < limit_ && backlog > idle_guess()) start_thread();
     ++outstanding_;
     state_->work.notify_one();
@@ -82,7 +84,9 @@ class PosixQueue final : public Queue {
   void wait(std::vector<Completion>& out, size_t at_least, int64_t timeout_ns) override {
     std::unique_lock lock(state_->mutex);
     state_->wanted = at_least > out.size() ? at_least - out.size() : 0;
-    const auto ready = [&] { return state_->woken || out.size() + state_->completions.size() >= at_least; };
+    const auto ready = [&] {
+      return state_->woken || out.size() + state_->completions.size() >= at_least;
+    };
     if (timeout_ns < 0) {
       state_->done.wait(lock, ready);
     } else {
@@ -116,8 +120,8 @@ class PosixQueue final : public Queue {
       std::thread([state = state_] { state->run(); }).detach();
       ++started_;
     } catch (const std::system_error& error) {
-      // No memory for a stack, or too many threads. Those that run do the work more slowly; without any nothing would
-      // ever complete.
+      // No memory for a stack, or too many threads. Those that run do the work more slowly; without
+      // any nothing would ever complete.
       if (started_ > 0) return;
       Failure failure;
       failure.kind = Kind::read;
@@ -137,7 +141,9 @@ class PosixQueue final : public Queue {
 
 class InlineQueue final : public Queue {
  public:
-  void submit(const Request& request) override { completions_.push_back({request.tag, transfer_once(request)}); }
+  void submit(const Request& request) override {
+    completions_.push_back({request.tag, transfer_once(request)});
+  }
 
   void wait(std::vector<Completion>& out, size_t at_least, int64_t timeout_ns) override {
     out.insert(out.end(), completions_.begin(), completions_.end());
@@ -169,7 +175,9 @@ class InlineQueue final : public Queue {
 
 }  // namespace
 
-std::unique_ptr<Queue> make_posix_queue(unsigned threads) { return std::make_unique<PosixQueue>(threads); }
+std::unique_ptr<Queue> make_posix_queue(unsigned threads) {
+  return std::make_unique<PosixQueue>(threads);
+}
 std::unique_ptr<Queue> make_inline_queue() { return std::make_unique<InlineQueue>(); }
 
 }  // namespace espnx::io

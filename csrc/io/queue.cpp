@@ -14,8 +14,8 @@ namespace {
 
 }  // namespace
 
-std::unique_ptr<Queue> make_queue(const std::string& path, unsigned depth, unsigned threads, std::string& effective,
-                                  std::string& reason) {
+std::unique_ptr<Queue> make_queue(const std::string& path, unsigned depth, unsigned threads,
+                                  std::string& effective, std::string& reason) {
   effective = path;
   if (path == "memory") return make_inline_queue();
   if (path == "posix") return make_posix_queue(threads);

@@ -1,5 +1,5 @@
-// An asynchronous I/O queue: the one thing that differs between io_uring, a thread pool, memory and an injected fault.
-// Used by a single thread (the engine's I/O thread), except wake().
+// An asynchronous I/O queue: the one thing that differs between io_uring, a thread pool, memory and
+// an injected fault. Used by a single thread (the engine's I/O thread), except wake().
 #pragma once
 
 #include <cstddef>
@@ -32,12 +32,12 @@ class Queue {
  public:
   virtual ~Queue() = default;
 
-  // Hands one request over. The caller never has more than `depth` outstanding. Throws FailureError when the queue
-  // itself is broken.
+  // Hands one request over. The caller never has more than `depth` outstanding. Throws FailureError
+  // when the queue itself is broken.
   virtual void submit(const Request& request) = 0;
 
-  // Appends completions to `out`: returns when at least `at_least` are there, on wake(), or after `timeout_ns`
-  // (negative: no limit).
+  // Appends completions to `out`: returns when at least `at_least` are there, on wake(), or after
+  // `timeout_ns` (negative: no limit).
   virtual void wait(std::vector<Completion>& out, size_t at_least, int64_t timeout_ns) = 0;
 
   // Makes a running or the next wait() return early. Any thread.
@@ -52,10 +52,10 @@ std::unique_ptr<Queue> make_uring_queue(unsigned depth, std::string& reason);
 std::unique_ptr<Queue> make_posix_queue(unsigned threads);
 std::unique_ptr<Queue> make_inline_queue();
 
-// The queue of that name: uring, posix, memory, or auto, the first of the former two that can be had. Belongs to the
-// thread that calls. `effective`: which one it is; `reason`: why auto is not io_uring. Throws FailureError:
-// unavailable, invalid.
-std::unique_ptr<Queue> make_queue(const std::string& path, unsigned depth, unsigned threads, std::string& effective,
-                                  std::string& reason);
+// The queue of that name: uring, posix, memory, or auto, the first of the former two that can be
+// had. Belongs to the thread that calls. `effective`: which one it is; `reason`: why auto is not
+// io_uring. Throws FailureError: unavailable, invalid.
+std::unique_ptr<Queue> make_queue(const std::string& path, unsigned depth, unsigned threads,
+                                  std::string& effective, std::string& reason);
 
 }  // namespace espnx::io

@@ -21,7 +21,8 @@ void check_out_range(const TransferSpec& spec) {
     if (to >= 0 && to <= spec.base_bytes && size <= spec.base_bytes - to) continue;
     Failure failure;
     failure.kind = Kind::invalid;
-    failure.what = "descriptor " + std::to_string(i) + " of the plan does not fit the caller's memory";
+    failure.what =
+        "descriptor " + std::to_string(i) + " of the plan does not fit the caller's memory";
     failure.got = std::to_string(size) + " bytes at " + std::to_string(to);
     failure.expected = "a range inside " + std::to_string(spec.base_bytes) + " bytes";
     throw FailureError(failure);
@@ -33,7 +34,8 @@ void check_checksums(const TransferSpec& spec) {
     if (spec.crc32c[i] >= 0 && spec.crc32c[i] <= UINT32_MAX) continue;
     Failure failure;
     failure.kind = Kind::invalid;
-    failure.what = "descriptor " + std::to_string(i) + " of the plan: its crc32c is not a 32-bit number";
+    failure.what =
+        "descriptor " + std::to_string(i) + " of the plan: its crc32c is not a 32-bit number";
     failure.got = std::to_string(spec.crc32c[i]);
     throw FailureError(failure);
   }
@@ -41,7 +43,8 @@ void check_checksums(const TransferSpec& spec) {
 
 }  // namespace
 
-Transfer::Transfer(TransferSpec spec, Files files, const std::shared_ptr<BufferPool>& pool, int64_t limit_bytes)
+Transfer::Transfer(TransferSpec spec, Files files, const std::shared_ptr<BufferPool>& pool,
+                   int64_t limit_bytes)
     : spec_(std::move(spec)), files_(std::move(files)), limit_bytes_(limit_bytes) {
   check_items(spec_.items(), files_, spec_.reading);
   check_out_range(spec_);
@@ -60,7 +63,8 @@ Transfer::Transfer(TransferSpec spec, Files files, const std::shared_ptr<BufferP
 void Transfer::place_items(const std::shared_ptr<BufferPool>& pool, int64_t limit_bytes) {
   const Items items = spec_.items();
   if (!spec_.out_offset_bytes.empty() || (spec_.base != nullptr && items.count == 0)) {
-    if (place(items, files_, spec_.out_offset_bytes.data(), spec_.base, spec_.reading, limit_bytes, layout_)) {
+    if (place(items, files_, spec_.out_offset_bytes.data(), spec_.base, spec_.reading, limit_bytes,
+              layout_)) {
       position_bytes_ = layout_.position_bytes;
       memory_ = spec_.base;
       memory_bytes_ = spec_.base_bytes;
@@ -70,7 +74,8 @@ void Transfer::place_items(const std::shared_ptr<BufferPool>& pool, int64_t limi
       Failure failure;
       failure.kind = Kind::invalid;
       failure.what =
-          "a write with O_DIRECT needs offsets, sizes and memory that are multiples of " + std::to_string(kBlockBytes);
+          "a write with O_DIRECT needs offsets, sizes and memory that are multiples of " +
+          std::to_string(kBlockBytes);
       throw FailureError(failure);
     }
   }
@@ -158,17 +163,19 @@ bool Transfer::nothing_to_come() const {
 
 bool Transfer::next(std::vector<int64_t>& items, int64_t at_least, int64_t wait_ns) {
   const auto all = static_cast<int64_t>(spec_.file.size());
-  const Clock::time_point until = std::min(deadline_, Clock::now() + std::chrono::nanoseconds(wait_ns));
+  const Clock::time_point until =
+      std::min(deadline_, Clock::now() + std::chrono::nanoseconds(wait_ns));
   std::vector<size_t> extents;
   {
     std::unique_lock lock(mutex_);
     const auto there = [&] { return ready_items_ + static_cast<int64_t>(empty_items_.size()); };
     wanted_items_ = std::max<int64_t>(1, at_least - static_cast<int64_t>(empty_items_.size()));
-    // Another thread may have taken the last items: this one returns when they are checked and copied, or fails with
-    // them.
+    // Another thread may have taken the last items: this one returns when they are checked and
+    // copied, or fails with them.
     const auto last_here = [&] { return there() > 0 && handed_out_ + there() == all; };
-    changed_.wait_until(lock, until,
-                        [&] { return failure_ || there() >= at_least || last_here() || nothing_to_come(); });
+    changed_.wait_until(lock, until, [&] {
+      return failure_ || there() >= at_least || last_here() || nothing_to_come();
+    });
     if (failure_) throw FailureError(*failure_);
     if (there() < at_least && !last_here() && !nothing_to_come()) {
       if (Clock::now() < deadline_) return false;
@@ -239,7 +246,8 @@ Failure Transfer::deadline_failure() const {
     failure.offset_bytes = layout_.extents[i].offset_bytes;
     failure.size_bytes = layout_.extents[i].size_bytes;
   }
-  failure.got = std::to_string(open) + " of " + std::to_string(layout_.extents.size()) + " requests outstanding";
+  failure.got = std::to_string(open) + " of " + std::to_string(layout_.extents.size()) +
+                " requests outstanding";
   failure.expected = "completion within " + std::to_string(spec_.deadline_s) + " s";
   return failure;
 }

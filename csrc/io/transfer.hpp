@@ -39,21 +39,22 @@ struct TransferSpec {
 
 class Transfer {
  public:
-  Transfer(TransferSpec spec, Files files, const std::shared_ptr<BufferPool>& pool, int64_t limit_bytes);
+  Transfer(TransferSpec spec, Files files, const std::shared_ptr<BufferPool>& pool,
+           int64_t limit_bytes);
 
   // --- the caller's side; any thread ---
 
-  // Waits up to `wait_ns` for `at_least` items more than were handed out so far (or the end), checks and copies them in
-  // this thread, and appends their numbers. True once every item has been handed out. Throws FailureError: the first
-  // failure, the deadline.
+  // Waits up to `wait_ns` for `at_least` items more than were handed out so far (or the end),
+  // checks and copies them in this thread, and appends their numbers. True once every item has been
+  // handed out. Throws FailureError: the first failure, the deadline.
   bool next(std::vector<int64_t>& items, int64_t at_least, int64_t wait_ns);
 
-  // Ends the transfer with `failure` unless it has ended. What is already with the device keeps its memory until it
-  // completes.
+  // Ends the transfer with `failure` unless it has ended. What is already with the device keeps its
+  // memory until it completes.
   void fail(Failure failure);
 
-  // Gives the engine's memory back at once, whoever else still holds this transfer. For what has arrived whole, and
-  // been used.
+  // Gives the engine's memory back at once, whoever else still holds this transfer. For what has
+  // arrived whole, and been used.
   void release_memory();
 
   const std::vector<int64_t>& position_bytes() const { return position_bytes_; }
@@ -70,8 +71,8 @@ class Transfer {
 
   // --- the I/O thread's side ---
 
-  // The next piece to submit, at most the engine's request limit long, and the extent that it is of. False at the end
-  // or after a failure.
+  // The next piece to submit, at most the engine's request limit long, and the extent that it is
+  // of. False at the end or after a failure.
   bool take_piece(Piece& piece, size_t& extent);
   bool has_pieces() const { return !failed_ && next_extent_ < layout_.extents.size(); }
   void piece_started() { ++in_flight_, ++requests_; }
@@ -101,7 +102,8 @@ class Transfer {
   std::shared_ptr<Buffer> buffer_;
   char* memory_ = nullptr;
   int64_t memory_bytes_ = 0;
-  bool copies_ = false;  // through the buffer, because the caller's memory or offsets are not aligned
+  bool copies_ =
+      false;  // through the buffer, because the caller's memory or offsets are not aligned
   Clock::time_point deadline_;
 
   size_t next_extent_ = 0;  // I/O thread only
@@ -116,7 +118,8 @@ class Transfer {
   int64_t ready_items_ = 0;
   int64_t wanted_items_ = 0;
   int64_t handed_out_ = 0;
-  int delivering_ = 0;  // threads in deliver(): what they have taken is handed out, but not yet checked and copied
+  int delivering_ = 0;  // threads in deliver(): what they have taken is handed out, but not yet
+                        // checked and copied
   std::vector<int64_t> empty_items_;
   std::optional<Failure> failure_;
 };

@@ -1,6 +1,6 @@
-// io_uring through its system calls: three calls and two shared rings need no library, and run where liburing is not
-// installed. Flags are asked for from newest to oldest kernel. SQPOLL is never used: its kernel thread starves on
-// machines with few cores.
+// io_uring through its system calls: three calls and two shared rings need no library, and run
+// where liburing is not installed. Flags are asked for from newest to oldest kernel. SQPOLL is
+// never used: its kernel thread starves on machines with few cores.
 #include "queue.hpp"
 
 #if __has_include(<linux/io_uring.h>) && !defined(ESPNX_NO_URING)
@@ -84,7 +84,8 @@ class UringQueue final : public Queue {
   }
 
   void wait(std::vector<Completion>& out, size_t at_least, int64_t timeout_ns) override {
-    reap(out);  // before anything is submitted: completions that nobody has taken are what makes a kernel refuse
+    reap(out);  // before anything is submitted: completions that nobody has taken are what makes a
+                // kernel refuse
     bool accepted = submit_backlog();
     const bool is_enough = out.size() >= at_least || woken_;
     if (accepted && is_enough) {
@@ -93,7 +94,8 @@ class UringQueue final : public Queue {
       accepted = enter(static_cast<unsigned>(at_least - out.size()), timeout_ns);
     }
     reap(out);
-    // Under pressure a completion makes room. The caller comes back with everything that was not taken.
+    // Under pressure a completion makes room. The caller comes back with everything that was not
+    // taken.
     if (!accepted && !is_enough && out.size() < at_least && !woken_) {
       wait_for_room();
       reap(out);
@@ -107,8 +109,8 @@ class UringQueue final : public Queue {
 
   void wake() override {
     const uint64_t one = 1;
-    // A full counter (EAGAIN) is already a wake-up. Where the descriptor was closed under us, the limit of a wait has
-    // to do.
+    // A full counter (EAGAIN) is already a wake-up. Where the descriptor was closed under us, the
+    // limit of a wait has to do.
     while (write(wake_fd_, &one, sizeof one) < 0 && errno == EINTR) {
     }
   }
@@ -136,11 +138,14 @@ class UringQueue final : public Queue {
     if (ring_fd_ < 0) {
       reason = std::string("io_uring_setup: ") + std::strerror(errno);
       if (errno == EPERM)
-        reason += " (disabled by the sysctl kernel.io_uring_disabled, or by a container's seccomp profile)";
+        reason +=
+            " (disabled by the sysctl kernel.io_uring_disabled, or by a container's seccomp "
+            "profile)";
       return false;
     }
     if (!(params_.features & kFeatExtArg)) {
-      reason = "this kernel's io_uring has no wait with a time limit (Linux 5.11 or newer is needed)";
+      reason =
+          "this kernel's io_uring has no wait with a time limit (Linux 5.11 or newer is needed)";
       return false;
     }
     return true;
@@ -150,12 +155,14 @@ class UringQueue final : public Queue {
     submission_bytes_ = params_.sq_off.array + params_.sq_entries * sizeof(uint32_t);
     completion_bytes_ = params_.cq_off.cqes + params_.cq_entries * sizeof(io_uring_cqe);
     const bool single = params_.features & IORING_FEAT_SINGLE_MMAP;
-    if (single) submission_bytes_ = completion_bytes_ = std::max(submission_bytes_, completion_bytes_);
+    if (single)
+      submission_bytes_ = completion_bytes_ = std::max(submission_bytes_, completion_bytes_);
     submission_ring_ = map(submission_bytes_, IORING_OFF_SQ_RING);
     completion_ring_ = single ? submission_ring_ : map(completion_bytes_, IORING_OFF_CQ_RING);
     sqes_bytes_ = params_.sq_entries * sizeof(io_uring_sqe);
     sqes_ = static_cast<io_uring_sqe*>(map(sqes_bytes_, IORING_OFF_SQES));
-    if (submission_ring_ == nullptr || completion_ring_ == nullptr || sqes_ == nullptr) return false;
+    if (submission_ring_ == nullptr || completion_ring_ == nullptr || sqes_ == nullptr)
+      return false;
     sq_head_ = at<std::atomic<uint32_t>>(submission_ring_, params_.sq_off.head);
     sq_tail_ = at<std::atomic<uint32_t>>(submission_ring_, params_.sq_off.tail);
     sq_mask_ = *at<uint32_t>(submission_ring_, params_.sq_off.ring_mask);
@@ -169,8 +176,8 @@ class UringQueue final : public Queue {
   }
 
   void* map(size_t bytes, uint64_t what) {
-    void* result =
-        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring_fd_, static_cast<off_t>(what));
+    void* result = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring_fd_,
+                        static_cast<off_t>(what));
     return result == MAP_FAILED ? nullptr : result;
   }
 
@@ -195,24 +202,28 @@ class UringQueue final : public Queue {
   bool submit_backlog() {
     while (!backlog_.empty()) {
       if (queued_ == params_.sq_entries && !enter(0, 0)) return false;
-      for (; !backlog_.empty() && queued_ < params_.sq_entries; backlog_.pop_front()) put(backlog_.front());
+      for (; !backlog_.empty() && queued_ < params_.sq_entries; backlog_.pop_front())
+        put(backlog_.front());
     }
     return true;
   }
 
-  // Submits what is queued, then waits for completions. False under pressure: the kernel has no memory for requests, or
-  // too many completions, and took nothing; that passes, so it is never the end of the queue.
+  // Submits what is queued, then waits for completions. False under pressure: the kernel has no
+  // memory for requests, or too many completions, and took nothing; that passes, so it is never the
+  // end of the queue.
   bool enter(unsigned at_least, int64_t timeout_ns) {
     const unsigned asked = queued_;
     const long result = call_enter(asked, at_least, timeout_ns);
     const int error = result < 0 ? errno : 0;
     queued_ = sq_tail_->load(std::memory_order_relaxed) - sq_head_->load(std::memory_order_acquire);
-    if (error == 0 || error == ETIME || error == EINTR) return asked == 0 || queued_ < asked || error == EINTR;
+    if (error == 0 || error == ETIME || error == EINTR)
+      return asked == 0 || queued_ < asked || error == EINTR;
     if (error == EAGAIN || error == EBUSY || error == ENOMEM) return false;
     fail(error);
   }
 
-  // At most a moment, for a completion: nothing may be with the device, and pressure may come from elsewhere.
+  // At most a moment, for a completion: nothing may be with the device, and pressure may come from
+  // elsewhere.
   void wait_for_room() {
     if (call_enter(0, 1, kRoomWaitNs) < 0 && errno != ETIME) usleep(kRoomWaitNs / 1000);
   }
@@ -221,8 +232,8 @@ class UringQueue final : public Queue {
     Timespec64 limit{timeout_ns / 1'000'000'000, timeout_ns % 1'000'000'000};
     GetEventsArg argument;
     if (at_least > 0 && timeout_ns >= 0) argument.timespec = reinterpret_cast<uint64_t>(&limit);
-    return syscall(SYS_io_uring_enter, ring_fd_, to_submit, at_least, IORING_ENTER_GETEVENTS | kEnterExtArg, &argument,
-                   sizeof argument);
+    return syscall(SYS_io_uring_enter, ring_fd_, to_submit, at_least,
+                   IORING_ENTER_GETEVENTS | kEnterExtArg, &argument, sizeof argument);
   }
 
   [[noreturn]] static void fail(int error) {
@@ -273,7 +284,8 @@ class UringQueue final : public Queue {
   void* completion_ring_ = nullptr;
   io_uring_sqe* sqes_ = nullptr;
   size_t submission_bytes_ = 0, completion_bytes_ = 0, sqes_bytes_ = 0;
-  std::atomic<uint32_t>*sq_head_ = nullptr, *sq_tail_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
+  std::atomic<uint32_t>*sq_head_ = nullptr, *sq_tail_ = nullptr, *cq_head_ = nullptr,
+  *cq_tail_ = nullptr;
   uint32_t sq_mask_ = 0, cq_mask_ = 0;
   io_uring_cqe* cqes_ = nullptr;
 };

@@ -15,8 +15,8 @@ int64_t bits_of(double value) {
 }
 
 // Weighs the terms, and strikes those that no record has.
-void weigh(const std::vector<Dictionary>& segments, const TermRule& rule, const BatchTerms& batch, int64_t* numbers,
-           PlannedLists& plan) {
+void weigh(const std::vector<Dictionary>& segments, const TermRule& rule, const BatchTerms& batch,
+           int64_t* numbers, PlannedLists& plan) {
   plan.weights.assign(batch.n_terms, 0.0);
   plan.absent.assign(batch.n_terms, 0.0f);
   const auto n_segments = static_cast<int64_t>(segments.size());
@@ -52,7 +52,9 @@ int64_t Dictionary::records(int64_t term) const {
   return static_cast<int64_t>(df[term]) - (is_removed ? removed_df[place - removed] : 0);
 }
 
-double Dictionary::step(int64_t term) const { return exponents == nullptr ? 1.0 : std::ldexp(1.0, exponents[term]); }
+double Dictionary::step(int64_t term) const {
+  return exponents == nullptr ? 1.0 : std::ldexp(1.0, exponents[term]);
+}
 
 double TermRule::idf(int64_t df) const {
   const auto n = static_cast<double>(n_records), d = static_cast<double>(df);
@@ -66,8 +68,8 @@ double TermRule::idf(int64_t df) const {
   return std::log((n + 1) / d);
 }
 
-PlannedLists plan_lists(const std::vector<Dictionary>& segments, const TermRule& rule, const BatchTerms& batch,
-                        int64_t* numbers) {
+PlannedLists plan_lists(const std::vector<Dictionary>& segments, const TermRule& rule,
+                        const BatchTerms& batch, int64_t* numbers) {
   PlannedLists plan;
   weigh(segments, rule, batch, numbers, plan);
   const auto n_segments = static_cast<int64_t>(segments.size());
@@ -75,12 +77,14 @@ PlannedLists plan_lists(const std::vector<Dictionary>& segments, const TermRule&
   for (int64_t query = 0; query < batch.n_queries; ++query) {
     for (int64_t i = 0; i < n_segments; ++i) {
       const Dictionary& held = segments[i];
-      for (int64_t place = batch.first_token[query]; place < batch.first_token[query + 1]; ++place) {
+      for (int64_t place = batch.first_token[query]; place < batch.first_token[query + 1];
+           ++place) {
         const int64_t term = batch.tokens[place], number = numbers[i * batch.n_terms + term];
         if (number < 0) continue;
         const int64_t begin = static_cast<int64_t>(held.first[number]) * kListAlignBytes;
         const int64_t end = static_cast<int64_t>(held.first[number + 1]) * kListAlignBytes;
-        const int64_t layer = held.first_layer == nullptr ? 0 : held.first_layer[number] * kListAlignBytes;
+        const int64_t layer =
+            held.first_layer == nullptr ? 0 : held.first_layer[number] * kListAlignBytes;
         const double own = batch.token_weights[place];
         const int64_t weight = bits_of(plan.weights[term] * own * held.step(number));
         const int64_t absent = bits_of(static_cast<double>(plan.absent[term]) * own);

@@ -1,5 +1,6 @@
-// Which lists a batch of queries wants, and what each counts: terms are looked up in the dictionaries of all segments
-// and weighed by what is global. Beside a query's few reads this is what takes time, and far longer in Python.
+// Which lists a batch of queries wants, and what each counts: terms are looked up in the
+// dictionaries of all segments and weighed by what is global. Beside a query's few reads this is
+// what takes time, and far longer in Python.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,8 @@
 
 namespace espnx::postings {
 
-// A segment's terms in the order of their hashes, in memory of the caller's: see espnx/postings/stored/dictionary.py.
+// A segment's terms in the order of their hashes, in memory of the caller's: see
+// espnx/postings/stored/dictionary.py.
 struct Dictionary {
   int64_t n_terms = 0;
   ValueKind kind = ValueKind::kCount;
@@ -19,7 +21,7 @@ struct Dictionary {
   const uint32_t* first = nullptr;  // [n_terms + 1], in units of kListAlignBytes
   const uint32_t* df = nullptr;
   const uint16_t* first_layer = nullptr;  // in the same units; null: lists have one layer
-  const int8_t* exponents = nullptr;      // of impacts: a step of a list is worth 2 to the power of it
+  const int8_t* exponents = nullptr;  // of impacts: a step of a list is worth 2 to the power of it
   // Terms that deleted records had, ascending, and how many of those had them.
   const int64_t* removed = nullptr;
   const int64_t* removed_df = nullptr;
@@ -56,15 +58,16 @@ constexpr int64_t kListColumns = 12;
 struct PlannedLists {
   std::vector<double> weights;  // of each term
   std::vector<float> absent;    // of each term, before a query's weight
-  // [lists, 12], by query, segment, and the order of the query's terms: segment, term, offset_bytes, size_bytes,
-  // first_layer_bytes, whether the first layer alone is read, whether its name is a digest (both 0 here), the bits of
-  // weight and absent, which of the batch's terms it is, query, place among the tokens.
+  // [lists, 12], by query, segment, and the order of the query's terms: segment, term,
+  // offset_bytes, size_bytes, first_layer_bytes, whether the first layer alone is read, whether its
+  // name is a digest (both 0 here), the bits of weight and absent, which of the batch's terms it
+  // is, query, place among the tokens.
   std::vector<int64_t> rows;
 };
 
-// `numbers` [segments, n_terms]: of each term in each segment, -1 where it has none; those that deleted records alone
-// had become -1.
-PlannedLists plan_lists(const std::vector<Dictionary>& segments, const TermRule& rule, const BatchTerms& batch,
-                        int64_t* numbers);
+// `numbers` [segments, n_terms]: of each term in each segment, -1 where it has none; those that
+// deleted records alone had become -1.
+PlannedLists plan_lists(const std::vector<Dictionary>& segments, const TermRule& rule,
+                        const BatchTerms& batch, int64_t* numbers);
 
 }  // namespace espnx::postings

@@ -12,7 +12,9 @@ constexpr int64_t kSignalCheckNs = 50'000'000;
 constexpr int64_t kRequestBytes = 960 << 10;
 constexpr int64_t kGraceNs = 100'000'000;  // for reads that nobody waits for any more
 
-int64_t align_up(int64_t bytes) { return (bytes + io::kBlockBytes - 1) / io::kBlockBytes * io::kBlockBytes; }
+int64_t align_up(int64_t bytes) {
+  return (bytes + io::kBlockBytes - 1) / io::kBlockBytes * io::kBlockBytes;
+}
 
 // A thread's queue outlives its calls: making one takes as long as a few reads.
 struct ThreadQueue {
@@ -26,7 +28,8 @@ ThreadQueue& thread_queue() {
 
 std::unique_ptr<io::Queue> own_queue(io::Engine& engine) {
   ThreadQueue& own = thread_queue();
-  return own.engine == engine.id() && own.queue ? std::move(own.queue) : engine.thread_queue(kDepth);
+  return own.engine == engine.id() && own.queue ? std::move(own.queue)
+                                                : engine.thread_queue(kDepth);
 }
 
 }  // namespace
@@ -61,7 +64,9 @@ void Reads::add(const std::shared_ptr<ReadBatch>& batch, const Want& want, int64
   int64_t at = want.offset_bytes / io::kBlockBytes * io::kBlockBytes;
   while (at < end) {
     const int64_t size = std::min(kRequestBytes, align_up(end - at));
-    waiting_.push_back({batch, {io::Op::read, file, at, batch->buffer->data + place, size, std::min(size, end - at)}});
+    waiting_.push_back(
+        {batch,
+         {io::Op::read, file, at, batch->buffer->data + place, size, std::min(size, end - at)}});
     ++batch->left;
     at += size, place += size;
   }
@@ -77,26 +82,31 @@ void Reads::pump() {
 }
 
 bool Reads::take(size_t at_least, int64_t timeout_ns) {
-  const size_t ended = queue_.wait(at_least, timeout_ns, [](Batch batch, io::Progress progress, int64_t moved_bytes) {
-    batch->bytes_moved += moved_bytes;
-    --batch->left;
-    if (progress.step == io::Step::done) return;
-    progress.failure.what = progress.failure.kind == io::Kind::truncated    ? "a file of posting lists ends early"
-                            : progress.failure.kind == io::Kind::short_read ? "reading a posting list stays short"
-                                                                            : "reading a posting list failed";
-    throw io::FailureError(std::move(progress.failure));
-  });
+  const size_t ended = queue_.wait(
+      at_least, timeout_ns, [](Batch batch, io::Progress progress, int64_t moved_bytes) {
+        batch->bytes_moved += moved_bytes;
+        --batch->left;
+        if (progress.step == io::Step::done) return;
+        progress.failure.what =
+            progress.failure.kind == io::Kind::truncated    ? "a file of posting lists ends early"
+            : progress.failure.kind == io::Kind::short_read ? "reading a posting list stays short"
+                                                            : "reading a posting list failed";
+        throw io::FailureError(std::move(progress.failure));
+      });
   pump();
   return ended > 0;
 }
 
 void Reads::wait(ReadBatch& batch, double deadline_s, const std::function<bool()>& interrupted) {
-  // Nothing to wait for: without a call of the queue, reads ahead would begin only when the next wait must be long.
-  // io_uring looks for ended ones, which make room, only where at least one is asked for.
-  if (batch.left == 0 && (queue_.has_unsent() || !waiting_.empty())) take(waiting_.empty() ? 0 : 1, 0);
+  // Nothing to wait for: without a call of the queue, reads ahead would begin only when the next
+  // wait must be long. io_uring looks for ended ones, which make room, only where at least one is
+  // asked for.
+  if (batch.left == 0 && (queue_.has_unsent() || !waiting_.empty()))
+    take(waiting_.empty() ? 0 : 1, 0);
   if (batch.left == 0) return;
   const auto deadline =
-      io::Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::clamp(deadline_s, 0.0, 1e9) * 1e9));
+      io::Clock::now() +
+      std::chrono::nanoseconds(static_cast<int64_t>(std::clamp(deadline_s, 0.0, 1e9) * 1e9));
   while (batch.left > 0) {
     const int64_t left_ns = std::chrono::nanoseconds(deadline - io::Clock::now()).count();
     const bool has_moved = take(1, std::clamp<int64_t>(left_ns, 0, kSignalCheckNs));

@@ -25,12 +25,15 @@ io::Failure failure_of(io::Kind kind, std::string what) {
 }
 
 [[noreturn]] void interrupt() {
-  throw io::FailureError(failure_of(io::Kind::cancelled, "searching posting lists was interrupted"));
+  throw io::FailureError(
+      failure_of(io::Kind::cancelled, "searching posting lists was interrupted"));
 }
 
-[[noreturn]] void damaged(const SearchRequest& request, const WantedList& list, const std::string& why) {
+[[noreturn]] void damaged(const SearchRequest& request, const WantedList& list,
+                          const std::string& why) {
   const OpenSegment& segment = request.segments[list.segment];
-  io::Failure failure = failure_of(io::Kind::checksum, "the posting list of a term is damaged: " + why);
+  io::Failure failure =
+      failure_of(io::Kind::checksum, "the posting list of a term is damaged: " + why);
   failure.path = segment.name;
   failure.offset_bytes = segment.begin_bytes + list.offset_bytes;
   failure.size_bytes = list.size_bytes;
@@ -38,7 +41,8 @@ io::Failure failure_of(io::Kind kind, std::string what) {
 }
 
 // Null where there is nothing to read.
-std::shared_ptr<io::Transfer> submit(io::Engine& engine, const SearchRequest& request, int64_t begin, int64_t end) {
+std::shared_ptr<io::Transfer> submit(io::Engine& engine, const SearchRequest& request,
+                                     int64_t begin, int64_t end) {
   if (begin == end) return nullptr;
   io::TransferSpec spec;
   spec.deadline_s = request.deadline_s;
@@ -58,8 +62,8 @@ void cancel(const std::shared_ptr<io::Transfer>& transfer) {
 }
 
 // Scans the lists [begin, end) of `request` that have arrived; `data(i)` is where list i lies.
-QueryResult scan_query(const SearchRequest& request, int64_t query, int64_t begin, int64_t end, Scanner& scanner,
-                       const std::function<const uint8_t*(int64_t)>& data) {
+QueryResult scan_query(const SearchRequest& request, int64_t query, int64_t begin, int64_t end,
+                       Scanner& scanner, const std::function<const uint8_t*(int64_t)>& data) {
   QueryResult result;
   TopK best(request.k);
   std::vector<WeightedList> lists;
@@ -70,7 +74,8 @@ QueryResult scan_query(const SearchRequest& request, int64_t query, int64_t begi
     lists.clear(), places.clear();
     for (; i < end && request.lists[i].segment == number; ++i) {
       const WantedList& want = request.lists[i];
-      const StoredList stored{want.term, {data(i), want.size_bytes}, want.first_layer_bytes, want.name, want.is_digest};
+      const StoredList stored{
+          want.term, {data(i), want.size_bytes}, want.first_layer_bytes, want.name, want.is_digest};
       const char* why = nullptr;
       switch (check_list(stored, segment.rules, want.is_prefix, &why)) {
         case ListFault::kDamaged: damaged(request, want, why);
@@ -105,7 +110,8 @@ class Share {
   Share(io::Engine& engine, const SearchRequest& request, std::atomic<bool>& ends)
       : request_(request), ends_(ends), reads_(engine) {}
 
-  void run(int64_t begin, int64_t end, const std::function<bool()>& interrupted, std::vector<QueryResult>& results) {
+  void run(int64_t begin, int64_t end, const std::function<bool()>& interrupted,
+           std::vector<QueryResult>& results) {
     auto asked = io::Clock::now();
     const std::function<bool()> stops = [&] {
       if (ends_) return true;
@@ -117,14 +123,15 @@ class Share {
     int64_t next = begin;
     for (int64_t query = begin; query < end; ++query) {
       if (stops()) interrupt();  // queries whose lists are there already do not wait
-      if (static_cast<int64_t>(ahead_.size()) <= kQueriesAhead / 2) {  // many in one call of the kernel
+      if (static_cast<int64_t>(ahead_.size()) <=
+          kQueriesAhead / 2) {  // many in one call of the kernel
         while (next < end && may_read(next)) start(next++);
       }
       const std::shared_ptr<ReadBatch> batch = ahead_.front();
       reads_.wait(*batch, request_.deadline_s, stops);
       const int64_t first = request_.first_list[query], last = request_.first_list[query + 1];
-      results[query] =
-          scan_query(request_, query, first, last, own_scanner(), [&](int64_t i) { return batch->data(i - first); });
+      results[query] = scan_query(request_, query, first, last, own_scanner(),
+                                  [&](int64_t i) { return batch->data(i - first); });
       results[query].costs = {batch->requests, batch->bytes_asked, batch->bytes_moved};
       ahead_bytes_ -= batch->bytes_asked;
       ahead_.pop_front();
@@ -137,8 +144,8 @@ class Share {
     for (int64_t i = request_.first_list[query]; i < request_.first_list[query + 1]; ++i) {
       bytes += request_.lists[i].size_bytes;
     }
-    return ahead_.empty() ||
-           (static_cast<int64_t>(ahead_.size()) < kQueriesAhead && ahead_bytes_ + bytes <= kBytesAhead);
+    return ahead_.empty() || (static_cast<int64_t>(ahead_.size()) < kQueriesAhead &&
+                              ahead_bytes_ + bytes <= kBytesAhead);
   }
 
   void start(int64_t query) {
@@ -184,7 +191,9 @@ std::vector<QueryResult> search(io::Engine& engine, const SearchRequest& request
 }
 
 Ticket::Ticket(std::shared_ptr<io::Engine> engine, SearchRequest request)
-    : engine_(std::move(engine)), request_(std::move(request)), has_arrived_(request_.lists.size()) {
+    : engine_(std::move(engine)),
+      request_(std::move(request)),
+      has_arrived_(request_.lists.size()) {
   transfer_ = submit(*engine_, request_, 0, lists());
 }
 
@@ -194,7 +203,8 @@ void Ticket::cancel() { postings::cancel(transfer_); }
 
 QueryResult Ticket::result(int64_t n_lists, const std::function<bool()>& interrupted) {
   std::vector<int64_t> items;
-  while (std::find(has_arrived_.begin(), has_arrived_.begin() + n_lists, false) != has_arrived_.begin() + n_lists) {
+  while (std::find(has_arrived_.begin(), has_arrived_.begin() + n_lists, false) !=
+         has_arrived_.begin() + n_lists) {
     items.clear();
     transfer_->next(items, 1, kSignalCheckNs);
     for (const int64_t item : items) has_arrived_[item] = true;

@@ -1,5 +1,5 @@
-// Searches posting lists on storage for many queries: the reads of several queries run ahead of the scan of one, each
-// query's lists in one plan.
+// Searches posting lists on storage for many queries: the reads of several queries run ahead of the
+// scan of one, each query's lists in one plan.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,8 @@
 
 namespace espnx::postings {
 
-// A segment that is open: its lists in a file of an engine, what a scan needs of it in memory of the caller's.
+// A segment that is open: its lists in a file of an engine, what a scan needs of it in memory of
+// the caller's.
 struct OpenSegment {
   SegmentView view;
   int64_t file = 0;
@@ -25,7 +26,8 @@ struct OpenSegment {
 struct WantedList {
   int32_t segment;
   uint32_t term;
-  int64_t offset_bytes, size_bytes;  // in the segment's lists; size_bytes may be that of the first layer alone
+  int64_t offset_bytes,
+      size_bytes;  // in the segment's lists; size_bytes may be that of the first layer alone
   int64_t first_layer_bytes;
   bool is_prefix;
   double weight, absent;
@@ -35,7 +37,8 @@ struct WantedList {
 
 struct SearchRequest {
   std::vector<OpenSegment> segments;
-  std::vector<WantedList> lists;    // by query, by segment, in the order in which the terms are summed
+  std::vector<WantedList>
+      lists;  // by query, by segment, in the order in which the terms are summed
   std::vector<int64_t> first_list;  // of each query, and the end
   std::vector<float> constants;     // of each query: added to every score
   int64_t k = 10;
@@ -47,16 +50,16 @@ struct SearchCosts {
   int64_t requests = 0, bytes_asked = 0, bytes_moved = 0;
 };
 
-// The best records of one query, and what they cost. A list of another term with the same hash is left out, and named:
-// its query is to be asked again without it.
+// The best records of one query, and what they cost. A list of another term with the same hash is
+// left out, and named: its query is to be asked again without it.
 struct QueryResult {
   std::vector<Hit> hits;
   SearchCosts costs;
   std::vector<int64_t> other_terms;  // places in `lists`
 };
 
-// Throws FailureError: the first failure of a read, a damaged list, the deadline, `interrupted` (asked about twenty
-// times a second, by the calling thread alone).
+// Throws FailureError: the first failure of a read, a damaged list, the deadline, `interrupted`
+// (asked about twenty times a second, by the calling thread alone).
 std::vector<QueryResult> search(io::Engine& engine, const SearchRequest& request,
                                 const std::function<bool()>& interrupted);
 

@@ -1,4 +1,5 @@
-"""``espnx completion``: a script by which a shell completes what is typed. Static: while it completes, no Python runs."""
+"""``espnx completion``: a script by which a shell completes what is typed. Static: while it
+completes, no Python runs."""
 
 from __future__ import annotations
 
@@ -25,13 +26,17 @@ def run(args: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError as error:
-        raise MissingDependencyError("espnx completion", got=str(error), expected="shtab", fix="pip install shtab") from error
+        raise MissingDependencyError(
+            "espnx completion", got=str(error), expected="shtab", fix="pip install shtab"
+        ) from error
     from .main import build_parser  # which imports this module when it is asked for
 
     parser = build_parser(*COMMANDS)
     for each in _actions(parser):
         wanted = shtab.DIRECTORY if each.metavar in _DIRECTORIES else shtab.FILE
-        is_place = each.metavar in _FILES | _DIRECTORIES or (not each.option_strings and each.dest in _PLACES)
+        is_place = each.metavar in _FILES | _DIRECTORIES or (
+            not each.option_strings and each.dest in _PLACES
+        )
         if is_place and each.choices is None:
             each.complete = wanted  # where shtab looks
     print(shtab.complete(parser, shell=args.shell))

@@ -1,4 +1,5 @@
-"""What ``espnx device info`` shows: rows by what they mean, with units. Programs get `describe` as it is (--json)."""
+"""What ``espnx device info`` shows: rows by what they mean, with units. Programs get `describe` as
+it is (--json)."""
 
 from __future__ import annotations
 
@@ -23,16 +24,38 @@ _CAPABILITIES = {
     "keeps": "rows outlive the process",
     "hands_out_records": "hands out records",
 }
-_HEAD = ("name", "title", "spec", "kind", "path", "devices", "memory_bytes", "near_storage", "hand_over", "stretch")
+_HEAD = (
+    "name",
+    "title",
+    "spec",
+    "kind",
+    "path",
+    "devices",
+    "memory_bytes",
+    "near_storage",
+    "hand_over",
+    "stretch",
+)
 
 
 def rows_of(facts: Mapping[str, Any]) -> list[Row]:
-    """(what, value, how it is known) of `describe` with the capabilities. What a device of another package adds is shown by its name."""
+    """(what, value, how it is known) of `describe` with the capabilities. What a device of another
+    package adds is shown by its name."""
     known = [*_HEAD, "links", "figures", "capabilities"]
-    rows = [*_head(facts), *(row for name in facts if name not in known for row in _flat(name, facts[name]))]
-    links = {name: per_s for name, per_s in facts.get("links", {}).items() if not name.endswith("accelerator")}
+    rows = [
+        *_head(facts),
+        *(row for name in facts if name not in known for row in _flat(name, facts[name])),
+    ]
+    links = {
+        name: per_s
+        for name, per_s in facts.get("links", {}).items()
+        if not name.endswith("accelerator")
+    }
     if links:
-        rows += [("links as opened", "", ""), *((f"  {name}", format_rate(per_s), "") for name, per_s in links.items())]
+        rows += [
+            ("links as opened", "", ""),
+            *((f"  {name}", format_rate(per_s), "") for name, per_s in links.items()),
+        ]
     group = ""
     for name, text in facts.get("figures", {}).items():
         first, _, rest = name.partition(".")
@@ -46,12 +69,20 @@ def rows_of(facts: Mapping[str, Any]) -> list[Row]:
 
 def _head(facts: Mapping[str, Any]) -> Iterator[Row]:
     yield "name", facts["name"], facts.get("title", "")
-    yield "kind", facts["kind"], "" if facts.get("spec") in (None, facts["name"]) else f"of the spec {facts['spec']}"
+    yield (
+        "kind",
+        facts["kind"],
+        "" if facts.get("spec") in (None, facts["name"]) else f"of the spec {facts['spec']}",
+    )
     yield "path", os.path.abspath(facts["path"]), ""
     if "devices" in facts:
         yield "devices", str(facts["devices"]), "that share links"
     if "memory_bytes" in facts:
-        yield "memory of each", "none" if facts["memory_bytes"] is None else format_size(facts["memory_bytes"]), ""
+        yield (
+            "memory of each",
+            "none" if facts["memory_bytes"] is None else format_size(facts["memory_bytes"]),
+            "",
+        )
     if "near_storage" in facts:
         yield "computes", "near the flash" if facts["near_storage"] else "on the host", ""
     if "hand_over" in facts:
@@ -62,7 +93,11 @@ def _head(facts: Mapping[str, Any]) -> Iterator[Row]:
 
 def _capabilities(capabilities: Mapping[str, Any]) -> Iterator[Row]:
     for name, value in capabilities.items():
-        shown = {True: "yes", False: "no", None: "all"}.get(value) if value is None or isinstance(value, bool) else None
+        shown = (
+            {True: "yes", False: "no", None: "all"}.get(value)
+            if value is None or isinstance(value, bool)
+            else None
+        )
         if shown is None:
             shown = ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
         yield f"  {_CAPABILITIES.get(name, _words(name))}", shown, ""

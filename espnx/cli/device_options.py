@@ -28,20 +28,37 @@ def at_least_0(text: str) -> float:
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:
     """Those of `devices_of`."""
-    parser.add_argument("--device", metavar="NAME", help="near-storage device (`espnx device ls`), or a spec (default: this machine's)")
     parser.add_argument(
-        "--stretch", type=at_least_0, metavar="X", help="of an emulated device: how many seconds one of its own takes; 0: do not wait"
+        "--device",
+        metavar="NAME",
+        help="near-storage device (`espnx device ls`), or a spec (default: this machine's)",
     )
-    parser.add_argument("--record", metavar="FILE", help="write what the device is asked, for `espnx device replay`")
+    parser.add_argument(
+        "--stretch",
+        type=at_least_0,
+        metavar="X",
+        help="of an emulated device: how many seconds one of its own takes; 0: do not wait",
+    )
+    parser.add_argument(
+        "--record", metavar="FILE", help="write what the device is asked, for `espnx device replay`"
+    )
 
 
 @contextmanager
-def devices_of(args: argparse.Namespace, directories: Sequence[str], *, idle: Callable[[], str] = str) -> Iterator[Devices | None]:
-    """Devices for directories, as a command's options name them: open while the block runs. None: nothing was said. Warns of a trace that
-    holds no command: `idle` says in the end why the devices were asked for nothing."""
+def devices_of(
+    args: argparse.Namespace, directories: Sequence[str], *, idle: Callable[[], str] = str
+) -> Iterator[Devices | None]:
+    """Devices for directories, as a command's options name them: open while the block runs. None:
+    nothing was said. Warns of a trace that holds no command: `idle` says in the end why the devices
+    were asked for nothing."""
     if args.record is None and args.device is None:
         if args.stretch is not None:
-            raise InvalidInputError("--stretch", got="no --device", expected="the name of an emulated one", fix="--device smartssd")
+            raise InvalidInputError(
+                "--stretch",
+                got="no --device",
+                expected="the name of an emulated one",
+                fix="--device smartssd",
+            )
         yield None
         return
     from ..device.registry import open_together
@@ -60,4 +77,8 @@ def devices_of(args: argparse.Namespace, directories: Sequence[str], *, idle: Ca
             found = recorded(found, writer)
         yield found
         if args.record is not None and not writer.commands:
-            print(f"espnx: warning: the trace {args.record} is empty: {idle() or 'no device was asked for anything'}", file=sys.stderr)
+            print(
+                f"espnx: warning: the trace {args.record} is empty: "
+                f"{idle() or 'no device was asked for anything'}",
+                file=sys.stderr,
+            )

@@ -1,4 +1,5 @@
-"""How a failure leaves the command line: one paragraph on standard error, an exit code, and the same as JSON where that was asked for."""
+"""How a failure leaves the command line: one paragraph on standard error, an exit code, and the
+same as JSON where that was asked for."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..errors import EspnxError, InvalidInputError, MissingDependencyError, PathUnavailableError, StorageError, WriteError
+from ..errors import (
+    EspnxError,
+    InvalidInputError,
+    MissingDependencyError,
+    PathUnavailableError,
+    StorageError,
+    WriteError,
+)
 from ..suggestions import nearest
 from .output import json_document, write_json
 
@@ -26,8 +34,8 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `UsageError` where argparse would end the process, so that wrong usage can be told as JSON, too; and says what a mistyped
-    word was meant to be."""
+    """Raises `UsageError` where argparse would end the process, so that wrong usage can be told as
+    JSON, too; and says what a mistyped word was meant to be."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(self, message)
@@ -41,18 +49,23 @@ class Parser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
     def usage_line(self) -> str:
-        """What has to be given, in one line: argparse's own has every option, 30 lines of a large command."""
+        """What has to be given, in one line: argparse's own has every option, 30 lines of a large
+        command."""
         formatter = argparse.HelpFormatter(self.prog, width=10_000)
-        formatter.add_usage(None, [each for each in self._actions if each.required or not each.option_strings], [])
+        formatter.add_usage(
+            None, [each for each in self._actions if each.required or not each.option_strings], []
+        )
         options = "" if self._subparsers else f" [options]; `{self.prog} --help` lists them"
         return formatter.format_help().strip() + options
 
     def meant_by(self, words: Sequence[str]) -> list[str]:
-        """A question for each option among the words of a command line that there is not, where one looks like it."""
+        """A question for each option among the words of a command line that there is not, where one
+        looks like it."""
         known, found = self._option_string_actions, list[str]()
         for word in itertools.takewhile(lambda word: word != "--", words):
             name = word.partition("=")[0]
-            is_known = any(each.startswith(name) for each in known)  # argparse takes options cut short
+            # argparse takes options cut short
+            is_known = any(each.startswith(name) for each in known)
             if name.startswith("--") and not is_known and (meant := nearest(name, known)):
                 found.append(f"{name}: did you mean {meant}?")
         return found
@@ -68,7 +81,9 @@ def json_of(argv: Sequence[str]) -> str | None:
     return None
 
 
-def report(error: BaseException, *, command: str | None, json: str | None, code: int | None = None) -> int:
+def report(
+    error: BaseException, *, command: str | None, json: str | None, code: int | None = None
+) -> int:
     """Says what went wrong, and returns the exit code that belongs to it.
 
     Args:
@@ -81,8 +96,12 @@ def report(error: BaseException, *, command: str | None, json: str | None, code:
         print(error.parser.usage_line(), file=sys.stderr)
         print(f"{error.parser.prog}: error: {error}", file=sys.stderr)
     else:
-        print(f"espnx: {'' if isinstance(error, KeyboardInterrupt) else 'error: '}{sentence(error)}", file=sys.stderr)
-    if json is not None and not (isinstance(error, WriteError) and error.path == json):  # that would fail again
+        print(
+            f"espnx: {'' if isinstance(error, KeyboardInterrupt) else 'error: '}{sentence(error)}",
+            file=sys.stderr,
+        )
+    # that would fail again
+    if json is not None and not (isinstance(error, WriteError) and error.path == json):
         try:
             write_json(json, json_document(command or "", error=described(error, code)))
         except (EspnxError, OSError) as second:  # the first one is told already
@@ -106,12 +125,18 @@ def sentence(error: BaseException) -> str:
         text = " ".join(str(error).split())
     elif isinstance(error, ImportError) and not isinstance(error, MissingDependencyError):
         missing = error.name or "a package"
-        text = f"{missing} cannot be imported: {error}. `espnx doctor` says what is missing and how to get it"
+        text = (
+            f"{missing} cannot be imported: {error}. `espnx doctor` says what is missing and how "
+            "to get it"
+        )
     elif isinstance(error, OSError):
         text = str(error)
     else:
         kind = type(error).__name__
-        text = f"unexpected {kind}: {error}. ESPNX_DEBUG=1 shows where; `espnx env` has what a report needs"
+        text = (
+            f"unexpected {kind}: {error}. ESPNX_DEBUG=1 shows where; `espnx env` has what a report "
+            "needs"
+        )
     return "; ".join([text, *getattr(error, "__notes__", ())])
 
 
@@ -121,9 +146,12 @@ def described(error: BaseException, code: int) -> dict[str, Any]:
     message = str(error) if isinstance(error, UsageError) else sentence(error)
     got = expected = fix = path = None
     if isinstance(error, EspnxError):
-        got, expected = (None if value is None else str(value) for value in (error.got, error.expected))
+        got, expected = (
+            None if value is None else str(value) for value in (error.got, error.expected)
+        )
         fix, path = error.fix, error.path if isinstance(error, StorageError) else None
     what = error.what if isinstance(error, EspnxError) else message
     return {
-        "class": kind, "message": message, "what": what, "got": got, "expected": expected, "fix": fix, "path": path, "exit_code": code
+        "class": kind, "message": message, "what": what, "got": got, "expected": expected,
+        "fix": fix, "path": path, "exit_code": code,
     }  # fmt: skip

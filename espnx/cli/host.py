@@ -1,4 +1,5 @@
-"""Facts about this machine, read from the kernel with the standard library alone, so that they can be had when torch is broken."""
+"""Facts about this machine, read from the kernel with the standard library alone, so that they can
+be had when torch is broken."""
 
 from __future__ import annotations
 
@@ -24,8 +25,19 @@ CPU_FLAGS = (
     "amx_bf16",
     "amx_int8",
 )
-# Copies of these in one process decide what a GPU read really does; two copies of an OpenMP runtime fight for the cores.
-LIBRARIES = ("libcufile", "libcuda.so", "libcudart", "libgomp", "libiomp", "libomp", "libfaiss", "liburing", "libtorch_cpu")
+# Copies of these in one process decide what a GPU read really does; two copies of an OpenMP runtime
+# fight for the cores.
+LIBRARIES = (
+    "libcufile",
+    "libcuda.so",
+    "libcudart",
+    "libgomp",
+    "libiomp",
+    "libomp",
+    "libfaiss",
+    "liburing",
+    "libtorch_cpu",
+)
 
 
 @dataclass(frozen=True)
@@ -87,13 +99,15 @@ def existing(path: str | os.PathLike[str]) -> str:
 
 
 def block_device(numbers: str) -> str | None:
-    """``259:1`` -> ``nvme0n1p1``; None for what has no block device (tmpfs, overlay, network file systems)."""
+    """``259:1`` -> ``nvme0n1p1``; None for what has no block device (tmpfs, overlay, network file
+    systems)."""
     link = Path("/sys/dev/block", numbers)
     return link.resolve().name if link.exists() else None
 
 
 def disk_of(device: str) -> dict[str, str | None]:
-    """Model, queue and sizes of the disk under a block device (of the whole disk, for a partition)."""
+    """Model, queue and sizes of the disk under a block device (of the whole disk, for a
+    partition)."""
     folder = Path("/sys/class/block", device).resolve()
     if (folder / "partition").exists():
         folder = folder.parent
@@ -108,7 +122,8 @@ def disk_of(device: str) -> dict[str, str | None]:
 
 
 def o_direct_support(directory: str | os.PathLike[str]) -> tuple[bool | None, str]:
-    """Whether files in `directory` open with O_DIRECT, and how we know. None: cannot be tried, because no file can be made there."""
+    """Whether files in `directory` open with O_DIRECT, and how we know. None: cannot be tried,
+    because no file can be made there."""
     try:
         descriptor, name = tempfile.mkstemp(prefix=".espnx-probe-", dir=directory)
     except OSError as error:
@@ -118,13 +133,17 @@ def o_direct_support(directory: str | os.PathLike[str]) -> tuple[bool | None, st
         os.close(os.open(name, os.O_RDWR | os.O_DIRECT))
         return True, "open with O_DIRECT succeeded"
     except OSError as error:
-        return False, f"open with O_DIRECT failed: {errno.errorcode.get(error.errno or 0, error.errno)}"
+        return (
+            False,
+            f"open with O_DIRECT failed: {errno.errorcode.get(error.errno or 0, error.errno)}",
+        )
     finally:
         os.unlink(name)
 
 
 def cpu() -> dict[str, object]:
-    """Model name, cores, the cores this process may use, and the instruction sets that espnx looks at."""
+    """Model name, cores, the cores this process may use, and the instruction sets that espnx looks
+    at."""
     text = read_text("/proc/cpuinfo") or ""
     model = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
     flags = re.search(r"^flags\s*:\s*(.*)$", text, re.MULTILINE)
@@ -139,31 +158,46 @@ def cpu() -> dict[str, object]:
 
 def memory_bytes() -> dict[str, int]:
     """Total, available and swap memory."""
-    values = dict(re.findall(r"^(\w+):\s+(\d+) kB$", read_text("/proc/meminfo") or "", re.MULTILINE))
+    values = dict(
+        re.findall(r"^(\w+):\s+(\d+) kB$", read_text("/proc/meminfo") or "", re.MULTILINE)
+    )
     names = {"MemTotal": "total", "MemAvailable": "available", "SwapTotal": "swap"}
     return {name: int(values[key]) * 1024 for key, name in names.items() if key in values}
 
 
 def cgroup_limits() -> dict[str, str | None]:
-    """Memory, CPU and I/O limits of the control group that we see at the top (version 2 or 1); None where there is none."""
+    """Memory, CPU and I/O limits of the control group that we see at the top (version 2 or 1); None
+    where there is none."""
     files = {
         "memory": ("memory.max", "memory/memory.limit_in_bytes"),
         "cpu": ("cpu.max", "cpu/cpu.cfs_quota_us"),
         "io": ("io.max", "blkio/blkio.throttle.read_bps_device"),
     }
     top = Path("/sys/fs/cgroup")
-    return {name: next((text for file in choices if (text := read_text(top / file))), None) for name, choices in files.items()}
+    return {
+        name: next((text for file in choices if (text := read_text(top / file))), None)
+        for name, choices in files.items()
+    }
 
 
 def usable_memory_bytes() -> int | None:
-    """What programs may take now: memory that is available, and no more than the control group allows. None where nothing says so."""
+    """What programs may take now: memory that is available, and no more than the control group
+    allows. None where nothing says so."""
     limit = cgroup_limits()["memory"]
-    known = [memory_bytes().get("available"), int(limit) if limit is not None and limit.isdigit() else None]
+    known = [
+        memory_bytes().get("available"),
+        int(limit) if limit is not None and limit.isdigit() else None,
+    ]
     return min((size for size in known if size is not None), default=None)
 
 
 def mapped_libraries(maps: str | None = None) -> list[str]:
-    """Paths of the libraries of interest that are mapped into a process (this one, or the text of a /proc/PID/maps)."""
+    """Paths of the libraries of interest that are mapped into a process (this one, or the text of a
+    /proc/PID/maps)."""
     text = (read_text("/proc/self/maps") if maps is None else maps) or ""
-    paths = {line.split(maxsplit=5)[5] for line in text.splitlines() if len(line.split(maxsplit=5)) == 6}
-    return sorted(path for path in paths if any(Path(path).name.startswith(name) for name in LIBRARIES))
+    paths = {
+        line.split(maxsplit=5)[5] for line in text.splitlines() if len(line.split(maxsplit=5)) == 6
+    }
+    return sorted(
+        path for path in paths if any(Path(path).name.startswith(name) for name in LIBRARIES)
+    )

@@ -1,4 +1,5 @@
-"""The command ``espnx``: finds the subcommand, imports it alone, runs it, and turns failures into one paragraph and an exit code."""
+"""The command ``espnx``: finds the subcommand, imports it alone, runs it, and turns failures into
+one paragraph and an exit code."""
 
 from __future__ import annotations
 
@@ -20,10 +21,13 @@ why; ESPNX_DEBUG=1 shows tracebacks."""
 
 
 def build_parser(*chosen: str | None) -> argparse.ArgumentParser:
-    """The parser of the whole command line. Only `chosen` commands (keys of `COMMANDS`) are imported and have their options."""
+    """The parser of the whole command line. Only `chosen` commands (keys of `COMMANDS`) are
+    imported and have their options."""
     parser = Parser(
         prog="espnx",
-        description="Inference larger than memory: KV caches and multi-vector retrieval served from SSD.",
+        description=(
+            "Inference larger than memory: KV caches and multi-vector retrieval served from SSD."
+        ),
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -37,10 +41,16 @@ def build_parser(*chosen: str | None) -> argparse.ArgumentParser:
             if words[0] not in groups:
                 text = GROUPS.get(words[0], "")
                 group = top.add_parser(words[0], help=text, description=text)
-                groups[words[0]] = group.add_subparsers(dest="subcommand", metavar="COMMAND", title="commands", required=True)
+                groups[words[0]] = group.add_subparsers(
+                    dest="subcommand", metavar="COMMAND", title="commands", required=True
+                )
             where = groups[words[0]]
         sub = where.add_parser(
-            name, help=command.help, description=command.help, epilog=command.epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+            name,
+            help=command.help,
+            description=command.help,
+            epilog=command.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.set_defaults(parser=sub)
         if key in chosen:
@@ -51,21 +61,27 @@ def build_parser(*chosen: str | None) -> argparse.ArgumentParser:
 
 
 def chosen_command(argv: Sequence[str]) -> str | None:
-    """The key of the command that the arguments name, or None. Options before the command (``--version``) take no values."""
+    """The key of the command that the arguments name, or None. Options before the command
+    (``--version``) take no values."""
     words = [word for word in argv if not word.startswith("-")]
-    return next((key for key in (" ".join(words[:2]), " ".join(words[:1])) if key in COMMANDS), None)
+    return next(
+        (key for key in (" ".join(words[:2]), " ".join(words[:1])) if key in COMMANDS), None
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns its exit code; never lets a traceback out unless ESPNX_DEBUG is set."""
+    """Runs one command line and returns its exit code; never lets a traceback out unless
+    ESPNX_DEBUG is set."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
             return _run(argv)
         finally:
-            sys.stdout.flush()  # a closed pipe shows here, where it can be caught, not while Python shuts down
+            # a closed pipe shows here, where it can be caught, not while Python shuts down
+            sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output (head, less) has gone; Python would complain once more while it closes standard output.
+        # The reader of our output (head, less) has gone; Python would complain once more while it
+        # closes standard output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (Exception, KeyboardInterrupt) as error:
@@ -79,10 +95,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     try:
         args, unknown = build_parser(chosen_command(argv)).parse_known_args(argv)
         if unknown:  # argparse would show the usage of the whole program
-            parser: argparse.ArgumentParser = args.parser if hasattr(args, "parser") else build_parser()
+            parser: argparse.ArgumentParser = (
+                args.parser if hasattr(args, "parser") else build_parser()
+            )
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     except UsageError as error:  # a mistyped option shows as one that is missing, too
-        raise UsageError(error.parser, "; ".join([str(error), *error.parser.meant_by(argv)])) from None
+        raise UsageError(
+            error.parser, "; ".join([str(error), *error.parser.meant_by(argv)])
+        ) from None
     return args
 
 

@@ -1,4 +1,5 @@
-"""What all commands end with: a text on standard output, and a JSON document that appears whole or not at all."""
+"""What all commands end with: a text on standard output, and a JSON document that appears whole or
+not at all."""
 
 from __future__ import annotations
 
@@ -20,13 +21,20 @@ _JSON, _OTHER_JSON = "cannot write JSON", "name another file after --json"
 
 def add_memory_option(parser: ArgumentParser) -> None:
     """Of what builds and changes an index, see `BuildOptions.memory`."""
-    said = "what the process may use, such as 2GiB (default: 1GiB, or half a GiB beside what it holds where that is more)"
+    said = (
+        "what the process may use, such as 2GiB (default: 1GiB, or half a GiB beside what it holds "
+        "where that is more)"
+    )
     parser.add_argument("--memory", metavar="SIZE", help=said)
 
 
 def add_json_option(parser: ArgumentParser) -> None:
     """Adds ``--json FILE``; ``-`` prints the document instead of the table."""
-    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON ('-': on standard output, instead of the table)")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="also write the result as JSON ('-': on standard output, instead of the table)",
+    )
 
 
 def json_document(command: str, **fields: Any) -> dict[str, Any]:
@@ -35,13 +43,15 @@ def json_document(command: str, **fields: Any) -> dict[str, Any]:
 
 
 def check_json(destination: str) -> None:
-    """Whether `write_json` could write there: asked before the work whose result it is. Raises WriteError."""
+    """Whether `write_json` could write there: asked before the work whose result it is. Raises
+    WriteError."""
     if destination != "-":
         check_writable(destination, _JSON, _OTHER_JSON)
 
 
 def write_json(destination: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
-    """Writes a document to a file, as `write_whole` does, or to standard output for ``-``. Raises WriteError."""
+    """Writes a document to a file, as `write_whole` does, or to standard output for ``-``. Raises
+    WriteError."""
     text = render_json(document)
     if destination == "-":
         sys.stdout.write(text)
@@ -50,8 +60,8 @@ def write_json(destination: str | os.PathLike[str], document: Mapping[str, Any])
 
 
 def check_writable(path: str | os.PathLike[str], what: str, fix: str) -> None:
-    """Whether `write_whole` could write there; nothing is left of the trial. Raises WriteError, which says `what` cannot be done, and the
-    way to `fix` it."""
+    """Whether `write_whole` could write there; nothing is left of the trial. Raises WriteError,
+    which says `what` cannot be done, and the way to `fix` it."""
     directory, name = os.path.split(target := os.path.realpath(path))
     try:
         if os.path.isdir(target):
@@ -64,7 +74,8 @@ def check_writable(path: str | os.PathLike[str], what: str, fix: str) -> None:
 
 
 def write_whole(path: str | os.PathLike[str], text: str, what: str, fix: str) -> None:
-    """Makes or replaces a file in one step, the one that a link names; a pipe or a device is written to.
+    """Makes or replaces a file in one step, the one that a link names; a pipe or a device is
+    written to.
 
     Raises:
         WriteError: as `check_writable` has it; what stood there before is untouched.
@@ -76,7 +87,9 @@ def write_whole(path: str | os.PathLike[str], text: str, what: str, fix: str) ->
             with open(path, "w", encoding="utf-8") as stream:
                 stream.write(text)
             return
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=directory, prefix=f".{name}.", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=directory, prefix=f".{name}.", delete=False
+        ) as file:
             temporary = file.name
             file.write(text)
         os.chmod(temporary, 0o666 & ~_umask())
@@ -101,7 +114,8 @@ def emit(args: Namespace, text: str, document: Mapping[str, Any]) -> None:
 
 
 def _umask() -> int:
-    """The process's file mode mask: temporary files are private, results should be as readable as any other file."""
+    """The process's file mode mask: temporary files are private, results should be as readable as
+    any other file."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

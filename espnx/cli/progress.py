@@ -1,4 +1,5 @@
-"""Progress on standard error: a bar with rate and time left on a terminal (rich), a line now and then elsewhere."""
+"""Progress on standard error: a bar with rate and time left on a terminal (rich), a line now and
+then elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class ProgressLine:
     """Shows one phase at a time; a context manager.
 
     Args:
-        is_terse: nothing is said where there is no terminal: for commands that are over in a moment.
+        is_terse: nothing is said where there is no terminal: for commands that are over in a
+            moment.
     """
 
     def __init__(self, *, is_terse: bool = False) -> None:
@@ -56,13 +58,20 @@ class ProgressLine:
             self._bar.remove_task(task)
 
     def update(self, phase: str, done: int, total: int | None) -> None:
-        """`total` None: not known. The first call of a phase says where it begins: what is done then counts in no rate."""
+        """`total` None: not known. The first call of a phase says where it begins: what is done
+        then counts in no rate."""
         now = time.monotonic()
         if total is not None:
-            total = max(done, total)  # lines of a file were counted, and a document may have several
+            # lines of a file were counted, and a document may have several
+            total = max(done, total)
         if phase != self._phase:
             self._end_phase()
-            self._phase, self._begun, self._last, self._first_done = phase, now, now - _PLAIN_EVERY_S, done
+            self._phase, self._begun, self._last, self._first_done = (
+                phase,
+                now,
+                now - _PLAIN_EVERY_S,
+                done,
+            )
             if self._bar is not None:
                 self._task = self._bar.add_task(phase, total=total, shown="", ends_at=None)
         rate = (done - self._first_done) / max(now - self._begun, 1e-9)
@@ -71,7 +80,9 @@ class ProgressLine:
             ends_at = now + (total - done) / rate if total and rate > 0 else None
             self._bar.update(self._task, completed=done, total=total, shown=shown, ends_at=ends_at)
             return
-        left = f", {(total - done) / rate:,.0f} s left" if total and rate > 0 and done < total else ""
+        left = (
+            f", {(total - done) / rate:,.0f} s left" if total and rate > 0 and done < total else ""
+        )
         known = f"{done:,} of {total:,}" if total else f"{done:,}"
         self._line = f"{phase}: {known}{', ' if rate > 0 else ''}{_rate(rate)}{left}"
         if now - self._last >= _PLAIN_EVERY_S or done == total:
@@ -90,7 +101,12 @@ class ProgressLine:
             print(self._line, file=sys.stderr, flush=True)
         self._printed = self._line
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._end_phase()
         if self._bar is not None:
             self._bar.stop()
@@ -116,7 +132,8 @@ def _make_bar() -> Any:
     from rich.text import Text
 
     class Counted(ProgressColumn):
-        """Another column for tasks whose end is known; a full bar would say of the others that they are done."""
+        """Another column for tasks whose end is known; a full bar would say of the others that they
+        are done."""
 
         def __init__(self, column: ProgressColumn, otherwise: ProgressColumn | None = None):
             super().__init__()

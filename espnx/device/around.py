@@ -1,4 +1,5 @@
-"""A part of a device that stands in front of another: traces and emulation add something to its work, and say of the rest what it says."""
+"""A part of a device that stands in front of another: traces and emulation add something to its
+work, and say of the rest what it says."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from .crew import Clock, clock_of
 
 
 def topologies_of(*devices: object) -> list[Any]:
-    """The topologies (`espnx.device.emulation.topology`) in whose time emulated devices are, each once; of other devices none. What stands
-    in front of some has them as ``topologies``."""
+    """The topologies (`espnx.device.emulation.topology`) in whose time emulated devices are, each
+    once; of other devices none. What stands in front of some has them as ``topologies``."""
     found = list[Any]()
     for each in devices:
         alone = getattr(each, "topology", None)
@@ -31,8 +32,8 @@ class Around:
 
 
 class PartAround(Around):
-    """The inner part is closed with it. A class derived from it has a `submit` of its own, and is made by
-    `espnx.device.kinds.PartKind.around`, so that no call comes past that."""
+    """The inner part is closed with it. A class derived from it has a `submit` of its own, and is
+    made by `espnx.device.kinds.PartKind.around`, so that no call comes past that."""
 
     @property
     def clock(self) -> Clock | None:

@@ -1,8 +1,10 @@
-"""A verb is a value: what a part of a device is asked for is a `Command`, and `submit` is the door through which it comes.
+"""A verb is a value: what a part of a device is asked for is a `Command`, and `submit` is the door
+through which it comes.
 
-A part has a call for each verb (`distances`, `scan`, `put`); a command is such a call, with its arguments. Whatever stands in front of
-parts (emulation, traces, several devices as one) sees commands alone, and is written once for all verbs; its own calls make commands
-again (`espnx.device.kinds.PartKind.around`).
+A part has a call for each verb (`distances`, `scan`, `put`); a command is such a call, with its
+arguments. Whatever stands in front of parts (emulation, traces, several devices as one) sees
+commands alone, and is written once for all verbs; its own calls make commands again
+(`espnx.device.kinds.PartKind.around`).
 """
 
 from __future__ import annotations
@@ -16,18 +18,22 @@ import numpy as np
 from ..storage.parse import Fields
 from .interface import DeviceStats
 
-#: Is told of each step of a command whose work comes in steps (the rounds of a walk), in any thread.
+#: Is told of each step of a command whose work comes in steps (the rounds of a walk), in any
+#: thread.
 Watch = Callable[[Any], None]
 
 
 class Command:
-    """What a part is asked for. A dataclass derives for each verb: its fields are the arguments of the call of that name.
+    """What a part is asked for. A dataclass derives for each verb: its fields are the arguments of
+    the call of that name.
 
     Attributes:
-        verb: its name, in traces, faults and the verbs of an accelerator (`espnx.device.model.spec`).
+        verb: its name, in traces, faults and the verbs of an accelerator
+            (`espnx.device.model.spec`).
         is_done: its call returns the result, and no ticket.
         comes_in_steps: its call has a ``watch``, which is told of each step.
-        takes_more: its ticket may be asked for more (`add`) until it is finished: its line in a trace is written then.
+        takes_more: its ticket may be asked for more (`add`) until it is finished: its line in a
+            trace is written then.
     """
 
     verb: ClassVar[str]
@@ -37,13 +43,18 @@ class Command:
     deadline_s: float = 30.0
 
     def ask(self, part: Any, watch: Watch | None = None) -> Any:
-        """Asks a part, by the call of the verb's name with the command's fields, and returns its ticket: `finish` waits for the result,
-        `cancel` ends it, `stats` says what it took. Raises what the part does."""
-        own: dict[str, bool] = {each.name: each.kw_only for each in fields(self)} if is_dataclass(self) else {}
+        """Asks a part, by the call of the verb's name with the command's fields, and returns its
+        ticket: `finish` waits for the result, `cancel` ends it, `stats` says what it took. Raises
+        what the part does."""
+        own: dict[str, bool] = (
+            {each.name: each.kw_only for each in fields(self)} if is_dataclass(self) else {}
+        )
         options = {name: getattr(self, name) for name, is_option in own.items() if is_option}
         if watch is not None and self.comes_in_steps:
             options["watch"] = watch
-        found = getattr(part, self.verb)(*(getattr(self, name) for name, is_option in own.items() if not is_option), **options)
+        found = getattr(part, self.verb)(
+            *(getattr(self, name) for name, is_option in own.items() if not is_option), **options
+        )
         return Done(found) if self.is_done else found
 
     # --- results ---
@@ -65,7 +76,8 @@ class Command:
 
     @property
     def items(self) -> np.ndarray | None:
-        """Numbers of what is asked for, of a command of which each device can do its own items; None: of any other."""
+        """Numbers of what is asked for, of a command of which each device can do its own items;
+        None: of any other."""
         return None
 
     @property
@@ -74,7 +86,8 @@ class Command:
         return 0 if self.items is None else len(self.items)
 
     def share(self, places: np.ndarray) -> tuple[Command, np.ndarray]:
-        """(the same of some of its items, which places its results have among all). Args: places: of the items, ascending."""
+        """(the same of some of its items, which places its results have among all). Args: places:
+        of the items, ascending."""
         raise NotImplementedError
 
     # --- in a trace (docs/trace-format.md) ---
@@ -84,16 +97,19 @@ class Command:
 
         Args:
             stored: what the part keeps (`espnx.device.kinds.PartKind.stored`).
-            memo: for commands of one part, between them: how a trace calls what the part has handed out.
+            memo: for commands of one part, between them: how a trace calls what the part has handed
+                out.
         """
         return {}
 
     def end_line(self, line: dict[str, Any], ticket: Any, found: Any, memo: dict[Any, Any]) -> None:
-        """Adds what its line says of a result; `ticket` and `found` are None where it has failed."""
+        """Adds what its line says of a result; `ticket` and `found` are None where it has
+        failed."""
 
     @classmethod
     def of_line(cls, said: Fields, stored: Any, memo: dict[Any, Any]) -> Command:
-        """The command of a line, with values of the same shapes where it does not say them. Raises FormatError."""
+        """The command of a line, with values of the same shapes where it does not say them. Raises
+        FormatError."""
         said.refuse("verb", "one that can be replayed")
 
     def replayed(self, said: Fields, found: Any, memo: dict[Any, Any]) -> None:
@@ -118,5 +134,6 @@ class Part:
     """A part of a device: it has a call for each verb, and one door for all of them."""
 
     def submit(self, command: Command, watch: Watch | None = None) -> Any:
-        """Starts what a command asks for, and returns its ticket. Raises what the command's call does."""
+        """Starts what a command asks for, and returns its ticket. Raises what the command's call
+        does."""
         return command.ask(self, watch)

@@ -1,8 +1,10 @@
 """Threads that ask devices together.
 
-A device may have a clock that no wall moves: an emulated one with a stretch of 0, whose time stands but for those who wait for it. Were it
-to move for whoever waits first, times would depend on which thread this machine runs first. So whoever hands work to threads does it
-through a `Crew`: the clock stands from the moment of handing over until all of them wait. With other devices a crew is a thread pool.
+A device may have a clock that no wall moves: an emulated one with a stretch of 0, whose time stands
+but for those who wait for it. Were it to move for whoever waits first, times would depend on which
+thread this machine runs first. So whoever hands work to threads does it
+through a `Crew`: the clock stands from the moment of handing over until all of them wait. With
+other devices a crew is a thread pool.
 """
 
 from __future__ import annotations
@@ -92,7 +94,9 @@ class Job(Generic[T]):
         """Waits for it. Raises what it raised."""
         with self._lock:
             if not self.has_ended:
-                self._resting = [(clock, clock.member) for clock in self._clocks if clock.member is not None]
+                self._resting = [
+                    (clock, clock.member) for clock in self._clocks if clock.member is not None
+                ]
                 for clock, member in self._resting:
                     clock.rest(member)
         try:
@@ -113,7 +117,8 @@ def wait(jobs: Iterable[Job[Any]]) -> None:
 
 
 class Crew:
-    """A context manager in the thread that hands out work: it is a member itself while the block runs.
+    """A context manager in the thread that hands out work: it is a member itself while the block
+    runs.
 
     Args:
         devices: that will be asked.
@@ -131,11 +136,19 @@ class Crew:
                 clock.bind(self._joined[-1][1])
         return self
 
-    def submit(self, pool: Executor, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> Job[T]:
-        """Starts a call in a thread of the pool. It has one for each job that has not ended: a clock waits for jobs, not for threads."""
+    def submit(
+        self, pool: Executor, call: Callable[P, T], *args: P.args, **options: P.kwargs
+    ) -> Job[T]:
+        """Starts a call in a thread of the pool. It has one for each job that has not ended: a
+        clock waits for jobs, not for threads."""
         return Job(self._clocks, lambda: call(*args, **options), pool)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for clock, member in self._joined:
             clock.bind(None)
             clock.leave(member)

@@ -21,7 +21,8 @@ class Extents:
 
     Args:
         engine, file: of the data file.
-        reserved_bytes: reserved at once, so that a full disk shows now. Raises DiskFullError with bytes needed and free.
+        reserved_bytes: reserved at once, so that a full disk shows now. Raises DiskFullError with
+            bytes needed and free.
 
     Attributes:
         used_bytes: handed out now.
@@ -37,10 +38,15 @@ class Extents:
             self.reserve(reserved_bytes)
 
     def take(self, size_bytes: int) -> int:
-        """Offset of `size_bytes` that nobody else has. Raises DiskFullError; nothing changes then."""
+        """Offset of `size_bytes` that nobody else has. Raises DiskFullError; nothing changes
+        then."""
         at = next((i for i, (_, size) in enumerate(self._free) if size >= size_bytes), None)
         if at is None:
-            tail = self._free[-1] if self._free and sum(self._free[-1]) == self.size_bytes else (self.size_bytes, 0)
+            tail = (
+                self._free[-1]
+                if self._free and sum(self._free[-1]) == self.size_bytes
+                else (self.size_bytes, 0)
+            )
             need = size_bytes - tail[1]
             try:
                 self._grow(max(need, _GROW_BYTES))
@@ -48,7 +54,9 @@ class Extents:
                 self._grow(need)
             at = len(self._free) - 1
         offset, size = self._free[at]
-        self._free[at : at + 1] = [(offset + size_bytes, size - size_bytes)] if size > size_bytes else []
+        self._free[at : at + 1] = (
+            [(offset + size_bytes, size - size_bytes)] if size > size_bytes else []
+        )
         self.used_bytes += size_bytes
         return offset
 
@@ -58,14 +66,20 @@ class Extents:
         self._add(offset, size_bytes)
 
     def claim(self, offset: int, size_bytes: int) -> None:
-        """Takes a place that is known to be in use (of a file that was kept). Raises FormatError where it is taken already."""
+        """Takes a place that is known to be in use (of a file that was kept). Raises FormatError
+        where it is taken already."""
         if offset + size_bytes > self.size_bytes:
             self._add(self.size_bytes, offset + size_bytes - self.size_bytes)
             self.size_bytes = offset + size_bytes
         at = bisect.bisect_right(self._free, (offset, 2**63)) - 1
         begin, size = self._free[at] if at >= 0 else (0, 0)
         if not begin <= offset or offset + size_bytes > begin + size:
-            raise errors.FormatError("two pieces claim one place", path=self._file.path, offset_bytes=offset, size_bytes=size_bytes)
+            raise errors.FormatError(
+                "two pieces claim one place",
+                path=self._file.path,
+                offset_bytes=offset,
+                size_bytes=size_bytes,
+            )
         parts = [(begin, offset - begin), (offset + size_bytes, begin + size - offset - size_bytes)]
         self._free[at : at + 1] = [part for part in parts if part[1]]
         self.used_bytes += size_bytes
@@ -78,7 +92,8 @@ class Extents:
             self.size_bytes = offset
 
     def reserve(self, size_bytes: int) -> None:
-        """Makes sure that there is room for `size_bytes` beside what is taken now. Raises DiskFullError with bytes needed and free."""
+        """Makes sure that there is room for `size_bytes` beside what is taken now. Raises
+        DiskFullError with bytes needed and free."""
         missing = size_bytes - (self.size_bytes - self.used_bytes)
         if missing > 0:
             self._grow(missing)
@@ -89,27 +104,46 @@ class Extents:
             raise self._too_large(by_bytes)
         free_bytes = load_native().free_bytes(os.fsencode(os.path.dirname(self._file.path) or "."))
         try:
-            if not self._engine.allocate(self._file, self.size_bytes + by_bytes) and by_bytes > free_bytes > 0:
-                raise errors.DiskFullError("no room for rows", needed_bytes=by_bytes, free_bytes=free_bytes, path=self._file.path)
+            if (
+                not self._engine.allocate(self._file, self.size_bytes + by_bytes)
+                and by_bytes > free_bytes > 0
+            ):
+                raise errors.DiskFullError(
+                    "no room for rows",
+                    needed_bytes=by_bytes,
+                    free_bytes=free_bytes,
+                    path=self._file.path,
+                )
         except errors.WriteError as error:
             if error.errno == codes.EFBIG:
                 raise self._too_large(by_bytes) from error
             if error.errno != codes.ENOSPC:
                 raise
             free_bytes = getattr(error, "free_bytes", free_bytes)
-            raise errors.DiskFullError("no room for rows", needed_bytes=by_bytes, free_bytes=free_bytes, path=self._file.path) from error
+            raise errors.DiskFullError(
+                "no room for rows",
+                needed_bytes=by_bytes,
+                free_bytes=free_bytes,
+                path=self._file.path,
+            ) from error
         self._add(self.size_bytes, by_bytes)
         self.size_bytes += by_bytes
 
     def _too_large(self, by_bytes: int) -> errors.DiskFullError:
-        """The disk may have room, but not the file: of a process with a limit of file sizes, or in a file system with one."""
+        """The disk may have room, but not the file: of a process with a limit of file sizes, or in
+        a file system with one."""
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         is_own = limit != resource.RLIM_INFINITY and self.size_bytes + by_bytes > limit
         return errors.DiskFullError(
-            "no room for rows: the file would be larger than " + ("this process may write" if is_own else "the file system takes"),
-            needed_bytes=by_bytes, free_bytes=max(limit - self.size_bytes, 0) if is_own else 0, path=self._file.path,
-            fix="raise the limit (`ulimit -f unlimited`)" if is_own else "name more directories in other file systems: each has a file",
-        )  # fmt: skip
+            "no room for rows: the file would be larger than "
+            + ("this process may write" if is_own else "the file system takes"),
+            needed_bytes=by_bytes,
+            free_bytes=max(limit - self.size_bytes, 0) if is_own else 0,
+            path=self._file.path,
+            fix="raise the limit (`ulimit -f unlimited`)"
+            if is_own
+            else "name more directories in other file systems: each has a file",
+        )
 
     def _add(self, offset: int, size_bytes: int) -> None:
         at = bisect.bisect_left(self._free, (offset, 0))

@@ -1,7 +1,9 @@
-"""The kinds of parts that devices have: how each is opened, which verbs it has, and what these cost.
+"""The kinds of parts that devices have: how each is opened, which verbs it has, and what these
+cost.
 
-A kind is a value, so that a device of any sort (plain, emulated, recorded, several as one) opens parts of all kinds by one call
-(`NearStorageDevice.open_part`), and a package may bring a kind of its own (docs/device-plugin.md).
+A kind is a value, so that a device of any sort (plain, emulated, recorded, several as one) opens
+parts of all kinds by one call (`NearStorageDevice.open_part`), and a package may bring a kind of
+its own (docs/device-plugin.md).
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ from .record_layout import RecordLayout
 from .row_commands import ROW_COMMANDS, RowSpace
 from .vectors.interface import SearchCommand
 
-#: What a command costs on a device that stores such things, whose accelerator has the verb (None: the host computes).
+#: What a command costs on a device that stores such things, whose accelerator has the verb (None:
+#: the host computes).
 Cost = Callable[[Any, Any, Accelerator | None], Work]
-#: Puts something in front of a part: (the part, what it stores) -> the part as it is seen from there.
+#: Puts something in front of a part: (the part, what it stores) -> the part as it is seen from
+#: there.
 Front = Callable[[Any, Any], Any]
 
 
@@ -52,20 +56,16 @@ class Verb:
 
 @dataclass(frozen=True, eq=False)
 class PartKind:
-    """Attributes:
-    name: of the kind, in checks and in errors.
-    keeps: what such a part keeps, in words.
-    opens: the call of a device that opens one, where it has one of its own.
-    verbs: by name.
-    open: a plain one, which this machine computes on: (directory of the device, what, options) -> the part.
-    stored: what costs and traces must know of what an open part keeps.
-    says: the line of a trace that says what a part is; empty: none does.
-    facts: of that line, beside ``files``.
-    files: of that line, by what a part stores; None: what `path_report` names.
-    is_open: a replay is given such parts, not what they are opened of.
-    fronts: puts something in front of an open part, or of the parts that it opens in turn.
-    mixins: of what stands in front of such a part, beside its calls.
-    checks: by name: (device) -> None, or what it has to say; they raise NotConformingError (`espnx device verify`).
+    """Attributes: name: of the kind, in checks and in errors. keeps: what such a part keeps, in
+    words. opens: the call of a device that opens one, where it has one of its own. verbs: by name.
+    open: a plain one, which this machine computes on: (directory of the device, what, options) ->
+    the part. stored: what costs and traces must know of what an open part keeps. says: the line of
+    a trace that says what a part is; empty: none does. facts: of that line, beside ``files``.
+    files: of that line, by what a part stores; None: what `path_report` names. is_open: a replay is
+    given such parts, not what they are opened of. fronts: puts something in front of an open part,
+    or of the parts that it opens in turn. mixins: of what stands in front of such a part, beside
+    its calls. checks: by name: (device) -> None, or what it has to say; they raise
+    NotConformingError (`espnx device verify`).
     """
 
     name: str
@@ -92,14 +92,19 @@ class PartKind:
         return make(part, self.stored(part)) if self.fronts is None else self.fronts(part, make)
 
     def around(self, around: Any, *args: Any, **options: Any) -> Any:
-        """Something that stands in front of parts of this kind, made with a call for each verb, which makes a command."""
+        """Something that stands in front of parts of this kind, made with a call for each verb,
+        which makes a command."""
         return _with_calls(around, self)(*args, **options)
 
 
 @functools.cache
 def _with_calls(around: Any, kind: PartKind) -> Any:
     calls = {name: _call(verb.command) for name, verb in kind.verbs.items()}
-    return type(f"{around.__name__}Of{kind.name.title()}", (*kind.mixins, around), {"__doc__": around.__doc__, **calls})
+    return type(
+        f"{around.__name__}Of{kind.name.title()}",
+        (*kind.mixins, around),
+        {"__doc__": around.__doc__, **calls},
+    )
 
 
 def _call(command: Any) -> Callable[..., Any]:
@@ -112,7 +117,8 @@ def _call(command: Any) -> Callable[..., Any]:
 
 
 class RecordsAround(PartAround):
-    """See `espnx.device.interface.RecordDevice`. Something stands in front of all records that it keeps."""
+    """See `espnx.device.interface.RecordDevice`. Something stands in front of all records that it
+    keeps."""
 
     def __init__(self, inner: Any, make: Front):
         super().__init__(inner)
@@ -133,7 +139,11 @@ def _plain_records(path: str, engine: Engine, compute: torch.device) -> Any:
 
     native = host_engine(engine)
     if native is None:
-        raise errors.InvalidInputError("records would lie in GPU memory", got="compute='cpu'", fix="open the index with compute='cuda'")
+        raise errors.InvalidInputError(
+            "records would lie in GPU memory",
+            got="compute='cpu'",
+            fix="open the index with compute='cuda'",
+        )
     return SsdRecordDevice(native)
 
 
@@ -162,29 +172,66 @@ def _plain_rows(path: str, directory: str | None = None, **options: Any) -> Any:
 
 
 ROWS = PartKind(
-    "rows", "rows of KV caches", "open_rows", {each.verb: Verb(each) for each in ROW_COMMANDS}, _plain_rows, mixins=(RowSpace,),
-)  # fmt: skip
+    "rows",
+    "rows of KV caches",
+    "open_rows",
+    {each.verb: Verb(each) for each in ROW_COMMANDS},
+    _plain_rows,
+    mixins=(RowSpace,),
+)
 RECORDS = PartKind(
-    "records", "embedding records", "open_records", {"maxsim": Verb(MaxsimCommand, maxsim), "read": Verb(ReadCommand)},
-    _plain_records, says="keep_records", fronts=RecordsAround, files=lambda layout: [file.path for file in layout.files],
+    "records",
+    "embedding records",
+    "open_records",
+    {"maxsim": Verb(MaxsimCommand, maxsim), "read": Verb(ReadCommand)},
+    _plain_records,
+    says="keep_records",
+    fronts=RecordsAround,
+    files=lambda layout: [file.path for file in layout.files],
     facts=lambda layout: {
-        "records": len(layout.n_tokens), "format": layout.schema.format, "dim": layout.schema.dim, "d_cls": layout.schema.d_cls,
-    }, is_open=True,
-)  # fmt: skip
+        "records": len(layout.n_tokens),
+        "format": layout.schema.format,
+        "dim": layout.schema.dim,
+        "d_cls": layout.schema.d_cls,
+    },
+    is_open=True,
+)
 CLUSTERS = PartKind(
-    "clusters", "clusters of vectors", "open_clusters", {"distances": Verb(DistancesCommand, distances)}, _plain_clusters,
-    attrgetter("clusters"), says="open_clusters",
+    "clusters",
+    "clusters of vectors",
+    "open_clusters",
+    {"distances": Verb(DistancesCommand, distances)},
+    _plain_clusters,
+    attrgetter("clusters"),
+    says="open_clusters",
     facts=lambda held: {"clusters": len(held.n_vectors), "format": held.format, "dim": held.dim},
-)  # fmt: skip
+)
 GRAPHS = PartKind(
-    "graphs", "graphs", "open_graph", {"search": Verb(SearchCommand, search)}, _plain_graph, attrgetter("graph"),
+    "graphs",
+    "graphs",
+    "open_graph",
+    {"search": Verb(SearchCommand, search)},
+    _plain_graph,
+    attrgetter("graph"),
     says="open_graph",
-    facts=lambda graph: {"nodes": graph.n_nodes, "format": graph.format, "dim": graph.dim, "metric": graph.metric},
-)  # fmt: skip
+    facts=lambda graph: {
+        "nodes": graph.n_nodes,
+        "format": graph.format,
+        "dim": graph.dim,
+        "metric": graph.metric,
+    },
+)
 POSTINGS = PartKind(
-    "postings", "posting lists", "open_postings", {"scan": Verb(ScanCommand, scan)}, _plain_lists, attrgetter("lists"),
-    says="keep_lists", facts=lambda lists: {"records": lists.n_records}, files=lambda lists: [lists.path],
-)  # fmt: skip
+    "postings",
+    "posting lists",
+    "open_postings",
+    {"scan": Verb(ScanCommand, scan)},
+    _plain_lists,
+    attrgetter("lists"),
+    says="keep_lists",
+    facts=lambda lists: {"records": lists.n_records},
+    files=lambda lists: [lists.path],
+)
 
 #: Those that every device may have, in the order in which they are checked.
 KINDS: Sequence[PartKind] = (ROWS, RECORDS, CLUSTERS, GRAPHS, POSTINGS)

@@ -1,4 +1,5 @@
-"""Storage at a directory, and what computes beside it: what `espnx.device.open` gives, and a device of another package derives from."""
+"""Storage at a directory, and what computes beside it: what `espnx.device.open` gives, and a device
+of another package derives from."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ T = TypeVar("T")
 
 
 class NearStorageDevice:
-    """Storage at a directory, and what computes beside it: opened by name (`espnx.device.open`), asked for its parts.
+    """Storage at a directory, and what computes beside it: opened by name (`espnx.device.open`),
+    asked for its parts.
 
-    A device of another package derives from it and overrides what it can do; what it does not, a typed error says. Nothing is read or
-    written before one of its parts is opened.
+    A device of another package derives from it and overrides what it can do; what it does not, a
+    typed error says. Nothing is read or written before one of its parts is opened.
 
     Args:
         path: the directory in which it keeps what it is given.
@@ -31,9 +33,11 @@ class NearStorageDevice:
     Attributes:
         name: by which it was opened.
         path: as given.
-        kind: of its times: ``plain`` ones are this machine's, ``emulated`` ones those of another device (docs/device-specs.md).
+        kind: of its times: ``plain`` ones are this machine's, ``emulated`` ones those of another
+            device (docs/device-specs.md).
         capabilities: of its rows.
-        kinds: of parts that `open_part` opens (`espnx.device.kinds`), beside those that have a call of their own here.
+        kinds: of parts that `open_part` opens (`espnx.device.kinds`), beside those that have a call
+            of their own here.
     """
 
     name: str = ""
@@ -46,21 +50,30 @@ class NearStorageDevice:
 
     @classmethod
     def together(cls, paths: Sequence[str | os.PathLike[str]], **options: Any) -> Sequence[Self]:
-        """One for each path. Devices that share something (a switch, a link to the host) are made here; others do not override it."""
+        """One for each path. Devices that share something (a switch, a link to the host) are made
+        here; others do not override it."""
         return [cls(path, **options) for path in paths]
 
-    def check(self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None) -> None:
-        """Whether rows could be opened there, as far as that can be told before: raises what `open_rows` would, leaves no file behind."""
+    def check(
+        self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None
+    ) -> None:
+        """Whether rows could be opened there, as far as that can be told before: raises what
+        `open_rows` would, leaves no file behind."""
 
     def open_part(self, kind: PartKind, *what: Any, **options: Any) -> Any:
-        """A part of any kind: what the calls below come to. Its arguments are those of the kind's own call. Raises InvalidInputError."""
+        """A part of any kind: what the calls below come to. Its arguments are those of the kind's
+        own call. Raises InvalidInputError."""
         raise errors.InvalidInputError(
-            f"{kind.keeps} on device {self.name!r}", got="a device that does not keep them", fix="device='ssd'"
-        )  # fmt: skip
+            f"{kind.keeps} on device {self.name!r}",
+            got="a device that does not keep them",
+            fix="device='ssd'",
+        )
 
     def offers(self, kind: PartKind) -> bool:
         """Whether it opens such parts."""
-        return kind in self.kinds or getattr(type(self), kind.opens, None) is not getattr(NearStorageDevice, kind.opens, None)
+        return kind in self.kinds or getattr(type(self), kind.opens, None) is not getattr(
+            NearStorageDevice, kind.opens, None
+        )
 
     def open_rows(
         self,
@@ -78,7 +91,8 @@ class NearStorageDevice:
         Args:
             directory: of the data file, in `path`; None: `path`.
             compute: in whose memory rows are computed on; None: the device's own choice.
-            engine: the path that bytes are to take, by name (`auto` alone may fall back), or a storage engine.
+            engine: the path that bytes are to take, by name (`auto` alone may fall back), or a
+                storage engine.
             name: of the data file, to keep it; None: its space returns when the process ends.
             read_ahead_bytes: of rows that are read before they are asked for.
             threads: that compute on the host; None: as many as PyTorch uses.
@@ -89,18 +103,28 @@ class NearStorageDevice:
             WriteError, PathUnavailableError: the directory or the path cannot be used.
         """
         found: RowDevice = self.open_part(
-            ROWS, directory, compute=compute, engine=engine, name=name, read_ahead_bytes=read_ahead_bytes, threads=threads,
+            ROWS,
+            directory,
+            compute=compute,
+            engine=engine,
+            name=name,
+            read_ahead_bytes=read_ahead_bytes,
+            threads=threads,
             deadline_s=deadline_s,
-        )  # fmt: skip
+        )
         return found
 
     def open_records(self, engine: Engine, compute: torch.device) -> RecordDevice:
-        """For records that `engine` reads, scored on `compute`. The engine stays the caller's. Raises InvalidInputError."""
+        """For records that `engine` reads, scored on `compute`. The engine stays the caller's.
+        Raises InvalidInputError."""
         found: RecordDevice = self.open_part(RECORDS, engine, compute)
         return found
 
-    def open_clusters(self, directory: str | os.PathLike[str], *, engine: Any = "auto", threads: int | None = None) -> ClusterDevice:
-        """For distances of the vectors of clusters that lie in `directory` (`espnx.device.clusters.write_clusters`).
+    def open_clusters(
+        self, directory: str | os.PathLike[str], *, engine: Any = "auto", threads: int | None = None
+    ) -> ClusterDevice:
+        """For distances of the vectors of clusters that lie in `directory`
+        (`espnx.device.clusters.write_clusters`).
 
         Args:
             engine: the path that bytes are to take, or a storage engine.
@@ -112,29 +136,39 @@ class NearStorageDevice:
         return found
 
     def open_graph(self, graph: Graph, *, engine: Any = "auto") -> GraphDevice:
-        """For walks over a graph whose files lie on the device. Raises InvalidInputError; what opening the files does."""
+        """For walks over a graph whose files lie on the device. Raises InvalidInputError; what
+        opening the files does."""
         found: GraphDevice = self.open_part(GRAPHS, graph, engine=engine)
         return found
 
     def open_postings(self, lists: PostingLists, *, engine: Any = "auto") -> PostingsDevice:
-        """For scans of posting lists whose files lie on the device. Raises InvalidInputError; what opening the files does."""
+        """For scans of posting lists whose files lie on the device. Raises InvalidInputError; what
+        opening the files does."""
         found: PostingsDevice = self.open_part(POSTINGS, lists, engine=engine)
         return found
 
-    def encode(self, encode: Callable[[Sequence[str]], T], texts: Sequence[str], *, flop: float | None = None) -> Encoding[T]:
-        """Makes vectors of texts beside the storage they are looked up in (RAGX, section 3): by the host's cores where the device has no
-        processor of its own, and the result says so.
+    def encode(
+        self,
+        encode: Callable[[Sequence[str]], T],
+        texts: Sequence[str],
+        *,
+        flop: float | None = None,
+    ) -> Encoding[T]:
+        """Makes vectors of texts beside the storage they are looked up in (RAGX, section 3): by the
+        host's cores where the device has no processor of its own, and the result says so.
 
         Args:
             encode: makes vectors of texts.
-            flop: floating-point operations that this takes (`espnx.device.vectors.encoding.forward_flop`).
+            flop: floating-point operations that this takes
+                (`espnx.device.vectors.encoding.forward_flop`).
 
         Raises InvalidInputError; what `encode` raises.
         """
         return encode_on_host(encode, texts, flop=flop)
 
     def refuses(self, call: str) -> str:
-        """Why this device refuses a call that its class has (``open_graph``), whatever it is given; empty: it does not."""
+        """Why this device refuses a call that its class has (``open_graph``), whatever it is given;
+        empty: it does not."""
         return ""
 
     def describe(self) -> dict[str, Any]:

@@ -16,13 +16,19 @@ class PlainDevice(NearStorageDevice):
     kinds = KINDS
     rows: Any  # a class derived from RowFileDevice
 
-    def check(self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None) -> None:
+    def check(
+        self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None
+    ) -> None:
         """See `NearStorageDevice`."""
         self.rows.check(directory or self.path, engine=engine, name=name)
 
     def open_part(self, kind: PartKind, *what: Any, **options: Any) -> Any:
         """See `NearStorageDevice`."""
-        return self.rows(what[0] or self.path, **options) if kind is ROWS else kind.open(self.path, *what, **options)
+        return (
+            self.rows(what[0] or self.path, **options)
+            if kind is ROWS
+            else kind.open(self.path, *what, **options)
+        )
 
 
 class SsdDevice(PlainDevice):

@@ -59,11 +59,15 @@ class MaxsimCommand(Command):
     def begin_line(self, stored: RecordLayout, memo: dict[Any, Any]) -> dict[str, Any]:
         """See `Command`."""
         return {
-            "bytes": stored_bytes(stored, self.numbers), "places": self.numbers.tolist(),
+            "bytes": stored_bytes(stored, self.numbers),
+            "places": self.numbers.tolist(),
             "queries": [len(query.tokens) for query in self.queries],
-            "pairs": self.n_results, "gap_bytes": self.gap_bytes,
-            "is_urgent": self.is_urgent, "deadline_s": self.deadline_s, "waited_s": 0.0,
-        }  # fmt: skip
+            "pairs": self.n_results,
+            "gap_bytes": self.gap_bytes,
+            "is_urgent": self.is_urgent,
+            "deadline_s": self.deadline_s,
+            "waited_s": 0.0,
+        }
 
     @classmethod
     def of_line(cls, said: Fields, stored: RecordLayout, memo: dict[Any, Any]) -> MaxsimCommand:
@@ -72,7 +76,10 @@ class MaxsimCommand(Command):
         lengths = said.wholes("queries", most=1 << 20, count=1 << 20)
         if sum(lengths) * schema.dim > VALUES_MAX:
             said.refuse("queries", f"at most {VALUES_MAX} values", [sum(lengths), schema.dim])
-        queries = [RecordQuery(torch.zeros(1, schema.d_cls), torch.zeros(n, schema.dim), 1.0) for n in lengths]
+        queries = [
+            RecordQuery(torch.zeros(1, schema.d_cls), torch.zeros(n, schema.dim), 1.0)
+            for n in lengths
+        ]
         pairs = None
         if len(queries) != 1:
             count = said.whole("pairs", most=1 << 31)
@@ -117,4 +124,6 @@ def stored_bytes(layout: RecordLayout, numbers: np.ndarray) -> int:
 
 def numbers_said(said: Fields, layout: RecordLayout) -> np.ndarray:
     """Of the records of a line of a trace. Raises FormatError."""
-    return np.array(said.wholes("places", most=max(len(layout.n_tokens) - 1, 0), count=1 << 28), dtype=np.int64)
+    return np.array(
+        said.wholes("places", most=max(len(layout.n_tokens) - 1, 0), count=1 << 28), dtype=np.int64
+    )

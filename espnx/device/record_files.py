@@ -1,4 +1,5 @@
-"""The files of a device for records whose bytes an engine reads: what a record device on this machine's SSDs is, beside its scoring."""
+"""The files of a device for records whose bytes an engine reads: what a record device on this
+machine's SSDs is, beside its scoring."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class RecordFiles:
         """See `Device`."""
         return [
             FilePath(file.path, file.effective, self._why(file))
-            for file in {file.path: file for layout in list(self._layouts) for file in layout.files}.values()
+            for file in {
+                file.path: file for layout in list(self._layouts) for file in layout.files
+            }.values()
         ]
 
     def _why(self, file: FileHandle) -> str:

@@ -11,9 +11,10 @@ Layout (little-endian; the written specification is docs/store-format.md)::
     ..  token vectors, n_tokens x dim values
     ..  zeros up to a multiple of 16 bytes
 
-The salt differs from store to store and from one generation of a store to the next, and the record carries its own number: so bytes that
-are intact but belong elsewhere (another store, an older version, another record left in a recycled buffer) are found out too.
-CLS and tokens lie together because they are used together (ESPN, section 4.1).
+The salt differs from store to store and from one generation of a store to the next, and the record
+carries its own number: so bytes that are intact but belong elsewhere (another store, an older
+version, another record left in a recycled buffer) are found out too. CLS and tokens lie together
+because they are used together (ESPN, section 4.1).
 """
 
 from __future__ import annotations
@@ -39,9 +40,20 @@ ALIGN_BYTES = 16
 _ROWS_AT_ONCE = 4096  # looked at: bounds the memory that a check takes
 _MAGIC = 0xE5
 #: The byte in the header. Numbers are never used again.
-FORMAT_NUMBERS = {"fp32": 1, "fp16": 2, "bf16": 3, "int8": 4, "bit1": 5, "residual1": 6, "residual2": 7, "residual4": 8}
+FORMAT_NUMBERS = {
+    "fp32": 1,
+    "fp16": 2,
+    "bf16": 3,
+    "int8": 4,
+    "bit1": 5,
+    "residual1": 6,
+    "residual2": 7,
+    "residual4": 8,
+}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_HEADER = np.dtype([("crc32c", "<u4"), ("n_tokens", "<u2"), ("format", "u1"), ("magic", "u1"), ("number", "<u8")])
+_HEADER = np.dtype(
+    [("crc32c", "<u4"), ("n_tokens", "<u2"), ("format", "u1"), ("magic", "u1"), ("number", "<u8")]
+)
 _REBUILD = "restore the store from a copy, or build it again"
 
 
@@ -54,8 +66,9 @@ class RecordSchema:
         d_cls: length of the CLS vector; 0: records hold none.
         dim: length of a token vector.
 
-    The kernels take vectors of a multiple of 8 values. Others are stored with zeros after them, and queries get zeros too, so that no score
-    is another one (`encode`, `decode`, `query_tokens` and `query_cls` are the only places that know).
+    The kernels take vectors of a multiple of 8 values. Others are stored with zeros after them, and
+    queries get zeros too, so that no score is another one (`encode`, `decode`, `query_tokens` and
+    `query_cls` are the only places that know).
     """
 
     format: str
@@ -64,10 +77,14 @@ class RecordSchema:
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, str) or self.format not in FORMAT_NUMBERS:
-            raise errors.InvalidInputError("unknown record format", got=repr(self.format), expected=" or ".join(FORMAT_NUMBERS))
+            raise errors.InvalidInputError(
+                "unknown record format", got=repr(self.format), expected=" or ".join(FORMAT_NUMBERS)
+            )
         for name, value, least in (("d_cls", self.d_cls, 0), ("dim", self.dim, 1)):
             if not least <= value <= DIM_MAX:
-                raise errors.InvalidInputError(f"{name} of a record", got=value, expected=f"{least} to {DIM_MAX}")
+                raise errors.InvalidInputError(
+                    f"{name} of a record", got=value, expected=f"{least} to {DIM_MAX}"
+                )
 
     @property
     def stored_dim(self) -> int:
@@ -86,7 +103,8 @@ class RecordSchema:
 
     @property
     def cls_format(self) -> str:
-        """Of the CLS vector: that of the tokens where it is a plain number, else fp16, since one exact CLS vector costs little."""
+        """Of the CLS vector: that of the tokens where it is a plain number, else fp16, since one
+        exact CLS vector costs little."""
         return self.format if token_format(self.format).is_lossless_float else "fp16"
 
     @property
@@ -100,7 +118,8 @@ class RecordSchema:
 
     @property
     def largest(self) -> float:
-        """The largest value that the format can hold; codes are scaled, so they hold what fp32 does."""
+        """The largest value that the format can hold; codes are scaled, so they hold what fp32
+        does."""
         return float(torch.finfo(DTYPES[self.cls_format]).max)
 
     @property
@@ -109,13 +128,18 @@ class RecordSchema:
         return HEADER_BYTES + self.cls_bytes
 
     def encode(self, tokens: torch.Tensor, codebook: Codebook | None = None) -> torch.Tensor:
-        """Token vectors, float32 [n, dim], as rows, uint8 [n * row_bytes]. `codebook`: padded (`pad_codebook`)."""
+        """Token vectors, float32 [n, dim], as rows, uint8 [n * row_bytes]. `codebook`: padded
+        (`pad_codebook`)."""
         return token_format(self.format).encode(pad(tokens, self.stored_dim), codebook)
 
     def decode(self, rows: torch.Tensor, codebook: Codebook | None = None) -> torch.Tensor:
         """The opposite: what rows stand for, float32 [n, dim]."""
         values = token_format(self.format).decode(rows, self.stored_dim, codebook)
-        return values if self.stored_dim == self.dim else (values[:, : self.dim] * self._scale).contiguous()
+        return (
+            values
+            if self.stored_dim == self.dim
+            else (values[:, : self.dim] * self._scale).contiguous()
+        )
 
     def query_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """A query's token vectors, float32 [n, dim], as the kernels score stored rows with them."""
@@ -127,19 +151,24 @@ class RecordSchema:
 
     @property
     def _scale(self) -> float:
-        """Signs are read as vectors of length 1, zeros included, which have no sign of their own."""
+        """Signs are read as vectors of length 1, zeros included, which have no sign of their
+        own."""
         return float((self.stored_dim / self.dim) ** 0.5) if self.format == "bit1" else 1.0
 
     def pad_codebook(self, codebook: Codebook) -> Codebook:
-        """A codebook of `dim` values as rows need it. A code has no 0, so all zeros get the same one, and centroids what undoes it."""
+        """A codebook of `dim` values as rows need it. A code has no 0, so all zeros get the same
+        one, and centroids what undoes it."""
         if self.stored_dim == codebook.d:
             return codebook
         weights, code = codebook.bucket_weights, 0
-        # The code of a value that is itself the weight of that code: one that encoding gives and decoding takes away, to the bit.
+        # The code of a value that is itself the weight of that code: one that encoding gives and
+        # decoding takes away, to the bit.
         while (found := int(torch.bucketize(weights[code], codebook.bucket_cutoffs))) != code:
             code = found
         rest = weights[code].neg().expand(codebook.n_centroids, self.stored_dim - codebook.d)
-        return Codebook(torch.cat([codebook.centroids, rest], dim=1), codebook.bucket_cutoffs, weights)
+        return Codebook(
+            torch.cat([codebook.centroids, rest], dim=1), codebook.bucket_cutoffs, weights
+        )
 
     def sizes(self, n_tokens: np.ndarray) -> np.ndarray:
         """int64 [n]: size of each record in bytes."""
@@ -152,7 +181,10 @@ class RecordSchema:
         No record touches more 4 KiB blocks than it must, and none leaves a hole unless it would.
         """
         offsets, end = load_native().lay_out_records(
-            torch.from_numpy(np.ascontiguousarray(n_tokens)), self.fixed_bytes, self.row_bytes, begin_bytes
+            torch.from_numpy(np.ascontiguousarray(n_tokens)),
+            self.fixed_bytes,
+            self.row_bytes,
+            begin_bytes,
         )
         return offsets.numpy(), end
 
@@ -163,19 +195,33 @@ def _padded(values: int) -> int:
 
 def pad(vectors: torch.Tensor, dim: int) -> torch.Tensor:
     """Zeros after the values of each row, up to `dim`."""
-    return vectors if vectors.shape[-1] == dim else torch.nn.functional.pad(vectors, (0, dim - vectors.shape[-1]))
+    return (
+        vectors
+        if vectors.shape[-1] == dim
+        else torch.nn.functional.pad(vectors, (0, dim - vectors.shape[-1]))
+    )
 
 
 def locate_records(
-    numbers: np.ndarray, n_tokens: np.ndarray, group_offset_bytes: torch.Tensor, segment_begin: torch.Tensor, schema: RecordSchema
+    numbers: np.ndarray,
+    n_tokens: np.ndarray,
+    group_offset_bytes: torch.Tensor,
+    segment_begin: torch.Tensor,
+    schema: RecordSchema,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(data file, offset_bytes, size_bytes) of record numbers, int64 [m] each. Raises InvalidInputError for numbers outside.
+    """(data file, offset_bytes, size_bytes) of record numbers, int64 [m] each. Raises
+    InvalidInputError for numbers outside.
 
     `n_tokens`, `group_offset_bytes` and `segment_begin` as in `RecordLayout`.
     """
     wanted = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
     segment, offset_bytes, size_bytes = load_native().locate_records(
-        wanted, torch.from_numpy(n_tokens), group_offset_bytes, segment_begin, schema.fixed_bytes, schema.row_bytes
+        wanted,
+        torch.from_numpy(n_tokens),
+        group_offset_bytes,
+        segment_begin,
+        schema.fixed_bytes,
+        schema.row_bytes,
     )
     return segment, offset_bytes, size_bytes
 
@@ -205,7 +251,11 @@ class RecordLayout:
         codebook: Codebook | None = None,
     ):
         self.schema, self.n_tokens, self.salt, self.codebook = schema, n_tokens, salt, codebook
-        self.group_offset_bytes, self.segment_begin, self.files = group_offset_bytes, segment_begin, files
+        self.group_offset_bytes, self.segment_begin, self.files = (
+            group_offset_bytes,
+            segment_begin,
+            files,
+        )
         self.file_numbers = torch.tensor([file.number for file in files], dtype=torch.int64)
 
     @property
@@ -215,12 +265,16 @@ class RecordLayout:
 
     @property
     def resident_bytes(self) -> int:
-        """Offsets and file numbers, beside the token counts that all kinds of records of a store share."""
+        """Offsets and file numbers, beside the token counts that all kinds of records of a store
+        share."""
         return self.group_offset_bytes.nbytes + self.segment_begin.nbytes + self.file_numbers.nbytes
 
     def locate(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(data file, offset_bytes, size_bytes) of record numbers, int64 [m] each. Raises InvalidInputError outside the store."""
-        return locate_records(numbers, self.n_tokens, self.group_offset_bytes, self.segment_begin, self.schema)
+        """(data file, offset_bytes, size_bytes) of record numbers, int64 [m] each. Raises
+        InvalidInputError outside the store."""
+        return locate_records(
+            numbers, self.n_tokens, self.group_offset_bytes, self.segment_begin, self.schema
+        )
 
     def plan(self, numbers: np.ndarray) -> Plan:
         """A read of whole records."""
@@ -229,15 +283,17 @@ class RecordLayout:
         return Plan(file=file, offset_bytes=offset_bytes, size_bytes=size_bytes)
 
     def check(self, memory: torch.Tensor, positions: torch.Tensor, numbers: np.ndarray) -> None:
-        """Raises ChecksumError or StaleDataError, naming file, offset and length, unless every record is whole and the right one;
-        FormatError likewise where one names a centroid that the codebook has not."""
+        """Raises ChecksumError or StaleDataError, naming file, offset and length, unless every
+        record is whole and the right one; FormatError likewise where one names a centroid that the
+        codebook has not."""
         n_tokens = self.n_tokens[numbers]
         found = damage(memory, self.schema, positions, numbers, n_tokens, self.salt)
         if found:
             index, what = found[0]
             expected = f"record {numbers[index]} with {n_tokens[index]} tokens"
             raise (errors.ChecksumError if what.startswith("CRC32C") else errors.StaleDataError)(
-                f"record {numbers[index]} is not what was written" + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""),
+                f"record {numbers[index]} is not what was written"
+                + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""),
                 **self._where(numbers[index : index + 1]),
                 got=what,
                 expected=f"{expected} in format {self.schema.format_number} ({self.schema.format})",
@@ -245,7 +301,9 @@ class RecordLayout:
             )
         if self.codebook is None:
             return
-        unknown = unknown_centroid(memory, self.schema, positions, n_tokens, self.codebook.n_centroids)
+        unknown = unknown_centroid(
+            memory, self.schema, positions, n_tokens, self.codebook.n_centroids
+        )
         if unknown is not None:
             raise errors.FormatError(
                 f"record {numbers[unknown[0]]} names a centroid that is not in the codebook",
@@ -259,14 +317,25 @@ class RecordLayout:
         """Of one record, as errors name it."""
         segment, offset_bytes, size_bytes = self.locate(number)
         path = self.files[int(segment[0])].path
-        return {"path": path, "offset_bytes": int(offset_bytes[0]), "size_bytes": int(size_bytes[0])}
+        return {
+            "path": path,
+            "offset_bytes": int(offset_bytes[0]),
+            "size_bytes": int(size_bytes[0]),
+        }
 
 
 def _headers(memory: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     return memory[offsets[:, None] + np.arange(HEADER_BYTES)].view(_HEADER).reshape(-1)
 
 
-def seal(memory: np.ndarray, schema: RecordSchema, offsets: np.ndarray, n_tokens: np.ndarray, first_number: int, salt: int) -> None:
+def seal(
+    memory: np.ndarray,
+    schema: RecordSchema,
+    offsets: np.ndarray,
+    n_tokens: np.ndarray,
+    first_number: int,
+    salt: int,
+) -> None:
     """Fills in the headers of records whose vectors are in place, numbered from `first_number`."""
     if not offsets.size:
         return
@@ -275,18 +344,33 @@ def seal(memory: np.ndarray, schema: RecordSchema, offsets: np.ndarray, n_tokens
     header["number"] = first_number + np.arange(offsets.size)
     where = offsets[:, None] + np.arange(HEADER_BYTES)
     memory[where] = header.view(np.uint8).reshape(-1, HEADER_BYTES)
-    header["crc32c"] = _checksums(torch.from_numpy(memory), torch.from_numpy(offsets), schema.sizes(n_tokens), salt)
+    header["crc32c"] = _checksums(
+        torch.from_numpy(memory), torch.from_numpy(offsets), schema.sizes(n_tokens), salt
+    )
     memory[where[:, :4]] = header["crc32c"].reshape(-1, 1).view(np.uint8)
 
 
-def _checksums(memory: torch.Tensor, offsets: torch.Tensor, sizes: np.ndarray, salt: int) -> np.ndarray:
-    return crc32c_ranges(memory, offsets + 4, torch.from_numpy(sizes) - 4, seed=salt).cpu().numpy().astype(np.uint32)
+def _checksums(
+    memory: torch.Tensor, offsets: torch.Tensor, sizes: np.ndarray, salt: int
+) -> np.ndarray:
+    return (
+        crc32c_ranges(memory, offsets + 4, torch.from_numpy(sizes) - 4, seed=salt)
+        .cpu()
+        .numpy()
+        .astype(np.uint32)
+    )
 
 
 def damage(
-    memory: torch.Tensor, schema: RecordSchema, positions: torch.Tensor, numbers: np.ndarray, n_tokens: np.ndarray, salt: int
+    memory: torch.Tensor,
+    schema: RecordSchema,
+    positions: torch.Tensor,
+    numbers: np.ndarray,
+    n_tokens: np.ndarray,
+    salt: int,
 ) -> list[tuple[int, str]]:
-    """Checks records in an I/O buffer (CPU or GPU): (index, what is wrong) of each that is not what it must be."""
+    """Checks records in an I/O buffer (CPU or GPU): (index, what is wrong) of each that is not what
+    it must be."""
     if not numbers.size:
         return []
     if memory.is_cuda:
@@ -296,13 +380,19 @@ def damage(
         header = _headers(memory.numpy(), positions.numpy())
     found = _checksums(memory, positions, schema.sizes(n_tokens), salt)
     intact = found == header["crc32c"]
-    right = (header["number"] == numbers) & (header["n_tokens"] == n_tokens) & (header["magic"] == _MAGIC)
+    right = (
+        (header["number"] == numbers)
+        & (header["n_tokens"] == n_tokens)
+        & (header["magic"] == _MAGIC)
+    )
     right &= header["format"] == schema.format_number
     bad = np.flatnonzero(~(intact & right)).tolist()
     reasons = []
     for i in bad:
         if not intact[i]:
-            reasons.append((i, f"CRC32C {found[i]:08x} where the record says {header['crc32c'][i]:08x}"))
+            reasons.append(
+                (i, f"CRC32C {found[i]:08x} where the record says {header['crc32c'][i]:08x}")
+            )
         else:
             reasons.append((i, _in_words(header[i], schema)))
     return reasons
@@ -310,23 +400,37 @@ def damage(
 
 def _in_words(header: np.void, schema: RecordSchema) -> str:
     """What the header of a record says of it: its format only where it is another one."""
-    said, names = f"record {header['number']} with {header['n_tokens']} tokens", {known: name for name, known in FORMAT_NUMBERS.items()}
+    said, names = (
+        f"record {header['number']} with {header['n_tokens']} tokens",
+        {known: name for name, known in FORMAT_NUMBERS.items()},
+    )
     if header["format"] != schema.format_number:
         said += f" in format {header['format']} ({names.get(int(header['format']), 'unknown')})"
     return said if header["magic"] == _MAGIC else f"{said}, marked {header['magic']:#04x}"
 
 
 def unknown_centroid(
-    memory: torch.Tensor, schema: RecordSchema, positions: torch.Tensor, n_tokens: np.ndarray, n_centroids: int
+    memory: torch.Tensor,
+    schema: RecordSchema,
+    positions: torch.Tensor,
+    n_tokens: np.ndarray,
+    n_centroids: int,
 ) -> tuple[int, int] | None:
-    """(index, centroid number) of the first of residual records in an I/O buffer that names a centroid which the codebook has not."""
+    """(index, centroid number) of the first of residual records in an I/O buffer that names a
+    centroid which the codebook has not."""
     ends = np.cumsum(n_tokens, dtype=np.int64)
     for items in np.split(np.arange(len(ends)), np.flatnonzero(np.diff(ends // _ROWS_AT_ONCE)) + 1):
         counts = torch.from_numpy(n_tokens[items].astype(np.int64))
         item = torch.repeat_interleave(counts)
         row = torch.arange(len(item)) - (counts.cumsum(0) - counts)[item]
-        begin = positions[torch.from_numpy(items)][item] + schema.fixed_bytes + row * schema.row_bytes
-        codes = memory[(begin[:, None] + torch.arange(CODE_BYTES)).to(memory.device)].view(torch.int32).view(-1)
+        begin = (
+            positions[torch.from_numpy(items)][item] + schema.fixed_bytes + row * schema.row_bytes
+        )
+        codes = (
+            memory[(begin[:, None] + torch.arange(CODE_BYTES)).to(memory.device)]
+            .view(torch.int32)
+            .view(-1)
+        )
         bad = ((codes < 0) | (codes >= n_centroids)).nonzero().cpu()
         if len(bad):
             return int(items[item[bad[0, 0]]]), int(codes[bad[0, 0]])

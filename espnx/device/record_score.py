@@ -1,4 +1,5 @@
-"""MaxSim of records that lie in memory, by the tensor ops: wherever those run, and over any records that are checked."""
+"""MaxSim of records that lie in memory, by the tensor ops: wherever those run, and over any records
+that are checked."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from .record_layout import HEADER_BYTES, RecordSchema
 
 
 class Scorable(Protocol):
-    """What scoring must know of records: how their rows are written, and how many each has, by record number."""
+    """What scoring must know of records: how their rows are written, and how many each has, by
+    record number."""
 
     @property
     def schema(self) -> RecordSchema: ...
@@ -26,7 +28,13 @@ class Scorable(Protocol):
     def n_tokens(self) -> np.ndarray: ...
 
 
-def score(records: Scorable, memory: torch.Tensor, positions: torch.Tensor, numbers: np.ndarray, query: RecordQuery) -> np.ndarray:
+def score(
+    records: Scorable,
+    memory: torch.Tensor,
+    positions: torch.Tensor,
+    numbers: np.ndarray,
+    query: RecordQuery,
+) -> np.ndarray:
     """``cls_weight * CLS + MaxSim`` of checked records in place, float32 [m]; see `RecordQuery`.
 
     Args:
@@ -45,16 +53,29 @@ def score(records: Scorable, memory: torch.Tensor, positions: torch.Tensor, numb
     if query.cls_weight and schema.d_cls:
         # A CLS vector is a document of one token, scored by the same kernel.
         ones = torch.ones_like(n_tokens)
-        cls = maxsim(schema.query_cls(query.cls), memory, positions + HEADER_BYTES, ones, format=schema.cls_format)
+        cls = maxsim(
+            schema.query_cls(query.cls),
+            memory,
+            positions + HEADER_BYTES,
+            ones,
+            format=schema.cls_format,
+        )
         total = total + query.cls_weight * cls
     return total.cpu().numpy()
 
 
 def pairs_of_items(pairs: Pairs, items: np.ndarray) -> np.ndarray:
     """Places of the pairs of some items, ordered by query."""
-    begin, end = np.searchsorted(pairs.item, items, "left"), np.searchsorted(pairs.item, items, "right")
+    begin, end = (
+        np.searchsorted(pairs.item, items, "left"),
+        np.searchsorted(pairs.item, items, "right"),
+    )
     count = end - begin
-    index = np.repeat(begin - np.r_[0, np.cumsum(count)[:-1]], count) + np.arange(count.sum()) if len(items) else begin
+    index = (
+        np.repeat(begin - np.r_[0, np.cumsum(count)[:-1]], count) + np.arange(count.sum())
+        if len(items)
+        else begin
+    )
     return index[np.argsort(pairs.query[index], kind="stable")]
 
 
@@ -76,4 +97,10 @@ def score_pairs(
             continue
         part = chosen[begin:end]
         items = pairs.item[part]
-        scores[part] = score(records, memory, positions[torch.from_numpy(items)], numbers[items], queries[wanted_by[begin]])
+        scores[part] = score(
+            records,
+            memory,
+            positions[torch.from_numpy(items)],
+            numbers[items],
+            queries[wanted_by[begin]],
+        )

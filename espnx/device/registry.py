@@ -1,7 +1,8 @@
-"""Opens devices by name: our own, those of specs (presets, YAML files), which are emulated, those that other packages bring (entry points
-of the group ``espnx.devices``), and ``module:class``.
+"""Opens devices by name: our own, those of specs (presets, YAML files), which are emulated, those
+that other packages bring (entry points of the group ``espnx.devices``), and ``module:class``.
 
-What a name stands for is a class derived from `NearStorageDevice`, or anything else that has its `together`.
+What a name stands for is a class derived from `NearStorageDevice`, or anything else that has its
+`together`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ GROUP = "espnx.devices"
 _OWN = (
     EntryPoint("ssd", "espnx.device.plain:SsdDevice", GROUP),
     EntryPoint("gpu", "espnx.device.plain:GpuDevice", GROUP),
-)  # fmt: skip
+)
 _EMULATION = "espnx.device.emulation.device"
 _INTO_GPU_MEMORY = ("gds", "gds-compat")
 
@@ -51,7 +52,8 @@ def _known() -> dict[str, EntryPoint]:
 
 
 def described_names() -> list[dict[str, str]]:
-    """``name``, ``from`` (the package that brings it) and ``what`` (the first line of its docs) of each, or why it cannot be loaded."""
+    """``name``, ``from`` (the package that brings it) and ``what`` (the first line of its docs) of
+    each, or why it cannot be loaded."""
     found = []
     for name, entry in sorted(_known().items()):
         package = entry.dist.name if entry.dist is not None else "espnx"
@@ -64,8 +66,13 @@ def described_names() -> list[dict[str, str]]:
 
 
 def default_name(engine: object, compute: torch.device | None) -> str:
-    """The device of our own for rows that are computed on there, or that an engine reads into a GPU's memory."""
-    return "gpu" if engine in _INTO_GPU_MEMORY or (compute is not None and compute.type != "cpu") else "ssd"
+    """The device of our own for rows that are computed on there, or that an engine reads into a
+    GPU's memory."""
+    return (
+        "gpu"
+        if engine in _INTO_GPU_MEMORY or (compute is not None and compute.type != "cpu")
+        else "ssd"
+    )
 
 
 def is_emulated(name: str) -> bool:
@@ -78,7 +85,9 @@ def _factory(name: str) -> Any:
     """Raises InvalidInputError, MissingDependencyError."""
     known = _known()
     if not isinstance(name, str):
-        raise errors.InvalidInputError("device", got=repr(name), expected=f"a device, or one of {', '.join(sorted(known))}")
+        raise errors.InvalidInputError(
+            "device", got=repr(name), expected=f"a device, or one of {', '.join(sorted(known))}"
+        )
     if is_emulated(name):
         from .emulation.device import Emulation  # what it computes is not for every program
 
@@ -87,13 +96,20 @@ def _factory(name: str) -> Any:
     if entry is None:
         nearest = "".join(f"{each!r}? Or " for each in get_close_matches(name, known, n=1))
         raise errors.InvalidInputError(
-            "device", got=repr(name), expected=", ".join(sorted(known)),
-            fix=f"{nearest}install the package that brings it (entry point group {GROUP}), name a spec (drive.yaml), or a 'module:class'",
-        )  # fmt: skip
+            "device",
+            got=repr(name),
+            expected=", ".join(sorted(known)),
+            fix=(
+                f"{nearest}install the package that brings it (entry point group {GROUP}), name a "
+                "spec (drive.yaml), or a 'module:class'"
+            ),
+        )
     try:
         found = entry.load()
     except (ImportError, AttributeError) as error:
-        raise errors.MissingDependencyError(f"device {name!r} cannot be loaded", got=str(error), expected=entry.value) from error
+        raise errors.MissingDependencyError(
+            f"device {name!r} cannot be loaded", got=str(error), expected=entry.value
+        ) from error
     if not callable(getattr(found, "together", None)):
         raise errors.InvalidInputError(
             f"device {name!r}",
@@ -103,8 +119,11 @@ def _factory(name: str) -> Any:
     return found
 
 
-def open_together(name: str, paths: Sequence[str | os.PathLike[str]], **options: Any) -> list[NearStorageDevice]:
-    """One device for each directory; they share what such devices share: a switch, the link to the host.
+def open_together(
+    name: str, paths: Sequence[str | os.PathLike[str]], **options: Any
+) -> list[NearStorageDevice]:
+    """One device for each directory; they share what such devices share: a switch, the link to the
+    host.
 
     Args:
         name: one of `device_names`, a spec (``drive.yaml``), or ``module:class``.
@@ -117,11 +136,15 @@ def open_together(name: str, paths: Sequence[str | os.PathLike[str]], **options:
     """
     factory = _factory(name)
     try:
-        opened: list[NearStorageDevice] = list(factory.together([os.fspath(path) for path in paths], **options))
+        opened: list[NearStorageDevice] = list(
+            factory.together([os.fspath(path) for path in paths], **options)
+        )
     except TypeError as error:
         if not options or "argument" not in str(error):
             raise
-        raise errors.InvalidInputError(f"options of device {name!r}", got=", ".join(options), expected=str(error)) from error
+        raise errors.InvalidInputError(
+            f"options of device {name!r}", got=", ".join(options), expected=str(error)
+        ) from error
     for each in opened:
         each.name = name
         log.debug("device %s in %s: %s", name, each.path, each.kind)
@@ -131,16 +154,19 @@ def open_together(name: str, paths: Sequence[str | os.PathLike[str]], **options:
 @overload
 def open_device(name: str, path: str | os.PathLike[str], **options: Any) -> NearStorageDevice: ...
 @overload
-def open_device(name: str, path: Sequence[str | os.PathLike[str]], **options: Any) -> list[NearStorageDevice]: ...
+def open_device(
+    name: str, path: Sequence[str | os.PathLike[str]], **options: Any
+) -> list[NearStorageDevice]: ...
 def open_device(
     name: str, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], **options: Any
 ) -> NearStorageDevice | list[NearStorageDevice]:
-    """Opens a near-storage device, or one in each of several directories, to be given to `KVCache` or to `espnx.open`.
+    """Opens a near-storage device, or one in each of several directories, to be given to `KVCache`
+    or to `espnx.open`.
 
     Args:
         name: one of `device_names`, a spec (``drive.yaml``), or ``module:class``.
-        path: the directory in which it keeps what it is given, or several: their devices share what such devices share (a switch, the link
-            to the host).
+        path: the directory in which it keeps what it is given, or several: their devices share what
+            such devices share (a switch, the link to the host).
         options: of the device.
 
     Raises as `open_together`.
@@ -151,24 +177,40 @@ def open_device(
 
 
 def devices_in(device: Devices, directories: Sequence[str]) -> list[NearStorageDevice]:
-    """For each directory its device: opened by name, or as given. Raises InvalidInputError where they are not as many, or lie elsewhere."""
+    """For each directory its device: opened by name, or as given. Raises InvalidInputError where
+    they are not as many, or lie elsewhere."""
     if isinstance(device, str):
         return open_together(device, directories)
     found = given_devices(device)
-    if len(found) != len(directories) or not all(is_in(directory, each.path) for each, directory in zip(found, directories, strict=True)):
+    if len(found) != len(directories) or not all(
+        is_in(directory, each.path) for each, directory in zip(found, directories, strict=True)
+    ):
         raise errors.InvalidInputError(
-            "directories on several devices", got=list(directories), expected=f"one in each of {[each.path for each in found]}",
+            "directories on several devices",
+            got=list(directories),
+            expected=f"one in each of {[each.path for each in found]}",
             fix="leave the directories out: those of the devices are taken",
-        )  # fmt: skip
+        )
     return found
 
 
-def given_devices(device: NearStorageDevice | Sequence[NearStorageDevice]) -> list[NearStorageDevice]:
+def given_devices(
+    device: NearStorageDevice | Sequence[NearStorageDevice],
+) -> list[NearStorageDevice]:
     """One or several devices that are open. Raises InvalidInputError for anything else."""
-    found = [device] if isinstance(device, NearStorageDevice) else list(device) if isinstance(device, Sequence) else []
+    found = (
+        [device]
+        if isinstance(device, NearStorageDevice)
+        else list(device)
+        if isinstance(device, Sequence)
+        else []
+    )
     if not found or not all(isinstance(each, NearStorageDevice) for each in found):
         raise errors.InvalidInputError(
-            "device", got=repr(device), expected="a name, a device or several", fix="espnx.device.open(name, path)"
+            "device",
+            got=repr(device),
+            expected="a name, a device or several",
+            fix="espnx.device.open(name, path)",
         )
     return found
 
@@ -176,21 +218,30 @@ def given_devices(device: NearStorageDevice | Sequence[NearStorageDevice]) -> li
 def directories_on(device: Devices | None) -> list[str]:
     """Where devices keep what they are given. Raises InvalidInputError unless they are open."""
     if device is None or isinstance(device, str):
-        raise errors.InvalidInputError("storage", got="no directory", expected="a directory on the SSD, several, or an open device")
+        raise errors.InvalidInputError(
+            "storage",
+            got="no directory",
+            expected="a directory on the SSD, several, or an open device",
+        )
     return [each.path for each in given_devices(device)]
 
 
 def open_records(
-    engine: Engine, compute: torch.device, device: Devices | None = None, directories: Sequence[str] = ()
+    engine: Engine,
+    compute: torch.device,
+    device: Devices | None = None,
+    directories: Sequence[str] = (),
 ) -> tuple[RecordDevice, Callable[[], None]]:
-    """(what keeps records that `engine` reads, which stays the caller's; what closes it, and the devices that were opened for it).
+    """(what keeps records that `engine` reads, which stays the caller's; what closes it, and the
+    devices that were opened for it).
 
     Args:
         compute: where they are scored, unless a device scores them itself.
         device: None: this machine's SSD.
         directories: of the data files; a device that is named is opened for each.
 
-    Raises InvalidInputError where the engine reads into the memory of a GPU, and scores are computed on the CPU; as `open_together`.
+    Raises InvalidInputError where the engine reads into the memory of a GPU, and scores are
+    computed on the CPU; as `open_together`.
     """
     with ExitStack() as opened:
         if device is None:
@@ -201,7 +252,16 @@ def open_records(
                 opened.callback(each.close)
         else:
             found = given_devices(device)
-        records = found[0].open_records(engine, compute) if device is None else SeveralRecordDevices(engine, compute, found)
+        records = (
+            found[0].open_records(engine, compute)
+            if device is None
+            else SeveralRecordDevices(engine, compute, found)
+        )
         opened.callback(records.close)
-        log.debug("records are read by %s and scored on %s%s", engine.effective, compute, "" if device is None else f", by {found[0].name}")
+        log.debug(
+            "records are read by %s and scored on %s%s",
+            engine.effective,
+            compute,
+            "" if device is None else f", by {found[0].name}",
+        )
         return records, opened.pop_all().close

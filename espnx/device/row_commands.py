@@ -1,4 +1,5 @@
-"""What the rows of a KV cache on a device are asked for. All of it is done when `submit` returns."""
+"""What the rows of a KV cache on a device are asked for. All of it is done when `submit`
+returns."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ class RestoreCommand(_RowCommand):
 
 @dataclass(frozen=True, eq=False)
 class PutAnewCommand(_RowCommand):
-    """Rows for the segments of a line of a trace: those of one put are alike, those of a state that was restored need not be.
+    """Rows for the segments of a line of a trace: those of one put are alike, those of a state that
+    was restored need not be.
 
     Attributes:
         puts: each with the numbers of its segments.
@@ -78,7 +80,13 @@ class PutAnewCommand(_RowCommand):
     puts: Sequence[tuple[PutCommand, Sequence[int]]]
 
     def ask(self, part: RowDevice, watch: Watch | None = None) -> Done:
-        return Done([pair for put, numbers in self.puts for pair in zip(numbers, put.ask(part).finish(), strict=True)])
+        return Done(
+            [
+                pair
+                for put, numbers in self.puts
+                for pair in zip(numbers, put.ask(part).finish(), strict=True)
+            ]
+        )
 
     @classmethod
     def of_line(cls, said: Fields, stored: Any, memo: dict[Any, Any]) -> PutAnewCommand:
@@ -86,9 +94,16 @@ class PutAnewCommand(_RowCommand):
         segments = said.each("segments", count=1 << 24)
         for each, layout in zip(segments, [_layout(each) for each in segments], strict=True):
             alike[layout, _heads(each), each.whole("n_rows")].append(each.whole("number"))
-        return cls([(PutCommand(key[0], *_some_rows(key, len(numbers), said), key[1]), numbers) for key, numbers in alike.items()])
+        return cls(
+            [
+                (PutCommand(key[0], *_some_rows(key, len(numbers), said), key[1]), numbers)
+                for key, numbers in alike.items()
+            ]
+        )
 
-    def replayed(self, said: Fields, found: Sequence[tuple[int, Segment]], memo: dict[Any, Any]) -> None:
+    def replayed(
+        self, said: Fields, found: Sequence[tuple[int, Segment]], memo: dict[Any, Any]
+    ) -> None:
         memo |= {("segment", number): segment for number, segment in found}
 
 
@@ -172,15 +187,25 @@ class AheadCommand(_RowCommand):
     layout: RowLayout
     views: Sequence[SegmentView]
 
-    def end_line(self, line: dict[str, Any], ticket: Any, found: int | None, memo: dict[Any, Any]) -> None:
+    def end_line(
+        self, line: dict[str, Any], ticket: Any, found: int | None, memo: dict[Any, Any]
+    ) -> None:
         if found is None:
             return
         layout = self.layout
-        size_bytes = sum(len(each.segment.heads) * layout.blocks(each.n_rows) * layout.block_bytes for each in self.views)
+        size_bytes = sum(
+            len(each.segment.heads) * layout.blocks(each.n_rows) * layout.block_bytes
+            for each in self.views
+        )
         line |= {
-            "ticket": found, "bytes": size_bytes, "layout": _shape(layout),
-            "views": [[_number(each.segment, memo), each.sequence, each.n_rows, each.first_position] for each in self.views],
-        }  # fmt: skip
+            "ticket": found,
+            "bytes": size_bytes,
+            "layout": _shape(layout),
+            "views": [
+                [_number(each.segment, memo), each.sequence, each.n_rows, each.first_position]
+                for each in self.views
+            ],
+        }
         memo["ticket", found] = line["n"], size_bytes
 
     @classmethod
@@ -189,7 +214,11 @@ class AheadCommand(_RowCommand):
         if not isinstance(values, list):
             said.refuse("views", "a list")
         for each in values:
-            if not (isinstance(each, list) and len(each) == 4 and all(type(number) is int and number >= 0 for number in each)):
+            if not (
+                isinstance(each, list)
+                and len(each) == 4
+                and all(type(number) is int and number >= 0 for number in each)
+            ):
                 said.refuse("views", "[segment, sequence, n_rows, first_position]", each)
             views.append(SegmentView(_segment(said, each[0], memo), *each[1:]))
         return cls(layout, views)
@@ -209,7 +238,11 @@ class AttendCommand(_RowCommand):
 
     def begin_line(self, stored: Any, memo: dict[Any, Any]) -> dict[str, Any]:
         tail_rows = 0 if self.tail is None else self.tail.n_rows
-        return _asks(self.ticket, memo) | {"queries": list(self.queries.q.shape), "dv": self.queries.dv, "tail_rows": tail_rows}
+        return _asks(self.ticket, memo) | {
+            "queries": list(self.queries.q.shape),
+            "dv": self.queries.dv,
+            "tail_rows": tail_rows,
+        }
 
     @classmethod
     def of_line(cls, said: Fields, stored: Any, memo: dict[Any, Any]) -> AttendCommand:
@@ -223,8 +256,14 @@ class AttendCommand(_RowCommand):
         if not tail_rows:
             return cls(ticket, queries)
         _check_size([sequences, heads, tail_rows, layout.d + layout.dv], said)
-        k = torch.zeros(sequences, heads, tail_rows, layout.d, dtype=DTYPES.get(layout.format, torch.float16))
-        v = k if layout.is_shared else torch.zeros(sequences, heads, tail_rows, layout.dv, dtype=k.dtype)
+        k = torch.zeros(
+            sequences, heads, tail_rows, layout.d, dtype=DTYPES.get(layout.format, torch.float16)
+        )
+        v = (
+            k
+            if layout.is_shared
+            else torch.zeros(sequences, heads, tail_rows, layout.dv, dtype=k.dtype)
+        )
         return cls(ticket, queries, RowsInMemory(k, v, 0, tail_rows, 0))
 
 
@@ -257,12 +296,14 @@ class VisitCommand(_RowCommand):
         """See `Command`. The host's work is waited for."""
         (ticket, _), in_s = _ticket(said, memo), said.real("host_in_s")
         whole_bytes = max(said.whole("bytes") if "bytes" in said else 0, 1)
-        return cls(ticket, lambda memory, pieces: time.sleep(in_s * min(memory.numel() / whole_bytes, 1.0)))
+        return cls(
+            ticket, lambda memory, pieces: time.sleep(in_s * min(memory.numel() / whole_bytes, 1.0))
+        )
 
 
 ROW_COMMANDS: tuple[type[_RowCommand], ...] = (
-    PutCommand, RestoreCommand, JoinCommand, ReleaseCommand, FlushCommand, SyncCommand, ForgetCommand, AheadCommand, AttendCommand,
-    VisitCommand,
+    PutCommand, RestoreCommand, JoinCommand, ReleaseCommand, FlushCommand, SyncCommand,
+    ForgetCommand, AheadCommand, AttendCommand, VisitCommand,
 )  # fmt: skip
 
 
@@ -307,11 +348,13 @@ def _keep(line: dict[str, Any], found: Sequence[Segment] | None, memo: dict[Any,
     line["bytes"] = sum(each.size_bytes for each in found)
     line["segments"] = [
         {
-            "number": _number(each, memo), "layout": _shape(each.layout),
-            "heads": [each.heads.start, each.heads.stop, each.heads.step], "n_rows": each.n_rows,
+            "number": _number(each, memo),
+            "layout": _shape(each.layout),
+            "heads": [each.heads.start, each.heads.stop, each.heads.step],
+            "n_rows": each.n_rows,
         }
         for each in found
-    ]  # fmt: skip
+    ]
     if len(found) == 1 and isinstance(found[0], SegmentPlace):
         line["places"] = [[found[0].offset_bytes, found[0].size_bytes]]
 
@@ -328,8 +371,12 @@ def _forget_tickets(memo: dict[Any, Any]) -> None:
 
 def _shape(layout: RowLayout) -> dict[str, Any]:
     return {
-        "format": layout.format, "d": layout.d, "dv": layout.dv, "is_shared": layout.is_shared, "least_rows": layout.least_rows,
-    }  # fmt: skip
+        "format": layout.format,
+        "d": layout.d,
+        "dv": layout.dv,
+        "is_shared": layout.is_shared,
+        "least_rows": layout.least_rows,
+    }
 
 
 def _segment(said: Fields, number: int, memo: dict[Any, Any]) -> Segment:
@@ -349,9 +396,12 @@ def _ticket(said: Fields, memo: dict[Any, Any]) -> tuple[int, RowLayout]:
 def _layout(said: Fields) -> RowLayout:
     shape = said.inner("layout")
     return RowLayout(
-        shape.choice("format", DTYPES), shape.whole("d", 1, 1 << 20), shape.whole("dv", 1, 1 << 20), shape.flag("is_shared"),
+        shape.choice("format", DTYPES),
+        shape.whole("d", 1, 1 << 20),
+        shape.whole("dv", 1, 1 << 20),
+        shape.flag("is_shared"),
         shape.whole("least_rows", 1, 1 << 20),
-    )  # fmt: skip
+    )
 
 
 def _heads(said: Fields) -> range:
@@ -370,10 +420,14 @@ def _check_size(shape: Sequence[int], said: Fields) -> None:
         said.refuse("queries", f"at most {VALUES_MAX} values", list(shape))
 
 
-def _some_rows(key: tuple[RowLayout, range, int], sequences: int, said: Fields) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _some_rows(
+    key: tuple[RowLayout, range, int], sequences: int, said: Fields
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     layout, heads, n = key
     _check_size([sequences, len(heads), n, layout.d + layout.dv], said)
     dtype = DTYPES.get(layout.format, torch.float16)
     dtype = dtype if dtype.is_floating_point else torch.float16
     k = torch.zeros(sequences, len(heads), n, layout.d, dtype=dtype)
-    return k, None if layout.is_shared else torch.zeros(sequences, len(heads), n, layout.dv, dtype=dtype)
+    return k, None if layout.is_shared else torch.zeros(
+        sequences, len(heads), n, layout.dv, dtype=dtype
+    )

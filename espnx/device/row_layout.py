@@ -1,13 +1,15 @@
 """How the rows of K, V and X lie in blocks on a device.
 
-A block holds `block_rows` consecutive tokens of one (sequence, KV head) and is a whole number of 4 KiB pages, so that no page is written
-twice. Blocks are what checksums cover; many of them make one read::
+A block holds `block_rows` consecutive tokens of one (sequence, KV head) and is a whole number of 4
+KiB pages, so that no page is written twice. Blocks are what checksums cover; many of them make one
+read::
 
     K rows [block_rows, d] | V rows [block_rows, dv] | zeros              fp32, fp16, bf16
     X rows [block_rows, d] | zeros                                        as K and V; see below
     K scales fp32 [d] | K int8 | V scales fp32 [block_rows] | V int8 | zeros              int8
 
-X is the input of the projections, kept instead of both K and V. int8 has scales of K by channel, of V by token (KIVI, section 3.2).
+X is the input of the projections, kept instead of both K and V. int8 has scales of K by channel, of
+V by token (KIVI, section 3.2).
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def format_of(dtype: torch.dtype) -> str:
     for name, known in DTYPES.items():
         if known == dtype and name != "int8":
             return name
-    raise errors.InvalidInputError("dtype of K and V", got=dtype, expected="float32, float16 or bfloat16")
+    raise errors.InvalidInputError(
+        "dtype of K and V", got=dtype, expected="float32, float16 or bfloat16"
+    )
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,20 @@ class RowLayout:
 
     def __post_init__(self) -> None:
         if self.format not in DTYPES:
-            raise errors.InvalidInputError("row format", got=repr(self.format), expected=", ".join(DTYPES))
+            raise errors.InvalidInputError(
+                "row format", got=repr(self.format), expected=", ".join(DTYPES)
+            )
         for name, value in (("d", self.d), ("dv", self.dv)):
             if value < 8 or value % 8:
-                raise errors.InvalidInputError(f"{name}, the length of a row", got=value, expected="a positive multiple of 8")
+                raise errors.InvalidInputError(
+                    f"{name}, the length of a row", got=value, expected="a positive multiple of 8"
+                )
         if self.is_shared and (self.format == "int8" or self.d != self.dv):
-            raise errors.InvalidInputError("X rows", got=f"{self.format}, {self.d} and {self.dv}", expected="one unscaled row for K and V")
+            raise errors.InvalidInputError(
+                "X rows",
+                got=f"{self.format}, {self.d} and {self.dv}",
+                expected="one unscaled row for K and V",
+            )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,7 +85,8 @@ class RowLayout:
 
     @cached_property
     def block_rows(self) -> int:
-        """The least number of tokens whose K rows are whole pages (HILOS, section 4.3: 4096 / row bytes); int8: that fill a block well."""
+        """The least number of tokens whose K rows are whole pages (HILOS, section 4.3: 4096 / row
+        bytes); int8: that fill a block well."""
         if self.format == "int8":
             rows = 64
             while rows < 1024 and rows * self.row_bytes < _INT8_FILL * self._padded(rows):
@@ -112,20 +125,31 @@ class RowLayout:
     def geometry(self) -> dict[str, Any]:
         """As the compiled part wants it."""
         return {
-            "format": self.format, "d": self.d, "dv": self.dv, "is_shared": self.is_shared, "block_rows": self.block_rows,
-            "block_bytes": self.block_bytes, "v_offset_bytes": self.v_offset_bytes, "k_offset_bytes": self.k_offset_bytes,
-            "k_scale_offset_bytes": 0, "v_scale_offset_bytes": self.v_scale_offset_bytes,
-        }  # fmt: skip
+            "format": self.format,
+            "d": self.d,
+            "dv": self.dv,
+            "is_shared": self.is_shared,
+            "block_rows": self.block_rows,
+            "block_bytes": self.block_bytes,
+            "v_offset_bytes": self.v_offset_bytes,
+            "k_offset_bytes": self.k_offset_bytes,
+            "k_scale_offset_bytes": 0,
+            "v_scale_offset_bytes": self.v_scale_offset_bytes,
+        }
 
-    def pack(self, k: torch.Tensor, v: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Blocks of rows: uint8 [..., blocks, block_bytes] from k [..., n, d] and v [..., n, dv] (X: v is None). The last block may be
-        partly filled; zeros follow."""
+    def pack(
+        self, k: torch.Tensor, v: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Blocks of rows: uint8 [..., blocks, block_bytes] from k [..., n, d] and v [..., n, dv]
+        (X: v is None). The last block may be partly filled; zeros follow."""
         *lead, n, _ = k.shape
         blocks = self.blocks(n)
         if out is None:
             out = torch.empty((*lead, blocks, self.block_bytes), dtype=torch.uint8, device=k.device)
         if self.format == "int8" and v is not None:
-            for offset, part in self._quantise(_whole(k, blocks, self.block_rows), _whole(v, blocks, self.block_rows)):
+            for offset, part in self._quantise(
+                _whole(k, blocks, self.block_rows), _whole(v, blocks, self.block_rows)
+            ):
                 values = part.flatten(len(lead) + 1)
                 end = offset + values.shape[-1] * values.element_size()
                 out[..., offset:end].view(part.dtype).copy_(values)
@@ -137,12 +161,15 @@ class RowLayout:
         return out
 
     def _copy(self, rows: torch.Tensor, out: torch.Tensor, offset_bytes: int) -> int:
-        """Rows [..., n, width] to their place in blocks, without another copy of them between. Returns where in a block they end."""
+        """Rows [..., n, width] to their place in blocks, without another copy of them between.
+        Returns where in a block they end."""
         n, width = rows.shape[-2:]
         end = offset_bytes + self.block_rows * width * self.dtype.itemsize
         places = out[..., offset_bytes:end].view(self.dtype).unflatten(-1, (self.block_rows, width))
         whole, rest = divmod(n, self.block_rows)
-        places[..., :whole, :, :].copy_(rows[..., : n - rest, :].unflatten(-2, (whole, self.block_rows)))
+        places[..., :whole, :, :].copy_(
+            rows[..., : n - rest, :].unflatten(-2, (whole, self.block_rows))
+        )
         if rest:
             places[..., whole, :rest, :].copy_(rows[..., n - rest :, :])
             places[..., whole, rest:, :] = 0
@@ -154,10 +181,16 @@ class RowLayout:
         v_scale = (v.abs().amax(dim=-1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
         codes_k = (k / k_scale.unsqueeze(-2)).round().to(torch.int8)
         codes_v = (v / v_scale.unsqueeze(-1)).round().to(torch.int8)
-        return [(0, k_scale), (self.k_offset_bytes, codes_k), (self.v_scale_offset_bytes, v_scale), (self.v_offset_bytes, codes_v)]
+        return [
+            (0, k_scale),
+            (self.k_offset_bytes, codes_k),
+            (self.v_scale_offset_bytes, v_scale),
+            (self.v_offset_bytes, codes_v),
+        ]
 
     def unpack(self, blocks: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(k [..., rows, d], v [..., rows, dv]) of blocks [..., n_blocks, block_bytes], in the stored dtype (int8: float32)."""
+        """(k [..., rows, d], v [..., rows, dv]) of blocks [..., n_blocks, block_bytes], in the
+        stored dtype (int8: float32)."""
         *lead, count, _ = blocks.shape
 
         def part(offset: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -172,7 +205,9 @@ class RowLayout:
             scale = part(self.v_scale_offset_bytes, 1, torch.float32)
             v = v.float() * scale
         n = count * self.block_rows
-        return k.reshape(*lead, n, self.d)[..., :rows, :], v.reshape(*lead, n, self.dv)[..., :rows, :]
+        return k.reshape(*lead, n, self.d)[..., :rows, :], v.reshape(*lead, n, self.dv)[
+            ..., :rows, :
+        ]
 
 
 def _whole(rows: torch.Tensor, blocks: int, block_rows: int) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Several devices as one: each is asked for what lies on it, at the same time, and what they give back comes together.
+"""Several devices as one: each is asked for what lies on it, at the same time, and what they give
+back comes together.
 
-What is asked for item by item (records, stored items) is put in its places; the best of each are merged by `top`, attention over rows of
-each by log-sum-exp (`together`).
+What is asked for item by item (records, stored items) is put in its places; the best of each are
+merged by `top`, attention over rows of each by log-sum-exp (`together`).
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ _POLL_S = 0.001
 
 
 def top(far: np.ndarray, numbers: np.ndarray, k: int) -> np.ndarray:
-    """Places of the k nearest along the last axis, the nearest first, ties by number; numbers below 0 are nothing and come last."""
+    """Places of the k nearest along the last axis, the nearest first, ties by number; numbers below
+    0 are nothing and come last."""
     last = np.iinfo(np.int64).max
     order: np.ndarray = np.lexsort((np.where(numbers < 0, last, numbers), far), axis=-1)
     return order[..., :k]
 
 
-def together(parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the rows of all, of (o, lse) over those of each (`espnx.ops.attention.merge`)."""
+def together(
+    parts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the rows of all, of (o, lse) over those of each
+    (`espnx.ops.attention.merge`)."""
     first, *others = parts
     for each in others:
         first = merge(*first, *each)
@@ -45,7 +50,9 @@ def together(parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.
 
 def stats_of(parts: Iterable[Any]) -> DeviceStats:
     """Of several parts, or tickets, together."""
-    return sum((part.stats() if callable(part.stats) else part.stats for part in parts), DeviceStats())
+    return sum(
+        (part.stats() if callable(part.stats) else part.stats for part in parts), DeviceStats()
+    )
 
 
 def files_of(parts: Iterable[Any]) -> list[FilePath]:
@@ -60,7 +67,8 @@ def is_in(path: str, directory: str) -> bool:
 
 
 class SeveralParts:
-    """Parts of one kind, each of which keeps its own of some items. Made by `espnx.device.kinds.PartKind.around`.
+    """Parts of one kind, each of which keeps its own of some items. Made by
+    `espnx.device.kinds.PartKind.around`.
 
     Args:
         parts: one of each device.
@@ -125,7 +133,12 @@ class _Share:
     """
 
     def __init__(self, ticket: Any, items: np.ndarray, results: np.ndarray):
-        self.ticket, self.items, self.results, self.added = ticket, items, results, list[np.ndarray]()
+        self.ticket, self.items, self.results, self.added = (
+            ticket,
+            items,
+            results,
+            list[np.ndarray](),
+        )
         self.is_finished = False
 
     def next(self, at_least: int, timeout_s: float | None) -> np.ndarray:
@@ -148,15 +161,26 @@ class SeveralTickets:
             while True:
                 waiting = [share for share in self._shares if not share.is_finished]
                 for share in waiting:
-                    # The last device that is not done is waited for; else each is looked at, so that none holds up what another has.
+                    # The last device that is not done is waited for; else each is looked at, so
+                    # that none holds up what another has.
                     left = 0.0 if until is None else max(until - time.monotonic(), 0.0)
                     alone = len(waiting) == 1
-                    wait_s = (None if until is None else left) if alone else _POLL_S if until is None else min(_POLL_S, left)
+                    wait_s = (
+                        (None if until is None else left)
+                        if alone
+                        else _POLL_S
+                        if until is None
+                        else min(_POLL_S, left)
+                    )
                     items = share.next(max(at_least - count, 1) if alone else 1, wait_s)
                     found.append(items)
                     count += len(items)
                 is_finished = all(share.is_finished for share in self._shares)
-                if is_finished or count >= at_least or (until is not None and time.monotonic() >= until):
+                if (
+                    is_finished
+                    or count >= at_least
+                    or (until is not None and time.monotonic() >= until)
+                ):
                     return np.concatenate([np.empty(0, np.int64), *found]), is_finished
         except BaseException:
             self.cancel()
@@ -173,10 +197,13 @@ class SeveralTickets:
         for share in self._shares:
             mine = np.flatnonzero(np.isin(pairs.item, share.items))
             share.added.append(mine)
-            share.ticket.add(Pairs(np.searchsorted(share.items, pairs.item[mine]), pairs.query[mine]))
+            share.ticket.add(
+                Pairs(np.searchsorted(share.items, pairs.item[mine]), pairs.query[mine])
+            )
 
     def finish(self) -> np.ndarray:
-        """Waits for the results of all, in the order in which they were asked for, then those that were added."""
+        """Waits for the results of all, in the order in which they were asked for, then those that
+        were added."""
         found = [(share, share.ticket.finish()) for share in self._shares]
         every = list[np.ndarray]()
         for turn in range(len(self._counts)):
@@ -202,7 +229,11 @@ class SeveralTickets:
     @property
     def records(self) -> tuple[torch.Tensor, torch.Tensor]:
         """See `RecordTicket`."""
-        raise errors.InvalidInputError("records of several devices", got="scores alone", expected="a device that hands out records")
+        raise errors.InvalidInputError(
+            "records of several devices",
+            got="scores alone",
+            expected="a device that hands out records",
+        )
 
     @property
     def stats(self) -> DeviceStats:
@@ -212,12 +243,14 @@ class SeveralTickets:
     @property
     def finished_at(self) -> float:
         """See `RecordTicket`."""
-        return max((share.ticket.finished_at for share in self._shares), default=time.perf_counter())
+        return max(
+            (share.ticket.finished_at for share in self._shares), default=time.perf_counter()
+        )
 
 
 class SeveralRecordDevices(SeveralParts):
-    """See `espnx.device.interface.RecordDevice`: each keeps and scores the records of the data files in its directory. Which device a
-    record lies on changes no score.
+    """See `espnx.device.interface.RecordDevice`: each keeps and scores the records of the data
+    files in its directory. Which device a record lies on changes no score.
 
     Args:
         engine: of the reads; stays the caller's.
@@ -237,13 +270,20 @@ class SeveralRecordDevices(SeveralParts):
             undo.pop_all()
         super().__init__(opened, lambda numbers: numbers)
         #: Where one device reads by itself, it has to open its own files.
-        self.engine: Engine | None = engine if all(each.engine is engine for each in opened) else None
+        self.engine: Engine | None = (
+            engine if all(each.engine is engine for each in opened) else None
+        )
 
     def _owner(self, path: str) -> int:
-        """The device in whose directory a file lies; the innermost where these lie in one another. Raises InvalidInputError."""
+        """The device in whose directory a file lies; the innermost where these lie in one another.
+        Raises InvalidInputError."""
         inside = [number for number, directory in enumerate(self._paths) if is_in(path, directory)]
         if not inside:
-            raise errors.InvalidInputError("a data file on none of the devices", got=path, expected=f"a file in one of {self._paths}")
+            raise errors.InvalidInputError(
+                "a data file on none of the devices",
+                got=path,
+                expected=f"a file in one of {self._paths}",
+            )
         return max(inside, key=lambda number: len(os.path.realpath(self._paths[number])))
 
     def open(self, path: str) -> FileHandle:
@@ -264,4 +304,6 @@ class SeveralRecordDevices(SeveralParts):
             found: np.ndarray = of_file[file] if len(of_file) else file
             return found
 
-        return RECORDS.around(SeveralParts, [device.keep_records(layout) for device in self._parts], owners)
+        return RECORDS.around(
+            SeveralParts, [device.keep_records(layout) for device in self._parts], owners
+        )

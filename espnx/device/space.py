@@ -1,4 +1,5 @@
-"""The space of a device that keeps rows in one data file: segments as it knows them, and those whose places a published state names."""
+"""The space of a device that keeps rows in one data file: segments as it knows them, and those
+whose places a published state names."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class FileSegment(Segment):
 
     Attributes:
         place: bytes into the file.
-        every_sum: uint32: CRC32C of blocks, of this segment's and others': an array for each would be a small piece of memory that stays.
+        every_sum: uint32: CRC32C of blocks, of this segment's and others': an array for each would
+            be a small piece of memory that stays.
         first_sum: of its own among them.
         writing: the write that may still be under way, or None.
     """
@@ -37,7 +39,9 @@ class FileSegment(Segment):
     def sums(self) -> np.ndarray:
         """uint32 [heads, blocks]: CRC32C of each block."""
         shape = len(self.heads), self.n_blocks
-        return self.every_sum.reshape(-1)[self.first_sum : self.first_sum + shape[0] * shape[1]].reshape(shape)
+        return self.every_sum.reshape(-1)[
+            self.first_sum : self.first_sum + shape[0] * shape[1]
+        ].reshape(shape)
 
     @property
     def memory_bytes(self) -> int:
@@ -47,7 +51,9 @@ class FileSegment(Segment):
 def own(segment: Segment) -> FileSegment:
     """Raises InvalidInputError for a segment of a device of another kind."""
     if not isinstance(segment, FileSegment):
-        raise errors.InvalidInputError("segment of another device", got=type(segment).__name__, expected=FileSegment.__name__)
+        raise errors.InvalidInputError(
+            "segment of another device", got=type(segment).__name__, expected=FileSegment.__name__
+        )
     return segment
 
 
@@ -103,14 +109,19 @@ class FileSpace:
         for each in places:
             if each.size_bytes:
                 self.extents.claim(each.offset_bytes, each.size_bytes)
-            found.append(FileSegment(each.layout, each.heads, each.n_rows, each.offset_bytes, every_sum, first))
+            found.append(
+                FileSegment(
+                    each.layout, each.heads, each.n_rows, each.offset_bytes, every_sum, first
+                )
+            )
             first += each.checksums.size
         self.pin(found)
         self._cut()
         return found
 
     def _cut(self) -> None:
-        """Takes away what a process that was killed wrote behind the last state that it published."""
+        """Takes away what a process that was killed wrote behind the last state that it
+        published."""
         try:
             if os.path.getsize(self.path) > self.extents.size_bytes:
                 os.truncate(self.path, self.extents.size_bytes)
@@ -120,7 +131,9 @@ class FileSpace:
     def pin(self, segments: Sequence[Segment], *, also: bool = False) -> None:
         """See `Space`."""
         before = self._pinned
-        self._pinned = {mine.place: mine.size_bytes for mine in map(own, segments) if mine.size_bytes}
+        self._pinned = {
+            mine.place: mine.size_bytes for mine in map(own, segments) if mine.size_bytes
+        }
         if also:
             self._pinned |= before
         for place in before.keys() - self._pinned.keys():

@@ -1,4 +1,5 @@
-"""The plain SSD as a device for records: a deep queue, and MaxSim on this machine's cores as records arrive (csrc/device/record_stream)."""
+"""The plain SSD as a device for records: a deep queue, and MaxSim on this machine's cores as
+records arrive (csrc/device/record_stream)."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class SsdRecordDevice(RecordFiles):
         workers: threads that score those, started when they are needed.
     """
 
-    def __init__(self, engine: NativeEngine, *, window_bytes: int = _WINDOW_BYTES, workers: int = _WORKERS):
+    def __init__(
+        self, engine: NativeEngine, *, window_bytes: int = _WINDOW_BYTES, workers: int = _WORKERS
+    ):
         super().__init__(engine, torch.device("cpu"))
         self._stream = load_native().RecordStream(engine.native, window_bytes, workers)
 
@@ -59,21 +62,39 @@ class SsdRecordDevice(RecordFiles):
 class _SsdRecords(Part):
     """See `espnx.device.interface.KeptRecords`."""
 
-    def __init__(self, engine: Engine, stream: Any, layout: RecordLayout, released: Callable[[RecordLayout], None]):
+    def __init__(
+        self,
+        engine: Engine,
+        stream: Any,
+        layout: RecordLayout,
+        released: Callable[[RecordLayout], None],
+    ):
         self._engine, self._stream, self._layout, self._released = engine, stream, layout, released
 
     @cached_property
     def _native(self) -> CompiledRecords:
-        """Made when scores are first asked for: of residual records that are none there is no codebook either."""
+        """Made when scores are first asked for: of residual records that are none there is no
+        codebook either."""
         layout = self._layout
         schema, book = layout.schema, layout.codebook
         rules = {
-            "salt": layout.salt, "format_number": schema.format_number, "fixed_bytes": schema.fixed_bytes, "row_bytes": schema.row_bytes,
-            "format": schema.format, "cls_format": schema.cls_format, "dim": schema.stored_dim, "d_cls": schema.stored_d_cls,
-        }  # fmt: skip
+            "salt": layout.salt,
+            "format_number": schema.format_number,
+            "fixed_bytes": schema.fixed_bytes,
+            "row_bytes": schema.row_bytes,
+            "format": schema.format,
+            "cls_format": schema.cls_format,
+            "dim": schema.stored_dim,
+            "d_cls": schema.stored_d_cls,
+        }
         tables = (None, None) if book is None else (book.centroids, book.bucket_weights)
         return load_native().keep_records(
-            torch.from_numpy(layout.n_tokens), layout.group_offset_bytes, layout.segment_begin, layout.file_numbers, rules, *tables
+            torch.from_numpy(layout.n_tokens),
+            layout.group_offset_bytes,
+            layout.segment_begin,
+            layout.file_numbers,
+            rules,
+            *tables,
         )
 
     def maxsim(
@@ -89,16 +110,33 @@ class _SsdRecords(Part):
         """See `KeptRecords`."""
         schema = self._layout.schema
         numbers = np.ascontiguousarray(numbers, dtype=np.int64)
-        wanted = [(schema.query_tokens(query.tokens), schema.query_cls(query.cls), query.cls_weight) for query in queries]
-        item, of_query = (None, None) if pairs is None else (torch.from_numpy(pairs.item), torch.from_numpy(pairs.query))
+        wanted = [
+            (schema.query_tokens(query.tokens), schema.query_cls(query.cls), query.cls_weight)
+            for query in queries
+        ]
+        item, of_query = (
+            (None, None)
+            if pairs is None
+            else (torch.from_numpy(pairs.item), torch.from_numpy(pairs.query))
+        )
         native = self._stream.push(
-            self._native, torch.from_numpy(numbers), wanted, item, of_query, is_urgent, gap_bytes, deadline_s, torch.get_num_threads()
+            self._native,
+            torch.from_numpy(numbers),
+            wanted,
+            item,
+            of_query,
+            is_urgent,
+            gap_bytes,
+            deadline_s,
+            torch.get_num_threads(),
         )
         return SsdRecordTicket(native, self._layout, numbers)
 
     def read(self, numbers: np.ndarray, *, gap_bytes: int = 0, deadline_s: float = 30.0) -> Future:
         """See `KeptRecords`."""
-        return self._engine.read(self._layout.plan(numbers), gap_bytes=gap_bytes, deadline_s=deadline_s)
+        return self._engine.read(
+            self._layout.plan(numbers), gap_bytes=gap_bytes, deadline_s=deadline_s
+        )
 
     def release(self) -> None:
         """See `KeptRecords`."""
@@ -135,14 +173,22 @@ class SsdRecordTicket:
             pass
         if not self._added:
             return self.scores
-        more = [self._native.score_more(torch.from_numpy(each.item), torch.from_numpy(each.query)).numpy() for each in self._added]
+        more = [
+            self._native.score_more(
+                torch.from_numpy(each.item), torch.from_numpy(each.query)
+            ).numpy()
+            for each in self._added
+        ]
         return np.concatenate([self.scores, *more])
 
     def _raise_damaged(self, item: int) -> None:
         memory, where = self.records
         number = self._numbers[item : item + 1]
         self._layout.check(memory, where[item : item + 1], number)
-        raise errors.ChecksumError(f"record {number[0]} was found damaged, then whole", fix="search again; check the memory")
+        raise errors.ChecksumError(
+            f"record {number[0]} was found damaged, then whole",
+            fix="search again; check the memory",
+        )
 
     def cancel(self) -> None:
         """See `RecordTicket`."""
@@ -158,7 +204,13 @@ class SsdRecordTicket:
     def stats(self) -> DeviceStats:
         """See `RecordTicket`."""
         asked, moved, requests, waiting_s, computing_s, _ = self._native.costs()
-        return DeviceStats(bytes_asked=asked, bytes_moved=moved, read_requests=requests, waiting_s=waiting_s, computing_s=computing_s)
+        return DeviceStats(
+            bytes_asked=asked,
+            bytes_moved=moved,
+            read_requests=requests,
+            waiting_s=waiting_s,
+            computing_s=computing_s,
+        )
 
     @property
     def finished_at(self) -> float:

@@ -1,4 +1,5 @@
-"""Rows on their way into a device's file: writes that go on behind, and the places of rows that nobody wants any more meanwhile."""
+"""Rows on their way into a device's file: writes that go on behind, and the places of rows that
+nobody wants any more meanwhile."""
 
 from __future__ import annotations
 
@@ -19,15 +20,16 @@ class Writing(Protocol):
         """Raises what the write raised; the rows are then written again."""
 
     def end(self) -> bool | None:
-        """Waits, whatever comes of it: True if the rows are in the file, None if they are not, and False where the device may still write
-        to the place, so that nothing else may ever be put there."""
+        """Waits, whatever comes of it: True if the rows are in the file, None if they are not, and
+        False where the device may still write to the place, so that nothing else may ever be put
+        there."""
 
     def cancel(self) -> None: ...
 
 
 class Write:
-    """Rows under way to a device. Where that fails, whoever waits is told once, and they are written again from the same memory: they may
-    be nowhere else."""
+    """Rows under way to a device. Where that fails, whoever waits is told once, and they are
+    written again from the same memory: they may be nowhere else."""
 
     def __init__(self, engine: NativeEngine, plan: Plan, memory: torch.Tensor, deadline_s: float):
         self._engine, self._plan, self._memory, self._deadline_s = engine, plan, memory, deadline_s
@@ -59,8 +61,9 @@ class Write:
 
 
 class PutWrite:
-    """The write of one `put`, which its segments share. As long as it may be repeated for one of them, the places of those that were
-    released must not be used again: it would be written over what came after.
+    """The write of one `put`, which its segments share. As long as it may be repeated for one of
+    them, the places of those that were released must not be used again: it would be written over
+    what came after.
 
     Args:
         n_segments: that share it.
@@ -75,7 +78,8 @@ class PutWrite:
         return self._is_written or self._writing.done()
 
     def wait(self) -> None:
-        """Until the rows are in the file. Raises what the write raised; they are then written again."""
+        """Until the rows are in the file. Raises what the write raised; they are then written
+        again."""
         if self._is_written:
             return
         try:
@@ -86,7 +90,8 @@ class PutWrite:
         self._is_written = True
 
     def settle(self) -> list[tuple[int, int]]:
-        """A segment needs the write no more. Returns places (with their sizes) that may be used again."""
+        """A segment needs the write no more. Returns places (with their sizes) that may be used
+        again."""
         self._waiting -= 1
         return self._free()
 

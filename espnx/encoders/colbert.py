@@ -1,6 +1,8 @@
-"""ColBERT checkpoints (stanford-futuredata/ColBERT, v1 and v2) as encoders: a transformer and a linear head without bias.
+"""ColBERT checkpoints (stanford-futuredata/ColBERT, v1 and v2) as encoders: a transformer and a
+linear head without bias.
 
-What is laid out and kept is what ``colbert.modeling`` of colbert-ai 0.2.22 lays out and keeps, so vectors agree to rounding.
+What is laid out and kept is what ``colbert.modeling`` of colbert-ai 0.2.22 lays out and keeps, so
+vectors agree to rounding.
 """
 
 from __future__ import annotations
@@ -45,19 +47,24 @@ def is_colbert(folder: Path) -> bool:
 class ColBERTEncoder(LateInteractionEncoder):
     """Token vectors of a ColBERT checkpoint, L2-normalised, d_cls = 0.
 
-    A query is ``[CLS] [Q] words [SEP]`` filled up with ``[MASK]`` to `query_maxlen` positions, all of which give a vector. A document is
-    ``[CLS] [D] words [SEP]``, cut at `doc_maxlen` positions, and gives a vector for each but punctuation. What is longer is cut.
+    A query is ``[CLS] [Q] words [SEP]`` filled up with ``[MASK]`` to `query_maxlen` positions, all
+    of which give a vector. A document is ``[CLS] [D] words [SEP]``, cut at `doc_maxlen` positions,
+    and gives a vector for each but punctuation. What is longer is cut.
 
     Args:
-        folder: with config.json, the tokenizer, weights (safetensors, or ``pytorch_model.bin``, read as tensors alone) and
-            ``artifact.metadata``. Without the last, ColBERT's defaults hold.
-        device, dtype, batch_tokens: see :class:`espnx.encoders.late_interaction.LateInteractionEncoder`.
-        query_maxlen, doc_maxlen, attend_to_mask_tokens, mask_punctuation: in place of what the checkpoint says.
+        folder: with config.json, the tokenizer, weights (safetensors, or ``pytorch_model.bin``,
+            read as tensors alone) and ``artifact.metadata``. Without the last, ColBERT's defaults
+            hold.
+        device, dtype, batch_tokens: see
+            :class:`espnx.encoders.late_interaction.LateInteractionEncoder`.
+        query_maxlen, doc_maxlen, attend_to_mask_tokens, mask_punctuation: in place of what the
+            checkpoint says.
 
     ``name`` is made from a hash of config, tokenizer, weights and settings.
 
     Raises:
-        InvalidInputError: not such a folder, an argument out of range, or an interaction other than ColBERT's.
+        InvalidInputError: not such a folder, an argument out of range, or an interaction other than
+            ColBERT's.
         FormatError: damaged, incomplete or contradictory files.
         MissingDependencyError: transformers is not installed.
     """
@@ -90,8 +97,16 @@ class ColBERTEncoder(LateInteractionEncoder):
         self._query_marker = self.token_id(self.settings["query_token_id"], "marker of queries")
         self._document_marker = self.token_id(self.settings["doc_token_id"], "marker of documents")
         if self._tokenizer.mask_token_id is None or self._tokenizer.pad_token_id is None:
-            raise FormatError("ColBERT checkpoint", path=self.folder, got="a tokenizer without [MASK] or [PAD]", expected="both")
-        self._left_out = {self._tokenizer.pad_token_id, *(self._punctuation() if self.settings["mask_punctuation"] else ())}
+            raise FormatError(
+                "ColBERT checkpoint",
+                path=self.folder,
+                got="a tokenizer without [MASK] or [PAD]",
+                expected="both",
+            )
+        self._left_out = {
+            self._tokenizer.pad_token_id,
+            *(self._punctuation() if self.settings["mask_punctuation"] else ()),
+        }
         settings = settings_hash(fingerprint(self.folder, weights), sorted(self.settings.items()))
         self.name = named(f"colbert@{settings}", self.dtype)
 
@@ -99,7 +114,10 @@ class ColBERTEncoder(LateInteractionEncoder):
         path = self.folder / METADATA
         stored = read_object(path) if path.is_file() else {}
         stored = stored.get("config", stored)
-        chosen = {key: stored[key] if stored.get(key) is not None else value for key, value in DEFAULTS.items()}
+        chosen = {
+            key: stored[key] if stored.get(key) is not None else value
+            for key, value in DEFAULTS.items()
+        }
         chosen |= {key: value for key, value in given.items() if value is not None}
         if chosen["interaction"] != "colbert":
             raise InvalidInputError(
@@ -113,16 +131,34 @@ class ColBERTEncoder(LateInteractionEncoder):
     def _read_head(self, weights: list[Path]) -> Tensor:
         found = read_weights(weights, [HEAD])
         if HEAD not in found:
-            raise FormatError("ColBERT checkpoint", path=self.folder, got=f"no {HEAD} in the weights", expected="the linear head")
+            raise FormatError(
+                "ColBERT checkpoint",
+                path=self.folder,
+                got=f"no {HEAD} in the weights",
+                expected="the linear head",
+            )
         head = found[HEAD]
         rows = self._expected_dim if self._expected_dim is not None else "any"
-        if head.dim() != 2 or head.shape[1] != self.hidden_size or (rows != "any" and head.shape[0] != rows):
-            raise FormatError("ColBERT head", path=self.folder, got=f"shape {list(head.shape)}", expected=f"[{rows}, {self.hidden_size}]")
+        if (
+            head.dim() != 2
+            or head.shape[1] != self.hidden_size
+            or (rows != "any" and head.shape[0] != rows)
+        ):
+            raise FormatError(
+                "ColBERT head",
+                path=self.folder,
+                got=f"shape {list(head.shape)}",
+                expected=f"[{rows}, {self.hidden_size}]",
+            )
         return head.to(self.device, self.dtype)
 
     def _punctuation(self) -> set[int]:
-        """Ids of ASCII punctuation. A sign that the vocabulary lacks is [UNK], so [UNK] is left out with it: ColBERT does the same."""
-        encoded = (self._tokenizer.encode(symbol, add_special_tokens=False) for symbol in string.punctuation)
+        """Ids of ASCII punctuation. A sign that the vocabulary lacks is [UNK], so [UNK] is left out
+        with it: ColBERT does the same."""
+        encoded = (
+            self._tokenizer.encode(symbol, add_special_tokens=False)
+            for symbol in string.punctuation
+        )
         return {ids[0] for ids in encoded if ids}
 
     def lay_out(self, texts: list[str], *, is_query: bool) -> list[Layout]:
@@ -135,7 +171,9 @@ class ColBERTEncoder(LateInteractionEncoder):
         filled = self.query_maxlen - len(ids)
         attended = [True] * len(ids) + [bool(self.settings["attend_to_mask_tokens"])] * filled
         mask = self._tokenizer.mask_token_id
-        ids = [mask if number == self._tokenizer.pad_token_id else number for number in ids] + [mask] * filled
+        ids = [mask if number == self._tokenizer.pad_token_id else number for number in ids] + [
+            mask
+        ] * filled
         return Layout(ids, attended, [True] * len(ids))
 
     def _document(self, pieces: list[int]) -> Layout:

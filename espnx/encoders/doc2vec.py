@@ -1,9 +1,12 @@
-"""Doc2Vec (Le and Mikolov, "Distributed Representations of Sentences and Documents", arXiv 1405.4053) through gensim: distributed bag of
-words, which is skip-gram with the text in the place of the word (PV-DBOW, section 2.3).
+"""Doc2Vec (Le and Mikolov, "Distributed Representations of Sentences and Documents", arXiv
+1405.4053) through gensim: distributed bag of words, which is skip-gram with the text in the place
+of the word (PV-DBOW, section 2.3).
 
-A vector is inferred by training it against frozen weights, from a random start with random negatives. gensim starts from Python's hash of
-the text, which every process salts anew, and goes on from a generator that the calls before have moved; so two calls on one text differ.
-Here both come from a hash of the text: a text has one vector, on every machine with this gensim, whatever was inferred before.
+A vector is inferred by training it against frozen weights, from a random start with random
+negatives. gensim starts from Python's hash of the text, which every process salts anew, and goes on
+from a generator that the calls before have moved; so two calls on one text differ. Here both come
+from a hash of the text: a text has one vector, on every machine with this gensim, whatever was
+inferred before.
 """
 
 from __future__ import annotations
@@ -55,16 +58,19 @@ def words_of(text: str) -> list[str]:
 
 
 class Doc2VecEncoder(SingleVectorEncoder):
-    """One vector a text from a Doc2Vec model of gensim, with negative sampling (``dm=0, hs=0``). Documents and queries are encoded alike.
+    """One vector a text from a Doc2Vec model of gensim, with negative sampling (``dm=0, hs=0``).
+    Documents and queries are encoded alike.
 
     Args:
-        model: a trained ``gensim.models.doc2vec.Doc2Vec``, which is not changed. Its words are to be those of `words_of`. (gensim's own
-            files are pickles: load them yourself if you trust them. `save` writes one that runs no code.)
+        model: a trained ``gensim.models.doc2vec.Doc2Vec``, which is not changed. Its words are to
+            be those of `words_of`. (gensim's own files are pickles: load them yourself if you trust
+            them. `save` writes one that runs no code.)
         seed: of inference; another one gives other vectors.
 
-    Vectors are as they come, not of length 1. Compare them by cosine (``metric="cosine"``): trained on Cranfield with the defaults, nDCG@10
-    is .24 by cosine and .04 by L1, which RAGX takes; SPLADE's is .38. A text without a known word has the vector 0; of a longer one, 10,000
-    known words count.
+    Vectors are as they come, not of length 1. Compare them by cosine (``metric="cosine"``): trained
+    on Cranfield with the defaults, nDCG@10 is .24 by cosine and .04 by L1, which RAGX takes;
+    SPLADE's is .38. A text without a known word has the vector 0; of a longer one, 10,000 known
+    words count.
 
     Raises:
         MissingDependencyError: gensim is not installed.
@@ -74,15 +80,22 @@ class Doc2VecEncoder(SingleVectorEncoder):
     def __init__(self, model: Any, *, seed: int = 0):
         gensim = _gensim()
         if not isinstance(model, gensim.Doc2Vec):
-            raise InvalidInputError("Doc2Vec: model", got=type(model).__name__, expected="a gensim.models.doc2vec.Doc2Vec")
+            raise InvalidInputError(
+                "Doc2Vec: model",
+                got=type(model).__name__,
+                expected="a gensim.models.doc2vec.Doc2Vec",
+            )
         if not model.sg or model.hs or not model.negative or model.dm_concat:
             raise InvalidInputError(
-                "Doc2Vec: model", got="distributed memory, or hierarchical softmax", expected="dm=0, hs=0, negative > 0"
+                "Doc2Vec: model",
+                got="distributed memory, or hierarchical softmax",
+                expected="dm=0, hs=0, negative > 0",
             )
         self._check_seed(seed)
         self.seed, self.dim = seed, int(model.vector_size)
         self._infer, self._model = gensim.train_document_dbow, model
-        self._lock = threading.Lock()  # the model's generator of random numbers is one for all threads
+        # the model's generator of random numbers is one for all threads
+        self._lock = threading.Lock()
         self.name = f"doc2vec@{self._fingerprint()}"
 
     @classmethod
@@ -100,14 +113,16 @@ class Doc2VecEncoder(SingleVectorEncoder):
         """A model of these texts.
 
         Args:
-            texts: strings, gone through ``epochs + 1`` times: a list, or anything that begins anew with each iteration.
+            texts: strings, gone through ``epochs + 1`` times: a list, or anything that begins anew
+                with each iteration.
             dim: of a vector. epochs: of training, and of inference.
             min_count: a word that is rarer is left out.
             negative: random words beside each word of a text.
             seed: of training and inference.
             workers: threads; with one the same texts give the same model.
 
-        Raises InvalidInputError: no text with a known word, an iterator, something that is no text, or an argument out of range.
+        Raises InvalidInputError: no text with a known word, an iterator, something that is no text,
+        or an argument out of range.
         """
         gensim = _gensim()
         cls._check_seed(seed)
@@ -115,15 +130,35 @@ class Doc2VecEncoder(SingleVectorEncoder):
             _check_range(f"Doc2Vec: {name}", value, *_RANGES[name])
         for name, value in {"min_count": min_count, "workers": workers}.items():
             _check_range(f"Doc2Vec: {name}", value, int, 1, 2**31 - 1)
-        if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable) or iter(texts) is texts:
-            raise InvalidInputError("Doc2Vec: texts", got=type(texts).__name__, expected="strings that can be gone through again: a list")
+        if (
+            isinstance(texts, (str, bytes))
+            or not isinstance(texts, Iterable)
+            or iter(texts) is texts
+        ):
+            raise InvalidInputError(
+                "Doc2Vec: texts",
+                got=type(texts).__name__,
+                expected="strings that can be gone through again: a list",
+            )
         model = gensim.Doc2Vec(
-            vector_size=dim, dm=0, hs=0, negative=negative, min_count=min_count, epochs=epochs, seed=seed, workers=workers
+            vector_size=dim,
+            dm=0,
+            hs=0,
+            negative=negative,
+            min_count=min_count,
+            epochs=epochs,
+            seed=seed,
+            workers=workers,
         )
         tagged = _Tagged(texts, gensim.TaggedDocument)
         model.build_vocab(tagged)
         if not len(model.wv):
-            raise InvalidInputError("Doc2Vec: texts", got=f"no word that occurs {min_count} times", expected="texts", fix="lower min_count")
+            raise InvalidInputError(
+                "Doc2Vec: texts",
+                got=f"no word that occurs {min_count} times",
+                expected="texts",
+                fix="lower min_count",
+            )
         model.train(tagged, total_examples=model.corpus_count, epochs=epochs)
         return cls(model, seed=seed)
 
@@ -137,7 +172,8 @@ class Doc2VecEncoder(SingleVectorEncoder):
         return torch.from_numpy(found)
 
     def _inferred(self, words: list[str]) -> np.ndarray:
-        """What gensim's ``infer_vector`` does, with random numbers that depend on the words alone."""
+        """What gensim's ``infer_vector`` does, with random numbers that depend on the words
+        alone."""
         model = self._model
         digest = hashlib.sha256(f"{self.seed}\n{' '.join(words)}".encode()).digest()
         raw = np.random.PCG64(int.from_bytes(digest[:16], "little")).random_raw(self.dim)
@@ -146,11 +182,22 @@ class Doc2VecEncoder(SingleVectorEncoder):
         work, locks = np.zeros(self.dim, np.float32), np.ones(1, np.float32)
         alpha, step = model.alpha, (model.alpha - model.min_alpha) / max(model.epochs - 1, 1)
         with self._lock:
-            before, model.random = model.random, np.random.RandomState(int.from_bytes(digest[16:20], "little"))
+            before, model.random = (
+                model.random,
+                np.random.RandomState(int.from_bytes(digest[16:20], "little")),
+            )
             try:
                 for _ in range(model.epochs):
                     self._infer(
-                        model, words, [0], alpha, work, learn_words=False, learn_hidden=False, doctag_vectors=vectors, doctags_lockf=locks
+                        model,
+                        words,
+                        [0],
+                        alpha,
+                        work,
+                        learn_words=False,
+                        learn_hidden=False,
+                        doctag_vectors=vectors,
+                        doctags_lockf=locks,
                     )
                     alpha -= step
             finally:
@@ -158,7 +205,8 @@ class Doc2VecEncoder(SingleVectorEncoder):
         return vectors[0]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes what inference needs to a folder, as JSON and safetensors; `load` and `espnx.load_encoder` read it.
+        """Writes what inference needs to a folder, as JSON and safetensors; `load` and
+        `espnx.load_encoder` read it.
 
         Raises OSError where the folder cannot be written.
         """
@@ -183,11 +231,22 @@ class Doc2VecEncoder(SingleVectorEncoder):
         where = Path(folder)
         document = read_object(where / SETTINGS)
         settings, words, counts = _checked(document, where / SETTINGS)
-        weights = read_weights([where / WEIGHTS] if (where / WEIGHTS).is_file() else [], ["hidden"]).get("hidden")
+        weights = read_weights(
+            [where / WEIGHTS] if (where / WEIGHTS).is_file() else [], ["hidden"]
+        ).get("hidden")
         wanted = [len(words), settings["dim"]]
         if weights is None or list(weights.shape) != wanted or not bool(weights.isfinite().all()):
-            got = "nothing" if weights is None else f"shape {list(weights.shape)}, or values that are not finite"
-            raise FormatError("weights of Doc2Vec", path=where / WEIGHTS, got=got, expected=f"hidden, float32 {wanted}")
+            got = (
+                "nothing"
+                if weights is None
+                else f"shape {list(weights.shape)}, or values that are not finite"
+            )
+            raise FormatError(
+                "weights of Doc2Vec",
+                path=where / WEIGHTS,
+                got=got,
+                expected=f"hidden, float32 {wanted}",
+            )
         return cls(_rebuilt(settings, words, counts, weights.numpy()), seed=settings["seed"])
 
     def _vocabulary(self) -> tuple[list[str], list[int]]:
@@ -197,10 +256,15 @@ class Doc2VecEncoder(SingleVectorEncoder):
     def _settings(self) -> dict[str, Any]:
         model = self._model
         return {
-            "dim": self.dim, "epochs": int(model.epochs), "negative": int(model.negative), "alpha": float(model.alpha),
-            "min_alpha": float(model.min_alpha), "sample": float(model.sample or 0), "ns_exponent": float(model.ns_exponent),
+            "dim": self.dim,
+            "epochs": int(model.epochs),
+            "negative": int(model.negative),
+            "alpha": float(model.alpha),
+            "min_alpha": float(model.min_alpha),
+            "sample": float(model.sample or 0),
+            "ns_exponent": float(model.ns_exponent),
             "seed": self.seed,
-        }  # fmt: skip
+        }
 
     def _fingerprint(self) -> str:
         digest = hashlib.sha256(json.dumps([self._settings(), *self._vocabulary()]).encode())
@@ -223,22 +287,36 @@ class _Tagged:
             yield self.tagged(words_of(check_texts([text])[0]), [number])
 
 
-def _rebuilt(settings: Mapping[str, Any], words: list[str], counts: list[int], hidden: np.ndarray) -> Any:
+def _rebuilt(
+    settings: Mapping[str, Any], words: list[str], counts: list[int], hidden: np.ndarray
+) -> Any:
     """A model that infers as the one did that was saved."""
     model = _gensim().Doc2Vec(
-        vector_size=settings["dim"], dm=0, hs=0, negative=settings["negative"], min_count=1, epochs=settings["epochs"],
-        alpha=settings["alpha"], min_alpha=settings["min_alpha"], sample=settings["sample"], ns_exponent=settings["ns_exponent"],
-    )  # fmt: skip
+        vector_size=settings["dim"],
+        dm=0,
+        hs=0,
+        negative=settings["negative"],
+        min_count=1,
+        epochs=settings["epochs"],
+        alpha=settings["alpha"],
+        min_alpha=settings["min_alpha"],
+        sample=settings["sample"],
+        ns_exponent=settings["ns_exponent"],
+    )
     model.build_vocab_from_freq(dict(zip(words, counts, strict=True)), corpus_count=1)
-    # gensim sorts by count, and words of one count in any order; what it keeps of each word depends on the count alone.
+    # gensim sorts by count, and words of one count in any order; what it keeps of each word depends
+    # on the count alone.
     model.wv.index_to_key = list(words)
     model.wv.key_to_index = {word: number for number, word in enumerate(words)}
     model.syn1neg = hidden
     return model
 
 
-def _checked(document: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], list[str], list[int]]:
-    """Settings, words and counts. Raises FormatError for any that `Doc2VecEncoder.save` does not write."""
+def _checked(
+    document: Mapping[str, Any], path: Path
+) -> tuple[dict[str, Any], list[str], list[int]]:
+    """Settings, words and counts. Raises FormatError for any that `Doc2VecEncoder.save` does not
+    write."""
 
     def refuse(got: object, expected: str) -> FormatError:
         return FormatError("settings of Doc2Vec", path=path, got=got, expected=expected)
@@ -251,19 +329,40 @@ def _checked(document: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], l
         except InvalidInputError as error:
             raise refuse(f"{name} {error.got}", str(error.expected)) from None
     words, counts = document.get("words"), document.get("counts")
-    if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words) or len(set(words)) < len(words):
+    if (
+        not isinstance(words, list)
+        or not words
+        or not all(isinstance(word, str) for word in words)
+        or len(set(words)) < len(words)
+    ):
         raise refuse("other words", "words, each once")
-    whole = isinstance(counts, list) and all(isinstance(count, int) and not isinstance(count, bool) and count > 0 for count in counts)
-    if not whole or len(counts) != len(words) or counts != sorted(counts, reverse=True) or sum(counts) >= 2**62:  # type: ignore[arg-type]
+    whole = isinstance(counts, list) and all(
+        isinstance(count, int) and not isinstance(count, bool) and count > 0 for count in counts
+    )
+    if (
+        not whole
+        or len(counts) != len(words)  # type: ignore[arg-type]
+        or counts != sorted(counts, reverse=True)  # type: ignore[arg-type]
+        or sum(counts) >= 2**62
+    ):
         raise refuse("other counts", "a count of each word, falling")
     return {name: document[name] for name in _RANGES}, words, counts
 
 
 def _check_range(what: str, value: Any, kind: type, least: float, most: float) -> None:
     kinds = (int, float) if kind is float else (int,)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value) or not least <= value <= most:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, kinds)
+        or not math.isfinite(value)
+        or not least <= value <= most
+    ):
         raise InvalidInputError(
-            what, got=repr(value), expected=f"{'a whole number' if kind is int else 'a number'} from {least:g} to {most:g}"
+            what,
+            got=repr(value),
+            expected=(
+                f"{'a whole number' if kind is int else 'a number'} from {least:g} to {most:g}"
+            ),
         )
 
 
@@ -271,5 +370,7 @@ def _gensim() -> Any:
     try:
         import gensim.models.doc2vec as module
     except ImportError as error:
-        raise MissingDependencyError("Doc2Vec encoder", got=str(error), expected="gensim", fix="pip install 'espnx[doc2vec]'") from error
+        raise MissingDependencyError(
+            "Doc2Vec encoder", got=str(error), expected="gensim", fix="pip install 'espnx[doc2vec]'"
+        ) from error
     return module

@@ -1,7 +1,9 @@
-"""What the encoders of late-interaction models share: a transformer, a projection of its states, and which positions give token vectors.
+"""What the encoders of late-interaction models share: a transformer, a projection of its states,
+and which positions give token vectors.
 
-The models differ in how ids are laid out (markers, masks that pad a query), which of them are kept, and what projects the states; that is
-what a subclass says. Texts are cut at the model's own length, as it was trained and as its own package does.
+The models differ in how ids are laid out (markers, masks that pad a query), which of them are kept,
+and what projects the states; that is what a subclass says. Texts are cut at the model's own length,
+as it was trained and as its own package does.
 """
 
 from __future__ import annotations
@@ -52,20 +54,26 @@ class LateInteractionEncoder(ABC):
     Args:
         folder: of the transformer and its tokenizer.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. Results are on the CPU in any case.
-        dtype: of the forward pass: ``"fp32"``, or ``"bf16"``, which differs, and is faster on hardware for it (docs/encoders.md).
+        dtype: of the forward pass: ``"fp32"``, or ``"bf16"``, which differs, and is faster on
+            hardware for it (docs/encoders.md).
         batch_tokens: most positions in one forward pass (a single longer text goes alone).
 
     Raises:
-        InvalidInputError, FormatError, MissingDependencyError: as `espnx.encoders.checkpoints.load_transformer`.
+        InvalidInputError, FormatError, MissingDependencyError: as
+            `espnx.encoders.checkpoints.load_transformer`.
     """
 
     name: str
     d_cls: int = 0
     dim: int
 
-    def __init__(self, folder: str | os.PathLike[str], *, device: str, dtype: str, batch_tokens: int):
+    def __init__(
+        self, folder: str | os.PathLike[str], *, device: str, dtype: str, batch_tokens: int
+    ):
         if batch_tokens < 1:
-            raise InvalidInputError("encoder: batch_tokens", got=batch_tokens, expected="at least 1")
+            raise InvalidInputError(
+                "encoder: batch_tokens", got=batch_tokens, expected="at least 1"
+            )
         self.folder, self.batch_tokens = Path(folder), batch_tokens
         self.device, self.dtype = torch.device(device), torch_dtype(dtype)
         self._model, self._tokenizer = load_transformer(self.folder, self.dtype, pickled=True)
@@ -82,10 +90,12 @@ class LateInteractionEncoder(ABC):
 
     @abstractmethod
     def project(self, hidden: Tensor) -> Tensor:
-        """Hidden states, ``[B, L, hidden]`` on `device` in the dtype of the forward pass, to float32 ``[B, L, anything]``."""
+        """Hidden states, ``[B, L, hidden]`` on `device` in the dtype of the forward pass, to
+        float32 ``[B, L, anything]``."""
 
     def finish(self, vectors: Tensor, layout: Layout) -> Encoded:
-        """A text's vectors from what `project` made of its positions, float32 ``[L, anything]`` on the CPU."""
+        """A text's vectors from what `project` made of its positions, float32 ``[L, anything]`` on
+        the CPU."""
         kept = vectors[torch.tensor(layout.kept, dtype=torch.bool)]
         return Encoded(torch.empty(0), normalize(kept, dim=1))
 
@@ -102,8 +112,12 @@ class LateInteractionEncoder(ABC):
         for begin in range(0, len(texts), TEXTS_AT_ONCE):
             layouts = self.lay_out(texts[begin : begin + TEXTS_AT_ONCE], is_query=is_query)
             made: dict[int, Encoded] = {}
-            for batch in batches([self._padded(len(layout.ids)) for layout in layouts], self.batch_tokens):
-                for index, vectors in zip(batch, self._forward([layouts[index] for index in batch]), strict=True):
+            for batch in batches(
+                [self._padded(len(layout.ids)) for layout in layouts], self.batch_tokens
+            ):
+                for index, vectors in zip(
+                    batch, self._forward([layouts[index] for index in batch]), strict=True
+                ):
                     made[index] = self.finish(vectors, layouts[index])
             results += [made[index] for index in range(len(layouts))]
         return results
@@ -112,9 +126,12 @@ class LateInteractionEncoder(ABC):
         return max(length, min(-(-length // LENGTH_STEP) * LENGTH_STEP, self.positions))
 
     def _forward(self, layouts: list[Layout]) -> Iterator[Tensor]:
-        """For each layout of n positions what `project` made of them, float32 ``[n, anything]`` on the CPU."""
+        """For each layout of n positions what `project` made of them, float32 ``[n, anything]`` on
+        the CPU."""
         longest = self._padded(max(len(layout.ids) for layout in layouts))
-        ids = torch.full((len(layouts), longest), self._tokenizer.pad_token_id or 0, dtype=torch.int64)
+        ids = torch.full(
+            (len(layouts), longest), self._tokenizer.pad_token_id or 0, dtype=torch.int64
+        )
         attended = torch.zeros(len(layouts), longest, dtype=torch.int64)
         for number, layout in enumerate(layouts):
             ids[number, : len(layout.ids)] = torch.tensor(layout.ids)
@@ -127,28 +144,47 @@ class LateInteractionEncoder(ABC):
                 fix="use the tokenizer that belongs to the model",
             )
         with torch.inference_mode(), whole_float32():
-            output = self._model(input_ids=ids.to(self.device), attention_mask=attended.to(self.device))
+            output = self._model(
+                input_ids=ids.to(self.device), attention_mask=attended.to(self.device)
+            )
             projected = self.project(output.last_hidden_state).to("cpu", torch.float32)
         # The caller keeps what it takes of this, beyond inference mode.
-        yield from (vectors[: len(layout.ids)].clone() for vectors, layout in zip(projected, layouts, strict=True))
+        yield from (
+            vectors[: len(layout.ids)].clone()
+            for vectors, layout in zip(projected, layouts, strict=True)
+        )
 
     def pieces(self, texts: list[str], length: int) -> list[list[int]]:
         """Ids of each text with the tokenizer's own special tokens, cut to `length`."""
-        made: list[list[int]] = self._tokenizer(texts, truncation=True, max_length=length, verbose=False)["input_ids"]
+        made: list[list[int]] = self._tokenizer(
+            texts, truncation=True, max_length=length, verbose=False
+        )["input_ids"]
         return made
 
     def check_length(self, what: str, value: Any, least: int) -> int:
         """A length in positions. Raises InvalidInputError where the model has fewer."""
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= self.positions:
-            raise InvalidInputError(f"encoder: {what}", got=repr(value), expected=f"{least} to the model's {self.positions}")
+        if (
+            not isinstance(value, int)
+            or isinstance(value, bool)
+            or not least <= value <= self.positions
+        ):
+            raise InvalidInputError(
+                f"encoder: {what}",
+                got=repr(value),
+                expected=f"{least} to the model's {self.positions}",
+            )
         return value
 
     def token_id(self, token: str, what: str) -> int:
-        """The id of a token that the model was trained with. Raises FormatError where the tokenizer does not know it."""
+        """The id of a token that the model was trained with. Raises FormatError where the tokenizer
+        does not know it."""
         number = self._tokenizer.convert_tokens_to_ids(token)
         if number is None or number == self._tokenizer.unk_token_id:
             raise FormatError(
-                what, path=self.folder, got=f"{token!r}, which the tokenizer does not know", expected="a token of its vocabulary"
+                what,
+                path=self.folder,
+                got=f"{token!r}, which the tokenizer does not know",
+                expected="a token of its vocabulary",
             )
         return int(number)
 

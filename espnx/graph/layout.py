@@ -1,4 +1,5 @@
-"""Pages of nodes: how large they are, and where things lie in them. The written specification is docs/graph-format.md."""
+"""Pages of nodes: how large they are, and where things lie in them. The written specification is
+docs/graph-format.md."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ PAGE_UNIT_BYTES = 4096
 PAGE_BYTES_MAX = 64 * 1024
 HEADER = np.dtype([("crc32c", "<u4"), ("page", "<u4"), ("salt", "<u8")])
 MAX_DEGREE_MAX = 1024
-#: What nodes may hold of a vector: values of a format of the distance kernels, or a code of product quantisation in their place.
+#: What nodes may hold of a vector: values of a format of the distance kernels, or a code of product
+#: quantisation in their place.
 NODE_FORMATS = (*VECTOR_FORMATS, "pq")
 #: Where codes may lie: beside each node its neighbours', in pages of their own, in memory.
 CODES_IN = ("inline", "paged", "memory")
@@ -21,12 +23,14 @@ CODES_IN = ("inline", "paged", "memory")
 CODE_PAGE_BYTES = 4096
 #: Behind a vector: its row, how many neighbours there are, and zeros.
 NODE_FIXED_BYTES = 8
-# A code of fewer bytes than this says too little of where a neighbour lies: larger pages are taken then. Of what is longer, bytes that are
-# read decide: 47 bytes for 784 pixels leave 4 KiB enough, and walks read few more pages of 4 than of 8 with 56. 35 bytes for 768 dimensions
-# do so where rotation helps, and where it does not, walks with 97 read less.
+# A code of fewer bytes than this says too little of where a neighbour lies: larger pages are taken
+# then. Of what is longer, bytes that are read decide: 47 bytes for 784 pixels leave 4 KiB enough,
+# and walks read few more pages of 4 than of 8 with 56. 35 bytes for 768 dimensions do so where
+# rotation helps, and where it does not, walks with 97 read less.
 _CODE_BYTES_MIN, _DIMS_PER_CODE_BYTE_MAX = 16, 18
 _CODE_BYTES_IN_MEMORY = 64
-# Codes by so much shorter say nearly as much (a tenth more reads, measured), and smaller pages are a multiple smaller.
+# Codes by so much shorter say nearly as much (a tenth more reads, measured), and smaller pages are
+# a multiple smaller.
 _SHORTER_MOST, _SMALLER = 4, 2 / 3
 
 
@@ -41,9 +45,11 @@ class PageLayout:
         max_degree: neighbours that a node has room for, R.
         code_bytes: of a code of product quantisation.
         inline_pq: neighbours whose codes lie in the node: the first so many; 0 to max_degree.
-        paged_codes: whether the others' lie in pages of a file of their own, which searches read; else they stay in memory.
+        paged_codes: whether the others' lie in pages of a file of their own, which searches read;
+            else they stay in memory.
         page_bytes: a multiple of 4096.
-        disk_pq_bytes: of the code that a node holds in place of its vector, where the format is ``pq``; else 0.
+        disk_pq_bytes: of the code that a node holds in place of its vector, where the format is
+            ``pq``; else 0.
     """
 
     n: int
@@ -63,8 +69,8 @@ class PageLayout:
 
     @property
     def row_format(self) -> str:
-        """Of vectors outside of nodes, a key of `espnx.ops.distances.VECTOR_FORMATS`: float32 in place of bfloat16, which NumPy has not,
-        and of codes."""
+        """Of vectors outside of nodes, a key of `espnx.ops.distances.VECTOR_FORMATS`: float32 in
+        place of bfloat16, which NumPy has not, and of codes."""
         return "fp32" if self.format in ("bf16", "pq") else self.format
 
     @property
@@ -75,7 +81,13 @@ class PageLayout:
     @property
     def codes_in(self) -> str:
         """``inline``, all of them; or where those are that are not: ``paged`` or ``memory``."""
-        return "inline" if self.inline_pq == self.max_degree else "paged" if self.paged_codes else "memory"
+        return (
+            "inline"
+            if self.inline_pq == self.max_degree
+            else "paged"
+            if self.paged_codes
+            else "memory"
+        )
 
     @property
     def codes_per_page(self) -> int:
@@ -87,7 +99,11 @@ class PageLayout:
         """Of the file of codes; 0: there is none."""
         if self.codes_in == "inline":
             return 0
-        return -(-self.n // self.codes_per_page) * CODE_PAGE_BYTES if self.paged_codes else self.n * self.code_bytes
+        return (
+            -(-self.n // self.codes_per_page) * CODE_PAGE_BYTES
+            if self.paged_codes
+            else self.n * self.code_bytes
+        )
 
     @property
     def node_bytes(self) -> int:
@@ -110,14 +126,17 @@ class PageLayout:
 
     @property
     def node_dtype(self) -> np.dtype:
-        """Of a node, without holes: ``vector`` (as `VectorCoding.encode` makes it), ``row``, ``n_neighbours``, ``zero``, ``neighbours``;
-        ``codes`` where they are inline."""
+        """Of a node, without holes: ``vector`` (as `VectorCoding.encode` makes it), ``row``,
+        ``n_neighbours``, ``zero``, ``neighbours``; ``codes`` where they are inline."""
         whole: dict[str, np.dtype] = {"pq": np.dtype(np.uint8), "bf16": np.dtype(np.uint16)}
         held = whole.get(self.format, self.row_dtype).newbyteorder("<")
         fields: list[tuple] = [
-            ("vector", held, (self.vector_bytes // held.itemsize,)), ("row", "<u4"), ("n_neighbours", "<u2"), ("zero", "<u2"),
+            ("vector", held, (self.vector_bytes // held.itemsize,)),
+            ("row", "<u4"),
+            ("n_neighbours", "<u2"),
+            ("zero", "<u2"),
             ("neighbours", "<u4", (self.max_degree,)),
-        ]  # fmt: skip
+        ]
         if self.inline_pq:
             fields.append(("codes", "u1", (self.inline_pq, self.code_bytes)))
         return np.dtype(fields)
@@ -139,25 +158,37 @@ def node_bytes(held: int, max_degree: int, codes_bytes: int) -> int:
 
 
 def choose_layout(
-    n: int, dim: int, format: str, *, max_degree: int, codes: str, code_bytes: int | None, inline_pq: int | None = None,  # noqa: A002
+    n: int,
+    dim: int,
+    format: str,  # noqa: A002
+    *,
+    max_degree: int,
+    codes: str,
+    code_bytes: int | None,
+    inline_pq: int | None = None,
     disk_pq_bytes: int | None = None,
-) -> PageLayout:  # fmt: skip
-    """The smallest pages that hold a node, and codes that fill them: of the bytes that a read brings none is left unused, and nothing
-    makes a walk shorter than better codes.
+) -> PageLayout:
+    """The smallest pages that hold a node, and codes that fill them: of the bytes that a read
+    brings none is left unused, and nothing makes a walk shorter than better codes.
 
     Args:
         codes: ``inline``, ``paged`` or ``memory``.
         code_bytes: None: chosen here, at most a byte a dimension.
-        inline_pq: where codes are paged or in memory: neighbours whose codes lie in the node all the same; -1: as many as the smallest
-            page for one node holds.
+        inline_pq: where codes are paged or in memory: neighbours whose codes lie in the node all
+            the same; -1: as many as the smallest page for one node holds.
         disk_pq_bytes: where the format is ``pq``.
 
-    Raises InvalidInputError where a node would be larger than 64 KiB, or a code than a page of codes.
+    Raises InvalidInputError where a node would be larger than 64 KiB, or a code than a page of
+    codes.
     """
     held = held_bytes(format, dim, disk_pq_bytes or 0)
     is_chosen_here = code_bytes is None
     if code_bytes is None:
-        code_bytes = min(dim, _CODE_BYTES_IN_MEMORY) if codes != "inline" else _filling(dim, held, max_degree)
+        code_bytes = (
+            min(dim, _CODE_BYTES_IN_MEMORY)
+            if codes != "inline"
+            else _filling(dim, held, max_degree)
+        )
     count = max_degree if codes == "inline" else inline_pq or 0
     bare = node_bytes(held, max_degree, 0)
     if count < 0:
@@ -166,16 +197,26 @@ def choose_layout(
     page_bytes = _pages_for(node)
     if page_bytes > PAGE_BYTES_MAX:
         raise errors.InvalidInputError(
-            f"a node of {dim} dimensions as {format}, max_degree {max_degree}", got=f"{node} bytes",
-            expected=f"at most {PAGE_BYTES_MAX - HEADER.itemsize}", fix="lower max_degree or pq_bytes, or keep codes in memory",
-        )  # fmt: skip
+            f"a node of {dim} dimensions as {format}, max_degree {max_degree}",
+            got=f"{node} bytes",
+            expected=f"at most {PAGE_BYTES_MAX - HEADER.itemsize}",
+            fix="lower max_degree or pq_bytes, or keep codes in memory",
+        )
     is_paged = codes == "paged" and count < max_degree
     if is_paged and code_bytes > CODE_PAGE_BYTES - HEADER.itemsize:
         raise errors.InvalidInputError(
-            "pq_bytes of paged codes", got=code_bytes, expected=f"at most {CODE_PAGE_BYTES - HEADER.itemsize}, what a page of codes holds"
+            "pq_bytes of paged codes",
+            got=code_bytes,
+            expected=f"at most {CODE_PAGE_BYTES - HEADER.itemsize}, what a page of codes holds",
         )
-    layout = PageLayout(n, dim, format, max_degree, code_bytes, count, is_paged, page_bytes, disk_pq_bytes or 0)
-    return with_codes(layout, found[0]) if is_chosen_here and (found := shorter_codes(layout)) else layout
+    layout = PageLayout(
+        n, dim, format, max_degree, code_bytes, count, is_paged, page_bytes, disk_pq_bytes or 0
+    )
+    return (
+        with_codes(layout, found[0])
+        if is_chosen_here and (found := shorter_codes(layout))
+        else layout
+    )
 
 
 def with_codes(layout: PageLayout, code_bytes: int) -> PageLayout:
@@ -185,15 +226,19 @@ def with_codes(layout: PageLayout, code_bytes: int) -> PageLayout:
 
 
 def shorter_codes(layout: PageLayout) -> tuple[int, float] | None:
-    """Codes at most a quarter shorter with which nodes would take a third less of a page or less still.
+    """Codes at most a quarter shorter with which nodes would take a third less of a page or less
+    still.
 
     Returns:
-        Bytes of such a code, the longest; and what a node would take then, as a share of what it takes. None: there are none.
+        Bytes of such a code, the longest; and what a node would take then, as a share of what it
+        takes. None: there are none.
     """
     if not layout.inline_pq:
         return None
     now = layout.page_bytes / layout.nodes_per_page
-    for code_bytes in range(layout.code_bytes - 1, layout.code_bytes - layout.code_bytes // _SHORTER_MOST - 1, -1):
+    for code_bytes in range(
+        layout.code_bytes - 1, layout.code_bytes - layout.code_bytes // _SHORTER_MOST - 1, -1
+    ):
         shorter = with_codes(layout, code_bytes)
         if (share := shorter.page_bytes / shorter.nodes_per_page / now) <= _SMALLER:
             return code_bytes, share
@@ -206,7 +251,10 @@ def shorter_codes_hint(layout: PageLayout) -> str | None:
     if found is None:
         return None
     shorter = f"pq_bytes={found[0]} instead of {layout.code_bytes}"
-    return f"{shorter} would make the folder {found[1]:.2f}x as large, and searches read about that share"
+    return (
+        f"{shorter} would make the folder {found[1]:.2f}x as large, and searches read about that "
+        "share"
+    )
 
 
 def _filling(dim: int, held: int, max_degree: int) -> int:

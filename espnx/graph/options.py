@@ -16,7 +16,8 @@ from .vectors import Vectors
 
 _ALPHA_MAX = 4.0
 _FP16_MAX = 65504.0
-#: Of a vector: the squared distance of two such is at most four times as large, and float32 still holds it.
+#: Of a vector: the squared distance of two such is at most four times as large, and float32 still
+#: holds it.
 SQUARES_MAX = 2.0**125
 
 
@@ -41,17 +42,25 @@ class GraphOptions:
 
 
 def check_options(options: GraphOptions, source: Vectors) -> str:
-    """The format that vectors are stored in, of `espnx.graph.layout.NODE_FORMATS`. Raises InvalidInputError."""
+    """The format that vectors are stored in, of `espnx.graph.layout.NODE_FORMATS`. Raises
+    InvalidInputError."""
     if options.metric not in METRICS:
-        raise errors.InvalidInputError("metric of a graph", got=repr(options.metric), expected=" or ".join(METRICS))
+        raise errors.InvalidInputError(
+            "metric of a graph", got=repr(options.metric), expected=" or ".join(METRICS)
+        )
     if options.codes not in CODES_IN:
-        raise errors.InvalidInputError("codes of a graph", got=repr(options.codes), expected=", ".join(CODES_IN))
+        raise errors.InvalidInputError(
+            "codes of a graph", got=repr(options.codes), expected=", ".join(CODES_IN)
+        )
     check_whole("max_degree", options.max_degree, 1, MAX_DEGREE_MAX)
     if options.inline_pq is not None:
         check_whole("inline_pq", options.inline_pq, -1, options.max_degree)
         if options.codes == "inline" and options.inline_pq != options.max_degree:
             raise errors.InvalidInputError(
-                "inline_pq", got=options.inline_pq, expected="max_degree where all codes are inline", fix='codes="paged" or "memory"'
+                "inline_pq",
+                got=options.inline_pq,
+                expected="max_degree where all codes are inline",
+                fix='codes="paged" or "memory"',
             )
     check_whole("search_list_size", options.search_list_size, 1, 1 << 16)
     check_finite("alpha", options.alpha)
@@ -60,35 +69,57 @@ def check_options(options: GraphOptions, source: Vectors) -> str:
     check_whole("num_entry_points", options.num_entry_points, 1, 65536)
     check_whole("threads", options.threads, 1, 1024)
     check_whole("seed", options.seed, 0, 2**63 - 1)
-    most = DIM_MAX - (options.metric == "ip")  # edges are chosen with a dimension more, see `measured_rows`
+    # edges are chosen with a dimension more, see `measured_rows`
+    most = DIM_MAX - (options.metric == "ip")
     if source.dim > most:
-        raise errors.InvalidInputError(f"dimensions of vectors by {options.metric}", got=source.dim, expected=f"at most {most}")
+        raise errors.InvalidInputError(
+            f"dimensions of vectors by {options.metric}", got=source.dim, expected=f"at most {most}"
+        )
     if source.n > N_MAX:
-        raise errors.InvalidInputError("vectors of a graph", got=source.n, expected=f"at most {N_MAX}", fix="build several graphs")
+        raise errors.InvalidInputError(
+            "vectors of a graph",
+            got=source.n,
+            expected=f"at most {N_MAX}",
+            fix="build several graphs",
+        )
     if options.pq_bytes is not None:
         check_whole("pq_bytes", options.pq_bytes, 1, source.dim)
     if (wanted := options.vector_dtype) == "pq" or options.disk_pq_bytes is not None:
         if wanted not in ("auto", "pq"):
-            raise errors.InvalidInputError("vector_dtype", got=repr(wanted), expected='"pq" where there are disk_pq_bytes')
-        check_whole("disk_pq_bytes, of the codes in place of vectors", options.disk_pq_bytes, 1, source.dim)
+            raise errors.InvalidInputError(
+                "vector_dtype", got=repr(wanted), expected='"pq" where there are disk_pq_bytes'
+            )
+        check_whole(
+            "disk_pq_bytes, of the codes in place of vectors", options.disk_pq_bytes, 1, source.dim
+        )
         return "pq"
     formats = {str(dtype).removeprefix("torch."): name for name, dtype in VECTOR_FORMATS.items()}
     is_whole = source.dtype.kind in "iu"
     if wanted == "auto":
         wanted = source.dtype.name if is_whole and options.metric != "cosine" else "float16"
-    if wanted not in formats or (wanted in ("uint8", "int8") and (wanted != source.dtype.name or options.metric == "cosine")):
+    if wanted not in formats or (
+        wanted in ("uint8", "int8") and (wanted != source.dtype.name or options.metric == "cosine")
+    ):
         raise errors.InvalidInputError(
-            "vector_dtype", got=f"{options.vector_dtype!r} of {source.dtype} vectors, metric {options.metric}",
-            expected="float32, float16, bfloat16 or pq, or the vectors' own where they are whole numbers and the metric is not cosine",
-        )  # fmt: skip
+            "vector_dtype",
+            got=f"{options.vector_dtype!r} of {source.dtype} vectors, metric {options.metric}",
+            expected=(
+                "float32, float16, bfloat16 or pq, or the vectors' own where they are whole "
+                "numbers and the metric is not cosine"
+            ),
+        )
     if vector_bytes(formats[wanted], source.dim) > 1 << 16:
-        raise errors.InvalidInputError("a vector", got=f"{vector_bytes(formats[wanted], source.dim)} bytes", expected="at most 64 KiB")
+        raise errors.InvalidInputError(
+            "a vector",
+            got=f"{vector_bytes(formats[wanted], source.dim)} bytes",
+            expected="at most 64 KiB",
+        )
     return formats[wanted]
 
 
 def stored_rows(block: np.ndarray, first: int, metric: str, format: str) -> np.ndarray:  # noqa: A002
-    """Vectors [m, dim] of the input, the first of them number `first`, as they will be stored, but for the rounding to float16, and for
-    codes in their place.
+    """Vectors [m, dim] of the input, the first of them number `first`, as they will be stored, but
+    for the rounding to float16, and for codes in their place.
 
     Raises InvalidInputError for one that cannot be.
     """
@@ -97,32 +128,49 @@ def stored_rows(block: np.ndarray, first: int, metric: str, format: str) -> np.n
     values = np.asarray(block, dtype=np.float32)
     if not np.isfinite(values).all():
         row, dim = (int(each[0]) for each in np.nonzero(~np.isfinite(values)))
-        raise errors.InvalidInputError(f"vector {first + row}, value {dim}", got=float(values[row, dim]), expected="a finite number")
+        raise errors.InvalidInputError(
+            f"vector {first + row}, value {dim}",
+            got=float(values[row, dim]),
+            expected="a finite number",
+        )
     squares = np.square(values.astype(np.float64)).sum(axis=1)
     if squares.size and squares.max() > SQUARES_MAX:
         row = int(np.argmax(squares))
         raise errors.InvalidInputError(
-            f"vector {first + row}", got=f"length {np.sqrt(squares[row]):.3g}", expected=f"at most {np.sqrt(SQUARES_MAX):.3g}",
+            f"vector {first + row}",
+            got=f"length {np.sqrt(squares[row]):.3g}",
+            expected=f"at most {np.sqrt(SQUARES_MAX):.3g}",
             fix="scale the vectors: distances between such overflow float32",
-        )  # fmt: skip
+        )
     if metric == "cosine":
         length = np.linalg.norm(values.astype(np.float64), axis=1, keepdims=True)
         if not length.all():
             raise errors.InvalidInputError(
-                f"vector {first + int(np.argmin(length))}", got="length 0", expected="a vector that has a direction, for metric cosine",
+                f"vector {first + int(np.argmin(length))}",
+                got="length 0",
+                expected="a vector that has a direction, for metric cosine",
                 fix="leave it out, or build by metric ip",
-            )  # fmt: skip
+            )
         values = (values / length).astype(np.float32)
     if format == "fp16" and values.size and (most := float(np.abs(values).max())) > _FP16_MAX:
         raise errors.InvalidInputError(
-            "a vector's value", got=most, expected=f"at most {_FP16_MAX:g} as float16", fix='vector_dtype="float32" or "bfloat16"'
+            "a vector's value",
+            got=most,
+            expected=f"at most {_FP16_MAX:g} as float16",
+            fix='vector_dtype="float32" or "bfloat16"',
         )
     return from_bfloat16(to_bfloat16(values)) if format == "bf16" else values
 
 
-def measured_rows(rows: np.ndarray, metric: str, format: str, most: float | None = None) -> tuple[np.ndarray, str]:  # noqa: A002
-    """What the graph is built of, and its format. By inner product: with a dimension more, in which all vectors have one length, so that
-    the nearest by distance has the largest product with any query (Bachrach et al., Speeding up the Xbox recommender system).
+def measured_rows(
+    rows: np.ndarray,
+    metric: str,
+    format: str,  # noqa: A002
+    most: float | None = None,
+) -> tuple[np.ndarray, str]:
+    """What the graph is built of, and its format. By inner product: with a dimension more, in which
+    all vectors have one length, so that the nearest by distance has the largest product with any
+    query (Bachrach et al., Speeding up the Xbox recommender system).
 
     Args:
         rows: [m, dim], as they are stored.

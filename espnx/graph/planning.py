@@ -1,4 +1,5 @@
-"""What a graph will take on SSD and in memory, before there is one. Sizes are computed from its layout; nothing is measured."""
+"""What a graph will take on SSD and in memory, before there is one. Sizes are computed from its
+layout; nothing is measured."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from .format import N_MAX
 from .layout import CODES_IN, MAX_DEGREE_MAX, choose_layout, shorter_codes_hint
 from .options import GraphOptions
 
-_DTYPES = {str(dtype).removeprefix("torch."): name for name, dtype in VECTOR_FORMATS.items()} | {"pq": "pq"}
+_DTYPES = {str(dtype).removeprefix("torch."): name for name, dtype in VECTOR_FORMATS.items()} | {
+    "pq": "pq"
+}
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,14 @@ class GraphPlan:
     """Sizes in bytes.
 
     Attributes:
-        disk: ``nodes_bytes``, ``rows_bytes``, ``codebook_bytes`` (of both where codes are in place of vectors; with rotations, which a
-            build leaves out where they do not make codes better), ``entries_bytes``,
-            ``codes_bytes`` (0 where codes are inline) and ``total_bytes``; a manifest of some kilobytes comes to it.
-        memory: of the open graph: ``codebook_bytes``, ``entries_bytes``, ``codes_bytes``, ``total_bytes``; searches have buffers.
-        build: what a build asks for, beside the process's libraries: ``whole_bytes`` in memory at a time, ``least_bytes`` as the smallest
-            limit of a build in parts (``memory=``).
+        disk: ``nodes_bytes``, ``rows_bytes``, ``codebook_bytes`` (of both where codes are in place
+            of vectors; with rotations, which a build leaves out where they do not make codes
+            better), ``entries_bytes``, ``codes_bytes`` (0 where codes are inline) and
+            ``total_bytes``; a manifest of some kilobytes comes to it.
+        memory: of the open graph: ``codebook_bytes``, ``entries_bytes``, ``codes_bytes``,
+            ``total_bytes``; searches have buffers.
+        build: what a build asks for, beside the process's libraries: ``whole_bytes`` in memory at a
+            time, ``least_bytes`` as the smallest limit of a build in parts (``memory=``).
         hint: see `espnx.graph.GraphReport`.
     """
 
@@ -51,7 +56,8 @@ def plan_graph(
     use_opq: bool = True,
     num_entry_points: int = 1000,
 ) -> GraphPlan:
-    """Sizes of a graph of n vectors of `dim` values. Options are those of `espnx.graph.build`, by distance (``l2``, ``cosine``).
+    """Sizes of a graph of n vectors of `dim` values. Options are those of `espnx.graph.build`, by
+    distance (``l2``, ``cosine``).
 
     Raises InvalidInputError.
     """
@@ -70,26 +76,40 @@ def plan_graph(
     if holds_codes := vector_dtype == "pq" or disk_pq_bytes is not None:
         check_whole("disk_pq_bytes", disk_pq_bytes, 1, dim)
     layout = choose_layout(
-        n, dim, "pq" if holds_codes else _DTYPES[vector_dtype], max_degree=max_degree, codes=codes, code_bytes=pq_bytes,
+        n,
+        dim,
+        "pq" if holds_codes else _DTYPES[vector_dtype],
+        max_degree=max_degree,
+        codes=codes,
+        code_bytes=pq_bytes,
         disk_pq_bytes=disk_pq_bytes,
-    )  # fmt: skip
+    )
     code_bytes, entries = layout.code_bytes, min(n, num_entry_points)
     resident_bytes = layout.codes_bytes if codes == "memory" else 0
     of_books = [code_bytes, layout.disk_pq_bytes] if holds_codes else [code_bytes]
-    books_bytes = sum(codebook_bytes(dim, is_rotated=may_rotate(n, dim, each, use_opq=use_opq)) for each in of_books)
+    books_bytes = sum(
+        codebook_bytes(dim, is_rotated=may_rotate(n, dim, each, use_opq=use_opq))
+        for each in of_books
+    )
     disk = {
-        "nodes_bytes": layout.size_bytes, "rows_bytes": 4 * n, "codebook_bytes": books_bytes, "entries_bytes": entries * (4 + code_bytes),
+        "nodes_bytes": layout.size_bytes,
+        "rows_bytes": 4 * n,
+        "codebook_bytes": books_bytes,
+        "entries_bytes": entries * (4 + code_bytes),
         "codes_bytes": layout.codes_bytes,
-    }  # fmt: skip
+    }
     memory = {
         "codebook_bytes": books_bytes + 8 * sum(each + 1 for each in of_books),
-        "entries_bytes": entries * (8 + code_bytes), "codes_bytes": resident_bytes,
-    }  # fmt: skip
+        "entries_bytes": entries * (8 + code_bytes),
+        "codes_bytes": resident_bytes,
+    }
     options = GraphOptions(max_degree=max_degree, use_opq=use_opq)
     whole_bytes = n * member_bytes(layout, options) + fit_bytes(layout, options)
     build = {"whole_bytes": whole_bytes, "least_bytes": least_bytes(layout, options)}
     sizes = _with_total(disk), _with_total(memory), build
-    return GraphPlan(layout.page_bytes, layout.nodes_per_page, code_bytes, *sizes, shorter_codes_hint(layout))
+    return GraphPlan(
+        layout.page_bytes, layout.nodes_per_page, code_bytes, *sizes, shorter_codes_hint(layout)
+    )
 
 
 def _with_total(sizes: dict[str, int]) -> dict[str, int]:

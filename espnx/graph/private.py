@@ -1,5 +1,6 @@
-"""A graph for each of several directories, each of its own share of the vectors: what one of them reads, no other waits for (RAGX's private
-graphs, section 4.3). The k nearest of all are among the k nearest of each, so merging them loses nothing that a graph has found."""
+"""A graph for each of several directories, each of its own share of the vectors: what one of them
+reads, no other waits for (RAGX's private graphs, section 4.3). The k nearest of all are among the k
+nearest of each, so merging them loses nothing that a graph has found."""
 
 from __future__ import annotations
 
@@ -26,21 +27,25 @@ from .write import KIND
 
 def build_private(
     vectors: Any, paths: Sequence[str | os.PathLike[str]], *, replace: bool = False, **options: Any
-) -> list[GraphReport]:  # fmt: skip
-    """Builds a graph in each directory, the first of the first share of the vectors, and so on; shares differ by one at most.
+) -> list[GraphReport]:
+    """Builds a graph in each directory, the first of the first share of the vectors, and so on;
+    shares differ by one at most.
 
     Args:
         vectors: see `espnx.graph.vectors.read_vectors`.
         paths: directories, as `espnx.graph.build` wants them.
-        replace: graphs that are there, each when the new one in its directory is whole. Where that is interrupted between two, those that
-            are there are of two builds, and are not opened together; build again.
+        replace: graphs that are there, each when the new one in its directory is whole. Where that
+            is interrupted between two, those that are there are of two builds, and are not opened
+            together; build again.
         options: of `espnx.graph.build`.
 
-    Raises what `espnx.graph.build` raises; of a directory that cannot be used, before anything is built. Graphs that were built before
-    another failure stay.
+    Raises what `espnx.graph.build` raises; of a directory that cannot be used, before anything is
+    built. Graphs that were built before another failure stay.
     """
     if not paths:
-        raise errors.InvalidInputError("directories of private graphs", got="none", expected="one or more")
+        raise errors.InvalidInputError(
+            "directories of private graphs", got="none", expected="one or more"
+        )
     for path in paths:
         make_given_directory(path)
         check_target(path, KIND, replace=replace)
@@ -49,70 +54,113 @@ def build_private(
     shares = np.array_split(whole, len(paths))
     collection = secrets.token_hex(16)
     return [
-        build(vectors, path, replace=replace, share=GraphShare(collection, number, len(paths)), **options)
+        build(
+            vectors,
+            path,
+            replace=replace,
+            share=GraphShare(collection, number, len(paths)),
+            **options,
+        )
         for number, (vectors, path) in enumerate(zip(shares, paths, strict=True))
     ]
 
 
 class PrivateGraphs:
-    """The graphs of `build_private`, open together. See `GraphIndex`; rows are those of the whole input.
+    """The graphs of `build_private`, open together. See `GraphIndex`; rows are those of the whole
+    input.
 
     Args:
         paths: of all of them, in any order.
         options: of `GraphIndex`.
 
-    Raises InvalidInputError for graphs that are not all of one collection; what `GraphIndex` raises.
+    Raises InvalidInputError for graphs that are not all of one collection; what `GraphIndex`
+    raises.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], **options: Any):
         if not paths:
-            raise errors.InvalidInputError("directories of private graphs", got="none", expected="one or more")
+            raise errors.InvalidInputError(
+                "directories of private graphs", got="none", expected="one or more"
+            )
         with ExitStack() as opened:
-            self.graphs = _in_order([opened.enter_context(GraphIndex(path, **options)) for path in paths])
-            kinds = {(each.facts.layout.dim, each.facts.layout.format, each.facts.metric) for each in self.graphs}
+            self.graphs = _in_order(
+                [opened.enter_context(GraphIndex(path, **options)) for path in paths]
+            )
+            kinds = {
+                (each.facts.layout.dim, each.facts.layout.format, each.facts.metric)
+                for each in self.graphs
+            }
             if len(kinds) > 1:
                 raise errors.InvalidInputError(
-                    "private graphs", got=sorted(map(str, kinds)), expected="of one dimension, format and metric"
+                    "private graphs",
+                    got=sorted(map(str, kinds)),
+                    expected="of one dimension, format and metric",
                 )
-            self._first = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(each) for each in self.graphs])])
-            self._pool = opened.enter_context(ThreadPoolExecutor(len(self.graphs), thread_name_prefix="espnx-graph"))
+            self._first = np.concatenate(
+                [np.zeros(1, np.int64), np.cumsum([len(each) for each in self.graphs])]
+            )
+            self._pool = opened.enter_context(
+                ThreadPoolExecutor(len(self.graphs), thread_name_prefix="espnx-graph")
+            )
             self._opened = opened.pop_all()
 
     def __len__(self) -> int:
         return int(self._first[-1])
 
-    def search(self, queries: Any, k: int = 10, *, include: Any = None, exclude: Any = None, **options: Any) -> Neighbours:
-        """The k nearest vectors of each query, of all graphs; what a query took is the sum over them.
+    def search(
+        self, queries: Any, k: int = 10, *, include: Any = None, exclude: Any = None, **options: Any
+    ) -> Neighbours:
+        """The k nearest vectors of each query, of all graphs; what a query took is the sum over
+        them.
 
         Args:
             queries, k: see `GraphIndex.search`.
-            include, exclude: rows of the whole input, see `GraphIndex.search`. A graph with few of them measures those.
+            include, exclude: rows of the whole input, see `GraphIndex.search`. A graph with few of
+                them measures those.
             options: of it: each graph has a list of its own, as long as a single graph's would be.
 
         Raises what `GraphIndex.search` raises.
         """
         for graph in self.graphs:
-            graph.check_open()  # after a fork the threads of the pool are the parent's, and would be waited for
+            # after a fork the threads of the pool are the parent's, and would be waited for
+            graph.check_open()
         shares = self._shares(include, "include"), self._shares(exclude, "exclude")
         found = list(
             self._pool.map(
-                lambda graph, included, excluded: graph.search(queries, k, include=included, exclude=excluded, **options),
-                self.graphs, *shares,
+                lambda graph, included, excluded: graph.search(
+                    queries, k, include=included, exclude=excluded, **options
+                ),
+                self.graphs,
+                *shares,
             )
-        )  # fmt: skip
+        )
         ids = np.concatenate(
-            [np.where(each.ids < 0, -1, each.ids + first) for each, first in zip(found, self._first, strict=False)], axis=1
+            [
+                np.where(each.ids < 0, -1, each.ids + first)
+                for each, first in zip(found, self._first, strict=False)
+            ],
+            axis=1,
         )
         far = np.concatenate([each.distances for each in found], axis=1)
         order = top(far, ids, k)
         total = {
             name: sum(getattr(each, name) for each in found)
-            for name in ("pages", "code_pages", "measured", "estimated", "shared_pages", "filter_bytes")
+            for name in (
+                "pages",
+                "code_pages",
+                "measured",
+                "estimated",
+                "shared_pages",
+                "filter_bytes",
+            )
         }
         return Neighbours(
-            np.take_along_axis(ids, order, axis=1), np.take_along_axis(far, order, axis=1), **total,
-            seconds=np.max([each.seconds for each in found], axis=0), page_bytes=found[0].page_bytes,
-        )  # fmt: skip
+            np.take_along_axis(ids, order, axis=1),
+            np.take_along_axis(far, order, axis=1),
+            **total,
+            seconds=np.max([each.seconds for each in found], axis=0),
+            page_bytes=found[0].page_bytes,
+        )
 
     def _shares(self, rows: Any, name: str) -> list[np.ndarray | None]:
         """Each graph's part of some rows of the whole input, bool [its vectors]."""
@@ -132,26 +180,39 @@ class PrivateGraphs:
 
 
 def _in_order(graphs: Sequence[GraphIndex]) -> list[GraphIndex]:
-    """By the number of their shares. Raises InvalidInputError unless they are all those of one collection, each once."""
+    """By the number of their shares. Raises InvalidInputError unless they are all those of one
+    collection, each once."""
     found: dict[str, list[tuple[int, int, GraphIndex]]] = {}
     for graph in graphs:
         share = graph.facts.share
         if share is None:
             raise errors.InvalidInputError(
-                f"private graphs: {graph.facts.where}", got="a graph of its own", expected="one of build_private",
+                f"private graphs: {graph.facts.where}",
+                got="a graph of its own",
+                expected="one of build_private",
                 fix="build them together (espnx.graph.build_private), or each with its share=",
-            )  # fmt: skip
+            )
         found.setdefault(share.collection, []).append((share.number, share.count, graph))
     if len(found) > 1:
-        got = "; ".join(", ".join(sorted(graph.facts.where for _, _, graph in each)) for each in found.values())
+        got = "; ".join(
+            ", ".join(sorted(graph.facts.where for _, _, graph in each)) for each in found.values()
+        )
         raise errors.InvalidInputError(
-            "private graphs", got=f"those of {len(found)} builds: {got}", expected="all of one build",
-            fix="where a build that replaces is under way, wait for its end; where it was interrupted, build again (replace=True)",
-        )  # fmt: skip
+            "private graphs",
+            got=f"those of {len(found)} builds: {got}",
+            expected="all of one build",
+            fix=(
+                "where a build that replaces is under way, wait for its end; where it was "
+                "interrupted, build again (replace=True)"
+            ),
+        )
     (those,) = found.values()
     numbers, counts = sorted(number for number, _, _ in those), {count for _, count, _ in those}
     if counts != {len(numbers)} or numbers != list(range(len(numbers))):
         raise errors.InvalidInputError(
-            "private graphs", got=f"{numbers} of {max(counts)}", expected="each once", fix="name the directories of all of them"
+            "private graphs",
+            got=f"{numbers} of {max(counts)}",
+            expected="each once",
+            fix="name the directories of all of them",
         )
     return [graph for _, _, graph in sorted(those, key=lambda each: each[0])]

@@ -1,4 +1,5 @@
-"""What searches of a graph find, measured when it is built: for lists of several sizes, of all vectors and of those that filters allow."""
+"""What searches of a graph find, measured when it is built: for lists of several sizes, of all
+vectors and of those that filters allow."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from .format import MAGIC, VERSION, FilteredRecall, GraphFacts, RecallPoint
 from .index import REGION_PAGES, THREADS_MAX, WALK_PAGES, GraphIndex, lists_of_region
 from .write import Progress
 
-#: All vectors that a graph is built of, [m, dim] at a time, and their rows, int64 [m]; begins anew each time it is called.
+#: All vectors that a graph is built of, [m, dim] at a time, and their rows, int64 [m]; begins anew
+#: each time it is called.
 Blocks = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
 
 # Beside 200 queries, of which each has a distance to each row.
@@ -31,28 +33,40 @@ _NEAR_QUERIES = 100
 _REGIONS, _REGION_QUERIES = 8, 16
 # Vectors by which it is decided how far a region goes.
 _SAMPLE, _SAMPLE_BYTES, _SAMPLE_PARTS = 4096, 4 << 20, 16
-# Of vectors, while it is looked which filters allow them: a build in bounded memory has room for that.
+# Of vectors, while it is looked which filters allow them: a build in bounded memory has room for
+# that.
 _AT_ONCE_BYTES = 1 << 20
 _FILTERED_LISTS = (10, 20, 40, 80, 160, 320, 640)
 # What a shorter list finds far from the query is another share for each region.
 _FAR_LIST_MIN = 20
-# Longer lists than one that finds so much are not measured; one that finds so little for a share is not tried for smaller ones.
+# Longer lists than one that finds so much are not measured; one that finds so little for a share is
+# not tried for smaller ones.
 _ENOUGH, _HOPELESS = 0.99, 0.8
 _USUAL = 0.95
 
 
 def add_recall(
-    engine: NativeEngine, facts: GraphFacts, blocks: Blocks, *, threads: int, seed: int, progress: Progress, of_codes: bool = False
+    engine: NativeEngine,
+    facts: GraphFacts,
+    blocks: Blocks,
+    *,
+    threads: int,
+    seed: int,
+    progress: Progress,
+    of_codes: bool = False,
 ) -> GraphFacts:
-    """Measures what searches of a written graph find, for lists of several sizes, and writes it into its manifest; where its nodes have
-    codes in place of vectors, also what a search that measures all of these finds.
+    """Measures what searches of a written graph find, for lists of several sizes, and writes it
+    into its manifest; where its nodes have codes in place of vectors, also what a search that
+    measures all of these finds.
 
     Args:
         blocks: the graph's vectors, see `GraphIndex.exact`.
-        seed: of the choice of the vectors that are searched for: some of the graph itself. From each search its own vector is kept, as if
-            the graph had not been built of it: a walk that goes by a query's own node finds in its edges what it looks for, and more than
-            a new query does.
-        of_codes: whether these vectors are what the codes stand for, and nobody knows others: then nothing limits recall.
+        seed: of the choice of the vectors that are searched for: some of the graph itself. From
+            each search its own vector is kept, as if the graph had not been built of it: a walk
+            that goes by a query's own node finds in its edges what it looks for, and more than a
+            new query does.
+        of_codes: whether these vectors are what the codes stand for, and nobody knows others: then
+            nothing limits recall.
 
     Raises WriteError, DiskFullError, and what a search raises; the graph stays as it was.
     """
@@ -60,8 +74,12 @@ def add_recall(
         return facts
     progress("recall", 0, 2)
     # Of the page cache, for the pages were just written: their reads are counted, not timed.
-    with GraphIndex(facts.where, threads=min(threads, THREADS_MAX), walks=_WALKS, direct=False) as index:
-        facts = _with_recall(index, facts, blocks, seed, has_ceiling=facts.disk_codebook is not None and not of_codes)
+    with GraphIndex(
+        facts.where, threads=min(threads, THREADS_MAX), walks=_WALKS, direct=False
+    ) as index:
+        facts = _with_recall(
+            index, facts, blocks, seed, has_ceiling=facts.disk_codebook is not None and not of_codes
+        )
         progress("recall", 1, 2)
         if facts.layout.n >= _FILTERED_MIN and facts.recall:
             facts = replace(facts, filtered=_Filtered(index, facts, blocks, seed).measured())
@@ -77,8 +95,11 @@ def row_blocks(rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield np.arange(first, first + len(part)), part
 
 
-def _with_recall(index: GraphIndex, facts: GraphFacts, blocks: Blocks, seed: int, *, has_ceiling: bool) -> GraphFacts:
-    """What searches find for vectors of the graph, each as if the graph were without it, beside an exact search."""
+def _with_recall(
+    index: GraphIndex, facts: GraphFacts, blocks: Blocks, seed: int, *, has_ceiling: bool
+) -> GraphFacts:
+    """What searches find for vectors of the graph, each as if the graph were without it, beside an
+    exact search."""
     n, k = facts.layout.n, min(_K, facts.layout.n - 1)
     if k < 1:
         return facts
@@ -93,7 +114,11 @@ def _with_recall(index: GraphIndex, facts: GraphFacts, blocks: Blocks, seed: int
     points: list[RecallPoint] = []
     for list_size in _LISTS:
         found, _ = index.walk_without(chosen, queries, k, (list_size, list_size))
-        points.append(RecallPoint(max(k, list_size), _share_found(found.ids, exact), float(found.pages.mean())))
+        points.append(
+            RecallPoint(
+                max(k, list_size), _share_found(found.ids, exact), float(found.pages.mean())
+            )
+        )
         if points[-1].recall > 0.999:
             break
     return replace(facts, recall=points, recall_ceiling=ceiling)
@@ -107,7 +132,8 @@ class _Trial:
         share: of the rows that it allows, about. is_region: those nearest to a vector; else any.
         rows: int64 [q]: of the vectors that are searched for. queries: the same, [q, dim].
         allows: of some rows and their vectors.
-        bits: uint8, a bit for each row that is allowed. best: distances and rows of what is to be found, as far as it is known.
+        bits: uint8, a bit for each row that is allowed. best: distances and rows of what is to be
+            found, as far as it is known.
     """
 
     share: float
@@ -120,8 +146,9 @@ class _Trial:
 
 
 class _Filtered:
-    """Measures searches with filters of several shares: of random rows, so that a query lies among what is allowed; and of those that are
-    nearest to some vector, searched for vectors that are not among them."""
+    """Measures searches with filters of several shares: of random rows, so that a query lies among
+    what is allowed; and of those that are nearest to some vector, searched for vectors that are not
+    among them."""
 
     def __init__(self, index: GraphIndex, facts: GraphFacts, blocks: Blocks, seed: int):
         self._index, self._facts, self._blocks, self._seed = index, facts, blocks, seed
@@ -138,7 +165,10 @@ class _Filtered:
         found: list[FilteredRecall] = []
         first = 0
         for share in self._shares:
-            kinds = [[each for each in trials if each.share == share and each.is_region == is_region] for is_region in (False, True)]
+            kinds = [
+                [each for each in trials if each.share == share and each.is_region == is_region]
+                for is_region in (False, True)
+            ]
             near = self._points(kinds[0], _FILTERED_LISTS[first:])
             usual = next((each.list_size for each in near if each.recall >= _USUAL), None)
             if usual is None:
@@ -148,21 +178,29 @@ class _Filtered:
             first += sum(each.recall < _HOPELESS for each in near)
         return found
 
-    def _points(self, trials: Sequence[_Trial], lists: Sequence[int], list_size: int | None = None) -> list[RecallPoint]:
-        """Of lists that grow, as long as a search reads less than measuring all would. `list_size`: that a query near what is
-        allowed needs; None: all are."""
-        filters = [RowFilter(torch.from_numpy(each.bits), int(np.unpackbits(each.bits).sum())) for each in trials]
+    def _points(
+        self, trials: Sequence[_Trial], lists: Sequence[int], list_size: int | None = None
+    ) -> list[RecallPoint]:
+        """Of lists that grow, as long as a search reads less than measuring all would. `list_size`:
+        that a query near what is allowed needs; None: all are."""
+        filters = [
+            RowFilter(torch.from_numpy(each.bits), int(np.unpackbits(each.bits).sum()))
+            for each in trials
+        ]
         points: list[RecallPoint] = []
         for length in lists if trials else ():
             kept = (length, length) if list_size is None else lists_of_region(list_size, length)
             recalls, pages = [], []
             for trial, allowed in zip(trials, filters, strict=True):
-                found, all_pages = self._index.walk_without(trial.rows, trial.queries, _K, kept, allowed)
+                found, all_pages = self._index.walk_without(
+                    trial.rows, trial.queries, _K, kept, allowed
+                )
                 recalls.append(_share_found(found.ids, _others(trial.best[1], trial.rows, _K)))
                 pages.append(float((found.pages + found.code_pages).mean()))
                 if pages[-1] * (WALK_PAGES if list_size is None else REGION_PAGES) > all_pages:
                     return points
-            points.append(RecallPoint(max(_K, length), min(recalls), float(np.mean(pages))))  # a filter is one, and not the mean of several
+            # a filter is one, and not the mean of several
+            points.append(RecallPoint(max(_K, length), min(recalls), float(np.mean(pages))))
             if points[-1].recall > _ENOUGH:
                 break
         return points
@@ -170,26 +208,53 @@ class _Filtered:
     def _trials(self) -> list[_Trial]:
         n, dim = self._facts.layout.n, self._facts.layout.dim
         random = np.random.default_rng(self._seed + 2)
-        rows = np.sort(random.permutation(n)[: max(_NEAR_QUERIES, min(_SAMPLE, _SAMPLE_BYTES // (4 * dim)))])
+        rows = np.sort(
+            random.permutation(n)[: max(_NEAR_QUERIES, min(_SAMPLE, _SAMPLE_BYTES // (4 * dim)))]
+        )
         sample = _rows_of(self._blocks(), rows, dim)
         made = []
         chosen = random.permutation(len(rows))[:_NEAR_QUERIES]
         for share in self._shares:
-            made.append(self._trial(share, False, rows[chosen], sample[chosen], _of_random(share, self._seed)))
+            made.append(
+                self._trial(
+                    share, False, rows[chosen], sample[chosen], _of_random(share, self._seed)
+                )
+            )
         for centre in random.permutation(len(rows))[:_REGIONS]:
-            far = np.concatenate([np.square(part - sample[centre]).sum(axis=1) for part in np.array_split(sample, _SAMPLE_PARTS)])
+            far = np.concatenate(
+                [
+                    np.square(part - sample[centre]).sum(axis=1)
+                    for part in np.array_split(sample, _SAMPLE_PARTS)
+                ]
+            )
             for share in self._shares:
-                limit = np.partition(far, place := min(len(far) - 1, max(1, round(share * len(far)))))[place]
+                limit = np.partition(
+                    far, place := min(len(far) - 1, max(1, round(share * len(far))))
+                )[place]
                 outside = random.permutation(np.flatnonzero(far > limit))[:_REGION_QUERIES]
                 if len(outside):  # of vectors that are all alike, a region is everything
-                    made.append(self._trial(share, True, rows[outside], sample[outside], _of_region(sample[centre], limit)))
+                    made.append(
+                        self._trial(
+                            share,
+                            True,
+                            rows[outside],
+                            sample[outside],
+                            _of_region(sample[centre], limit),
+                        )
+                    )
         return made
 
-    def _trial(self, share: float, is_region: bool, rows: np.ndarray, queries: np.ndarray, allows: Callable) -> _Trial:
+    def _trial(
+        self, share: float, is_region: bool, rows: np.ndarray, queries: np.ndarray, allows: Callable
+    ) -> _Trial:
         layout = self._facts.layout
-        asked = queries.astype(layout.row_dtype) if layout.row_format in ("uint8", "int8") else queries
+        asked = (
+            queries.astype(layout.row_dtype) if layout.row_format in ("uint8", "int8") else queries
+        )
         none = np.empty((len(rows), 0), np.float32), np.empty((len(rows), 0), np.int64)
-        return _Trial(share, is_region, rows, asked, allows, np.zeros(-(-layout.n // 8), np.uint8), none)
+        return _Trial(
+            share, is_region, rows, asked, allows, np.zeros(-(-layout.n // 8), np.uint8), none
+        )
 
     def _look_at(self, trial: _Trial, rows: np.ndarray, vectors: np.ndarray) -> None:
         chosen = trial.allows(rows, vectors)
@@ -200,8 +265,11 @@ class _Filtered:
 
 def _of_random(share: float, seed: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     def allows(rows: np.ndarray, _: np.ndarray) -> np.ndarray:
-        mixed = rows.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64)
-        for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):  # SplitMix64: of each row by itself, in whatever order they come
+        mixed = rows.astype(np.uint64) + np.uint64(
+            (seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64
+        )
+        # SplitMix64: of each row by itself, in whatever order they come
+        for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
             mixed = (mixed ^ mixed >> np.uint64(29)) * np.uint64(factor)
         found: np.ndarray = (mixed >> np.uint64(32)) < np.uint64(share * 2**32)
         return found
@@ -217,7 +285,9 @@ def _of_region(centre: np.ndarray, limit: float) -> Callable[[np.ndarray, np.nda
     return allows
 
 
-def _rows_of(blocks: Iterable[tuple[np.ndarray, np.ndarray]], wanted: np.ndarray, dim: int) -> np.ndarray:
+def _rows_of(
+    blocks: Iterable[tuple[np.ndarray, np.ndarray]], wanted: np.ndarray, dim: int
+) -> np.ndarray:
     """float32 [m, dim]: some vectors, of rows that grow."""
     found = np.empty((len(wanted), dim), np.float32)
     for rows, vectors in blocks:
@@ -229,10 +299,15 @@ def _rows_of(blocks: Iterable[tuple[np.ndarray, np.ndarray]], wanted: np.ndarray
 
 def _others(nearest: np.ndarray, rows: np.ndarray, k: int) -> list[set[int]]:
     """The k nearest of each of some rows but itself, of the k + 1 nearest."""
-    return [set([each for each in ids if each != row][:k]) for ids, row in zip(nearest.tolist(), rows.tolist(), strict=True)]
+    return [
+        set([each for each in ids if each != row][:k])
+        for ids, row in zip(nearest.tolist(), rows.tolist(), strict=True)
+    ]
 
 
 def _share_found(found: np.ndarray | list[set[int]], exact: list[set[int]]) -> float:
     """Of what is nearest to each query the share that was found."""
     pairs = [(set(ours), true) for ours, true in zip(found, exact, strict=True)]
-    return sum(len(ours & true) for ours, true in pairs) / max(1, sum(len(true) for _, true in pairs))
+    return sum(len(ours & true) for ours, true in pairs) / max(
+        1, sum(len(true) for _, true in pairs)
+    )

@@ -1,4 +1,5 @@
-"""The rotation of vectors after which product quantisation loses least of them. A file of its own: it knows nothing of codes."""
+"""The rotation of vectors after which product quantisation loses least of them. A file of its own:
+it knows nothing of codes."""
 
 from __future__ import annotations
 
@@ -13,22 +14,27 @@ _ROWS_MAX, _ROWS_PER_DIM = 16_384, 16
 
 
 def fit_rotation(sample: np.ndarray, begin: np.ndarray) -> np.ndarray:
-    """The parametric solution of optimized product quantisation (Ge, He, Ke and Sun, CVPR 2013, section 3.2): principal directions, dealt
-    out to the parts so that the products of the variances in each are as equal as can be.
+    """The parametric solution of optimized product quantisation (Ge, He, Ke and Sun, CVPR 2013,
+    section 3.2): principal directions, dealt out to the parts so that the products of the variances
+    in each are as equal as can be.
 
-    The authors' other solution goes on from it, in turns of k-means and rotation. Five such turns take another 1 % to 3 % off the squared
-    error of codes of SIFT, of sentences and of tokens, and ten times as long.
+    The authors' other solution goes on from it, in turns of k-means and rotation. Five such turns
+    take another 1 % to 3 % off the squared error of codes of SIFT, of sentences and of tokens, and
+    ten times as long.
 
     Args:
         sample: float32 [m, d], m >= 1, all finite.
-        begin: int64 [parts + 1], from 0 to d: part p has the values ``begin[p]`` to ``begin[p + 1] - 1`` of a rotated vector.
+        begin: int64 [parts + 1], from 0 to d: part p has the values ``begin[p]`` to ``begin[p + 1]
+            - 1`` of a rotated vector.
 
     Returns:
         float32 [d, d], orthogonal: the rotated vectors are ``vectors @ rotation``.
     """
     variances, directions = _principal(sample)
     # Differences of what rounding leaves of directions without variance are of no interest.
-    logs = torch.log2(variances.clamp(min=max(float(variances.max()) * 2.0**-40, 2.0**-1000))).numpy()
+    logs = torch.log2(
+        variances.clamp(min=max(float(variances.max()) * 2.0**-40, 2.0**-1000))
+    ).numpy()
     logs -= logs.min()
     room = np.diff(begin)
     products = np.zeros(len(room))

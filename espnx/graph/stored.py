@@ -1,4 +1,5 @@
-"""A stored graph as a near-storage device walks over it: one command a query, whatever the walk reads (RAGX, section 4.3)."""
+"""A stored graph as a near-storage device walks over it: one command a query, whatever the walk
+reads (RAGX, section 4.3)."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ from .layout import HEADER
 
 
 class StoredGraph:
-    """See `espnx.device.vectors.interface.Graph`. For a device's ``open_graph``; results are rows of the input.
+    """See `espnx.device.vectors.interface.Graph`. For a device's ``open_graph``; results are rows
+    of the input.
 
-    Queries of a graph by cosine must have length 1; distances are squared ones of vectors of length 1 then.
+    Queries of a graph by cosine must have length 1; distances are squared ones of vectors of length
+    1 then.
 
     Args:
         path: of a graph that `espnx.graph.build` has made.
@@ -31,15 +34,21 @@ class StoredGraph:
             self.facts: GraphFacts = read_graph(engine, path)
             if self.facts.layout.paged_codes:
                 raise errors.InvalidInputError(
-                    f"graph {os.fspath(path)} on a device", got="codes in pages of their own", expected="inline or in memory",
-                    fix="build it with codes=\"inline\"",
-                )  # fmt: skip
+                    f"graph {os.fspath(path)} on a device",
+                    got="codes in pages of their own",
+                    expected="inline or in memory",
+                    fix='build it with codes="inline"',
+                )
             if self.facts.layout.format == "pq":
                 raise errors.InvalidInputError(
-                    f"graph {os.fspath(path)} on a device", got="codes in place of vectors", expected="vectors in its nodes",
+                    f"graph {os.fspath(path)} on a device",
+                    got="codes in place of vectors",
+                    expected="vectors in its nodes",
                     fix='build it with vector_dtype="float16"',
-                )  # fmt: skip
-            self._codes = None if self.facts.layout.codes_in == "inline" else read_codes(engine, self.facts)
+                )
+            self._codes = (
+                None if self.facts.layout.codes_in == "inline" else read_codes(engine, self.facts)
+            )
         self._file: FileHandle | None = None
 
     @property
@@ -71,12 +80,18 @@ class StoredGraph:
         """The entry point whose code is nearest."""
         if not len(self.facts.entries):
             return self.facts.entries
-        return self.facts.entries[[int(np.argmin(self._estimates(self._table(query), self.facts.entry_codes)))]]
+        return self.facts.entries[
+            [int(np.argmin(self._estimates(self._table(query), self.facts.entry_codes)))]
+        ]
 
     def plan(self, nodes: np.ndarray) -> Plan:
         """The page of each node."""
         if self._file is None:
-            raise errors.StateError("plan of a graph", got="a graph that no device has opened", fix="device.open_graph(graph)")
+            raise errors.StateError(
+                "plan of a graph",
+                got="a graph that no device has opened",
+                fix="device.open_graph(graph)",
+            )
         layout = self.facts.layout
         begin = self.facts.begin_bytes(NODES) + nodes // layout.nodes_per_page * layout.page_bytes
         return Plan.of(self._file, begin.tolist(), [layout.page_bytes] * len(nodes))
@@ -89,7 +104,9 @@ class StoredGraph:
         read = parse_pages(self.facts, pages, memory, begin)
         numbers = pages[:, None] * layout.nodes_per_page + np.arange(layout.nodes_per_page)
         there = numbers < layout.n
-        vector = begin[:, None] + HEADER.itemsize + np.arange(layout.nodes_per_page) * layout.node_bytes
+        vector = (
+            begin[:, None] + HEADER.itemsize + np.arange(layout.nodes_per_page) * layout.node_bytes
+        )
         found = read[there]
         counts = found["n_neighbours"].astype(np.int64)
         valid = np.arange(layout.max_degree) < counts[:, None]
@@ -107,7 +124,9 @@ class StoredGraph:
         table = self._table(query)
 
         def estimate(nodes: np.ndarray, codes: np.ndarray | None) -> np.ndarray:
-            return self._estimates(table, np.asarray(codes) if self._codes is None else self._codes[nodes])
+            return self._estimates(
+                table, np.asarray(codes) if self._codes is None else self._codes[nodes]
+            )
 
         return estimate
 
@@ -115,7 +134,9 @@ class StoredGraph:
         """float32 [code_bytes, 256]: a query's part of the distance to each centroid."""
         book = self.facts.codebook
         values = book.rotated(query.numpy()[None])
-        each = -values * book.centroids if self.metric == "ip" else np.square(values - book.centroids)
+        each = (
+            -values * book.centroids if self.metric == "ip" else np.square(values - book.centroids)
+        )
         return np.add.reduceat(each, book.begin[:-1], axis=1).T
 
     def _estimates(self, table: np.ndarray, codes: np.ndarray) -> np.ndarray:

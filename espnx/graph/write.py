@@ -1,4 +1,5 @@
-"""Writes a graph that is known whole into its directory: pages, and the files beside them. The specification is docs/graph-format.md."""
+"""Writes a graph that is known whole into its directory: pages, and the files beside them. The
+specification is docs/graph-format.md."""
 
 from __future__ import annotations
 
@@ -22,7 +23,19 @@ from ..storage.replacing import StoreKind, VersionedFiles, check_target, writing
 from ..storage.work import WORK, check_work, is_own_work, job_of, remove_work
 from .codebook import Codebook
 from .coding import VectorCoding
-from .format import CODEBOOK, CODES, DISK_CODEBOOK, ENTRIES, MAGIC, NODES, ROWS, VERSION, GraphFacts, GraphShare, in_directory
+from .format import (
+    CODEBOOK,
+    CODES,
+    DISK_CODEBOOK,
+    ENTRIES,
+    MAGIC,
+    NODES,
+    ROWS,
+    VERSION,
+    GraphFacts,
+    GraphShare,
+    in_directory,
+)
 from .layout import CODE_PAGE_BYTES, HEADER, PageLayout, code_salt
 
 if TYPE_CHECKING:
@@ -31,7 +44,8 @@ if TYPE_CHECKING:
 #: (what is being done, how much is done, of how much)
 Progress = Callable[[str, int, int], None]
 
-# Of pages that are filled at a time: such a block stays in the cache while it is gathered, summed and copied.
+# Of pages that are filled at a time: such a block stays in the cache while it is gathered, summed
+# and copied.
 _BLOCK_BYTES = 8 << 20
 
 
@@ -42,10 +56,12 @@ class WholeGraph:
     Attributes:
         layout: of its pages.
         metric: of `espnx.graph.METRICS`.
-        rows: [n, dim], the vectors as they are stored, of `PageLayout.row_dtype`; or what codes in their place are of.
+        rows: [n, dim], the vectors as they are stored, of `PageLayout.row_dtype`; or what codes in
+            their place are of.
         codes: uint8 [n, code_bytes].
         codebook: of the codes.
-        neighbours: uint32 [n, max_degree]: rows; what stands behind a row's last neighbour is no matter.
+        neighbours: uint32 [n, max_degree]: rows; what stands behind a row's last neighbour is no
+            matter.
         counts: int64 [n]: how many neighbours there are.
         entries: int64 [m]: rows at which searches begin.
         options: of the build, for people; they are written into the manifest.
@@ -69,7 +85,8 @@ class GraphFiles:
     """What a graph's files are to hold.
 
     Attributes:
-        facts: for the manifest. contents: of each file, by name, in pieces; each is made when it is asked for, once.
+        facts: for the manifest. contents: of each file, by name, in pieces; each is made when it is
+            asked for, once.
     """
 
     facts: GraphFacts
@@ -77,15 +94,21 @@ class GraphFiles:
 
 
 def graph_files(
-    graph: WholeGraph, row_of: np.ndarray, where: str, progress: Progress, labels: np.ndarray | None = None, generation: int = 1,
+    graph: WholeGraph,
+    row_of: np.ndarray,
+    where: str,
+    progress: Progress,
+    labels: np.ndarray | None = None,
+    generation: int = 1,
     share: GraphShare | None = None,
-) -> GraphFiles:  # fmt: skip
+) -> GraphFiles:
     """A graph as its files.
 
     Args:
         row_of: int64 [n]: the row that node i is of; nodes are numbered page by page.
         where: its directory, or for messages.
-        labels: int64 [n], 0 to n - 1, each once: as what searches return each row; None: its number.
+        labels: int64 [n], 0 to n - 1, each once: as what searches return each row; None: its
+            number.
         generation: of the files in a directory. share: of a collection.
     """
     layout = graph.layout
@@ -93,7 +116,10 @@ def graph_files(
     node_of[row_of] = np.arange(layout.n, dtype=np.uint32)
     salt = secrets.randbits(64)
     entries, entry_codes = node_of[graph.entries], graph.codes[graph.entries]
-    whole = {CODEBOOK: graph.codebook.packed(), ENTRIES: np.concatenate([entries.view(np.uint8).ravel(), entry_codes.ravel()])}
+    whole = {
+        CODEBOOK: graph.codebook.packed(),
+        ENTRIES: np.concatenate([entries.view(np.uint8).ravel(), entry_codes.ravel()]),
+    }
     if layout.codes_in == "memory":
         whole[CODES] = graph.codes[row_of]
     if graph.disk_codebook is not None:
@@ -107,19 +133,39 @@ def graph_files(
     contents |= {name: [values] for name, values in whole.items()}
     if layout.paged_codes:
         contents[CODES] = [code_pages(graph.codes[row_of], layout, salt)]
-    regions = in_directory(where, generation, layout, len(entries), graph.codebook, graph.disk_codebook)
+    regions = in_directory(
+        where, generation, layout, len(entries), graph.codebook, graph.disk_codebook
+    )
     facts = GraphFacts(
-        where, regions, layout, graph.metric, salt, graph.codebook, entries.astype(np.int64), entry_codes,
-        {name: crc32c(np.ascontiguousarray(values).reshape(-1).view(np.uint8)) for name, values in whole.items()}, graph.options,
-        disk_codebook=graph.disk_codebook, generation=generation, share=share,
-    )  # fmt: skip
+        where,
+        regions,
+        layout,
+        graph.metric,
+        salt,
+        graph.codebook,
+        entries.astype(np.int64),
+        entry_codes,
+        {
+            name: crc32c(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+            for name, values in whole.items()
+        },
+        graph.options,
+        disk_codebook=graph.disk_codebook,
+        generation=generation,
+        share=share,
+    )
     return GraphFiles(facts, contents)
 
 
 def write_graph(
-    engine: NativeEngine, path: str, graph: WholeGraph, row_of: np.ndarray, progress: Progress, generation: int,
+    engine: NativeEngine,
+    path: str,
+    graph: WholeGraph,
+    row_of: np.ndarray,
+    progress: Progress,
+    generation: int,
     share: GraphShare | None = None,
-) -> GraphFacts:  # fmt: skip
+) -> GraphFacts:
     """Writes all files of a graph, the manifest last.
 
     Args:
@@ -129,12 +175,14 @@ def write_graph(
     Raises WriteError, DiskFullError; there is no graph then, or the one before.
     """
     progress("pages", 0, graph.layout.n)
-    return publish(engine, path, graph_files(graph, row_of, path, progress, generation=generation, share=share))
+    return publish(
+        engine, path, graph_files(graph, row_of, path, progress, generation=generation, share=share)
+    )
 
 
 def publish(engine: NativeEngine, path: str, files: GraphFiles) -> GraphFacts:
-    """Writes the files of a graph, the manifest last; then those of the graph before are removed. Raises WriteError, DiskFullError; there
-    is no graph then, or the one before."""
+    """Writes the files of a graph, the manifest last; then those of the graph before are removed.
+    Raises WriteError, DiskFullError; there is no graph then, or the one before."""
     for name, pieces in files.contents.items():
         with StreamWriter(engine, files.facts.path(name)) as writer:
             for piece in pieces:
@@ -157,7 +205,7 @@ KIND = StoreKind(MAGIC, VERSION, "a graph", _foreign)
 @contextlib.contextmanager
 def writing_graph(
     engine: NativeEngine, path: str | os.PathLike[str], *, replace: bool, keep_work: bool = False
-) -> Iterator[int]:  # fmt: skip
+) -> Iterator[int]:
     """A directory that a graph is written to, by this process alone: the generation of its files.
 
     Args:
@@ -176,21 +224,27 @@ def writing_graph(
 
 
 def _tidy(engine: NativeEngine, path: str | os.PathLike[str]) -> None:
-    """Removes the work of a build that ended right after its graph was whole; not of one that is to replace this graph."""
+    """Removes the work of a build that ended right after its graph was whole; not of one that is to
+    replace this graph."""
     with contextlib.suppress(errors.EspnxError):
         if os.path.lexists(os.path.join(path, WORK)) and check_target(path, KIND, replace=True):
             with DirectoryLock(path):
-                published, working = read_manifest(engine, path, MAGIC, VERSION)["generation"], job_of(path).get("generation")
+                published, working = (
+                    read_manifest(engine, path, MAGIC, VERSION)["generation"],
+                    job_of(path).get("generation"),
+                )
                 if not isinstance(working, int) or working <= published:
                     remove_work(path)
 
 
-def connect_and_choose_entries(graph: Vamana, n: int, n_entries: int, seed: int) -> tuple[int, np.ndarray]:
+def connect_and_choose_entries(
+    graph: Vamana, n: int, n_entries: int, seed: int
+) -> tuple[int, np.ndarray]:
     """Makes every node one that a walk can come to.
 
     Returns:
-        How many nodes were given edges for that; the medoid and at most `n_entries` - 1 other nodes, int64, from each of which every other
-        node can be come to.
+        How many nodes were given edges for that; the medoid and at most `n_entries` - 1 other
+        nodes, int64, from each of which every other node can be come to.
     """
     if n == 0:
         return 0, np.empty(0, np.int64)
@@ -203,8 +257,13 @@ def connect_and_choose_entries(graph: Vamana, n: int, n_entries: int, seed: int)
 
 
 def _node_pages(
-    graph: WholeGraph, row_of: np.ndarray, node_of: np.ndarray, labels: np.ndarray, salt: int, progress: Progress
-) -> Iterator[np.ndarray]:  # fmt: skip
+    graph: WholeGraph,
+    row_of: np.ndarray,
+    node_of: np.ndarray,
+    labels: np.ndarray,
+    salt: int,
+    progress: Progress,
+) -> Iterator[np.ndarray]:
     layout, coding = graph.layout, VectorCoding(graph.layout.format, graph.disk_codebook)
     at_once = max(1, _BLOCK_BYTES // layout.page_bytes)
     for first in range(0, layout.n_pages, at_once):
@@ -226,7 +285,12 @@ def _node_pages(
 def pages_of(nodes: np.ndarray, layout: PageLayout, first: int, salt: int) -> np.ndarray:
     """uint8: whole pages of these nodes, the first of them page `first`."""
     count = len(nodes) // layout.nodes_per_page
-    return _with_headers(nodes.view(np.uint8).reshape(count, layout.nodes_per_page * layout.node_bytes), layout.page_bytes, first, salt)
+    return _with_headers(
+        nodes.view(np.uint8).reshape(count, layout.nodes_per_page * layout.node_bytes),
+        layout.page_bytes,
+        first,
+        salt,
+    )
 
 
 def code_pages(codes: np.ndarray, layout: PageLayout, salt: int, first: int = 0) -> np.ndarray:
@@ -234,7 +298,12 @@ def code_pages(codes: np.ndarray, layout: PageLayout, salt: int, first: int = 0)
     count = -(-len(codes) // layout.codes_per_page)
     whole = np.zeros((count * layout.codes_per_page, layout.code_bytes), np.uint8)
     whole[: len(codes)] = codes
-    return _with_headers(whole.reshape(count, layout.codes_per_page * layout.code_bytes), CODE_PAGE_BYTES, first, code_salt(salt))
+    return _with_headers(
+        whole.reshape(count, layout.codes_per_page * layout.code_bytes),
+        CODE_PAGE_BYTES,
+        first,
+        code_salt(salt),
+    )
 
 
 def _with_headers(content: np.ndarray, page_bytes: int, first: int, salt: int) -> np.ndarray:
@@ -246,6 +315,8 @@ def _with_headers(content: np.ndarray, page_bytes: int, first: int, salt: int) -
     pages[:, HEADER.itemsize : HEADER.itemsize + content.shape[1]] = content
     pages[:, : HEADER.itemsize] = header.view(np.uint8).reshape(count, HEADER.itemsize)
     begin = torch.arange(count) * page_bytes + 4
-    sums = crc32c_ranges(torch.from_numpy(pages.reshape(-1)), begin, torch.full_like(begin, page_bytes - 4)).numpy()
+    sums = crc32c_ranges(
+        torch.from_numpy(pages.reshape(-1)), begin, torch.full_like(begin, page_bytes - 4)
+    ).numpy()
     pages[:, :4] = sums.astype("<u4").view(np.uint8).reshape(count, 4)
     return pages.reshape(-1)

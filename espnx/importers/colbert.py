@@ -1,4 +1,5 @@
-"""Index folders that ColBERT writes (stanford-futuredata/ColBERT v2, PLAID): ``.pt`` files of codes and residuals by chunk."""
+"""Index folders that ColBERT writes (stanford-futuredata/ColBERT v2, PLAID): ``.pt`` files of codes
+and residuals by chunk."""
 
 from __future__ import annotations
 
@@ -21,25 +22,44 @@ class ColBERTIndex(IndexFolder):
 
     def __init__(self, folder: Path):
         self.folder = folder
-        held = metadata_of(folder, "config.dim", "config.nbits", "num_chunks", "num_partitions", "num_embeddings")
+        held = metadata_of(
+            folder, "config.dim", "config.nbits", "num_chunks", "num_partitions", "num_embeddings"
+        )
         dim, nbits = held["config"]["dim"], held["config"]["nbits"]
         check_nbits(folder, nbits)
         cutoffs, weights = self._buckets(folder / "buckets.pt")
-        self.codebook = make_codebook(folder, dim, nbits, _tensor(folder / "centroids.pt"), cutoffs, weights)
+        self.codebook = make_codebook(
+            folder, dim, nbits, _tensor(folder / "centroids.pt"), cutoffs, weights
+        )
         if self.codebook.n_centroids != held["num_partitions"]:
             got = f"{self.codebook.n_centroids} centroids"
-            raise FormatError("centroids of the index", path=folder / "centroids.pt", got=got, expected=f"{held['num_partitions']}")
+            raise FormatError(
+                "centroids of the index",
+                path=folder / "centroids.pt",
+                got=got,
+                expected=f"{held['num_partitions']}",
+            )
         self._chunks: int = held["num_chunks"]
         self.tokens = held["num_embeddings"]
         self.checkpoint: str | None = held["config"].get("checkpoint")
-        self.documents = sum(len(lengths_of(folder / f"doclens.{number}.json")) for number in range(self._chunks))
+        self.documents = sum(
+            len(lengths_of(folder / f"doclens.{number}.json")) for number in range(self._chunks)
+        )
 
     @staticmethod
     def _buckets(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
         held = load_torch(path) if path.is_file() else None
-        if not isinstance(held, (tuple, list)) or [type(part) for part in held] != [torch.Tensor, torch.Tensor]:
+        if not isinstance(held, (tuple, list)) or [type(part) for part in held] != [
+            torch.Tensor,
+            torch.Tensor,
+        ]:
             got = "no such file" if held is None else type(held).__name__
-            raise FormatError("buckets of the index", path=path, got=got, expected="a pair of tensors, cutoffs and weights")
+            raise FormatError(
+                "buckets of the index",
+                path=path,
+                got=got,
+                expected="a pair of tensors, cutoffs and weights",
+            )
         return held[0], held[1]
 
     def chunks(self) -> Iterator[Chunk]:
@@ -48,13 +68,21 @@ class ColBERTIndex(IndexFolder):
             lengths = lengths_of(self.folder / f"doclens.{number}.json")
             self._check_place(number, documents, len(lengths), sum(lengths))
             path = self.folder / f"{number}.codes.pt"
-            yield Chunk(path, lengths, partial(_mapped, path, self.folder / f"{number}.residuals.pt"))
+            yield Chunk(
+                path, lengths, partial(_mapped, path, self.folder / f"{number}.residuals.pt")
+            )
             documents, tokens = documents + len(lengths), tokens + sum(lengths)
         if tokens != self.tokens:
-            raise FormatError("tokens of the index", path=self.folder / "metadata.json", got=tokens, expected=self.tokens)
+            raise FormatError(
+                "tokens of the index",
+                path=self.folder / "metadata.json",
+                got=tokens,
+                expected=self.tokens,
+            )
 
     def _check_place(self, number: int, documents: int, count: int, tokens: int) -> None:
-        """A chunk says itself which documents it holds: files of several runs in one folder are found out."""
+        """A chunk says itself which documents it holds: files of several runs in one folder are
+        found out."""
         path = self.folder / f"{number}.metadata.json"
         if not path.is_file():
             raise missing(path)
@@ -62,7 +90,13 @@ class ColBERTIndex(IndexFolder):
         expected = {"passage_offset": documents, "num_passages": count, "num_embeddings": tokens}
         got: dict[str, Any] = {key: held.get(key) for key in expected}
         if got != expected:
-            raise FormatError("a chunk of the index", path=path, got=got, expected=expected, fix="index the collection again")
+            raise FormatError(
+                "a chunk of the index",
+                path=path,
+                got=got,
+                expected=expected,
+                fix="index the collection again",
+            )
 
 
 def _mapped(codes: Path, residuals: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -74,5 +108,7 @@ def _tensor(path: Path) -> torch.Tensor:
         raise missing(path)
     held = load_torch(path)
     if not isinstance(held, torch.Tensor):
-        raise FormatError("tensor of the index", path=path, got=type(held).__name__, expected="a tensor")
+        raise FormatError(
+            "tensor of the index", path=path, got=type(held).__name__, expected="a tensor"
+        )
     return held

@@ -1,4 +1,5 @@
-"""Texts of an indexed collection, read beside its index: the n-th line belongs to the n-th document."""
+"""Texts of an indexed collection, read beside its index: the n-th line belongs to the n-th
+document."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ def texts_of(texts: Texts, documents: int) -> Iterator[tuple[DocumentId | None, 
     """(the id that the line names or None, text) for each document in turn.
 
     Args:
-        texts: a path of ``collection.tsv`` as ColBERT reads it (number, text, and a title that is put before it) or of JSON lines (``id``
-            or ``_id``, ``text``, ``title``); None for empty texts. A mapping has no order: see `text_for`.
+        texts: a path of ``collection.tsv`` as ColBERT reads it (number, text, and a title that is
+            put before it) or of JSON lines (``id`` or ``_id``, ``text``, ``title``); None for empty
+            texts. A mapping has no order: see `text_for`.
         documents: how many the index has; a file with fewer or more lines is not its collection.
 
     Raises:
-        InvalidInputError: the file cannot be read, or is not the collection of the index; says which line.
+        InvalidInputError: the file cannot be read, or is not the collection of the index; says
+            which line.
     """
     if texts is None or isinstance(texts, Mapping):
         yield from ((None, "") for _ in range(documents))
@@ -40,13 +43,18 @@ def texts_of(texts: Texts, documents: int) -> Iterator[tuple[DocumentId | None, 
 
 
 def text_for(texts: Texts, identifier: DocumentId, line: str) -> str:
-    """The text of a document: of the mapping if there is one, else of its line. Raises InvalidInputError where the mapping lacks it."""
+    """The text of a document: of the mapping if there is one, else of its line. Raises
+    InvalidInputError where the mapping lacks it."""
     if not isinstance(texts, Mapping):
         return line
     try:
         return texts[identifier]
     except KeyError:
-        raise InvalidInputError(f"texts: document {identifier!r}", got="no such key", expected="a text for each document") from None
+        raise InvalidInputError(
+            f"texts: document {identifier!r}",
+            got="no such key",
+            expected="a text for each document",
+        ) from None
 
 
 def _differs(path: Path, got: str, documents: int) -> InvalidInputError:
@@ -65,7 +73,9 @@ def _lines(path: Path) -> Iterator[str]:
                 if line.strip():
                     yield line
     except OSError as error:
-        raise InvalidInputError(f"cannot read texts {path}", got=error.strerror, expected="a readable file") from error
+        raise InvalidInputError(
+            f"cannot read texts {path}", got=error.strerror, expected="a readable file"
+        ) from error
     except UnicodeDecodeError as error:
         raise InvalidInputError(f"texts {path}", got=str(error), expected="UTF-8") from error
 
@@ -75,7 +85,11 @@ def _tsv(path: Path, number: int, line: str) -> tuple[DocumentId | None, str]:
     # ColBERT takes a heading for a passage, so it has a number too.
     if len(fields) < 2 or fields[0] not in (str(number), "id"):
         got = repr(line[:40])
-        raise InvalidInputError(f"line {number + 1} of {path}", got=got, expected=f"{number}, a tab, and the text, as ColBERT reads it")
+        raise InvalidInputError(
+            f"line {number + 1} of {path}",
+            got=got,
+            expected=f"{number}, a tab, and the text, as ColBERT reads it",
+        )
     return None, f"{fields[2]} | {fields[1]}" if len(fields) > 2 else fields[1]
 
 
@@ -83,10 +97,14 @@ def _json(path: Path, number: int, line: str) -> tuple[DocumentId | None, str]:
     try:
         item: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"line {number + 1} of {path}", got=str(error), expected="a JSON object") from error
+        raise InvalidInputError(
+            f"line {number + 1} of {path}", got=str(error), expected="a JSON object"
+        ) from error
     text = item.get("text") if isinstance(item, dict) else None
     if not isinstance(text, str):
-        raise InvalidInputError(f"line {number + 1} of {path}", got=repr(item)[:40], expected="an object with a text")
+        raise InvalidInputError(
+            f"line {number + 1} of {path}", got=repr(item)[:40], expected="an object with a text"
+        )
     if item.get("title"):
         text = f"{item['title']} {text}"
     return item.get("id", item.get("_id")), text

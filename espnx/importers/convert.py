@@ -1,4 +1,5 @@
-"""Existing indexes as espnx stores: residual codes are kept as they are, so scores are those of the index they come from."""
+"""Existing indexes as espnx stores: residual codes are kept as they are, so scores are those of the
+index they come from."""
 
 from __future__ import annotations
 
@@ -48,12 +49,18 @@ def open_index(folder: Path) -> IndexFolder:
         if mark.is_file():
             return kind(mark.parent)
     if not folder.is_dir():
-        raise InvalidInputError(f"index folder {folder}", got="no such directory", expected="the folder of an index")
+        raise InvalidInputError(
+            f"index folder {folder}", got="no such directory", expected="the folder of an index"
+        )
     names = sorted(path.name for path in folder.iterdir())
     raise InvalidInputError(
         f"index folder {folder}",
-        got=f"{', '.join(names[:6])}{', ...' if len(names) > 6 else ''}" if names else "an empty directory",
-        expected="centroids.pt (ColBERT), centroids.npy (fast-plaid) or fast_plaid_index (PyLate) in it",
+        got=f"{', '.join(names[:6])}{', ...' if len(names) > 6 else ''}"
+        if names
+        else "an empty directory",
+        expected=(
+            "centroids.pt (ColBERT), centroids.npy (fast-plaid) or fast_plaid_index (PyLate) in it"
+        ),
         fix="give the folder that holds metadata.json and the chunks, not the one above it",
     )
 
@@ -61,7 +68,9 @@ def open_index(folder: Path) -> IndexFolder:
 def inspect_index(folder: str | os.PathLike[str]) -> IndexSummary:
     """What an index folder holds, from its metadata. Raises what `import_index` raises."""
     index = open_index(Path(check_path("index folder", folder)))
-    return IndexSummary(index.documents, index.tokens, index.dim, index.format, index.codebook.n_centroids)
+    return IndexSummary(
+        index.documents, index.tokens, index.dim, index.format, index.codebook.n_centroids
+    )
 
 
 @suggests_keywords
@@ -87,38 +96,66 @@ def import_index(
     replace: bool = False,
     progress: Progress = lambda phase, done, total: None,
 ) -> BuildReport:
-    """Builds a store from an index of ColBERT (v2, PLAID), fast-plaid or PyLate, in memory that does not grow with it.
+    """Builds a store from an index of ColBERT (v2, PLAID), fast-plaid or PyLate, in memory that
+    does not grow with it.
 
-    Rows of tokens are the index's own centroid numbers and residual codes, byte for byte; nothing is encoded again. The first stage has a
-    vector for each document that is pooled from its decoded tokens.
+    Rows of tokens are the index's own centroid numbers and residual codes, byte for byte; nothing
+    is encoded again. The first stage has a vector for each document that is pooled from its decoded
+    tokens.
 
     Args:
-        folder: with centroids.pt (ColBERT), centroids.npy (fast-plaid), or fast_plaid_index (PyLate).
+        folder: with centroids.pt (ColBERT), centroids.npy (fast-plaid), or fast_plaid_index
+            (PyLate).
         path: the store's directory; made if need be.
-        texts: of the documents: a path of collection.tsv or of JSON lines in the order of the index, a mapping from ids, or None for
-            empty texts.
-        ids: of the documents, in the order of the index. Default: those of a PyLate index, else those of the JSON lines, else 0, 1, 2, ...
-        encoder: that the index was made with, or a description of it as `espnx.load_encoder` takes it. Recorded, so that the store
-            refuses queries of another; documents are not encoded.
-        coarse, pooling, first_stages, language, sparse_encoder, first_stage_code, nlist, centroids: as of `espnx.build`. Format, dimensions
-            and codebook are the index's own.
+        texts: of the documents: a path of collection.tsv or of JSON lines in the order of the
+            index, a mapping from ids, or None for empty texts.
+        ids: of the documents, in the order of the index. Default: those of a PyLate index, else
+            those of the JSON lines, else 0, 1, 2, ...
+        encoder: that the index was made with, or a description of it as `espnx.load_encoder` takes
+            it. Recorded, so that the store refuses queries of another; documents are not encoded.
+        coarse, pooling, first_stages, language, sparse_encoder, first_stage_code, nlist, centroids:
+            as of `espnx.build`. Format, dimensions and codebook are the index's own.
         memory, directories, engine, restart, replace, progress: as of `espnx.build`.
 
     Raises:
-        InvalidInputError: not an index, texts or ids that are not its own, or options that do not fit.
-        FormatError: the index is damaged, incomplete or contradicts itself. What was built is kept as an unfinished build.
+        InvalidInputError: not an index, texts or ids that are not its own, or options that do not
+            fit.
+        FormatError: the index is damaged, incomplete or contradicts itself. What was built is kept
+            as an unfinished build.
         DiskFullError, WriteError, StoreBusyError: as `espnx.build`.
     """
     index, makes = open_index(Path(check_path("index folder", folder))), encoder_of(encoder)
     if makes is not None and (makes.d_cls, makes.dim) != (0, index.dim):
-        got = f"vectors of {makes.dim} dimensions" + (f" and a CLS of {makes.d_cls}" if makes.d_cls else "")
-        raise InvalidInputError(f"import {folder} with encoder {makes.name}", got=got, expected=f"the index's {index.dim} and no CLS")
+        got = f"vectors of {makes.dim} dimensions" + (
+            f" and a CLS of {makes.d_cls}" if makes.d_cls else ""
+        )
+        raise InvalidInputError(
+            f"import {folder} with encoder {makes.name}",
+            got=got,
+            expected=f"the index's {index.dim} and no CLS",
+        )
     return build(
-        path, _Documents(index, texts, ids), makes, dims=(0, index.dim), format=index.format, codebook=index.codebook, coarse=coarse,
-        pooling=pooling, first_stages=first_stages, language=language, sparse_encoder=sparse_encoder, first_stage_code=first_stage_code,
-        nlist=nlist, centroids=centroids,
-        memory=memory, directories=directories, engine=engine, restart=restart, replace=replace, progress=progress,
-    )  # fmt: skip
+        path,
+        _Documents(index, texts, ids),
+        makes,
+        dims=(0, index.dim),
+        format=index.format,
+        codebook=index.codebook,
+        coarse=coarse,
+        pooling=pooling,
+        first_stages=first_stages,
+        language=language,
+        sparse_encoder=sparse_encoder,
+        first_stage_code=first_stage_code,
+        nlist=nlist,
+        centroids=centroids,
+        memory=memory,
+        directories=directories,
+        engine=engine,
+        restart=restart,
+        replace=replace,
+        progress=progress,
+    )
 
 
 class _Documents:
@@ -126,7 +163,9 @@ class _Documents:
 
     def __init__(self, index: IndexFolder, texts: Texts, ids: Iterable[DocumentId] | None):
         if ids is not None and isinstance(ids, Sized) and len(ids) != index.documents:
-            raise InvalidInputError("import: ids", got=len(ids), expected=f"{index.documents}, one for each document")
+            raise InvalidInputError(
+                "import: ids", got=len(ids), expected=f"{index.documents}, one for each document"
+            )
         self.index, self.texts, self.ids = index, texts, ids
 
     def __len__(self) -> int:
@@ -146,7 +185,9 @@ class _Documents:
         for _ in lines:
             pass
         if known is not None and next(known, None) is not None:
-            raise InvalidInputError("import: ids", got=f"more than {number + 1}", expected="one for each document")
+            raise InvalidInputError(
+                "import: ids", got=f"more than {number + 1}", expected="one for each document"
+            )
 
     def _known_ids(self) -> Iterator[DocumentId] | None:
         if self.ids is not None:
@@ -158,7 +199,9 @@ class _Documents:
         return None
 
     @staticmethod
-    def _id(known: Iterator[DocumentId] | None, named: DocumentId | None, number: int) -> DocumentId:
+    def _id(
+        known: Iterator[DocumentId] | None, named: DocumentId | None, number: int
+    ) -> DocumentId:
         if known is None:
             return number if named is None else named
         identifier = next(known, None)
@@ -166,6 +209,9 @@ class _Documents:
             raise InvalidInputError("import: ids", got=number, expected="one for each document")
         if named is not None and str(named) != str(identifier):
             raise InvalidInputError(
-                f"texts: line of document {number}", got=f"id {named!r}", expected=repr(identifier), fix="pass texts as a mapping from ids"
+                f"texts: line of document {number}",
+                got=f"id {named!r}",
+                expected=repr(identifier),
+                fix="pass texts as a mapping from ids",
             )
         return identifier

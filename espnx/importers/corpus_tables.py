@@ -14,7 +14,9 @@ try:
     import pyarrow.parquet
 except ImportError as error:
     raise MissingDependencyError(
-        "corpora in Parquet and Arrow files need pyarrow", got=str(error), fix="pip install 'espnx[arrow]'"
+        "corpora in Parquet and Arrow files need pyarrow",
+        got=str(error),
+        fix="pip install 'espnx[arrow]'",
     ) from error
 
 _ROWS = 1024
@@ -29,7 +31,8 @@ def count_rows(path: str, kind: str) -> int:
 
 
 def table_rows(path: str, kind: str, wanted: Set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it stands, its fields) of each row; columns that nobody wants are not read. Raises InvalidInputError."""
+    """(where it stands, its fields) of each row; columns that nobody wants are not read. Raises
+    InvalidInputError."""
     number = 0
     with _opened(path, kind) as file:
         if kind == "parquet":
@@ -38,7 +41,9 @@ def table_rows(path: str, kind: str, wanted: Set[str]) -> Iterator[tuple[str, di
         else:
             batches = _arrow_batches(file)
         for batch in batches:
-            chosen = batch.select([name for name in batch.schema.names if name in wanted] or batch.schema.names)
+            chosen = batch.select(
+                [name for name in batch.schema.names if name in wanted] or batch.schema.names
+            )
             for begin in range(0, chosen.num_rows, _ROWS):
                 for row in chosen.slice(begin, _ROWS).to_pylist():
                     number += 1
@@ -56,7 +61,11 @@ def _opened(path: str, kind: str) -> Iterator[Any]:
             with pyarrow.memory_map(path) as source, _reader(source) as file:
                 yield file
     except (pyarrow.ArrowException, OSError) as error:
-        raise InvalidInputError(f"cannot read corpus {path}", got=str(error).splitlines()[0], expected=f"a whole {kind} file") from error
+        raise InvalidInputError(
+            f"cannot read corpus {path}",
+            got=str(error).splitlines()[0],
+            expected=f"a whole {kind} file",
+        ) from error
 
 
 def _reader(source: Any) -> Any:

@@ -1,7 +1,9 @@
-"""Index folders that fast-plaid writes (lightonai/fast-plaid, up to 1.7): ``.npy`` files, by chunk or merged.
+"""Index folders that fast-plaid writes (lightonai/fast-plaid, up to 1.7): ``.npy`` files, by chunk
+or merged.
 
-Until 1.6 a chunk's codes and residuals lie in files of their own, and once more in the merged ones; since 1.7 in the merged ones alone. A
-chunk's own file, where there is one, is newer than its part of the merged file, as for fast-plaid itself.
+Until 1.6 a chunk's codes and residuals lie in files of their own, and once more in the merged ones;
+since 1.7 in the merged ones alone. A chunk's own file, where there is one, is newer than its part
+of the merged file, as for fast-plaid itself.
 """
 
 from __future__ import annotations
@@ -25,15 +27,23 @@ class FastPlaidIndex(IndexFolder):
 
     def __init__(self, folder: Path):
         self.folder = folder
-        held = metadata_of(folder, "nbits", "num_chunks", "num_partitions", "num_documents", "num_embeddings")
+        held = metadata_of(
+            folder, "nbits", "num_chunks", "num_partitions", "num_documents", "num_embeddings"
+        )
         check_nbits(folder, held["nbits"])
         centroids, cutoffs, weights = (
-            torch.from_numpy(np.array(_array(folder / f"{name}.npy"))) for name in ("centroids", "bucket_cutoffs", "bucket_weights")
+            torch.from_numpy(np.array(_array(folder / f"{name}.npy")))
+            for name in ("centroids", "bucket_cutoffs", "bucket_weights")
         )
         self.codebook = make_codebook(folder, None, held["nbits"], centroids, cutoffs, weights)
         if self.codebook.n_centroids != held["num_partitions"]:
             got = f"{self.codebook.n_centroids} centroids"
-            raise FormatError("centroids of the index", path=folder / "centroids.npy", got=got, expected=f"{held['num_partitions']}")
+            raise FormatError(
+                "centroids of the index",
+                path=folder / "centroids.npy",
+                got=got,
+                expected=f"{held['num_partitions']}",
+            )
         self._chunks: int = held["num_chunks"]
         self.documents, self.tokens = held["num_documents"], held["num_embeddings"]
 
@@ -49,12 +59,21 @@ class FastPlaidIndex(IndexFolder):
                 rows = manifests[part].get(own, sum(lengths))  # of this chunk in the merged file
                 places[part] = begins[part], begins[part] + rows
                 begins[part] += rows
-            yield Chunk(self.folder / f"{number}.codes.npy", lengths, partial(self._mapped, number, places))
+            yield Chunk(
+                self.folder / f"{number}.codes.npy", lengths, partial(self._mapped, number, places)
+            )
             tokens += sum(lengths)
         if tokens != self.tokens:
-            raise FormatError("tokens of the index", path=self.folder / "metadata.json", got=tokens, expected=self.tokens)
+            raise FormatError(
+                "tokens of the index",
+                path=self.folder / "metadata.json",
+                got=tokens,
+                expected=self.tokens,
+            )
 
-    def _mapped(self, number: int, places: dict[str, tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    def _mapped(
+        self, number: int, places: dict[str, tuple[int, int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
         found = []
         for part in _PARTS:
             own, merged = self.folder / f"{number}.{part}.npy", self.folder / f"merged_{part}.npy"
@@ -75,7 +94,12 @@ class FastPlaidIndex(IndexFolder):
         for name, entry in read_object(path).items():
             count = entry.get("rows") if isinstance(entry, dict) else None
             if not isinstance(count, int) or count < 0:
-                raise FormatError("manifest of the index", path=path, got=f"{name}: {count!r} rows", expected="a whole number")
+                raise FormatError(
+                    "manifest of the index",
+                    path=path,
+                    got=f"{name}: {count!r} rows",
+                    expected="a whole number",
+                )
             rows[name] = count
         return rows
 
@@ -86,5 +110,10 @@ def _array(path: Path) -> np.ndarray:
     try:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise FormatError("read an array", path=path, got=str(error).splitlines()[0], expected="a whole .npy file of numbers") from error
+        raise FormatError(
+            "read an array",
+            path=path,
+            got=str(error).splitlines()[0],
+            expected="a whole .npy file of numbers",
+        ) from error
     return array

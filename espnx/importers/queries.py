@@ -8,9 +8,11 @@ from ..errors import InvalidInputError
 
 
 def read_queries(path: str) -> dict[str, str]:
-    """Texts by id, in the order of the file: JSON lines with ``id`` (or ``_id``) and ``text``, or lines ``id TAB text``. Ids become text.
+    """Texts by id, in the order of the file: JSON lines with ``id`` (or ``_id``) and ``text``, or
+    lines ``id TAB text``. Ids become text.
 
-    Raises InvalidInputError: the file cannot be read, or a line is neither, or repeats an id; says which.
+    Raises InvalidInputError: the file cannot be read, or a line is neither, or repeats an id; says
+    which.
     """
     queries: dict[str, str] = {}
     try:
@@ -21,9 +23,13 @@ def read_queries(path: str) -> dict[str, str]:
                 place = f"line {number} of {path}"
                 identifier, text = _parsed(line, place)
                 if queries.setdefault(identifier, text) != text:
-                    raise InvalidInputError(place, got=f"another query {identifier!r}", expected="ids that occur once")
+                    raise InvalidInputError(
+                        place, got=f"another query {identifier!r}", expected="ids that occur once"
+                    )
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"cannot read queries {path}", got=str(error), expected="a readable text file") from error
+        raise InvalidInputError(
+            f"cannot read queries {path}", got=str(error), expected="a readable text file"
+        ) from error
     if not queries:
         raise InvalidInputError(f"queries {path}", got="no query", expected="lines of queries")
     return queries
@@ -41,6 +47,10 @@ def _parsed(line: str, place: str) -> tuple[str, str]:
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(place, got=str(error), expected=expected) from error
     identifier, text = item.get("_id", item.get("id")), item.get("text")
-    if isinstance(identifier, bool) or not isinstance(identifier, (str, int)) or not isinstance(text, str):
+    if (
+        isinstance(identifier, bool)
+        or not isinstance(identifier, (str, int))
+        or not isinstance(text, str)
+    ):
         raise InvalidInputError(place, got=f"keys {', '.join(item)}"[:80], expected=expected)
     return str(identifier), text

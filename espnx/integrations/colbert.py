@@ -1,4 +1,5 @@
-"""ColBERT's ``Searcher`` on an espnx store: the same calls and the same shape of results. colbert-ai itself is not needed.
+"""ColBERT's ``Searcher`` on an espnx store: the same calls and the same shape of results.
+colbert-ai itself is not needed.
 
 >>> searcher = Searcher(index="store", checkpoint="colbertv2.0")   # doctest: +SKIP
 >>> pids, ranks, scores = searcher.search("what is a wing?", k=3)   # doctest: +SKIP
@@ -33,17 +34,20 @@ class Searcher:
     """Searches a store as ``colbert.Searcher`` searches an index.
 
     Args:
-        index: the store's directory, see `espnx.importers.convert.import_index`; or an open `Index`, which stays the caller's.
-        checkpoint: a ColBERT checkpoint's folder (or any that `load_encoder` knows), or an encoder; for queries given as text. None: the
-            encoder that the store remembers, or that of an open index.
+        index: the store's directory, see `espnx.importers.convert.import_index`; or an open
+            `Index`, which stays the caller's.
+        checkpoint: a ColBERT checkpoint's folder (or any that `load_encoder` knows), or an encoder;
+            for queries given as text. None: the encoder that the store remembers, or that of an
+            open index.
         index_root: the folder above `index`, if it is not part of it.
         **options: of `Index.search`, but for k: candidates, nprobe, rerank, ...
 
-    ``collection[pid]`` is the text of a document, of the store. Scores are exact sums over query tokens; ColBERT's CPU path counts a
-    negative maximum as 0.
+    ``collection[pid]`` is the text of a document, of the store. Scores are exact sums over query
+    tokens; ColBERT's CPU path counts a negative maximum as 0.
 
     Raises:
-        what opening the store and the checkpoint raises; InvalidInputError where the store was built with another encoder.
+        what opening the store and the checkpoint raises; InvalidInputError where the store was
+        built with another encoder.
     """
 
     def __init__(
@@ -60,18 +64,27 @@ class Searcher:
             if checkpoint is not None:
                 index.use_encoder(checkpoint)
         else:
-            self.index = Index(Path(index_root or "") / index, AUTO if checkpoint is None else checkpoint)
+            self.index = Index(
+                Path(index_root or "") / index, AUTO if checkpoint is None else checkpoint
+            )
         self.options = options
         self.collection = StoredCollection(self.index)
 
     def encode(self, text: str | list[str]) -> torch.Tensor:
-        """Queries as vectors, float32 ``[queries, n, dim]``. Raises InvalidInputError where the searcher has no checkpoint."""
+        """Queries as vectors, float32 ``[queries, n, dim]``. Raises InvalidInputError where the
+        searcher has no checkpoint."""
         encoder = self.index.encoder
         if encoder is None:
-            raise InvalidInputError("encode a query", got="a Searcher without a checkpoint", fix="Searcher(index, checkpoint=...)")
+            raise InvalidInputError(
+                "encode a query",
+                got="a Searcher without a checkpoint",
+                fix="Searcher(index, checkpoint=...)",
+            )
         made = encoder.encode_queries([text] if isinstance(text, str) else text)
         return (
-            torch.nn.utils.rnn.pad_sequence([query.tokens for query in made], batch_first=True) if made else torch.empty(0, 0, encoder.dim)
+            torch.nn.utils.rnn.pad_sequence([query.tokens for query in made], batch_first=True)
+            if made
+            else torch.empty(0, 0, encoder.dim)
         )
 
     def search(
@@ -92,7 +105,12 @@ class Searcher:
             pids: documents that are scored; no others are.
         """
         if full_length_search:
-            raise InvalidInputError("full_length_search", got="True", expected="False", fix="ColBERTEncoder(folder, query_maxlen=...)")
+            raise InvalidInputError(
+                "full_length_search",
+                got="True",
+                expected="False",
+                fix="ColBERTEncoder(folder, query_maxlen=...)",
+            )
         return _shape(self._search([text], k, filter_fn, pids)[0])
 
     def search_all(
@@ -105,7 +123,8 @@ class Searcher:
         """The best k documents of each query.
 
         Args:
-            queries: ``{id: text}``, a list (whose ids are 0, 1, ...), or anything with ``items()``, as ColBERT's ``Queries``.
+            queries: ``{id: text}``, a list (whose ids are 0, 1, ...), or anything with ``items()``,
+                as ColBERT's ``Queries``.
             k, filter_fn: as for `search`.
             qid_to_pids: for each query the documents that are scored.
         """
@@ -113,27 +132,56 @@ class Searcher:
         if qid_to_pids is None:
             results = self._search(list(named.values()), k, filter_fn, None)
         else:
-            results = [self._search([text], k, filter_fn, qid_to_pids[qid])[0] for qid, text in named.items()]
-        return Ranking({qid: list(zip(*_shape(result), strict=True)) for qid, result in zip(named, results, strict=True)})
+            results = [
+                self._search([text], k, filter_fn, qid_to_pids[qid])[0]
+                for qid, text in named.items()
+            ]
+        return Ranking(
+            {
+                qid: list(zip(*_shape(result), strict=True))
+                for qid, result in zip(named, results, strict=True)
+            }
+        )
 
     def dense_search(
-        self, Q: torch.Tensor, k: int = 10, filter_fn: FilterFunction | None = None, pids: Sequence[DocumentId] | None = None
+        self,
+        Q: torch.Tensor,
+        k: int = 10,
+        filter_fn: FilterFunction | None = None,
+        pids: Sequence[DocumentId] | None = None,
     ) -> Found:
         """As `search`, for one query's vectors, ``[1, n, dim]`` or ``[n, dim]``."""
-        if not isinstance(Q, torch.Tensor) or Q.dim() not in (2, 3) or (Q.dim() == 3 and len(Q) != 1):
+        if (
+            not isinstance(Q, torch.Tensor)
+            or Q.dim() not in (2, 3)
+            or (Q.dim() == 3 and len(Q) != 1)
+        ):
             got = f"shape {list(Q.shape)}" if isinstance(Q, torch.Tensor) else type(Q).__name__
-            raise InvalidInputError("dense_search", got=got, expected="one query, [1, n, dim] or [n, dim]", fix="search them one by one")
+            raise InvalidInputError(
+                "dense_search",
+                got=got,
+                expected="one query, [1, n, dim] or [n, dim]",
+                fix="search them one by one",
+            )
         tokens = Q[0] if Q.dim() == 3 else Q
         return _shape(self._search([Encoded(torch.empty(0), tokens)], k, filter_fn, pids)[0])
 
     def _search(
-        self, queries: list[Any], k: int, filter_fn: FilterFunction | None, pids: Sequence[DocumentId] | None
+        self,
+        queries: list[Any],
+        k: int,
+        filter_fn: FilterFunction | None,
+        pids: Sequence[DocumentId] | None,
     ) -> list[list[tuple[DocumentId, float]]]:
         check_whole("k", k, 1)
         pids = None if pids is None else document_ids(pids, "pids")
-        candidates = max(k, self.options.get("candidates") or CANDIDATES, len(pids) if pids is not None else 0)
+        candidates = max(
+            k, self.options.get("candidates") or CANDIDATES, len(pids) if pids is not None else 0
+        )
         options: dict[str, Any] = {**self.options, "candidates": candidates, "include": pids}
-        results: list[SearchResult] = self.index.search(queries, k if filter_fn is None else candidates, **options)
+        results: list[SearchResult] = self.index.search(
+            queries, k if filter_fn is None else candidates, **options
+        )
         found = [[(hit.id, hit.score) for hit in result.hits] for result in results]
         return found if filter_fn is None else [_filtered(hits, filter_fn)[:k] for hits in found]
 
@@ -145,7 +193,12 @@ class Searcher:
     def __enter__(self) -> Searcher:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -174,7 +227,8 @@ class Ranking:
         return self.data.items()
 
     def save(self, path: str | os.PathLike[str]) -> str:
-        """Writes lines of query, document, rank and score with tabs between, as ColBERT does; returns the path."""
+        """Writes lines of query, document, rank and score with tabs between, as ColBERT does;
+        returns the path."""
         with Path(path).open("w", encoding="utf-8") as file:
             file.writelines("\t".join(map(str, row)) + "\n" for row in self.flat_ranking)
         return os.fspath(path)
@@ -196,17 +250,29 @@ class StoredCollection:
         return self._index.store.count
 
     def __iter__(self) -> Iterator[str]:
-        """Texts by number, for a store whose ids are 0, 1, 2, ..., as those of an imported index are. Raises KeyError for another."""
+        """Texts by number, for a store whose ids are 0, 1, 2, ..., as those of an imported index
+        are. Raises KeyError for another."""
         return (self[pid] for pid in range(len(self)))
 
 
-def _filtered(hits: list[tuple[DocumentId, float]], filter_fn: FilterFunction) -> list[tuple[DocumentId, float]]:
+def _filtered(
+    hits: list[tuple[DocumentId, float]], filter_fn: FilterFunction
+) -> list[tuple[DocumentId, float]]:
     ids = [identifier for identifier, _ in hits]
     if not all(isinstance(identifier, int) for identifier in ids):
-        raise InvalidInputError("filter_fn", got="a store whose ids are strings", expected="ids that are numbers", fix="pass pids")
+        raise InvalidInputError(
+            "filter_fn",
+            got="a store whose ids are strings",
+            expected="ids that are numbers",
+            fix="pass pids",
+        )
     left = set(filter_fn(torch.tensor(ids, dtype=torch.int64)).tolist())
     return [(identifier, score) for identifier, score in hits if identifier in left]
 
 
 def _shape(hits: list[tuple[DocumentId, float]]) -> Found:
-    return [identifier for identifier, _ in hits], list(range(1, len(hits) + 1)), [score for _, score in hits]
+    return (
+        [identifier for identifier, _ in hits],
+        list(range(1, len(hits) + 1)),
+        [score for _, score in hits],
+    )

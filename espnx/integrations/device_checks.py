@@ -1,4 +1,5 @@
-"""Everything that `espnx device verify` asks of a device, verb by verb, with a generation and a search through it."""
+"""Everything that `espnx device verify` asks of a device, verb by verb, with a generation and a
+search through it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from ..device.kinds import CLUSTERS, GRAPHS, KINDS, POSTINGS, RECORDS, ROWS, Par
 from ..device.near_storage import NearStorageDevice
 from . import posting_checks
 
-#: The tokens of the generation are each ahead of the second by so much, in logits; what a device rounds moves them by thousandths.
+#: The tokens of the generation are each ahead of the second by so much, in logits; what a device
+#: rounds moves them by thousandths.
 _MARGIN = 0.1
 _AS_ASKED: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 _LIVES_EVERY_S = 1.0
@@ -29,7 +31,8 @@ _Plain = Callable[[NearStorageDevice], Found | None]
 
 
 def checks_of(device: NearStorageDevice, soak_s: float) -> Iterator[tuple[str, Check]]:
-    """(name, check) of everything; of a kind of parts that a device does not offer, a check that says so."""
+    """(name, check) of everything; of a kind of parts that a device does not offer, a check that
+    says so."""
     for kind in dict.fromkeys((*KINDS, *device.kinds)):
         if not device.offers(kind):
             yield kind.name, _told_nothing(_keeps_none(f"it keeps no {kind.keeps}"))
@@ -71,38 +74,76 @@ def _soaks(seconds: float, device: NearStorageDevice, lives: Callable[[], None])
             lives()
 
     made = soak(device.open_rows, seconds=seconds, said=count)
-    return Found("ok", f"{made.total():,} calls: " + ", ".join(f"{count:,} {name}" for name, count in made.most_common()))
+    return Found(
+        "ok",
+        f"{made.total():,} calls: "
+        + ", ".join(f"{count:,} {name}" for name, count in made.most_common()),
+    )
 
 
 def generates_the_same(device: NearStorageDevice) -> None:
-    """A small random model writes the tokens with K and V on the device that it writes with them in memory."""
+    """A small random model writes the tokens with K and V on the device that it writes with them in
+    memory."""
     from .transformers.cache import KVCache
     from .transformers.enable import enable_kv_cache
 
     head_dim = (device.capabilities.attends_widths or (64,))[0]
-    model, prompt, expected = next(found for found in map(partial(_sure_model, head_dim), range(1000)) if found is not None)
+    model, prompt, expected = next(
+        found for found in map(partial(_sure_model, head_dim), range(1000)) if found is not None
+    )
     with KVCache(
-        model.config, device=device, format=(device.capabilities.attends_formats or (None,))[0], spill_interval=8, x_rows=0
+        model.config,
+        device=device,
+        format=(device.capabilities.attends_formats or (None,))[0],
+        spill_interval=8,
+        x_rows=0,
     ) as cache:
-        found = enable_kv_cache(model).generate(prompt, past_key_values=cache, **_AS_ASKED, attention_mask=torch.ones_like(prompt))
+        found = enable_kv_cache(model).generate(
+            prompt, past_key_values=cache, **_AS_ASKED, attention_mask=torch.ones_like(prompt)
+        )
         on_host = cache.stats()["layers_attended_on_host"]
-    require(found.tolist() == expected.tolist(), "tokens", got=found.tolist(), expected=expected.tolist())
+    require(
+        found.tolist() == expected.tolist(),
+        "tokens",
+        got=found.tolist(),
+        expected=expected.tolist(),
+    )
     if device.capabilities.attends_widths != ():
-        require(on_host == 0, "layers that the device says it attends to", got=f"{on_host} attended to on the host", expected=0)
+        require(
+            on_host == 0,
+            "layers that the device says it attends to",
+            got=f"{on_host} attended to on the host",
+            expected=0,
+        )
 
 
 def _sure_model(head_dim: int, seed: int) -> tuple[Any, torch.Tensor, torch.Tensor] | None:
-    """(a model, a prompt, what it writes) where each token is far ahead of the second; None where one is not."""
+    """(a model, a prompt, what it writes) where each token is far ahead of the second; None where
+    one is not."""
     import transformers
 
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=head_dim, max_position_embeddings=512, initializer_range=0.25, pad_token_id=0, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=512,
+        initializer_range=0.25,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
     model = transformers.LlamaForCausalLM(config).eval()
     prompt = torch.randint(1, 97, (1, 90))
-    asked = {**_AS_ASKED, "attention_mask": torch.ones_like(prompt), "output_logits": True, "return_dict_in_generate": True}
+    asked = {
+        **_AS_ASKED,
+        "attention_mask": torch.ones_like(prompt),
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     written = model.generate(prompt, **asked)
     ahead = min(float(logits.topk(2).values.diff().abs()) for logits in written.logits)
     return (model, prompt, written.sequences) if ahead > _MARGIN else None
@@ -119,17 +160,38 @@ def searches_the_same(device: NearStorageDevice) -> None:
 
     def some(count: int, name: str) -> list[Document]:
         return [
-            Document(f"{name}{i}", f"text {i}", Encoded(_normal(rng, 16), _normal(rng, int(rng.integers(0, 20)), 8))) for i in range(count)
+            Document(
+                f"{name}{i}",
+                f"text {i}",
+                Encoded(_normal(rng, 16), _normal(rng, int(rng.integers(0, 20)), 8)),
+            )
+            for i in range(count)
         ]
 
     path = os.path.join(device.path, "verify.index")
-    build(path, some(300, "d"), dims=(16, 8), first_stage_code="flat", nlist=4, coarse="int8", replace=True)
+    build(
+        path,
+        some(300, "d"),
+        dims=(16, 8),
+        first_stage_code="flat",
+        nlist=4,
+        coarse="int8",
+        replace=True,
+    )
     queries = [each.vectors for each in some(5, "q") if each.vectors is not None]
     with Index(path, None) as plain, Index(path, None, device=device) as index:
         every: list[dict[str, Any]] = [{}, {"rerank": 20}, {"cascade": 20}]
         for options in every:
-            wanted, found = ([result.hits for result in each.search(queries, k=30, candidates=80, **options)] for each in (plain, index))
-            require(found == wanted, f"hits of a search with {options or 'no options'}", got=found, expected=wanted)
+            wanted, found = (
+                [result.hits for result in each.search(queries, k=30, candidates=80, **options)]
+                for each in (plain, index)
+            )
+            require(
+                found == wanted,
+                f"hits of a search with {options or 'no options'}",
+                got=found,
+                expected=wanted,
+            )
 
 
 def _normal(rng: np.random.Generator, *size: int) -> torch.Tensor:
@@ -150,4 +212,7 @@ _CHECKS: dict[PartKind, dict[str, _Plain]] = {
     POSTINGS: _named(*posting_checks.CHECKS) | posting_checks.FAULT_CHECKS,
 }
 #: Through what uses such parts.
-_THROUGH: dict[PartKind, tuple[str, _Plain]] = {ROWS: ("a generation", generates_the_same), RECORDS: ("a search", searches_the_same)}
+_THROUGH: dict[PartKind, tuple[str, _Plain]] = {
+    ROWS: ("a generation", generates_the_same),
+    RECORDS: ("a search", searches_the_same),
+}

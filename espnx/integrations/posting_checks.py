@@ -1,4 +1,5 @@
-"""What holds for every device that scans posting lists: BM25 in plain Python over the same records, scores to the bit."""
+"""What holds for every device that scans posting lists: BM25 in plain Python over the same records,
+scores to the bit."""
 
 from __future__ import annotations
 
@@ -32,7 +33,13 @@ class _Known:
     def __init__(self, directory: str):
         rng = np.random.default_rng(3)
         self.records = [
-            [f"t{term}" for term in range(30) for _ in range(int(rng.integers(0, 4))) if rng.integers(0, term + 2) == 0] or ["t0"]
+            [
+                f"t{term}"
+                for term in range(30)
+                for _ in range(int(rng.integers(0, 4)))
+                if rng.integers(0, term + 2) == 0
+            ]
+            or ["t0"]
             for _ in range(_RECORDS)
         ]
         build_split([directory], terms=self.records)
@@ -49,10 +56,14 @@ class _Known:
         places["offset"], places["size"], places["term"] = offset // 64, size // 64, numbers
         places["postings"], places["name"] = held.df[numbers], [len(term) for term in terms]
         weights["weight"] = [np.float32(self._idf(term)) for term in terms]
-        return ScanLists(places, "".join(terms).encode()), Weights(weights, 0.0, Rule(_RULE_LUCENE, _K1, _B, 0.5, self.average))
+        return ScanLists(places, "".join(terms).encode()), Weights(
+            weights, 0.0, Rule(_RULE_LUCENE, _K1, _B, 0.5, self.average)
+        )
 
     def _number(self, term: str) -> int:
-        return int(np.flatnonzero(self.lists.segment.dictionary.hashes == hash_of(term.encode()))[0])
+        return int(
+            np.flatnonzero(self.lists.segment.dictionary.hashes == hash_of(term.encode()))[0]
+        )
 
     def _idf(self, term: str) -> float:
         df = sum(term in count for count in self.counts)
@@ -68,33 +79,59 @@ class _Known:
         return found
 
     def best(self, terms: list[str], k: int, allowed: np.ndarray | None) -> list[tuple[float, int]]:
-        """The best records: float32 sums, in the order of the terms; of equal ones the lower number first."""
+        """The best records: float32 sums, in the order of the terms; of equal ones the lower number
+        first."""
         sums = dict[int, np.float32]()
         for term in terms:
             for number, part in self.parts(term):
                 sums[number] = np.float32(sums.get(number, np.float32(0)) + part)
-        ranked = sorted((-float(score), number) for number, score in sums.items() if allowed is None or allowed[number])
+        ranked = sorted(
+            (-float(score), number)
+            for number, score in sums.items()
+            if allowed is None or allowed[number]
+        )
         return [(-score, number) for score, number in ranked[:k]]
 
-    def require_right(self, device: PostingsDevice, terms: list[str], k: int, allowed: np.ndarray | None = None, **options: float) -> None:
+    def require_right(
+        self,
+        device: PostingsDevice,
+        terms: list[str],
+        k: int,
+        allowed: np.ndarray | None = None,
+        **options: float,
+    ) -> None:
         lists, weights = self.asked(terms)
         bits = None if allowed is None else np.packbits(allowed, bitorder="little")
         ticket = device.scan(lists, weights, k, allowed=bits, **options)
         found, what = ticket.finish(), f"a scan of {len(terms)} lists for {k or 'all parts'}"
         if k:
-            require(found.dtype == SCAN_REPLY, f"{what}: entries", got=found.dtype, expected=SCAN_REPLY)
+            require(
+                found.dtype == SCAN_REPLY, f"{what}: entries", got=found.dtype, expected=SCAN_REPLY
+            )
             got = list(zip(found["score"].tolist(), found["number"].tolist(), strict=True))
-            require(got == self.best(terms, k, allowed), f"{what}: scores and records", got=got, expected=self.best(terms, k, allowed))
+            require(
+                got == self.best(terms, k, allowed),
+                f"{what}: scores and records",
+                got=got,
+                expected=self.best(terms, k, allowed),
+            )
         else:
             require(found.dtype == PARTIAL, f"{what}: entries", got=found.dtype, expected=PARTIAL)
             wanted = [(number, float(part)) for term in terms for number, part in self.parts(term)]
-            require(list(zip(found["number"].tolist(), found["score"].tolist(), strict=True)) == wanted, f"{what}: parts of scores")
+            require(
+                list(zip(found["number"].tolist(), found["score"].tolist(), strict=True)) == wanted,
+                f"{what}: parts of scores",
+            )
         asked = ticket.stats.bytes_asked
-        require(asked == lists.size_bytes, f"{what}: bytes asked", got=asked, expected=lists.size_bytes)
+        require(
+            asked == lists.size_bytes, f"{what}: bytes asked", got=asked, expected=lists.size_bytes
+        )
 
 
 @contextmanager
-def _known(device: NearStorageDevice, **options: FaultyEngine) -> Iterator[tuple[_Known, PostingsDevice]]:
+def _known(
+    device: NearStorageDevice, **options: FaultyEngine
+) -> Iterator[tuple[_Known, PostingsDevice]]:
     directory = os.path.join(device.path, "verify.postings")
     try:
         known = _Known(directory)
@@ -120,7 +157,9 @@ def answers_threads_at_once(device: NearStorageDevice) -> None:
 
         def ask(seed: int) -> None:
             for turn in range(10):
-                known.require_right(opened, [f"t{(seed * 7 + turn) % 30}", f"t{turn + 15}"][: 1 + turn % 2], 10)
+                known.require_right(
+                    opened, [f"t{(seed * 7 + turn) % 30}", f"t{turn + 15}"][: 1 + turn % 2], 10
+                )
 
         in_threads(ask, range(4))
 
@@ -136,7 +175,9 @@ def is_closed(device: NearStorageDevice) -> None:
 
 
 @contextmanager
-def _asked(device: NearStorageDevice, *, engine: FaultyEngine, deadline_s: float) -> Iterator[Callable[[], None]]:
+def _asked(
+    device: NearStorageDevice, *, engine: FaultyEngine, deadline_s: float
+) -> Iterator[Callable[[], None]]:
     with _known(device, engine=engine) as (known, opened):
         every = [f"t{i}" for i in range(30)]  # whatever byte is damaged is of one of them
         yield lambda: known.require_right(opened, every, 10, deadline_s=deadline_s)

@@ -1,7 +1,9 @@
-"""Attention over a layer's rows: those that devices store, those that wait in memory, and the new ones.
+"""Attention over a layer's rows: those that devices store, those that wait in memory, and the new
+ones.
 
-A chunk of new tokens attends over itself by the framework's fused kernels, and over what came before on the devices; both merge by
-log-sum-exp. Rows that are X are attended to by absorption, or made K and V of again (`x_rows`).
+A chunk of new tokens attends over itself by the framework's fused kernels, and over what came
+before on the devices; both merge by log-sum-exp. Rows that are X are attended to by absorption, or
+made K and V of again (`x_rows`).
 """
 
 from __future__ import annotations
@@ -24,12 +26,15 @@ from .striping import StripedDevices
 from .visibility import Visibility
 from .x_rows import Projection, Recomputer, absorb, bias_scores, release
 
-#: From so many new tokens on, their attention over one another is left to the framework's fused kernels.
+#: From so many new tokens on, their attention over one another is left to the framework's fused
+#: kernels.
 CHUNK_TOKENS = 17
-#: The queries of so many bytes attend at a time, or those of one sequence: what attention holds in memory does not grow with the batch.
-#: Each thread has sums of its own, of that size, which together take at most `_SUMS_BYTES`.
+#: The queries of so many bytes attend at a time, or those of one sequence: what attention holds in
+#: memory does not grow with the batch. Each thread has sums of its own, of that size, which
+#: together take at most `_SUMS_BYTES`.
 _PART_BYTES, _SUMS_BYTES = 1 << 20, 32 << 20
-#: A chunk of a prompt whose queries take so much leaves holes in the heap that are worth returning to the system.
+#: A chunk of a prompt whose queries take so much leaves holes in the heap that are worth returning
+#: to the system.
 _HOLES_BYTES = 1 << 20
 
 
@@ -39,7 +44,8 @@ class Step:
 
     Attributes:
         q: [sequences, heads, n, d], the query heads of one KV head adjacent.
-        k, v: [sequences, KV heads, n, d] and [..., dv]: the new tokens' rows, as they are to be kept (after RoPE).
+        k, v: [sequences, KV heads, n, d] and [..., dv]: the new tokens' rows, as they are to be
+            kept (after RoPE).
         scale: of the scores.
         visibility: of all positions, the new ones included.
         x: [sequences, n, hidden]: what K and V were projected from; needed where X rows are stored.
@@ -65,8 +71,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Span:
-    """Where the queries of a pass stand: the first one's position; and the last position that each of them sees, int64 [n], or None for all
-    that there is."""
+    """Where the queries of a pass stand: the first one's position; and the last position that each
+    of them sees, int64 [n], or None for all that there is."""
 
     first: int
     last: torch.Tensor | None = None
@@ -77,7 +83,8 @@ class Span:
         return cls(first, first + torch.arange(n) if n > 1 else None)
 
 
-#: (o float32 [sequences, heads, n, dv], lse [sequences, heads, n]) of some sequences over what is stored and what waits in memory.
+#: (o float32 [sequences, heads, n, dv], lse [sequences, heads, n]) of some sequences over what is
+#: stored and what waits in memory.
 Over = Callable[[LayerRows, Step, Span, Arrived], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -95,19 +102,26 @@ class Attention:
 
     def __init__(self, striped: StripedDevices, ahead: ReadAhead, threads: int | None):
         self._striped, self._ahead, self._threads = striped, ahead, threads or 0
-        self._on_host: dict[LayerRows, tuple[str, ...]] = {}  # layers that the devices could not attend to, and what they lack
+        # layers that the devices could not attend to, and what they lack
+        self._on_host: dict[LayerRows, tuple[str, ...]] = {}
         self.leaves_holes = False
 
     def cut(self, step: Step, *, with_x: bool) -> None:
-        """Decides how many sequences attend at a time in the layer's pass. `with_x`: queries may become as wide as X rows."""
+        """Decides how many sequences attend at a time in the layer's pass. `with_x`: queries may
+        become as wide as X rows."""
         heads, n, width = step.q.shape[1], step.k.shape[2], max(step.q.shape[-1], step.v.shape[-1])
         if with_x and step.x is not None:
             width = max(width, step.x.shape[-1])
         threads = self._threads or torch.get_num_threads()
-        self._ahead.sequences = max(1, min(_PART_BYTES, _SUMS_BYTES // threads) // (4 * heads * n * width))
+        self._ahead.sequences = max(
+            1, min(_PART_BYTES, _SUMS_BYTES // threads) // (4 * heads * n * width)
+        )
 
-    def add(self, rows: LayerRows, step: Step, k: torch.Tensor, v: torch.Tensor | None, over: Over) -> torch.Tensor:
-        """Adds new rows, k [sequences, heads, n, d] and v (None: X), and attends over all: [sequences, heads, n, dv], in q's dtype."""
+    def add(
+        self, rows: LayerRows, step: Step, k: torch.Tensor, v: torch.Tensor | None, over: Over
+    ) -> torch.Tensor:
+        """Adds new rows, k [sequences, heads, n, d] and v (None: X), and attends over all:
+        [sequences, heads, n, dv], in q's dtype."""
         past, n = rows.count, k.shape[2]
         if n >= CHUNK_TOKENS:
             o = self._chunk(rows, step, past, over)
@@ -115,7 +129,9 @@ class Attention:
             return o
         rows.append(k, v)
         span = Span.of_new(past, n)
-        o = self._by_parts(rows, step, lambda part, arrived: _with_sinks(part, *over(rows, part, span, arrived)))
+        o = self._by_parts(
+            rows, step, lambda part, arrived: _with_sinks(part, *over(rows, part, span, arrived))
+        )
         rows.spill()
         self._ahead.look(rows)
         return o
@@ -128,12 +144,19 @@ class Attention:
             o = self._chunk(rows, step, past, over, torch.full((n,), past - 1))
         else:
             span = Span.of_new(rows.count - n, n)  # some ask for the last positions alone
-            o = self._by_parts(rows, step, lambda part, arrived: _with_sinks(part, *over(rows, part, span, arrived)))
+            o = self._by_parts(
+                rows,
+                step,
+                lambda part, arrived: _with_sinks(part, *over(rows, part, span, arrived)),
+            )
         self._ahead.look(rows)
         return o
 
-    def _chunk(self, rows: LayerRows, step: Step, past: int, over: Over, last: torch.Tensor | None = None) -> torch.Tensor:
-        """New tokens over one another, and (by `over`, up to position `last`) over what came before."""
+    def _chunk(
+        self, rows: LayerRows, step: Step, past: int, over: Over, last: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """New tokens over one another, and (by `over`, up to position `last`) over what came
+        before."""
         self.leaves_holes |= step.q.nbytes >= _HOLES_BYTES
         span = Span(past, last)
 
@@ -145,7 +168,9 @@ class Attention:
 
         return self._by_parts(rows, step, look)
 
-    def _by_parts(self, rows: LayerRows, step: Step, look: Callable[[Step, Arrived], torch.Tensor]) -> torch.Tensor:
+    def _by_parts(
+        self, rows: LayerRows, step: Step, look: Callable[[Step, Arrived], torch.Tensor]
+    ) -> torch.Tensor:
         """Attention of some sequences at a time: [sequences, heads, n, dv], in q's dtype."""
         parts = self._ahead.take(rows, len(step.q))
         if len(parts) == 1:
@@ -157,26 +182,38 @@ class Attention:
             o[begin:end] = look(step.part(begin, end), arrived)
         return o
 
-    def stored(self, rows: LayerRows, step: Step, span: Span, arrived: Arrived) -> tuple[torch.Tensor, torch.Tensor]:
+    def stored(
+        self, rows: LayerRows, step: Step, span: Span, arrived: Arrived
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Over rows of K and V."""
         n_sequences, heads, n, _ = step.q.shape
         queries = _queries(step, rows.n_heads, rows.layout.dv, span)
         o, lse = self._gather(rows, arrived, queries)
         return o.reshape(n_sequences, heads, n, -1), lse.reshape(n_sequences, heads, n)
 
-    def absorbed(self, rows: LayerRows, step: Step, span: Span, arrived: Arrived) -> tuple[torch.Tensor, torch.Tensor]:
+    def absorbed(
+        self, rows: LayerRows, step: Step, span: Span, arrived: Arrived
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Over X rows, whose projections are moved to the other side of the product."""
         projection, heads = _projection(step), step.q.shape[1]
         seen = step.visibility
         every = None if span.last is None else span.last.repeat(heads)
-        queries = Queries(absorb(step.q, projection, step.scale), projection.hidden, every, seen.first_visible, seen.visible)
+        queries = Queries(
+            absorb(step.q, projection, step.scale),
+            projection.hidden,
+            every,
+            seen.first_visible,
+            seen.visible,
+        )
         o, lse = self._gather(rows, arrived, queries)
         sums = lse.reshape(step.q.shape[:3])
         if step.rules.sinks is not None:  # which have to be compared with whole scores
             sums = sums + bias_scores(step.q, projection, step.scale)
         return release(o, lse, projection, heads), sums
 
-    def recomputed(self, rows: LayerRows, step: Step, span: Span, arrived: Arrived) -> tuple[torch.Tensor, torch.Tensor]:
+    def recomputed(
+        self, rows: LayerRows, step: Step, span: Span, arrived: Arrived
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Over X rows, of which K and V are made again."""
         projection = _projection(step)
         n_sequences, heads, n, _ = step.q.shape
@@ -188,24 +225,34 @@ class Attention:
         if tail is not None:
             for sequence in range(n_sequences):
                 made.add(sequence, tail.counting[0][sequence, 0], tail.first_position)
-        return made.over.o.reshape(n_sequences, heads, n, -1), made.over.lse.reshape(n_sequences, heads, n)
+        return made.over.o.reshape(n_sequences, heads, n, -1), made.over.lse.reshape(
+            n_sequences, heads, n
+        )
 
-    def _gather(self, rows: LayerRows, arrived: Arrived, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
-        """Over what is stored and what waits in memory. Devices that cannot attend to these rows show them."""
+    def _gather(
+        self, rows: LayerRows, arrived: Arrived, queries: Queries
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Over what is stored and what waits in memory. Devices that cannot attend to these rows
+        show them."""
         if arrived.tickets is None:
             return attend_rows(queries, arrived.tail, threads=self._threads)
         if missing := self._striped.lacks(queries, rows.layout):
             self._on_host[rows] = missing
             shown = ShownAttention(queries, self._threads)
             self._striped.visit(arrived.tickets, partial(shown.show, rows.layout))
-            return merge(shown.o, shown.lse, *attend_rows(queries, arrived.tail, threads=self._threads))
+            return merge(
+                shown.o, shown.lse, *attend_rows(queries, arrived.tail, threads=self._threads)
+            )
         return self._striped.attend(arrived.tickets, queries, arrived.tail)
 
     def stats(self) -> dict[str, Any]:
-        """How many layers were attended to on the host, from rows that the devices read, and what these lack for it."""
+        """How many layers were attended to on the host, from rows that the devices read, and what
+        these lack for it."""
         return {
             "layers_attended_on_host": len(self._on_host),
-            "devices_lack": ", ".join(dict.fromkeys(name for missing in self._on_host.values() for name in missing)),
+            "devices_lack": ", ".join(
+                dict.fromkeys(name for missing in self._on_host.values() for name in missing)
+            ),
         }
 
     def clear(self) -> None:
@@ -218,7 +265,9 @@ def _over_one_another(step: Step, past: int) -> tuple[torch.Tensor, torch.Tensor
     hidden = step.visibility.hidden
     own = None if hidden is None else hidden[:, past : past + step.k.shape[2]].to(step.q.device)
     wants_lse = past > 0 or step.rules.sinks is not None
-    return chunk_attention(step.q, step.k, step.v, step.scale, own, wants_lse=wants_lse, rules=step.rules)
+    return chunk_attention(
+        step.q, step.k, step.v, step.scale, own, wants_lse=wants_lse, rules=step.rules
+    )
 
 
 def _projection(step: Step) -> Projection:
@@ -238,12 +287,28 @@ def _queries(step: Step, n_heads: int, dv: int, span: Span) -> Queries:
     """The query heads of one KV head together."""
     n_sequences, heads, n, d = step.q.shape
     groups = heads // n_heads
-    q = torch.empty(step.q.shape, dtype=torch.float32, device=step.q.device).copy_(step.q).mul_(step.scale)
+    q = (
+        torch.empty(step.q.shape, dtype=torch.float32, device=step.q.device)
+        .copy_(step.q)
+        .mul_(step.scale)
+    )
     q = q.view(n_sequences, n_heads, groups * n, d)
     seen, rules = step.visibility, step.rules
-    found = Queries(q, dv, None if span.last is None else span.last.repeat(groups), seen.first_visible, seen.visible)
+    found = Queries(
+        q,
+        dv,
+        None if span.last is None else span.last.repeat(groups),
+        seen.first_visible,
+        seen.visible,
+    )
     if rules.are_plain:
         return found
-    slopes = None if rules.slopes is None else rules.slopes.float().view(n_heads, groups, 1).expand(-1, -1, n).reshape(n_heads, -1)
+    slopes = (
+        None
+        if rules.slopes is None
+        else rules.slopes.float().view(n_heads, groups, 1).expand(-1, -1, n).reshape(n_heads, -1)
+    )
     position = (span.first + torch.arange(n)).repeat(groups)
-    return replace(found, position=position, window=rules.window, soft_cap=rules.soft_cap, slopes=slopes)
+    return replace(
+        found, position=position, window=rules.window, soft_cap=rules.soft_cap, slopes=slopes
+    )

@@ -1,4 +1,5 @@
-"""The KV cache of a whole model on SSD: every layer's rows, what a forward pass adds to them, and what becomes of the batch."""
+"""The KV cache of a whole model on SSD: every layer's rows, what a forward pass adds to them, and
+what becomes of the batch."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
 
 
 class SsdCache:
-    """K and V of `n_layers` layers; of the first `x_rows` sequences the input of both projections instead.
+    """K and V of `n_layers` layers; of the first `x_rows` sequences the input of both projections
+    instead.
 
     Args:
         storage: a directory, or several (one for each SSD).
@@ -40,7 +42,14 @@ class SsdCache:
         attention: what attends to rows.
     """
 
-    def __init__(self, storage: Storage, n_layers: int, options: CacheOptions | None = None, *, names: Sequence[str] | None = None):
+    def __init__(
+        self,
+        storage: Storage,
+        n_layers: int,
+        options: CacheOptions | None = None,
+        *,
+        names: Sequence[str] | None = None,
+    ):
         self.options = options = options or CacheOptions()
         self._process = os.getpid()
         self.places = Places(storage, options, names)
@@ -53,17 +62,22 @@ class SsdCache:
         self._begun = 0  # tokens when the forward pass under way began
 
     def check_process(self) -> None:
-        """Raises InvalidInputError in a process that was forked after the cache was made: it lacks threads that may hold locks."""
+        """Raises InvalidInputError in a process that was forked after the cache was made: it lacks
+        threads that may hold locks."""
         check_own(self._process, "the KV cache", "make the cache in the process that uses it")
 
     @property
     def every(self) -> list[LayerRows]:
         """All rows there are, in the order in which a forward pass asks for them."""
-        return [rows for pair in zip(self.x, self.kv, strict=True) for rows in pair if rows is not None]
+        return [
+            rows for pair in zip(self.x, self.kv, strict=True) for rows in pair if rows is not None
+        ]
 
     def length(self, layer: int) -> int:
         """Tokens of a layer."""
-        return max((rows.count for rows in (self.x[layer], self.kv[layer]) if rows is not None), default=0)
+        return max(
+            (rows.count for rows in (self.x[layer], self.kv[layer]) if rows is not None), default=0
+        )
 
     @property
     def sequences(self) -> int:
@@ -81,7 +95,8 @@ class SsdCache:
     # --- forward passes ---
 
     def begin(self, tokens: int) -> None:
-        """A forward pass begins with so many tokens in the cache; where it fails, the cache returns to them."""
+        """A forward pass begins with so many tokens in the cache; where it fails, the cache returns
+        to them."""
         self._begun = tokens
 
     def end(self) -> None:
@@ -91,18 +106,21 @@ class SsdCache:
             trim_heap()
 
     def attend(self, layer: int, step: Step) -> torch.Tensor:
-        """Adds new tokens to a layer and attends over all of them: [sequences, heads, n, dv], in q's dtype. A query that may see nothing
-        gets zeros.
+        """Adds new tokens to a layer and attends over all of them: [sequences, heads, n, dv], in
+        q's dtype. A query that may see nothing gets zeros.
 
         Raises:
-            DiskFullError, WriteError, ReadError, ChecksumError, DeadlineExceededError: the tokens of this forward pass are forgotten in
-                every layer then, and the cache can be used as it was before.
-            InvalidInputError: rows that cannot be attended to so, or a process that was forked after the cache was made.
+            DiskFullError, WriteError, ReadError, ChecksumError, DeadlineExceededError: the tokens
+                of this forward pass are forgotten in every layer then, and the cache can be used as
+                it was before.
+            InvalidInputError: rows that cannot be attended to so, or a process that was forked
+                after the cache was made.
         """
         self.check_process()
         n_sequences = step.k.shape[0]
         split = min(self.x_rows, n_sequences)
-        # Rows outlive the mode in which they came: tensors of inference mode could not be changed outside of it.
+        # Rows outlive the mode in which they came: tensors of inference mode could not be changed
+        # outside of it.
         with torch.inference_mode(False), torch.no_grad():
             try:
                 self._prepare(step, split)
@@ -110,7 +128,9 @@ class SsdCache:
                 if split:
                     parts.append(self._attend_x(layer, step.part(0, split)))
                 if split < n_sequences:
-                    parts.append(self._attend_kv(layer, step.part(split, n_sequences) if split else step))
+                    parts.append(
+                        self._attend_kv(layer, step.part(split, n_sequences) if split else step)
+                    )
             except BaseException:
                 self.crop(self._begun)
                 raise
@@ -128,14 +148,20 @@ class SsdCache:
     def _attend_kv(self, layer: int, step: Step) -> torch.Tensor:
         rows = self.kv[layer]
         if rows is None:
-            rows = self.kv[layer] = self.make_rows(self._kv_layout(step), step.k.shape[1], step.k.dtype)
+            rows = self.kv[layer] = self.make_rows(
+                self._kv_layout(step), step.k.shape[1], step.k.dtype
+            )
         return self.attention.add(rows, step, step.k, step.v, self.attention.stored)
 
     def _attend_x(self, layer: int, step: Step) -> torch.Tensor:
         if step.x is None or step.projection is None:
-            raise errors.InvalidInputError("X rows of this model", got="no input of its projections", fix="x_rows=0")
+            raise errors.InvalidInputError(
+                "X rows of this model", got="no input of its projections", fix="x_rows=0"
+            )
         if not step.rules.are_plain:
-            raise errors.InvalidInputError("X rows of this model", got="a soft cap, slopes or a window", fix="x_rows=0")
+            raise errors.InvalidInputError(
+                "X rows of this model", got="a soft cap, slopes or a window", fix="x_rows=0"
+            )
         rows = self.x[layer]
         if rows is None:
             step.projection.check(step.x[0, :8], step.k[0, :, :8], step.v[0, :, :8], 0)
@@ -145,7 +171,8 @@ class SsdCache:
         return self.attention.add(rows, step, step.x.unsqueeze(1), None, over)
 
     def attend_again(self, layer: int, step: Step) -> torch.Tensor:
-        """Attention of other queries over what `attend` added in this forward pass: of a layer that shares the K and V of this one."""
+        """Attention of other queries over what `attend` added in this forward pass: of a layer that
+        shares the K and V of this one."""
         n_sequences = step.k.shape[0]
         split = min(self.x_rows, n_sequences)
         parts = []
@@ -170,16 +197,25 @@ class SsdCache:
             (_x_layout(step.x) if split and step.x is not None else None, split),
         ):
             if layout is not None:
-                total += layout.blocks(self.options.capacity_tokens) * layout.block_bytes * streams * len(self.kv)
+                total += (
+                    layout.blocks(self.options.capacity_tokens)
+                    * layout.block_bytes
+                    * streams
+                    * len(self.kv)
+                )
         for device in self.striped.devices:
             device.space.reserve(-(-total // self.striped.count))
 
     def _kv_layout(self, step: Step) -> RowLayout:
-        return RowLayout(self.options.format or format_of(step.k.dtype), step.k.shape[-1], step.v.shape[-1])
+        return RowLayout(
+            self.options.format or format_of(step.k.dtype), step.k.shape[-1], step.v.shape[-1]
+        )
 
     def make_rows(self, layout: RowLayout, n_heads: int, dtype: torch.dtype) -> LayerRows:
         """Empty rows with this cache's options."""
-        return LayerRows(self.striped, layout, n_heads, dtype, self.options.spill_interval or layout.block_rows)
+        return LayerRows(
+            self.striped, layout, n_heads, dtype, self.options.spill_interval or layout.block_rows
+        )
 
     # --- the batch ---
 
@@ -190,20 +226,28 @@ class SsdCache:
             rows.crop(tokens)
 
     def check_select(self, sequences: Sequence[int]) -> list[int]:
-        """Those of a selection that keep X. Raises InvalidInputError for a selection that `select` refuses."""
+        """Those of a selection that keep X. Raises InvalidInputError for a selection that `select`
+        refuses."""
         kept = [i for i in sequences if i < self.x_rows]
         if list(sequences[: len(kept)]) != kept:
-            raise errors.InvalidInputError("beams that mix sequences kept as X with others", got=self.x_rows, fix="x_rows=0")
+            raise errors.InvalidInputError(
+                "beams that mix sequences kept as X with others", got=self.x_rows, fix="x_rows=0"
+            )
         return kept
 
     def select(self, sequences: Sequence[int]) -> None:
-        """Sequence i becomes what `sequences[i]` was (beams, repeats, a part of the batch); stored rows are shared, not copied.
+        """Sequence i becomes what `sequences[i]` was (beams, repeats, a part of the batch); stored
+        rows are shared, not copied.
 
-        Raises InvalidInputError where a sequence kept as X would become one kept as K and V: then use x_rows=0.
+        Raises InvalidInputError where a sequence kept as X would become one kept as K and V: then
+        use x_rows=0.
         """
         kept = self.check_select(sequences)
         self.ahead.forget()
-        for every, chosen in ((self.x, kept), (self.kv, [i - self.x_rows for i in sequences[len(kept) :]])):
+        for every, chosen in (
+            (self.x, kept),
+            (self.kv, [i - self.x_rows for i in sequences[len(kept) :]]),
+        ):
             for number, rows in enumerate(every):
                 if rows is not None and chosen:
                     rows.select(chosen)
@@ -225,8 +269,9 @@ class SsdCache:
 
 
 def trim_heap() -> None:
-    """Free memory between blocks in use returns to the system. A chunk of a prompt makes tensors of some MiB by the dozen, which leave a
-    heap of holes: the next chunk would not fit all of its own into them, and the process would grow. Takes milliseconds."""
+    """Free memory between blocks in use returns to the system. A chunk of a prompt makes tensors of
+    some MiB by the dozen, which leave a heap of holes: the next chunk would not fit all of its own
+    into them, and the process would grow. Takes milliseconds."""
     if _malloc_trim is not None:
         _malloc_trim(0)
 

@@ -1,7 +1,8 @@
 """Reads that run ahead over layers and steps, and the sequences of a batch that attend together.
 
-Rows do not depend on the query. So the reads of the next layers, and after the last one those of the next step, are under way while this
-layer computes: the device never waits for the dense layers, and decoding takes as long as the device needs for the bytes.
+Rows do not depend on the query. So the reads of the next layers, and after the last one those of
+the next step, are under way while this layer computes: the device never waits for the dense layers,
+and decoding takes as long as the device needs for the bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from .striping import StripedDevices
 
 @dataclass
 class _Ahead:
-    """Reads that are under way: for each part of the batch its sequences and tickets; and how many tokens they bring."""
+    """Reads that are under way: for each part of the batch its sequences and tickets; and how many
+    tokens they bring."""
 
     parts: list[tuple[range, list[int]]]
     covered: int
@@ -37,7 +39,11 @@ class Arrived:
 
     @property
     def tail(self) -> RowsInMemory | None:
-        return None if self.whole_tail is None else self.whole_tail.part(self.sequences.start, self.sequences.stop)
+        return (
+            None
+            if self.whole_tail is None
+            else self.whole_tail.part(self.sequences.start, self.sequences.stop)
+        )
 
 
 class ReadAhead:
@@ -57,8 +63,8 @@ class ReadAhead:
         self.sequences = 1
 
     def take(self, rows: LayerRows, n_sequences: int) -> list[Arrived]:
-        """What a batch attends to in these rows, part by part. Their reads are taken out of the line: attention has to ask for the tickets
-        in this order."""
+        """What a batch attends to in these rows, part by part. Their reads are taken out of the
+        line: attention has to ask for the tickets in this order."""
         ahead = self._arriving(rows)
         self._ahead.pop(rows, None)
         if ahead is None:
@@ -67,24 +73,31 @@ class ReadAhead:
         return [Arrived(part, tickets, rows.tail(ahead.covered)) for part, tickets in ahead.parts]
 
     def _arriving(self, rows: LayerRows) -> _Ahead | None:
-        """The reads of some rows, at the front of every device's line; None where nothing needs to be read."""
+        """The reads of some rows, at the front of every device's line; None where nothing needs to
+        be read."""
         if not rows.runs:
             return None
         ahead = self._ahead.get(rows)
-        fits = ahead is not None and [part for part, _ in ahead.parts] == self._parts(rows.sequences)
+        fits = ahead is not None and [part for part, _ in ahead.parts] == self._parts(
+            rows.sequences
+        )
         if ahead is None or not fits or not self._striped.are_next(ahead.parts[0][1]):
             self.forget()
             every = self._every()
             for later in every[every.index(rows) :]:
                 self.look(later)
-            ahead = self._ahead.get(rows)  # None: the first write is still under way, and all rows are in memory
+            # None: the first write is still under way, and all rows are in memory
+            ahead = self._ahead.get(rows)
         return ahead
 
     def look(self, rows: LayerRows) -> None:
         """Puts the reads for the next time in line."""
         covered = rows.covered()
         if covered:
-            parts = [(part, self._striped.ahead(rows.layout, rows.views(covered, part))) for part in self._parts(rows.sequences)]
+            parts = [
+                (part, self._striped.ahead(rows.layout, rows.views(covered, part)))
+                for part in self._parts(rows.sequences)
+            ]
             self._ahead[rows] = _Ahead(parts, covered)
             rows.trim(covered)
 
@@ -95,4 +108,7 @@ class ReadAhead:
 
     def _parts(self, n_sequences: int) -> list[range]:
         """The sequences that attend together."""
-        return [range(begin, min(begin + self.sequences, n_sequences)) for begin in range(0, n_sequences, self.sequences)]
+        return [
+            range(begin, min(begin + self.sequences, n_sequences))
+            for begin in range(0, n_sequences, self.sequences)
+        ]

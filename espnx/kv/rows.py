@@ -1,4 +1,5 @@
-"""The rows of one layer: what lies on devices, what waits in memory for its turn to be written (HILOS, section 4.3)."""
+"""The rows of one layer: what lies on devices, what waits in memory for its turn to be written
+(HILOS, section 4.3)."""
 
 from __future__ import annotations
 
@@ -12,11 +13,14 @@ from ..device.row_layout import RowLayout
 from ..ops.attention import RowsInMemory
 from .striping import StripedDevices, StripedSegment
 
-#: So many bytes of rows are put together, or one sequence's: what a write holds in memory does not grow with the batch.
+#: So many bytes of rows are put together, or one sequence's: what a write holds in memory does not
+#: grow with the batch.
 PUT_BYTES = 2 << 20
-#: Runs of fewer tokens, as generated ones come, are joined to one of at least so many: each run is planned and attended to by itself.
+#: Runs of fewer tokens, as generated ones come, are joined to one of at least so many: each run is
+#: planned and attended to by itself.
 JOIN_ROWS = 128
-#: Memory is taken for so many waiting rows at once; for more, as they come: an interval may be longer than any text.
+#: Memory is taken for so many waiting rows at once; for more, as they come: an interval may be
+#: longer than any text.
 _ROOM_ROWS = 1024
 
 
@@ -50,19 +54,28 @@ class LayerRows:
         stored: of them, from the first on, written in whole blocks.
     """
 
-    def __init__(self, striped: StripedDevices, layout: RowLayout, n_heads: int, dtype: torch.dtype, spill_rows: int):
+    def __init__(
+        self,
+        striped: StripedDevices,
+        layout: RowLayout,
+        n_heads: int,
+        dtype: torch.dtype,
+        spill_rows: int,
+    ):
         self._striped, self.layout, self.n_heads, self.dtype = striped, layout, n_heads, dtype
         self._spill_rows = spill_rows
         self.runs: list[StoredRun] = []
         self.count = self.stored = 0
-        self._partial: StoredRun | None = None  # of a block that is not full yet, where tokens are spilled sooner than that
+        # of a block that is not full yet, where tokens are spilled sooner than that
+        self._partial: StoredRun | None = None
         self._k = self._v = torch.empty(0)
         self._first = 0  # position of the first row in memory
 
     # --- rows come ---
 
     def append(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
-        """Adds new tokens, k [sequences, heads, n, d] and v (None: X), in memory; `spill` writes them when it is time."""
+        """Adds new tokens, k [sequences, heads, n, d] and v (None: X), in memory; `spill` writes
+        them when it is time."""
         n, held = k.shape[2], self.count - self._first
         if not self._k.numel() or held + n > self._k.shape[2]:
             room = max(2 * min(self._spill_rows, max(held + n, _ROOM_ROWS)), held + n)
@@ -75,7 +88,9 @@ class LayerRows:
 
     def _grown(self, old: torch.Tensor, like: torch.Tensor, held: int, room: int) -> torch.Tensor:
         """Memory [sequences, heads, room, width] that begins with the `held` rows of `old`."""
-        new = self._striped.memory((like.shape[0], like.shape[1], room, like.shape[3]), self.dtype, like.device)
+        new = self._striped.memory(
+            (like.shape[0], like.shape[1], room, like.shape[3]), self.dtype, like.device
+        )
         if held:
             new[:, :, :held] = old[:, :, :held]
         return new
@@ -95,26 +110,35 @@ class LayerRows:
             self.append(k, v)
 
     def spill(self) -> None:
-        """Writes what has waited long enough. Raises what a put raises; the rows are still in memory then."""
+        """Writes what has waited long enough. Raises what a put raises; the rows are still in
+        memory then."""
         waiting = self.count - self.stored
         whole = waiting // self.layout.block_rows * self.layout.block_rows
         if waiting >= self._spill_rows and whole:
             skip = self.stored - self._first
             self._put(slice(skip, skip + whole))
             self._join()
-        elif self._spill_rows < self.layout.block_rows and waiting % self._spill_rows == 0 and waiting:
+        elif (
+            self._spill_rows < self.layout.block_rows
+            and waiting % self._spill_rows == 0
+            and waiting
+        ):
             skip = self.stored - self._first
             run = self._run(slice(skip, skip + waiting))
             self._drop_partial()
             self._partial = run
 
-    def _put(self, waiting: slice, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> None:
+    def _put(
+        self, waiting: slice, k: torch.Tensor | None = None, v: torch.Tensor | None = None
+    ) -> None:
         run = self._run(waiting, k, v)
         self.runs.append(run)
         self.stored += run.n_rows
         self._drop_partial()
 
-    def _run(self, waiting: slice, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> StoredRun:
+    def _run(
+        self, waiting: slice, k: torch.Tensor | None = None, v: torch.Tensor | None = None
+    ) -> StoredRun:
         """Writes rows that wait, and after them those of k and v, some sequences at a time."""
         n_rows = waiting.stop - waiting.start + (0 if k is None else k.shape[2])
         n_sequences = len(self._k) if k is None else len(k)
@@ -131,25 +155,39 @@ class LayerRows:
             raise
         return run
 
-    def _joined(self, held: torch.Tensor, waiting: slice, new: torch.Tensor | None, some: slice) -> torch.Tensor:
+    def _joined(
+        self, held: torch.Tensor, waiting: slice, new: torch.Tensor | None, some: slice
+    ) -> torch.Tensor:
         """What waited, then what is new, of some sequences."""
         if new is None:
             return held[some, :, waiting]
-        return torch.cat([held[some, :, waiting], new[some].to(self.dtype)], dim=2) if waiting.stop > waiting.start else new[some]
+        return (
+            torch.cat([held[some, :, waiting], new[some].to(self.dtype)], dim=2)
+            if waiting.stop > waiting.start
+            else new[some]
+        )
 
     def _join(self) -> None:
-        """Makes one run of short ones at the end, once they have enough tokens; only what is written, whole and lies alike."""
+        """Makes one run of short ones at the end, once they have enough tokens; only what is
+        written, whole and lies alike."""
         end = len(self.runs)
         while end and not self._is_written(self.runs[end - 1]):
             end -= 1
         begin = end
-        while begin and self._is_short(self.runs[begin - 1]) and _places(self.runs[begin - 1]) == _places(self.runs[end - 1]):
+        while (
+            begin
+            and self._is_short(self.runs[begin - 1])
+            and _places(self.runs[begin - 1]) == _places(self.runs[end - 1])
+        ):
             begin -= 1
         short = self.runs[begin:end]
         n_rows = sum(run.n_rows for run in short)
         if len(short) < 2 or n_rows < JOIN_ROWS:
             return
-        joined, made = StoredRun(short[0].first_position, n_rows, []), dict[tuple[int, ...], StripedSegment]()
+        joined, made = (
+            StoredRun(short[0].first_position, n_rows, []),
+            dict[tuple[int, ...], StripedSegment](),
+        )
         try:
             for every in zip(*(run.parts for run in short), strict=True):
                 parts = list[StripedSegment]()
@@ -171,7 +209,9 @@ class LayerRows:
             self._release(run)
 
     def _is_short(self, run: StoredRun) -> bool:
-        return run.n_rows < JOIN_ROWS and all(each.segment.n_rows == run.n_rows for parts in run.parts for each in parts)
+        return run.n_rows < JOIN_ROWS and all(
+            each.segment.n_rows == run.n_rows for parts in run.parts for each in parts
+        )
 
     def _drop_partial(self) -> None:
         if self._partial is not None:
@@ -181,7 +221,8 @@ class LayerRows:
     # --- rows are looked at ---
 
     def covered(self) -> int:
-        """Tokens, from the first on, that reads should ask for: those that are not in memory, and those whose write has ended."""
+        """Tokens, from the first on, that reads should ask for: those that are not in memory, and
+        those whose write has ended."""
         end = 0
         for run in self.runs:
             if run.first_position >= self._first and not self._is_written(run):
@@ -193,14 +234,17 @@ class LayerRows:
         return all(self._striped.is_written(each) for parts in run.parts for each in parts)
 
     def views(self, end: int, sequences: range) -> list[list[SegmentView]]:
-        """For each device, the segments that hold the tokens before `end` of some sequences, which are numbered from 0."""
+        """For each device, the segments that hold the tokens before `end` of some sequences, which
+        are numbered from 0."""
         found: list[list[SegmentView]] = [[] for _ in range(self._striped.count)]
         for run in self.runs:
             if run.first_position >= end:
                 break
             for sequence, parts in enumerate(run.parts[sequences.start : sequences.stop]):
                 for each in parts:
-                    found[each.device].append(SegmentView(each.segment, sequence, run.n_rows, run.first_position))
+                    found[each.device].append(
+                        SegmentView(each.segment, sequence, run.n_rows, run.first_position)
+                    )
         return found
 
     def tail(self, begin: int) -> RowsInMemory | None:
@@ -226,15 +270,30 @@ class LayerRows:
     # --- rows are kept (see kept/state.py) ---
 
     def in_memory(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """(k [sequences, heads, n, d], v, position of the first): copies of the rows in memory; v is k for X."""
+        """(k [sequences, heads, n, d], v, position of the first): copies of the rows in memory; v
+        is k for X."""
         held = self.count - self._first
         if not self._k.numel():
             empty = torch.empty(self.sequences, self.n_heads, 0, self.layout.d, dtype=self.dtype)
-            return empty, empty if self.layout.is_shared else empty.new_empty(*empty.shape[:3], self.layout.dv), self._first
+            return (
+                empty,
+                empty
+                if self.layout.is_shared
+                else empty.new_empty(*empty.shape[:3], self.layout.dv),
+                self._first,
+            )
         k = self._k[:, :, :held].clone()
         return k, k if self._v is self._k else self._v[:, :, :held].clone(), self._first
 
-    def restore(self, runs: list[StoredRun], count: int, stored: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def restore(
+        self,
+        runs: list[StoredRun],
+        count: int,
+        stored: int,
+        first: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
         """Becomes what was kept."""
         self.runs, self.count, self.stored, self._first = runs, count, stored, first
         self._k, self._v = k, v
@@ -252,7 +311,8 @@ class LayerRows:
     # --- rows go ---
 
     def select(self, sequences: list[int]) -> None:
-        """Sequence i becomes what `sequences[i]` was: beams, repeats, a part of the batch. Stored rows are shared, not copied."""
+        """Sequence i becomes what `sequences[i]` was: beams, repeats, a part of the batch. Stored
+        rows are shared, not copied."""
         for run in [*self.runs, *([self._partial] if self._partial else [])]:
             old = run.parts
             run.parts = [list(old[i]) for i in sequences]
@@ -285,9 +345,12 @@ class LayerRows:
             while self.runs and self.runs[-1].first_position >= count:
                 self._release(self.runs.pop())
             if self.runs:
-                self.runs[-1].n_rows = min(self.runs[-1].n_rows, count - self.runs[-1].first_position)
+                self.runs[-1].n_rows = min(
+                    self.runs[-1].n_rows, count - self.runs[-1].first_position
+                )
             self.stored = count
-            # What is left of the last block is not written again: the next tokens begin a block of their own.
+            # What is left of the last block is not written again: the next tokens begin a block of
+            # their own.
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -310,7 +373,12 @@ class LayerRows:
     def memory_bytes(self) -> int:
         """Of rows in memory, and of checksums."""
         rows = {id(self._k): self._k, id(self._v): self._v}.values()
-        sums = {id(each): each.segment.memory_bytes for run in self.runs for parts in run.parts for each in parts}
+        sums = {
+            id(each): each.segment.memory_bytes
+            for run in self.runs
+            for parts in run.parts
+            for each in parts
+        }
         return sum(tensor.numel() * tensor.element_size() for tensor in rows) + sum(sums.values())
 
 

@@ -1,12 +1,15 @@
-"""How many sequences keep X rows instead of K and V: the number with the least predicted step time (HILOS, section 4.2, generalised).
+"""How many sequences keep X rows instead of K and V: the number with the least predicted step time
+(HILOS, section 4.2, generalised).
 
-HILOS balances two links; here the cores count too, since recomputing K and V can cost more than reading them. A decode step reads every
-stored byte once while the cores compute, so it takes the longer of the two::
+HILOS balances two links; here the cores count too, since recomputing K and V can cost more than
+reading them. A decode step reads every stored byte once while the cores compute, so it takes the
+longer of the two::
 
     T_ssd(x)     = layers * tokens * (x * hidden + (b - x) * 2 * n_kv * d) * item / B_ssd
     T_compute(x) = dense + layers * tokens * ((b - x) * attend + x * (absorb or recompute))
 
-For r = hidden / (2 n_kv d) >= 1 (most models with grouped queries) X rows are no smaller than K and V: the answer is 0 without measuring.
+For r = hidden / (2 n_kv d) >= 1 (most models with grouped queries) X rows are no smaller than K and
+V: the answer is 0 without measuring.
 """
 
 from __future__ import annotations
@@ -74,7 +77,8 @@ class Costs:
     Attributes:
         ssd_bytes_per_s: reads, all devices together.
         attend_bytes_per_s: attention over K and V rows in memory and their checksums, all threads.
-        x_s_per_token: of one X row: absorbed attention, or recomputing and attending; and its part in a checksum.
+        x_s_per_token: of one X row: absorbed attention, or recomputing and attending; and its part
+            in a checksum.
         dense_s: a step's other work.
     """
 
@@ -86,7 +90,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class Decision:
-    """Attributes: x_rows; why; predicted_s: step time for each number of X rows from 0 on (empty: nothing was predicted); the costs."""
+    """Attributes: x_rows; why; predicted_s: step time for each number of X rows from 0 on (empty:
+    nothing was predicted); the costs."""
 
     x_rows: int
     why: str
@@ -106,17 +111,22 @@ def predict(shape: Shape, costs: Costs, x_rows: int) -> float:
 
 
 def choose(shape: Shape, costs: Costs, group: int = 1) -> Decision:
-    """The number of X rows, a multiple of `group`, with the least predicted time; the smaller of equals."""
+    """The number of X rows, a multiple of `group`, with the least predicted time; the smaller of
+    equals."""
     times = tuple(predict(shape, costs, x) for x in range(shape.sequences + 1))
     best = min(range(0, shape.sequences + 1, group), key=lambda x: (times[x], x))
     return Decision(best, "the least predicted step time", times, costs)
 
 
 def decide(
-    shape: Shape, devices: Callable[[], Sequence[RowDevice]], dense_s: Callable[[], float], group: int = 1, threads: int = 0
-) -> Decision:  # fmt: skip
-    """Measures what must be known, and chooses. `devices` opens them and `dense_s` measures a step without attention only where something
-    can be won."""
+    shape: Shape,
+    devices: Callable[[], Sequence[RowDevice]],
+    dense_s: Callable[[], float],
+    group: int = 1,
+    threads: int = 0,
+) -> Decision:
+    """Measures what must be known, and chooses. `devices` opens them and `dense_s` measures a step
+    without attention only where something can be won."""
     if shape.ratio >= 1:
         return Decision(0, f"X rows take {shape.ratio:.2f} of the bytes of K and V")
     if shape.sequences * shape.kv_bytes < SMALL_BYTES:
@@ -124,11 +134,16 @@ def decide(
     return choose(shape, measure(shape, devices(), dense_s, threads), group)
 
 
-def measure(shape: Shape, devices: Sequence[RowDevice], dense_s: Callable[[], float], threads: int = 0) -> Costs:
+def measure(
+    shape: Shape, devices: Sequence[RowDevice], dense_s: Callable[[], float], threads: int = 0
+) -> Costs:
     """Rates of these devices, and of what computes on their rows: about two seconds."""
     compute = devices[0].compute
-    check_s = _check_seconds(threads) if compute.type == "cpu" else 0.0  # on a GPU a kernel does it, beside others
-    attend_s = _attend_seconds(shape, compute, shape.n_kv, shape.d, shape.heads // shape.n_kv, threads, is_shared=False)
+    # on a GPU a kernel does it, beside others
+    check_s = _check_seconds(threads) if compute.type == "cpu" else 0.0
+    attend_s = _attend_seconds(
+        shape, compute, shape.n_kv, shape.d, shape.heads // shape.n_kv, threads, is_shared=False
+    )
     if shape.is_rotary:
         x_s = _recompute_seconds(shape, compute, threads)
     else:
@@ -140,14 +155,17 @@ def measure(shape: Shape, devices: Sequence[RowDevice], dense_s: Callable[[], fl
 
 
 def read_rate(device: RowDevice) -> float:
-    """Bytes a second of the reads of attention, caches of no kind in the way: of the later part of half a second, since a full queue and
-    a drive that is limited (which lends bytes at first) make the beginning faster than what lasts.
+    """Bytes a second of the reads of attention, caches of no kind in the way: of the later part of
+    half a second, since a full queue and a drive that is limited (which lends bytes at first) make
+    the beginning faster than what lasts.
 
-    What is read is random, since a drive may keep zeros as a note, and a good deal, since what was read a moment ago may lie in a cache of
-    whatever the drive really is."""
+    What is read is random, since a drive may keep zeros as a note, and a good deal, since what was
+    read a moment ago may lie in a cache of whatever the drive really is."""
     layout = RowLayout("fp16", 128, 128)
     n = _SEGMENT_BYTES // (16 * layout.row_bytes)
-    rows = torch.randint(-(1 << 15), 1 << 15, (1, 16, n, 128), dtype=torch.int16).view(torch.float16)
+    rows = torch.randint(-(1 << 15), 1 << 15, (1, 16, n, 128), dtype=torch.int16).view(
+        torch.float16
+    )
     segments: list[Segment] = []
     seen: list[tuple[float, int]] = []
     try:
@@ -156,9 +174,14 @@ def read_rate(device: RowDevice) -> float:
         device.flush()
         waiting = cycle(segments)
         begun = time.perf_counter()
-        tickets = deque(device.ahead(layout, [SegmentView(next(waiting), 0, n, 0)]) for _ in range(4))
+        tickets = deque(
+            device.ahead(layout, [SegmentView(next(waiting), 0, n, 0)]) for _ in range(4)
+        )
         while not seen or seen[-1][0] < _PROBE_S:
-            device.visit(tickets.popleft(), lambda memory, _: seen.append((time.perf_counter() - begun, memory.numel())))
+            device.visit(
+                tickets.popleft(),
+                lambda memory, _: seen.append((time.perf_counter() - begun, memory.numel())),
+            )
             tickets.append(device.ahead(layout, [SegmentView(next(waiting), 0, n, 0)]))
         late = [(at_s, size) for at_s, size in seen if at_s >= _PROBE_S * _UNSTEADY]
         late = late if len(late) > 1 else [(0.0, 0), *seen]
@@ -170,7 +193,8 @@ def read_rate(device: RowDevice) -> float:
 
 
 def _recompute_seconds(shape: Shape, compute: torch.device, threads: int) -> float:
-    """Of one token's X row: both projections, a rotation, attention, as rows of one read are treated."""
+    """Of one token's X row: both projections, a rotation, attention, as rows of one read are
+    treated."""
     layout = RowLayout(format_of(shape.dtype), shape.hidden, shape.hidden, is_shared=True)
     made_as: dict[str, Any] = {"dtype": shape.dtype, "device": compute}
     n = max(16, _SHOWN_BYTES // layout.row_bytes)
@@ -181,26 +205,44 @@ def _recompute_seconds(shape: Shape, compute: torch.device, threads: int) -> flo
         a, b = k.chunk(2, dim=-1)
         return k * turn + torch.cat([-b, a], dim=-1) * turn
 
-    look = Queries(torch.zeros(1, shape.n_kv, shape.heads // shape.n_kv, shape.d, device=compute), shape.d)
-    made = Recomputer(look, Projection(weight, weight, None, None, shape.n_kv, rotate), layout, threads)
+    look = Queries(
+        torch.zeros(1, shape.n_kv, shape.heads // shape.n_kv, shape.d, device=compute), shape.d
+    )
+    made = Recomputer(
+        look, Projection(weight, weight, None, None, shape.n_kv, rotate), layout, threads
+    )
     return _best(lambda: made.add(0, x, 0), compute) / n
 
 
 def _attend_seconds(
-    shape: Shape, compute: torch.device, heads: int, d: int, queries: int, threads: int, *, is_shared: bool
-) -> float:  # fmt: skip
+    shape: Shape,
+    compute: torch.device,
+    heads: int,
+    d: int,
+    queries: int,
+    threads: int,
+    *,
+    is_shared: bool,
+) -> float:
     """Of one token's rows, all heads: attention from memory."""
     n = max(64, _ROWS_BYTES // (heads * d * shape.dtype.itemsize * (1 if is_shared else 2)))
     k = torch.zeros(1, heads, n, d, dtype=shape.dtype, device=compute)
     v = k if is_shared else torch.zeros_like(k)
     look = Queries(torch.zeros(1, heads, queries, d, device=compute), d)
-    return _best(lambda: attend_rows(look, RowsInMemory(k, v, 0, n, 0), threads=threads), compute) / n
+    return (
+        _best(lambda: attend_rows(look, RowsInMemory(k, v, 0, n, 0), threads=threads), compute) / n
+    )
 
 
 def _check_seconds(threads: int) -> float:
-    """Of one byte's part in the checksum of its block, which every thread computes of what it attends to."""
+    """Of one byte's part in the checksum of its block, which every thread computes of what it
+    attends to."""
     block = torch.zeros(_SHOWN_BYTES, dtype=torch.uint8)
-    return _best(lambda: crc32c(block), block.device) / _SHOWN_BYTES / (threads or torch.get_num_threads())
+    return (
+        _best(lambda: crc32c(block), block.device)
+        / _SHOWN_BYTES
+        / (threads or torch.get_num_threads())
+    )
 
 
 def _best(work: Callable[[], Any], compute: torch.device, times: int = 3) -> float:

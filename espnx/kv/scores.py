@@ -13,7 +13,8 @@ class ScoreRules:
 
     Attributes:
         soft_cap: a score s becomes soft_cap * tanh(s / soft_cap); None: it stays.
-        slopes: float32 [heads]: a key at a distance adds slope * distance, which is not above 0 (ALiBi); None: nothing.
+        slopes: float32 [heads]: a key at a distance adds slope * distance, which is not above 0
+            (ALiBi); None: nothing.
         window: a query sees so many positions, its own the last of them; None: all up to its own.
         sinks: float32 [heads]: logits that join the softmax and bring no value; None: none.
     """
@@ -29,8 +30,8 @@ class ScoreRules:
         return self.soft_cap is None and self.slopes is None and self.window is None
 
     def changed(self, scores: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-        """scores [sequences, heads, n, keys] with soft cap, slopes and window; `distance` int64 [n, keys]: of keys from queries, 0 or
-        below."""
+        """scores [sequences, heads, n, keys] with soft cap, slopes and window; `distance` int64 [n,
+        keys]: of keys from queries, 0 or below."""
         if self.soft_cap is not None:
             scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
         if self.slopes is not None:

@@ -1,5 +1,5 @@
-"""Attention over rows that a device only shows (`RowDevice.visit`): X rows, whose K and V are made here, and rows that the device cannot
-attend over."""
+"""Attention over rows that a device only shows (`RowDevice.visit`): X rows, whose K and V are made
+here, and rows that the device cannot attend over."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ from ..device.row_layout import RowLayout
 from ..ops.attention import Queries, RowsInMemory, attend_rows, merge
 
 
-def unpacked(layout: RowLayout, memory: torch.Tensor, pieces: np.ndarray) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor, int]]:
-    """(sequence, head, k [n, d], v [n, dv], position of the first) of each piece of what a device shows."""
+def unpacked(
+    layout: RowLayout, memory: torch.Tensor, pieces: np.ndarray
+) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor, int]]:
+    """(sequence, head, k [n, d], v [n, dv], position of the first) of each piece of what a device
+    shows."""
     for sequence, head, offset, n_rows, first in pieces.tolist():
         size = layout.blocks(n_rows) * layout.block_bytes
-        yield sequence, head, *layout.unpack(memory[offset : offset + size].view(-1, layout.block_bytes), n_rows), first
+        yield (
+            sequence,
+            head,
+            *layout.unpack(memory[offset : offset + size].view(-1, layout.block_bytes), n_rows),
+            first,
+        )
 
 
 class ShownAttention:
@@ -49,4 +57,6 @@ class ShownAttention:
             slopes = None if queries.slopes is None else queries.slopes[heads]
             queries = replace(queries, q=queries.q[:, heads].contiguous(), slopes=slopes)
         at = slice(sequence, sequence + 1), heads
-        self.o[at], self.lse[at] = merge(self.o[at], self.lse[at], *attend_rows(queries, rows, threads=self._threads))
+        self.o[at], self.lse[at] = merge(
+            self.o[at], self.lse[at], *attend_rows(queries, rows, threads=self._threads)
+        )

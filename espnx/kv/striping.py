@@ -1,4 +1,5 @@
-"""Several devices as one: head h of sequence s lies on device (s x heads + h) mod devices, so that all of them work on every layer."""
+"""Several devices as one: head h of sequence s lies on device (s x heads + h) mod devices, so that
+all of them work on every layer."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ import torch
 
 from .. import errors
 from ..device.crew import Crew, wait
-from ..device.interface import DeviceStats, FilePath, RowDevice, Segment, SegmentPlace, SegmentView, Show
+from ..device.interface import (
+    DeviceStats,
+    FilePath,
+    RowDevice,
+    Segment,
+    SegmentPlace,
+    SegmentView,
+    Show,
+)
 from ..device.row_layout import RowLayout
 from ..device.several import files_of, stats_of, together
 from ..ops.attention import Queries, RowsInMemory
@@ -25,11 +34,18 @@ Storage = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 def directories_of(storage: Storage) -> list[str]:
     """One for each device. Raises InvalidInputError."""
     try:
-        found = [os.fspath(each) for each in ([storage] if isinstance(storage, (str, os.PathLike)) else storage)]
+        found = [
+            os.fspath(each)
+            for each in ([storage] if isinstance(storage, (str, os.PathLike)) else storage)
+        ]
     except TypeError as error:
-        raise errors.InvalidInputError("storage", got=repr(storage), expected="a directory, or several") from error
+        raise errors.InvalidInputError(
+            "storage", got=repr(storage), expected="a directory, or several"
+        ) from error
     if not found or not all(found):
-        raise errors.InvalidInputError("storage", got=repr(storage), expected="a directory, or several")
+        raise errors.InvalidInputError(
+            "storage", got=repr(storage), expected="a directory, or several"
+        )
     return found
 
 
@@ -38,7 +54,8 @@ class StripedSegment:
     """A segment, and which of the devices it lies on.
 
     Attributes:
-        segment: as the device knows it; of a kept cache whose devices are not open yet: its `SegmentPlace`.
+        segment: as the device knows it; of a kept cache whose devices are not open yet: its
+            `SegmentPlace`.
         references: how many sequences look at it.
     """
 
@@ -48,11 +65,13 @@ class StripedSegment:
 
 
 class StripedDevices:
-    """Devices that share the rows of a cache. They are opened when it is known where rows are computed on.
+    """Devices that share the rows of a cache. They are opened when it is known where rows are
+    computed on.
 
     Args:
         count: of devices, at least one.
-        open_device: makes one of them, by number, that computes in the memory of such a torch device.
+        open_device: makes one of them, by number, that computes in the memory of such a torch
+            device.
 
     Attributes:
         count: as given.
@@ -63,7 +82,8 @@ class StripedDevices:
         self.count, self.devices = count, list[RowDevice]()
         self._open_device = open_device
         self._kept: list[StripedSegment] = []  # of a published state, to be restored
-        self._views: dict[int, Sequence[Sequence[SegmentView]]] = {}  # by the first device's ticket, where devices share the tail
+        # by the first device's ticket, where devices share the tail
+        self._views: dict[int, Sequence[Sequence[SegmentView]]] = {}
         self._pool = ThreadPoolExecutor(count, "espnx-device") if count > 1 else None
 
     @property
@@ -71,7 +91,8 @@ class StripedDevices:
         return bool(self.devices)
 
     def open(self, compute: torch.device) -> None:
-        """Opens the devices, unless they are open. Raises what a device raises; none is open then."""
+        """Opens the devices, unless they are open. Raises what a device raises; none is open
+        then."""
         if self.devices:
             return
         with ExitStack() as undo:
@@ -84,7 +105,8 @@ class StripedDevices:
             undo.pop_all()
 
     def restore(self, segments: Sequence[StripedSegment]) -> None:
-        """What a published state names, as `SegmentPlace`: restored now, or when the devices are opened. Raises as `Space.restore`."""
+        """What a published state names, as `SegmentPlace`: restored now, or when the devices are
+        opened. Raises as `Space.restore`."""
         self._kept = list(segments)
         if self.devices:
             self._restore_kept()
@@ -107,8 +129,11 @@ class StripedDevices:
             return each.segment
         return self.devices[each.device].space.place(each.segment)
 
-    def put(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, first_sequence: int = 0) -> list[list[StripedSegment]]:
-        """Starts writing k [sequences, heads, n, d] and v, of sequences from `first_sequence` on. For each its segments.
+    def put(
+        self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, first_sequence: int = 0
+    ) -> list[list[StripedSegment]]:
+        """Starts writing k [sequences, heads, n, d] and v, of sequences from `first_sequence` on.
+        For each its segments.
 
         Raises what a device's put raises; nothing is kept then.
         """
@@ -116,8 +141,13 @@ class StripedDevices:
         found: list[list[StripedSegment]] = [[] for _ in range(n_sequences)]
         try:
             for device, heads, sequences in self._shares(first_sequence, n_sequences, n_heads):
-                mine = slice(sequences.start, None, sequences.step), slice(heads.start, None, heads.step)
-                segments = self.devices[device].put(layout, k[mine], None if v is None else v[mine], heads)
+                mine = (
+                    slice(sequences.start, None, sequences.step),
+                    slice(heads.start, None, heads.step),
+                )
+                segments = self.devices[device].put(
+                    layout, k[mine], None if v is None else v[mine], heads
+                )
                 for sequence, segment in zip(sequences, segments, strict=True):
                     found[sequence].append(StripedSegment(device, segment))
         except BaseException:
@@ -130,7 +160,9 @@ class StripedDevices:
     def join(self, segments: Sequence[StripedSegment]) -> StripedSegment:
         """One segment with the rows of several, which stay. Raises as a device's join."""
         device = segments[0].device
-        return StripedSegment(device, self.devices[device].join([each.segment for each in segments]))
+        return StripedSegment(
+            device, self.devices[device].join([each.segment for each in segments])
+        )
 
     def release(self, each: StripedSegment) -> None:
         """A sequence does not look at this segment any more; with the last one it goes."""
@@ -138,9 +170,12 @@ class StripedDevices:
         if each.references == 0 and self.devices:
             self.devices[each.device].release(each.segment)
 
-    def memory(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """For rows that wait, uninitialised: on the host, a device's own. Rows outlive the mode in which they come: tensors of inference
-        mode could not be written to outside of it. Raises OutOfMemoryError."""
+    def memory(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """For rows that wait, uninitialised: on the host, a device's own. Rows outlive the mode in
+        which they come: tensors of inference mode could not be written to outside of it. Raises
+        OutOfMemoryError."""
         with torch.inference_mode(False):
             if device.type != "cpu" or not self.devices:
                 return torch.empty(shape, dtype=dtype, device=device)
@@ -148,9 +183,13 @@ class StripedDevices:
             try:
                 return self.devices[0].memory(size_bytes).view(dtype).view(shape)
             except MemoryError as error:
-                raise errors.OutOfMemoryError("rows that wait", needed_bytes=size_bytes, fix="a smaller spill_interval") from error
+                raise errors.OutOfMemoryError(
+                    "rows that wait", needed_bytes=size_bytes, fix="a smaller spill_interval"
+                ) from error
 
-    def _shares(self, first_sequence: int, n_sequences: int, n_heads: int) -> list[tuple[int, range, range]]:
+    def _shares(
+        self, first_sequence: int, n_sequences: int, n_heads: int
+    ) -> list[tuple[int, range, range]]:
         """(device, heads, sequences, from 0 on) that are put together."""
         count = self.count
         period = count // math.gcd(count, n_heads)  # after which sequences lie alike
@@ -159,7 +198,9 @@ class StripedDevices:
             for device in range(count):
                 first = (device - (first_sequence + sequence) * n_heads) % count
                 if first < n_heads:
-                    found.append((device, range(first, n_heads, count), range(sequence, n_sequences, period)))
+                    found.append(
+                        (device, range(first, n_heads, count), range(sequence, n_sequences, period))
+                    )
         return found
 
     def is_written(self, each: StripedSegment) -> bool:
@@ -167,16 +208,29 @@ class StripedDevices:
 
     def ahead(self, layout: RowLayout, views: Sequence[Sequence[SegmentView]]) -> list[int]:
         """A ticket of each device."""
-        tickets = [device.ahead(layout, part) for device, part in zip(self.devices, views, strict=True)]
-        if self.count > 1 and all(device.capabilities.attends_part_of_tail for device in self.devices):
+        tickets = [
+            device.ahead(layout, part) for device, part in zip(self.devices, views, strict=True)
+        ]
+        if self.count > 1 and all(
+            device.capabilities.attends_part_of_tail for device in self.devices
+        ):
             self._views[tickets[0]] = views
         return tickets
 
     def lacks(self, queries: Queries, layout: RowLayout) -> tuple[str, ...]:
-        """What some device would need to attend with these queries, and has not; empty: all of them take them."""
-        return tuple(dict.fromkeys(name for device in self.devices for name in device.capabilities.lacks(queries, layout)))
+        """What some device would need to attend with these queries, and has not; empty: all of them
+        take them."""
+        return tuple(
+            dict.fromkeys(
+                name
+                for device in self.devices
+                for name in device.capabilities.lacks(queries, layout)
+            )
+        )
 
-    def attend(self, tickets: list[int], queries: Queries, tail: RowsInMemory | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(
+        self, tickets: list[int], queries: Queries, tail: RowsInMemory | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Each device over its own rows, at the same time; merged by log-sum-exp."""
         if self._pool is None:
             return self.devices[0].attend(tickets[0], queries, tail)
@@ -188,16 +242,20 @@ class StripedDevices:
                 for device, ticket, own in zip(self.devices, tickets, tails, strict=True)
             ]
             try:
-                wait(jobs)  # also where one has failed: nobody may still be at work when the caller goes on
+                # also where one has failed: nobody may still be at work when the caller goes on
+                wait(jobs)
             except BaseException:  # Ctrl-C
                 self.forget()  # wakes whoever waits for a read
                 wait(jobs)
                 raise
             return together(job.result() for job in jobs)
 
-    def _tails(self, ticket: int, queries: Queries, tail: RowsInMemory | None) -> list[RowsInMemory | None]:
-        """What of the rows in memory each device attends to: the first to all of them, or, where all can, each to those of the heads whose
-        newest stored rows it has. A head that lies on one device whole is then computed by that one, whole."""
+    def _tails(
+        self, ticket: int, queries: Queries, tail: RowsInMemory | None
+    ) -> list[RowsInMemory | None]:
+        """What of the rows in memory each device attends to: the first to all of them, or, where
+        all can, each to those of the heads whose newest stored rows it has. A head that lies on one
+        device whole is then computed by that one, whole."""
         views = self._views.pop(ticket, None)
         if views is None or tail is None:
             return [tail, *[None] * (self.count - 1)]
@@ -207,17 +265,23 @@ class StripedDevices:
             for view in part:
                 heads = torch.tensor(view.segment.heads)
                 later = heads[newest[view.sequence, heads] < view.first_position]
-                owner[view.sequence, later], newest[view.sequence, later] = device, view.first_position
+                owner[view.sequence, later], newest[view.sequence, later] = (
+                    device,
+                    view.first_position,
+                )
         return [replace(tail, counts=owner == device) for device in range(self.count)]
 
     def visit(self, tickets: list[int], show: Show) -> None:
-        """Shows the rows of each device, one device after the other; their reads run at the same time all the same."""
+        """Shows the rows of each device, one device after the other; their reads run at the same
+        time all the same."""
         self._views.pop(tickets[0], None)
         for device, ticket in zip(self.devices, tickets, strict=True):
             device.visit(ticket, show)
 
     def are_next(self, tickets: list[int]) -> bool:
-        return self.is_open and all(device.front() == ticket for device, ticket in zip(self.devices, tickets, strict=True))
+        return self.is_open and all(
+            device.front() == ticket for device, ticket in zip(self.devices, tickets, strict=True)
+        )
 
     def forget(self) -> None:
         self._views.clear()
@@ -245,7 +309,11 @@ class StripedDevices:
 
 
 def _attend_on(
-    stream: torch.cuda.Stream | None, device: RowDevice, ticket: int, queries: Queries, tail: RowsInMemory | None
+    stream: torch.cuda.Stream | None,
+    device: RowDevice,
+    ticket: int,
+    queries: Queries,
+    tail: RowsInMemory | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """In a thread of the pool, whose current CUDA stream is not the caller's."""
     with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):

@@ -14,7 +14,8 @@ class Visibility:
     """Of one forward pass.
 
     Attributes:
-        first_visible: int64 [sequences]: padding on the left ends there; None: no padding on the left.
+        first_visible: int64 [sequences]: padding on the left ends there; None: no padding on the
+            left.
         visible: uint8 [sequences, positions] where padding is elsewhere too, else None.
         hidden: bool [sequences, positions], or None where nothing is hidden.
     """
@@ -25,16 +26,25 @@ class Visibility:
 
     def part(self, begin: int, end: int) -> Visibility:
         """Of some of the sequences."""
-        return Visibility(*(None if each is None else each[begin:end] for each in (self.first_visible, self.visible, self.hidden)))
+        return Visibility(
+            *(
+                None if each is None else each[begin:end]
+                for each in (self.first_visible, self.visible, self.hidden)
+            )
+        )
 
     @classmethod
     def of(cls, mask: torch.Tensor | None, n_sequences: int, positions: int) -> Visibility:
-        """`mask`: [sequences, positions], true or 1 where there is a token; None: everywhere. Raises InvalidInputError."""
+        """`mask`: [sequences, positions], true or 1 where there is a token; None: everywhere.
+        Raises InvalidInputError."""
         if mask is None:
             return cls()
         if tuple(mask.shape) != (n_sequences, positions):
             raise errors.InvalidInputError(
-                "attention mask", got=list(mask.shape), expected=[n_sequences, positions], fix="pass the mask of the whole sequence"
+                "attention mask",
+                got=list(mask.shape),
+                expected=[n_sequences, positions],
+                fix="pass the mask of the whole sequence",
             )
         hidden = ~mask.bool().cpu()
         if not bool(hidden.any()):

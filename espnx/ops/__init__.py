@@ -1,7 +1,9 @@
-"""Tensor ops on bytes that lie where the I/O engine put them. Each folder holds one op: reference, checked call, CUDA launcher.
+"""Tensor ops on bytes that lie where the I/O engine put them. Each folder holds one op: reference,
+checked call, CUDA launcher.
 
-The ops are ``torch.ops.espnx.*``; the functions here check their arguments first and explain what is wrong with them. Where nobody needs
-to see the call, they go to the compiled version without torch's dispatcher.
+The ops are ``torch.ops.espnx.*``; the functions here check their arguments first and explain what
+is wrong with them. Where nobody needs to see the call, they go to the compiled version without
+torch's dispatcher.
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ from torch.autograd import profiler
 from ..compiled import load_compiled
 from ..errors import MissingDependencyError
 
-try:  # names that torch does not promise: without one of them nobody can tell who looks on, and every call goes by the dispatcher
+# names that torch does not promise: without one of them nobody can tell who looks on, and every
+# call goes by the dispatcher
+try:
     from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
     from torch._C._functorch import maybe_current_level
 
@@ -26,9 +28,13 @@ if TYPE_CHECKING:
 _BUILD = "run `make setup` (or `pip install -e .`) in the source tree"
 # And the functions that the CPU versions call.
 _OPS = {
-    "maxsim": "maxsim", "crc32c": "crc32c_ranges", "attention": "attention", "accelerator": "accelerator", "distances": "distances",
+    "maxsim": "maxsim",
+    "crc32c": "crc32c_ranges",
+    "attention": "attention",
+    "accelerator": "accelerator",
+    "distances": "distances",
     "postings": "scan_postings",
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -42,22 +48,27 @@ def load_extension() -> Extension:
     for name in _OPS.values():
         if not hasattr(extension, name):
             raise MissingDependencyError(
-                f"espnx's compiled part has no {name}", expected="one built from the same source as the package", fix=_BUILD
+                f"espnx's compiled part has no {name}",
+                expected="one built from the same source as the package",
+                fix=_BUILD,
             )
     return extension
 
 
 @functools.cache
 def load_ops() -> None:
-    """Makes ``torch.ops.espnx.*`` callable on the CPU, and on CUDA where Triton is installed. Raises as `load_extension`."""
+    """Makes ``torch.ops.espnx.*`` callable on the CPU, and on CUDA where Triton is installed.
+    Raises as `load_extension`."""
     load_extension()
     for op in _OPS:
-        importlib.import_module(f"espnx.ops.{op}.dispatch")  # Triton itself is imported at the first launch
+        # Triton itself is imported at the first launch
+        importlib.import_module(f"espnx.ops.{op}.dispatch")
 
 
 def is_direct(*tensors: torch.Tensor) -> bool:
-    """Whether the CPU version of an op may be called past torch's dispatcher, which takes 7 us on its way to Python: the tensors are on
-    the CPU, and nobody looks on who traces or times calls, records gradients or stands in for tensors."""
+    """Whether the CPU version of an op may be called past torch's dispatcher, which takes 7 us on
+    its way to Python: the tensors are on the CPU, and nobody looks on who traces or times calls,
+    records gradients or stands in for tensors."""
     if (
         not _CAN_TELL
         or torch.compiler.is_compiling()
@@ -68,7 +79,7 @@ def is_direct(*tensors: torch.Tensor) -> bool:
         or profiler._is_profiler_enabled
     ):
         return False
-    for each in tensors:  # noqa: SIM110 (the generator that all() wants takes as long as the rest)
+    for each in tensors:
         if type(each) is not torch.Tensor or not each.is_cpu or each.requires_grad:
             return False
     return True

@@ -22,7 +22,9 @@ def cuda_device(name: str) -> torch.device:
     except (RuntimeError, TypeError):
         device = torch.device("meta")
     if device.type != "cuda":
-        raise errors.InvalidInputError("device of a build", got=repr(name), expected="cpu, cuda, or cuda:1 and so on")
+        raise errors.InvalidInputError(
+            "device of a build", got=repr(name), expected="cpu, cuda, or cuda:1 and so on"
+        )
     if not torch.cuda.is_available():
         raise errors.PathUnavailableError("no CUDA device here", got=name, fix="build on the CPU")
     return device
@@ -34,12 +36,15 @@ def load_cuvs(module: str) -> Any:
         return importlib.import_module(f"cuvs.{module}")
     except ImportError as error:
         raise errors.MissingDependencyError(
-            "builds on a GPU need cuVS", got=str(error), fix="pip install cuvs-cu12 (or cuvs-cu13), or build on the CPU"
+            "builds on a GPU need cuVS",
+            got=str(error),
+            fix="pip install cuvs-cu12 (or cuvs-cu13), or build on the CPU",
         ) from error
 
 
 def fit_means_on(device: str, sample: np.ndarray, n_means: int, rounds: int) -> np.ndarray:
-    """k-means by cuVS: float32 [n_means, d]. It draws its first means itself, so that two calls may differ.
+    """k-means by cuVS: float32 [n_means, d]. It draws its first means itself, so that two calls may
+    differ.
 
     Raises as `cuda_device` and `load_cuvs`.
     """

@@ -1,4 +1,5 @@
-"""float32 that stays float32: what a program allows for its own matrix products does not hold for ours."""
+"""float32 that stays float32: what a program allows for its own matrix products does not hold for
+ours."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _before: tuple[Any, ...] = ()
 
 
 def _after_fork() -> None:
-    """In a child: threads of the parent that were within stay within for ever, and one may have had the lock."""
+    """In a child: threads of the parent that were within stay within for ever, and one may have had
+    the lock."""
     global _lock, _users
     _lock, users, _users = threading.Lock(), _users, 0
     if users:
@@ -28,11 +30,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @contextmanager
 def whole_float32() -> Iterator[None]:
-    """Within it, float32 matrix products of this process are not rounded to TF32 or bfloat16, whatever
-    `torch.set_float32_matmul_precision` or `torch.backends` allow; then what was set before holds again.
+    """Within it, float32 matrix products of this process are not rounded to TF32 or bfloat16,
+    whatever `torch.set_float32_matmul_precision` or `torch.backends` allow; then what was set
+    before holds again.
 
-    torch keeps one setting for all threads: the first to come sets it, the last to go restores it. Products of other threads are
-    meanwhile as exact as ours.
+    torch keeps one setting for all threads: the first to come sets it, the last to go restores it.
+    Products of other threads are meanwhile as exact as ours.
     """
     global _users, _before
     with _lock:
@@ -52,9 +55,14 @@ def whole_float32() -> Iterator[None]:
 def _settings() -> tuple[Any, ...]:
     try:
         whole = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the program has set the backends one by one, and torch has no word for both
+    except RuntimeError:
+        # the program has set the backends one by one, and torch has no word for both
         whole = None
-    return whole, torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+    return (
+        whole,
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.mkldnn.matmul.fp32_precision,
+    )
 
 
 def _restore(whole: str | None, cuda: str, mkldnn: str) -> None:

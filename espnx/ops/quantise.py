@@ -1,7 +1,7 @@
 """Clusters of float32 vectors, fitted by FAISS. Seeded: the same sample gives the same bits.
 
-Product quantisers and clusters for graphs are espnx's own (ops/centroids.py), and the centroids of residual token formats PyTorch's
-(ops/maxsim/kmeans.py): formats and graphs need no FAISS.
+Product quantisers and clusters for graphs are espnx's own (ops/centroids.py), and the centroids of
+residual token formats PyTorch's (ops/maxsim/kmeans.py): formats and graphs need no FAISS.
 """
 
 from __future__ import annotations
@@ -19,23 +19,29 @@ KMEANS_ROUNDS = 10
 
 def load_faiss() -> Any:
     """FAISS, or MissingDependencyError."""
-    # FAISS brings its own OpenMP, whose idle threads would otherwise spin on the core that the reads and MaxSim need. Read once, at load.
+    # FAISS brings its own OpenMP, whose idle threads would otherwise spin on the core that the
+    # reads and MaxSim need. Read once, at load.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         import faiss
     except ImportError as error:
         raise errors.MissingDependencyError(
-            "the first stage needs FAISS", got=str(error), fix="pip install 'espnx[retrieval]' (or faiss-cpu)"
+            "the first stage needs FAISS",
+            got=str(error),
+            fix="pip install 'espnx[retrieval]' (or faiss-cpu)",
         ) from error
     return faiss
 
 
-def fit_clusters(sample: np.ndarray, n_clusters: int, *, is_spherical: bool, iterations: int = KMEANS_ROUNDS) -> np.ndarray:
+def fit_clusters(
+    sample: np.ndarray, n_clusters: int, *, is_spherical: bool, iterations: int = KMEANS_ROUNDS
+) -> np.ndarray:
     """k-means.
 
     Args:
         sample: float32 [m, d], m >= n_clusters.
-        is_spherical: clusters by the largest inner product, centroids of length 1; else by the smallest distance.
+        is_spherical: clusters by the largest inner product, centroids of length 1; else by the
+            smallest distance.
 
     Returns:
         Centroids, float32 [n_clusters, d].

@@ -5,7 +5,8 @@
 >>> with espnx.Postings.open("my.bm25") as postings:
 ...     found = postings.search(["who writes to the log?"], k=10)
 
-A store that holds postings beside other things hands `Segment` the regions of its files, and takes sections from `SegmentBuilder`.
+A store that holds postings beside other things hands `Segment` the regions of its files, and takes
+sections from `SegmentBuilder`.
 """
 
 from __future__ import annotations

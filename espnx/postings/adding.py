@@ -1,4 +1,5 @@
-"""From records to a segment's file: ids and texts as they come, where postings keep them, then what was made of all."""
+"""From records to a segment's file: ids and texts as they come, where postings keep them, then what
+was made of all."""
 
 from __future__ import annotations
 
@@ -21,9 +22,16 @@ from .format import Facts, SegmentFacts
 
 
 def built_segment(
-    engine: NativeEngine, directory: str, name: str, records: Records, builder: SegmentBuilder, facts: Facts, rounding: Rounding
+    engine: NativeEngine,
+    directory: str,
+    name: str,
+    records: Records,
+    builder: SegmentBuilder,
+    facts: Facts,
+    rounding: Rounding,
 ) -> SegmentFacts:
-    """Writes the segment that follows those of `facts`, and closes the builder. Raises InvalidInputError, WriteError, DiskFullError."""
+    """Writes the segment that follows those of `facts`, and closes the builder. Raises
+    InvalidInputError, WriteError, DiskFullError."""
     first = facts.end_number
     try:
         with SegmentFile(engine, directory, name) as file:
@@ -38,18 +46,25 @@ def built_segment(
         builder.close()
     if len(alike):
         _check_differ(engine, directory, facts, segment, alike)
-    rounding.n_postings, rounding.n_raised = rounding.n_postings + builder.n_postings, rounding.n_raised + builder.n_raised
+    rounding.n_postings, rounding.n_raised = (
+        rounding.n_postings + builder.n_postings,
+        rounding.n_raised + builder.n_raised,
+    )
     return segment
 
 
 def _rows(records: Records, builder: SegmentBuilder, facts: Facts) -> Iterator[Row]:
     for number, (identifier, text) in enumerate(records.add_to(builder), facts.end_number):
         if identifier is None and facts.has_ids:
-            raise errors.InvalidInputError(f"record {number}", got="no id", expected="one, as those that the postings have")
+            raise errors.InvalidInputError(
+                f"record {number}", got="no id", expected="one, as those that the postings have"
+            )
         yield number if identifier is None else identifier, text if facts.has_texts else ""
 
 
-def _check_differ(engine: NativeEngine, directory: str, facts: Facts, segment: SegmentFacts, numbers: np.ndarray) -> None:
+def _check_differ(
+    engine: NativeEngine, directory: str, facts: Facts, segment: SegmentFacts, numbers: np.ndarray
+) -> None:
     """Raises InvalidInputError for an id that two of these records have."""
     (opened,) = open_segments(engine, directory, facts, [segment])
     try:
@@ -61,6 +76,8 @@ def _check_differ(engine: NativeEngine, directory: str, facts: Facts, segment: S
         before = known.setdefault((type(identifier), identifier), number)
         if before != number:
             raise errors.InvalidInputError(
-                f"document id {identifier!r} occurs twice", got=f"as records {before} and {number}", expected="unique ids",
+                f"document id {identifier!r} occurs twice",
+                got=f"as records {before} and {number}",
+                expected="unique ids",
                 fix="rename or drop one of the two",
-            )  # fmt: skip
+            )

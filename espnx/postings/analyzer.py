@@ -1,7 +1,9 @@
-"""From text to terms: what stands between a corpus and its posting lists, and between a query and its terms.
+"""From text to terms: what stands between a corpus and its posting lists, and between a query and
+its terms.
 
-Index and queries must be cut the same way, or nothing is found. So an analyzer is a value: its fields stand in an index's manifest, with a
-hash of them, and an open index makes its own from there.
+Index and queries must be cut the same way, or nothing is found. So an analyzer is a value: its
+fields stand in an index's manifest, with a hash of them, and an open index makes its own from
+there.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from .. import errors
 #: Words of two letters or more: the pattern of scikit-learn and bm25s.
 WORDS = r"(?u)\b\w\w+\b"
 _ENGLISH = (
-    "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was will with"
+    "a an and are as at be but by for if in into is it no not of on or such that the their then "
+    "there these they this to was will with"
 )
 #: Lists that have a name: Lucene's 33 words, which bm25s takes, too.
 STOP_WORDS = {"english": tuple(_ENGLISH.split())}
@@ -29,13 +32,16 @@ _PATTERN_MAX, _STOP_WORDS_MAX = 4096, 100_000
 
 @dataclass(frozen=True)
 class Analyzer:
-    """How text becomes terms: lower case, the matches of a pattern, without stop words, stemmed; in this order, which is bm25s's.
+    """How text becomes terms: lower case, the matches of a pattern, without stop words, stemmed; in
+    this order, which is bm25s's.
 
     Attributes:
         pattern: a regular expression, whose matches are the words.
         lower: whether text is made lower case first.
-        stop_words: words that are left out, before stemming: ``"english"`` (the 33 of Lucene and bm25s), or words; none by default.
-        stemmer: a Snowball language such as ``"english"``, by PyStemmer (``pip install 'espnx[postings]'``); None: no stemming.
+        stop_words: words that are left out, before stemming: ``"english"`` (the 33 of Lucene and
+            bm25s), or words; none by default.
+        stemmer: a Snowball language such as ``"english"``, by PyStemmer (``pip install
+            'espnx[postings]'``); None: no stemming.
     """
 
     pattern: str = WORDS
@@ -45,47 +51,85 @@ class Analyzer:
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str) or len(self.pattern) > _PATTERN_MAX:
-            raise errors.InvalidInputError("pattern of an analyzer", got=repr(self.pattern)[:80], expected="a regular expression")
+            raise errors.InvalidInputError(
+                "pattern of an analyzer",
+                got=repr(self.pattern)[:80],
+                expected="a regular expression",
+            )
         try:
             groups = re.compile(self.pattern).groups
         except (re.error, RecursionError, OverflowError) as error:
-            raise errors.InvalidInputError("pattern of an analyzer", got=repr(self.pattern), expected=f"no error: {error}") from None
+            raise errors.InvalidInputError(
+                "pattern of an analyzer", got=repr(self.pattern), expected=f"no error: {error}"
+            ) from None
         if groups > 1:
-            raise errors.InvalidInputError("pattern of an analyzer", got=f"{groups} groups", expected="one at most: its text is the word")
+            raise errors.InvalidInputError(
+                "pattern of an analyzer",
+                got=f"{groups} groups",
+                expected="one at most: its text is the word",
+            )
         if not isinstance(self.lower, bool):
-            raise errors.InvalidInputError("lower of an analyzer", got=repr(self.lower), expected="True or False")
+            raise errors.InvalidInputError(
+                "lower of an analyzer", got=repr(self.lower), expected="True or False"
+            )
         if isinstance(self.stop_words, str):
             if self.stop_words not in STOP_WORDS:
                 raise errors.InvalidInputError(
-                    "stop_words of an analyzer", got=repr(self.stop_words), expected=f"one of {', '.join(STOP_WORDS)}, or words"
+                    "stop_words of an analyzer",
+                    got=repr(self.stop_words),
+                    expected=f"one of {', '.join(STOP_WORDS)}, or words",
                 )
         else:
             words = tuple(self.stop_words) if isinstance(self.stop_words, Iterable) else None
-            if words is None or len(words) > _STOP_WORDS_MAX or not all(isinstance(word, str) for word in words):
+            if (
+                words is None
+                or len(words) > _STOP_WORDS_MAX
+                or not all(isinstance(word, str) for word in words)
+            ):
                 got = repr(self.stop_words) if words is None else f"{len(words)} values"
-                raise errors.InvalidInputError("stop_words of an analyzer", got=got, expected="words; () for none")
+                raise errors.InvalidInputError(
+                    "stop_words of an analyzer", got=got, expected="words; () for none"
+                )
             object.__setattr__(self, "stop_words", words)
         text = json.dumps(self.fields, ensure_ascii=False)
         if re.search("[\ud800-\udfff]", text) or "\\u0000" in text:
-            raise errors.InvalidInputError("analyzer", got="half of a character, or NUL", expected="text that a manifest can hold")
+            raise errors.InvalidInputError(
+                "analyzer",
+                got="half of a character, or NUL",
+                expected="text that a manifest can hold",
+            )
         if self.stemmer is not None and not isinstance(self.stemmer, str):
-            raise errors.InvalidInputError("stemmer of an analyzer", got=repr(self.stemmer), expected="a language, such as 'english'")
+            raise errors.InvalidInputError(
+                "stemmer of an analyzer",
+                got=repr(self.stemmer),
+                expected="a language, such as 'english'",
+            )
 
     @classmethod
     def of(cls, language: str) -> Analyzer:
-        """As an index's first stage of ``bm25`` cuts texts of a language: ``english``: without the stop words of English, and stemmed;
-        another Snowball language: stemmed; ``none``: as they are.
+        """As an index's first stage of ``bm25`` cuts texts of a language: ``english``: without the
+        stop words of English, and stemmed; another Snowball language: stemmed; ``none``: as they
+        are.
 
-        Raises InvalidInputError for a language that has no stemmer, MissingDependencyError without PyStemmer.
+        Raises InvalidInputError for a language that has no stemmer, MissingDependencyError without
+        PyStemmer.
         """
         if language != "none":
             load_stemmer(language)  # now, not when all is read
-        return cls() if language == "none" else cls(stop_words="english" if language == "english" else (), stemmer=language)
+        return (
+            cls()
+            if language == "none"
+            else cls(stop_words="english" if language == "english" else (), stemmer=language)
+        )
 
     @property
     def fields(self) -> dict[str, Any]:
         """For a manifest."""
-        return asdict(self) | {"stop_words": self.stop_words if isinstance(self.stop_words, str) else list(self.stop_words)}
+        return asdict(self) | {
+            "stop_words": self.stop_words
+            if isinstance(self.stop_words, str)
+            else list(self.stop_words)
+        }
 
     @property
     def digest(self) -> str:
@@ -100,7 +144,9 @@ class Analyzer:
 
     @cached_property
     def _left_out(self) -> frozenset[str]:
-        return frozenset(STOP_WORDS[self.stop_words] if isinstance(self.stop_words, str) else self.stop_words)
+        return frozenset(
+            STOP_WORDS[self.stop_words] if isinstance(self.stop_words, str) else self.stop_words
+        )
 
     @cached_property
     def _stem(self) -> Callable[[str], str] | None:
@@ -109,7 +155,9 @@ class Analyzer:
     def words(self, text: str) -> list[str]:
         """The words of a text, stop words among them, not stemmed."""
         if not isinstance(text, str):
-            raise errors.InvalidInputError("text to analyze", got=type(text).__name__, expected="a str")
+            raise errors.InvalidInputError(
+                "text to analyze", got=type(text).__name__, expected="a str"
+            )
         return self._find(text.lower() if self.lower else text)
 
     def term(self, word: str) -> str | None:
@@ -130,18 +178,23 @@ class Analyzer:
 
 
 def load_stemmer(language: str) -> Callable[[str], str]:
-    """A Snowball stemmer. Raises MissingDependencyError, InvalidInputError for an unknown language."""
+    """A Snowball stemmer. Raises MissingDependencyError, InvalidInputError for an unknown
+    language."""
     try:
         package = importlib.import_module("Stemmer")
     except ImportError as error:
         raise errors.MissingDependencyError(
-            "stemming needs PyStemmer", got=str(error), fix="pip install 'espnx[postings]', or leave stemmer out"
+            "stemming needs PyStemmer",
+            got=str(error),
+            fix="pip install 'espnx[postings]', or leave stemmer out",
         ) from error
     try:
         stemmer = package.Stemmer(language)
     except KeyError:
         known = ", ".join(package.algorithms())
-        raise errors.InvalidInputError("stemmer of an analyzer", got=repr(language), expected=f"one of {known}") from None
+        raise errors.InvalidInputError(
+            "stemmer of an analyzer", got=repr(language), expected=f"one of {known}"
+        ) from None
 
     def stem(word: str) -> str:
         try:

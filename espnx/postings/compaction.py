@@ -1,4 +1,5 @@
-"""Merges segments into one: lists of the same term become one list, without the postings of deleted records."""
+"""Merges segments into one: lists of the same term become one list, without the postings of deleted
+records."""
 
 from __future__ import annotations
 
@@ -20,18 +21,30 @@ _BYTES_A_MERGED_POSTING = 64
 
 @dataclass
 class Rounding:
-    """Of weights in one byte, so far: postings that were written, and how many of them were below half a step, and are one."""
+    """Of weights in one byte, so far: postings that were written, and how many of them were below
+    half a step, and are one."""
 
     n_postings: int = 0
     n_raised: int = 0
 
 
 def merged_sections(
-    engine: NativeEngine, directory: str, segments: list[Segment], deleted: np.ndarray, *, salt: int, kind: int, n_records: int,
-    memory_bytes: int, progress: Progress | None, first_number: int = 0, places: np.ndarray | None = None,
+    engine: NativeEngine,
+    directory: str,
+    segments: list[Segment],
+    deleted: np.ndarray,
+    *,
+    salt: int,
+    kind: int,
+    n_records: int,
+    memory_bytes: int,
+    progress: Progress | None,
+    first_number: int = 0,
+    places: np.ndarray | None = None,
     rounding: Rounding | None = None,
-) -> Iterator[SectionContent]:  # fmt: skip
-    """The sections of a segment that holds what `segments` do, but the records that were deleted; as `SegmentBuilder.sections` gives them.
+) -> Iterator[SectionContent]:
+    """The sections of a segment that holds what `segments` do, but the records that were deleted;
+    as `SegmentBuilder.sections` gives them.
 
     Args:
         deleted: int64, ascending: numbers of records.
@@ -47,21 +60,35 @@ def merged_sections(
         lengths = np.zeros(n_records, np.int64)
         for segment in segments:
             if segment.lengths is not None:
-                left = np.setdiff1d(np.arange(len(segment)), _here(segment, deleted), assume_unique=True)
+                left = np.setdiff1d(
+                    np.arange(len(segment)), _here(segment, deleted), assume_unique=True
+                )
                 numbers = left + segment.first_number
-                lengths[numbers - first_number if places is None else places[numbers]] = segment.length_table[segment.lengths.codes[left]]
+                lengths[numbers - first_number if places is None else places[numbers]] = (
+                    segment.length_table[segment.lengths.codes[left]]
+                )
     out = SegmentWriter(
-        engine, directory, salt=salt, kind=kind, n_records=n_records,
+        engine,
+        directory,
+        salt=salt,
+        kind=kind,
+        n_records=n_records,
         n_postings=sum(segment.dictionary.n_postings for segment in segments),
-        memory_bytes=memory_bytes, progress=progress or (lambda _what, _done, _total: None),
-    )  # fmt: skip
+        memory_bytes=memory_bytes,
+        progress=progress or (lambda _what, _done, _total: None),
+    )
     try:
         budget = max(1 << 16, memory_bytes // _BYTES_A_MERGED_POSTING)
-        yield from out.sections(_merge(engine, segments, kept, budget, first_number, places), lengths)
+        yield from out.sections(
+            _merge(engine, segments, kept, budget, first_number, places), lengths
+        )
     finally:
         out.close()
     if rounding is not None:
-        rounding.n_postings, rounding.n_raised = rounding.n_postings + out.n_postings, rounding.n_raised + out.n_raised
+        rounding.n_postings, rounding.n_raised = (
+            rounding.n_postings + out.n_postings,
+            rounding.n_raised + out.n_raised,
+        )
 
 
 def _kept(segment: Segment, deleted: np.ndarray) -> np.ndarray:
@@ -70,26 +97,48 @@ def _kept(segment: Segment, deleted: np.ndarray) -> np.ndarray:
 
 def _here(segment: Segment, numbers: np.ndarray) -> np.ndarray:
     """Of these numbers, ascending, the segment's own records."""
-    begin, end = np.searchsorted(numbers, [segment.first_number, segment.first_number + len(segment)])
+    begin, end = np.searchsorted(
+        numbers, [segment.first_number, segment.first_number + len(segment)]
+    )
     found: np.ndarray = numbers[begin:end] - segment.first_number
     return found
 
 
 def _merge(
-    engine: NativeEngine, segments: list[Segment], kept: list[np.ndarray], budget: int, first_number: int, places: np.ndarray | None
-) -> Iterator[TermPostings]:  # fmt: skip
+    engine: NativeEngine,
+    segments: list[Segment],
+    kept: list[np.ndarray],
+    budget: int,
+    first_number: int,
+    places: np.ndarray | None,
+) -> Iterator[TermPostings]:
     """Postings of all segments by hash, about `budget` of them at a time."""
     edges = np.arange(1, _BUCKETS, dtype=np.uint64) << np.uint64(64 - 10)
     begins = [
-        np.concatenate([[0], np.searchsorted(each.dictionary.hashes, edges), [len(each.dictionary)]]).astype(int) for each in segments
+        np.concatenate(
+            [[0], np.searchsorted(each.dictionary.hashes, edges), [len(each.dictionary)]]
+        ).astype(int)
+        for each in segments
     ]
-    sums = [np.concatenate([[0], np.cumsum(each.dictionary.df, dtype=np.int64)]) for each in segments]
-    totals = np.cumsum(sum(np.diff(total[begin]) for total, begin in zip(sums, begins, strict=True)))  # of buckets
+    sums = [
+        np.concatenate([[0], np.cumsum(each.dictionary.df, dtype=np.int64)]) for each in segments
+    ]
+    # of buckets
+    totals = np.cumsum(
+        sum(np.diff(total[begin]) for total, begin in zip(sums, begins, strict=True))
+    )
     first = before = 0
     while first < _BUCKETS and before < totals[-1]:
         end = max(first + 1, int(np.searchsorted(totals, before + budget, side="right")))
         parts = [
-            kept_postings(engine, segment, int(begin[first]), int(begin[end]), bits, segment.first_number - first_number)
+            kept_postings(
+                engine,
+                segment,
+                int(begin[first]),
+                int(begin[end]),
+                bits,
+                segment.first_number - first_number,
+            )
             for segment, begin, bits in zip(segments, begins, kept, strict=True)
         ]
         yield join(parts) if places is None else _renumbered(join(parts), places)
@@ -104,8 +153,11 @@ def _renumbered(postings: TermPostings, places: np.ndarray) -> TermPostings:
     return replace(postings, records=records[order], values=postings.values[order])
 
 
-def kept_postings(engine: NativeEngine, segment: Segment, first: int, end: int, kept: np.ndarray | None, base: int) -> TermPostings:
-    """Postings of terms [first, end) as a build has them: by record within a term, weights as the bits of float32; records plus `base`."""
+def kept_postings(
+    engine: NativeEngine, segment: Segment, first: int, end: int, kept: np.ndarray | None, base: int
+) -> TermPostings:
+    """Postings of terms [first, end) as a build has them: by record within a term, weights as the
+    bits of float32; records plus `base`."""
     parts = list(read_lists(engine, segment, first, end, kept=kept))
     none = np.zeros(0, np.uint32)
     counts = np.concatenate([np.zeros(0, np.int64), *(part.counts for part in parts)])
@@ -113,13 +165,28 @@ def kept_postings(engine: NativeEngine, segment: Segment, first: int, end: int, 
     values = np.concatenate([none, *(part.values for part in parts)])
     held = segment.dictionary
     if held.kind != COUNT:  # the layers of a list are one after the other
-        order = np.argsort(np.repeat(np.arange(len(counts), dtype=np.uint64), counts) << np.uint64(32) | records, kind="stable")
+        order = np.argsort(
+            np.repeat(np.arange(len(counts), dtype=np.uint64), counts) << np.uint64(32) | records,
+            kind="stable",
+        )
         records, values = records[order], values[order]
     if held.kind == IMPACT:
-        values = (values * np.repeat(held.steps(np.arange(first, end)), counts)).astype(np.float32).view(np.uint32)
+        values = (
+            (values * np.repeat(held.steps(np.arange(first, end)), counts))
+            .astype(np.float32)
+            .view(np.uint32)
+        )
     used = counts > 0
-    names = [name for name, is_used in zip((name for part in parts for name in part.names), used.tolist(), strict=True) if is_used]
-    return TermPostings(names, held.hashes[first:end][used].copy(), counts[used], records + np.uint32(base), values)
+    names = [
+        name
+        for name, is_used in zip(
+            (name for part in parts for name in part.names), used.tolist(), strict=True
+        )
+        if is_used
+    ]
+    return TermPostings(
+        names, held.hashes[first:end][used].copy(), counts[used], records + np.uint32(base), values
+    )
 
 
 def bits_of(n_records: int, records: np.ndarray) -> np.ndarray:

@@ -27,15 +27,22 @@ class Documents:
         deletions: of these: ids of such records are those of no record.
     """
 
-    def __init__(self, engine: NativeEngine, segments: Sequence[tuple[SegmentFacts, FileHandle, int]], deletions: Deletions):
+    def __init__(
+        self,
+        engine: NativeEngine,
+        segments: Sequence[tuple[SegmentFacts, FileHandle, int]],
+        deletions: Deletions,
+    ):
         self._deletions = deletions
         self._parts = [
-            (facts, file, PartTexts(engine, file.path, facts.first_number, facts.n_records, salt)) for facts, file, salt in segments
+            (facts, file, PartTexts(engine, file.path, facts.first_number, facts.n_records, salt))
+            for facts, file, salt in segments
         ]
         self._ends = np.array([facts.end_number for facts, _, _ in self._parts], np.int64)
 
     def get(self, numbers: Sequence[int] | np.ndarray) -> list[Row]:
-        """Of each record, in the order asked. Raises ChecksumError, FormatError, and what a read raises."""
+        """Of each record, in the order asked. Raises ChecksumError, FormatError, and what a read
+        raises."""
         wanted = np.asarray(numbers, np.int64)
         of = np.searchsorted(self._ends, wanted, side="right")
         found = list[Row]()
@@ -54,14 +61,19 @@ class Documents:
             left = np.flatnonzero(found < 0)
             if not len(left):
                 break
-            found[left] = texts.numbers(file, facts.sections, [ids[place] for place in left.tolist()], self._is_alive)
+            found[left] = texts.numbers(
+                file, facts.sections, [ids[place] for place in left.tolist()], self._is_alive
+            )
         return found
 
     def check(self, *, ids_differ: bool) -> None:
-        """Reads everything. Raises ChecksumError, FormatError; the latter with `ids_differ` also where an id leads to another record."""
+        """Reads everything. Raises ChecksumError, FormatError; the latter with `ids_differ` also
+        where an id leads to another record."""
         for first in range(0, int(self._ends[-1]) if len(self._ends) else 0, _AT_ONCE):
             numbers = np.arange(first, min(first + _AT_ONCE, int(self._ends[-1])))
-            numbers = numbers[(numbers >= self._parts[0][0].first_number) & ~self._deletions.is_deleted(numbers)]
+            numbers = numbers[
+                (numbers >= self._parts[0][0].first_number) & ~self._deletions.is_deleted(numbers)
+            ]
             rows = self.get(numbers)
             if not ids_differ:
                 continue
@@ -69,15 +81,19 @@ class Documents:
             if len(again := np.flatnonzero(found != numbers)):
                 place = int(again[0])
                 raise errors.FormatError(
-                    f"ids of postings: {rows[place][0]!r}", path=self._parts[0][1].path, got=f"record {found[place]}",
-                    expected=f"record {numbers[place]}", fix="restore the index from a copy, or build it again",
-                )  # fmt: skip
+                    f"ids of postings: {rows[place][0]!r}",
+                    path=self._parts[0][1].path,
+                    got=f"record {found[place]}",
+                    expected=f"record {numbers[place]}",
+                    fix="restore the index from a copy, or build it again",
+                )
 
     def _is_alive(self, number: int) -> bool:
         return not bool(self._deletions.is_deleted(np.array([number]))[0])
 
     def rows(self) -> Iterator[tuple[int, Row]]:
-        """Of all records that are not deleted, ascending by number, some at a time. Raises as `get`."""
+        """Of all records that are not deleted, ascending by number, some at a time. Raises as
+        `get`."""
         for facts, file, texts in self._parts:
             for first in range(facts.first_number, facts.end_number, _AT_ONCE):
                 numbers = np.arange(first, min(first + _AT_ONCE, facts.end_number))

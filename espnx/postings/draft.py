@@ -1,6 +1,8 @@
-"""The next version of postings, before it is published: segments that are there, segments that were written, and records that go.
+"""The next version of postings, before it is published: segments that are there, segments that were
+written, and records that go.
 
-However many segments there are, few of their files are open at a time: those that are merged, or one by one.
+However many segments there are, few of their files are open at a time: those that are merged, or
+one by one.
 """
 
 from __future__ import annotations
@@ -28,7 +30,15 @@ from .compaction import Rounding, merged_sections
 from .deletions import Deletions, Removed, removed_terms
 from .documents import Documents, Row
 from .files import SegmentFile, documents_of, open_segments, read_deletions, remove_others
-from .format import KINDS, SEGMENTS_MAX, Facts, SegmentFacts, check_whole_collection, read_facts, write_facts
+from .format import (
+    KINDS,
+    SEGMENTS_MAX,
+    Facts,
+    SegmentFacts,
+    check_whole_collection,
+    read_facts,
+    write_facts,
+)
 from .stored.layout import REMOVED
 from .stored.segment import Segment
 
@@ -81,7 +91,8 @@ class Draft:
             yield documents_of(self.engine, segments, opened, self.deletions)
 
     def numbers(self, ids: Sequence[DocumentId], segments: Sequence[SegmentFacts]) -> np.ndarray:
-        """int64: the record of each id in these segments, -1 where none has it. Opens one after the other."""
+        """int64: the record of each id in these segments, -1 where none has it. Opens one after the
+        other."""
         found = np.full(len(ids), -1, np.int64)
         for facts in reversed(segments):
             left = np.flatnonzero(found < 0)
@@ -92,7 +103,8 @@ class Draft:
         return found
 
     def delete(self, numbers: np.ndarray) -> int:
-        """Records by number, ascending; of those that were deleted before, nothing changes. How many there were."""
+        """Records by number, ascending; of those that were deleted before, nothing changes. How
+        many there were."""
         held = self.deletions
         fresh = numbers[~held.is_deleted(numbers)]
         if not len(fresh):
@@ -102,32 +114,56 @@ class Draft:
             begin, end = np.searchsorted(fresh, [facts.first_number, facts.end_number])
             if begin < end:
                 with self.opened([facts]) as (segment,):
-                    removed[facts.name] = _removed(self.engine, segment, fresh[begin:end] - facts.first_number, removed.get(facts.name))
+                    removed[facts.name] = _removed(
+                        self.engine,
+                        segment,
+                        fresh[begin:end] - facts.first_number,
+                        removed.get(facts.name),
+                    )
         self._deletions = Deletions(np.union1d(held.numbers, fresh), removed)
         return len(fresh)
 
     def append(self, segment: SegmentFacts, *, memory_bytes: int) -> None:
-        """Takes a new segment in, and merges additions where there are too many of a size. Raises InvalidInputError where no more fit."""
+        """Takes a new segment in, and merges additions where there are too many of a size. Raises
+        InvalidInputError where no more fit."""
         if len(self.segments) >= SEGMENTS_MAX:
             raise errors.InvalidInputError(
-                "segments", got=len(self.segments), expected=f"below {SEGMENTS_MAX}", fix="`espnx postings compact`"
+                "segments",
+                got=len(self.segments),
+                expected=f"below {SEGMENTS_MAX}",
+                fix="`espnx postings compact`",
             )
         self.segments.append(segment)
         for group in reversed(groups_to_merge([each.n_records for each in self.segments[1:]])):
             self.merge(1 + group.start, 1 + group.stop, memory_bytes=memory_bytes, progress=None)
 
-    def merge(self, start: int, stop: int, *, memory_bytes: int, progress: Progress | None) -> SegmentFacts:
-        """Makes one of the segments from `start` to before `stop`, without what was deleted. Numbers stay."""
+    def merge(
+        self, start: int, stop: int, *, memory_bytes: int, progress: Progress | None
+    ) -> SegmentFacts:
+        """Makes one of the segments from `start` to before `stop`, without what was deleted.
+        Numbers stay."""
         chosen = self.segments[start:stop]
         first, end = chosen[0].first_number, chosen[-1].end_number
         deletions, name, salt = self.deletions, self.new_name(), secrets.randbits(32)
-        with self.opened(chosen) as segments, SegmentFile(self.engine, self.directory, name) as file:
+        with (
+            self.opened(chosen) as segments,
+            SegmentFile(self.engine, self.directory, name) as file,
+        ):
             if self.facts.has_documents:
                 write_texts(file, self._rows(chosen, segments, deletions), first, salt)
             content: Iterator[SectionContent] = merged_sections(
-                self.engine, self.directory, segments, deletions.numbers, salt=salt, kind=KINDS[self.facts.kind], n_records=end - first,
-                memory_bytes=memory_bytes, progress=progress, first_number=first, rounding=self.rounding,
-            )  # fmt: skip
+                self.engine,
+                self.directory,
+                segments,
+                deletions.numbers,
+                salt=salt,
+                kind=KINDS[self.facts.kind],
+                n_records=end - first,
+                memory_bytes=memory_bytes,
+                progress=progress,
+                first_number=first,
+                rounding=self.rounding,
+            )
             merged = SegmentFacts(name, first, end - first, file.finish(content))
         self.segments[start:stop] = [merged]
         self.n_merged += len(chosen)
@@ -135,7 +171,9 @@ class Draft:
             self._deletions = deletions.without([each.name for each in chosen])
         return merged
 
-    def _rows(self, chosen: Sequence[SegmentFacts], segments: Sequence[Segment], deletions: Deletions) -> Iterator[Row]:
+    def _rows(
+        self, chosen: Sequence[SegmentFacts], segments: Sequence[Segment], deletions: Deletions
+    ) -> Iterator[Row]:
         """Of each number; nothing is left of those that were deleted."""
         number = chosen[0].first_number
         for found, row in documents_of(self.engine, chosen, segments, deletions).rows():
@@ -181,10 +219,17 @@ def changing(path: str | os.PathLike[str]) -> Iterator[Draft]:
                 raise
 
 
-def _removed(engine: NativeEngine, segment: Segment, records: np.ndarray, before: Removed | None) -> Removed:
+def _removed(
+    engine: NativeEngine, segment: Segment, records: np.ndarray, before: Removed | None
+) -> Removed:
     """What the lists of a segment have of these records, and of those that were deleted before."""
     n_records, sum_lengths = (before.n_records, before.sum_lengths) if before else (0, 0)
     if segment.lengths is not None:
         sum_lengths += int(segment.length_table[segment.lengths.codes[records]].sum())
     known = before.terms if before else (np.zeros(0, np.int64), np.zeros(0, np.int64))
-    return Removed(segment.dictionary.salt, n_records + len(records), sum_lengths, removed_terms(engine, segment, records, known))
+    return Removed(
+        segment.dictionary.salt,
+        n_records + len(records),
+        sum_lengths,
+        removed_terms(engine, segment, records, known),
+    )

@@ -1,4 +1,5 @@
-"""Looking into postings: what of a query a record's score comes from, and whether everything on storage is what was written."""
+"""Looking into postings: what of a query a record's score comes from, and whether everything on
+storage is what was written."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class TermScore:
         term: as text.
         weight: idf of BM25, or the query's weight.
         value: how often the record has it, or what it weighs there; 0: it has it not.
-        score: what comes of it, float32's value; of ``bm25l`` and ``bm25+`` beyond what every record gets.
+        score: what comes of it, float32's value; of ``bm25l`` and ``bm25+`` beyond what every
+            record gets.
     """
 
     term: str
@@ -45,7 +47,8 @@ class Explanation:
         number: of the record.
         terms: of the query that any record has, in its order.
         constant: what every record gets (``bm25l``, ``bm25+``).
-        score: as a search gives it; None: the record has no term of the query, or was deleted, and is not found.
+        score: as a search gives it; None: the record has no term of the query, or was deleted, and
+            is not found.
         is_deleted: whether it was; nothing else is said of it then.
     """
 
@@ -68,10 +71,13 @@ class Explanation:
         return "\n".join([f"record {self.number}: {total}", *lines])
 
 
-def explain(engine: NativeEngine, collection: Collection, query: QueryTerms, number: int, bm25: BM25) -> Explanation:
+def explain(
+    engine: NativeEngine, collection: Collection, query: QueryTerms, number: int, bm25: BM25
+) -> Explanation:
     """How a record's score comes about. Reads the lists of the query's terms, and no other.
 
-    Raises InvalidInputError for a number that no segment has; ChecksumError, and what a read raises.
+    Raises InvalidInputError for a number that no segment has; ChecksumError, and what a read
+    raises.
     """
     plan = QueryPlan(collection, [query], bm25, None)
     plan.check_names(0)  # a term that is not in the lists may have the hash of one that is
@@ -81,7 +87,9 @@ def explain(engine: NativeEngine, collection: Collection, query: QueryTerms, num
     raise errors.InvalidInputError("number of a record", got=number, expected="that of a record")
 
 
-def _explain(engine: NativeEngine, plan: QueryPlan, i: int, segment: Segment, number: int) -> Explanation:
+def _explain(
+    engine: NativeEngine, plan: QueryPlan, i: int, segment: Segment, number: int
+) -> Explanation:
     record = number - segment.first_number
     found, total, has = [], np.float32(0), False
     for term, data, weight, absent in plan.weighted(0, i):
@@ -97,7 +105,9 @@ def _explain(engine: NativeEngine, plan: QueryPlan, i: int, segment: Segment, nu
             total, has = np.float32(total + score), True
         found.append(TermScore(term_text(data), weight, value, float(score)))
     constant = np.float32(plan.constant(0))
-    return Explanation(number, tuple(found), float(constant), float(np.float32(total + constant)) if has else None)
+    return Explanation(
+        number, tuple(found), float(constant), float(np.float32(total + constant)) if has else None
+    )
 
 
 def _value(engine: NativeEngine, segment: Segment, term: int, data: bytes, record: int) -> float:
@@ -129,9 +139,11 @@ class VerifyReport:
 
 
 def verify(engine: NativeEngine, segments: list[Segment]) -> VerifyReport:
-    """Reads everything: each list's checksums, name, order and count, each term's hash, each forward record.
+    """Reads everything: each list's checksums, name, order and count, each term's hash, each
+    forward record.
 
-    Raises ChecksumError, FormatError: the first thing that is not what was written; and what a read raises.
+    Raises ChecksumError, FormatError: the first thing that is not what was written; and what a read
+    raises.
     """
     terms = postings = records = size_bytes = 0
     for segment in segments:
@@ -139,9 +151,23 @@ def verify(engine: NativeEngine, segments: list[Segment]) -> VerifyReport:
         for part in read_lists(engine, segment):
             stored = held.hashes[part.first : part.first + len(part.names)]
             if not np.array_equal(hashes_of(part.names), stored):
-                raise errors.FormatError("terms of postings", path=segment.terms.file.path, got="a term", expected="one of its hash")
-            if len(part.records) and segment.lengths is not None and bool((segment.lengths.codes[part.records] == 0).any()):
-                raise errors.FormatError("lengths of postings", path=segment.lists.file.path, got="none", expected="one or more terms")
+                raise errors.FormatError(
+                    "terms of postings",
+                    path=segment.terms.file.path,
+                    got="a term",
+                    expected="one of its hash",
+                )
+            if (
+                len(part.records)
+                and segment.lengths is not None
+                and bool((segment.lengths.codes[part.records] == 0).any())
+            ):
+                raise errors.FormatError(
+                    "lengths of postings",
+                    path=segment.lists.file.path,
+                    got="none",
+                    expected="one or more terms",
+                )
             terms, postings = terms + len(part.names), postings + len(part.records)
         if segment.rows is not None:
             records += _verify_records(engine, segment)
@@ -157,16 +183,29 @@ def _verify_records(engine: NativeEngine, segment: Segment) -> int:
     for first in range(0, len(segment), _RECORDS_AT_ONCE):
         numbers = np.arange(first, min(first + _RECORDS_AT_ONCE, len(segment)))
         offsets, sizes = rows.place(numbers)
-        lies = Plan.of(segment.forward.file, torch.from_numpy(offsets + segment.forward.offset_bytes), torch.from_numpy(sizes))
+        lies = Plan.of(
+            segment.forward.file,
+            torch.from_numpy(offsets + segment.forward.offset_bytes),
+            torch.from_numpy(sizes),
+        )
         future = engine.read(lies, gap_bytes=4096)
         _, bad, why = load_native().score_forward(
-            future.wait(), future.position_bytes, torch.from_numpy(sizes), torch.from_numpy(numbers), segment.dictionary.salt,
-            segment.dictionary.kind, segment.forward_term_bytes, none.to(torch.uint32), none,
-        )  # fmt: skip
+            future.wait(),
+            future.position_bytes,
+            torch.from_numpy(sizes),
+            torch.from_numpy(numbers),
+            segment.dictionary.salt,
+            segment.dictionary.kind,
+            segment.forward_term_bytes,
+            none.to(torch.uint32),
+            none,
+        )
         if bad >= 0:
             raise errors.ChecksumError(
-                f"forward record {first + bad} is damaged: {why}", path=segment.forward.file.path,
-                offset_bytes=segment.forward.offset_bytes + int(offsets[bad]), size_bytes=int(sizes[bad]),
+                f"forward record {first + bad} is damaged: {why}",
+                path=segment.forward.file.path,
+                offset_bytes=segment.forward.offset_bytes + int(offsets[bad]),
+                size_bytes=int(sizes[bad]),
                 fix="restore the index from a copy, or build it again",
-            )  # fmt: skip
+            )
     return len(segment)

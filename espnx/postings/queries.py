@@ -1,5 +1,5 @@
-"""What a caller gives to a build or a search, checked: queries as terms, rules of BM25, records that alone may be found, the directories of
-a collection."""
+"""What a caller gives to a build or a search, checked: queries as terms, rules of BM25, records
+that alone may be found, the directories of a collection."""
 
 from __future__ import annotations
 
@@ -19,16 +19,24 @@ from .format import PARTS_MAX
 from .search.plan import QueryTerms
 
 Query = str | QueryTerms
-_EXPECTED = "a text, a tuple of terms, or a mapping of terms to weights; or a list of those, or of lists of terms"
+_EXPECTED = (
+    "a text, a tuple of terms, or a mapping of terms to weights; or a list of those, or of lists "
+    "of terms"
+)
 
 
 def terms_of(queries: Query | Sequence[Query], analyzer: Analyzer) -> list[QueryTerms]:
-    """Of a query alone (a text, a tuple of terms, a mapping), or of each of several. Raises InvalidInputError."""
+    """Of a query alone (a text, a tuple of terms, a mapping), or of each of several. Raises
+    InvalidInputError."""
     if is_tokenized(queries):
         return list(words_of(queries))
     if isinstance(queries, (str, Mapping, tuple)):
         return [_terms(queries, analyzer)]
-    if isinstance(queries, (bytes, bytearray)) or not isinstance(queries, Iterable) or getattr(queries, "ndim", 1) == 0:
+    if (
+        isinstance(queries, (bytes, bytearray))
+        or not isinstance(queries, Iterable)
+        or getattr(queries, "ndim", 1) == 0
+    ):
         raise errors.InvalidInputError("queries", got=_shown(queries), expected=_EXPECTED)
     return [_terms(query, analyzer) for query in queries]
 
@@ -36,7 +44,11 @@ def terms_of(queries: Query | Sequence[Query], analyzer: Analyzer) -> list[Query
 def _terms(query: Any, analyzer: Analyzer) -> QueryTerms:
     if isinstance(query, str):
         return analyzer.terms(query)
-    if isinstance(query, (bytes, bytearray)) or not isinstance(query, Iterable) or getattr(query, "ndim", 1) == 0:
+    if (
+        isinstance(query, (bytes, bytearray))
+        or not isinstance(query, Iterable)
+        or getattr(query, "ndim", 1) == 0
+    ):
         raise errors.InvalidInputError("query", got=_shown(query), expected=_EXPECTED)
     return query if isinstance(query, Mapping) else [plain(term) for term in query]
 
@@ -52,22 +64,31 @@ def analyzer_of(given: Analyzer | str | None) -> Analyzer:
     if isinstance(given, str):
         return Analyzer.of(given)
     if not isinstance(given, Analyzer):
-        raise errors.InvalidInputError("analyzer", got=_shown(given), expected="an Analyzer, or a language such as 'english'")
+        raise errors.InvalidInputError(
+            "analyzer", got=_shown(given), expected="an Analyzer, or a language such as 'english'"
+        )
     return given
 
 
 def bm25_of(given: BM25 | str | Mapping[str, Any] | None) -> BM25:
-    """Of a variant's name, or of some of the fields, with the others as they are by default. Raises InvalidInputError."""
+    """Of a variant's name, or of some of the fields, with the others as they are by default. Raises
+    InvalidInputError."""
     if given is None:
         return BM25()
     if isinstance(given, str):
         return BM25(given)
     if isinstance(given, Mapping):
         if unknown := [name for name in given if name not in BM25.__dataclass_fields__]:
-            raise errors.InvalidInputError("fields of BM25", got=unknown[0], expected=", ".join(BM25.__dataclass_fields__))
+            raise errors.InvalidInputError(
+                "fields of BM25", got=unknown[0], expected=", ".join(BM25.__dataclass_fields__)
+            )
         return BM25(**given)
     if not isinstance(given, BM25):
-        raise errors.InvalidInputError("bm25", got=_shown(given), expected="a BM25, a variant such as 'lucene', or a mapping of fields")
+        raise errors.InvalidInputError(
+            "bm25",
+            got=_shown(given),
+            expected="a BM25, a variant such as 'lucene', or a mapping of fields",
+        )
     return given
 
 
@@ -82,7 +103,8 @@ def directories_of(given: Iterable[str | os.PathLike[str]]) -> list[str]:
 
 
 def rule_of(own: BM25, **given: Any) -> BM25:
-    """The index's own rule but for what a search names; None stands for what it does not. Raises InvalidInputError."""
+    """The index's own rule but for what a search names; None stands for what it does not. Raises
+    InvalidInputError."""
     named = {name: value for name, value in given.items() if value is not None}
     if not named:
         return own
@@ -103,7 +125,11 @@ def mask_of(include: Any, exclude: Any, total: int) -> np.ndarray | None:
 
 def as_array(name: str, given: Any, expected: str) -> np.ndarray:
     """Any collection as an array. Raises InvalidInputError for what is none."""
-    if isinstance(given, (str, bytes, bytearray)) or not isinstance(given, Iterable) or getattr(given, "ndim", 1) == 0:
+    if (
+        isinstance(given, (str, bytes, bytearray))
+        or not isinstance(given, Iterable)
+        or getattr(given, "ndim", 1) == 0
+    ):
         raise errors.InvalidInputError(name, got=_shown(given), expected=expected)
     if hasattr(given, "__array__"):
         return np.asarray(given)
@@ -122,7 +148,8 @@ def ids_or_mask(name: str, given: Any) -> np.ndarray | list[DocumentId]:
 
 
 def marked(name: str, given: Any, total: int) -> np.ndarray:
-    """bool [total]: records that are given as such, or by their numbers, in any collection. Raises InvalidInputError."""
+    """bool [total]: records that are given as such, or by their numbers, in any collection. Raises
+    InvalidInputError."""
     expected = f"bool [{total}], or numbers of records"
     values = as_array(name, given, expected)
     if values.dtype == bool and values.shape == (total,):
@@ -130,9 +157,15 @@ def marked(name: str, given: Any, total: int) -> np.ndarray:
     if values.size == 0:
         values = values.astype(np.int64)
     if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise errors.InvalidInputError(name, got=f"{values.dtype} {list(values.shape)}", expected=expected)
+        raise errors.InvalidInputError(
+            name, got=f"{values.dtype} {list(values.shape)}", expected=expected
+        )
     if values.size and not 0 <= int(values.min()) <= int(values.max()) < total:
-        raise errors.InvalidInputError(name, got=f"numbers from {values.min()} to {values.max()}", expected=f"from 0 to {total - 1}")
+        raise errors.InvalidInputError(
+            name,
+            got=f"numbers from {values.min()} to {values.max()}",
+            expected=f"from 0 to {total - 1}",
+        )
     found = np.zeros(total, bool)
     found[values] = True
     return found

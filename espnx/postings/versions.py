@@ -1,5 +1,5 @@
-"""Changes to postings that stand alone: each publishes a version, by its manifest, when all of it is on storage. Searches that are open
-go on with the one that they have."""
+"""Changes to postings that stand alone: each publishes a version, by its manifest, when all of it
+is on storage. Searches that are open go on with the one that they have."""
 
 from __future__ import annotations
 
@@ -39,20 +39,21 @@ def add(
     memory_bytes: int = MEMORY_BYTES,
     progress: Progress | None = None,
 ) -> PostingsReport:
-    """Appends records, numbered from the end. Totals are summed over segments when a query is asked, so scores of BM25 are those of an
-    index built of all.
+    """Appends records, numbered from the end. Totals are summed over segments when a query is
+    asked, so scores of BM25 are those of an index built of all.
 
-    They become a segment of their own, and eight additions of a size one of the next: there are few segments however many additions there
-    were, and few files are open at a time.
+    They become a segment of their own, and eight additions of a size one of the next: there are few
+    segments however many additions there were, and few files are open at a time.
 
     Args:
-        texts, terms, vectors, ids, memory_bytes, progress: of `espnx.Postings.build`; of the kind that the index is, with ids where it has
-            them. With no record, nothing is published.
-        replace: a record whose id the index has takes the other's place, in one step: no version has both, or neither. It has a number of
-            its own.
+        texts, terms, vectors, ids, memory_bytes, progress: of `espnx.Postings.build`; of the kind
+            that the index is, with ids where it has them. With no record, nothing is published.
+        replace: a record whose id the index has takes the other's place, in one step: no version
+            has both, or neither. It has a number of its own.
 
     Raises:
-        InvalidInputError: of arguments; an id that comes twice, or that the index has (without `replace`).
+        InvalidInputError: of arguments; an id that comes twice, or that the index has (without
+            `replace`).
         StoreBusyError: another process writes there.
         StoreNotFoundError, FormatError, ChecksumError: no postings, or damaged ones.
         WriteError, DiskFullError: the index is as it was.
@@ -61,17 +62,28 @@ def add(
     check_whole("memory_bytes", memory_bytes, 1 << 20)
     with changing(path) as draft:
         facts = draft.facts
-        if (vectors is not None) != (facts.kind != "bm25") or (texts is None) + (terms is None) + (vectors is None) != 2:
+        if (vectors is not None) != (facts.kind != "bm25") or (texts is None) + (terms is None) + (
+            vectors is None
+        ) != 2:
             expected = "texts or terms" if facts.kind == "bm25" else "vectors"
-            raise errors.InvalidInputError("records to add", got="others, or none", expected=expected)
+            raise errors.InvalidInputError(
+                "records to add", got="others, or none", expected=expected
+            )
         records = Records(texts, terms, vectors, ids)
         _check_ids(records, facts, replace=replace)
         name, salt = draft.new_name(), secrets.randbits(32)
         builder = SegmentBuilder(
-            draft.engine, draft.directory, kind=KINDS[facts.kind], analyzer=facts.analyzer, memory_bytes=memory_bytes, progress=progress,
+            draft.engine,
+            draft.directory,
+            kind=KINDS[facts.kind],
+            analyzer=facts.analyzer,
+            memory_bytes=memory_bytes,
+            progress=progress,
             salt=salt,
-        )  # fmt: skip
-        segment = built_segment(draft.engine, draft.directory, name, records, builder, facts, draft.rounding)
+        )
+        segment = built_segment(
+            draft.engine, draft.directory, name, records, builder, facts, draft.rounding
+        )
         if not segment.n_records:
             remove_work(draft.directory)  # of a build that ended right after it was done
             remove_others(draft.directory, facts)
@@ -81,7 +93,12 @@ def add(
         draft.append(segment, memory_bytes=memory_bytes)
         published = draft.publish()
         warn_of_rounding(draft.directory, draft.rounding, stacklevel=2)
-        return _with(report, n_raised=draft.rounding.n_raised, n_replaced=replaced, n_segments=len(published.segments))
+        return _with(
+            report,
+            n_raised=draft.rounding.n_raised,
+            n_replaced=replaced,
+            n_segments=len(published.segments),
+        )
 
 
 def _with(report: PostingsReport, **changes: int) -> PostingsReport:
@@ -91,18 +108,23 @@ def _with(report: PostingsReport, **changes: int) -> PostingsReport:
 def _check_ids(records: Records, facts: Facts, *, replace: bool) -> None:
     if replace and not facts.has_ids:
         raise errors.InvalidInputError(
-            "replace", got="postings without ids", expected="False", fix="build them with ids; here: delete by number, then add"
+            "replace",
+            got="postings without ids",
+            expected="False",
+            fix="build them with ids; here: delete by number, then add",
         )
     if records.has_ids and not facts.has_ids:
         raise errors.InvalidInputError(
-            "records to add", got="records with ids", expected="records alone: these postings were built without ids",
+            "records to add",
+            got="records with ids",
+            expected="records alone: these postings were built without ids",
             fix="leave the ids out, or build the postings with them",
-        )  # fmt: skip
+        )
 
 
 def _replace(draft: Draft, segment: SegmentFacts, *, replace: bool) -> int:
-    """Deletes records of the ids of a new segment that segments before it have: how many. Raises InvalidInputError for an id that comes
-    twice, and without `replace` for one that is there."""
+    """Deletes records of the ids of a new segment that segments before it have: how many. Raises
+    InvalidInputError for an id that comes twice, and without `replace` for one that is there."""
     older = list(draft.segments)
     with draft.documents([segment]) as documents:
         found = list[np.ndarray]()
@@ -113,29 +135,34 @@ def _replace(draft: Draft, segment: SegmentFacts, *, replace: bool) -> int:
             if (places >= 0).any() and not replace:
                 known = ids[int(np.flatnonzero(places >= 0)[0])]
                 raise errors.InvalidInputError(
-                    f"document id {known!r}", got="one that the postings have", expected="new ids",
+                    f"document id {known!r}",
+                    got="one that the postings have",
+                    expected="new ids",
                     fix="replace=True (--replace) puts the new record in the place of the old one",
-                )  # fmt: skip
+                )
             found.append(places[places >= 0])
     return draft.delete(np.sort(np.concatenate(found)))
 
 
 @suggests_keywords
 def delete(path: str | os.PathLike[str], records: Any, *, missing_ok: bool = False) -> int:
-    """Takes records out: they are found no more, and count no more in the totals, so scores of BM25 are those of an index of the others.
+    """Takes records out: they are found no more, and count no more in the totals, so scores of BM25
+    are those of an index of the others.
 
-    Goes through all lists of the segments that have them once, to see which terms they had. Numbers of other records stay; those of deleted
-    ones are not given again.
+    Goes through all lists of the segments that have them once, to see which terms they had. Numbers
+    of other records stay; those of deleted ones are not given again.
 
     Args:
-        records: in any collection: their ids, where the postings have ids; else their numbers. Or bool [n], as `espnx.Postings.search`
-            takes ``include``, n the end of the numbers given so far.
+        records: in any collection: their ids, where the postings have ids; else their numbers. Or
+            bool [n], as `espnx.Postings.search` takes ``include``, n the end of the numbers given
+            so far.
         missing_ok: ids that no record has have no effect.
 
     Returns:
         How many were deleted; a number that was deleted before is none.
 
-    Raises as `add`; InvalidInputError for an id or a number that no record has, and for what is none; nothing is deleted then.
+    Raises as `add`; InvalidInputError for an id or a number that no record has, and for what is
+    none; nothing is deleted then.
     """
     with changing(path) as draft:
         numbers = _numbers(draft, records, missing_ok=missing_ok)
@@ -161,13 +188,19 @@ def _numbers(draft: Draft, records: Any, *, missing_ok: bool) -> np.ndarray:
 
 
 @suggests_keywords
-def compact(path: str | os.PathLike[str], *, memory_bytes: int = MEMORY_BYTES, progress: Progress | None = None) -> PostingsReport | None:
+def compact(
+    path: str | os.PathLike[str],
+    *,
+    memory_bytes: int = MEMORY_BYTES,
+    progress: Progress | None = None,
+) -> PostingsReport | None:
     """Merges all segments into one, without what was deleted. Numbers of records stay.
 
     Returns:
         What was written; None where nothing was to be done.
 
-    Raises as `add`. A weight in one byte is rounded to the steps of the merged list, if these are coarser than its own were.
+    Raises as `add`. A weight in one byte is rounded to the steps of the merged list, if these are
+    coarser than its own were.
     """
     memory_bytes = plain(memory_bytes)
     check_whole("memory_bytes", memory_bytes, 1 << 20)

@@ -1,4 +1,5 @@
-"""Retrieval quality of rankings against judgements, as trec_eval computes it, and whether one system's differs from another's."""
+"""Retrieval quality of rankings against judgements, as trec_eval computes it, and whether one
+system's differs from another's."""
 
 from __future__ import annotations
 
@@ -27,43 +28,64 @@ _DRAWN_AT_ONCE = 1 << 20
 
 
 @suggests_keywords
-def evaluate(rankings: Rankings, qrels: Qrels, metrics: Sequence[str] = DEFAULT_METRICS) -> dict[str, float]:
-    """Means over the queries that have a relevant document; one that is missing from `rankings` counts as having found nothing, but they
-    may not all be missing: their ids are then of another kind.
+def evaluate(
+    rankings: Rankings, qrels: Qrels, metrics: Sequence[str] = DEFAULT_METRICS
+) -> dict[str, float]:
+    """Means over the queries that have a relevant document; one that is missing from `rankings`
+    counts as having found nothing, but they may not all be missing: their ids are then of another
+    kind.
 
-    Values are those of ``ir_measures`` (nDCG, RR, AP, R, P and Success at k), wherever every judged query has a relevant document; it
-    takes one that has none into the mean, as a zero.
+    Values are those of ``ir_measures`` (nDCG, RR, AP, R, P and Success at k), wherever every judged
+    query has a relevant document; it takes one that has none into the mean, as a zero.
 
     Args:
-        rankings: query -> documents, best first: ids, pairs of id and score (as `read_run` gives), or the hits of a search.
-        qrels: query -> id -> relevance. Above 0 is relevant; nDCG takes it as the gain, discounted by log2(rank + 1).
-        metrics: of ``nDCG@k``, ``MRR@k``, ``MAP@k``, ``recall@k``, ``P@k`` (precision) and ``success@k`` (whether there is any). Any other
-            name is one of ir-measures, which computes it where it is installed (``pip install 'espnx[metrics]'``): ``RR@10``, ``ERR@20``,
-            ``Bpref``, ``AP(rel=2)@100``. It sees rankings in their order, without scores.
+        rankings: query -> documents, best first: ids, pairs of id and score (as `read_run` gives),
+            or the hits of a search.
+        qrels: query -> id -> relevance. Above 0 is relevant; nDCG takes it as the gain, discounted
+            by log2(rank + 1).
+        metrics: of ``nDCG@k``, ``MRR@k``, ``MAP@k``, ``recall@k``, ``P@k`` (precision) and
+            ``success@k`` (whether there is any). Any other name is one of ir-measures, which
+            computes it where it is installed (``pip install 'espnx[metrics]'``): ``RR@10``,
+            ``ERR@20``, ``Bpref``, ``AP(rel=2)@100``. It sees rankings in their order, without
+            scores.
 
     Raises:
-        InvalidInputError: an unknown metric, no query with a relevant document, rankings of no query that is judged, or a ranking that
-            names a document twice.
+        InvalidInputError: an unknown metric, no query with a relevant document, rankings of no
+            query that is judged, or a ranking that names a document twice.
     """
     each = evaluate_each(rankings, qrels, metrics)
     return {metric: math.fsum(values.values()) / len(values) for metric, values in each.items()}
 
 
 @suggests_keywords
-def evaluate_each(rankings: Rankings, qrels: Qrels, metrics: Sequence[str] = DEFAULT_METRICS) -> dict[str, dict[Any, float]]:
+def evaluate_each(
+    rankings: Rankings, qrels: Qrels, metrics: Sequence[str] = DEFAULT_METRICS
+) -> dict[str, dict[Any, float]]:
     """What `evaluate` takes the means of: metric -> query -> value."""
     own = {metric: parsed for metric in metrics if (parsed := _own(metric)) is not None}
     named = {metric: named_measure(metric, _METRICS) for metric in metrics if metric not in own}
-    judged = {query: relevant for query, relevant in qrels.items() if any(gain > 0 for gain in relevant.values())}
+    judged = {
+        query: relevant
+        for query, relevant in qrels.items()
+        if any(gain > 0 for gain in relevant.values())
+    }
     if not judged:
-        raise errors.InvalidInputError("evaluate", got="no query with a relevant document", expected="qrels: query -> id -> relevance")
+        raise errors.InvalidInputError(
+            "evaluate",
+            got="no query with a relevant document",
+            expected="qrels: query -> id -> relevance",
+        )
     check_judged(rankings, qrels)
     found: dict[str, dict[Any, float]] = {metric: {} for metric in metrics}
     ranked: dict[Any, list[Any]] = {}
     for query, relevant in judged.items():
         ranking = [document_of(item) for item in rankings.get(query, ())]
         if len(set(ranking)) != len(ranking):
-            raise errors.InvalidInputError(f"ranking of query {query!r}", got="a document twice", expected="every document at most once")
+            raise errors.InvalidInputError(
+                f"ranking of query {query!r}",
+                got="a document twice",
+                expected="every document at most once",
+            )
         gains = [max(0, relevant.get(document, 0)) for document in ranking]
         for metric, (kind, depth) in own.items():
             found[metric][query] = _KINDS[kind](gains[:depth], relevant, depth)
@@ -107,8 +129,9 @@ class Comparison:
 
     def __str__(self) -> str:
         return (
-            f"{self.metric} {self.value:.4f} against {self.baseline:.4f}: {self.difference:+.4f}, {self.confidence:.0%} interval"
-            f" {self.low:+.4f} to {self.high:+.4f} ({self.queries:,} queries: {self.better:,} better, {self.worse:,} worse)"
+            f"{self.metric} {self.value:.4f} against {self.baseline:.4f}: {self.difference:+.4f}, "
+            f"{self.confidence:.0%} interval {self.low:+.4f} to {self.high:+.4f} ({self.queries:,} "
+            f"queries: {self.better:,} better, {self.worse:,} worse)"
         )
 
 
@@ -123,11 +146,13 @@ def compare_rankings(
     samples: int = 10_000,
     seed: int = 0,
 ) -> list[Comparison]:
-    """How much better one system is than another, and how sure that is: the interval of a paired bootstrap over queries (Sakai, SIGIR
-    2006; percentiles). Where it holds 0, as many other queries might as well have said the opposite.
+    """How much better one system is than another, and how sure that is: the interval of a paired
+    bootstrap over queries (Sakai, SIGIR 2006; percentiles). Where it holds 0, as many other queries
+    might as well have said the opposite.
 
     Args:
-        rankings, baseline, qrels, metrics: as of `evaluate`; both are judged on all queries that have a relevant document.
+        rankings, baseline, qrels, metrics: as of `evaluate`; both are judged on all queries that
+            have a relevant document.
         confidence: of the interval, above 0 and below 1.
         samples: how many times as many queries are drawn, with repetition.
         seed: of the draws; the same numbers everywhere.
@@ -136,10 +161,18 @@ def compare_rankings(
         InvalidInputError: what `evaluate` refuses, or an argument out of range.
     """
     if not isinstance(confidence, float) or not 0 < confidence < 1:
-        raise errors.InvalidInputError("confidence", got=repr(confidence), expected="a number between 0 and 1")
+        raise errors.InvalidInputError(
+            "confidence", got=repr(confidence), expected="a number between 0 and 1"
+        )
     for name, number, most in (("samples", samples, 10_000_000), ("seed", seed, 2**63 - 1)):
-        if not isinstance(number, int) or isinstance(number, bool) or not (name == "samples") <= number <= most:
-            raise errors.InvalidInputError(name, got=repr(number), expected=f"a whole number up to {most}")
+        if (
+            not isinstance(number, int)
+            or isinstance(number, bool)
+            or not (name == "samples") <= number <= most
+        ):
+            raise errors.InvalidInputError(
+                name, got=repr(number), expected=f"a whole number up to {most}"
+            )
     ours, theirs = evaluate_each(rankings, qrels, metrics), evaluate_each(baseline, qrels, metrics)
     made = []
     for metric in metrics:
@@ -149,15 +182,24 @@ def compare_rankings(
         value, other = (math.fsum(each) / len(each) for each in (values, others))
         made.append(
             Comparison(
-                metric, value, other, value - other, float(low), float(high), confidence,
-                len(values), int((values > others).sum()), int((values < others).sum()),
+                metric,
+                value,
+                other,
+                value - other,
+                float(low),
+                float(high),
+                confidence,
+                len(values),
+                int((values > others).sum()),
+                int((values < others).sum()),
             )
-        )  # fmt: skip
+        )
     return made
 
 
 def _resampled_means(differences: np.ndarray, samples: int, seed: int) -> np.ndarray:
-    """float64 [samples]: means of as many values as there are, drawn with repetition. The raw stream of PCG64 is the same everywhere."""
+    """float64 [samples]: means of as many values as there are, drawn with repetition. The raw
+    stream of PCG64 is the same everywhere."""
     random, count = np.random.PCG64(seed), len(differences)
     at_once = max(1, _DRAWN_AT_ONCE // count)
     means = []
@@ -172,13 +214,18 @@ def check_judged(queries: Collection[Any], qrels: Qrels) -> None:
     """Raises InvalidInputError unless one of the queries is judged."""
     if not any(query in qrels for query in queries):
         raise errors.InvalidInputError(
-            "evaluate: no query is judged", got=_kind(queries), expected=_kind(qrels), fix="give both the same ids, of the same type"
+            "evaluate: no query is judged",
+            got=_kind(queries),
+            expected=_kind(qrels),
+            fix="give both the same ids, of the same type",
         )
 
 
 def _kind(ids: Collection[Any]) -> str:
     first = next(iter(ids), None)
-    return "no query ids" if first is None else f"query ids such as {first!r} ({type(first).__name__})"
+    return (
+        "no query ids" if first is None else f"query ids such as {first!r} ({type(first).__name__})"
+    )
 
 
 def _own(metric: str) -> tuple[str, int] | None:
@@ -189,7 +236,10 @@ def _own(metric: str) -> tuple[str, int] | None:
 
 def depth_of(metrics: Sequence[str]) -> int:
     """How deep rankings must be for all of them. Raises InvalidInputError for an unknown one."""
-    depths = (own[1] if (own := _own(metric)) else depth_of_named(named_measure(metric, _METRICS)) for metric in metrics)
+    depths = (
+        own[1] if (own := _own(metric)) else depth_of_named(named_measure(metric, _METRICS))
+        for metric in metrics
+    )
     return max(depths, default=10)
 
 
@@ -198,7 +248,9 @@ def _dcg(gains: Sequence[int]) -> float:
 
 
 def _ndcg(gains: Sequence[int], relevant: Mapping[Any, int], depth: int) -> float:
-    return _dcg(gains) / _dcg(sorted((gain for gain in relevant.values() if gain > 0), reverse=True)[:depth])
+    return _dcg(gains) / _dcg(
+        sorted((gain for gain in relevant.values() if gain > 0), reverse=True)[:depth]
+    )
 
 
 def _mrr(gains: Sequence[int], relevant: Mapping[Any, int], depth: int) -> float:
@@ -226,38 +278,62 @@ def _success(gains: Sequence[int], relevant: Mapping[Any, int], depth: int) -> f
     return float(any(gain > 0 for gain in gains))
 
 
-_KINDS = {"ndcg": _ndcg, "mrr": _mrr, "map": _map, "recall": _recall, "p": _precision, "success": _success}
+_KINDS = {
+    "ndcg": _ndcg,
+    "mrr": _mrr,
+    "map": _map,
+    "recall": _recall,
+    "p": _precision,
+    "success": _success,
+}
 
 
 def read_qrels(path: str) -> dict[str, dict[str, int]]:
-    """Judgements of a TSV file: ``query document relevance`` (BEIR, with or without header) or TREC's four columns.
+    """Judgements of a TSV file: ``query document relevance`` (BEIR, with or without header) or
+    TREC's four columns.
 
     Where a line has tabs, those alone separate its columns.
 
     Raises:
-        InvalidInputError: the file cannot be read, a line is neither, or two lines contradict each other; says which.
+        InvalidInputError: the file cannot be read, a line is neither, or two lines contradict each
+            other; says which.
     """
     qrels: dict[str, dict[str, int]] = {}
     try:
         with open(path, encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
-                fields = [field.strip() for field in line.split("\t")] if "\t" in line.strip() else line.split()
+                fields = (
+                    [field.strip() for field in line.split("\t")]
+                    if "\t" in line.strip()
+                    else line.split()
+                )
                 if not fields or (number == 1 and not _is_number(fields[-1])):
                     continue
-                if len(fields) not in (3, 4) or not all(fields) or not re.fullmatch(r"-?[0-9]+", fields[-1]):
+                if (
+                    len(fields) not in (3, 4)
+                    or not all(fields)
+                    or not re.fullmatch(r"-?[0-9]+", fields[-1])
+                ):
                     raise errors.InvalidInputError(
-                        f"line {number} of {path}", got=line.strip()[:80],
-                        expected="query, document, relevance, a whole number (or TREC's four columns)",
-                    )  # fmt: skip
+                        f"line {number} of {path}",
+                        got=line.strip()[:80],
+                        expected=(
+                            "query, document, relevance, a whole number (or TREC's four columns)"
+                        ),
+                    )
                 query, document, relevance = fields[0], fields[-2], int(fields[-1])
                 known = qrels.setdefault(query, {}).setdefault(document, relevance)
                 if known != relevance:
                     raise errors.InvalidInputError(
-                        f"line {number} of {path}", got=f"{relevance} for query {query!r}, document {document!r}",
-                        expected=f"{known}, as in a line before", fix="leave one of the two out",
-                    )  # fmt: skip
+                        f"line {number} of {path}",
+                        got=f"{relevance} for query {query!r}, document {document!r}",
+                        expected=f"{known}, as in a line before",
+                        fix="leave one of the two out",
+                    )
     except (OSError, UnicodeDecodeError) as error:
-        raise errors.InvalidInputError(f"cannot read judgements {path}", got=str(error), expected="a readable TSV file") from error
+        raise errors.InvalidInputError(
+            f"cannot read judgements {path}", got=str(error), expected="a readable TSV file"
+        ) from error
     return qrels
 
 

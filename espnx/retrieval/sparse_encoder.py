@@ -1,6 +1,7 @@
 """What a sparse encoder is: a text as weights of the terms of a vocabulary, for posting lists.
 
-It stands beside :class:`espnx.retrieval.encoder.Encoder`, whose vectors are dense: a store may be built with one of either kind.
+It stands beside :class:`espnx.retrieval.encoder.Encoder`, whose vectors are dense: a store may be
+built with one of either kind.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from ..suggestions import suggests_keywords
 
 
 class SparseVector(NamedTuple):
-    """One text. Its similarity to another is the sum of the products of the weights of the terms that both have.
+    """One text. Its similarity to another is the sum of the products of the weights of the terms
+    that both have.
 
     Attributes:
-        terms: int32 [n], ascending, each once: numbers of `SparseEncoder.vocabulary`. A text may have none.
+        terms: int32 [n], ascending, each once: numbers of `SparseEncoder.vocabulary`. A text may
+            have none.
         weights: float32 [n], above 0.
     """
 
@@ -29,9 +32,15 @@ class SparseVector(NamedTuple):
     weights: np.ndarray
 
     def named(self, vocabulary: Sequence[str]) -> dict[str, float]:
-        """The weight of each term by its name, the heaviest first: for reading, and for `espnx.Postings`."""
+        """The weight of each term by its name, the heaviest first: for reading, and for
+        `espnx.Postings`."""
         order = np.argsort(-self.weights, kind="stable")
-        return {vocabulary[term]: weight for term, weight in zip(self.terms[order].tolist(), self.weights[order].tolist(), strict=True)}
+        return {
+            vocabulary[term]: weight
+            for term, weight in zip(
+                self.terms[order].tolist(), self.weights[order].tolist(), strict=True
+            )
+        }
 
 
 @runtime_checkable
@@ -39,7 +48,8 @@ class SparseEncoder(Protocol):
     """What an index of posting lists asks of the model that makes its weights.
 
     Attributes:
-        name: as of :attr:`espnx.retrieval.encoder.Encoder.name`: the same wherever weights belong together, and different where not.
+        name: as of :attr:`espnx.retrieval.encoder.Encoder.name`: the same wherever weights belong
+            together, and different where not.
         vocabulary: what each term is called, for explanations; a term is a place in it.
     """
 
@@ -69,8 +79,11 @@ _BY_NAME = EntryPoint("by name", f"{_FAMILIES}:load_sparse_named", _FAMILIES)
 
 
 @suggests_keywords
-def term_vectors(encoder: SparseEncoderLike, texts: Iterable[str], *, queries: bool = False) -> Iterator[dict[str, float]]:
-    """The weights of the terms of each text by their names, as `espnx.Postings` takes and asks for them.
+def term_vectors(
+    encoder: SparseEncoderLike, texts: Iterable[str], *, queries: bool = False
+) -> Iterator[dict[str, float]]:
+    """The weights of the terms of each text by their names, as `espnx.Postings` takes and asks for
+    them.
 
     Args:
         encoder: a sparse encoder, or a description of one as for `espnx.load_sparse_encoder`.
@@ -82,21 +95,34 @@ def term_vectors(encoder: SparseEncoderLike, texts: Iterable[str], *, queries: b
     """
     made = sparse_encoder_of(encoder)
     if made is None:
-        raise InvalidInputError("term_vectors: encoder", got="None", expected="a sparse encoder, or its description")
+        raise InvalidInputError(
+            "term_vectors: encoder", got="None", expected="a sparse encoder, or its description"
+        )
     if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
-        raise InvalidInputError("term_vectors: texts", got=type(texts).__name__, expected="strings", fix="pass [text] for one text")
+        raise InvalidInputError(
+            "term_vectors: texts",
+            got=type(texts).__name__,
+            expected="strings",
+            fix="pass [text] for one text",
+        )
     return _named(made, texts, queries)
 
 
-def _named(encoder: SparseEncoder, texts: Iterable[str], queries: bool) -> Iterator[dict[str, float]]:
-    encode, vocabulary = encoder.encode_queries if queries else encoder.encode_documents, encoder.vocabulary
+def _named(
+    encoder: SparseEncoder, texts: Iterable[str], queries: bool
+) -> Iterator[dict[str, float]]:
+    encode, vocabulary = (
+        encoder.encode_queries if queries else encoder.encode_documents,
+        encoder.vocabulary,
+    )
     left = iter(texts)
     while chunk := list(itertools.islice(left, _TEXTS_AT_ONCE)):
         yield from (vector.named(vocabulary) for vector in encode(chunk))
 
 
 def sparse_encoder_of(given: object, device: str = "cpu") -> SparseEncoder | None:
-    """A sparse encoder, or None, as a caller gave it; one that was described is loaded to that device.
+    """A sparse encoder, or None, as a caller gave it; one that was described is loaded to that
+    device.
 
     Raises InvalidInputError for what can be none, and what `espnx.load_sparse_encoder` raises.
     """
@@ -109,17 +135,21 @@ def sparse_encoder_of(given: object, device: str = "cpu") -> SparseEncoder | Non
         raise InvalidInputError(
             "sparse encoder",
             got=f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__,
-            expected='"splade-tiny", a folder, or an object with name, vocabulary, encode_documents and encode_queries',
+            expected=(
+                '"splade-tiny", a folder, or an object with name, vocabulary, encode_documents and '
+                "encode_queries"
+            ),
             fix="espnx.load_sparse_encoder(...)",
         )
     return given
 
 
 def remembered_sparse_encoder(name: str | None, device: str = "cpu") -> SparseEncoder | None:
-    """The sparse encoder that an index was built with, by the name that it keeps; None where it keeps none.
+    """The sparse encoder that an index was built with, by the name that it keeps; None where it
+    keeps none.
 
-    Raises InvalidInputError for one that came out of a folder (an index does not know where on which machine that lies), or whose model
-    is another one now.
+    Raises InvalidInputError for one that came out of a folder (an index does not know where on
+    which machine that lies), or whose model is another one now.
     """
     if name is None:
         return None
@@ -131,4 +161,6 @@ def remembered_sparse_encoder(name: str | None, device: str = "cpu") -> SparseEn
 def check_same_sparse_encoder(encoder: SparseEncoder, built_with: str | None) -> None:
     """Raises InvalidInputError unless an index was built with it, or with none that had a name."""
     if built_with is not None and encoder.name != built_with:
-        raise InvalidInputError("the index was built with another sparse encoder", got=encoder.name, expected=built_with)
+        raise InvalidInputError(
+            "the index was built with another sparse encoder", got=encoder.name, expected=built_with
+        )

@@ -1,4 +1,5 @@
-"""Where bytes live: engines that move them, plans that say which, and the formats they are kept in."""
+"""Where bytes live: engines that move them, plans that say which, and the formats they are kept
+in."""
 
 from __future__ import annotations
 
@@ -48,28 +49,43 @@ def open_engine(
     """Opens a storage engine.
 
     Args:
-        path: ``auto`` (io_uring, else a thread pool; says why it fell back), ``uring``, ``posix``, ``memory``, or ``gds`` or ``gds-compat``
-            for reads into GPU memory. A named path never falls back. A file of settings, such as ``nvme.toml`` (`espnx bench io --tune`
-            writes it), stands for a path and the options that are not given.
+        path: ``auto`` (io_uring, else a thread pool; says why it fell back), ``uring``, ``posix``,
+            ``memory``, or ``gds`` or ``gds-compat`` for reads into GPU memory. A named path never
+            falls back. A file of settings, such as ``nvme.toml`` (`espnx bench io --tune` writes
+            it), stands for a path and the options that are not given.
         threads, queue_depth, request_bytes, pool_bytes: of `NativeEngine`; None: its default.
-        threads, device, batch_size, batches, batch_bytes, large_bytes, arena_bytes: of `espnx.storage.gds.engine.GdsEngine`; None: its
-            default.
+        threads, device, batch_size, batches, batch_bytes, large_bytes, arena_bytes: of
+            `espnx.storage.gds.engine.GdsEngine`; None: its default.
 
     Raises:
         PathUnavailableError: the named path cannot be had here.
         InvalidInputError: no such path; an option that the path has not, or that is out of range.
     """
     if path not in PATHS and not is_file(path):
-        raise InvalidInputError("unknown storage path", got=repr(path), expected=f"{', '.join(PATHS)}, or a file of settings (.toml)")
+        raise InvalidInputError(
+            "unknown storage path",
+            got=repr(path),
+            expected=f"{', '.join(PATHS)}, or a file of settings (.toml)",
+        )
     of_host = {"queue_depth": queue_depth, "request_bytes": request_bytes, "pool_bytes": pool_bytes}
     of_gpu = {
-        "device": device, "batch_size": batch_size, "batches": batches, "batch_bytes": batch_bytes, "large_bytes": large_bytes,
+        "device": device,
+        "batch_size": batch_size,
+        "batches": batches,
+        "batch_bytes": batch_bytes,
+        "large_bytes": large_bytes,
         "arena_bytes": arena_bytes,
-    }  # fmt: skip
+    }
     own, other = (of_gpu, of_host) if path in ("gds", "gds-compat") else (of_host, of_gpu)
     if foreign := [name for name, value in other.items() if value is not None]:
-        raise InvalidInputError(f"option {foreign[0]} of path {path}", got=other[foreign[0]], expected=", ".join(("threads", *own)))
-    given: dict[str, Any] = {name: value for name, value in {"threads": threads, **own}.items() if value is not None}
+        raise InvalidInputError(
+            f"option {foreign[0]} of path {path}",
+            got=other[foreign[0]],
+            expected=", ".join(("threads", *own)),
+        )
+    given: dict[str, Any] = {
+        name: value for name, value in {"threads": threads, **own}.items() if value is not None
+    }
     if own is of_gpu:
         from .gds.engine import GdsEngine
 

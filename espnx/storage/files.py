@@ -1,6 +1,8 @@
-"""Whole files through an engine: a writer that appends in large direct writes, readers that check what they read.
+"""Whole files through an engine: a writer that appends in large direct writes, readers that check
+what they read.
 
-Used for everything in a store but its random record reads, so that an injected fault, a full disk or a damaged file meets one code path.
+Used for everything in a store but its random record reads, so that an injected fault, a full disk
+or a damaged file meets one code path.
 """
 
 from __future__ import annotations
@@ -24,19 +26,25 @@ BLOCK_BYTES = 4096
 WINDOW_BYTES = 4 * 1024 * 1024
 
 
-def write_error(what: str, path: str | os.PathLike[str], error: OSError, fix: str | None = None) -> errors.WriteError:
-    """The typed error of a change to a directory that the operating system refused: DiskFullError where there was no room."""
+def write_error(
+    what: str, path: str | os.PathLike[str], error: OSError, fix: str | None = None
+) -> errors.WriteError:
+    """The typed error of a change to a directory that the operating system refused: DiskFullError
+    where there was no room."""
     if error.errno != codes.ENOSPC:
         return errors.WriteError(what, path=path, errno=error.errno, fix=fix)
     inside = os.path.abspath(path)
     while not os.path.isdir(inside):
         inside = os.path.dirname(inside)
     free = load_native().free_bytes(inside)
-    return errors.DiskFullError(what, needed_bytes=max(free + 1, BLOCK_BYTES), free_bytes=free, path=path)
+    return errors.DiskFullError(
+        what, needed_bytes=max(free + 1, BLOCK_BYTES), free_bytes=free, path=path
+    )
 
 
 def make_directory(path: str | os.PathLike[str]) -> None:
-    """Makes a directory, and those above it, unless it is there. Raises WriteError, DiskFullError."""
+    """Makes a directory, and those above it, unless it is there. Raises WriteError,
+    DiskFullError."""
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
@@ -44,7 +52,8 @@ def make_directory(path: str | os.PathLike[str]) -> None:
 
 
 def make_given_directory(path: str | os.PathLike[str]) -> None:
-    """Makes a directory that a caller named, unless it is there. Raises as `check_given_directory`, and WriteError, DiskFullError."""
+    """Makes a directory that a caller named, unless it is there. Raises as `check_given_directory`,
+    and WriteError, DiskFullError."""
     check_given_directory(path)
     make_directory(path)
 
@@ -54,7 +63,9 @@ def names_in(directory: str | os.PathLike[str]) -> set[str]:
     try:
         return set(os.listdir(directory))
     except OSError as error:
-        raise errors.ReadError("cannot list a directory", path=directory, errno=error.errno) from error
+        raise errors.ReadError(
+            "cannot list a directory", path=directory, errno=error.errno
+        ) from error
 
 
 def aligned_empty(size_bytes: int) -> torch.Tensor:
@@ -69,7 +80,8 @@ def crc32c(data: np.ndarray | bytes | memoryview, seed: int = 0) -> int:
     view = np.frombuffer(data, dtype=np.uint8)
     if view.size == 0:
         return seed
-    found: int = load_native().crc32c(view.__array_interface__["data"][0], view.size, seed)  # `ctypes.data` takes longer than the sum
+    # `ctypes.data` takes longer than the sum
+    found: int = load_native().crc32c(view.__array_interface__["data"][0], view.size, seed)
     return found
 
 
@@ -98,14 +110,16 @@ class StreamWriter:
         engine: a native engine; stays the caller's.
         path: created, or, with `at_bytes`, continued (what lies after `at_bytes` is cut off).
         buffer_bytes: size of each of the two buffers, a multiple of 4096.
-        sums: with this, the CRC32C of every 4 MiB window is kept, for `read_windows`; those of what lies before `at_bytes` to continue.
+        sums: with this, the CRC32C of every 4 MiB window is kept, for `read_windows`; those of what
+            lies before `at_bytes` to continue.
 
     Attributes:
         size_bytes: bytes appended so far, those before `at_bytes` included.
         crc32c: of the bytes appended by this object.
         sums: CRC32C of each 4 MiB window of the file so far, or None.
 
-    Every method can raise WriteError, DiskFullError and DeadlineExceededError; what `sync` has once accepted stays on disk.
+    Every method can raise WriteError, DiskFullError and DeadlineExceededError; what `sync` has once
+    accepted stays on disk.
     """
 
     def __init__(
@@ -128,7 +142,9 @@ class StreamWriter:
         self.sums = None if sums is None else list(sums)
         if self._fill:
             try:
-                self._views[0][: self._fill] = read_range(engine, self._file, self._flushed_bytes, self._fill)
+                self._views[0][: self._fill] = read_range(
+                    engine, self._file, self._flushed_bytes, self._fill
+                )
             except BaseException:
                 engine.close_file(self._file)
                 raise
@@ -173,7 +189,8 @@ class StreamWriter:
         self.write(bytes(-self.size_bytes % alignment_bytes))
 
     def sync(self) -> None:
-        """Brings everything appended so far to the device. The file then has exactly `size_bytes` bytes."""
+        """Brings everything appended so far to the device. The file then has exactly `size_bytes`
+        bytes."""
         used = -(-self._fill // BLOCK_BYTES) * BLOCK_BYTES
         if used:
             self._views[self._turn][self._fill : used] = 0
@@ -199,7 +216,8 @@ class StreamWriter:
             future.wait()
 
     def close(self) -> None:
-        """Waits for what is being written and closes the file. Call `sync` before it to keep everything."""
+        """Waits for what is being written and closes the file. Call `sync` before it to keep
+        everything."""
         try:
             self._wait(0)
         finally:
@@ -211,7 +229,12 @@ class StreamWriter:
     def __enter__(self) -> StreamWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is None:
             return self.close()
         try:  # the first error is the one to tell
@@ -220,7 +243,9 @@ class StreamWriter:
             pass
 
 
-def read_range(engine: NativeEngine, file: FileHandle, offset_bytes: int, size_bytes: int) -> np.ndarray:
+def read_range(
+    engine: NativeEngine, file: FileHandle, offset_bytes: int, size_bytes: int
+) -> np.ndarray:
     """Bytes [offset, offset + size) of an open file, as a uint8 array of their own."""
     if size_bytes == 0:
         return np.empty(0, dtype=np.uint8)
@@ -231,7 +256,8 @@ def read_range(engine: NativeEngine, file: FileHandle, offset_bytes: int, size_b
 
 
 def read_region(engine: NativeEngine, region: Region) -> np.ndarray:
-    """As `read_range`, of a file that is opened for it. Raises TruncatedFileError where it ends before."""
+    """As `read_range`, of a file that is opened for it. Raises TruncatedFileError where it ends
+    before."""
     file = engine.open(region.path)
     try:
         return read_range(engine, file, region.offset_bytes, region.size_bytes)
@@ -239,10 +265,14 @@ def read_region(engine: NativeEngine, region: Region) -> np.ndarray:
         engine.close_file(file)
 
 
-def read_windows(engine: NativeEngine, path: str | os.PathLike[str], *, sums: Sequence[int] | None = None) -> Iterator[np.ndarray]:
-    """A file in order, in windows of 4 MiB, reading one window ahead. Each array is valid until the next one.
+def read_windows(
+    engine: NativeEngine, path: str | os.PathLike[str], *, sums: Sequence[int] | None = None
+) -> Iterator[np.ndarray]:
+    """A file in order, in windows of 4 MiB, reading one window ahead. Each array is valid until the
+    next one.
 
-    `sums`: the CRC32C of each window, checked before it is handed out. Raises ChecksumError, or TruncatedFileError for another length.
+    `sums`: the CRC32C of each window, checked before it is handed out. Raises ChecksumError, or
+    TruncatedFileError for another length.
     """
     file = engine.open(path)
     try:
@@ -258,7 +288,12 @@ def read_windows(engine: NativeEngine, path: str | os.PathLike[str], *, sums: Se
         ahead: list[Future] = []
         for number in range(len(starts) + 1):
             if number < len(starts):
-                plan = Plan.of(file, [starts[number]], [sizes[number]], crc32c=None if sums is None else [sums[number]])
+                plan = Plan.of(
+                    file,
+                    [starts[number]],
+                    [sizes[number]],
+                    crc32c=None if sums is None else [sums[number]],
+                )
                 ahead.append(engine.read(plan))
             if number:
                 future = ahead.pop(0)
@@ -285,13 +320,16 @@ def regroup(windows: Iterator[np.ndarray], size_bytes: int) -> Iterator[np.ndarr
         yield np.concatenate(parts)
 
 
-def read_file(engine: NativeEngine, path: str | os.PathLike[str], *, sums: Sequence[int] | None = None) -> bytes:
+def read_file(
+    engine: NativeEngine, path: str | os.PathLike[str], *, sums: Sequence[int] | None = None
+) -> bytes:
     """A whole small file. `sums`: as of `read_windows`."""
     return b"".join(window.tobytes() for window in read_windows(engine, path, sums=sums))
 
 
 def file_sums(engine: NativeEngine, path: str | os.PathLike[str]) -> tuple[int, list[int]]:
-    """CRC32C of a whole file and of each of its windows (what `read_windows` checks), in bounded memory."""
+    """CRC32C of a whole file and of each of its windows (what `read_windows` checks), in bounded
+    memory."""
     total, sums = 0, []
     for window in read_windows(engine, path):
         total = crc32c(window, total)
@@ -299,9 +337,17 @@ def file_sums(engine: NativeEngine, path: str | os.PathLike[str]) -> tuple[int, 
     return total, sums
 
 
-def write_file(engine: NativeEngine, path: str | os.PathLike[str], data: bytes | np.ndarray) -> tuple[int, int]:
+def write_file(
+    engine: NativeEngine, path: str | os.PathLike[str], data: bytes | np.ndarray
+) -> tuple[int, int]:
     """Writes a whole file and flushes it. Returns its size and CRC32C."""
-    with StreamWriter(engine, path, buffer_bytes=min(WINDOW_BYTES, max(BLOCK_BYTES, -(-len(data) // BLOCK_BYTES) * BLOCK_BYTES))) as writer:
+    with StreamWriter(
+        engine,
+        path,
+        buffer_bytes=min(
+            WINDOW_BYTES, max(BLOCK_BYTES, -(-len(data) // BLOCK_BYTES) * BLOCK_BYTES)
+        ),
+    ) as writer:
         writer.write(data)
         writer.sync()
         return writer.size_bytes, writer.crc32c
@@ -310,15 +356,22 @@ def write_file(engine: NativeEngine, path: str | os.PathLike[str], data: bytes |
 def replace_file(engine: NativeEngine, path: str | os.PathLike[str], data: bytes) -> None:
     """Puts a file in place atomically: after a crash there is the old one or the new one, whole.
 
-    The new one is read back first, so that a device that lost or bent it does not take the old one away.
+    The new one is read back first, so that a device that lost or bent it does not take the old one
+    away.
     """
     target = os.fspath(path)
     temporary = target + ".new"
-    with contextlib.suppress(FileNotFoundError):  # of a process that was killed; a link, which others may have put there, is not followed
+    # of a process that was killed; a link, which others may have put there, is not followed
+    with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary)
     _, written = write_file(engine, temporary, data)
     found, _ = file_sums(engine, temporary)
     if found != written:
-        raise errors.ChecksumError("file is not what was written", path=temporary, got=f"CRC32C {found:08x}", expected=f"{written:08x}")
+        raise errors.ChecksumError(
+            "file is not what was written",
+            path=temporary,
+            got=f"CRC32C {found:08x}",
+            expected=f"{written:08x}",
+        )
     engine.rename(temporary, target)
     engine.sync_directory(os.path.dirname(target) or ".")

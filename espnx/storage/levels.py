@@ -1,7 +1,9 @@
-"""When parts of a store become one: small ones into larger ones, so that there are few however many additions there were.
+"""When parts of a store become one: small ones into larger ones, so that there are few however many
+additions there were.
 
-A part of n records is of level log8(n). Levels descend from the oldest addition to the newest, and there are at most eight parts of one:
-the ninth makes them all one of the next. So every record is copied once a level, and a million additions leave some fifty parts.
+A part of n records is of level log8(n). Levels descend from the oldest addition to the newest, and
+there are at most eight parts of one: the ninth makes them all one of the next. So every record is
+copied once a level, and a million additions leave some fifty parts.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ def groups_to_merge(counts: Sequence[int]) -> list[range]:
         group, total, taken = range(place, place + 1), count, True
         while taken:
             smaller = _trailing(groups, lambda other, total=total: other < level(total))  # type: ignore[misc]
-            same = _trailing(groups[: len(groups) - smaller], lambda other, total=total: other == level(total))  # type: ignore[misc]
-            taken_parts = smaller + same if same >= PARTS_PER_LEVEL else smaller  # a newer part is never the larger one
+            rest = groups[: len(groups) - smaller]
+            same = _trailing(rest, lambda other, total=total: other == level(total))  # type: ignore[misc]
+            # a newer part is never the larger one
+            taken_parts = smaller + same if same >= PARTS_PER_LEVEL else smaller
             taken = taken_parts > 0
             if taken:
                 group = range(groups[-taken_parts][0].start, group.stop)

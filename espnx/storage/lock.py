@@ -27,7 +27,8 @@ class DirectoryLock:
 
     def __enter__(self) -> DirectoryLock:
         self._lock()
-        while not self._is_there():  # whoever removed the directory's content took the lock file with it, before our lock of it
+        # whoever removed the directory's content took the lock file with it, before our lock of it
+        while not self._is_there():
             os.close(self._fd)
             self._lock()
         try:
@@ -39,12 +40,25 @@ class DirectoryLock:
         return self
 
     def _lock(self) -> None:
-        if os.path.lexists(self._path) and (os.path.islink(self._path) or not os.path.isfile(self._path)):
-            raise errors.FormatError("the lock file is not a plain file", path=self._path, fix="remove it: it is made again")
+        if os.path.lexists(self._path) and (
+            os.path.islink(self._path) or not os.path.isfile(self._path)
+        ):
+            raise errors.FormatError(
+                "the lock file is not a plain file",
+                path=self._path,
+                fix="remove it: it is made again",
+            )
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(
+                self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
+            )
         except OSError as error:
-            raise write_error("cannot create lock file", self._path, error, fix="choose a directory you may write to") from error
+            raise write_error(
+                "cannot create lock file",
+                self._path,
+                error,
+                fix="choose a directory you may write to",
+            ) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -63,5 +77,10 @@ class DirectoryLock:
         except OSError:
             return False
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         os.close(self._fd)

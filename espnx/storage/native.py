@@ -1,4 +1,5 @@
-"""The ``uring``, ``posix`` and ``memory`` engines: one C++ engine (csrc/io) with a different queue behind it."""
+"""The ``uring``, ``posix`` and ``memory`` engines: one C++ engine (csrc/io) with a different queue
+behind it."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ _RETRYABLE_FIX = "check the device (dmesg, smartctl), then try again; the object
 
 @functools.cache
 def load_native() -> Extension:
-    """The compiled extension; its errors are those that `_to_error` makes. Raises MissingDependencyError with the way to build it."""
+    """The compiled extension; its errors are those that `_to_error` makes. Raises
+    MissingDependencyError with the way to build it."""
     native = cast("Extension", load_compiled())
     native.set_error_factory(_to_error)
     log.debug("kernels of this processor: %s", CPU_LEVELS[native.cpu_level()])
@@ -60,11 +62,17 @@ def _to_error(
         return errors.InvalidInputError(what, got=got or None, expected=expected or None)
     if kind == "unavailable":
         fix = "name another path, or `auto`, or another directory"
-        return errors.PathUnavailableError(f"{what}{' in ' + path if path else ''}", got=os.strerror(errno) if errno else None, fix=fix)
+        return errors.PathUnavailableError(
+            f"{what}{' in ' + path if path else ''}",
+            got=os.strerror(errno) if errno else None,
+            fix=fix,
+        )
     if kind == "closed":
         return errors.EngineClosedError(what)
     if kind == "disk_full":
-        return errors.DiskFullError(what, needed_bytes=max(needed_bytes, 0), free_bytes=free_bytes, path=path or None)
+        return errors.DiskFullError(
+            what, needed_bytes=max(needed_bytes, 0), free_bytes=free_bytes, path=path or None
+        )
     if kind == "read" and errno == codes.ENOENT:
         return errors.FileMissingError(what, path=path or None, errno=errno)
     classes: dict[str, type[errors.StorageError]] = {
@@ -148,9 +156,11 @@ class FaultRule:
     """Makes matching operations fail; see `FaultyEngine`.
 
     Attributes:
-        fault: ``error`` (value = errno), ``short`` (value = bytes moved), ``flip`` (value = bit), ``stale`` (success reported, nothing
-            moved), ``delay`` (value = nanoseconds), ``never`` (does not complete).
-        operation: glob over read, write, open_read, open_write, allocate, truncate, sync, sync_directory, rename, unlink.
+        fault: ``error`` (value = errno), ``short`` (value = bytes moved), ``flip`` (value = bit),
+            ``stale`` (success reported, nothing moved), ``delay`` (value = nanoseconds), ``never``
+            (does not complete).
+        operation: glob over read, write, open_read, open_write, allocate, truncate, sync,
+            sync_directory, rename, unlink.
         path: glob over the file's path.
         begin_bytes, end_bytes: the request must overlap this range of the file.
         nth, count: fires from the nth match on (from 1), `count` times (-1: for ever).
@@ -172,8 +182,9 @@ class NativeEngine:
     """See `espnx.storage.engine.Engine`.
 
     Args:
-        path: ``auto``, ``uring``, ``posix`` or ``memory``; or a file of settings (``nvme.toml``, see `espnx.storage.settings`), which names
-            one of them, and of the next four those that are None.
+        path: ``auto``, ``uring``, ``posix`` or ``memory``; or a file of settings (``nvme.toml``,
+            see `espnx.storage.settings`), which names one of them, and of the next four those that
+            are None.
         queue_depth: requests with the device at a time; None: 128.
         threads: of the ``posix`` path; None: 32.
         request_bytes: longer transfers are cut into requests of this size; None: 960 KiB.
@@ -199,10 +210,18 @@ class NativeEngine:
         seed: int = 0,
     ):
         compute_alone()  # where a child opens things, it computes with them next
-        given = {"queue_depth": queue_depth, "threads": threads, "request_bytes": request_bytes, "pool_bytes": pool_bytes}
+        given = {
+            "queue_depth": queue_depth,
+            "threads": threads,
+            "request_bytes": request_bytes,
+            "pool_bytes": pool_bytes,
+        }
         stored = settings.load(path) if settings.is_file(path) else None
         if stored is not None:
-            given = {name: getattr(stored, name) if value is None else value for name, value in given.items()}
+            given = {
+                name: getattr(stored, name) if value is None else value
+                for name, value in given.items()
+            }
         for name, value in given.items():
             if value is not None:
                 check_whole(f"{name} of an engine", value, 0)
@@ -227,7 +246,9 @@ class NativeEngine:
         """The compiled object, for functions of the extension that take an engine."""
         return self._native
 
-    def open(self, path: str | os.PathLike[str], mode: str = "r", *, direct: bool | None = None) -> FileHandle:
+    def open(
+        self, path: str | os.PathLike[str], mode: str = "r", *, direct: bool | None = None
+    ) -> FileHandle:
         name = os.fsdecode(path)
         number = self._native.open(os.fsencode(name), mode, direct)
         size_bytes, is_direct, alignment_bytes = self._native.file_info(number)
@@ -247,15 +268,39 @@ class NativeEngine:
         self._native.close_file(file.number)
 
     def read(
-        self, plan: Plan, out: torch.Tensor | None = None, *, gap_bytes: int = 0, priority: int = 0, deadline_s: float = DEFAULT_DEADLINE_S
+        self,
+        plan: Plan,
+        out: torch.Tensor | None = None,
+        *,
+        gap_bytes: int = 0,
+        priority: int = 0,
+        deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> NativeFuture:
-        return self._submit(True, plan, out, gap_bytes=gap_bytes, priority=priority, deadline_s=deadline_s)
+        return self._submit(
+            True, plan, out, gap_bytes=gap_bytes, priority=priority, deadline_s=deadline_s
+        )
 
-    def write(self, plan: Plan, source: torch.Tensor, *, priority: int = 0, deadline_s: float = DEFAULT_DEADLINE_S) -> NativeFuture:
-        return self._submit(False, plan, source, gap_bytes=0, priority=priority, deadline_s=deadline_s)
+    def write(
+        self,
+        plan: Plan,
+        source: torch.Tensor,
+        *,
+        priority: int = 0,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> NativeFuture:
+        return self._submit(
+            False, plan, source, gap_bytes=0, priority=priority, deadline_s=deadline_s
+        )
 
     def _submit(
-        self, reading: bool, plan: Plan, memory: torch.Tensor | None, *, gap_bytes: int, priority: int, deadline_s: float
+        self,
+        reading: bool,
+        plan: Plan,
+        memory: torch.Tensor | None,
+        *,
+        gap_bytes: int,
+        priority: int,
+        deadline_s: float,
     ) -> NativeFuture:
         native = self._native.submit(
             reading=reading,
@@ -272,7 +317,8 @@ class NativeEngine:
         return NativeFuture(native, memory)
 
     def allocate(self, file: FileHandle, size_bytes: int) -> bool:
-        """Reserves space for the first `size_bytes`. False where the file system cannot. Raises DiskFullError with needed and free."""
+        """Reserves space for the first `size_bytes`. False where the file system cannot. Raises
+        DiskFullError with needed and free."""
         return self._native.allocate(file.number, size_bytes)
 
     def truncate(self, file: FileHandle, size_bytes: int) -> None:
@@ -283,7 +329,8 @@ class NativeEngine:
         self._native.sync(file.number)
 
     def sync_directory(self, path: str | os.PathLike[str]) -> None:
-        """Flushes a directory's entries to the device; without it a new or renamed file can be gone after a power cut."""
+        """Flushes a directory's entries to the device; without it a new or renamed file can be gone
+        after a power cut."""
         self._native.sync_directory(os.fsencode(path))
 
     def rename(self, source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -294,12 +341,15 @@ class NativeEngine:
         except OSError as error:
             if error.errno in (codes.ENOSPC, codes.EDQUOT):
                 free_bytes = load_native().free_bytes(os.fsencode(target))
-                raise errors.DiskFullError("cannot rename file", needed_bytes=4096, free_bytes=free_bytes, path=target) from error
+                raise errors.DiskFullError(
+                    "cannot rename file", needed_bytes=4096, free_bytes=free_bytes, path=target
+                ) from error
             raise errors.WriteError("cannot rename file", path=source, errno=error.errno) from error
 
     def memory(self, size_bytes: int) -> torch.Tensor:
-        """uint8 [size_bytes], uninitialised, of the engine's own mapped memory, which direct I/O can use. It returns to the engine when the
-        last tensor over it goes; nothing is left in the allocator's heap."""
+        """uint8 [size_bytes], uninitialised, of the engine's own mapped memory, which direct I/O
+        can use. It returns to the engine when the last tensor over it goes; nothing is left in the
+        allocator's heap."""
         return self._native.memory(size_bytes)
 
     @property
@@ -316,12 +366,18 @@ class NativeEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 class FaultyEngine(NativeEngine):
-    """A native engine in which chosen operations fail, per request. For tests of everything above storage."""
+    """A native engine in which chosen operations fail, per request. For tests of everything above
+    storage."""
 
     def __init__(
         self,
@@ -336,9 +392,15 @@ class FaultyEngine(NativeEngine):
         poison: bool = False,
     ):
         super().__init__(
-            path, queue_depth=queue_depth, threads=threads, request_bytes=request_bytes, pool_bytes=pool_bytes, poison=poison, rules=rules,
+            path,
+            queue_depth=queue_depth,
+            threads=threads,
+            request_bytes=request_bytes,
+            pool_bytes=pool_bytes,
+            poison=poison,
+            rules=rules,
             seed=seed,
-        )  # fmt: skip
+        )
 
 
 def _how(is_buffered: bool, direct: bool | None) -> str:
@@ -350,10 +412,15 @@ def _how(is_buffered: bool, direct: bool | None) -> str:
 
 @contextmanager
 def given_engine(given: NativeEngine | None) -> Iterator[NativeEngine]:
-    """The engine that a caller gave, or one of our own for as long as it is wanted. Raises InvalidInputError for what is none."""
+    """The engine that a caller gave, or one of our own for as long as it is wanted. Raises
+    InvalidInputError for what is none."""
     if given is not None:
         if not isinstance(given, NativeEngine):
-            raise errors.InvalidInputError("engine", got=repr(given), expected="None, or an engine such as NativeEngine('uring')")
+            raise errors.InvalidInputError(
+                "engine",
+                got=repr(given),
+                expected="None, or an engine such as NativeEngine('uring')",
+            )
         yield given
         return
     with NativeEngine(pool_bytes=64 << 20) as own:
@@ -361,7 +428,8 @@ def given_engine(given: NativeEngine | None) -> Iterator[NativeEngine]:
 
 
 def host_engine(engine: Engine) -> NativeEngine | None:
-    """The engine itself where its reads arrive in host memory and it does all that files need; None where they arrive elsewhere."""
+    """The engine itself where its reads arrive in host memory and it does all that files need; None
+    where they arrive elsewhere."""
     return engine if isinstance(engine, NativeEngine) else None
 
 

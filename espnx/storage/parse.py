@@ -1,7 +1,8 @@
 """What stands in files that may come from elsewhere, as typed values.
 
-Nothing in such a file is believed: a field has the type, the range and the characters that are asked for, or there is a FormatError that
-names file, field, what was got and what was expected. Whoever takes memory for a number from a file gives its limit here, before.
+Nothing in such a file is believed: a field has the type, the range and the characters that are
+asked for, or there is a FormatError that names file, field, what was got and what was expected.
+Whoever takes memory for a number from a file gives its limit here, before.
 """
 
 from __future__ import annotations
@@ -19,30 +20,49 @@ LARGEST = 2**62  # no size, count or offset in a file is above it; two of them c
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 
 
-def parse_object(data: bytes, path: str | os.PathLike[str], *, what: str = "JSON", fix: str | None = None) -> Fields:
+def parse_object(
+    data: bytes, path: str | os.PathLike[str], *, what: str = "JSON", fix: str | None = None
+) -> Fields:
     """The object that a JSON text holds. Raises FormatError for any other text."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
-        raise errors.FormatError(f"damaged {what}", path=path, got=str(error), expected="JSON", fix=fix) from error
+        raise errors.FormatError(
+            f"damaged {what}", path=path, got=str(error), expected="JSON", fix=fix
+        ) from error
     if not isinstance(value, dict):
-        raise errors.FormatError(f"damaged {what}", path=path, got=_shown(value), expected="a JSON object", fix=fix)
+        raise errors.FormatError(
+            f"damaged {what}", path=path, got=_shown(value), expected="a JSON object", fix=fix
+        )
     return Fields(value, path, fix=fix)
 
 
 def check_plain_file(path: str | os.PathLike[str]) -> int:
-    """Size in bytes of a file that is neither a link nor a device nor a pipe: those could make a reader wait for ever, and a writer write
-    elsewhere. Raises FormatError; FileNotFoundError, PermissionError, ...: as the operating system says."""
+    """Size in bytes of a file that is neither a link nor a device nor a pipe: those could make a
+    reader wait for ever, and a writer write elsewhere. Raises FormatError; FileNotFoundError,
+    PermissionError, ...: as the operating system says."""
     found = os.lstat(path)
     if not stat.S_ISREG(found.st_mode):
-        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "a directory" if stat.S_ISDIR(found.st_mode) else "a special file"
-        raise errors.FormatError("not a plain file", path=path, got=kind, expected="a plain file", fix="put the file itself there")
+        kind = (
+            "a symbolic link"
+            if stat.S_ISLNK(found.st_mode)
+            else "a directory"
+            if stat.S_ISDIR(found.st_mode)
+            else "a special file"
+        )
+        raise errors.FormatError(
+            "not a plain file",
+            path=path,
+            got=kind,
+            expected="a plain file",
+            fix="put the file itself there",
+        )
     return found.st_size
 
 
 def check_file_size(path: str | os.PathLike[str], expected_bytes: int, what: str, fix: str) -> None:
-    """Before memory is taken for it. Raises FileMissingError, ReadError, TruncatedFileError, FormatError unless a file of that size is
-    there; `what`: it is, for messages."""
+    """Before memory is taken for it. Raises FileMissingError, ReadError, TruncatedFileError,
+    FormatError unless a file of that size is there; `what`: it is, for messages."""
     try:
         size_bytes = check_plain_file(path)
     except FileNotFoundError:
@@ -51,13 +71,16 @@ def check_file_size(path: str | os.PathLike[str], expected_bytes: int, what: str
         raise errors.ReadError(f"cannot read a {what}", path=path, errno=error.errno) from error
     if size_bytes != expected_bytes:
         kind = errors.TruncatedFileError if size_bytes < expected_bytes else errors.FormatError
-        raise kind(what, path=path, got=f"{size_bytes} bytes", expected=f"{expected_bytes}", fix=fix)
+        raise kind(
+            what, path=path, got=f"{size_bytes} bytes", expected=f"{expected_bytes}", fix=fix
+        )
 
 
 class Fields:
     """An object of a JSON file, read field by field.
 
-    Every method takes the name of a field and returns its value; it raises FormatError for a value that is missing or not as asked for.
+    Every method takes the name of a field and returns its value; it raises FormatError for a value
+    that is missing or not as asked for.
 
     Args:
         value: what the JSON text holds.
@@ -66,11 +89,17 @@ class Fields:
         fix: for messages.
     """
 
-    def __init__(self, value: Any, path: str | os.PathLike[str], *, where: str = "", fix: str | None = None):
+    def __init__(
+        self, value: Any, path: str | os.PathLike[str], *, where: str = "", fix: str | None = None
+    ):
         self.path, self._where, self._fix = os.fspath(path), where, fix
         if not isinstance(value, dict):
             raise errors.FormatError(
-                f"field {where.rstrip('.') or 'of a file'}", path=path, got=_shown(value), expected="an object", fix=fix
+                f"field {where.rstrip('.') or 'of a file'}",
+                path=path,
+                got=_shown(value),
+                expected="an object",
+                fix=fix,
             )
         self._values: dict[str, Any] = value
 
@@ -89,7 +118,13 @@ class Fields:
     def refuse(self, name: str, expected: object, got: object = None) -> NoReturn:
         """Raises the FormatError that says so of a field."""
         shown = _shown(self._values.get(name)) if got is None else got
-        raise errors.FormatError(f"field {self._where}{name}", path=self.path, got=shown, expected=expected, fix=self._fix)
+        raise errors.FormatError(
+            f"field {self._where}{name}",
+            path=self.path,
+            got=shown,
+            expected=expected,
+            fix=self._fix,
+        )
 
     def whole(self, name: str, least: int = 0, most: int = LARGEST) -> int:
         """A whole number, `least` <= n <= `most`."""
@@ -103,7 +138,11 @@ class Fields:
     def real(self, name: str) -> float:
         """A finite number."""
         value = self._values.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= 1e300:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not abs(value) <= 1e300
+        ):
             self.refuse(name, "a finite number")
         return float(value)
 
@@ -118,7 +157,12 @@ class Fields:
         return self._text(name, self._values.get(name), most)
 
     def _text(self, name: str, value: Any, most: int) -> str:
-        if not isinstance(value, str) or len(value) > most or "\0" in value or _has_surrogates(value):
+        if (
+            not isinstance(value, str)
+            or len(value) > most
+            or "\0" in value
+            or _has_surrogates(value)
+        ):
             self.refuse(name, f"text of at most {most} characters", _shown(value))
         return value
 
@@ -139,7 +183,8 @@ class Fields:
         return value
 
     def file_name(self, name: str) -> str:
-        """A name that stays inside whatever directory it is put behind: no separator, no ``..``, nothing hidden."""
+        """A name that stays inside whatever directory it is put behind: no separator, no ``..``,
+        nothing hidden."""
         value = self._values.get(name)
         if not isinstance(value, str) or _PLAIN_NAME.fullmatch(value) is None:
             self.refuse(name, "a plain file name")
@@ -157,7 +202,9 @@ class Fields:
 
     def inner(self, name: str) -> Fields:
         """An object."""
-        return Fields(self._values.get(name), self.path, where=f"{self._where}{name}.", fix=self._fix)
+        return Fields(
+            self._values.get(name), self.path, where=f"{self._where}{name}.", fix=self._fix
+        )
 
     def each(self, name: str, *, count: int) -> list[Fields]:
         """A list of at most `count` objects."""

@@ -1,7 +1,9 @@
-"""Where a build may write: one function decides for every kind of store, so that no build takes the place of what is none of its kind.
+"""Where a build may write: one function decides for every kind of store, so that no build takes the
+place of what is none of its kind.
 
-A build that replaces a store writes files of other names beside the store's, then its manifest over the store's, in one rename, and only
-then removes the store's files, by name: killed anywhere, it leaves the one or the other whole. Nothing else in the directory is touched.
+A build that replaces a store writes files of other names beside the store's, then its manifest over
+the store's, in one rename, and only then removes the store's files, by name: killed anywhere, it
+leaves the one or the other whole. Nothing else in the directory is touched.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class StoreKind:
     Attributes:
         magic, version: of its manifests.
         what: it is, for messages, such as ``a graph``.
-        foreign: what lies in a directory without a manifest that no interrupted build of this kind has left there.
+        foreign: what lies in a directory without a manifest that no interrupted build of this kind
+            has left there.
         add: how to add to one, for messages.
     """
 
@@ -44,11 +47,13 @@ class StoreKind:
 
 
 def check_target(directory: str | os.PathLike[str], kind: StoreKind, *, replace: bool) -> bool:
-    """Whether a store of this kind is in a directory that a build is to write to, and will be replaced. False: there is none, and nothing
-    else but, perhaps, what an interrupted build of this kind has left. A store of this kind whose manifest is damaged is one, too.
+    """Whether a store of this kind is in a directory that a build is to write to, and will be
+    replaced. False: there is none, and nothing else but, perhaps, what an interrupted build of this
+    kind has left. A store of this kind whose manifest is damaged is one, too.
 
     Raises:
-        InvalidInputError: anything else is there, whatever `replace` says; a store of this kind, and `replace` is not set.
+        InvalidInputError: anything else is there, whatever `replace` says; a store of this kind,
+            and `replace` is not set.
         ReadError: nobody may look.
     """
     where = os.fspath(directory)
@@ -57,31 +62,43 @@ def check_target(directory: str | os.PathLike[str], kind: StoreKind, *, replace:
     except FileNotFoundError:
         if foreign := sorted(set(kind.foreign(where)) - {LOCK_NAME}):
             raise errors.InvalidInputError(
-                f"{where} is not empty and no store", got=", ".join(foreign[:3]),
-                expected="an empty directory, or what an interrupted build has left", fix="name a new or empty directory",
-            ) from None  # fmt: skip
+                f"{where} is not empty and no store",
+                got=", ".join(foreign[:3]),
+                expected="an empty directory, or what an interrupted build has left",
+                fix="name a new or empty directory",
+            ) from None
         return False
     except OSError as error:
         if isinstance(error, errors.EspnxError):
             raise
-        raise errors.ReadError("cannot read a manifest", path=os.path.join(where, NAME), errno=error.errno) from error
+        raise errors.ReadError(
+            "cannot read a manifest", path=os.path.join(where, NAME), errno=error.errno
+        ) from error
     if magic != kind.magic:
         raise errors.InvalidInputError(
-            f"{where} holds something else than {kind.what}", got=f"a {NAME} of {repr(magic) if magic else 'unknown kind'}",
+            f"{where} holds something else than {kind.what}",
+            got=f"a {NAME} of {repr(magic) if magic else 'unknown kind'}",
             expected=f"a new or empty directory, or one of {kind.magic!r} to replace",
             fix="name another directory, or remove this one yourself",
-        )  # fmt: skip
+        )
     if not replace:
         raise errors.InvalidInputError(
-            f"{where} already holds {kind.what}", expected="a new or empty directory",
-            fix=f"build elsewhere, {f'add to it ({kind.add}), ' if kind.add else ''}or replace it (replace=True, --replace)",
-        )  # fmt: skip
+            f"{where} already holds {kind.what}",
+            expected="a new or empty directory",
+            fix=(
+                f"build elsewhere, {f'add to it ({kind.add}), ' if kind.add else ''}or replace it "
+                "(replace=True, --replace)"
+            ),
+        )
     return True
 
 
 @contextmanager
-def writing_to(directory: str | os.PathLike[str], kind: StoreKind, *, replace: bool) -> Iterator[bool]:
-    """A directory that this process alone writes to, made if need be: as `check_target`, asked before anything is written, the lock too.
+def writing_to(
+    directory: str | os.PathLike[str], kind: StoreKind, *, replace: bool
+) -> Iterator[bool]:
+    """A directory that this process alone writes to, made if need be: as `check_target`, asked
+    before anything is written, the lock too.
 
     Raises as `check_target` and `make_given_directory`; StoreBusyError, WriteError, DiskFullError.
     """
@@ -106,8 +123,9 @@ def magic_of(path: str) -> str | None:
 
 
 class VersionedFiles:
-    """Files of fixed names of which a directory holds one version, and meanwhile another: the first is called ``nodes.bin``, the second
-    ``nodes.v2.bin``. Which one is in force stands in the manifest, as ``generation``.
+    """Files of fixed names of which a directory holds one version, and meanwhile another: the first
+    is called ``nodes.bin``, the second ``nodes.v2.bin``. Which one is in force stands in the
+    manifest, as ``generation``.
 
     Args:
         names: of the first version, each with a dot in it.
@@ -115,24 +133,38 @@ class VersionedFiles:
 
     def __init__(self, names: Iterable[str]):
         ends = [map(re.escape, name.rpartition(".")[::2]) for name in names]
-        self._pattern = re.compile("|".join(rf"{stem}(?:\.v([1-9][0-9]{{0,14}}))?\.{end}(\.new)?" for stem, end in ends))
+        self._pattern = re.compile(
+            "|".join(rf"{stem}(?:\.v([1-9][0-9]{{0,14}}))?\.{end}(\.new)?" for stem, end in ends)
+        )
 
     def is_own(self, name: str) -> bool:
-        """Whether a file of any version is called so, or one that is being written: with ``.new`` behind its name."""
+        """Whether a file of any version is called so, or one that is being written: with ``.new``
+        behind its name."""
         return self._pattern.fullmatch(name) is not None
 
     def is_unfinished(self, name: str) -> bool:
         """Whether a file that is being written is called so."""
         return name.endswith(".new") and self.is_own(name)
 
-    def begin(self, engine: NativeEngine, directory: str | os.PathLike[str], kind: StoreKind, *, is_replacement: bool) -> int:
-        """The version to write: one that no file is of, once what interrupted builds have left is removed. Where a manifest is damaged, no
-        file is: nobody knows which are in force. Raises WriteError, DiskFullError."""
+    def begin(
+        self,
+        engine: NativeEngine,
+        directory: str | os.PathLike[str],
+        kind: StoreKind,
+        *,
+        is_replacement: bool,
+    ) -> int:
+        """The version to write: one that no file is of, once what interrupted builds have left is
+        removed. Where a manifest is damaged, no file is: nobody knows which are in force. Raises
+        WriteError, DiskFullError."""
         if not is_replacement:
             self.keep(directory, None)
             return 1
         try:
-            self.keep(directory, int(read_manifest(engine, directory, kind.magic, kind.version)["generation"]))
+            self.keep(
+                directory,
+                int(read_manifest(engine, directory, kind.magic, kind.version)["generation"]),
+            )
         except (errors.FormatError, KeyError, ValueError, TypeError):
             pass
         return 1 + max((self._version(name) for name in os.listdir(directory)), default=0)
@@ -147,14 +179,18 @@ class VersionedFiles:
             except (FileNotFoundError, IsADirectoryError):
                 pass
             except OSError as error:
-                raise write_error("cannot remove a file of another version", os.path.join(directory, name), error) from error
+                raise write_error(
+                    "cannot remove a file of another version", os.path.join(directory, name), error
+                ) from error
 
     def _version(self, name: str) -> int:
         """0: of a file that is none of these; -1: of one that is being written."""
         found = self._pattern.fullmatch(name)
         if found is None:
             return 0
-        return -1 if name.endswith(".new") else int(next((each for each in found.groups() if each), 1))
+        return (
+            -1 if name.endswith(".new") else int(next((each for each in found.groups() if each), 1))
+        )
 
 
 def versioned(name: str, version: int) -> str:

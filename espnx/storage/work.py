@@ -1,4 +1,5 @@
-"""The work folder of a build: what is finished, found again by the next attempt at the same build."""
+"""The work folder of a build: what is finished, found again by the next attempt at the same
+build."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _JOB = "job.json"
 
 
 def is_own_work(directory: str | os.PathLike[str]) -> bool:
-    """Whether the folder ``work`` of a directory is what a build has left, not a user's own of that name: empty, or steps and their job.
+    """Whether the folder ``work`` of a directory is what a build has left, not a user's own of that
+    name: empty, or steps and their job.
 
     False where there is none, and where nobody may look into it.
     """
@@ -38,25 +40,33 @@ def is_own_work(directory: str | os.PathLike[str]) -> bool:
 
 
 def check_work(directory: str | os.PathLike[str]) -> None:
-    """Raises InvalidInputError where ``work`` is there and not a build's own: nothing of a user's is ever removed."""
+    """Raises InvalidInputError where ``work`` is there and not a build's own: nothing of a user's
+    is ever removed."""
     if os.path.lexists(Path(directory) / WORK) and not is_own_work(directory):
         raise errors.InvalidInputError(
-            f"directory {os.fspath(directory)}", got=f"a {WORK!r} that no build has left", expected="an empty directory",
+            f"directory {os.fspath(directory)}",
+            got=f"a {WORK!r} that no build has left",
+            expected="an empty directory",
             fix=f"name another directory, or move {WORK!r} away",
-        )  # fmt: skip
+        )
 
 
 def job_of(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """Of the build whose ``work`` is there; empty where none is, or nobody can read it."""
     try:
-        found = json.loads((Path(directory) / WORK / _JOB).read_text()) if is_own_work(directory) else {}
+        found = (
+            json.loads((Path(directory) / WORK / _JOB).read_text())
+            if is_own_work(directory)
+            else {}
+        )
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def remove_work(directory: str | os.PathLike[str]) -> None:
-    """Removes ``work`` where it is a build's own, and nothing else. What cannot be removed stays."""
+    """Removes ``work`` where it is a build's own, and nothing else. What cannot be removed
+    stays."""
     if is_own_work(directory):
         with contextlib.suppress(OSError):
             _remove(Path(directory) / WORK)
@@ -78,7 +88,8 @@ class WorkFolder:
         directory: of what is built.
         job: what the result depends on. What another job has left is removed.
 
-    Raises InvalidInputError for a folder of that name that no build has left; WriteError, DiskFullError.
+    Raises InvalidInputError for a folder of that name that no build has left; WriteError,
+    DiskFullError.
     """
 
     def __init__(self, directory: str, job: Mapping[str, Any]):
@@ -110,7 +121,8 @@ class WorkFolder:
 
     @contextmanager
     def step(self, name: str) -> Iterator[Path]:
-        """A folder to write a step into, which is finished when the block ends without an error. Raises WriteError, DiskFullError."""
+        """A folder to write a step into, which is finished when the block ends without an error.
+        Raises WriteError, DiskFullError."""
         unfinished = self._root / f"{name}.new"
         with self.writing():
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -130,7 +142,9 @@ class WorkFolder:
         except OSError as error:
             if isinstance(error, errors.EspnxError):
                 raise
-            raise write_error("cannot write the work folder of a build", self._root, error) from error
+            raise write_error(
+                "cannot write the work folder of a build", self._root, error
+            ) from error
 
     def drop(self, step: str, *names: str) -> None:
         """Removes files of a finished step that nothing needs any more."""
@@ -138,7 +152,8 @@ class WorkFolder:
             self.file(step, name).unlink(missing_ok=True)
 
     def remove_step(self, step: str) -> None:
-        """Removes a finished step, which is not finished any more whatever happens meanwhile. Raises WriteError."""
+        """Removes a finished step, which is not finished any more whatever happens meanwhile.
+        Raises WriteError."""
         gone = self._root / f"{step}.new"
         with self.writing():
             shutil.rmtree(gone, ignore_errors=True)

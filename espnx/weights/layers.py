@@ -1,7 +1,9 @@
-"""The weights of a layer as pieces of files, how they lie in a buffer of I/O, and how many layers a budget keeps in memory.
+"""The weights of a layer as pieces of files, how they lie in a buffer of I/O, and how many layers a
+budget keeps in memory.
 
-Pages of the file go to the buffer as they are (direct I/O copies nothing), and a weight that is stored whole in its own dtype is a view of
-them. Only what must be put together from several tensors (experts) or converted is copied, when its layer's turn comes.
+Pages of the file go to the buffer as they are (direct I/O copies nothing), and a weight that is
+stored whole in its own dtype is a view of them. Only what must be put together from several tensors
+(experts) or converted is copied, when its layer's turn comes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ _GAP_BYTES = 16 * 1024  # between two tensors of a layer that one read may bridg
 
 @dataclass(frozen=True)
 class Piece:
-    """A stored tensor and the element of the weight where it begins; it lies there without a gap."""
+    """A stored tensor and the element of the weight where it begins; it lies there without a
+    gap."""
 
     source: StoredTensor
     begin: int
@@ -50,7 +53,11 @@ class Weight:
     def is_view(self) -> bool:
         """Whether the pages of the file hold it as it is."""
         only = self.pieces[0].source
-        return len(self.pieces) == 1 and only.dtype == self.dtype and only.offset_bytes % self.dtype.itemsize == 0
+        return (
+            len(self.pieces) == 1
+            and only.dtype == self.dtype
+            and only.offset_bytes % self.dtype.itemsize == 0
+        )
 
     @property
     def memory_bytes(self) -> int:
@@ -101,7 +108,12 @@ class LayerWeights:
     def extents(self) -> tuple[Extent, ...]:
         """The pages to read, in order of files and offsets."""
         merged: list[tuple[str, int, int]] = []
-        sources = [piece.source for weight in self.weights for piece in weight.pieces if piece.source.size_bytes]
+        sources = [
+            piece.source
+            for weight in self.weights
+            for piece in weight.pieces
+            if piece.source.size_bytes
+        ]
         for source in sorted(sources, key=lambda item: (item.path, item.offset_bytes)):
             begin = source.offset_bytes // PAGE_BYTES * PAGE_BYTES
             end = begin + _pages(source)
@@ -128,7 +140,10 @@ class LayerWeights:
     def place(self, source: StoredTensor) -> int:
         """Where a tensor begins in the buffer."""
         for extent in self.extents:
-            if extent.path == source.path and 0 <= source.offset_bytes - extent.offset_bytes < extent.size_bytes:
+            if (
+                extent.path == source.path
+                and 0 <= source.offset_bytes - extent.offset_bytes < extent.size_bytes
+            ):
                 return extent.place_bytes + source.offset_bytes - extent.offset_bytes
         return 0  # of an empty tensor
 
@@ -138,19 +153,27 @@ class LayerWeights:
         for weight in self.weights:
             if weight.is_view:
                 begin = self.place(weight.pieces[0].source)
-                found[weight.name] = buffer[begin : begin + weight.size_bytes].view(weight.dtype).view(weight.shape)
+                found[weight.name] = (
+                    buffer[begin : begin + weight.size_bytes].view(weight.dtype).view(weight.shape)
+                )
                 continue
             flat = converted[at : at + weight.size_bytes].view(weight.dtype)
             at += -(-weight.size_bytes // 64) * 64
             for piece in weight.pieces:
                 begin = self.place(piece.source)
-                put(flat, piece.begin, buffer[begin : begin + piece.source.size_bytes], piece.source.dtype)
+                put(
+                    flat,
+                    piece.begin,
+                    buffer[begin : begin + piece.source.size_bytes],
+                    piece.source.dtype,
+                )
             found[weight.name] = flat.view(weight.shape)
         return found
 
 
 def put(flat: torch.Tensor, begin: int, data: torch.Tensor, dtype: torch.dtype) -> None:
-    """Copies bytes that hold numbers of a dtype into a weight, from element `begin` on, converting them."""
+    """Copies bytes that hold numbers of a dtype into a weight, from element `begin` on, converting
+    them."""
     if data.storage_offset() % dtype.itemsize:
         data = data.clone()
     values = data.view(dtype)
@@ -180,8 +203,11 @@ class Share:
     least_bytes: int
 
 
-def share(other_bytes: int, layers: Sequence[LayerWeights], budget_bytes: int | None, read_ahead: int = 1) -> Share:
-    """Keeps as many layers in memory as a budget allows, evenly among the others, so that reads go on while they compute.
+def share(
+    other_bytes: int, layers: Sequence[LayerWeights], budget_bytes: int | None, read_ahead: int = 1
+) -> Share:
+    """Keeps as many layers in memory as a budget allows, evenly among the others, so that reads go
+    on while they compute.
 
     Args:
         other_bytes: of what stays in memory anyway: embeddings, norms, head.
@@ -212,7 +238,10 @@ def share(other_bytes: int, layers: Sequence[LayerWeights], budget_bytes: int | 
     raise errors.InvalidInputError(
         "memory budget too small for this model",
         got=format_size(budget_bytes or 0),
-        expected=f"at least {least} bytes ({format_size(least)}): {format_size(other_bytes)} beside layers, {slots} layers' buffers",
+        expected=(
+            f"at least {least} bytes ({format_size(least)}): {format_size(other_bytes)} beside "
+            f"layers, {slots} layers' buffers"
+        ),
         fix=f'memory="{-(-least // 2**20)}MiB" or more',
     )
 

@@ -1,4 +1,5 @@
-"""Short measurements: how fast a disk is read past the page cache, memory is read, and matrices are multiplied."""
+"""Short measurements: how fast a disk is read past the page cache, memory is read, and matrices are
+multiplied."""
 
 from __future__ import annotations
 
@@ -28,8 +29,10 @@ class ReadSpeed:
 
     Attributes:
         bytes_asked: that were read for it.
-        effective_path: that the bytes took; with `` (buffered)`` they came through the page cache, and the number is not the disk's.
-        written_bytes_per_s: with which the file was written before, flushed to the device; None: it was there.
+        effective_path: that the bytes took; with `` (buffered)`` they came through the page cache,
+            and the number is not the disk's.
+        written_bytes_per_s: with which the file was written before, flushed to the device; None: it
+            was there.
     """
 
     bytes_per_s: float
@@ -39,7 +42,8 @@ class ReadSpeed:
 
 
 def read_speed(directory: str | os.PathLike[str], probe_bytes: int | None = None) -> ReadSpeed:
-    """Of a directory's disk: writes a temporary file of at most 256 MiB, reads it in large requests, and removes it.
+    """Of a directory's disk: writes a temporary file of at most 256 MiB, reads it in large
+    requests, and removes it.
 
     Raises:
         WriteError, DiskFullError: the directory cannot be written.
@@ -48,7 +52,9 @@ def read_speed(directory: str | os.PathLike[str], probe_bytes: int | None = None
     try:
         descriptor, name = tempfile.mkstemp(prefix=".espnx-speed-", dir=directory)
     except OSError as error:
-        raise write_error("cannot write", directory, error, "name a directory that you may write to") from error
+        raise write_error(
+            "cannot write", directory, error, "name a directory that you may write to"
+        ) from error
     os.close(descriptor)
     try:
         with NativeEngine(pool_bytes=1 << 20) as engine:
@@ -65,29 +71,39 @@ def read_speed(directory: str | os.PathLike[str], probe_bytes: int | None = None
 
 
 def read_speed_of(paths: Sequence[str], most_bytes: int | None = None) -> ReadSpeed:
-    """Of files that are there, read from their beginnings, in all at most 256 MiB. Raises ReadError."""
+    """Of files that are there, read from their beginnings, in all at most 256 MiB. Raises
+    ReadError."""
     left = PROBE_BYTES if most_bytes is None else most_bytes
     with NativeEngine(pool_bytes=1 << 20) as engine:
         reads = []
         for path in paths:
             file = engine.open(path)
             whole = min(file.size_bytes // 4096 * 4096, left // 4096 * 4096)
-            reads += [(file, begin, min(_READ_BYTES, whole - begin)) for begin in range(0, whole, _READ_BYTES)]
+            reads += [
+                (file, begin, min(_READ_BYTES, whole - begin))
+                for begin in range(0, whole, _READ_BYTES)
+            ]
             left -= whole
         if not reads:
-            raise errors.InvalidInputError("measure a disk", got="files of less than 4 KiB", expected="something to read")
+            raise errors.InvalidInputError(
+                "measure a disk", got="files of less than 4 KiB", expected="something to read"
+            )
         slots = [aligned_empty(_READ_BYTES) for _ in range(_AHEAD)]
         begun = time.perf_counter()
         line: list[NativeFuture] = []
         for i, (file, begin, size) in enumerate(reads):
             if len(line) == _AHEAD:
                 line.pop(0).wait()
-            line.append(engine.read(Plan.of(file, [begin], [size], out_offset_bytes=[0]), slots[i % _AHEAD]))
+            line.append(
+                engine.read(Plan.of(file, [begin], [size], out_offset_bytes=[0]), slots[i % _AHEAD])
+            )
         for future in line:
             future.wait()
         total = sum(size for _, _, size in reads)
         return ReadSpeed(
-            total / (time.perf_counter() - begun), total, paths_of({file.number: file.effective for file, _, _ in reads}.values())
+            total / (time.perf_counter() - begun),
+            total,
+            paths_of({file.number: file.effective for file, _, _ in reads}.values()),
         )
 
 
@@ -98,8 +114,12 @@ def memory_speed() -> float:
 
 
 def gemm_speed(dtype: torch.dtype, rows: int) -> float:
-    """Floating-point operations a second of a product of [rows, 1024] with [1024, 1024], with weights in cache: what computing can do."""
-    a, b = torch.ones((max(1, min(rows, 512)), 1024), dtype=dtype), torch.ones((1024, 1024), dtype=dtype)
+    """Floating-point operations a second of a product of [rows, 1024] with [1024, 1024], with
+    weights in cache: what computing can do."""
+    a, b = (
+        torch.ones((max(1, min(rows, 512)), 1024), dtype=dtype),
+        torch.ones((1024, 1024), dtype=dtype),
+    )
     return 2 * a.shape[0] * 1024 * 1024 * _rate(lambda: torch.nn.functional.linear(a, b))
 
 

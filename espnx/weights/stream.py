@@ -1,4 +1,5 @@
-"""Layers' weights read ahead in the order in which they are used, over and over: after the last layer comes the first of the next step."""
+"""Layers' weights read ahead in the order in which they are used, over and over: after the last
+layer comes the first of the next step."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class WeightCounters:
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """Which file it is, and as it was when. Attributes: changed_ns: the later of the times of its bytes and of its inode."""
+    """Which file it is, and as it was when. Attributes: changed_ns: the later of the times of its
+    bytes and of its inode."""
 
     device: int
     inode: int
@@ -53,7 +55,13 @@ class FileIdentity:
     @classmethod
     def of(cls, path: str) -> FileIdentity:
         found = os.stat(path)
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, max(found.st_mtime_ns, found.st_ctime_ns))
+        return cls(
+            found.st_dev,
+            found.st_ino,
+            found.st_size,
+            found.st_mtime_ns,
+            max(found.st_mtime_ns, found.st_ctime_ns),
+        )
 
 
 class WeightFiles:
@@ -71,7 +79,8 @@ class WeightFiles:
         return self._files[path]
 
     def identity(self, path: str) -> FileIdentity:
-        """Of the file that is read, as it is now; of one that another has replaced under its name, as it was when it was opened."""
+        """Of the file that is read, as it is now; of one that another has replaced under its name,
+        as it was when it was opened."""
         self.file(path)
         opened = self._identities[path]
         try:
@@ -85,8 +94,11 @@ class WeightFiles:
         """The path that the weights' bytes take, of all files."""
         return paths_of(file.effective for file in self._files.values()) or self.engine.effective
 
-    def start(self, layer: LayerWeights, memory: torch.Tensor, ahead_bytes: int = 0) -> list[Future]:
-        """Starts reading a layer's pages into memory that direct I/O can use. `ahead_bytes`: what is read before."""
+    def start(
+        self, layer: LayerWeights, memory: torch.Tensor, ahead_bytes: int = 0
+    ) -> list[Future]:
+        """Starts reading a layer's pages into memory that direct I/O can use. `ahead_bytes`: what
+        is read before."""
         deadline_s = 30 + (ahead_bytes + layer.buffer_bytes) / _LEAST_BYTES_PER_S
         pages: list[tuple[FileHandle, int, int, int]] = []
         rest: list[tuple[FileHandle, int, int, int]] = []
@@ -96,13 +108,19 @@ class WeightFiles:
             whole = size // PAGE_BYTES * PAGE_BYTES
             if whole:
                 pages.append((file, extent.offset_bytes, whole, extent.place_bytes))
-            if size > whole:  # the end of the file; in a plan of its own, for one unaligned item makes a copy of all of them
-                rest.append((file, extent.offset_bytes + whole, size - whole, extent.place_bytes + whole))
+            # the end of the file; in a plan of its own, for one unaligned item makes a copy of all
+            # of them
+            if size > whole:
+                rest.append(
+                    (file, extent.offset_bytes + whole, size - whole, extent.place_bytes + whole)
+                )
         futures = []
         for items in (pages, rest):
             if items:
                 files, offsets, sizes, places = zip(*items, strict=True)
-                plan = Plan.of(list(files), list(offsets), list(sizes), out_offset_bytes=list(places))
+                plan = Plan.of(
+                    list(files), list(offsets), list(sizes), out_offset_bytes=list(places)
+                )
                 futures.append(self.engine.read(plan, memory, deadline_s=deadline_s))
         return futures
 
@@ -127,12 +145,15 @@ class WeightFiles:
         return flat.view(weight.shape)
 
     def windows(self, source: StoredTensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """(number of the first element, bytes) of a stored tensor from its beginning on, some MiB at a time. Raises what a read raises."""
+        """(number of the first element, bytes) of a stored tensor from its beginning on, some MiB
+        at a time. Raises what a read raises."""
         step = _WINDOW_BYTES // source.dtype.itemsize
         for first in range(0, source.size_bytes // source.dtype.itemsize, step):
             begin = first * source.dtype.itemsize
             size = min(_WINDOW_BYTES, source.size_bytes - begin)
-            future = self.engine.read(Plan.of(self.file(source.path), [source.offset_bytes + begin], [size]))
+            future = self.engine.read(
+                Plan.of(self.file(source.path), [source.offset_bytes + begin], [size])
+            )
             at = int(future.position_bytes[0])
             yield first, future.wait()[at : at + size]
             self.counters.bytes_moved += future.bytes_moved
@@ -159,14 +180,24 @@ class WeightStream:
         files: to read from.
         layers: by number; their order is the order of use.
         slots: buffers; all but the one in use are read ahead.
-        slot_bytes, converted_bytes: of a buffer, and of the memory for weights that are not views of it.
+        slot_bytes, converted_bytes: of a buffer, and of the memory for weights that are not views
+            of it.
     """
 
-    def __init__(self, files: WeightFiles, layers: Mapping[int, LayerWeights], *, slots: int, slot_bytes: int, converted_bytes: int):
+    def __init__(
+        self,
+        files: WeightFiles,
+        layers: Mapping[int, LayerWeights],
+        *,
+        slots: int,
+        slot_bytes: int,
+        converted_bytes: int,
+    ):
         self.files, self.layers = files, dict(layers)
         self._order = sorted(self.layers)
         self._after = dict(zip(self._order, self._order[1:] + self._order[:1], strict=True))
-        self._slot_bytes, self._slots = slot_bytes - PAGE_BYTES, slots  # `aligned_empty` adds a page
+        # `aligned_empty` adds a page
+        self._slot_bytes, self._slots = slot_bytes - PAGE_BYTES, slots
         self._converted = torch.empty(converted_bytes, dtype=torch.uint8)
         self._free: list[torch.Tensor] = []
         self._line: deque[_Coming] = deque()
@@ -178,11 +209,12 @@ class WeightStream:
         return sum(memory.untyped_storage().nbytes() for memory in buffers) + self._converted.nbytes
 
     def take(self, layer: int) -> dict[str, torch.Tensor]:
-        """A layer's weights by name, valid until `give_back`. The next layers are being read meanwhile.
+        """A layer's weights by name, valid until `give_back`. The next layers are being read
+        meanwhile.
 
         Raises:
-            ReadError, ShortReadError, TruncatedFileError, DeadlineExceededError, EngineClosedError: nothing is in use then, and the next
-                `take` begins anew.
+            ReadError, ShortReadError, TruncatedFileError, DeadlineExceededError, EngineClosedError:
+                nothing is in use then, and the next `take` begins anew.
         """
         try:
             while self._line and self._line[0].layer != layer:
@@ -204,7 +236,8 @@ class WeightStream:
             raise
 
     def give_back(self, layer: int) -> None:
-        """The layer has computed: its buffer takes the next one. What goes wrong there is raised when that one is taken."""
+        """The layer has computed: its buffer takes the next one. What goes wrong there is raised
+        when that one is taken."""
         if self._line and self._line[0].layer == layer and self._line[0].is_here:
             following = self._line[1].layer if len(self._line) > 1 else self._after[layer]
             self._drop(self._line.popleft())
@@ -217,10 +250,13 @@ class WeightStream:
             number = self._after[self._line[-1].layer] if self._line else first
             memory = self._free.pop() if self._free else aligned_empty(self._slot_bytes)
             ahead = sum(self.layers[coming.layer].buffer_bytes for coming in self._line)
-            self._line.append(_Coming(number, memory, self.files.start(self.layers[number], memory, ahead)))
+            self._line.append(
+                _Coming(number, memory, self.files.start(self.layers[number], memory, ahead))
+            )
 
     def _drop(self, coming: _Coming) -> None:
-        """Its memory is used again only where no read can write to it any more; else it belongs to the engine until the device lets go."""
+        """Its memory is used again only where no read can write to it any more; else it belongs to
+        the engine until the device lets go."""
         if coming.is_here:
             self._free.append(coming.memory)
             return

@@ -1,6 +1,8 @@
-"""CRC32C of weights that lie in files, of the very bytes that they have in memory: a model has the same ones wherever its weights are.
+"""CRC32C of weights that lie in files, of the very bytes that they have in memory: a model has the
+same ones wherever its weights are.
 
-A sum is remembered as long as the files are the same ones, unchanged: device, inode, size, and the times that the file system notes.
+A sum is remembered as long as the files are the same ones, unchanged: device, inode, size, and the
+times that the file system notes.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ from .stream import WeightFiles
 SAMPLES = 4096  # values of a tensor: what was trained on has moved in all of them
 _PIECE_BYTES = 1 << 20  # of a tensor on a GPU: the pieces are summed at the same time
 _GAP_BYTES = 16 << 10
-#: A file that changed so recently may change again without another time stamp: file systems count in steps of up to two seconds.
+#: A file that changed so recently may change again without another time stamp: file systems count
+#: in steps of up to two seconds.
 _SETTLED_NS = 2_000_000_000
 
 _known: dict[Hashable, int] = {}
 
 
 def sum_of(data: torch.Tensor) -> int:
-    """Of a tensor's bytes in memory: the CRC32C of the sums of its pieces, which on a GPU are made there."""
+    """Of a tensor's bytes in memory: the CRC32C of the sums of its pieces, which on a GPU are made
+    there."""
     flat = data.contiguous().reshape(-1).view(torch.uint8)
     begins = torch.arange(0, flat.numel(), _PIECE_BYTES)
     sizes = (flat.numel() - begins).clamp_max(_PIECE_BYTES)
@@ -40,8 +44,9 @@ def sampled(data: torch.Tensor) -> torch.Tensor:
 
 
 def stored_sum(files: WeightFiles, weight: Weight, *, is_whole: bool) -> int:
-    """`sum_of` a weight that is streamed, or, unless `is_whole`, of what `sampled` takes of it. Reads it at most once while its files
-    stay as they are. Raises ReadError, ShortReadError, TruncatedFileError, DeadlineExceededError, EngineClosedError."""
+    """`sum_of` a weight that is streamed, or, unless `is_whole`, of what `sampled` takes of it.
+    Reads it at most once while its files stay as they are. Raises ReadError, ShortReadError,
+    TruncatedFileError, DeadlineExceededError, EngineClosedError."""
     key = _key(files, weight, is_whole)
     found = _known.get(key)
     if found is not None:
@@ -53,7 +58,10 @@ def stored_sum(files: WeightFiles, weight: Weight, *, is_whole: bool) -> int:
 
 
 def _key(files: WeightFiles, weight: Weight, is_whole: bool) -> Hashable:
-    places = [(files.identity(each.source.path), each.source.offset_bytes, each.source.dtype, each.begin) for each in weight.pieces]
+    places = [
+        (files.identity(each.source.path), each.source.offset_bytes, each.source.dtype, each.begin)
+        for each in weight.pieces
+    ]
     return is_whole, weight.dtype, weight.shape, tuple(places)
 
 
@@ -70,7 +78,9 @@ def _whole_sum(files: WeightFiles, weight: Weight) -> int:
     def windows() -> Iterator[np.ndarray]:
         for piece in sorted(weight.pieces, key=lambda each: each.begin):
             for _, data in files.windows(piece.source):
-                values = torch.empty(data.numel() // piece.source.dtype.itemsize, dtype=weight.dtype)
+                values = torch.empty(
+                    data.numel() // piece.source.dtype.itemsize, dtype=weight.dtype
+                )
                 put(values, 0, data, piece.source.dtype)
                 yield values.view(torch.uint8).numpy()
 
@@ -88,8 +98,15 @@ def _samples(files: WeightFiles, weight: Weight) -> torch.Tensor:
         if not len(own):
             continue
         offsets = source.offset_bytes + (own - piece.begin) * size
-        future = files.engine.read(Plan.of(files.file(source.path), offsets, torch.full_like(offsets, size)), gap_bytes=_GAP_BYTES)
+        future = files.engine.read(
+            Plan.of(files.file(source.path), offsets, torch.full_like(offsets, size)),
+            gap_bytes=_GAP_BYTES,
+        )
         memory = future.wait()
-        values = memory[future.position_bytes[:, None] + torch.arange(size)].reshape(-1).view(source.dtype)
+        values = (
+            memory[future.position_bytes[:, None] + torch.arange(size)]
+            .reshape(-1)
+            .view(source.dtype)
+        )
         found.append(values.to(weight.dtype))
     return torch.cat(found) if found else torch.empty(0, dtype=weight.dtype)

@@ -1,9 +1,10 @@
-"""A language model decodes, and goes on with a context that was read before, in one way: a process of `espnx bench head-to-head`, in the
-environment of the program that is measured.
+"""A language model decodes, and goes on with a context that was read before, in one way: a process
+of `espnx bench head-to-head`, in the environment of the program that is measured.
 
-The job is JSON on standard input: what to `do` (decode, keep, resume), the `system`, `model` (a folder of transformers), `gguf` (the file
-that it was made of), `prompts` (tokens), `context` (how many of them the prompts share), `new` (tokens to generate), `runs`, `storage`, and
-the file `out` for what happened.
+The job is JSON on standard input: what to `do` (decode, keep, resume), the `system`, `model` (a
+folder of transformers), `gguf` (the file that it was made of), `prompts` (tokens), `context` (how
+many of them the prompts share), `new` (tokens to generate), `runs`, `storage`, and the file `out`
+for what happened.
 """
 
 from __future__ import annotations
@@ -30,8 +31,13 @@ def memory() -> dict[str, int]:
     """What this process holds: allocated, and resident pages of files."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    sizes = dict(re.findall(r"^(Rss\w+):\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE))
-    return {"held": 1024 * (int(sizes["RssAnon"]) + int(sizes["RssShmem"])), "mapped": 1024 * int(sizes["RssFile"])}
+    sizes = dict(
+        re.findall(r"^(Rss\w+):\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    )
+    return {
+        "held": 1024 * (int(sizes["RssAnon"]) + int(sizes["RssShmem"])),
+        "mapped": 1024 * int(sizes["RssFile"]),
+    }
 
 
 class Transformers:
@@ -49,8 +55,12 @@ class Transformers:
         if self.system == "accelerate-disk":
             from accelerate import disk_offload
 
-            self.model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-            disk_offload(self.model, f"{job['storage']}/weights", execution_device=torch.device("cpu"))
+            self.model: Any = AutoModelForCausalLM.from_pretrained(
+                job["model"], dtype=torch.float32
+            )
+            disk_offload(
+                self.model, f"{job['storage']}/weights", execution_device=torch.device("cpu")
+            )
         else:
             self.model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
         self.model.eval()
@@ -68,18 +78,30 @@ class Transformers:
         if self.is_ours and (name is not None or self.job["do"] == "decode"):
             import espnx
 
-            with espnx.KVCache(config, self.job["storage"], name=name, format="int8" if self.system == "espnx-int8" else None) as cache:
+            with espnx.KVCache(
+                config,
+                self.job["storage"],
+                name=name,
+                format="int8" if self.system == "espnx-int8" else None,
+            ) as cache:
                 yield cache
         elif self.system.startswith("quanto"):
             yield QuantizedCache("quanto", config, nbits=int(self.system[-1]))
         elif self.system.startswith("hqq"):
-            yield QuantizedCache("hqq", config, nbits=int(self.system[-1]), axis_key=1, axis_value=1)
+            yield QuantizedCache(
+                "hqq", config, nbits=int(self.system[-1]), axis_key=1, axis_value=1
+            )
         else:
             yield DynamicCache(config=config, offloading=self.system == "offloaded")
 
     def step(self, tokens: list[int], cache: Any) -> int:
         with self.torch.no_grad():
-            found = self.model(input_ids=self.torch.tensor([tokens]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            found = self.model(
+                input_ids=self.torch.tensor([tokens]),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         return int(found.logits[0, -1].argmax())
 
     def keep(self) -> None:
@@ -105,7 +127,9 @@ class LlamaCpp:
         self.imported = memory()
         length = max(map(len, job["prompts"])) + job["new"] + 8
         threads = os.cpu_count() or 1
-        self.llama = llama_cpp.Llama(job["gguf"], n_ctx=length, n_threads=threads, n_threads_batch=threads, verbose=False)
+        self.llama = llama_cpp.Llama(
+            job["gguf"], n_ctx=length, n_threads=threads, n_threads_batch=threads, verbose=False
+        )
         self.version = metadata.version("llama-cpp-python")
         self.file = f"{job['storage']}/llama.state"
 
@@ -125,14 +149,18 @@ class LlamaCpp:
             context = self.job["prompts"][0][: self.job["context"]]
             self.step(context, None)
             ids = (self.lib.llama_token * len(context))(*context)
-            if not self.lib.llama_state_save_file(self.llama._ctx.ctx, self.file.encode(), ids, len(context)):
+            if not self.lib.llama_state_save_file(
+                self.llama._ctx.ctx, self.file.encode(), ids, len(context)
+            ):
                 raise RuntimeError("llama_state_save_file failed")
 
     @contextmanager
     def resumed(self, prompt: list[int]) -> Iterator[tuple[Any, int]]:
         with self.cache():
             ids, count = (self.lib.llama_token * len(prompt))(), ctypes.c_size_t(0)
-            if not self.lib.llama_state_load_file(self.llama._ctx.ctx, self.file.encode(), ids, len(prompt), ctypes.byref(count)):
+            if not self.lib.llama_state_load_file(
+                self.llama._ctx.ctx, self.file.encode(), ids, len(prompt), ctypes.byref(count)
+            ):
                 raise RuntimeError("llama_state_load_file failed")
             if list(ids)[: count.value] != prompt[: count.value]:
                 raise RuntimeError("the saved state is of another text")
@@ -160,8 +188,16 @@ def decode(system: Any, job: Job) -> dict[str, Any]:
         now = memory()
         stats = cache.stats() if hasattr(cache, "stats") else {}
     found = {f"{kind}_bytes": now[kind] - system.imported[kind] for kind in now}
-    found |= {"cache_bytes": now["held"] - loaded["held"], "first_s": first_s, "seconds": seconds, "tokens": tokens}
-    return found | {"path": stats.get("effective_path", "memory"), "moved_bytes": stats.get("bytes_moved", 0)}
+    found |= {
+        "cache_bytes": now["held"] - loaded["held"],
+        "first_s": first_s,
+        "seconds": seconds,
+        "tokens": tokens,
+    }
+    return found | {
+        "path": stats.get("effective_path", "memory"),
+        "moved_bytes": stats.get("bytes_moved", 0),
+    }
 
 
 def keep(system: Any, job: Job) -> dict[str, Any]:
@@ -182,8 +218,17 @@ def resume(system: Any, job: Job) -> dict[str, Any]:
         with system.resumed(prompt) as (cache, kept):
             first = system.step(prompt[kept:], cache)
             resumed.append(time.perf_counter() - begun)
-            is_same, known = follow(system, first, cache, job["new"])[0] == expected and is_same, kept
-    return {"seconds": resumed, "anew": anew, "is_same": is_same, "known": known, "kept_bytes": folder_bytes(job["storage"])}
+            is_same, known = (
+                follow(system, first, cache, job["new"])[0] == expected and is_same,
+                kept,
+            )
+    return {
+        "seconds": resumed,
+        "anew": anew,
+        "is_same": is_same,
+        "known": known,
+        "kept_bytes": folder_bytes(job["storage"]),
+    }
 
 
 def folder_bytes(folder: str) -> int:

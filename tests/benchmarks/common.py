@@ -1,4 +1,5 @@
-"""A row and a machine for tests, a system that does what it is told, and a benchmark's process that is none."""
+"""A row and a machine for tests, a system that does what it is told, and a benchmark's process that
+is none."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ from espnx.benchmarks.harness.result import Row
 from espnx.benchmarks.harness.runner import Sample
 from espnx.errors import ChecksumError
 
-MACHINE = {"cpu": "c", "cores": 2, "memory_bytes": 1, "kernel": "k", "disk": "d", "fs": "f", "fio": None, "python": "3", "torch": "2"}
+MACHINE = {
+    "cpu": "c",
+    "cores": 2,
+    "memory_bytes": 1,
+    "kernel": "k",
+    "disk": "d",
+    "fs": "f",
+    "fio": None,
+    "python": "3",
+    "torch": "2",
+}
 
 
 def row(**changes: Any) -> Row:
@@ -63,18 +74,25 @@ class ScriptedSystem:
         self.log.append(self.name)
         if self.turn == self.wrong_at:
             raise ChecksumError("bytes read are not the bytes written", path="x")
-        return Sample(self.seconds[self.turn], self.bytes_asked, self.bytes_asked, {"requests": float(self.turn)})
+        return Sample(
+            self.seconds[self.turn],
+            self.bytes_asked,
+            self.bytes_asked,
+            {"requests": float(self.turn)},
+        )
 
     def close(self) -> None:
         pass
 
 
 class HereSession:
-    """Answers as a process does, in this one. Starting Python and importing the libraries once for each system would take most of a minute
-    on a busy machine."""
+    """Answers as a process does, in this one. Starting Python and importing the libraries once for
+    each system would take most of a minute on a busy machine."""
 
     def __init__(self, session: str):
-        self._session: Any = importlib.import_module(f"espnx.benchmarks.{session}.session").Session()
+        self._session: Any = importlib.import_module(
+            f"espnx.benchmarks.{session}.session"
+        ).Session()
 
     def ask(self, line: str) -> str:
         return json.dumps(self._session.handle(json.loads(line)))

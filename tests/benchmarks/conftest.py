@@ -16,7 +16,8 @@ FILE_BYTES = 8 << 20
 
 @pytest.fixture(autouse=True)
 def no_doubts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No ratio is withheld: how unsteady this machine is while tests run says nothing about the benchmarks."""
+    """No ratio is withheld: how unsteady this machine is while tests run says nothing about the
+    benchmarks."""
     monkeypatch.setattr(doubts, "WIDE_SHARE", float("inf"))
     monkeypatch.setattr(doubts, "SLOWER", float("inf"))
 

@@ -27,9 +27,16 @@ def strict_json(text: str) -> dict[str, Any]:
 
 
 def check(document: dict[str, Any]) -> None:
-    """Fails unless the schema has the document's command, and the document all that it says of it."""
+    """Fails unless the schema has the document's command, and the document all that it says of
+    it."""
     schema = json.loads(SCHEMA.read_text())
-    name = "error" if "error" in document else "bench" if document["command"].startswith("espnx ") else document["command"]
+    name = (
+        "error"
+        if "error" in document
+        else "bench"
+        if document["command"].startswith("espnx ")
+        else document["command"]
+    )
     assert name in schema["$defs"], f"docs/schema.json knows no {name}"
     if jsonschema is not None:
         _validator("head").validate(document)

@@ -1,4 +1,5 @@
-"""What the tests of ``espnx generate`` share: a tiny model's folder, prompts, and what the framework generates for them."""
+"""What the tests of ``espnx generate`` share: a tiny model's folder, prompts, and what the
+framework generates for them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def save(path: Path, made: PreTrainedModel) -> Path:
     words = {"<pad>": 0, "<s>": 1, "<unk>": 2} | {f"w{i}": i + 3 for i in range(VOCABULARY - 3)}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", unk_token="<unk>").save_pretrained(path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", unk_token="<unk>"
+    ).save_pretrained(path)
     return path
 
 
@@ -38,7 +41,16 @@ def run(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str, str]
 
 
 def options(model: Path, folder: Path, prompts: Path) -> list[Any]:
-    return ["--model", model, "--prompts", prompts, "--storage", folder / "rows", "--max-new-tokens", NEW]
+    return [
+        "--model",
+        model,
+        "--prompts",
+        prompts,
+        "--storage",
+        folder / "rows",
+        "--max-new-tokens",
+        NEW,
+    ]
 
 
 @functools.cache
@@ -46,9 +58,12 @@ def wanted(text: str, **more: Any) -> list[int]:
     """Of the framework, for this prompt alone."""
     ids = torch.tensor([[int(word[1:]) + 3 for word in text.split()]])
     found = plain("llama").generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=DynamicCache(config=plain("llama").config), max_new_tokens=NEW,
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=DynamicCache(config=plain("llama").config),
+        max_new_tokens=NEW,
         **{"do_sample": False} | more,
-    )  # fmt: skip
+    )
     return found[0, ids.shape[1] :].tolist()
 
 
@@ -61,16 +76,24 @@ def results(path: Path) -> dict[str, dict[str, Any]]:
 
 def write(path: Path, prompts: list[str]) -> Path:
     if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps({"id": f"p{i}", "prompt": text}) + "\n" for i, text in enumerate(prompts)))
+        path.write_text(
+            "".join(
+                json.dumps({"id": f"p{i}", "prompt": text}) + "\n" for i, text in enumerate(prompts)
+            )
+        )
     else:
         path.write_text("\n".join(prompts) + "\n\n")
     return path
 
 
-def check(found: dict[str, dict[str, Any]], ids: list[str], prompts: list[str] = PROMPTS, **more: Any) -> None:
+def check(
+    found: dict[str, dict[str, Any]], ids: list[str], prompts: list[str] = PROMPTS, **more: Any
+) -> None:
     assert set(found) == set(ids)
     for name, text in zip(ids, prompts, strict=True):
         tokens = wanted(text, **more)
         assert found[name]["tokens"] == tokens, name
-        assert found[name]["text"].split() == [f"w{token - 3}" if token > 2 else "" for token in tokens if token > 2]
+        assert found[name]["text"].split() == [
+            f"w{token - 3}" if token > 2 else "" for token in tokens if token > 2
+        ]
         assert found[name]["prompt_tokens"] == len(text.split())

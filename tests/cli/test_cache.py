@@ -33,7 +33,16 @@ def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with KVCache(enabled("llama").config, folder, name="second"):
         code, out, err = run(capsys, "cache", "ls", folder)
         assert (code, err) == (0, "")
-        assert out.splitlines()[0].split() == ["name", "model", "sequences", "tokens", "size", "last", "used", "open"]
+        assert out.splitlines()[0].split() == [
+            "name",
+            "model",
+            "sequences",
+            "tokens",
+            "size",
+            "last",
+            "used",
+            "open",
+        ]
         assert [line.split()[:4] for line in out.splitlines()[1:]] == [
             ["first", "damaged", "0", "0"],
             ["second", "LlamaForCausalLM", "2", "21"],
@@ -43,10 +52,9 @@ def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert run(capsys, "cache", "ls", folder, "--json", target)[1] == out
     found = strict_json(target.read_text())
     assert (found["schema_version"], found["command"]) == (1, "cache ls")
-    assert [(each["name"], each["model"], each["tokens"], each["is_open"]) for each in found["caches"]] == [
-        ("first", "damaged", 0, False),
-        ("second", "LlamaForCausalLM", 21, True),
-    ]
+    assert [
+        (each["name"], each["model"], each["tokens"], each["is_open"]) for each in found["caches"]
+    ] == [("first", "damaged", 0, False), ("second", "LlamaForCausalLM", 21, True)]
     assert all(each["size_bytes"] > 0 and each["last_used_s"] > 0 for each in found["caches"])
 
 
@@ -74,7 +82,10 @@ def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "cache", "verify", folder, "a", "b", "--json", "-")
     found = strict_json(out)["caches"]
     assert code == 1
-    assert [(each["name"], each["is_sound"], each.get("error")) for each in found] == [("a", False, "ChecksumError"), ("b", True, None)]
+    assert [(each["name"], each["is_sound"], each.get("error")) for each in found] == [
+        ("a", False, "ChecksumError"),
+        ("b", True, None),
+    ]
     assert found[1]["bytes"] > 0
     with KVCache(enabled("llama").config, folder, name="b"):
         code, out, _ = run(capsys, "cache", "verify", folder, "b")
@@ -116,7 +127,12 @@ def test_several_directories(folder: Path, capsys: pytest.CaptureFixture[str]) -
     storage = [folder / "x", folder / "y"]
     keep(storage, "c")
     further = ["--storage", storage[1]]
-    assert strict_json(run(capsys, "cache", "ls", storage[0], *further, "--json", "-")[1])["caches"][0]["directories"] == 2
+    assert (
+        strict_json(run(capsys, "cache", "ls", storage[0], *further, "--json", "-")[1])["caches"][
+            0
+        ]["directories"]
+        == 2
+    )
     assert run(capsys, "cache", "verify", storage[0], "c", *further)[0] == 0
     assert run(capsys, "cache", "verify", storage[0], "c")[0] == 1
     assert run(capsys, "cache", "rm", storage[0], "c")[0] == 2

@@ -1,5 +1,5 @@
-"""``espnx device ls | info | calibrate | verify`` from the outside: what it finds, what it says of a device that is wrong, exit codes,
-JSON."""
+"""``espnx device ls | info | calibrate | verify`` from the outside: what it finds, what it says of
+a device that is wrong, exit codes, JSON."""
 
 from __future__ import annotations
 
@@ -83,7 +83,11 @@ def test_info(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, facts["name"], facts["kind"], facts["path"]) == (0, "ssd", "plain", str(folder))
     assert facts["capabilities"]["attends_window"] is True
     shown = table(run(capsys, "device", "info", "ssd", "--path", folder)[1])
-    assert (shown["head dimensions"], shown["rows outlive the process"], shown["path"]) == ("all", "yes", str(folder))
+    assert (shown["head dimensions"], shown["rows outlive the process"], shown["path"]) == (
+        "all",
+        "yes",
+        str(folder),
+    )
     code, _, err = run(capsys, "device", "info", "sdd")
     assert code == 2
     assert "'ssd'?" in err
@@ -99,18 +103,37 @@ def test_info_says_what_paces(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert shown["uplink in"] == "31.5 GB/s"
     assert shown["memory of each"] == "4 GiB"
     assert shown["head dimensions"] == "128"
-    assert not re.search(r"e\+|\(128,|\bTrue\b|_", out.replace(str(folder), "")), "units and words, not Python's own"
-    facts = strict_json(run(capsys, "device", "info", "smartssd", "--path", folder, "--json", "-")[1])["device"]
+    assert not re.search(r"e\+|\(128,|\bTrue\b|_", out.replace(str(folder), "")), (
+        "units and words, not Python's own"
+    )
+    facts = strict_json(
+        run(capsys, "device", "info", "smartssd", "--path", folder, "--json", "-")[1]
+    )["device"]
     assert facts["links"]["device 0 flash read"] == 3e9
 
 
 def test_info_draws_a_spec(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "device", "info", "smartssd", "--devices", 16, "--path", folder, "--svg", folder / "x.svg")
+    code, out, _ = run(
+        capsys,
+        "device",
+        "info",
+        "smartssd",
+        "--devices",
+        16,
+        "--path",
+        folder,
+        "--svg",
+        folder / "x.svg",
+    )
     assert code == 0
     assert "8 switch ports, each 7.88 GB/s, shared by 2" in out
     assert "16 drives, each on a link of 3.94 GB/s" in out
     assert (folder / "x.svg").read_text().startswith("<svg ")
-    for words in (["ssd", "--devices", 2], ["ssd", "--svg", folder / "y.svg"], ["smartssd", "--devices", 0]):
+    for words in (
+        ["ssd", "--devices", 2],
+        ["ssd", "--svg", folder / "y.svg"],
+        ["smartssd", "--devices", 0],
+    ):
         code, _, err = run(capsys, "device", "info", *words, "--path", folder)
         assert code == 2, err
     assert not (folder / "y.svg").exists()
@@ -144,45 +167,84 @@ def few_or_all(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "device", "verify", "ssd", "--path", folder, "--soak", "1", "--json", "-")
+    code, out, err = run(
+        capsys, "device", "verify", "ssd", "--path", folder, "--soak", "1", "--json", "-"
+    )
     assert code == 0
     assert "warning" not in err
     assert set(outcomes(out).values()) == {"ok"}
-    assert {"rows: attends", "rows: reads that never end", "a generation", "rows: a soak", "clusters: bytes that are damaged"} <= set(
-        outcomes(out)
-    )
+    assert {
+        "rows: attends",
+        "rows: reads that never end",
+        "a generation",
+        "rows: a soak",
+        "clusters: bytes that are damaged",
+    } <= set(outcomes(out))
     assert list(folder.iterdir()) == []
 
 
 @pytest.mark.usefixtures("few_or_all")
 def test_verify_parts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of what a device does not offer nothing is asked; one that offers nothing does not pass."""
-    code, out, _ = run(capsys, "device", "verify", f"{HERE}:RecordsAlone", "--path", folder, "--soak", "0", "--json", "-")
+    code, out, _ = run(
+        capsys,
+        "device",
+        "verify",
+        f"{HERE}:RecordsAlone",
+        "--path",
+        folder,
+        "--soak",
+        "0",
+        "--json",
+        "-",
+    )
     assert code == 0
     assert outcomes(out)["rows"] == "not offered"
     assert {outcome for name, outcome in outcomes(out).items() if name != "rows"} == {"ok"}
-    code, out, err = run(capsys, "device", "verify", "espnx.device.near_storage:NearStorageDevice", "--path", folder, "--json", "-")
+    code, out, err = run(
+        capsys,
+        "device",
+        "verify",
+        "espnx.device.near_storage:NearStorageDevice",
+        "--path",
+        folder,
+        "--json",
+        "-",
+    )
     assert (code, set(outcomes(out).values())) == (4, {"not offered"})
     assert "nothing could be checked" in err
 
 
 @pytest.mark.usefixtures("few_or_all")
 def test_verify_finds_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = {f"{HERE}:{name}": check for name, check in (("WrongAttention", "rows: attends"), ("UntypedError", "rows: counts"))}
-    code, out, _ = run(capsys, "device", "verify", *wrong, "--path", folder, "--soak", "0", "--json", "-")
+    wrong = {
+        f"{HERE}:{name}": check
+        for name, check in (("WrongAttention", "rows: attends"), ("UntypedError", "rows: counts"))
+    }
+    code, out, _ = run(
+        capsys, "device", "verify", *wrong, "--path", folder, "--soak", "0", "--json", "-"
+    )
     assert code == 1
-    found = {(each["device"], each["check"]): each["outcome"] for each in strict_json(out)["checks"]}
+    found = {
+        (each["device"], each["check"]): each["outcome"] for each in strict_json(out)["checks"]
+    }
     for name, check in wrong.items():
         assert found[name, check] == "failed"
-        assert found[name, "rows: refuses rows that do not fit"] == "ok", "one that fails says nothing about the next"
+        assert found[name, "rows: refuses rows that do not fit"] == "ok", (
+            "one that fails says nothing about the next"
+        )
 
 
 @pytest.mark.usefixtures("few_or_all")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the hardware is there")
 def test_verify_without_the_hardware(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "device", "verify", "gpu", "--path", folder, "--soak", "1", "--json", "-")
+    code, out, err = run(
+        capsys, "device", "verify", "gpu", "--path", folder, "--soak", "1", "--json", "-"
+    )
     assert code == 3
-    assert {outcome for name, outcome in outcomes(out).items() if name.startswith("rows")} == {"no hardware"}
+    assert {outcome for name, outcome in outcomes(out).items() if name.startswith("rows")} == {
+        "no hardware"
+    }
     assert "no CUDA device" in err
 
 
@@ -193,21 +255,44 @@ def test_verify_of_what_cannot_be_opened(folder: Path, capsys: pytest.CaptureFix
     assert list(folder.iterdir()) == []
 
 
-def test_record_and_replay(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search that is recorded finds what it finds, and can be replayed on another device, with its index alone."""
+def test_record_and_replay(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search that is recorded finds what it finds, and can be replayed on another device, with
+    its index alone."""
     monkeypatch.setattr("espnx.encoders.load_encoder", lambda name, **options: toy_encoder())
-    build(folder / "s", [(str(i), f"text of {i}") for i in range(40)], encoder=toy_encoder(), dims=None, nlist=2)
+    build(
+        folder / "s",
+        [(str(i), f"text of {i}") for i in range(40)],
+        encoder=toy_encoder(),
+        dims=None,
+        nlist=2,
+    )
     search = ["search", folder / "s", "text of 3", "--encoder", "toy", "-k", 3, "--json", "-"]
     _, plain, _ = run(capsys, *search)
     code, found, _ = run(capsys, *search, "--record", folder / "trace")
     assert code == 0
-    hits = [[hit["id"] for hit in strict_json(text)["results"][0]["hits"]] for text in (plain, found)]
+    hits = [
+        [hit["id"] for hit in strict_json(text)["results"][0]["hits"]] for text in (plain, found)
+    ]
     assert hits[0] == hits[1]
     assert "the trace" not in run(capsys, *search, "--record", folder / "trace")[2]
-    code, out, _ = run(capsys, "device", "replay", folder / "trace", "--index", folder / "s", "--json", "-")
+    code, out, _ = run(
+        capsys, "device", "replay", folder / "trace", "--index", folder / "s", "--json", "-"
+    )
     assert code == 0
     assert strict_json(out)["verbs"]["maxsim"]["count"] >= 1
-    code, out, _ = run(capsys, "device", "replay", folder / "trace", "--index", folder / "s", "--device", "ssd", "--no-host")
+    code, out, _ = run(
+        capsys,
+        "device",
+        "replay",
+        folder / "trace",
+        "--index",
+        folder / "s",
+        "--device",
+        "ssd",
+        "--no-host",
+    )
     assert (code, out.split()[:4]) == (0, ["command", "count", "bytes", "recorded"])
     code, _, err = run(capsys, "device", "replay", folder / "trace", "--path", folder)
     assert code == 2
@@ -223,28 +308,40 @@ def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick_disk")
-def test_calibrate(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it writes is a spec, each figure of which says how it was measured, and a device by that name can be opened."""
+def test_calibrate(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it writes is a spec, each figure of which says how it was measured, and a device by that
+    name can be opened."""
     monkeypatch.chdir(folder)
     code, out, _ = run(capsys, "device", "calibrate", "my-disk", "--path", folder, "--json", "-")
     document = strict_json(out)
     assert (code, document["file"], document["name"]) == (0, "my-disk.yaml", "my-disk")
     spec = load_spec(folder / "my-disk.yaml")
-    measured = {name: getattr(spec.flash, name) for name in ("read_bandwidth", "write_bandwidth", "random_reads", "read_latency")}
+    measured = {
+        name: getattr(spec.flash, name)
+        for name in ("read_bandwidth", "write_bandwidth", "random_reads", "read_latency")
+    }
     for name, figure in measured.items():
         assert figure.confidence == "measured"
         assert figure.source.startswith(f"espnx device calibrate on {datetime.date.today().year}")
         assert figure.value == document["figures"][name]["value"] > 0
-    assert document["is_buffered"] == any("buffered" in figure.source for figure in measured.values())
+    assert document["is_buffered"] == any(
+        "buffered" in figure.source for figure in measured.values()
+    )
     assert spec.links.device.confidence == "derived"
     device = espnx.device.open("./my-disk.yaml", path=folder / "rows", stretch=0)
     assert device.describe()["spec"] == "my-disk"
     device.close()
-    assert [path.name for path in folder.iterdir()] == ["my-disk.yaml"], "what was measured with is gone"
+    assert [path.name for path in folder.iterdir()] == ["my-disk.yaml"], (
+        "what was measured with is gone"
+    )
 
 
 @pytest.mark.usefixtures("quick_disk")
-def test_calibrate_refuses(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrate_refuses(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     assert run(capsys, "device", "calibrate", "--path", folder)[0] == 0
     before = (folder / "this-disk.yaml").read_bytes()
@@ -252,7 +349,10 @@ def test_calibrate_refuses(folder: Path, capsys: pytest.CaptureFixture[str], mon
     assert code == 2
     assert "this-disk.yaml, which is there" in err
     assert (folder / "this-disk.yaml").read_bytes() == before
-    for words, says in ((("My Disk", "--path", folder), "small letters"), (("new", "--path", folder / "none"), "existing directory")):
+    for words, says in (
+        (("My Disk", "--path", folder), "small letters"),
+        (("new", "--path", folder / "none"), "existing directory"),
+    ):
         code, _, err = run(capsys, "device", "calibrate", *words)
         assert code == 2
         assert says in err

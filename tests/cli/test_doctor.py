@@ -1,4 +1,5 @@
-"""``espnx doctor``: the table, isolated checks, exit codes, and what it says where things are missing."""
+"""``espnx doctor``: the table, isolated checks, exit codes, and what it says where things are
+missing."""
 
 from __future__ import annotations
 
@@ -13,7 +14,19 @@ import pytest
 
 from espnx import errors
 from espnx.cli import host
-from espnx.cli.checks import FAIL, INFO, NA, PASS, WARN, Check, disk, gpu, run_checks, software, speed
+from espnx.cli.checks import (
+    FAIL,
+    INFO,
+    NA,
+    PASS,
+    WARN,
+    Check,
+    disk,
+    gpu,
+    run_checks,
+    software,
+    speed,
+)
 from espnx.cli.commands.doctor import render_checks
 from espnx.cli.main import main
 from tests.cli.documents import strict_json
@@ -45,8 +58,12 @@ def test_this_machine_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     header = "MOUNT FS DEVICE O_DIRECT REQUESTED EFFECTIVE ALIGN READ MB/s 4K READS/s"
     assert " ".join(out.splitlines()[0].split()) == header
     assert document["mount"]["read_bytes_per_s"] > 0
-    assert document["mount"]["reads_4k_per_s"] == round(by_name["speed"]["evidence"]["reads_4k_per_s"])
-    assert out.splitlines()[-1].startswith(f"{document['passed']} passed, {document['warnings']} warning")
+    assert document["mount"]["reads_4k_per_s"] == round(
+        by_name["speed"]["evidence"]["reads_4k_per_s"]
+    )
+    assert out.splitlines()[-1].startswith(
+        f"{document['passed']} passed, {document['warnings']} warning"
+    )
     assert out.splitlines()[-1].endswith(", 0 failed")
     assert document["schema_version"] == 1
     assert document["command"] == "doctor"
@@ -63,7 +80,9 @@ def test_without_a_gpu_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {check.status for check in run_checks(gpu.CHECKS)} == {NA}
 
 
-def test_a_path_that_is_no_directory_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_is_no_directory_is_wrong_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", "--path", str(tmp_path / "absent")]) == 2
     assert "existing directory" in capsys.readouterr().err
 
@@ -73,17 +92,37 @@ def test_a_broken_check_is_a_finding_and_stops_no_other() -> None:
         raise RuntimeError("boom")
 
     found = run_checks([broken_one, software.python])
-    assert [(check.status, check.name) for check in found] == [(FAIL, "broken-one"), (PASS, "python")]
+    assert [(check.status, check.name) for check in found] == [
+        (FAIL, "broken-one"),
+        (PASS, "python"),
+    ]
     assert "boom" in found[0].says
 
 
-@pytest.mark.parametrize("body", ["raise OSError('libtorch_cpu.so: cannot open')", "raise ImportError('wrong build')", "x = 1 / 0"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "raise OSError('libtorch_cpu.so: cannot open')",
+        "raise ImportError('wrong build')",
+        "x = 1 / 0",
+    ],
+)
 def test_works_when_torch_is_broken(tmp_path: Path, body: str) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(body + "\n")
-    code = "import sys; sys.path.insert(0, '.'); from espnx.cli.main import main; sys.exit(main(['doctor', '--json', '-']))"
+    code = (
+        "import sys; sys.path.insert(0, '.'); from espnx.cli.main import main; "
+        "sys.exit(main(['doctor', '--json', '-']))"
+    )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 1, done.stderr
     statuses = {check["name"]: check["status"] for check in json.loads(done.stdout)["checks"]}
     assert [statuses[name] for name in ("torch", "extension", "io-uring", "probe")] == [FAIL] * 4
@@ -109,10 +148,16 @@ def test_a_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatc
 
 def test_missing_optional_packages_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software.util, "find_spec", lambda name: None)
-    assert [software.faiss().status, software.triton().status, software.encoder().status] == [WARN, INFO, INFO]
+    assert [software.faiss().status, software.triton().status, software.encoder().status] == [
+        WARN,
+        INFO,
+        INFO,
+    ]
 
 
-@pytest.mark.parametrize(("policy", "status"), [(None, INFO), ("ACTIVE", WARN), ("active", WARN), ("passive", PASS)])
+@pytest.mark.parametrize(
+    ("policy", "status"), [(None, INFO), ("ACTIVE", WARN), ("active", WARN), ("passive", PASS)]
+)
 def test_openmp_waiting(monkeypatch: pytest.MonkeyPatch, policy: str | None, status: str) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if policy:
@@ -137,8 +182,13 @@ def test_io_uring_refused_is_a_warning_with_the_way_out(monkeypatch: pytest.Monk
     assert "sysctl -w kernel.io_uring_disabled=0" in disk.io_uring().fix
 
 
-@pytest.mark.parametrize(("answer", "status"), [((True, "ok"), PASS), ((False, "EINVAL"), WARN), ((None, "read-only"), FAIL)])
-def test_o_direct(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: tuple[bool | None, str], status: str) -> None:
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [((True, "ok"), PASS), ((False, "EINVAL"), WARN), ((None, "read-only"), FAIL)],
+)
+def test_o_direct(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: tuple[bool | None, str], status: str
+) -> None:
     monkeypatch.setattr(host, "o_direct_support", lambda directory: answer)
     assert disk.o_direct(str(tmp_path)).status == status
 
@@ -154,15 +204,25 @@ def test_o_direct(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: tuple
     ],
 )
 def test_file_systems(monkeypatch: pytest.MonkeyPatch, kind: str, status: str, said: str) -> None:
-    monkeypatch.setattr(host, "mount_of", lambda path: host.Mount("/mnt", kind, "source", "rw", "nvme0n1" if kind == "ext4" else None))
+    monkeypatch.setattr(
+        host,
+        "mount_of",
+        lambda path: host.Mount(
+            "/mnt", kind, "source", "rw", "nvme0n1" if kind == "ext4" else None
+        ),
+    )
     found = disk.file_system("/mnt")
     assert (found.status, bool(found.fix)) == (status, status == WARN)
     assert said in found.says
 
 
 @pytest.mark.parametrize(("value", "status"), [("0", PASS), ("1", WARN), (None, NA)])
-def test_disks_that_say_that_they_rotate(monkeypatch: pytest.MonkeyPatch, value: str | None, status: str) -> None:
-    monkeypatch.setattr(host, "mount_of", lambda path: host.Mount("/mnt", "ext4", "/dev/sda1", "rw", "sda1"))
+def test_disks_that_say_that_they_rotate(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, status: str
+) -> None:
+    monkeypatch.setattr(
+        host, "mount_of", lambda path: host.Mount("/mnt", "ext4", "/dev/sda1", "rw", "sda1")
+    )
     monkeypatch.setattr(host, "disk_of", lambda device: {"disk": "sda", "rotational": value})
     found = disk.rotational("/mnt")
     assert found.status == status
@@ -171,9 +231,14 @@ def test_disks_that_say_that_they_rotate(monkeypatch: pytest.MonkeyPatch, value:
 
 @pytest.mark.parametrize(("rate", "status"), [(150.0, WARN), (40_000.0, PASS)])
 def test_slow_disks_warn(monkeypatch: pytest.MonkeyPatch, rate: float, status: str) -> None:
-    monkeypatch.setattr(speed, "measure", lambda directory: speed.DiskSpeed(2e8, 1e8, rate, 1e-4, "uring"))
+    monkeypatch.setattr(
+        speed, "measure", lambda directory: speed.DiskSpeed(2e8, 1e8, rate, 1e-4, "uring")
+    )
     found = speed.speed("/mnt")
-    assert (found.status, found.says) == (status, f"200 MB/s read, {rate:,.0f} random reads of 4 KiB a second, by uring")
+    assert (found.status, found.says) == (
+        status,
+        f"200 MB/s read, {rate:,.0f} random reads of 4 KiB a second, by uring",
+    )
 
 
 def test_a_disk_that_cannot_be_measured(tmp_path: Path) -> None:
@@ -181,7 +246,9 @@ def test_a_disk_that_cannot_be_measured(tmp_path: Path) -> None:
     assert (found.status, "could not be measured" in found.says) == (WARN, True)
 
 
-def test_little_space_and_little_locked_memory_warn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_little_space_and_little_locked_memory_warn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(disk, "FREE_BYTES_LOW", 1 << 62)
     assert disk.free_space(str(tmp_path)).status == WARN
     for soft, status in ((64 << 10, WARN), (8 << 20, PASS), (resource.RLIM_INFINITY, PASS)):
@@ -194,7 +261,9 @@ def test_a_probe_in_an_impossible_place_fails() -> None:
     assert disk.effective_path("/proc")["engine"] is None
 
 
-def test_a_flipped_bit_is_seen_by_the_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_seen_by_the_probe(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from espnx import storage
 
     class Flipping:
@@ -204,7 +273,9 @@ def test_a_flipped_bit_is_seen_by_the_probe(monkeypatch: pytest.MonkeyPatch, tmp
 
         @staticmethod
         def open_engine(path: str) -> storage.NativeEngine:
-            return storage.FaultyEngine([storage.FaultRule(fault="flip", operation="read", value=12345, count=1)], path)
+            return storage.FaultyEngine(
+                [storage.FaultRule(fault="flip", operation="read", value=12345, count=1)], path
+            )
 
     monkeypatch.setattr(disk, "storage_module", Flipping)
     found = disk.probe(str(tmp_path))
@@ -213,7 +284,12 @@ def test_a_flipped_bit_is_seen_by_the_probe(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_why_fix_and_evidence_are_printed_where_they_help() -> None:
-    text = render_checks([Check(PASS, "good", "fine", evidence={"a": 1}), Check(WARN, "slow", "so so", "because", "do that", {"b": 2})])
+    text = render_checks(
+        [
+            Check(PASS, "good", "fine", evidence={"a": 1}),
+            Check(WARN, "slow", "so so", "because", "do that", {"b": 2}),
+        ]
+    )
     assert text.splitlines() == [
         "PASS  good                 fine",
         "WARN  slow                 so so",

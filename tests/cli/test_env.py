@@ -1,4 +1,5 @@
-"""``espnx env`` and the facts about the host: parsed right, redacted, and there when torch is broken."""
+"""``espnx env`` and the facts about the host: parsed right, redacted, and there when torch is
+broken."""
 
 from __future__ import annotations
 
@@ -27,24 +28,43 @@ def broken_torch(tmp_path: Path) -> dict[str, str]:
     """An environment in which ``import torch`` fails as a wheel with a missing library does."""
     package = tmp_path / "torch"
     package.mkdir()
-    (package / "__init__.py").write_text("raise OSError('libtorch_cpu.so: cannot open shared object file')\n")
+    (package / "__init__.py").write_text(
+        "raise OSError('libtorch_cpu.so: cannot open shared object file')\n"
+    )
     return os.environ | {"PYTHONPATH": str(tmp_path)}
 
 
-def run_env(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run_env(
+    *words: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,
         "-c",
-        "import sys; sys.path.insert(0, '.'); from espnx.cli.main import main; sys.exit(main(sys.argv[1:]))",
+        (
+            "import sys; sys.path.insert(0, '.'); from espnx.cli.main import main; "
+            "sys.exit(main(sys.argv[1:]))"
+        ),
         "env",
     ]
-    return subprocess.run([*command, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        [*command, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
 
 
 def test_document_and_text_say_the_same() -> None:
     facts = env.collect()
     text = env.render(facts)
-    assert set(facts) >= {"espnx", "python", "system", "cpu", "memory_bytes", "mount", "torch", "packages", "environment"}
+    assert set(facts) >= {
+        "espnx",
+        "python",
+        "system",
+        "cpu",
+        "memory_bytes",
+        "mount",
+        "torch",
+        "packages",
+        "environment",
+    }
     assert facts["torch"]["version"] in text
     assert any("libtorch_cpu" in path for path in facts["torch"]["mapped_libraries"])
     json.dumps(facts, allow_nan=False)
@@ -55,13 +75,20 @@ def test_works_when_torch_is_broken(broken_torch: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["schema_version"] == 1
-    assert document["torch"] == {"error": "OSError: libtorch_cpu.so: cannot open shared object file"}
+    assert document["torch"] == {
+        "error": "OSError: libtorch_cpu.so: cannot open shared object file"
+    }
     assert document["packages"]["numpy"]
 
 
 def test_is_standard_library_only() -> None:
-    code = "import sys; import espnx.cli.commands.env; print([m for m in ('torch', 'numpy', 'rich', 'faiss') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    code = (
+        "import sys; import espnx.cli.commands.env; print([m for m in ('torch', 'numpy', 'rich', "
+        "'faiss') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -74,7 +101,12 @@ def test_environment_shows_values_of_known_harmless_names_only() -> None:
         "AWS_SECRET": "secret",
         "PATH": "secret",
     }
-    assert env.environment(variables) == {"ESPNX_DEBUG": "1", "HF_TOKEN": "(set)", "LD_PRELOAD": "(set)", "OMP_NUM_THREADS": "2"}
+    assert env.environment(variables) == {
+        "ESPNX_DEBUG": "1",
+        "HF_TOKEN": "(set)",
+        "LD_PRELOAD": "(set)",
+        "OMP_NUM_THREADS": "2",
+    }
 
 
 def test_home_is_written_as_a_tilde() -> None:
@@ -110,8 +142,10 @@ def test_existing_climbs_to_a_parent(tmp_path: Path) -> None:
 
 def test_mapped_libraries_with_spaces_in_paths() -> None:
     maps = (
-        "7f00-7f01 r-xp 00000000 fd:00 1   /opt/a b/libcufile.so.0\n7f01-7f02 r-xp 00000000 fd:00 2   /usr/lib/libc.so.6\n"
-        "7f02-7f03 rw-p 00000000 00:00 0\n7f03-7f04 r--p 00000000 fd:00 1   /opt/a b/libcufile.so.0\n"
+        "7f00-7f01 r-xp 00000000 fd:00 1   /opt/a b/libcufile.so.0\n"
+        "7f01-7f02 r-xp 00000000 fd:00 2   /usr/lib/libc.so.6\n"
+        "7f02-7f03 rw-p 00000000 00:00 0\n7f03-7f04 r--p 00000000 fd:00 1   /opt/a "
+        "b/libcufile.so.0\n"
     )
     assert host.mapped_libraries(maps) == ["/opt/a b/libcufile.so.0"]
 

@@ -1,4 +1,5 @@
-"""``espnx generate`` refuses what it cannot do right: results of another prompt or model; numbers, lengths, files that do not fit."""
+"""``espnx generate`` refuses what it cannot do right: results of another prompt or model; numbers,
+lengths, files that do not fit."""
 
 from __future__ import annotations
 
@@ -45,7 +46,11 @@ def test_an_edited_prompt_is_refused(
     words = options(model, folder, prompts)
     assert run(capsys, *words)[0] == 0
     before = out.read_bytes()
-    for edited in ([PROMPTS[0], PROMPTS[3], PROMPTS[2]], [PROMPTS[0], PROMPTS[1] + " w1"], PROMPTS[1:4]):
+    for edited in (
+        [PROMPTS[0], PROMPTS[3], PROMPTS[2]],
+        [PROMPTS[0], PROMPTS[1] + " w1"],
+        PROMPTS[1:4],
+    ):
         write(prompts, edited)
         with monkeypatch.context() as patch:
             patch.setattr(model_folder, "load_model", refuse_to_load)
@@ -68,7 +73,10 @@ def test_results_without_digests(tmp_path: Path) -> None:
     out = tmp_path / "out"
     for line, settings in (
         ({"id": "1", "settings": {"a": 1}}, {"a": 1}),
-        ({"id": "1", "prompt_digest": Prompt("1", "x").digest, "settings": {"a": 1}}, {"a": 1, "model_fingerprint": "0"}),
+        (
+            {"id": "1", "prompt_digest": Prompt("1", "x").digest, "settings": {"a": 1}},
+            {"a": 1, "model_fingerprint": "0"},
+        ),
         ({"id": ["1"], "settings": {"a": 1}}, {"a": 1}),
     ):
         out.write_text(json.dumps(line) + "\n")
@@ -79,11 +87,18 @@ def test_results_without_digests(tmp_path: Path) -> None:
 
 
 def test_what_differs_is_named_and_nothing_else(tmp_path: Path) -> None:
-    out, settings = tmp_path / "out", {"model": "m", "seed": 3, "temperature": 0.5, "format": None, "dtype": "float16"}
+    out, settings = (
+        tmp_path / "out",
+        {"model": "m", "seed": 3, "temperature": 0.5, "format": None, "dtype": "float16"},
+    )
     for found, got, expected in (
         (settings | {"seed": 1, "format": "int8"}, "seed 1, format int8", "seed 3, no format"),
         (settings | {"device": "smartssd"}, "device smartssd", "nothing of device"),
-        ({"model": "m", "seed": 3, "temperature": 0.5, "dtype": None}, "nothing of format, no dtype", "no format, dtype float16"),
+        (
+            {"model": "m", "seed": 3, "temperature": 0.5, "dtype": None},
+            "nothing of format, no dtype",
+            "no format, dtype float16",
+        ),
         (7, "settings 7", "those of this run"),
     ):
         out.write_text(json.dumps({"id": "1", "settings": found}) + "\n")
@@ -102,7 +117,9 @@ def test_half_a_character(tmp_path: Path) -> None:
     assert read_done(out, {}, [prompt]) == {"\ud800"}
 
 
-def test_another_model_in_the_same_folder(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_model_in_the_same_folder(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Trained on in place: names, sizes and times may be as they were."""
     own, prompts = folder / "model", write(folder / "prompts.txt", PROMPTS[:2])
     shutil.copytree(model, own)
@@ -114,11 +131,14 @@ def test_another_model_in_the_same_folder(model: Path, folder: Path, capsys: pyt
     trained.save_pretrained(own)
     code, _, err = run(capsys, *words)
     assert code == 2
-    assert re.search(r"got model_fingerprint \w+; expected model_fingerprint \w+\. Fix: .* another --out\n", err)
+    assert re.search(
+        r"got model_fingerprint \w+; expected model_fingerprint \w+\. Fix: .* another --out\n", err
+    )
 
 
 def test_the_fingerprint(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for a copy; another where the config, the tokenizer or any one tensor differs, at whichever end."""
+    """The same for a copy; another where the config, the tokenizer or any one tensor differs, at
+    whichever end."""
     copy = tmp_path / "copy"
     shutil.copytree(model, copy)
     known = model_fingerprint(str(model))
@@ -128,7 +148,11 @@ def test_the_fingerprint(model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     whole = bytearray(weights.read_bytes())
     tensors = read_header(weights).values()
     assert max(tensor.size_bytes for tensor in tensors) > 2 * 4096
-    places = [at for tensor in tensors for at in (tensor.offset_bytes, tensor.offset_bytes + tensor.size_bytes - 1)]
+    places = [
+        at
+        for tensor in tensors
+        for at in (tensor.offset_bytes, tensor.offset_bytes + tensor.size_bytes - 1)
+    ]
     for at in [*places, len(whole) - 1]:
         changed = bytearray(whole)
         changed[at] ^= 1
@@ -154,19 +178,52 @@ def test_the_fingerprint(model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "bad",
     [
-        ["--batch", "0"], ["--batch", "-1"], ["--batch", "1.5"], ["--max-new-tokens", "0"], ["--num-beams", "0"], ["--prefill-chunk", "-1"],
-        ["--prefill-chunk", "0"], ["--seed", "9" * 30], ["--x-rows", "-1"], ["--capacity", "-4"], ["--capacity", "0"],
-        ["--temperature", "-1"], ["--temperature", "nan"], ["--temperature", "inf"], ["--temperature", "hot"],
+        ["--batch", "0"],
+        ["--batch", "-1"],
+        ["--batch", "1.5"],
+        ["--max-new-tokens", "0"],
+        ["--num-beams", "0"],
+        ["--prefill-chunk", "-1"],
+        ["--prefill-chunk", "0"],
+        ["--seed", "9" * 30],
+        ["--x-rows", "-1"],
+        ["--capacity", "-4"],
+        ["--capacity", "0"],
+        ["--temperature", "-1"],
+        ["--temperature", "nan"],
+        ["--temperature", "inf"],
+        ["--temperature", "hot"],
     ],
     ids="=".join,
-)  # fmt: skip
-def test_numbers_out_of_range(folder: Path, capsys: pytest.CaptureFixture[str], bad: list[str]) -> None:
-    assert main(["generate", "--model", str(folder), "--prompts", str(folder / "p"), "--storage", str(folder), *bad]) == 2
-    said = rf"argument {bad[0]}: got '{re.escape(bad[1])}', expected a .*, at least [01](, at most \d+)?\n"
+)
+def test_numbers_out_of_range(
+    folder: Path, capsys: pytest.CaptureFixture[str], bad: list[str]
+) -> None:
+    assert (
+        main(
+            [
+                "generate",
+                "--model",
+                str(folder),
+                "--prompts",
+                str(folder / "p"),
+                "--storage",
+                str(folder),
+                *bad,
+            ]
+        )
+        == 2
+    )
+    said = (
+        rf"argument {bad[0]}: got '{re.escape(bad[1])}', expected a .*, at least [01](, at most "
+        r"\d+)?\n"
+    )
     assert re.search(said, capsys.readouterr().err)
 
 
-def test_numbers_at_their_least(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_at_their_least(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts = write(folder / "prompts.txt", PROMPTS[:3])
     least = [
         "--batch",
@@ -186,15 +243,24 @@ def test_numbers_at_their_least(model: Path, folder: Path, capsys: pytest.Captur
     ]
     assert run(capsys, *options(model, folder, prompts), *least)[0] == 0
     found = results(folder / "prompts.txt.out.jsonl")
-    assert [found[str(i + 1)]["tokens"] for i in range(3)] == [wanted(text)[:1] for text in PROMPTS[:3]]
+    assert [found[str(i + 1)]["tokens"] for i in range(3)] == [
+        wanted(text)[:1] for text in PROMPTS[:3]
+    ]
 
 
-POSITIONS = {"gpt2": {"n_positions": 32}, "opt": {"max_position_embeddings": 32}, "llama": {"max_position_embeddings": 32}}
+POSITIONS = {
+    "gpt2": {"n_positions": 32},
+    "opt": {"max_position_embeddings": 32},
+    "llama": {"max_position_embeddings": 32},
+}
 
 
 @pytest.mark.parametrize("name", POSITIONS)
-def test_more_tokens_than_positions(folder: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """Learned positions are all there are: a prompt that needs one more is named before anything is generated. Rotary ones do not end."""
+def test_more_tokens_than_positions(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Learned positions are all there are: a prompt that needs one more is named before anything is
+    generated. Rotary ones do not end."""
     made = make(name, **POSITIONS[name])
     path, out = save(folder / "model", made), folder / "p.jsonl.out.jsonl"
     assert learned_positions(made) == (None if name == "llama" else 32)
@@ -209,12 +275,19 @@ def test_more_tokens_than_positions(folder: Path, capsys: pytest.CaptureFixture[
         assert (code, len(results(out))) == (0, 5)
         return
     assert (code, out.read_bytes()) == (2, before), err
-    assert f"prompt 'p4'; got {32 - NEW + 2} tokens and {NEW} new ones; expected at most the model's 32 positions" in err
+    assert (
+        f"prompt 'p4'; got {32 - NEW + 2} tokens and {NEW} new ones; expected at most the model's "
+        "32 positions" in err
+    )
 
 
 @pytest.mark.parametrize("where", ["missing/out", "prompts.txt/out", ".", "pipe", "/proc/out"])
 def test_results_that_cannot_be_written(
-    model: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, where: str
+    model: Path,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
 ) -> None:
     """Said before the model is loaded, and with what to do."""
     prompts = write(folder / "prompts.txt", PROMPTS[:1])
@@ -239,14 +312,20 @@ def test_a_check_leaves_nothing(folder: Path) -> None:
     assert (folder / "link").is_symlink()
 
 
-def test_a_full_disk(model: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where results go, after the first batches: a typed error, and the next run goes on."""
     prompts, out = write(folder / "prompts.txt", PROMPTS[:4]), folder / "prompts.txt.out.jsonl"
     words = [*options(model, folder, prompts), "--batch", 1]
     fsync = os.fsync
 
     def full(fd: int) -> None:
-        if out.exists() and os.path.samestat(os.fstat(fd), out.stat()) and out.read_bytes().count(b"\n") == 3:
+        if (
+            out.exists()
+            and os.path.samestat(os.fstat(fd), out.stat())
+            and out.read_bytes().count(b"\n") == 3
+        ):
             os.ftruncate(fd, os.fstat(fd).st_size - 9)
             raise OSError(errno.ENOSPC, "full")
         fsync(fd)
@@ -268,7 +347,10 @@ def test_no_such_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     for nowhere in (folder / "nope", prompts):
         code, _, err = run(capsys, *options(nowhere, folder, prompts))
         assert code == 2
-        assert f"espnx: error: model in {nowhere}; got no such folder; expected a folder with model and tokenizer" in err
+        assert (
+            f"espnx: error: model in {nowhere}; got no such folder; expected a folder with model "
+            "and tokenizer" in err
+        )
         with pytest.raises(InvalidInputError, match="no such folder"):
             model_folder.load_model(str(nowhere), None, None)
         with pytest.raises(InvalidInputError, match="no such folder"):
@@ -276,11 +358,16 @@ def test_no_such_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     (folder / "empty").mkdir()
     code, _, err = run(capsys, *options(folder / "empty", folder, prompts))
     assert code == 2
-    assert f"espnx: error: model in {folder / 'empty'}; got a folder without config.json; expected a folder with model and" in err
+    assert (
+        f"espnx: error: model in {folder / 'empty'}; got a folder without config.json; expected a "
+        "folder with model and" in err
+    )
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_nothing_after_the_end(folder: Path, capsys: pytest.CaptureFixture[str], many: bool) -> None:
+def test_nothing_after_the_end(
+    folder: Path, capsys: pytest.CaptureFixture[str], many: bool
+) -> None:
     """What a prompt gets does not depend on how long the others of its batch go on."""
     end = wanted(PROMPTS[1])[2]
     ends = (end, VOCABULARY - 1) if many else end
@@ -297,9 +384,16 @@ def test_nothing_after_the_end(folder: Path, capsys: pytest.CaptureFixture[str],
 @pytest.mark.parametrize(
     ("tokens", "ends", "left"),
     [
-        ([9, 9, 3, 0, 0, 0], 3, [9, 9, 3]), ([9, 3, 3], [3], [9, 3]), ([9, 4, 3, 0], [3, 4], [9, 4]), ([3], 3, [3]), ([9, 0, 0], 0, [9, 0]),
-        ([9, 0, 3], None, [9, 0, 3]), ([9, 8], 3, [9, 8]), ([9, 8], [], [9, 8]), ([], 3, []),
+        ([9, 9, 3, 0, 0, 0], 3, [9, 9, 3]),
+        ([9, 3, 3], [3], [9, 3]),
+        ([9, 4, 3, 0], [3, 4], [9, 4]),
+        ([3], 3, [3]),
+        ([9, 0, 0], 0, [9, 0]),
+        ([9, 0, 3], None, [9, 0, 3]),
+        ([9, 8], 3, [9, 8]),
+        ([9, 8], [], [9, 8]),
+        ([], 3, []),
     ],
-)  # fmt: skip
+)
 def test_until_end(tokens: list[int], ends: int | list[int] | None, left: list[int]) -> None:
     assert until_end(tokens, ends) == left

@@ -13,14 +13,48 @@ from tests.cli.documents import strict_json
 
 def test_build_search_info_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = np.random.default_rng(0).standard_normal((400, 8)).astype(np.float32)
-    true = np.argsort(np.square(base[:12, None].astype(np.float64) - base[None]).sum(-1), axis=1)[:, :5]
+    true = np.argsort(np.square(base[:12, None].astype(np.float64) - base[None]).sum(-1), axis=1)[
+        :, :5
+    ]
     for name, values in (("base", base), ("queries", base[:12]), ("true", true)):
         np.save(tmp_path / f"{name}.npy", values)
     graph, queries = str(tmp_path / "g"), str(tmp_path / "queries.npy")
-    assert main(["graph", "build", str(tmp_path / "base.npy"), graph, "--vector-dtype", "float32", "--json", str(tmp_path / "b")]) == 0
+    assert (
+        main(
+            [
+                "graph",
+                "build",
+                str(tmp_path / "base.npy"),
+                graph,
+                "--vector-dtype",
+                "float32",
+                "--json",
+                str(tmp_path / "b"),
+            ]
+        )
+        == 0
+    )
     assert strict_json((tmp_path / "b").read_text())["n"] == 400
     truth = str(tmp_path / "true.npy")
-    assert main(["graph", "search", graph, queries, "-k", "5", "--recall", "0.999", "--ground-truth", truth, "--json", "-"]) == 0
+    assert (
+        main(
+            [
+                "graph",
+                "search",
+                graph,
+                queries,
+                "-k",
+                "5",
+                "--recall",
+                "0.999",
+                "--ground-truth",
+                truth,
+                "--json",
+                "-",
+            ]
+        )
+        == 0
+    )
     found = strict_json(capsys.readouterr().out.split("measuring recall\n")[-1])
     assert found["recall"] > 0.95
     assert [each[0]["id"] for each in found["results"]] == list(range(12))
@@ -36,8 +70,19 @@ def test_build_search_info_verify(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_build_in_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    np.save(tmp_path / "base.npy", np.random.default_rng(0).standard_normal((300, 8)).astype(np.float32))
-    given = ["graph", "build", str(tmp_path / "base.npy"), str(tmp_path / "g"), "--codes", "memory", "--inline-pq", "3"]
+    np.save(
+        tmp_path / "base.npy", np.random.default_rng(0).standard_normal((300, 8)).astype(np.float32)
+    )
+    given = [
+        "graph",
+        "build",
+        str(tmp_path / "base.npy"),
+        str(tmp_path / "g"),
+        "--codes",
+        "memory",
+        "--inline-pq",
+        "3",
+    ]
     assert main([*given, "--memory", "256MiB"]) == 2
     assert "at least" in capsys.readouterr().err
     assert main([*given, "--memory", "16GiB"]) == 0
@@ -51,10 +96,40 @@ def test_export_and_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     base = np.random.default_rng(0).standard_normal((100, 8)).astype(np.float32)
     np.save(tmp_path / "base.npy", base)
     graph, prefix, again = str(tmp_path / "g"), str(tmp_path / "ann"), str(tmp_path / "h")
-    assert main(["graph", "build", str(tmp_path / "base.npy"), graph, "--vector-dtype", "float32", "--max-degree", "8"]) == 0
+    assert (
+        main(
+            [
+                "graph",
+                "build",
+                str(tmp_path / "base.npy"),
+                graph,
+                "--vector-dtype",
+                "float32",
+                "--max-degree",
+                "8",
+            ]
+        )
+        == 0
+    )
     assert main(["graph", "export", graph, prefix, "--json", str(tmp_path / "e")]) == 0
     assert strict_json((tmp_path / "e").read_text())["dtype"] == "float32"
-    assert main(["graph", "import", prefix, again, "--codes", "memory", "--order", "given", "--json", str(tmp_path / "i")]) == 0
+    assert (
+        main(
+            [
+                "graph",
+                "import",
+                prefix,
+                again,
+                "--codes",
+                "memory",
+                "--order",
+                "given",
+                "--json",
+                str(tmp_path / "i"),
+            ]
+        )
+        == 0
+    )
     document = strict_json((tmp_path / "i").read_text())
     assert (document["n"], document["dim"], document["repaired"]) == (100, 8, 0)
     assert main(["graph", "verify", again]) == 0

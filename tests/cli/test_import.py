@@ -27,12 +27,18 @@ def run(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str, str]
     return code, *capsys.readouterr()
 
 
-def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny.restore("colbert", tmp_path / "colbertv2.0")
     shutil.copytree(INDEX, tmp_path / "indexes" / "mine")
     texts = tiny.collection()
-    (tmp_path / "collection.tsv").write_text("".join(f"{n}\t{text}\n" for n, text in enumerate(texts)))
-    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts)))
+    (tmp_path / "collection.tsv").write_text(
+        "".join(f"{n}\t{text}\n" for n, text in enumerate(texts))
+    )
+    (tmp_path / "corpus.jsonl").write_text(
+        "".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts))
+    )
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^\$ espnx (.*)$", PAGE.read_text(), re.MULTILINE)
     assert len(commands) == 4
@@ -68,7 +74,13 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     document = json.loads(out)
     assert document["command"] == "index import"
-    assert document["index"] == {"documents": 50, "tokens": 436, "dim": 32, "format": "residual2", "centroids": 256}
+    assert document["index"] == {
+        "documents": 50,
+        "tokens": 436,
+        "dim": 32,
+        "format": "residual2",
+        "centroids": 256,
+    }
     assert (document["report"]["documents"], document["report"]["first_stage"]["nlist"]) == (50, 4)
     assert "importing 50 documents" in err
     assert "write: 50 of 50" in err
@@ -88,7 +100,16 @@ def test_what_is_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
     code, out, err = run(capsys, "index", "import", broken, tmp_path / "store")
     assert (code, out) == (1, "")
     assert "1.residuals.pt" in err
-    code, _, err = run(capsys, "index", "import", INDEX, tmp_path / "store", "--restart", "--texts", tmp_path / "none.tsv")
+    code, _, err = run(
+        capsys,
+        "index",
+        "import",
+        INDEX,
+        tmp_path / "store",
+        "--restart",
+        "--texts",
+        tmp_path / "none.tsv",
+    )
     assert code == 2
     assert "cannot read texts" in err
     code, _, err = run(capsys, "index", "import", INDEX, tmp_path / "store", "--encoder", tmp_path)

@@ -26,7 +26,10 @@ def test_the_schema_is_one_and_has_every_command() -> None:
     assert COMMANDS.keys() - {"bench", "completion"} <= set(schema["$defs"])
     whole = jsonschema.Draft202012Validator(schema)
     whole.validate({"schema_version": 1, "command": "cache rm", "removed": ["a"]})
-    for wrong in ({"command": "cache rm", "removed": []}, {"schema_version": 1, "command": "cache rm", "removed": [1]}):
+    for wrong in (
+        {"command": "cache rm", "removed": []},
+        {"schema_version": 1, "command": "cache rm", "removed": [1]},
+    ):
         assert not whole.is_valid(wrong)
 
 
@@ -38,19 +41,39 @@ def test_the_example_of_the_page() -> None:
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["search", "{0}/nowhere", "x"], {"class": "StoreNotFoundError", "exit_code": 1, "path": "{0}/nowhere"}),
-        (["search", "{0}/nowhere"], {"class": "InvalidInputError", "exit_code": 2, "what": "espnx search", "got": "no query"}),
+        (
+            ["search", "{0}/nowhere", "x"],
+            {"class": "StoreNotFoundError", "exit_code": 1, "path": "{0}/nowhere"},
+        ),
+        (
+            ["search", "{0}/nowhere"],
+            {
+                "class": "InvalidInputError",
+                "exit_code": 2,
+                "what": "espnx search",
+                "got": "no query",
+            },
+        ),
         (
             ["search", "--nprob", "3"],
-            {"class": "UsageError", "exit_code": 2, "message": "the following arguments are required: store, query"},
+            {
+                "class": "UsageError",
+                "exit_code": 2,
+                "message": "the following arguments are required: store, query",
+            },
         ),
-        (["cache", "ls", "{0}", "--alll"], {"class": "UsageError", "exit_code": 2, "message": "unrecognized arguments: --alll"}),
+        (
+            ["cache", "ls", "{0}", "--alll"],
+            {"class": "UsageError", "exit_code": 2, "message": "unrecognized arguments: --alll"},
+        ),
         (["index"], {"class": "UsageError", "exit_code": 2}),
         (["nonsense"], {"class": "UsageError", "exit_code": 2}),
         (["doctor", "--path", "{0}/nowhere"], {"class": "InvalidInputError", "fix": "--path DIR"}),
     ],
 )
-def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], expected: dict[str, object]) -> None:
+def test_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], expected: dict[str, object]
+) -> None:
     words = [word.format(tmp_path) for word in argv]
     target = tmp_path / "e.json"
     for option in (["--json", str(target)], [f"--json={target}"]):
@@ -60,7 +83,10 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[s
         error = strict_json(target.read_text())["error"]
         target.unlink()
         assert error["exit_code"] == code
-        wanted = {name: value.format(tmp_path) if isinstance(value, str) else value for name, value in expected.items()}
+        wanted = {
+            name: value.format(tmp_path) if isinstance(value, str) else value
+            for name, value in expected.items()
+        }
         assert {name: error[name] for name in wanted} == wanted
         assert error["message"] in " ".join(said.err.split())
     main([*words, "--json=-"])
@@ -79,7 +105,9 @@ ANY: list[BaseException] = [
 
 
 @pytest.mark.parametrize("error", ANY, ids=lambda error: type(error).__name__)
-def test_every_kind_of_failure_has_the_same_form(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_of_failure_has_the_same_form(
+    error: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
     error.add_note("noted on its way")
     code = report(error, command="search", json="-")
     said = capsys.readouterr()
@@ -87,7 +115,9 @@ def test_every_kind_of_failure_has_the_same_form(error: BaseException, capsys: p
     assert (
         document["error"]["exit_code"]
         == code
-        == {"InvalidInputError": 2, "PathUnavailableError": 3, "KeyboardInterrupt": 130}.get(type(error).__name__, 1)
+        == {"InvalidInputError": 2, "PathUnavailableError": 3, "KeyboardInterrupt": 130}.get(
+            type(error).__name__, 1
+        )
     )
     assert "noted on its way" in document["error"]["message"]
     assert said.err.count("\n") == 1
@@ -102,7 +132,12 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work_and_once(
     monkeypatch.chdir(tmp_path)
     Path("dir").mkdir()
     Path("file").touch()
-    for command in (["search", "nowhere", "x"], ["bench", "io"], ["generate", "--model", "m", "--storage", "s"], ["doctor"]):
+    for command in (
+        ["search", "nowhere", "x"],
+        ["bench", "io"],
+        ["generate", "--model", "m", "--storage", "s"],
+        ["doctor"],
+    ):
         assert main([*command, "--json", where]) == 1
         said = capsys.readouterr()
         assert (said.out, said.err.count("\n")) == ("", 1), said.err
@@ -115,8 +150,11 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work_and_once(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dir", "file"]
 
 
-def test_what_the_check_and_the_result_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file that is there already stays until the result takes its place, also behind a link; a device is written to, not replaced."""
+def test_what_the_check_and_the_result_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that is there already stays until the result takes its place, also behind a link; a
+    device is written to, not replaced."""
     monkeypatch.chdir(tmp_path)
     old, link = tmp_path / "old.json", tmp_path / "link.json"
     old.write_text("old")
@@ -141,9 +179,14 @@ def test_a_file_that_becomes_unwritable_during_the_work(
     assert capsys.readouterr().err.count("cannot write JSON") == 1
 
 
-@pytest.mark.parametrize("words", [["doctor"], ["env"], ["bench", "ls"], ["bench", "clean"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["doctor"], ["env"], ["bench", "ls"], ["bench", "clean"]], ids=" ".join
+)
 def test_results_that_no_other_test_looks_at(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("espnx.cli.commands.env.torch_facts", dict)  # a process of its own
     monkeypatch.chdir(tmp_path)

@@ -29,7 +29,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def espnx(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "espnx", *words], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "espnx", *words],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -54,15 +59,21 @@ def test_help_lists_every_command_quickly() -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
 
 
-@pytest.mark.parametrize("words", [("--version",), ("doctor", "--help"), ("env", "--help"), ("index", "--help")])
+@pytest.mark.parametrize(
+    "words", [("--version",), ("doctor", "--help"), ("env", "--help"), ("index", "--help")]
+)
 def test_help_and_version_exit_with_0(words: tuple[str, ...]) -> None:
     done = espnx(*words)
     assert done.returncode == 0
-    assert done.stdout.startswith(f"espnx {__version__}" if words == ("--version",) else f"usage: espnx {words[0]}")
+    assert done.stdout.startswith(
+        f"espnx {__version__}" if words == ("--version",) else f"usage: espnx {words[0]}"
+    )
     assert not done.stderr
 
 
-@pytest.mark.parametrize("words", [(), ("nonsense",), ("index",), ("index", "nonsense"), ("doctor", "--nonsense")])
+@pytest.mark.parametrize(
+    "words", [(), ("nonsense",), ("index",), ("index", "nonsense"), ("doctor", "--nonsense")]
+)
 def test_wrong_usage_exits_with_2(words: tuple[str, ...]) -> None:
     done = espnx(*words)
     assert done.returncode == 2
@@ -70,11 +81,19 @@ def test_wrong_usage_exits_with_2(words: tuple[str, ...]) -> None:
     assert not done.stdout
 
 
-def test_wrong_usage_shows_one_line_of_usage_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_shows_one_line_of_usage_of_the_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Not of the program, which is a list of commands, and not its 30 options."""
     for words, usage in (
-        (["cache", "ls", ".", "--alll"], "usage: espnx cache ls DIR [options]; `espnx cache ls --help` lists them"),
-        (["index", "build", "s", "--corpus", "c", "--nope"], "usage: espnx index build --corpus PATH store [options]; `"),
+        (
+            ["cache", "ls", ".", "--alll"],
+            "usage: espnx cache ls DIR [options]; `espnx cache ls --help` lists them",
+        ),
+        (
+            ["index", "build", "s", "--corpus", "c", "--nope"],
+            "usage: espnx index build --corpus PATH store [options]; `",
+        ),
         (["bench", "io", "--nope"], "usage: espnx bench io [options]; `espnx bench io --help`"),
         (["bench", "--list"], "usage: espnx bench CASE ..."),
     ):
@@ -89,15 +108,21 @@ def test_wrong_usage_shows_one_line_of_usage_of_the_command(capsys: pytest.Captu
     [
         ("serach my.index x", "got 'serach'; did you mean search?"),
         ("index biuld x", "espnx index: error: argument COMMAND: got 'biuld'; did you mean build?"),
-        ("index build x --corpus c --fromat int8", "unrecognized arguments: --fromat int8; --fromat: did you mean --format?"),
+        (
+            "index build x --corpus c --fromat int8",
+            "unrecognized arguments: --fromat int8; --fromat: did you mean --format?",
+        ),
         ("index build x --corpsu=c", "required: --corpus; --corpsu: did you mean --corpus?"),
         ("index build x --corpus c --encoder-dtype fp3", "got 'fp3'; did you mean fp32?"),
         ("index build x --corpus c --xyzzy", "unrecognized arguments: --xyzzy\n"),
         ("xyzzy", "invalid choice: 'xyzzy' (choose from"),
-        ("index build x --corpus c --form int8 --nope", "unrecognized arguments: --nope\n"),  # --form is --format, cut short
+        # --form is --format, cut short
+        ("index build x --corpus c --form int8 --nope", "unrecognized arguments: --nope\n"),
     ],
 )
-def test_a_mistyped_word_is_told_with_the_one_that_was_meant(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_word_is_told_with_the_one_that_was_meant(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(line.split()) == 2
     assert said in capsys.readouterr().err
 
@@ -113,7 +138,9 @@ def test_every_command_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
             cli.main([*key.split(), "--help"])
         assert caught.value.code == 0
         shown = capsys.readouterr().out
-        assert all(f"  espnx {line}\n" in shown for line in command.examples), "not wrapped, to be pasted"
+        assert all(f"  espnx {line}\n" in shown for line in command.examples), (
+            "not wrapped, to be pasted"
+        )
 
 
 @pytest.mark.parametrize("line", EXAMPLES)
@@ -165,20 +192,34 @@ def test_arguments_and_exit_code_pass_through(command: types.ModuleType) -> None
             "bad k; got 0; expected at least 1. Fix: pass k=10",
         ),
         (errors.PathUnavailableError("no gds here"), 3, "no gds here"),
-        (errors.MissingDependencyError("faiss is not installed", fix="pip install faiss-cpu"), 1, "Fix: pip install faiss-cpu"),
         (
-            errors.ReadError("read failed", path="a.seg", offset_bytes=4096, size_bytes=512, errno=5),
+            errors.MissingDependencyError("faiss is not installed", fix="pip install faiss-cpu"),
+            1,
+            "Fix: pip install faiss-cpu",
+        ),
+        (
+            errors.ReadError(
+                "read failed", path="a.seg", offset_bytes=4096, size_bytes=512, errno=5
+            ),
             1,
             "in a.seg at offset 4096, 512 bytes",
         ),
         (errors.EspnxError("two\nlines"), 1, "two lines"),
         (ImportError("No module named 'torch'", name="torch"), 1, "torch cannot be imported"),
         (FileNotFoundError(2, "No such file or directory", "x.jsonl"), 1, "x.jsonl"),
-        (ZeroDivisionError("division by zero"), 1, "unexpected ZeroDivisionError: division by zero. ESPNX_DEBUG=1"),
+        (
+            ZeroDivisionError("division by zero"),
+            1,
+            "unexpected ZeroDivisionError: division by zero. ESPNX_DEBUG=1",
+        ),
     ],
 )
 def test_failures_become_one_paragraph(
-    command: types.ModuleType, capsys: pytest.CaptureFixture[str], error: Exception, code: int, said: str
+    command: types.ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    code: int,
+    said: str,
 ) -> None:
     def run(args: argparse.Namespace) -> int:
         raise error
@@ -192,7 +233,9 @@ def test_failures_become_one_paragraph(
     assert err.count("\n") == 1
 
 
-def test_debug_shows_the_traceback(command: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_shows_the_traceback(
+    command: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(args: argparse.Namespace) -> int:
         raise errors.EspnxError("boom")
 
@@ -202,7 +245,9 @@ def test_debug_shows_the_traceback(command: types.ModuleType, monkeypatch: pytes
         cli.main(["probe"])
 
 
-def test_ctrl_c_exits_with_130(command: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_exits_with_130(
+    command: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
@@ -211,16 +256,21 @@ def test_ctrl_c_exits_with_130(command: types.ModuleType, capsys: pytest.Capture
     assert capsys.readouterr().err == "espnx: interrupted; what was published before is intact\n"
 
 
-def test_a_missing_module_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_module_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(COMMANDS, "ghost", Command("espnx.cli.no_such_module", "a test"))
     assert cli.main(["ghost"]) == 1
     assert "lacks the command" in capsys.readouterr().err
 
 
 def test_a_closed_pipe_ends_quietly() -> None:
-    environment = os.environ | {"PYTHONUNBUFFERED": ""}  # as at a terminal: the output leaves when the buffer is flushed
+    # as at a terminal: the output leaves when the buffer is flushed
+    environment = os.environ | {"PYTHONUNBUFFERED": ""}
     command = [sys.executable, "-m", "espnx", "--help"]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()
@@ -231,7 +281,9 @@ def test_a_closed_pipe_ends_quietly() -> None:
 
 
 def test_table_is_aligned() -> None:
-    text = render_table(["NAME", "MiB/s"], [["uring", 1234.5], ["a longer name", None]], right=["MiB/s"])
+    text = render_table(
+        ["NAME", "MiB/s"], [["uring", 1234.5], ["a longer name", None]], right=["MiB/s"]
+    )
     assert text == "NAME            MiB/s\nuring          1234.5\na longer name       -"
     assert render_table(["A"], []) == "A"
     assert render_table(["", ""], [["a", 1], ["bb", 2]]) == "a   1\nbb  2"
@@ -247,7 +299,11 @@ def test_a_row_of_json_is_a_line() -> None:
     }
     text = render_json(document)
     assert json.loads(text) == document
-    assert text.splitlines()[2:5] == ['"rows": [', '  {"a": 1, "b": [1.5, {"c": null}]},', '  {"a": "\\u00e9\\n"}']
+    assert text.splitlines()[2:5] == [
+        '"rows": [',
+        '  {"a": 1, "b": [1.5, {"c": null}]},',
+        '  {"a": "\\u00e9\\n"}',
+    ]
     assert json.loads(render_json({})) == {}
     for bad in ({"a": float("nan")}, {"rows": [{"a": float("inf")}]}):
         with pytest.raises(ValueError, match="JSON"):
@@ -292,7 +348,24 @@ def test_parse_size(text: str | int, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["", "KiB", "-1", "1.5", "1e3", "64 KiBs", "64KiB/s", "nan", -1, "1,5GiB", "4097PiB", 2**62 + 1, 2**70])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "KiB",
+        "-1",
+        "1.5",
+        "1e3",
+        "64 KiBs",
+        "64KiB/s",
+        "nan",
+        -1,
+        "1,5GiB",
+        "4097PiB",
+        2**62 + 1,
+        2**70,
+    ],
+)
 def test_parse_size_refuses(text: str | int) -> None:
     with pytest.raises(errors.InvalidInputError):
         parse_size(text)
@@ -321,25 +394,58 @@ def test_format_size(size_bytes: int, text: str) -> None:
         (["search", "nope", "hi"], "no published store in nope"),
         (["evaluate", "nope", "--queries", "q", "--qrels", "r"], "nope"),
         (["generate", "--model", "nope", "--storage", "x", "--prompt", "a"], "model in nope"),
-        (["generate", "--model", "meta-llama/Llama-3-8B", "--storage", "x", "--prompt", "a"], "hf download meta-llama/Llama-3-8B"),
-        (["generate", "--model", ".", "--storage", "/nodrive/kv", "--prompt", "a"], "is the drive mounted?"),
-        (["generate", "--model", ".", "--storage", ".", "--prompts", "nope.txt"], "prompts nope.txt; got no such file"),
+        (
+            ["generate", "--model", "meta-llama/Llama-3-8B", "--storage", "x", "--prompt", "a"],
+            "hf download meta-llama/Llama-3-8B",
+        ),
+        (
+            ["generate", "--model", ".", "--storage", "/nodrive/kv", "--prompt", "a"],
+            "is the drive mounted?",
+        ),
+        (
+            ["generate", "--model", ".", "--storage", ".", "--prompts", "nope.txt"],
+            "prompts nope.txt; got no such file",
+        ),
         (["index", "build", "my.index", "--corpus", "nope.jsonl"], "nope.jsonl"),
         (["index", "build", "/nodrive/my.index", "--corpus", "c.jsonl"], "is the drive mounted?"),
-        (["index", "build", "my.index", "--corpus", "c.jsonl", "--directory", "/nodrive/a"], "is the drive mounted?"),
-        (["index", "build", "my.index", "--corpus", "c.jsonl", "--format", "int9"], "got 'int9'; did you mean int8?"),
+        (
+            ["index", "build", "my.index", "--corpus", "c.jsonl", "--directory", "/nodrive/a"],
+            "is the drive mounted?",
+        ),
+        (
+            ["index", "build", "my.index", "--corpus", "c.jsonl", "--format", "int9"],
+            "got 'int9'; did you mean int8?",
+        ),
         (["index", "add", "nope", "--corpus", "c.jsonl"], "no published store in nope"),
         (["index", "import", "x", "/nodrive/my.index"], "is the drive mounted?"),
-        (["graph", "build", "c.jsonl", "g", "--memory", "200MiB"], "got 200 MiB; expected more than 256 MiB"),
+        (
+            ["graph", "build", "c.jsonl", "g", "--memory", "200MiB"],
+            "got 200 MiB; expected more than 256 MiB",
+        ),
         (["graph", "build", "nope.npy", "g"], "vectors nope.npy; got no such file"),
         (["graph", "build", "c.jsonl", "/nodrive/g"], "is the drive mounted?"),
-        (["plan", "--vectors", "1000", "--dim", "32", "--memory", "200MiB"], "got 200 MiB; expected more than 256 MiB"),
+        (
+            ["plan", "--vectors", "1000", "--dim", "32", "--memory", "200MiB"],
+            "got 200 MiB; expected more than 256 MiB",
+        ),
     ],
 )
-def test_what_is_wrong_shows_before_anything_heavy_is_imported(words: list[str], says: str, tmp_path: Path) -> None:
+def test_what_is_wrong_shows_before_anything_heavy_is_imported(
+    words: list[str], says: str, tmp_path: Path
+) -> None:
     (tmp_path / "c.jsonl").write_text('{"id": "a", "text": "red"}\n')
-    program = f"import sys; from espnx.cli.main import main; code = main({words!r}); sys.exit(code if 'torch' not in sys.modules else 99)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    program = (
+        f"import sys; from espnx.cli.main import main; code = main({words!r}); sys.exit(code if "
+        "'torch' not in sys.modules else 99)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode in (1, 2), done.stderr
     assert says in done.stderr
 
@@ -350,7 +456,9 @@ def test_an_interrupted_build_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert "a build was interrupted here" in capsys.readouterr().err
 
 
-needs_shtab = pytest.mark.skipif(importlib.util.find_spec("shtab") is None, reason="shtab is not installed (extra [completion])")
+needs_shtab = pytest.mark.skipif(
+    importlib.util.find_spec("shtab") is None, reason="shtab is not installed (extra [completion])"
+)
 #: The words of a line, and what the shell is to offer for the last of them.
 _OFFERED = """
 source "$1"; shift
@@ -367,7 +475,9 @@ def completion(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 @needs_shtab
-def test_bash_offers_commands_options_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_offers_commands_options_and_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "espnx.bash").write_text(completion("bash", capsys))
     (tmp_path / "my.index").mkdir()
     for line, offered in (
@@ -379,7 +489,15 @@ def test_bash_offers_commands_options_and_files(tmp_path: Path, capsys: pytest.C
         ("espnx generate --storage my", ["my.index"]),
         ("espnx completion f", ["fish"]),
     ):
-        words = ["bash", "--norc", "-c", _OFFERED, "bash", str(tmp_path / "espnx.bash"), *line.split(" ")]
+        words = [
+            "bash",
+            "--norc",
+            "-c",
+            _OFFERED,
+            "bash",
+            str(tmp_path / "espnx.bash"),
+            *line.split(" "),
+        ]
         said = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=30)
         assert said.stdout.split() == offered, (line, said.stderr)
 
@@ -391,10 +509,17 @@ def test_scripts_know_every_command(shell: str, capsys: pytest.CaptureFixture[st
     assert all(key.split()[-1] in text for key in COMMANDS)
     assert {"zsh": "#compdef espnx", "fish": "complete -c espnx"}[shell] in text
     if shutil.which(shell):
-        assert subprocess.run([shell, "-n"], input=text, text=True, capture_output=True, timeout=30).returncode == 0
+        assert (
+            subprocess.run(
+                [shell, "-n"], input=text, text=True, capture_output=True, timeout=30
+            ).returncode
+            == 0
+        )
 
 
-def test_without_shtab_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_shtab_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert cli.main(["completion", "bash"]) == 1
     assert "pip install shtab" in capsys.readouterr().err

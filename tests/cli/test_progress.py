@@ -1,4 +1,5 @@
-"""Lines and bars of progress: something from the first moment, rates of what was done here, totals that may be wrong."""
+"""Lines and bars of progress: something from the first moment, rates of what was done here, totals
+that may be wrong."""
 
 from __future__ import annotations
 
@@ -71,7 +72,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_bar_says_the_time_left_after_the_first_piece(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_says_the_time_left_after_the_first_piece(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("rich", reason="rich is not installed (extra [bench])")
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)

@@ -17,7 +17,13 @@ from tests.cli.documents import strict_json
 from tests.cli.test_index import run
 from tests.retrieval.common import build, toy_encoder
 
-TEXTS = [("a", "red green blue"), ("b", "one two three"), (3, "red and one"), ("empty", ""), ("other", "nothing of that kind")]
+TEXTS = [
+    ("a", "red green blue"),
+    ("b", "one two three"),
+    (3, "red and one"),
+    ("empty", ""),
+    ("other", "nothing of that kind"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +39,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_ranking(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "search", store, "red green", "two three", "-k", 2, "--encoder", "toy", "--nprobe", 2)
+    code, out, err = run(
+        capsys,
+        "search",
+        store,
+        "red green",
+        "two three",
+        "-k",
+        2,
+        "--encoder",
+        "toy",
+        "--nprobe",
+        2,
+    )
     assert code == 0
     first, second = out.split("\n\n")
     assert first.splitlines()[0] == "red green"
@@ -48,16 +66,28 @@ def test_json(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     """Every score is a number, that of a document without tokens too."""
     target = tmp_path / "found.json"
     words = ["search", store, "red", "--encoder", "toy", "--nprobe", 2]
-    for rerank, flags in ((5, []), (1, ["--rerank", 1]), (0, ["--rerank", 0]), (5, ["--prefetch-step", 0]), (5, ["--engine", "posix"])):
+    for rerank, flags in (
+        (5, []),
+        (1, ["--rerank", 1]),
+        (0, ["--rerank", 0]),
+        (5, ["--prefetch-step", 0]),
+        (5, ["--engine", "posix"]),
+    ):
         assert run(capsys, *words, *flags, "--json", target)[0] == 0
         document = strict_json(target.read_text())
         [result] = document["results"]
-        assert (document["command"], result["query"], result["reranked"]) == ("search", "red", rerank)
+        assert (document["command"], result["query"], result["reranked"]) == (
+            "search",
+            "red",
+            rerank,
+        )
         assert len(result["hits"]) == 5
         assert {hit["id"] for hit in result["hits"]} == {"a", "b", 3, "empty", "other"}
         if rerank == 5:
             assert [hit["score"] for hit in result["hits"] if hit["id"] == "empty"] == [0.0]
-    assert strict_json(run(capsys, *words, "--json", "-")[1])["results"][0]["hits"] == result["hits"]
+    assert (
+        strict_json(run(capsys, *words, "--json", "-")[1])["results"][0]["hits"] == result["hits"]
+    )
     assert "(not re-ranked)" in run(capsys, *words, "--rerank", 1)[1]
 
 
@@ -74,14 +104,18 @@ def test_json(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--encoder", "toy", "--compute", "abacus"], 2, "abacus"),
     ],
 )
-def test_what_it_cannot_do(store: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str) -> None:
+def test_what_it_cannot_do(
+    store: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+) -> None:
     found, out, err = run(capsys, "search", store, "red", *words)
     assert (found, out) == (code, ""), err
     assert said in err
     assert err.startswith("espnx: error: ")
 
 
-def test_another_encoder(store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_encoder(
+    store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = espnx.FunctionEncoder(lambda texts: [], "other@1", d_cls=16, dim=8)
     monkeypatch.setattr("espnx.encoders.load_encoder", lambda name, **options: other)
     code, _, err = run(capsys, "search", store, "red", "--encoder", "other")
@@ -89,7 +123,9 @@ def test_another_encoder(store: Path, capsys: pytest.CaptureFixture[str], monkey
     assert "another encoder; got other@1; expected toy@1" in err
 
 
-def test_no_store_and_no_gpu(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_store_and_no_gpu(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(capsys, "search", tmp_path, "red", "--encoder", "toy")[0] == 1
     import torch
 
@@ -100,15 +136,30 @@ def test_no_store_and_no_gpu(store: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_rendering() -> None:
-    """Long texts are cut to a line; the numbers of hits that were not re-ranked are marked as what they are."""
+    """Long texts are cut to a line; the numbers of hits that were not re-ranked are marked as what
+    they are."""
     hits = [Hit("id", 1.5, "line\nbreak " * 50, 0, True), Hit(7, 0.25, "", 1, False)]
-    result = SearchResult(hits, candidates=2, reranked=1, hit_rate=0.5, bytes_asked=10**6, bytes_moved=2 * 10**6, requests=3)
+    result = SearchResult(
+        hits,
+        candidates=2,
+        reranked=1,
+        hit_rate=0.5,
+        bytes_asked=10**6,
+        bytes_moved=2 * 10**6,
+        requests=3,
+    )
     text = result.summary()
     assert str(result) == text
     assert max(map(len, text.splitlines()[:-1])) < 130
     assert "7  (not re-ranked)" in text
-    assert "1 of 2 candidates re-ranked, no prefetch | 1.00 MB asked, 2.00 MB moved in 3 requests" in text
-    assert "re-ranked, prefetch hit rate 50% |" in dataclasses.replace(result, prefetch_steps=(0.3,)).summary()
+    assert (
+        "1 of 2 candidates re-ranked, no prefetch | 1.00 MB asked, 2.00 MB moved in 3 requests"
+        in text
+    )
+    assert (
+        "re-ranked, prefetch hit rate 50% |"
+        in dataclasses.replace(result, prefetch_steps=(0.3,)).summary()
+    )
     assert repr(result) == "<SearchResult: 2 hits, best 'id' 1.500, 0.0 ms>"
     assert repr(SearchResult([])) == "<SearchResult: 0 hits, 0.0 ms>"
 
@@ -121,14 +172,34 @@ def test_help_is_quick(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_file_of_queries(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "q.jsonl").write_text('{"_id": "q1", "text": "red green"}\n\n{"id": 2, "text": "two three"}\n')
+    (tmp_path / "q.jsonl").write_text(
+        '{"_id": "q1", "text": "red green"}\n\n{"id": 2, "text": "two three"}\n'
+    )
     (tmp_path / "q.tsv").write_text("q1\tred green\n2\ttwo three\n")
     for name in ("q.jsonl", "q.tsv"):
-        code, out, _ = run(capsys, "search", store, "blue", "--queries", tmp_path / name, "-k", 1, "--encoder", "toy", "--json", "-")
+        code, out, _ = run(
+            capsys,
+            "search",
+            store,
+            "blue",
+            "--queries",
+            tmp_path / name,
+            "-k",
+            1,
+            "--encoder",
+            "toy",
+            "--json",
+            "-",
+        )
         assert code == 0
-        found = [(result.get("query_id"), result["query"], result["hits"][0]["id"]) for result in strict_json(out)["results"]]
+        found = [
+            (result.get("query_id"), result["query"], result["hits"][0]["id"])
+            for result in strict_json(out)["results"]
+        ]
         assert found == [(None, "blue", "a"), ("q1", "red green", "a"), ("2", "two three", "b")]
-    out = run(capsys, "search", store, "--queries", tmp_path / "q.tsv", "-k", 1, "--encoder", "toy")[1]
+    out = run(
+        capsys, "search", store, "--queries", tmp_path / "q.tsv", "-k", 1, "--encoder", "toy"
+    )[1]
     assert "q1: red green" in out
 
 
@@ -143,7 +214,9 @@ def test_a_file_of_queries(store: Path, tmp_path: Path, capsys: pytest.CaptureFi
         ('{"id": true, "text": "x"}\n', "line 1"),
     ],
 )
-def test_files_that_are_no_queries(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
+def test_files_that_are_no_queries(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
     (tmp_path / "q").write_text(text)
     code, out, err = run(capsys, "search", store, "--queries", tmp_path / "q", "--encoder", "toy")
     assert (code, out) == (2, "")
@@ -154,7 +227,9 @@ def test_files_that_are_no_queries(store: Path, tmp_path: Path, capsys: pytest.C
 def test_without_any_query(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "search", store, "--encoder", "toy")
     assert (code, "--queries FILE" in err) == (2, True)
-    code, _, err = run(capsys, "search", store, "--queries", tmp_path / "missing", "--encoder", "toy")
+    code, _, err = run(
+        capsys, "search", store, "--queries", tmp_path / "missing", "--encoder", "toy"
+    )
     assert (code, "missing" in err) == (2, True)
 
 
@@ -164,7 +239,9 @@ def test_ids_that_nobody_has(store: Path, capsys: pytest.CaptureFixture[str]) ->
     code, out, err = run(capsys, *words, "--include", "nope")
     assert (code, len(out.splitlines())) == (0, 2)
     assert err == "espnx: warning: --include: none of the 1 ids in the store; not nope\n"
-    _, _, err = run(capsys, *words, "--include", "a", "--include", "3", "--include", "7", "--exclude", "b")
+    _, _, err = run(
+        capsys, *words, "--include", "a", "--include", "3", "--include", "7", "--exclude", "b"
+    )
     assert err == "espnx: warning: --include: 2 of the 3 ids in the store; not 7\n"
 
 
@@ -187,11 +264,25 @@ def test_on_an_emulated_device(store: Path, capsys: pytest.CaptureFixture[str]) 
     assert "smartssd, emulated: untimed | " in out
 
 
-def test_reads_past_the_devices_have_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A first stage on SSD reads by itself: its time would stand in the devices' as next to nothing."""
+def test_reads_past_the_devices_have_no_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A first stage on SSD reads by itself: its time would stand in the devices' as next to
+    nothing."""
     build(tmp_path / "words", TEXTS, encoder=toy_encoder(), dims=None, first_stages="bm25")
     code, out, err = run(
-        capsys, "search", tmp_path / "words", "red green", "--encoder", "toy", "--device", "smartssd", "--stretch", 0, "--json", "-"
+        capsys,
+        "search",
+        tmp_path / "words",
+        "red green",
+        "--encoder",
+        "toy",
+        "--device",
+        "smartssd",
+        "--stretch",
+        0,
+        "--json",
+        "-",
     )
     assert code == 0, err
     use = strict_json(out)["device"]

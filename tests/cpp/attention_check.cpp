@@ -1,6 +1,6 @@
-// Attention's C++ interface on random problems, against sums in double precision: rows in blocks a stride apart,
-// positions, windows, merging. Every array ends where its memory ends, so a read or write beyond a row is fatal. Run by
-// tests/ops/attention/test_native.py.
+// Attention's C++ interface on random problems, against sums in double precision: rows in blocks a
+// stride apart, positions, windows, merging. Every array ends where its memory ends, so a read or
+// write beyond a row is fatal. Run by tests/ops/attention/test_native.py.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -32,7 +32,8 @@ struct Problem {
   int64_t k_begin, v_begin, k_scales, v_scales;
 
   Problem() {
-    n = 1 + below(40), d = 8 * (1 + below(below(4) ? 9 : 40)), n_rows = 1 + below(300), block_rows = 1 + below(70);
+    n = 1 + below(40), d = 8 * (1 + below(below(4) ? 9 : 40)), n_rows = 1 + below(300),
+    block_rows = 1 + below(70);
     is_x = below(4) == 0, is_int8 = !is_x && below(3) == 0;
     dv = is_x ? d : 8 * (1 + below(20));
     const int64_t item = is_int8 ? 1 : 4, k_bytes = block_rows * d * item;
@@ -57,7 +58,8 @@ struct Problem {
     if (below(2))
       for (int64_t i = 0; i < n; ++i) last.push_back(first_position + below(n_rows + 20) - 10);
     if (below(2))
-      for (int64_t i = 0; i < n; ++i) first.push_back(below(9) ? first_position + below(n_rows + 20) - 10 : INT64_MIN);
+      for (int64_t i = 0; i < n; ++i)
+        first.push_back(below(9) ? first_position + below(n_rows + 20) - 10 : INT64_MIN);
     if (!last.empty()) last[0] = INT64_MAX;
     if (below(2))
       for (int64_t i = 0; i < n_rows; ++i) visible.push_back(below(3) ? 1 : 0);
@@ -79,7 +81,12 @@ struct Problem {
     }
   }
   AttentionQueries queries() const {
-    return {q.data(), n, d, dv, last.empty() ? nullptr : last.data(), first.empty() ? nullptr : first.data()};
+    return {q.data(),
+            n,
+            d,
+            dv,
+            last.empty() ? nullptr : last.data(),
+            first.empty() ? nullptr : first.data()};
   }
   // From block `block` on, `count` rows.
   AttentionRows rows(int64_t block, int64_t count) const {
@@ -98,8 +105,8 @@ struct Problem {
   }
   double value(int64_t row, int64_t column, bool of_v) const {
     const uint8_t* block = bytes.get() + row / block_rows * stride;
-    const int64_t r = row % block_rows,
-                  at = (of_v ? v_begin : k_begin) + (r * (of_v ? dv : d) + column) * (is_int8 ? 1 : 4);
+    const int64_t r = row % block_rows, at = (of_v ? v_begin : k_begin) +
+                                             (r * (of_v ? dv : d) + column) * (is_int8 ? 1 : 4);
     float scale = 1;
     if (!is_int8) return std::memcpy(&scale, block + at, 4), scale;
     std::memcpy(&scale, block + (of_v ? k_begin + v_scales + 4 * r : 4 * column), 4);
@@ -141,7 +148,8 @@ void check(const Problem& p, State& state) {
       score[r] = sum, peak = std::max(peak, sum), magnitude = std::max(magnitude, absolute);
     }
     for (double s : score) total += peak > -INFINITY ? std::exp(s - peak) : 0;
-    const double e = std::expm1((p.d + 12) * u * 1.01 * magnitude) + (p.n_rows + 6 * 12 + 12) * u * 1.01;
+    const double e =
+        std::expm1((p.d + 12) * u * 1.01 * magnitude) + (p.n_rows + 6 * 12 + 12) * u * 1.01;
     const double expected_lse = total > 0 ? peak + std::log(total) : -INFINITY,
                  bound = e + 2 * u * (1 + std::fabs(expected_lse));
     if (!(lse[i] == expected_lse || std::fabs(lse[i] - expected_lse) <= bound))
@@ -171,7 +179,8 @@ int main(int, char** argv) {
       const int64_t first_rows = std::min(at * p.block_rows, p.n_rows);
       attend(p.queries(), p.rows(0, first_rows), cut.view());
       if (first_rows < p.n_rows)
-        attend(p.queries(), p.rows(at, p.n_rows - first_rows), round % 2 ? cut.view() : rest.view());
+        attend(p.queries(), p.rows(at, p.n_rows - first_rows),
+               round % 2 ? cut.view() : rest.view());
       if (round % 2 == 0) merge_attention(cut.view(), rest.view(), p.n, p.dv);
       std::vector<int64_t> offsets;
       for (int64_t b = 0; b < blocks; ++b) offsets.push_back(b * p.stride);

@@ -1,10 +1,10 @@
-// A stream of clusters that several threads ask, while another forgets tickets and clears the stream; built with a
-// sanitizer by tests/device/clusters/test_stress.py.
+// A stream of clusters that several threads ask, while another forgets tickets and clears the
+// stream; built with a sanitizer by tests/device/clusters/test_stress.py.
 //
 //   cluster_stream_stress SEED ROUNDS FOLDER
 //
-// Exit code 0: every cluster was handed out once, with the distances and ids of its entries, or its ticket was
-// forgotten, or it is the damaged one and was reported so.
+// Exit code 0: every cluster was handed out once, with the distances and ids of its entries, or its
+// ticket was forgotten, or it is the damaged one and was reported so.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -46,8 +46,10 @@ Store make_store(const std::string& path, Random& random) {
     const auto n = static_cast<int64_t>(random() % (random() % 4 == 0 ? 5000 : 40));
     store.offset_bytes.push_back(static_cast<int64_t>(store.data.size()));
     store.n_vectors.push_back(n);
-    for (int64_t byte = 0; byte < n * kEntry; ++byte) store.data.push_back(static_cast<uint8_t>(random()));
-    store.crc32c.push_back(espnx::crc32c(0, store.data.data() + store.offset_bytes.back(), n * kEntry));
+    for (int64_t byte = 0; byte < n * kEntry; ++byte)
+      store.data.push_back(static_cast<uint8_t>(random()));
+    store.crc32c.push_back(
+        espnx::crc32c(0, store.data.data() + store.offset_bytes.back(), n * kEntry));
     store.data.resize((store.data.size() + kPage - 1) / kPage * kPage);
   }
   store.crc32c[kDamaged] ^= 1;
@@ -68,14 +70,15 @@ struct Asked {
 Asked ask(device::ClusterStream& stream, const Store& store, int64_t file, Random& random) {
   Asked asked;
   for (int k = 0; k < kDim; ++k) asked.query.push_back(static_cast<uint8_t>(random()));
-  device::ClusterRequest request{{asked.query.data(), kDim, espnx::VectorFormat::kUint8, espnx::Metric::kL2},
-                                 file,
-                                 store.path,
-                                 {},
-                                 {},
-                                 {},
-                                 {},
-                                 60};
+  device::ClusterRequest request{
+      {asked.query.data(), kDim, espnx::VectorFormat::kUint8, espnx::Metric::kL2},
+      file,
+      store.path,
+      {},
+      {},
+      {},
+      {},
+      60};
   const int count = static_cast<int>(random() % (random() % 3 == 0 ? 200 : 6));
   for (int i = 0; i < count; ++i) {
     const auto cluster = static_cast<int64_t>(random() % kClusters);
@@ -100,18 +103,22 @@ void check_reply(const Store& store, const Asked& asked, int64_t item) {
     const uint8_t* entry = store.data.data() + store.offset_bytes[cluster] + i * kEntry;
     int32_t id, sum = 0;
     std::memcpy(&id, entry, sizeof(id));
-    for (int k = 0; k < kDim; ++k) sum += (asked.query[k] - entry[4 + k]) * (asked.query[k] - entry[4 + k]);
-    if (replies[at + i].id != id || replies[at + i].distance != static_cast<float>(sum)) broken("a wrong distance");
+    for (int k = 0; k < kDim; ++k)
+      sum += (asked.query[k] - entry[4 + k]) * (asked.query[k] - entry[4 + k]);
+    if (replies[at + i].id != id || replies[at + i].distance != static_cast<float>(sum))
+      broken("a wrong distance");
   }
 }
 
 // False: somebody forgot it, or it is damaged, as it must be.
-bool take_whole(device::ClusterStream& stream, const Store& store, const Asked& asked, Random& random) {
+bool take_whole(device::ClusterStream& stream, const Store& store, const Asked& asked,
+                Random& random) {
   std::set<int64_t> seen;
   try {
     for (bool is_last = false; !is_last;) {
       std::vector<int64_t> items;
-      is_last = stream.next(*asked.ticket, 1 + static_cast<int64_t>(random() % 40), 1 << random() % 24, items);
+      is_last = stream.next(*asked.ticket, 1 + static_cast<int64_t>(random() % 40),
+                            1 << random() % 24, items);
       for (const int64_t item : items) {
         if (!seen.insert(item).second) broken("a cluster came twice");
         check_reply(store, asked, item);
@@ -119,7 +126,8 @@ bool take_whole(device::ClusterStream& stream, const Store& store, const Asked& 
     }
   } catch (const io::FailureError& error) {
     const bool is_damage = error.failure.kind == io::Kind::checksum && asked.has_damaged;
-    if (!is_damage && error.failure.kind != io::Kind::cancelled) broken("failed: " + error.failure.what);
+    if (!is_damage && error.failure.kind != io::Kind::cancelled)
+      broken("failed: " + error.failure.what);
     return false;
   }
   if (seen.size() != asked.clusters.size()) broken("clusters are missing");
@@ -127,12 +135,13 @@ bool take_whole(device::ClusterStream& stream, const Store& store, const Asked& 
   return true;
 }
 
-void asker(device::ClusterStream& stream, const Store& store, int64_t file, uint64_t seed, int rounds,
-           std::atomic<int64_t>& whole, std::atomic<int64_t>& ended) {
+void asker(device::ClusterStream& stream, const Store& store, int64_t file, uint64_t seed,
+           int rounds, std::atomic<int64_t>& whole, std::atomic<int64_t>& ended) {
   Random random(seed);
   for (int round = 0; round < rounds || whole == 0 || ended == 0; ++round) {
     std::vector<Asked> tickets;
-    for (uint64_t i = 0; i < 1 + random() % 4; ++i) tickets.push_back(ask(stream, store, file, random));
+    for (uint64_t i = 0; i < 1 + random() % 4; ++i)
+      tickets.push_back(ask(stream, store, file, random));
     for (Asked& asked : tickets) {
       if (random() % 8 == 0) {
         stream.forget(*asked.ticket);
@@ -176,6 +185,7 @@ int main(int count, char** words) {
     }
     for (std::thread& thread : threads) thread.join();
   }
-  std::printf("%lld whole, %lld ended\n", static_cast<long long>(whole), static_cast<long long>(ended));
+  std::printf("%lld whole, %lld ended\n", static_cast<long long>(whole),
+              static_cast<long long>(ended));
   return 0;
 }

@@ -1,11 +1,13 @@
-// Many threads, one engine, every kind of trouble; built with the thread or the address sanitizer by
-// tests/cpp/test_engine_stress.py.
+// Many threads, one engine, every kind of trouble; built with the thread or the address sanitizer
+// by tests/cpp/test_engine_stress.py.
 //
-//   engine_stress PATH SEED ROUNDS FOLDER     PATH: uring, posix, memory, hostile (the thread pool behind
-//   HostileQueue), or pressure (uring over a kernel that refuses, again and again, and for long)
+//   engine_stress PATH SEED ROUNDS FOLDER     PATH: uring, posix, memory, hostile (the thread pool
+//   behind HostileQueue), or pressure (uring over a kernel that refuses, again and again, and for
+//   long)
 //
-// The bytes of the files follow from their offsets, so each reader checks what it gets. Exit code 0: every
-// transfer ended in the right bytes or in a failure that may happen, and nothing was left behind.
+// The bytes of the files follow from their offsets, so each reader checks what it gets. Exit code
+// 0: every transfer ended in the right bytes or in a failure that may happen, and nothing was left
+// behind.
 #include <fcntl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -31,10 +33,12 @@ namespace espnx::io {
 std::unique_ptr<Queue> make_real_posix_queue(unsigned threads);
 
 std::atomic<bool> g_hostile{false}, g_pressure{false};
-std::atomic<int> g_refusals{0};  // calls that will be refused; the longest run is more than any loop should count
+std::atomic<int> g_refusals{
+    0};  // calls that will be refused; the longest run is more than any loop should count
 std::atomic<uint64_t> g_seed{1};
 
-// uring_queue.cpp is compiled with syscall renamed, so that it comes by here: a kernel without memory for requests.
+// uring_queue.cpp is compiled with syscall renamed, so that it comes by here: a kernel without
+// memory for requests.
 extern "C" long engine_syscall(long number, ...) noexcept {
   va_list list;
   va_start(list, number);
@@ -43,7 +47,8 @@ extern "C" long engine_syscall(long number, ...) noexcept {
   va_end(list);
   if (g_pressure && number == SYS_io_uring_enter) {
     thread_local std::mt19937_64 random(g_seed++);
-    if (random() % 8 == 0) g_refusals += static_cast<int>(random() % 400 == 0 ? 1500 : random() % 4);
+    if (random() % 8 == 0)
+      g_refusals += static_cast<int>(random() % 400 == 0 ? 1500 : random() % 4);
     if (g_refusals > 0) {
       --g_refusals;
       errno = std::array<int, 4>{EAGAIN, EBUSY, ENOMEM, EINTR}[random() % 4];
@@ -79,11 +84,17 @@ constexpr int kFiles = 3;
   std::_Exit(3);
 }
 
-int64_t below(Random& random, int64_t limit) { return static_cast<int64_t>(random() % static_cast<uint64_t>(limit)); }
+int64_t below(Random& random, int64_t limit) {
+  return static_cast<int64_t>(random() % static_cast<uint64_t>(limit));
+}
 
-char byte_at(int64_t file, int64_t offset) { return static_cast<char>((offset * 2654435761LL + file * 97) >> 7); }
+char byte_at(int64_t file, int64_t offset) {
+  return static_cast<char>((offset * 2654435761LL + file * 97) >> 7);
+}
 
-std::string file_name(const std::string& folder, int64_t file) { return folder + "/stress" + std::to_string(file); }
+std::string file_name(const std::string& folder, int64_t file) {
+  return folder + "/stress" + std::to_string(file);
+}
 
 void make_files(const std::string& folder) {
   std::vector<char> data(kFileBytes);
@@ -99,7 +110,8 @@ struct Outcomes {
   std::atomic<int64_t> whole{0}, closed{0}, cancelled{0}, late{0}, injected{0};
 };
 
-// A plan with the file each of its items is of (0 to kFiles - 1): engines number files as they like.
+// A plan with the file each of its items is of (0 to kFiles - 1): engines number files as they
+// like.
 struct Case {
   io::TransferSpec spec;
   std::vector<int64_t> source;
@@ -141,8 +153,8 @@ Case random_case(Random& random, const std::vector<int64_t>& numbers) {
   return result;
 }
 
-void check_items(const io::Transfer& transfer, const Case& wanted, const std::vector<int64_t>& items,
-                 std::vector<char>& seen) {
+void check_items(const io::Transfer& transfer, const Case& wanted,
+                 const std::vector<int64_t>& items, std::vector<char>& seen) {
   for (int64_t i : items) {
     if (seen[i]++) broken("an item was handed out twice");
     const int64_t size = wanted.spec.size_bytes[i];
@@ -169,9 +181,10 @@ void account(const io::Failure& failure, Outcomes& outcomes, bool closing) {
   }
 }
 
-// One reader's work: a plan at a time, sometimes two, read item by item, sometimes given up half way.
-void reader(io::Engine& engine, const std::vector<int64_t>& numbers, uint64_t seed, int rounds, Outcomes& outcomes,
-            const std::atomic<bool>& closing) {
+// One reader's work: a plan at a time, sometimes two, read item by item, sometimes given up half
+// way.
+void reader(io::Engine& engine, const std::vector<int64_t>& numbers, uint64_t seed, int rounds,
+            Outcomes& outcomes, const std::atomic<bool>& closing) {
   Random random(seed);
   for (int round = 0; round < rounds; ++round) {
     Case wanted = random_case(random, numbers);
@@ -181,7 +194,8 @@ void reader(io::Engine& engine, const std::vector<int64_t>& numbers, uint64_t se
       std::vector<char> seen(wanted.source.size());
       for (bool finished = false; !finished;) {
         std::vector<int64_t> items;
-        finished = transfer->next(items, 1 + below(random, 40), below(random, 4) == 0 ? 100'000 : 2'000'000'000);
+        finished = transfer->next(items, 1 + below(random, 40),
+                                  below(random, 4) == 0 ? 100'000 : 2'000'000'000);
         check_items(*transfer, wanted, items, seen);
         if (below(random, 40) == 0) {
           io::Failure failure;
@@ -189,7 +203,8 @@ void reader(io::Engine& engine, const std::vector<int64_t>& numbers, uint64_t se
           transfer->fail(failure);
         }
       }
-      if (std::count(seen.begin(), seen.end(), 1) != static_cast<int64_t>(seen.size())) broken("an item was lost");
+      if (std::count(seen.begin(), seen.end(), 1) != static_cast<int64_t>(seen.size()))
+        broken("an item was lost");
       ++outcomes.whole;
     } catch (const io::FailureError& error) {
       account(error.failure, outcomes, closing);
@@ -222,8 +237,8 @@ io::EngineOptions options_for(const std::string& path, Random& random, bool faul
 }
 
 // `close_at_ms` >= 0: two threads close the engine while the readers are at work.
-void round_of(const std::string& path, const std::string& folder, uint64_t seed, int rounds, bool faults,
-              int64_t close_at_ms, Outcomes& outcomes) {
+void round_of(const std::string& path, const std::string& folder, uint64_t seed, int rounds,
+              bool faults, int64_t close_at_ms, Outcomes& outcomes) {
   Random random(seed);
   io::Engine engine(options_for(path, random, faults));
   std::vector<int64_t> numbers;
@@ -234,7 +249,8 @@ void round_of(const std::string& path, const std::string& folder, uint64_t seed,
   std::atomic<bool> closing{false}, stop{false};
   std::vector<std::thread> threads;
   for (uint64_t i = 0; i < 3; ++i)
-    threads.emplace_back([&, i] { reader(engine, numbers, seed * 10 + i, rounds, outcomes, closing); });
+    threads.emplace_back(
+        [&, i] { reader(engine, numbers, seed * 10 + i, rounds, outcomes, closing); });
   std::thread watcher([&] {
     while (!stop) {
       if (engine.stats().in_flight < 0) broken("fewer than no requests in flight");
@@ -278,7 +294,8 @@ void abandon_together(const std::string& path, const std::string& folder) {
       engine.submit(spec);
       while (engine.stats().in_flight == 0) std::this_thread::yield();
       engine.close(0.001);
-      if (engine.stats().quarantined_buffers != 1) broken("an abandoned buffer was not counted once");
+      if (engine.stats().quarantined_buffers != 1)
+        broken("an abandoned buffer was not counted once");
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -288,7 +305,8 @@ void abandon_together(const std::string& path, const std::string& folder) {
 void share_a_transfer(const std::string& path, const std::string& folder) {
   Random random(7);
   io::Engine engine(options_for(path, random, false));
-  std::vector<int64_t> numbers = {engine.open(file_name(folder, 0), io::Mode::read, io::Direct::automatic)};
+  std::vector<int64_t> numbers = {
+      engine.open(file_name(folder, 0), io::Mode::read, io::Direct::automatic)};
   for (int round = 0; round < 10; ++round) {
     io::TransferSpec spec;
     std::vector<char> memory(300'000);
@@ -317,7 +335,8 @@ void share_a_transfer(const std::string& path, const std::string& folder) {
   }
 }
 
-// More requests than the ring has entries, while the kernel takes none: they wait, and all of them complete.
+// More requests than the ring has entries, while the kernel takes none: they wait, and all of them
+// complete.
 void fill_the_ring(const std::string& folder) {
   constexpr int kRequests = 300, kBytes = 512;
   std::string reason;
@@ -326,7 +345,8 @@ void fill_the_ring(const std::string& folder) {
   std::vector<char> memory(kRequests * kBytes);
   io::g_refusals = 2500;
   for (int i = 0; i < kRequests; ++i) {
-    queue->submit({io::Op::read, file.get(), i * 1000, memory.data() + i * kBytes, kBytes, static_cast<uint64_t>(i)});
+    queue->submit({io::Op::read, file.get(), i * 1000, memory.data() + i * kBytes, kBytes,
+                   static_cast<uint64_t>(i)});
   }
   std::vector<int> seen(kRequests);
   std::vector<io::Completion> found;
@@ -334,18 +354,22 @@ void fill_the_ring(const std::string& folder) {
     found.clear();
     queue->wait(found, 1, 1'000'000'000);
     for (const io::Completion& completion : found) {
-      if (completion.result != kBytes || seen[completion.tag]++) broken("a request of a full ring went wrong");
+      if (completion.result != kBytes || seen[completion.tag]++)
+        broken("a request of a full ring went wrong");
     }
   }
   for (int i = 0; i < kRequests * kBytes; ++i) {
-    if (memory[i] != byte_at(0, i / kBytes * 1000 + i % kBytes)) broken("wrong bytes from a full ring");
+    if (memory[i] != byte_at(0, i / kBytes * 1000 + i % kBytes))
+      broken("wrong bytes from a full ring");
   }
 }
 
-void run(const std::string& path, const std::string& folder, uint64_t seed, int rounds, Outcomes& outcomes) {
+void run(const std::string& path, const std::string& folder, uint64_t seed, int rounds,
+         Outcomes& outcomes) {
   round_of(path, folder, seed, rounds, false, -1, outcomes);
   round_of(path, folder, seed + 1, rounds, true, -1, outcomes);
-  for (int64_t ms : {0, 1, 3, 10}) round_of(path, folder, seed + 2 + ms, 1000, ms % 2 != 0, ms, outcomes);
+  for (int64_t ms : {0, 1, 3, 10})
+    round_of(path, folder, seed + 2 + ms, 1000, ms % 2 != 0, ms, outcomes);
   abandon_together(path, folder);
   share_a_transfer(path, folder);
 }
@@ -371,9 +395,9 @@ int main(int count, char** words) {
     broken("failed: " + error.failure.what + " " + error.failure.path);
   }
   if (outcomes.whole == 0) broken("nothing was ever read");
-  std::printf("%s: %lld whole, %lld closed, %lld cancelled, %lld late, %lld injected\n", path.c_str(),
-              static_cast<long long>(outcomes.whole), static_cast<long long>(outcomes.closed),
-              static_cast<long long>(outcomes.cancelled), static_cast<long long>(outcomes.late),
-              static_cast<long long>(outcomes.injected));
+  std::printf("%s: %lld whole, %lld closed, %lld cancelled, %lld late, %lld injected\n",
+              path.c_str(), static_cast<long long>(outcomes.whole),
+              static_cast<long long>(outcomes.closed), static_cast<long long>(outcomes.cancelled),
+              static_cast<long long>(outcomes.late), static_cast<long long>(outcomes.injected));
   return 0;
 }

@@ -1,10 +1,10 @@
-// A graph that several threads build, and that several threads search while reads fail, and somebody closes it; built
-// with a sanitizer by tests/graph/test_stress.py.
+// A graph that several threads build, and that several threads search while reads fail, and
+// somebody closes it; built with a sanitizer by tests/graph/test_stress.py.
 //
 //   graph_stress SEED ROUNDS FOLDER
 //
-// Exit code 0: every search found what the same search alone finds, or ended with the failure of a read, a deadline, or
-// because the graph was closed.
+// Exit code 0: every search found what the same search alone finds, or ended with the failure of a
+// read, a deadline, or because the graph was closed.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -49,7 +49,8 @@ graph::GraphView build(const std::vector<uint8_t>& vectors, const std::string& p
   built.connect({built.medoid()});
   graph::GraphView view;
   view.pages.path = path;
-  view.layout = {kN, kDim, espnx::VectorFormat::kUint8, kDegree, kDim, kDegree, kPage, 0, kSalt, false};
+  view.layout = {kN,    kDim, espnx::VectorFormat::kUint8, kDegree, kDim, kDegree, kPage, 0,
+                 kSalt, false};
   view.layout.nodes_per_page = (kPage - graph::kPageHeaderBytes) / view.layout.node_bytes();
   const auto order = graph::pack_nodes(built, table, view.layout.nodes_per_page);
   if (std::set<uint32_t>(order.begin(), order.end()).size() != kN) broken("packing lost a node");
@@ -58,7 +59,8 @@ graph::GraphView build(const std::vector<uint8_t>& vectors, const std::string& p
   std::vector<uint8_t> file(view.layout.pages() * kPage);
   for (uint32_t i = 0; i < kN; ++i) {
     uint8_t* page = file.data() + view.layout.page_of(i) * kPage;
-    uint8_t* at = page + graph::kPageHeaderBytes + i % view.layout.nodes_per_page * view.layout.node_bytes();
+    uint8_t* at =
+        page + graph::kPageHeaderBytes + i % view.layout.nodes_per_page * view.layout.node_bytes();
     std::memcpy(at, table.row(order[i]), kDim);
     std::memcpy(at + kDim, &order[i], 4);
     const auto count = static_cast<uint16_t>(built.degree_of(order[i]));
@@ -79,7 +81,8 @@ graph::GraphView build(const std::vector<uint8_t>& vectors, const std::string& p
     std::memcpy(at, &sum, 4);
   }
   const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-  if (fd < 0 || write(fd, file.data(), file.size()) != static_cast<ssize_t>(file.size())) broken("cannot make files");
+  if (fd < 0 || write(fd, file.data(), file.size()) != static_cast<ssize_t>(file.size()))
+    broken("cannot make files");
   close(fd);
   std::vector<int64_t> parts;
   for (int64_t k = 0; k <= kDim; ++k) parts.push_back(k);
@@ -96,7 +99,8 @@ struct Results {
   std::vector<float> distances, seconds;
 };
 
-Results search(graph::GraphSearcher& searcher, const std::vector<uint8_t>& queries, int64_t beam, double deadline_s) {
+Results search(graph::GraphSearcher& searcher, const std::vector<uint8_t>& queries, int64_t beam,
+               double deadline_s) {
   const auto n = static_cast<int64_t>(queries.size()) / kDim;
   Results found{std::vector<int64_t>(n * kK), std::vector<int64_t>(n), std::vector<int64_t>(n),
                 std::vector<int64_t>(n),      std::vector<int64_t>(n), std::vector<float>(n * kK),
@@ -106,8 +110,8 @@ Results search(graph::GraphSearcher& searcher, const std::vector<uint8_t>& queri
   request.walk.k = kK, request.walk.list_size = 15, request.walk.beam = beam;
   request.n_queries = n, request.queries = queries.data(), request.queries_f32 = wide.data();
   request.query_bytes = kDim, request.deadline_s = deadline_s;
-  request.rows = found.rows.data(), request.distances = found.distances.data(), request.pages = found.pages.data(),
-  request.code_pages = found.code_pages.data();
+  request.rows = found.rows.data(), request.distances = found.distances.data(),
+  request.pages = found.pages.data(), request.code_pages = found.code_pages.data();
   request.measured = found.measured.data(), request.estimated = found.estimated.data();
   request.seconds = found.seconds.data();
   searcher.finish(searcher.start(request), [] { return false; });
@@ -121,7 +125,8 @@ int main(int argc, char** argv) {
   Random random(std::strtoull(argv[1], nullptr, 10));
   const int rounds = std::atoi(argv[2]);
   const std::string path = std::string(argv[3]) + "/nodes.bin";
-  const auto vectors = random_bytes(kN * kDim, random), queries = random_bytes(kQueries * kDim, random);
+  const auto vectors = random_bytes(kN * kDim, random),
+             queries = random_bytes(kQueries * kDim, random);
   const graph::GraphView view = build(vectors, path);
   graph::SearchOptions alone;
   alone.threads = 1, alone.walks = 1;
@@ -129,7 +134,8 @@ int main(int argc, char** argv) {
   const Results expected = search(first, queries, 1, 60);
   for (int round = 0; round < rounds; ++round) {
     graph::SearchOptions options;
-    options.threads = 1 + static_cast<int>(random() % 3), options.walks = 1 + static_cast<int64_t>(random() % 9);
+    options.threads = 1 + static_cast<int>(random() % 3),
+    options.walks = 1 + static_cast<int64_t>(random() % 9);
     options.path = round % 3 == 0 ? "posix" : "auto";
     options.seed = random();
     if (round % 2 == 1) {
@@ -147,13 +153,14 @@ int main(int argc, char** argv) {
             const int64_t beam = caller == 0 ? 1 + turn : 1;
             // Where reads never end, the deadline is what each search waits for.
             const Results found = search(searcher, queries, beam, round % 2 == 1 ? 0.2 : 60);
-            if (beam == 1 && (found.rows != expected.rows || found.distances != expected.distances)) {
+            if (beam == 1 &&
+                (found.rows != expected.rows || found.distances != expected.distances)) {
               broken("a search beside others finds something else");
             }
           } catch (const io::FailureError& error) {
             const io::Kind kind = error.failure.kind;
-            if (kind != io::Kind::read && kind != io::Kind::checksum && kind != io::Kind::deadline &&
-                kind != io::Kind::closed) {
+            if (kind != io::Kind::read && kind != io::Kind::checksum &&
+                kind != io::Kind::deadline && kind != io::Kind::closed) {
               broken(error.failure.what);
             }
           }

@@ -1,5 +1,5 @@
-// A queue as bad as the contract allows: completes in any order, late, in parts, with EAGAIN, and leaves
-// filler where it has moved nothing.
+// A queue as bad as the contract allows: completes in any order, late, in parts, with EAGAIN, and
+// leaves filler where it has moved nothing.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,8 @@ namespace espnx::io {
 
 class HostileQueue final : public Queue {
  public:
-  HostileQueue(std::unique_ptr<Queue> inner, uint64_t seed) : inner_(std::move(inner)), random_(seed) {}
+  HostileQueue(std::unique_ptr<Queue> inner, uint64_t seed)
+      : inner_(std::move(inner)), random_(seed) {}
 
   void submit(const Request& request) override {
     Request changed = request;
@@ -33,7 +34,8 @@ class HostileQueue final : public Queue {
   void wait(std::vector<Completion>& out, size_t at_least, int64_t timeout_ns) override {
     std::vector<Completion> found;
     const bool enough = out.size() + held_.size() >= at_least;
-    inner_->wait(found, held_.empty() ? at_least - out.size() : 0, enough || !held_.empty() ? 0 : timeout_ns);
+    inner_->wait(found, held_.empty() ? at_least - out.size() : 0,
+                 enough || !held_.empty() ? 0 : timeout_ns);
     for (Completion completion : found) {
       const auto at = requests_.find(completion.tag);
       if (at != requests_.end()) cut(at->second, completion);
@@ -54,7 +56,8 @@ class HostileQueue final : public Queue {
   void cut(const Request& request, Completion& completion) {
     if (request.op != Op::read || completion.result <= 0 || !chance(3)) return;
     int64_t moved = chance(4) ? below(completion.result) : completion.result;
-    if (chance(2)) moved = std::min(moved, below(4) * kBlockBytes + (chance(2) ? below(kBlockBytes) : 0));
+    if (chance(2))
+      moved = std::min(moved, below(4) * kBlockBytes + (chance(2) ? below(kBlockBytes) : 0));
     std::memset(request.data + moved, 0xEE, completion.result - moved);
     completion.result = moved;
   }

@@ -1,5 +1,5 @@
-"""What a C++ file of ours is made of: itself and the headers of ours that it includes, and that those include. What was compiled from it
-stays as it is while these do."""
+"""What a C++ file of ours is made of: itself and the headers of ours that it includes, and that
+those include. What was compiled from it stays as it is while these do."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 def own_files(source: Path) -> list[Path]:
-    """The file first. Includes are looked for where the compiler does: in the file's own folder, then in csrc/; one that is nowhere is the
-    compiler's to complain of."""
+    """The file first. Includes are looked for where the compiler does: in the file's own folder,
+    then in csrc/; one that is nowhere is the compiler's to complain of."""
     found, waiting = dict.fromkeys([source]), [source]
     while waiting:
         for path in includes(waiting.pop()):
@@ -26,8 +26,13 @@ def own_files(source: Path) -> list[Path]:
 
 @functools.cache
 def includes(path: Path) -> tuple[Path, ...]:
-    candidates = ((path.parent / name, CSRC / name) for name in INCLUDE.findall(path.read_text(encoding="utf-8")))
-    return tuple(next((each.resolve() for each in pair if each.is_file()), pair[1]) for pair in candidates)
+    candidates = (
+        (path.parent / name, CSRC / name)
+        for name in INCLUDE.findall(path.read_text(encoding="utf-8"))
+    )
+    return tuple(
+        next((each.resolve() for each in pair if each.is_file()), pair[1]) for pair in candidates
+    )
 
 
 def own_text(source: Path) -> bytes:

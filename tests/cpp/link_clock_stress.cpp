@@ -1,6 +1,6 @@
-// Threads that send, chain, wait, cancel and look at the same time, on a clock that the wall moves fast, and one that
-// closes it at the end. Arguments: a seed, how many transfers a thread sends. What ends does so after what it comes
-// after, and every byte is counted once.
+// Threads that send, chain, wait, cancel and look at the same time, on a clock that the wall moves
+// fast, and one that closes it at the end. Arguments: a seed, how many transfers a thread sends.
+// What ends does so after what it comes after, and every byte is counted once.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -25,8 +25,9 @@ void fail(const char* what) {
 }
 
 double end_of(LinkClock& clock, const LinkTicket& ticket) {
-  const auto ended = clock.wait({ticket}, std::nullopt, LinkClock::Wall::now() + std::chrono::minutes(5),
-                                LinkClock::kNobody, [] { return false; });
+  const auto ended =
+      clock.wait({ticket}, std::nullopt, LinkClock::Wall::now() + std::chrono::minutes(5),
+                 LinkClock::kNobody, [] { return false; });
   if (!ended) fail("a deadline of minutes has passed");
   return *ended;
 }
@@ -38,17 +39,20 @@ void send(LinkClock& clock, unsigned seed, int n_transfers, std::atomic<int64_t>
   for (int i = 0; i < n_transfers; ++i) {
     const auto size_bytes = static_cast<int64_t>(random() % 5000);
     const auto amount = static_cast<double>(size_bytes);
-    std::vector<Leg> path{{static_cast<int64_t>(random() % (kLinks - 1)), amount, 1e6}, {kLinks - 1, amount, 5e6}};
+    std::vector<Leg> path{{static_cast<int64_t>(random() % (kLinks - 1)), amount, 1e6},
+                          {kLinks - 1, amount, 5e6}};
     std::vector<LinkTicket> after;
     if (before) after.push_back(before);
     const auto lane = static_cast<int64_t>(random() % kLanes);
-    const LinkTicket ticket =
-        clock.transfer(std::move(path), lane, size_bytes, random() % 3 * 1e-4, after, LinkClock::kNobody);
+    const LinkTicket ticket = clock.transfer(std::move(path), lane, size_bytes, random() % 3 * 1e-4,
+                                             after, LinkClock::kNobody);
     if (random() % 8 == 0) {  // of which nothing else comes after
-      const LinkTicket unwanted = clock.transfer({{0, 0, 1}}, lane, 0, 0, {ticket}, LinkClock::kNobody);
+      const LinkTicket unwanted =
+          clock.transfer({{0, 0, 1}}, lane, 0, 0, {ticket}, LinkClock::kNobody);
       clock.cancel(unwanted);
       try {
-        if (end_of(clock, unwanted) < end_of(clock, ticket)) fail("it has ended before what it comes after");
+        if (end_of(clock, unwanted) < end_of(clock, ticket))
+          fail("it has ended before what it comes after");
       } catch (const espnx::io::FailureError& error) {
         if (error.failure.kind != espnx::io::Kind::cancelled) throw;  // it had not ended yet
       }
@@ -78,7 +82,8 @@ void wait_for_closing(LinkClock& clock, const LinkTicket& never) {
   }
 }
 
-// Members of a clock without a wall, on links that all of them share: where each one's work has ended.
+// Members of a clock without a wall, on links that all of them share: where each one's work has
+// ended.
 std::vector<double> ends_of_members(unsigned seed, int n_transfers) {
   LinkClock clock({{"shared", 1e-5}, {"own", 0}}, kThreads, 0);
   const int64_t first = clock.join();
@@ -92,8 +97,9 @@ std::vector<double> ends_of_members(unsigned seed, int n_transfers) {
       for (int n = 0; n < n_transfers; ++n) {
         const auto bytes = static_cast<int64_t>(random() % 5000);
         const auto amount = static_cast<double>(bytes);
-        const LinkTicket ticket = clock.transfer({{0, amount, 1e6}, {1, amount, 3e6}},
-                                                 static_cast<int64_t>(random() % 3), bytes, 1e-5, {}, members[i]);
+        const LinkTicket ticket =
+            clock.transfer({{0, amount, 1e6}, {1, amount, 3e6}}, static_cast<int64_t>(random() % 3),
+                           bytes, 1e-5, {}, members[i]);
         const auto until = LinkClock::Wall::now() + std::chrono::minutes(5);
         ended_s[i] = *clock.wait({ticket}, std::nullopt, until, members[i], [] { return false; });
       }
@@ -113,11 +119,14 @@ int main(int, char** words) {
   for (int i = 0; i <= kLinks; ++i) links[i] = {"link " + std::to_string(i), i % 2 * 1e-4};
   LinkClock clock(links, kLanes + 1, 0.05);
   std::atomic<int64_t> sent_bytes{0};
-  const LinkTicket never = clock.transfer({{kLinks, 1, 1e-9}}, kLanes, 1, 0, {}, LinkClock::kNobody);
+  const LinkTicket never =
+      clock.transfer({{kLinks, 1, 1e-9}}, kLanes, 1, 0, {}, LinkClock::kNobody);
   std::thread last(wait_for_closing, std::ref(clock), std::cref(never));
   std::vector<std::thread> threads;
   for (int i = 0; i < kThreads; ++i) {
-    threads.emplace_back([&, i] { send(clock, std::atoi(words[1]) * kThreads + i, std::atoi(words[2]), sent_bytes); });
+    threads.emplace_back([&, i] {
+      send(clock, std::atoi(words[1]) * kThreads + i, std::atoi(words[2]), sent_bytes);
+    });
   }
   for (std::thread& thread : threads) thread.join();
   const auto passed = static_cast<int64_t>(clock.traffic()[kLinks - 1].amount + 0.5);

@@ -1,10 +1,10 @@
-// How rows are cut into reads (csrc/device/row_plan.hpp), against the plainest way to say it; built and run by
-// tests/device/test_row_plan.py.
+// How rows are cut into reads (csrc/device/row_plan.hpp), against the plainest way to say it; built
+// and run by tests/device/test_row_plan.py.
 //
 //   row_plan_check SEED ROUNDS
 //
-// Exit code 0: in every round each row of each segment lies in one piece, each block is read once and checked against
-// its own sum, and no read is longer than allowed.
+// Exit code 0: in every round each row of each segment lies in one piece, each block is read once
+// and checked against its own sum, and no read is longer than allowed.
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -30,7 +30,9 @@ using Place = std::pair<int64_t, int64_t>;  // file, offset
   std::_Exit(3);
 }
 
-int64_t below(Random& random, int64_t limit) { return static_cast<int64_t>(random() % static_cast<uint64_t>(limit)); }
+int64_t below(Random& random, int64_t limit) {
+  return static_cast<int64_t>(random() % static_cast<uint64_t>(limit));
+}
 
 constexpr size_t kMostSums = 12 * 3 * 4;
 
@@ -51,7 +53,8 @@ struct Case {
   int64_t unit_bytes = 0;
 };
 
-// Segments that follow one another, with gaps or without, in two files; some are looked at by several sequences.
+// Segments that follow one another, with gaps or without, in two files; some are looked at by
+// several sequences.
 Case random_case(Random& random) {
   Case made;
   made.geometry.block_rows = 1 + below(random, 40);
@@ -86,7 +89,8 @@ Case random_case(Random& random) {
   return made;
 }
 
-// (file, block's offset, row in the block, sequence, head, position) of every row that is looked at.
+// (file, block's offset, row in the block, sequence, head, position) of every row that is looked
+// at.
 using Row = std::array<int64_t, 6>;
 
 std::set<Row> wanted_rows(const Case& made) {
@@ -96,19 +100,20 @@ std::set<Row> wanted_rows(const Case& made) {
     for (int64_t head = 0; head < s.n_heads; ++head) {
       for (int64_t row = 0; row < s.n_rows; ++row) {
         const int64_t block = head * s.n_blocks + row / g.block_rows;
-        found.insert({s.file, s.offset_bytes + block * g.block_bytes, row % g.block_rows, s.sequence,
-                      s.first_head + head * s.head_step, s.first_position + row});
+        found.insert({s.file, s.offset_bytes + block * g.block_bytes, row % g.block_rows,
+                      s.sequence, s.first_head + head * s.head_step, s.first_position + row});
       }
     }
   }
   return found;
 }
 
-void check_unit(const Case& made, const device::RowPlan& plan, const device::RowUnit& unit, std::set<Place>& read,
-                std::set<Row>& rows) {
+void check_unit(const Case& made, const device::RowPlan& plan, const device::RowUnit& unit,
+                std::set<Place>& read, std::set<Row>& rows) {
   const device::RowGeometry& g = made.geometry;
   const int64_t most = std::max(g.block_bytes, made.unit_bytes);
-  if (unit.size_bytes < 1 || unit.size_bytes > most) broken("a read of " + std::to_string(unit.size_bytes) + " bytes");
+  if (unit.size_bytes < 1 || unit.size_bytes > most)
+    broken("a read of " + std::to_string(unit.size_bytes) + " bytes");
   int64_t end_bytes = 0;
   for (const device::RowSums& sums : plan.sums(unit)) {
     for (const uint32_t number : sums) {
@@ -136,13 +141,15 @@ void check_unit(const Case& made, const device::RowPlan& plan, const device::Row
 // The bytes that are read, and how many reads there are.
 std::pair<size_t, size_t> check(const Case& made) {
   const auto pool = std::make_shared<espnx::io::BufferPool>(1 << 20, true);
-  const device::RowPlan plan = device::plan_rows(made.segments, made.geometry, made.unit_bytes, pool);
+  const device::RowPlan plan =
+      device::plan_rows(made.segments, made.geometry, made.unit_bytes, pool);
   const auto& units = plan.units;
   std::set<Place> read, needed;
   std::set<Row> rows;
   Place before{-1, -1};
   for (const device::RowUnit& unit : units) {
-    if (Place{unit.file, unit.offset_bytes} <= before) broken("reads are not in the order of the file");
+    if (Place{unit.file, unit.offset_bytes} <= before)
+      broken("reads are not in the order of the file");
     before = {unit.file, unit.offset_bytes + unit.size_bytes - 1};
     check_unit(made, plan, unit, read, rows);
   }
@@ -154,7 +161,8 @@ std::pair<size_t, size_t> check(const Case& made) {
   for (size_t i = 1; i < units.size(); ++i) {
     const device::RowUnit &a = units[i - 1], &b = units[i];
     const bool touch = a.file == b.file && a.offset_bytes + a.size_bytes == b.offset_bytes;
-    if (touch && a.size_bytes < unit_blocks * made.geometry.block_bytes) broken("a read that could be longer");
+    if (touch && a.size_bytes < unit_blocks * made.geometry.block_bytes)
+      broken("a read that could be longer");
   }
   return {read.size(), units.size()};
 }

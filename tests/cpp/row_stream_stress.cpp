@@ -1,10 +1,11 @@
-// Streams of several devices that attend while another thread clears them; built with a sanitizer by
-// tests/device/test_row_stream.py.
+// Streams of several devices that attend while another thread clears them; built with a sanitizer
+// by tests/device/test_row_stream.py.
 //
 //   row_stream_stress SEED ROUNDS FOLDER
 //
-// Attention itself is replaced by a sum over the rows, which says whether each of them was seen once. Exit code 0:
-// every ticket was attended over wholly or was cancelled, and what is read ahead keeps to its window afterwards.
+// Attention itself is replaced by a sum over the rows, which says whether each of them was seen
+// once. Exit code 0: every ticket was attended over wholly or was cancelled, and what is read ahead
+// keeps to its window afterwards.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -21,7 +22,8 @@ namespace espnx {
 
 void attend(const AttentionQueries&, const AttentionRows& rows, const AttentionState& state) {
   for (int64_t row = 0; row < rows.n_rows; ++row) {
-    state.o[0] += static_cast<float>(rows.k[row / rows.block_rows * rows.block_stride_bytes + row % rows.block_rows]);
+    state.o[0] += static_cast<float>(
+        rows.k[row / rows.block_rows * rows.block_stride_bytes + row % rows.block_rows]);
   }
   state.l[0] += static_cast<float>(rows.n_rows);
 }
@@ -63,7 +65,8 @@ Store make_store(const std::string& name, const std::string& path, Random& rando
     store.sums.push_back(espnx::crc32c(0, store.data.data() + block * kBlock, kBlock));
   }
   const int fd = open(name.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-  if (fd < 0 || write(fd, store.data.data(), store.data.size()) != kBlocks * kBlock) broken("cannot make files");
+  if (fd < 0 || write(fd, store.data.data(), store.data.size()) != kBlocks * kBlock)
+    broken("cannot make files");
   close(fd);
   io::EngineOptions options;
   options.path = path;
@@ -74,7 +77,8 @@ Store make_store(const std::string& name, const std::string& path, Random& rando
   return store;
 }
 
-// One sequence, one head; every block a byte a row, in reads of two blocks. `expected`: the sum over all rows.
+// One sequence, one head; every block a byte a row, in reads of two blocks. `expected`: the sum
+// over all rows.
 device::RowRequest request_of(const Store& store, Random& random, double& expected) {
   device::RowRequest request;
   request.geometry.d = request.geometry.dv = 8;
@@ -82,7 +86,8 @@ device::RowRequest request_of(const Store& store, Random& random, double& expect
   request.geometry.block_rows = request.geometry.block_bytes = kBlock;
   const int64_t units = 1 + static_cast<int64_t>(random() % (kBlocks / kUnitBlocks));
   const int64_t blocks = units * kUnitBlocks;
-  request.segments.push_back({store.file, 0, 0, 0, 1, 1, blocks, blocks * kBlock, 0, store.sums.data()});
+  request.segments.push_back(
+      {store.file, 0, 0, 0, 1, 1, blocks, blocks * kBlock, 0, store.sums.data()});
   request.unit_bytes = kUnitBlocks * kBlock;
   expected = 0;
   for (int64_t b = 0; b < blocks * kBlock; ++b) expected += store.data[b];
@@ -98,21 +103,26 @@ bool attend_whole(Store& store, int64_t ticket, double expected, int threads) {
   try {
     store.stream->attend(ticket, queries, threads, [] { return false; });
   } catch (const io::FailureError& error) {
-    const bool was_gone = error.failure.kind == io::Kind::invalid && store.stream->front() != ticket;
-    if (error.failure.kind != io::Kind::cancelled && !was_gone) broken("failed: " + error.failure.what);
+    const bool was_gone =
+        error.failure.kind == io::Kind::invalid && store.stream->front() != ticket;
+    if (error.failure.kind != io::Kind::cancelled && !was_gone)
+      broken("failed: " + error.failure.what);
     return false;
   }
   if (o[0] != static_cast<float>(expected)) broken("rows were missed, or seen twice");
   return true;
 }
 
-void attender(Store& store, uint64_t seed, int rounds, std::atomic<int64_t>& whole, std::atomic<int64_t>& cleared) {
+void attender(Store& store, uint64_t seed, int rounds, std::atomic<int64_t>& whole,
+              std::atomic<int64_t>& cleared) {
   Random random(seed);
   for (int round = 0; round < rounds || whole == 0 || cleared == 0; ++round) {
     std::vector<std::pair<int64_t, double>> tickets(1 + random() % 4);
-    for (auto& [ticket, expected] : tickets) ticket = store.stream->push(request_of(store, random, expected));
+    for (auto& [ticket, expected] : tickets)
+      ticket = store.stream->push(request_of(store, random, expected));
     for (const auto& [ticket, expected] : tickets) {
-      const bool is_whole = attend_whole(store, ticket, expected, 1 + static_cast<int>(random() % kThreads));
+      const bool is_whole =
+          attend_whole(store, ticket, expected, 1 + static_cast<int>(random() % kThreads));
       ++(is_whole ? whole : cleared);
       if (!is_whole) break;
     }
@@ -133,7 +143,8 @@ void check_window(Store& store, Random& random) {
   if (ahead != kWindow) broken("read ahead " + std::to_string(ahead) + " bytes");
   store.stream->clear();
   const int64_t ticket = store.stream->push(request_of(store, random, expected));
-  if (!attend_whole(store, ticket, expected, kThreads)) broken("a ticket that nobody cleared was cancelled");
+  if (!attend_whole(store, ticket, expected, kThreads))
+    broken("a ticket that nobody cleared was cancelled");
 }
 
 }  // namespace
@@ -145,7 +156,8 @@ int main(int count, char** words) {
   Random random(seed);
   std::vector<Store> stores;
   for (int i = 0; i < kStreams; ++i) {
-    stores.push_back(make_store(words[3] + ("/rows" + std::to_string(i)), i == 0 ? "posix" : "auto", random));
+    stores.push_back(
+        make_store(words[3] + ("/rows" + std::to_string(i)), i == 0 ? "posix" : "auto", random));
   }
   std::atomic<int64_t> whole{0}, cleared{0};
   std::atomic<int> at_work{kStreams};
@@ -157,8 +169,8 @@ int main(int count, char** words) {
     });
   }
   while (at_work > 0) {  // somebody else, as Ctrl-C does
-    std::this_thread::sleep_for(
-        std::chrono::microseconds(1 << random() % 17));  // shorter and longer than a read on any machine
+    std::this_thread::sleep_for(std::chrono::microseconds(
+        1 << random() % 17));  // shorter and longer than a read on any machine
     for (Store& store : stores) {
       store.stream->front();
       store.stream->stats();
@@ -167,6 +179,7 @@ int main(int count, char** words) {
   }
   for (std::thread& thread : threads) thread.join();
   for (Store& store : stores) check_window(store, random);
-  std::printf("%lld whole, %lld cleared\n", static_cast<long long>(whole), static_cast<long long>(cleared));
+  std::printf("%lld whole, %lld cleared\n", static_cast<long long>(whole),
+              static_cast<long long>(cleared));
   return 0;
 }

@@ -1,5 +1,5 @@
-"""Builds the C++ programs of tests/cpp with a sanitizer and plain g++. Objects are kept between runs, by the hash of all that went into
-them, and shared by the programs."""
+"""Builds the C++ programs of tests/cpp with a sanitizer and plain g++. Objects are kept between
+runs, by the hash of all that went into them, and shared by the programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from tests.cpp.includes import CSRC, ROOT, own_text
 DRIVERS = ROOT / "tests" / "cpp"
 SANITIZERS = ["thread", "address,undefined"]
 KEPT_S = 30 * 86_400  # an object that nobody has asked for
-ENGINE = [*sorted(CSRC.glob("io/*.cpp")), CSRC / "cpu" / "crc32c.cpp", CSRC / "cpu" / "cpu_level.cpp"]
+ENGINE = [
+    *sorted(CSRC.glob("io/*.cpp")),
+    CSRC / "cpu" / "crc32c.cpp",
+    CSRC / "cpu" / "cpu_level.cpp",
+]
 
 
 def compiler() -> str:
@@ -32,7 +36,16 @@ def compiler() -> str:
 def flags(sanitizer: str, *, optimise: bool = False) -> list[str]:
     # With the thread sanitizer -O1 compiles as fast as -O0, and runs in half the time.
     level = "-O1" if optimise or sanitizer == "thread" else "-O0"
-    always = ["-std=c++17", "-g1", "-pthread", "-Wall", "-Wextra", "-Werror", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+    always = [
+        "-std=c++17",
+        "-g1",
+        "-pthread",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-fno-omit-frame-pointer",
+        "-fno-sanitize-recover=all",
+    ]
     return [*always, level, *([f"-fsanitize={sanitizer}"] if sanitizer else [])]
 
 
@@ -49,13 +62,20 @@ def build(
 
     Args:
         sanitizer: one or more of them, or "" for none.
-        folder: of objects and programs; nothing else lies there. Several test processes may build in it at once.
-        defines: for a source of that name, ``old=new``: a function that the driver puts itself in front of.
+        folder: of objects and programs; nothing else lies there. Several test processes may build
+            in it at once.
+        defines: for a source of that name, ``old=new``: a function that the driver puts itself in
+            front of.
         optimise: the sources, too, where they would take long without.
     """
 
     def compile_one(source: Path) -> Path:
-        words = [compiler(), *flags(sanitizer, optimise=optimise or source.parent == DRIVERS), "-I", str(CSRC)]
+        words = [
+            compiler(),
+            *flags(sanitizer, optimise=optimise or source.parent == DRIVERS),
+            "-I",
+            str(CSRC),
+        ]
         if sanitizer == "thread":
             words.append("-Wno-tsan")
         if source.name in (defines or {}):
@@ -64,7 +84,9 @@ def build(
         target = folder / f"{source.stem}-{name}.o"
         if not target.exists():
             part = target.with_suffix(f".{os.getpid()}.part")
-            done = subprocess.run([*words, "-c", str(source), "-o", str(part)], capture_output=True, text=True)
+            done = subprocess.run(
+                [*words, "-c", str(source), "-o", str(part)], capture_output=True, text=True
+            )
             assert done.returncode == 0, done.stderr
             os.replace(part, target)
         os.utime(target)
@@ -76,22 +98,33 @@ def build(
         if old.stat().st_mtime < time.time() - KEPT_S:
             old.unlink(missing_ok=True)
     program = folder / driver
-    done = subprocess.run([compiler(), *flags(sanitizer), *map(str, objects), "-o", str(program)], capture_output=True, text=True)
-    if done.returncode != 0 and ("cannot find" in done.stderr or "libtsan" in done.stderr or "libasan" in done.stderr):
-        pytest.skip(f"the compiler has no {sanitizer} sanitizer: {done.stderr.strip().splitlines()[-1]}")
+    done = subprocess.run(
+        [compiler(), *flags(sanitizer), *map(str, objects), "-o", str(program)],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0 and (
+        "cannot find" in done.stderr or "libtsan" in done.stderr or "libasan" in done.stderr
+    ):
+        pytest.skip(
+            f"the compiler has no {sanitizer} sanitizer: {done.stderr.strip().splitlines()[-1]}"
+        )
     assert done.returncode == 0, done.stderr
     return program
 
 
 def run(program: Path, *words: str | os.PathLike[str]) -> str:
-    """Runs it to its end and returns what it printed. Skips the test where the kernel refuses io_uring."""
+    """Runs it to its end and returns what it printed. Skips the test where the kernel refuses
+    io_uring."""
     environment = {
         **os.environ,
         "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
         "ASAN_OPTIONS": "halt_on_error=1 detect_leaks=1 exitcode=66",
         "UBSAN_OPTIONS": "halt_on_error=1 print_stacktrace=1",
     }
-    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(
+        [program, *words], capture_output=True, text=True, timeout=300, env=environment
+    )
     if done.returncode == 3 and "cannot be had" in done.stderr:
         pytest.skip(f"[kernel] {done.stderr.strip()}")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""The engine without Python under the thread and the address sanitizer: tests/cpp/engine_stress.cpp."""
+"""The engine without Python under the thread and the address sanitizer:
+tests/cpp/engine_stress.cpp."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ import pytest
 from tests.cpp.sanitized import ENGINE, SANITIZERS, build, run
 
 PATHS = ["uring", "pressure", "posix", "memory", "hostile"]
-DEFINES = {"posix_queue.cpp": "make_posix_queue=make_real_posix_queue", "uring_queue.cpp": "syscall=engine_syscall"}
+DEFINES = {
+    "posix_queue.cpp": "make_posix_queue=make_real_posix_queue",
+    "uring_queue.cpp": "syscall=engine_syscall",
+}
 
 
 @pytest.fixture(scope="module", params=SANITIZERS)

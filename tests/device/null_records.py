@@ -1,4 +1,5 @@
-"""A near-storage device of sixty lines: it takes the files into its own memory, and hands out scores, never records."""
+"""A near-storage device of sixty lines: it takes the files into its own memory, and hands out
+scores, never records."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from espnx.device.interface import Capabilities, DeviceStats, FilePath, KeptRecords, Pairs, RecordQuery, RecordTicket
+from espnx.device.interface import (
+    Capabilities,
+    DeviceStats,
+    FilePath,
+    KeptRecords,
+    Pairs,
+    RecordQuery,
+    RecordTicket,
+)
 from espnx.device.record_layout import RecordLayout
 from espnx.device.record_score import score
 from espnx.storage import FileHandle, Future, NativeEngine
@@ -59,22 +68,43 @@ class NullRecords:
 
     def gathered(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         file, offset, size = self._layout.locate(numbers)
-        places = zip(self._layout.file_numbers[file].tolist(), offset.tolist(), size.tolist(), strict=True)
-        pieces = [self._device.memory[number][begin : begin + length] for number, begin, length in places]
+        places = zip(
+            self._layout.file_numbers[file].tolist(), offset.tolist(), size.tolist(), strict=True
+        )
+        pieces = [
+            self._device.memory[number][begin : begin + length] for number, begin, length in places
+        ]
         return torch.cat([torch.empty(0, dtype=torch.uint8), *pieces]), size.cumsum(0) - size
 
-    def maxsim(self, numbers: np.ndarray, queries: Sequence[RecordQuery], pairs: Pairs | None = None, **options: float) -> RecordTicket:
+    def maxsim(
+        self,
+        numbers: np.ndarray,
+        queries: Sequence[RecordQuery],
+        pairs: Pairs | None = None,
+        **options: float,
+    ) -> RecordTicket:
         self._device.scored += len(numbers) if pairs is None else len(pairs)
-        return NullTicket(self, self._layout, numbers, queries, pairs or Pairs(np.arange(len(numbers)), np.zeros(len(numbers), np.int64)))
+        return NullTicket(
+            self,
+            self._layout,
+            numbers,
+            queries,
+            pairs or Pairs(np.arange(len(numbers)), np.zeros(len(numbers), np.int64)),
+        )
 
     def read(self, numbers: np.ndarray, *, gap_bytes: int = 0, deadline_s: float = 30.0) -> Future:
-        """The protocol of futures is the storage engines': one of them reads the files, for what wants records and not scores."""
+        """The protocol of futures is the storage engines': one of them reads the files, for what
+        wants records and not scores."""
         engine = NativeEngine()
         files = [engine.open(file.path) for file in self._layout.files]
         found = RecordLayout(
-            self._layout.schema, self._layout.n_tokens, self._layout.group_offset_bytes, self._layout.segment_begin, files,
+            self._layout.schema,
+            self._layout.n_tokens,
+            self._layout.group_offset_bytes,
+            self._layout.segment_begin,
+            files,
             salt=self._layout.salt,
-        )  # fmt: skip
+        )
         return engine.read(found.plan(numbers), gap_bytes=gap_bytes, deadline_s=deadline_s)
 
     def release(self) -> None: ...
@@ -83,12 +113,21 @@ class NullRecords:
 class NullTicket:
     """See `espnx.device.interface.RecordTicket`. All is done when it is asked for."""
 
-    def __init__(self, kept: NullRecords, layout: RecordLayout, numbers: np.ndarray, queries: Sequence[RecordQuery], pairs: Pairs):
+    def __init__(
+        self,
+        kept: NullRecords,
+        layout: RecordLayout,
+        numbers: np.ndarray,
+        queries: Sequence[RecordQuery],
+        pairs: Pairs,
+    ):
         self._layout, self._numbers, self._queries, self._pairs = layout, numbers, queries, [pairs]
         self._memory, self._at = kept.gathered(numbers)
         self._handed_out = False
         self.finished_at = time.perf_counter()
-        self.stats = DeviceStats(bytes_asked=self._memory.numel(), bytes_moved=4 * len(pairs), read_requests=1)
+        self.stats = DeviceStats(
+            bytes_asked=self._memory.numel(), bytes_moved=4 * len(pairs), read_requests=1
+        )
 
     def next(self, at_least: int = 1, timeout_s: float | None = None) -> tuple[np.ndarray, bool]:
         items = np.arange(0 if self._handed_out else len(self._numbers))
@@ -109,7 +148,13 @@ class NullTicket:
             mine = np.flatnonzero(pairs.query == q)
             items = pairs.item[mine]
             if len(items):
-                result[mine] = score(self._layout, self._memory, self._at[torch.from_numpy(items)], self._numbers[items], query)
+                result[mine] = score(
+                    self._layout,
+                    self._memory,
+                    self._at[torch.from_numpy(items)],
+                    self._numbers[items],
+                    query,
+                )
         return result
 
     def finish(self) -> np.ndarray:

@@ -7,10 +7,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from espnx.device.conformance.known_rows import Kept, Seen, assert_right, attend, draw, kept, normal, put, queries
+from espnx.device.conformance.known_rows import (
+    Kept,
+    Seen,
+    assert_right,
+    attend,
+    draw,
+    kept,
+    normal,
+    put,
+    queries,
+)
 from espnx.device.ssd_rows import SsdRowDevice
 
-__all__ = ["Kept", "Seen", "assert_right", "attend", "draw", "kept", "normal", "opened", "put", "queries"]
+__all__ = [
+    "Kept",
+    "Seen",
+    "assert_right",
+    "attend",
+    "draw",
+    "kept",
+    "normal",
+    "opened",
+    "put",
+    "queries",
+]
 
 
 @contextmanager

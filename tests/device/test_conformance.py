@@ -1,4 +1,5 @@
-"""The conformance suite over every device for rows that is here; what of it needs a device with a file: faults, deadlines, kept rows."""
+"""The conformance suite over every device for rows that is here; what of it needs a device with a
+file: faults, deadlines, kept rows."""
 
 from __future__ import annotations
 
@@ -38,9 +39,15 @@ def test_every_device(folder: Path, kind: str, check: Callable[[Open], None]) ->
 @pytest.mark.parametrize("kind", ["ssd", "gpu"])
 @pytest.mark.parametrize(
     ("fault", "value", "expected"),
-    [("error", 5, errors.ReadError), ("flip", 24_005, errors.ChecksumError), ("never", 0, errors.DeadlineExceededError)],
+    [
+        ("error", 5, errors.ReadError),
+        ("flip", 24_005, errors.ChecksumError),
+        ("never", 0, errors.DeadlineExceededError),
+    ],
 )
-def test_reads_that_fail(folder: Path, kind: str, fault: str, value: int, expected: type[Exception]) -> None:
+def test_reads_that_fail(
+    folder: Path, kind: str, fault: str, value: int, expected: type[Exception]
+) -> None:
     """A typed error, every ticket gone, and the same rows right at the next try."""
 
     def attempt(deadline_s: float) -> bool:
@@ -65,7 +72,8 @@ def test_reads_that_fail(folder: Path, kind: str, fault: str, value: int, expect
 @pytest.mark.parametrize("kind", ["ssd", "gpu"])
 @pytest.mark.parametrize("next_kind", ["ssd", "gpu"])
 def test_rows_that_are_kept(folder: Path, kind: str, next_kind: str) -> None:
-    """Another device, of either kind, goes on with them; their places are not used before another state is published."""
+    """Another device, of either kind, goes on with them; their places are not used before another
+    state is published."""
     device = open_rows(kind, folder, compute=CPU, name="rows")
     stored = [put(device, PLAIN, 2, range(2), 70, rng(i))[i] for i in range(2)]
     device.sync()

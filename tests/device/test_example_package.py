@@ -45,19 +45,31 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         name: (EXAMPLE / name).read_text() for name in ("pyproject.toml", "ram_device.py")
     }
     target = folder / "site"
-    words = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(target), str(source)]
+    words = [
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--target",
+        str(target),
+        str(source),
+    ]
     subprocess.run([sys.executable, "-m", "pip", *words], check=True, timeout=300)
     return target
 
 
 @pytest.fixture
 def run(installed: Path, open_forks: Callable[[str], Forks]) -> Callable[..., str]:
-    """Runs a program where the package is installed, in a process of its own that has imported espnx, and returns what it printed."""
+    """Runs a program where the package is installed, in a process of its own that has imported
+    espnx, and returns what it printed."""
 
     def run(program: str, code: int = 0) -> str:
         out, err = installed.parent / "stdout", installed.parent / "stderr"
         text = f"import sys\n\nsys.path.insert(0, {str(installed)!r})\n{program}"
-        found = open_forks("tests.doc_examples").run(text=text, cwd=installed.parent, stdout=out, stderr=err)
+        found = open_forks("tests.doc_examples").run(
+            text=text, cwd=installed.parent, stdout=out, stderr=err
+        )
         assert found == code, err.read_text()
         return out.read_text()
 
@@ -66,25 +78,37 @@ def run(installed: Path, open_forks: Callable[[str], Forks]) -> Callable[..., st
 
 def command(*words: str) -> str:
     """The checks' process is forked from the one that has imported everything."""
-    forks = "import multiprocessing\n\nimport espnx.device.conformance.verify as verify\n\nfork = multiprocessing.get_context('fork')\n"
+    forks = (
+        "import multiprocessing\n\nimport espnx.device.conformance.verify as verify\n\n"
+        "fork = multiprocessing.get_context('fork')\n"
+    )
     forks += "verify.get_context = lambda _: fork\n"
     return f"{forks}from espnx.cli.main import main\n\nsys.exit(main({list(words)!r}))\n"
 
 
 def test_it_is_listed_verified_and_used(run: Callable[..., str]) -> None:
     """Damage cannot be tried on what reads past espnx's engine: that is less than a pass."""
-    listed = {each["name"]: each for each in json.loads(run(command("device", "ls", "--json", "-")))["devices"]}
+    listed = {
+        each["name"]: each
+        for each in json.loads(run(command("device", "ls", "--json", "-")))["devices"]
+    }
     assert listed["ram"]["from"] == "espnx-ram-device"
-    verified = json.loads(run(command("device", "verify", "ram", "--soak", "1", "--json", "-"), code=4))
+    verified = json.loads(
+        run(command("device", "verify", "ram", "--soak", "1", "--json", "-"), code=4)
+    )
     outcomes = {each["check"]: each["outcome"] for each in verified["checks"]}
     assert "failed" not in outcomes.values()
-    assert [name for name, outcome in outcomes.items() if outcome == "not made"] == [f"rows: {name}" for name in FAULT_CHECKS]
+    assert [name for name, outcome in outcomes.items() if outcome == "not made"] == [
+        f"rows: {name}" for name in FAULT_CHECKS
+    ]
     assert outcomes["rows: attends"] == outcomes["rows: a soak"] == outcomes["a generation"] == "ok"
     assert outcomes["clusters"] == "not offered"
     assert run(_GENERATES) == "the same tokens\n"
 
 
-def test_a_directory_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_is_not_empty_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine").write_text("")
     assert main(["device", "skeleton", str(tmp_path)]) == 2
     assert "a new or empty one" in capsys.readouterr().err
@@ -92,4 +116,7 @@ def test_a_directory_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pyt
 
 
 def test_the_page_shows_the_device() -> None:
-    assert f"```python\n{(EXAMPLE / 'ram_device.py').read_text()}```\n" in (ROOT / "docs" / "device-plugin.md").read_text()
+    assert (
+        f"```python\n{(EXAMPLE / 'ram_device.py').read_text()}```\n"
+        in (ROOT / "docs" / "device-plugin.md").read_text()
+    )

@@ -1,4 +1,5 @@
-"""Space in a file: random programs against a set of bytes that are in use, and disks that are full."""
+"""Space in a file: random programs against a set of bytes that are in use, and disks that are
+full."""
 
 from __future__ import annotations
 
@@ -22,14 +23,20 @@ GROW_BYTES = 50
 
 
 class Disk:
-    """An engine that holds nothing and remembers how long the file is. `can_reserve`: as `NativeEngine.allocate` says it."""
+    """An engine that holds nothing and remembers how long the file is. `can_reserve`: as
+    `NativeEngine.allocate` says it."""
 
     def __init__(self, limit_bytes: int = 2**62, *, can_reserve: bool = True):
         self.limit_bytes, self.can_reserve, self.size_bytes = limit_bytes, can_reserve, 0
 
     def allocate(self, file: FileHandle, size_bytes: int) -> bool:
         if size_bytes > self.limit_bytes:
-            raise errors.DiskFullError("full", needed_bytes=size_bytes, free_bytes=self.limit_bytes - self.size_bytes, path=file.path)
+            raise errors.DiskFullError(
+                "full",
+                needed_bytes=size_bytes,
+                free_bytes=self.limit_bytes - self.size_bytes,
+                path=file.path,
+            )
         if self.can_reserve:
             self.size_bytes = max(self.size_bytes, size_bytes)
         return self.can_reserve
@@ -80,7 +87,9 @@ class Model:
         before = self.space.size_bytes
         offset = self.space.take(size_bytes)
         assert offset == wanted
-        assert (self.space.size_bytes == before) == (fit is not None), "the file grows where nothing fits, and only there"
+        assert (self.space.size_bytes == before) == (fit is not None), (
+            "the file grows where nothing fits, and only there"
+        )
         self.hold(offset, size_bytes)
 
     def give_back(self, rng: random.Random) -> None:
@@ -104,7 +113,9 @@ class Model:
 
 @pytest.mark.parametrize("can_reserve", [True, False])
 @pytest.mark.parametrize("seed", range(12))
-def test_random_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, can_reserve: bool) -> None:
+def test_random_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, can_reserve: bool
+) -> None:
     monkeypatch.setattr(extents, "_GROW_BYTES", GROW_BYTES)
     rng = random.Random(seed)
     disk = Disk(can_reserve=can_reserve)
@@ -159,7 +170,9 @@ def test_full_disk_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     before = space.used_bytes, space.size_bytes
     with pytest.raises(errors.DiskFullError) as caught:
         space.take(51)
-    assert caught.value.needed_bytes == 60 + 51 + 20 - before[1], "the rest of the file's end counts"
+    assert caught.value.needed_bytes == 60 + 51 + 20 - before[1], (
+        "the rest of the file's end counts"
+    )
     assert caught.value.free_bytes == 130 - disk.size_bytes
     assert caught.value.path == str(tmp_path / "rows")
     assert (space.used_bytes, space.size_bytes) == before
@@ -231,7 +244,8 @@ def test_a_claim_past_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["posix", "uring"])
 def test_the_file_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """Grows in large steps, is cut at its last byte in use, and takes more disk than it says nowhere."""
+    """Grows in large steps, is cut at its last byte in use, and takes more disk than it says
+    nowhere."""
     monkeypatch.setattr(extents, "_GROW_BYTES", 64 * MIB)
     with NativeEngine(path) as engine:
         (tmp_path / "rows").touch()
@@ -249,7 +263,9 @@ def test_the_file_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: 
 
 def test_reservation_that_fails_now_and_then(tmp_path: Path) -> None:
     """ENOSPC for the usual growth: what is needed alone is asked for."""
-    with FaultyEngine([FaultRule("error", operation="allocate", nth=1, count=1, value=28)]) as engine:
+    with FaultyEngine(
+        [FaultRule("error", operation="allocate", nth=1, count=1, value=28)]
+    ) as engine:
         (tmp_path / "rows").touch()
         file = engine.open(tmp_path / "rows", "r+")
         space = Extents(engine, file)
@@ -260,7 +276,10 @@ def test_reservation_that_fails_now_and_then(tmp_path: Path) -> None:
 
 @pytest.mark.root
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    with mounted("tmpfs", "espnx", tmp_path / "small", "size=8m") as where, NativeEngine("posix") as engine:
+    with (
+        mounted("tmpfs", "espnx", tmp_path / "small", "size=8m") as where,
+        NativeEngine("posix") as engine,
+    ):
         (where / "rows").touch()
         file = engine.open(where / "rows", "r+")
         space = Extents(engine, file)

@@ -1,4 +1,5 @@
-"""`forget` from another thread, at any moment: whoever attends gets its rows or a typed error, and the device serves what is asked next."""
+"""`forget` from another thread, at any moment: whoever attends gets its rows or a typed error, and
+the device serves what is asked next."""
 
 from __future__ import annotations
 
@@ -44,11 +45,15 @@ def assert_serves(device: RowFileDevice, seen: list[Seen]) -> None:
 
 @pytest.mark.parametrize("kind", ["ssd", *WAYS])
 def test_while_rows_are_shown(kind: str, folder: Path) -> None:
-    """Before the last read: an error. At the last one there is nothing left to call off, and what was asked for since stays."""
+    """Before the last read: an error. At the last one there is nothing left to call off, and what
+    was asked for since stays."""
     with opened_as(kind, folder, read_ahead_bytes=1 << 20) as device:
         seen = [put(device, LAYOUT, 1, HEADS, 8000, torch.Generator())[0].use(0)]
         reads: list[int] = []
-        device.visit(device.ahead(LAYOUT, [each.use for each in seen]), lambda memory, pieces: reads.append(len(pieces)))
+        device.visit(
+            device.ahead(LAYOUT, [each.use for each in seen]),
+            lambda memory, pieces: reads.append(len(pieces)),
+        )
         assert len(reads) > 3
 
         for at in (1, 2, len(reads) - 1, len(reads)):
@@ -153,5 +158,7 @@ print("usable")
 
 def test_ctrl_c_while_several_directories_attend(folder: Path) -> None:
     """Each of them waits for a read that never comes."""
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED, str(folder)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(folder)], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.stdout.split() == ["interrupted", "usable"], done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""Blocks of rows: where every value lies, what alignment promises, and how far int8 may be from what was packed."""
+"""Blocks of rows: where every value lies, what alignment promises, and how far int8 may be from
+what was packed."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def test_x_rows(fmt: str, d: int) -> None:
     layout = RowLayout(fmt, d, d, is_shared=True)
     item = FLOATS[fmt].itemsize
     assert layout.block_rows >= 16
-    assert layout.block_bytes == layout.block_rows * d * item, "X rows are whole pages and nothing else"
+    assert layout.block_bytes == layout.block_rows * d * item, (
+        "X rows are whole pages and nothing else"
+    )
     assert (layout.v_offset_bytes, layout.row_bytes) == (0, d * item)
     for n in counts(layout):
         x = rows(2, n, d, seed=n)
@@ -78,7 +81,10 @@ def test_x_rows(fmt: str, d: int) -> None:
         assert torch.equal(k, x.to(FLOATS[fmt]))
         assert torch.equal(v, k)
         flat = packed.view(2, -1)
-        assert flat[:, : n * d * item].contiguous().numpy().tobytes() == x.to(FLOATS[fmt]).contiguous().view(torch.uint8).numpy().tobytes()
+        assert (
+            flat[:, : n * d * item].contiguous().numpy().tobytes()
+            == x.to(FLOATS[fmt]).contiguous().view(torch.uint8).numpy().tobytes()
+        )
         assert not flat[:, n * d * item :].any()
 
 
@@ -95,12 +101,16 @@ def test_floats_come_back(fmt: str, d: int, dv: int) -> None:
         assert packed.dtype == torch.uint8
         for got, wanted in zip(layout.unpack(packed, n), (k, v), strict=True):
             assert got.dtype == FLOATS[fmt]
-            assert torch.equal(got.contiguous().view(torch.uint8), wanted.to(FLOATS[fmt]).contiguous().view(torch.uint8))
+            assert torch.equal(
+                got.contiguous().view(torch.uint8),
+                wanted.to(FLOATS[fmt]).contiguous().view(torch.uint8),
+            )
 
 
 @pytest.mark.parametrize("fmt", FLOATS)
 def test_every_byte_of_a_block(fmt: str) -> None:
-    """Token t's K row at t K rows from the start, its V row at t V rows from `v_offset_bytes`, zeros elsewhere, in dirty memory too."""
+    """Token t's K row at t K rows from the start, its V row at t V rows from `v_offset_bytes`,
+    zeros elsewhere, in dirty memory too."""
     layout = RowLayout(fmt, 24, 40)
     n, dtype = layout.block_rows + 3, FLOATS[fmt]
     k, v = rows(n, 24, dtype=dtype), rows(n, 40, seed=1, dtype=dtype)
@@ -131,9 +141,11 @@ def test_no_rows(fmt: str) -> None:
     assert (k.shape, v.shape) == ((2, 0, 16), (2, 0, 24))
 
 
-def assert_within_half_a_step(got: torch.Tensor, wanted: torch.Tensor, largest: torch.Tensor) -> None:
-    """A code is off by half a step and by what x / scale, of at most 127 steps, loses to rounding: U each in the scale, in the quotient and
-    in the product that undoes it."""
+def assert_within_half_a_step(
+    got: torch.Tensor, wanted: torch.Tensor, largest: torch.Tensor
+) -> None:
+    """A code is off by half a step and by what x / scale, of at most 127 steps, loses to rounding:
+    U each in the scale, in the quotient and in the product that undoes it."""
     step = (largest.double() / 127).clamp_min(torch.finfo(torch.float32).tiny) * (1 + 2 * U)
     bound = step * (0.5 + 127 * 4 * U)
     assert got.dtype == torch.float32
@@ -143,7 +155,8 @@ def assert_within_half_a_step(got: torch.Tensor, wanted: torch.Tensor, largest: 
 @pytest.mark.parametrize(("d", "dv"), [(8, 8), (40, 24), (64, 128), (136, 8)])
 @pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.bfloat16])
 def test_int8_error(d: int, dv: int, source: torch.dtype) -> None:
-    """K's step is its channel's largest value in the block over 127, V's its token's: large values elsewhere cost nothing."""
+    """K's step is its channel's largest value in the block over 127, V's its token's: large values
+    elsewhere cost nothing."""
     layout = RowLayout("int8", d, dv)
     one = layout.block_rows
     for n in counts(layout):
@@ -154,7 +167,9 @@ def test_int8_error(d: int, dv: int, source: torch.dtype) -> None:
         got_k, got_v = layout.unpack(layout.pack(k, v), n)
         for begin in range(0, n, one):
             part = slice(begin, min(begin + one, n))
-            assert_within_half_a_step(got_k[:, part], k[:, part], k[:, part].float().abs().amax(dim=1, keepdim=True))
+            assert_within_half_a_step(
+                got_k[:, part], k[:, part], k[:, part].float().abs().amax(dim=1, keepdim=True)
+            )
         assert_within_half_a_step(got_v, v, v.float().abs().amax(dim=-1, keepdim=True))
         assert not got_k[..., -1].any()
 
@@ -175,7 +190,11 @@ def test_every_byte_of_an_int8_block() -> None:
     k, v = torch.zeros(n, 8), torch.zeros(n, 16)
     k[0, 1], k[1, 1], k[2, 2] = 254.0, -127.0, 12.7
     v[1, 3], v[1, 4] = -63.5, 6.0
-    block = layout.pack(k, v, torch.full((1, layout.block_bytes), 0xA5, dtype=torch.uint8))[0].numpy().tobytes()
+    block = (
+        layout.pack(k, v, torch.full((1, layout.block_bytes), 0xA5, dtype=torch.uint8))[0]
+        .numpy()
+        .tobytes()
+    )
     tiny = torch.finfo(torch.float32).tiny
 
     def floats(offset: int, count: int) -> list[float]:
@@ -183,11 +202,17 @@ def test_every_byte_of_an_int8_block() -> None:
 
     assert floats(0, 8) == pytest.approx([tiny, 2.0, 0.1, *[tiny] * 5], rel=2 * U)
     v_scales = [tiny, 0.5, *[tiny] * (layout.block_rows - 2)]
-    assert floats(layout.v_scale_offset_bytes, layout.block_rows) == pytest.approx(v_scales, rel=2 * U)
+    assert floats(layout.v_scale_offset_bytes, layout.block_rows) == pytest.approx(
+        v_scales, rel=2 * U
+    )
     codes = {8 * 0 + 1: 127, 8 * 1 + 1: -64, 8 * 2 + 2: 127}  # -63.5 steps: ties go to even
-    assert struct.unpack_from(f"{n * 8}b", block, layout.k_offset_bytes) == tuple(codes.get(i, 0) for i in range(n * 8))
+    assert struct.unpack_from(f"{n * 8}b", block, layout.k_offset_bytes) == tuple(
+        codes.get(i, 0) for i in range(n * 8)
+    )
     codes = {16 * 1 + 3: -127, 16 * 1 + 4: 12}
-    assert struct.unpack_from(f"{n * 16}b", block, layout.v_offset_bytes) == tuple(codes.get(i, 0) for i in range(n * 16))
+    assert struct.unpack_from(f"{n * 16}b", block, layout.v_offset_bytes) == tuple(
+        codes.get(i, 0) for i in range(n * 16)
+    )
     assert not any(block[layout.k_offset_bytes + n * 8 : layout.v_scale_offset_bytes])
     assert not any(block[layout.v_offset_bytes + n * 16 :])
 
@@ -211,7 +236,9 @@ def test_refused(arguments: tuple[str, int, int], match: str) -> None:
 
 
 def test_formats_of_dtypes() -> None:
-    assert {name: format_of(dtype) for name, dtype in FLOATS.items()} == {name: name for name in FLOATS}
+    assert {name: format_of(dtype) for name, dtype in FLOATS.items()} == {
+        name: name for name in FLOATS
+    }
     for dtype in (torch.int8, torch.float64, torch.int64):
         with pytest.raises(errors.InvalidInputError, match="dtype of K and V"):
             format_of(dtype)

@@ -30,7 +30,9 @@ RAM = "espnx.device.example.ram_device:RamDevice"
 def generated(device: Any, *storage: Any, **options: Any) -> list[int]:
     model = enabled("llama")
     with espnx.KVCache(model.config, *storage, device=device, **options) as cache:
-        found = model.generate(**prompt([9, 9, 4]), past_key_values=cache, max_new_tokens=6, do_sample=False)
+        found = model.generate(
+            **prompt([9, 9, 4]), past_key_values=cache, max_new_tokens=6, do_sample=False
+        )
         assert cache.stats()["bytes_written"] > 0
     return found.flatten().tolist()  # type: ignore[no-any-return]
 
@@ -42,13 +44,24 @@ def test_a_cache_on_devices_that_are_given(tmp_path: Path) -> None:
     for _ in range(2):  # they stay the caller's
         assert generated(devices, spill_interval=2) == wanted
     one = espnx.device.open("ssd", tmp_path / "a")
-    assert generated(one, spill_interval=2) == generated(one, tmp_path / "a" / "below", spill_interval=2) == wanted
+    assert (
+        generated(one, spill_interval=2)
+        == generated(one, tmp_path / "a" / "below", spill_interval=2)
+        == wanted
+    )
     assert generated(RAM, [tmp_path / "c", tmp_path / "d"], spill_interval=2) == wanted
 
 
 def test_devices_that_do_not_fit(tmp_path: Path) -> None:
-    config, devices = enabled("llama").config, espnx.device.open("ssd", [tmp_path / "a", tmp_path / "b"])
-    for storage, device in (([tmp_path / "a"], devices), ([tmp_path / "a", tmp_path / "c"], devices), ([tmp_path], devices[0])):
+    config, devices = (
+        enabled("llama").config,
+        espnx.device.open("ssd", [tmp_path / "a", tmp_path / "b"]),
+    )
+    for storage, device in (
+        ([tmp_path / "a"], devices),
+        ([tmp_path / "a", tmp_path / "c"], devices),
+        ([tmp_path], devices[0]),
+    ):
         with pytest.raises(errors.InvalidInputError, match="leave the directories out"):
             espnx.KVCache(config, storage, device=device)
     for device in (None, "ssd"):
@@ -65,7 +78,9 @@ def test_names_options_and_what_is_no_device(tmp_path: Path) -> None:
         espnx.device.open("sdd", tmp_path)
     with pytest.raises(errors.InvalidInputError, match=r"options of device 'ssd'.*stretch"):
         espnx.device.open("ssd", tmp_path, stretch=3)
-    with pytest.raises(errors.InvalidInputError, match=r"derived from espnx\.device\.NearStorageDevice"):
+    with pytest.raises(
+        errors.InvalidInputError, match=r"derived from espnx\.device\.NearStorageDevice"
+    ):
         espnx.device.open("espnx.device.example.ram_device:RamRows", tmp_path)
 
 
@@ -85,16 +100,42 @@ def test_a_search_over_several_devices(spread: tuple[Path, list[Path]]) -> None:
     """Each scores what lies on it; the hits are those of one device, to the bit."""
     path, directories = spread
     devices = espnx.device.open("ssd", [path, *directories])
-    with espnx.open(path) as plain, espnx.open(path, device=devices) as index, espnx.open(path, device="ssd") as named:
+    with (
+        espnx.open(path) as plain,
+        espnx.open(path, device=devices) as index,
+        espnx.open(path, device="ssd") as named,
+    ):
         assert isinstance(index.device, SeveralRecordDevices)
-        for options in ({}, {"rerank": 20}, {"prefetch_step": (0.1, 0.5)}, {"exclude": ["doc-3"]}, {"explain": True}, {"cascade": 20}):
-            wanted, found, also = (each.search(queries(5), k=30, candidates=80, **options) for each in (plain, index, named))
-            assert [result.hits for result in found] == [result.hits for result in wanted] == [result.hits for result in also]
-            assert plain.search(queries(1)[0], **options).hits == index.search(queries(1)[0], **options).hits
+        for options in (
+            {},
+            {"rerank": 20},
+            {"prefetch_step": (0.1, 0.5)},
+            {"exclude": ["doc-3"]},
+            {"explain": True},
+            {"cascade": 20},
+        ):
+            wanted, found, also = (
+                each.search(queries(5), k=30, candidates=80, **options)
+                for each in (plain, index, named)
+            )
+            assert (
+                [result.hits for result in found]
+                == [result.hits for result in wanted]
+                == [result.hits for result in also]
+            )
+            assert (
+                plain.search(queries(1)[0], **options).hits
+                == index.search(queries(1)[0], **options).hits
+            )
         assert index.store.verify() == 300
         stats = index.device.stats()
         assert stats.bytes_moved > 0
-        used = {each for file in index.device.path_report() for each in (path, *directories) if file.path.startswith(str(each))}
+        used = {
+            each
+            for file in index.device.path_report()
+            for each in (path, *directories)
+            if file.path.startswith(str(each))
+        }
         assert len(used) >= 2, "records in one directory alone say nothing"
 
 
@@ -104,7 +145,9 @@ def test_a_device_too_few(spread: tuple[Path, list[Path]]) -> None:
         espnx.open(path, device=espnx.device.open("ssd", directories[0]))
 
 
-def test_damage_on_one_device_is_named_and_the_others_go_on(spread: tuple[Path, list[Path]]) -> None:
+def test_damage_on_one_device_is_named_and_the_others_go_on(
+    spread: tuple[Path, list[Path]],
+) -> None:
     path, directories = spread
     devices = espnx.device.open("ssd", [path, *directories])
     with espnx.open(path) as index:
@@ -119,7 +162,9 @@ def test_damage_on_one_device_is_named_and_the_others_go_on(spread: tuple[Path, 
         query = queries(1)[0]
         asked = RecordQuery(query.cls.reshape(1, -1), query.tokens, 2.0)
         ticket = index.store.full.maxsim(np.arange(300), [asked])
-        with pytest.raises(errors.ChecksumError, match=f"record {number} is not what was written.*{file.name}"):
+        with pytest.raises(
+            errors.ChecksumError, match=f"record {number} is not what was written.*{file.name}"
+        ):
             ticket.finish()
         assert len(index.store.full.maxsim(fine, [asked]).finish()) == len(fine)
 
@@ -136,16 +181,27 @@ def test_a_record_device_is_a_device_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["ssd", "smartssd", "recorded"])
 def test_a_command_is_its_call(tmp_path: Path, name: str) -> None:
     """By the one door or by the call: the same bits, of every sort of device."""
-    write_clusters(tmp_path / "clusters", np.arange(90), np.arange(90 * 8, dtype=np.uint8).reshape(90, 8), np.arange(90) % 3)
+    write_clusters(
+        tmp_path / "clusters",
+        np.arange(90),
+        np.arange(90 * 8, dtype=np.uint8).reshape(90, 8),
+        np.arange(90) % 3,
+    )
     graph, query = random_graph(tmp_path, 60, 8), torch.arange(8, dtype=torch.uint8)
-    device = espnx.device.open("ssd" if name == "recorded" else name, tmp_path, **({"stretch": 0} if name == "smartssd" else {}))
+    device = espnx.device.open(
+        "ssd" if name == "recorded" else name,
+        tmp_path,
+        **({"stretch": 0} if name == "smartssd" else {}),
+    )
     with TraceWriter(tmp_path / "trace", "a test", [device]) as writer:
         asked = recorded([device], writer)[0] if name == "recorded" else device
         clusters, walked = asked.open_clusters(tmp_path / "clusters"), asked.open_graph(graph)
         by_door = clusters.submit(DistancesCommand(query, [2, 0], metric="ip")).finish()  # type: ignore[attr-defined]
         assert np.array_equal(by_door, clusters.distances(query, [2, 0], metric="ip").finish())
         found = walked.submit(SearchCommand(query_of(1), 20, 5, beam=2)).finish()  # type: ignore[attr-defined]
-        assert [each.tolist() for each in found] == [each.tolist() for each in walked.search(query_of(1), 20, 5, beam=2).finish()]
+        assert [each.tolist() for each in found] == [
+            each.tolist() for each in walked.search(query_of(1), 20, 5, beam=2).finish()
+        ]
         rows = asked.open_rows()
         rows.submit(FlushCommand()).finish()  # type: ignore[attr-defined]
         rows.close()

@@ -1,5 +1,5 @@
-"""A seventh verb in a package of its own: two files (data/own_verb) and no edit of ours. Plain, emulated, recorded, replayed, striped over
-several devices, and verified."""
+"""A seventh verb in a package of its own: two files (data/own_verb) and no edit of ours. Plain,
+emulated, recorded, replayed, striped over several devices, and verified."""
 
 from __future__ import annotations
 
@@ -37,10 +37,14 @@ def stored(folder: Path, numbers: list[int]) -> Items:
     return Items(folder / "items", np.array(numbers), np.array([len(EVERY[i]) for i in numbers]))
 
 
-def emulated(folder: Path, *, near: bool = True, count: int = 1, **options: Any) -> list[NearStorageDevice]:
+def emulated(
+    folder: Path, *, near: bool = True, count: int = 1, **options: Any
+) -> list[NearStorageDevice]:
     spec = load_preset("ragx")
     assert spec.accelerator is not None
-    spec = replace(spec, accelerator=replace(spec.accelerator, verbs=(*spec.accelerator.verbs, "checksum")))
+    spec = replace(
+        spec, accelerator=replace(spec.accelerator, verbs=(*spec.accelerator.verbs, "checksum"))
+    )
     paths = [folder / str(i) for i in range(count)]
     return list(Emulation(spec).together(paths, stretch=0, near_storage=near, **options))
 
@@ -54,7 +58,9 @@ def test_plain(items: Items, tmp_path: Path) -> None:
     part = ItemDevice(tmp_path).open_part(ITEMS, items)
     assert part.checksum(range(600)).finish().tolist() == SUMS
     part.close()
-    with pytest.raises(errors.InvalidInputError, match=r"stored items on device .*a device that does not keep them"):
+    with pytest.raises(
+        errors.InvalidInputError, match=r"stored items on device .*a device that does not keep them"
+    ):
         open_device("espnx.device.example.ram_device:RamDevice", tmp_path).open_part(ITEMS, items)
 
 
@@ -81,7 +87,9 @@ def test_emulated(items: Items, tmp_path: Path, near: bool) -> None:
     device.close()
 
 
-@pytest.mark.parametrize(("kind", "error"), [("drop", errors.DeadlineExceededError), ("short", errors.ShortReadError)])
+@pytest.mark.parametrize(
+    ("kind", "error"), [("drop", errors.DeadlineExceededError), ("short", errors.ShortReadError)]
+)
 def test_faults(items: Items, tmp_path: Path, kind: Any, error: type[Exception]) -> None:
     [device] = emulated(tmp_path, faults=[DeviceFault(kind)])
     part = device.open_part(ITEMS, items)
@@ -105,7 +113,10 @@ def test_recorded_and_replayed(items: Items, tmp_path: Path) -> None:
         part.close()
     opened, first, second, refused = read_trace(tmp_path / "trace").commands
     assert (opened.verb, opened.detail.texts("files")) == ("open_items", [str(items.path)])
-    assert [(each.verb, each.detail.wholes("items", count=9)) for each in (first, second)] == [("checksum", [5, 3]), ("checksum", [9])]
+    assert [(each.verb, each.detail.wholes("items", count=9)) for each in (first, second)] == [
+        ("checksum", [5, 3]),
+        ("checksum", [9]),
+    ]
     assert first.size_bytes == len(EVERY[5]) + len(EVERY[3])
     assert refused.failed == "InvalidInputError"
     again = emulated(tmp_path)
@@ -124,9 +135,14 @@ def test_recorded_and_replayed(items: Items, tmp_path: Path) -> None:
 def test_striped(tmp_path: Path, on: str) -> None:
     """Item i on device i modulo 3: what they give back is that of one device."""
     devices: list[NearStorageDevice] = (
-        emulated(tmp_path, count=3) if on == "emulated" else [ItemDevice(tmp_path / str(i)) for i in range(3)]
+        emulated(tmp_path, count=3)
+        if on == "emulated"
+        else [ItemDevice(tmp_path / str(i)) for i in range(3)]
     )
-    parts = [device.open_part(ITEMS, stored(tmp_path / str(i), list(range(i, 600, 3)))) for i, device in enumerate(devices)]
+    parts = [
+        device.open_part(ITEMS, stored(tmp_path / str(i), list(range(i, 600, 3))))
+        for i, device in enumerate(devices)
+    ]
     every = ITEMS.around(SeveralParts, parts, lambda numbers: numbers % 3)
     some = [599, 0, 7, 300, 44, 2]
     assert every.checksum(some).finish().tolist() == [SUMS[i] for i in some]
@@ -141,7 +157,8 @@ def test_striped(tmp_path: Path, on: str) -> None:
 
 
 def test_verified(tmp_path: Path) -> None:
-    """By the checks that it brings; a device that is wrong is found, and one that has no such verb is asked nothing."""
+    """By the checks that it brings; a device that is wrong is found, and one that has no such verb
+    is asked nothing."""
     device = ItemDevice(tmp_path)
     mine = {name: check for name, check in checks_of(device, 0) if name.startswith("items")}
     assert len(mine) == 6
@@ -151,8 +168,13 @@ def test_verified(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     for on_emulated in ITEMS.checks.values():
         assert on_emulated(other) is None
-    assert not any(name.startswith("items") for name, _ in checks_of(open_device("ssd", tmp_path), 0))
+    assert not any(
+        name.startswith("items") for name, _ in checks_of(open_device("ssd", tmp_path), 0)
+    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.data.own_verb.stored_items.ChecksumTicket.finish", lambda self: self.sums)  # before all have arrived
+        # before all have arrived
+        patch.setattr(
+            "tests.data.own_verb.stored_items.ChecksumTicket.finish", lambda self: self.sums
+        )
         with pytest.raises(errors.NotConformingError):
             mine["items: sums every item"](device, lambda: None)

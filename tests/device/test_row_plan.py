@@ -1,4 +1,5 @@
-"""How rows are cut into reads, in C++ without Python: tests/cpp/row_plan_check.cpp, built here with plain g++ and the sanitizers it has."""
+"""How rows are cut into reads, in C++ without Python: tests/cpp/row_plan_check.cpp, built here with
+plain g++ and the sanitizers it has."""
 
 from __future__ import annotations
 

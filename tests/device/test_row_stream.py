@@ -1,4 +1,5 @@
-"""Streams of rows that one thread consumes and another clears, in C++ with a sanitizer: tests/cpp/row_stream_stress.cpp."""
+"""Streams of rows that one thread consumes and another clears, in C++ with a sanitizer:
+tests/cpp/row_stream_stress.cpp."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from tests.cpp.sanitized import CSRC, ENGINE, SANITIZERS, build, run
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_cleared_by_another_thread(sanitizer: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_cleared_by_another_thread(
+    sanitizer: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     folder = request.config.cache.mkdir(f"sanitized-{sanitizer}")
-    program = build("row_stream_stress", [*ENGINE, CSRC / "device" / "row_stream.cpp", CSRC / "device" / "row_plan.cpp"], sanitizer, folder)
+    program = build(
+        "row_stream_stress",
+        [*ENGINE, CSRC / "device" / "row_stream.cpp", CSRC / "device" / "row_plan.cpp"],
+        sanitizer,
+        folder,
+    )
     run(program, "1", "60", tmp_path)

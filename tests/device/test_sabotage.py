@@ -1,4 +1,5 @@
-"""Devices that are wrong on purpose, each in one way: the conformance checks and a soak find every one of them."""
+"""Devices that are wrong on purpose, each in one way: the conformance checks and a soak find every
+one of them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ CALLS = 5000
 
 
 class Wrong(RamRows):
-    """Counts the calls of all devices together: a fault that is rare does not begin anew with each of them."""
+    """Counts the calls of all devices together: a fault that is rare does not begin anew with each
+    of them."""
 
     calls = faults = 0
 
@@ -55,7 +57,11 @@ class Wrong(RamRows):
         super().visit(*args)
 
 
-def result(change: Callable[[Wrong, torch.Tensor, torch.Tensor, Sequence[SegmentView], Queries], Result | None]) -> type[Wrong]:
+def result(
+    change: Callable[
+        [Wrong, torch.Tensor, torch.Tensor, Sequence[SegmentView], Queries], Result | None
+    ],
+) -> type[Wrong]:
     """A device whose results are changed."""
 
     class Changed(Wrong):
@@ -167,7 +173,11 @@ class KeepsNoCopy(Wrong):
 
     def _blocks(self, view: SegmentView) -> torch.Tensor:
         later: Any = view.segment.blocks  # type: ignore[attr-defined]
-        self._asked += len(view.segment.heads) * view.segment.layout.blocks(view.n_rows) * view.segment.layout.block_bytes
+        self._asked += (
+            len(view.segment.heads)
+            * view.segment.layout.blocks(view.n_rows)
+            * view.segment.layout.block_bytes
+        )
         return later.layout.pack(later.k, later.v)[:, : view.segment.layout.blocks(view.n_rows)]
 
 
@@ -293,23 +303,31 @@ def stale(rows: Wrong, o: torch.Tensor, lse: torch.Tensor, *_: Any) -> Result | 
     return last if rows.rarely(50) and last is not None and last[0].shape == o.shape else None
 
 
-def grouped(rows: Wrong, o: torch.Tensor, lse: torch.Tensor, views: Sequence[SegmentView], queries: Queries) -> Result:
+def grouped(
+    rows: Wrong, o: torch.Tensor, lse: torch.Tensor, views: Sequence[SegmentView], queries: Queries
+) -> Result:
     o[:, :, 3:] = 0  # queries of one KV head
     return o, lse
 
 
-def mask_off_by_one(rows: Wrong, o: torch.Tensor, lse: torch.Tensor, views: Sequence[SegmentView], queries: Queries) -> Result | None:
+def mask_off_by_one(
+    rows: Wrong, o: torch.Tensor, lse: torch.Tensor, views: Sequence[SegmentView], queries: Queries
+) -> Result | None:
     if queries.first_visible is None or queries.last_position is not None or not views:
         return None
     return o.roll(1, dims=0), lse
 
 
-def if_width(rows: Wrong, o: torch.Tensor, lse: torch.Tensor, views: Sequence[SegmentView], queries: Queries) -> Result | None:
+def if_width(
+    rows: Wrong, o: torch.Tensor, lse: torch.Tensor, views: Sequence[SegmentView], queries: Queries
+) -> Result | None:
     d = queries.q.shape[-1]
     return (o * 1.001, lse) if d & (d - 1) else None
 
 
-def on(condition: Callable[[SegmentView], bool], change: Callable[[SegmentView], SegmentView | None]) -> type[Wrong]:
+def on(
+    condition: Callable[[SegmentView], bool], change: Callable[[SegmentView], SegmentView | None]
+) -> type[Wrong]:
     def changed(rows: Wrong, views: Sequence[SegmentView]) -> Sequence[SegmentView]:
         found = [change(each) if condition(each) else each for each in views]
         return [each for each in found if each is not None]
@@ -331,8 +349,12 @@ def _every(n: int, found: Callable[[torch.Tensor, torch.Tensor], Result]) -> typ
 
 SABOTAGES: dict[str, Callable[[], type[Wrong]]] = {
     "a result is wrong in 1 of 10 calls": lambda: _every(10, lambda o, lse: (o * 1.5, lse)),
-    "a result is wrong in 1 of 1,000 calls": lambda: _every(1000, lambda o, lse: (o * 1.5 + 1, lse)),
-    "a result is no number in 1 of 200 calls": lambda: _every(200, lambda o, lse: (o * torch.nan, lse)),
+    "a result is wrong in 1 of 1,000 calls": lambda: _every(
+        1000, lambda o, lse: (o * 1.5 + 1, lse)
+    ),
+    "a result is no number in 1 of 200 calls": lambda: _every(
+        200, lambda o, lse: (o * torch.nan, lse)
+    ),
     "noise": lambda: result(noise),
     "lse is off": lambda: result(lambda rows, o, lse, *_: (o, lse + 1e-3)),
     "the highest bit in 1 of 200 heads": lambda: stored_as(flipped(128, 200)),
@@ -349,11 +371,19 @@ SABOTAGES: dict[str, Callable[[], type[Wrong]]] = {
     "a ticket is lost in 1 of 200": lambda: LosesTickets,
     "a write is lost in 1 of 1,000": lambda: stored_as(zeroed),
     "the 4th sequence is zeros": lambda: on(lambda view: view.sequence == 3, lambda view: None),
-    "heads from the 5th on are zeros": lambda: result(lambda rows, o, lse, *_: (torch.cat([o[:, :4], 0 * o[:, 4:]], dim=1), lse)),
-    "lengths of a multiple of 128": lambda: on(lambda view: view.n_rows > 0 and view.n_rows % 128 == 0, one_less),
-    "more than 2^16 rows": lambda: on(lambda view: view.n_rows > 1 << 16, lambda view: replaced(view, n_rows=1 << 16)),
+    "heads from the 5th on are zeros": lambda: result(
+        lambda rows, o, lse, *_: (torch.cat([o[:, :4], 0 * o[:, 4:]], dim=1), lse)
+    ),
+    "lengths of a multiple of 128": lambda: on(
+        lambda view: view.n_rows > 0 and view.n_rows % 128 == 0, one_less
+    ),
+    "more than 2^16 rows": lambda: on(
+        lambda view: view.n_rows > 1 << 16, lambda view: replaced(view, n_rows=1 << 16)
+    ),
     "the mask of another sequence": lambda: result(mask_off_by_one),
-    "positions after a crop": lambda: on(lambda view: view.n_rows < view.segment.n_rows and view.first_position > 0, one_on),
+    "positions after a crop": lambda: on(
+        lambda view: view.n_rows < view.segment.n_rows and view.first_position > 0, one_on
+    ),
     "grouped queries": lambda: result(grouped),
     "widths that are no power of two": lambda: result(if_width),
     "one buffer for results": lambda: OneBufferForResults,
@@ -385,7 +415,13 @@ FOUND_BY = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.sweep] if "1 of 1,000" in name else []) for name in SABOTAGES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.sweep] if "1 of 1,000" in name else [])
+        for name in SABOTAGES
+    ],
+)
 def test_it_is_found(name: str) -> None:
     rows = SABOTAGES[name]()
     rows.calls = rows.faults = 0

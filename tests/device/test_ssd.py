@@ -45,29 +45,48 @@ def test_one_segment(folder: Path, path: str, kind: str) -> None:
 
 
 def test_grouped_queries(folder: Path) -> None:
-    """As a model has them: query heads of a KV head stand beside each other, and each position sees those up to its own."""
+    """As a model has them: query heads of a KV head stand beside each other, and each position sees
+    those up to its own."""
     rng = torch.Generator().manual_seed(2)
     layout = RowLayout("fp32", 64, 64)
     n_sequences, n_kv, group, past, n = 3, 2, 4, 77, 5
     k, v = draw(layout, n_sequences, range(n_kv), past + n, rng)
     assert v is not None
     q = normal(n_sequences, n_kv * group, n, 64, rng=rng)
-    wanted = F.scaled_dot_product_attention(q, k, v, torch.ones(n, past + n, dtype=torch.bool).tril(past), enable_gqa=True)
+    wanted = F.scaled_dot_product_attention(
+        q, k, v, torch.ones(n, past + n, dtype=torch.bool).tril(past), enable_gqa=True
+    )
     with opened(folder) as device:
-        uses = [SegmentView(segment, i, past + n, 0) for i, segment in enumerate(device.put(layout, k, v, range(n_kv)))]
-        look = Queries((q / 8).view(n_sequences, n_kv, group * n, 64), 64, (past + torch.arange(n)).repeat(group))
+        uses = [
+            SegmentView(segment, i, past + n, 0)
+            for i, segment in enumerate(device.put(layout, k, v, range(n_kv)))
+        ]
+        look = Queries(
+            (q / 8).view(n_sequences, n_kv, group * n, 64),
+            64,
+            (past + torch.arange(n)).repeat(group),
+        )
         o, _ = device.attend(device.ahead(layout, uses), look)
     # 2 gamma(d + tokens) of scores and of weighted sums of values up to 5, on both sides
-    torch.testing.assert_close(o.view(wanted.shape), wanted, rtol=0, atol=4 * (64 + past + n) * 2.0**-24 * 5)
+    torch.testing.assert_close(
+        o.view(wanted.shape), wanted, rtol=0, atol=4 * (64 + past + n) * 2.0**-24 * 5
+    )
 
 
 @KINDS
 @pytest.mark.parametrize("window_bytes", [1, 100_000, 64 << 20])
 def test_ragged_programs(folder: Path, path: str, kind: str, window_bytes: int) -> None:
-    """Several segments a sequence, of which each may be shared or empty, heads in parts, masks and a tail; windows smaller than a read."""
-    layout, rng, chance = LAYOUTS[kind], torch.Generator().manual_seed(3), random.Random(kind + path + str(window_bytes))
+    """Several segments a sequence, of which each may be shared or empty, heads in parts, masks and
+    a tail; windows smaller than a read."""
+    layout, rng, chance = (
+        LAYOUTS[kind],
+        torch.Generator().manual_seed(3),
+        random.Random(kind + path + str(window_bytes)),
+    )
     one, n_heads = layout.block_rows, 1 if layout.is_shared else 3
-    with opened(folder, engine=path, read_ahead_bytes=window_bytes, threads=chance.choice([1, 2, 3])) as device:
+    with opened(
+        folder, engine=path, read_ahead_bytes=window_bytes, threads=chance.choice([1, 2, 3])
+    ) as device:
         parts = [range(n_heads)] if n_heads == 1 else [range(0, 3, 2), range(1, 3, 2)]
         for _ in range(4):
             n_sequences = chance.randint(1, 3)
@@ -78,23 +97,47 @@ def test_ragged_programs(folder: Path, path: str, kind: str, window_bytes: int) 
                     n = chance.choice([0, 1, one - 1, one, one + 1, 2 * one + 3])
                     used = chance.randint(0, n)
                     for heads in parts:
-                        seen.append(put(device, layout, 1, heads, n, rng)[0].use(sequence, used, position))
+                        seen.append(
+                            put(device, layout, 1, heads, n, rng)[0].use(sequence, used, position)
+                        )
                     position += used
             if seen and n_sequences > 1:  # a prefix that sequences share, each its own length of it
                 shared = chance.choice(seen)
-                seen += [shared.kept.use(i, chance.randint(0, shared.kept.segment.n_rows), 7) for i in range(n_sequences)]
-            tail, longest = None, max([each.use.first_position + each.use.n_rows for each in seen], default=0)
+                seen += [
+                    shared.kept.use(i, chance.randint(0, shared.kept.segment.n_rows), 7)
+                    for i in range(n_sequences)
+                ]
+            tail, longest = (
+                None,
+                max([each.use.first_position + each.use.n_rows for each in seen], default=0),
+            )
             if chance.random() < 0.7:
-                k = normal(n_sequences, n_heads, 9, layout.d, rng=rng).to(chance.choice([torch.float32, torch.float16, torch.bfloat16]))
-                v = k if layout.is_shared else normal(n_sequences, n_heads, 9, layout.dv, rng=rng).to(k.dtype)
+                k = normal(n_sequences, n_heads, 9, layout.d, rng=rng).to(
+                    chance.choice([torch.float32, torch.float16, torch.bfloat16])
+                )
+                v = (
+                    k
+                    if layout.is_shared
+                    else normal(n_sequences, n_heads, 9, layout.dv, rng=rng).to(k.dtype)
+                )
                 tail = RowsInMemory(k, v, chance.randint(0, 3), chance.randint(0, 6), longest)
             positions = longest + 9
             look = queries(
-                layout, n_sequences, n_heads, 3, rng,
-                last_position=torch.tensor([positions // 2, -1, positions]) if chance.random() < 0.5 else None,
-                first_visible=torch.randint(0, positions + 1, (n_sequences,), generator=rng) if chance.random() < 0.5 else None,
-                visible=torch.randint(0, 2, (n_sequences, positions), generator=rng).to(torch.uint8) if chance.random() < 0.5 else None,
-            )  # fmt: skip
+                layout,
+                n_sequences,
+                n_heads,
+                3,
+                rng,
+                last_position=torch.tensor([positions // 2, -1, positions])
+                if chance.random() < 0.5
+                else None,
+                first_visible=torch.randint(0, positions + 1, (n_sequences,), generator=rng)
+                if chance.random() < 0.5
+                else None,
+                visible=torch.randint(0, 2, (n_sequences, positions), generator=rng).to(torch.uint8)
+                if chance.random() < 0.5
+                else None,
+            )
             assert_right(attend(device, layout, seen, look, tail), seen, look, tail)
 
 
@@ -110,7 +153,10 @@ def test_hidden_rows_have_no_effect(folder: Path) -> None:
         segment = device.put(layout, k, v, range(1))[0]
 
         def run(**masks: torch.Tensor) -> torch.Tensor:
-            o, _ = device.attend(device.ahead(layout, [SegmentView(segment, 0, 40, 0)]), Queries(torch.ones(1, 1, 1, 64), 64, **masks))
+            o, _ = device.attend(
+                device.ahead(layout, [SegmentView(segment, 0, 40, 0)]),
+                Queries(torch.ones(1, 1, 1, 64), 64, **masks),
+            )
             return o.isfinite().all()
 
         assert run(visible=visible)
@@ -137,7 +183,9 @@ def test_visit(folder: Path, kind: str) -> None:
             moved += memory.numel()
             for sequence, head, offset, rows, first in pieces.tolist():
                 size = layout.blocks(rows) * layout.block_bytes
-                k, v = layout.unpack(memory[offset : offset + size].view(-1, layout.block_bytes), rows)
+                k, v = layout.unpack(
+                    memory[offset : offset + size].view(-1, layout.block_bytes), rows
+                )
                 for i in range(rows):
                     assert (sequence, head, first + i) not in found
                     found[sequence, head, first + i] = torch.cat([k[i], v[i]]).double()
@@ -145,7 +193,9 @@ def test_visit(folder: Path, kind: str) -> None:
         device.visit(device.ahead(layout, [each.use for each in uses]), see)
         stats = device.stats()
     wanted = {
-        (each.use.sequence, head, each.use.first_position + i): torch.cat([each.kept.k[head, i], each.kept.v[head, i]]).double()
+        (each.use.sequence, head, each.use.first_position + i): torch.cat(
+            [each.kept.k[head, i], each.kept.v[head, i]]
+        ).double()
         for each in uses
         for head in range(2)
         for i in range(each.use.n_rows)
@@ -208,7 +258,10 @@ def test_many_tickets_ahead(folder: Path, path: str, window_bytes: int) -> None:
     with opened(folder, engine=path, read_ahead_bytes=window_bytes) as device:
         line = []
         for i, layout in enumerate([*LAYOUTS.values()] * 3):
-            seen = [each.use(j, first_position=i) for j, each in enumerate(put(device, layout, 2, range(2), 50 * i, rng))]
+            seen = [
+                each.use(j, first_position=i)
+                for j, each in enumerate(put(device, layout, 2, range(2), 50 * i, rng))
+            ]
             line.append((layout, seen, device.ahead(layout, [each.use for each in seen])))
         for layout, seen, ticket in line:
             look = queries(layout, 2, 2, 1, rng)
@@ -219,7 +272,10 @@ def test_segments_longer_than_a_read(folder: Path, path: str) -> None:
     """Cut into reads by several threads at once."""
     layout, rng = RowLayout("fp16", 128, 128), torch.Generator().manual_seed(9)
     with opened(folder, engine=path, threads=3) as device:
-        seen = [each.use(i, 9000 - i) for i, each in enumerate(put(device, layout, 2, range(2), 9000, rng))]
+        seen = [
+            each.use(i, 9000 - i)
+            for i, each in enumerate(put(device, layout, 2, range(2), 9000, rng))
+        ]
         look = queries(layout, 2, 2, 4, rng, last_position=torch.tensor([8999, 5000, 1, 100]))
         for _ in range(3):
             assert_right(attend(device, layout, seen, look), seen, look)
@@ -238,4 +294,9 @@ def test_nothing_to_see(folder: Path) -> None:
         assert_right(attend(device, layout, seen, look, tail), seen, look, tail)
         for each in seen:
             device.release(each.use.segment)
-        assert device.stats().bytes_asked == device.stats().bytes_written == device.stats().stored_bytes == 0
+        assert (
+            device.stats().bytes_asked
+            == device.stats().bytes_written
+            == device.stats().stored_bytes
+            == 0
+        )

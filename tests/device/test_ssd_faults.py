@@ -1,4 +1,5 @@
-"""A device whose storage fails, now and then or for good: which error comes, what it names, and that the next try is right."""
+"""A device whose storage fails, now and then or for good: which error comes, what it names, and
+that the next try is right."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ LAYOUT = RowLayout("fp16", 64, 64)  # blocks of 32 tokens, 8 KiB
 BLOCK = LAYOUT.block_bytes
 HEADS = range(2)
 EIO, ENOSPC = 5, 28
-STALLED_S = 0.3  # the deadline where a transfer never ends, and the others must make it; longer on a machine that needs longer
+# the deadline where a transfer never ends, and the others must make it; longer on a machine that
+# needs longer
+STALLED_S = 0.3
 
 
 def rng(seed: int = 0) -> torch.Generator:
@@ -29,7 +32,9 @@ def rng(seed: int = 0) -> torch.Generator:
 
 
 @contextmanager
-def faulty(folder: Path, rule: FaultRule, path: str = "auto", **options: object) -> Iterator[tuple[SsdRowDevice, FaultyEngine]]:
+def faulty(
+    folder: Path, rule: FaultRule, path: str = "auto", **options: object
+) -> Iterator[tuple[SsdRowDevice, FaultyEngine]]:
     engine = FaultyEngine([rule], path, poison=True)
     try:
         with opened(folder, engine=engine, **options) as device:
@@ -51,7 +56,9 @@ def assert_void(device: SsdRowDevice, tickets: list[int]) -> None:
             device.attend(ticket, queries(LAYOUT, 1, 2, 1, rng(1)))
 
 
-def first_failure(device: SsdRowDevice, tickets: list[int], *, visits: bool) -> tuple[int, errors.ReadError | None]:
+def first_failure(
+    device: SsdRowDevice, tickets: list[int], *, visits: bool
+) -> tuple[int, errors.ReadError | None]:
     """Which of them raised, and what."""
     for i, ticket in enumerate(tickets):
         try:
@@ -67,7 +74,8 @@ def first_failure(device: SsdRowDevice, tickets: list[int], *, visits: bool) -> 
 @pytest.mark.parametrize("visits", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_each_read_fails_in_turn(folder: Path, path: str, threads: int, visits: bool) -> None:
-    """EIO in read 1, 2, ...: the pass raises, all tickets are void, and the same passes again are right."""
+    """EIO in read 1, 2, ...: the pass raises, all tickets are void, and the same passes again are
+    right."""
     for nth in range(1, 20):
         rule = FaultRule("error", operation="read", nth=nth, count=1, value=EIO)
         with faulty(folder, rule, path, threads=threads) as (device, engine):
@@ -87,7 +95,9 @@ def test_each_read_fails_in_turn(folder: Path, path: str, threads: int, visits: 
             for each in stored:
                 assert_reads_right(device, [each])
             assert engine.stats().fault_hits == 1
-            assert until(lambda: (engine.stats().in_flight, engine.stats().quarantined_buffers) == (0, 0))
+            assert until(
+                lambda: (engine.stats().in_flight, engine.stats().quarantined_buffers) == (0, 0)
+            )
     assert nth > 5
     assert not hits
 
@@ -95,7 +105,9 @@ def test_each_read_fails_in_turn(folder: Path, path: str, threads: int, visits: 
 @pytest.mark.parametrize("value", [0, 1, 4096, 5000])
 def test_short_reads(folder: Path, path: str, value: int) -> None:
     """Once: the rest is asked for. For ever: an error, in time."""
-    with faulty(folder, FaultRule("short", operation="read", nth=1, count=2, value=value), path) as (device, engine):
+    with faulty(
+        folder, FaultRule("short", operation="read", nth=1, count=2, value=value), path
+    ) as (device, engine):
         stored = put(device, LAYOUT, 2, HEADS, 600, rng(1))
         try:
             assert_reads_right(device, stored)
@@ -117,12 +129,18 @@ def test_a_bit_that_flips_on_the_way(folder: Path, path: str, block: int, thread
     unit = block // (960 * 1024 // BLOCK) * (960 * 1024 // BLOCK)
     bit = 8 * ((block - unit) * BLOCK + 777) + 3
     begin = unit * BLOCK
-    rule = FaultRule("flip", operation="read", begin_bytes=begin, end_bytes=begin + 1, nth=1, count=1, value=bit)
+    rule = FaultRule(
+        "flip", operation="read", begin_bytes=begin, end_bytes=begin + 1, nth=1, count=1, value=bit
+    )
     with faulty(folder, rule, path, threads=threads) as (device, engine):
         stored = put(device, LAYOUT, 2, HEADS, 40 * 32, rng(1))
         with pytest.raises(errors.ChecksumError, match="stored rows are damaged") as caught:
             assert_reads_right(device, stored)
-        assert (caught.value.path, caught.value.offset_bytes, caught.value.size_bytes) == (device.space.path, block * BLOCK, BLOCK)
+        assert (caught.value.path, caught.value.offset_bytes, caught.value.size_bytes) == (
+            device.space.path,
+            block * BLOCK,
+            BLOCK,
+        )
         assert engine.stats().fault_hits == 1
         assert_reads_right(device, stored)
 
@@ -199,14 +217,24 @@ def work_on(device: SsdRowDevice, stored: Kept, how: str) -> None:
         getattr(device, how)()
 
 
-WAYS = [(fault, how) for fault in ("EIO", "ENOSPC", "never", "short") for how in ("ahead", "is_written", "flush", "sync")]
+WAYS = [
+    (fault, how)
+    for fault in ("EIO", "ENOSPC", "never", "short")
+    for how in ("ahead", "is_written", "flush", "sync")
+]
 WAYS.remove(("never", "is_written"))  # a deadline is seen by who waits
 
 
 @pytest.mark.parametrize(("fault", "how"), WAYS)
 def test_a_write_that_fails_is_repeated(folder: Path, path: str, fault: str, how: str) -> None:
-    """Whoever waits is told once; the rows come from memory, which the caller may have used again."""
-    kind = {"EIO": ("error", EIO), "ENOSPC": ("error", ENOSPC), "never": ("never", 0), "short": ("short", 4096)}[fault]
+    """Whoever waits is told once; the rows come from memory, which the caller may have used
+    again."""
+    kind = {
+        "EIO": ("error", EIO),
+        "ENOSPC": ("error", ENOSPC),
+        "never": ("never", 0),
+        "short": ("short", 4096),
+    }[fault]
     rule = FaultRule(kind[0], operation="write", nth=1, count=1, value=kind[1])
     expected: dict[str, type[errors.StorageError]] = {
         "EIO": errors.WriteError,
@@ -235,8 +263,14 @@ def test_a_write_that_fails_is_repeated(folder: Path, path: str, fault: str, how
 
 def test_a_write_that_fails_for_ever(folder: Path, path: str) -> None:
     """Is told every time; other rows are as good as they were, and the place is not lost."""
-    with faulty(folder, FaultRule("error", operation="write", nth=2, value=EIO), path) as (device, _):
-        good, bad = put(device, LAYOUT, 1, HEADS, 100, rng(1)), put(device, LAYOUT, 1, HEADS, 50, rng(2))
+    with faulty(folder, FaultRule("error", operation="write", nth=2, value=EIO), path) as (
+        device,
+        _,
+    ):
+        good, bad = (
+            put(device, LAYOUT, 1, HEADS, 100, rng(1)),
+            put(device, LAYOUT, 1, HEADS, 50, rng(2)),
+        )
         for _ in range(3):
             with pytest.raises(errors.WriteError):
                 assert_reads_right(device, bad)
@@ -277,7 +311,9 @@ def test_releasing_what_may_still_be_written(folder: Path) -> None:
     """A write that does not end keeps its place for ever: nothing else may come to lie there."""
 
     def attempt(deadline_s: float) -> bool:
-        with faulty(folder, FaultRule("never", operation="write", nth=1, count=1), deadline_s=deadline_s) as (device, _):
+        with faulty(
+            folder, FaultRule("never", operation="write", nth=1, count=1), deadline_s=deadline_s
+        ) as (device, _):
             lost = put(device, LAYOUT, 1, HEADS, 100, rng(1))[0]
             device.release(lost.segment)
             assert device.stats().stored_bytes == lost.segment.size_bytes
@@ -291,7 +327,10 @@ def test_releasing_what_may_still_be_written(folder: Path) -> None:
 
 @pytest.mark.parametrize("operation", ["sync", "truncate"])
 def test_sync_that_fails(folder: Path, operation: str) -> None:
-    with faulty(folder, FaultRule("error", operation=operation, nth=1, count=1, value=EIO)) as (device, _):
+    with faulty(folder, FaultRule("error", operation=operation, nth=1, count=1, value=EIO)) as (
+        device,
+        _,
+    ):
         stored = put(device, LAYOUT, 1, HEADS, 100, rng(1))
         with pytest.raises(errors.WriteError) as caught:
             device.sync()

@@ -1,4 +1,5 @@
-"""The life of rows on a device: put, counted, pinned, released, flushed, closed; and what is left behind: nothing."""
+"""The life of rows on a device: put, counted, pinned, released, flushed, closed; and what is left
+behind: nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def test_the_file_without_a_name(folder: Path) -> None:
             device.flush()
             assert os.listdir(folder / "a" / "b") == []
             assert os.path.dirname(device.space.path) == str(folder / "a" / "b")
-            links = [name.split()[0] for name in open_descriptors() - before if device.space.path in name]
+            links = [
+                name.split()[0] for name in open_descriptors() - before if device.space.path in name
+            ]
             assert links, "no descriptor of the data file"
             assert {mode(f"/proc/self/fd/{number}") for number in links} == {0o600}
     finally:
@@ -57,7 +60,9 @@ def test_the_file_with_a_name(folder: Path) -> None:
             stored = put(device, LAYOUT, 1, HEADS, 100, rng())[0]
             device.sync()
             assert mode(folder / "rows") == 0o600
-            assert os.stat(folder / "rows").st_size == stored.segment.size_bytes, "what nobody has taken is cut off"
+            assert os.stat(folder / "rows").st_size == stored.segment.size_bytes, (
+                "what nobody has taken is cut off"
+            )
             place = device.space.place(stored.segment)
     finally:
         os.umask(umask)
@@ -79,10 +84,14 @@ def test_a_directory_that_cannot_be_written(folder: Path) -> None:
     assert until(lambda: open_descriptors() <= before)
 
 
-@pytest.mark.parametrize(("operation", "value"), [("open_write", 5), ("open_write", 13), ("allocate", 28)])
+@pytest.mark.parametrize(
+    ("operation", "value"), [("open_write", 5), ("open_write", 13), ("allocate", 28)]
+)
 def test_a_device_that_cannot_be_opened(folder: Path, operation: str, value: int) -> None:
     """The caller's engine lives on, and no file stays behind."""
-    with FaultyEngine([FaultRule("error", operation=operation, nth=1, count=2, value=value)]) as engine:
+    with FaultyEngine(
+        [FaultRule("error", operation=operation, nth=1, count=2, value=value)]
+    ) as engine:
         before = open_descriptors()
         with pytest.raises(errors.StorageError) as caught:
             SsdRowDevice(folder, engine=engine, reserve_bytes=MIB)
@@ -98,7 +107,9 @@ def test_a_device_that_cannot_be_opened(folder: Path, operation: str, value: int
             assert_right(attend(device, LAYOUT, [stored.use(0)], look), [stored.use(0)], look)
 
 
-@pytest.mark.parametrize("options", [{"read_ahead_bytes": 0}, {"deadline_s": 0.0}, {"engine": "no such path"}])
+@pytest.mark.parametrize(
+    "options", [{"read_ahead_bytes": 0}, {"deadline_s": 0.0}, {"engine": "no such path"}]
+)
 def test_options_out_of_range(folder: Path, options: dict[str, object]) -> None:
     with pytest.raises(errors.InvalidInputError):
         SsdRowDevice(folder, **options)  # type: ignore[arg-type]
@@ -106,10 +117,17 @@ def test_options_out_of_range(folder: Path, options: dict[str, object]) -> None:
 
 
 def test_counts(folder: Path, path: str) -> None:
-    """Blocks that are asked for, once however many look at them; and what the engine moved for them."""
+    """Blocks that are asked for, once however many look at them; and what the engine moved for
+    them."""
     with opened(folder, engine=path) as device:
         zero = device.stats()
-        assert (zero.bytes_written, zero.write_requests, zero.bytes_asked, zero.bytes_moved, zero.stored_bytes) == (0, 0, 0, 0, 0)
+        assert (
+            zero.bytes_written,
+            zero.write_requests,
+            zero.bytes_asked,
+            zero.bytes_moved,
+            zero.stored_bytes,
+        ) == (0, 0, 0, 0, 0)
         a, b = put(device, LAYOUT, 2, HEADS, 100, rng(1))  # 4 blocks a head
         c = put(device, LAYOUT, 1, HEADS, 1, rng(2))[0]
         put(device, LAYOUT, 1, HEADS, 0, rng(3))
@@ -155,7 +173,8 @@ def test_released_places_are_used_again(folder: Path) -> None:
 
 
 def test_pinned_places(folder: Path) -> None:
-    """Keep what lies there after their segments have gone, until another set of places is pinned."""
+    """Keep what lies there after their segments have gone, until another set of places is
+    pinned."""
     with opened(folder) as device:
         a, b, c = (put(device, LAYOUT, 1, HEADS, 40, rng(i))[0] for i in range(3))
         device.space.pin([each.segment for each in (a, b)])
@@ -176,10 +195,14 @@ def test_pinned_places(folder: Path) -> None:
 
 
 def test_put_waits_for_writes_behind(folder: Path) -> None:
-    """No more memory than allowed is under way: with none allowed, each write is over before the next begins."""
+    """No more memory than allowed is under way: with none allowed, each write is over before the
+    next begins."""
     rule = FaultRule("delay", operation="write", value=30_000_000)
     for allowed, most in ((0, 1), (3 * 4 * BLOCK, 3), (64 << 20, 6)):
-        with FaultyEngine([rule]) as engine, opened(folder, engine=engine, write_behind_bytes=allowed) as device:
+        with (
+            FaultyEngine([rule]) as engine,
+            opened(folder, engine=engine, write_behind_bytes=allowed) as device,
+        ):
             found = []
             for i in range(6):
                 put(device, LAYOUT, 1, HEADS, 64, rng(i))
@@ -204,7 +227,10 @@ def test_flush(folder: Path, work: str) -> None:
     """Everything is written afterwards; again, or with nothing to do, it is nothing."""
     with opened(folder, name="rows") as device:
         getattr(device, work)()
-        stored = [*put(device, LAYOUT, 2, HEADS, 50, rng(1)), *put(device, LAYOUT, 1, HEADS, 3, rng(2))]
+        stored = [
+            *put(device, LAYOUT, 2, HEADS, 50, rng(1)),
+            *put(device, LAYOUT, 1, HEADS, 3, rng(2)),
+        ]
         device.release(stored.pop(0).segment)
         getattr(device, work)()
         getattr(device, work)()
@@ -238,7 +264,8 @@ def test_after_close(folder: Path) -> None:
 
 @pytest.mark.parametrize("is_stuck", [False, True])
 def test_close_with_work_under_way(folder: Path, path: str, is_stuck: bool) -> None:
-    """Writes, reads, or both with a device that answers none of them: closing does not wait for it, and leaves no descriptor behind."""
+    """Writes, reads, or both with a device that answers none of them: closing does not wait for it,
+    and leaves no descriptor behind."""
     rules = [FaultRule("never", operation="write", nth=2)] if is_stuck else []
     before = open_descriptors()
     engine = FaultyEngine(rules, path)
@@ -276,9 +303,13 @@ def test_no_descriptor_stays(folder: Path, path: str, own_engine: bool) -> None:
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_two_devices(folder: Path, shares: bool) -> None:
-    """In one directory, on one engine or two: neither sees the other's rows, tickets, counts or end."""
+    """In one directory, on one engine or two: neither sees the other's rows, tickets, counts or
+    end."""
     engine = NativeEngine() if shares else None
-    with opened(folder, engine=engine or "auto") as one, opened(folder, engine=engine or "auto") as two:
+    with (
+        opened(folder, engine=engine or "auto") as one,
+        opened(folder, engine=engine or "auto") as two,
+    ):
         assert one.space.path != two.space.path
         a, b = put(one, LAYOUT, 1, HEADS, 90, rng(1))[0], put(two, LAYOUT, 1, HEADS, 70, rng(2))[0]
         look = queries(LAYOUT, 1, 2, 1, rng(3))
@@ -296,7 +327,8 @@ def test_two_devices(folder: Path, shares: bool) -> None:
 
 @pytest.mark.root
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    """Nothing of the put that failed is kept; the rows before it are, and what fits still goes in."""
+    """Nothing of the put that failed is kept; the rows before it are, and what fits still goes
+    in."""
     with mounted("tmpfs", "espnx", tmp_path / "small", "size=4m") as where, opened(where) as device:
         stored = put(device, LAYOUT, 1, HEADS, 2048, rng(1))[0]  # 1 MiB
         before = device.stats()
@@ -306,7 +338,13 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         assert 2 * MIB < caught.value.free_bytes <= 3 * MIB
         assert str(where) in str(caught.value.path)
         assert device.stats() == before
-        seen = [stored.use(0), *(each.use(1 + i) for i, each in enumerate(put(device, LAYOUT, 2, HEADS, 2048, rng(3))))]
+        seen = [
+            stored.use(0),
+            *(
+                each.use(1 + i)
+                for i, each in enumerate(put(device, LAYOUT, 2, HEADS, 2048, rng(3)))
+            ),
+        ]
         look = queries(LAYOUT, 3, 2, 1, rng(4))
         assert_right(attend(device, LAYOUT, seen, look), seen, look)
     with mounted("tmpfs", "espnx", tmp_path / "small", "size=4m") as where:

@@ -1,4 +1,5 @@
-"""Tickets that wait in line hold what they were asked for, and nothing for each block that it takes."""
+"""Tickets that wait in line hold what they were asked for, and nothing for each block that it
+takes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from espnx.device.ssd_rows import SsdRowDevice
 
 
 def test_tickets_of_long_rows(tmp_path: Path) -> None:
-    """A plan of these 2,048 blocks, made for every ticket at once, came to 40 KiB, most of it checksums and their numbers."""
+    """A plan of these 2,048 blocks, made for every ticket at once, came to 40 KiB, most of it
+    checksums and their numbers."""
     with_rows = 512
     layout = RowLayout("fp16", 4096, 4096)
     k = torch.zeros(1, 4, with_rows, 4096, dtype=torch.float16)

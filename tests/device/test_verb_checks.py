@@ -1,4 +1,5 @@
-"""The checks of records, clusters, graphs and posting lists: they find devices that are wrong on purpose."""
+"""The checks of records, clusters, graphs and posting lists: they find devices that are wrong on
+purpose."""
 
 from __future__ import annotations
 
@@ -64,14 +65,40 @@ def one_further(reply: np.ndarray) -> np.ndarray:
 
 
 WRONG = {
-    "scores of records": (record_checks, altered("open_records", "maxsim", lambda _, found: one_in_100(found, lambda s: s * 1.001 + 1e-3))),
-    "records in another order": (record_checks, altered("open_records", "maxsim", lambda _, found: found[::-1])),
-    "distances": (cluster_checks, altered("open_clusters", "distances", lambda _, found: one_in_100(found, one_further))),
-    "clusters in another order": (cluster_checks, altered("open_clusters", "distances", lambda _, found: found[::-1])),
-    "nodes": (graph_checks, altered("open_graph", "search", lambda _, found: (np.roll(found[0], 1), found[1]))),
-    "one node less": (graph_checks, altered("open_graph", "search", lambda _, found: (found[0][:-1], found[1][:-1]))),
-    "records of lists": (posting_checks, altered("open_postings", "scan", lambda _, found: np.roll(found, 1))),
-    "one record less": (posting_checks, altered("open_postings", "scan", lambda _, found: found[:-1])),
+    "scores of records": (
+        record_checks,
+        altered(
+            "open_records", "maxsim", lambda _, found: one_in_100(found, lambda s: s * 1.001 + 1e-3)
+        ),
+    ),
+    "records in another order": (
+        record_checks,
+        altered("open_records", "maxsim", lambda _, found: found[::-1]),
+    ),
+    "distances": (
+        cluster_checks,
+        altered("open_clusters", "distances", lambda _, found: one_in_100(found, one_further)),
+    ),
+    "clusters in another order": (
+        cluster_checks,
+        altered("open_clusters", "distances", lambda _, found: found[::-1]),
+    ),
+    "nodes": (
+        graph_checks,
+        altered("open_graph", "search", lambda _, found: (np.roll(found[0], 1), found[1])),
+    ),
+    "one node less": (
+        graph_checks,
+        altered("open_graph", "search", lambda _, found: (found[0][:-1], found[1][:-1])),
+    ),
+    "records of lists": (
+        posting_checks,
+        altered("open_postings", "scan", lambda _, found: np.roll(found, 1)),
+    ),
+    "one record less": (
+        posting_checks,
+        altered("open_postings", "scan", lambda _, found: found[:-1]),
+    ),
 }
 
 

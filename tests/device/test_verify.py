@@ -1,4 +1,5 @@
-"""Checks in a process of their own: what becomes of one that never ends, or that ends the process, and of those after it."""
+"""Checks in a process of their own: what becomes of one that never ends, or that ends the process,
+and of those after it."""
 
 from __future__ import annotations
 
@@ -73,7 +74,16 @@ def checks(device: NearStorageDevice, soak_s: float) -> Iterator[tuple[str, Chec
 
 
 def run(name: str, folder: Path) -> list[Outcome]:
-    return list(verify(name, str(folder), checks, soak_s=0, deadline_s=DEADLINE_S, said=lambda done, total: None))
+    return list(
+        verify(
+            name,
+            str(folder),
+            checks,
+            soak_s=0,
+            deadline_s=DEADLINE_S,
+            said=lambda done, total: None,
+        )
+    )
 
 
 def test_each_has_an_outcome(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,9 +91,13 @@ def test_each_has_an_outcome(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("espnx.device.conformance.verify.get_context", lambda _: context)
     found = run(f"{HERE}:Opened", folder)
     assert [(each.check, each.outcome) for each in found] == [
-        ("0 fails", "failed"), ("1 hangs_in_a_soak", "failed"), ("2 dies", "failed"), ("3 is_slow", "ok"), ("4 hangs", "failed"),
+        ("0 fails", "failed"),
+        ("1 hangs_in_a_soak", "failed"),
+        ("2 dies", "failed"),
+        ("3 is_slow", "ok"),
+        ("4 hangs", "failed"),
         ("5 fails", "failed"),
-    ]  # fmt: skip
+    ]
     assert found[0].message == "this; got 1; expected 2"
     assert "no end after 4 s; it stands in" in found[1].message
     assert "in ahead" in found[1].message
@@ -105,5 +119,9 @@ def test_a_device_that_cannot_be_opened(folder: Path) -> None:
         run(f"{HERE}:Missing", folder)
     assert caught.value.expected == f"{HERE}:Missing"
     (found,) = run(f"{HERE}:DiesAtOnce", folder)
-    assert (found.check, found.outcome, found.message) == ("opening it", "failed", "the process has ended: exit status 7")
+    assert (found.check, found.outcome, found.message) == (
+        "opening it",
+        "failed",
+        "the process has ended: exit status 7",
+    )
     assert list(folder.iterdir()) == []

@@ -1,4 +1,5 @@
-"""Doc2Vec: one vector a text whatever came before, in another process, and after saving; near texts near; folders that are damaged."""
+"""Doc2Vec: one vector a text whatever came before, in another process, and after saving; near texts
+near; folders that are damaged."""
 
 from __future__ import annotations
 
@@ -39,13 +40,22 @@ def folder(encoder, tmp_path):
     return tmp_path / "model"
 
 
-TEXTS = ["wing lift flow", "bread and flour", "rain, rain: STORM", "", "unheard of", "wing lift flow"]
+TEXTS = [
+    "wing lift flow",
+    "bread and flour",
+    "rain, rain: STORM",
+    "",
+    "unheard of",
+    "wing lift flow",
+]
 
 
 def test_one_vector_a_text(encoder):
     first = espnx.text_vectors(encoder, TEXTS)
     assert first.dtype == np.float32
-    np.testing.assert_array_equal(espnx.text_vectors(encoder, TEXTS[::-1], queries=True)[::-1], first)
+    np.testing.assert_array_equal(
+        espnx.text_vectors(encoder, TEXTS[::-1], queries=True)[::-1], first
+    )
     np.testing.assert_array_equal(first[0], first[5])
     assert not first[3:5].any()
     assert first[:3].any(1).all()
@@ -68,14 +78,19 @@ def test_inference_is_gensims(encoder, monkeypatch):
 
     monkeypatch.setattr(encoder, "_infer", noted)
     ours = espnx.text_vectors(encoder, ["wing lift flow"])[0]
-    monkeypatch.setattr(module, "pseudorandom_weak_vector", lambda size, seed_string: started["vector"][0])
+    monkeypatch.setattr(
+        module, "pseudorandom_weak_vector", lambda size, seed_string: started["vector"][0]
+    )
     encoder._model.random.set_state(started["random"])
     np.testing.assert_array_equal(ours, encoder._model.infer_vector(["wing", "lift", "flow"]))
 
 
 def test_in_threads(encoder):
     wanted, found = espnx.text_vectors(encoder, TEXTS), {}
-    threads = [threading.Thread(target=lambda i=i: found.update({i: espnx.text_vectors(encoder, TEXTS)})) for i in range(4)]
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: espnx.text_vectors(encoder, TEXTS)}))
+        for i in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -93,17 +108,25 @@ def test_near_texts_are_near(encoder):
     assert similar[same].mean() > similar[~same].mean() + 0.5
 
 
-@pytest.mark.parametrize("salt", ["1", pytest.param("2", marks=pytest.mark.sweep)])  # of Python's hash; here it is another
+# of Python's hash; here it is another
+@pytest.mark.parametrize("salt", ["1", pytest.param("2", marks=pytest.mark.sweep)])
 def test_saved_and_loaded_in_another_process(encoder, folder, salt):
     loaded = espnx.load_encoder(folder)
     assert loaded.name == encoder.name
     wanted = espnx.text_vectors(encoder, TEXTS)
     np.testing.assert_array_equal(espnx.text_vectors(loaded, TEXTS), wanted)
-    code = "import sys, espnx; sys.stdout.buffer.write(espnx.text_vectors(sys.argv[1], sys.argv[2:]).tobytes())"
+    code = (
+        "import sys, espnx; sys.stdout.buffer.write(espnx.text_vectors(sys.argv[1], "
+        "sys.argv[2:]).tobytes())"
+    )
     environment = {"PYTHONHASHSEED": salt, "PATH": "/usr/bin", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code, str(folder), *TEXTS], capture_output=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder), *TEXTS], capture_output=True, env=environment
+    )
     assert done.returncode == 0, done.stderr.decode()
-    np.testing.assert_array_equal(np.frombuffer(done.stdout, np.float32).reshape(wanted.shape), wanted)
+    np.testing.assert_array_equal(
+        np.frombuffer(done.stdout, np.float32).reshape(wanted.shape), wanted
+    )
 
 
 def test_training_is_reproducible(encoder):
@@ -113,7 +136,13 @@ def test_training_is_reproducible(encoder):
 
 
 def test_words():
-    assert words_of("The 2nd wing's L/D, na\u00efve \u4e2d\u6587 x " + "a" * 101) == ["the", "2nd", "wing", "na\u00efve", "\u4e2d\u6587"]
+    assert words_of("The 2nd wing's L/D, na\u00efve \u4e2d\u6587 x " + "a" * 101) == [
+        "the",
+        "2nd",
+        "wing",
+        "na\u00efve",
+        "\u4e2d\u6587",
+    ]
     assert words_of("") == []
 
 
@@ -123,7 +152,15 @@ def test_models_and_arguments_that_are_refused(encoder):
     for model in (None, 3, "model", Doc2Vec(dm=1), Doc2Vec(dm=0, hs=1, negative=0)):
         with pytest.raises(InvalidInputError):
             Doc2VecEncoder(model)
-    for options in ({"dim": 0}, {"epochs": 0}, {"seed": -1}, {"seed": 1.5}, {"negative": 0}, {"min_count": 0}, {"workers": 0}):
+    for options in (
+        {"dim": 0},
+        {"epochs": 0},
+        {"seed": -1},
+        {"seed": 1.5},
+        {"negative": 0},
+        {"min_count": 0},
+        {"workers": 0},
+    ):
         with pytest.raises(InvalidInputError):
             Doc2VecEncoder.train(corpus(), **options)
     for texts in ("text", 3, iter(corpus()), [3], ["\ud800"], [], ["once each word"]):

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 import espnx
-from espnx.encoders import colbert, colberter, huggingface, minilm, pylate, sentence_transformer, windows
+from espnx.encoders import (
+    colbert,
+    colberter,
+    huggingface,
+    minilm,
+    pylate,
+    sentence_transformer,
+    windows,
+)
 from espnx.encoders.colbert import ColBERTEncoder
 from espnx.encoders.doc2vec import Doc2VecEncoder
 from espnx.errors import InvalidInputError
@@ -19,9 +27,13 @@ pytest.importorskip("transformers", reason="transformers is not installed (extra
 
 TEXTS = [(str(number), text) for number, text in enumerate(tiny.collection(20))]
 FAMILIES = (
-    minilm.MiniLM, huggingface.HuggingFaceEncoder, colbert.ColBERTEncoder, colberter.ColBERTerEncoder, pylate.PyLateEncoder,
+    minilm.MiniLM,
+    huggingface.HuggingFaceEncoder,
+    colbert.ColBERTEncoder,
+    colberter.ColBERTerEncoder,
+    pylate.PyLateEncoder,
     sentence_transformer.SentenceTransformerEncoder,
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +64,11 @@ def test_no_encoder_looks_at_the_processor() -> None:
     """Nor at a GPU's abilities: what is found must not depend on either."""
     for path in Path(windows.__file__).parent.glob("*.py"):
         text = path.read_text()
-        assert not [word for word in ("cpuinfo", "cpu_flags", "is_bf16_supported", "cpu_capability", "mkldnn") if word in text], path
+        assert not [
+            word
+            for word in ("cpuinfo", "cpu_flags", "is_bf16_supported", "cpu_capability", "mkldnn")
+            if word in text
+        ], path
 
 
 def test_the_name_says_bf16(colberts: Path) -> None:
@@ -70,14 +86,20 @@ def test_doc2vec_has_no_bf16(tmp_path: Path) -> None:
         espnx.load_encoder(tmp_path / "doc2vec", dtype="bf16")
 
 
-def test_what_is_described_computes_as_the_documents_were_encoded(stores: dict[str, Path], colberts: Path) -> None:
+def test_what_is_described_computes_as_the_documents_were_encoded(
+    stores: dict[str, Path], colberts: Path
+) -> None:
     for dtype, wanted in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         with espnx.open(stores[dtype], colberts) as index:
             assert dtype_of(index.encoder) == wanted
             assert index.store.manifest.encoder.name.endswith("/bf16") == (dtype == "bf16")
             by_text = index.search("heat of a wing", k=5).hits
-            encoded = espnx.load_encoder(colberts, dtype=dtype).encode_queries(["heat of a wing"])[0]
-            assert [(hit.id, hit.score) for hit in by_text] == [(hit.id, hit.score) for hit in index.search(encoded, k=5).hits]
+            encoded = espnx.load_encoder(colberts, dtype=dtype).encode_queries(["heat of a wing"])[
+                0
+            ]
+            assert [(hit.id, hit.score) for hit in by_text] == [
+                (hit.id, hit.score) for hit in index.search(encoded, k=5).hits
+            ]
 
 
 def test_queries_may_be_told_otherwise(stores: dict[str, Path], colberts: Path) -> None:
@@ -93,7 +115,8 @@ def test_documents_may_not(stores: dict[str, Path], colberts: Path, tmp_path: Pa
     espnx.build(path, TEXTS, espnx.load_encoder(colberts, dtype="bf16"), nlist=2)
     with pytest.raises(InvalidInputError, match=r'(?s)another encoder.*dtype="bf16"'):
         espnx.add(path, [("new", "the nose of a body")], espnx.load_encoder(colberts))
-    assert espnx.add(path, [("new", "the nose of a body")], colberts).documents == 1  # described: as the store's
+    # described: as the store's
+    assert espnx.add(path, [("new", "the nose of a body")], colberts).documents == 1
     with espnx.open(path, colberts) as index, espnx.open(stores["bf16"], colberts) as before:
         assert index.store.manifest.encoder == before.store.manifest.encoder
         assert "new" in index
@@ -112,7 +135,9 @@ def test_a_store_that_is_built_anew_in_another_dtype(colberts: Path, tmp_path: P
 
 
 def test_training_says_it_too(colberts: Path, tmp_path: Path) -> None:
-    trained = espnx.train(tmp_path / "trained", TEXTS, espnx.load_encoder(colberts, dtype="bf16"), nlist=2)
+    trained = espnx.train(
+        tmp_path / "trained", TEXTS, espnx.load_encoder(colberts, dtype="bf16"), nlist=2
+    )
     espnx.build(tmp_path / "store", TEXTS, colberts, trained=trained)
     with espnx.open(tmp_path / "store", colberts) as index:
         assert dtype_of(index.encoder) == torch.bfloat16

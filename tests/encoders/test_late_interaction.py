@@ -1,4 +1,5 @@
-"""Encoders of ColBERT checkpoints and PyLate folders against vectors that colbert-ai and PyLate made; ColBERTer's shape by hand."""
+"""Encoders of ColBERT checkpoints and PyLate folders against vectors that colbert-ai and PyLate
+made; ColBERTer's shape by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from torch.nn.functional import normalize
 
 from espnx.errors import FormatError, InvalidInputError
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra [dev])")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (extra [dev])"
+)
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
@@ -31,8 +34,9 @@ KINDS = {
     "pylate-plain": PyLateEncoder,
     "pylate-attending": PyLateEncoder,
 }
-# Two layers of fp32 on states of 32 values of order 1: some ten roundings of 2^-24 lie one after the other in each, more where products are
-# summed in another order, as padding and kernels make it. A wrong mask, marker or cut changes values by more than 0.01.
+# Two layers of fp32 on states of 32 values of order 1: some ten roundings of 2^-24 lie one after
+# the other in each, more where products are summed in another order, as padding and kernels make
+# it. A wrong mask, marker or cut changes values by more than 0.01.
 ATOL = 3e-6
 
 
@@ -50,7 +54,11 @@ def copy(folders, tmp_path):
 def expected(name):
     held = load_file(tiny.DATA / f"{name}.safetensors")
     documents = [held[f"document.{i}"] for i in range(len(tiny.DOCUMENTS))]
-    queries = list(held["queries"]) if "queries" in held else [held[f"query.{i}"] for i in range(len(tiny.QUERIES))]
+    queries = (
+        list(held["queries"])
+        if "queries" in held
+        else [held[f"query.{i}"] for i in range(len(tiny.QUERIES))]
+    )
     return documents, queries
 
 
@@ -75,7 +83,8 @@ def test_against_the_package(folders, name, batch_tokens):
 
 
 def test_the_fixtures_can_tell():
-    # Vectors of one text differ by far more than the tolerance, and so do those of the two ways to treat masks.
+    # Vectors of one text differ by far more than the tolerance, and so do those of the two ways to
+    # treat masks.
     documents, queries = expected("colbert")
     assert (documents[0][1:] - documents[0][:-1]).abs().amax(1).min() > 0.05
     assert len(documents[4]) == 24  # cut
@@ -95,7 +104,12 @@ def test_a_sentence_transformers_folder_is_no_pylate_folder(copy):
     folder = copy("pylate")
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        {
+            "idx": 1,
+            "name": "1",
+            "path": "1_Pooling",
+            "type": "sentence_transformers.models.Pooling",
+        },
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "config_sentence_transformers.json").write_text("{}")
@@ -104,10 +118,16 @@ def test_a_sentence_transformers_folder_is_no_pylate_folder(copy):
 
 def test_pylate_prompt_and_case(folders, copy):
     folder = copy("pylate")
-    edit(folder / "config_sentence_transformers.json", prompts={"query": "The "}, default_prompt_name="query")
+    edit(
+        folder / "config_sentence_transformers.json",
+        prompts={"query": "The "},
+        default_prompt_name="query",
+    )
     edit(folder / "sentence_bert_config.json", do_lower_case=True)
     prompted, plain = PyLateEncoder(folder), PyLateEncoder(folders["pylate"])
-    assert prompted.lay_out([" Wing "], is_query=True) == plain.lay_out(["the  wing"], is_query=True)
+    assert prompted.lay_out([" Wing "], is_query=True) == plain.lay_out(
+        ["the  wing"], is_query=True
+    )
     assert prompted.lay_out([" Wing "], is_query=True) != plain.lay_out(["wing"], is_query=True)
     assert prompted.name != plain.name
 
@@ -140,10 +160,18 @@ def test_arguments_override_the_checkpoint(folders):
     attending = ColBERTEncoder(folders["colbert"], attend_to_mask_tokens=True)
     plain = ColBERTEncoder(folders["colbert"])
     text = [tiny.QUERIES[2]]
-    assert not torch.allclose(attending.encode_queries(text)[0].tokens, plain.encode_queries(text)[0].tokens, atol=1e-3)
-    assert len(ColBERTEncoder(folders["colbert"], query_maxlen=40).encode_queries(text)[0].tokens) == 40
+    assert not torch.allclose(
+        attending.encode_queries(text)[0].tokens, plain.encode_queries(text)[0].tokens, atol=1e-3
+    )
+    assert (
+        len(ColBERTEncoder(folders["colbert"], query_maxlen=40).encode_queries(text)[0].tokens)
+        == 40
+    )
     marked = ColBERTEncoder(folders["colbert"], mask_punctuation=False)
-    assert len(marked.encode_documents([tiny.DOCUMENTS[0]])[0].tokens) == len(plain.encode_documents([tiny.DOCUMENTS[0]])[0].tokens) + 1
+    assert (
+        len(marked.encode_documents([tiny.DOCUMENTS[0]])[0].tokens)
+        == len(plain.encode_documents([tiny.DOCUMENTS[0]])[0].tokens) + 1
+    )
 
 
 def test_without_metadata_the_defaults_hold(copy):
@@ -161,7 +189,9 @@ def test_without_metadata_the_defaults_hold(copy):
 def test_without_metadata_and_positions_for_the_defaults(copy):
     folder = copy("colbert")
     (folder / "artifact.metadata").unlink()
-    with pytest.raises(InvalidInputError, match=r"doc_maxlen; got 220; expected 4 to the model's 64"):
+    with pytest.raises(
+        InvalidInputError, match=r"doc_maxlen; got 220; expected 4 to the model's 64"
+    ):
         ColBERTEncoder(folder, query_maxlen=16)
     assert ColBERTEncoder(folder, doc_maxlen=64).doc_maxlen == 64
 
@@ -171,7 +201,9 @@ def test_weights_as_pytorch_bin(folders, copy):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     ours, theirs = ColBERTEncoder(folder), ColBERTEncoder(folders["colbert"])
-    assert torch.equal(ours.encode_documents(["wing"])[0].tokens, theirs.encode_documents(["wing"])[0].tokens)
+    assert torch.equal(
+        ours.encode_documents(["wing"])[0].tokens, theirs.encode_documents(["wing"])[0].tokens
+    )
 
 
 def test_a_pickle_that_runs_code_does_not(copy, tmp_path):
@@ -210,23 +242,69 @@ def edit(path, **changes):
 @pytest.mark.parametrize(
     ("name", "damage", "says"),
     [
-        ("colbert", lambda f: drop_weight(f / "model.safetensors", "linear.weight"), "no linear.weight"),
-        ("colbert", lambda f: drop_weight(f / "model.safetensors", "bert.encoder.layer.1.output.dense.weight"), "1 weights missing"),
-        ("colbert", lambda f: edit(f / "artifact.metadata", dim=64), r"shape \[32, 32\]; expected \[64, 32\]"),
-        ("colbert", lambda f: edit(f / "artifact.metadata", interaction="flipr"), "interaction 'flipr'"),
-        ("colbert", lambda f: edit(f / "artifact.metadata", query_token_id="[unused7]"), "tokenizer does not know"),
+        (
+            "colbert",
+            lambda f: drop_weight(f / "model.safetensors", "linear.weight"),
+            "no linear.weight",
+        ),
+        (
+            "colbert",
+            lambda f: drop_weight(
+                f / "model.safetensors", "bert.encoder.layer.1.output.dense.weight"
+            ),
+            "1 weights missing",
+        ),
+        (
+            "colbert",
+            lambda f: edit(f / "artifact.metadata", dim=64),
+            r"shape \[32, 32\]; expected \[64, 32\]",
+        ),
+        (
+            "colbert",
+            lambda f: edit(f / "artifact.metadata", interaction="flipr"),
+            "interaction 'flipr'",
+        ),
+        (
+            "colbert",
+            lambda f: edit(f / "artifact.metadata", query_token_id="[unused7]"),
+            "tokenizer does not know",
+        ),
         ("colbert", lambda f: edit(f / "artifact.metadata", doc_maxlen=3), "doc_maxlen; got 3"),
-        ("colbert", lambda f: edit(f / "artifact.metadata", query_maxlen="16"), "query_maxlen; got '16'"),
+        (
+            "colbert",
+            lambda f: edit(f / "artifact.metadata", query_maxlen="16"),
+            "query_maxlen; got '16'",
+        ),
         ("colbert", lambda f: (f / "artifact.metadata").write_text("{"), "parse JSON"),
         ("colbert", lambda f: (f / "artifact.metadata").write_text("[]"), "got list"),
         ("colbert", lambda f: cut(f / "model.safetensors"), "load the encoder"),
         ("pylate", lambda f: cut(f / "1_Dense" / "model.safetensors"), "read weights"),
         ("pylate", lambda f: (f / "1_Dense" / "model.safetensors").unlink(), "no linear.weight"),
-        ("pylate-plain", lambda f: drop_weight(f / "1_Dense" / "model.safetensors", "linear.bias"), "no linear.bias"),
-        ("pylate-plain", lambda f: drop_weight(f / "1_Dense" / "model.safetensors", "residual.weight"), "no residual.weight"),
-        ("pylate", lambda f: edit(f / "1_Dense" / "config.json", activation_function="os.system"), "activation system"),
-        ("pylate", lambda f: edit(f / "config_sentence_transformers.json", query_prefix="[X] "), "tokenizer does not know"),
-        ("pylate", lambda f: edit(f / "config_sentence_transformers.json", document_length=65), "document_length; got 65"),
+        (
+            "pylate-plain",
+            lambda f: drop_weight(f / "1_Dense" / "model.safetensors", "linear.bias"),
+            "no linear.bias",
+        ),
+        (
+            "pylate-plain",
+            lambda f: drop_weight(f / "1_Dense" / "model.safetensors", "residual.weight"),
+            "no residual.weight",
+        ),
+        (
+            "pylate",
+            lambda f: edit(f / "1_Dense" / "config.json", activation_function="os.system"),
+            "activation system",
+        ),
+        (
+            "pylate",
+            lambda f: edit(f / "config_sentence_transformers.json", query_prefix="[X] "),
+            "tokenizer does not know",
+        ),
+        (
+            "pylate",
+            lambda f: edit(f / "config_sentence_transformers.json", document_length=65),
+            "document_length; got 65",
+        ),
         ("pylate", lambda f: (f / "modules.json").write_text('[{"path": ""}]'), "list of modules"),
         ("pylate", lambda f: (f / "modules.json").write_text("[]"), "at least one Dense"),
     ],
@@ -256,7 +334,9 @@ def colberter(tmp_path):
         folder = tiny.base_bert(tmp_path / "colberter")
         (folder / "colberter.json").write_text(json.dumps({"d_cls": 8, "dim": 16} | settings))
         tensors = {"cls.weight": [8, 32], "token.weight": [16, 32], "token.bias": [16]}
-        tensors = {name: torch.from_numpy(tiny.weight(name, shape)) for name, shape in tensors.items()}
+        tensors = {
+            name: torch.from_numpy(tiny.weight(name, shape)) for name, shape in tensors.items()
+        }
         save_file(tensors, folder / "compressors.safetensors")
         return folder, tensors
 
@@ -264,7 +344,10 @@ def colberter(tmp_path):
 
 
 def states(folder, text):
-    tokenizer, model = (kind.from_pretrained(folder) for kind in (transformers.AutoTokenizer, transformers.AutoModel))
+    tokenizer, model = (
+        kind.from_pretrained(folder)
+        for kind in (transformers.AutoTokenizer, transformers.AutoModel)
+    )
     made = tokenizer(text, return_tensors="pt")
     with torch.no_grad():
         return model(**made).last_hidden_state[0], made["input_ids"][0].tolist()
@@ -277,11 +360,18 @@ def test_colberter_pieces(colberter, normal):
     assert type(encoder) is ColBERTerEncoder
     assert (encoder.d_cls, encoder.dim) == (8, 16)
     hidden, _ = states(folder, "wings of a wing")
-    cls, tokens = hidden[0] @ weights["cls.weight"].T, hidden[1:-1] @ weights["token.weight"].T + weights["token.bias"]
+    cls, tokens = (
+        hidden[0] @ weights["cls.weight"].T,
+        hidden[1:-1] @ weights["token.weight"].T + weights["token.bias"],
+    )
     for made in (encoder.encode_documents, encoder.encode_queries):
         result = made(["", "wings of a wing"])[1]
-        torch.testing.assert_close(result.cls, normalize(cls, dim=0) if normal else cls, atol=ATOL, rtol=0)
-        torch.testing.assert_close(result.tokens, normalize(tokens, dim=1) if normal else tokens, atol=ATOL, rtol=0)
+        torch.testing.assert_close(
+            result.cls, normalize(cls, dim=0) if normal else cls, atol=ATOL, rtol=0
+        )
+        torch.testing.assert_close(
+            result.tokens, normalize(tokens, dim=1) if normal else tokens, atol=ATOL, rtol=0
+        )
     assert encoder.encode_documents([""])[0].tokens.shape == (0, 16)
 
 

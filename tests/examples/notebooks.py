@@ -1,4 +1,5 @@
-"""Runs a notebook's cells in this process, one after the other, as Jupyter would where it is not installed. Used by test_notebooks.py.
+"""Runs a notebook's cells in this process, one after the other, as Jupyter would where it is not
+installed. Used by test_notebooks.py.
 
     python -m tests.examples.notebooks examples/tour.ipynb
 
@@ -30,7 +31,8 @@ def shown(cell: dict[str, Any]) -> str:
 
 
 def run(notebook: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Each cell of code, and what it printed on standard output. The current directory is that of the notebook."""
+    """Each cell of code, and what it printed on standard output. The current directory is that of
+    the notebook."""
     names: dict[str, Any] = {"__name__": "__main__"}
     for cell in code_cells(notebook):
         printed = io.StringIO()
@@ -45,7 +47,9 @@ def write_outputs(path: Path) -> None:
     with contextlib.chdir(path.parent):
         for cell, printed in run(notebook):
             text = printed.splitlines(keepends=True)
-            cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": text}] if text else []
+            cell["outputs"] = (
+                [{"name": "stdout", "output_type": "stream", "text": text}] if text else []
+            )
     path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

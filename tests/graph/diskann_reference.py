@@ -1,4 +1,5 @@
-"""DiskANN's files node by node, by its own description and by nothing of espnx: what imports and exports are compared with."""
+"""DiskANN's files node by node, by its own description and by nothing of espnx: what imports and
+exports are compared with."""
 
 from __future__ import annotations
 
@@ -16,13 +17,21 @@ def packed(values: np.ndarray) -> bytes:
     return struct.pack("<ii", *values.shape) + values.tobytes()
 
 
-def write_index(prefix: Path, vectors: np.ndarray, neighbours: Sequence[Sequence[int]], *, degree: int, medoid: int = 0) -> None:
+def write_index(
+    prefix: Path,
+    vectors: np.ndarray,
+    neighbours: Sequence[Sequence[int]],
+    *,
+    degree: int,
+    medoid: int = 0,
+) -> None:
     node_bytes = vectors[0].nbytes + 4 + 4 * degree
     per_sector = SECTOR // node_bytes
     body = b""
     for vector, near in zip(vectors, neighbours, strict=True):
         node = vector.tobytes() + struct.pack(f"<I{len(near)}I", len(near), *near)
-        node = node.ljust(node_bytes, b"\xff")  # what lies behind the last neighbour is nobody's number
+        # what lies behind the last neighbour is nobody's number
+        node = node.ljust(node_bytes, b"\xff")
         if per_sector == 0:
             body += node.ljust(-(-node_bytes // SECTOR) * SECTOR, b"\0")
             continue
@@ -30,14 +39,28 @@ def write_index(prefix: Path, vectors: np.ndarray, neighbours: Sequence[Sequence
             body = body.ljust(-(-len(body) // SECTOR) * SECTOR, b"\0")
         body += node
     body = body.ljust(-(-len(body) // SECTOR) * SECTOR, b"\0")
-    values = [len(vectors), vectors.shape[1], medoid, node_bytes, per_sector, 0, 0, 0, SECTOR + len(body)]
-    Path(f"{prefix}_disk.index").write_bytes(struct.pack("<ii9Q", 9, 1, *values).ljust(SECTOR, b"\0") + body)
+    values = [
+        len(vectors),
+        vectors.shape[1],
+        medoid,
+        node_bytes,
+        per_sector,
+        0,
+        0,
+        0,
+        SECTOR + len(body),
+    ]
+    Path(f"{prefix}_disk.index").write_bytes(
+        struct.pack("<ii9Q", 9, 1, *values).ljust(SECTOR, b"\0") + body
+    )
 
 
 def read_index(prefix: Path, dtype: np.dtype) -> tuple[np.ndarray, list[list[int]], int]:
     """(vectors, neighbours, medoid)"""
     data = Path(f"{prefix}_disk.index").read_bytes()
-    rows, columns, n, dim, medoid, node_bytes, per_sector, *zeros, size = struct.unpack_from("<ii9Q", data)
+    rows, columns, n, dim, medoid, node_bytes, per_sector, *zeros, size = struct.unpack_from(
+        "<ii9Q", data
+    )
     assert (rows, columns, zeros, size) == (9, 1, [0, 0, 0], len(data))
     vectors, neighbours = [], []
     for i in range(n):
@@ -52,11 +75,19 @@ def read_index(prefix: Path, dtype: np.dtype) -> tuple[np.ndarray, list[list[int
     return np.array(vectors), neighbours, medoid
 
 
-def write_codes(prefix: Path, codes: np.ndarray, table: np.ndarray, centre: np.ndarray, begin: np.ndarray) -> None:
+def write_codes(
+    prefix: Path, codes: np.ndarray, table: np.ndarray, centre: np.ndarray, begin: np.ndarray
+) -> None:
     Path(f"{prefix}_pq_compressed.bin").write_bytes(packed(codes))
-    parts = [packed(table.astype("<f4")), packed(centre.astype("<f4")[:, None]), packed(begin.astype("<u4")[:, None])]
+    parts = [
+        packed(table.astype("<f4")),
+        packed(centre.astype("<f4")[:, None]),
+        packed(begin.astype("<u4")[:, None]),
+    ]
     starts = np.cumsum([SECTOR, *(len(each) for each in parts)]).astype("<u8")
-    Path(f"{prefix}_pq_pivots.bin").write_bytes(packed(starts[:, None]).ljust(SECTOR, b"\0") + b"".join(parts))
+    Path(f"{prefix}_pq_pivots.bin").write_bytes(
+        packed(starts[:, None]).ljust(SECTOR, b"\0") + b"".join(parts)
+    )
 
 
 def write_metadata(prefix: Path, dtype: int, metric: int, n: int, dim: int) -> None:
@@ -64,17 +95,26 @@ def write_metadata(prefix: Path, dtype: int, metric: int, n: int, dim: int) -> N
 
 
 def make(
-    prefix: Path, vectors: np.ndarray, *, degree: int = 8, chunks: int = 3, metric: int = 0, seed: int = 0,
+    prefix: Path,
+    vectors: np.ndarray,
+    *,
+    degree: int = 8,
+    chunks: int = 3,
+    metric: int = 0,
+    seed: int = 0,
     is_rotated: bool = False,
-) -> list[list[int]]:  # fmt: skip
-    """An index of some vectors, whose edges lead to the nearest and to a few others; codes of rotated vectors, if that is wanted. Returns
-    the edges."""
+) -> list[list[int]]:
+    """An index of some vectors, whose edges lead to the nearest and to a few others; codes of
+    rotated vectors, if that is wanted. Returns the edges."""
     random = np.random.default_rng(seed)
     n, dim = vectors.shape
     wide = vectors.astype(np.float64)
     near = np.argsort(np.square(wide[:, None] - wide[None]).sum(-1), axis=1)[:, 1 : degree - 1]
     # A ring beside the nearest, so that from each all can be reached; of different lengths.
-    edges = [[(i + 1) % n, *near[i, : random.integers(degree // 2, degree - 1)].tolist()] for i in range(n)]
+    edges = [
+        [(i + 1) % n, *near[i, : random.integers(degree // 2, degree - 1)].tolist()]
+        for i in range(n)
+    ]
     write_index(prefix, vectors, edges, degree=degree, medoid=n // 2)
     begin = np.linspace(0, dim, chunks + 1).round().astype(int)
     centre = wide.mean(axis=0)
@@ -87,7 +127,11 @@ def make(
     codes = np.empty((n, chunks), np.uint8)
     for chunk in range(chunks):
         own = slice(begin[chunk], begin[chunk + 1])
-        codes[:, chunk] = np.square(around[:, None, own] - table[None, :, own]).sum(-1).argmin(axis=1)
+        codes[:, chunk] = (
+            np.square(around[:, None, own] - table[None, :, own]).sum(-1).argmin(axis=1)
+        )
     write_codes(prefix, codes, table, centre, begin)
-    write_metadata(prefix, {"float32": 0, "int8": 1, "uint8": 2}[vectors.dtype.name], metric, n, dim)
+    write_metadata(
+        prefix, {"float32": 0, "int8": 1, "uint8": 2}[vectors.dtype.name], metric, n, dim
+    )
     return edges

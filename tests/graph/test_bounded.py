@@ -1,4 +1,5 @@
-"""Builds that keep to a limit of memory: parts, their merge, what is left when they are interrupted."""
+"""Builds that keep to a limit of memory: parts, their merge, what is left when they are
+interrupted."""
 
 from __future__ import annotations
 
@@ -33,12 +34,16 @@ Build = Callable[..., espnx.graph.GraphReport]
 def build_in_parts(monkeypatch: pytest.MonkeyPatch) -> Build:
     """Builds with room for `rows` vectors in a part, whatever this process holds."""
 
-    def build(vectors: np.ndarray, path: Path, rows: int, **options: Any) -> espnx.graph.GraphReport:
+    def build(
+        vectors: np.ndarray, path: Path, rows: int, **options: Any
+    ) -> espnx.graph.GraphReport:
         monkeypatch.setattr(BUILD, "resident_bytes", lambda: 0)
         monkeypatch.setattr(builder, "resident_bytes", lambda: 0)
         monkeypatch.setattr(budget, "member_bytes", lambda layout, options: 1000)
         memory = budget._BUFFERS_BYTES + budget._BYTES_PER_VECTOR * len(vectors) + 1000 * rows
-        return espnx.graph.build(vectors, path, memory=memory, **({"max_degree": 16, "search_list_size": 40} | options))
+        return espnx.graph.build(
+            vectors, path, memory=memory, **({"max_degree": 16, "search_list_size": 40} | options)
+        )
 
     return build
 
@@ -46,18 +51,36 @@ def build_in_parts(monkeypatch: pytest.MonkeyPatch) -> Build:
 @pytest.mark.parametrize("codes", ["inline", "paged", "memory"])
 @pytest.mark.parametrize("metric", ["l2", "ip", "cosine"])
 def test_a_graph_in_parts_finds_as_much(
-    base: np.ndarray, queries: np.ndarray, tmp_path: Path, build_in_parts: Build, codes: str, metric: str
+    base: np.ndarray,
+    queries: np.ndarray,
+    tmp_path: Path,
+    build_in_parts: Build,
+    codes: str,
+    metric: str,
 ) -> None:
-    report = build_in_parts(base, tmp_path / "g", 900, codes=codes, metric=metric, num_entry_points=20)
+    report = build_in_parts(
+        base, tmp_path / "g", 900, codes=codes, metric=metric, num_entry_points=20
+    )
     assert report.parts == 9  # 2 * 3000 * 1.25 / 900
-    espnx.graph.build(base, tmp_path / "whole", codes=codes, metric=metric, max_degree=16, search_list_size=40, num_entry_points=20)
+    espnx.graph.build(
+        base,
+        tmp_path / "whole",
+        codes=codes,
+        metric=metric,
+        max_degree=16,
+        search_list_size=40,
+        num_entry_points=20,
+    )
     true = exact(base.astype(np.float16), queries, 10, metric)
     found = []
     for name in ("g", "whole"):
         with espnx.graph.open(tmp_path / name) as index:
             index.verify()
             found.append(index.search(queries, 10, list_size=40))
-            assert np.array_equal(index.vectors(np.arange(3000)), base.astype(np.float16)) or metric == "cosine"
+            assert (
+                np.array_equal(index.vectors(np.arange(3000)), base.astype(np.float16))
+                or metric == "cosine"
+            )
             assert index.facts.recall
     assert recall_of(found[0].ids, true) > min(0.97, recall_of(found[1].ids, true) - 0.01)
     assert found[0].pages.mean() < 1.3 * found[1].pages.mean()
@@ -65,12 +88,22 @@ def test_a_graph_in_parts_finds_as_much(
 
 
 @pytest.mark.parametrize("codes", ["inline", "memory"])
-def test_every_node_is_reached_from_every_entry(tmp_path: Path, build_in_parts: Build, codes: str) -> None:
-    build_in_parts(clustered(1000, 8), tmp_path / "g", 200, codes=codes, max_degree=4, num_entry_points=30)
+def test_every_node_is_reached_from_every_entry(
+    tmp_path: Path, build_in_parts: Build, codes: str
+) -> None:
+    build_in_parts(
+        clustered(1000, 8), tmp_path / "g", 200, codes=codes, max_degree=4, num_entry_points=30
+    )
     with espnx.graph.open(tmp_path / "g") as index:
         layout = index.facts.layout
-        raw = np.fromfile(index.facts.path("nodes.bin"), np.uint8).reshape(-1, layout.page_bytes)[:, 16:]
-        nodes = np.ascontiguousarray(raw[:, : layout.nodes_per_page * layout.node_bytes]).view(layout.node_dtype).ravel()[: layout.n]
+        raw = np.fromfile(index.facts.path("nodes.bin"), np.uint8).reshape(-1, layout.page_bytes)[
+            :, 16:
+        ]
+        nodes = (
+            np.ascontiguousarray(raw[:, : layout.nodes_per_page * layout.node_bytes])
+            .view(layout.node_dtype)
+            .ravel()[: layout.n]
+        )
         assert len(index.facts.entries) > 1
         for entry in index.facts.entries.tolist():
             seen, waiting = {entry}, [entry]
@@ -107,10 +140,18 @@ def test_codes_that_do_not_fit_are_read_as_pages_want_them(
     pages = []
     for name, cache_bytes in (("a", None), ("b", 20_000)):
         if cache_bytes is not None:
-            monkeypatch.setattr(builder, "plan_parts", lambda *a: budget.Budget(**(vars(original(*a)) | {"cache_bytes": 20_000})))
+            monkeypatch.setattr(
+                builder,
+                "plan_parts",
+                lambda *a: budget.Budget(**(vars(original(*a)) | {"cache_bytes": 20_000})),
+            )
         build_in_parts(base, tmp_path / name, 900, threads=1)
         with espnx.graph.open(tmp_path / name) as index:
-            pages.append(np.fromfile(index.facts.path("nodes.bin"), np.uint8).reshape(-1, index.facts.layout.page_bytes)[:, 16:])
+            pages.append(
+                np.fromfile(index.facts.path("nodes.bin"), np.uint8).reshape(
+                    -1, index.facts.layout.page_bytes
+                )[:, 16:]
+            )
     assert np.array_equal(*pages)
 
 
@@ -119,7 +160,9 @@ class KilledError(BaseException):
 
 
 @pytest.mark.parametrize("stage", ["read", "divide", "edges", "merge", "pages"])
-def test_a_build_goes_on_where_it_was(base: np.ndarray, tmp_path: Path, build_in_parts: Build, stage: str) -> None:
+def test_a_build_goes_on_where_it_was(
+    base: np.ndarray, tmp_path: Path, build_in_parts: Build, stage: str
+) -> None:
     path, seen = tmp_path / "g", []
 
     def stop(what: str, done: int, total: int) -> None:
@@ -137,17 +180,25 @@ def test_a_build_goes_on_where_it_was(base: np.ndarray, tmp_path: Path, build_in
     assert ("read" in stages) == (stage == "read")
     assert ("divide" in stages) == (stage in ("read", "divide"))
     inserted = {done for what, done, total in seen if what == "edges"}
-    assert (len(inserted) > 9) == (stage in ("read", "divide", "edges")), "parts that were whole are not built again"
+    assert (len(inserted) > 9) == (stage in ("read", "divide", "edges")), (
+        "parts that were whole are not built again"
+    )
     build_in_parts(base, tmp_path / "other", 900, threads=1)
     pages = []
     for each in (path, tmp_path / "other"):
         with espnx.graph.open(each) as index:
             index.verify()
-            pages.append(np.fromfile(index.facts.path("nodes.bin"), np.uint8).reshape(-1, index.facts.layout.page_bytes)[:, 16:])
+            pages.append(
+                np.fromfile(index.facts.path("nodes.bin"), np.uint8).reshape(
+                    -1, index.facts.layout.page_bytes
+                )[:, 16:]
+            )
     assert np.array_equal(*pages), "as if it had not been interrupted"
 
 
-def test_other_input_or_options_begin_anew(base: np.ndarray, tmp_path: Path, build_in_parts: Build) -> None:
+def test_other_input_or_options_begin_anew(
+    base: np.ndarray, tmp_path: Path, build_in_parts: Build
+) -> None:
     def stop(what: str, done: int, total: int) -> None:
         if what == "merge":
             raise KilledError
@@ -157,7 +208,12 @@ def test_other_input_or_options_begin_anew(base: np.ndarray, tmp_path: Path, bui
         path = tmp_path / str(list(change))
         with pytest.raises(KilledError):
             build_in_parts(base, path, 900, progress=stop)
-        given = {"vectors": base, "path": path, "rows": 900, "progress": lambda what, done, total: seen.append(what)} | change
+        given = {
+            "vectors": base,
+            "path": path,
+            "rows": 900,
+            "progress": lambda what, done, total: seen.append(what),
+        } | change
         build_in_parts(given.pop("vectors"), given.pop("path"), given.pop("rows"), **given)
         assert "read" in seen
         seen.clear()
@@ -177,7 +233,11 @@ def test_a_build_that_is_killed_goes_on(tmp_path: Path, processes: Forks, after:
         time.sleep(0.002)
     os.kill(running, signal.SIGKILL)
     processes.wait(running)
-    had = {each.name for each in (path / "work").glob("built_*")} if (path / "work").exists() else set()
+    had = (
+        {each.name for each in (path / "work").glob("built_*")}
+        if (path / "work").exists()
+        else set()
+    )
     if (path / NAME).exists():
         pytest.skip("it was done before it was killed")
     with pytest.raises(errors.StoreNotFoundError):
@@ -212,8 +272,18 @@ def test_the_limit_is_kept(tmp_path: Path, codes: str, turned: str) -> None:
     rows = np.random.default_rng(0).standard_normal((n, dim)).astype(np.float32)
     rows[:, 1::2] = rows[:, ::2]
     np.save(tmp_path / "x.npy", rows)
-    script = [sys.executable, "-c", PEAK, str(tmp_path / "x.npy"), str(tmp_path / "g"), codes, turned]
-    peak, limit, parts = map(int, subprocess.run(script, check=True, capture_output=True, text=True).stdout.split())
+    script = [
+        sys.executable,
+        "-c",
+        PEAK,
+        str(tmp_path / "x.npy"),
+        str(tmp_path / "g"),
+        codes,
+        turned,
+    ]
+    peak, limit, parts = map(
+        int, subprocess.run(script, check=True, capture_output=True, text=True).stdout.split()
+    )
     assert parts > 3
     assert peak <= limit
     with espnx.graph.open(tmp_path / "g") as index:
@@ -231,7 +301,9 @@ def test_a_limit_that_is_too_low(tmp_path: Path) -> None:
     assert not (tmp_path / "g").exists()
 
 
-def test_without_a_limit_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_limit_what_does_not_fit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(BUILD, "available_bytes", lambda: 10_000)
     with pytest.raises(errors.OutOfMemoryError, match="memory="):
         espnx.graph.build(clustered(100, 8), tmp_path / "g")
@@ -239,7 +311,8 @@ def test_without_a_limit_what_does_not_fit_is_refused(tmp_path: Path, monkeypatc
 
 
 def test_a_disk_that_is_full(base: np.ndarray, tmp_path: Path, build_in_parts: Build) -> None:
-    """A limit of the size of files stands for it, of several sizes: one for each kind of file that is written."""
+    """A limit of the size of files stands for it, of several sizes: one for each kind of file that
+    is written."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     import signal
 
@@ -260,18 +333,29 @@ def test_a_disk_that_is_full(base: np.ndarray, tmp_path: Path, build_in_parts: B
         index.verify()
 
 
-def test_files_of_an_interrupted_build_that_are_short(base: np.ndarray, tmp_path: Path, build_in_parts: Build) -> None:
+def test_files_of_an_interrupted_build_that_are_short(
+    base: np.ndarray, tmp_path: Path, build_in_parts: Build
+) -> None:
     def stop(what: str, done: int, total: int) -> None:
         if what == "merge":
             raise KilledError
 
-    for name in ("sampled/codebook", "sampled/rotated", "built_3/own.neighbours", "built_3/own.vectors", "built_3/guest.counts"):
+    for name in (
+        "sampled/codebook",
+        "sampled/rotated",
+        "built_3/own.neighbours",
+        "built_3/own.vectors",
+        "built_3/guest.counts",
+    ):
         path = tmp_path / name.replace("/", ".")
         with pytest.raises(KilledError):
             build_in_parts(base, path, 900, progress=stop, pq_bytes=12)
         file = path / "work" / name
         data = file.read_bytes()
-        file.write_bytes(data[: 256 * 4 * base.shape[1]] if name == "sampled/codebook" else data[:-7])  # the centroids, without a rotation
+        # the centroids, without a rotation
+        file.write_bytes(
+            data[: 256 * 4 * base.shape[1]] if name == "sampled/codebook" else data[:-7]
+        )
         with pytest.raises(errors.EspnxError):
             build_in_parts(base, path, 900, pq_bytes=12)
         assert not (path / NAME).exists()
@@ -303,13 +387,19 @@ def test_interleaving() -> None:
 
 
 def test_numbers_of_nodes() -> None:
-    assert number_nodes([7, 0, 5], 3) == [Piece(0, 0, 6, 0), Piece(2, 0, 3, 6), Piece(0, 6, 7, 9), Piece(2, 3, 5, 10)]
+    assert number_nodes([7, 0, 5], 3) == [
+        Piece(0, 0, 6, 0),
+        Piece(2, 0, 3, 6),
+        Piece(0, 6, 7, 9),
+        Piece(2, 3, 5, 10),
+    ]
     assert number_nodes([2], 1) == [Piece(0, 0, 2, 0)]
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3])
 def test_lost_nodes_are_connected(tmp_path: Path, degree: int) -> None:
-    """Of nodes that lead nowhere, or round in circles: all are reached from the entry afterwards, and none has too many edges."""
+    """Of nodes that lead nowhere, or round in circles: all are reached from the entry afterwards,
+    and none has too many edges."""
     random = np.random.default_rng(degree)
     counts = random.integers(0, degree + 1, 60).astype(np.uint16)
     edges = random.integers(0, 20, (60, degree)).astype(np.uint32)
@@ -349,7 +439,12 @@ def test_another_column_is_another_build(tmp_path: Path) -> None:
         if what == "merge":
             raise KeyboardInterrupt
 
-    options: dict[str, Any] = {"memory": "8GiB", "max_degree": 8, "search_list_size": 20, "vector_dtype": "float32"}
+    options: dict[str, Any] = {
+        "memory": "8GiB",
+        "max_degree": 8,
+        "search_list_size": 20,
+        "vector_dtype": "float32",
+    }
     with pytest.raises(KeyboardInterrupt):
         espnx.graph.build(source, tmp_path / "g", column="a", progress=stop, **options)
     espnx.graph.build(source, tmp_path / "g", column="b", **options)

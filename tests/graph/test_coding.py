@@ -1,4 +1,5 @@
-"""What nodes hold of their vectors: bfloat16, and codes of product quantisation, with what these cost in recall."""
+"""What nodes hold of their vectors: bfloat16, and codes of product quantisation, with what these
+cost in recall."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from espnx.storage.manifest import NAME
 from tests.graph.conftest import clustered, exact, recall_of
 from tests.graph.test_search import codes_of, plain_walk
 
-SMALL: dict[str, Any] = {"max_degree": 16, "search_list_size": 40, "num_entry_points": 20, "threads": 1, "pq_bytes": 12}
+SMALL: dict[str, Any] = {
+    "max_degree": 16,
+    "search_list_size": 40,
+    "num_entry_points": 20,
+    "threads": 1,
+    "pq_bytes": 12,
+}
 
 
 def decoded(index: espnx.graph.GraphIndex, rows: np.ndarray) -> np.ndarray:
@@ -32,7 +39,9 @@ def decoded(index: espnx.graph.GraphIndex, rows: np.ndarray) -> np.ndarray:
     found = np.empty(rows.shape, np.float32)
     for part in range(book.code_bytes):
         here = slice(book.begin[part], book.begin[part + 1])
-        far = np.square(rows[:, None, here].astype(np.float64) - book.centroids[None, :, here]).sum(axis=2)
+        far = np.square(rows[:, None, here].astype(np.float64) - book.centroids[None, :, here]).sum(
+            axis=2
+        )
         found[:, here] = book.centroids[far.argmin(axis=1)][:, here]
     return found @ turned.T
 
@@ -41,7 +50,9 @@ def decoded(index: espnx.graph.GraphIndex, rows: np.ndarray) -> np.ndarray:
 
 
 def test_bfloat16_rounds_as_torch_does() -> None:
-    values = np.array([0, -0.0, 1, 1 + 2**-8, 1 + 3 * 2**-8, 255, 256, 257, 1e30, -1e-30, 2**-130], np.float32)
+    values = np.array(
+        [0, -0.0, 1, 1 + 2**-8, 1 + 3 * 2**-8, 255, 256, 257, 1e30, -1e-30, 2**-130], np.float32
+    )
     found = from_bfloat16(to_bfloat16(values))
     assert found.tolist() == torch.from_numpy(values).bfloat16().float().tolist()
     assert found[3:5].tolist() == [1.0, 1 + 2**-6], "of two equally near ones the even one"
@@ -50,20 +61,36 @@ def test_bfloat16_rounds_as_torch_does() -> None:
 
 @pytest.mark.parametrize("codes", ["inline", "paged", "memory"])
 @pytest.mark.parametrize("metric", ["l2", "ip", "cosine"])
-def test_bfloat16(base: np.ndarray, queries: np.ndarray, tmp_path: Path, codes: str, metric: str) -> None:
-    report = espnx.graph.build(base, tmp_path / "g", vector_dtype="bfloat16", codes=codes, metric=metric, **SMALL)
-    other = espnx.graph.build(base[:50], tmp_path / "half", vector_dtype="float16", codes=codes, metric=metric, **SMALL)
-    assert (report.format, report.page_bytes, report.nodes_per_page) == ("bf16", other.page_bytes, other.nodes_per_page)
+def test_bfloat16(
+    base: np.ndarray, queries: np.ndarray, tmp_path: Path, codes: str, metric: str
+) -> None:
+    report = espnx.graph.build(
+        base, tmp_path / "g", vector_dtype="bfloat16", codes=codes, metric=metric, **SMALL
+    )
+    other = espnx.graph.build(
+        base[:50], tmp_path / "half", vector_dtype="float16", codes=codes, metric=metric, **SMALL
+    )
+    assert (report.format, report.page_bytes, report.nodes_per_page) == (
+        "bf16",
+        other.page_bytes,
+        other.nodes_per_page,
+    )
     assert report.recall_ceiling is None
     with espnx.graph.open(tmp_path / "g") as index:
         index.verify()
         stored = base / np.linalg.norm(base, axis=1, keepdims=True) if metric == "cosine" else base
         rounded = torch.from_numpy(stored).bfloat16().float().numpy()
-        assert np.allclose(index.vectors(np.arange(len(base))), rounded, rtol=2**-7 if metric == "cosine" else 0)
+        assert np.allclose(
+            index.vectors(np.arange(len(base))), rounded, rtol=2**-7 if metric == "cosine" else 0
+        )
         found = index.search(queries, 5, list_size=60, beamwidth=1)
         held = index.vectors(np.arange(len(base)))
         assert recall_of(found.ids, exact(held, queries, 5, metric)) > 0.95
-        wide = queries / np.linalg.norm(queries, axis=1, keepdims=True) if metric == "cosine" else queries
+        wide = (
+            queries / np.linalg.norm(queries, axis=1, keepdims=True)
+            if metric == "cosine"
+            else queries
+        )
         near = held[found.ids].astype(np.float64)
         products = np.einsum("qkd,qd->qk", near, wide.astype(np.float64))
         squared = np.square(near - wide[:, None]).sum(axis=-1)
@@ -89,8 +116,12 @@ def test_bfloat16_holds_what_float16_does_not(tmp_path: Path) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("codes", ["inline", "paged", "memory"])
 @pytest.mark.parametrize("memory", [None, "8GiB"])
-def test_codes_in_place_of_vectors(base: np.ndarray, queries: np.ndarray, tmp_path: Path, codes: str, memory: str | None) -> None:
-    report = espnx.graph.build(base, tmp_path / "g", disk_pq_bytes=7, codes=codes, memory=memory, **SMALL)
+def test_codes_in_place_of_vectors(
+    base: np.ndarray, queries: np.ndarray, tmp_path: Path, codes: str, memory: str | None
+) -> None:
+    report = espnx.graph.build(
+        base, tmp_path / "g", disk_pq_bytes=7, codes=codes, memory=memory, **SMALL
+    )
     assert (report.format, report.dim) == ("pq", 24)
     with espnx.graph.open(tmp_path / "g") as index:
         index.verify()
@@ -114,8 +145,9 @@ def test_codes_in_place_of_vectors(base: np.ndarray, queries: np.ndarray, tmp_pa
 def test_the_recall_ceiling(base: np.ndarray, tmp_path: Path, memory: str | None) -> None:
     """Beside a search of all codes for the same 200 vectors, each but itself, in NumPy."""
     coarse, fine = (
-        espnx.graph.build(base, tmp_path / str(size), disk_pq_bytes=size, memory=memory, **SMALL) for size in (4, 24)
-    )  # fmt: skip
+        espnx.graph.build(base, tmp_path / str(size), disk_pq_bytes=size, memory=memory, **SMALL)
+        for size in (4, 24)
+    )
     assert coarse.recall_ceiling is not None
     assert fine.recall_ceiling is not None
     assert coarse.recall_ceiling < fine.recall_ceiling
@@ -128,35 +160,59 @@ def test_the_recall_ceiling(base: np.ndarray, tmp_path: Path, memory: str | None
             assert f"{report.recall_ceiling:.3f}" in index.summary()
             chosen = np.sort(np.random.default_rng(1).permutation(len(base))[:200])
             hits = total = 0
-            for row, ours, true in zip(chosen, exact(held, base[chosen], 11), exact(base, base[chosen], 11), strict=True):
+            for row, ours, true in zip(
+                chosen, exact(held, base[chosen], 11), exact(base, base[chosen], 11), strict=True
+            ):
                 wanted = set(true.tolist()) - {int(row)}
                 hits, total = hits + len(set(ours.tolist()) & wanted), total + len(wanted)
             assert report.recall_ceiling == pytest.approx(hits / total, abs=2 / total)
-            assert index.facts.recall[-1].recall == pytest.approx(report.recall_ceiling, abs=0.03), "what searches find is held against it"
+            assert index.facts.recall[-1].recall == pytest.approx(
+                report.recall_ceiling, abs=0.03
+            ), "what searches find is held against it"
 
 
 @pytest.mark.parametrize("metric", ["ip", "cosine"])
-def test_codes_by_other_metrics(base: np.ndarray, queries: np.ndarray, tmp_path: Path, metric: str) -> None:
-    espnx.graph.build(base, tmp_path / "g", metric=metric, vector_dtype="pq", disk_pq_bytes=12, **SMALL)
+def test_codes_by_other_metrics(
+    base: np.ndarray, queries: np.ndarray, tmp_path: Path, metric: str
+) -> None:
+    espnx.graph.build(
+        base, tmp_path / "g", metric=metric, vector_dtype="pq", disk_pq_bytes=12, **SMALL
+    )
     with espnx.graph.open(tmp_path / "g") as index:
         found = index.search(queries, 5, list_size=100)
         near = index.vectors(found.ids.ravel()).reshape(*found.ids.shape, -1).astype(np.float64)
-        wide = queries / np.linalg.norm(queries, axis=1, keepdims=True) if metric == "cosine" else queries
-        expected = -np.einsum("qkd,qd->qk", near, wide) if metric == "ip" else np.square(near - wide[:, None]).sum(axis=-1) / 2
+        wide = (
+            queries / np.linalg.norm(queries, axis=1, keepdims=True)
+            if metric == "cosine"
+            else queries
+        )
+        expected = (
+            -np.einsum("qkd,qd->qk", near, wide)
+            if metric == "ip"
+            else np.square(near - wide[:, None]).sum(axis=-1) / 2
+        )
         assert found.distances == pytest.approx(expected, rel=1e-4, abs=1e-4)
-        ceiling = recall_of(exact(index.vectors(np.arange(len(base))), wide, 5, "ip" if metric == "ip" else "l2"),
-                            exact(base, queries, 5, metric))  # fmt: skip
-        assert recall_of(found.ids, exact(base, queries, 5, metric)) == pytest.approx(ceiling, abs=0.08)
+        ceiling = recall_of(
+            exact(index.vectors(np.arange(len(base))), wide, 5, "ip" if metric == "ip" else "l2"),
+            exact(base, queries, 5, metric),
+        )
+        assert recall_of(found.ids, exact(base, queries, 5, metric)) == pytest.approx(
+            ceiling, abs=0.08
+        )
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 17])
 def test_few_vectors(tmp_path: Path, n: int) -> None:
     vectors = clustered(max(n, 1), 6)[:n]
     report = espnx.graph.build(vectors, tmp_path / "g", disk_pq_bytes=3, **SMALL | {"pq_bytes": 6})
-    assert report.recall_ceiling is None or report.recall_ceiling == 1.0, "fewer than 256 are centroids of their own"
+    assert report.recall_ceiling is None or report.recall_ceiling == 1.0, (
+        "fewer than 256 are centroids of their own"
+    )
     with espnx.graph.open(tmp_path / "g") as index:
         found = index.search(np.zeros((2, 6), np.float32), 3)
-        assert [sorted(each[each >= 0].tolist()) for each in found.ids] == [sorted(exact(vectors, np.zeros((1, 6)), 3)[0].tolist())] * 2
+        assert [sorted(each[each >= 0].tolist()) for each in found.ids] == [
+            sorted(exact(vectors, np.zeros((1, 6)), 3)[0].tolist())
+        ] * 2
 
 
 def test_whole_numbers_as_codes(tmp_path: Path) -> None:
@@ -179,7 +235,9 @@ def test_whole_numbers_as_codes(tmp_path: Path) -> None:
         ({"vector_dtype": "bfloat"}, "vector_dtype; got 'bfloat'"),
     ],
 )
-def test_options_that_make_no_sense(base: np.ndarray, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_options_that_make_no_sense(
+    base: np.ndarray, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(errors.InvalidInputError, match=message):
         espnx.graph.build(base, tmp_path / "g", **options)
     assert not (tmp_path / "g").exists()
@@ -202,7 +260,13 @@ def test_damage(base: np.ndarray, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("disk_pq_bytes", 0), ("disk_pq_bytes", 25), ("disk_parts", [0, 5, 24]), ("recall_ceiling", "all"), ("format", "pq8")],
+    [
+        ("disk_pq_bytes", 0),
+        ("disk_pq_bytes", 25),
+        ("disk_parts", [0, 5, 24]),
+        ("recall_ceiling", "all"),
+        ("format", "pq8"),
+    ],
 )
 def test_a_manifest_that_cannot_be(base: np.ndarray, tmp_path: Path, name: str, value: Any) -> None:
     espnx.graph.build(base[:300], tmp_path / "g", disk_pq_bytes=4, **SMALL)
@@ -227,7 +291,9 @@ def test_what_takes_vectors_refuses_codes(base: np.ndarray, tmp_path: Path) -> N
     assert not list(tmp_path.glob("theirs*"))
 
 
-def test_a_bfloat16_graph_goes_to_devices_and_diskann(base: np.ndarray, queries: np.ndarray, tmp_path: Path) -> None:
+def test_a_bfloat16_graph_goes_to_devices_and_diskann(
+    base: np.ndarray, queries: np.ndarray, tmp_path: Path
+) -> None:
     import espnx.device
 
     espnx.graph.build(base[:600], tmp_path / "g", vector_dtype="bfloat16", **SMALL)
@@ -236,7 +302,10 @@ def test_a_bfloat16_graph_goes_to_devices_and_diskann(base: np.ndarray, queries:
     device = espnx.device.open("ssd", path=tmp_path)
     with device.open_graph(espnx.graph.StoredGraph(tmp_path / "g")) as graph:
         for query, ids in zip(queries[:5], expected.ids, strict=False):
-            assert graph.search(torch.from_numpy(query), L=40, k=5).finish()[0].tolist() == ids.tolist()
+            assert (
+                graph.search(torch.from_numpy(query), L=40, k=5).finish()[0].tolist()
+                == ids.tolist()
+            )
     device.close()
     assert espnx.graph.export_diskann(tmp_path / "g", tmp_path / "theirs").dtype == "float32"
     espnx.graph.import_diskann(tmp_path / "theirs", tmp_path / "again", threads=1)
@@ -247,8 +316,18 @@ def test_a_bfloat16_graph_goes_to_devices_and_diskann(base: np.ndarray, queries:
 def test_plan(base: np.ndarray, tmp_path: Path) -> None:
     for codes in ("inline", "memory"):
         for options in ({"vector_dtype": "bfloat16"}, {"vector_dtype": "pq", "disk_pq_bytes": 7}):
-            report = espnx.graph.build(base, tmp_path / f"{codes}{len(options)}", codes=codes, **options, **SMALL)
-            plan = plan_graph(len(base), 24, codes=codes, max_degree=16, pq_bytes=12, num_entry_points=20, **options)
+            report = espnx.graph.build(
+                base, tmp_path / f"{codes}{len(options)}", codes=codes, **options, **SMALL
+            )
+            plan = plan_graph(
+                len(base),
+                24,
+                codes=codes,
+                max_degree=16,
+                pq_bytes=12,
+                num_entry_points=20,
+                **options,
+            )
             manifest_bytes = (Path(report.path) / NAME).stat().st_size
             assert plan.disk["total_bytes"] == report.folder_bytes - manifest_bytes
             assert plan.memory["total_bytes"] == report.memory_bytes
@@ -259,7 +338,18 @@ def test_plan(base: np.ndarray, tmp_path: Path) -> None:
 def test_command_line(base: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "base.npy", base[:500])
     assert (
-        main(["graph", "build", str(tmp_path / "base.npy"), str(tmp_path / "g"), "--disk-pq-bytes", "6", "--json", str(tmp_path / "said")])
+        main(
+            [
+                "graph",
+                "build",
+                str(tmp_path / "base.npy"),
+                str(tmp_path / "g"),
+                "--disk-pq-bytes",
+                "6",
+                "--json",
+                str(tmp_path / "said"),
+            ]
+        )
         == 0
     )
     said = json.loads((tmp_path / "said").read_text())

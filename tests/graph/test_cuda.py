@@ -22,38 +22,70 @@ from tests.graph.conftest import clustered, exact, recall_of
 def write_vamana(path: str, lists: list[list[int]], degree: int = 0, size_change: int = 0) -> None:
     """As cuVS's vamana.save does (cpp/src/neighbors/detail/vamana/vamana_serialize.cuh)."""
     body = b"".join(np.array([len(each), *each], "<u4").tobytes() for each in lists)
-    header = np.array([24 + len(body) + size_change], "<u8").tobytes() + np.array([degree, 0], "<u4").tobytes() + bytes(8)
+    header = (
+        np.array([24 + len(body) + size_change], "<u8").tobytes()
+        + np.array([degree, 0], "<u4").tobytes()
+        + bytes(8)
+    )
     Path(path).write_bytes(header + body)
 
 
 class Stub:
-    """Stands for cuVS 26: `cuvs.neighbors.vamana` and `cuvs.cluster.kmeans`, with their names and keywords alone."""
+    """Stands for cuVS 26: `cuvs.neighbors.vamana` and `cuvs.cluster.kmeans`, with their names and
+    keywords alone."""
 
     def __init__(self) -> None:
         self.built: list[dict[str, Any]] = []
         self.fitted: list[tuple[dict[str, Any], tuple[int, ...]]] = []
 
     def modules(self) -> dict[str, types.ModuleType]:
-        vamana, kmeans = types.ModuleType("cuvs.neighbors.vamana"), types.ModuleType("cuvs.cluster.kmeans")
+        vamana, kmeans = (
+            types.ModuleType("cuvs.neighbors.vamana"),
+            types.ModuleType("cuvs.cluster.kmeans"),
+        )
 
-        def index_params(*, metric: str, graph_degree: int, visited_size: int, alpha: float) -> dict[str, Any]:
-            return {"metric": metric, "degree": graph_degree, "visited": visited_size, "alpha": alpha}
+        def index_params(
+            *, metric: str, graph_degree: int, visited_size: int, alpha: float
+        ) -> dict[str, Any]:
+            return {
+                "metric": metric,
+                "degree": graph_degree,
+                "visited": visited_size,
+                "alpha": alpha,
+            }
 
-        def build(params: dict[str, Any], dataset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def build(
+            params: dict[str, Any], dataset: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             assert dataset.dtype in (torch.float32, torch.uint8, torch.int8)
             assert params["metric"] == "sqeuclidean"
             assert params["visited"] > params["degree"]
             self.built.append(params | {"n": len(dataset), "dtype": dataset.dtype})
             graph = load_extension().Vamana(
-                vectors=dataset.float(), format="fp32", degree=params["degree"], list_size=40, alpha=params["alpha"], passes=1,
-                saturate=False, threads=1, seed=0,
-            )  # fmt: skip
+                vectors=dataset.float(),
+                format="fp32",
+                degree=params["degree"],
+                list_size=40,
+                alpha=params["alpha"],
+                passes=1,
+                saturate=False,
+                threads=1,
+                seed=0,
+            )
             graph.build(lambda done, total: None)
             return graph.edges()
 
-        def save(filename: str, index: tuple[torch.Tensor, torch.Tensor], include_dataset: bool = True) -> None:
+        def save(
+            filename: str, index: tuple[torch.Tensor, torch.Tensor], include_dataset: bool = True
+        ) -> None:
             assert not include_dataset
-            write_vamana(filename, [near[:count].tolist() for near, count in zip(index[0].numpy(), index[1].tolist(), strict=True)])
+            write_vamana(
+                filename,
+                [
+                    near[:count].tolist()
+                    for near, count in zip(index[0].numpy(), index[1].tolist(), strict=True)
+                ],
+            )
 
         def params(*, n_clusters: int, init_method: str, max_iter: int) -> dict[str, Any]:
             assert init_method in ("KMeansPlusPlus", "Random", "Array")
@@ -62,7 +94,9 @@ class Stub:
         def fit(params: dict[str, Any], x: torch.Tensor) -> types.SimpleNamespace:
             assert x.dtype == torch.float32
             self.fitted.append((params, tuple(x.shape)))
-            return types.SimpleNamespace(centroids=torch.from_numpy(fit_means(x.numpy(), params["k"])), inertia=0.0, n_iter=1)
+            return types.SimpleNamespace(
+                centroids=torch.from_numpy(fit_means(x.numpy(), params["k"])), inertia=0.0, n_iter=1
+            )
 
         vamana.IndexParams, vamana.build, vamana.save = index_params, build, save  # type: ignore[attr-defined]
         kmeans.KMeansParams, kmeans.fit = params, fit  # type: ignore[attr-defined]
@@ -87,13 +121,35 @@ def cuvs(monkeypatch: pytest.MonkeyPatch) -> Stub:
 
 @pytest.mark.parametrize("kind", ["fp16", "uint8", "int8", "ip"])
 @pytest.mark.parametrize("memory", [None, "8GiB"])
-def test_a_graph_by_cuvs(base: np.ndarray, queries: np.ndarray, tmp_path: Path, cuvs: Stub, kind: str, memory: str | None) -> None:
+def test_a_graph_by_cuvs(
+    base: np.ndarray, queries: np.ndarray, tmp_path: Path, cuvs: Stub, kind: str, memory: str | None
+) -> None:
     if kind in ("uint8", "int8"):
-        base, queries = (np.clip(3 * each + (100 if kind == "uint8" else 0), -128, 255).astype(kind) for each in (base, queries))
+        base, queries = (
+            np.clip(3 * each + (100 if kind == "uint8" else 0), -128, 255).astype(kind)
+            for each in (base, queries)
+        )
     metric = "ip" if kind == "ip" else "l2"
-    espnx.graph.build(base, tmp_path / "g", device="cuda", max_degree=32, search_list_size=60, metric=metric, memory=memory)
+    espnx.graph.build(
+        base,
+        tmp_path / "g",
+        device="cuda",
+        max_degree=32,
+        search_list_size=60,
+        metric=metric,
+        memory=memory,
+    )
     expected = {"uint8": torch.uint8, "int8": torch.int8}.get(kind, torch.float32)
-    assert cuvs.built == [{"metric": "sqeuclidean", "degree": 32, "visited": 64, "alpha": 1.2, "n": 3000, "dtype": expected}]
+    assert cuvs.built == [
+        {
+            "metric": "sqeuclidean",
+            "degree": 32,
+            "visited": 64,
+            "alpha": 1.2,
+            "n": 3000,
+            "dtype": expected,
+        }
+    ]
     assert {params["k"] for params, _ in cuvs.fitted} >= {256}
     true = exact(base.astype(np.float16) if base.dtype == np.float32 else base, queries, 10, metric)
     with espnx.graph.open(tmp_path / "g") as index:
@@ -139,17 +195,23 @@ def test_a_graph_file(tmp_path: Path) -> None:
     path = tmp_path / "graph"
     write_vamana(str(path), [[1, 2], [], [2, 0]])
     neighbours, counts = read_vamana_file(path, 3, 4)
-    assert neighbours.tolist() == [[1, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]], "an edge of a node to itself is left out"
+    assert neighbours.tolist() == [[1, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]], (
+        "an edge of a node to itself is left out"
+    )
     assert counts.tolist() == [2, 0, 1]
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"lists": [[1, 2], []]}, {"lists": [[1], [], [0], [1]]}, {"lists": [[1, 2, 0, 1, 2], [], []]}, {"lists": [[3], [], []]},
-        {"size_change": 4}, {"size_change": -4},
+        {"lists": [[1, 2], []]},
+        {"lists": [[1], [], [0], [1]]},
+        {"lists": [[1, 2, 0, 1, 2], [], []]},
+        {"lists": [[3], [], []]},
+        {"size_change": 4},
+        {"size_change": -4},
     ],
-)  # fmt: skip
+)
 def test_damaged_graph_files(tmp_path: Path, wrong: dict[str, Any]) -> None:
     path = tmp_path / "graph"
     write_vamana(str(path), **({"lists": [[1, 2], [], [0]]} | wrong))

@@ -1,4 +1,5 @@
-"""Damaged, truncated, foreign and stale graphs, and reads that fail: a typed error, no result, and the graph can be searched again."""
+"""Damaged, truncated, foreign and stale graphs, and reads that fail: a typed error, no result, and
+the graph can be searched again."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def test_files_that_are_missing_cut_or_long(graph: Path, tmp_path: Path, name: s
             with pytest.raises(errors.EspnxError):
                 espnx.graph.open(path)
             continue
-        with pytest.raises((errors.FileMissingError, errors.TruncatedFileError, errors.FormatError)):
+        with pytest.raises(
+            (errors.FileMissingError, errors.TruncatedFileError, errors.FormatError)
+        ):
             espnx.graph.open(path)
 
 
@@ -59,7 +62,9 @@ def test_every_region_of_bytes_is_checked(graph: Path, tmp_path: Path, name: str
             open_and_verify(path)
 
 
-def test_a_page_at_another_place_or_of_another_graph(graph: Path, base: np.ndarray, tmp_path: Path) -> None:
+def test_a_page_at_another_place_or_of_another_graph(
+    graph: Path, base: np.ndarray, tmp_path: Path
+) -> None:
     path = copy_of(graph, tmp_path)
     with espnx.graph.open(path) as index:
         size, n_pages = index.facts.layout.page_bytes, index.facts.layout.n_pages
@@ -73,9 +78,20 @@ def test_a_page_at_another_place_or_of_another_graph(graph: Path, base: np.ndarr
             index.search(base[: n_pages * 2], 5, list_size=2000)
     other = tmp_path / "other"
     codes = index.facts.layout.codes_in
-    espnx.graph.build(base, other, max_degree=16, search_list_size=40, codes=codes, threads=1, pq_bytes=8 if codes == "inline" else 12)
+    espnx.graph.build(
+        base,
+        other,
+        max_degree=16,
+        search_list_size=40,
+        codes=codes,
+        threads=1,
+        pq_bytes=8 if codes == "inline" else 12,
+    )
     (path / NODES).write_bytes((other / NODES).read_bytes())
-    with espnx.graph.open(path) as index, pytest.raises(errors.ChecksumError, match="another graph"):
+    with (
+        espnx.graph.open(path) as index,
+        pytest.raises(errors.ChecksumError, match="another graph"),
+    ):
         index.search(QUERY)
 
 
@@ -96,10 +112,14 @@ def test_no_graph(tmp_path: Path) -> None:
         (FaultRule("never", operation="read", nth=3, count=1), errors.DeadlineExceededError),
     ],
 )
-def test_reads_that_fail(graph: Path, queries: np.ndarray, engine: str, rule: FaultRule, error: type[Exception]) -> None:
+def test_reads_that_fail(
+    graph: Path, queries: np.ndarray, engine: str, rule: FaultRule, error: type[Exception]
+) -> None:
     with espnx.graph.open(graph, engine=engine, rules=[rule]) as index:
         with pytest.raises(error):
-            index.search(queries, 5, list_size=30, deadline_s=0.3 if rule.fault == "never" else 30.0)
+            index.search(
+                queries, 5, list_size=30, deadline_s=0.3 if rule.fault == "never" else 30.0
+            )
         again = index.search(queries, 5, list_size=30, beamwidth=1)
     with espnx.graph.open(graph) as index:
         assert np.array_equal(again.ids, index.search(queries, 5, list_size=30, beamwidth=1).ids)
@@ -108,21 +128,34 @@ def test_reads_that_fail(graph: Path, queries: np.ndarray, engine: str, rule: Fa
 @pytest.mark.parametrize(
     "rules",
     [
-        *([FaultRule("short", operation="read", probability=0.5, value=value)] for value in (0, 1, 100, 512, 4095)),
-        [FaultRule("error", operation="read", probability=0.2, value=4), FaultRule("error", operation="read", probability=0.2, value=11)],
+        *(
+            [FaultRule("short", operation="read", probability=0.5, value=value)]
+            for value in (0, 1, 100, 512, 4095)
+        ),
+        [
+            FaultRule("error", operation="read", probability=0.2, value=4),
+            FaultRule("error", operation="read", probability=0.2, value=11),
+        ],
         [FaultRule("delay", operation="read", probability=0.1, value=20_000_000)],
     ],
 )
-def test_reads_that_take_several_turns(graph: Path, queries: np.ndarray, rules: list[FaultRule]) -> None:
+def test_reads_that_take_several_turns(
+    graph: Path, queries: np.ndarray, rules: list[FaultRule]
+) -> None:
     with espnx.graph.open(graph) as index, espnx.graph.open(graph, rules=rules) as faulty:
         expected = index.search(queries, 5, list_size=30, beamwidth=1)
-        assert np.array_equal(faulty.search(queries, 5, list_size=30, beamwidth=1).ids, expected.ids)
+        assert np.array_equal(
+            faulty.search(queries, 5, list_size=30, beamwidth=1).ids, expected.ids
+        )
 
 
 def test_a_deadline_is_of_each_query_and_not_of_the_batch(graph: Path, queries: np.ndarray) -> None:
     slow = FaultRule("delay", operation="read", probability=1.0, value=20_000_000)
     deadline_s, asked = 1.0, np.resize(queries, (20, queries.shape[1]))
-    with espnx.graph.open(graph, threads=1, walks=1, rules=[slow]) as index, espnx.graph.open(graph) as plain:
+    with (
+        espnx.graph.open(graph, threads=1, walks=1, rules=[slow]) as index,
+        espnx.graph.open(graph) as plain,
+    ):
         begun = time.monotonic()
         found = index.search(asked, 5, list_size=5, beamwidth=1, deadline_s=deadline_s)
         assert time.monotonic() - begun > deadline_s, "a batch that is too short says nothing"
@@ -130,10 +163,16 @@ def test_a_deadline_is_of_each_query_and_not_of_the_batch(graph: Path, queries: 
 
 
 @pytest.mark.parametrize("walks", [1, 64])
-def test_searches_go_on_after_reads_that_never_end(graph: Path, queries: np.ndarray, walks: int) -> None:
-    """Each takes a place with the queue for ever, and no walk's place; nor does anybody wait for it again."""
+def test_searches_go_on_after_reads_that_never_end(
+    graph: Path, queries: np.ndarray, walks: int
+) -> None:
+    """Each takes a place with the queue for ever, and no walk's place; nor does anybody wait for it
+    again."""
     lost = FaultRule("never", operation="read", nth=1, count=min(walks, 40))
-    with espnx.graph.open(graph, threads=1, walks=walks, rules=[lost]) as index, espnx.graph.open(graph) as plain:
+    with (
+        espnx.graph.open(graph, threads=1, walks=walks, rules=[lost]) as index,
+        espnx.graph.open(graph) as plain,
+    ):
         with pytest.raises(errors.DeadlineExceededError):
             index.search(queries[:40], 5, list_size=30, deadline_s=0.3)
         begun = time.monotonic()
@@ -146,7 +185,9 @@ def test_searches_go_on_after_reads_that_never_end(graph: Path, queries: np.ndar
 def test_a_query_alone_does_not_wait_behind_a_batch(graph: Path, queries: np.ndarray) -> None:
     slow = FaultRule("delay", operation="read", probability=1.0, value=2_000_000)
     with espnx.graph.open(graph, threads=1, walks=1, rules=[slow]) as index:
-        batch = index.start(np.resize(queries, (40, queries.shape[1])), 5, list_size=30, beamwidth=1)
+        batch = index.start(
+            np.resize(queries, (40, queries.shape[1])), 5, list_size=30, beamwidth=1
+        )
         index.search(queries[0], 5, list_size=10, beamwidth=1)
         ids, _ = batch.partial(0)
         assert (ids[-1] < 0).all(), "the batch was over first"
@@ -155,7 +196,9 @@ def test_a_query_alone_does_not_wait_behind_a_batch(graph: Path, queries: np.nda
 def test_early_results_are_of_pages_that_have_arrived(graph: Path, queries: np.ndarray) -> None:
     slow = FaultRule("delay", operation="read", probability=1.0, value=2_000_000)
     with espnx.graph.open(graph, threads=1, walks=8, rules=[slow]) as index:
-        search = index.start(np.resize(queries, (60, queries.shape[1])), 5, list_size=30, beamwidth=1)
+        search = index.start(
+            np.resize(queries, (60, queries.shape[1])), 5, list_size=30, beamwidth=1
+        )
         ids, far = search.partial(1)
         assert (ids[:, 0] >= 0).all()
         assert np.isfinite(far[:, 0]).all()
@@ -167,7 +210,8 @@ def test_a_search_outlives_the_graph_that_began_it(graph: Path, queries: np.ndar
     for _ in range(20):
         search = espnx.graph.open(graph).start(queries, 5, list_size=300)
         assert np.array_equal(np.sort(search.finish().ids, axis=1), expected)
-        espnx.graph.open(graph).start(queries, 5, list_size=300)  # dropped at once, with everything that its walks look at
+        # dropped at once, with everything that its walks look at
+        espnx.graph.open(graph).start(queries, 5, list_size=300)
 
 
 def exact_ids(graph: Path, queries: np.ndarray) -> np.ndarray:

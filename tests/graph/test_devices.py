@@ -17,7 +17,9 @@ from espnx.storage.manifest import read_manifest, write_manifest
 from tests.graph.conftest import exact, recall_of
 
 
-def test_a_device_walks_over_a_stored_graph(graph: Path, base: np.ndarray, queries: np.ndarray) -> None:
+def test_a_device_walks_over_a_stored_graph(
+    graph: Path, base: np.ndarray, queries: np.ndarray
+) -> None:
     if graph.name == "paged":
         with pytest.raises(errors.InvalidInputError, match="pages of their own"):
             espnx.graph.StoredGraph(graph)
@@ -29,13 +31,16 @@ def test_a_device_walks_over_a_stored_graph(graph: Path, base: np.ndarray, queri
         hops = np.mean([ticket.walk.hops for ticket in tickets])
         own = index.search(queries, 10, list_size=60, beamwidth=1)
         whole = device.search(torch.from_numpy(queries[0]), 3000, 5).finish()
-    # The device expands a page's other nodes when they become candidates by their codes, the searcher by their vectors.
+    # The device expands a page's other nodes when they become candidates by their codes, the
+    # searcher by their vectors.
     assert recall_of(found, true) > recall_of(own.ids, true) - 0.02
     assert hops < 2 * own.pages.mean()
     assert whole[0].tolist() == true[0, :5].tolist()
 
 
-def test_through_the_device_interface(graph: Path, tmp_path: Path, queries: np.ndarray, base: np.ndarray) -> None:
+def test_through_the_device_interface(
+    graph: Path, tmp_path: Path, queries: np.ndarray, base: np.ndarray
+) -> None:
     if graph.name == "paged":
         pytest.skip("codes in pages of their own")
     device = espnx.device.open("ssd", path=tmp_path)
@@ -48,23 +53,32 @@ def test_through_the_device_interface(graph: Path, tmp_path: Path, queries: np.n
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_private_graphs_find_what_one_finds(tmp_path: Path, base: np.ndarray, queries: np.ndarray, count: int) -> None:
+def test_private_graphs_find_what_one_finds(
+    tmp_path: Path, base: np.ndarray, queries: np.ndarray, count: int
+) -> None:
     paths = [tmp_path / str(number) for number in range(count)]
-    reports = espnx.graph.build_private(base, paths, max_degree=16, search_list_size=40, num_entry_points=20)
+    reports = espnx.graph.build_private(
+        base, paths, max_degree=16, search_list_size=40, num_entry_points=20
+    )
     assert sum(each.n for each in reports) == len(base)
     true = exact(base.astype(np.float16), queries, 10)
     with espnx.graph.PrivateGraphs(paths) as graphs:
         assert len(graphs) == len(base)
         whole = graphs.search(queries, 10, list_size=3000)
         some = graphs.search(queries, 10, list_size=40)
-    assert np.array_equal(np.sort(whole.ids), np.sort(true)), "ties may change places by the rounding of float32"
+    assert np.array_equal(np.sort(whole.ids), np.sort(true)), (
+        "ties may change places by the rounding of float32"
+    )
     assert recall_of(some.ids, true) > 0.95
     assert (some.pages > 0).all()
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_filters_of_private_graphs_are_of_the_whole_input(tmp_path: Path, base: np.ndarray, queries: np.ndarray, count: int) -> None:
-    """As numbers and as a mask; where one graph has none of the rows, where few are measured, where most are walked over."""
+def test_filters_of_private_graphs_are_of_the_whole_input(
+    tmp_path: Path, base: np.ndarray, queries: np.ndarray, count: int
+) -> None:
+    """As numbers and as a mask; where one graph has none of the rows, where few are measured, where
+    most are walked over."""
     paths = [tmp_path / str(number) for number in range(count)]
     espnx.graph.build_private(base, paths, max_degree=16, search_list_size=40, num_entry_points=20)
     stored, rows = base.astype(np.float16), np.arange(len(base))
@@ -74,7 +88,11 @@ def test_filters_of_private_graphs_are_of_the_whole_input(tmp_path: Path, base: 
             found = graphs.search(queries, 10, list_size=3000, include=included)
             assert np.array_equal(np.sort(found.ids), np.sort(true))
             mask = np.isin(rows, included)
-            for other in ({"include": mask}, {"exclude": ~mask}, {"include": torch.from_numpy(mask), "exclude": rows[~mask]}):
+            for other in (
+                {"include": mask},
+                {"exclude": ~mask},
+                {"include": torch.from_numpy(mask), "exclude": rows[~mask]},
+            ):
                 again = graphs.search(queries, 10, list_size=3000, **other)
                 assert np.array_equal(again.ids, found.ids)
                 assert np.array_equal(again.distances, found.distances)
@@ -102,14 +120,22 @@ def test_private_graphs_are_those_of_one_build(tmp_path: Path) -> None:
             with espnx.graph.PrivateGraphs([built[i] for i in order]) as graphs:
                 assert graphs.search(base, 1).ids[:, 0].tolist() == list(range(6))
     for wrong, said in (
-        ([*paths[:2], others[2]], "of 2 builds"), (paths[:2], r"\[0, 1\] of 3"), ([paths[0], paths[1], paths[1]], r"\[0, 1, 1\]"),
-        ([*two[:2], two[0]], r"\[0, 0, 1\] of 2"), ([*paths, tmp_path / "own"], "own; got a graph of its own"),
-    ):  # fmt: skip
+        ([*paths[:2], others[2]], "of 2 builds"),
+        (paths[:2], r"\[0, 1\] of 3"),
+        ([paths[0], paths[1], paths[1]], r"\[0, 1, 1\]"),
+        ([*two[:2], two[0]], r"\[0, 0, 1\] of 2"),
+        ([*paths, tmp_path / "own"], "own; got a graph of its own"),
+    ):
         with pytest.raises(errors.InvalidInputError, match=said):
             espnx.graph.PrivateGraphs(wrong)
     with NativeEngine() as engine:
         fields = read_manifest(engine, paths[0], "espnx-graph", 1)
-        for share in ({"collection": "0" * 32, "number": 3, "count": 3}, {"collection": "x", "number": 0, "count": 3}, [], "0"):
+        for share in (
+            {"collection": "0" * 32, "number": 3, "count": 3},
+            {"collection": "x", "number": 0, "count": 3},
+            [],
+            "0",
+        ):
             write_manifest(engine, paths[0], "espnx-graph", 1, {**fields, "share": share})
             with pytest.raises(errors.FormatError, match="field share"):
                 espnx.graph.open(paths[0])

@@ -1,4 +1,5 @@
-"""Indexes of DiskANN: imported, exported, and what is refused. scripts/diskann_check.sh does the same beside diskannpy itself."""
+"""Indexes of DiskANN: imported, exported, and what is refused. scripts/diskann_check.sh does the
+same beside diskannpy itself."""
 
 from __future__ import annotations
 
@@ -32,9 +33,15 @@ def edges_of(path: Path) -> list[list[int]]:
     """By row, in the order of the pages' neighbours."""
     with espnx.graph.open(path) as index:
         facts = index.facts
-        pages = np.fromfile(facts.path("nodes.bin"), np.uint8).reshape(-1, facts.layout.page_bytes)[:, 16:]
+        pages = np.fromfile(facts.path("nodes.bin"), np.uint8).reshape(-1, facts.layout.page_bytes)[
+            :, 16:
+        ]
         layout = facts.layout
-        nodes = np.ascontiguousarray(pages[:, : layout.nodes_per_page * layout.node_bytes]).view(layout.node_dtype).ravel()[: layout.n]
+        nodes = (
+            np.ascontiguousarray(pages[:, : layout.nodes_per_page * layout.node_bytes])
+            .view(layout.node_dtype)
+            .ravel()[: layout.n]
+        )
         found: list[list[int]] = [[] for _ in range(layout.n)]
         for node in nodes:
             found[node["row"]] = nodes["row"][node["neighbours"][: node["n_neighbours"]]].tolist()
@@ -43,10 +50,14 @@ def edges_of(path: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("codes", "order"), [("inline", "packed"), ("memory", "given")])
-def test_an_import_has_their_vectors_and_edges(tmp_path: Path, name: str, codes: str, order: str) -> None:
+def test_an_import_has_their_vectors_and_edges(
+    tmp_path: Path, name: str, codes: str, order: str
+) -> None:
     vectors = CASES[name]
     degree = 4 if len(vectors) < 50 else 8
-    edges = reference.make(tmp_path / "ann", vectors, degree=degree, chunks=min(3, vectors.shape[1]))
+    edges = reference.make(
+        tmp_path / "ann", vectors, degree=degree, chunks=min(3, vectors.shape[1])
+    )
     report = import_diskann(tmp_path / "ann", tmp_path / "g", codes=codes, order=order)
     assert (report.n, report.dim, report.max_degree, report.repaired) == (*vectors.shape, degree, 0)
     assert edges_of(tmp_path / "g") == edges
@@ -54,7 +65,9 @@ def test_an_import_has_their_vectors_and_edges(tmp_path: Path, name: str, codes:
         index.verify()
         assert np.array_equal(index.vectors(np.arange(len(vectors))), vectors)
         if order == "given":
-            assert np.array_equal(np.fromfile(index.facts.path("rows.bin"), "<u4"), np.arange(len(vectors)))
+            assert np.array_equal(
+                np.fromfile(index.facts.path("rows.bin"), "<u4"), np.arange(len(vectors))
+            )
         found = index.search(vectors, 1, list_size=len(vectors))
         assert (found.distances == 0).all()
         assert recall_of(found.ids, exact(vectors, vectors, 1)) == 1
@@ -80,7 +93,11 @@ def test_an_export_of_an_import_is_the_same_index(tmp_path: Path, codes: str) ->
     table = np.frombuffer(pivots, "<f4", 256 * 20, starts[0] + 8).reshape(256, 20)
     centre = np.frombuffer(pivots, "<f4", 20, starts[1] + 8)
     assert np.array_equal(table + centre, book.centroids)
-    assert np.frombuffer(pivots, "<u4", 4, starts[2] + 8).tolist() == book.begin.tolist() == [0, 7, 13, 20]
+    assert (
+        np.frombuffer(pivots, "<u4", 4, starts[2] + 8).tolist()
+        == book.begin.tolist()
+        == [0, 7, 13, 20]
+    )
     assert report.files == {each: (tmp_path / f"new{each}").stat().st_size for each in report.files}
     import_diskann(tmp_path / "new", tmp_path / "h", codes=codes)
     assert edges_of(tmp_path / "h") == edges
@@ -91,9 +108,13 @@ def test_their_centroids_are_read_with_their_centre(tmp_path: Path) -> None:
     reference.make(tmp_path / "ann", vectors, chunks=7)
     import_diskann(tmp_path / "ann", tmp_path / "g", codes="memory")
     with espnx.graph.open(tmp_path / "g") as index:
-        codes = np.frombuffer((tmp_path / "ann_pq_compressed.bin").read_bytes(), np.uint8, offset=8).reshape(-1, 7)
+        codes = np.frombuffer(
+            (tmp_path / "ann_pq_compressed.bin").read_bytes(), np.uint8, offset=8
+        ).reshape(-1, 7)
         decoded = index.facts.codebook.decode(codes)
-    assert np.square(decoded - vectors).mean() < 0.6 * np.square(vectors - vectors.mean(axis=0)).mean()
+    assert (
+        np.square(decoded - vectors).mean() < 0.6 * np.square(vectors - vectors.mean(axis=0)).mean()
+    )
 
 
 ROTATION = "_pq_pivots.bin_rotation_matrix.bin"
@@ -101,18 +122,26 @@ ROTATION = "_pq_pivots.bin_rotation_matrix.bin"
 
 @pytest.mark.parametrize("codes", ["inline", "memory"])
 def test_codes_of_rotated_vectors(tmp_path: Path, codes: str) -> None:
-    """What a code stands for is near its vector, in their index and in the graph, and the export is theirs again."""
+    """What a code stands for is near its vector, in their index and in the graph, and the export is
+    theirs again."""
     vectors = CASES["float32"] + np.float32(3)
     reference.make(tmp_path / "ann", vectors, chunks=10, is_rotated=True)
     import_diskann(tmp_path / "ann", tmp_path / "g", codes=codes)
-    held = np.frombuffer((tmp_path / "ann_pq_compressed.bin").read_bytes(), np.uint8, offset=8).reshape(-1, 10)
+    held = np.frombuffer(
+        (tmp_path / "ann_pq_compressed.bin").read_bytes(), np.uint8, offset=8
+    ).reshape(-1, 10)
     with espnx.graph.open(tmp_path / "g") as index:
         index.verify()
         book = index.facts.codebook
         assert book.rotation is not None
-        assert np.square(book.decode(held) - vectors).mean() < 0.5 * np.square(vectors - vectors.mean(axis=0)).mean()
+        assert (
+            np.square(book.decode(held) - vectors).mean()
+            < 0.5 * np.square(vectors - vectors.mean(axis=0)).mean()
+        )
         assert (book.encode(vectors) == held).mean() > 0.99
-        assert recall_of(index.search(vectors, 1, list_size=80).ids, exact(vectors, vectors, 1)) == 1
+        assert (
+            recall_of(index.search(vectors, 1, list_size=80).ids, exact(vectors, vectors, 1)) == 1
+        )
     report = export_diskann(tmp_path / "g", tmp_path / "new")
     assert ROTATION in report.files
     for name in (ROTATION, "_pq_compressed.bin"):
@@ -122,7 +151,19 @@ def test_codes_of_rotated_vectors(tmp_path: Path, codes: str) -> None:
         assert np.array_equal(again.facts.codebook.packed(), book.packed())
 
 
-@pytest.mark.parametrize("change", ["empty", "cut", "long", "another shape", "no rotation", "not finite", "infinite", "a directory"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "empty",
+        "cut",
+        "long",
+        "another shape",
+        "no rotation",
+        "not finite",
+        "infinite",
+        "a directory",
+    ],
+)
 def test_a_rotation_that_cannot_be(tmp_path: Path, change: str) -> None:
     reference.make(tmp_path / "ann", CASES["float32"], is_rotated=True)
     path = tmp_path / f"ann{ROTATION}"
@@ -131,10 +172,14 @@ def test_a_rotation_that_cannot_be(tmp_path: Path, change: str) -> None:
     if change in ("not finite", "infinite"):
         values[5] = {"not finite": np.nan, "infinite": np.inf}[change]
     changed = {
-        "empty": b"", "cut": data[:-4], "long": data + bytes(4), "another shape": struct.pack("<ii", 10, 40) + data[8:],
-        "no rotation": data[:8] + (values * np.float32(1.1)).tobytes(), "not finite": data[:8] + values.tobytes(),
+        "empty": b"",
+        "cut": data[:-4],
+        "long": data + bytes(4),
+        "another shape": struct.pack("<ii", 10, 40) + data[8:],
+        "no rotation": data[:8] + (values * np.float32(1.1)).tobytes(),
+        "not finite": data[:8] + values.tobytes(),
         "infinite": data[:8] + values.tobytes(),
-    }  # fmt: skip
+    }
     path.unlink()
     path.mkdir() if change == "a directory" else path.write_bytes(changed[change])
     with pytest.raises((errors.FormatError, errors.TruncatedFileError)):
@@ -142,10 +187,14 @@ def test_a_rotation_that_cannot_be(tmp_path: Path, change: str) -> None:
     assert not (tmp_path / "g" / NAME).exists()
 
 
-@pytest.mark.parametrize(("dtype", "metric"), [("float16", "l2"), ("float32", "cosine"), ("uint8", "l2")])
+@pytest.mark.parametrize(
+    ("dtype", "metric"), [("float16", "l2"), ("float32", "cosine"), ("uint8", "l2")]
+)
 def test_a_graph_of_ours_is_exported(tmp_path: Path, dtype: str, metric: str) -> None:
     base = BYTES if dtype == "uint8" else CASES["float32"]
-    espnx.graph.build(base, tmp_path / "g", max_degree=10, vector_dtype=dtype, metric=metric, num_entry_points=5)
+    espnx.graph.build(
+        base, tmp_path / "g", max_degree=10, vector_dtype=dtype, metric=metric, num_entry_points=5
+    )
     report = export_diskann(tmp_path / "g", tmp_path / "ann")
     assert report.dtype == ("uint8" if dtype == "uint8" else "float32")
     vectors, near, medoid = reference.read_index(tmp_path / "ann", np.dtype(report.dtype))
@@ -153,7 +202,9 @@ def test_a_graph_of_ours_is_exported(tmp_path: Path, dtype: str, metric: str) ->
         assert np.array_equal(vectors, index.vectors(np.arange(300)).astype(report.dtype))
         rows = np.fromfile(index.facts.path("rows.bin"), "<u4")
         assert medoid in np.flatnonzero(np.isin(rows, index.facts.entries))
-        codes = np.frombuffer((tmp_path / "ann_pq_compressed.bin").read_bytes(), np.uint8, offset=8).reshape(300, -1)
+        codes = np.frombuffer(
+            (tmp_path / "ann_pq_compressed.bin").read_bytes(), np.uint8, offset=8
+        ).reshape(300, -1)
         assert np.array_equal(codes, index.facts.codebook.encode(index.vectors(np.arange(300))))
     assert near == edges_of(tmp_path / "g")
 
@@ -163,14 +214,22 @@ def test_an_index_by_inner_product(tmp_path: Path) -> None:
     norm = float(np.linalg.norm(base, axis=1).max())
     scaled = base / np.float32(norm)
     added = np.sqrt(np.maximum(1 - np.square(scaled).sum(axis=1), 0))
-    reference.make(tmp_path / "ann", np.concatenate([scaled, added[:, None]], axis=1).astype(np.float32), chunks=10, metric=1)
+    reference.make(
+        tmp_path / "ann",
+        np.concatenate([scaled, added[:, None]], axis=1).astype(np.float32),
+        chunks=10,
+        metric=1,
+    )
     (tmp_path / "ann_disk.index_max_base_norm.bin").write_bytes(struct.pack("<iif", 1, 1, norm))
     report = import_diskann(tmp_path / "ann", tmp_path / "g")
     assert (report.metric, report.dim, report.pq_bytes) == ("ip", 9, 9)
     queries = clustered(20, 9, seed=2)
     with espnx.graph.open(tmp_path / "g") as index:
         assert np.abs(index.vectors(np.arange(200)) - base).max() < 1e-4
-        assert recall_of(index.search(queries, 5, list_size=100).ids, exact(base, queries, 5, "ip")) > 0.95
+        assert (
+            recall_of(index.search(queries, 5, list_size=100).ids, exact(base, queries, 5, "ip"))
+            > 0.95
+        )
     (tmp_path / f"ann{ROTATION}").write_bytes(reference.packed(np.eye(10, dtype="<f4")))
     with pytest.raises(errors.FormatError, match="rotated"):
         import_diskann(tmp_path / "ann", tmp_path / "h")
@@ -218,18 +277,26 @@ def test_an_index_with_codes_in_its_nodes(tmp_path: Path) -> None:
         assert index.facts.recall_ceiling is None
         assert index.search(held[5], 1, list_size=300).distances[0, 0] == pytest.approx(0, abs=1e-4)
     turn = np.linalg.qr(random.standard_normal((dim, dim)))[0].astype("<f4")
-    (tmp_path / "ann_disk.index_pq_pivots.bin_rotation_matrix.bin").write_bytes(reference.packed(turn))
+    (tmp_path / "ann_disk.index_pq_pivots.bin_rotation_matrix.bin").write_bytes(
+        reference.packed(turn)
+    )
     import_diskann(tmp_path / "ann", tmp_path / "turned")
     with espnx.graph.open(tmp_path / "turned") as index:
         assert index.facts.rotated == ["disk_codebook.bin"]
         assert index.vectors(np.arange(300)) == pytest.approx(held @ turn.T, abs=1e-5)
-        assert index.search(held[5] @ turn.T, 1, list_size=300).distances[0, 0] == pytest.approx(0, abs=1e-4)
+        assert index.search(held[5] @ turn.T, 1, list_size=300).distances[0, 0] == pytest.approx(
+            0, abs=1e-4
+        )
     whole = (tmp_path / "ann_disk.index_pq_pivots.bin").read_bytes()
     (tmp_path / "ann_disk.index_pq_pivots.bin").write_bytes(whole[:-9])
     with pytest.raises(errors.TruncatedFileError):
         import_diskann(tmp_path / "ann", tmp_path / "h")
     pivots = (tmp_path / "ann_pq_pivots.bin").read_bytes()
-    for wrong in (pivots[:20], pivots[:4096] + struct.pack("<ii", 255, dim) + pivots[4104:], pivots[:8] + b"\xff" * 8 + pivots[16:]):
+    for wrong in (
+        pivots[:20],
+        pivots[:4096] + struct.pack("<ii", 255, dim) + pivots[4104:],
+        pivots[:8] + b"\xff" * 8 + pivots[16:],
+    ):
         (tmp_path / "ann_pq_pivots.bin").write_bytes(wrong)
         with pytest.raises((errors.TruncatedFileError, errors.FormatError)):
             import_diskann(tmp_path / "ann", tmp_path / "h")
@@ -248,16 +315,25 @@ def test_nodes_that_cannot_be_reached_are_given_edges(tmp_path: Path) -> None:
 def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
     reference.make(tmp_path / "ann", CASES["float32"])
     for wrong in (
-        {"codes": "nowhere"}, {"order": "random"}, {"metric": "cosine"}, {"metric": "ip"}, {"data_type": "float64"}, {"data_type": "uint8"},
-        {"num_entry_points": 0}, {"threads": 0}, {"seed": -1}, {"vectors": CASES["float32"]},
-    ):  # fmt: skip
+        {"codes": "nowhere"},
+        {"order": "random"},
+        {"metric": "cosine"},
+        {"metric": "ip"},
+        {"data_type": "float64"},
+        {"data_type": "uint8"},
+        {"num_entry_points": 0},
+        {"threads": 0},
+        {"seed": -1},
+        {"vectors": CASES["float32"]},
+    ):
         options: dict[str, Any] = wrong
         with pytest.raises(errors.InvalidInputError):
             import_diskann(tmp_path / "ann", tmp_path / "g", **options)
     (tmp_path / "ann_metadata.bin").unlink()
     with pytest.raises(errors.InvalidInputError, match="data_type"):
         import_diskann(tmp_path / "ann", tmp_path / "g")
-    with pytest.raises(errors.FormatError):  # the bytes of a node are not of that dtype, or its count is no count
+    # the bytes of a node are not of that dtype, or its count is no count
+    with pytest.raises(errors.FormatError):
         import_diskann(tmp_path / "ann", tmp_path / "g", data_type="uint8")
     assert not (tmp_path / "g" / NAME).exists()
     import_diskann(tmp_path / "ann", tmp_path / "g", data_type="float32")
@@ -271,7 +347,12 @@ def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
         export_diskann(tmp_path / "empty", tmp_path / "new")
 
 
-INDEX, PIVOTS, CODES, METADATA = "_disk.index", "_pq_pivots.bin", "_pq_compressed.bin", "_metadata.bin"
+INDEX, PIVOTS, CODES, METADATA = (
+    "_disk.index",
+    "_pq_pivots.bin",
+    "_pq_compressed.bin",
+    "_metadata.bin",
+)
 NODE = reference.SECTOR  # where node 0 begins: 20 values, a count, 8 neighbours
 TABLE, CENTRE = 4096 + 8, 4096 + 8 + 4 * 256 * 20 + 8
 
@@ -279,24 +360,50 @@ TABLE, CENTRE = 4096 + 8, 4096 + 8 + 4 * 256 * 20 + 8
 @pytest.mark.parametrize(
     ("name", "at", "value"),
     [
-        (INDEX, 0, struct.pack("<i", 10)), (INDEX, 4, struct.pack("<i", 2)), (INDEX, 8, struct.pack("<Q", 0)),
-        (INDEX, 8, struct.pack("<Q", 2**63)), (INDEX, 8, struct.pack("<Q", 301)), (INDEX, 8, struct.pack("<Q", 30)),
-        (INDEX, 16, struct.pack("<Q", 0)), (INDEX, 16, struct.pack("<Q", 2**40)), (INDEX, 16, struct.pack("<Q", 19)),
-        (INDEX, 16, struct.pack("<Q", 28)), (INDEX, 24, struct.pack("<Q", 300)), (INDEX, 32, struct.pack("<Q", 0)),
-        (INDEX, 32, struct.pack("<Q", 115)), (INDEX, 32, struct.pack("<Q", 2**62)), (INDEX, 40, struct.pack("<Q", 1)),
-        (INDEX, 48, struct.pack("<Q", 1)), (INDEX, 64, struct.pack("<Q", 1)), (INDEX, 72, struct.pack("<Q", 1)),
-        (INDEX, NODE + 4, struct.pack("<f", np.nan)), (INDEX, NODE + 116 + 4, struct.pack("<f", -np.inf)),
-        (INDEX, NODE + 80, struct.pack("<I", 9)), (INDEX, NODE + 80, struct.pack("<I", 2**32 - 1)),
-        (INDEX, NODE + 84, struct.pack("<I", 300)), (INDEX, NODE + 84, struct.pack("<I", 2**32 - 1)),
-        (PIVOTS, 0, struct.pack("<i", 5)), (PIVOTS, 8, struct.pack("<Q", 2**63)), (PIVOTS, 16, struct.pack("<Q", 0)),
-        (PIVOTS, 4096, struct.pack("<i", 255)), (PIVOTS, 4100, struct.pack("<i", 21)), (PIVOTS, TABLE, struct.pack("<f", np.nan)),
-        (PIVOTS, CENTRE, struct.pack("<f", np.inf)), (PIVOTS, CENTRE + 80 + 8, struct.pack("<I", 1)),
-        (PIVOTS, CENTRE + 80 + 12, struct.pack("<I", 13)), (PIVOTS, CENTRE + 80 + 20, struct.pack("<I", 21)),
-        (CODES, 0, struct.pack("<i", 299)), (CODES, 0, struct.pack("<i", -1)), (CODES, 4, struct.pack("<i", 0)),
-        (CODES, 4, struct.pack("<i", 2)), (CODES, 4, struct.pack("<i", 2**31 - 1)), (METADATA, 0, struct.pack("<Q", 3)),
-        (METADATA, 8, struct.pack("<Q", 3)), (METADATA, 8, struct.pack("<Q", 2)),
+        (INDEX, 0, struct.pack("<i", 10)),
+        (INDEX, 4, struct.pack("<i", 2)),
+        (INDEX, 8, struct.pack("<Q", 0)),
+        (INDEX, 8, struct.pack("<Q", 2**63)),
+        (INDEX, 8, struct.pack("<Q", 301)),
+        (INDEX, 8, struct.pack("<Q", 30)),
+        (INDEX, 16, struct.pack("<Q", 0)),
+        (INDEX, 16, struct.pack("<Q", 2**40)),
+        (INDEX, 16, struct.pack("<Q", 19)),
+        (INDEX, 16, struct.pack("<Q", 28)),
+        (INDEX, 24, struct.pack("<Q", 300)),
+        (INDEX, 32, struct.pack("<Q", 0)),
+        (INDEX, 32, struct.pack("<Q", 115)),
+        (INDEX, 32, struct.pack("<Q", 2**62)),
+        (INDEX, 40, struct.pack("<Q", 1)),
+        (INDEX, 48, struct.pack("<Q", 1)),
+        (INDEX, 64, struct.pack("<Q", 1)),
+        (INDEX, 72, struct.pack("<Q", 1)),
+        (INDEX, NODE + 4, struct.pack("<f", np.nan)),
+        (INDEX, NODE + 116 + 4, struct.pack("<f", -np.inf)),
+        (INDEX, NODE + 80, struct.pack("<I", 9)),
+        (INDEX, NODE + 80, struct.pack("<I", 2**32 - 1)),
+        (INDEX, NODE + 84, struct.pack("<I", 300)),
+        (INDEX, NODE + 84, struct.pack("<I", 2**32 - 1)),
+        (PIVOTS, 0, struct.pack("<i", 5)),
+        (PIVOTS, 8, struct.pack("<Q", 2**63)),
+        (PIVOTS, 16, struct.pack("<Q", 0)),
+        (PIVOTS, 4096, struct.pack("<i", 255)),
+        (PIVOTS, 4100, struct.pack("<i", 21)),
+        (PIVOTS, TABLE, struct.pack("<f", np.nan)),
+        (PIVOTS, CENTRE, struct.pack("<f", np.inf)),
+        (PIVOTS, CENTRE + 80 + 8, struct.pack("<I", 1)),
+        (PIVOTS, CENTRE + 80 + 12, struct.pack("<I", 13)),
+        (PIVOTS, CENTRE + 80 + 20, struct.pack("<I", 21)),
+        (CODES, 0, struct.pack("<i", 299)),
+        (CODES, 0, struct.pack("<i", -1)),
+        (CODES, 4, struct.pack("<i", 0)),
+        (CODES, 4, struct.pack("<i", 2)),
+        (CODES, 4, struct.pack("<i", 2**31 - 1)),
+        (METADATA, 0, struct.pack("<Q", 3)),
+        (METADATA, 8, struct.pack("<Q", 3)),
+        (METADATA, 8, struct.pack("<Q", 2)),
     ],
-)  # fmt: skip
+)
 def test_hostile_values(tmp_path: Path, name: str, at: int, value: bytes) -> None:
     reference.make(tmp_path / "ann", CASES["float32"])
     path = tmp_path / f"ann{name}"
@@ -325,7 +432,9 @@ def test_files_that_are_not_whole(tmp_path: Path, name: str, change: str) -> Non
     elif change != "missing":
         path.write_bytes({"empty": b"", "cut": data[:-3], "long": data + bytes(1 << 16)}[change])
     kinds = (errors.FormatError, errors.TruncatedFileError, errors.FileMissingError)
-    with pytest.raises(errors.InvalidInputError if (name, change) == (METADATA, "missing") else kinds):
+    with pytest.raises(
+        errors.InvalidInputError if (name, change) == (METADATA, "missing") else kinds
+    ):
         import_diskann(tmp_path / "ann", tmp_path / "g")
     assert not (tmp_path / "g" / NAME).exists()
 

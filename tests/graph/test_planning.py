@@ -19,11 +19,23 @@ from tests.graph.conftest import clustered
 
 @pytest.mark.parametrize("codes", ["inline", "paged", "memory"])
 @pytest.mark.parametrize(("dtype", "pq_bytes"), [("float16", None), ("float32", 5)])
-def test_a_plan_is_what_a_build_takes(tmp_path: Path, codes: str, dtype: str, pq_bytes: int | None) -> None:
-    options: dict[str, Any] = {"codes": codes, "vector_dtype": dtype, "pq_bytes": pq_bytes, "max_degree": 12, "num_entry_points": 9}
+def test_a_plan_is_what_a_build_takes(
+    tmp_path: Path, codes: str, dtype: str, pq_bytes: int | None
+) -> None:
+    options: dict[str, Any] = {
+        "codes": codes,
+        "vector_dtype": dtype,
+        "pq_bytes": pq_bytes,
+        "max_degree": 12,
+        "num_entry_points": 9,
+    }
     plan = plan_graph(700, 10, **options)
     report = espnx.graph.build(clustered(700, 10), tmp_path / "g", **options)
-    assert (plan.page_bytes, plan.nodes_per_page, plan.pq_bytes) == (report.page_bytes, report.nodes_per_page, report.pq_bytes)
+    assert (plan.page_bytes, plan.nodes_per_page, plan.pq_bytes) == (
+        report.page_bytes,
+        report.nodes_per_page,
+        report.pq_bytes,
+    )
     with espnx.graph.open(tmp_path / "g") as index:
         sizes = index.facts.file_sizes
         assert len(index.facts.entries) in (9, 10)  # the medoid may be among those that were drawn
@@ -45,10 +57,14 @@ def test_memory_does_not_grow_where_codes_are_inline() -> None:
     assert plan_graph(0, 3).disk["nodes_bytes"] == 0
 
 
-def test_a_build_asks_for_what_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_asks_for_what_the_plan_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     n, dim = 300, 16
     vectors = np.random.default_rng(0).standard_normal((n, dim)).astype(np.float32)
-    monkeypatch.setattr(importlib.import_module("espnx.graph.build"), "available_bytes", lambda: 1000)
+    monkeypatch.setattr(
+        importlib.import_module("espnx.graph.build"), "available_bytes", lambda: 1000
+    )
     with pytest.raises(errors.OutOfMemoryError) as caught:
         espnx.graph.build(vectors, tmp_path / "g", threads=1)
     assert caught.value.needed_bytes == plan_graph(n, dim).build["whole_bytes"]
@@ -57,10 +73,18 @@ def test_a_build_asks_for_what_the_plan_says(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"n": -1}, {"n": 2**32}, {"dim": 0}, {"dim": 10**6}, {"vector_dtype": "auto"}, {"codes": "nowhere"}, {"max_degree": 0},
-        {"pq_bytes": 9}, {"num_entry_points": 0}, {"dim": 30000, "vector_dtype": "float32"},
+        {"n": -1},
+        {"n": 2**32},
+        {"dim": 0},
+        {"dim": 10**6},
+        {"vector_dtype": "auto"},
+        {"codes": "nowhere"},
+        {"max_degree": 0},
+        {"pq_bytes": 9},
+        {"num_entry_points": 0},
+        {"dim": 30000, "vector_dtype": "float32"},
     ],
-)  # fmt: skip
+)
 def test_refuses(wrong: dict[str, Any]) -> None:
     with pytest.raises(errors.InvalidInputError):
         plan_graph(**({"n": 10, "dim": 8} | wrong))
@@ -69,7 +93,9 @@ def test_refuses(wrong: dict[str, Any]) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--vectors", "1000000", "--dim", "128"]
     out = str(tmp_path / "p.json")
-    assert main([*words, "--price-per-tb-ssd", "100", "--price-per-gb-ram", "8", "--json", out]) == 0
+    assert (
+        main([*words, "--price-per-tb-ssd", "100", "--price-per-gb-ram", "8", "--json", out]) == 0
+    )
     assert "media cost" in capsys.readouterr().out
     modes = strict_json((tmp_path / "p.json").read_text())["modes"]
     assert set(modes) == {"inline", "paged", "memory"}
@@ -87,7 +113,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*words, "--price-per-gb-ram", "nan"]) == 2
 
 
-def test_a_code_byte_too_many_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture) -> None:
+def test_a_code_byte_too_many_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture
+) -> None:
     long, short = (plan_graph(1000, 384, pq_bytes=pq_bytes) for pq_bytes in (48, 47))
     assert (long.page_bytes, short.page_bytes) == (8192, 4096)
     assert long.hint is not None
@@ -95,7 +123,8 @@ def test_a_code_byte_too_many_is_said(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "0.50x" in long.hint
     assert short.hint is None
     assert plan_graph(1000, 384, pq_bytes=48, codes="memory").hint is None
-    shared = plan_graph(1000, 128, pq_bytes=34, max_degree=48)  # one byte less, and two nodes share a page
+    # one byte less, and two nodes share a page
+    shared = plan_graph(1000, 128, pq_bytes=34, max_degree=48)
     assert "pq_bytes=33" in (shared.hint or "")
     for dim in (32, 96, 128, 384, 768, 784, 1024, 1536):
         assert plan_graph(1000, dim).hint is None, "what is chosen needs no hint"

@@ -16,7 +16,9 @@ N, DIM, FRESH = 3000, 24, 400  # of more vectors a build measures filters, too
 def drawn(kind: str, count: int, random: np.random.Generator) -> np.ndarray:
     """float16 [count, DIM]: of one cloud, or of ten that are apart."""
     centres = 2 * np.random.default_rng(0).standard_normal((10, DIM)) * (kind == "ten clusters")
-    return (centres[random.integers(0, 10, count)] + random.standard_normal((count, DIM))).astype(np.float16)
+    return (centres[random.integers(0, 10, count)] + random.standard_normal((count, DIM))).astype(
+        np.float16
+    )
 
 
 @pytest.mark.sampled(1)
@@ -25,14 +27,19 @@ def drawn(kind: str, count: int, random: np.random.Generator) -> np.ndarray:
 def test_new_queries_find_what_a_build_says(kind: str, codes: str, tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     base, queries = drawn(kind, N, random), drawn(kind, FRESH, random)
-    # Short codes and few neighbours: where a walk goes by the query's own node makes most of a difference.
-    espnx.graph.build(base, tmp_path / "g", codes=codes, pq_bytes=6, max_degree=16, search_list_size=40)
+    # Short codes and few neighbours: where a walk goes by the query's own node makes most of a
+    # difference.
+    espnx.graph.build(
+        base, tmp_path / "g", codes=codes, pq_bytes=6, max_degree=16, search_list_size=40
+    )
     true = exact(base, queries, 10)
     with espnx.graph.open(tmp_path / "g") as index:
         for point in index.facts.recall:
             found = index.search(queries, 10, list_size=point.list_size, beamwidth=1)
             by_chance = 0.02 + 0.1 * (1 - point.recall)  # 200 queries were measured
-            assert -by_chance <= recall_of(found.ids, true) - point.recall <= by_chance + 0.03, point
+            assert -by_chance <= recall_of(found.ids, true) - point.recall <= by_chance + 0.03, (
+                point
+            )
             assert found.pages.mean() == pytest.approx(point.pages, rel=0.15)
         assert recall_of(index.search(queries, 10, recall=0.95).ids, true) >= 0.93
 
@@ -47,5 +54,7 @@ def test_a_row_that_is_kept_from_a_walk(num_entry_points: int, tmp_path: Path) -
         found, pages = index.walk_without(rows, base, 3, (20, 20))
         assert pages == index.facts.layout.n_pages
         assert not (found.ids == rows[:, None]).any()
-        assert (found.ids >= 0).all(), "from an entry point that is kept from it a walk goes on all the same"
+        assert (found.ids >= 0).all(), (
+            "from an entry point that is kept from it a walk goes on all the same"
+        )
         assert (found.ids[:, 0] == rows ^ 1).mean() > 0.99, "its double is another row"

@@ -1,4 +1,5 @@
-"""Codes of rotated vectors: that the rotation is one and deals variances out, and is taken where codes are better for it alone."""
+"""Codes of rotated vectors: that the rotation is one and deals variances out, and is taken where
+codes are better for it alone."""
 
 from __future__ import annotations
 
@@ -23,14 +24,19 @@ def latent(n: int, dim: int, rank: int, seed: int = 0) -> np.ndarray:
     """float32 [n, dim]: mostly in `rank` directions that lie across all dimensions."""
     random = np.random.default_rng(seed)
     spread = np.random.default_rng(99).standard_normal((rank, dim))
-    return (random.standard_normal((n, rank)) @ spread + 0.1 * random.standard_normal((n, dim))).astype(np.float32)
+    return (
+        random.standard_normal((n, rank)) @ spread + 0.1 * random.standard_normal((n, dim))
+    ).astype(np.float32)
 
 
 def parts_of(dim: int, count: int) -> np.ndarray:
     return np.linspace(0, dim, count + 1).astype(np.int64)
 
 
-@pytest.mark.parametrize(("n", "dim", "count"), [(500, 24, 6), (500, 13, 5), (3, 16, 4), (1, 8, 2), (200, 7, 1), (17_000, 5, 2)])
+@pytest.mark.parametrize(
+    ("n", "dim", "count"),
+    [(500, 24, 6), (500, 13, 5), (3, 16, 4), (1, 8, 2), (200, 7, 1), (17_000, 5, 2)],
+)
 @pytest.mark.parametrize("far", [0.0, 1e4])
 def test_it_is_a_rotation(n: int, dim: int, count: int, far: float) -> None:
     rotation = fit_rotation(latent(n, dim, 3) + np.float32(far), parts_of(dim, count))
@@ -44,7 +50,8 @@ def test_equal_vectors_have_one_too() -> None:
 
 
 def test_variances_are_dealt_out() -> None:
-    """Each part has its share of directions; the products of their variances differ by less than those of successive directions."""
+    """Each part has its share of directions; the products of their variances differ by less than
+    those of successive directions."""
     random = np.random.default_rng(0)
     scales = np.geomspace(100, 1, 12)
     turn = np.linalg.qr(random.standard_normal((12, 12)))[0]
@@ -53,7 +60,9 @@ def test_variances_are_dealt_out() -> None:
     rotated = sample @ fit_rotation(sample, begin)
     covariance = np.cov(rotated.T.astype(np.float64))
     variances = np.diag(covariance)
-    assert np.abs(covariance - np.diag(variances)).max() < 0.02 * variances.max(), "directions are principal"
+    assert np.abs(covariance - np.diag(variances)).max() < 0.02 * variances.max(), (
+        "directions are principal"
+    )
     assert np.sort(np.sqrt(variances))[::-1] == pytest.approx(scales, rel=0.05)
     products = np.log([variances[a:b].prod() for a, b in itertools.pairwise(begin)])
     in_order = np.log([np.square(scales)[a:b].prod() for a, b in itertools.pairwise(begin)])
@@ -66,12 +75,15 @@ def test_a_rotation_is_taken_where_codes_are_better() -> None:
     assert plain.rotation is None
     assert rotated.rotation is not None
     others = latent(500, 32, 8, seed=5)
-    error = [np.square(book.decode(book.encode(others)) - others).mean() for book in (plain, rotated)]
+    error = [
+        np.square(book.decode(book.encode(others)) - others).mean() for book in (plain, rotated)
+    ]
     assert error[1] < 0.5 * error[0]
 
 
 def test_a_rotation_is_left_out_where_they_are_not() -> None:
-    """Sixteen combinations of four bits: each part's centroids are exactly these, until they are mixed with others."""
+    """Sixteen combinations of four bits: each part's centroids are exactly these, until they are
+    mixed with others."""
     vectors = np.random.default_rng(0).integers(0, 2, (4000, 32)).astype(np.float32)
     book = train_codebook(vectors, 8)
     assert book.rotation is None
@@ -81,11 +93,17 @@ def test_a_rotation_is_left_out_where_they_are_not() -> None:
 @pytest.mark.parametrize(
     ("n", "dim", "code_bytes", "use_opq", "may"),
     [
-        (1000, 16, 16, True, False), (1000, 16, 15, True, True), (1000, 16, 4, False, False),
-        (255, 16, 4, True, False), (256, 16, 4, True, True), (511, 64, 4, True, False), (512, 64, 4, True, True),
-        (10**6, 2048, 64, True, True), (10**6, 2049, 64, True, False),
+        (1000, 16, 16, True, False),
+        (1000, 16, 15, True, True),
+        (1000, 16, 4, False, False),
+        (255, 16, 4, True, False),
+        (256, 16, 4, True, True),
+        (511, 64, 4, True, False),
+        (512, 64, 4, True, True),
+        (10**6, 2048, 64, True, True),
+        (10**6, 2049, 64, True, False),
     ],
-)  # fmt: skip
+)
 def test_where_one_is_tried(n: int, dim: int, code_bytes: int, use_opq: bool, may: bool) -> None:
     assert may_rotate(n, dim, code_bytes, use_opq=use_opq) == may
 
@@ -141,14 +159,23 @@ def test_fewer_pages_at_the_same_recall(tmp_path: Path, metric: str, memory: str
     base, queries = latent(3000, 32, 10), latent(100, 32, 10, seed=3)
     pages, recall = [], []
     # Of one thread: the same graph in every run.
-    options = {"max_degree": 24, "search_list_size": 50, "pq_bytes": 4, "metric": metric, "memory": memory, "threads": 1}
+    options = {
+        "max_degree": 24,
+        "search_list_size": 50,
+        "pq_bytes": 4,
+        "metric": metric,
+        "memory": memory,
+        "threads": 1,
+    }
     for use_opq in (False, True):
         espnx.graph.build(base, tmp_path / str(use_opq), use_opq=use_opq, **options)
         with espnx.graph.open(tmp_path / str(use_opq)) as index:
             index.verify()
             assert (index.facts.codebook.rotation is not None) == use_opq
             truth = exact(index.vectors(np.arange(len(base))), queries, 10, metric)
-            found = [index.search(queries, 10, list_size=size) for size in (12, 16, 20, 28, 40, 80, 160)]
+            found = [
+                index.search(queries, 10, list_size=size) for size in (12, 16, 20, 28, 40, 80, 160)
+            ]
             pages.append([each.pages.mean() for each in found])
             recall.append([recall_of(each.ids, truth) for each in found])
     assert all(each[0] < 0.95 <= each[-1] for each in recall)  # .95 lies within both curves
@@ -158,10 +185,19 @@ def test_fewer_pages_at_the_same_recall(tmp_path: Path, metric: str, memory: str
 def test_plans_and_files(tmp_path: Path) -> None:
     base = latent(400, 32, 8)
     for use_opq in (False, True):
-        options = {"max_degree": 8, "pq_bytes": 8, "disk_pq_bytes": 16, "num_entry_points": 10, "use_opq": use_opq}
+        options = {
+            "max_degree": 8,
+            "pq_bytes": 8,
+            "disk_pq_bytes": 16,
+            "num_entry_points": 10,
+            "use_opq": use_opq,
+        }
         report = espnx.graph.build(base, tmp_path / f"g{use_opq}", **options)
         plan = plan_graph(400, 32, vector_dtype="pq", **options)
-        assert plan.disk["total_bytes"] == report.folder_bytes - (tmp_path / f"g{use_opq}" / NAME).stat().st_size
+        assert (
+            plan.disk["total_bytes"]
+            == report.folder_bytes - (tmp_path / f"g{use_opq}" / NAME).stat().st_size
+        )
         assert plan.memory["total_bytes"] == report.memory_bytes
         with espnx.graph.open(tmp_path / f"g{use_opq}") as index:
             assert index.facts.rotated == ([CODEBOOK, DISK_CODEBOOK] if use_opq else [])
@@ -170,7 +206,10 @@ def test_plans_and_files(tmp_path: Path) -> None:
 BOTH = [CODEBOOK, DISK_CODEBOOK]
 
 
-@pytest.mark.parametrize("rotated", [[CODEBOOK, "rows.bin"], CODEBOOK, [1], [CODEBOOK] * 2, BOTH[::-1], [*BOTH, CODEBOOK], None])
+@pytest.mark.parametrize(
+    "rotated",
+    [[CODEBOOK, "rows.bin"], CODEBOOK, [1], [CODEBOOK] * 2, BOTH[::-1], [*BOTH, CODEBOOK], None],
+)
 def test_a_manifest_that_cannot_be(tmp_path: Path, rotated: object) -> None:
     espnx.graph.build(latent(300, 8, 3), tmp_path / "g", max_degree=8, pq_bytes=4, disk_pq_bytes=4)
     _change(tmp_path / "g", rotated)
@@ -187,7 +226,8 @@ def test_a_manifest_that_names_a_codebook_that_is_not_there(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("rotated", [[], [CODEBOOK], [DISK_CODEBOOK]])
 def test_a_codebook_of_another_size(tmp_path: Path, rotated: list[str]) -> None:
-    """Which of them have a rotation is in the manifest, and not in how long a file happens to be."""
+    """Which of them have a rotation is in the manifest, and not in how long a file happens to
+    be."""
     espnx.graph.build(latent(300, 8, 3), tmp_path / "g", max_degree=8, pq_bytes=4, disk_pq_bytes=4)
     with espnx.graph.open(tmp_path / "g") as index:
         assert index.facts.rotated == BOTH
@@ -201,7 +241,9 @@ def _change(path: Path, rotated: object) -> None:
         said = read_manifest(engine, path, MAGIC, VERSION)
         (path / NAME).unlink()
         del said["rotated"]
-        write_manifest(engine, path, MAGIC, VERSION, said if rotated is None else {**said, "rotated": rotated})
+        write_manifest(
+            engine, path, MAGIC, VERSION, said if rotated is None else {**said, "rotated": rotated}
+        )
 
 
 def test_a_damaged_rotation(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Searches: what they find beside an exact search, and, step by step, beside the same walk in plain Python."""
+"""Searches: what they find beside an exact search, and, step by step, beside the same walk in plain
+Python."""
 
 from __future__ import annotations
 
@@ -22,15 +23,24 @@ def codes_of(facts: GraphFacts) -> np.ndarray | None:
         return None
     raw = np.fromfile(facts.path(CODES), np.uint8)
     if layout.paged_codes:
-        raw = np.ascontiguousarray(raw.reshape(-1, 4096)[:, 16 : 16 + layout.codes_per_page * layout.code_bytes]).ravel()
+        raw = np.ascontiguousarray(
+            raw.reshape(-1, 4096)[:, 16 : 16 + layout.codes_per_page * layout.code_bytes]
+        ).ravel()
     return raw[: layout.n * layout.code_bytes].reshape(layout.n, -1)
 
 
-def plain_walk(facts: GraphFacts, codes: np.ndarray | None, query: np.ndarray, k: int, list_size: int) -> tuple[list[int], int]:
-    """(rows found, pages read): the walk of csrc/graph/walk.cpp with one page under way, over the file's bytes."""
+def plain_walk(
+    facts: GraphFacts, codes: np.ndarray | None, query: np.ndarray, k: int, list_size: int
+) -> tuple[list[int], int]:
+    """(rows found, pages read): the walk of csrc/graph/walk.cpp with one page under way, over the
+    file's bytes."""
     layout, book = facts.layout, facts.codebook
     raw = np.fromfile(facts.path(NODES), np.uint8).reshape(-1, layout.page_bytes)
-    nodes = np.ascontiguousarray(raw[:, 16 : 16 + layout.nodes_per_page * layout.node_bytes]).view(layout.node_dtype).ravel()[: layout.n]
+    nodes = (
+        np.ascontiguousarray(raw[:, 16 : 16 + layout.nodes_per_page * layout.node_bytes])
+        .view(layout.node_dtype)
+        .ravel()[: layout.n]
+    )
     turned = query
     if book.rotation is not None:
         turned = np.zeros(layout.dim, np.float32)
@@ -62,7 +72,9 @@ def plain_walk(facts: GraphFacts, codes: np.ndarray | None, query: np.ndarray, k
         page = waiting[1] // layout.nodes_per_page
         read.append(page)
         later = list[int]()
-        for number in range(page * layout.nodes_per_page, min(layout.n, (page + 1) * layout.nodes_per_page)):
+        for number in range(
+            page * layout.nodes_per_page, min(layout.n, (page + 1) * layout.nodes_per_page)
+        ):
             node = nodes[number]
             vector = facts.coding.decode(node["vector"][None])[0]
             far = float(np.square(query.astype(np.float64) - vector.astype(np.float64)).sum())
@@ -104,12 +116,27 @@ def test_walk_is_the_plain_one(graph: Path, queries: np.ndarray, list_size: int)
             assert found.pages[i] == pages
 
 
-@pytest.mark.parametrize(("codes", "inline_pq"), [("paged", 0), ("paged", 1), ("paged", 7), ("paged", 15), ("memory", 5), ("memory", 16)])
+@pytest.mark.parametrize(
+    ("codes", "inline_pq"),
+    [("paged", 0), ("paged", 1), ("paged", 7), ("paged", 15), ("memory", 5), ("memory", 16)],
+)
 @pytest.mark.parametrize("memory", [None, "8GiB"])
 def test_walk_with_some_codes_inline_is_the_plain_one(
-    base: np.ndarray, queries: np.ndarray, tmp_path: Path, codes: str, inline_pq: int, memory: str | None
+    base: np.ndarray,
+    queries: np.ndarray,
+    tmp_path: Path,
+    codes: str,
+    inline_pq: int,
+    memory: str | None,
 ) -> None:
-    options = {"max_degree": 16, "search_list_size": 40, "num_entry_points": 20, "threads": 1, "pq_bytes": 12, "memory": memory}
+    options = {
+        "max_degree": 16,
+        "search_list_size": 40,
+        "num_entry_points": 20,
+        "threads": 1,
+        "pq_bytes": 12,
+        "memory": memory,
+    }
     espnx.graph.build(base, tmp_path / "g", codes=codes, inline_pq=inline_pq, **options)
     espnx.graph.build(base, tmp_path / "none", codes=codes, **options)
     with (
@@ -126,13 +153,26 @@ def test_walk_with_some_codes_inline_is_the_plain_one(
             assert found.ids[i].tolist() == rows
             assert found.pages[i] == pages
         if codes == "paged" and inline_pq == 15:
-            assert found.code_pages.mean() < other.search(queries, 5, list_size=20, beamwidth=1).code_pages.mean()
+            assert (
+                found.code_pages.mean()
+                < other.search(queries, 5, list_size=20, beamwidth=1).code_pages.mean()
+            )
         assert ("beside each node" in index.summary()) == (inline_pq in (1, 5, 7, 15))
 
 
-def test_as_many_codes_inline_as_a_page_holds(base: np.ndarray, queries: np.ndarray, tmp_path: Path) -> None:
+def test_as_many_codes_inline_as_a_page_holds(
+    base: np.ndarray, queries: np.ndarray, tmp_path: Path
+) -> None:
     wide = np.tile(base, (1, 5))  # 120 dimensions
-    espnx.graph.build(wide, tmp_path / "g", codes="memory", inline_pq=-1, pq_bytes=60, max_degree=64, search_list_size=64)
+    espnx.graph.build(
+        wide,
+        tmp_path / "g",
+        codes="memory",
+        inline_pq=-1,
+        pq_bytes=60,
+        max_degree=64,
+        search_list_size=64,
+    )
     with espnx.graph.open(tmp_path / "g") as index:
         layout = index.facts.layout
         assert (layout.page_bytes, layout.nodes_per_page) == (4096, 1)
@@ -144,22 +184,31 @@ def test_as_many_codes_inline_as_a_page_holds(base: np.ndarray, queries: np.ndar
         assert index.facts.layout.codes_in == "inline", "all fit"
 
 
-def test_finds_what_an_exact_search_does(graph: Path, base: np.ndarray, queries: np.ndarray) -> None:
+def test_finds_what_an_exact_search_does(
+    graph: Path, base: np.ndarray, queries: np.ndarray
+) -> None:
     true = exact(base.astype(np.float16), queries, 10)
     with espnx.graph.open(graph) as index:
-        recalls = [recall_of(index.search(queries, 10, list_size=each).ids, true) for each in (10, 40, 200)]
+        recalls = [
+            recall_of(index.search(queries, 10, list_size=each).ids, true) for each in (10, 40, 200)
+        ]
         whole = index.search(queries, 10, list_size=3000)
     assert recalls[0] < recalls[-1]
     assert recalls[1] > 0.9
     assert recalls[2] > 0.99
     assert recall_of(whole.ids, true) == 1, "a list of all nodes is an exact search"
-    far = np.square(queries[:, None] - base.astype(np.float16).astype(np.float32)[whole.ids]).sum(axis=-1)
+    far = np.square(queries[:, None] - base.astype(np.float16).astype(np.float32)[whole.ids]).sum(
+        axis=-1
+    )
     # 24 squares of float32, each and their sum rounded.
     np.testing.assert_allclose(whole.distances, far, rtol=26 * 2.0**-24)
 
 
 def test_results_do_not_depend_on_who_else_searches(graph: Path, queries: np.ndarray) -> None:
-    with espnx.graph.open(graph, threads=1, walks=1) as alone, espnx.graph.open(graph, threads=3, walks=7) as many:
+    with (
+        espnx.graph.open(graph, threads=1, walks=1) as alone,
+        espnx.graph.open(graph, threads=3, walks=7) as many,
+    ):
         expected = alone.search(queries, 10, list_size=30, beamwidth=1)
         found = dict[int, np.ndarray]()
 
@@ -176,7 +225,9 @@ def test_results_do_not_depend_on_who_else_searches(graph: Path, queries: np.nda
 
 
 @pytest.mark.parametrize("beamwidth", [2, 4, 64])
-def test_wider_beams_find_as_much(graph: Path, base: np.ndarray, queries: np.ndarray, beamwidth: int) -> None:
+def test_wider_beams_find_as_much(
+    graph: Path, base: np.ndarray, queries: np.ndarray, beamwidth: int
+) -> None:
     true = exact(base.astype(np.float16), queries, 10)
     with espnx.graph.open(graph) as index:
         narrow = index.search(queries, 10, list_size=60, beamwidth=1)
@@ -199,24 +250,34 @@ def test_metrics_and_dtypes(tmp_path: Path, metric: str, dtype: str) -> None:
     base, queries = clustered(800, 13), clustered(20, 13, seed=3)
     if dtype in ("uint8", "int8"):
         shift = 128 if dtype == "uint8" else 0
-        base, queries = (np.clip(each * 8 + shift, shift - 128, shift + 127).astype(dtype) for each in (base, queries))
+        base, queries = (
+            np.clip(each * 8 + shift, shift - 128, shift + 127).astype(dtype)
+            for each in (base, queries)
+        )
     else:
         base, queries = base.astype(dtype), queries.astype(dtype)
     kept = "float32" if dtype == "float32" else "auto"
-    espnx.graph.build(base, tmp_path / "g", metric=metric, max_degree=12, search_list_size=30, vector_dtype=kept)
+    espnx.graph.build(
+        base, tmp_path / "g", metric=metric, max_degree=12, search_list_size=30, vector_dtype=kept
+    )
     with espnx.graph.open(tmp_path / "g") as index:
         found = index.search(queries, 5, list_size=800)
         stored = index.vectors(np.arange(800))
     true = exact(base, queries, 5, metric)
-    assert recall_of(found.ids, true) > (0.97 if metric == "cosine" and dtype != "float32" else 0.99)  # float16 of unit vectors may tie
+    # float16 of unit vectors may tie
+    assert recall_of(found.ids, true) > (
+        0.97 if metric == "cosine" and dtype != "float32" else 0.99
+    )
     if metric != "cosine":
         assert np.array_equal(stored, base)
     values, asked = stored.astype(np.float64)[found.ids], queries.astype(np.float64)[:, None]
     if metric == "cosine":
         asked = asked / np.linalg.norm(asked, axis=-1, keepdims=True)
-    far = {"l2": np.square(values - asked).sum(-1), "ip": -(values * asked).sum(-1), "cosine": np.square(values - asked).sum(-1) / 2}[
-        metric
-    ]
+    far = {
+        "l2": np.square(values - asked).sum(-1),
+        "ip": -(values * asked).sum(-1),
+        "cosine": np.square(values - asked).sum(-1) / 2,
+    }[metric]
     scale = np.abs(values * asked).sum(-1) + np.square(values).sum(-1) + np.square(asked).sum(-1)
     assert (np.abs(found.distances - far) <= 16 * 2.0**-24 * scale).all()
 
@@ -233,7 +294,13 @@ def test_few_vectors(tmp_path: Path, n: int, codes: str) -> None:
     assert (found.ids[:, min(n, 10) :] == -1).all()
     assert np.isinf(found.distances[found.ids < 0]).all()
     if n:
-        assert recall_of(found.ids[:, : min(n, 10)], exact(base.astype(np.float16), clustered(4, 5, seed=8), min(n, 10))) > 0.97
+        assert (
+            recall_of(
+                found.ids[:, : min(n, 10)],
+                exact(base.astype(np.float16), clustered(4, 5, seed=8), min(n, 10)),
+            )
+            > 0.97
+        )
 
 
 @pytest.mark.parametrize("dim", [1, 2, 767, 4096])
@@ -252,7 +319,9 @@ def test_one_point_ten_thousand_times(tmp_path: Path) -> None:
     with espnx.graph.open(tmp_path / "g") as index:
         found = index.search(base[-20:], 1, list_size=100)
         same = index.search(base[:1], 100, list_size=200)
-    assert (found.distances < 1e-4).mean() > 0.9, f"others are found, too ({report.repaired} repaired)"
+    assert (found.distances < 1e-4).mean() > 0.9, (
+        f"others are found, too ({report.repaired} repaired)"
+    )
     assert (same.distances[0] == 0).all()
 
 
@@ -269,10 +338,16 @@ def test_k_beyond_n_and_one_query(graph: Path, base: np.ndarray) -> None:
 @pytest.mark.parametrize("share", [0.5, 0.1, 0.01, 0.001, 0.0])
 def test_filters(graph: Path, base: np.ndarray, queries: np.ndarray, share: float) -> None:
     allowed = np.flatnonzero(np.random.default_rng(5).random(len(base)) < share)
-    true = allowed[exact(base.astype(np.float16)[allowed], queries, 10)] if len(allowed) else np.empty((len(queries), 0), np.int64)
+    true = (
+        allowed[exact(base.astype(np.float16)[allowed], queries, 10)]
+        if len(allowed)
+        else np.empty((len(queries), 0), np.int64)
+    )
     with espnx.graph.open(graph) as index:
         found = index.search(queries, 10, list_size=40, include=allowed)
-        others = index.search(queries, 10, list_size=40, exclude=np.setdiff1d(np.arange(len(base)), allowed))
+        others = index.search(
+            queries, 10, list_size=40, exclude=np.setdiff1d(np.arange(len(base)), allowed)
+        )
     assert set(found.ids.ravel().tolist()) <= {*allowed.tolist(), -1}
     assert np.array_equal(found.ids, others.ids)
     count = min(10, len(allowed))
@@ -284,12 +359,24 @@ def test_filters(graph: Path, base: np.ndarray, queries: np.ndarray, share: floa
 def test_refuses(graph: Path) -> None:
     with espnx.graph.open(graph) as index:
         for wrong in (
-            {"queries": np.zeros((2, 23), np.float32)}, {"queries": np.full((1, 24), np.nan, np.float32)},
+            {"queries": np.zeros((2, 23), np.float32)},
+            {"queries": np.full((1, 24), np.nan, np.float32)},
             {"queries": np.zeros((1, 1, 24))},
-            {"k": 0}, {"k": 2.0}, {"list_size": 5}, {"list_size": 20, "recall": 0.9}, {"recall": 1.5}, {"beamwidth": 0}, {"beamwidth": 65},
-            {"stop_beyond": -1.0}, {"deadline_s": 0.0}, {"deadline_s": float("nan")}, {"include": [3000]}, {"exclude": [-1]},
-            {"include": np.zeros(5, bool)}, {"include": ["a"]},
-        ):  # fmt: skip
+            {"k": 0},
+            {"k": 2.0},
+            {"list_size": 5},
+            {"list_size": 20, "recall": 0.9},
+            {"recall": 1.5},
+            {"beamwidth": 0},
+            {"beamwidth": 65},
+            {"stop_beyond": -1.0},
+            {"deadline_s": 0.0},
+            {"deadline_s": float("nan")},
+            {"include": [3000]},
+            {"exclude": [-1]},
+            {"include": np.zeros(5, bool)},
+            {"include": ["a"]},
+        ):
             with pytest.raises(errors.InvalidInputError):
                 index.search(**({"queries": np.zeros((2, 24), np.float32), "k": 10} | wrong))
         index.search(np.zeros((1, 24), np.float32))
@@ -311,11 +398,17 @@ def test_list_size_for_a_recall(graph: Path, base: np.ndarray, queries: np.ndarr
         assert "recall@10" in index.summary()
 
 
-def test_pages_of_codes_are_read_once_while_they_are_kept(base: np.ndarray, queries: np.ndarray, tmp_path: Path) -> None:
-    espnx.graph.build(base, tmp_path / "g", max_degree=16, search_list_size=40, codes="paged", pq_bytes=24)
+def test_pages_of_codes_are_read_once_while_they_are_kept(
+    base: np.ndarray, queries: np.ndarray, tmp_path: Path
+) -> None:
+    espnx.graph.build(
+        base, tmp_path / "g", max_degree=16, search_list_size=40, codes="paged", pq_bytes=24
+    )
     found = {}
     for cache_bytes in (0, 4096, 1 << 20):
-        with espnx.graph.open(tmp_path / "g", threads=1, walks=1, code_cache_bytes=cache_bytes) as index:
+        with espnx.graph.open(
+            tmp_path / "g", threads=1, walks=1, code_cache_bytes=cache_bytes
+        ) as index:
             found[cache_bytes] = index.search(queries, 10, list_size=30, beamwidth=1)
             count = index.facts.layout.codes_bytes // 4096
     assert all(np.array_equal(each.ids, found[0].ids) for each in found.values())

@@ -1,4 +1,5 @@
-"""A graph that several threads build and search while reads fail, in C++ with a sanitizer: tests/cpp/graph_stress.cpp."""
+"""A graph that several threads build and search while reads fail, in C++ with a sanitizer:
+tests/cpp/graph_stress.cpp."""
 
 from __future__ import annotations
 
@@ -8,11 +9,17 @@ import pytest
 
 from tests.cpp.sanitized import CSRC, ENGINE, SANITIZERS, build, run
 
-SOURCES = [*ENGINE, *sorted((CSRC / "graph").glob("*.cpp")), *sorted((CSRC / "cpu" / "distances").glob("*.cpp"))]
+SOURCES = [
+    *ENGINE,
+    *sorted((CSRC / "graph").glob("*.cpp")),
+    *sorted((CSRC / "cpu" / "distances").glob("*.cpp")),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_several_threads(sanitizer: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    program = build("graph_stress", SOURCES, sanitizer, request.config.cache.mkdir(f"sanitized-{sanitizer}"))
+    program = build(
+        "graph_stress", SOURCES, sanitizer, request.config.cache.mkdir(f"sanitized-{sanitizer}")
+    )
     run(program, "1", "12", tmp_path)

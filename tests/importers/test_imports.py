@@ -1,4 +1,5 @@
-"""Stores made of indexes that colbert-ai, fast-plaid and PyLate wrote, and the calls of ColBERT and PyLate on them."""
+"""Stores made of indexes that colbert-ai, fast-plaid and PyLate wrote, and the calls of ColBERT and
+PyLate on them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ import torch
 from espnx.errors import EspnxError, FormatError, InvalidInputError
 
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra [dev])")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (extra [dev])"
+)
 
 from safetensors.torch import load_file  # noqa: E402
 
@@ -48,7 +51,12 @@ def store(tmp_path_factory, checkpoint):
     root = tmp_path_factory.mktemp("imported")
     texts = root / "collection.tsv"
     texts.write_text("".join(f"{n}\t{text}\n" for n, text in enumerate(tiny.collection())))
-    import_index(tiny.DATA / "colbert-index-2", root / "store", texts=texts, encoder=ColBERTEncoder(checkpoint))
+    import_index(
+        tiny.DATA / "colbert-index-2",
+        root / "store",
+        texts=texts,
+        encoder=ColBERTEncoder(checkpoint),
+    )
     return root / "store"
 
 
@@ -56,15 +64,27 @@ def store(tmp_path_factory, checkpoint):
 def test_scores_are_colberts(tmp_path, name):
     expected = held(name)
     report = import_index(tiny.DATA / name, tmp_path / "store")
-    assert (report.documents, report.tokens) == (expected["scores"].shape[1], open_index(tiny.DATA / name).tokens)
+    assert (report.documents, report.tokens) == (
+        expected["scores"].shape[1],
+        open_index(tiny.DATA / name).tokens,
+    )
     with Index(tmp_path / "store") as index:
-        for tokens, row, pids in zip(expected["queries"], expected["scores"], expected["pids"].tolist(), strict=True):
+        for tokens, row, pids in zip(
+            expected["queries"], expected["scores"], expected["pids"].tolist(), strict=True
+        ):
             hits = index.search(query(tokens), k=100).hits
             assert sorted(hit.id for hit in hits) == list(range(len(row)))
-            # 16 sums of 32 products of values below 1, in another order: 16 * 32 roundings of 2^-24, were they all one way.
-            np.testing.assert_allclose([hit.score for hit in hits], row[[hit.id for hit in hits]], atol=16 * 32 * 2**-24, rtol=0)
+            # 16 sums of 32 products of values below 1, in another order: 16 * 32 roundings of
+            # 2^-24, were they all one way.
+            np.testing.assert_allclose(
+                [hit.score for hit in hits],
+                row[[hit.id for hit in hits]],
+                atol=16 * 32 * 2**-24,
+                rtol=0,
+            )
             mine = [hit.id for hit in hits][:10]
-            assert row[mine].tolist() == pytest.approx(row[pids].tolist(), abs=1e-5)  # as ColBERT ranked them, ties in any order
+            # as ColBERT ranked them, ties in any order
+            assert row[mine].tolist() == pytest.approx(row[pids].tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("name", [*COLBERT, "fast-plaid-index", "pylate-index"])
@@ -75,11 +95,17 @@ def test_rows_are_kept_byte_for_byte(tmp_path, name):
         book = index.store.full.codebook
         for mine, theirs in zip(
             (book.centroids, book.bucket_cutoffs, book.bucket_weights),
-            (source.codebook.centroids, source.codebook.bucket_cutoffs, source.codebook.bucket_weights),
+            (
+                source.codebook.centroids,
+                source.codebook.bucket_cutoffs,
+                source.codebook.bucket_weights,
+            ),
             strict=True,
         ):
             assert torch.equal(mine, theirs)
-        data = b"".join(path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file())
+        data = b"".join(
+            path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()
+        )
     for rows in source.rows():
         assert rows.numpy().tobytes() in data
 
@@ -88,20 +114,29 @@ def test_fast_plaid_scores(tmp_path):
     expected = held("fast-plaid-index")
     import_index(tiny.DATA / "fast-plaid-index", tmp_path / "store")
     with Index(tmp_path / "store") as index:
-        for tokens, numbers, scores in zip(expected["queries"], expected["numbers"].tolist(), expected["scores"], strict=True):
+        for tokens, numbers, scores in zip(
+            expected["queries"], expected["numbers"].tolist(), expected["scores"], strict=True
+        ):
             mine = {hit.id: hit.score for hit in index.search(query(tokens), k=100).hits}
-            # fast-plaid decodes and sums three tokens in fp16: for each a few roundings of 2^-11, and those of the sum, below 4, of 2^-10.
+            # fast-plaid decodes and sums three tokens in fp16: for each a few roundings of 2^-11,
+            # and those of the sum, below 4, of 2^-10.
             np.testing.assert_allclose([mine[n] for n in numbers], scores, atol=3 * 2**-10, rtol=0)
 
 
 def test_pylate_ids_come_along(tmp_path):
     expected = held("pylate-index")
-    import_index(tiny.DATA / "pylate-index", tmp_path / "store", pooling="muvera", first_stage_code="flat")
+    import_index(
+        tiny.DATA / "pylate-index", tmp_path / "store", pooling="muvera", first_stage_code="flat"
+    )
     with Index(tmp_path / "store") as index:
         assert index.store.manifest.first_stage.describe()["vector"] == "muvera"
-        for tokens, numbers, scores in zip(expected["queries"], expected["numbers"].tolist(), expected["scores"], strict=True):
+        for tokens, numbers, scores in zip(
+            expected["queries"], expected["numbers"].tolist(), expected["scores"], strict=True
+        ):
             mine = {hit.id: hit.score for hit in index.search(query(tokens), k=100).hits}
-            np.testing.assert_allclose([mine[f"doc-{n:02}"] for n in numbers], scores, atol=3 * 2**-10, rtol=0)
+            np.testing.assert_allclose(
+                [mine[f"doc-{n:02}"] for n in numbers], scores, atol=3 * 2**-10, rtol=0
+            )
         assert len(mine) == 39
         assert "doc-03" not in mine  # removed before
 
@@ -109,7 +144,12 @@ def test_pylate_ids_come_along(tmp_path):
 def test_texts_and_ids(tmp_path):
     folder = tiny.DATA / "colbert-index-4"
     lines = tmp_path / "c.jsonl"
-    lines.write_text("".join(json.dumps({"_id": f"x{n}", "text": text}) + "\n" for n, text in enumerate(tiny.collection(25))))
+    lines.write_text(
+        "".join(
+            json.dumps({"_id": f"x{n}", "text": text}) + "\n"
+            for n, text in enumerate(tiny.collection(25))
+        )
+    )
     cases = [
         ({"texts": lines}, "x3", tiny.collection(25)[3]),
         ({"texts": lines, "ids": [f"x{n}" for n in range(25)]}, "x3", tiny.collection(25)[3]),
@@ -153,7 +193,9 @@ def test_texts_of_other_documents(tmp_path):
 def test_encoder_of_other_dimensions(tmp_path, checkpoint):
     encoder = ColBERTEncoder(checkpoint)
     encoder.dim = 64
-    with pytest.raises(InvalidInputError, match="vectors of 64 dimensions; expected the index's 32"):
+    with pytest.raises(
+        InvalidInputError, match="vectors of 64 dimensions; expected the index's 32"
+    ):
         import_index(tiny.DATA / "colbert-index-2", tmp_path / "store", encoder=encoder)
 
 
@@ -173,7 +215,13 @@ def test_a_damaged_index_makes_no_store_and_a_repaired_one_goes_on(tmp_path):
 
 def test_inspect():
     found = inspect_index(tiny.DATA / "colbert-index-2")
-    assert (found.documents, found.tokens, found.dim, found.format, found.centroids) == (50, 436, 32, "residual2", 256)
+    assert (found.documents, found.tokens, found.dim, found.format, found.centroids) == (
+        50,
+        436,
+        32,
+        "residual2",
+        256,
+    )
 
 
 def test_adding_to_an_imported_store(tmp_path, checkpoint):
@@ -194,11 +242,14 @@ def test_searcher(store, checkpoint):
     expected = held("colbert-index-2")
     with Searcher(index=store.name, index_root=store.parent, checkpoint=checkpoint) as searcher:
         assert torch.allclose(searcher.encode(tiny.QUERIES), expected["queries"], atol=3e-6)
-        for text, pids, scores in zip(tiny.QUERIES, expected["pids"].tolist(), expected["found"].tolist(), strict=True):
+        for text, pids, scores in zip(
+            tiny.QUERIES, expected["pids"].tolist(), expected["found"].tolist(), strict=True
+        ):
             found = searcher.search(text, k=10)
             assert [type(part) for part in found] == [list, list, list]
             assert found[1] == list(range(1, 11))
-            # What ColBERT's own Searcher returned; its query vectors are within 3e-6 of ours in each of 32 values.
+            # What ColBERT's own Searcher returned; its query vectors are within 3e-6 of ours in
+            # each of 32 values.
             assert found[2] == pytest.approx(scores, abs=16 * 32**0.5 * 3e-6)
             assert found[0] == pids
         assert searcher.collection[5] == tiny.collection()[5]
@@ -220,7 +271,8 @@ def test_searcher_for_many_queries(store, checkpoint, tmp_path):
         lines = Path(ranking.save(tmp_path / "ranking.tsv")).read_text().splitlines()
         assert lines[0].split("\t")[:3] == ["a", str(ranking.data["a"][0][0]), "1"]
         searcher.close()
-        assert index.search(query(held("colbert-index-2")["queries"][0]), k=1).hits  # given open, left open
+        # given open, left open
+        assert index.search(query(held("colbert-index-2")["queries"][0]), k=1).hits
 
 
 def test_searcher_restricted(store, checkpoint):
@@ -237,14 +289,22 @@ def test_searcher_restricted(store, checkpoint):
         dense = searcher.dense_search(searcher.encode(tiny.QUERIES[2]), k=4)
         assert dense[0] == every[0][:4]
         vectors = searcher.encode(tiny.QUERIES[2])
-        for pids in (np.array([7, 3, 11]), torch.tensor([7, 3, 11]), iter([7, 3, 11]), [np.int64(7), 3, 11]):
+        for pids in (
+            np.array([7, 3, 11]),
+            torch.tensor([7, 3, 11]),
+            iter([7, 3, 11]),
+            [np.int64(7), 3, 11],
+        ):
             assert searcher.dense_search(vectors, pids=pids)[0] == few[0]
         assert searcher.collection[np.int64(7)] == searcher.collection[7]
         for wrong in (vectors.repeat(2, 1, 1), vectors[:0], vectors[0, 0], None):
             with pytest.raises(InvalidInputError, match="dense_search"):
                 searcher.dense_search(wrong)
         by_query = searcher.search_all([tiny.QUERIES[2]] * 2, k=5, qid_to_pids={0: [1], 1: [2, 4]})
-        assert [[row[0] for row in rows] for rows in by_query.data.values()] in ([[1], [2, 4]], [[1], [4, 2]])
+        assert [[row[0] for row in rows] for rows in by_query.data.values()] in (
+            [[1], [2, 4]],
+            [[1], [4, 2]],
+        )
         with pytest.raises(InvalidInputError, match="full_length_search"):
             searcher.search("a", full_length_search=True)
 

@@ -33,12 +33,16 @@ def check(results, query, ids, atol=1e-5):
     want = expected(query, ids)
     assert [set(result) for result in results] == [{"id", "score"}] * len(results)
     assert sorted(result["id"] for result in results) == sorted(ids)
-    assert [result["score"] for result in results] == pytest.approx([score for _, score in want], abs=atol)
+    assert [result["score"] for result in results] == pytest.approx(
+        [score for _, score in want], abs=atol
+    )
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
-    with EspnxIndex(tmp_path_factory.mktemp("indexes"), "mine", build_options={"format": "fp32"}) as made:
+    with EspnxIndex(
+        tmp_path_factory.mktemp("indexes"), "mine", build_options={"format": "fp32"}
+    ) as made:
         assert made.add_documents(documents_ids=IDS, documents_embeddings=DOCUMENTS) is made
         yield made
 
@@ -50,7 +54,9 @@ def test_every_document_exactly(index):
 
 def test_best_k(index):
     results = index(torch.from_numpy(QUERIES), k=3)
-    assert [[hit["id"] for hit in row] for row in results] == [[identifier for identifier, _ in expected(q, IDS)[:3]] for q in QUERIES]
+    assert [[hit["id"] for hit in row] for row in results] == [
+        [identifier for identifier, _ in expected(q, IDS)[:3]] for q in QUERIES
+    ]
     assert isinstance(results[0][0]["score"], float)
 
 
@@ -103,16 +109,27 @@ def test_rerank_in_place(index):
 
 def test_rerank_of_given_embeddings():
     ids = [["a", "b"], ["c"], []]
-    embeddings = [[DOCUMENTS[0], torch.from_numpy(DOCUMENTS[1])], [np.zeros((0, 32), np.float32)], []]
+    embeddings = [
+        [DOCUMENTS[0], torch.from_numpy(DOCUMENTS[1])],
+        [np.zeros((0, 32), np.float32)],
+        [],
+    ]
     made = rerank(ids, list(QUERIES), embeddings)
-    want = sorted([("a", maxsim(QUERIES[0], DOCUMENTS[0])), ("b", maxsim(QUERIES[0], DOCUMENTS[1]))], key=lambda pair: -pair[1])
+    want = sorted(
+        [("a", maxsim(QUERIES[0], DOCUMENTS[0])), ("b", maxsim(QUERIES[0], DOCUMENTS[1]))],
+        key=lambda pair: -pair[1],
+    )
     assert [hit["id"] for hit in made[0]] == [identifier for identifier, _ in want]
-    assert [hit["score"] for hit in made[0]] == pytest.approx([score for _, score in want], abs=1e-5)
+    assert [hit["score"] for hit in made[0]] == pytest.approx(
+        [score for _, score in want], abs=1e-5
+    )
     assert made[1:] == [[{"id": "c", "score": 0.0}], []]
     tied = rerank([["x", "y"]], QUERIES[0], [[DOCUMENTS[3], DOCUMENTS[3]]])
     assert [hit["id"] for hit in tied[0]] == ["x", "y"]
     negative = rerank([["n", "long"]], QUERIES[0], [[-QUERIES[0][:1], DOCUMENTS[9]]])
-    assert next(hit for hit in negative[0] if hit["id"] == "n")["score"] == pytest.approx(maxsim(QUERIES[0], -QUERIES[0][:1]), abs=1e-5)
+    assert next(hit for hit in negative[0] if hit["id"] == "n")["score"] == pytest.approx(
+        maxsim(QUERIES[0], -QUERIES[0][:1]), abs=1e-5
+    )
     with pytest.raises(InvalidInputError, match="1 ids and 2 embeddings"):
         rerank([["x"]], QUERIES[0], [[DOCUMENTS[0], DOCUMENTS[1]]])
     with pytest.raises(InvalidInputError, match="2 lists of embeddings"):
@@ -125,9 +142,18 @@ def test_a_document_without_tokens_scores_the_same_everywhere(tmp_path):
     with EspnxIndex(tmp_path, "mine", build_options={"format": "fp32"}) as index:
         index.add_documents(["empty", "opposite", "like"], [empty, opposite, DOCUMENTS[0]])
         ids = [["opposite", "empty", "like"]]
-        stored, given = rerank(ids, QUERIES[0], index), rerank(ids, QUERIES[0], [[opposite, empty, DOCUMENTS[0]]])
-        assert [hit["id"] for hit in stored[0]] == [hit["id"] for hit in given[0]] == ["like", "empty", "opposite"]
-        assert [hit["score"] for hit in stored[0]] == pytest.approx([hit["score"] for hit in given[0]], abs=1e-5)
+        stored, given = (
+            rerank(ids, QUERIES[0], index),
+            rerank(ids, QUERIES[0], [[opposite, empty, DOCUMENTS[0]]]),
+        )
+        assert (
+            [hit["id"] for hit in stored[0]]
+            == [hit["id"] for hit in given[0]]
+            == ["like", "empty", "opposite"]
+        )
+        assert [hit["score"] for hit in stored[0]] == pytest.approx(
+            [hit["score"] for hit in given[0]], abs=1e-5
+        )
         assert stored[0][1]["score"] == given[0][1]["score"] == 0.0
         assert [hit["id"] for hit in index(QUERIES[0], k=3)[0]] == ["like", "empty", "opposite"]
 
@@ -185,7 +211,12 @@ def test_an_update_that_is_refused_changes_nothing(tmp_path, ids, embeddings):
 
 
 def test_an_index_that_was_emptied_takes_documents_again(tmp_path):
-    options = {"format": "residual2", "coarse": "bit1", "first_stage_code": "flat", "pooling": "muvera"}
+    options = {
+        "format": "residual2",
+        "coarse": "bit1",
+        "first_stage_code": "flat",
+        "pooling": "muvera",
+    }
     with EspnxIndex(tmp_path, "mine", build_options=options) as index:
         index.add_documents(IDS, DOCUMENTS)
         before = index.index.store.manifest
@@ -200,18 +231,33 @@ def test_an_index_that_was_emptied_takes_documents_again(tmp_path):
         for name in ("encoder", "coarse", "cls_weight", "directories"):
             assert getattr(after, name) == getattr(before, name)
         assert after.schema == before.schema
-        assert [after.first_stage.describe()[name] for name in ("code", "vector")] == ["flat", "muvera"]
+        assert [after.first_stage.describe()[name] for name in ("code", "vector")] == [
+            "flat",
+            "muvera",
+        ]
 
 
 @pytest.mark.parametrize(
-    "subset", [{"d1", "d3"}, np.array(["d1", "d3"]), iter(["d1", "d3"]), ("d1", "d3"), [{"d1", "d3"}] * 3, [np.array(["d1", "d3"])] * 3]
+    "subset",
+    [
+        {"d1", "d3"},
+        np.array(["d1", "d3"]),
+        iter(["d1", "d3"]),
+        ("d1", "d3"),
+        [{"d1", "d3"}] * 3,
+        [np.array(["d1", "d3"])] * 3,
+    ],
 )
 def test_kinds_of_subsets(index, subset):
     for results, query in zip(index(QUERIES, k=10, subset=subset), QUERIES, strict=True):
         check(results, query, ["d1", "d3"])
 
 
-@pytest.mark.parametrize("subset", [[["d1"], None, ["d2"]], [["d1"], "d2", ["d3"]], "d1", 5, [None], [1.5], [["d1"], [None], []]], ids=repr)
+@pytest.mark.parametrize(
+    "subset",
+    [[["d1"], None, ["d2"]], [["d1"], "d2", ["d3"]], "d1", 5, [None], [1.5], [["d1"], [None], []]],
+    ids=repr,
+)
 def test_what_cannot_be_a_subset(index, subset):
     with pytest.raises(InvalidInputError, match="subset"):
         index(QUERIES, subset=subset)
@@ -220,7 +266,12 @@ def test_what_cannot_be_a_subset(index, subset):
 def test_subsets_of_numbers(tmp_path):
     with EspnxIndex(tmp_path, "ints", build_options={"format": "fp32"}) as index:
         index.add_documents(torch.arange(8), DOCUMENTS[:8])
-        for subset in ([np.int64(0), np.int64(5)], np.array([0, 5]), torch.tensor([0, 5]), np.array([[0, 5]])):
+        for subset in (
+            [np.int64(0), np.int64(5)],
+            np.array([0, 5]),
+            torch.tensor([0, 5]),
+            np.array([[0, 5]]),
+        ):
             assert {hit["id"] for hit in index(QUERIES[0], subset=subset)[0]} == {0, 5}
         assert {hit["id"] for hit in index.rerank([np.array([1, 2])], QUERIES[0])[0]} == {1, 2}
         index.remove_documents(np.int64(3)).remove_documents(np.array([4, 99]))
@@ -287,6 +338,13 @@ def test_a_store_with_cls_vectors_is_refused(tmp_path):
     from espnx.retrieval.build.documents import Document
     from espnx.retrieval.encoder import Encoded
 
-    build(tmp_path / "cls", [Document("a", "", Encoded(torch.ones(8), torch.ones(2, 32)))], dims=(8, 32))
-    with EspnxIndex(tmp_path, "cls") as index, pytest.raises(InvalidInputError, match="with a CLS vector"):
+    build(
+        tmp_path / "cls",
+        [Document("a", "", Encoded(torch.ones(8), torch.ones(2, 32)))],
+        dims=(8, 32),
+    )
+    with (
+        EspnxIndex(tmp_path, "cls") as index,
+        pytest.raises(InvalidInputError, match="with a CLS vector"),
+    ):
         index(QUERIES)

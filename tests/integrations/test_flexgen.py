@@ -1,4 +1,5 @@
-"""FlexGen on espnx's disk says what it says on its own, whatever its policy puts there; a disk that fails is a typed error."""
+"""FlexGen on espnx's disk says what it says on its own, whatever its policy puts there; a disk that
+fails is a typed error."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ LENGTHS = [37, 20, 5, 37]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that few tokens fill blocks, and few blocks transfers: a row of a cache is 512 or 1024 bytes here."""
+    """So that few tokens fill blocks, and few blocks transfers: a row of a cache is 512 or 1024
+    bytes here."""
     monkeypatch.setattr(flexgen_store, "_BLOCK_BYTES", 4096)
     monkeypatch.setattr(flexgen_store, "_PIECE_BYTES", 2 * 4096)
     timers("generate").reset()  # what another test's failure left running
@@ -44,7 +46,12 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     path = tmp_path_factory.mktemp("weights")
-    sizes = {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 512, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 128,
+        "word_embed_proj_dim": 128,
+        "ffn_dim": 512,
+        "num_attention_heads": 4,
+    }
     return flexgen.convert(make("opt", pad_token_id=PAD, **sizes), path), str(path)
 
 
@@ -58,7 +65,9 @@ def prompts() -> np.ndarray:
 def generate(weights: tuple[Any, str], disk: Any, **policy: Any) -> np.ndarray:
     config, path = weights
     with torch.no_grad():
-        model = flex_opt.OptLM(config, flexgen.environment(disk), path, flexgen.policy(**{"batch": 4} | policy))
+        model = flex_opt.OptLM(
+            config, flexgen.environment(disk), path, flexgen.policy(**{"batch": 4} | policy)
+        )
         return model.generate(prompts(), max_new_tokens=NEW)
 
 
@@ -75,10 +84,19 @@ def expected(weights: tuple[Any, str], folder: Path, **policy: Any) -> np.ndarra
 POLICIES: dict[str, dict[str, Any]] = {
     "all": {},
     "half": {"cache_disk_percent": 50},
-    "a quarter beside the GPU's": {"cache_disk_percent": 25, "cache_gpu_percent": 50, "cache_cpu_percent": 25},
+    "a quarter beside the GPU's": {
+        "cache_disk_percent": 25,
+        "cache_gpu_percent": 50,
+        "cache_cpu_percent": 25,
+    },
     "two batches": {"batch": 2, "batches": 2},
     "attention on the CPU": {"cpu_cache_compute": True},
-    "both devices attend": {"cpu_cache_compute": True, "cache_disk_percent": 50, "cache_gpu_percent": 50, "cache_cpu_percent": 0},
+    "both devices attend": {
+        "cpu_cache_compute": True,
+        "cache_disk_percent": 50,
+        "cache_gpu_percent": 50,
+        "cache_cpu_percent": 0,
+    },
     "4 bits": {"compress_cache": True, "cpu_cache_compute": True},
     "weights too": {"w_gpu_percent": 30, "w_cpu_percent": 20},
     "one layer": {"sep_layer": False},
@@ -101,7 +119,8 @@ def test_tokens_are_flexgens(folder: Path, weights: tuple[Any, str], name: str) 
 
 
 def test_without_overlap(folder: Path, weights: tuple[Any, str]) -> None:
-    """FlexGen's loop does not wait then, and its own disk would race; activations on disk need it, too."""
+    """FlexGen's loop does not wait then, and its own disk would race; activations on disk need it,
+    too."""
     wanted = expected(weights, folder)
     for more in ({}, {"act_gpu_percent": 0}):
         with flexgen.EspnxDisk(folder, overlap=False) as disk:
@@ -109,14 +128,27 @@ def test_without_overlap(folder: Path, weights: tuple[Any, str]) -> None:
 
 
 def test_the_tokens_are_transformers(folder: Path, tmp_path: Path) -> None:
-    """Not FlexGen alone: the model that was converted says the same, in the precision of its prefill."""
-    sizes = {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 512, "num_attention_heads": 4}
+    """Not FlexGen alone: the model that was converted says the same, in the precision of its
+    prefill."""
+    sizes = {
+        "hidden_size": 128,
+        "word_embed_proj_dim": 128,
+        "ffn_dim": 512,
+        "num_attention_heads": 4,
+    }
     model = make("opt", pad_token_id=PAD, **sizes).half().float()
     ids = torch.from_numpy(prompts())
-    said = model.generate(ids, attention_mask=(ids != PAD).long(), max_new_tokens=NEW, do_sample=False, pad_token_id=PAD)
+    said = model.generate(
+        ids,
+        attention_mask=(ids != PAD).long(),
+        max_new_tokens=NEW,
+        do_sample=False,
+        pad_token_id=PAD,
+    )
     with flexgen.EspnxDisk(folder) as disk:
         got = generate((flexgen.convert(model, tmp_path), str(tmp_path)), disk)
-    assert float((torch.from_numpy(got) == said).float().mean()) > 0.95  # float16 may turn a close choice
+    # float16 may turn a close choice
+    assert float((torch.from_numpy(got) == said).float().mean()) > 0.95
 
 
 @pytest.mark.parametrize(
@@ -130,9 +162,15 @@ def test_the_tokens_are_transformers(folder: Path, tmp_path: Path) -> None:
         (FaultRule(operation="read", fault="never", nth=2, count=1), errors.DeadlineExceededError),
         (FaultRule(operation="allocate", count=4, value=errno.ENOSPC), errors.DiskFullError),
     ],
-    ids=lambda value: f"{value.operation}-{value.fault}-{value.value}" if isinstance(value, FaultRule) else value.__name__,
+    ids=lambda value: (
+        f"{value.operation}-{value.fault}-{value.value}"
+        if isinstance(value, FaultRule)
+        else value.__name__
+    ),
 )
-def test_a_failing_disk(folder: Path, weights: tuple[Any, str], rule: FaultRule, error: type[Exception]) -> None:
+def test_a_failing_disk(
+    folder: Path, weights: tuple[Any, str], rule: FaultRule, error: type[Exception]
+) -> None:
     """The error comes out of `generate`, and the disk then goes on."""
     wanted = expected(weights, folder)
 
@@ -154,7 +192,10 @@ def test_a_failing_disk(folder: Path, weights: tuple[Any, str], rule: FaultRule,
 
 
 def test_what_is_refused(folder: Path, weights: tuple[Any, str], tmp_path: Path) -> None:
-    with flexgen.EspnxDisk(folder) as disk, pytest.raises(errors.InvalidInputError, match="sparsity"):
+    with (
+        flexgen.EspnxDisk(folder) as disk,
+        pytest.raises(errors.InvalidInputError, match="sparsity"),
+    ):
         generate(weights, disk, attn_sparsity=0.5, cpu_cache_compute=True)
     with pytest.raises(errors.InvalidInputError, match="cache_percent"):
         flexgen.policy(2, cache_percent=3)
@@ -187,7 +228,18 @@ def test_nothing_stays_open(folder: Path) -> None:
     assert "cuda" not in vars(torch.Tensor)
 
 
-SHAPES = [(1,), (300,), (5, 3), (70, 2, 8), (33, 4, 100), (9, 3000), (41, 1, 1, 7), (0, 4), (4, 0), (2, 5000, 1)]
+SHAPES = [
+    (1,),
+    (300,),
+    (5, 3),
+    (70, 2, 8),
+    (33, 4, 100),
+    (9, 3000),
+    (41, 1, 1, 7),
+    (0, 4),
+    (4, 0),
+    (2, 5000, 1),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -198,10 +250,19 @@ def test_slices_as_in_memory(folder: Path, shape: tuple[int, ...]) -> None:
     for dtype in (torch.float16, torch.uint8, torch.float32):
         known, array = torch.zeros(shape, dtype=dtype), store.allocate(shape, dtype)
         for turn in range(40):
-            bounds = [sorted(generator.integers(0, n + 1, 2).tolist()) if generator.random() < 0.6 else [0, n] for n in shape]
-            index = tuple(itertools.starmap(slice, bounds))[: int(generator.integers(1, len(shape) + 1))]
+            bounds = [
+                sorted(generator.integers(0, n + 1, 2).tolist())
+                if generator.random() < 0.6
+                else [0, n]
+                for n in shape
+            ]
+            index = tuple(itertools.starmap(slice, bounds))[
+                : int(generator.integers(1, len(shape) + 1))
+            ]
             if turn % 2:
-                values = torch.from_numpy(generator.integers(1, 200, known[index].shape)).to(torch.float32)
+                values = torch.from_numpy(generator.integers(1, 200, known[index].shape)).to(
+                    torch.float32
+                )
                 known[index] = values.to(dtype)
                 store.write(array, index, values)
             target = torch.full_like(known[index], 7)
@@ -231,7 +292,8 @@ def test_rows_that_are_appended_are_written_once(folder: Path) -> None:
 
 
 def test_a_write_that_failed_leaves_no_rows(folder: Path) -> None:
-    """Appended rows stay in memory until they are on disk; rows of a failed transfer are an error, never old rows."""
+    """Appended rows stay in memory until they are on disk; rows of a failed transfer are an error,
+    never old rows."""
     with FaultyEngine([FaultRule(operation="write", nth=2, count=1)]) as engine:
         store = TensorFile(folder, engine=engine)
         array = store.allocate((16, 1024), torch.float16)  # two rows a block
@@ -255,7 +317,9 @@ def test_a_write_that_failed_leaves_no_rows(folder: Path) -> None:
         store.close()
 
 
-@pytest.mark.parametrize("index", [(slice(0, 4, 2),), (slice(0, 1),) * 3, (3,), (torch.zeros(2),)], ids=str)
+@pytest.mark.parametrize(
+    "index", [(slice(0, 4, 2),), (slice(0, 1),) * 3, (3,), (torch.zeros(2),)], ids=str
+)
 def test_indices_that_are_refused(folder: Path, index: Any) -> None:
     store = TensorFile(folder)
     array = store.allocate((5, 6), torch.float16)

@@ -1,4 +1,5 @@
-"""lm-evaluation-harness through a `KVCache`: the answers are those of the harness's own model, and the bytes went over the disk."""
+"""lm-evaluation-harness through a `KVCache`: the answers are those of the harness's own model, and
+the bytes went over the disk."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def tokenizer() -> Any:
     whole = tokenizers.Tokenizer(model)
     whole.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"."), "isolated")
     whole.decoder = tokenizers.decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=whole, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="?")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=whole, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="?"
+    )
 
 
 def model(name: str) -> Any:
@@ -56,11 +59,19 @@ def theirs(name: str, **options: Any) -> HFLM:
 
 
 def ours(name: str, folder: Path, **options: Any) -> EspnxLM:
-    return EspnxLM(model(name), tokenizer=tokenizer(), storage=str(folder), **{"batch_size": 3, "spill_interval": 8} | options)
+    return EspnxLM(
+        model(name),
+        tokenizer=tokenizer(),
+        storage=str(folder),
+        **{"batch_size": 3, "spill_interval": 8} | options,
+    )
 
 
 def requests(pairs: list[tuple[str, str]]) -> list[Instance]:
-    return [Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=i) for i, pair in enumerate(pairs)]
+    return [
+        Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=i)
+        for i, pair in enumerate(pairs)
+    ]
 
 
 def texts() -> list[tuple[str, str]]:
@@ -69,7 +80,8 @@ def texts() -> list[tuple[str, str]]:
 
 
 def assert_scores(got: list[tuple[float, bool]], wanted: list[tuple[float, bool]]) -> None:
-    """Sums of at most 60 fp32 log probabilities, whose logits agree to about 1e-4 (docs/tolerances.md)."""
+    """Sums of at most 60 fp32 log probabilities, whose logits agree to about 1e-4
+    (docs/tolerances.md)."""
     assert [greedy for _, greedy in got] == [greedy for _, greedy in wanted]
     for (a, _), (b, _) in zip(got, wanted, strict=True):
         assert a == pytest.approx(b, abs=60 * 1e-4)
@@ -80,9 +92,11 @@ def test_tasks_from_files(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_pat
     found = {}
     for lm in (theirs("llama"), ours("llama", folder, verify=True)):
         found[type(lm)] = simple_evaluate(
-            lm, tasks=["espnx_continue", "espnx_choose"], task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
+            lm,
+            tasks=["espnx_continue", "espnx_choose"],
+            task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
             bootstrap_iters=0,
-        )  # fmt: skip
+        )
     a, b = found[HFLM], found[EspnxLM]
     for task in ("espnx_continue", "espnx_choose"):
         assert len(b["samples"][task]) == 5
@@ -98,11 +112,18 @@ def test_tasks_from_files(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "gemma3"])
-@pytest.mark.parametrize("options", [{}, {"verify_chunk": 4, "prefill_chunk": 7}, {"batch_size": 1, "x_rows": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"verify_chunk": 4, "prefill_chunk": 7}, {"batch_size": 1, "x_rows": 1}],
+    ids=str,
+)
 def test_verified_likelihoods(folder: Path, name: str, options: dict[str, Any]) -> None:
     pairs = texts()[:: 1 if name == "llama" else 2]
     lm = ours(name, folder, verify=True, **options)
-    assert_scores(lm.loglikelihood(requests(pairs), disable_tqdm=True), theirs(name).loglikelihood(requests(pairs), disable_tqdm=True))
+    assert_scores(
+        lm.loglikelihood(requests(pairs), disable_tqdm=True),
+        theirs(name).loglikelihood(requests(pairs), disable_tqdm=True),
+    )
     assert sum(stats["bytes_asked"] for stats in lm.cache_stats) > 0
 
 
@@ -110,14 +131,19 @@ def test_a_greedy_continuation_is_greedy(folder: Path) -> None:
     lm = ours("llama", folder, verify=True)
     text = "Rows of keys and values"
     ids = torch.tensor([lm.tok_encode(text)])
-    said = lm._model_generate(ids, ids.shape[1] + 9, [], attention_mask=torch.ones_like(ids))[0, ids.shape[1] :].tolist()
+    said = lm._model_generate(ids, ids.shape[1] + 9, [], attention_mask=torch.ones_like(ids))[
+        0, ids.shape[1] :
+    ].tolist()
     changed = [*said[:-1], (said[-1] + 1) % 90 + 3]
-    answers = lm._loglikelihood_tokens([(None, ids[0].tolist(), each) for each in (said, changed, said[:1])])
+    answers = lm._loglikelihood_tokens(
+        [(None, ids[0].tolist(), each) for each in (said, changed, said[:1])]
+    )
     assert [greedy for _, greedy in answers] == [True, False, True]
 
 
 def test_rolling_windows_and_truncation(folder: Path) -> None:
-    """A text longer than the model's length goes in windows; a context that is too long loses its left."""
+    """A text longer than the model's length goes in windows; a context that is too long loses its
+    left."""
     long = "".join(text + choice for text, choice in texts())
     each = Instance(request_type="loglikelihood_rolling", doc={}, arguments=(long[:70],), idx=0)
     options = {"max_length": 33}
@@ -125,18 +151,27 @@ def test_rolling_windows_and_truncation(folder: Path) -> None:
     got, wanted = (side.loglikelihood_rolling([each], disable_tqdm=True)[0] for side in (lm, known))
     assert got == pytest.approx(wanted, abs=70 * 1e-4)
     pairs = [(long[:50], long[50:60]), (long[:40], long[40 : 40 + 33]), (long[:10], "x")]
-    assert_scores(lm.loglikelihood(requests(pairs), disable_tqdm=True), known.loglikelihood(requests(pairs), disable_tqdm=True))
+    assert_scores(
+        lm.loglikelihood(requests(pairs), disable_tqdm=True),
+        known.loglikelihood(requests(pairs), disable_tqdm=True),
+    )
 
 
 def test_through_emulated_accelerators(folder: Path) -> None:
-    """The paper's own check. Rows, queries and results in fp16 cost less than the framework's computing in fp16 throughout."""
+    """The paper's own check. Rows, queries and results in fp16 cost less than the framework's
+    computing in fp16 throughout."""
     pairs = texts()
     exact, theirs_in_half = (
         torch.tensor([score for score, _ in lm.loglikelihood(requests(pairs), disable_tqdm=True)])
-        for lm in (theirs("llama"), HFLM(pretrained=model("llama").half(), tokenizer=tokenizer(), batch_size=3))
+        for lm in (
+            theirs("llama"),
+            HFLM(pretrained=model("llama").half(), tokenizer=tokenizer(), batch_size=3),
+        )
     )
     lm = ours("llama", folder, verify=True, format="fp16", storage_device="smartssd", stretch=0)
-    scores = torch.tensor([score for score, _ in lm.loglikelihood(requests(pairs), disable_tqdm=True)])
+    scores = torch.tensor(
+        [score for score, _ in lm.loglikelihood(requests(pairs), disable_tqdm=True)]
+    )
     assert all(each["layers_attended_on_host"] == 0 for each in lm.cache_stats)
     assert any(each["bytes_asked"] for each in lm.cache_stats)
     apart, own = ((each - exact).square().mean().sqrt() for each in (scores, theirs_in_half))
@@ -145,27 +180,46 @@ def test_through_emulated_accelerators(folder: Path) -> None:
 
 def test_without_verify_likelihoods_are_the_harness_s(folder: Path) -> None:
     lm, pairs = ours("llama", folder), texts()[:4]
-    assert_scores(lm.loglikelihood(requests(pairs), disable_tqdm=True), theirs("llama").loglikelihood(requests(pairs), disable_tqdm=True))
+    assert_scores(
+        lm.loglikelihood(requests(pairs), disable_tqdm=True),
+        theirs("llama").loglikelihood(requests(pairs), disable_tqdm=True),
+    )
     assert lm.cache_stats == []
 
 
 def test_a_damaged_disk_is_an_error(folder: Path) -> None:
     """What `verify` is for: with damaged rows no score comes out."""
-    lm = ours("llama", folder, verify=True, engine=lambda: FaultyEngine([FaultRule(operation="read", fault="flip", value=3)]))
+    lm = ours(
+        "llama",
+        folder,
+        verify=True,
+        engine=lambda: FaultyEngine([FaultRule(operation="read", fault="flip", value=3)]),
+    )
     with pytest.raises(errors.ChecksumError):
         lm.loglikelihood(requests(texts()[:3]), disable_tqdm=True)
     with pytest.raises(errors.ChecksumError):
-        lm._model_generate(torch.arange(3, 33)[None], 50, [], attention_mask=torch.ones(1, 30, dtype=torch.long))
+        lm._model_generate(
+            torch.arange(3, 33)[None], 50, [], attention_mask=torch.ones(1, 30, dtype=torch.long)
+        )
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"storage": ""}, {"verify_chunk": 0}, {"prefill_chunk": "7"}, {"x_rows": -1}, {"x_rows": "all"}, {"format": "int3"}],
+    [
+        {"storage": ""},
+        {"verify_chunk": 0},
+        {"prefill_chunk": "7"},
+        {"x_rows": -1},
+        {"x_rows": "all"},
+        {"format": "int3"},
+    ],
     ids=str,
 )
 def test_options_out_of_range(folder: Path, options: dict[str, Any]) -> None:
     with pytest.raises(errors.InvalidInputError):
-        lm = EspnxLM(model("llama"), tokenizer=tokenizer(), **{"storage": [folder], "verify": True} | options)
+        lm = EspnxLM(
+            model("llama"), tokenizer=tokenizer(), **{"storage": [folder], "verify": True} | options
+        )
         lm.loglikelihood(requests([("one", "two")]), disable_tqdm=True)
 
 
@@ -184,7 +238,9 @@ def test_requests_that_nothing_can_answer(folder: Path) -> None:
 def test_the_page_and_the_command_line(tmp_path: Path) -> None:
     """The files and the command that the documentation shows."""
     page = PAGE.read_text()
-    for name, text in re.findall(r"^`(tasks/[\w.]+)`:\n\n```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+    for name, text in re.findall(
+        r"^`(tasks/[\w.]+)`:\n\n```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert (tmp_path / "tasks" / "capitals.yaml").exists()
@@ -192,9 +248,16 @@ def test_the_page_and_the_command_line(tmp_path: Path) -> None:
     tokenizer().save_pretrained(tmp_path / "model")
     (line,) = re.findall(r"^```sh\n(python -m espnx.*?)^```", page, re.MULTILINE | re.DOTALL)
     words = shlex.split(line)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HF_HOME": str(tmp_path / "hub"),
+        "HF_HUB_OFFLINE": "1",
+    }
     command = [sys.executable, *words[1:], "--output_path", "out.json"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"capitals.*exact_match", done.stdout), done.stdout
     (result,) = tmp_path.glob("out*.json")

@@ -1,4 +1,5 @@
-"""Attention of a chunk over itself never makes a matrix of chunk x chunk, whatever kernels there are."""
+"""Attention of a chunk over itself never makes a matrix of chunk x chunk, whatever kernels there
+are."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ class _Largest(TorchDispatchMode):
 
     values = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         found = function(*args, **(kwargs or {}))
         for each in found if isinstance(found, (tuple, list)) else (found,):
             if isinstance(each, torch.Tensor):
@@ -38,9 +41,14 @@ def bounded(heads: int) -> Iterator[None]:
     assert seen.values < heads * N * N / 2
 
 
-def rows(heads: int, n_kv: int, d: int, dv: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rows(
+    heads: int, n_kv: int, d: int, dv: int, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    made = [torch.randn(1, count, N, width, generator=generator) for count, width in ((heads, d), (n_kv, d), (n_kv, dv))]
+    made = [
+        torch.randn(1, count, N, width, generator=generator)
+        for count, width in ((heads, d), (n_kv, d), (n_kv, dv))
+    ]
     return tuple(each.to(device) for each in made)  # type: ignore[return-value]
 
 
@@ -59,12 +67,20 @@ def test_no_matrix_of_chunk_by_chunk(d: int, dv: int, wants_lse: bool) -> None:
     torch.testing.assert_close(o, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("dtype", "d", "is_repeated"), [(torch.float32, 64, True), (torch.float16, 64, False), (torch.float32, 512, None)])
-def test_what_a_gpu_has_kernels_for(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, d: int, is_repeated: bool | None) -> None:
-    """On tensors that are not the CPU's: fp32 with grouped queries is given as many heads of K as of queries; wide heads are cut up."""
+@pytest.mark.parametrize(
+    ("dtype", "d", "is_repeated"),
+    [(torch.float32, 64, True), (torch.float16, 64, False), (torch.float32, 512, None)],
+)
+def test_what_a_gpu_has_kernels_for(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, d: int, is_repeated: bool | None
+) -> None:
+    """On tensors that are not the CPU's: fp32 with grouped queries is given as many heads of K as
+    of queries; wide heads are cut up."""
     given: list[tuple[int, int]] = []
 
-    def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, enable_gqa: bool = False, **_: Any) -> torch.Tensor:
+    def fused(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, enable_gqa: bool = False, **_: Any
+    ) -> torch.Tensor:
         given.append((q.shape[2], k.shape[1]))
         assert enable_gqa == (q.shape[1] != k.shape[1])
         return torch.empty_like(q)
@@ -86,11 +102,14 @@ def test_k_and_v_of_two_dtypes() -> None:
     for padding in (None, hidden):
         o, _ = chunk_attention(q, k, v.bfloat16(), 0.25, padding, wants_lse=False)
         assert o.dtype == torch.float32
-        torch.testing.assert_close(o, chunk_attention(q, k, v.bfloat16().float(), 0.25, padding, wants_lse=False)[0])
+        torch.testing.assert_close(
+            o, chunk_attention(q, k, v.bfloat16().float(), 0.25, padding, wants_lse=False)[0]
+        )
 
 
 def test_products_are_whole_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that allows TF32 for its own matrix products does not get it for attention over padded chunks."""
+    """A program that allows TF32 for its own matrix products does not get it for attention over
+    padded chunks."""
     before, seen = torch.get_float32_matmul_precision(), []
     original = torch.Tensor.__matmul__
 

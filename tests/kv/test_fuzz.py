@@ -1,4 +1,5 @@
-"""Random programs: tokens by ones, by tens and by chunks, crops, beams, new conversations; each answer is compared with the naive cache."""
+"""Random programs: tokens by ones, by tens and by chunks, crops, beams, new conversations; each
+answer is compared with the naive cache."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ HALF = (torch.float16, torch.bfloat16)
 def open_cache(rng: random.Random, folder: Path, shape: Shape) -> tuple[SsdCache, str]:
     directories = [folder / f"disk{i}" for i in range(rng.choice([1, 1, 2, 3]))]
     options: dict[str, Any] = {
-        "spill_interval": rng.choice([None, 1, 4, 16, 64, 256]), "threads": rng.choice([None, 1, 2]),
-        "read_ahead_bytes": rng.choice([4096, 1 << 20, 64 << 20]), "capacity_tokens": rng.choice([None, 100]),
-    }  # fmt: skip
+        "spill_interval": rng.choice([None, 1, 4, 16, 64, 256]),
+        "threads": rng.choice([None, 1, 2]),
+        "read_ahead_bytes": rng.choice([4096, 1 << 20, 64 << 20]),
+        "capacity_tokens": rng.choice([None, 100]),
+    }
     cache = SsdCache(directories, shape.n_layers, CacheOptions(**options))
     if shape.hidden:
         cache.x_rows = rng.choice([0, 1, shape.n_sequences, 99])
@@ -29,7 +32,8 @@ def open_cache(rng: random.Random, folder: Path, shape: Shape) -> tuple[SsdCache
 
 
 def selection(rng: random.Random, cache: SsdCache, count: int) -> list[int]:
-    """Sequences that the batch may become: those kept as X stay in front, and of both kinds one stays."""
+    """Sequences that the batch may become: those kept as X stay in front, and of both kinds one
+    stays."""
     chosen = [rng.randrange(count) for _ in range(rng.randint(1, 5))]
     if 0 < cache.x_rows < count:
         chosen += [rng.randrange(cache.x_rows), rng.randrange(cache.x_rows, count)]
@@ -46,7 +50,9 @@ def hides(rng: random.Random, naive: Naive, n: int) -> torch.Tensor | None:
         left = torch.tensor([rng.randint(0, n) for _ in range(naive.n_sequences)])
         return torch.arange(n) < left[:, None]
     if rng.random() < 0.1:
-        return torch.tensor([[rng.random() < 0.3 for _ in range(n)] for _ in range(naive.n_sequences)])
+        return torch.tensor(
+            [[rng.random() < 0.3 for _ in range(n)] for _ in range(naive.n_sequences)]
+        )
     return None
 
 
@@ -71,19 +77,27 @@ def run_program(rng: random.Random, naive: Naive, cache: SsdCache, what: str) ->
             cache.clear()
             cache.x_rows = x_rows
         else:
-            for n in [1] * rng.randint(1, 40) if action == "tokens" and rng.random() < 0.3 else [new_tokens(rng)]:
+            for n in (
+                [1] * rng.randint(1, 40)
+                if action == "tokens" and rng.random() < 0.3
+                else [new_tokens(rng)]
+            ):
                 done.append(f"+{n}")
                 before = naive.count
                 steps = naive.step(n, hides(rng, naive, n))
                 assert_right(forward(cache, steps, before), steps, " ".join(done))
-        assert [cache.length(layer) for layer in range(naive.shape.n_layers)] == [naive.count] * naive.shape.n_layers, done
+        assert [cache.length(layer) for layer in range(naive.shape.n_layers)] == [
+            naive.count
+        ] * naive.shape.n_layers, done
         assert not naive.count or cache.sequences == naive.n_sequences, done
 
 
 def check_space_returns(cache: SsdCache) -> None:
     cache.clear()
     cache.striped.flush()
-    assert [device.stats().stored_bytes for device in cache.striped.devices] == [0] * len(cache.striped.devices)
+    assert [device.stats().stored_bytes for device in cache.striped.devices] == [0] * len(
+        cache.striped.devices
+    )
     assert cache.memory_bytes == 0
     assert cache.sequences == 0
 
@@ -91,7 +105,9 @@ def check_space_returns(cache: SsdCache) -> None:
 def check_programs(kind: str, seeds: range, folder: Path) -> None:
     for seed in seeds:
         rng = random.Random(seed)
-        shape = random_shape(rng, dtypes=HALF if "half" in kind else (torch.float32,), with_x=kind.startswith("x"))
+        shape = random_shape(
+            rng, dtypes=HALF if "half" in kind else (torch.float32,), with_x=kind.startswith("x")
+        )
         naive = Naive(shape, torch.Generator().manual_seed(seed))
         cache, what = open_cache(rng, folder, shape)
         try:

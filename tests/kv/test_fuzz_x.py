@@ -1,4 +1,5 @@
-"""Random programs (see test_fuzz.py) where some or all sequences keep the input of the projections instead of K and V."""
+"""Random programs (see test_fuzz.py) where some or all sequences keep the input of the projections
+instead of K and V."""
 
 from __future__ import annotations
 

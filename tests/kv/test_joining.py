@@ -1,4 +1,5 @@
-"""Generated tokens are spilled a few at a time; what is stored of them comes to lie as if it had been prefilled."""
+"""Generated tokens are spilled a few at a time; what is stored of them comes to lie as if it had
+been prefilled."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def test_generated_tokens_lie_like_prefilled_ones(folder: Path, disks: int) -> N
             feed(cache, with_joins, [1])
             rows = cache.kv[0]
             assert rows is not None
-            counts.append((len(rows.runs), sum(len(part) for part in rows.views(rows.stored, range(2)))))
+            counts.append(
+                (len(rows.runs), sum(len(part) for part in rows.views(rows.stored, range(2))))
+            )
             stored = sum(device.stats().stored_bytes for device in cache.striped.devices)
             assert stored == rows.stored * 2 * 2 * rows.layout.row_bytes
         finally:
@@ -50,13 +53,19 @@ def test_generated_tokens_lie_like_prefilled_ones(folder: Path, disks: int) -> N
 def test_an_interval_longer_than_any_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is taken as rows come; where there is none, the error says so."""
     monkeypatch.setattr("espnx.kv.rows._ROOM_ROWS", 16)
-    naive, cache = Naive(SHAPE, torch.Generator().manual_seed(2)), SsdCache(folder, 1, CacheOptions(spill_interval=10**12))
+    naive, cache = (
+        Naive(SHAPE, torch.Generator().manual_seed(2)),
+        SsdCache(folder, 1, CacheOptions(spill_interval=10**12)),
+    )
     try:
         feed(cache, naive, [7] + [1] * 60 + [13] * 9)
         rows = cache.kv[0]
         assert rows is not None
         assert (rows.stored, rows.count) == (0, naive.count)
-        assert rows.memory_bytes <= 6 * 2 * rows.count * SHAPE.n_sequences * SHAPE.n_heads * SHAPE.d * 2
+        assert (
+            rows.memory_bytes
+            <= 6 * 2 * rows.count * SHAPE.n_sequences * SHAPE.n_heads * SHAPE.d * 2
+        )
 
         def refuse(self: object, size_bytes: int) -> torch.Tensor:
             raise MemoryError("std::bad_alloc")
@@ -91,7 +100,10 @@ def test_a_join_that_cannot_read(folder: Path, fault: str) -> None:
     """Every read fails once: the pass is taken back, and right when it is run again."""
     rule = FaultRule("error" if fault == "EIO" else "flip", operation="read", nth=60, count=3)
     engine = FaultyEngine([rule])
-    naive, cache = Naive(SHAPE, torch.Generator().manual_seed(2)), SsdCache(folder, 1, CacheOptions(engine=lambda: engine))
+    naive, cache = (
+        Naive(SHAPE, torch.Generator().manual_seed(2)),
+        SsdCache(folder, 1, CacheOptions(engine=lambda: engine)),
+    )
     try:
         failed = 0
         for _ in range(400):

@@ -1,4 +1,5 @@
-"""Caches of models that do more to scores than products (soft caps, slopes, windows, sinks): on devices that can, else on the host."""
+"""Caches of models that do more to scores than products (soft caps, slopes, windows, sinks): on
+devices that can, else on the host."""
 
 from __future__ import annotations
 
@@ -24,13 +25,17 @@ from tests.kv.naive import Naive, Shape, assert_right, forward
 RAM = "espnx.device.example.ram_device:RamDevice"
 HEADS, GROUP = 2, 2
 EVERY: dict[str, Any] = {
-    "soft_cap": 2.0, "slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625]), "window": 37, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]),
-}  # fmt: skip
+    "soft_cap": 2.0,
+    "slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625]),
+    "window": 37,
+    "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]),
+}
 SETS = [*(names for count in (1, 2) for names in combinations(EVERY, count)), tuple(EVERY)]
 
 
 def program(cache: SsdCache, naive: Naive, dtype: torch.dtype = torch.float32) -> None:
-    """Prompts in chunks, with padding; single tokens and a few; a chunk in the middle; back, and on."""
+    """Prompts in chunks, with padding; single tokens and a few; a chunk in the middle; back, and
+    on."""
     for n in (40, 1, 5, 30, 1, 1):
         hides = None
         if naive.count == 0:
@@ -47,7 +52,9 @@ def program(cache: SsdCache, naive: Naive, dtype: torch.dtype = torch.float32) -
 
 @pytest.mark.parametrize("names", SETS, ids="+".join)
 @pytest.mark.parametrize("kind", ["ssd", "three ssds", "gpu", RAM])
-def test_programs(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, names: tuple[str, ...]) -> None:
+def test_programs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, names: tuple[str, ...]
+) -> None:
     if kind == "gpu":
         monkeypatch.setattr(PlainDevice, "open_rows", on_cpu_memory)
     rules = ScoreRules(**{name: EVERY[name] for name in names})
@@ -55,11 +62,15 @@ def test_programs(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name
     naive = Naive(shape, torch.Generator().manual_seed(1))
     storage = [folder / str(i) for i in range(3)] if kind == "three ssds" else [folder]
     device, compute = "ssd" if kind == "three ssds" else kind, "cpu" if kind == "gpu" else None
-    cache = SsdCache(storage, shape.n_layers, CacheOptions(device=device, spill_interval=8, compute=compute))
+    cache = SsdCache(
+        storage, shape.n_layers, CacheOptions(device=device, spill_interval=8, compute=compute)
+    )
     try:
         program(cache, naive)
         said = cache.attention.stats()
-        needed = ", ".join(f"attends_{name}" for name in ("window", "soft_cap", "slopes") if name in names)
+        needed = ", ".join(
+            f"attends_{name}" for name in ("window", "soft_cap", "slopes") if name in names
+        )
         if "ssd" in kind or not needed:
             assert said == {"layers_attended_on_host": 0, "devices_lack": ""}
         else:
@@ -119,7 +130,15 @@ def test_a_device_that_keeps_nothing(folder: Path) -> None:
 @pytest.mark.parametrize("rotates", [False, True], ids=["absorbed", "recomputed"])
 def test_x_rows_with_sinks(folder: Path, rotates: bool, has_bias: bool) -> None:
     """They join what all sequences gave, kept as X or not."""
-    shape = Shape(n_heads=HEADS, group=GROUP, d=16, hidden=48, rotates=rotates, has_bias=has_bias, rules=ScoreRules(sinks=EVERY["sinks"]))
+    shape = Shape(
+        n_heads=HEADS,
+        group=GROUP,
+        d=16,
+        hidden=48,
+        rotates=rotates,
+        has_bias=has_bias,
+        rules=ScoreRules(sinks=EVERY["sinks"]),
+    )
     naive = Naive(shape, torch.Generator().manual_seed(1))
     cache = SsdCache([folder], shape.n_layers)
     try:

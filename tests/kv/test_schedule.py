@@ -1,4 +1,5 @@
-"""How many sequences keep X rows: the closed form, every possible answer compared, and what must not change it the wrong way."""
+"""How many sequences keep X rows: the closed form, every possible answer compared, and what must
+not change it the wrong way."""
 
 from __future__ import annotations
 
@@ -20,13 +21,27 @@ from espnx.storage import FaultRule, FaultyEngine
 FREE = math.inf
 
 
-def shape(*, sequences: int = 16, hidden: int = 1024, heads: int = 16, n_kv: int = 16, d: int = 64, is_rotary: bool = True) -> Shape:
+def shape(
+    *,
+    sequences: int = 16,
+    hidden: int = 1024,
+    heads: int = 16,
+    n_kv: int = 16,
+    d: int = 64,
+    is_rotary: bool = True,
+) -> Shape:
     return Shape(4, sequences, 10_000, hidden, heads, n_kv, d, torch.float16, is_rotary)
 
 
 def random_shape(rng: random.Random) -> Shape:
     n_kv, d = rng.choice([4, 8, 16]), rng.choice([64, 128])
-    return shape(sequences=rng.randint(1, 30), hidden=rng.randint(1, 2 * n_kv * d - 1), heads=16, n_kv=n_kv, d=d)
+    return shape(
+        sequences=rng.randint(1, 30),
+        hidden=rng.randint(1, 2 * n_kv * d - 1),
+        heads=16,
+        n_kv=n_kv,
+        d=d,
+    )
 
 
 def random_costs(rng: random.Random) -> Costs:
@@ -52,7 +67,9 @@ def test_seconds_of_a_step() -> None:
     kv_s = s.kv_bytes / gigabyte
     assert predict(s, Costs(gigabyte, FREE, 0.0, 0.0), 0) == pytest.approx(4 * kv_s)
     assert predict(s, Costs(gigabyte, FREE, 0.0, 0.0), 3) == pytest.approx((1 + 3 * 0.5) * kv_s)
-    assert predict(s, Costs(FREE, gigabyte, 1e-6, 0.25), 3) == pytest.approx(0.25 + kv_s + 3 * 4 * 10_000 * 1e-6)
+    assert predict(s, Costs(FREE, gigabyte, 1e-6, 0.25), 3) == pytest.approx(
+        0.25 + kv_s + 3 * 4 * 10_000 * 1e-6
+    )
     assert predict(s, Costs(FREE, gigabyte, 1e-6, 0.25), 0) == pytest.approx(0.25 + 4 * kv_s)
     assert predict(s, Costs(1.0, gigabyte, 0.0, 0.25), 4) == pytest.approx(4 * 0.5 * s.kv_bytes)
 
@@ -60,10 +77,12 @@ def test_seconds_of_a_step() -> None:
 @pytest.mark.parametrize("sequences", [1, 7, 16, 1000])
 @pytest.mark.parametrize("link_over_ssd", [0.05, 0.2, 1 / 3, 0.5, 0.9, 1.0, 3.0])
 def test_closed_form(sequences: int, link_over_ssd: float) -> None:
-    """HILOS, section 4.2: where X rows are half of K and V and two links count, alpha = 2 B_link / (B_ssd + B_link) of the sequences."""
+    """HILOS, section 4.2: where X rows are half of K and V and two links count, alpha = 2 B_link /
+    (B_ssd + B_link) of the sequences."""
     s = shape(sequences=sequences)
     ssd = 7e9
-    x_s = s.kv_bytes * s.ratio / (s.layers * s.tokens) / (link_over_ssd * ssd)  # a token's X row over that link
+    # a token's X row over that link
+    x_s = s.kv_bytes * s.ratio / (s.layers * s.tokens) / (link_over_ssd * ssd)
     found = choose(s, Costs(ssd, FREE, x_s, 0.0)).x_rows
     wanted = min(1.0, 2 * link_over_ssd / (1 + link_over_ssd)) * sequences
     assert abs(found - wanted) < 1
@@ -96,15 +115,48 @@ def test_least_of_all(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_makes_x_rows_more_or_fewer(seed: int) -> None:
-    """A slower disk asks for no fewer of them; dearer X rows and more other work for no more; what costs more makes no step faster."""
+    """A slower disk asks for no fewer of them; dearer X rows and more other work for no more; what
+    costs more makes no step faster."""
     rng = random.Random(seed)
     for _ in range(100):
         s, costs = random_shape(rng), random_costs(rng)
         least = choose(s, costs)
-        slower_disk = choose(s, Costs(costs.ssd_bytes_per_s / 1.5, costs.attend_bytes_per_s, costs.x_s_per_token, costs.dense_s))
-        dearer = choose(s, Costs(costs.ssd_bytes_per_s, costs.attend_bytes_per_s, costs.x_s_per_token * 1.5, costs.dense_s))
-        busier = choose(s, Costs(costs.ssd_bytes_per_s, costs.attend_bytes_per_s, costs.x_s_per_token, costs.dense_s + 0.5))
-        slower_cores = choose(s, Costs(costs.ssd_bytes_per_s, costs.attend_bytes_per_s / 1.5, costs.x_s_per_token, costs.dense_s))
+        slower_disk = choose(
+            s,
+            Costs(
+                costs.ssd_bytes_per_s / 1.5,
+                costs.attend_bytes_per_s,
+                costs.x_s_per_token,
+                costs.dense_s,
+            ),
+        )
+        dearer = choose(
+            s,
+            Costs(
+                costs.ssd_bytes_per_s,
+                costs.attend_bytes_per_s,
+                costs.x_s_per_token * 1.5,
+                costs.dense_s,
+            ),
+        )
+        busier = choose(
+            s,
+            Costs(
+                costs.ssd_bytes_per_s,
+                costs.attend_bytes_per_s,
+                costs.x_s_per_token,
+                costs.dense_s + 0.5,
+            ),
+        )
+        slower_cores = choose(
+            s,
+            Costs(
+                costs.ssd_bytes_per_s,
+                costs.attend_bytes_per_s / 1.5,
+                costs.x_s_per_token,
+                costs.dense_s,
+            ),
+        )
         assert dearer.x_rows <= least.x_rows <= slower_disk.x_rows
         assert busier.x_rows <= least.x_rows
         for other in (slower_disk, dearer, busier, slower_cores):
@@ -123,19 +175,33 @@ def test_x_rows_that_are_no_smaller(hidden: int) -> None:
 def test_few_bytes() -> None:
     small = Shape(1, 1, 100, 64, 4, 4, 64, torch.float16, True)
     assert small.kv_bytes * small.sequences < SMALL_BYTES
-    assert decide(small, _never, _never).as_dict() == {"x_rows": 0, "why": "too few bytes to matter", "predicted_s": (), "costs": None}
+    assert decide(small, _never, _never).as_dict() == {
+        "x_rows": 0,
+        "why": "too few bytes to matter",
+        "predicted_s": (),
+        "costs": None,
+    }
 
 
 @pytest.mark.parametrize("is_rotary", [True, False])
 def test_measured(tmp_path: Path, is_rotary: bool) -> None:
-    """Rates are rates, the answer is the least of what they predict, and nothing stays on the device."""
+    """Rates are rates, the answer is the least of what they predict, and nothing stays on the
+    device."""
     device = SsdRowDevice(tmp_path)
     try:
         s = shape(is_rotary=is_rotary)
         found = decide(s, lambda: [device], lambda: 0.001, 2)
         costs = found.costs
         assert costs is not None
-        assert all(0 < rate < FREE for rate in (costs.ssd_bytes_per_s, costs.attend_bytes_per_s, costs.x_s_per_token, costs.dense_s))
+        assert all(
+            0 < rate < FREE
+            for rate in (
+                costs.ssd_bytes_per_s,
+                costs.attend_bytes_per_s,
+                costs.x_s_per_token,
+                costs.dense_s,
+            )
+        )
         assert found == choose(s, costs, 2)
         assert json.loads(json.dumps(found.as_dict()))["x_rows"] == found.x_rows
         assert device.stats().stored_bytes == 0
@@ -161,7 +227,9 @@ def test_what_computes_on_rows_is_measured(tmp_path: Path, monkeypatch: pytest.M
     """Where the device has them, be it a GPU, and with as many threads as will attend."""
     device, asked = SsdRowDevice(tmp_path), list[tuple[torch.device, int]]()
 
-    def attend(queries: Queries, rows: RowsInMemory, *, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(
+        queries: Queries, rows: RowsInMemory, *, threads: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         asked.append((rows.k.device, threads))
         return attend_rows(queries, rows, threads=threads)
 

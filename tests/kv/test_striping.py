@@ -1,4 +1,5 @@
-"""Several devices as one: every (sequence, head) on one of them, in turn; results as of one device; errors of one leave nothing on any."""
+"""Several devices as one: every (sequence, head) on one of them, in turn; results as of one device;
+errors of one leave nothing on any."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ Parts = list[list[StripedSegment]]
 
 
 @contextmanager
-def striped_over(folder: Path, count: int, rules: dict[int, FaultRule] | None = None) -> Iterator[StripedDevices]:
+def striped_over(
+    folder: Path, count: int, rules: dict[int, FaultRule] | None = None
+) -> Iterator[StripedDevices]:
     engines = [FaultyEngine([rules[i]] if rules and i in rules else []) for i in range(count)]
     striped = StripedDevices(count, lambda i, _: SsdRowDevice(folder / str(i), engine=engines[i]))
     striped.open(torch.device("cpu"))
@@ -50,7 +53,9 @@ def stored(striped: StripedDevices) -> list[int]:
     return [device.stats().stored_bytes for device in striped.devices]
 
 
-def seen_of(layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, n_rows: list[int], heads: int) -> list[Seen]:
+def seen_of(
+    layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, n_rows: list[int], heads: int
+) -> list[Seen]:
     """What one device would hold."""
     whole = Segment(layout, range(heads), k.shape[2])
     return [each.use(i, n_rows[i]) for i, each in enumerate(kept(layout, [whole] * len(k), k, v))]
@@ -59,14 +64,25 @@ def seen_of(layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, n_rows: 
 @pytest.mark.parametrize("layout", [LAYOUT, X_LAYOUT], ids=["kv", "x"])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize(("n_sequences", "n_heads"), [(1, 1), (1, 4), (3, 2), (4, 3), (7, 1)])
-def test_like_one_device(folder: Path, count: int, n_sequences: int, n_heads: int, layout: RowLayout) -> None:
+def test_like_one_device(
+    folder: Path, count: int, n_sequences: int, n_heads: int, layout: RowLayout
+) -> None:
     rng = torch.Generator().manual_seed(count)
     with striped_over(folder, count) as striped:
         k, v = draw(layout, n_sequences, range(n_heads), 70, rng)
         parts = striped.put(layout, k, v)
-        places = {(s, h): part.device for s, each in enumerate(parts) for part in each for h in part.segment.heads}
-        assert sum(len(part.segment.heads) for each in parts for part in each) == n_sequences * n_heads, "a head lies in two places"
-        assert places == {(s, h): (s * n_heads + h) % count for s in range(n_sequences) for h in range(n_heads)}
+        places = {
+            (s, h): part.device
+            for s, each in enumerate(parts)
+            for part in each
+            for h in part.segment.heads
+        }
+        assert (
+            sum(len(part.segment.heads) for each in parts for part in each) == n_sequences * n_heads
+        ), "a head lies in two places"
+        assert places == {
+            (s, h): (s * n_heads + h) % count for s in range(n_sequences) for h in range(n_heads)
+        }
         striped.flush()
         assert all(striped.is_written(part) for each in parts for part in each)
         n_rows = [70 - 9 * i for i in range(n_sequences)]
@@ -76,9 +92,17 @@ def test_like_one_device(folder: Path, count: int, n_sequences: int, n_heads: in
         assert striped.are_next(tickets)
         assert not striped.are_next(later)
         tail_k = normal(n_sequences, n_heads, 5, layout.d, rng=rng)
-        tail = RowsInMemory(tail_k, tail_k if v is None else normal(n_sequences, n_heads, 5, 64, rng=rng), 1, 3, 70)
+        tail = RowsInMemory(
+            tail_k, tail_k if v is None else normal(n_sequences, n_heads, 5, 64, rng=rng), 1, 3, 70
+        )
         look = queries(
-            layout, n_sequences, n_heads, 2, rng, last_position=torch.tensor([71, 20]), first_visible=torch.arange(n_sequences) * 5
+            layout,
+            n_sequences,
+            n_heads,
+            2,
+            rng,
+            last_position=torch.tensor([71, 20]),
+            first_visible=torch.arange(n_sequences) * 5,
         )
         assert_right(striped.attend(tickets, look, tail), seen, look, tail)
         assert striped.are_next(later)
@@ -124,7 +148,9 @@ def test_a_put_that_fails_on_one_device(folder: Path, bad: int) -> None:
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_a_read_that_fails_on_one_device(folder: Path, bad: int) -> None:
     """Nobody is at work any more when the error comes, and the same again is right."""
-    with striped_over(folder, 3, {bad: FaultRule("error", operation="read", nth=1, count=1)}) as striped:
+    with striped_over(
+        folder, 3, {bad: FaultRule("error", operation="read", nth=1, count=1)}
+    ) as striped:
         k, v = draw(LAYOUT, 2, range(3), 900, torch.Generator().manual_seed(1))
         parts = striped.put(LAYOUT, k, v)
         look = queries(LAYOUT, 2, 3, 1, torch.Generator().manual_seed(2))
@@ -134,7 +160,9 @@ def test_a_read_that_fails_on_one_device(folder: Path, bad: int) -> None:
         assert str(folder / str(bad)) in str(caught.value.path)
         assert [device.front() for device in striped.devices] == [-1] * 3
         tickets = striped.ahead(LAYOUT, uses_of(parts, [900, 900], 3))
-        assert_right(striped.attend(tickets, look, None), seen_of(LAYOUT, k, v, [900, 900], 3), look)
+        assert_right(
+            striped.attend(tickets, look, None), seen_of(LAYOUT, k, v, [900, 900], 3), look
+        )
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -1,4 +1,5 @@
-"""Padding masks, as what devices look at: the same positions are hidden, said in the shortest way that says it."""
+"""Padding masks, as what devices look at: the same positions are hidden, said in the shortest way
+that says it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def test_masks(rows: list[list[int]], dtype: torch.dtype) -> None:
     assert torch.equal(found.hidden, ~mask.bool())
     assert found.first_visible is not None
     assert found.first_visible.dtype == torch.int64
-    assert (found.visible is None) == (rows in (LEFT, ALL_HIDDEN)), "padding on the left alone needs no list of positions"
+    assert (found.visible is None) == (rows in (LEFT, ALL_HIDDEN)), (
+        "padding on the left alone needs no list of positions"
+    )
     if found.visible is not None:
         assert found.visible.dtype == torch.uint8
         assert found.visible.is_contiguous()
@@ -44,7 +47,9 @@ def test_masks(rows: list[list[int]], dtype: torch.dtype) -> None:
 def test_random_masks(seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     n_sequences, positions = (int(torch.randint(1, limit, (), generator=rng)) for limit in (5, 40))
-    mask = torch.rand(n_sequences, positions, generator=rng) > torch.rand(n_sequences, 1, generator=rng)
+    mask = torch.rand(n_sequences, positions, generator=rng) > torch.rand(
+        n_sequences, 1, generator=rng
+    )
     if seed % 2:
         mask = mask.sort(dim=1).values  # on the left
     found = Visibility.of(mask.T.contiguous().T, n_sequences, positions)

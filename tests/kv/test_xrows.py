@@ -1,4 +1,5 @@
-"""X rows: projections moved to the other side of the product, or K and V made again; both against float64."""
+"""X rows: projections moved to the other side of the product, or K and V made again; both against
+float64."""
 
 from __future__ import annotations
 
@@ -25,15 +26,23 @@ def normal(*size: int, seed: int) -> torch.Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
-def make(dtype: torch.dtype = torch.float32, *, has_bias: bool = False, rotates: bool = False) -> Projection:
+def make(
+    dtype: torch.dtype = torch.float32, *, has_bias: bool = False, rotates: bool = False
+) -> Projection:
     def finish(k: torch.Tensor, sequence: int, first: int) -> torch.Tensor:
         """Something that depends on where a token stands, and in which sequence."""
         angle = (first + torch.arange(k.shape[2], dtype=torch.float32))[:, None] * 0.1 + sequence
         a, b = k.float().chunk(2, dim=-1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1).to(k.dtype)
+        return torch.cat(
+            [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1
+        ).to(k.dtype)
 
-    k_weight, v_weight = (normal(N_KV * width, HIDDEN, seed=width).to(dtype) / HIDDEN**0.5 for width in (D, DV))
-    k_bias, v_bias = (normal(N_KV * width, seed=width + 1).to(dtype) if has_bias else None for width in (D, DV))
+    k_weight, v_weight = (
+        normal(N_KV * width, HIDDEN, seed=width).to(dtype) / HIDDEN**0.5 for width in (D, DV)
+    )
+    k_bias, v_bias = (
+        normal(N_KV * width, seed=width + 1).to(dtype) if has_bias else None for width in (D, DV)
+    )
     return Projection(k_weight, v_weight, k_bias, v_bias, N_KV, finish if rotates else None)
 
 
@@ -56,8 +65,14 @@ def test_rows(n: int, dtype: torch.dtype, has_bias: bool) -> None:
         assert got.shape == (1, N_KV, n, width)
         assert got.dtype == dtype
         assert got.is_contiguous()
-        # sums of 48 products of about unit size over 7, and a bias, each below 25; rounded to the dtype once
-        assert bool(((got[0].double() - wanted).abs() <= 25 * (HIDDEN + 2) * U + 2 * UNITS[dtype] * (wanted.abs() + 1e-3)).all())
+        # sums of 48 products of about unit size over 7, and a bias, each below 25; rounded to the
+        # dtype once
+        assert bool(
+            (
+                (got[0].double() - wanted).abs()
+                <= 25 * (HIDDEN + 2) * U + 2 * UNITS[dtype] * (wanted.abs() + 1e-3)
+            ).all()
+        )
 
 
 def test_what_finishes_k(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +94,8 @@ def test_what_finishes_k(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @DTYPES
 def test_check(dtype: torch.dtype) -> None:
-    """The same formula in another order of additions passes; another formula does not, whichever of the two it is of."""
+    """The same formula in another order of additions passes; another formula does not, whichever of
+    the two it is of."""
     projection, x = make(dtype, has_bias=True, rotates=True), normal(6, HIDDEN, seed=3).to(dtype)
     k, v = (rows[0] for rows in projection.rows(x, 0, 9))
     unit = torch.finfo(dtype).eps
@@ -104,9 +120,13 @@ def test_check(dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize(("n_sequences", "group", "n"), [(1, 1, 1), (2, 3, 4)])
 def test_absorbed(n_sequences: int, group: int, n: int, dtype: torch.dtype, has_bias: bool) -> None:
-    """softmax(q (W_k x + b_k)) (W_v x + b_v) without W_k x and W_v x. Tokens that see nothing get zeros."""
+    """softmax(q (W_k x + b_k)) (W_v x + b_v) without W_k x and W_v x. Tokens that see nothing get
+    zeros."""
     projection, heads, tokens, scale = make(dtype, has_bias=has_bias), N_KV * group, 20, 0.3
-    q, x = normal(n_sequences, heads, n, D, seed=4).to(dtype), normal(n_sequences, tokens, HIDDEN, seed=5).to(dtype)
+    q, x = (
+        normal(n_sequences, heads, n, D, seed=4).to(dtype),
+        normal(n_sequences, tokens, HIDDEN, seed=5).to(dtype),
+    )
     moved = absorb(q, projection, scale)
     assert moved.shape == (n_sequences, 1, heads * n, HIDDEN)
     assert moved.dtype == torch.float32
@@ -122,18 +142,35 @@ def test_absorbed(n_sequences: int, group: int, n: int, dtype: torch.dtype, has_
         k, v = (rows.repeat_interleave(group, dim=0) for rows in plain(projection, x[i]))
         query = q[i].double() * scale
         probabilities = (query @ k.transpose(-1, -2)).softmax(dim=-1)
-        wanted, size = probabilities @ v, probabilities @ v.abs() + 5.0  # |W_v| |x| and the bias are below 5 in places
-        # scores of sums of |q| |W_k| |x|; q W_k is rounded to the dtype, what comes out of W_v as well, and so is what goes in
-        largest = float((query.abs() @ projection.k_weight.double().abs().view(N_KV, D, HIDDEN).repeat_interleave(group, 0)).sum(-1).max())
+        # |W_v| |x| and the bias are below 5 in places
+        wanted, size = probabilities @ v, probabilities @ v.abs() + 5.0
+        # scores of sums of |q| |W_k| |x|; q W_k is rounded to the dtype, what comes out of W_v as
+        # well, and so is what goes in
+        largest = float(
+            (
+                query.abs()
+                @ projection.k_weight.double()
+                .abs()
+                .view(N_KV, D, HIDDEN)
+                .repeat_interleave(group, 0)
+            )
+            .sum(-1)
+            .max()
+        )
         gamma = (D + HIDDEN + tokens + 16) * U
-        relative = torch.expm1(torch.tensor(2 * (gamma + unit) * largest * float(x.double().abs().max()))) + 2 * gamma + 4 * unit
+        relative = (
+            torch.expm1(torch.tensor(2 * (gamma + unit) * largest * float(x.double().abs().max())))
+            + 2 * gamma
+            + 4 * unit
+        )
         apart = (found[i].double() - wanted).abs()
         apart[-1, -1] = 0
         assert bool((apart <= relative * size).all()), float((apart / size).max())
 
 
 def test_absorbing_knows_its_heads() -> None:
-    """Each query head looks through the weights of its own KV head: weights of the other are NaN, and none comes through."""
+    """Each query head looks through the weights of its own KV head: weights of the other are NaN,
+    and none comes through."""
     projection = make()
     projection.k_weight[D:], projection.v_weight[DV:] = torch.nan, torch.nan
     moved = absorb(normal(1, 4, 3, D, seed=6), projection, 1.0)
@@ -147,13 +184,25 @@ def test_absorbing_knows_its_heads() -> None:
 @BIAS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recomputed(folder: Path, dtype: torch.dtype, has_bias: bool) -> None:
-    """Stored X rows as a device shows them, and some from memory, with every mask: what K and V of all of them give at once."""
-    layout = RowLayout({torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype], HIDDEN, HIDDEN, is_shared=True)
-    projection, n_sequences, stored, more = make(dtype, has_bias=has_bias, rotates=True), 3, 2 * layout.block_rows + 5, 4
+    """Stored X rows as a device shows them, and some from memory, with every mask: what K and V of
+    all of them give at once."""
+    layout = RowLayout(
+        {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype], HIDDEN, HIDDEN, is_shared=True
+    )
+    projection, n_sequences, stored, more = (
+        make(dtype, has_bias=has_bias, rotates=True),
+        3,
+        2 * layout.block_rows + 5,
+        4,
+    )
     x = normal(n_sequences, stored + more, HIDDEN, seed=8).to(dtype)
     q = normal(n_sequences, N_KV, 2, D, seed=9) * D**-0.5
-    visible = (torch.arange(n_sequences * (stored + more)) % 5 != 2).to(torch.uint8).view(n_sequences, -1)
-    look = Queries(q, DV, torch.tensor([stored + more, stored // 2]), torch.tensor([0, 7, stored + 1]), visible)
+    visible = (
+        (torch.arange(n_sequences * (stored + more)) % 5 != 2).to(torch.uint8).view(n_sequences, -1)
+    )
+    look = Queries(
+        q, DV, torch.tensor([stored + more, stored // 2]), torch.tensor([0, 7, stored + 1]), visible
+    )
     device = SsdRowDevice(folder)
     try:
         half = layout.block_rows
@@ -171,19 +220,32 @@ def test_recomputed(folder: Path, dtype: torch.dtype, has_bias: bool) -> None:
         device.close()
     positions = torch.arange(stored + more)
     for i in range(n_sequences):
-        k, v = (rows[0].double() for rows in projection.rows(x[i], i, 0))  # rounded to the dtype, here as there
-        seen = (positions <= look.last_position[:, None]) & (positions >= look.first_visible[i]) & (visible[i] != 0)  # type: ignore[index]
+        # rounded to the dtype, here as there
+        k, v = (rows[0].double() for rows in projection.rows(x[i], i, 0))
+        seen = (
+            (positions <= look.last_position[:, None])
+            & (positions >= look.first_visible[i])
+            & (visible[i] != 0)
+        )  # type: ignore[index]
         scores = (q[i].double() @ k.transpose(-1, -2)).masked_fill(~seen, -torch.inf)
         weights = scores.softmax(dim=-1).nan_to_num(0.0)
-        # The rows may come out of the linear layers with another last bit, for another number of them.
+        # The rows may come out of the linear layers with another last bit, for another number of
+        # them.
         unit, gamma = 2 * UNITS[dtype] + (HIDDEN + 4) * U * 4, (D + stored + more + 64) * U
         largest = (q[i].double().abs() @ (k.abs() + 1).transpose(-1, -2)).amax(dim=-1)
         relative = torch.expm1(2 * (gamma + unit) * largest) + 2 * gamma + unit
         bound = relative[..., None] * (weights @ (v.abs() + 1)) + 1e-30
         assert bool(((again.over.o[i].double() - weights @ v).abs() <= bound).all())
         sums = scores.logsumexp(dim=-1)
-        assert bool(((again.over.lse[i] == sums) | ((again.over.lse[i] - sums).abs() <= relative + 2 * U * (1 + sums.abs()))).all())
-    assert bool((again.over.lse[2, :, 1] == -torch.inf).all()), "nothing to see before its first visible position"
+        assert bool(
+            (
+                (again.over.lse[i] == sums)
+                | ((again.over.lse[i] - sums).abs() <= relative + 2 * U * (1 + sums.abs()))
+            ).all()
+        )
+    assert bool((again.over.lse[2, :, 1] == -torch.inf).all()), (
+        "nothing to see before its first visible position"
+    )
 
 
 def test_recomputing_nothing() -> None:

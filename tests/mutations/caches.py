@@ -1,4 +1,5 @@
-"""Kept caches, their state files, weights: what is mutated, and what is done with it (see tests/mutations/trials.py)."""
+"""Kept caches, their state files, weights: what is mutated, and what is done with it (see
+tests/mutations/trials.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ from espnx.integrations.transformers.cache import KVCache
 from espnx.kv.kept.library import entries, remove, verify
 from espnx.storage.files import crc32c
 from tests.integrations.transformers.tiny import enabled, generate, make, prompt
-from tests.mutations.trials import Trial, join_safetensors, manifest_bytes, mutated, put, read_manifest, split_safetensors
+from tests.mutations.trials import (
+    Trial,
+    join_safetensors,
+    manifest_bytes,
+    mutated,
+    put,
+    read_manifest,
+    split_safetensors,
+)
 
 MANIFEST = "a/c/MANIFEST.json"
 _NEW = 3
@@ -23,7 +32,9 @@ _PROMPT = prompt([21, 20])
 
 
 def make_cache(path: Path, x_rows: int = 1) -> None:
-    with KVCache(enabled("llama").config, [path / "a", path / "b"], name="c", x_rows=x_rows, spill_interval=8) as cache:
+    with KVCache(
+        enabled("llama").config, [path / "a", path / "b"], name="c", x_rows=x_rows, spill_interval=8
+    ) as cache:
         generate(enabled("llama"), _PROMPT, cache, max_new_tokens=_NEW)
 
 
@@ -38,8 +49,13 @@ def use_cache(path: Path) -> Any:
             held = cache.get_seq_length()
             ids = cache.tokens
             tokens = generate(enabled("llama"), _PROMPT, None, max_new_tokens=_NEW + 2)
-            inputs = {"input_ids": tokens[:, : held + 1], "attention_mask": torch.ones(2, held + 1, dtype=torch.long)}
-            inputs["attention_mask"][:, : _PROMPT["attention_mask"].shape[1]] = _PROMPT["attention_mask"]
+            inputs = {
+                "input_ids": tokens[:, : held + 1],
+                "attention_mask": torch.ones(2, held + 1, dtype=torch.long),
+            }
+            inputs["attention_mask"][:, : _PROMPT["attention_mask"].shape[1]] = _PROMPT[
+                "attention_mask"
+            ]
             got = generate(enabled("llama"), inputs, cache, max_new_tokens=1)
         return found, seen, None if ids is None else ids.tolist(), got.tolist()
     finally:
@@ -54,15 +70,24 @@ def cache_manifests(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]
 
 
 def cache_layers(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
-    """One field of all layers at once, or of all with one kind of rows, so that they still agree with one another."""
+    """One field of all layers at once, or of all with one kind of rows, so that they still agree
+    with one another."""
     manifest = read_manifest(sound / MANIFEST)
     layers = manifest["layers"]
     for kinds in (("x", "kv"), ("x",), ("kv",)):
         for what, changed in mutated(next(layer for layer in layers if layer["kind"] in kinds)):
             name = what.split(" = ")[0]
             put_in = {name: changed[name]} if name in changed else {}
-            same = [{key: layer[key] for key in layer if key != name} | put_in if layer["kind"] in kinds else layer for layer in layers]
-            yield f"of {' and '.join(kinds)} {what}", put(MANIFEST, manifest_bytes(manifest | {"layers": same}))
+            same = [
+                {key: layer[key] for key in layer if key != name} | put_in
+                if layer["kind"] in kinds
+                else layer
+                for layer in layers
+            ]
+            yield (
+                f"of {' and '.join(kinds)} {what}",
+                put(MANIFEST, manifest_bytes(manifest | {"layers": same})),
+            )
 
 
 def _with_state(data: bytes) -> Callable[[Path], None]:
@@ -88,10 +113,17 @@ def cache_states(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
         begin, end = tensor["data_offsets"]
         table = np.frombuffer(body[begin:end], dtype="<i8")
         for at, old in enumerate(table.tolist()):
-            for value in {0, 1, -1, old + 1, old - 1, 4096, 2**31, 2**62, 2**63 - 1, -(2**63)} - {old}:
+            for value in {0, 1, -1, old + 1, old - 1, 4096, 2**31, 2**62, 2**63 - 1, -(2**63)} - {
+                old
+            }:
                 new = table.copy()
                 new[at] = value
-                yield f"{name}[{at}] = {value}", _with_state(join_safetensors(header, body[:begin] + new.tobytes() + body[end:]))
+                yield (
+                    f"{name}[{at}] = {value}",
+                    _with_state(
+                        join_safetensors(header, body[:begin] + new.tobytes() + body[end:])
+                    ),
+                )
 
 
 def make_weights(path: Path) -> None:
@@ -107,11 +139,15 @@ def use_weights(path: Path) -> Any:
 
 def weight_headers(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
     index = "m/model.safetensors.index.json"
-    for what, changed in mutated({"weight_map": json.loads((sound / index).read_text())["weight_map"]}):
+    for what, changed in mutated(
+        {"weight_map": json.loads((sound / index).read_text())["weight_map"]}
+    ):
         yield f"index {what}", put(index, json.dumps(changed).encode())
     shard = min((sound / "m").glob("*.safetensors"))
     header, body = split_safetensors(shard.read_bytes())
-    for what, changed in mutated({name: value for name, value in header.items() if name != "__metadata__"}):
+    for what, changed in mutated(
+        {name: value for name, value in header.items() if name != "__metadata__"}
+    ):
         yield f"header {what}", put(f"m/{shard.name}", join_safetensors(changed, body))
 
 

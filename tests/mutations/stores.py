@@ -64,7 +64,8 @@ def store_manifests(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]
 
 
 def part_sections(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
-    """Words of every section of the parts' files, and of their headers' tables; the checksums are right again."""
+    """Words of every section of the parts' files, and of their headers' tables; the checksums are
+    right again."""
     for file in sorted((sound / "s").glob("gen-*/part.bin")):
         data, name = file.read_bytes(), str(file.relative_to(sound))
         count = struct.unpack_from("<I", data, 44)[0]
@@ -76,8 +77,13 @@ def part_sections(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
                 for value in (0, 1, -1, 2**31, 2**62, -(2**63)):
                     new = bytearray(data)
                     struct.pack_into("<q", new, begin + min(at, size - 8), value)
-                    struct.pack_into("<Q", new, entry + 56, crc32c(bytes(new[begin : begin + size])))
-                    yield f"{name} {title.rstrip(bytes(1)).decode()}[{at}] = {value}", put(name, _sealed(new))
+                    struct.pack_into(
+                        "<Q", new, entry + 56, crc32c(bytes(new[begin : begin + size]))
+                    )
+                    yield (
+                        f"{name} {title.rstrip(bytes(1)).decode()}[{at}] = {value}",
+                        put(name, _sealed(new)),
+                    )
             for field in (40, 48):
                 for value in (0, 1, 4096, size + 1, 2**31, 2**63, 2**64 - 1):
                     new = bytearray(data)
@@ -96,20 +102,34 @@ def make_deleted(path: Path) -> None:
 
 
 def deleted_records(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
-    """The bitmap of deleted records, byte by byte, shorter and longer, with the manifest that fits: its checksum and size are right, and
-    in every second one the number of documents is too."""
+    """The bitmap of deleted records, byte by byte, shorter and longer, with the manifest that fits:
+    its checksum and size are right, and in every second one the number of documents is too."""
     fields = read_manifest(sound / MANIFEST)
     name, total = f"s/{fields['deleted']['path']}", sum(part["count"] for part in fields["parts"])
     old = (sound / name).read_bytes()
-    bitmaps = {f"byte {at} = {value}": old[:at] + bytes([value]) + old[at + 1 :] for at in range(len(old)) for value in (0, 1, 0x80, 0xFF)}
-    bitmaps |= {f"{size} bytes": (old + bytes(64))[:size] for size in (0, 1, len(old) - 1, len(old) + 1, len(old) + 64)}
+    bitmaps = {
+        f"byte {at} = {value}": old[:at] + bytes([value]) + old[at + 1 :]
+        for at in range(len(old))
+        for value in (0, 1, 0x80, 0xFF)
+    }
+    bitmaps |= {
+        f"{size} bytes": (old + bytes(64))[:size]
+        for size in (0, 1, len(old) - 1, len(old) + 1, len(old) + 64)
+    }
     for what, data in bitmaps.items():
         gone = sum(byte.bit_count() for byte in data)
         for count in {fields["records"]["count"], total - gone}:
             for records in {fields["deleted"]["records"], 8 * len(data)}:
                 changed = fields | {"records": fields["records"] | {"count": count}}
-                changed["deleted"] = fields["deleted"] | {"size_bytes": len(data), "crc32c": crc32c(data), "records": records}
-                yield f"{what}, count {count}, of {records}", together(put(name, data), put(MANIFEST, manifest_bytes(changed)))
+                changed["deleted"] = fields["deleted"] | {
+                    "size_bytes": len(data),
+                    "crc32c": crc32c(data),
+                    "records": records,
+                }
+                yield (
+                    f"{what}, count {count}, of {records}",
+                    together(put(name, data), put(MANIFEST, manifest_bytes(changed))),
+                )
 
 
 def make_spooled(path: Path) -> None:
@@ -129,13 +149,18 @@ def spooled(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
     """Its state, and a database of ids and texts with more in it than our table."""
     yield from states(sound)
     for what in (
-        "CREATE TRIGGER more AFTER DELETE ON docs BEGIN DELETE FROM docs; END", "CREATE VIEW more AS SELECT * FROM docs",
-        "DROP TABLE docs", "ALTER TABLE docs ADD COLUMN more", "DELETE FROM docs WHERE number = 3",
+        "CREATE TRIGGER more AFTER DELETE ON docs BEGIN DELETE FROM docs; END",
+        "CREATE VIEW more AS SELECT * FROM docs",
+        "DROP TABLE docs",
+        "ALTER TABLE docs ADD COLUMN more",
+        "DELETE FROM docs WHERE number = 3",
         "UPDATE docs SET id = x'00' WHERE number = 3",
-        "UPDATE docs SET id = 0.5 WHERE number = 3", "UPDATE docs SET text = x'ff' WHERE number = 3",
+        "UPDATE docs SET id = 0.5 WHERE number = 3",
+        "UPDATE docs SET text = x'ff' WHERE number = 3",
         "UPDATE docs SET number = 2000 WHERE number = 3",
-        "CREATE TABLE more (x)", "PRAGMA user_version = 7",
-    ):  # fmt: skip
+        "CREATE TABLE more (x)",
+        "PRAGMA user_version = 7",
+    ):
         yield what, partial(_execute, what)
     for elsewhere in ("../decoy/MANIFEST.json", "../../decoy/rows.bin", "/dev/zero"):
         yield f"a link to {elsewhere}", partial(_link, elsewhere)
@@ -171,7 +196,8 @@ def use_interrupted(path: Path) -> Any:
     _engine_threads()
     mark = ownership.read_mark(str(path / "s" / "building"))
     assert mark is not None
-    ownership.set_mark(str(path / "s" / "building"), mark.name, str(path / "s"))  # as if it had been begun here
+    # as if it had been begun here
+    ownership.set_mark(str(path / "s" / "building"), mark.name, str(path / "s"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         build(path / "s", DOCUMENTS)

@@ -1,7 +1,9 @@
-"""Mutations of files that others may have made: one value at a time is another one, with checksums that are right again.
-Nothing but a typed error may come of it, or the very results of the file as it was.
+"""Mutations of files that others may have made: one value at a time is another one, with checksums
+that are right again. Nothing but a typed error may come of it, or the very results of the file as
+it was.
 
-Mutations run in children with a limit on memory and one on processor time, many in each. Run as a program, every one is tried:
+Mutations run in children with a limit on memory and one on processor time, many in each. Run as a
+program, every one is tried:
 
     python -m tests.mutations.trials all
 """
@@ -27,15 +29,38 @@ from tests.forks import serve
 
 #: What a value may become.
 VALUES: list[Any] = [
-    0, -1, 1, 2, 7, 2**31, 2**63, 10**30, 0.5, 1e308, float("nan"), True, None, "", "..", "/", "/etc/passwd",
+    0,
+    -1,
+    1,
+    2,
+    7,
+    2**31,
+    2**63,
+    10**30,
+    0.5,
+    1e308,
+    float("nan"),
+    True,
+    None,
+    "",
+    "..",
+    "/",
+    "/etc/passwd",
     "../decoy/gen-000001/segment-00000.bin",
-    "a\0b", "\ud800", "x" * 100_000, [], {}, [0], {"a": 1},
-]  # fmt: skip
+    "a\0b",
+    "\ud800",
+    "x" * 100_000,
+    [],
+    {},
+    [0],
+    {"a": 1},
+]
 _DELETED = object()
 
 
 def mutated(value: Any) -> Iterator[tuple[str, Any]]:
-    """(what was done, a copy) of a JSON value, one change in each: every field gets every other value, goes, comes twice."""
+    """(what was done, a copy) of a JSON value, one change in each: every field gets every other
+    value, goes, comes twice."""
     for path in _paths(value):
         changes: list[Any] = [each for each in VALUES if repr(each) != repr(_at(value, path))]
         old = _at(value, path)
@@ -44,13 +69,21 @@ def mutated(value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(old, list) and old:
             changes += [old + old[:1], old[:-1], old[::-1]]
         for change in [*changes, _DELETED]:
-            yield f"{'.'.join(map(str, path))} = {repr(change)[:60] if change is not _DELETED else 'gone'}", _changed(value, path, change)
+            yield (
+                (
+                    f"{'.'.join(map(str, path))} = "
+                    f"{repr(change)[:60] if change is not _DELETED else 'gone'}"
+                ),
+                _changed(value, path, change),
+            )
 
 
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     if path:
         yield path
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+    for key in (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    ):
         yield from _paths(value[key], (*path, key))
 
 
@@ -118,7 +151,8 @@ class Trial:
         make: makes what is sound, in a directory.
         changes: of what lies there: (what was done, how to do it to a copy in a directory).
         use: opens and uses a copy; what it returns must be what the sound one gives, unless
-        is_content: what is changed are vectors, texts and the like, which are their author's to choose.
+        is_content: what is changed are vectors, texts and the like, which are their author's to
+            choose.
     """
 
     make: Callable[[Path], None]
@@ -136,8 +170,17 @@ class Outcome:
     faults: list[str]
 
 
-def run(trial: Trial, folder: Path, *, every: int = 1, shift: int = 0, memory_bytes: int = 3 << 30, seconds: int = 20) -> Outcome:
-    """Tries the `shift`-th of every `every` mutations, each in a fork of its own that is killed at its limits."""
+def run(
+    trial: Trial,
+    folder: Path,
+    *,
+    every: int = 1,
+    shift: int = 0,
+    memory_bytes: int = 3 << 30,
+    seconds: int = 20,
+) -> Outcome:
+    """Tries the `shift`-th of every `every` mutations, each in a fork of its own that is killed at
+    its limits."""
     sound = folder / "sound"
     sound.mkdir()
     trial.make(sound)
@@ -168,7 +211,12 @@ def run(trial: Trial, folder: Path, *, every: int = 1, shift: int = 0, memory_by
 
 def _decoy(place: Path) -> dict[str, bytes]:
     """Somebody's directory, with names like ours in it."""
-    for name in ("gen-000001/segment-00000.bin", "building/STATE.json", "rows.bin", "MANIFEST.json"):
+    for name in (
+        "gen-000001/segment-00000.bin",
+        "building/STATE.json",
+        "rows.bin",
+        "MANIFEST.json",
+    ):
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text("mine")
     return _contents(place)
@@ -221,18 +269,32 @@ def trials() -> dict[str, Trial]:
 
 
 def job(options: dict[str, Any]) -> int:
-    """Of tests/forks.py: one mutation in `every` of a kind; what was found goes to the file `report`."""
-    outcome = run(trials()[options["kind"]], Path(options["folder"]), every=options["every"], shift=options["shift"])
-    Path(options["report"]).write_text("\n".join(outcome.faults) or f"{outcome.typed} typed, {outcome.equal} as it was")
+    """Of tests/forks.py: one mutation in `every` of a kind; what was found goes to the file
+    `report`."""
+    outcome = run(
+        trials()[options["kind"]],
+        Path(options["folder"]),
+        every=options["every"],
+        shift=options["shift"],
+    )
+    Path(options["report"]).write_text(
+        "\n".join(outcome.faults) or f"{outcome.typed} typed, {outcome.equal} as it was"
+    )
     return int(bool(outcome.faults) or outcome.typed == 0)
 
 
 def main(kinds: list[str]) -> int:
     known, code = trials(), 0
     for kind in known if kinds == ["all"] else kinds:
-        with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        with tempfile.TemporaryDirectory(
+            dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+        ) as folder:
             outcome = run(known[kind], Path(folder))
-        print(f"{kind}: {outcome.typed} typed, {outcome.equal} as it was, {len(outcome.faults)} faults", flush=True)
+        print(
+            f"{kind}: {outcome.typed} typed, {outcome.equal} as it was, {len(outcome.faults)} "
+            "faults",
+            flush=True,
+        )
         print("\n".join(f"  {fault}" for fault in outcome.faults), flush=True)
         code |= bool(outcome.faults)
     return code

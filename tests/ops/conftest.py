@@ -17,7 +17,8 @@ LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "vnni": 3, "amx": 4}
 
 @pytest.fixture(params=LEVELS)
 def cpu_level(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Puts one level in force for the test, and one thread for torch's own operators: on a busy machine those of a second one spin."""
+    """Puts one level in force for the test, and one thread for torch's own operators: on a busy
+    machine those of a second one spin."""
     best = load_extension().set_cpu_level(-1)
     if LEVELS[request.param] > best:
         pytest.skip(f"[{request.param}] this processor has no {request.param}")
@@ -31,7 +32,8 @@ def cpu_level(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def triton_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are kept between runs, for a month, by the hash that Triton makes of their source, constants, options and compilers."""
+    """Kernels are kept between runs, for a month, by the hash that Triton makes of their source,
+    constants, options and compilers."""
     folder = request.config.cache.mkdir("triton")
     for kernel in folder.iterdir():
         if kernel.stat().st_mtime < time.time() - KEPT_S:

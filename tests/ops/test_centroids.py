@@ -27,7 +27,9 @@ def level(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def decoded(begin: np.ndarray, centroids: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    return centroids[codes[:, np.repeat(np.arange(len(begin) - 1), np.diff(begin))], np.arange(begin[-1])]
+    return centroids[
+        codes[:, np.repeat(np.arange(len(begin) - 1), np.diff(begin))], np.arange(begin[-1])
+    ]
 
 
 @pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 700])
@@ -38,18 +40,26 @@ def test_codes_are_the_nearest(level: int, n: int) -> None:
     assert codes.shape == (n, 8)
     for part in range(8):
         own = slice(BEGIN[part], BEGIN[part + 1])
-        far = np.square(vectors[:, None, own].astype(np.float64) - centroids[None, :, own]).sum(axis=-1)
+        far = np.square(vectors[:, None, own].astype(np.float64) - centroids[None, :, own]).sum(
+            axis=-1
+        )
         assert np.allclose(far[np.arange(n), codes[:, part]], far.min(axis=1), rtol=1e-5, atol=1e-9)
 
 
 def test_of_several_as_near_the_first(level: int) -> None:
     centroids = np.repeat(np.arange(128, dtype=np.float32), 2)[:, None]
-    assert encode_product(np.arange(128)[:, None], np.array([0, 1]), centroids)[:, 0].tolist() == list(range(0, 256, 2))
+    assert encode_product(np.arange(128)[:, None], np.array([0, 1]), centroids)[
+        :, 0
+    ].tolist() == list(range(0, 256, 2))
 
 
 def test_centroids_are_the_means_of_their_vectors(level: int) -> None:
     vectors = clustered(600, 40)
-    centroids = load_extension().fit_product(torch.from_numpy(vectors), torch.from_numpy(BEGIN), 1000, 0, 2).numpy()
+    centroids = (
+        load_extension()
+        .fit_product(torch.from_numpy(vectors), torch.from_numpy(BEGIN), 1000, 0, 2)
+        .numpy()
+    )
     codes = encode_product(vectors, BEGIN, centroids)
     for part in range(8):
         own = slice(BEGIN[part], BEGIN[part + 1])
@@ -77,11 +87,24 @@ def test_the_same_for_any_number_of_threads() -> None:
     assert not torch.equal(found[0], load_extension().fit_product(vectors, begin, 5, 4, 1))
 
 
-@pytest.mark.parametrize("vectors", [np.ones((1, 40)), np.ones((5000, 40)), np.repeat(np.eye(40), 20, axis=0), np.full((300, 40), 1e4)])
+@pytest.mark.parametrize(
+    "vectors",
+    [
+        np.ones((1, 40)),
+        np.ones((5000, 40)),
+        np.repeat(np.eye(40), 20, axis=0),
+        np.full((300, 40), 1e4),
+    ],
+)
 def test_few_different_vectors_are_kept_exactly(vectors: np.ndarray) -> None:
     centroids = fit_product_quantizer(vectors, BEGIN)
     assert np.isfinite(centroids).all()
-    assert np.allclose(decoded(BEGIN, centroids, encode_product(vectors, BEGIN, centroids)), vectors, rtol=1e-5, atol=1e-6)
+    assert np.allclose(
+        decoded(BEGIN, centroids, encode_product(vectors, BEGIN, centroids)),
+        vectors,
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 def test_far_from_zero_as_good_as_near_it() -> None:
@@ -90,7 +113,11 @@ def test_far_from_zero_as_good_as_near_it() -> None:
     for offset in (0.0, 4096.0):
         moved = vectors + np.float32(offset)
         centroids = fit_product_quantizer(moved, BEGIN)
-        errors.append(np.square(decoded(BEGIN, centroids, encode_product(moved, BEGIN, centroids)) - moved).mean())
+        errors.append(
+            np.square(
+                decoded(BEGIN, centroids, encode_product(moved, BEGIN, centroids)) - moved
+            ).mean()
+        )
     assert errors[1] < 1.02 * errors[0]
 
 
@@ -99,7 +126,9 @@ def test_refuses_parts(begin: list[int]) -> None:
     with pytest.raises(ValueError):
         fit_product_quantizer(np.zeros((3, 40), np.float32), np.array(begin))
     with pytest.raises(ValueError):
-        encode_product(np.zeros((3, 40), np.float32), np.array(begin), np.zeros((256, 40), np.float32))
+        encode_product(
+            np.zeros((3, 40), np.float32), np.array(begin), np.zeros((256, 40), np.float32)
+        )
 
 
 def test_refuses_shapes() -> None:

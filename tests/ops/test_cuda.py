@@ -11,21 +11,34 @@ from tests.ops.tolerances import assert_scores_close, maxsim_bound
 
 pytestmark = pytest.mark.gpu
 COUNTS = (0, 1, 63, 300, 64, 2)
-FORMATS = pytest.mark.parametrize("fmt", ["fp16", "fp32", "bf16"])  # that hold small integers exactly
-EVERY_FORMAT = pytest.mark.parametrize("fmt", ["fp16", "fp32", "bf16", "int8", "bit1", "residual1", "residual2", "residual4"])
+# that hold small integers exactly
+FORMATS = pytest.mark.parametrize("fmt", ["fp16", "fp32", "bf16"])
+EVERY_FORMAT = pytest.mark.parametrize(
+    "fmt", ["fp16", "fp32", "bf16", "int8", "bit1", "residual1", "residual2", "residual4"]
+)
 
 
 @FORMATS
 @pytest.mark.parametrize("d", [8, 24, 32, 96, 128, 384])
 def test_maxsim_bit_for_bit_where_fp32_is_exact(fmt: str, d: int) -> None:
     for align_bytes in (4, 16):
-        records = scatter([integers(count, d, seed=count) for count in COUNTS], fmt, align_bytes=align_bytes)
+        records = scatter(
+            [integers(count, d, seed=count) for count in COUNTS], fmt, align_bytes=align_bytes
+        )
         for shape in ((1, d), (5, d), (37, d), (3, 32, d), (70, d), (0, d)):
             query = integers(*shape, seed=99)
             expected = maxsim_reference(query, *records.args)
-            scores = maxsim(query.cuda(), records.buffer.cuda(), records.offset_bytes.cuda(), records.n_tokens.cuda(), fmt)
+            scores = maxsim(
+                query.cuda(),
+                records.buffer.cuda(),
+                records.offset_bytes.cuda(),
+                records.n_tokens.cuda(),
+                fmt,
+            )
             assert torch.equal(scores.cpu(), expected)
-            places_on_cpu = maxsim(query.cuda(), records.buffer.cuda(), records.offset_bytes, records.n_tokens, fmt)
+            places_on_cpu = maxsim(
+                query.cuda(), records.buffer.cuda(), records.offset_bytes, records.n_tokens, fmt
+            )
             assert torch.equal(places_on_cpu.cpu(), expected)
 
 
@@ -36,7 +49,14 @@ def test_maxsim_within_the_derived_bound(fmt: str, n_query_tokens: int, d: int) 
     query = normals(n_query_tokens, d, seed=99)
     codebook = records.codebook
     where = records.codebook.to("cuda") if records.codebook else None
-    scores = maxsim(query.cuda(), records.buffer.cuda(), records.offset_bytes, records.n_tokens, fmt, codebook=where)
+    scores = maxsim(
+        query.cuda(),
+        records.buffer.cuda(),
+        records.offset_bytes,
+        records.n_tokens,
+        fmt,
+        codebook=where,
+    )
     expected = maxsim_reference(query, *records.args, codebook=codebook)
     assert_scores_close(scores.cpu(), expected, maxsim_bound(query, records, tensor_cores=True))
 
@@ -60,4 +80,6 @@ def test_crc32c() -> None:
         where, size = offsets * scale, sizes // scale * scale
         expected = crc32c_ranges_reference(buffer, where, size, 0x80000001)
         assert torch.equal(crc32c_ranges(buffer.cuda(), where, size, 0x80000001).cpu(), expected)
-        assert torch.equal(crc32c_ranges(buffer.cuda(), where.cuda(), size.cuda(), 0x80000001).cpu(), expected)
+        assert torch.equal(
+            crc32c_ranges(buffer.cuda(), where.cuda(), size.cuda(), 0x80000001).cpu(), expected
+        )

@@ -1,4 +1,5 @@
-"""Compiles every Triton kernel for sm_80 and sm_90 ahead of time, which needs no GPU, and looks at what came out."""
+"""Compiles every Triton kernel for sm_80 and sm_90 ahead of time, which needs no GPU, and looks at
+what came out."""
 
 from __future__ import annotations
 
@@ -24,12 +25,21 @@ pytestmark = pytest.mark.usefixtures("triton_cache")
 CAPABILITIES = pytest.mark.parametrize("capability", SHARED_BYTES_MAX)
 
 
-def compile_for(capability: int, kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Any:
+def compile_for(
+    capability: int, kernel: Any, types: dict[str, str], constants: dict[str, Any]
+) -> Any:
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    # What a launch with tensors from torch's allocator tells the compiler: every pointer is a multiple of 16.
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if types.get(name, "").startswith("*")}
+    # What a launch with tensors from torch's allocator tells the compiler: every pointer is a
+    # multiple of 16.
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if types.get(name, "").startswith("*")
+    }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True}
+    )
     assert compiled.asm["cubin"][:4] == b"\x7fELF"
     assert compiled.metadata.shared <= SHARED_BYTES_MAX[capability]
     return compiled
@@ -71,7 +81,9 @@ def test_maxsim(capability: int, fmt: str, d: int, n_query_tokens: int, align_by
     ptx = compile_for(capability, maxsim.maxsim_kernel, types, constants).asm["ptx"]
     uses_tensor_cores = "mma.sync" in ptx or "wgmma" in ptx
     has_whole_values = fmt in ("fp16", "bf16", "int8", "bit1")
-    assert uses_tensor_cores == has_whole_values, "rows of 16 bits and fewer belong on tensor cores; fp32 must not be rounded to TF32"
+    assert uses_tensor_cores == has_whole_values, (
+        "rows of 16 bits and fewer belong on tensor cores; fp32 must not be rounded to TF32"
+    )
     loads_16_bytes = "cp.async.cg" in ptx or "ld.global.v4.b32" in ptx or "ld.global.v2.b64" in ptx
     assert loads_16_bytes or align_bytes < 16
 

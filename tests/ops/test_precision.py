@@ -18,7 +18,9 @@ def settings_as_they_were() -> Iterator[None]:
     before = _settings()
     yield
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = before[1:]
+    torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = before[
+        1:
+    ]
 
 
 @pytest.mark.parametrize("allowed", ["highest", "high", "medium"])
@@ -28,11 +30,18 @@ def test_products_of_attention(monkeypatch: pytest.MonkeyPatch, allowed: str) ->
     product, seen = torch.bmm, []
 
     def watched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        seen.append((torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision))
+        seen.append(
+            (torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision)
+        )
         return product(a, b)
 
     monkeypatch.setattr(torch, "bmm", watched)
-    matrix_attention(torch.ones(1, 2, 8), torch.ones(1, 3, 8), torch.ones(1, 3, 8), torch.ones(1, 1, 3, dtype=torch.bool))
+    matrix_attention(
+        torch.ones(1, 2, 8),
+        torch.ones(1, 3, 8),
+        torch.ones(1, 3, 8),
+        torch.ones(1, 1, 3, dtype=torch.bool),
+    )
     assert seen == [("highest", "ieee")] * 2
     assert _settings() == before
 

@@ -22,9 +22,13 @@ def test_opcheck_maxsim(shape: tuple[int, ...], fmt: str) -> None:
     load_ops()
     records = scatter([integers(count, 16, seed=count) for count in (3, 0, 7)], fmt)
     book = records.codebook
-    tables = {} if book is None else {"centroids": book.centroids, "bucket_weights": book.bucket_weights}
+    tables = (
+        {} if book is None else {"centroids": book.centroids, "bucket_weights": book.bucket_weights}
+    )
     torch.library.opcheck(torch.ops.espnx.maxsim.default, (integers(*shape), *records.args), tables)
-    torch.library.opcheck(torch.ops.espnx.maxsim.default, (integers(*shape), *records.args, 2), tables)
+    torch.library.opcheck(
+        torch.ops.espnx.maxsim.default, (integers(*shape), *records.args, 2), tables
+    )
 
 
 def test_opcheck_crc32c() -> None:
@@ -51,7 +55,9 @@ def test_shapes_and_devices_without_data() -> None:
     meta = torch.device("meta")
     place = torch.empty(11, dtype=torch.int64, device=meta)
     buffer = torch.empty(10**15, dtype=torch.uint8, device=meta)
-    scores = torch.ops.espnx.maxsim(torch.empty(4, 32, 128, device=meta), buffer, place, place, "fp16")
+    scores = torch.ops.espnx.maxsim(
+        torch.empty(4, 32, 128, device=meta), buffer, place, place, "fp16"
+    )
     assert (scores.shape, scores.dtype, scores.device) == ((4, 11), torch.float32, meta)
     found = torch.ops.espnx.distances(torch.empty(4, 96, device=meta), buffer, place, "fp16", "l2")
     assert (found.shape, found.dtype, found.device) == ((4, 11), torch.float32, meta)
@@ -82,7 +88,9 @@ def test_what_another_device_s_kernel_raises_is_not_taken_for_the_caller_s_mista
     there = torch.empty(64, dtype=torch.uint8, device="meta")
     rows = torch.zeros(1, dtype=torch.int64)
     calls = [
-        lambda: attention(torch.empty(1, 1, 1, 8, device="meta"), there, rows.view(1, 1, 1), rows, block_rows=1),
+        lambda: attention(
+            torch.empty(1, 1, 1, 8, device="meta"), there, rows.view(1, 1, 1), rows, block_rows=1
+        ),
         lambda: crc32c_ranges(there, rows, rows),
         lambda: maxsim(torch.empty(1, 8, device="meta"), there, rows, rows),
     ]

@@ -1,34 +1,45 @@
-"""How far two correct versions of an op may differ: the only place in the tests of ops that holds such a number.
+"""How far two correct versions of an op may differ: the only place in the tests of ops that holds
+such a number.
 
-MaxSim in fp32. A sum of n products ``q_k d_k``, in any order, with or without fused multiply-add, is off by at most
-``gamma(n) * sum |q_k| |d_k|``, where ``gamma(n) = n u / (1 - n u)`` and ``u = 2^-24`` (Higham, Accuracy and Stability of Numerical
-Algorithms, section 3.1). A maximum is off by no more than its worst candidate. Adding Lq maxima costs Lq - 1 more roundings. With
-``B = sum over i of max over j of sum |q_ik| |d_jk|``, which is MaxSim of the absolute values, one version is off by at most
-``gamma(d + Lq) * B``, and two versions differ by at most twice that.
+MaxSim in fp32. A sum of n products ``q_k d_k``, in any order, with or without fused multiply-add,
+is off by at most ``gamma(n) * sum |q_k| |d_k|``, where ``gamma(n) = n u / (1 - n u)`` and ``u =
+2^-24`` (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). A maximum is off by
+no more than its worst candidate. Adding Lq maxima costs Lq - 1 more roundings. With ``B = sum over
+i of max over j of sum |q_ik| |d_jk|``, which is MaxSim of the absolute values, one version is off
+by at most ``gamma(d + Lq) * B``, and two versions differ by at most twice that.
 
-Formats with arithmetic in them. An int8 or bit1 value is a product (one rounding), which a fast version may pull out of the sum, where a
-few more are made: 4 roundings in all. A residual value is one sum, the same in every version, divided by the root of d squares: the sum of
-squares is off by ``gamma(d)`` of itself, its root by half of that, and root, reciprocal and product add 3 roundings: ``d / 2 + 4`` in all.
+Formats with arithmetic in them. An int8 or bit1 value is a product (one rounding), which a fast
+version may pull out of the sum, where a few more are made: 4 roundings in all. A residual value is
+one sum, the same in every version, divided by the root of d squares: the sum of squares is off by
+``gamma(d)`` of itself, its root by half of that, and root, reciprocal and product add 3 roundings:
+``d / 2 + 4`` in all.
 
-int8 and bit1 in whole numbers (CPU with VNNI or AMX). A query value is rounded to a multiple of its token's ``peak / 32639``. That is off
-by half a step, and by the roundings of two fp32 factors, ``2^-23`` and ``2^-24`` of at most 32639 steps: by ``(0.5 + 0.006) / 32639``,
-less than ``1 / 64000``, of the peak, for each value of the document. The sums themselves are exact.
+int8 and bit1 in whole numbers (CPU with VNNI or AMX). A query value is rounded to a multiple of its
+token's ``peak / 32639``. That is off by half a step, and by the roundings of two fp32 factors,
+``2^-23`` and ``2^-24`` of at most 32639 steps: by ``(0.5 + 0.006) / 32639``, less than ``1 /
+64000``, of the peak, for each value of the document. The sums themselves are exact.
 
-fp16 and bf16 in bf16 parts (CPU with AMX). The parts hold every bit, and products of parts are exact in fp32. Large products and small
-ones (below ``2^-7`` of B) are summed apart: 2 d and 3 d additions, then one more, so ``2.1 d + Lq + 1`` roundings of B. The product left
-out, of the second part of an fp16 value and the third of the query's, is below ``2^-7 * 2^-17``. AMX takes values below ``2^-126`` for 0.
+fp16 and bf16 in bf16 parts (CPU with AMX). The parts hold every bit, and products of parts are
+exact in fp32. Large products and small ones (below ``2^-7`` of B) are summed apart: 2 d and 3 d
+additions, then one more, so ``2.1 d + Lq + 1`` roundings of B. The product left out, of the second
+part of an fp16 value and the third of the query's, is below ``2^-7 * 2^-17``. AMX takes values
+below ``2^-126`` for 0.
 
-MaxSim on tensor cores (Triton). The hardware adds with truncation instead of rounding: ``u = 2^-23``. For fp16, int8 and bit1 rows the
-query is split in two fp16 parts: 11 bits, then 11 of what is left, so each value is off by at most ``2^-22`` of itself, or by ``2^-36`` of
-its token's largest value where the second part is below fp16's normal range. bf16 rows are multiplied as TF32, which holds them, by a
-query in two TF32 parts: off by ``2^-21`` of each value. The products of the parts are summed apart, which adds one rounding, or two.
+MaxSim on tensor cores (Triton). The hardware adds with truncation instead of rounding: ``u =
+2^-23``. For fp16, int8 and bit1 rows the query is split in two fp16 parts: 11 bits, then 11 of what
+is left, so each value is off by at most ``2^-22`` of itself, or by ``2^-36`` of its token's largest
+value where the second part is below fp16's normal range. bf16 rows are multiplied as TF32, which
+holds them, by a query in two TF32 parts: off by ``2^-21`` of each value. The products of the parts
+are summed apart, which adds one rounding, or two.
 
-Distances. Of whole numbers they are exact until they are rounded, once, so all versions agree. Of floats the reference computes in fp64 and
-rounds once. A squared difference has the rounding of the difference twice, and one of the square: with d - 1 additions and the reference's
-rounding ``gamma(d + 3)`` of the distance, whose terms are all positive. An inner product has ``gamma(d + 1)`` of the products' absolute
-values. Each product below fp32's normal range is off by ``2^-150`` at most.
+Distances. Of whole numbers they are exact until they are rounded, once, so all versions agree. Of
+floats the reference computes in fp64 and rounds once. A squared difference has the rounding of the
+difference twice, and one of the square: with d - 1 additions and the reference's rounding ``gamma(d
++ 3)`` of the distance, whose terms are all positive. An inner product has ``gamma(d + 1)`` of the
+products' absolute values. Each product below fp32's normal range is off by ``2^-150`` at most.
 
-Where inputs are small integers every sum is exact in fp32 and versions must agree bit for bit; most tests of plain formats do that.
+Where inputs are small integers every sum is exact in fp32 and versions must agree bit for bit; most
+tests of plain formats do that.
 """
 
 from __future__ import annotations
@@ -47,14 +58,22 @@ def gamma(n: float, unit_roundoff: float) -> float:
 
 
 def value_roundings(fmt: str, d: int) -> float:
-    """Roundings on the way from a row's bytes to its values, and of what a fast version does instead."""
+    """Roundings on the way from a row's bytes to its values, and of what a fast version does
+    instead."""
     if fmt in ("int8", "bit1"):
         return 4
     return d / 2 + 4 if fmt.startswith("residual") else 0
 
 
-def maxsim_bound(query: torch.Tensor, records: Records, *, tensor_cores: bool = False, cpu_level: str = "portable") -> torch.Tensor:
-    """The largest difference allowed between the op and `maxsim_reference` for each score. Finite inputs, one query ``[Lq, d]``."""
+def maxsim_bound(
+    query: torch.Tensor,
+    records: Records,
+    *,
+    tensor_cores: bool = False,
+    cpu_level: str = "portable",
+) -> torch.Tensor:
+    """The largest difference allowed between the op and `maxsim_reference` for each score. Finite
+    inputs, one query ``[Lq, d]``."""
     n_query_tokens, d = query.shape
     fmt = records.format
     magnitude = _maxsim_of_magnitudes(query.abs(), records)
@@ -69,7 +88,9 @@ def maxsim_bound(query: torch.Tensor, records: Records, *, tensor_cores: bool = 
     elif fmt in ("int8", "bit1") and cpu_level in ("vnni", "amx"):
         bound = bound + peaks / 64000
     elif fmt in ("fp16", "bf16") and cpu_level == "amx":
-        bound = (gamma(roundings, 2.0**-24) + gamma(2.1 * d + n_query_tokens + 1, 2.0**-24) + 2.0**-24) * magnitude
+        bound = (
+            gamma(roundings, 2.0**-24) + gamma(2.1 * d + n_query_tokens + 1, 2.0**-24) + 2.0**-24
+        ) * magnitude
     return torch.where(records.n_tokens > 0, bound, 0.0)
 
 
@@ -77,7 +98,9 @@ def _maxsim_of_magnitudes(query: torch.Tensor, records: Records) -> torch.Tensor
     """MaxSim of ``|document|``."""
     token, d = token_format(records.format), query.shape[-1]
     scores = torch.zeros(len(records.n_tokens))
-    for i, (begin, count) in enumerate(zip(records.offset_bytes.tolist(), records.n_tokens.tolist(), strict=True)):
+    for i, (begin, count) in enumerate(
+        zip(records.offset_bytes.tolist(), records.n_tokens.tolist(), strict=True)
+    ):
         if count:
             rows = records.buffer[begin : begin + count * token.token_row_bytes(d)]
             scores[i] = (query @ token.decode(rows, d, records.codebook).abs().T).amax(dim=-1).sum()
@@ -85,7 +108,8 @@ def _maxsim_of_magnitudes(query: torch.Tensor, records: Records) -> torch.Tensor
 
 
 def distances_bound(query: torch.Tensor, vectors: torch.Tensor, metric: str) -> torch.Tensor:
-    """The largest difference allowed between the op and `distances_reference` for each of ``[n, d]`` vectors. Finite inputs, one query."""
+    """The largest difference allowed between the op and `distances_reference` for each of ``[n,
+    d]`` vectors. Finite inputs, one query."""
     q, v, d = query.double(), vectors.double(), query.shape[-1]
     if metric == "l2":
         bound = gamma(d + 3, 2.0**-24) * ((q - v) ** 2).sum(-1)
@@ -98,6 +122,13 @@ def assert_scores_close(scores: torch.Tensor, expected: torch.Tensor, bound: tor
     """Fails unless every score is within its bound, and infinities and NaNs are the same ones."""
     both_special = (scores == expected) | (scores.isnan() & expected.isnan())
     close = both_special | ((scores - expected).abs() <= bound)
-    worst = ((scores - expected).abs() / bound.clamp_min(1e-45)).nan_to_num().max() if scores.numel() else 0
+    worst = (
+        ((scores - expected).abs() / bound.clamp_min(1e-45)).nan_to_num().max()
+        if scores.numel()
+        else 0
+    )
     assert scores.shape == expected.shape
-    assert bool(close.all()), f"{int((~close).sum())} of {close.numel()} scores differ, at worst {float(worst):.3g} times the bound"
+    assert bool(close.all()), (
+        f"{int((~close).sum())} of {close.numel()} scores differ, at worst {float(worst):.3g} "
+        "times the bound"
+    )

@@ -19,7 +19,10 @@ def corpus(n: int, seed: int = 0, longest: int = 60) -> list[list[str]]:
     random = np.random.default_rng(seed)
     share = 1 / np.arange(1, len(WORDS) + 1) ** 1.05
     share /= share.sum()
-    return [[WORDS[i] for i in random.choice(len(WORDS), random.integers(1, longest), p=share)] for _ in range(n)]
+    return [
+        [WORDS[i] for i in random.choice(len(WORDS), random.integers(1, longest), p=share)]
+        for _ in range(n)
+    ]
 
 
 def numbers_of(segment: Segment, terms: Sequence[str]) -> np.ndarray:
@@ -35,8 +38,11 @@ def plain_absent(rule: BM25, idf: float) -> np.float32:
     return np.float32(idf * rule.delta if rule.variant == "bm25+" else 0.0)
 
 
-def plain_bm25(documents: Sequence[Sequence[str]], query: Sequence[str], rule: BM25) -> tuple[np.ndarray, np.ndarray]:
-    """(numbers, scores float32) of all records that have a term of the query, best first, of equal ones the lower number first."""
+def plain_bm25(
+    documents: Sequence[Sequence[str]], query: Sequence[str], rule: BM25
+) -> tuple[np.ndarray, np.ndarray]:
+    """(numbers, scores float32) of all records that have a term of the query, best first, of equal
+    ones the lower number first."""
     n = len(documents)
     counts = [Counter(document) for document in documents]
     lengths = np.array([len(document) for document in documents], np.int64)
@@ -49,7 +55,9 @@ def plain_bm25(documents: Sequence[Sequence[str]], query: Sequence[str], rule: B
         idf = rule.idf(len(with_term), n)
         absent.append(plain_absent(rule, idf))
         tf = np.array([counts[i][term] for i in with_term])
-        part = np.float64(np.float32(idf)) * rule.part(tf, norms[with_term]) - np.float64(absent[-1])
+        part = np.float64(np.float32(idf)) * rule.part(tf, norms[with_term]) - np.float64(
+            absent[-1]
+        )
         sums[with_term] += part.astype(np.float32)
         has[with_term] = True
     sums += np.array(absent, np.float32).sum()

@@ -24,13 +24,16 @@ from tests.postings.common import corpus, plain_bm25
 def few_files() -> Iterator[None]:
     """64 files at once, and no more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = 64 + len(os.listdir("/proc/self/fd")) - 20  # what the tests themselves have open stays; a program begins with a dozen or two
+    # what the tests themselves have open stays; a program begins with a dozen or two
+    free = 64 + len(os.listdir("/proc/self/fd")) - 20
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(free, hard), hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_many_additions_need_few_files(tmp_path: Path, few_files: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_additions_need_few_files(
+    tmp_path: Path, few_files: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An addition opens what it merges, and nothing else, however many there were before."""
     documents, path, opened = corpus(100, seed=5, longest=9), tmp_path / "x", list[int]()
     plain_open, calls = NativeEngine.open, [0]
@@ -56,7 +59,8 @@ def test_many_additions_need_few_files(tmp_path: Path, few_files: None, monkeypa
             assert found.numbers[row][: len(numbers)].tolist() == numbers.tolist()
             assert found.scores[row][: len(numbers)].tolist() == scores.tolist()
         espnx.postings.compact(path)
-        assert postings.search(documents[:30], k=200).scores.tolist() == found.scores.tolist()  # a reader goes on
+        # a reader goes on
+        assert postings.search(documents[:30], k=200).scores.tolist() == found.scores.tolist()
     with Postings.open(path) as postings:
         assert len(postings.facts.segments) == 1
         assert postings.search(documents[:30], k=200).scores.tolist() == found.scores.tolist()
@@ -79,7 +83,13 @@ def test_too_many_files_names_the_right_command(tmp_path: Path) -> None:
     assert "ulimit -n" in str(compacting.value)
 
 
-def check_program(path: Path, kind: str, alive: dict[str, tuple[int, Any]], queries: list[Any], largest: dict[str, float]) -> None:
+def check_program(
+    path: Path,
+    kind: str,
+    alive: dict[str, tuple[int, Any]],
+    queries: list[Any],
+    largest: dict[str, float],
+) -> None:
     """What the postings hold and find is what the model has."""
     with Postings.open(path) as postings:
         postings.verify()
@@ -90,19 +100,28 @@ def check_program(path: Path, kind: str, alive: dict[str, tuple[int, Any]], quer
         found = postings.search(queries, k=1000)
         for row, query in enumerate(queries):
             hits = {hit.id: hit.score for hit in found[row]}
-            assert list(hits) == [hit.id for hit in sorted(found[row], key=lambda hit: (-hit.score, hit.number))]
+            assert list(hits) == [
+                hit.id for hit in sorted(found[row], key=lambda hit: (-hit.score, hit.number))
+            ]
             if kind == "bm25":
                 order = sorted(alive.values())
                 wanted, scores = plain_bm25([words for _, words in order], query, BM25())
                 names = {number: name for name, (number, _) in alive.items()}
-                assert hits == {names[order[i][0]]: float(score) for i, score in zip(wanted, scores, strict=True)}
+                assert hits == {
+                    names[order[i][0]]: float(score)
+                    for i, score in zip(wanted, scores, strict=True)
+                }
                 continue
             for name, (_, vector) in alive.items():
                 there = [term for term in query if term in vector]
                 assert (name in hits) == bool(there)
                 if there:
                     # A weight is less than one step off, of the coarsest that its list had.
-                    off = sum(query[term] * largest[term] * 2 / 255 for term in there) if kind == "impact" else 0.0
+                    off = (
+                        sum(query[term] * largest[term] * 2 / 255 for term in there)
+                        if kind == "impact"
+                        else 0.0
+                    )
                     exact = sum(query[term] * vector[term] for term in there)
                     assert abs(hits[name] - exact) <= off + 1e-5 * exact
 
@@ -110,7 +129,8 @@ def check_program(path: Path, kind: str, alive: dict[str, tuple[int, Any]], quer
 @pytest.mark.parametrize("kind", ["bm25", "impact", "float"])
 @pytest.mark.parametrize("seed", [int(os.environ.get("ESPNX_SEED", "0"))])
 def test_programs_of_changes(tmp_path: Path, kind: str, seed: int) -> None:
-    """Random changes beside a plain model, by id: additions, replacements, deletions, compactions, readers that stay."""
+    """Random changes beside a plain model, by id: additions, replacements, deletions, compactions,
+    readers that stay."""
     random = np.random.default_rng(seed)
     path, alive, everything = tmp_path / "x", dict[str, tuple[int, Any]](), list[Any]()
 
@@ -136,12 +156,20 @@ def test_programs_of_changes(tmp_path: Path, kind: str, seed: int) -> None:
     readers = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of few weights, many may be below half a step
-        Postings.build(path, **given(first), analyzer="none", **({"exact": True} if kind == "float" else {}))
+        Postings.build(
+            path, **given(first), analyzer="none", **({"exact": True} if kind == "float" else {})
+        )
         take(first)
         for step in range(36):
-            what = random.choice(["add", "add", "add", "replace", "delete", "compact"], p=[0.3, 0.2, 0.2, 0.14, 0.12, 0.04])
+            what = random.choice(
+                ["add", "add", "add", "replace", "delete", "compact"],
+                p=[0.3, 0.2, 0.2, 0.14, 0.12, 0.04],
+            )
             if what in ("add", "replace"):
-                some = [(f"d{next(names)}", record()) for _ in range(int(random.choice([1, 1, 1, 2, 9])))]
+                some = [
+                    (f"d{next(names)}", record())
+                    for _ in range(int(random.choice([1, 1, 1, 2, 9])))
+                ]
                 if what == "replace" and alive:
                     some[0] = str(random.choice(list(alive))), some[0][1]
                     with pytest.raises(errors.InvalidInputError, match="replace=True"):
@@ -162,11 +190,20 @@ def test_programs_of_changes(tmp_path: Path, kind: str, seed: int) -> None:
             if step % 6 == 0:
                 check_program(path, kind, alive, [record() for _ in range(4)], largest)
                 postings = Postings.open(path)
-                readers.append((postings, postings.search(["w1 w2"] if kind == "bm25" else [{"w1": 1.0, "w2": 0.5}], k=1000)))
+                readers.append(
+                    (
+                        postings,
+                        postings.search(
+                            ["w1 w2"] if kind == "bm25" else [{"w1": 1.0, "w2": 0.5}], k=1000
+                        ),
+                    )
+                )
     check_program(path, kind, alive, [record() for _ in range(4)], largest)
     for postings, before in readers:
         with postings:
-            again = postings.search(["w1 w2"] if kind == "bm25" else [{"w1": 1.0, "w2": 0.5}], k=1000)
+            again = postings.search(
+                ["w1 w2"] if kind == "bm25" else [{"w1": 1.0, "w2": 0.5}], k=1000
+            )
             assert again.scores.tolist() == before.scores.tolist()
             assert [hit.id for hit in again[0]] == [hit.id for hit in before[0]]
 
@@ -182,7 +219,8 @@ def test_deletions_of_merged_segments_are_dropped(tmp_path: Path) -> None:
     with Postings.open(path) as postings:
         assert len(postings.facts.segments) == 2
         assert len(postings) == 8
-        assert postings._deletions.n_present == 1  # of the one that was built, which is left as it is
+        # of the one that was built, which is left as it is
+        assert postings._deletions.n_present == 1
         assert postings.search([["a"]], k=20).numbers[0].tolist() == [1, 2, 4, 5, 6, 7, -1, -1]
         assert (postings.search([["b2"]], k=20).numbers == -1).all()
 
@@ -191,4 +229,7 @@ def test_adding_nothing_publishes_nothing(tmp_path: Path) -> None:
     Postings.build(tmp_path / "x", ["a text"])
     before = sorted(os.listdir(tmp_path / "x")), (tmp_path / "x" / "MANIFEST.json").read_bytes()
     assert espnx.postings.add(tmp_path / "x", []).n_records == 0
-    assert (sorted(os.listdir(tmp_path / "x")), (tmp_path / "x" / "MANIFEST.json").read_bytes()) == before
+    assert (
+        sorted(os.listdir(tmp_path / "x")),
+        (tmp_path / "x" / "MANIFEST.json").read_bytes(),
+    ) == before

@@ -1,4 +1,5 @@
-"""Batches of queries whose scans take longer than their reads: deadlines are of reads, and Ctrl-C is heard."""
+"""Batches of queries whose scans take longer than their reads: deadlines are of reads, and Ctrl-C
+is heard."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ def long_lists(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every record has every term: a query scans for milliseconds what a disk reads in one."""
     path = tmp_path_factory.mktemp("batches") / "x"
     weights = np.random.default_rng(0).random(N * TERMS) + 0.01
-    Postings.build(path, vectors=CsrArrays(np.arange(0, N * TERMS + 1, TERMS), np.tile(np.arange(TERMS), N), weights))
+    Postings.build(
+        path,
+        vectors=CsrArrays(
+            np.arange(0, N * TERMS + 1, TERMS), np.tile(np.arange(TERMS), N), weights
+        ),
+    )
     return path
 
 
@@ -52,7 +58,11 @@ def test_a_read_ahead_that_never_ends_meets_the_deadline_of_its_query(long_lists
 
 
 def test_reads_that_are_late_are_waited_for(long_lists: Path) -> None:
-    rules = [FaultRule(fault="delay", operation="read", path="*.postings", nth=27, count=5, value=200_000_000)]
+    rules = [
+        FaultRule(
+            fault="delay", operation="read", path="*.postings", nth=27, count=5, value=200_000_000
+        )
+    ]
     with Postings.open(long_lists) as postings:
         expected = postings.search([QUERY] * 12, threads=1)
     with Postings.open(long_lists, rules=rules) as postings:
@@ -67,7 +77,8 @@ def test_a_batch_can_be_interrupted(long_lists: Path, engine: str, threads: int)
         begun = time.perf_counter()
         expected = postings.search([QUERY] * 4, threads=1)
         n = int(8 / ((time.perf_counter() - begun) / 4)) * threads  # eight seconds' work
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts its children in the background has it ignored
+        # a shell that starts its children in the background has it ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
         begun = time.perf_counter()
         timer.start()

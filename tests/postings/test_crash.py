@@ -1,4 +1,5 @@
-"""kill -9 in every state that the files pass through: there is the version before, or the one after, and a writer goes on from it."""
+"""kill -9 in every state that the files pass through: there is the version before, or the one
+after, and a writer goes on from it."""
 
 from __future__ import annotations
 

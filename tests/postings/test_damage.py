@@ -1,4 +1,5 @@
-"""Every byte of every section, bent; reads that fail; builds that are killed; texts that nobody expects."""
+"""Every byte of every section, bent; reads that fail; builds that are killed; texts that nobody
+expects."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         Postings.build(path, terms=documents)
     else:
         Postings.build(
-            path, vectors=[{word: 1.0 + i % 3 for i, word in enumerate(set(words))} for words in documents], exact=request.param == "float"
+            path,
+            vectors=[
+                {word: 1.0 + i % 3 for i, word in enumerate(set(words))} for words in documents
+            ],
+            exact=request.param == "float",
         )
     espnx.postings.delete(path, [3, 17])
     return path
@@ -41,7 +46,10 @@ def sections_of(path: Path) -> list[dict[str, slice]]:
     """Where the sections of each segment's file lie."""
     with Postings.open(path) as postings:
         return [
-            {name: slice(each.offset_bytes, each.offset_bytes + each.size_bytes) for name, each in segment.sections.items()}
+            {
+                name: slice(each.offset_bytes, each.offset_bytes + each.size_bytes)
+                for name, each in segment.sections.items()
+            }
             for segment in postings.facts.segments
         ]
 
@@ -50,7 +58,10 @@ def read_everything(path: Path) -> list[list[float]]:
     with Postings.open(path) as postings:
         postings.verify()
         queries = [{f"w{i}": 1.0 for i in range(first, first + 20)} for first in range(0, 200, 20)]
-        return [*postings.search(queries, k=20).scores.tolist(), *postings.search(queries, k=20).numbers.tolist()]
+        return [
+            *postings.search(queries, k=20).scores.tolist(),
+            *postings.search(queries, k=20).numbers.tolist(),
+        ]
 
 
 def test_a_flipped_bit_anywhere_is_found(small: Path, tmp_path: Path) -> None:
@@ -63,8 +74,14 @@ def test_a_flipped_bit_anywhere_is_found(small: Path, tmp_path: Path) -> None:
         size = os.stat(small / name).st_size
         places = sorted({0, 5, 9, 13, 60, size - 1, *random.integers(0, size, 12).tolist()})
         (sections,) = sections_of(small)
-        is_used = [not name.endswith(".postings") or any(place in range(size)[each] for each in sections.values()) for place in places]
-        for place in (place for place, used in zip(places, is_used, strict=True) if used and place < size):
+        is_used = [
+            not name.endswith(".postings")
+            or any(place in range(size)[each] for each in sections.values())
+            for place in places
+        ]
+        for place in (
+            place for place, used in zip(places, is_used, strict=True) if used and place < size
+        ):
             bent = tmp_path / "bent"
             shutil.copytree(small, bent)
             data = bytearray((bent / name).read_bytes())
@@ -110,7 +127,10 @@ def test_another_index_in_its_place_is_found(tmp_path: Path) -> None:
     for section in ("lists", "terms", "lengths", "dict"):
         mixed = tmp_path / section
         shutil.copytree(tmp_path / "a", mixed)
-        data, other = bytearray((mixed / "s1.postings").read_bytes()), (tmp_path / "b" / "s1.postings").read_bytes()
+        data, other = (
+            bytearray((mixed / "s1.postings").read_bytes()),
+            (tmp_path / "b" / "s1.postings").read_bytes(),
+        )
         data[a[section]] = other[a[section]]
         (mixed / "s1.postings").write_bytes(bytes(data))
         with pytest.raises(DAMAGED):
@@ -122,7 +142,12 @@ def test_a_read_that_fails_ends_the_query_and_no_other(
     postings_path: Path, documents: list[list[str]], queries: list[list[str]], fault: str
 ) -> None:
     rule = FaultRule(
-        fault=fault, operation="read", path="*.postings", nth=9, count=1 if fault != "short" else -1, value=5 if fault == "error" else 0
+        fault=fault,
+        operation="read",
+        path="*.postings",
+        nth=9,
+        count=1 if fault != "short" else -1,
+        value=5 if fault == "error" else 0,
     )
     with Postings.open(postings_path, rules=[rule]) as postings:
         with pytest.raises((errors.ReadError, *DAMAGED)):
@@ -138,8 +163,13 @@ def test_a_read_that_fails_ends_the_query_and_no_other(
 
 @pytest.mark.parametrize("value", [0, 1, 100, 512, 4095, 5000])
 def test_short_reads_go_on(postings_path: Path, queries: list[list[str]], value: int) -> None:
-    rule = FaultRule(fault="short", operation="read", path="*.postings", probability=0.5, value=value)
-    with Postings.open(postings_path) as plain, Postings.open(postings_path, rules=[rule]) as postings:
+    rule = FaultRule(
+        fault="short", operation="read", path="*.postings", probability=0.5, value=value
+    )
+    with (
+        Postings.open(postings_path) as plain,
+        Postings.open(postings_path, rules=[rule]) as postings,
+    ):
         expected, found = (each.search(queries, k=10) for each in (plain, postings))
     assert found.numbers.tolist() == expected.numbers.tolist()
     assert found.scores.tolist() == expected.scores.tolist()
@@ -152,7 +182,8 @@ def test_a_read_that_never_ends_meets_its_deadline(postings_path: Path) -> None:
     with Postings.open(postings_path, rules=[rule]) as postings:
         with pytest.raises(errors.DeadlineExceededError, match="postings"):
             postings.search([["w1", "w2"]], deadline_s=0.2)
-        again = postings.search([["w1", "w2"]])  # by another queue: the read may still write to its memory
+        # by another queue: the read may still write to its memory
+        again = postings.search([["w1", "w2"]])
         assert again.scores.tolist() == expected.scores.tolist()
 
 
@@ -161,7 +192,12 @@ def test_many_threads_and_a_closed_engine(postings_path: Path, queries: list[lis
         expected = postings.search(queries, k=20).scores.tolist()
         found: list[object] = []
         threads = [
-            threading.Thread(target=lambda: found.append(postings.search(queries, k=20, threads=2).scores.tolist())) for _ in range(6)
+            threading.Thread(
+                target=lambda: found.append(
+                    postings.search(queries, k=20, threads=2).scores.tolist()
+                )
+            )
+            for _ in range(6)
         ]
         for thread in threads:
             thread.start()
@@ -173,8 +209,13 @@ def test_many_threads_and_a_closed_engine(postings_path: Path, queries: list[lis
 
 
 @pytest.mark.parametrize("engine", ["posix", "memory"])
-def test_every_path_finds_the_same(postings_path: Path, queries: list[list[str]], engine: str) -> None:
-    with Postings.open(postings_path) as postings, Postings.open(postings_path, engine=engine) as other:
+def test_every_path_finds_the_same(
+    postings_path: Path, queries: list[list[str]], engine: str
+) -> None:
+    with (
+        Postings.open(postings_path) as postings,
+        Postings.open(postings_path, engine=engine) as other,
+    ):
         assert other.path_of_reads == engine
         for _ in range(2):
             assert other.search(queries).scores.tolist() == postings.search(queries).scores.tolist()
@@ -182,12 +223,24 @@ def test_every_path_finds_the_same(postings_path: Path, queries: list[list[str]]
 
 def test_hostile_texts(tmp_path: Path) -> None:
     long = "x" * 1_000_000
-    texts = ["a\0b nul\0nul", "half \ud800\udfff of a pair", long, "", "e\u0301 \u00e9 \U0001f600\U0001f600 ok", "nul\0nul"]
+    texts = [
+        "a\0b nul\0nul",
+        "half \ud800\udfff of a pair",
+        long,
+        "",
+        "e\u0301 \u00e9 \U0001f600\U0001f600 ok",
+        "nul\0nul",
+    ]
     analyzer = Analyzer(pattern=r"\S+")
     Postings.build(tmp_path / "x", texts, analyzer=analyzer)
     with Postings.open(tmp_path / "x") as postings:
         postings.verify()
-        for number, query in ((0, "a\0b"), (1, "\ud800\udfff"), (2, long), (4, "\U0001f600\U0001f600")):
+        for number, query in (
+            (0, "a\0b"),
+            (1, "\ud800\udfff"),
+            (2, long),
+            (4, "\U0001f600\U0001f600"),
+        ):
             assert postings.search(query).numbers[0].tolist()[:2] == [number, -1]
         assert postings.search("nul\0nul").numbers[0].tolist()[:2] == [5, 0]
         assert (postings.search([long[:-1], "", "\ud800", "nul"]).numbers == -1).all()
@@ -215,7 +268,9 @@ def test_next_to_nothing(tmp_path: Path, n: int) -> None:
     assert (found.numbers[1:] == -1).all()
 
 
-def test_terms_that_share_a_hash_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terms_that_share_a_hash_stay_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With hashes of three bits every look-up finds others: the lists say whose they are."""
     monkeypatch.setattr(stored_terms, "hash_of", lambda data: sum(data) % 5 << 61)
     documents = corpus(200, seed=9, longest=20)
@@ -234,7 +289,9 @@ def test_terms_that_share_a_hash_stay_apart(tmp_path: Path, monkeypatch: pytest.
         espnx.postings.compact(tmp_path / "x")
 
 
-def test_a_word_alone_with_its_hash_is_not_taken_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_alone_with_its_hash_is_not_taken_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stored_terms, "hash_of", lambda data: (data or b"-")[0] << 56)
     Postings.build(tmp_path / "x", terms=[["apple", "beet"], ["beet"]])
     espnx.postings.add(tmp_path / "x", terms=[["ant", "beet"]])
@@ -274,4 +331,7 @@ def test_lists_in_many_pieces() -> None:
     assert isinstance(load_native().decode_list(data[: 960 << 10], 7, 0, n, 5, name, False, 0), str)
     assert isinstance(load_native().decode_list(data, 7, 0, n - 1, 5, name, False, 0), str)
     assert isinstance(load_native().decode_list(data, 7, 0, n, 6, name, False, 0), str)
-    assert load_native().decode_list(data, 7, 0, n, 5, torch.zeros(3, dtype=torch.uint8), False, 0) is None
+    assert (
+        load_native().decode_list(data, 7, 0, n, 5, torch.zeros(3, dtype=torch.uint8), False, 0)
+        is None
+    )

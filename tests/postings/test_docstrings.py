@@ -1,4 +1,5 @@
-"""Real texts, many of them: 50,000 docstrings of installed packages, all five variants beside bm25s. For whoever asks for it:
+"""Real texts, many of them: 50,000 docstrings of installed packages, all five variants beside
+bm25s. For whoever asks for it:
 
 ESPNX_DOCSTRINGS=50000 pytest tests/postings/test_docstrings.py --timeout 1800
 """
@@ -39,7 +40,11 @@ def docstrings(root: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    found = [text for key in ("purelib", "stdlib") for text in islice(docstrings(Path(sysconfig.get_path(key))), COUNT)]
+    found = [
+        text
+        for key in ("purelib", "stdlib")
+        for text in islice(docstrings(Path(sysconfig.get_path(key))), COUNT)
+    ]
     if len(found) < COUNT:
         pytest.skip(f"there are {len(found)} docstrings here")
     return found[:COUNT]
@@ -73,12 +78,16 @@ def tokens(texts: list[str]) -> list[list[str]]:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_best_hundred_are_those_of_bm25s(built: Path, changed: Path, texts: list[str], tokens: list[list[str]], variant: str) -> None:
+def test_the_best_hundred_are_those_of_bm25s(
+    built: Path, changed: Path, texts: list[str], tokens: list[list[str]], variant: str
+) -> None:
     bm25s = pytest.importorskip("bm25s")
     reference = bm25s.BM25(method=variant, k1=1.5, b=0.75, delta=0.5, backend="numpy")
     reference.index(tokens, show_progress=False)
     random = np.random.default_rng(0)
-    queries = [tokens[i][: random.integers(3, 9)] for i in random.integers(0, len(texts), 200).tolist()]
+    queries = [
+        tokens[i][: random.integers(3, 9)] for i in random.integers(0, len(texts), 200).tolist()
+    ]
     for path in (built, changed):
         with Postings.open(path) as postings:
             found = postings.search(queries, K, variant=variant)
@@ -87,6 +96,7 @@ def test_the_best_hundred_are_those_of_bm25s(built: Path, changed: Path, texts: 
             held = found.numbers[row] >= 0
             numbers = found.numbers[row][held]
             assert np.array_equal(scores[numbers], found.scores[row][held])
-            # What bm25s has beyond the last one is no better; of records with none of the terms it knows no end.
+            # What bm25s has beyond the last one is no better; of records with none of the terms it
+            # knows no end.
             best = np.lexsort((np.arange(len(scores)), -scores))[:K]
             assert np.array_equal(best[: len(numbers)], numbers)

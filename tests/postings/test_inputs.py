@@ -1,4 +1,5 @@
-"""What `Postings` takes: numbers of others, collections of any kind, ids and documents; and what it refuses, by type."""
+"""What `Postings` takes: numbers of others, collections of any kind, ids and documents; and what it
+refuses, by type."""
 
 from __future__ import annotations
 
@@ -32,13 +33,19 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_numbers_of_numpy_and_torch(plain: Path) -> None:
     with Postings.open(plain) as postings:
         expected = postings.search("log", 2, k1=0.5, b=0.25)
-        for k, k1, b in ((np.int64(2), np.float32(0.5), np.float64(0.25)), (torch.tensor(2), torch.tensor(0.5), torch.tensor(0.25))):
+        for k, k1, b in (
+            (np.int64(2), np.float32(0.5), np.float64(0.25)),
+            (torch.tensor(2), torch.tensor(0.5), torch.tensor(0.25)),
+        ):
             found = postings.search("log", k, k1=k1, b=b, threads=k, deadline_s=np.float32(30))
             assert found.scores.tolist() == expected.scores.tolist()
             state = postings.begin("log", k)
             assert state.complete()[0].tolist() == expected.numbers[0].tolist()
         for number in (expected.numbers[0, 0], torch.tensor(int(expected.numbers[0, 0]))):
-            assert postings.explain("log", number, k1=np.float32(0.5), b=0.25).score == expected.scores[0, 0]
+            assert (
+                postings.explain("log", number, k1=np.float32(0.5), b=0.25).score
+                == expected.scores[0, 0]
+            )
     assert BM25(k1=np.float32(0.5)) == BM25(k1=0.5)
 
 
@@ -52,7 +59,15 @@ def test_k_is_no_more_than_there_are_records(plain: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{0, 2}, frozenset({0, 2}), range(0, 3, 2), np.array([0, 2], np.uint8), torch.tensor([2, 0]), np.array([True, False, True])]
+    "given",
+    [
+        {0, 2},
+        frozenset({0, 2}),
+        range(0, 3, 2),
+        np.array([0, 2], np.uint8),
+        torch.tensor([2, 0]),
+        np.array([True, False, True]),
+    ],
 )
 def test_filters_are_any_collection(plain: Path, given: Any) -> None:
     with Postings.open(plain) as postings:
@@ -61,13 +76,18 @@ def test_filters_are_any_collection(plain: Path, given: Any) -> None:
         assert postings.search("log the", include=iter([0, 2])).numbers[0].tolist()[:2] == [0, 2]
 
 
-@pytest.mark.parametrize("given", ["0", b"0", 1, 0.5, ["0"], [0.5], [[0]], np.array(3), [3], [-1], [None], [2**70]])
+@pytest.mark.parametrize(
+    "given", ["0", b"0", 1, 0.5, ["0"], [0.5], [[0]], np.array(3), [3], [-1], [None], [2**70]]
+)
 def test_filters_that_are_none(plain: Path, given: Any) -> None:
     with Postings.open(plain) as postings, pytest.raises(errors.InvalidInputError, match="include"):
         postings.search("log", include=given)
 
 
-@pytest.mark.parametrize("given", [None, 3, b"log", ["log", None], ["log", 3], ["log", b"log"], np.float32(1), [{"a": "b"}]])
+@pytest.mark.parametrize(
+    "given",
+    [None, 3, b"log", ["log", None], ["log", 3], ["log", b"log"], np.float32(1), [{"a": "b"}]],
+)
 def test_queries_that_are_none(plain: Path, given: Any) -> None:
     with Postings.open(plain) as postings:
         with pytest.raises(errors.InvalidInputError, match=r"quer|weight"):
@@ -80,14 +100,24 @@ def test_queries_that_are_none(plain: Path, given: Any) -> None:
 def test_names_stand_for_analyzers_and_rules(tmp_path: Path) -> None:
     pytest.importorskip("Stemmer")
     Postings.build(tmp_path / "x", TEXTS, analyzer="english", bm25="bm25+")
-    Postings.build(tmp_path / "y", TEXTS, analyzer=Analyzer(stop_words="english", stemmer="english"), bm25={"variant": "bm25+"})
+    Postings.build(
+        tmp_path / "y",
+        TEXTS,
+        analyzer=Analyzer(stop_words="english", stemmer="english"),
+        bm25={"variant": "bm25+"},
+    )
     with Postings.open(tmp_path / "x") as x, Postings.open(tmp_path / "y") as y:
         assert x.facts.analyzer == y.facts.analyzer
         assert x.facts.bm25 == y.facts.bm25 == BM25("bm25+")
     wrong: list[dict[str, Any]] = [
-        {"analyzer": "elvish"}, {"analyzer": 3}, {"bm25": "bm26"}, {"bm25": 3}, {"bm25": {"k2": 1}}, {"bm25": {"k1": "a"}},
+        {"analyzer": "elvish"},
+        {"analyzer": 3},
+        {"bm25": "bm26"},
+        {"bm25": 3},
+        {"bm25": {"k2": 1}},
+        {"bm25": {"k1": "a"}},
         {"bm25": {"variant": []}},
-    ]  # fmt: skip
+    ]
     for options in wrong:
         with pytest.raises(errors.InvalidInputError):
             Postings.build(tmp_path / "z", TEXTS, **options)
@@ -109,7 +139,9 @@ def test_a_collection_takes_what_postings_take(tmp_path: Path) -> None:
     with Postings.open(tmp_path / "one") as one, SplitPostings(iter(paths)) as split:
         assert split.facts.analyzer == one.facts.analyzer
         assert split.facts.bm25 == one.facts.bm25 == BM25("bm25+", k1=0.5)
-        expected, found = (each.search("who writes logs?", np.int64(5), include={1, 0}) for each in (one, split))
+        expected, found = (
+            each.search("who writes logs?", np.int64(5), include={1, 0}) for each in (one, split)
+        )
         assert found.numbers.tolist() == expected.numbers.tolist()
         assert found.scores.tolist() == expected.scores.tolist()
 
@@ -124,15 +156,27 @@ def records() -> dict[str, dict[str, Any]]:
     return {
         "pairs": {"texts": list(zip(IDS, TEXTS, strict=True))},
         "mapping": {"texts": dict(zip(IDS, TEXTS, strict=True))},
-        "mappings": {"texts": [{"id": i, "text": text} for i, text in zip(IDS, TEXTS, strict=True)]},
-        "titles": {"texts": ({"_id": i, "title": text[:3], "text": text[4:]} for i, text in zip(IDS, TEXTS, strict=True))},
-        "documents": {"texts": [espnx.Document(i, text) for i, text in zip(IDS, TEXTS, strict=True)]},
+        "mappings": {
+            "texts": [{"id": i, "text": text} for i, text in zip(IDS, TEXTS, strict=True)]
+        },
+        "titles": {
+            "texts": (
+                {"_id": i, "title": text[:3], "text": text[4:]}
+                for i, text in zip(IDS, TEXTS, strict=True)
+            )
+        },
+        "documents": {
+            "texts": [espnx.Document(i, text) for i, text in zip(IDS, TEXTS, strict=True)]
+        },
         "beside": {"texts": iter(TEXTS), "ids": iter(IDS)},
         "numpy": {"texts": [("a", TEXTS[0]), ("b", TEXTS[1]), (np.int64(7), TEXTS[2])]},
         "terms": {"terms": list(zip(IDS, terms, strict=True))},
         "terms beside": {"terms": terms, "ids": IDS},
         "vectors": {"vectors": list(zip(IDS, vectors, strict=True))},
-        "arrays": {"vectors": CsrArrays(np.array([0, 1, 2, 3]), np.array([5, 5, 6]), np.ones(3)), "ids": IDS},
+        "arrays": {
+            "vectors": CsrArrays(np.array([0, 1, 2, 3]), np.array([5, 5, 6]), np.ones(3)),
+            "ids": IDS,
+        },
     }
 
 
@@ -146,7 +190,10 @@ def test_ids_in_every_way(tmp_path: Path, way: str) -> None:
         assert ("a" in postings, "7" in postings, None in postings) == (True, False, False)
         query = {"5": 1.0} if way == "arrays" else {"log": 1.0} if "vectors" in given else ("log",)
         (hits,) = postings.search(query)
-        assert sorted((hit.id, hit.number, hit.text) for hit in hits) == [("a", 0, None), ("b", 1, None)]
+        assert sorted((hit.id, hit.number, hit.text) for hit in hits) == [
+            ("a", 0, None),
+            ("b", 1, None),
+        ]
         assert [hit.id for hit in postings.search(query, include={"b", 7, "unknown"})[0]] == ["b"]
         assert [hit.id for hit in postings.search(query, exclude=np.array(["b"]))[0]] == ["a"]
         assert [hit.id for hit in postings.search(query, include=[False, True, True])[0]] == ["b"]
@@ -156,9 +203,13 @@ def test_ids_in_every_way(tmp_path: Path, way: str) -> None:
 
 def test_a_corpus_with_its_texts(tmp_path: Path) -> None:
     source = tmp_path / "c.jsonl"
-    source.write_text("".join(json.dumps({"id": f"d{i}", "text": text}) + "\n" for i, text in enumerate(TEXTS)))
+    source.write_text(
+        "".join(json.dumps({"id": f"d{i}", "text": text}) + "\n" for i, text in enumerate(TEXTS))
+    )
     Postings.build(tmp_path / "x", espnx.read_corpus(source), keep_texts=True)
-    report = espnx.postings.add(tmp_path / "x", [("d1", "a log"), ("d3", "half \ud800 of a pair")], replace=True)
+    report = espnx.postings.add(
+        tmp_path / "x", [("d1", "a log"), ("d3", "half \ud800 of a pair")], replace=True
+    )
     assert (report.n_replaced, report.n_records) == (1, 2)
     espnx.postings.compact(tmp_path / "x")
     with Postings.open(tmp_path / "x") as postings:
@@ -245,9 +296,16 @@ def test_what_bm25s_has_cut(tmp_path: Path) -> None:
     Postings.build(tmp_path / "x", cut)
     Postings.build(tmp_path / "y", terms=cut)
     Postings.build(tmp_path / "z", TEXTS)
-    with Postings.open(tmp_path / "x") as x, Postings.open(tmp_path / "y") as y, Postings.open(tmp_path / "z") as z:
+    with (
+        Postings.open(tmp_path / "x") as x,
+        Postings.open(tmp_path / "y") as y,
+        Postings.open(tmp_path / "z") as z,
+    ):
         wanted = z.search(["log disk", "the"])
-        for found in (x.search(bm25s.tokenize(["log disk", "the"], stopwords=None, show_progress=False)), y.search(["log disk", "the"])):
+        for found in (
+            x.search(bm25s.tokenize(["log disk", "the"], stopwords=None, show_progress=False)),
+            y.search(["log disk", "the"]),
+        ):
             assert found.scores.tolist() == wanted.scores.tolist()
     with pytest.raises(errors.InvalidInputError, match="no word's"):
         Postings.build(tmp_path / "w", Tokenized([[5]], {"log": 0}))
@@ -267,7 +325,11 @@ def forge(path: Path, change: Any) -> None:
     with NativeEngine() as engine:
         fields = read_manifest(engine, path, "espnx-postings", 2)
         change(fields)
-        kept = {name: value for name, value in fields.items() if name not in ("magic", "version", "byte_order")}
+        kept = {
+            name: value
+            for name, value in fields.items()
+            if name not in ("magic", "version", "byte_order")
+        }
         write_manifest(engine, path, "espnx-postings", 2, kept)
 
 
@@ -282,7 +344,12 @@ FORGERIES: list[tuple[str, Any]] = [
     ("a name", lambda f: f["segments"][0].update(name="other")),
     ("a path", lambda f: f["segments"][0].update(name="../s1")),
     ("a long section", lambda f: f["segments"][0]["sections"].update(dict=[2**52, 0])),
-    ("a longer section", lambda f: f["segments"][0]["sections"]["lists"].__setitem__(0, f["segments"][0]["sections"]["lists"][0] + 64)),
+    (
+        "a longer section",
+        lambda f: f["segments"][0]["sections"]["lists"].__setitem__(
+            0, f["segments"][0]["sections"]["lists"][0] + 64
+        ),
+    ),
     ("no section", lambda f: f["segments"][0]["sections"].pop("terms")),
     ("one section more", lambda f: f["segments"][0]["sections"].update(rows=[0, 0])),
     ("a section of nothing", lambda f: f["segments"][0]["sections"].update(terms=[])),
@@ -296,7 +363,9 @@ FORGERIES: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("what", "change"), FORGERIES, ids=[name for name, _ in FORGERIES])
-def test_a_forged_manifest_is_refused_before_it_takes_memory(tmp_path: Path, what: str, change: Any) -> None:
+def test_a_forged_manifest_is_refused_before_it_takes_memory(
+    tmp_path: Path, what: str, change: Any
+) -> None:
     path = tmp_path / "x"
     Postings.build(path, TEXTS)
     espnx.postings.add(path, ["more of it"])
@@ -307,12 +376,21 @@ def test_a_forged_manifest_is_refused_before_it_takes_memory(tmp_path: Path, wha
     forge(path, change)
     there = sorted(each.name for each in path.iterdir())
     for use in (lambda: Postings.open(path), lambda: espnx.postings.compact(path)):
-        with pytest.raises((errors.FormatError, errors.TruncatedFileError, errors.FileMissingError, errors.ChecksumError)):
+        with pytest.raises(
+            (
+                errors.FormatError,
+                errors.TruncatedFileError,
+                errors.FileMissingError,
+                errors.ChecksumError,
+            )
+        ):
             use()
     assert sorted(each.name for each in path.iterdir()) == there
 
 
-def test_ids_whose_hashes_are_alike_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_whose_hashes_are_alike_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = rows.id_hash
     monkeypatch.setattr(rows, "id_hash", lambda identifier: whole(identifier) % 4)
     named = [(f"d{i}" if i % 2 else i, f"w{i} w{i % 5}") for i in range(40)]
@@ -323,4 +401,6 @@ def test_ids_whose_hashes_are_alike_are_told_apart(tmp_path: Path, monkeypatch: 
             espnx.postings.add(tmp_path / "x", given)
     with Postings.open(tmp_path / "x") as postings:
         postings.verify()
-        assert postings.numbers([name for name, _ in named]).tolist() == [{3: 40, 4: 41}.get(i, i) for i in range(40)]
+        assert postings.numbers([name for name, _ in named]).tolist() == [
+            {3: 40, 4: 41}.get(i, i) for i in range(40)
+        ]

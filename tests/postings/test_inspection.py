@@ -29,7 +29,9 @@ def test_explanations_add_up(tmp_path: Path, variant: str) -> None:
                 total = np.float32(0)
                 for each in explained.terms:
                     total = np.float32(total + np.float32(each.score))
-                assert np.float32(total + np.float32(explained.constant)) == (explained.score or np.float32(explained.constant))
+                assert np.float32(total + np.float32(explained.constant)) == (
+                    explained.score or np.float32(explained.constant)
+                )
                 assert f"record {number}" in explained.summary()
 
 
@@ -57,13 +59,19 @@ def test_a_deleted_record_is_not_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["counts", "vectors"])
-def test_a_term_of_the_same_hash_explains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_term_of_the_same_hash_explains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     whole = stored_terms.hash_of
-    monkeypatch.setattr(stored_terms, "hash_of", lambda data: whole(b"log" if data == b"unknown" else data))
+    monkeypatch.setattr(
+        stored_terms, "hash_of", lambda data: whole(b"log" if data == b"unknown" else data)
+    )
     if kind == "counts":
         Postings.build(tmp_path / "x", ["disk log", "page", "disk"])
     else:
-        Postings.build(tmp_path / "x", vectors=[{"disk": 2.0, "log": 0.5}, {"page": 1.0}, {"disk": 1.0}])
+        Postings.build(
+            tmp_path / "x", vectors=[{"disk": 2.0, "log": 0.5}, {"page": 1.0}, {"disk": 1.0}]
+        )
     with Postings.open(tmp_path / "x") as postings:
         query = ("disk", "unknown") if kind == "counts" else {"disk": 1.0, "unknown": 1.0}
         explained = postings.explain(query, 0, variant="bm25l")
@@ -72,7 +80,9 @@ def test_a_term_of_the_same_hash_explains_nothing(tmp_path: Path, monkeypatch: p
         assert [each.term for each in explained.terms] == ["disk"]
 
 
-def test_an_analyzer_of_other_stop_words_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_analyzer_of_other_stop_words_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Postings.build(tmp_path / "x", ["the log is written"], analyzer=Analyzer(stop_words="english"))
     with Postings.open(tmp_path / "x") as postings:
         assert postings.facts.analyzer == Analyzer(stop_words="english")
@@ -132,7 +142,14 @@ def test_lines_of_vectors(tmp_path: Path) -> None:
     path = tmp_path / "v.jsonl"
     path.write_text('{"id": "a", "vector": {"log": 1.5, "disk": 2}}\n\n{"vector": {}}\n')
     assert list(read_vector_lines(path)) == [("a", {"log": 1.5, "disk": 2.0}), ("1", {})]
-    for bad in ('{"id": 1}', '{"vector": {"a": -1}}', '{"vector": {"a": true}}', "[]", "{", json.dumps({"id": [], "vector": {}})):
+    for bad in (
+        '{"id": 1}',
+        '{"vector": {"a": -1}}',
+        '{"vector": {"a": true}}',
+        "[]",
+        "{",
+        json.dumps({"id": [], "vector": {}}),
+    ):
         path.write_text(bad + "\n")
         with pytest.raises(errors.FormatError, match="line 1 of vectors"):
             list(read_vector_lines(path))

@@ -1,4 +1,5 @@
-"""What posting lists will take, against what they took: texts whose words follow Zipf's law, and sparse vectors."""
+"""What posting lists will take, against what they took: texts whose words follow Zipf's law, and
+sparse vectors."""
 
 from __future__ import annotations
 
@@ -26,15 +27,23 @@ def records() -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
-def test_sizes_are_those_of_a_build(records: list[np.ndarray], is_weighted: bool, folder: Path) -> None:
+def test_sizes_are_those_of_a_build(
+    records: list[np.ndarray], is_weighted: bool, folder: Path
+) -> None:
     """Of memory nearly to the byte (a few terms are drawn by nobody); of lists within a tenth."""
     random = np.random.default_rng(1)
     if is_weighted:
         built = espnx.Postings.build(
-            folder / "p", vectors=[{f"t{term}": float(random.random()) + 0.1 for term in each} for each in records]
+            folder / "p",
+            vectors=[
+                {f"t{term}": float(random.random()) + 0.1 for term in each} for each in records
+            ],
         )
     else:
-        texts = [[f"t{term}" for term in np.repeat(each, random.geometric(0.7, len(each)))] for each in records]
+        texts = [
+            [f"t{term}" for term in np.repeat(each, random.geometric(0.7, len(each)))]
+            for each in records
+        ]
         built = espnx.Postings.build(folder / "p", terms=texts)
     plan = plan_postings(N, TERMS, n_terms=VOCABULARY, is_weighted=is_weighted)
     assert plan.n_postings == built.n_postings
@@ -42,7 +51,9 @@ def test_sizes_are_those_of_a_build(records: list[np.ndarray], is_weighted: bool
     assert plan.disk["total_bytes"] == pytest.approx(built.size_bytes, rel=0.1)
 
 
-@pytest.mark.parametrize(("n_records", "terms", "n_terms"), [(0, 5, 10), (5, 0, 10), (5, 11, 10), (2**31, 5, None)])
+@pytest.mark.parametrize(
+    ("n_records", "terms", "n_terms"), [(0, 5, 10), (5, 0, 10), (5, 11, 10), (2**31, 5, None)]
+)
 def test_refused(n_records: int, terms: int, n_terms: int | None) -> None:
     with pytest.raises(errors.InvalidInputError):
         plan_postings(n_records, terms, n_terms=n_terms)
@@ -51,7 +62,11 @@ def test_refused(n_records: int, terms: int, n_terms: int | None) -> None:
 def test_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--postings", "1000000", "--json", "-"]) == 0
     found = strict_json(capsys.readouterr().out)
-    assert (found["assumed"], found["inputs"]["terms"], found["n_postings"]) == (["terms", "vocabulary"], 50, 50_000_000)
+    assert (found["assumed"], found["inputs"]["terms"], found["n_postings"]) == (
+        ["terms", "vocabulary"],
+        50,
+        50_000_000,
+    )
     assert main(["plan", "--postings", "1000000", "--weights", "--terms", "100"]) == 0
     out = capsys.readouterr().out
     assert "100 terms each" in out

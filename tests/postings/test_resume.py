@@ -1,4 +1,5 @@
-"""Builds that were interrupted: the next attempt goes on from the runs that it finds, and what comes out is the same, byte for byte."""
+"""Builds that were interrupted: the next attempt goes on from the runs that it finds, and what
+comes out is the same, byte for byte."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from tests.sweeps import in_steps
 
 MEMORY = 1 << 20
 RECORDS = corpus(500, seed=1, longest=120)
-VECTORS = [{term: 0.5 + len(term) + i % 7 for term in set(record)} for i, record in enumerate(RECORDS)]
+VECTORS = [
+    {term: 0.5 + len(term) + i % 7 for term in set(record)} for i, record in enumerate(RECORDS)
+]
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -62,7 +65,8 @@ class Told:
 
 
 def built(path: Path, **given: Any) -> tuple[dict[str, bytes], int]:
-    """The files, and how many records an attempt before had left; beside them those of a build at once, with the same salt."""
+    """The files, and how many records an attempt before had left; beside them those of a build at
+    once, with the same salt."""
     told = Told()
     Postings.build(path, **given, memory_bytes=MEMORY, progress=told)
     with Postings.open(path) as postings:
@@ -74,10 +78,14 @@ def built(path: Path, **given: Any) -> tuple[dict[str, bytes], int]:
 
 
 @in_steps(3)
-def test_killed_at_any_moment_it_goes_on(folder: Path, open_forks: Callable[[str], Forks], step: int) -> None:
+def test_killed_at_any_moment_it_goes_on(
+    folder: Path, open_forks: Callable[[str], Forks], step: int
+) -> None:
     processes = open_forks("tests.postings.zygote")
     spooled(folder / "whole")
-    states = moments(processes, folder / "note", [folder / "new"], path=folder / "new", what="spooled")
+    states = moments(
+        processes, folder / "note", [folder / "new"], path=folder / "new", what="spooled"
+    )
     assert len(states) > 30
     for moment in [*states[:-6:step], *states[-6:]]:
         path = folder / f"at{moment}"
@@ -95,7 +103,12 @@ def test_killed_at_any_moment_it_goes_on(folder: Path, open_forks: Callable[[str
 def test_what_was_sorted_is_not_sorted_again(tmp_path: Path, as_iterator: bool) -> None:
     interrupted(tmp_path / "x", 400, terms=RECORDS)
     told = Told()
-    Postings.build(tmp_path / "x", terms=iter(RECORDS) if as_iterator else RECORDS, memory_bytes=MEMORY, progress=told)
+    Postings.build(
+        tmp_path / "x",
+        terms=iter(RECORDS) if as_iterator else RECORDS,
+        memory_bytes=MEMORY,
+        progress=told,
+    )
     assert 100 < told.kept < 400
 
 
@@ -115,7 +128,10 @@ def test_rows_go_on_too(tmp_path: Path) -> None:
     indptr = np.concatenate([[0], np.cumsum(counts)])
     indices = np.concatenate([random.choice(500, count, replace=False) for count in counts])
     rows = CsrArrays(indptr, indices, random.random(len(indices)) + 0.01)
-    with patch("espnx.postings.build.builder.merge_runs", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with (
+        patch("espnx.postings.build.builder.merge_runs", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
         Postings.build(tmp_path / "x", vectors=rows, memory_bytes=MEMORY)
     assert built(tmp_path / "x", vectors=rows)[1] == len(counts)
 
@@ -138,7 +154,11 @@ def test_a_shorter_input_keeps_no_more_than_it_has(tmp_path: Path) -> None:
 def test_runs_may_be_of_other_sizes(tmp_path: Path, memory: int) -> None:
     interrupted(tmp_path / "x", 400, terms=RECORDS)
     with pytest.raises(KeyboardInterrupt):
-        Postings.build(tmp_path / "x", terms=cut_short([*RECORDS[:150], *RECORDS[:350]], 450), memory_bytes=memory)
+        Postings.build(
+            tmp_path / "x",
+            terms=cut_short([*RECORDS[:150], *RECORDS[:350]], 450),
+            memory_bytes=memory,
+        )
     built(tmp_path / "x", terms=RECORDS)
 
 
@@ -182,14 +202,26 @@ def test_what_fits_in_memory_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_the_spool_is_as_large_as_was_said(tmp_path: Path) -> None:
-    for name, given, each in (("terms", {"terms": RECORDS}, 8), ("vectors", {"vectors": VECTORS}, 20)):
+    for name, given, each in (
+        ("terms", {"terms": RECORDS}, 8),
+        ("vectors", {"vectors": VECTORS}, 20),
+    ):
         said = estimate_spool(**given, memory_bytes=1 << 18)  # type: ignore[arg-type]
         told = Told()
         report = Postings.build(tmp_path / name, **given, memory_bytes=MEMORY, progress=told)  # type: ignore[arg-type]
-        assert (said.n_records, said.n_postings, said.size_bytes) == (500, report.n_postings, each * report.n_postings)
+        assert (said.n_records, said.n_postings, said.size_bytes) == (
+            500,
+            report.n_postings,
+            each * report.n_postings,
+        )
         assert told.last["bytes of the spool"] >= 8 * report.n_postings  # and the terms of each run
     assert estimate_spool(terms=RECORDS).size_bytes == 0
-    assert estimate_spool(1000, texts=(text for text in ["w1 w2", "w1 w1"]), memory_bytes=1 << 16).n_postings == 1500
+    assert (
+        estimate_spool(
+            1000, texts=(text for text in ["w1 w2", "w1 w1"]), memory_bytes=1 << 16
+        ).n_postings
+        == 1500
+    )
     many = [["a"]] * 3000 + [["a", "b", "c"]] * 1000
     assert estimate_spool(terms=many).n_postings == 6000  # records from everywhere are looked at
     rows = CsrArrays(np.array([0, 2, 3]), np.array([0, 1, 0]), np.ones(3))
@@ -212,7 +244,8 @@ def test_a_folder_of_a_user_called_work_is_refused(tmp_path: Path, n_parts: int)
         else:
             espnx.postings.build_split(paths, terms=RECORDS)
     assert (paths[-1] / WORK / "thesis" / "chapter").read_text() == "years"
-    assert n_parts == 1 or list((paths[0] / WORK).glob("run_*"))  # refused before anything is removed
+    # refused before anything is removed
+    assert n_parts == 1 or list((paths[0] / WORK).glob("run_*"))
 
 
 def test_changes_leave_a_folder_of_a_user_alone(tmp_path: Path) -> None:
@@ -221,6 +254,7 @@ def test_changes_leave_a_folder_of_a_user_alone(tmp_path: Path) -> None:
     (tmp_path / "x" / WORK / "notes").write_text("years")
     espnx.postings.add(tmp_path / "x", terms=RECORDS[:10])
     assert (tmp_path / "x" / WORK / "notes").read_text() == "years"
-    (tmp_path / "x" / WORK / "notes").rename(tmp_path / "x" / WORK / "job.json")  # what a build may have left
+    # what a build may have left
+    (tmp_path / "x" / WORK / "notes").rename(tmp_path / "x" / WORK / "job.json")
     espnx.postings.delete(tmp_path / "x", [3])
     assert not (tmp_path / "x" / WORK).exists()

@@ -26,7 +26,12 @@ def check(found: Found, row: int, numbers: np.ndarray, scores: np.ndarray) -> No
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("k1", "b"), [(1.5, 0.75), (0.9, 0.4), (0.01, 0.0), (2.0, 1.0)])
 def test_scores_are_those_of_bm25s_to_the_bit(
-    postings_path: Path, documents: list[list[str]], queries: list[list[str]], variant: str, k1: float, b: float
+    postings_path: Path,
+    documents: list[list[str]],
+    queries: list[list[str]],
+    variant: str,
+    k1: float,
+    b: float,
 ) -> None:
     bm25s = pytest.importorskip("bm25s")
     reference = bm25s.BM25(method=variant, k1=k1, b=b, delta=0.5, backend="numpy")
@@ -52,22 +57,41 @@ def test_the_best_are_those_of_the_plain_reference(
 
 def test_terms_are_those_of_bm25s() -> None:
     bm25s, stemmers = pytest.importorskip("bm25s"), pytest.importorskip("Stemmer")
-    texts = ["The quick brown fox's jumping, over 2 lazy dogs!", "Überraschung: naïve ÉTUDES running_fast", "", "a b c", "of the and"]
-    for stop_words, stemmer in (((), None), ("english", None), ("english", "english"), ((), "german")):
+    texts = [
+        "The quick brown fox's jumping, over 2 lazy dogs!",
+        "Überraschung: naïve ÉTUDES running_fast",
+        "",
+        "a b c",
+        "of the and",
+    ]
+    for stop_words, stemmer in (
+        ((), None),
+        ("english", None),
+        ("english", "english"),
+        ((), "german"),
+    ):
         stem = stemmers.Stemmer(stemmer) if stemmer else None
-        expected = bm25s.tokenize(texts, stopwords=stop_words or None, stemmer=stem, return_ids=False, show_progress=False)
+        expected = bm25s.tokenize(
+            texts, stopwords=stop_words or None, stemmer=stem, return_ids=False, show_progress=False
+        )
         analyzer = Analyzer(stop_words=stop_words, stemmer=stemmer)
         assert [analyzer.terms(text) for text in texts] == expected
 
 
-def test_partial_results_come_before_complete_ones(postings_path: Path, documents: list[list[str]], queries: list[list[str]]) -> None:
+def test_partial_results_come_before_complete_ones(
+    postings_path: Path, documents: list[list[str]], queries: list[list[str]]
+) -> None:
     query = next(query for query in queries if len(query) >= 4)
     with Postings.open(postings_path) as postings:
         state = postings.begin(query, k=20)
         for n_lists in range(1, state.n_lists + 1):
             sizes = state.list_bytes
             numbers, scores = state.partial(sizes[:n_lists].sum() / sizes.sum())
-            expected = plain_bm25(documents, [term for term in query if any(term in each for each in documents)][:n_lists], BM25())
+            expected = plain_bm25(
+                documents,
+                [term for term in query if any(term in each for each in documents)][:n_lists],
+                BM25(),
+            )
             assert numbers.tolist() == expected[0][:20].tolist()
             assert scores.tolist() == expected[1][:20].tolist()
         complete = state.complete()
@@ -76,7 +100,9 @@ def test_partial_results_come_before_complete_ones(postings_path: Path, document
     assert complete[1].tolist() == whole.scores[0].tolist()
 
 
-def test_filters_leave_the_scores_of_others_alone(postings_path: Path, documents: list[list[str]], queries: list[list[str]]) -> None:
+def test_filters_leave_the_scores_of_others_alone(
+    postings_path: Path, documents: list[list[str]], queries: list[list[str]]
+) -> None:
     marked = np.random.default_rng(5).random(len(documents)) < 0.3
     with Postings.open(postings_path) as postings:
         by_mask = postings.search(queries, k=50, include=marked)
@@ -99,10 +125,14 @@ def test_one_request_for_each_list(postings_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("k1", [0.0, 1e-9])
-def test_where_counts_and_lengths_are_worth_nothing(postings_path: Path, documents: list[list[str]], variant: str, k1: float) -> None:
+def test_where_counts_and_lengths_are_worth_nothing(
+    postings_path: Path, documents: list[list[str]], variant: str, k1: float
+) -> None:
     """k1 and delta of 0: whoever has a term gets its idf, whoever has not gets nothing."""
     with Postings.open(postings_path) as postings:
-        found = postings.search([["w3"]], k=len(documents), variant=variant, k1=k1, b=0.0, delta=0.0)
+        found = postings.search(
+            [["w3"]], k=len(documents), variant=variant, k1=k1, b=0.0, delta=0.0
+        )
     has = [i for i, document in enumerate(documents) if "w3" in document]
     idf = BM25(variant).idf(len(has), len(documents))
     assert sorted(found.numbers[0, : len(has)].tolist()) == has
@@ -110,7 +140,9 @@ def test_where_counts_and_lengths_are_worth_nothing(postings_path: Path, documen
     assert (found.numbers[0, len(has) :] == -1).all()
 
 
-def test_norms_are_those_of_the_rule_whatever_other_threads_ask_for(postings_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_are_those_of_the_rule_whatever_other_threads_ask_for(
+    postings_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Postings.open(postings_path) as postings:
         held, own, other = postings.searcher.collection, BM25(b=0.0), BM25(b=1.0)
         [right] = held.norms(own)
@@ -127,7 +159,15 @@ def test_norms_are_those_of_the_rule_whatever_other_threads_ask_for(postings_pat
         assert found.tolist() != held.norms(other)[0].tolist()
 
 
-@pytest.mark.parametrize("given", [{"terms": ["the log"]}, {"terms": "log"}, {"texts": "the log"}, {"terms": [["a"], b"the log"]}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"terms": ["the log"]},
+        {"terms": "log"},
+        {"texts": "the log"},
+        {"terms": [["a"], b"the log"]},
+    ],
+)
 def test_a_text_in_the_place_of_a_list_is_refused(tmp_path: Path, given: dict[str, Any]) -> None:
     with pytest.raises(errors.InvalidInputError, match="record"):
         Postings.build(tmp_path / "x", **given)
@@ -147,6 +187,11 @@ def test_a_text_in_the_place_of_a_list_is_refused(tmp_path: Path, given: dict[st
         ([["a"]], {"threads": 0}, "threads"),
     ],
 )
-def test_wrong_arguments_are_refused(postings_path: Path, queries: list[object], options: dict[str, object], match: str) -> None:
-    with Postings.open(postings_path) as postings, pytest.raises(errors.InvalidInputError, match=match):
+def test_wrong_arguments_are_refused(
+    postings_path: Path, queries: list[object], options: dict[str, object], match: str
+) -> None:
+    with (
+        Postings.open(postings_path) as postings,
+        pytest.raises(errors.InvalidInputError, match=match),
+    ):
         postings.search(queries, **options)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Collections over several directories: what they find is what one index finds, and bm25s, bit for bit; what crosses links, by the byte."""
+"""Collections over several directories: what they find is what one index finds, and bm25s, bit for
+bit; what crosses links, by the byte."""
 
 from __future__ import annotations
 
@@ -28,9 +29,15 @@ def directories(folder: Path, count: int) -> list[Path]:
 
 
 @pytest.fixture(
-    scope="module", params=[(placement, count) for placement in PLACEMENTS for count in (1, 2, 4, 8)], ids=lambda each: f"{each}"
+    scope="module",
+    params=[(placement, count) for placement in PLACEMENTS for count in (1, 2, 4, 8)],
+    ids=lambda each: f"{each}",
 )
-def split(request: pytest.FixtureRequest, documents: list[list[str]], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def split(
+    request: pytest.FixtureRequest,
+    documents: list[list[str]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[Path]:
     placement, count = request.param
     paths = directories(tmp_path_factory.mktemp("split"), count)
     build_split(paths, terms=documents, placement=placement)
@@ -45,14 +52,19 @@ def assert_same(found: espnx.postings.Found, wanted: espnx.postings.Found) -> No
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_results_are_those_of_one_index_and_of_bm25s(
-    split: list[Path], postings_path: Path, documents: list[list[str]], queries: list[list[str]], variant: str
+    split: list[Path],
+    postings_path: Path,
+    documents: list[list[str]],
+    queries: list[list[str]],
+    variant: str,
 ) -> None:
     asked = [*queries, ["no such term"], [], ["w3", "w3", "w1999", "w3"]]
     with SplitPostings(split[::-1]) as postings, Postings.open(postings_path) as one:
         assert len(postings) == len(documents)
         for k in (1, 100, len(documents) + 7):
             assert_same(
-                found := postings.search(asked, k=k, variant=variant, k1=0.9, b=0.4), one.search(asked, k, variant=variant, k1=0.9, b=0.4)
+                found := postings.search(asked, k=k, variant=variant, k1=0.9, b=0.4),
+                one.search(asked, k, variant=variant, k1=0.9, b=0.4),
             )
     bm25s = pytest.importorskip("bm25s")
     reference = bm25s.BM25(method=variant, k1=0.9, b=0.4, delta=0.5, backend="numpy")
@@ -72,9 +84,17 @@ def test_weights_filters_and_terms_twice(
     marked = np.random.default_rng(5).random(len(documents)) < 0.3
     weighted = [{term: 0.1 + i for i, term in enumerate(query)} for query in queries]
     with SplitPostings(split) as postings, Postings.open(postings_path) as one:
-        for options in ({"include": marked}, {"exclude": np.flatnonzero(marked)}, {"include": np.zeros(0, np.int64)}, {}):
+        for options in (
+            {"include": marked},
+            {"exclude": np.flatnonzero(marked)},
+            {"include": np.zeros(0, np.int64)},
+            {},
+        ):
             assert_same(postings.search(queries, 30, **options), one.search(queries, 30, **options))
-            assert_same(postings.search(weighted, 30, variant="bm25+", **options), one.search(weighted, 30, variant="bm25+", **options))
+            assert_same(
+                postings.search(weighted, 30, variant="bm25+", **options),
+                one.search(weighted, 30, variant="bm25+", **options),
+            )
         assert_same(postings.search("w5 w9 nothing"), one.search("w5 w9 nothing"))
         assert_same(postings.search(tuple(queries[0])), one.search(tuple(queries[0])))
 
@@ -84,16 +104,22 @@ def test_weights_filters_and_terms_twice(
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("as_arrays", [False, True])
 def test_sparse_vectors(placement: str, exact: bool, as_arrays: bool, tmp_path: Path) -> None:
-    """The largest weight stands in one part alone, and sets the steps of all; a list is long enough for two layers."""
+    """The largest weight stands in one part alone, and sets the steps of all; a list is long enough
+    for two layers."""
     random, n = np.random.default_rng(3), 9001
     rows = [random.choice(300, 5, replace=False) for _ in range(n)]
-    vectors = [{"0": 0.01 + float(random.random())} | {str(t): float(random.random()) for t in row if t} for row in rows]
+    vectors = [
+        {"0": 0.01 + float(random.random())} | {str(t): float(random.random()) for t in row if t}
+        for row in rows
+    ]
     vectors[4]["7"] = 91.5
     given: list[dict[str, float]] | CsrArrays = vectors
     if as_arrays:
         lengths = [len(vector) for vector in vectors]
         given = CsrArrays(
-            np.cumsum([0, *lengths]), np.array([int(t) for v in vectors for t in v]), np.array([w for v in vectors for w in v.values()])
+            np.cumsum([0, *lengths]),
+            np.array([int(t) for v in vectors for t in v]),
+            np.array([w for v in vectors for w in v.values()]),
         )
     Postings.build(tmp_path / "one", vectors=given, exact=exact)
     paths = directories(tmp_path, 3)
@@ -105,7 +131,9 @@ def test_sparse_vectors(placement: str, exact: bool, as_arrays: bool, tmp_path: 
         assert sum(each.postings for each in postings.verify()) == one.verify().postings
 
 
-def test_the_bytes_of_commands_and_replies(split: list[Path], documents: list[list[str]], queries: list[list[str]]) -> None:
+def test_the_bytes_of_commands_and_replies(
+    split: list[Path], documents: list[list[str]], queries: list[list[str]]
+) -> None:
     """12 bytes for each of the k best of a device; or 8 for each posting, whatever k is."""
     k, query = 7, list(dict.fromkeys(queries[3]))
     with SplitPostings(split) as postings:
@@ -118,17 +146,31 @@ def test_the_bytes_of_commands_and_replies(split: list[Path], documents: list[li
             words = [term for term in query if stored_terms.hash_of(term.encode()) in has]
             there = list(zip(words, numbers_of(segment, words).tolist(), strict=True))
             df[part] = sum(int(segment.dictionary.df[number]) for _, number in there)
-            sent[part] = HEADER_BYTES + sum(LIST.itemsize + WEIGHT.itemsize + len(term) for term, _ in there) if there else 0
+            sent[part] = (
+                HEADER_BYTES + sum(LIST.itemsize + WEIGHT.itemsize + len(term) for term, _ in there)
+                if there
+                else 0
+            )
         by_passage = postings.placement == "passages"
         with_filter = postings.search([query], k, include=np.arange(9))
-    assert (LIST.itemsize, WEIGHT.itemsize, SCAN_REPLY.itemsize, PARTIAL.itemsize, HEADER_BYTES) == (20, 16, 12, 8, 64)
+    assert (
+        LIST.itemsize,
+        WEIGHT.itemsize,
+        SCAN_REPLY.itemsize,
+        PARTIAL.itemsize,
+        HEADER_BYTES,
+    ) == (20, 16, 12, 8, 64)
     postings_of_query = sum(sum(term in document for document in documents) for term in query)
     assert df.sum() == postings_of_query
     assert found.command_bytes[0].tolist() == sent.tolist()
-    assert found.reply_bytes[0].tolist() == (12 * np.minimum(k, df) if by_passage else 8 * df).tolist()
+    assert (
+        found.reply_bytes[0].tolist() == (12 * np.minimum(k, df) if by_passage else 8 * df).tolist()
+    )
     assert (found.flash_bytes[0] % 4096 == 0).all()
     filters = [-(-len(range(part, len(documents), n)) // 8) for part in range(n)]
-    assert (with_filter.command_bytes - found.command_bytes)[0].tolist() == (filters if by_passage else [0] * n)
+    assert (with_filter.command_bytes - found.command_bytes)[0].tolist() == (
+        filters if by_passage else [0] * n
+    )
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -140,15 +182,25 @@ def test_parts_without_records_or_terms(placement: str, tmp_path: Path) -> None:
         build_split(paths, terms=some, placement=placement)
         Postings.build(tmp_path / str(i) / "one", terms=some)
         with SplitPostings(paths) as postings, Postings.open(tmp_path / str(i) / "one") as one:
-            assert_same(postings.search([["a"], ["b", "b"], ["c"]], 4), one.search([["a"], ["b", "b"], ["c"]], 4))
+            assert_same(
+                postings.search([["a"], ["b", "b"], ["c"]], 4),
+                one.search([["a"], ["b", "b"], ["c"]], 4),
+            )
             assert len(postings.verify()) == 5
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_terms_that_share_a_hash(placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A term that no record has takes nothing from the list of one whose hash it shares, on any device."""
+def test_terms_that_share_a_hash(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A term that no record has takes nothing from the list of one whose hash it shares, on any
+    device."""
     whole, same = stored_terms.hash_of, {b"never seen": b"w1", b"nor this": b"w2"}
-    monkeypatch.setattr(stored_terms, "hash_of", lambda data: whole(same.get(data, data)) >> (60 if len(data) == 3 else 0))
+    monkeypatch.setattr(
+        stored_terms,
+        "hash_of",
+        lambda data: whole(same.get(data, data)) >> (60 if len(data) == 3 else 0),
+    )
     documents = corpus(60, seed=4, longest=9)
     paths = directories(tmp_path, 3)
     build_split(paths, terms=documents, placement=placement)
@@ -156,9 +208,15 @@ def test_terms_that_share_a_hash(placement: str, tmp_path: Path, monkeypatch: py
     asked = [["w0", "never seen", "w1"], ["w2", "nor this"], ["w1", "w2", "w13", "w14", "w15"]]
     with SplitPostings(paths) as postings, Postings.open(tmp_path / "one") as one:
         for variant in ("lucene", "bm25l"):
-            assert_same(postings.search(asked, 40, variant=variant), one.search(asked, 40, variant=variant))
-            known = [["w0", "w1"], ["w2"], asked[2]]  # "never seen" stands between: it has no weight, and takes none away
-            assert_same(postings.search(asked, 40, variant=variant), postings.search(known, 40, variant=variant))
+            assert_same(
+                postings.search(asked, 40, variant=variant), one.search(asked, 40, variant=variant)
+            )
+            # "never seen" stands between: it has no weight, and takes none away
+            known = [["w0", "w1"], ["w2"], asked[2]]
+            assert_same(
+                postings.search(asked, 40, variant=variant),
+                postings.search(known, 40, variant=variant),
+            )
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -193,14 +251,21 @@ def test_a_damaged_list_names_its_directory_and_harms_nothing_else(
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("fault", ["error", "stale"])
-def test_a_read_that_fails(placement: str, fault: str, documents: list[list[str]], queries: list[list[str]], tmp_path: Path) -> None:
+def test_a_read_that_fails(
+    placement: str, fault: str, documents: list[list[str]], queries: list[list[str]], tmp_path: Path
+) -> None:
     paths = directories(tmp_path, 3)
     build_split(paths, terms=documents, placement=placement)
     with SplitPostings(paths) as postings:
         wanted = postings.search(queries, 9)
     value = 5 if fault == "error" else 0
-    rule = FaultRule(fault=fault, operation="read", path="*part-1*.postings", nth=4, count=1, value=value)  # type: ignore[arg-type]
-    with NativeEngine("posix", rules=[rule]) as engine, SplitPostings(paths, engine=engine) as postings:
+    rule = FaultRule(
+        fault=fault, operation="read", path="*part-1*.postings", nth=4, count=1, value=value
+    )  # type: ignore[arg-type]
+    with (
+        NativeEngine("posix", rules=[rule]) as engine,
+        SplitPostings(paths, engine=engine) as postings,
+    ):
         with pytest.raises((errors.ReadError, *DAMAGED), match="part-1"):
             postings.search(queries, 9)
         assert_same(postings.search(queries, 9), wanted)
@@ -213,10 +278,17 @@ def test_directories_that_are_no_collection(documents: list[list[str]], tmp_path
     build_split(others, terms=documents[:20])
     Postings.build(tmp_path / "one", terms=documents[:20])
     for wrong, match in (
-        (paths[:2], "each once"), ([paths[0], paths[0], paths[2]], "each once"), ([*paths[:2], others[2]], "of one"),
-        (tmp_path / "one", "a list"), ([tmp_path / "one"], "a part of a collection"), ([], "directories"), (None, "a list"),
-        (b"one", "a list"), (3, "a list"), ([3], "directory"),
-    ):  # fmt: skip
+        (paths[:2], "each once"),
+        ([paths[0], paths[0], paths[2]], "each once"),
+        ([*paths[:2], others[2]], "of one"),
+        (tmp_path / "one", "a list"),
+        ([tmp_path / "one"], "a part of a collection"),
+        ([], "directories"),
+        (None, "a list"),
+        (b"one", "a list"),
+        (3, "a list"),
+        ([3], "directory"),
+    ):
         with pytest.raises(errors.InvalidInputError, match=match):
             SplitPostings(wrong)  # type: ignore[arg-type]
     with pytest.raises(errors.StoreNotFoundError):
@@ -235,10 +307,14 @@ def test_directories_that_are_no_collection(documents: list[list[str]], tmp_path
 def test_wrong_arguments_of_builds(tmp_path: Path) -> None:
     paths = directories(tmp_path, 2)
     for wrong in (
-        {"paths": paths, "terms": [["a"]], "placement": "records"}, {"paths": paths}, {"paths": paths, "texts": ["a"], "terms": [["a"]]},
-        {"paths": [paths[0], paths[0]], "texts": ["a"]}, {"paths": [], "texts": ["a"]}, {"paths": str(paths[0]), "texts": ["a"]},
+        {"paths": paths, "terms": [["a"]], "placement": "records"},
+        {"paths": paths},
+        {"paths": paths, "texts": ["a"], "terms": [["a"]]},
+        {"paths": [paths[0], paths[0]], "texts": ["a"]},
+        {"paths": [], "texts": ["a"]},
+        {"paths": str(paths[0]), "texts": ["a"]},
         {"paths": paths, "texts": ["a"], "memory_bytes": 0},
-    ):  # fmt: skip
+    ):
         with pytest.raises(errors.InvalidInputError):
             build_split(**wrong)  # type: ignore[arg-type]
     assert not any(path.exists() for path in paths)
@@ -257,9 +333,9 @@ def test_builds_in_little_memory_are_the_same(placement: str, tmp_path: Path) ->
     build_split(large, terms=documents, placement=placement)
     for a, b in zip(small, large, strict=True):
         assert sorted(os.listdir(a)) == sorted(os.listdir(b))
-        assert {name: (a / name).stat().st_size for name in os.listdir(a) if name.startswith("s1")} == {
-            name: (b / name).stat().st_size for name in os.listdir(b) if name.startswith("s1")
-        }
+        assert {
+            name: (a / name).stat().st_size for name in os.listdir(a) if name.startswith("s1")
+        } == {name: (b / name).stat().st_size for name in os.listdir(b) if name.startswith("s1")}
     asked = corpus(10, seed=1, longest=5)
     with SplitPostings(small) as postings, SplitPostings(large) as wanted:
         assert_same(postings.search(asked, 50), wanted.search(asked, 50))
@@ -274,7 +350,9 @@ def test_lists_are_placed_evenly(documents: list[list[str]], tmp_path: Path) -> 
         sizes = [each.lists_bytes for each in held]
         longest = max(int(np.diff(each.first.astype(np.int64)).max()) * 64 for each in held)
     assert max(sizes) - min(sizes) <= longest
-    assert len({name for each in held for name in each.hashes.tolist()}) == sum(len(each) for each in held)
+    assert len({name for each in held for name in each.hashes.tolist()}) == sum(
+        len(each) for each in held
+    )
 
 
 def test_an_interrupted_build_is_built_again(tmp_path: Path) -> None:
@@ -290,7 +368,9 @@ def test_an_interrupted_build_is_built_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_many_threads_ask_at_once(placement: str, documents: list[list[str]], queries: list[list[str]], tmp_path: Path) -> None:
+def test_many_threads_ask_at_once(
+    placement: str, documents: list[list[str]], queries: list[list[str]], tmp_path: Path
+) -> None:
     paths = directories(tmp_path, 3)
     build_split(paths, terms=documents, placement=placement)
     with SplitPostings(paths) as postings, ThreadPoolExecutor(6) as pool:

@@ -1,4 +1,5 @@
-"""Additions, deletions and compactions: scores stay, to the bit, those of an index that was built of what is left."""
+"""Additions, deletions and compactions: scores stay, to the bit, those of an index that was built
+of what is left."""
 
 from __future__ import annotations
 
@@ -19,14 +20,19 @@ from tests.postings.common import corpus
 QUERIES = corpus(30, seed=3, longest=8)
 
 
-def check_equal(path: Path, documents: Sequence[list[str]], left: np.ndarray, tmp_path: Path, k: int = 60) -> None:
+def check_equal(
+    path: Path, documents: Sequence[list[str]], left: np.ndarray, tmp_path: Path, k: int = 60
+) -> None:
     """The postings find what postings of the records that are left do, under their old numbers."""
     fresh = tmp_path / f"fresh-{len(os.listdir(tmp_path))}"
     Postings.build(fresh, terms=[documents[i] for i in left])
     with Postings.open(path) as changed, Postings.open(fresh) as expected:
         assert len(changed) == len(expected) == len(left)
         for variant in VARIANTS:
-            a, b = changed.search(QUERIES, k=k, variant=variant), expected.search(QUERIES, k=k, variant=variant)
+            a, b = (
+                changed.search(QUERIES, k=k, variant=variant),
+                expected.search(QUERIES, k=k, variant=variant),
+            )
             numbers = np.where(b.numbers < 0, -1, left[np.maximum(b.numbers, 0)])
             assert a.numbers.tolist() == numbers.tolist()
             assert a.scores.tolist() == b.scores.tolist()
@@ -100,14 +106,24 @@ def test_everything_may_be_deleted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("exact", [False, True])
 def test_vectors_are_merged_as_they_are(tmp_path: Path, exact: bool) -> None:
     random = np.random.default_rng(6)
-    vectors = [{int(t): 0.5 + float(random.integers(1, 255)) / 255 for t in random.choice(60, 12, replace=False)} for _ in range(400)]
+    vectors = [
+        {
+            int(t): 0.5 + float(random.integers(1, 255)) / 255
+            for t in random.choice(60, 12, replace=False)
+        }
+        for _ in range(400)
+    ]
     vectors[0][0] = vectors[250][0] = 2.0  # one scale for both segments
     queries = [{int(t): 1.0 for t in random.choice(60, 5, replace=False)} for _ in range(10)]
     path, fresh = tmp_path / "x", tmp_path / "fresh"
     Postings.build(path, vectors=vectors[:200], exact=exact)
     espnx.postings.add(path, vectors=vectors[200:])
     espnx.postings.delete(path, range(10, 60))
-    Postings.build(fresh, vectors=[{} if 10 <= i < 60 else vector for i, vector in enumerate(vectors)], exact=exact)
+    Postings.build(
+        fresh,
+        vectors=[{} if 10 <= i < 60 else vector for i, vector in enumerate(vectors)],
+        exact=exact,
+    )
     for _ in range(2):
         with Postings.open(path) as changed, Postings.open(fresh) as expected:
             a, b = changed.search(queries, k=40), expected.search(queries, k=40)
@@ -121,7 +137,20 @@ def test_wrong_changes_are_refused_and_nothing_changes(tmp_path: Path) -> None:
     path = tmp_path / "x"
     Postings.build(path, terms=[["a"], ["b"]])
     before = sorted((name, os.stat(path / name).st_size) for name in os.listdir(path))
-    for numbers in ([2], [-1], [0.0], "0", b"0", ["0"], [True], np.array([True, False, False]), 1, None, [[0]], [2**70]):
+    for numbers in (
+        [2],
+        [-1],
+        [0.0],
+        "0",
+        b"0",
+        ["0"],
+        [True],
+        np.array([True, False, False]),
+        1,
+        None,
+        [[0]],
+        [2**70],
+    ):
         with pytest.raises(errors.InvalidInputError, match="numbers to delete"):
             espnx.postings.delete(path, numbers)
     with pytest.raises(errors.InvalidInputError, match="records to add"):
@@ -133,7 +162,17 @@ def test_wrong_changes_are_refused_and_nothing_changes(tmp_path: Path) -> None:
     assert sorted((name, os.stat(path / name).st_size) for name in os.listdir(path)) == before
 
 
-@pytest.mark.parametrize("given", [np.array([False, True, True]), np.uint8([2, 1, 2]), iter([1, 2]), {1, 2}, range(1, 3), [True, 2]])
+@pytest.mark.parametrize(
+    "given",
+    [
+        np.array([False, True, True]),
+        np.uint8([2, 1, 2]),
+        iter([1, 2]),
+        {1, 2},
+        range(1, 3),
+        [True, 2],
+    ],
+)
 def test_records_are_deleted_by_what_searches_include(tmp_path: Path, given: object) -> None:
     Postings.build(tmp_path / "x", terms=[["a"], ["a"], ["a"]])
     assert espnx.postings.delete(tmp_path / "x", given) == 2
@@ -143,7 +182,8 @@ def test_records_are_deleted_by_what_searches_include(tmp_path: Path, given: obj
 
 @pytest.mark.parametrize("is_published", [True, False])
 def test_opened_beside_a_change_it_is_the_new_version(tmp_path: Path, is_published: bool) -> None:
-    """Files are gone that the manifest names: another process has published a version since it was read, or they are missing."""
+    """Files are gone that the manifest names: another process has published a version since it was
+    read, or they are missing."""
     path, real, calls = tmp_path / "x", store.open_all, []
     Postings.build(path, terms=[["a"]])
     espnx.postings.add(path, terms=[["a", "b"]])

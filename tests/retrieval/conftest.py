@@ -16,7 +16,8 @@ pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])"
 
 @pytest.fixture(autouse=True, scope="session")
 def one_faiss_thread() -> Iterator[None]:
-    """Corpora here are tiny: on a busy machine, waking FAISS's other threads takes longer than the work."""
+    """Corpora here are tiny: on a busy machine, waking FAISS's other threads takes longer than the
+    work."""
     import faiss
 
     before = faiss.omp_get_max_threads()
@@ -27,8 +28,8 @@ def one_faiss_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def tuned_on_few_queries() -> Iterator[None]:
-    """A quarter of the documents that a build asks as queries, still in two blocks: choosing nprobe by all of them is a third of the time
-    that building a corpus this small takes."""
+    """A quarter of the documents that a build asks as queries, still in two blocks: choosing nprobe
+    by all of them is a third of the time that building a corpus this small takes."""
     from espnx.retrieval.first_stage.ivf import probing
 
     with pytest.MonkeyPatch.context() as patch:
@@ -57,12 +58,17 @@ def store(tmp_path_factory: pytest.TempPathFactory, documents: list[espnx.Docume
 
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Makes builds cut their data files at a size that a test's corpus reaches: (segment_bytes, bytes of one run of records)."""
+    """Makes builds cut their data files at a size that a test's corpus reaches: (segment_bytes,
+    bytes of one run of records)."""
     from espnx.retrieval.build import builder as module
 
     def cut(segment_bytes: int, run_bytes: int = 4096) -> None:
         monkeypatch.setattr(module, "segment_bytes", lambda total_bytes, devices: segment_bytes)
         whole = module.pieces
-        monkeypatch.setattr(module, "pieces", lambda order, sizes, limit_bytes, room: whole(order, sizes, run_bytes, room))
+        monkeypatch.setattr(
+            module,
+            "pieces",
+            lambda order, sizes, limit_bytes, room: whole(order, sizes, run_bytes, room),
+        )
 
     return cut

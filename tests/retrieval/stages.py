@@ -1,4 +1,5 @@
-"""A first stage that is nobody's but these tests': exact, in memory. And documents and entries for stages that have no store."""
+"""A first stage that is nobody's but these tests': exact, in memory. And documents and entries for
+stages that have no store."""
 
 from __future__ import annotations
 
@@ -12,14 +13,23 @@ import torch
 
 import espnx
 from espnx import errors
-from espnx.retrieval.first_stage.interface import Allowed, Candidates, Documents, Entries, LoadedStage, StageReads, StoredEntries
+from espnx.retrieval.first_stage.interface import (
+    Allowed,
+    Candidates,
+    Documents,
+    Entries,
+    LoadedStage,
+    StageReads,
+    StoredEntries,
+)
 from espnx.storage.files import Region
 from espnx.storage.parse import Fields
 
 
 @dataclass(frozen=True)
 class ExactStage:
-    """Keeps the CLS vector of every document and looks at all of them, last document first: whatever assumes an order shows."""
+    """Keeps the CLS vector of every document and looks at all of them, last document first:
+    whatever assumes an order shows."""
 
     kind: ClassVar[str] = "exact"
     follows: ClassVar[bool] = False
@@ -46,7 +56,9 @@ class ExactStage:
         return ExactStage(self.vector_dim)
 
     def train(self, documents: Documents, memory_bytes: int) -> ExactStage:
-        return ExactStage(self.vector_dim, float(documents.vector_sample(np.arange(len(documents))).mean()))
+        return ExactStage(
+            self.vector_dim, float(documents.vector_sample(np.arange(len(documents))).mean())
+        )
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {"mean": np.float32([self.mean or 0.0])}
@@ -61,22 +73,34 @@ class ExactStage:
         vectors = np.concatenate(list(documents.vectors(7)))
         return Entries([np.arange(len(vectors))[::-1]], {"vectors": [vectors[::-1]]})
 
-    def merge(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> Entries:
+    def merge(
+        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+    ) -> Entries:
         numbers, vectors = self._all(parts)
         dead = np.flatnonzero(np.unpackbits(gone, bitorder="little"))
         alive = np.flatnonzero(~np.isin(numbers, dead))[::-1]
         return Entries([numbers[alive]], {"vectors": [vectors[alive]]})
 
-    def compact(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> tuple[ExactStage, Entries]:
+    def compact(
+        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+    ) -> tuple[ExactStage, Entries]:
         return self, self.merge(parts, gone)
 
     def check(self, parts: Sequence[StoredEntries]) -> None:
         for part in parts:
             if part.size_bytes("vectors") != 4 * self.vector_dim * part.count:
-                raise errors.FormatError("vectors do not fit the part", path=part.path, got=part.size_bytes("vectors"))
+                raise errors.FormatError(
+                    "vectors do not fit the part", path=part.path, got=part.size_bytes("vectors")
+                )
 
     def load(
-        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: Any = None, gone: Any = None, path: str = "auto"
+        self,
+        parts: Sequence[StoredEntries],
+        *,
+        threads: int = 1,
+        gpu: Any = None,
+        gone: Any = None,
+        path: str = "auto",
     ) -> LoadedExact:
         self.check(parts)
         return LoadedExact(*self._all(parts))
@@ -109,17 +133,32 @@ class LoadedExact:
     finds_equals: bool = True
     hit_rates: Mapping[float, float] = field(default_factory=dict)
 
-    def prepare(self, query: espnx.Encoded, text: str | None = None) -> tuple[str | None, np.ndarray]:
+    def prepare(
+        self, query: espnx.Encoded, text: str | None = None
+    ) -> tuple[str | None, np.ndarray]:
         return text, query.cls.numpy()
 
     def start(
-        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0,
+        self,
+        queries: Sequence[Any],
+        candidates: int,
+        effort: int | None = None,
+        allowed: Allowed | None = None,
+        at_least: int = 0,
         deadline_s: float = 30.0,
-    ) -> ExactSearch:  # fmt: skip
-        some = slice(None) if allowed is None else np.unpackbits(allowed.bitmap, bitorder="little")[self.numbers].astype(bool)
-        return ExactSearch(self.numbers[some], self.vectors[some], [vector for _, vector in queries], candidates)
+    ) -> ExactSearch:
+        some = (
+            slice(None)
+            if allowed is None
+            else np.unpackbits(allowed.bitmap, bitorder="little")[self.numbers].astype(bool)
+        )
+        return ExactSearch(
+            self.numbers[some], self.vectors[some], [vector for _, vector in queries], candidates
+        )
 
-    def search_bytes(self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int) -> int:
+    def search_bytes(
+        self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int
+    ) -> int:
         return 12 * len(self.numbers)
 
     def close(self) -> None: ...
@@ -133,7 +172,9 @@ class ExactSearch:
     candidates: int
 
     def advance(self, share: float) -> list[Candidates]:
-        return [self._best(query, max(1, round(share * len(self.numbers)))) for query in self.queries]
+        return [
+            self._best(query, max(1, round(share * len(self.numbers)))) for query in self.queries
+        ]
 
     def complete(self) -> list[Candidates]:
         return self.advance(1.0)
@@ -179,7 +220,9 @@ class InMemoryEntries:
         self.first_number, self.count = first_number, len(self.order)
         self._files: dict[str, Any] = {}
         self._sections = {
-            name: np.concatenate([np.ascontiguousarray(piece).reshape(-1).view(np.uint8) for piece in pieces])
+            name: np.concatenate(
+                [np.ascontiguousarray(piece).reshape(-1).view(np.uint8) for piece in pieces]
+            )
             for name, pieces in entries.sections.items()
         }
 

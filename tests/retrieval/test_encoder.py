@@ -16,12 +16,17 @@ D_CLS, DIM = 3, 2
 
 
 def good(texts):
-    return [(np.full(D_CLS, len(text), np.float32), np.full((len(text), DIM), number, np.float32)) for number, text in enumerate(texts)]
+    return [
+        (np.full(D_CLS, len(text), np.float32), np.full((len(text), DIM), number, np.float32))
+        for number, text in enumerate(texts)
+    ]
 
 
 def returning(result):
     """An encoder whose second text gets ``result``."""
-    return FunctionEncoder(lambda texts: [*good(texts[:1]), result, *good(texts[2:])], "mine@1", d_cls=D_CLS, dim=DIM)
+    return FunctionEncoder(
+        lambda texts: [*good(texts[:1]), result, *good(texts[2:])], "mine@1", d_cls=D_CLS, dim=DIM
+    )
 
 
 def test_results_in_order_with_ragged_and_empty_texts():
@@ -37,18 +42,28 @@ def test_results_in_order_with_ragged_and_empty_texts():
 
 def test_queries_go_to_their_own_function():
     encoder = FunctionEncoder(
-        good, "mine@1", d_cls=D_CLS, dim=DIM, query_fn=lambda texts: [(np.zeros(D_CLS), np.zeros((7, DIM)))] * len(texts)
+        good,
+        "mine@1",
+        d_cls=D_CLS,
+        dim=DIM,
+        query_fn=lambda texts: [(np.zeros(D_CLS), np.zeros((7, DIM)))] * len(texts),
     )
     assert len(encoder.encode_queries(["a"])[0].tokens) == 7
     assert len(encoder.encode_documents(["a"])[0].tokens) == 1
-    assert len(FunctionEncoder(good, "mine@1", d_cls=D_CLS, dim=DIM).encode_queries(["ab"])[0].tokens) == 2
+    assert (
+        len(FunctionEncoder(good, "mine@1", d_cls=D_CLS, dim=DIM).encode_queries(["ab"])[0].tokens)
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
     "result",
     [
         (np.array([1, 2, 3]), np.array([[1.5, 2]], np.float64)),
-        (torch.tensor([1.0, 2, 3], dtype=torch.bfloat16), torch.tensor([[1.5, 2]], dtype=torch.float16)),
+        (
+            torch.tensor([1.0, 2, 3], dtype=torch.bfloat16),
+            torch.tensor([[1.5, 2]], dtype=torch.float16),
+        ),
         (torch.tensor([1.0, 2, 3], requires_grad=True), torch.tensor([[1.5], [2.0]]).T),
         [[1, 2, 3], [[1.5, 2]]],
         Encoded(torch.tensor([1.0, 2, 3]), torch.tensor([[1.5, 2.0]])),
@@ -113,16 +128,28 @@ def test_wrong_results_name_the_text(result, says):
 
 
 @pytest.mark.parametrize(
-    ("result", "says"), [(good(["a"]), "got 1 results"), (good("abc"), "got 3 results"), (None, "NoneType"), (7, "int")]
+    ("result", "says"),
+    [
+        (good(["a"]), "got 1 results"),
+        (good("abc"), "got 3 results"),
+        (None, "NoneType"),
+        (7, "int"),
+    ],
 )
 def test_wrong_number_of_results(result, says):
     with pytest.raises(InvalidInputError, match=says):
-        FunctionEncoder(lambda texts: result, "mine@1", d_cls=D_CLS, dim=DIM).encode_queries(["a", "b"])
+        FunctionEncoder(lambda texts: result, "mine@1", d_cls=D_CLS, dim=DIM).encode_queries(
+            ["a", "b"]
+        )
 
 
-@pytest.mark.parametrize("cls", [None, [], np.zeros(0), torch.zeros(0)], ids=["none", "list", "numpy", "tensor"])
+@pytest.mark.parametrize(
+    "cls", [None, [], np.zeros(0), torch.zeros(0)], ids=["none", "list", "numpy", "tensor"]
+)
 def test_no_first_stage_vector(cls):
-    encoder = FunctionEncoder(lambda texts: [(cls, np.ones((2, DIM)))] * len(texts), "mine@1", d_cls=0, dim=DIM)
+    encoder = FunctionEncoder(
+        lambda texts: [(cls, np.ones((2, DIM)))] * len(texts), "mine@1", d_cls=0, dim=DIM
+    )
     result = encoder.encode_documents(["a"])[0]
     assert result.cls.shape == (0,)
     assert result.cls.dtype == torch.float32
@@ -130,11 +157,14 @@ def test_no_first_stage_vector(cls):
 
 
 @pytest.mark.parametrize(
-    ("d_cls", "cls", "says"), [(0, [1.0], r"cls; got shape \[1\]; expected \[0\]"), (3, None, "cls; got dtype object")]
+    ("d_cls", "cls", "says"),
+    [(0, [1.0], r"cls; got shape \[1\]; expected \[0\]"), (3, None, "cls; got dtype object")],
 )
 def test_first_stage_vector_where_there_is_none_and_none_where_there_is_one(d_cls, cls, says):
     with pytest.raises(InvalidInputError, match=says):
-        FunctionEncoder(lambda texts: [(cls, np.ones((2, DIM)))], "mine@1", d_cls=d_cls, dim=DIM).encode_queries(["a"])
+        FunctionEncoder(
+            lambda texts: [(cls, np.ones((2, DIM)))], "mine@1", d_cls=d_cls, dim=DIM
+        ).encode_queries(["a"])
 
 
 def test_what_the_function_raises_passes_through():

@@ -1,4 +1,5 @@
-"""Builders, and the command line, in children that tests kill at any moment: the jobs of tests/forks.py."""
+"""Builders, and the command line, in children that tests kill at any moment: the jobs of
+tests/forks.py."""
 
 from __future__ import annotations
 
@@ -55,9 +56,16 @@ def run(job: dict[str, Any]) -> int:
         owner, name, nth, after = job["at"]
         killed_at(OWNERS[owner], name, nth, after)
     if "argv" in job:
-        espnx.load_encoder = encoders.load_encoder = lambda name, **options: toy_encoder(job.get("delay_s", 0.0))
+        espnx.load_encoder = encoders.load_encoder = lambda name, **options: toy_encoder(
+            job.get("delay_s", 0.0)
+        )
         return command_line(job)
-    build(job["path"], iter(corpus(job["count"], seed=job["seed"])), replace=True, directories=job.get("directories", ()))
+    build(
+        job["path"],
+        iter(corpus(job["count"], seed=job["seed"])),
+        replace=True,
+        directories=job.get("directories", ()),
+    )
     return 0
 
 

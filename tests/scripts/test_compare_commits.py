@@ -1,4 +1,5 @@
-"""scripts/compare_commits.sh: the statistics on times whose ratio is known, and two commits with a trivial command."""
+"""scripts/compare_commits.sh: the statistics on times whose ratio is known, and two commits with a
+trivial command."""
 
 from __future__ import annotations
 
@@ -35,23 +36,31 @@ def test_a_drift_that_both_sides_share_cancels() -> None:
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
-    """400 comparisons of 30 pairs with a ratio of 1.1 and noise of 5 %: 95 % of them would be 380, with a standard deviation of 4.4, and
-    a percentile bootstrap of 30 values holds it about 2 % less often. Five standard deviations below that are 350."""
+    """400 comparisons of 30 pairs with a ratio of 1.1 and noise of 5 %: 95 % of them would be 380,
+    with a standard deviation of 4.4, and a percentile bootstrap of 30 values holds it about 2 %
+    less often. Five standard deviations below that are 350."""
     rng, held = np.random.default_rng(2), 0
     for seed in range(400):
-        found = compare(list(rng.lognormal(0, 0.035, 30)), list(1.1 * rng.lognormal(0, 0.035, 30)), seed)
+        found = compare(
+            list(rng.lognormal(0, 0.035, 30)), list(1.1 * rng.lognormal(0, 0.035, 30)), seed
+        )
         held += found.low <= 1.1 <= found.high
     assert 350 <= held < 400
 
 
 def test_points_meet_by_the_parameters_that_both_sides_know() -> None:
-    before = [row("espnx", 1.0, batch=1, rerank=None, old="x"), row("espnx", 2.0, batch=2, rerank=None, old="x")]
+    before = [
+        row("espnx", 1.0, batch=1, rerank=None, old="x"),
+        row("espnx", 2.0, batch=2, rerank=None, old="x"),
+    ]
     after = [row("espnx", 3.0, batch=1, rerank=None), row("mmap", 4.0, batch=1, rerank=None)]
     shared = shared_keys([before, after])
     assert shared == {"batch", "rerank"}
     times = {"a": [points(before, shared)], "b": [points(after, shared)]}
     entries, missing = summary(times, seed=1)
-    assert [(entry["point"], entry["a_s"], entry["b_s"]) for entry in entries] == [("espnx batch=1", [1.0], [3.0])]
+    assert [(entry["point"], entry["a_s"], entry["b_s"]) for entry in entries] == [
+        ("espnx batch=1", [1.0], [3.0])
+    ]
     assert missing == ["espnx batch=2", "mmap batch=1"]
 
 
@@ -61,7 +70,9 @@ def test_wrong_results_are_not_compared(wrong: dict[str, Any]) -> None:
         points([wrong], set())
 
 
-def test_every_side_runs_once_a_turn_in_shuffled_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_side_runs_once_a_turn_in_shuffled_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     ran: list[str] = []
     monkeypatch.setattr(Side, "run", lambda self: ran.append(self.folder.name) or float(len(ran)))
     sides = {name: Side(tmp_path / name, [], False) for name in "abs"}
@@ -71,21 +82,53 @@ def test_every_side_runs_once_a_turn_in_shuffled_order(monkeypatch: pytest.Monke
     assert {frozenset(turn) for turn in turns} == {frozenset("abs")}
     assert len(set(turns)) > 3, "always in one order"
     assert [len(runs) for runs in found.values()] == [20] * 3
-    assert min(turn["command"] for runs in found.values() for turn in runs) == 4.0, "the first turn counts"
+    assert min(turn["command"] for runs in found.values() for turn in runs) == 4.0, (
+        "the first turn counts"
+    )
 
 
 def test_a_commit_beside_itself(tmp_path: Path) -> None:
-    if not (ROOT / ".git").exists() or shutil.which("git") is None or not (ROOT / ".venv" / "bin" / "python").exists():
+    if (
+        not (ROOT / ".git").exists()
+        or shutil.which("git") is None
+        or not (ROOT / ".venv" / "bin" / "python").exists()
+    ):
         pytest.skip("not a clone with its own .venv")
     built = next((ROOT / "espnx").glob("_C*.so"))
     sources = [ROOT / "setup.py", *(path for path in (ROOT / "csrc").rglob("*") if path.is_file())]
-    changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "csrc", "setup.py"], cwd=ROOT).returncode != 0
+    changed = (
+        subprocess.run(
+            ["git", "diff", "--quiet", "HEAD", "--", "csrc", "setup.py"], cwd=ROOT
+        ).returncode
+        != 0
+    )
     if changed or max(path.stat().st_mtime for path in sources) > built.stat().st_mtime:
         pytest.skip("the extension here is not that of HEAD, and compiling one takes minutes")
     said, result = tmp_path / "said", tmp_path / "r.json"
-    code = f"import espnx, os; open({str(said)!r}, 'a').write(f'{{os.path.basename(os.getcwd())}} {{espnx.__file__}}\\n')"
-    command = ["bash", "scripts/compare_commits.sh", "--pairs", "2", "--own-spread", "--bar", "1000", "--json", str(result), "HEAD", "HEAD"]
-    done = subprocess.run([*command, "--", "python", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    code = (
+        f"import espnx, os; open({str(said)!r}, 'a').write(f'{{os.path.basename(os.getcwd())}} "
+        "{espnx.__file__}\\n')"
+    )
+    command = [
+        "bash",
+        "scripts/compare_commits.sh",
+        "--pairs",
+        "2",
+        "--own-spread",
+        "--bar",
+        "1000",
+        "--json",
+        str(result),
+        "HEAD",
+        "HEAD",
+    ]
+    done = subprocess.run(
+        [*command, "--", "python", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     assert "1 points, 2 pairs: B over A" in done.stdout
     document = json.loads(result.read_text())
@@ -99,7 +142,9 @@ def test_a_commit_beside_itself(tmp_path: Path) -> None:
     folders = {Path(file).parents[1] for _, file in lines}
     assert {folder.name for folder in folders} == {"a", "b", "s"}
     assert not any(folder.exists() for folder in folders)
-    listed = subprocess.run(["git", "worktree", "list"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "worktree", "list"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert not any(str(folder) in listed for folder in folders)
 
 
@@ -111,7 +156,9 @@ def test_a_command_that_fails_ends_it(tmp_path: Path) -> None:
         Side(tmp_path, ["nothing-of-that-name"], False).run()
 
 
-def test_a_point_above_the_bar_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_point_above_the_bar_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(Side, "run", lambda self: {"a": 1.0, "b": 1.04}[self.folder.name])
     words = [str(tmp_path), "a", "b", "--pairs", "2", "--", "--", "true"]
     assert compare_commits.main(["--bar=1.03", *words]) == 1
@@ -136,13 +183,18 @@ def compared_workers(folder: Path, differs_at: int = -1, fails_at: int = -1) -> 
     sides = {name: folder / name for name in "ab"}
     for side in sides.values():
         side.mkdir()
-    return compare_commits.measure_workers(sides, [sys.executable, str(folder / "worker.py")], 3, random.Random(1))
+    return compare_commits.measure_workers(
+        sides, [sys.executable, str(folder / "worker.py")], 3, random.Random(1)
+    )
 
 
 def test_workers_stay_for_all_turns(tmp_path: Path) -> None:
     """The first turn is not counted."""
     entries, missing = summary(compared_workers(tmp_path), seed=1)
-    assert {entry["point"]: (entry["a_s"], entry["ratio"]) for entry in entries} == {"p": ([2.0, 3.0, 4.0], 1.0), "q": ([1.0] * 3, 2.0)}
+    assert {entry["point"]: (entry["a_s"], entry["ratio"]) for entry in entries} == {
+        "p": ([2.0, 3.0, 4.0], 1.0),
+        "q": ([1.0] * 3, 2.0),
+    }
     assert missing == []
 
 
@@ -161,17 +213,34 @@ def test_searches_of_a_store_beside_itself(tmp_path: Path) -> None:
     build(tmp_path / "s", documents, coarse="bit1")
     vectors = [document.vectors for document in documents if document.vectors is not None]
     save_file(
-        {"cls": torch.stack([each.cls for each in vectors[:7]]).float(), "tokens": torch.randn(7, 4, DIM)}, tmp_path / "q.safetensors"
+        {
+            "cls": torch.stack([each.cls for each in vectors[:7]]).float(),
+            "tokens": torch.randn(7, 4, DIM),
+        },
+        tmp_path / "q.safetensors",
     )
-    command = [sys.executable, str(ROOT / "scripts" / "compare_searches.py"), str(tmp_path / "s"), str(tmp_path / "q.safetensors")]
-    worker = compare_commits.Worker(ROOT, [*command, "--callers", "2", "--per-turn", "3", "--coarse"])
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "compare_searches.py"),
+        str(tmp_path / "s"),
+        str(tmp_path / "q.safetensors"),
+    ]
+    worker = compare_commits.Worker(
+        ROOT, [*command, "--callers", "2", "--per-turn", "3", "--coarse"]
+    )
     try:
         first, second = worker.turn(0), worker.turn(1)
     finally:
         worker.end()
     assert set(first["seconds"]) == {
-        f"{way}, {by}" for way in ("exact", "re-rank 64", "cascade 64") for by in ("1 caller", "2 callers", "batch")
+        f"{way}, {by}"
+        for way in ("exact", "re-rank 64", "cascade 64")
+        for by in ("1 caller", "2 callers", "batch")
     }
     assert all(seconds > 0 for seconds in first["seconds"].values())
     assert [len(hits) for hits in first["results"]["exact, batch"]] == [10] * 3
-    assert first["results"]["exact, batch"] == first["results"]["exact, 2 callers"] != second["results"]["exact, batch"]
+    assert (
+        first["results"]["exact, batch"]
+        == first["results"]["exact, 2 callers"]
+        != second["results"]["exact, batch"]
+    )

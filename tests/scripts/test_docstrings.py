@@ -31,11 +31,16 @@ def tree(tmp_path):
         f'class A:\n    """{LONG}: A.\n\n        indented\n    """\n'
         f'    @property\n    def x(self):\n        """{LONG}: getter."""\n'
         f'    @x.setter\n    def x(self, v):\n        """{LONG}: setter."""\n'
-        f'    async def y(self):\n        """too short"""\n        def z():\n            """{LONG}: nested."""\n'
+        '    async def y(self):\n        """too short"""\n        def z():\n'
+        f'            """{LONG}: nested."""\n'
         f'try:\n    import q\nexcept ImportError:\n    def q():\n        """{LONG}: fallback."""\n'
         f'else:\n    def r():\n        r"""{LONG}: \\d raw."""\n',
     )
-    write("pkg/b.py", f'"""{LONG}: b \\ud800 surrogate."""\ndef same():\n    """{LONG}: A.\n\n    indented\n    """\n')
+    write(
+        "pkg/b.py",
+        f'"""{LONG}: b \\ud800 surrogate."""\ndef same():\n    """{LONG}: A.\n\n    indented\n    '
+        '"""\n',
+    )
     write("pkg/sub/__init__.py", "")
     write("pkg/sub/c.py", f'"\\d {LONG}: invalid escape"\n')
     write("pkg/latin.py", f'# coding: latin-1\n"""{LONG}: caf\xe9"""\n'.encode("latin-1"))
@@ -105,7 +110,10 @@ def test_sliced_ids(tree):
 
 
 def test_standard_library_is_rich_and_repeatable():
-    first, second = (list(itertools.islice(module.documents(packages=["json", "collections", "asyncio"]), 300)) for _ in range(2))
+    first, second = (
+        list(itertools.islice(module.documents(packages=["json", "collections", "asyncio"]), 300))
+        for _ in range(2)
+    )
     assert first == second
     assert len(first) == 300
     assert len({d["id"] for d in first}) == 300
@@ -114,7 +122,9 @@ def test_standard_library_is_rich_and_repeatable():
 
 
 def run(*arguments):
-    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True
+    )
 
 
 def test_command_line(tree, tmp_path_factory):

@@ -1,4 +1,5 @@
-"""scripts/gpu_check.sh where there is no GPU, and its machinery: isolation of checks, rows of the schema, the references it judges by."""
+"""scripts/gpu_check.sh where there is no GPU, and its machinery: isolation of checks, rows of the
+schema, the references it judges by."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ import gpu_check  # noqa: E402
 import gpu_check_steps  # noqa: E402
 import gpu_timing  # noqa: E402
 
-MACHINE = dict.fromkeys(("cpu", "cores", "memory_bytes", "kernel", "disk", "fs", "fio", "python", "torch"))
+MACHINE = dict.fromkeys(
+    ("cpu", "cores", "memory_bytes", "kernel", "disk", "fs", "fio", "python", "torch")
+)
 
 
 def document(rows: list[dict[str, object]]) -> dict[str, object]:
@@ -38,7 +41,9 @@ def no_gpu() -> dict[str, str]:
 
 def test_without_a_gpu_the_command_says_so_and_ends_with_3(tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "scripts/gpu_check.sh"), "--out", str(tmp_path / "out.json")]
-    done = subprocess.run(command, capture_output=True, text=True, env=no_gpu(), cwd=tmp_path, timeout=60)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=no_gpu(), cwd=tmp_path, timeout=60
+    )
     assert done.returncode == 3
     assert len(done.stderr.strip().splitlines()) == 1
     assert "no GPU" in done.stderr
@@ -47,8 +52,11 @@ def test_without_a_gpu_the_command_says_so_and_ends_with_3(tmp_path: Path) -> No
 
 
 def test_limits_fit_the_promise() -> None:
-    """The whole run, build included, ends within twenty minutes even if every step uses up its limit."""
-    build_limit_s = int(re.search(r"BUILD_LIMIT_S=(\d+)", (ROOT / "scripts/gpu_check.sh").read_text()).group(1))  # type: ignore[union-attr]
+    """The whole run, build included, ends within twenty minutes even if every step uses up its
+    limit."""
+    build_limit_s = int(
+        re.search(r"BUILD_LIMIT_S=(\d+)", (ROOT / "scripts/gpu_check.sh").read_text()).group(1)
+    )  # type: ignore[union-attr]
     assert sum(gpu_check.LIMITS_S.values()) + build_limit_s <= 20 * 60 - 30
     for name in gpu_check.LIMITS_S:
         assert callable(getattr(gpu_check_steps, f"check_{name}"))
@@ -59,12 +67,19 @@ def test_limits_fit_the_promise() -> None:
     [
         ("pass", "wrote no result: no output"),
         ("import sys; print('broken'); sys.exit(7)", "ended with status 7: broken"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended with status -11: no output"),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+            "ended with status -11: no output",
+        ),
         ("import time; time.sleep(60)", "did not end within 1 s: no output"),
     ],
 )
-def test_a_check_that_crashes_or_hangs_is_a_failed_row(tmp_path: Path, code: str, failure: str) -> None:
-    rows, failures, _ = gpu_check.run_check("x", [sys.executable, "-c", code], tmp_path / "x.json", 1.0 if "sleep" in code else 30.0)
+def test_a_check_that_crashes_or_hangs_is_a_failed_row(
+    tmp_path: Path, code: str, failure: str
+) -> None:
+    rows, failures, _ = gpu_check.run_check(
+        "x", [sys.executable, "-c", code], tmp_path / "x.json", 1.0 if "sleep" in code else 30.0
+    )
     assert failures == [failure]
     assert rows[-1]["correct"] is False
     assert rows[-1]["params"]["failures"] == [failure]
@@ -73,13 +88,18 @@ def test_a_check_that_crashes_or_hangs_is_a_failed_row(tmp_path: Path, code: str
 
 def test_a_hanging_check_takes_its_children_with_it(tmp_path: Path) -> None:
     mark = tmp_path / "alive"
-    code = f"import subprocess, time; subprocess.Popen(['sh', '-c', 'sleep 2; touch {mark}']); time.sleep(60)"
+    code = (
+        f"import subprocess, time; subprocess.Popen(['sh', '-c', 'sleep 2; touch {mark}']); "
+        "time.sleep(60)"
+    )
     gpu_check.run_check("x", [sys.executable, "-c", code], tmp_path / "x.json", 0.5)
     subprocess.run(["sleep", "2.2"], check=True)
     assert not mark.exists()
 
 
-def test_a_check_that_raises_keeps_the_rows_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_raises_keeps_the_rows_it_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def check_maxsim(work: Path, rows: list[dict[str, object]], failures: list[str]) -> None:
         rows.append(gpu_timing.row("case", {}, "espnx", [0.1, 0.2, 0.3]))
         raise RuntimeError("out of luck")
@@ -91,7 +111,9 @@ def test_a_check_that_raises_keeps_the_rows_it_made(tmp_path: Path, monkeypatch:
     assert found["failures"] == ["RuntimeError: out of luck"]
     assert (found["rows"][0]["n"], found["rows"][0]["median_s"]) == (3, 0.2)
     code = f"import shutil; shutil.copy({str(results)!r}, {str(tmp_path / 'again.json')!r})"
-    rows, failures, _ = gpu_check.run_check("maxsim", [sys.executable, "-c", code], tmp_path / "again.json", 30.0)
+    rows, failures, _ = gpu_check.run_check(
+        "maxsim", [sys.executable, "-c", code], tmp_path / "again.json", 30.0
+    )
     assert failures == ["RuntimeError: out of luck"]
     assert len(rows) == 2
 
@@ -100,9 +122,19 @@ def test_rows_fit_the_schema() -> None:
     rows = [
         gpu_check.check_row("gds", 1.5, []),
         gpu_check.check_row("gds", 1.5, ["bad"]),
-        gpu_timing.row("gds-read", {"point": "end"}, "espnx-gds", [0.5], requested_path="gds", effective_path="gds-compat", bytes_asked=5),
+        gpu_timing.row(
+            "gds-read",
+            {"point": "end"},
+            "espnx-gds",
+            [0.5],
+            requested_path="gds",
+            effective_path="gds-compat",
+            bytes_asked=5,
+        ),
         gpu_timing.row("gds-read", {"refused": "no"}, "espnx-gds", []),
-        gpu_timing.kernel_row("maxsim", {}, gpu_timing.KernelTimes([0.1, 0.2], [0.3]), 1000, 4e12, True),
+        gpu_timing.kernel_row(
+            "maxsim", {}, gpu_timing.KernelTimes([0.1, 0.2], [0.3]), 1000, 4e12, True
+        ),
         gpu_timing.kernel_row("maxsim", {}, None, 1000, 4e12, False),
     ]
     made = document(rows)
@@ -116,7 +148,8 @@ def test_rows_fit_the_schema() -> None:
 
 
 def test_kernels_are_timed_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many bare launches in one interval that begins on a busy device; the call itself, which waits and copies tables, is not in it."""
+    """Many bare launches in one interval that begins on a busy device; the call itself, which waits
+    and copies tables, is not in it."""
     done: list[str] = []
 
     class Event:
@@ -137,7 +170,9 @@ def test_kernels_are_timed_without_the_host(monkeypatch: pytest.MonkeyPatch) -> 
             return lambda *args, **constants: done.append(f"{grid} {args} {constants}")
 
     module = SimpleNamespace(crc32c_kernel=Kernel())
-    monkeypatch.setattr(importlib, "import_module", lambda name: {"espnx.kernels.crc32c": module}[name])
+    monkeypatch.setattr(
+        importlib, "import_module", lambda name: {"espnx.kernels.crc32c": module}[name]
+    )
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("busy"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -164,7 +199,10 @@ def test_files_of_gpu_tests_are_found() -> None:
     [
         ("print('2 passed in 1s')", None),
         ("print('3 skipped in 1s')", "x: no test marked gpu ran"),
-        ("print('FAILED tests/x.py::y'); print('1 failed'); raise SystemExit(1)", "FAILED tests/x.py::y"),
+        (
+            "print('FAILED tests/x.py::y'); print('1 failed'); raise SystemExit(1)",
+            "FAILED tests/x.py::y",
+        ),
         ("raise SystemExit(9)", "x: ended with status 9"),
         ("import time; time.sleep(60)", "x did not end within 1 s"),
     ],
@@ -173,7 +211,9 @@ def test_a_file_of_tests_is_judged_rightly(code: str, failure: str | None) -> No
     rows: list[dict[str, object]] = []
     failures: list[str] = []
     limit_s = 1.0 if "sleep" in code else 30.0
-    gpu_check_steps.run_tests("x", [sys.executable, "-c", code], "gpu-tests", limit_s, rows, failures)
+    gpu_check_steps.run_tests(
+        "x", [sys.executable, "-c", code], "gpu-tests", limit_s, rows, failures
+    )
     assert failures == ([] if failure is None else [failure])
     assert rows[-1]["correct"] is (failure is None)
     document(rows)
@@ -181,7 +221,8 @@ def test_a_file_of_tests_is_judged_rightly(code: str, failure: str | None) -> No
 
 @pytest.mark.parametrize("fmt", ["fp16", "fp32"])
 def test_maxsim_is_judged_rightly(fmt: str) -> None:
-    """The check's own float64 reference agrees with the CPU op, and does not with scores that are off by a little more than rounding."""
+    """The check's own float64 reference agrees with the CPU op, and does not with scores that are
+    off by a little more than rounding."""
     from espnx.ops import maxsim
 
     torch.manual_seed(3)
@@ -190,25 +231,37 @@ def test_maxsim_is_judged_rightly(fmt: str) -> None:
     query = torch.randn(3, 5, 72)
     scores = maxsim(query, buffer, offsets, counts, fmt).double()
     assert gpu_check_steps._maxsim_error(query.double(), tokens, counts, scores) <= 1.0
-    for damage in (scores * (1 + 1e-3), scores.flip(0), torch.where(scores == -torch.inf, 0.0, scores), scores * torch.nan):
+    for damage in (
+        scores * (1 + 1e-3),
+        scores.flip(0),
+        torch.where(scores == -torch.inf, 0.0, scores),
+        scores * torch.nan,
+    ):
         assert gpu_check_steps._maxsim_error(query.double(), tokens, counts, damage) > 1.0
 
 
 @pytest.mark.parametrize("fmt", ["fp32", "fp16", "bf16", "int8"])
 def test_attention_is_judged_rightly(monkeypatch: pytest.MonkeyPatch, fmt: str) -> None:
-    """The CPU op is within the check's bound, and results off by a little more than rounding are not."""
+    """The CPU op is within the check's bound, and results off by a little more than rounding are
+    not."""
     import gpu_check_kv
 
     import espnx.ops
 
     right = espnx.ops.attention
     assert gpu_check_kv.attention_error(fmt, 2, 3, 64, 32, 70, "cpu") <= 1.0
-    monkeypatch.setattr(espnx.ops, "attention", lambda *args, **options: tuple(1.01 * each for each in right(*args, **options)))
+    monkeypatch.setattr(
+        espnx.ops,
+        "attention",
+        lambda *args, **options: tuple(1.01 * each for each in right(*args, **options)),
+    )
     assert gpu_check_kv.attention_error(fmt, 2, 3, 64, 32, 70, "cpu") > 1.0
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])
-def test_generation_is_judged_rightly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_generation_is_judged_rightly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     import gpu_check_kv
 
     class NotHereError(Exception):
@@ -219,7 +272,9 @@ def test_generation_is_judged_rightly(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu_check_kv, "_NEW_TOKENS", 6)
 
     def check(points: list[dict[str, object]]) -> None:
-        gpu_check_kv.generate_all(name, torch.float32, points, tmp_path, rows, failures, NotHereError, device="cpu")
+        gpu_check_kv.generate_all(
+            name, torch.float32, points, tmp_path, rows, failures, NotHereError, device="cpu"
+        )
 
     check([{}, {"x_rows": 2}])
     assert failures == []

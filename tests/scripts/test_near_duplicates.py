@@ -1,4 +1,5 @@
-"""The collection of near duplicates: what it holds, that it comes out the same again, and the files."""
+"""The collection of near duplicates: what it holds, that it comes out the same again, and the
+files."""
 
 from __future__ import annotations
 
@@ -34,17 +35,23 @@ def test_known_items_among_copies() -> None:
         words = iter(original)
         assert len(text.split()) == near_duplicates.WORDS_IN_QUERY
         assert all(word in words for word in text.split()), "not words of the item in their order"
-        copies = [text.split() for name, text in found.corpus.items() if name.startswith(f"{item}~")]
+        copies = [
+            text.split() for name, text in found.corpus.items() if name.startswith(f"{item}~")
+        ]
         assert len(copies) == near_duplicates.COPIES
         for copy in copies:
             changed = sum(a != b for a, b in zip(original, copy, strict=True))
             assert 0 < changed <= len(original) // near_duplicates.CHANGED_SHARE
-            assert set(copy) <= {word for name in found.relevant.values() for word in given[name].split()}
+            assert set(copy) <= {
+                word for name in found.relevant.values() for word in given[name].split()
+            }
 
 
 def test_all_there_are() -> None:
     """Fewer texts than known items were asked for; those of other lengths are never taken."""
-    assert sorted(near_duplicates.make(texts(), 100).relevant.values()) == [f"pkg.f{i}" for i in range(8)]
+    assert sorted(near_duplicates.make(texts(), 100).relevant.values()) == [
+        f"pkg.f{i}" for i in range(8)
+    ]
     assert near_duplicates.make(texts()[8:], 100).corpus == {}
 
 
@@ -56,4 +63,6 @@ def test_files(tmp_path: Path) -> None:
         assert {item["_id"]: item["text"] for item in map(json.loads, lines)} == expected
     head, *rows = (tmp_path / "data/qrels.tsv").read_text().splitlines()
     assert head == "query-id\tcorpus-id\tscore"
-    assert [row.split("\t") for row in rows] == [[query, item, "1"] for query, item in found.relevant.items()]
+    assert [row.split("\t") for row in rows] == [
+        [query, item, "1"] for query, item in found.relevant.items()
+    ]

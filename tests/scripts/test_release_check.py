@@ -1,4 +1,5 @@
-"""What `make release-check` takes from the tree before it installs anything: the version, and the lines of README."""
+"""What `make release-check` takes from the tree before it installs anything: the version, and the
+lines of README."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def script() -> dict[str, Any]:
         sys.path[:] = before
 
 
-def test_this_tree_says_one_version(script: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_tree_says_one_version(
+    script: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     script["check_release"]()
     assert capsys.readouterr().out.startswith(f"{__version__}: ")
 
@@ -32,6 +35,9 @@ def test_the_lines_that_a_user_types(script: dict[str, Any]) -> None:
     readme = (ROOT / "README.md").read_text()
     lines = script["lines_of_install"](readme, editable=False)
     assert lines == ['pip install ".[all]"', "espnx weights minilm", "espnx doctor --path ."]
-    assert script["lines_of_install"](readme, editable=True) == ['pip install -e ".[all]"', *lines[1:]]
+    assert script["lines_of_install"](readme, editable=True) == [
+        'pip install -e ".[all]"',
+        *lines[1:],
+    ]
     kinds = [(kind, bool(shown)) for kind, _, shown in script["BLOCK"].findall(readme)]
     assert kinds == [("python", True), ("python", True), ("bash", False), ("bash", False)]

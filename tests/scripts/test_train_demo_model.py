@@ -1,4 +1,5 @@
-"""The training of the demo model at a thousandth of its size: it learns, reloads, repeats, resumes, and its recall questions are fair."""
+"""The training of the demo model at a thousandth of its size: it learns, reloads, repeats, resumes,
+and its recall questions are fair."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ import pytest
 import torch
 
 if not all(map(importlib.util.find_spec, ("transformers", "tokenizers"))):
-    pytest.skip("transformers and tokenizers are not installed (extra [models])", allow_module_level=True)
+    pytest.skip(
+        "transformers and tokenizers are not installed (extra [models])", allow_module_level=True
+    )
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -37,14 +40,25 @@ TINY = script.Settings(
     threads=1,
     recall_samples=2,
 )
-SMALL = ("vocabulary", "hidden", "layers", "heads", "kv_heads", "batch_tokens", "learning_rate", "recall_samples")
+SMALL = (
+    "vocabulary",
+    "hidden",
+    "layers",
+    "heads",
+    "kv_heads",
+    "batch_tokens",
+    "learning_rate",
+    "recall_samples",
+)
 DOCUMENTS = script.BLOCK_DOCUMENTS * script.HELD_OUT_EVERY
 
 
 @functools.cache
 def documents() -> list[dict[str, str]]:
     standard_library = sorted(name for name in sys.stdlib_module_names if not name.startswith("_"))
-    found = list(itertools.islice(docstrings.documents(packages=standard_library, max_chars=400), DOCUMENTS))
+    found = list(
+        itertools.islice(docstrings.documents(packages=standard_library, max_chars=400), DOCUMENTS)
+    )
     assert len(found) == DOCUMENTS
     return found
 
@@ -69,7 +83,9 @@ def contains(stream: list[int], part: list[int], end: int) -> bool:
     return any(stream[i : i + len(part)] == part for i in range(end - len(part) + 1))
 
 
-def test_the_same_seed_gives_the_same_weights_also_when_interrupted(data: Any, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_weights_also_when_interrupted(
+    data: Any, tmp_path: Path
+) -> None:
     for name in "abc":
         (tmp_path / name).mkdir()
     straight, run = script.train(TINY, tmp_path / "a", data)
@@ -85,19 +101,48 @@ def test_the_same_seed_gives_the_same_weights_also_when_interrupted(data: Any, t
 
 
 def test_it_learns_and_what_it_wrote_reloads(
-    prepared: Path, data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    prepared: Path,
+    data: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     small = {
         field: getattr(TINY, field)
-        for field in ("vocabulary", "hidden", "layers", "heads", "kv_heads", "batch_tokens", "learning_rate", "recall_samples")
+        for field in (
+            "vocabulary",
+            "hidden",
+            "layers",
+            "heads",
+            "kv_heads",
+            "batch_tokens",
+            "learning_rate",
+            "recall_samples",
+        )
     }
     monkeypatch.setattr(script, "Settings", functools.partial(script.Settings, **small))
     monkeypatch.setattr(docstrings, "documents", lambda: iter(documents()))
     out, threads = tmp_path / "models" / "demo", torch.get_num_threads()
     try:
-        assert script.main(["--out", str(out), "--steps", "40", "--context", "256", "--threads", "1", "--seed", "3"]) == 0
+        assert (
+            script.main(
+                [
+                    "--out",
+                    str(out),
+                    "--steps",
+                    "40",
+                    "--context",
+                    "256",
+                    "--threads",
+                    "1",
+                    "--seed",
+                    "3",
+                ]
+            )
+            == 0
+        )
     finally:
         torch.set_num_threads(threads)
     table = capsys.readouterr().out
@@ -111,32 +156,53 @@ def test_it_learns_and_what_it_wrote_reloads(
         "tokenizer_config.json",
         "training.json",
     }
-    assert (prepared / "tokenizer.json").read_bytes() == (out.with_name("demo.work") / "tokenizer.json").read_bytes()
+    assert (prepared / "tokenizer.json").read_bytes() == (
+        out.with_name("demo.work") / "tokenizer.json"
+    ).read_bytes()
 
     record = json.loads((out / "training.json").read_text())
-    assert record["command"] == "python scripts/train_demo_model.py --minutes 50 --steps 40 --seed 3 --context 256 --threads 1"
-    assert record["curve"][0]["train_loss"] == pytest.approx(np.log(TINY.vocabulary), abs=0.1)  # it begins knowing nothing
+    assert (
+        record["command"]
+        == "python scripts/train_demo_model.py --minutes 50 --steps 40 --seed 3 --context 256 "
+        "--threads 1"
+    )
+    # it begins knowing nothing
+    assert record["curve"][0]["train_loss"] == pytest.approx(np.log(TINY.vocabulary), abs=0.1)
     assert record["results"]["validation_loss"] < record["curve"][0]["train_loss"] - 0.5
-    assert record["results"]["validation_perplexity"] == pytest.approx(np.exp(record["results"]["validation_loss"]))
-    assert list(record["results"]["recall_exact_match"]) == ["128"]  # the other distances do not fit into 256 tokens
-    assert [point["context"] for point in record["curve"]] == [32, 64, 256]  # steps 1, 20 and 40: short first, full at the end
+    assert record["results"]["validation_perplexity"] == pytest.approx(
+        np.exp(record["results"]["validation_loss"])
+    )
+    # the other distances do not fit into 256 tokens
+    assert list(record["results"]["recall_exact_match"]) == ["128"]
+    # steps 1, 20 and 40: short first, full at the end
+    assert [point["context"] for point in record["curve"]] == [32, 64, 256]
     assert f"{record['results']['parameters']:,}" in table
     assert "exact recall at 128 tokens" in table
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
-    assert (model.dtype, model.config.max_position_embeddings, tokenizer.eos_token_id) == (torch.bfloat16, 256, 0)
+    assert (model.dtype, model.config.max_position_embeddings, tokenizer.eos_token_id) == (
+        torch.bfloat16,
+        256,
+        0,
+    )
     text = "Return the array.\nKEY axis: shape data\n\tünïcode  ok"
     assert tokenizer(text).input_ids == data.ids(text)
     assert tokenizer.decode(tokenizer(text).input_ids) == text
     state = torch.load(out.with_name("demo.work") / "state.pt", weights_only=True)["model"]
-    assert all(torch.equal(value, state[name].to(torch.bfloat16)) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, state[name].to(torch.bfloat16))
+        for name, value in model.state_dict().items()
+    )
 
 
 def test_documents_are_held_out_in_blocks(data: Any) -> None:
     texts = [document["text"] for document in documents()]
     first = script.BLOCK_DOCUMENTS * (script.HELD_OUT_EVERY // 2)
     assert data.about["held_out_documents"] == script.BLOCK_DOCUMENTS
-    expected = [[0], *([*data.ids(text), 0] for text in texts[first : first + script.BLOCK_DOCUMENTS])]
+    expected = [
+        [0],
+        *([*data.ids(text), 0] for text in texts[first : first + script.BLOCK_DOCUMENTS]),
+    ]
     assert data.held_out.tolist() == list(itertools.chain.from_iterable(expected))
     assert set(map(tuple, data.words["train"])).isdisjoint(map(tuple, data.words["held_out"]))
     with pytest.raises(SystemExit, match="got 799 documents, expected more than 800"):
@@ -163,7 +229,9 @@ def test_a_batch_depends_on_seed_and_step_alone(data: Any) -> None:
     assert first[0].shape == first[1].shape == (16, 33)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], later[0])
-    assert not torch.equal(first[0], script.batch(data, dataclasses.replace(TINY, seed=1), 5, 32)[0])
+    assert not torch.equal(
+        first[0], script.batch(data, dataclasses.replace(TINY, seed=1), 5, 32)[0]
+    )
     assert first[2].any()
 
 
@@ -183,7 +251,8 @@ def test_recall_lines_are_cut_as_the_tokenizer_cuts_them(data: Any) -> None:
 
 
 class LooksUp:
-    """A model that answers with what followed the last time its newest tokens stood together, ``skip`` tokens off."""
+    """A model that answers with what followed the last time its newest tokens stood together,
+    ``skip`` tokens off."""
 
     device = torch.device("cpu")
 
@@ -195,7 +264,9 @@ class LooksUp:
         row = input_ids[0].tolist()
         for end in range(len(row) - 24, len(row)):
             best = max(range(end), key=lambda at: (common_tail(row, at, end), at))
-            logits[0, end, row[best + 1 + self.skip if best + 1 + self.skip < len(row) else 0]] = 1.0
+            logits[0, end, row[best + 1 + self.skip if best + 1 + self.skip < len(row) else 0]] = (
+                1.0
+            )
         return SimpleNamespace(logits=logits)
 
 
@@ -225,7 +296,16 @@ def test_recall_questions_have_their_distance(data: Any, distance: int) -> None:
         assert text.count("\nKEY ") >= 2  # at least one other key to tell it from
 
 
-@pytest.mark.parametrize("words", [["--minutes", "0.0"], ["--steps", "0"], ["--context", "255"], ["--context", "260"], ["--threads", "0"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--minutes", "0.0"],
+        ["--steps", "0"],
+        ["--context", "255"],
+        ["--context", "260"],
+        ["--threads", "0"],
+    ],
+)
 def test_bad_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         script.arguments(words)

@@ -1,4 +1,5 @@
-"""Every builder of a store, small, with what its stores hold: for the tests of what replaces what. Jobs of tests/forks.py, too."""
+"""Every builder of a store, small, with what its stores hold: for the tests of what replaces what.
+Jobs of tests/forks.py, too."""
 
 from __future__ import annotations
 
@@ -37,7 +38,12 @@ def _hnsw(path: Path, version: int, **options: Any) -> None:
     rows = vectors(version)
     lowest = np.full((len(rows), 4), -1, "<i4")
     lowest[:, 0] = (np.arange(len(rows)) + 1) % len(rows)
-    write_hnsw(path, rows, Links(np.ones(len(rows), np.uint8), lowest, np.empty((0, 2), "<i4"), 0), **options)
+    write_hnsw(
+        path,
+        rows,
+        Links(np.ones(len(rows), np.uint8), lowest, np.empty((0, 2), "<i4"), 0),
+        **options,
+    )
 
 
 def _read_index(path: Path) -> object:
@@ -80,11 +86,27 @@ def _read_clusters(path: Path) -> object:
 
 
 def _graph(path: Path, version: int, **options: Any) -> None:
-    espnx.graph.build(vectors(version), path, max_degree=4, threads=1, num_entry_points=4, use_opq=False, **options)
+    espnx.graph.build(
+        vectors(version),
+        path,
+        max_degree=4,
+        threads=1,
+        num_entry_points=4,
+        use_opq=False,
+        **options,
+    )
 
 
 def _private(paths: Sequence[Path], version: int, **options: Any) -> None:
-    build_private(vectors(version), paths, max_degree=4, threads=1, num_entry_points=4, use_opq=False, **options)
+    build_private(
+        vectors(version),
+        paths,
+        max_degree=4,
+        threads=1,
+        num_entry_points=4,
+        use_opq=False,
+        **options,
+    )
 
 
 def _train(path: Path, version: int, **options: Any) -> None:
@@ -94,24 +116,49 @@ def _train(path: Path, version: int, **options: Any) -> None:
 #: By kind: what builds a version of it in directories, and what a reader finds there.
 BUILDERS: dict[str, tuple[Callable[..., object], Read]] = {
     "index": (
-        lambda paths, version, **options: build(paths[0], corpus(10 + version, seed=version), **options), lambda p: _read_index(p[0])
+        lambda paths, version, **options: build(
+            paths[0], corpus(10 + version, seed=version), **options
+        ),
+        lambda p: _read_index(p[0]),
     ),
-    "postings": (lambda paths, version, **options: Postings.build(paths[0], texts(version), **options), lambda p: _read_postings(p[0])),
-    "split postings": (lambda paths, version, **options: build_split(paths, texts(version), **options), _read_split),
+    "postings": (
+        lambda paths, version, **options: Postings.build(paths[0], texts(version), **options),
+        lambda p: _read_postings(p[0]),
+    ),
+    "split postings": (
+        lambda paths, version, **options: build_split(paths, texts(version), **options),
+        _read_split,
+    ),
     "postings by term": (
-        lambda paths, version, **options: build_split(paths, texts(version), placement="terms", **options), _read_split
+        lambda paths, version, **options: build_split(
+            paths, texts(version), placement="terms", **options
+        ),
+        _read_split,
     ),
-    "graph": (lambda paths, version, **options: _graph(paths[0], version, **options), lambda p: _read_graph(p[0])),
+    "graph": (
+        lambda paths, version, **options: _graph(paths[0], version, **options),
+        lambda p: _read_graph(p[0]),
+    ),
     "private graphs": (_private, _read_private),
-    "hnsw": (lambda paths, version, **options: _hnsw(paths[0], version, **options), lambda p: _read_hnsw(p[0])),
+    "hnsw": (
+        lambda paths, version, **options: _hnsw(paths[0], version, **options),
+        lambda p: _read_hnsw(p[0]),
+    ),
     "clusters": (
         lambda paths, version, **options: write_clusters(
-            paths[0], np.arange(len(vectors(version))), vectors(version), np.arange(len(vectors(version))) % 3, **options
+            paths[0],
+            np.arange(len(vectors(version))),
+            vectors(version),
+            np.arange(len(vectors(version))) % 3,
+            **options,
         ),
         lambda p: _read_clusters(p[0]),
     ),
-    "trained": (lambda paths, version, **options: _train(paths[0], version, **options), lambda p: Trained.load(p[0]).id),
-}  # fmt: skip
+    "trained": (
+        lambda paths, version, **options: _train(paths[0], version, **options),
+        lambda p: Trained.load(p[0]).id,
+    ),
+}
 #: Those that write several directories.
 SEVERAL = ("split postings", "postings by term", "private graphs")
 

@@ -1,4 +1,5 @@
-"""What the storage tests share: files with known bytes, random plans, and children that may hang without hanging the suite."""
+"""What the storage tests share: files with known bytes, random plans, and children that may hang
+without hanging the suite."""
 
 from __future__ import annotations
 
@@ -71,7 +72,9 @@ def _crc_of_byte(value: int) -> int:
 _CRC_TABLE = [_crc_of_byte(byte) for byte in range(256)]
 
 
-def read_bytes(engine: NativeEngine, file: FileHandle, offset_bytes: int, size_bytes: int, **options: Any) -> bytes:
+def read_bytes(
+    engine: NativeEngine, file: FileHandle, offset_bytes: int, size_bytes: int, **options: Any
+) -> bytes:
     """One item, read and cut out of the engine's buffer."""
     future = engine.read(Plan.of(file, [offset_bytes], [size_bytes]), **options)
     memory = future.wait()
@@ -93,13 +96,21 @@ class Case:
                 assert at == -1, f"item {i} is empty and has no place, got {at}"
                 continue
             assert at >= 0
-            assert everything[at : at + len(wanted)].tobytes() == wanted, f"item {i} of {len(self.wanted)}: {len(wanted)} bytes at {at}"
+            assert everything[at : at + len(wanted)].tobytes() == wanted, (
+                f"item {i} of {len(self.wanted)}: {len(wanted)} bytes at {at}"
+            )
 
 
 def random_case(
-    rng: random.Random, files: list[tuple[FileHandle, bytes]], request_bytes: int, *, count: int | None = None, aligned: bool = False
+    rng: random.Random,
+    files: list[tuple[FileHandle, bytes]],
+    request_bytes: int,
+    *,
+    count: int | None = None,
+    aligned: bool = False,
 ) -> Case:
-    """Offsets and sizes around everything that matters: blocks, requests, the end of the file, each other."""
+    """Offsets and sizes around everything that matters: blocks, requests, the end of the file, each
+    other."""
     handles: list[FileHandle] = []
     offsets: list[int] = []
     sizes: list[int] = []
@@ -107,13 +118,31 @@ def random_case(
         if offsets and rng.random() < 0.25:  # again, or close to what is there already
             at = rng.randrange(len(offsets))
             handle, data = next(pair for pair in files if pair[0] is handles[at])
-            offset = max(0, min(len(data), offsets[at] + rng.choice([0, 0, 1, -1, sizes[at], sizes[at] + 1, BLOCK, -BLOCK])))
+            offset = max(
+                0,
+                min(
+                    len(data),
+                    offsets[at]
+                    + rng.choice([0, 0, 1, -1, sizes[at], sizes[at] + 1, BLOCK, -BLOCK]),
+                ),
+            )
         else:
             handle, data = rng.choice(files)
             anywhere = rng.randint(0, len(data))
-            offset = rng.choice([0, anywhere, anywhere // BLOCK * BLOCK, max(0, len(data) - rng.randint(0, 5000))])
+            offset = rng.choice(
+                [0, anywhere, anywhere // BLOCK * BLOCK, max(0, len(data) - rng.randint(0, 5000))]
+            )
         small = [0, 1, 2, 4095, 4096, 4097, rng.randint(0, 300)]
-        size = rng.choice([*small, request_bytes - 1, request_bytes, request_bytes + 1, rng.randint(0, 4 * request_bytes), len(data)])
+        size = rng.choice(
+            [
+                *small,
+                request_bytes - 1,
+                request_bytes,
+                request_bytes + 1,
+                rng.randint(0, 4 * request_bytes),
+                len(data),
+            ]
+        )
         if aligned:
             offset, size = offset // BLOCK * BLOCK, size // BLOCK * BLOCK
         size = min(size, len(data) - offset)
@@ -123,7 +152,10 @@ def random_case(
         offsets.append(offset)
         sizes.append(size)
     by_number = {handle.number: data for handle, data in files}
-    wanted = [by_number[handle.number][offset : offset + size] for handle, offset, size in zip(handles, offsets, sizes, strict=True)]
+    wanted = [
+        by_number[handle.number][offset : offset + size]
+        for handle, offset, size in zip(handles, offsets, sizes, strict=True)
+    ]
     return Case(Plan.of(handles, offsets, sizes), wanted)
 
 
@@ -141,8 +173,8 @@ T = TypeVar("T")
 
 
 def patiently(attempt: Callable[[float], T | None], first_s: float = 0.05) -> T:
-    """What `attempt`, given a limit in seconds, returns. Where that is None, or it ends because a deadline passed, a busy machine was
-    slower than the limit: again, with ten times as much."""
+    """What `attempt`, given a limit in seconds, returns. Where that is None, or it ends because a
+    deadline passed, a busy machine was slower than the limit: again, with ten times as much."""
     for limit_s in (first_s, 10 * first_s, 100 * first_s):
         with contextlib.suppress(DeadlineExceededError):
             found = attempt(limit_s)
@@ -166,14 +198,21 @@ class ChildError(AssertionError):
     """A child process hung, crashed or raised."""
 
 
-def in_child(work: Callable[[], Any], *, limit_s: float = 60.0, meanwhile: Callable[[int], None] | None = None) -> Any:
-    """Runs `work` in a forked child and returns its JSON-able result. A child that hangs is killed and reported.
+def in_child(
+    work: Callable[[], Any],
+    *,
+    limit_s: float = 60.0,
+    meanwhile: Callable[[int], None] | None = None,
+) -> Any:
+    """Runs `work` in a forked child and returns its JSON-able result. A child that hangs is killed
+    and reported.
 
     `meanwhile(pid)` runs in the parent once the child has begun.
     """
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork with threads; here that is the point
+        # Python 3.12 warns of any fork with threads; here that is the point
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         answer: dict[str, Any]

@@ -29,10 +29,13 @@ def disk_path(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def open_engine() -> Iterator[OpenEngine]:
-    """Opens engines whose unwritten memory holds the filler, and closes them at the end of the test."""
+    """Opens engines whose unwritten memory holds the filler, and closes them at the end of the
+    test."""
     opened: list[NativeEngine] = []
 
-    def make(path: str = "auto", rules: list[FaultRule] | None = None, **options: Any) -> NativeEngine:
+    def make(
+        path: str = "auto", rules: list[FaultRule] | None = None, **options: Any
+    ) -> NativeEngine:
         engine = NativeEngine(path, rules=rules or (), poison=True, **options)
         opened.append(engine)
         return engine

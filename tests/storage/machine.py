@@ -1,4 +1,5 @@
-"""Real devices that misbehave, for tests as root: loop devices over files, small file systems, a throttled disk. Always taken down."""
+"""Real devices that misbehave, for tests as root: loop devices over files, small file systems, a
+throttled disk. Always taken down."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ MIB = 1 << 20
 def command(*words: str | os.PathLike[str]) -> str:
     """Runs a system command; skips the test, with its complaint, where this machine refuses."""
     try:
-        done = subprocess.run([os.fspath(word) for word in words], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            [os.fspath(word) for word in words], capture_output=True, text=True, timeout=30
+        )
     except FileNotFoundError:
         pytest.skip(f"[root] {words[0]} is not installed")
     if done.returncode != 0:
@@ -93,7 +96,8 @@ def fill(where: Path, leave_bytes: int) -> Path:
 
 @contextlib.contextmanager
 def throttled(device: str, bytes_per_second: int) -> Iterator[tuple[Path, Path]]:
-    """A control group whose members read that slowly from the device, and the file that sets (or, with 0, lifts) the limit."""
+    """A control group whose members read that slowly from the device, and the file that sets (or,
+    with 0, lifts) the limit."""
     group = Path("/sys/fs/cgroup/blkio") / f"espnx-test-{os.getpid()}"
     limit = group / "blkio.throttle.read_bps_device"
     number = os.stat(device).st_rdev

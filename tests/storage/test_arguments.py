@@ -1,4 +1,5 @@
-"""What is wrong with a plan, an option or a name is said at once, as InvalidInputError or its neighbour, and nothing is read."""
+"""What is wrong with a plan, an option or a name is said at once, as InvalidInputError or its
+neighbour, and nothing is read."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def numbers(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=I64)
 
 
-@pytest.mark.parametrize("field", ["file", "offset_bytes", "size_bytes", "out_offset_bytes", "crc32c"])
+@pytest.mark.parametrize(
+    "field", ["file", "offset_bytes", "size_bytes", "out_offset_bytes", "crc32c"]
+)
 @pytest.mark.parametrize(
     "bad",
     [
@@ -41,9 +44,21 @@ def numbers(*values: int) -> torch.Tensor:
         torch.tensor(0, dtype=I64),
         torch.zeros(2, dtype=I64, device="meta"),
     ],
-    ids=["int32", "float64", "uint8", "too long", "too short", "empty", "two dimensions", "no dimension", "meta device"],
+    ids=[
+        "int32",
+        "float64",
+        "uint8",
+        "too long",
+        "too short",
+        "empty",
+        "two dimensions",
+        "no dimension",
+        "meta device",
+    ],
 )
-def test_columns_of_a_plan(engine: NativeEngine, field: str, bad: torch.Tensor, tmp_path: Path) -> None:
+def test_columns_of_a_plan(
+    engine: NativeEngine, field: str, bad: torch.Tensor, tmp_path: Path
+) -> None:
     make_file(tmp_path / "a", 100)
     file = engine.open(tmp_path / "a")
     columns = {
@@ -65,7 +80,10 @@ def test_columns_need_not_be_contiguous(engine: NativeEngine, tmp_path: Path) ->
     table = numbers(3, 7, 20, 9).reshape(2, 2)
     future = engine.read(Plan(numbers(file.number).expand(2), table[:, 0], table[:, 1]))
     memory, places = future.wait(), future.position_bytes.tolist()
-    assert [raw(memory[at : at + n]) for at, n in zip(places, [7, 9], strict=True)] == [data[3:10], data[20:29]]
+    assert [raw(memory[at : at + n]) for at, n in zip(places, [7, 9], strict=True)] == [
+        data[3:10],
+        data[20:29],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -91,12 +109,20 @@ def test_numbers_out_of_range(engine: NativeEngine, offset: int, size: int, tmp_
         engine.read(plan)
     target = engine.open(tmp_path / "w", "w", direct=False)
     with pytest.raises(errors.InvalidInputError):
-        engine.write(Plan.of(target, [0, offset], [1, size], [0, 0]), torch.zeros(100, dtype=torch.uint8))
+        engine.write(
+            Plan.of(target, [0, offset], [1, size], [0, 0]), torch.zeros(100, dtype=torch.uint8)
+        )
     assert engine.stats().requests == 0
 
 
-@pytest.mark.parametrize(("to", "size"), [(-1, 1), (0, 11), (10, 1), (11, 0), (LARGEST, 1), (-(2**63), 1), (5, 6)], ids=str)
-def test_places_outside_the_callers_memory(engine: NativeEngine, to: int, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("to", "size"),
+    [(-1, 1), (0, 11), (10, 1), (11, 0), (LARGEST, 1), (-(2**63), 1), (5, 6)],
+    ids=str,
+)
+def test_places_outside_the_callers_memory(
+    engine: NativeEngine, to: int, size: int, tmp_path: Path
+) -> None:
     make_file(tmp_path / "a", 100)
     file = engine.open(tmp_path / "a")
     out = torch.full((10,), CANARY, dtype=torch.uint8)
@@ -108,7 +134,9 @@ def test_places_outside_the_callers_memory(engine: NativeEngine, to: int, size: 
     assert raw(out) == bytes([CANARY]) * 10
 
 
-def test_sums_of_sizes_do_not_overflow(disk_path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_sums_of_sizes_do_not_overflow(
+    disk_path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     """A sparse file can be longer than any memory, and eight times 2**61 bytes are 0 in 64 bits."""
     folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
     sparse = folder / f"espnx-sparse-{os.getpid()}"
@@ -123,7 +151,13 @@ def test_sums_of_sizes_do_not_overflow(disk_path: str, open_engine: OpenEngine, 
         file = engine.open(sparse)
         count = 8 if size == 2**61 else 2**10
         with pytest.raises((errors.InvalidInputError, MemoryError)):
-            engine.read(Plan.of(file, [4096 * i for i in range(count)], [size // 4 if size < 2**61 else size] * count))
+            engine.read(
+                Plan.of(
+                    file,
+                    [4096 * i for i in range(count)],
+                    [size // 4 if size < 2**61 else size] * count,
+                )
+            )
         assert engine.stats().requests == 0
         assert read_bytes(engine, file, 10, 100) == bytes(100)
     finally:
@@ -140,7 +174,9 @@ def test_sums_of_sizes_do_not_overflow(disk_path: str, open_engine: OpenEngine, 
     ],
     ids=["int8", "float32", "strided", "meta device"],
 )
-def test_memory_of_the_wrong_kind(engine: NativeEngine, memory: torch.Tensor, tmp_path: Path) -> None:
+def test_memory_of_the_wrong_kind(
+    engine: NativeEngine, memory: torch.Tensor, tmp_path: Path
+) -> None:
     make_file(tmp_path / "a", 100)
     file = engine.open(tmp_path / "a")
     with pytest.raises(errors.InvalidInputError):
@@ -160,13 +196,20 @@ def test_memory_and_places_come_together(engine: NativeEngine, tmp_path: Path) -
         engine.write(Plan.of(writable, [0], [10]), memory)
 
 
-@pytest.mark.parametrize("options", [{"gap_bytes": -1}, {"deadline_s": 0.0}, {"deadline_s": -1.0}, {"deadline_s": float("nan")}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"gap_bytes": -1}, {"deadline_s": 0.0}, {"deadline_s": -1.0}, {"deadline_s": float("nan")}],
+    ids=str,
+)
 def test_options_of_a_read(engine: NativeEngine, options: dict[str, float], tmp_path: Path) -> None:
     make_file(tmp_path / "a", 100)
     file = engine.open(tmp_path / "a")
     with pytest.raises(errors.InvalidInputError):
         engine.read(Plan.of(file, [0], [10]), **options)
-    assert read_bytes(engine, file, 0, 10, deadline_s=float("inf")) == (tmp_path / "a").read_bytes()[:10]
+    assert (
+        read_bytes(engine, file, 0, 10, deadline_s=float("inf"))
+        == (tmp_path / "a").read_bytes()[:10]
+    )
 
 
 @pytest.mark.parametrize("value", [-1, 2**32, -(2**63), LARGEST])
@@ -233,13 +276,18 @@ def test_a_file_that_never_was(engine: NativeEngine, number: int, tmp_path: Path
 
 
 def test_the_file_of_another_engine(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
-    """Both engines' first file: reading one through the other would be the wrong bytes without a word."""
+    """Both engines' first file: reading one through the other would be the wrong bytes without a
+    word."""
     one, other = open_engine(path), open_engine(path)
     make_file(tmp_path / "a", 100, seed=1)
     make_file(tmp_path / "b", 100, seed=2)
     mine, theirs = one.open(tmp_path / "a"), other.open(tmp_path / "b")
     assert mine.number != theirs.number
-    for call in (lambda: one.read(Plan.of(theirs, [0], [10])), lambda: one.sync(theirs), lambda: one.close_file(theirs)):
+    for call in (
+        lambda: one.read(Plan.of(theirs, [0], [10])),
+        lambda: one.sync(theirs),
+        lambda: one.close_file(theirs),
+    ):
         with pytest.raises(errors.InvalidInputError):
             call()
 
@@ -252,18 +300,25 @@ def test_writing_what_is_open_for_reading(engine: NativeEngine, tmp_path: Path) 
     assert (tmp_path / "a").read_bytes() == data
 
 
-@pytest.mark.parametrize(("offset", "size"), [(0, 101), (100, 1), (101, 1), (99, 2), (2**40, 10), (0, 5000)])
+@pytest.mark.parametrize(
+    ("offset", "size"), [(0, 101), (100, 1), (101, 1), (99, 2), (2**40, 10), (0, 5000)]
+)
 def test_reading_past_the_end(engine: NativeEngine, offset: int, size: int, tmp_path: Path) -> None:
     make_file(tmp_path / "a", 100)
     file = engine.open(tmp_path / "a")
     with pytest.raises(errors.TruncatedFileError) as caught:
         engine.read(Plan.of(file, [0, offset], [10, size]))
-    assert (caught.value.path, caught.value.offset_bytes, caught.value.size_bytes) == (str(tmp_path / "a"), offset, size)
+    assert (caught.value.path, caught.value.offset_bytes, caught.value.size_bytes) == (
+        str(tmp_path / "a"),
+        offset,
+        size,
+    )
     assert "100" in str(caught.value)
 
 
 def test_names(engine: NativeEngine, tmp_path: Path) -> None:
-    """A missing file, a directory, a FIFO, a name with a zero byte, an unknown mode; and names that are not UTF-8, which are good."""
+    """A missing file, a directory, a FIFO, a name with a zero byte, an unknown mode; and names that
+    are not UTF-8, which are good."""
     with pytest.raises(errors.FileMissingError) as missing:
         engine.open(tmp_path / "missing")
     assert not isinstance(missing.value, errors.StoreNotFoundError), "a file is not a store"

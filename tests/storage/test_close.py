@@ -1,4 +1,5 @@
-"""Closing while anything else goes on: every caller is told, nobody hangs, whoever comes later is told too."""
+"""Closing while anything else goes on: every caller is told, nobody hangs, whoever comes later is
+told too."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ import torch
 
 from espnx import errors
 from espnx.storage import FaultRule, NativeEngine, Plan
-from tests.storage.common import BLOCK, OpenEngine, make_file, open_descriptors, raw, read_bytes, until
+from tests.storage.common import (
+    BLOCK,
+    OpenEngine,
+    make_file,
+    open_descriptors,
+    raw,
+    read_bytes,
+    until,
+)
 
 MS = 1_000_000
 
@@ -48,9 +57,13 @@ def test_everything_is_refused_afterwards(path: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["never", "delay"])
-def test_a_waiting_reader_is_told(path: str, fault: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_a_waiting_reader_is_told(
+    path: str, fault: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     make_file(tmp_path / "a", 4 * BLOCK)
-    engine = open_engine(path, [FaultRule(fault, operation="read", value=10_000 * MS)], queue_depth=1)
+    engine = open_engine(
+        path, [FaultRule(fault, operation="read", value=10_000 * MS)], queue_depth=1
+    )
     file = engine.open(tmp_path / "a")
     futures = [engine.read(Plan.of(file, [0, 2 * BLOCK], [10, 10])) for _ in range(3)]
     outcomes: list[str] = []
@@ -73,7 +86,8 @@ def test_a_waiting_reader_is_told(path: str, fault: str, open_engine: OpenEngine
 
 
 def test_submitting_while_closing(path: str, tmp_path: Path) -> None:
-    """Whatever the moment: a read that got in ends, with its bytes or with EngineClosedError, long before its deadline."""
+    """Whatever the moment: a read that got in ends, with its bytes or with EngineClosedError, long
+    before its deadline."""
     data = make_file(tmp_path / "a", 1 << 16)
     plan_items = [i * 8 for i in range(2000)]
     for turn in range(40):
@@ -88,7 +102,10 @@ def test_submitting_while_closing(path: str, tmp_path: Path) -> None:
                     future = engine.read(plan, deadline_s=60)
                     memory = future.wait()
                     at = int(future.position_bytes[-1])
-                    assert memory[at : at + 8].numpy().tobytes() == data[plan_items[-1] : plan_items[-1] + 8]
+                    assert (
+                        memory[at : at + 8].numpy().tobytes()
+                        == data[plan_items[-1] : plan_items[-1] + 8]
+                    )
             except BaseException as error:
                 outcomes.append(error)
 
@@ -143,7 +160,9 @@ def test_many_engines_leave_nothing_behind(path: str, tmp_path: Path) -> None:
     assert threading.active_count() == threads_before
 
 
-def test_closing_one_file_while_it_is_read(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_closing_one_file_while_it_is_read(
+    path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     """What is under way keeps its file open; its descriptor goes when it is done."""
     data = make_file(tmp_path / "a", 2 * BLOCK)
     engine = open_engine(path, [FaultRule("delay", operation="read", value=300 * MS)])

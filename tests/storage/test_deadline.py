@@ -1,4 +1,5 @@
-"""A device that answers late or never: the caller is told in time, the memory waits for the device, and the engine goes on and closes."""
+"""A device that answers late or never: the caller is told in time, the memory waits for the device,
+and the engine goes on and closes."""
 
 from __future__ import annotations
 
@@ -20,8 +21,12 @@ HALF_MIB = 512 * 1024
 
 
 def too_late(engine: NativeEngine, future: NativeFuture, requests: int = 1) -> bool:
-    """Waits until the deadline has passed. Whether the device had all requests of the transfer by then."""
-    reached = until(lambda: engine.stats().in_flight == requests or future.done()) and engine.stats().in_flight == requests
+    """Waits until the deadline has passed. Whether the device had all requests of the transfer by
+    then."""
+    reached = (
+        until(lambda: engine.stats().in_flight == requests or future.done())
+        and engine.stats().in_flight == requests
+    )
     with pytest.raises(DeadlineExceededError):
         future.wait()
     return reached
@@ -32,7 +37,14 @@ def test_a_read_that_never_completes(path: str, open_engine: OpenEngine, tmp_pat
 
     def begun(limit_s: float) -> tuple[NativeEngine, NativeFuture]:
         """A read of which two of three pieces have arrived in time."""
-        engine = open_engine(path, [FaultRule("never", operation="read", begin_bytes=2 * BLOCK, end_bytes=3 * BLOCK, count=1)])
+        engine = open_engine(
+            path,
+            [
+                FaultRule(
+                    "never", operation="read", begin_bytes=2 * BLOCK, end_bytes=3 * BLOCK, count=1
+                )
+            ],
+        )
         future = engine.read(plan_of(engine), deadline_s=limit_s)
         arrived, finished = future.next(at_least=2)
         assert sorted(arrived.tolist()) == [0, 2]
@@ -49,7 +61,11 @@ def test_a_read_that_never_completes(path: str, open_engine: OpenEngine, tmp_pat
     assert time.monotonic() - before > 0.49
     error = caught.value
     assert isinstance(error, TimeoutError)
-    assert (error.path, error.offset_bytes, error.size_bytes) == (str(tmp_path / "a"), 2 * BLOCK, BLOCK)
+    assert (error.path, error.offset_bytes, error.size_bytes) == (
+        str(tmp_path / "a"),
+        2 * BLOCK,
+        BLOCK,
+    )
     assert "1 of 3" in str(error)
     with pytest.raises(DeadlineExceededError):
         future.next()
@@ -77,12 +93,16 @@ def test_a_read_that_never_completes(path: str, open_engine: OpenEngine, tmp_pat
     assert 3 * BLOCK <= stats.quarantined_bytes <= HALF_MIB
 
 
-def test_quarantine_counts_buffers_and_not_requests(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_quarantine_counts_buffers_and_not_requests(
+    path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     """Eight requests of one read hang: one buffer, before and after the engine is closed."""
     make_file(tmp_path / "a", HALF_MIB)
 
     def hangs(limit_s: float) -> NativeEngine | None:
-        engine = open_engine(path, [FaultRule("never", operation="read")], request_bytes=HALF_MIB // 8)
+        engine = open_engine(
+            path, [FaultRule("never", operation="read")], request_bytes=HALF_MIB // 8
+        )
         plan = Plan.of(engine.open(tmp_path / "a"), [0], [HALF_MIB])
         return engine if too_late(engine, engine.read(plan, deadline_s=limit_s), 8) else None
 
@@ -95,15 +115,23 @@ def test_quarantine_counts_buffers_and_not_requests(path: str, open_engine: Open
     assert (after.quarantined_buffers, after.quarantined_bytes) == (1, stats.quarantined_bytes)
 
 
-def test_a_late_completion_ends_the_quarantine(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_a_late_completion_ends_the_quarantine(
+    path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     data = make_file(tmp_path / "a", BLOCK)
 
     def late(limit_s: float) -> tuple[NativeEngine, FileHandle, NativeFuture] | None:
         """A read that takes ten times its limit."""
-        engine = open_engine(path, [FaultRule("delay", operation="read", count=1, value=int(10_000 * limit_s) * MS)])
+        engine = open_engine(
+            path, [FaultRule("delay", operation="read", count=1, value=int(10_000 * limit_s) * MS)]
+        )
         file = engine.open(tmp_path / "a")
         future = engine.read(Plan.of(file, [0], [BLOCK]), deadline_s=limit_s)
-        return (engine, file, future) if too_late(engine, future) and engine.stats().quarantined_buffers == 1 else None
+        return (
+            (engine, file, future)
+            if too_late(engine, future) and engine.stats().quarantined_buffers == 1
+            else None
+        )
 
     engine, file, future = patiently(late)
     assert until(lambda: engine.stats().quarantined_buffers == 0)
@@ -135,13 +163,26 @@ def numpy_backed(size_bytes: int) -> tuple[torch.Tensor, weakref.ref[np.ndarray]
 
 @pytest.mark.parametrize("how", ["dropped", "data replaced"])
 @pytest.mark.parametrize("reading", [True, False])
-def test_the_callers_memory_waits_for_the_device(path: str, reading: bool, how: str, open_engine: OpenEngine, tmp_path: Path) -> None:
-    """The caller gives up and lets go of everything: the memory stays until the request has completed, then goes."""
+def test_the_callers_memory_waits_for_the_device(
+    path: str, reading: bool, how: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
+    """The caller gives up and lets go of everything: the memory stays until the request has
+    completed, then goes."""
     make_file(tmp_path / "a", BLOCK)
 
     def given_up(delay_s: float) -> tuple[NativeEngine, weakref.ref[np.ndarray]] | None:
         """None where the request had completed before anybody looked."""
-        engine = open_engine(path, [FaultRule("delay", value=int(delay_s * 1000) * MS, count=1, operation="read" if reading else "write")])
+        engine = open_engine(
+            path,
+            [
+                FaultRule(
+                    "delay",
+                    value=int(delay_s * 1000) * MS,
+                    count=1,
+                    operation="read" if reading else "write",
+                )
+            ],
+        )
         file = engine.open(tmp_path / "a", "r+", direct=False)
         tensor, alive = numpy_backed(BLOCK)
         plan = Plan.of(file, [0], [BLOCK], [0])
@@ -163,7 +204,9 @@ def test_the_callers_memory_waits_for_the_device(path: str, reading: bool, how: 
     assert until(lambda: engine.stats().quarantined_buffers == 0 and alive() is None), "never freed"
 
 
-def test_the_deadline_counts_from_the_call(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_the_deadline_counts_from_the_call(
+    path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     """Also for a read that has not reached the device: the one place is taken."""
     make_file(tmp_path / "a", 4 * BLOCK)
     engine = open_engine(path, [FaultRule("never", operation="read", count=1)], queue_depth=1)
@@ -177,7 +220,9 @@ def test_the_deadline_counts_from_the_call(path: str, open_engine: OpenEngine, t
     assert engine.stats().requests == 1
 
 
-def test_what_arrived_in_time_is_handed_out_after_the_deadline(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_what_arrived_in_time_is_handed_out_after_the_deadline(
+    path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     data = make_file(tmp_path / "a", BLOCK)
     engine = open_engine(path)
     file = engine.open(tmp_path / "a")
@@ -191,7 +236,9 @@ def test_what_arrived_in_time_is_handed_out_after_the_deadline(path: str, open_e
     assert raw(patiently(arrived, 0.1)[:100]) == data[:100]
 
 
-def test_closing_waits_for_the_late_ones(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_closing_waits_for_the_late_ones(
+    path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     """Within the grace: nothing is abandoned. The caller of the read is told at once."""
     make_file(tmp_path / "a", BLOCK)
     engine = open_engine(path, [FaultRule("delay", operation="read", value=300 * MS)])
@@ -216,7 +263,9 @@ def test_odd_graces(path: str, grace_s: float, open_engine: OpenEngine, tmp_path
     assert engine.stats().quarantined_buffers == 1
 
 
-def test_an_endless_grace_ends_with_the_last_request(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_an_endless_grace_ends_with_the_last_request(
+    path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     make_file(tmp_path / "a", BLOCK)
     engine = open_engine(path, [FaultRule("delay", operation="read", value=300 * MS)])
     engine.read(Plan.of(engine.open(tmp_path / "a"), [0], [100]))

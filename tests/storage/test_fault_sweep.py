@@ -1,7 +1,9 @@
-"""Every I/O call fails in turn: N = 1, 2, 3, ... until a run sees no fault, once and for ever, for every kind of fault.
+"""Every I/O call fails in turn: N = 1, 2, 3, ... until a run sees no fault, once and for ever, for
+every kind of fault.
 
-Each run writes a file, publishes it and reads it back. It may end in the right bytes or in a typed error that names the place, and in
-nothing else; the engine then still reads other files, holds no memory and no descriptor.
+Each run writes a file, publishes it and reads it back. It may end in the right bytes or in a typed
+error that names the place, and in nothing else; the engine then still reads other files, holds no
+memory and no descriptor.
 """
 
 from __future__ import annotations
@@ -15,7 +17,16 @@ import torch
 
 from espnx import errors
 from espnx.storage import FaultRule, NativeEngine, Plan
-from tests.storage.common import BLOCK, content, crc32c, make_file, open_descriptors, raw, read_bytes, until
+from tests.storage.common import (
+    BLOCK,
+    content,
+    crc32c,
+    make_file,
+    open_descriptors,
+    raw,
+    read_bytes,
+    until,
+)
 
 REQUEST = 8 * 1024
 DATA = content(9 * BLOCK, seed=1)
@@ -55,7 +66,11 @@ def workload(engine: NativeEngine, folder: Path, deadline_s: float) -> None:
     source = torch.frombuffer(bytearray(DATA), dtype=torch.uint8)
     file = engine.open(folder / "victim.new", "w", direct=False)
     engine.allocate(file, len(DATA))
-    engine.write(Plan.of(file, [0, 4 * BLOCK], [4 * BLOCK, 5 * BLOCK], [0, 4 * BLOCK]), source, deadline_s=deadline_s).wait()
+    engine.write(
+        Plan.of(file, [0, 4 * BLOCK], [4 * BLOCK, 5 * BLOCK], [0, 4 * BLOCK]),
+        source,
+        deadline_s=deadline_s,
+    ).wait()
     engine.truncate(file, len(DATA))
     engine.sync(file)
     engine.close_file(file)
@@ -69,7 +84,9 @@ def workload(engine: NativeEngine, folder: Path, deadline_s: float) -> None:
     for (at, size), place in zip(READS, places, strict=True):
         assert raw(memory[place : place + size]) == DATA[at : at + size], "wrong bytes"
     out = torch.zeros(6000, dtype=torch.uint8)
-    engine.read(Plan.of(file, [10], [6000], [0], [crc32c(DATA[10:6010])]), out, deadline_s=deadline_s).wait()
+    engine.read(
+        Plan.of(file, [10], [6000], [0], [crc32c(DATA[10:6010])]), out, deadline_s=deadline_s
+    ).wait()
     assert raw(out) == DATA[10:6010], "wrong bytes"
 
 
@@ -78,10 +95,17 @@ def check_error(error: errors.StorageError) -> None:
     assert "victim" in error.path
     assert error.path in str(error)
     if isinstance(error, errors.DiskFullError):
-        assert error.needed_bytes > 0 or not error.what.startswith("write "), "what a write lacks is known"
+        assert error.needed_bytes > 0 or not error.what.startswith("write "), (
+            "what a write lacks is known"
+        )
         assert error.free_bytes >= 0
         return
-    transfers = (errors.ShortReadError, errors.ChecksumError, errors.TruncatedFileError, errors.DeadlineExceededError)
+    transfers = (
+        errors.ShortReadError,
+        errors.ChecksumError,
+        errors.TruncatedFileError,
+        errors.DeadlineExceededError,
+    )
     if isinstance(error, transfers) or error.what.startswith(("read ", "write ")):
         assert error.offset_bytes is not None
         assert error.size_bytes is not None
@@ -91,8 +115,17 @@ def check_error(error: errors.StorageError) -> None:
 
 def run(path: str, kind: Kind, nth: int, count: int, folder: Path) -> tuple[bool, int]:
     """One run. Whether it ended well, and how many faults it saw."""
-    rule = FaultRule(kind.fault, operation=kind.operation, path="*victim*", nth=nth, count=count, value=kind.value)
-    engine = NativeEngine(path, rules=[rule], request_bytes=REQUEST, queue_depth=64, threads=4, poison=True)
+    rule = FaultRule(
+        kind.fault,
+        operation=kind.operation,
+        path="*victim*",
+        nth=nth,
+        count=count,
+        value=kind.value,
+    )
+    engine = NativeEngine(
+        path, rules=[rule], request_bytes=REQUEST, queue_depth=64, threads=4, poison=True
+    )
     try:
         ended_well = True
         try:
@@ -108,7 +141,9 @@ def run(path: str, kind: Kind, nth: int, count: int, folder: Path) -> tuple[bool
         stats = engine.stats()
         assert ended_well or not kind.harmless, "a harmless fault was not survived"
         assert ended_well or stats.fault_hits > 0, "failed without a fault"
-        assert read_bytes(engine, engine.open(folder / "other"), 5, 9000) == OTHER[5:9005], "the engine is not usable afterwards"
+        assert read_bytes(engine, engine.open(folder / "other"), 5, 9000) == OTHER[5:9005], (
+            "the engine is not usable afterwards"
+        )
         if kind.fault == "never":
             assert stats.quarantined_buffers == (0 if ended_well else 1)
         else:
@@ -147,8 +182,13 @@ def sweep(path: str, name: str, tmp_path: Path) -> None:
             if hits == 0:
                 break
         assert (hits, ended_well) == (0, True), f"a run without a fault: {nth}"
-        assert nth > (3 if kind.operation == "read" else 8), "the sweep saw too few calls to mean anything"
-        # Once is no more than a retry for EAGAIN, and where a file is not read in blocks even single bytes are progress.
-        assert kind.harmless or count == 1 or kind.fault == "short" or not all(outcomes), "no fault was ever noticed"
+        assert nth > (3 if kind.operation == "read" else 8), (
+            "the sweep saw too few calls to mean anything"
+        )
+        # Once is no more than a retry for EAGAIN, and where a file is not read in blocks even
+        # single bytes are progress.
+        assert kind.harmless or count == 1 or kind.fault == "short" or not all(outcomes), (
+            "no fault was ever noticed"
+        )
     if kind.fault != "never":  # what never completes keeps its file open, on purpose
         assert until(lambda: len(open_descriptors()) <= len(before)), open_descriptors() - before

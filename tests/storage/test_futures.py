@@ -12,7 +12,17 @@ import torch
 
 from espnx.errors import ChecksumError, StorageError, TransferCancelledError
 from espnx.storage import FaultRule, NativeEngine, Plan
-from tests.storage.common import BLOCK, OpenEngine, crc32c, make_file, open_descriptors, patiently, random_case, raw, until
+from tests.storage.common import (
+    BLOCK,
+    OpenEngine,
+    crc32c,
+    make_file,
+    open_descriptors,
+    patiently,
+    random_case,
+    raw,
+    until,
+)
 
 MS = 1_000_000
 
@@ -42,7 +52,9 @@ def test_next_waits_for_at_least(path: str, open_engine: OpenEngine, tmp_path: P
 
 def test_next_ends_with_the_last(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
     """More than there are may be asked for; after the last there is nothing more."""
-    engine = open_engine(path, [FaultRule("delay", begin_bytes=8 * 2 * BLOCK, end_bytes=2**62, value=100 * MS)])
+    engine = open_engine(
+        path, [FaultRule("delay", begin_bytes=8 * 2 * BLOCK, end_bytes=2**62, value=100 * MS)]
+    )
     plan, _ = spread(engine, tmp_path, 10)
     future = engine.read(plan)
     items, finished = future.next(at_least=100)
@@ -56,11 +68,14 @@ def test_next_ends_with_the_last(path: str, open_engine: OpenEngine, tmp_path: P
 
 
 @pytest.mark.parametrize("at_least", [0, -5])
-def test_asking_for_none_does_not_wait(path: str, at_least: int, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_asking_for_none_does_not_wait(
+    path: str, at_least: int, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     engine = open_engine(path, [FaultRule("never")])
     plan, _ = spread(engine, tmp_path, 2)
     future = engine.read(plan)
-    items, finished = future.next(at_least=at_least)  # waiting would end at the deadline, with an error
+    # waiting would end at the deadline, with an error
+    items, finished = future.next(at_least=at_least)
     assert (items.tolist(), finished) == ([], False)
     items, finished = future.next(timeout_s=-1.0)
     assert (items.tolist(), finished) == ([], False)
@@ -88,7 +103,9 @@ def test_a_timeout_loses_nothing(path: str, open_engine: OpenEngine, tmp_path: P
     assert sorted(seen) == list(range(6))
 
 
-def test_the_slow_one_does_not_hold_up_the_others(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_the_slow_one_does_not_hold_up_the_others(
+    path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     """The first item does not come at all: everything else is handed out."""
     engine = open_engine(path, [FaultRule("never", begin_bytes=0, end_bytes=1)])
     plan, data = spread(engine, tmp_path, 20)
@@ -100,14 +117,19 @@ def test_the_slow_one_does_not_hold_up_the_others(path: str, open_engine: OpenEn
         order += items.tolist()
         for i in items.tolist():
             at = int(future.position_bytes[i])
-            assert raw(future.memory[at : at + BLOCK]) == data[2 * BLOCK * i : 2 * BLOCK * i + BLOCK]
+            assert (
+                raw(future.memory[at : at + BLOCK]) == data[2 * BLOCK * i : 2 * BLOCK * i + BLOCK]
+            )
     assert sorted(order) == list(range(1, 20))
     assert engine.stats().in_flight == 1
 
 
-def finishing_order(engine: NativeEngine, plans: list[tuple[Plan, int]], first_s: float) -> list[int] | None:
-    """Submits while the first, slow read (of `first_s` at least) has the only place at the device; the order in which the plans then end.
-    None where a busy machine hid it: they were submitted too late, or several ended while nobody looked."""
+def finishing_order(
+    engine: NativeEngine, plans: list[tuple[Plan, int]], first_s: float
+) -> list[int] | None:
+    """Submits while the first, slow read (of `first_s` at least) has the only place at the device;
+    the order in which the plans then end. None where a busy machine hid it: they were submitted too
+    late, or several ended while nobody looked."""
     futures, begun = [], time.monotonic()
     for plan, priority in plans:
         futures.append(engine.read(plan, priority=priority))
@@ -124,25 +146,40 @@ def finishing_order(engine: NativeEngine, plans: list[tuple[Plan, int]], first_s
 
 
 def test_priority(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
-    """With one request at a time every read is delayed, so the order shows: higher first, equals as they came."""
+    """With one request at a time every read is delayed, so the order shows: higher first, equals as
+    they came."""
     make_file(tmp_path / "a", 64 * BLOCK)
     for _ in range(20):
-        engine = open_engine(path, [FaultRule("delay", count=1, value=400 * MS), FaultRule("delay", value=60 * MS)], queue_depth=1)
+        engine = open_engine(
+            path,
+            [FaultRule("delay", count=1, value=400 * MS), FaultRule("delay", value=60 * MS)],
+            queue_depth=1,
+        )
         file = engine.open(tmp_path / "a")
-        plans = [(Plan.of(file, [i * 2 * BLOCK], [10]), priority) for i, priority in enumerate([0, 0, 5, -1, 5, 2])]
+        plans = [
+            (Plan.of(file, [i * 2 * BLOCK], [10]), priority)
+            for i, priority in enumerate([0, 0, 5, -1, 5, 2])
+        ]
         order = finishing_order(engine, plans, 0.4)
         if order is not None:
             break
     assert order == [0, 2, 4, 5, 1, 3]  # the first was with the device already
 
 
-def test_a_plan_is_served_in_its_own_order(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
-    """With one request at a time, items arrive in the order of the plan, not of the file: what is listed first is needed first."""
+def test_a_plan_is_served_in_its_own_order(
+    path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
+    """With one request at a time, items arrive in the order of the plan, not of the file: what is
+    listed first is needed first."""
     engine = open_engine(path, [FaultRule("delay", value=5 * MS)], queue_depth=1)
     make_file(tmp_path / "a", 64 * BLOCK)
     file = engine.open(tmp_path / "a")
     blocks = random.Random(1).sample(range(32), 12)
-    arrived = [i for items in engine.read(Plan.of(file, [2 * BLOCK * b for b in blocks], [10] * 12)) for i in items.tolist()]
+    arrived = [
+        i
+        for items in engine.read(Plan.of(file, [2 * BLOCK * b for b in blocks], [10] * 12))
+        for i in items.tolist()
+    ]
     assert arrived == list(range(12))
 
 
@@ -174,18 +211,24 @@ def test_two_threads_on_one_engine(path: str, open_engine: OpenEngine, tmp_path:
 
 
 def test_two_threads_on_one_future(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
-    """Both wait for the same read into the caller's memory: neither returns before every byte is checked and copied."""
+    """Both wait for the same read into the caller's memory: neither returns before every byte is
+    checked and copied."""
     data = make_file(tmp_path / "a", 8 << 20)
     engine = open_engine(path)
     file = engine.open(tmp_path / "a")
     for _ in range(10):
-        out = torch.zeros(len(data) + 1, dtype=torch.uint8)[1:]  # unaligned, so the caller's thread copies
+        # unaligned, so the caller's thread copies
+        out = torch.zeros(len(data) + 1, dtype=torch.uint8)[1:]
         future = engine.read(Plan.of(file, [1], [len(data) - 1], [1]), out)
         wrong: list[str] = []
 
         def wait(future=future, out=out, wrong=wrong) -> None:
             future.wait()
-            if int(out[-1]) != data[-1] or int(out[len(data) // 2]) != data[len(data) // 2] or int(out[1]) != data[1]:
+            if (
+                int(out[-1]) != data[-1]
+                or int(out[len(data) // 2]) != data[len(data) // 2]
+                or int(out[1]) != data[1]
+            ):
                 wrong.append("returned before the bytes were there")
 
         threads = [threading.Thread(target=wait) for _ in range(3)]
@@ -196,7 +239,9 @@ def test_two_threads_on_one_future(path: str, open_engine: OpenEngine, tmp_path:
         assert not wrong
 
 
-def test_a_checksum_found_by_one_thread_reaches_the_other(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_a_checksum_found_by_one_thread_reaches_the_other(
+    path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     data = make_file(tmp_path / "a", 4 << 20)
     engine = open_engine(path)
     file = engine.open(tmp_path / "a")
@@ -219,8 +264,11 @@ def test_a_checksum_found_by_one_thread_reaches_the_other(path: str, open_engine
         assert outcomes == ["refused", "refused"]
 
 
-def test_other_python_threads_run_meanwhile(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
-    """A wait that held the interpreter would end at its deadline, not because this thread calls it off."""
+def test_other_python_threads_run_meanwhile(
+    path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
+    """A wait that held the interpreter would end at its deadline, not because this thread calls it
+    off."""
     engine = open_engine(path, [FaultRule("never")])
     plan, _ = spread(engine, tmp_path, 2)
     future = engine.read(plan)
@@ -254,13 +302,18 @@ def test_a_future_outlives_the_engine(path: str, tmp_path: Path) -> None:
         assert raw(memory[at : at + BLOCK]) == data[2 * BLOCK * i : 2 * BLOCK * i + BLOCK]
 
 
-def test_memory_in_use_is_not_handed_out_again(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_memory_in_use_is_not_handed_out_again(
+    path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     engine = open_engine(path)
     plan, data = spread(engine, tmp_path, 2)
     kept = [(future, future.wait()) for future in (engine.read(plan) for _ in range(8))]
     assert len({memory.data_ptr() for _, memory in kept}) == 8
     for future, memory in kept:
-        assert [raw(memory[at : at + BLOCK]) for at in future.position_bytes.tolist()] == [data[:BLOCK], data[2 * BLOCK : 3 * BLOCK]]
+        assert [raw(memory[at : at + BLOCK]) for at in future.position_bytes.tolist()] == [
+            data[:BLOCK],
+            data[2 * BLOCK : 3 * BLOCK],
+        ]
 
 
 def test_memory_is_recycled(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
@@ -276,8 +329,11 @@ def test_memory_is_recycled(path: str, open_engine: OpenEngine, tmp_path: Path) 
 
 def test_cancel(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
     def cancelled(delay_s: float) -> NativeEngine | None:
-        """An engine whose read of 40 pieces was called off while the device had the first four; None where it was over before."""
-        engine = open_engine(path, [FaultRule("delay", value=int(delay_s * 1000) * MS, count=4)], queue_depth=4)
+        """An engine whose read of 40 pieces was called off while the device had the first four;
+        None where it was over before."""
+        engine = open_engine(
+            path, [FaultRule("delay", value=int(delay_s * 1000) * MS, count=4)], queue_depth=4
+        )
         future = engine.read(plan_of(engine))
         future.cancel()
         future.cancel()
@@ -288,7 +344,9 @@ def test_cancel(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
         return None
 
     def plan_of(engine: NativeEngine) -> Plan:
-        return Plan.of(engine.open(tmp_path / "spread"), [2 * BLOCK * i for i in range(40)], [BLOCK] * 40)
+        return Plan.of(
+            engine.open(tmp_path / "spread"), [2 * BLOCK * i for i in range(40)], [BLOCK] * 40
+        )
 
     data = make_file(tmp_path / "spread", 2 * BLOCK * 40)
     engine = patiently(cancelled, 0.2)
@@ -303,22 +361,30 @@ def test_cancel(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
     assert engine.stats().failures == 1
 
 
-def test_a_dropped_future_is_still_served(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_a_dropped_future_is_still_served(
+    path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     engine = open_engine(path)
     plan, _ = spread(engine, tmp_path, 50)
     for _ in range(50):
         engine.read(plan)
-    assert until(lambda: engine.stats().in_flight == 0 and engine.stats().bytes_moved == 50 * 50 * BLOCK)
+    assert until(
+        lambda: engine.stats().in_flight == 0 and engine.stats().bytes_moved == 50 * 50 * BLOCK
+    )
 
 
-def test_a_future_keeps_only_its_own_files_open(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_a_future_keeps_only_its_own_files_open(
+    path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     engine = open_engine(path)
     make_file(tmp_path / "a", 100)
     make_file(tmp_path / "b", 100)
     first = engine.open(tmp_path / "a")
     before = open_descriptors()
     other = engine.open(tmp_path / "b")
-    future = engine.read(Plan.of(first, [0], [10], crc32c=[crc32c((tmp_path / "a").read_bytes()[:10])]))
+    future = engine.read(
+        Plan.of(first, [0], [10], crc32c=[crc32c((tmp_path / "a").read_bytes()[:10])])
+    )
     future.wait()
     engine.close_file(other)
     assert len(open_descriptors()) <= len(before)

@@ -1,4 +1,5 @@
-"""Memory of an engine: nothing lies over anything else, little more is mapped than was asked, and large requests lie together."""
+"""Memory of an engine: nothing lies over anything else, little more is mapped than was asked, and
+large requests lie together."""
 
 from __future__ import annotations
 
@@ -22,12 +23,26 @@ def engine() -> Iterator[NativeEngine]:
         yield opened
 
 
-SIZES = [256 * KIB, 400_001, 512 * KIB, 640 * KIB, 683 * KIB, 700 * KIB, 960 * KIB, MIB, MIB + 1, 1400 * KIB, 1920 * KIB, HUGE]
+SIZES = [
+    256 * KIB,
+    400_001,
+    512 * KIB,
+    640 * KIB,
+    683 * KIB,
+    700 * KIB,
+    960 * KIB,
+    MIB,
+    MIB + 1,
+    1400 * KIB,
+    1920 * KIB,
+    HUGE,
+]
 
 
 @pytest.mark.parametrize("size_bytes", SIZES)
 def test_large_requests_lie_in_huge_pages(engine: NativeEngine, size_bytes: int) -> None:
-    """A drive takes a request in as many parts as its memory lies in: two at most, in as few huge pages as a quarter of waste allows."""
+    """A drive takes a request in as many parts as its memory lies in: two at most, in as few huge
+    pages as a quarter of waste allows."""
     held = [engine.memory(size_bytes) for _ in range(16)]
     pages = [{each.data_ptr() // HUGE, (each.data_ptr() + size_bytes - 1) // HUGE} for each in held]
     assert all(len(page) <= 2 for page in pages)
@@ -36,7 +51,8 @@ def test_large_requests_lie_in_huge_pages(engine: NativeEngine, size_bytes: int)
 
 def test_at_most_a_quarter_is_wasted() -> None:
     for size_bytes in range(256 * KIB, HUGE + 1, 4 * KIB):
-        with NativeEngine(pool_bytes=4096) as engine:  # keeps nothing, so what is mapped is this one's
+        # keeps nothing, so what is mapped is this one's
+        with NativeEngine(pool_bytes=4096) as engine:
             memory = engine.memory(size_bytes)
             assert memory.numel() <= engine.mapped_bytes <= 1.25 * size_bytes
 
@@ -61,7 +77,9 @@ with NativeEngine(pool_bytes=32 << 20) as engine:
 
 def test_little_address_space_is_enough_for_one() -> None:
     """Where huge pages to cut from have no room, what is asked for may have."""
-    done = subprocess.run([sys.executable, "-c", ADDRESSES], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ADDRESSES], capture_output=True, text=True, check=False
+    )
     assert done.stdout == "full 1 True\n", done.stderr
 
 
@@ -86,7 +104,8 @@ def test_without_room_to_keep_nothing_is_cut() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_sizes(engine: NativeEngine, seed: int) -> None:
-    """Sizes of all kinds come and go: each keeps what was written to it, and what is mapped exceeds what was held by what may be kept."""
+    """Sizes of all kinds come and go: each keeps what was written to it, and what is mapped exceeds
+    what was held by what may be kept."""
     rng = np.random.default_rng(seed)
     held = list[tuple[int, torch.Tensor]]()
     most_bytes = 0
@@ -95,7 +114,23 @@ def test_random_sizes(engine: NativeEngine, seed: int) -> None:
             wanted, memory = held.pop(int(rng.integers(len(held))))
             assert memory.eq(wanted).all()
         else:
-            size_bytes = int(rng.choice([1, 5000, 70_000, 262_144, 300_000, 699_050, 983_040, 1 << 20, 1_500_000, HUGE, 5_000_000]))
+            size_bytes = int(
+                rng.choice(
+                    [
+                        1,
+                        5000,
+                        70_000,
+                        262_144,
+                        300_000,
+                        699_050,
+                        983_040,
+                        1 << 20,
+                        1_500_000,
+                        HUGE,
+                        5_000_000,
+                    ]
+                )
+            )
             memory = engine.memory(size_bytes)
             assert memory.data_ptr() % 4096 == 0
             assert memory.numel() == size_bytes

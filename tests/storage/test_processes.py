@@ -1,4 +1,5 @@
-"""Around the engine: Ctrl-C, fork(), the GIL, interpreters that end, kernels that refuse. In children, because these can hang."""
+"""Around the engine: Ctrl-C, fork(), the GIL, interpreters that end, kernels that refuse. In
+children, because these can hang."""
 
 from __future__ import annotations
 
@@ -21,7 +22,17 @@ import torch
 from espnx import errors
 from espnx.storage import FaultRule, NativeEngine, Plan
 from espnx.storage import open_engine as open_by_name
-from tests.storage.common import BLOCK, OpenEngine, in_child, make_file, patiently, raw, read_bytes, until, uring_refusal
+from tests.storage.common import (
+    BLOCK,
+    OpenEngine,
+    in_child,
+    make_file,
+    patiently,
+    raw,
+    read_bytes,
+    until,
+    uring_refusal,
+)
 
 MS = 1_000_000
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +66,8 @@ def test_ctrl_c_during_a_long_wait(path: str, tmp_path: Path) -> None:
 
 
 def test_descriptors_closed_under_the_engine(tmp_path: Path) -> None:
-    """As a program that becomes a daemon does: the I/O thread cannot be woken, but looks for itself; nothing aborts, nothing hangs."""
+    """As a program that becomes a daemon does: the I/O thread cannot be woken, but looks for
+    itself; nothing aborts, nothing hangs."""
     if (refusal := uring_refusal()) is not None:
         pytest.skip(f"[kernel] {refusal}")
     data = make_file(tmp_path / "a", BLOCK)
@@ -66,7 +78,9 @@ def test_descriptors_closed_under_the_engine(tmp_path: Path) -> None:
         file = engine.open(tmp_path / "a")
         closed = 0
         for name in set(os.listdir("/proc/self/fd")) - before:
-            if os.path.lexists(f"/proc/self/fd/{name}") and "eventfd" in os.readlink(f"/proc/self/fd/{name}"):
+            if os.path.lexists(f"/proc/self/fd/{name}") and "eventfd" in os.readlink(
+                f"/proc/self/fd/{name}"
+            ):
                 os.close(int(name))
                 closed += 1
         right = read_bytes(engine, file, 0, BLOCK) == data
@@ -77,9 +91,12 @@ def test_descriptors_closed_under_the_engine(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_is_told(path: str, tmp_path: Path) -> None:
-    """The child has the engine's memory and not its thread: every call is refused at once, and letting go of it does not hang."""
+    """The child has the engine's memory and not its thread: every call is refused at once, and
+    letting go of it does not hang."""
     data = make_file(tmp_path / "a", 4 * BLOCK)
-    engine = NativeEngine(path, rules=[FaultRule("delay", operation="read", nth=2, count=1, value=400 * MS)])
+    engine = NativeEngine(
+        path, rules=[FaultRule("delay", operation="read", nth=2, count=1, value=400 * MS)]
+    )
     file = engine.open(tmp_path / "a", "r+", direct=False)
     assert read_bytes(engine, file, 0, 10) == data[:10]
     futures = [engine.read(Plan.of(file, [0], [10]))]
@@ -113,18 +130,22 @@ def test_a_forked_child_is_told(path: str, tmp_path: Path) -> None:
         engines.clear()
         gc.collect()
         fresh = NativeEngine(path)
-        found.append("fresh " + str(read_bytes(fresh, fresh.open(tmp_path / "a"), 5, 10) == data[5:15]))
+        found.append(
+            "fresh " + str(read_bytes(fresh, fresh.open(tmp_path / "a"), 5, 10) == data[5:15])
+        )
         return found
 
     assert in_child(work) == ["refused"] * 9 + ["fresh True"]
     waiter.join()
-    assert futures[0].wait()[:10].numpy().tobytes() == data[:10]  # the parent's engine did not notice
+    # the parent's engine did not notice
+    assert futures[0].wait()[:10].numpy().tobytes() == data[:10]
     assert read_bytes(engines[0], file, 20, 10) == data[20:30]
     engines[0].close()
 
 
 def test_a_forked_child_lets_go_of_an_idle_engine(path: str, tmp_path: Path) -> None:
-    """The engine's thread sleeps on a condition variable of the copy: destroying that would wait for it for ever."""
+    """The engine's thread sleeps on a condition variable of the copy: destroying that would wait
+    for it for ever."""
     engines = [NativeEngine(path)]
     time.sleep(0.05)
 
@@ -139,14 +160,17 @@ def test_a_forked_child_lets_go_of_an_idle_engine(path: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("how", ["close", "drop", "stats"])
 def test_freeing_memory_that_needs_the_gil(disk_path: str, how: str, tmp_path: Path) -> None:
-    """The caller forgets a write from NumPy's memory: freeing it takes the GIL, which may be held by the thread that waits for that."""
+    """The caller forgets a write from NumPy's memory: freeing it takes the GIL, which may be held
+    by the thread that waits for that."""
 
     def work() -> str:
         rules = [FaultRule("delay", operation="write", value=(2 if how == "stats" else 150) * MS)]
         engine = NativeEngine(disk_path, rules=rules)
         file = engine.open(tmp_path / f"w-{disk_path}-{how}", "w", direct=False)
         for _ in range(30 if how == "stats" else 1):
-            engine.write(Plan.of(file, [0], [BLOCK], [0]), torch.from_numpy(np.zeros(BLOCK, dtype=np.uint8)))
+            engine.write(
+                Plan.of(file, [0], [BLOCK], [0]), torch.from_numpy(np.zeros(BLOCK, dtype=np.uint8))
+            )
             for _ in range(50 if how == "stats" else 0):
                 engine.stats()
         if how == "close":
@@ -167,13 +191,19 @@ def test_other_threads_run_while_an_engine_is_dropped(disk_path: str, tmp_path: 
             time.sleep(0.002)
 
     def ticks_while_dropped(delay_s: float) -> int | None:
-        engines = [NativeEngine(disk_path, rules=[FaultRule("delay", operation="read", value=int(delay_s * 1000) * MS)])]
+        engines = [
+            NativeEngine(
+                disk_path,
+                rules=[FaultRule("delay", operation="read", value=int(delay_s * 1000) * MS)],
+            )
+        ]
         engines[0].read(Plan.of(engines[0].open(tmp_path / "a"), [0], [10]))
         assert until(lambda: engines[0].stats().requests == 1)
         before = ticks[0]
         engines.clear()  # ends when the read does
         during = ticks[0] - before
-        return during if during > 2 else None  # at most one, at the end, where closing holds the interpreter, or the machine is busy
+        # at most one, at the end, where closing holds the interpreter, or the machine is busy
+        return during if during > 2 else None
 
     thread = threading.Thread(target=tick)
     thread.start()
@@ -185,7 +215,8 @@ def test_other_threads_run_while_an_engine_is_dropped(disk_path: str, tmp_path: 
 
 
 def test_an_interpreter_that_ends_with_reads_under_way(tmp_path: Path) -> None:
-    """Engines left open, one with a request that never completes and one with NumPy's memory in use: exit code 0, soon."""
+    """Engines left open, one with a request that never completes and one with NumPy's memory in
+    use: exit code 0, soon."""
     make_file(tmp_path / "a", 4 * BLOCK)
     script = f"""
 import numpy as np, torch
@@ -204,20 +235,32 @@ loop.append(loop)
 print("end")
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
 def refuse_system_calls(*numbers: int) -> None:
-    """Lets this process's kernel answer EPERM to these calls, as a container's seccomp profile does. Needs no root."""
+    """Lets this process's kernel answer EPERM to these calls, as a container's seccomp profile
+    does. Needs no root."""
     libc = ctypes.CDLL(None, use_errno=True)
     load, jump_equal, give = 0x20, 0x15, 0x06
     program = struct.pack("HBBI", load, 0, 0, 0)
     for i, number in enumerate(numbers):
         program += struct.pack("HBBI", jump_equal, len(numbers) - i, 0, number)
-    program += struct.pack("HBBI", give, 0, 0, 0x7FFF0000) + struct.pack("HBBI", give, 0, 0, 0x00050000 | 1)
+    program += struct.pack("HBBI", give, 0, 0, 0x7FFF0000) + struct.pack(
+        "HBBI", give, 0, 0, 0x00050000 | 1
+    )
     buffer = ctypes.create_string_buffer(program, len(program))
-    head = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer)))
+    head = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+    )
     if libc.prctl(38, 1, 0, 0, 0) != 0 or libc.prctl(22, 2, head, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "seccomp")
 
@@ -236,7 +279,14 @@ def test_io_uring_is_refused(tmp_path: Path) -> None:
         engine = open_by_name("auto")
         file = engine.open(tmp_path / "a")
         same = read_bytes(engine, file, 3, 9000) == data[3:9003]
-        return [named, engine.requested, engine.effective, engine.fallback_reason, file.effective.split()[0], same]
+        return [
+            named,
+            engine.requested,
+            engine.effective,
+            engine.fallback_reason,
+            file.effective.split()[0],
+            same,
+        ]
 
     named, requested, effective, reason, file_effective, same = in_child(work)
     assert "uring" in named
@@ -247,11 +297,14 @@ def test_io_uring_is_refused(tmp_path: Path) -> None:
 
 def test_auto_says_what_it_took(open_engine: OpenEngine) -> None:
     engine = open_engine("auto")
-    assert (engine.effective, engine.fallback_reason == "") == (("uring", True) if uring_refusal() is None else ("posix", False))
+    assert (engine.effective, engine.fallback_reason == "") == (
+        ("uring", True) if uring_refusal() is None else ("posix", False)
+    )
 
 
 def test_a_ring_that_breaks(tmp_path: Path) -> None:
-    """io_uring_enter fails for good while the engine is open: a typed error, no hang, and the engine says it is closed."""
+    """io_uring_enter fails for good while the engine is open: a typed error, no hang, and the
+    engine says it is closed."""
     if reason := uring_refusal():
         pytest.skip(f"[kernel] io_uring: {reason}")
     make_file(tmp_path / "a", BLOCK)
@@ -260,7 +313,8 @@ def test_a_ring_that_breaks(tmp_path: Path) -> None:
         engine = NativeEngine("uring")
         file = engine.open(tmp_path / "a")
         found = []
-        # The filter reaches the engine's thread only if it is there before; so the ring's descriptor is taken away instead.
+        # The filter reaches the engine's thread only if it is there before; so the ring's
+        # descriptor is taken away instead.
         for name in os.listdir("/proc/self/fd"):
             try:
                 if "io_uring" in os.readlink(f"/proc/self/fd/{name}"):
@@ -285,7 +339,8 @@ def test_a_ring_that_breaks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("running", [0, 1])
 def test_no_memory_for_a_thread(running: int, tmp_path: Path) -> None:
-    """The pool cannot start a thread: those that run do all the work; without any the caller is told. Never the end of the process."""
+    """The pool cannot start a thread: those that run do all the work; without any the caller is
+    told. Never the end of the process."""
     data = make_file(tmp_path / "a", 64 * BLOCK)
 
     def work() -> str:
@@ -294,7 +349,9 @@ def test_no_memory_for_a_thread(running: int, tmp_path: Path) -> None:
         if running:
             read_bytes(engine, file, 0, 10)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 20), resource.getrlimit(resource.RLIMIT_AS)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_AS, (used + (2 << 20), resource.getrlimit(resource.RLIMIT_AS)[1])
+        )
         offsets = list(range(0, 64 * BLOCK, 2 * BLOCK))
         try:
             future = engine.read(Plan.of(file, offsets, [10] * len(offsets)))
@@ -302,10 +359,15 @@ def test_no_memory_for_a_thread(running: int, tmp_path: Path) -> None:
         except (errors.ReadError, errors.EngineClosedError) as error:
             return type(error).__name__
         places = future.position_bytes.tolist()
-        right = all(raw(memory[at : at + 10]) == data[o : o + 10] for at, o in zip(places, offsets, strict=True))
+        right = all(
+            raw(memory[at : at + 10]) == data[o : o + 10]
+            for at, o in zip(places, offsets, strict=True)
+        )
         return f"read {right}"
 
-    assert in_child(work) in (["read True"] if running else ["ReadError", "EngineClosedError", "read True"])
+    assert in_child(work) in (
+        ["read True"] if running else ["ReadError", "EngineClosedError", "read True"]
+    )
 
 
 def test_no_memory_for_a_buffer(path: str, tmp_path: Path) -> None:
@@ -317,13 +379,19 @@ def test_no_memory_for_a_buffer(path: str, tmp_path: Path) -> None:
         engine = NativeEngine("posix" if path == "memory" else path)
         file = engine.open(tmp_path / "a")
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + (512 << 20), resource.getrlimit(resource.RLIMIT_AS)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_AS, (used + (512 << 20), resource.getrlimit(resource.RLIMIT_AS)[1])
+        )
         try:
             engine.read(Plan.of(file, [0], [8 << 30]))
             outcome = "read"
         except MemoryError:
             outcome = "MemoryError"
-        return [outcome, read_bytes(engine, file, 7 << 30, 100) == bytes(100), engine.stats().requests]
+        return [
+            outcome,
+            read_bytes(engine, file, 7 << 30, 100) == bytes(100),
+            engine.stats().requests,
+        ]
 
     assert in_child(work) == ["MemoryError", True, 1]
 
@@ -335,7 +403,9 @@ def test_no_descriptors_left(path: str, tmp_path: Path) -> None:
         engine = NativeEngine(path)
         file = engine.open(tmp_path / "a")
         highest = max(int(name) for name in os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (highest, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
         taken = []
         try:
             while True:
@@ -343,7 +413,11 @@ def test_no_descriptors_left(path: str, tmp_path: Path) -> None:
         except OSError:
             pass
         found = []
-        for call in (lambda: engine.open(tmp_path / "a"), lambda: NativeEngine("uring"), lambda: engine.sync_directory(tmp_path)):
+        for call in (
+            lambda: engine.open(tmp_path / "a"),
+            lambda: NativeEngine("uring"),
+            lambda: engine.sync_directory(tmp_path),
+        ):
             try:
                 call()
                 found.append("opened")

@@ -1,4 +1,5 @@
-"""Faults that the kernel makes: a device that loses its end, file systems that are full, a disk far too slow, memory file systems."""
+"""Faults that the kernel makes: a device that loses its end, file systems that are full, a disk far
+too slow, memory file systems."""
 
 from __future__ import annotations
 
@@ -12,8 +13,25 @@ import torch
 
 from espnx import errors
 from espnx.storage import NativeEngine, Plan
-from tests.storage.common import BLOCK, OpenEngine, content, in_child, make_file, raw, read_bytes, until
-from tests.storage.machine import command, file_system, free_bytes, loop_device, mounted, small_ext4, throttled
+from tests.storage.common import (
+    BLOCK,
+    OpenEngine,
+    content,
+    in_child,
+    make_file,
+    raw,
+    read_bytes,
+    until,
+)
+from tests.storage.machine import (
+    command,
+    file_system,
+    free_bytes,
+    loop_device,
+    mounted,
+    small_ext4,
+    throttled,
+)
 
 MIB = 1 << 20
 
@@ -39,13 +57,15 @@ def unreadable_mib(path: Path, count: int) -> set[int]:
 
 @pytest.mark.root
 def test_the_device_loses_its_end(disk_path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
-    """EIO from the block layer: where the device fails, an error that says where; where it does not, the right bytes."""
+    """EIO from the block layer: where the device fails, an error that says where; where it does
+    not, the right bytes."""
     count = 12
     with small_ext4(tmp_path, 24 * MIB) as (where, _):
         data = make_file(where / "a", count * MIB)
         os.sync()
         lost: set[int] = set()
-        for end in range(23, 0, -1):  # wherever the file system has put the file: until some of it is gone
+        # wherever the file system has put the file: until some of it is gone
+        for end in range(23, 0, -1):
             os.truncate(tmp_path / "ext4.image", end * MIB)
             if lost := unreadable_mib(where / "a", count):
                 break
@@ -73,7 +93,11 @@ def test_the_device_loses_its_end(disk_path: str, open_engine: OpenEngine, tmp_p
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
 def test_a_full_disk(disk_path: str, kind: str, open_engine: OpenEngine, tmp_path: Path) -> None:
     """ENOSPC from the file system: bytes needed and free; room made, the same write works."""
-    fill = small_ext4(tmp_path, 16 * MIB) if kind == "ext4" else mounted("tmpfs", "espnx", tmp_path / "tmpfs", "size=8m")
+    fill = (
+        small_ext4(tmp_path, 16 * MIB)
+        if kind == "ext4"
+        else mounted("tmpfs", "espnx", tmp_path / "tmpfs", "size=8m")
+    )
     with fill as made:
         where = made[0] if isinstance(made, tuple) else made
         engine = open_engine(disk_path, request_bytes=256 * 1024, queue_depth=4)
@@ -106,7 +130,9 @@ def test_a_full_disk(disk_path: str, kind: str, open_engine: OpenEngine, tmp_pat
 @pytest.mark.root
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
 @pytest.mark.parametrize("own_mib", [0, 4])
-def test_a_reservation_that_fails_takes_no_space(disk_path: str, kind: str, own_mib: int, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_a_reservation_that_fails_takes_no_space(
+    disk_path: str, kind: str, own_mib: int, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     """ext4 gives what it has before it finds that this is too little."""
     with file_system(kind, tmp_path, 32 * MIB) as where:
         engine = open_engine(disk_path)
@@ -119,7 +145,8 @@ def test_a_reservation_that_fails_takes_no_space(disk_path: str, kind: str, own_
                 engine.allocate(file, needed)
             assert (caught.value.needed_bytes, caught.value.errno) == (needed, errno.ENOSPC)
             assert caught.value.free_bytes == free_bytes(where)
-            assert free - BLOCK <= free_bytes(where) <= free  # of a longer list of extents ext4 keeps a block
+            # of a longer list of extents ext4 keeps a block
+            assert free - BLOCK <= free_bytes(where) <= free
             now = (where / "rows").stat()
             assert now.st_size == own_mib * MIB
             assert 0 <= now.st_blocks - used <= BLOCK // 512
@@ -174,14 +201,21 @@ def test_a_block_device(disk_path: str, open_engine: OpenEngine, tmp_path: Path)
 
 @pytest.mark.root
 def test_a_device_far_too_slow(disk_path: str, tmp_path: Path) -> None:
-    """No injected fault: requests that the kernel really holds. Told in time, memory held, closed in time; released when they complete."""
-    with loop_device(tmp_path / "image", 2 * MIB) as device, throttled(device, 50_000) as (group, limit):
+    """No injected fault: requests that the kernel really holds. Told in time, memory held, closed
+    in time; released when they complete."""
+    with (
+        loop_device(tmp_path / "image", 2 * MIB) as device,
+        throttled(device, 50_000) as (group, limit),
+    ):
         number = os.stat(device).st_rdev
 
         def work() -> list[object]:
             (group / "cgroup.procs").write_text(str(os.getpid()))
             engine, second = NativeEngine(disk_path), NativeEngine(disk_path)
-            futures = [(e, e.read(Plan.of(e.open(device, direct=True), [0], [MIB]), deadline_s=1.0)) for e in (engine, second)]
+            futures = [
+                (e, e.read(Plan.of(e.open(device, direct=True), [0], [MIB]), deadline_s=1.0))
+                for e in (engine, second)
+            ]
             found: list[object] = []
             for _, future in futures:
                 try:
@@ -202,7 +236,8 @@ def test_a_device_far_too_slow(disk_path: str, tmp_path: Path) -> None:
 
 
 def test_a_memory_file_system(disk_path: str, open_engine: OpenEngine) -> None:
-    """tmpfs takes O_DIRECT on some kernels and not on others: the handle shows which, the bytes are right."""
+    """tmpfs takes O_DIRECT on some kernels and not on others: the handle shows which, the bytes are
+    right."""
     folder = Path("/dev/shm")
     if not os.access(folder, os.W_OK):
         pytest.skip("[file system] no tmpfs at /dev/shm")
@@ -223,8 +258,12 @@ def test_a_memory_file_system(disk_path: str, open_engine: OpenEngine) -> None:
 
 @pytest.mark.root
 def test_what_the_device_has_not_begun_is_taken_back(tmp_path: Path) -> None:
-    """One thread is stuck in a slow pread with seven requests behind it: after the deadline only the one is still in flight."""
-    with loop_device(tmp_path / "image", 2 * MIB) as device, throttled(device, 50_000) as (group, limit):
+    """One thread is stuck in a slow pread with seven requests behind it: after the deadline only
+    the one is still in flight."""
+    with (
+        loop_device(tmp_path / "image", 2 * MIB) as device,
+        throttled(device, 50_000) as (group, limit),
+    ):
         number = os.stat(device).st_rdev
 
         def work() -> list[object]:

@@ -1,5 +1,5 @@
-"""A build that replaces takes the place of a store of its own kind and of nothing else, whoever builds; killed anywhere, it leaves the
-store that was there or the new one."""
+"""A build that replaces takes the place of a store of its own kind and of nothing else, whoever
+builds; killed anywhere, it leaves the store that was there or the new one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,16 @@ from tests.storage.builders import BUILDERS, SEVERAL, directories
 
 STORES = Path("stores")
 SAME = {"postings by term": "split postings"}  # of one kind
-STEP = {"postings by term": 3}  # of states that are looked at: it is published as split postings are
+# of states that are looked at: it is published as split postings are
+STEP = {"postings by term": 3}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +44,12 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_manifest(engine, made / "kept cache" / "a", "espnx-kv-cache", 1, {"layers": 2})
         (made / "kept cache" / "a" / "rows.bin").write_bytes(b"rows")
     for name, text in {
-        "foreign manifest": '{"name": "my app"}', "not JSON": "manifest", "empty manifest": "", "a list": "[1]",
+        "foreign manifest": '{"name": "my app"}',
+        "not JSON": "manifest",
+        "empty manifest": "",
+        "a list": "[1]",
         "other kind": '{\n "magic": "espnx-of-tomorrow"}',
-    }.items():  # fmt: skip
+    }.items():
         (made / name / "a").mkdir(parents=True)
         (made / name / "a" / NAME).write_text(text)
     (made / "manifest is a folder" / "a" / NAME).mkdir(parents=True)
@@ -55,13 +63,14 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 REFUSED = [
-    "kept cache", "foreign manifest", "not JSON", "empty manifest", "a list", "other kind", "manifest is a folder", "files", "a file",
-    "link to nothing",
+    "kept cache", "foreign manifest", "not JSON", "empty manifest", "a list", "other kind",
+    "manifest is a folder", "files", "a file", "link to nothing",
 ]  # fmt: skip
 
 
 def targets(kind: str, folder: Path) -> Iterator[list[Path]]:
-    """What is there as each of the directories that a builder of that kind takes, the others new ones."""
+    """What is there as each of the directories that a builder of that kind takes, the others new
+    ones."""
     for place in range(2 if kind in SEVERAL else 1):
         paths = [folder / "new"] * (2 if kind in SEVERAL else 1)
         paths[place] = folder / "a"
@@ -71,7 +80,10 @@ def targets(kind: str, folder: Path) -> Iterator[list[Path]]:
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_anything_else_is_refused_and_stays(kind: str, stores: Path, tmp_path: Path) -> None:
     others = [
-        other for other in BUILDERS if SAME.get(other, other) != SAME.get(kind, kind) and {other, kind} != {"graph", "private graphs"}
+        other
+        for other in BUILDERS
+        if SAME.get(other, other) != SAME.get(kind, kind)
+        and {other, kind} != {"graph", "private graphs"}
     ]
     for other, replace in itertools.product([*others, *REFUSED], (True, False)):
         shutil.copytree(stores / other, tmp_path / other, symlinks=True)
@@ -107,8 +119,14 @@ def test_a_store_of_its_own_kind_is_replaced(kind: str, tmp_path: Path) -> None:
         make(paths, 2, replace=True)
         assert read(paths) == read(fresh)
     for path, alone in zip(paths, fresh, strict=True):
-        assert (path / "notes.txt").read_text() == (path / "gen-1" / "segment-00000.bin").read_text() == "mine"
-        assert len(contents(path)) == len(contents(alone)) + 2, "nothing of the versions before is left"
+        assert (
+            (path / "notes.txt").read_text()
+            == (path / "gen-1" / "segment-00000.bin").read_text()
+            == "mine"
+        )
+        assert len(contents(path)) == len(contents(alone)) + 2, (
+            "nothing of the versions before is left"
+        )
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BUILDERS if kind not in SEVERAL])
@@ -151,17 +169,23 @@ def processes(open_forks: Callable[[str], Forks]) -> Forks:
     return open_forks("tests.storage.builders")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in BUILDERS if kind not in ("index", "private graphs")])  # the index has tests of its own
+# the index has tests of its own
+@pytest.mark.parametrize(
+    "kind", [kind for kind in BUILDERS if kind not in ("index", "private graphs")]
+)
 def test_killed_anywhere_one_of_the_two_is_there(kind: str, folder: Path, processes: Forks) -> None:
     make, read = BUILDERS[kind]
     (folder / "old").mkdir()
     make(directories(folder / "old", kind), 1)
     shutil.copytree(folder / "old", folder / "new")
-    states = moments(processes, folder / "note", [folder / "new"], kind=kind, path=folder / "new", version=2)
+    states = moments(
+        processes, folder / "note", [folder / "new"], kind=kind, path=folder / "new", version=2
+    )
     old, new = (read(directories(folder / name, kind)) for name in ("old", "new"))
     assert old != new
     found = []
-    for moment in [*states[:-12:9], *states[-12 :: STEP.get(kind, 1)]]:  # all of the publication, some of what goes before
+    # all of the publication, some of what goes before
+    for moment in [*states[:-12:9], *states[-12 :: STEP.get(kind, 1)]]:
         path = folder / f"at{moment}"
         shutil.copytree(folder / "old", path)
         if killed(processes, moment, kind=kind, path=path, version=2):
@@ -182,7 +206,13 @@ def _private_graphs(paths: list[Path], before: object) -> str:
         return "old" if BUILDERS["private graphs"][1](paths) == before else "new"
     except errors.InvalidInputError as error:
         said = str(error)
-    return "both" if "of 2 builds" in said and "(replace=True)" in said and all(str(path) in said for path in paths) else said
+    return (
+        "both"
+        if "of 2 builds" in said
+        and "(replace=True)" in said
+        and all(str(path) in said for path in paths)
+        else said
+    )
 
 
 def test_private_graphs_of_two_builds_are_told(folder: Path, processes: Forks) -> None:
@@ -192,7 +222,14 @@ def test_private_graphs_of_two_builds_are_told(folder: Path, processes: Forks) -
     make(paths, 1)
     before = read(paths)
     shutil.copytree(folder, folder / "new")
-    states = moments(processes, folder / "note", [folder / "new"], kind="private graphs", path=folder / "new", version=2)
+    states = moments(
+        processes,
+        folder / "note",
+        [folder / "new"],
+        kind="private graphs",
+        path=folder / "new",
+        version=2,
+    )
     seen = []
     for moment in [*states[::8], states[-1]]:
         if killed(processes, moment, kind="private graphs", path=folder, version=2):

@@ -1,4 +1,5 @@
-"""Engine settings in a file: they stand wherever an engine is named, and nothing in them is passed over."""
+"""Engine settings in a file: they stand wherever an engine is named, and nothing in them is passed
+over."""
 
 from __future__ import annotations
 
@@ -41,7 +42,12 @@ def test_the_file_then_the_default(tmp_path: Path, opened: list[dict[str, Any]])
         with open_engine(path, pool_bytes=4096) as same:
             assert same.requested == "posix"
         told, also = opened[-2:]
-        assert (told["path"], told["threads"], told["request_bytes"], told["queue_depth"]) == ("posix", 5, 8192, 128)
+        assert (told["path"], told["threads"], told["request_bytes"], told["queue_depth"]) == (
+            "posix",
+            5,
+            8192,
+            128,
+        )
         assert (also["threads"], also["pool_bytes"]) == (3, 4096)
 
 
@@ -69,16 +75,30 @@ def test_wherever_an_engine_is_named(tmp_path: Path) -> None:
         ("", errors.InvalidInputError, r"got nothing; expected a table \[storage\]"),
         ("path = 'uring'", errors.InvalidInputError, "got path; expected a table"),
         ("[storage]\n[other]", errors.InvalidInputError, "got storage, other"),
-        ("[storage]\nquee_depth = 3", errors.InvalidInputError, "'quee_depth'.*did you mean queue_depth"),
-        ("[storage]\nqueue_depth = '3'", errors.InvalidInputError, r"queue_depth of engine settings .*x\.toml; got '3'"),
+        (
+            "[storage]\nquee_depth = 3",
+            errors.InvalidInputError,
+            "'quee_depth'.*did you mean queue_depth",
+        ),
+        (
+            "[storage]\nqueue_depth = '3'",
+            errors.InvalidInputError,
+            r"queue_depth of engine settings .*x\.toml; got '3'",
+        ),
         ("[storage]\nqueue_depth = true", errors.InvalidInputError, "got True"),
         ("[storage]\nqueue_depth = 0", errors.InvalidInputError, "queue_depth"),
-        ("[storage]\npath = 'gds'", errors.InvalidInputError, "path of engine settings .*got 'gds'"),
+        (
+            "[storage]\npath = 'gds'",
+            errors.InvalidInputError,
+            "path of engine settings .*got 'gds'",
+        ),
         ("[storage", errors.FormatError, r"x\.toml.*expected TOML"),
         ("# " + "x" * 70_000, errors.FormatError, "more than 65536 bytes"),
     ],
 )
-def test_files_that_are_no_settings(tmp_path: Path, text: str | None, kind: type[Exception], said: str) -> None:
+def test_files_that_are_no_settings(
+    tmp_path: Path, text: str | None, kind: type[Exception], said: str
+) -> None:
     file = tmp_path / "x.toml"
     if text is not None:
         file.write_text(text)
@@ -87,5 +107,7 @@ def test_files_that_are_no_settings(tmp_path: Path, text: str | None, kind: type
 
 
 def test_another_name_is_a_path_that_is_unknown() -> None:
-    with pytest.raises(errors.InvalidInputError, match=r"unknown storage path; got 'nvme'.*or a file of settings"):
+    with pytest.raises(
+        errors.InvalidInputError, match=r"unknown storage path; got 'nvme'.*or a file of settings"
+    ):
         open_engine("nvme")

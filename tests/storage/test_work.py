@@ -13,7 +13,10 @@ from espnx.storage.work import WORK, WorkFolder, check_work, is_own_work, remove
 
 
 def contents(path: Path) -> dict[str, bytes | None]:
-    return {str(each.relative_to(path)): each.read_bytes() if each.is_file() else None for each in path.rglob("*")}
+    return {
+        str(each.relative_to(path)): each.read_bytes() if each.is_file() else None
+        for each in path.rglob("*")
+    }
 
 
 def fill(path: Path, files: list[str]) -> None:
@@ -26,11 +29,20 @@ def fill(path: Path, files: list[str]) -> None:
             where.write_text(name)
 
 
-OWN = [["work/"], ["work/job.json"], ["work/job.json.new"], ["work/job.json", "work/step/file", "work/other.new/file"]]
+OWN = [
+    ["work/"],
+    ["work/job.json"],
+    ["work/job.json.new"],
+    ["work/job.json", "work/step/file", "work/other.new/file"],
+]
 FOREIGN = [
-    ["work/chapter.txt"], ["work/thesis/chapter.txt"], ["work/thesis/job.json"], ["work/job.json/"], ["work/job.json", "work/notes.txt"],
+    ["work/chapter.txt"],
+    ["work/thesis/chapter.txt"],
+    ["work/thesis/job.json"],
+    ["work/job.json/"],
+    ["work/job.json", "work/notes.txt"],
     ["work"],
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("files", OWN)

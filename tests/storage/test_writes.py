@@ -1,4 +1,5 @@
-"""What was written is there for a fresh engine; reserving, cutting, flushing and renaming do what they say."""
+"""What was written is there for a fresh engine; reserving, cutting, flushing and renaming do what
+they say."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def tensor_of(data: bytes) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("direct", [None, False], ids=["direct", "buffered"])
-def test_write_and_read_back(disk_path: str, direct: bool | None, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_write_and_read_back(
+    disk_path: str, direct: bool | None, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     """Items in any order, one of many requests; what is between them stays."""
     old = make_file(tmp_path / "a", 64 * BLOCK, seed=1)
     new = content(64 * BLOCK, seed=2)
@@ -50,12 +53,19 @@ def test_write_and_read_back(disk_path: str, direct: bool | None, open_engine: O
         for offset, size in pieces:
             wanted[offset : offset + size] = new[offset : offset + size]
         fresh = open_engine("posix" if disk_path == "uring" else "auto")
-        assert read_bytes(fresh, fresh.open(tmp_path / "a", direct=None if direct is False else False), 0, 64 * BLOCK) == bytes(wanted)
+        assert read_bytes(
+            fresh,
+            fresh.open(tmp_path / "a", direct=None if direct is False else False),
+            0,
+            64 * BLOCK,
+        ) == bytes(wanted)
         assert (tmp_path / "a").read_bytes() == bytes(wanted)
         old = bytes(wanted)
 
 
-def test_a_new_file_grows_as_it_is_written(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_a_new_file_grows_as_it_is_written(
+    path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     engine = open_engine(path, request_bytes=REQUEST)
     data = content(5 * REQUEST, seed=4)
     file = engine.open(tmp_path / "w", "w")
@@ -69,8 +79,12 @@ def test_a_new_file_grows_as_it_is_written(path: str, open_engine: OpenEngine, t
         assert (tmp_path / "w").read_bytes() == data
 
 
-@pytest.mark.parametrize(("offset", "size", "to"), [(1, 4096, 0), (0, 4095, 0), (0, 4096, 1), (512, 512, 0)])
-def test_direct_writes_must_be_aligned(disk_path: str, offset: int, size: int, to: int, open_engine: OpenEngine, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("offset", "size", "to"), [(1, 4096, 0), (0, 4095, 0), (0, 4096, 1), (512, 512, 0)]
+)
+def test_direct_writes_must_be_aligned(
+    disk_path: str, offset: int, size: int, to: int, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     engine = open_engine(disk_path)
     file = engine.open(tmp_path / "w", "w")
     if not file.direct:
@@ -94,8 +108,16 @@ def test_a_direct_handle_says_so(disk_path: str, open_engine: OpenEngine, tmp_pa
     make_file(tmp_path / "a", 9000)
     engine = open_engine(disk_path)
     buffered = engine.open(tmp_path / "a", direct=False)
-    assert (buffered.direct, buffered.alignment_bytes, buffered.effective) == (False, 1, f"{disk_path} (buffered)")
-    assert (buffered.requested, buffered.size_bytes, buffered.path) == (disk_path, 9000, str(tmp_path / "a"))
+    assert (buffered.direct, buffered.alignment_bytes, buffered.effective) == (
+        False,
+        1,
+        f"{disk_path} (buffered)",
+    )
+    assert (buffered.requested, buffered.size_bytes, buffered.path) == (
+        disk_path,
+        9000,
+        str(tmp_path / "a"),
+    )
     automatic = engine.open(tmp_path / "a")
     assert automatic.effective == (disk_path if automatic.direct else f"{disk_path} (buffered)")
     if automatic.direct:
@@ -139,7 +161,9 @@ def test_allocate_truncate_sync(path: str, open_engine: OpenEngine, tmp_path: Pa
         engine.truncate(file, -1)
 
 
-def test_what_is_open_for_reading_cannot_be_changed(disk_path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_what_is_open_for_reading_cannot_be_changed(
+    disk_path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     engine = open_engine(disk_path)
     data = make_file(tmp_path / "a", 9000)
     file = engine.open(tmp_path / "a")
@@ -179,7 +203,8 @@ def test_memory_files_leave_the_disk_alone(open_engine: OpenEngine, tmp_path: Pa
 
 
 def test_short_writes_go_on(disk_path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
-    """Every write stops early, in the middle of a block or before it: the file is whole in the end."""
+    """Every write stops early, in the middle of a block or before it: the file is whole in the
+    end."""
     data = content(10 * BLOCK, seed=6)
     for value in (4096, 5000, 8192):
         engine = open_engine(disk_path, [FaultRule("short", operation="write", value=value)])
@@ -191,7 +216,9 @@ def test_short_writes_go_on(disk_path: str, open_engine: OpenEngine, tmp_path: P
         assert future.bytes_moved == len(data)
 
 
-def test_a_write_that_never_progresses_ends(disk_path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_a_write_that_never_progresses_ends(
+    disk_path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     engine = open_engine(disk_path, [FaultRule("short", operation="write", value=0)])
     file = engine.open(tmp_path / "w", "w")
     with pytest.raises(errors.WriteError, match="short") as caught:
@@ -200,7 +227,9 @@ def test_a_write_that_never_progresses_ends(disk_path: str, open_engine: OpenEng
     assert engine.stats().retries <= 100
 
 
-def test_the_size_limit_of_a_process(disk_path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_the_size_limit_of_a_process(
+    disk_path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     """EFBIG from the operating system is a WriteError with its number."""
     import resource
 

@@ -28,11 +28,15 @@ def test_paths(paths: list[str], text: str) -> None:
 
 def test_reasons() -> None:
     assert reasons_of(iter(["", ""])) == ""
-    assert reasons_of(["", "no io_uring", "not registered", "no io_uring"]) == "no io_uring; not registered"
+    assert (
+        reasons_of(["", "no io_uring", "not registered", "no io_uring"])
+        == "no io_uring; not registered"
+    )
 
 
 class SomeBuffered(NativeEngine):
-    """Opens files whose name ends in ``-b`` through the page cache, as a file system without O_DIRECT does."""
+    """Opens files whose name ends in ``-b`` through the page cache, as a file system without
+    O_DIRECT does."""
 
     def open(self, path: object, mode: str = "r", *, direct: bool | None = None) -> FileHandle:  # type: ignore[override]
         return super().open(str(path), mode, direct=False if str(path).endswith("-b") else direct)
@@ -51,7 +55,9 @@ def test_weights(tmp_path: Path) -> None:
         assert files.effective_path == "posix"
         direct, buffered, other = (files.file(name).effective for name in make_files(tmp_path))
         assert (direct, buffered) == (other, "posix (buffered)")
-        assert files.effective_path == (f"mixed: {direct} 2, {buffered} 1" if direct != buffered else buffered)
+        assert files.effective_path == (
+            f"mixed: {direct} 2, {buffered} 1" if direct != buffered else buffered
+        )
 
 
 def test_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,4 +66,6 @@ def test_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with NativeEngine() as engine:
         direct = engine.open(tmp_path / "one").effective
     assert speed.bytes_asked == 3 * 8192
-    assert speed.effective_path == (direct if "buffered" in direct else f"mixed: {direct} 2, {direct} (buffered) 1")
+    assert speed.effective_path == (
+        direct if "buffered" in direct else f"mixed: {direct} 2, {direct} (buffered) 1"
+    )

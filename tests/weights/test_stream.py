@@ -1,4 +1,5 @@
-"""Weights that stay in their files: which layers a budget keeps in memory, and the stream that reads the others in turn."""
+"""Weights that stay in their files: which layers a budget keeps in memory, and the stream that
+reads the others in turn."""
 
 from __future__ import annotations
 
@@ -52,7 +53,12 @@ def test_resident_layers_lie_evenly_among_the_others() -> None:
 def test_pages_give_back_what_was_written(offset: int, count: int, tmp_path: Path) -> None:
     values = torch.arange(count, dtype=torch.float32)
     (tmp_path / "f").write_bytes(bytes(offset) + values.numpy().tobytes())
-    weight = Weight("w", (count,), torch.float32, (Piece(StoredTensor("w", str(tmp_path / "f"), torch.float32, (count,), offset), 0),))
+    weight = Weight(
+        "w",
+        (count,),
+        torch.float32,
+        (Piece(StoredTensor("w", str(tmp_path / "f"), torch.float32, (count,), offset), 0),),
+    )
     assert weight.is_view == (offset % 4 == 0)
     files = WeightFiles(FaultyEngine([], poison=True))
     assert torch.equal(files.resident(weight), values)
@@ -67,7 +73,9 @@ def stream_of(tmp_path: Path, count: int, *rules: FaultRule) -> WeightStream:
         source = StoredTensor("w", str(tmp_path / f"file{number}"), torch.uint8, (40_000,), 100)
         layers[number] = LayerWeights([Weight("w", (40_000,), torch.uint8, (Piece(source, 0),))])
     size = layers[0].buffer_bytes + 4096
-    return WeightStream(WeightFiles(FaultyEngine(rules)), layers, slots=2, slot_bytes=size, converted_bytes=0)
+    return WeightStream(
+        WeightFiles(FaultyEngine(rules)), layers, slots=2, slot_bytes=size, converted_bytes=0
+    )
 
 
 def test_layers_are_read_in_turn_and_ahead(tmp_path: Path) -> None:
@@ -77,7 +85,8 @@ def test_layers_are_read_in_turn_and_ahead(tmp_path: Path) -> None:
         assert bool((weights == turn % 5 + 1).all())
         stream.give_back(turn % 5)
     assert stream.files.counters.layer_reads == 12
-    assert stream.files.engine.stats().bytes_asked >= 13 * 40_000  # the next one is on its way, or here
+    # the next one is on its way, or here
+    assert stream.files.engine.stats().bytes_asked >= 13 * 40_000
     assert stream.buffer_bytes == 2 * (stream.layers[0].buffer_bytes + 4096)
     for number in (3, 1, 4, 4, 0):  # in any order, only slower
         assert bool((stream.take(number)["w"] == number + 1).all())
@@ -86,21 +95,28 @@ def test_layers_are_read_in_turn_and_ahead(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_read_that_failed_is_tried_again(number: int, tmp_path: Path) -> None:
-    stream = stream_of(tmp_path, 4, FaultRule("error", operation="read", path=f"*file{number}", count=2))  # pages, and the end of the file
+    # pages, and the end of the file
+    stream = stream_of(
+        tmp_path, 4, FaultRule("error", operation="read", path=f"*file{number}", count=2)
+    )
     for turn in range(number):
         stream.take(turn)
         stream.give_back(turn)
     with pytest.raises(errors.ReadError, match=f"file{number}"):
         stream.take(number)
-    while stream.files.engine.stats().fault_hits < 2:  # the second read may not have met its own yet
+    # the second read may not have met its own yet
+    while stream.files.engine.stats().fault_hits < 2:
         time.sleep(0.01)
     assert bool((stream.take(number)["w"] == number + 1).all())
     stream.files.close()
 
 
 def test_a_late_read_writes_into_nobody_elses_weights(tmp_path: Path) -> None:
-    """What was read ahead and is not wanted may still be under way: its memory is not used again."""
-    stream = stream_of(tmp_path, 5, FaultRule("delay", operation="read", path="*file1", value=300_000_000))
+    """What was read ahead and is not wanted may still be under way: its memory is not used
+    again."""
+    stream = stream_of(
+        tmp_path, 5, FaultRule("delay", operation="read", path="*file1", value=300_000_000)
+    )
     stream.take(0)
     stream.give_back(0)
     weights = stream.take(3)["w"]

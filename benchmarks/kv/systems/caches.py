@@ -1,4 +1,5 @@
-"""The systems of the KV benchmark that run transformers' models, in a process of their own: where each keeps K and V."""
+"""The systems of the KV benchmark that run transformers' models, in a process of their own: where
+each keeps K and V."""
 
 from __future__ import annotations
 
@@ -29,7 +30,16 @@ from .memmap_cache import MemmapCache
 from .models import KVShape, Rows, Task, load_model
 
 #: Of `KVCache.stats`.
-COUNTERS = ("bytes_written", "write_requests", "bytes_asked", "bytes_moved", "waiting_s", "computing_s", "stored_bytes", "x_rows")
+COUNTERS = (
+    "bytes_written",
+    "write_requests",
+    "bytes_asked",
+    "bytes_moved",
+    "waiting_s",
+    "computing_s",
+    "stored_bytes",
+    "x_rows",
+)
 
 
 class Decoder(Protocol):
@@ -45,10 +55,12 @@ class Decoder(Protocol):
         """Brings the task's rows to where a prefill would have left them."""
 
     def step(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Feeds one token to each sequence: (int64 [batch], the most likely next ones; the logits, where the system shows them)."""
+        """Feeds one token to each sequence: (int64 [batch], the most likely next ones; the logits,
+        where the system shows them)."""
 
     def rest(self) -> None:
-        """Before a measured run: drops what a pause since the last one has let the system read ahead."""
+        """Before a measured run: drops what a pause since the last one has let the system read
+        ahead."""
 
     def counters(self) -> dict[str, float]:
         """The system's own, since it was opened."""
@@ -57,7 +69,8 @@ class Decoder(Protocol):
         """That it reads through the page cache."""
 
     def predicted_s(self) -> tuple[float, ...]:
-        """Step times that the system foretold when it was filled, for 0, 1, ... sequences that keep X; none where it does not."""
+        """Step times that the system foretold when it was filled, for 0, 1, ... sequences that keep
+        X; none where it does not."""
 
     def close(self) -> None: ...
 
@@ -91,7 +104,9 @@ class HFDecoder:
 
     @torch.inference_mode()
     def step(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits = self.model(input_ids=tokens[:, None], past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        logits = self.model(
+            input_ids=tokens[:, None], past_key_values=self.cache, use_cache=True, logits_to_keep=1
+        ).logits[:, -1]
         return logits.argmax(dim=-1), logits
 
     def rest(self) -> None:
@@ -141,7 +156,9 @@ class EspnxDecoder(HFDecoder):
         enable_kv_cache(self.model)
         options = dict(self.options)
         if (file := options.pop("record", None)) is not None:
-            options["device"] = recording(file, "espnx bench kv", [open_device("ssd", self.storage)], self._open)
+            options["device"] = recording(
+                file, "espnx bench kv", [open_device("ssd", self.storage)], self._open
+            )
         return KVCache(self.model.config, self.storage, **options)
 
     @property
@@ -149,7 +166,8 @@ class EspnxDecoder(HFDecoder):
         return str(self.cache.stats()["effective_path"])
 
     def seed(self) -> None:
-        # A prefill, but for the attention of its tokens over one another, which takes long and is nobody's subject.
+        # A prefill, but for the attention of its tokens over one another, which takes long and is
+        # nobody's subject.
         prompt = self.task.prompt()
         self.cache.passes.begin(self.model, prompt, len(prompt))
         with mock.patch("espnx.kv.attention.chunk_attention", _no_attention):
@@ -160,7 +178,9 @@ class EspnxDecoder(HFDecoder):
     def seed_layer(self, number: int) -> None:
         layer, (k, v) = self.cache.layers[number], self.rows.kv(number)
         if self.cache.store.x_rows:
-            layer.input = LayerInput(self.rows.modules[number], self.rows.x(number), self.rows.rotations)
+            layer.input = LayerInput(
+                self.rows.modules[number], self.rows.x(number), self.rows.rotations
+            )
         layer.update(k, v)
         heads = self.model.config.num_attention_heads
         layer.attend(k.new_zeros(1).expand(k.shape[0], heads, k.shape[2], k.shape[3]), None, 1.0)
@@ -182,12 +202,15 @@ class EspnxDecoder(HFDecoder):
             self.cache.close()
 
 
-def _no_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+def _no_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
     return v.new_zeros(1).expand(*q.shape[:3], v.shape[-1]), None
 
 
 class HostDecoder(EspnxDecoder):
-    """The same rows on SSD, read by the same engine, as far ahead; but brought to the framework, which attends over them."""
+    """The same rows on SSD, read by the same engine, as far ahead; but brought to the framework,
+    which attends over them."""
 
     def make_cache(self) -> Cache:
         cache = super().make_cache()
@@ -195,9 +218,15 @@ class HostDecoder(EspnxDecoder):
         return cache
 
 
-def attend_on_host(store: SsdCache, rows: LayerRows, step: Step, span: Span, arrived: Arrived) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `SsdCache` asks its devices for: here the rows are gathered, then the framework's attention runs once over all of them."""
-    k, v = (torch.empty((*new.shape[:2], rows.count, new.shape[3]), dtype=new.dtype) for new in (step.k, step.v))
+def attend_on_host(
+    store: SsdCache, rows: LayerRows, step: Step, span: Span, arrived: Arrived
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `SsdCache` asks its devices for: here the rows are gathered, then the framework's
+    attention runs once over all of them."""
+    k, v = (
+        torch.empty((*new.shape[:2], rows.count, new.shape[3]), dtype=new.dtype)
+        for new in (step.k, step.v)
+    )
 
     def show(memory: torch.Tensor, pieces: np.ndarray) -> None:
         for sequence, head, some_k, some_v, position in unpacked(rows.layout, memory, pieces):
@@ -208,7 +237,9 @@ def attend_on_host(store: SsdCache, rows: LayerRows, step: Step, span: Span, arr
         store.striped.visit(arrived.tickets, show)
     if tail := arrived.tail:
         k[:, :, tail.first_position :], v[:, :, tail.first_position :] = tail.counting
-    o = F.scaled_dot_product_attention(step.q, k, v, scale=step.scale, enable_gqa=step.q.shape[1] != k.shape[1])
+    o = F.scaled_dot_product_attention(
+        step.q, k, v, scale=step.scale, enable_gqa=step.q.shape[1] != k.shape[1]
+    )
     return o.float(), o.new_zeros(o.shape[:3], dtype=torch.float32)
 
 
@@ -221,7 +252,9 @@ KINDS: Mapping[str, type[HFDecoder]] = {
 }
 
 
-def open_decoder(kind: str, task: Task, weights: Path, storage: Path, options: Mapping[str, Any]) -> Decoder:
+def open_decoder(
+    kind: str, task: Task, weights: Path, storage: Path, options: Mapping[str, Any]
+) -> Decoder:
     """Raises what opening a cache raises."""
     if kind == "flexgen-disk":
         from .flexgen_disk import FlexGenDecoder

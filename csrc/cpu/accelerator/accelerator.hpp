@@ -1,6 +1,7 @@
-// HILOS's attention accelerator (section 4.4, algorithm 1) in its own roundings: K, V, queries and results fp16, all
-// between them fp32, products and sums rounded one after the other in a fixed order. Equal bit by bit to
-// espnx/ops/accelerator/reference.py at every level of the processor and for every number of threads.
+// HILOS's attention accelerator (section 4.4, algorithm 1) in its own roundings: K, V, queries and
+// results fp16, all between them fp32, products and sums rounded one after the other in a fixed
+// order. Equal bit by bit to espnx/ops/accelerator/reference.py at every level of the processor and
+// for every number of threads.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +15,8 @@ constexpr float kMask = -1e4F;   // score of padding, and of a token that a quer
 constexpr int64_t kGroup = 5;    // queries that share one pass over K and V
 constexpr int64_t kRowBytes = 2 * kDim;
 
-// Rows of consecutive tokens of one head of one sequence in whole blocks: K rows [block_rows, 128], then as many V
-// rows. device::RowPiece has the same fields.
+// Rows of consecutive tokens of one head of one sequence in whole blocks: K rows [block_rows, 128],
+// then as many V rows. device::RowPiece has the same fields.
 struct Piece {
   int64_t sequence, head, offset_bytes, n_rows, first_position;
 };
@@ -28,8 +29,9 @@ struct Task {
   int64_t buffer_bytes, block_rows;
   const Piece* pieces;  // those of a head in the order of its tokens
   int64_t n_pieces;
-  // Tokens that wait on the host come after the stored ones: their scores, float32 [n_sequences, n_heads, n,
-  // n_buffered], and V rows, fp16 [n_sequences, n_heads, n_buffered, 128]; the first stands at `buffered_position`.
+  // Tokens that wait on the host come after the stored ones: their scores, float32 [n_sequences,
+  // n_heads, n, n_buffered], and V rows, fp16 [n_sequences, n_heads, n_buffered, 128]; the first
+  // stands at `buffered_position`.
   const float* scores;
   const uint16_t* values;
   int64_t n_buffered, buffered_position;
@@ -40,16 +42,17 @@ struct Task {
   const int64_t* last_position;  // [n]: positions after it are hidden
 };
 
-// The first piece that is none of this task's: outside the buffer, of no such head, or (where `visible` is given) with
-// positions that it does not have; or -1.
+// The first piece that is none of this task's: outside the buffer, of no such head, or (where
+// `visible` is given) with positions that it does not have; or -1.
 int64_t find_bad_piece(const Task& task);
 
-// o: fp16 [n_sequences, n_heads, n, 128]; lse: [n_sequences, n_heads, n]. 0 and -inf for a query that sees nothing.
+// o: fp16 [n_sequences, n_heads, n, 128]; lse: [n_sequences, n_heads, n]. 0 and -inf for a query
+// that sees nothing.
 void attend(const Task& task, int threads, uint16_t* o, float* lse);
 
-// Scores as `attend` makes them, float32 [n_units, n, n_rows], of queries fp16 [n_units, n, 128] and rows fp16
-// [n_units, n_rows, 128]: what a host hands over.
-void score(const uint16_t* query, const uint16_t* rows, int64_t n_units, int64_t n, int64_t n_rows, float scale,
-           int threads, float* scores);
+// Scores as `attend` makes them, float32 [n_units, n, n_rows], of queries fp16 [n_units, n, 128]
+// and rows fp16 [n_units, n_rows, 128]: what a host hands over.
+void score(const uint16_t* query, const uint16_t* rows, int64_t n_units, int64_t n, int64_t n_rows,
+           float scale, int threads, float* scores);
 
 }  // namespace espnx::accelerator

@@ -1,5 +1,6 @@
-// Included by each instruction set's file, which defines ESPNX_LEVEL, kWidth and load_halves. Vectors are the
-// compiler's own: what an operator does to each lane is one rounding at every width.
+// Included by each instruction set's file, which defines ESPNX_LEVEL, kWidth and load_halves.
+// Vectors are the compiler's own: what an operator does to each lane is one rounding at every
+// width.
 
 constexpr int kTokens = 2 * kWidth;  // of which scores are made at a time
 
@@ -17,8 +18,8 @@ ESPNX_LEVEL inline Vec load(const float* p) {
 
 ESPNX_LEVEL inline void store(float* p, Vec a) { __builtin_memcpy(p, &a, sizeof(a)); }
 
-// out[i][lane] = value i of row `lane`, as fp16: HILOS's transposition of a block of K on the chip. Rows come in
-// eights.
+// out[i][lane] = value i of row `lane`, as fp16: HILOS's transposition of a block of K on the chip.
+// Rows come in eights.
 ESPNX_LEVEL inline void transpose(const uint8_t* const* rows, uint16_t (*out)[kTokens]) {
   for (int first = 0; first < kTokens; first += 8) {
     for (int64_t i = 0; i < kDim; i += 8) {
@@ -39,7 +40,8 @@ ESPNX_LEVEL inline void transpose(const uint8_t* const* rows, uint16_t (*out)[kT
       }
       for (int c = 0; c < 8; ++c) {
         const __m128i low = four[c / 4 * 4 + c / 2 % 2], high = four[c / 4 * 4 + c / 2 % 2 + 2];
-        const __m128i column = c % 2 == 0 ? _mm_unpacklo_epi64(low, high) : _mm_unpackhi_epi64(low, high);
+        const __m128i column =
+            c % 2 == 0 ? _mm_unpacklo_epi64(low, high) : _mm_unpackhi_epi64(low, high);
         _mm_storeu_si128(reinterpret_cast<__m128i*>(&out[i + c][first]), column);
       }
 #else
@@ -54,7 +56,8 @@ ESPNX_LEVEL inline void transpose(const uint8_t* const* rows, uint16_t (*out)[kT
 }
 
 template <int kQueries>
-ESPNX_LEVEL void score_tokens(const float* queries, const uint16_t (*k)[kTokens], float scale, float* out) {
+ESPNX_LEVEL void score_tokens(const float* queries, const uint16_t (*k)[kTokens], float scale,
+                              float* out) {
   Vec sum[kQueries][2] = {};
   for (int64_t i = 0; i < kDim; ++i) {
     const Vec low = load_halves(k[i]), high = load_halves(k[i] + kWidth);
@@ -71,22 +74,25 @@ ESPNX_LEVEL void score_tokens(const float* queries, const uint16_t (*k)[kTokens]
 }
 
 template <int kQueries>
-ESPNX_LEVEL void score_rows(const float* queries, const uint8_t* const* rows, int64_t n_rows, float scale, float* out) {
+ESPNX_LEVEL void score_rows(const float* queries, const uint8_t* const* rows, int64_t n_rows,
+                            float scale, float* out) {
   alignas(64) uint16_t k[kDim][kTokens];
   const uint8_t* some[kTokens];
   for (int64_t first = 0; first < n_rows; first += kTokens) {
-    for (int64_t t = 0; t < kTokens; ++t) some[t] = rows[first + t < n_rows ? first + t : n_rows - 1];
+    for (int64_t t = 0; t < kTokens; ++t)
+      some[t] = rows[first + t < n_rows ? first + t : n_rows - 1];
     transpose(some, k);
     score_tokens<kQueries>(queries, k, scale, out + first);
   }
 }
 
 template <int kQueries>
-ESPNX_LEVEL void add_value_rows(const float* p, const uint8_t* const* rows, int64_t n_rows, const uint8_t* skipped,
-                                float* o) {
+ESPNX_LEVEL void add_value_rows(const float* p, const uint8_t* const* rows, int64_t n_rows,
+                                const uint8_t* skipped, float* o) {
   for (int64_t c = 0; c < kDim; c += 2 * kWidth) {
     Vec sum[kQueries][2];
-    for (int j = 0; j < kQueries; ++j) sum[j][0] = load(o + j * kDim + c), sum[j][1] = load(o + j * kDim + c + kWidth);
+    for (int j = 0; j < kQueries; ++j)
+      sum[j][0] = load(o + j * kDim + c), sum[j][1] = load(o + j * kDim + c + kWidth);
     for (int64_t t = 0; t < n_rows; ++t) {
       uint16_t halves[2 * kWidth];
       __builtin_memcpy(halves, rows[t] + 2 * c, sizeof(halves));
@@ -99,12 +105,13 @@ ESPNX_LEVEL void add_value_rows(const float* p, const uint8_t* const* rows, int6
         sum[j][1] = sum[j][1] + weight * high;
       }
     }
-    for (int j = 0; j < kQueries; ++j) store(o + j * kDim + c, sum[j][0]), store(o + j * kDim + c + kWidth, sum[j][1]);
+    for (int j = 0; j < kQueries; ++j)
+      store(o + j * kDim + c, sum[j][0]), store(o + j * kDim + c + kWidth, sum[j][1]);
   }
 }
 
-ESPNX_LEVEL void score(const float* queries, int64_t n_queries, const uint8_t* const* rows, int64_t n_rows, float scale,
-                       float* out) {
+ESPNX_LEVEL void score(const float* queries, int64_t n_queries, const uint8_t* const* rows,
+                       int64_t n_rows, float scale, float* out) {
   static_assert(kGroup == 5 && kBlock % kTokens == 0 && kDim % kTokens == 0);
   switch (n_queries) {
     case 1: return score_rows<1>(queries, rows, n_rows, scale, out);
@@ -119,8 +126,8 @@ ESPNX_LEVEL void exponentials(const float* x, float m, int64_t n, float* out) {
   for (int64_t i = 0; i < n; ++i) out[i] = exponential(x[i] - m);
 }
 
-ESPNX_LEVEL void add_values(const float* p, int64_t n_queries, const uint8_t* const* rows, int64_t n_rows,
-                            const uint8_t* skipped, float* o) {
+ESPNX_LEVEL void add_values(const float* p, int64_t n_queries, const uint8_t* const* rows,
+                            int64_t n_rows, const uint8_t* skipped, float* o) {
   switch (n_queries) {
     case 1: return add_value_rows<1>(p, rows, n_rows, skipped, o);
     case 2: return add_value_rows<2>(p, rows, n_rows, skipped, o);

@@ -1,5 +1,5 @@
-// exp and log of the accelerator: fixed sequences of double operations, so that C++ and numpy agree to the bit. This
-// folder is compiled without fused multiply-add (setup.py).
+// exp and log of the accelerator: fixed sequences of double operations, so that C++ and numpy agree
+// to the bit. This folder is compiled without fused multiply-add (setup.py).
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,9 @@ namespace espnx::accelerator {
 
 constexpr double kLog2E = 1.4426950408889634, kLn2High = 6.93147180369123816490e-01,
                  kLn2Low = 1.90821492927058770002e-10;
-constexpr double kNoFractions = 6755399441055744.0;  // 1.5 * 2^52: a double this large has no room for fractions
-constexpr double kLeastExponent = -200.0;            // far below where fp32 ends
+constexpr double kNoFractions =
+    6755399441055744.0;  // 1.5 * 2^52: a double this large has no room for fractions
+constexpr double kLeastExponent = -200.0;  // far below where fp32 ends
 
 inline uint64_t bits_of(double x) {
   uint64_t bits;
@@ -25,7 +26,8 @@ inline double from_bits(uint64_t bits) {
   return x;
 }
 
-// exp(x) for x <= 0, rounded to fp32; NaN for NaN. Off by less than 2^-40 of itself before it is rounded.
+// exp(x) for x <= 0, rounded to fp32; NaN for NaN. Off by less than 2^-40 of itself before it is
+// rounded.
 __attribute__((always_inline)) inline float exponential(float x) {
   double wide = x;
   wide = wide < kLeastExponent ? kLeastExponent : wide;
@@ -53,9 +55,11 @@ inline double logarithm(float x) {
   auto exponent = static_cast<double>(static_cast<int64_t>(bits >> 52) - 1023);
   double f = from_bits(mantissa | 0x3FF0000000000000);  // 1 to 2
   if (f > 1.4142135623730951) f = f * 0.5, exponent = exponent + 1.0;
-  const double s = (f - 1.0) / (f + 1.0), square = s * s;  // log f = 2 (s + s^3 / 3 + s^5 / 5 + ...)
+  const double s = (f - 1.0) / (f + 1.0),
+               square = s * s;  // log f = 2 (s + s^3 / 3 + s^5 / 5 + ...)
   double sum = 1.0 / 17;
-  for (const double term : {1.0 / 15, 1.0 / 13, 1.0 / 11, 1.0 / 9, 1.0 / 7, 1.0 / 5, 1.0 / 3, 1.0}) {
+  for (const double term :
+       {1.0 / 15, 1.0 / 13, 1.0 / 11, 1.0 / 9, 1.0 / 7, 1.0 / 5, 1.0 / 3, 1.0}) {
     sum = sum * square + term;
   }
   return exponent * 0.6931471805599453 + 2.0 * s * sum;

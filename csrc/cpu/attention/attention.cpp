@@ -1,5 +1,5 @@
-// The driver of attention: walks the rows in tiles of 128 and folds each into the queries' states. What is held beside
-// the states is one tile's scores and decoded rows, whatever the sizes.
+// The driver of attention: walks the rows in tiles of 128 and folds each into the queries' states.
+// What is held beside the states is one tile's scores and decoded rows, whatever the sizes.
 #include "attention.hpp"
 
 #include <algorithm>
@@ -40,8 +40,8 @@ void walk(const AttentionTask& task, const int64_t* block_offset_bytes, int64_t 
   }
 }
 
-void attend_blocks(const AttentionQueries& queries, const AttentionRows& rows, const int64_t* block_offset_bytes,
-                   const AttentionState& state) {
+void attend_blocks(const AttentionQueries& queries, const AttentionRows& rows,
+                   const int64_t* block_offset_bytes, const AttentionState& state) {
   if (queries.n == 0 || rows.n_rows == 0) return;
   thread_local Scratch scratch;
   const AttentionTask task{kernels_in_force(), queries, rows, state};
@@ -63,16 +63,18 @@ bool parse_row_format(const char* name, RowFormat* format) {
 
 int64_t row_item_bytes(RowFormat format) { return item_bytes(format); }
 
-void attend(const AttentionQueries& queries, const AttentionRows& rows, const AttentionState& state) {
+void attend(const AttentionQueries& queries, const AttentionRows& rows,
+            const AttentionState& state) {
   attend_blocks(queries, rows, nullptr, state);
 }
 
-void attend_scattered(const AttentionQueries& queries, const AttentionRows& rows, const int64_t* block_offset_bytes,
-                      const AttentionState& state) {
+void attend_scattered(const AttentionQueries& queries, const AttentionRows& rows,
+                      const int64_t* block_offset_bytes, const AttentionState& state) {
   attend_blocks(queries, rows, block_offset_bytes, state);
 }
 
-void merge_attention(const AttentionState& into, const AttentionState& from, int64_t n, int64_t dv) {
+void merge_attention(const AttentionState& into, const AttentionState& from, int64_t n,
+                     int64_t dv) {
   for (int64_t i = 0; i < n; ++i) {
     const float best = std::max(into.m[i], from.m[i]), peak = best == kNoScore ? 0.0f : best;
     const float mine = std::exp(into.m[i] - peak), theirs = std::exp(from.m[i] - peak);

@@ -24,12 +24,15 @@ ESPNX_LEVEL inline Vec v_add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 ESPNX_LEVEL inline Vec v_sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 ESPNX_LEVEL inline Vec v_mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 ESPNX_LEVEL inline Vec v_div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
-ESPNX_LEVEL inline Vec v_signed_as(Vec a, Vec sign) {  // a, which is not negative, with the sign of the other
+ESPNX_LEVEL inline Vec v_signed_as(
+    Vec a, Vec sign) {  // a, which is not negative, with the sign of the other
   return _mm256_or_ps(a, _mm256_and_ps(_mm256_set1_ps(-0.0f), sign));
 }
 ESPNX_LEVEL inline Vec v_fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 ESPNX_LEVEL inline Vec v_max(Vec a, Vec b) { return _mm256_max_ps(a, b); }  // b where either is NaN
-ESPNX_LEVEL inline Vec v_round(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+ESPNX_LEVEL inline Vec v_round(Vec a) {
+  return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 
 // d is a multiple of 8: a row has no half vector. The body asks for these where vectors are wider.
 ESPNX_LEVEL inline Vec v_load_half(const float* p) { return v_load(p); }
@@ -69,7 +72,8 @@ ESPNX_LEVEL inline Vec v_decode(const uint8_t* row, int64_t k) {
   if (kFormat == RowFormat::fp32)
     return _mm256_castsi256_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + 4 * k)));
   if (kFormat == RowFormat::int8) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + k))));
+    return _mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + k))));
   }
   const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + 2 * k));
   if (kFormat == RowFormat::fp16) return _mm256_cvtph_ps(half);

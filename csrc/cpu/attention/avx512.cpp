@@ -9,8 +9,8 @@
 #include "kernels.hpp"
 
 #if defined(__GNUC__) && !defined(__clang__)
-// GCC 12's own header leaves the merge operand of unmasked AVX-512 intrinsics undefined on purpose, and warns
-// of it here.
+// GCC 12's own header leaves the merge operand of unmasked AVX-512 intrinsics undefined on purpose,
+// and warns of it here.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
@@ -36,7 +36,8 @@ ESPNX_LEVEL inline Vec v_add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 ESPNX_LEVEL inline Vec v_sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 ESPNX_LEVEL inline Vec v_mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 ESPNX_LEVEL inline Vec v_div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
-ESPNX_LEVEL inline Vec v_signed_as(Vec a, Vec sign) {  // a, which is not negative, with the sign of the other
+ESPNX_LEVEL inline Vec v_signed_as(
+    Vec a, Vec sign) {  // a, which is not negative, with the sign of the other
   const __m512i bit = _mm512_and_epi32(_mm512_set1_epi32(INT32_MIN), _mm512_castps_si512(sign));
   return _mm512_castsi512_ps(_mm512_or_epi32(_mm512_castps_si512(a), bit));
 }
@@ -44,7 +45,9 @@ ESPNX_LEVEL inline Vec v_fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b,
 ESPNX_LEVEL inline Vec v_max(Vec a, Vec b) { return _mm512_max_ps(a, b); }  // b where either is NaN
 ESPNX_LEVEL inline float v_sum(Vec a) { return _mm512_reduce_add_ps(a); }
 ESPNX_LEVEL inline float v_largest(Vec a) { return _mm512_reduce_max_ps(a); }
-ESPNX_LEVEL inline Vec v_round(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+ESPNX_LEVEL inline Vec v_round(Vec a) {
+  return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 ESPNX_LEVEL inline Vec v_scale(Vec a, Vec power) { return _mm512_scalef_ps(a, power); }
 
 // `value`, but 0 where x < limit; a NaN is not below anything.
@@ -53,7 +56,8 @@ ESPNX_LEVEL inline Vec v_zero_below(Vec x, Vec limit, Vec value) {
 }
 
 ESPNX_LEVEL inline __m256 halves_added(Vec a) {
-  return _mm256_add_ps(_mm512_castps512_ps256(a), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1)));
+  return _mm256_add_ps(_mm512_castps512_ps256(a),
+                       _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1)));
 }
 
 // The sums of four vectors' lanes, side by side.
@@ -68,7 +72,8 @@ template <RowFormat kFormat>
 ESPNX_LEVEL inline Vec v_decode(const uint8_t* row, int64_t k) {
   if (kFormat == RowFormat::fp32) return _mm512_loadu_ps(row + 4 * k);
   if (kFormat == RowFormat::int8) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + k))));
+    return _mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + k))));
   }
   const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + 2 * k));
   if (kFormat == RowFormat::fp16) return _mm512_cvtph_ps(half);
@@ -79,9 +84,11 @@ template <RowFormat kFormat>
 ESPNX_LEVEL inline Vec v_decode_half(const uint8_t* row, int64_t k) {
   if (kFormat == RowFormat::fp32) return _mm512_maskz_loadu_ps(kHalfLanes, row + 4 * k);
   if (kFormat == RowFormat::int8) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + k))));
+    return _mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + k))));
   }
-  const __m256i half = _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + 2 * k)));
+  const __m256i half =
+      _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + 2 * k)));
   if (kFormat == RowFormat::fp16) return _mm512_cvtph_ps(half);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }

@@ -1,5 +1,5 @@
-// The batch driver of attention: one piece of work per sequence, KV head and, where threads would idle, part of the
-// rows.
+// The batch driver of attention: one piece of work per sequence, KV head and, where threads would
+// idle, part of the rows.
 #include "batch.hpp"
 
 #include <algorithm>
@@ -15,20 +15,22 @@ namespace {
 
 // What pays for starting a thread (about 20 us): 0.2 ms of reading or of multiplying.
 constexpr double kBytesPerThread = 2 << 20, kProductsPerThread = 8 << 20;
-// A sequence is cut in pieces of at least so many rows where there are more threads than sequences and heads.
+// A sequence is cut in pieces of at least so many rows where there are more threads than sequences
+// and heads.
 constexpr int64_t kMinPieceRows = 512;
 
 int threads_worth(const AttentionBatch& batch, int max_threads) {
   double rows = 0;
   for (int64_t i = 0; i < batch.n; ++i) rows += static_cast<double>(batch.n_rows[i] * batch.n_kv);
   const double values = rows * static_cast<double>(batch.d + batch.dv);
-  const double worth = std::max(values * static_cast<double>(row_item_bytes(batch.format)) / kBytesPerThread,
-                                values * static_cast<double>(batch.n_queries) / kProductsPerThread);
+  const double worth =
+      std::max(values * static_cast<double>(row_item_bytes(batch.format)) / kBytesPerThread,
+               values * static_cast<double>(batch.n_queries) / kProductsPerThread);
   return static_cast<int>(std::min<double>(std::max(max_threads, 1), 1 + worth));
 }
 
-// The batch as pieces of rows, and the states that they are folded into: the output itself, but for further pieces of
-// one sequence.
+// The batch as pieces of rows, and the states that they are folded into: the output itself, but for
+// further pieces of one sequence.
 class Pieces {
  public:
   Pieces(const AttentionBatch& batch, int n_threads, float* o, float* lse)
@@ -47,7 +49,8 @@ class Pieces {
     last_position_.resize(batch.n * batch.n_queries);
     for (int64_t i = 0; i < batch.n; ++i) {
       for (int64_t q = 0; q < batch.n_queries; ++q) {
-        last_position_[i * batch.n_queries + q] = batch.last_position[i * batch.q_len + q % batch.q_len];
+        last_position_[i * batch.n_queries + q] =
+            batch.last_position[i * batch.q_len + q % batch.q_len];
       }
     }
   }
@@ -56,16 +59,22 @@ class Pieces {
   int64_t count() const { return n_heads_ * n_pieces_; }
 
   void attend(int64_t index) const {
-    const int64_t head = index / n_pieces_, piece = index % n_pieces_, sequence = head / batch_.n_kv;
-    const int64_t n_rows = batch_.n_rows[sequence], blocks = (n_rows + batch_.block_rows - 1) / batch_.block_rows;
-    const int64_t first_block = blocks * piece / n_pieces_, end_block = blocks * (piece + 1) / n_pieces_;
-    const int64_t begin = first_block * batch_.block_rows, end = std::min(end_block * batch_.block_rows, n_rows);
+    const int64_t head = index / n_pieces_, piece = index % n_pieces_,
+                  sequence = head / batch_.n_kv;
+    const int64_t n_rows = batch_.n_rows[sequence],
+                  blocks = (n_rows + batch_.block_rows - 1) / batch_.block_rows;
+    const int64_t first_block = blocks * piece / n_pieces_,
+                  end_block = blocks * (piece + 1) / n_pieces_;
+    const int64_t begin = first_block * batch_.block_rows,
+                  end = std::min(end_block * batch_.block_rows, n_rows);
     if (begin >= end) return;
     const bool is_int8 = batch_.format == RowFormat::int8;
     const int64_t floats = sizeof(float), k_begin = is_int8 ? floats * batch_.d : 0;
     const int64_t v_scales = k_begin + batch_.block_rows * batch_.d * row_item_bytes(batch_.format);
-    const int64_t v_begin = batch_.is_x ? k_begin : v_scales + (is_int8 ? floats * batch_.block_rows : 0);
-    const uint8_t* visible = batch_.visible ? batch_.visible + sequence * batch_.visible_stride + begin : nullptr;
+    const int64_t v_begin =
+        batch_.is_x ? k_begin : v_scales + (is_int8 ? floats * batch_.block_rows : 0);
+    const uint8_t* visible =
+        batch_.visible ? batch_.visible + sequence * batch_.visible_stride + begin : nullptr;
     const AttentionRows rows{batch_.buffer + k_begin,
                              batch_.buffer + v_begin,
                              end - begin,
@@ -83,7 +92,8 @@ class Pieces {
         batch_.dv,
         last_position_.empty() ? nullptr : last_position_.data() + sequence * batch_.n_queries,
         nullptr};
-    attend_scattered(queries, rows, batch_.block_offset_bytes + head * batch_.n_blocks + first_block,
+    attend_scattered(queries, rows,
+                     batch_.block_offset_bytes + head * batch_.n_blocks + first_block,
                      state(head, piece));
   }
 
@@ -98,8 +108,9 @@ class Pieces {
  private:
   AttentionState state(int64_t head, int64_t piece) const {
     const int64_t n = batch_.n_queries, at = (head * n_pieces_ + piece) * n;
-    float* o = piece == 0 ? o_ + head * n * batch_.dv
-                          : further_o_.data() + (head * (n_pieces_ - 1) + piece - 1) * n * batch_.dv;
+    float* o = piece == 0
+                   ? o_ + head * n * batch_.dv
+                   : further_o_.data() + (head * (n_pieces_ - 1) + piece - 1) * n * batch_.dv;
     return {o, m_.data() + at, l_.data() + at};
   }
 
@@ -116,18 +127,22 @@ class Pieces {
 }  // namespace
 
 int64_t attention_block_bytes(const AttentionBatch& batch) {
-  const int64_t scales =
-      batch.format == RowFormat::int8 ? static_cast<int64_t>(sizeof(float)) * (batch.d + batch.block_rows) : 0;
-  return scales + batch.block_rows * (batch.d + (batch.is_x ? 0 : batch.dv)) * row_item_bytes(batch.format);
+  const int64_t scales = batch.format == RowFormat::int8
+                             ? static_cast<int64_t>(sizeof(float)) * (batch.d + batch.block_rows)
+                             : 0;
+  return scales +
+         batch.block_rows * (batch.d + (batch.is_x ? 0 : batch.dv)) * row_item_bytes(batch.format);
 }
 
 int64_t find_block_outside(const AttentionBatch& batch) {
   const int64_t bytes = attention_block_bytes(batch);
   for (int64_t head = 0; head < batch.n * batch.n_kv; ++head) {
-    const int64_t blocks = (batch.n_rows[head / batch.n_kv] + batch.block_rows - 1) / batch.block_rows;
+    const int64_t blocks =
+        (batch.n_rows[head / batch.n_kv] + batch.block_rows - 1) / batch.block_rows;
     for (int64_t b = head * batch.n_blocks; b < head * batch.n_blocks + blocks; ++b) {
       const int64_t offset = batch.block_offset_bytes[b];
-      if (offset < 0 || offset > batch.buffer_bytes || bytes > batch.buffer_bytes - offset) return b;
+      if (offset < 0 || offset > batch.buffer_bytes || bytes > batch.buffer_bytes - offset)
+        return b;
     }
   }
   return -1;

@@ -1,5 +1,6 @@
-// The loops behind AttentionKernels, written once over vectors of kWidth floats. Included by attention_<level>.cpp,
-// inside an unnamed namespace, after the vector functions (v_load, v_fma, ...) and these names:
+// The loops behind AttentionKernels, written once over vectors of kWidth floats. Included by
+// attention_<level>.cpp, inside an unnamed namespace, after the vector functions (v_load, v_fma,
+// ...) and these names:
 //   ESPNX_LEVEL   the attribute that lets a function use the level's instructions
 //   Vec, kWidth   a vector, and how many floats it holds (8 or 16)
 //   kIsFused      whether v_fma rounds once
@@ -17,7 +18,8 @@ ESPNX_LEVEL inline void prefetch(const uint8_t* bytes, int64_t n_bytes) {
 }
 
 template <RowFormat kFormat, int kQueries, int kRows>
-ESPNX_LEVEL inline void score_block(const float* q, const uint8_t* rows, int64_t row_bytes, int64_t d, float* scores) {
+ESPNX_LEVEL inline void score_block(const float* q, const uint8_t* rows, int64_t row_bytes,
+                                    int64_t d, float* scores) {
   Vec sum[kQueries][kRows];
 #pragma GCC unroll 4
   for (int i = 0; i < kQueries; ++i) {
@@ -41,13 +43,15 @@ ESPNX_LEVEL inline void score_block(const float* q, const uint8_t* rows, int64_t
     for (int t = 0; t < kRows; ++t) {
       const Vec row = v_decode_half<kFormat>(rows + t * row_bytes, k);
 #pragma GCC unroll 4
-      for (int i = 0; i < kQueries; ++i) sum[i][t] = v_fma(v_load_half(q + i * d + k), row, sum[i][t]);
+      for (int i = 0; i < kQueries; ++i)
+        sum[i][t] = v_fma(v_load_half(q + i * d + k), row, sum[i][t]);
     }
   }
 #pragma GCC unroll 4
   for (int i = 0; i < kQueries; ++i) {
     if (kRows == 4) {
-      v_sum4(sum[i][0], sum[i][1 % kRows], sum[i][2 % kRows], sum[i][3 % kRows], scores + i * kTileRows);
+      v_sum4(sum[i][0], sum[i][1 % kRows], sum[i][2 % kRows], sum[i][3 % kRows],
+             scores + i * kTileRows);
     } else {
 #pragma GCC unroll 4
       for (int t = 0; t < kRows; ++t) scores[i * kTileRows + t] = v_sum(sum[i][t]);
@@ -60,14 +64,17 @@ ESPNX_LEVEL void score_some(const float* q, const RowSpan& span, int64_t d, floa
   const int64_t row_bytes = d * item_bytes(kFormat);
   int64_t t = 0;
   for (; t + 4 <= span.n; t += 4) {
-    if (span.ahead != nullptr) prefetch(span.ahead + t * span.ahead_row_bytes, 4 * span.ahead_row_bytes);
+    if (span.ahead != nullptr)
+      prefetch(span.ahead + t * span.ahead_row_bytes, 4 * span.ahead_row_bytes);
     score_block<kFormat, kQueries, 4>(q, span.rows + t * row_bytes, row_bytes, d, scores + t);
   }
-  for (; t < span.n; ++t) score_block<kFormat, kQueries, 1>(q, span.rows + t * row_bytes, row_bytes, d, scores + t);
+  for (; t < span.n; ++t)
+    score_block<kFormat, kQueries, 1>(q, span.rows + t * row_bytes, row_bytes, d, scores + t);
 }
 
 template <RowFormat kFormat>
-ESPNX_LEVEL void score_rows(const float* q, int64_t n_q, const RowSpan& span, int64_t d, float* scores) {
+ESPNX_LEVEL void score_rows(const float* q, int64_t n_q, const RowSpan& span, int64_t d,
+                            float* scores) {
   switch (n_q) {
     case 1: return score_some<kFormat, 1>(q, span, d, scores);
     case 2: return score_some<kFormat, 2>(q, span, d, scores);
@@ -94,7 +101,8 @@ ESPNX_LEVEL inline void weigh_block(const WeighTask& task, int64_t c) {
     const uint8_t* row = task.spans[s].rows;
     const uint8_t* ahead = c == 0 && task.is_first ? task.spans[s].ahead : nullptr;
     for (int64_t t = 0; t < task.spans[s].n; ++t, row += task.row_bytes, p += task.p_row_stride) {
-      if (ahead != nullptr) prefetch(ahead + t * task.spans[s].ahead_row_bytes, task.spans[s].ahead_row_bytes);
+      if (ahead != nullptr)
+        prefetch(ahead + t * task.spans[s].ahead_row_bytes, task.spans[s].ahead_row_bytes);
       Vec value[kVectors];
 #pragma GCC unroll 8
       for (int j = 0; j < kVectors; ++j) {
@@ -121,15 +129,18 @@ ESPNX_LEVEL inline void weigh_block(const WeighTask& task, int64_t c) {
 
 template <RowFormat kFormat, int kQueries>
 ESPNX_LEVEL void weigh_some(const WeighTask& task) {
-  constexpr int kVectors = kSumVectors / kQueries > 8 ? 8 : kSumVectors / (kQueries == 3 ? 4 : kQueries);
+  constexpr int kVectors =
+      kSumVectors / kQueries > 8 ? 8 : kSumVectors / (kQueries == 3 ? 4 : kQueries);
   int64_t c = 0;
   for (; c + kVectors * kWidth <= task.n_columns; c += kVectors * kWidth) {
     weigh_block<kFormat, kQueries, kVectors, false>(task, c);
   }
   if (kVectors > 4) {
-    for (; c + 4 * kWidth <= task.n_columns; c += 4 * kWidth) weigh_block<kFormat, kQueries, 4, false>(task, c);
+    for (; c + 4 * kWidth <= task.n_columns; c += 4 * kWidth)
+      weigh_block<kFormat, kQueries, 4, false>(task, c);
   }
-  for (; c + kWidth <= task.n_columns; c += kWidth) weigh_block<kFormat, kQueries, 1, false>(task, c);
+  for (; c + kWidth <= task.n_columns; c += kWidth)
+    weigh_block<kFormat, kQueries, 1, false>(task, c);
   if (c < task.n_columns) weigh_block<kFormat, kQueries, 1, true>(task, c);
 }
 
@@ -155,7 +166,9 @@ ESPNX_LEVEL void decode(const DecodeTask& task) {
       const int64_t column = task.column + k, n = task.n_columns - k;
       Vec value = load_some<kFormat>(row, column, n);
       if (is_int8) {
-        const Vec by = task.scales_are_of_rows ? scale : load_some<RowFormat::fp32>(task.span.scales, column, n);
+        const Vec by = task.scales_are_of_rows
+                           ? scale
+                           : load_some<RowFormat::fp32>(task.span.scales, column, n);
         value = v_mul(value, by);
       }
       n >= kWidth ? v_store(out + k, value) : v_store_half(out + k, value);
@@ -169,12 +182,14 @@ ESPNX_LEVEL float row_max(const float* scores, int64_t n) {
   return v_largest(best);
 }
 
-// exp(x) for x <= 0 and NaN; 0 where it would be below 2^-126. Cephes' polynomial: within 2 units in the last place.
+// exp(x) for x <= 0 and NaN; 0 where it would be below 2^-126. Cephes' polynomial: within 2 units
+// in the last place.
 ESPNX_LEVEL inline Vec v_exp(Vec x) {
   const Vec lowest = v_set1(-87.33654f);
   const Vec inside = v_max(lowest, x);  // the second operand where it is NaN
   const Vec whole = v_round(v_mul(inside, v_set1(1.44269504088896341f)));
-  const Vec rest = v_fma(whole, v_set1(2.12194440e-4f), v_fma(whole, v_set1(-0.693359375f), inside));
+  const Vec rest =
+      v_fma(whole, v_set1(2.12194440e-4f), v_fma(whole, v_set1(-0.693359375f), inside));
   Vec sum = v_set1(1.9875691500e-4f);
   sum = v_fma(sum, rest, v_set1(1.3981999507e-3f));
   sum = v_fma(sum, rest, v_set1(8.3334519073e-3f));
@@ -280,8 +295,10 @@ constexpr AttentionKernels kTable = {
     kIsFused,
     {nullptr, score_rows<RowFormat::fp32>, score_rows<RowFormat::fp16>, score_rows<RowFormat::bf16>,
      score_rows<RowFormat::int8>},
-    {nullptr, weigh<RowFormat::fp32>, weigh<RowFormat::fp16>, weigh<RowFormat::bf16>, weigh<RowFormat::int8>},
-    {nullptr, decode<RowFormat::fp32>, decode<RowFormat::fp16>, decode<RowFormat::bf16>, decode<RowFormat::int8>},
+    {nullptr, weigh<RowFormat::fp32>, weigh<RowFormat::fp16>, weigh<RowFormat::bf16>,
+     weigh<RowFormat::int8>},
+    {nullptr, decode<RowFormat::fp32>, decode<RowFormat::fp16>, decode<RowFormat::bf16>,
+     decode<RowFormat::int8>},
     row_max,
     row_exp,
     soft_cap,

@@ -10,7 +10,8 @@ FewQueries::FewQueries(const AttentionTask& task, Scratch& scratch)
     : task_(task), format_(static_cast<int>(task.rows.format)) {
   const int64_t n = std::min(kBlock, task.queries.n),
                 n_scaled = task.rows.format == RowFormat::int8 ? n * task.queries.d : 0;
-  scratch.reserve(Scratch::rounded(n * kTileRows) + Scratch::rounded(n) + Scratch::rounded(n_scaled));
+  scratch.reserve(Scratch::rounded(n * kTileRows) + Scratch::rounded(n) +
+                  Scratch::rounded(n_scaled));
   scores_ = scratch.take(n * kTileRows);
   alpha_ = scratch.take(n);
   scaled_ = scratch.take(n_scaled);
@@ -32,8 +33,10 @@ void FewQueries::fold(const AttentionTile& tile) {
   }
   for (int64_t i = 0; i < n_; ++i) change_scores(tile, i);
   for (int64_t i = 0; i < n_; ++i) weights_of(tile, i);
-  WeighTask task{tile.v_spans, tile.n_spans, tile.v_row_bytes, 0,       task_.queries.dv, nullptr, kTileRows, 1,
-                 nullptr,      nullptr,      task_.queries.dv, nullptr, task_.queries.dv, true};
+  WeighTask task{tile.v_spans,     tile.n_spans, tile.v_row_bytes, 0,
+                 task_.queries.dv, nullptr,      kTileRows,        1,
+                 nullptr,          nullptr,      task_.queries.dv, nullptr,
+                 task_.queries.dv, true};
   for (int64_t i = 0; i < n_; i += kMaxFew) {
     task.p = scores_ + i * kTileRows;
     task.alpha = alpha_ + i;
@@ -58,7 +61,8 @@ void FewQueries::change_scores(const AttentionTile& tile, int64_t i) {
   float* scores = scores_ + i * kTileRows;
   const AttentionQueries& queries = task_.queries;
   if (queries.soft_cap > 0) {
-    task_.kernels.soft_cap(scores, (tile.n + kMaxLanes - 1) / kMaxLanes * kMaxLanes, queries.soft_cap);
+    task_.kernels.soft_cap(scores, (tile.n + kMaxLanes - 1) / kMaxLanes * kMaxLanes,
+                           queries.soft_cap);
   }
   if (queries.slopes == nullptr) return;
   const float slope = queries.slopes[first_ + i];
@@ -66,7 +70,8 @@ void FewQueries::change_scores(const AttentionTile& tile, int64_t i) {
   for (int64_t t = 0; t < tile.n; ++t) scores[t] += slope * static_cast<float>(distance + t);
 }
 
-// Turns query i's scores into probabilities (not normalised), V's scales included, and brings m and l up to date.
+// Turns query i's scores into probabilities (not normalised), V's scales included, and brings m and
+// l up to date.
 void FewQueries::weights_of(const AttentionTile& tile, int64_t i) {
   float* scores = scores_ + i * kTileRows;
   const int64_t padded = (tile.n + kMaxLanes - 1) / kMaxLanes * kMaxLanes;

@@ -70,7 +70,8 @@ class ManyQueries {
   int64_t n_strips() const { return (n_ + lanes_ - 1) / lanes_; }
   void score(const AttentionTile& tile);
   void score_decoded(StripTask task, int64_t t, int64_t k);
-  void change_scores(const AttentionTile& tile, float* scores, int64_t first, int64_t n_lanes) const;
+  void change_scores(const AttentionTile& tile, float* scores, int64_t first,
+                     int64_t n_lanes) const;
   void hide(const AttentionTile& tile, float* scores, int64_t first, int64_t n_lanes) const;
   void weigh(const AttentionTile& tile);
   void decode(const RowSpan* spans, int64_t first, int64_t n, DecodeTask task) const;
@@ -83,9 +84,10 @@ class ManyQueries {
   bool is_live_[kMaxBlock];  // per strip: some query of it sees something of the tile
 };
 
-// Sums V for n_q queries, the i-th of the block first. Where some query does not see some row, that row's weight of 0
-// may meet an infinity or a NaN; then the sum is made again from visible rows alone.
-void weigh_seen(const AttentionKernels& kernels, const AttentionTile& tile, RowFormat format, WeighTask task, int64_t i,
-                int64_t n_q);
+// Sums V for n_q queries, the i-th of the block first. Where some query does not see some row, that
+// row's weight of 0 may meet an infinity or a NaN; then the sum is made again from visible rows
+// alone.
+void weigh_seen(const AttentionKernels& kernels, const AttentionTile& tile, RowFormat format,
+                WeighTask task, int64_t i, int64_t n_q);
 
 }  // namespace espnx

@@ -1,9 +1,11 @@
-// The inner loops of attention, one table per instruction set. The driver (attention.cpp) is common to all.
+// The inner loops of attention, one table per instruction set. The driver (attention.cpp) is common
+// to all.
 //
-// Rows are taken a tile of 128 at a time. Few queries (decode): scores are dot products along d, straight from the
-// stored bytes, and lie [query][kTileRows]. Many queries (prefill, X rows): queries are packed in strips of `lanes`
-// (strip[k][lane] = query[lane][k]), K is decoded to fp32 once for all of them, and scores lie [row][lane], so that the
-// softmax is vertical. V is summed the same way in both.
+// Rows are taken a tile of 128 at a time. Few queries (decode): scores are dot products along d,
+// straight from the stored bytes, and lie [query][kTileRows]. Many queries (prefill, X rows):
+// queries are packed in strips of `lanes` (strip[k][lane] = query[lane][k]), K is decoded to fp32
+// once for all of them, and scores lie [row][lane], so that the softmax is vertical. V is summed
+// the same way in both.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +20,8 @@ constexpr int64_t kTileRows = 128;    // rows folded in per rescaling of the sof
 constexpr int64_t kMaxFew = 4;        // queries that one call of score_rows or weigh takes, at most
 constexpr int64_t kMaxStripPair = 2;  // strips that score_strips takes at once
 constexpr int64_t kMaxLanes = 16;
-constexpr int64_t kColumns = 64;  // of V, decoded at a time for many queries: 32 KiB a tile, two thirds of an L1 cache
+constexpr int64_t kColumns =
+    64;  // of V, decoded at a time for many queries: 32 KiB a tile, two thirds of an L1 cache
 
 constexpr int64_t item_bytes(RowFormat format) {
   return format == RowFormat::fp32 ? 4 : format == RowFormat::int8 ? 1 : 2;
@@ -34,10 +37,11 @@ inline float float_at(const uint8_t* bytes, int64_t i) {
 // Rows of a tile that follow each other in memory.
 struct RowSpan {
   const uint8_t* rows;
-  const uint8_t* scales;  // int8 only, fp32: per channel where the rows are K, per row where they are V
+  const uint8_t*
+      scales;  // int8 only, fp32: per channel where the rows are K, per row where they are V
   int64_t n;
-  // What will be read next, as many rows: prefetched row by row on the way, since blocks of K and V in turn defeat the
-  // prefetchers.
+  // What will be read next, as many rows: prefetched row by row on the way, since blocks of K and V
+  // in turn defeat the prefetchers.
   const uint8_t* ahead;  // any address, or nullptr
   int64_t ahead_row_bytes;
 };
@@ -50,8 +54,9 @@ struct DecodeTask {
   int64_t out_stride;
 };
 
-// out[i][c] = alpha[i] * o[i][c] + sum over the spans' rows t of p[i * p_query_stride + t * p_row_stride] * v[t][c],
-// for columns [column, column + n_columns) of the rows and of nothing else: o and out point at the first of them.
+// out[i][c] = alpha[i] * o[i][c] + sum over the spans' rows t of p[i * p_query_stride + t *
+// p_row_stride] * v[t][c], for columns [column, column + n_columns) of the rows and of nothing
+// else: o and out point at the first of them.
 struct WeighTask {
   const RowSpan* spans;
   int64_t n_spans, row_bytes, column, n_columns;
@@ -65,9 +70,10 @@ struct WeighTask {
   bool is_first;  // of the calls that read these rows: the one that prefetches
 };
 
-// scores[s][t][lane] is set to (or, with `add`, increased by) the products of strips and decoded rows over n_k values.
-// Scores of strips are kTileRows * lanes apart. On the way, `ahead` (any address) is prefetched, evenly: prefetches in
-// one burst would hold up the loads of the sums behind them.
+// scores[s][t][lane] is set to (or, with `add`, increased by) the products of strips and decoded
+// rows over n_k values. Scores of strips are kTileRows * lanes apart. On the way, `ahead` (any
+// address) is prefetched, evenly: prefetches in one burst would hold up the loads of the sums
+// behind them.
 struct StripTask {
   const float* strips;
   int64_t strip_stride;  // floats
@@ -83,18 +89,23 @@ struct AttentionKernels {
   int64_t lanes;      // of a strip
   int64_t n_queries;  // that one call of score_rows takes, at most
   bool is_fused;      // products are added without a rounding in between
-  // scores[i * kTileRows + t] = <q[i], row t of the span> for n_q queries of stride d; scales are not applied.
-  void (*score_rows[kRowFormats])(const float* q, int64_t n_q, const RowSpan& span, int64_t d, float* scores);
-  void (*weigh[kRowFormats])(const WeighTask& task, int64_t n_q);  // n_q: up to kMaxFew; scales are not applied
-  void (*decode[kRowFormats])(const DecodeTask& task);             // scales applied
-  // The largest of n scores (NaNs aside); scores = exp(scores - m), returning their sum. n: a multiple of 16.
+  // scores[i * kTileRows + t] = <q[i], row t of the span> for n_q queries of stride d; scales are
+  // not applied.
+  void (*score_rows[kRowFormats])(const float* q, int64_t n_q, const RowSpan& span, int64_t d,
+                                  float* scores);
+  void (*weigh[kRowFormats])(const WeighTask& task,
+                             int64_t n_q);  // n_q: up to kMaxFew; scales are not applied
+  void (*decode[kRowFormats])(const DecodeTask& task);  // scales applied
+  // The largest of n scores (NaNs aside); scores = exp(scores - m), returning their sum. n: a
+  // multiple of 16.
   float (*row_max)(const float* scores, int64_t n);
   float (*row_exp)(float* scores, int64_t n, float m);
-  // scores = cap * tanh(scores / cap), off by at most 4 units in the last place of cap. n: a multiple of 16.
+  // scores = cap * tanh(scores / cap), off by at most 4 units in the last place of cap. n: a
+  // multiple of 16.
   void (*soft_cap)(float* scores, int64_t n, float cap);
   void (*score_strips)(const StripTask& task, int64_t n_strips);  // 1 or 2
-  // Softmax of scores[n][lanes]: m and l are brought up to date, alpha is what older sums are to be multiplied by, and
-  // the scores become probabilities, not normalised.
+  // Softmax of scores[n][lanes]: m and l are brought up to date, alpha is what older sums are to be
+  // multiplied by, and the scores become probabilities, not normalised.
   void (*strip_softmax)(float* scores, int64_t n, float* m, float* l, float* alpha);
 };
 

@@ -1,5 +1,5 @@
-// Attention in plain C++: a vector is an array of eight floats, whose loops the compiler turns into what its baseline
-// has.
+// Attention in plain C++: a vector is an array of eight floats, whose loops the compiler turns into
+// what its baseline has.
 #include <cfloat>
 #include <cmath>
 #include <cstring>
@@ -45,7 +45,8 @@ inline Vec v_mul(const Vec& a, const Vec& b) {
 inline Vec v_div(const Vec& a, const Vec& b) {
   return each([&](int i) { return a.lane[i] / b.lane[i]; });
 }
-inline Vec v_signed_as(const Vec& a, const Vec& sign) {  // a, which is not negative, with the sign of the other
+inline Vec v_signed_as(const Vec& a,
+                       const Vec& sign) {  // a, which is not negative, with the sign of the other
   return each([&](int i) { return std::copysign(a.lane[i], sign.lane[i]); });
 }
 inline Vec v_fma(const Vec& a, const Vec& b, const Vec& c) {
@@ -55,7 +56,8 @@ inline Vec v_max(const Vec& a, const Vec& b) {  // b where either is NaN
   return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
 }
 
-// To the nearest whole number, for |a| below 2^22: there a float this large has no room for fractions.
+// To the nearest whole number, for |a| below 2^22: there a float this large has no room for
+// fractions.
 inline Vec v_round(const Vec& a) {
   constexpr float kNoFractions = 12582912.0f;
   return each([&](int i) { return (a.lane[i] + kNoFractions) - kNoFractions; });
@@ -108,7 +110,8 @@ inline Vec v_decode(const uint8_t* row, int64_t k) {
   if (kFormat == RowFormat::fp32) {
     std::memcpy(out.lane, row + 4 * k, sizeof(out.lane));
   } else if (kFormat == RowFormat::int8) {
-    for (int i = 0; i < kWidth; ++i) out.lane[i] = static_cast<float>(static_cast<int8_t>(row[k + i]));
+    for (int i = 0; i < kWidth; ++i)
+      out.lane[i] = static_cast<float>(static_cast<int8_t>(row[k + i]));
   } else {
     uint16_t half[kWidth];
     std::memcpy(half, row + 2 * k, sizeof(half));

@@ -1,4 +1,5 @@
-// Attention of many queries (prefill, X rows): K and V are decoded to fp32 once for a block of them.
+// Attention of many queries (prefill, X rows): K and V are decoded to fp32 once for a block of
+// them.
 #include <algorithm>
 
 #include "fold.hpp"
@@ -6,7 +7,8 @@
 namespace espnx {
 namespace {
 
-// Values along d that are multiplied at a time: a pair of query strips that long takes 16 KiB of the L1 cache.
+// Values along d that are multiplied at a time: a pair of query strips that long takes 16 KiB of
+// the L1 cache.
 constexpr int64_t kDepth = 128;
 // What is decoded of K at a time: at most 194 KiB, a tenth of an L2 cache.
 constexpr int64_t kDecodedRows = 24, kDecodedColumns = 2048;
@@ -15,14 +17,15 @@ constexpr int64_t kBlockValues = 1 << 18, kMinBlock = 32;
 
 }  // namespace
 
-// Decoded rows are 16 floats further apart than they are long, so that they do not all begin in the same set of the L1
-// cache.
+// Decoded rows are 16 floats further apart than they are long, so that they do not all begin in the
+// same set of the L1 cache.
 ManyQueries::ManyQueries(const AttentionTask& task, Scratch& scratch)
     : task_(task),
       format_(static_cast<int>(task.rows.format)),
       lanes_(task.kernels.lanes),
       decoded_stride_(std::min(kDecodedColumns, task.queries.d) + 16) {
-  const int64_t n = std::min(block_queries(task.queries), task.queries.n), padded = (n + lanes_ - 1) / lanes_ * lanes_;
+  const int64_t n = std::min(block_queries(task.queries), task.queries.n),
+                padded = (n + lanes_ - 1) / lanes_ * lanes_;
   scratch.reserve(Scratch::rounded(padded * task.queries.d) + Scratch::rounded(padded * kTileRows) +
                   3 * Scratch::rounded(padded) + Scratch::rounded(kDecodedRows * decoded_stride_) +
                   kTileRows * kColumns);
@@ -79,8 +82,8 @@ void ManyQueries::fold(const AttentionTile& tile) {
   weigh(tile);
 }
 
-// Rows are decoded whole, a few at a time: X rows are as long as a page, and reading them by columns would defeat the
-// prefetchers.
+// Rows are decoded whole, a few at a time: X rows are as long as a page, and reading them by
+// columns would defeat the prefetchers.
 void ManyQueries::score(const AttentionTile& tile) {
   const int64_t d = task_.queries.d, stride = decoded_stride_, item = item_bytes(task_.rows.format);
   for (int64_t column = 0; column < d; column += kDecodedColumns) {
@@ -123,20 +126,24 @@ void ManyQueries::score_decoded(StripTask task, int64_t t, int64_t k) {
 }
 
 // Soft cap and slopes of a strip's queries.
-void ManyQueries::change_scores(const AttentionTile& tile, float* scores, int64_t first, int64_t n_lanes) const {
+void ManyQueries::change_scores(const AttentionTile& tile, float* scores, int64_t first,
+                                int64_t n_lanes) const {
   const AttentionQueries& queries = task_.queries;
   if (queries.soft_cap > 0) {
-    task_.kernels.soft_cap(scores, (tile.n * lanes_ + kMaxLanes - 1) / kMaxLanes * kMaxLanes, queries.soft_cap);
+    task_.kernels.soft_cap(scores, (tile.n * lanes_ + kMaxLanes - 1) / kMaxLanes * kMaxLanes,
+                           queries.soft_cap);
   }
   if (queries.slopes == nullptr) return;
   for (int64_t lane = 0; lane < n_lanes; ++lane) {
     const float slope = queries.slopes[first_ + first + lane];
     const int64_t distance = tile.first_position - queries.position[first_ + first + lane];
-    for (int64_t t = 0; t < tile.n; ++t) scores[t * lanes_ + lane] += slope * static_cast<float>(distance + t);
+    for (int64_t t = 0; t < tile.n; ++t)
+      scores[t * lanes_ + lane] += slope * static_cast<float>(distance + t);
   }
 }
 
-void ManyQueries::hide(const AttentionTile& tile, float* scores, int64_t first, int64_t n_lanes) const {
+void ManyQueries::hide(const AttentionTile& tile, float* scores, int64_t first,
+                       int64_t n_lanes) const {
   const int64_t lanes = lanes_;
   for (int64_t lane = 0; lane < n_lanes; ++lane) {
     for (int64_t t = 0; t < tile.lo[first + lane]; ++t) scores[t * lanes + lane] = kNoScore;
@@ -178,7 +185,8 @@ void ManyQueries::decode(const RowSpan* spans, int64_t first, int64_t n, DecodeT
       continue;
     }
     const int64_t count = std::min(n, spans[s].n - first);
-    const int64_t scales_bytes = task.scales_are_of_rows ? first * static_cast<int64_t>(sizeof(float)) : 0;
+    const int64_t scales_bytes =
+        task.scales_are_of_rows ? first * static_cast<int64_t>(sizeof(float)) : 0;
     const uint8_t* scales = spans[s].scales ? spans[s].scales + scales_bytes : nullptr;
     task.span = {spans[s].rows + first * task.row_bytes, scales, count, nullptr, 0};
     task_.kernels.decode[format_](task);

@@ -28,7 +28,8 @@ bool AttentionTile::look(int64_t begin, int64_t first, int64_t count) {
     lo[i] = 0;
     hi[i] = n;
     if (queries_.last_position != nullptr) {
-      hi[i] = std::clamp(queries_.last_position[first + i], position - 1, position + n - 1) - position + 1;
+      hi[i] = std::clamp(queries_.last_position[first + i], position - 1, position + n - 1) -
+              position + 1;
     }
     if (queries_.first_visible != nullptr) {
       lo[i] = std::clamp(queries_.first_visible[first + i], position, position + n) - position;
@@ -47,18 +48,21 @@ void AttentionTile::cut(int64_t begin) {
     const int64_t offset = offset_of(block);
     const uint8_t* k = rows_.k + offset;
     const int64_t run = std::min(rows_.block_rows - in_block, begin + n - row);
-    k_spans[n_spans] = {k + in_block * k_row_bytes, nullptr, run, rows_.v + offset + in_block * v_row_bytes,
-                        v_row_bytes};
-    v_spans[n_spans] = {rows_.v + offset + in_block * v_row_bytes, nullptr, run, nullptr, k_row_bytes};
+    k_spans[n_spans] = {k + in_block * k_row_bytes, nullptr, run,
+                        rows_.v + offset + in_block * v_row_bytes, v_row_bytes};
+    v_spans[n_spans] = {rows_.v + offset + in_block * v_row_bytes, nullptr, run, nullptr,
+                        k_row_bytes};
     const int64_t later = row + kTileRows;
     if (later < rows_.n_rows) {
       const int64_t later_block = later / rows_.block_rows;
-      v_spans[n_spans].ahead = rows_.k + offset_of(later_block) + later % rows_.block_rows * k_row_bytes;
+      v_spans[n_spans].ahead =
+          rows_.k + offset_of(later_block) + later % rows_.block_rows * k_row_bytes;
     }
     if (rows_.v == rows_.k) k_spans[n_spans].ahead = nullptr;  // X rows: V is K
     if (rows_.format == RowFormat::int8) {
       k_spans[n_spans].scales = k + rows_.k_scale_offset_bytes;
-      v_spans[n_spans].scales = k + rows_.v_scale_offset_bytes + in_block * static_cast<int64_t>(sizeof(float));
+      v_spans[n_spans].scales =
+          k + rows_.v_scale_offset_bytes + in_block * static_cast<int64_t>(sizeof(float));
     }
     ++n_spans;
     row += run;
@@ -69,7 +73,8 @@ const uint8_t* AttentionTile::k_behind(int64_t row) const {
   int64_t s = 0;
   while (row >= k_spans[s].n) row -= k_spans[s++].n;
   const bool is_last = row + 1 == k_spans[s].n;
-  return is_last && s + 1 < n_spans ? k_spans[s + 1].rows : k_spans[s].rows + (row + 1) * k_row_bytes;
+  return is_last && s + 1 < n_spans ? k_spans[s + 1].rows
+                                    : k_spans[s].rows + (row + 1) * k_row_bytes;
 }
 
 }  // namespace espnx

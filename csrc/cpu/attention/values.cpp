@@ -22,10 +22,12 @@ float value_at(RowFormat format, const uint8_t* row, int64_t k) {
   return value;
 }
 
-// Rounds as the kernels do, so that queries which do not see a row keep their bits whatever it holds.
-void weigh_visible(const AttentionKernels& kernels, const AttentionTile& tile, RowFormat format, const WeighTask& task,
-                   int64_t query, int64_t q, float* sums) {
-  for (int64_t k = 0; k < task.n_columns; ++k) sums[k] = task.alpha[q] * task.o[q * task.o_stride + k];
+// Rounds as the kernels do, so that queries which do not see a row keep their bits whatever it
+// holds.
+void weigh_visible(const AttentionKernels& kernels, const AttentionTile& tile, RowFormat format,
+                   const WeighTask& task, int64_t query, int64_t q, float* sums) {
+  for (int64_t k = 0; k < task.n_columns; ++k)
+    sums[k] = task.alpha[q] * task.o[q * task.o_stride + k];
   int64_t t = 0;
   for (int64_t s = 0; s < task.n_spans; ++s) {
     const uint8_t* row = task.spans[s].rows;
@@ -42,8 +44,8 @@ void weigh_visible(const AttentionKernels& kernels, const AttentionTile& tile, R
 
 }  // namespace
 
-void weigh_seen(const AttentionKernels& kernels, const AttentionTile& tile, RowFormat format, WeighTask task, int64_t i,
-                int64_t n_q) {
+void weigh_seen(const AttentionKernels& kernels, const AttentionTile& tile, RowFormat format,
+                WeighTask task, int64_t i, int64_t n_q) {
   const auto kernel = kernels.weigh[static_cast<int>(format)];
   if (tile.is_whole) return kernel(task, n_q);
   float careful[kMaxFew * kCarefulColumns];

@@ -1,4 +1,5 @@
-// Distances with AVX2: whole numbers as 16 products of 16 bits an instruction, others as 8 fused ones.
+// Distances with AVX2: whole numbers as 16 products of 16 bits an instruction, others as 8 fused
+// ones.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -70,7 +71,8 @@ struct Real {
     return _mm256_loadu_ps(static_cast<const float*>(q) + k);
   }
   ESPNX_LEVEL static inline Value load(const uint8_t* row, int64_t k) {
-    if (kValueBytes == 2) return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + 2 * k)));
+    if (kValueBytes == 2)
+      return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + 2 * k)));
     return _mm256_loadu_ps(reinterpret_cast<const float*>(row + 4 * k));
   }
   ESPNX_LEVEL static inline Value some(const uint8_t* row, int64_t k, int64_t n) {
@@ -80,7 +82,9 @@ struct Real {
     return _mm256_maskload_ps(reinterpret_cast<const float*>(row + 4 * k), wanted);
   }
   ESPNX_LEVEL static inline Value sub(Value a, Value b) { return _mm256_sub_ps(a, b); }
-  ESPNX_LEVEL static inline Sum dot(Sum sum, Value a, Value b) { return _mm256_fmadd_ps(a, b, sum); }
+  ESPNX_LEVEL static inline Sum dot(Sum sum, Value a, Value b) {
+    return _mm256_fmadd_ps(a, b, sum);
+  }
   ESPNX_LEVEL static inline Sum zero() { return _mm256_setzero_ps(); }
   ESPNX_LEVEL static inline float total(Sum sum) { return sum_of(sum); }
 };
@@ -89,11 +93,12 @@ struct Real {
 
 }  // namespace
 
-const DistanceTable kDistancesAvx2 = {{{kL2Of<Whole<false>>, kIpOf<Whole<false>>},
-                                       {kL2Of<Whole<true>>, kIpOf<Whole<true>>},
-                                       {kL2Of<Real<VectorFormat::kFp16>>, kIpOf<Real<VectorFormat::kFp16>>},
-                                       {kL2Of<Real<VectorFormat::kFp32>>, kIpOf<Real<VectorFormat::kFp32>>},
-                                       {kL2Of<Real<VectorFormat::kBf16>>, kIpOf<Real<VectorFormat::kBf16>>}}};
+const DistanceTable kDistancesAvx2 = {
+    {{kL2Of<Whole<false>>, kIpOf<Whole<false>>},
+     {kL2Of<Whole<true>>, kIpOf<Whole<true>>},
+     {kL2Of<Real<VectorFormat::kFp16>>, kIpOf<Real<VectorFormat::kFp16>>},
+     {kL2Of<Real<VectorFormat::kFp32>>, kIpOf<Real<VectorFormat::kFp32>>},
+     {kL2Of<Real<VectorFormat::kBf16>>, kIpOf<Real<VectorFormat::kBf16>>}}};
 
 }  // namespace espnx
 #endif  // __x86_64__

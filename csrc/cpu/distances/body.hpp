@@ -1,6 +1,6 @@
-// The loops behind DistanceKernel, written once over vectors of values. Included by <level>.cpp, inside an unnamed
-// namespace, after ESPNX_LEVEL, the attribute that lets a function use the level's instructions, and after a struct for
-// each format (`V` below) with
+// The loops behind DistanceKernel, written once over vectors of values. Included by <level>.cpp,
+// inside an unnamed namespace, after ESPNX_LEVEL, the attribute that lets a function use the
+// level's instructions, and after a struct for each format (`V` below) with
 //   Value, Sum      values of a step, widened; sums of their products
 //   kStep           values of a step
 //   query(q, k)     values k.. of the padded query
@@ -13,14 +13,16 @@ constexpr int kTile = 4;
 constexpr int64_t kLineBytes = 64;
 
 template <typename V, Metric kMetric>
-ESPNX_LEVEL inline typename V::Sum add_step(typename V::Sum sum, typename V::Value q, typename V::Value v) {
+ESPNX_LEVEL inline typename V::Sum add_step(typename V::Sum sum, typename V::Value q,
+                                            typename V::Value v) {
   if (kMetric == Metric::kIp) return V::dot(sum, q, v);
   const auto difference = V::sub(q, v);
   return V::dot(sum, difference, difference);
 }
 
 template <typename V, Metric kMetric, int kRows>
-ESPNX_LEVEL inline void measure_tile(const void* query, const uint8_t* const* rows, int64_t d, float* out) {
+ESPNX_LEVEL inline void measure_tile(const void* query, const uint8_t* const* rows, int64_t d,
+                                     float* out) {
   typename V::Sum sum[kRows];
 #pragma GCC unroll 4
   for (int t = 0; t < kRows; ++t) sum[t] = V::zero();
@@ -33,7 +35,8 @@ ESPNX_LEVEL inline void measure_tile(const void* query, const uint8_t* const* ro
   if (k < d) {
     const auto q = V::query(query, k);
 #pragma GCC unroll 4
-    for (int t = 0; t < kRows; ++t) sum[t] = add_step<V, kMetric>(sum[t], q, V::some(rows[t], k, d - k));
+    for (int t = 0; t < kRows; ++t)
+      sum[t] = add_step<V, kMetric>(sum[t], q, V::some(rows[t], k, d - k));
   }
 #pragma GCC unroll 4
   for (int t = 0; t < kRows; ++t) {
@@ -43,10 +46,12 @@ ESPNX_LEVEL inline void measure_tile(const void* query, const uint8_t* const* ro
 }
 
 template <typename V, Metric kMetric>
-ESPNX_LEVEL void measure(const void* query, const uint8_t* const* rows, int64_t n, int64_t d, float* out) {
+ESPNX_LEVEL void measure(const void* query, const uint8_t* const* rows, int64_t n, int64_t d,
+                         float* out) {
   const int64_t row_bytes = d * V::kValueBytes;
   for (; n >= kTile; n -= kTile, rows += kTile, out += kTile) {
-    // The next tile's vectors may lie anywhere; of long ones the hardware sees by itself how they go on.
+    // The next tile's vectors may lie anywhere; of long ones the hardware sees by itself how they
+    // go on.
     for (int t = 0; n >= 2 * kTile && t < kTile; ++t) {
       for (int64_t at = 0; at < row_bytes && at < 4 * kLineBytes; at += kLineBytes) {
         __builtin_prefetch(rows[kTile + t] + at);

@@ -34,7 +34,8 @@ const DistanceTable& table_in_force(VectorFormat format) {
 
 #if defined(__x86_64__)
 // All but the last few values.
-__attribute__((target("avx,f16c"))) int64_t widen_halves(const uint8_t* row, int64_t d, float* out) {
+__attribute__((target("avx,f16c"))) int64_t widen_halves(const uint8_t* row, int64_t d,
+                                                         float* out) {
   int64_t k = 0;
   for (; k + 8 <= d; k += 8) {
     const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + 2 * k));
@@ -77,7 +78,9 @@ void widen(const uint8_t* row, int64_t d, VectorFormat format, float* out) {
 }
 
 DistanceQuery::DistanceQuery(int64_t d, VectorFormat format, Metric metric)
-    : d_(d), format_(format), kernel_(table_in_force(format).of[static_cast<int>(format)][static_cast<int>(metric)]) {
+    : d_(d),
+      format_(format),
+      kernel_(table_in_force(format).of[static_cast<int>(format)][static_cast<int>(metric)]) {
   const int64_t padded = (d + kQueryPad - 1) / kQueryPad * kQueryPad;
   whole_.resize(is_whole(format) ? padded : 0);
   real_.resize(is_whole(format) ? 0 : padded);
@@ -105,7 +108,9 @@ void DistanceQuery::measure(const uint8_t* const* rows, int64_t n, float* out) c
 }
 
 DistanceBlock::DistanceBlock(int64_t d, VectorFormat format, Metric metric)
-    : query_(DistanceQuery(d, is_whole(format) ? format : VectorFormat::kFp32, metric)), d_(d), format_(format) {}
+    : query_(DistanceQuery(d, is_whole(format) ? format : VectorFormat::kFp32, metric)),
+      d_(d),
+      format_(format) {}
 
 void DistanceBlock::assign(const uint8_t* const* rows, int64_t n) {
   rows_.assign(rows, rows + n);
@@ -127,13 +132,14 @@ void DistanceBlock::measure(int64_t from, const uint32_t* others, int64_t n, flo
 int64_t find_vector_outside(const DistanceVectors& vectors, int64_t vector_bytes) {
   for (int64_t i = 0; i < vectors.n; ++i) {
     const int64_t at = vectors.offset_bytes[i];
-    if (at < 0 || vector_bytes > vectors.buffer_bytes || at > vectors.buffer_bytes - vector_bytes) return i;
+    if (at < 0 || vector_bytes > vectors.buffer_bytes || at > vectors.buffer_bytes - vector_bytes)
+      return i;
   }
   return -1;
 }
 
-void distances(const DistanceQuery* queries, int64_t n_queries, const DistanceVectors& vectors, int max_threads,
-               float* out) {
+void distances(const DistanceQuery* queries, int64_t n_queries, const DistanceVectors& vectors,
+               int max_threads, float* out) {
   if (n_queries == 0 || vectors.n == 0) return;
   const int64_t vector_bytes = queries[0].vector_bytes();
   // Not multiplied: n vectors may overlap, and their bytes need not fit a number then.
@@ -144,8 +150,10 @@ void distances(const DistanceQuery* queries, int64_t n_queries, const DistanceVe
     const uint8_t* rows[kAtOnce];
     for (; begin < end; begin += kAtOnce) {
       const int64_t count = std::min(kAtOnce, end - begin);
-      for (int64_t i = 0; i < count; ++i) rows[i] = vectors.buffer + vectors.offset_bytes[begin + i];
-      for (int64_t q = 0; q < n_queries; ++q) queries[q].measure(rows, count, out + q * vectors.n + begin);
+      for (int64_t i = 0; i < count; ++i)
+        rows[i] = vectors.buffer + vectors.offset_bytes[begin + i];
+      for (int64_t q = 0; q < n_queries; ++q)
+        queries[q].measure(rows, count, out + q * vectors.n + begin);
     }
   });
 }

@@ -1,7 +1,7 @@
 // Distances of one query to many vectors that lie in place in an I/O buffer, anywhere in it:
 //   l2: sum over k of (q[k] - v[k])^2          ip: - sum over k of q[k] v[k]
-// The smaller, the nearer, in both. Of whole numbers (uint8, int8) the sum is exact in int32 and rounded once, to fp32;
-// of fp16, bf16 and fp32 every operation is fp32's.
+// The smaller, the nearer, in both. Of whole numbers (uint8, int8) the sum is exact in int32 and
+// rounded once, to fp32; of fp16, bf16 and fp32 every operation is fp32's.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +12,15 @@ namespace espnx {
 
 enum class VectorFormat : int { kUint8 = 0, kInt8, kFp16, kFp32, kBf16 };
 constexpr int kVectorFormats = 5;
-constexpr const char* kVectorFormatNames[kVectorFormats] = {"uint8", "int8", "fp16", "fp32", "bf16"};
+constexpr const char* kVectorFormatNames[kVectorFormats] = {"uint8", "int8", "fp16", "fp32",
+                                                            "bf16"};
 
 enum class Metric : int { kL2 = 0, kIp };
 constexpr int kMetrics = 2;
 constexpr const char* kMetricNames[kMetrics] = {"l2", "ip"};
 
-// The largest sum of squares, 255^2 in each dimension, is below 2^31 here: no sum of whole numbers overflows.
+// The largest sum of squares, 255^2 in each dimension, is below 2^31 here: no sum of whole numbers
+// overflows.
 constexpr int64_t kMaxVectorDim = 32768;
 
 // The number of `name` among `names`, or -1.
@@ -30,8 +32,11 @@ int number_of(const char* const (&names)[kCount], const char* name) {
   return -1;
 }
 
-// Whether values are whole numbers. Queries to such vectors are of their format; to others, of fp32.
-constexpr bool is_whole(VectorFormat format) { return format == VectorFormat::kUint8 || format == VectorFormat::kInt8; }
+// Whether values are whole numbers. Queries to such vectors are of their format; to others, of
+// fp32.
+constexpr bool is_whole(VectorFormat format) {
+  return format == VectorFormat::kUint8 || format == VectorFormat::kInt8;
+}
 
 constexpr int64_t value_bytes(VectorFormat format) {
   return is_whole(format) ? 1 : format == VectorFormat::kFp32 ? 4 : 2;
@@ -49,7 +54,8 @@ class DistanceQuery {
 
   int64_t vector_bytes() const { return d_ * value_bytes(format_); }
 
-  // out[i] = the distance to the vector at rows[i], at any address; nothing beyond a vector is read. Any thread.
+  // out[i] = the distance to the vector at rows[i], at any address; nothing beyond a vector is
+  // read. Any thread.
   void measure(const uint8_t* const* rows, int64_t n, float* out) const;
 
  private:
@@ -60,8 +66,8 @@ class DistanceQuery {
   std::vector<float> real_;
 };
 
-// Some vectors beside each other, those of 16 bits widened once: of the distances among them none costs more than its
-// sums.
+// Some vectors beside each other, those of 16 bits widened once: of the distances among them none
+// costs more than its sums.
 class DistanceBlock {
  public:
   DistanceBlock(int64_t d, VectorFormat format, Metric metric);
@@ -93,9 +99,9 @@ struct DistanceVectors {
 // The first vector that does not lie wholly inside the buffer, or -1.
 int64_t find_vector_outside(const DistanceVectors& vectors, int64_t vector_bytes);
 
-// Writes out[n_queries, n]. Uses at most `max_threads` threads, fewer where the work does not pay for them. The vectors
-// must have passed find_vector_outside.
-void distances(const DistanceQuery* queries, int64_t n_queries, const DistanceVectors& vectors, int max_threads,
-               float* out);
+// Writes out[n_queries, n]. Uses at most `max_threads` threads, fewer where the work does not pay
+// for them. The vectors must have passed find_vector_outside.
+void distances(const DistanceQuery* queries, int64_t n_queries, const DistanceVectors& vectors,
+               int max_threads, float* out);
 
 }  // namespace espnx

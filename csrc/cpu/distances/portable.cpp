@@ -5,7 +5,8 @@
 namespace espnx {
 namespace {
 
-constexpr int64_t kSums = 8;  // floating-point sums side by side, which a compiler can make vectors of
+constexpr int64_t kSums =
+    8;  // floating-point sums side by side, which a compiler can make vectors of
 
 float real_value(const uint8_t* row, int64_t k, VectorFormat format) {
   if (format != VectorFormat::kFp32) {
@@ -47,9 +48,10 @@ float measure_real(const float* query, const uint8_t* row, int64_t d) {
 template <VectorFormat kFormat, Metric kMetric>
 void measure(const void* query, const uint8_t* const* rows, int64_t n, int64_t d, float* out) {
   for (int64_t i = 0; i < n; ++i) {
-    const float total = is_whole(kFormat)
-                            ? measure_whole<kFormat, kMetric>(static_cast<const int16_t*>(query), rows[i], d)
-                            : measure_real<kFormat, kMetric>(static_cast<const float*>(query), rows[i], d);
+    const float total =
+        is_whole(kFormat)
+            ? measure_whole<kFormat, kMetric>(static_cast<const int16_t*>(query), rows[i], d)
+            : measure_real<kFormat, kMetric>(static_cast<const float*>(query), rows[i], d);
     out[i] = kMetric == Metric::kIp ? 0.0f - total : total;  // 0 - 0 is 0, and not -0
   }
 }
@@ -61,10 +63,11 @@ constexpr DistanceKernel kIpOf = measure<kFormat, Metric::kIp>;
 
 }  // namespace
 
-const DistanceTable kDistancesPortable = {{{kL2Of<VectorFormat::kUint8>, kIpOf<VectorFormat::kUint8>},
-                                           {kL2Of<VectorFormat::kInt8>, kIpOf<VectorFormat::kInt8>},
-                                           {kL2Of<VectorFormat::kFp16>, kIpOf<VectorFormat::kFp16>},
-                                           {kL2Of<VectorFormat::kFp32>, kIpOf<VectorFormat::kFp32>},
-                                           {kL2Of<VectorFormat::kBf16>, kIpOf<VectorFormat::kBf16>}}};
+const DistanceTable kDistancesPortable = {
+    {{kL2Of<VectorFormat::kUint8>, kIpOf<VectorFormat::kUint8>},
+     {kL2Of<VectorFormat::kInt8>, kIpOf<VectorFormat::kInt8>},
+     {kL2Of<VectorFormat::kFp16>, kIpOf<VectorFormat::kFp16>},
+     {kL2Of<VectorFormat::kFp32>, kIpOf<VectorFormat::kFp32>},
+     {kL2Of<VectorFormat::kBf16>, kIpOf<VectorFormat::kBf16>}}};
 
 }  // namespace espnx

@@ -1,13 +1,13 @@
-// Distances of whole numbers with AVX-512 VNNI, which multiplies and adds to the sum in one instruction. Others
-// have no such instruction: theirs are avx512.cpp's.
+// Distances of whole numbers with AVX-512 VNNI, which multiplies and adds to the sum in one
+// instruction. Others have no such instruction: theirs are avx512.cpp's.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
 #include "kernels.hpp"
 
 #if defined(__GNUC__) && !defined(__clang__)
-// GCC 12's own header leaves the merge operand of unmasked AVX-512 intrinsics undefined on purpose, and warns
-// of it here.
+// GCC 12's own header leaves the merge operand of unmasked AVX-512 intrinsics undefined on purpose,
+// and warns of it here.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
@@ -23,8 +23,11 @@ namespace {
 
 }  // namespace
 
-const DistanceTable kDistancesVnni = {
-    {{kL2Of<Whole<false>>, kIpOf<Whole<false>>}, {kL2Of<Whole<true>>, kIpOf<Whole<true>>}, {}, {}, {}}};
+const DistanceTable kDistancesVnni = {{{kL2Of<Whole<false>>, kIpOf<Whole<false>>},
+                                       {kL2Of<Whole<true>>, kIpOf<Whole<true>>},
+                                       {},
+                                       {},
+                                       {}}};
 
 }  // namespace espnx
 #endif  // __x86_64__

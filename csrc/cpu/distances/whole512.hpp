@@ -1,6 +1,7 @@
-// Whole numbers in vectors of 512 bits, for avx512.cpp and vnni.cpp, which differ in ESPNX_DOT alone: the sum of
-// products of 16-bit numbers, two a lane. Included inside an unnamed namespace, after ESPNX_LEVEL.
-// There is no include guard on purpose: each of those files compiles its own copy.
+// Whole numbers in vectors of 512 bits, for avx512.cpp and vnni.cpp, which differ in ESPNX_DOT
+// alone: the sum of products of 16-bit numbers, two a lane. Included inside an unnamed namespace,
+// after ESPNX_LEVEL. There is no include guard on purpose: each of those files compiles its own
+// copy.
 
 template <bool kIsSigned>
 struct Whole {

@@ -22,14 +22,15 @@ struct RowDecoder {
   int64_t d, row_bytes;
   MaxsimCodebook codebook;
   float sign_value;  // 1 / sqrt(d)
-  // Bucket weights by a code's bits as they lie in the byte, the first one highest (ColBERT packs a code's
-  // lowest bit first), repeated to 16 entries.
+  // Bucket weights by a code's bits as they lie in the byte, the first one highest (ColBERT packs a
+  // code's lowest bit first), repeated to 16 entries.
   float weights[16];
 };
 
-// Decodes n_tokens rows at `rows` (any alignment) to out[n_tokens, d]. False where a row names a centroid that
-// is not in the codebook; nothing outside is read, and `out` is unspecified.
-using Decode = bool (*)(const RowDecoder& decoder, const uint8_t* rows, int64_t n_tokens, float* out);
+// Decodes n_tokens rows at `rows` (any alignment) to out[n_tokens, d]. False where a row names a
+// centroid that is not in the codebook; nothing outside is read, and `out` is unspecified.
+using Decode = bool (*)(const RowDecoder& decoder, const uint8_t* rows, int64_t n_tokens,
+                        float* out);
 
 struct DecodeTable {
   Decode of[kTokenFormats];

@@ -89,10 +89,12 @@ RowDecoder::RowDecoder(TokenFormat format, int64_t d, const MaxsimCodebook& code
       weights{} {
   const int bits = residual_bits(format);
   if (bits == 0) return;
-  for (int i = 0; i < 16; ++i) weights[i] = codebook.bucket_weights[reversed_bits(i % (1 << bits), bits)];
+  for (int i = 0; i < 16; ++i)
+    weights[i] = codebook.bucket_weights[reversed_bits(i % (1 << bits), bits)];
 }
 
-const DecodeTable kDecodePortable = {{decode_fp32, decode_fp16, decode_bf16, decode_int8, decode_bit1,
-                                      decode_residual<1>, decode_residual<2>, decode_residual<4>}};
+const DecodeTable kDecodePortable = {{decode_fp32, decode_fp16, decode_bf16, decode_int8,
+                                      decode_bit1, decode_residual<1>, decode_residual<2>,
+                                      decode_residual<4>}};
 
 }  // namespace espnx

@@ -1,5 +1,5 @@
-// What a token format is, for C++. espnx/ops/maxsim/formats.py says the same for Python (a test holds them
-// together). A further format is a value here, its name and size, and a decoder in each
+// What a token format is, for C++. espnx/ops/maxsim/formats.py says the same for Python (a test
+// holds them together). A further format is a value here, its name and size, and a decoder in each
 // maxsim_decode_<level>.cpp.
 #pragma once
 
@@ -19,14 +19,16 @@ enum class TokenFormat : int {
   kResidual4,
 };
 constexpr int kTokenFormats = 8;
-constexpr const char* kTokenFormatNames[kTokenFormats] = {"fp32", "fp16",      "bf16",      "int8",
-                                                          "bit1", "residual1", "residual2", "residual4"};
-constexpr int64_t kPrefixBytes = 4;  // the scale of an int8 row, the centroid number of a residual one
+constexpr const char* kTokenFormatNames[kTokenFormats] = {
+    "fp32", "fp16", "bf16", "int8", "bit1", "residual1", "residual2", "residual4"};
+constexpr int64_t kPrefixBytes =
+    4;  // the scale of an int8 row, the centroid number of a residual one
 
 // False where `name` is no format.
 inline bool parse_token_format(const char* name, TokenFormat* format) {
   for (int i = 0; i < kTokenFormats; ++i) {
-    if (std::strcmp(name, kTokenFormatNames[i]) == 0) return *format = static_cast<TokenFormat>(i), true;
+    if (std::strcmp(name, kTokenFormatNames[i]) == 0)
+      return *format = static_cast<TokenFormat>(i), true;
   }
   return false;
 }

@@ -1,13 +1,13 @@
-// MaxSim with AVX-512: a tile of 12 document tokens x 32 query tokens of sums stays in 24 of the 32 vector
-// registers.
+// MaxSim with AVX-512: a tile of 12 document tokens x 32 query tokens of sums stays in 24 of the 32
+// vector registers.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
 #include "kernels.hpp"
 
 #if defined(__GNUC__) && !defined(__clang__)
-// GCC 12's own header leaves the merge operand of unmasked AVX-512 intrinsics undefined on purpose, and warns
-// of it here.
+// GCC 12's own header leaves the merge operand of unmasked AVX-512 intrinsics undefined on purpose,
+// and warns of it here.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
@@ -49,7 +49,8 @@ ESPNX_AVX512 uint32_t tile_max(const float* strips, const float* tokens, int64_t
 #pragma GCC unroll 12
     for (int t = 0; t < kTile; ++t) {
       // The maximum instruction drops NaNs, so they are looked for, two vectors at a time.
-      if (t % 2 == 0) nan |= _mm512_cmp_ps_mask(sum[t][s], sum[t + 1 < kTile ? t + 1 : t][s], _CMP_UNORD_Q);
+      if (t % 2 == 0)
+        nan |= _mm512_cmp_ps_mask(sum[t][s], sum[t + 1 < kTile ? t + 1 : t][s], _CMP_UNORD_Q);
       best = _mm512_max_ps(sum[t][s], best);
     }
     _mm512_storeu_ps(running + s * kLanes, best);
@@ -77,8 +78,9 @@ constexpr TileMax kTileMax[kTokenTile + 1] = {
     tile_max<12, kStrips>,
 };
 
-ESPNX_AVX512 uint32_t block_max(const float* strips, int64_t n_strips, const float* tokens, int64_t n_tokens, int64_t d,
-                                float* running, const uint8_t* ahead, int64_t value_bytes) {
+ESPNX_AVX512 uint32_t block_max(const float* strips, int64_t n_strips, const float* tokens,
+                                int64_t n_tokens, int64_t d, float* running, const uint8_t* ahead,
+                                int64_t value_bytes) {
   const TileMax* tile_max_of = n_strips == 2 ? kTileMax<2> : kTileMax<1>;
   uint32_t nan_bits = 0;
   while (n_tokens > 0) {
@@ -91,7 +93,8 @@ ESPNX_AVX512 uint32_t block_max(const float* strips, int64_t n_strips, const flo
   return nan_bits;
 }
 
-ESPNX_AVX512 uint32_t single_max(const float* query, const float* tokens, int64_t n_tokens, int64_t d, float* running) {
+ESPNX_AVX512 uint32_t single_max(const float* query, const float* tokens, int64_t n_tokens,
+                                 int64_t d, float* running) {
   float best = *running;
   uint32_t nan = 0;
   for (int64_t j = 0; j < n_tokens; ++j, tokens += d) {
@@ -99,11 +102,13 @@ ESPNX_AVX512 uint32_t single_max(const float* query, const float* tokens, int64_
     int64_t k = 0;
     for (; k + 32 <= d; k += 32) {
       sum0 = _mm512_fmadd_ps(_mm512_loadu_ps(query + k), _mm512_loadu_ps(tokens + k), sum0);
-      sum1 = _mm512_fmadd_ps(_mm512_loadu_ps(query + k + 16), _mm512_loadu_ps(tokens + k + 16), sum1);
+      sum1 =
+          _mm512_fmadd_ps(_mm512_loadu_ps(query + k + 16), _mm512_loadu_ps(tokens + k + 16), sum1);
     }
     for (; k < d; k += 16) {
       const __mmask16 lanes = d - k >= 16 ? 0xFFFF : 0x00FF;  // d is a multiple of 8
-      sum0 = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(lanes, query + k), _mm512_maskz_loadu_ps(lanes, tokens + k), sum0);
+      sum0 = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(lanes, query + k),
+                             _mm512_maskz_loadu_ps(lanes, tokens + k), sum0);
     }
     const float product = _mm512_reduce_add_ps(_mm512_add_ps(sum0, sum1));
     nan |= product != product;

@@ -75,7 +75,9 @@ PartQueries::PartQueries(const MaxsimQueries& queries, TokenFormat format)
 PartScorer::PartScorer(const PartQueries& queries)
     : queries_(queries),
       row_bytes_(token_row_bytes(queries.format, queries.source.d)),
-      parts_(queries.usable ? floats_for(kPartChunk * queries.document_parts * part_row_values(queries.source.d)) : 0) {
+      parts_(queries.usable ? floats_for(kPartChunk * queries.document_parts *
+                                         part_row_values(queries.source.d))
+                            : 0) {
   parts_.fill(0.0f);
 }
 
@@ -83,7 +85,8 @@ bool PartScorer::split(const uint8_t* rows, int64_t n_tokens) {
   const PartKernels& kernels = *queries_.kernels;
   const int64_t d = queries_.source.d;
   uint16_t* parts = halves_of(parts_);
-  const auto split_rows = queries_.format == TokenFormat::kFp16 ? kernels.split_fp16 : kernels.split_bf16;
+  const auto split_rows =
+      queries_.format == TokenFormat::kFp16 ? kernels.split_fp16 : kernels.split_bf16;
   return split_rows(rows, n_tokens, d, parts);
 }
 
@@ -94,8 +97,9 @@ bool PartScorer::fold(const uint8_t* rows, int64_t n_tokens, const uint8_t* ahea
     for (int64_t s = 0; s < queries_.strips; s += kMaxStrips) {
       const int64_t n_strips = std::min(kMaxStrips, queries_.strips - s);
       const int64_t ahead_bytes = q == 0 && s == 0 ? kPartChunk * row_bytes_ : 0;
-      queries_.kernels->block_max(queries_.strip(q, s), n_strips, parts, queries_.document_parts, n_tokens,
-                                  queries_.source.d, running + (q * queries_.strips + s) * kLanes, ahead, ahead_bytes);
+      queries_.kernels->block_max(queries_.strip(q, s), n_strips, parts, queries_.document_parts,
+                                  n_tokens, queries_.source.d,
+                                  running + (q * queries_.strips + s) * kLanes, ahead, ahead_bytes);
     }
   }
   return true;

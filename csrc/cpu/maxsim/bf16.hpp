@@ -1,8 +1,8 @@
 // MaxSim of fp16 and bf16 rows on AMX, which multiplies bf16 and adds in fp32.
 //
-// A value is a sum of bf16 parts, 8 bits each: a bf16 value is one, fp16 two, and a query value three, all
-// exactly. Products of parts are exact in fp32; the one below 2^-24 of the whole is left out
-// (docs/tolerances.md).
+// A value is a sum of bf16 parts, 8 bits each: a bf16 value is one, fp16 two, and a query value
+// three, all exactly. Products of parts are exact in fp32; the one below 2^-24 of the whole is left
+// out (docs/tolerances.md).
 //
 // fp32 and residual rows stay with the fp32 kernels: three parts cost nearly what they gain.
 #pragma once
@@ -25,16 +25,17 @@ inline int64_t part_row_values(int64_t d) { return (d + kPartBlock - 1) / kPartB
 inline int64_t part_strip_values(int64_t d) { return kQueryParts * part_row_values(d) * kLanes; }
 
 struct PartKernels {
-  // Splits n_tokens rows, any address, into parts[token][part][part_row_values(d)]. False where a value is not
-  // finite, or so large that sums might not be.
+  // Splits n_tokens rows, any address, into parts[token][part][part_row_values(d)]. False where a
+  // value is not finite, or so large that sums might not be.
   using Split = bool (*)(const uint8_t* rows, int64_t n_tokens, int64_t d, uint16_t* parts);
   Split split_fp16, split_bf16;
   // Packs one part of 16 query tokens, bf16 [16, d], into a strip whose bytes are zero.
   void (*pack_part)(const uint16_t* rows, int64_t d, int64_t part, uint16_t* strip);
-  // running[s * 16 + lane] = max(itself, max over n_tokens <= kPartChunk) for n_strips (1 or 2) adjacent
-  // strips. On the way asks for ahead_bytes at `ahead`, any address.
-  void (*block_max)(const uint16_t* strips, int64_t n_strips, const uint16_t* parts, int64_t n_parts, int64_t n_tokens,
-                    int64_t d, float* running, const uint8_t* ahead, int64_t ahead_bytes);
+  // running[s * 16 + lane] = max(itself, max over n_tokens <= kPartChunk) for n_strips (1 or 2)
+  // adjacent strips. On the way asks for ahead_bytes at `ahead`, any address.
+  void (*block_max)(const uint16_t* strips, int64_t n_strips, const uint16_t* parts,
+                    int64_t n_parts, int64_t n_tokens, int64_t d, float* running,
+                    const uint8_t* ahead, int64_t ahead_bytes);
   // Around all other calls in a thread.
   void (*enter)();
   void (*leave)();
@@ -44,13 +45,15 @@ struct PartKernels {
 extern const PartKernels kPartsAmx;
 #endif
 
-// The queries in parts, packed. `usable` is false where they cannot be or need not be, as with CodeQueries.
+// The queries in parts, packed. `usable` is false where they cannot be or need not be, as with
+// CodeQueries.
 class PartQueries {
  public:
   PartQueries(const MaxsimQueries& queries, TokenFormat format);
 
   const uint16_t* strip(int64_t query, int64_t s) const {
-    return reinterpret_cast<const uint16_t*>(packed_.data()) + (query * strips + s) * part_strip_values(source.d);
+    return reinterpret_cast<const uint16_t*>(packed_.data()) +
+           (query * strips + s) * part_strip_values(source.d);
   }
 
   const MaxsimQueries source;
@@ -68,8 +71,9 @@ class PartScorer {
  public:
   explicit PartScorer(const PartQueries& queries);
 
-  // Folds n_tokens <= kPartChunk rows into running[n_queries, strips * 16]; `ahead` is what will be read
-  // kPartsAhead tokens later. False, and `running` is unspecified, where a value is no ordinary number.
+  // Folds n_tokens <= kPartChunk rows into running[n_queries, strips * 16]; `ahead` is what will be
+  // read kPartsAhead tokens later. False, and `running` is unspecified, where a value is no
+  // ordinary number.
   bool fold(const uint8_t* rows, int64_t n_tokens, const uint8_t* ahead, float* running);
 
  private:

@@ -1,5 +1,5 @@
-// MaxSim in bf16 parts with AMX: one instruction multiplies 16 tokens x 32 values by 32 values of 16 query
-// tokens and adds to fp32.
+// MaxSim in bf16 parts with AMX: one instruction multiplies 16 tokens x 32 values by 32 values of
+// 16 query tokens and adds to fp32.
 //
 // Strips are [part][d / 32][16 rows of two values][16 lanes][2].
 #if defined(__x86_64__)
@@ -9,8 +9,8 @@
 #include "ordinary.hpp"
 
 #if defined(__GNUC__) && !defined(__clang__)
-// GCC 12's own header leaves the merge operand of unmasked AVX-512 intrinsics undefined on purpose, and warns
-// of it here.
+// GCC 12's own header leaves the merge operand of unmasked AVX-512 intrinsics undefined on purpose,
+// and warns of it here.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
@@ -26,7 +26,8 @@ void pack_part(const uint16_t* rows, int64_t d, int64_t part, uint16_t* strip) {
   strip += part * part_row_values(d) * kLanes;
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     for (int64_t k = 0; k < d; ++k) {
-      strip[k / kPartBlock * kTileHalves + k % kPartBlock / 2 * 2 * kLanes + lane * 2 + k % 2] = rows[lane * d + k];
+      strip[k / kPartBlock * kTileHalves + k % kPartBlock / 2 * 2 * kLanes + lane * 2 + k % 2] =
+          rows[lane * d + k];
     }
   }
 }
@@ -40,15 +41,17 @@ ESPNX_AMX inline bool is_below_largest(__m512i magnitudes) {
   return _mm512_cmpgt_epu32_mask(magnitudes, largest) == 0;
 }
 
-// Splits 32 values into parts of 8 bits, by truncation: the upper half of an fp32 value is a bf16 one. `peaks`
-// collects the largest magnitudes, as bits.
+// Splits 32 values into parts of 8 bits, by truncation: the upper half of an fp32 value is a bf16
+// one. `peaks` collects the largest magnitudes, as bits.
 template <int kParts>
-ESPNX_AMX inline void store_parts(__m512 first, __m512 second, int64_t row_values, uint16_t* out, __m512i* peaks) {
-  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u)), magnitude = _mm512_set1_epi32(0x7FFFFFFF);
-  const __m512i odd =
-      _mm512_add_epi32(_mm512_set1_epi32(0x00030001),
-                       _mm512_mullo_epi32(_mm512_set1_epi32(0x00040004),
-                                          _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)));
+ESPNX_AMX inline void store_parts(__m512 first, __m512 second, int64_t row_values, uint16_t* out,
+                                  __m512i* peaks) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u)),
+                magnitude = _mm512_set1_epi32(0x7FFFFFFF);
+  const __m512i odd = _mm512_add_epi32(
+      _mm512_set1_epi32(0x00030001),
+      _mm512_mullo_epi32(_mm512_set1_epi32(0x00040004),
+                         _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)));
   *peaks = _mm512_max_epu32(*peaks, _mm512_and_si512(_mm512_castps_si512(first), magnitude));
   *peaks = _mm512_max_epu32(*peaks, _mm512_and_si512(_mm512_castps_si512(second), magnitude));
 #pragma GCC unroll 2
@@ -69,8 +72,9 @@ ESPNX_AMX bool split_fp16(const uint8_t* rows, int64_t n_tokens, int64_t d, uint
   __m512i peaks = _mm512_setzero_si512();
   for (int64_t t = 0; t < n_tokens; ++t, rows += 2 * d, parts += 2 * row_values) {
     for (int64_t k = 0; k < d; k += kPartBlock) {
-      store_parts<2>(load_fp16(lanes_from(d - k), rows + 2 * k), load_fp16(lanes_from(d - k - 16), rows + 2 * k + 32),
-                     row_values, parts + k, &peaks);
+      store_parts<2>(load_fp16(lanes_from(d - k), rows + 2 * k),
+                     load_fp16(lanes_from(d - k - 16), rows + 2 * k + 32), row_values, parts + k,
+                     &peaks);
     }
   }
   return is_below_largest(peaks);
@@ -89,28 +93,32 @@ ESPNX_AMX bool split_bf16(const uint8_t* rows, int64_t n_tokens, int64_t d, uint
     }
   }
   const __m512i largest = _mm512_srli_epi32(_mm512_castps_si512(_mm512_set1_ps(kLargestValue)), 16);
-  const __m512i even = _mm512_and_si512(peaks, _mm512_set1_epi32(0xFFFF)), odd = _mm512_srli_epi32(peaks, 16);
+  const __m512i even = _mm512_and_si512(peaks, _mm512_set1_epi32(0xFFFF)),
+                odd = _mm512_srli_epi32(peaks, 16);
   return _mm512_cmpgt_epu32_mask(_mm512_max_epu32(even, odd), largest) == 0;
 }
 
 // The intrinsics are assembly of which the compiler does not know that it reads and writes memory.
 inline void memory_barrier() { asm volatile("" ::: "memory"); }
 
-// What is prefetched while tiles are multiplied: evenly, since bursts would fill the line buffers, and to the
-// second level, since the first one is full of strips and parts.
+// What is prefetched while tiles are multiplied: evenly, since bursts would fill the line buffers,
+// and to the second level, since the first one is full of strips and parts.
 struct Ahead {
   const uint8_t* bytes;
   int64_t per_block;
 
   void ask(int64_t block) const {
-    for (int64_t at = 0; at < per_block; at += 64) __builtin_prefetch(bytes + block * per_block + at, 0, 2);
+    for (int64_t at = 0; at < per_block; at += 64)
+      __builtin_prefetch(bytes + block * per_block + at, 0, 2);
   }
 };
 
-// Sums of 16 tokens against one or two strips, to sums[large, small][strip][token][lane]. Two sums each, of
-// large products and of small ones: a tile waits three multiplications for the one before on the same sum.
+// Sums of 16 tokens against one or two strips, to sums[large, small][strip][token][lane]. Two sums
+// each, of large products and of small ones: a tile waits three multiplications for the one before
+// on the same sum.
 template <int kParts, int kStrips>
-ESPNX_AMX void multiply(const uint16_t* strips, const uint16_t* parts, int64_t d, const Ahead& ahead, float* sums) {
+ESPNX_AMX void multiply(const uint16_t* strips, const uint16_t* parts, int64_t d,
+                        const Ahead& ahead, float* sums) {
   const int64_t row_values = part_row_values(d), blocks = row_values / kPartBlock;
   const int64_t pitch_bytes = kParts * row_values * 2;
   _tile_zero(0);
@@ -164,17 +172,20 @@ ESPNX_AMX void multiply(const uint16_t* strips, const uint16_t* parts, int64_t d
 ESPNX_AMX void fold(const float* large, const float* small, int64_t n_tokens, float* running) {
   __m512 best = _mm512_loadu_ps(running);
   for (int64_t t = 0; t < n_tokens; ++t) {
-    const __m512 sum = _mm512_add_ps(_mm512_load_ps(large + t * kLanes), _mm512_load_ps(small + t * kLanes));
+    const __m512 sum =
+        _mm512_add_ps(_mm512_load_ps(large + t * kLanes), _mm512_load_ps(small + t * kLanes));
     best = _mm512_max_ps(sum, best);
   }
   _mm512_storeu_ps(running, best);
 }
 
 using Multiply = void (*)(const uint16_t*, const uint16_t*, int64_t, const Ahead&, float*);
-constexpr Multiply kMultiply[2][2] = {{multiply<1, 1>, multiply<1, 2>}, {multiply<2, 1>, multiply<2, 2>}};
+constexpr Multiply kMultiply[2][2] = {{multiply<1, 1>, multiply<1, 2>},
+                                      {multiply<2, 1>, multiply<2, 2>}};
 
-ESPNX_AMX void block_max(const uint16_t* strips, int64_t n_strips, const uint16_t* parts, int64_t n_parts,
-                         int64_t n_tokens, int64_t d, float* running, const uint8_t* ahead, int64_t ahead_bytes) {
+ESPNX_AMX void block_max(const uint16_t* strips, int64_t n_strips, const uint16_t* parts,
+                         int64_t n_parts, int64_t n_tokens, int64_t d, float* running,
+                         const uint8_t* ahead, int64_t ahead_bytes) {
   constexpr int64_t kValues = kTileRows * kLanes;
   alignas(64) float sums[2 * 2 * kValues];
   const int64_t per_block = ahead_bytes / (part_row_values(d) / kPartBlock);

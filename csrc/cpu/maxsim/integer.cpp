@@ -41,7 +41,8 @@ CodeQueries::CodeQueries(const MaxsimQueries& queries, TokenFormat format)
   for (int64_t q = 0; q < source.n_queries; ++q) {
     for (int64_t s = 0; s < strips; ++s) {
       if (!round_strip(q, s, rows.data())) return;
-      kernels->pack_strip(rows.data(), source.d, bytes_of(packed_) + (q * strips + s) * kernels->strip_bytes(source.d));
+      kernels->pack_strip(rows.data(), source.d,
+                          bytes_of(packed_) + (q * strips + s) * kernels->strip_bytes(source.d));
     }
   }
   usable = true;
@@ -70,7 +71,9 @@ CodeScorer::CodeScorer(const CodeQueries& queries)
     : queries_(queries),
       row_bytes_(token_row_bytes(queries.format, queries.source.d)),
       sign_value_(static_cast<float>(1.0 / std::sqrt(static_cast<double>(queries.source.d)))),
-      codes_(queries.usable ? floats_for(kCodeChunk * queries.kernels->code_row_bytes(queries.source.d)) : 0),
+      codes_(queries.usable
+                 ? floats_for(kCodeChunk * queries.kernels->code_row_bytes(queries.source.d))
+                 : 0),
       scales_(queries.usable ? kCodeChunk : 0) {
   codes_.fill(0.0f);
 }

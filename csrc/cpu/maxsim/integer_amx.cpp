@@ -1,15 +1,17 @@
-// Whole-number MaxSim with AMX: one instruction multiplies 16 tokens x 64 codes by 64 bytes of 16 query tokens.
-// A query value is high * 256 + low; the two bytes are multiplied apart, and their exact sums put together.
+// Whole-number MaxSim with AMX: one instruction multiplies 16 tokens x 64 codes by 64 bytes of 16
+// query tokens. A query value is high * 256 + low; the two bytes are multiplied apart, and their
+// exact sums put together.
 //
-// Strips are [d / 64][high, low][16 rows of 4 values][16 lanes][4]; codes are padded to a multiple of 64 bytes.
+// Strips are [d / 64][high, low][16 rows of 4 values][16 lanes][4]; codes are padded to a multiple
+// of 64 bytes.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
 #include "integer.hpp"
 
 #if defined(__GNUC__) && !defined(__clang__)
-// GCC 12's own header leaves the merge operand of unmasked AVX-512 intrinsics undefined on purpose, and warns
-// of it here.
+// GCC 12's own header leaves the merge operand of unmasked AVX-512 intrinsics undefined on purpose,
+// and warns of it here.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
@@ -38,7 +40,8 @@ void pack_strip(const int16_t* rows, int64_t d, uint8_t* strip) {
   }
 }
 
-ESPNX_AMX void unpack_int8(const uint8_t* rows, int64_t n_tokens, int64_t d, uint8_t* codes, const uint8_t* ahead) {
+ESPNX_AMX void unpack_int8(const uint8_t* rows, int64_t n_tokens, int64_t d, uint8_t* codes,
+                           const uint8_t* ahead) {
   const int64_t row_bytes = token_row_bytes(TokenFormat::kInt8, d), pitch = code_row_bytes(d);
   for (int64_t t = 0; t < n_tokens; ++t, rows += row_bytes, ahead += row_bytes, codes += pitch) {
     for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(ahead + at);
@@ -49,15 +52,18 @@ ESPNX_AMX void unpack_int8(const uint8_t* rows, int64_t n_tokens, int64_t d, uin
   }
 }
 
-ESPNX_AMX void unpack_bit1(const uint8_t* rows, int64_t n_tokens, int64_t d, uint8_t* codes, const uint8_t* ahead) {
+ESPNX_AMX void unpack_bit1(const uint8_t* rows, int64_t n_tokens, int64_t d, uint8_t* codes,
+                           const uint8_t* ahead) {
   const __m512i plus = _mm512_set1_epi8(1), minus = _mm512_set1_epi8(-1);
   const int64_t row_bytes = d / 8, pitch = code_row_bytes(d);
   for (int64_t t = 0; t < n_tokens; ++t, rows += row_bytes, ahead += row_bytes, codes += pitch) {
     __builtin_prefetch(ahead);
     for (int64_t k = 0; k < d; k += kTileBytes) {
-      const __mmask16 bytes = d - k >= kTileBytes ? 0xFF : static_cast<__mmask16>((1u << (d - k) / 8) - 1);
+      const __mmask16 bytes =
+          d - k >= kTileBytes ? 0xFF : static_cast<__mmask16>((1u << (d - k) / 8) - 1);
       const int64_t bits = _mm_cvtsi128_si64(_mm_maskz_loadu_epi8(bytes, rows + k / 8));
-      _mm512_storeu_si512(codes + k, _mm512_mask_blend_epi8(static_cast<__mmask64>(bits), minus, plus));
+      _mm512_storeu_si512(codes + k,
+                          _mm512_mask_blend_epi8(static_cast<__mmask64>(bits), minus, plus));
     }
   }
 }
@@ -113,8 +119,8 @@ ESPNX_AMX void fold(const int32_t* sums, const float* scales, int64_t n_tokens, 
   _mm512_storeu_ps(running, best);
 }
 
-ESPNX_AMX void block_max(const uint8_t* strips, int64_t n_strips, const uint8_t* codes, const float* scales,
-                         int64_t n_tokens, int64_t d, float* running) {
+ESPNX_AMX void block_max(const uint8_t* strips, int64_t n_strips, const uint8_t* codes,
+                         const float* scales, int64_t n_tokens, int64_t d, float* running) {
   alignas(64) int32_t sums[2 * 2 * kTileRows * kLanes];
   for (int64_t begin = 0; begin < n_tokens; begin += kTileRows) {
     const int64_t n = n_tokens - begin < kTileRows ? n_tokens - begin : kTileRows;

@@ -1,13 +1,14 @@
-// Whole-number MaxSim with AVX-512 VNNI: one instruction multiplies two 16-bit query values by two codes in
-// each of 16 lanes, twice what an fp32 one does. Strips are [d / 2][16 lanes][2]; codes are widened to 16 bits.
+// Whole-number MaxSim with AVX-512 VNNI: one instruction multiplies two 16-bit query values by two
+// codes in each of 16 lanes, twice what an fp32 one does. Strips are [d / 2][16 lanes][2]; codes
+// are widened to 16 bits.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
 #include "integer.hpp"
 
 #if defined(__GNUC__) && !defined(__clang__)
-// GCC 12's own header leaves the merge operand of unmasked AVX-512 intrinsics undefined on purpose, and warns
-// of it here.
+// GCC 12's own header leaves the merge operand of unmasked AVX-512 intrinsics undefined on purpose,
+// and warns of it here.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
@@ -30,7 +31,8 @@ void pack_strip(const int16_t* rows, int64_t d, uint8_t* strip) {
   }
 }
 
-ESPNX_VNNI void unpack_int8(const uint8_t* rows, int64_t n_tokens, int64_t d, uint8_t* codes, const uint8_t* ahead) {
+ESPNX_VNNI void unpack_int8(const uint8_t* rows, int64_t n_tokens, int64_t d, uint8_t* codes,
+                            const uint8_t* ahead) {
   const int64_t row_bytes = token_row_bytes(TokenFormat::kInt8, d);
   for (int64_t t = 0; t < n_tokens; ++t, rows += row_bytes, ahead += row_bytes, codes += 2 * d) {
     for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(ahead + at);
@@ -42,17 +44,20 @@ ESPNX_VNNI void unpack_int8(const uint8_t* rows, int64_t n_tokens, int64_t d, ui
   }
 }
 
-ESPNX_VNNI void unpack_bit1(const uint8_t* rows, int64_t n_tokens, int64_t d, uint8_t* codes, const uint8_t* ahead) {
+ESPNX_VNNI void unpack_bit1(const uint8_t* rows, int64_t n_tokens, int64_t d, uint8_t* codes,
+                            const uint8_t* ahead) {
   const __m128i plus = _mm_set1_epi16(1), minus = _mm_set1_epi16(-1);
   const int64_t n_bytes = n_tokens * d / 8;
   for (int64_t i = 0; i < n_bytes; ++i) {
     if (i % 64 == 0) __builtin_prefetch(ahead + i);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + 16 * i), _mm_mask_blend_epi16(rows[i], minus, plus));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + 16 * i),
+                     _mm_mask_blend_epi16(rows[i], minus, plus));
   }
 }
 
 template <int kTile, int kStrips>
-ESPNX_VNNI void tile_max(const uint8_t* strips, const uint8_t* codes, const float* scales, int64_t d, float* running) {
+ESPNX_VNNI void tile_max(const uint8_t* strips, const uint8_t* codes, const float* scales,
+                         int64_t d, float* running) {
   const int64_t pairs = d / 2;
   __m512i sum[kTile][kStrips];
 #pragma GCC unroll 12
@@ -63,7 +68,8 @@ ESPNX_VNNI void tile_max(const uint8_t* strips, const uint8_t* codes, const floa
   for (int64_t k = 0; k < pairs; ++k) {
     __m512i query[kStrips];
 #pragma GCC unroll 2
-    for (int s = 0; s < kStrips; ++s) query[s] = _mm512_loadu_si512(strips + (s * pairs + k) * kLanes * kPairBytes);
+    for (int s = 0; s < kStrips; ++s)
+      query[s] = _mm512_loadu_si512(strips + (s * pairs + k) * kLanes * kPairBytes);
 #pragma GCC unroll 12
     for (int t = 0; t < kTile; ++t) {
       int32_t pair;
@@ -78,7 +84,8 @@ ESPNX_VNNI void tile_max(const uint8_t* strips, const uint8_t* codes, const floa
     __m512 best = _mm512_loadu_ps(running + s * kLanes);
 #pragma GCC unroll 12
     for (int t = 0; t < kTile; ++t) {
-      best = _mm512_max_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum[t][s]), _mm512_set1_ps(scales[t])), best);
+      best = _mm512_max_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum[t][s]), _mm512_set1_ps(scales[t])),
+                           best);
     }
     _mm512_storeu_ps(running + s * kLanes, best);
   }
@@ -103,8 +110,8 @@ constexpr TileMax kTileMax[kTokenTile + 1] = {
     tile_max<12, kStrips>,
 };
 
-ESPNX_VNNI void block_max(const uint8_t* strips, int64_t n_strips, const uint8_t* codes, const float* scales,
-                          int64_t n_tokens, int64_t d, float* running) {
+ESPNX_VNNI void block_max(const uint8_t* strips, int64_t n_strips, const uint8_t* codes,
+                          const float* scales, int64_t n_tokens, int64_t d, float* running) {
   const TileMax* tile_max_of = n_strips == 2 ? kTileMax<2> : kTileMax<1>;
   while (n_tokens > 0) {
     const int64_t tile = next_tile(n_tokens, kTokenTile);

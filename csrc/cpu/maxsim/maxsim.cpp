@@ -1,6 +1,6 @@
-// The driver of MaxSim: packs the queries once, then walks the documents. Per document: decode a chunk of
-// tokens to fp32, score it against every query, fold the maxima. What is held is one chunk and the running
-// maxima, whatever the sizes.
+// The driver of MaxSim: packs the queries once, then walks the documents. Per document: decode a
+// chunk of tokens to fp32, score it against every query, fold the maxima. What is held is one chunk
+// and the running maxima, whatever the sizes.
 #include "maxsim.hpp"
 
 #include <algorithm>
@@ -25,8 +25,8 @@ constexpr int64_t kMaxSingles = 2;
 // 0.2 ms at 32 products a cycle and 2.6 GHz: ten times the cost of starting a thread.
 constexpr int64_t kProductsPerThread = 16 << 20;
 constexpr int64_t kDocsPerGrain = 16;
-// Documents ahead whose first bytes are asked for early. Short records need it; long ones are prefetched by
-// the kernels.
+// Documents ahead whose first bytes are asked for early. Short records need it; long ones are
+// prefetched by the kernels.
 constexpr int64_t kPrefetchAhead = 4;
 constexpr int64_t kPrefetchBytes = 256;
 
@@ -88,8 +88,12 @@ class PackedQueries {
   const float* strip(int64_t query, int64_t s) const {
     return packed_.data() + (query * strips + s) * source.d * kLanes;
   }
-  const float* row(int64_t query, int64_t t) const { return source.values + (query * source.n_tokens + t) * source.d; }
-  int64_t slots() const { return singles ? source.n_tokens : strips * kLanes; }  // running maxima per query
+  const float* row(int64_t query, int64_t t) const {
+    return source.values + (query * source.n_tokens + t) * source.d;
+  }
+  int64_t slots() const {
+    return singles ? source.n_tokens : strips * kLanes;
+  }  // running maxima per query
 
   const MaxsimQueries source;
   const bool singles;
@@ -103,8 +107,8 @@ class PackedQueries {
 class Scorer {
  public:
   Scorer(const LevelKernels& kernels, const PackedQueries& queries, const CodeQueries& code_queries,
-         const PartQueries& part_queries, const RowDecoder& decoder, const MaxsimDocuments& docs, float* scores,
-         FirstDocument& unknown_centroid)
+         const PartQueries& part_queries, const RowDecoder& decoder, const MaxsimDocuments& docs,
+         float* scores, FirstDocument& unknown_centroid)
       : kernels_(kernels.tiles),
         decode_(kernels.decode.of[static_cast<int>(docs.format)]),
         decoder_(decoder),
@@ -135,9 +139,11 @@ class Scorer {
   void score(int64_t i) {
     prefetch_start(i + kPrefetchAhead);
     std::fill(is_nan_.begin(), is_nan_.end(), uint8_t{0});
-    const bool is_done = (code_queries_.usable && fold_codes(i)) || (part_queries_.usable && fold_parts(i));
+    const bool is_done =
+        (code_queries_.usable && fold_codes(i)) || (part_queries_.usable && fold_parts(i));
     if (!is_done) fold_values(i);
-    for (int64_t q = 0; q < queries_.source.n_queries; ++q) scores_[q * docs_.n + i] = total(q, docs_.n_tokens[i]);
+    for (int64_t q = 0; q < queries_.source.n_queries; ++q)
+      scores_[q * docs_.n + i] = total(q, docs_.n_tokens[i]);
   }
 
   // In whole numbers; false where this document cannot be.
@@ -177,7 +183,8 @@ class Scorer {
         std::fill(is_nan_.begin(), is_nan_.end(), uint8_t{1});
         return;
       }
-      for (int64_t q = 0; q < queries_.source.n_queries; ++q) fold_chunk(q, n, next_bytes(i, rows, n));
+      for (int64_t q = 0; q < queries_.source.n_queries; ++q)
+        fold_chunk(q, n, next_bytes(i, rows, n));
     }
   }
 
@@ -189,13 +196,16 @@ class Scorer {
   void prefetch_start(int64_t i) const {
     if (i >= docs_.n) return;
     const int64_t bytes = std::min(docs_.n_tokens[i] * row_bytes_, kPrefetchBytes);
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(docs_.buffer + docs_.offset_bytes[i] + at);
+    for (int64_t at = 0; at < bytes; at += 64)
+      __builtin_prefetch(docs_.buffer + docs_.offset_bytes[i] + at);
   }
 
-  // What will be read after the `n` rows at `rows` of document i: its next rows, or the next document.
+  // What will be read after the `n` rows at `rows` of document i: its next rows, or the next
+  // document.
   const uint8_t* next_bytes(int64_t i, const uint8_t* rows, int64_t n) const {
     const uint8_t* next = rows + n * row_bytes_;
-    const bool is_end = next == docs_.buffer + docs_.offset_bytes[i] + docs_.n_tokens[i] * row_bytes_;
+    const bool is_end =
+        next == docs_.buffer + docs_.offset_bytes[i] + docs_.n_tokens[i] * row_bytes_;
     return is_end && i + 1 < docs_.n ? docs_.buffer + docs_.offset_bytes[i + 1] : next;
   }
 
@@ -210,22 +220,25 @@ class Scorer {
     const int64_t n_query_tokens = queries_.source.n_tokens;
     if (queries_.singles) {
       for (int64_t t = 0; t < n_query_tokens; ++t) {
-        is_nan_[q] |= kernels_.single_max(queries_.row(q, t), tokens_.data(), n, d_, running + t) != 0;
+        is_nan_[q] |=
+            kernels_.single_max(queries_.row(q, t), tokens_.data(), n, d_, running + t) != 0;
       }
       return;
     }
     for (int64_t s = 0; s < queries_.strips; s += kMaxStrips) {
       const int64_t n_strips = std::min(kMaxStrips, queries_.strips - s);
-      const uint32_t nan = kernels_.block_max(queries_.strip(q, s), n_strips, tokens_.data(), n, d_,
-                                              running + s * kLanes, ahead, std::max<int64_t>(row_bytes_ / d_, 1));
-      // Lanes that pad the last strip say nothing: their zeros times an infinity in the document are NaN.
+      const uint32_t nan =
+          kernels_.block_max(queries_.strip(q, s), n_strips, tokens_.data(), n, d_,
+                             running + s * kLanes, ahead, std::max<int64_t>(row_bytes_ / d_, 1));
+      // Lanes that pad the last strip say nothing: their zeros times an infinity in the document
+      // are NaN.
       const int64_t lanes = std::min(n_query_tokens - s * kLanes, n_strips * kLanes);
       is_nan_[q] |= (nan & (0xFFFFFFFFu >> (32 - lanes))) != 0;
     }
   }
 
-  // The sum of the query's maxima, in 16 interleaved partial sums: the same at every level, and short chains
-  // of roundings.
+  // The sum of the query's maxima, in 16 interleaved partial sums: the same at every level, and
+  // short chains of roundings.
   float total(int64_t q, int64_t n_tokens) const {
     if (n_tokens == 0) return -std::numeric_limits<float>::infinity();
     if (is_nan_[q]) return std::numeric_limits<float>::quiet_NaN();
@@ -259,7 +272,8 @@ int threads_worth(const MaxsimQueries& queries, const MaxsimDocuments& docs, int
   if (max_threads <= 1) return 1;
   int64_t tokens = 0;
   for (int64_t i = 0; i < docs.n; ++i) tokens += docs.n_tokens[i];
-  const double products = static_cast<double>(tokens) * queries.n_queries * queries.n_tokens * queries.d;
+  const double products =
+      static_cast<double>(tokens) * queries.n_queries * queries.n_tokens * queries.d;
   return static_cast<int>(std::min<double>(max_threads, 1 + products / kProductsPerThread));
 }
 
@@ -276,7 +290,8 @@ int64_t find_record_outside(const MaxsimDocuments& docs, int64_t d) {
   return -1;
 }
 
-int64_t maxsim(const MaxsimQueries& queries, const MaxsimDocuments& docs, int max_threads, float* scores) {
+int64_t maxsim(const MaxsimQueries& queries, const MaxsimDocuments& docs, int max_threads,
+               float* scores) {
   const PackedQueries packed(queries);
   const CodeQueries codes(queries, docs.format);
   const PartQueries parts(queries, docs.format);
@@ -289,8 +304,9 @@ int64_t maxsim(const MaxsimQueries& queries, const MaxsimDocuments& docs, int ma
   scorers.reserve(n_threads);
   for (int i = 0; i < n_threads; ++i)
     scorers.emplace_back(kernels, packed, codes, parts, decoder, docs, scores, unknown_centroid);
-  parallel_for(docs.n, kDocsPerGrain, n_threads,
-               [&](int thread, int64_t begin, int64_t end) { scorers[thread].score_range(begin, end); });
+  parallel_for(docs.n, kDocsPerGrain, n_threads, [&](int thread, int64_t begin, int64_t end) {
+    scorers[thread].score_range(begin, end);
+  });
   return unknown_centroid.get();
 }
 

@@ -1,4 +1,5 @@
-// Which numbers the fast paths take: what is left over goes the plain fp32 way, with its infinities and NaNs.
+// Which numbers the fast paths take: what is left over goes the plain fp32 way, with its infinities
+// and NaNs.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +13,8 @@ constexpr float kSmallestPeak = 1e-15f, kLargestValue = 1e15f;
 // With fewer query tokens a strip is mostly padding, and the fp32 path has a kernel for that.
 constexpr int64_t kMinStripTokens = 3;
 
-// Whether a row's values are finite, none is too large, and its largest is not tiny (a row of zeros is fine).
+// Whether a row's values are finite, none is too large, and its largest is not tiny (a row of zeros
+// is fine).
 inline bool is_ordinary(const float* values, int64_t n) {
   float peak = 0.0f;
   for (int64_t i = 0; i < n; ++i) {

@@ -25,8 +25,8 @@ uint32_t tile_max(const float* strip, const float* tokens, int64_t d, float* run
   return nan_bits;
 }
 
-uint32_t block_max(const float* strips, int64_t n_strips, const float* tokens, int64_t n_tokens, int64_t d,
-                   float* running, const uint8_t* /*ahead*/, int64_t /*value_bytes*/) {
+uint32_t block_max(const float* strips, int64_t n_strips, const float* tokens, int64_t n_tokens,
+                   int64_t d, float* running, const uint8_t* /*ahead*/, int64_t /*value_bytes*/) {
   uint32_t nan_bits = 0;
   while (n_tokens > 0) {
     const int64_t tile = next_tile(n_tokens, kTileOfPortable);
@@ -40,7 +40,8 @@ uint32_t block_max(const float* strips, int64_t n_strips, const float* tokens, i
   return nan_bits;
 }
 
-uint32_t single_max(const float* query, const float* tokens, int64_t n_tokens, int64_t d, float* running) {
+uint32_t single_max(const float* query, const float* tokens, int64_t n_tokens, int64_t d,
+                    float* running) {
   constexpr int kChains = 8;  // d is a multiple of 8
   float best = *running;
   uint32_t nan = 0;
@@ -49,7 +50,8 @@ uint32_t single_max(const float* query, const float* tokens, int64_t n_tokens, i
     for (int64_t k = 0; k < d; k += kChains) {
       for (int c = 0; c < kChains; ++c) sum[c] += query[k + c] * tokens[k + c];
     }
-    const float product = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
+    const float product =
+        ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
     nan |= product != product;
     best = product > best ? product : best;
   }

@@ -1,4 +1,5 @@
-// Posting lists with AVX2: eight numbers unpacked by a gather, a shift of each and a mask; prefix sums of eight.
+// Posting lists with AVX2: eight numbers unpacked by a gather, a shift of each and a mask; prefix
+// sums of eight.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -23,14 +24,16 @@ ESPNX_LEVEL void unpack(const uint8_t* p, int bits, int64_t n, uint32_t* out) {
     return;
   }
   if (bits > kMaxGatherBits || n < 8) return kKernelsPortable.unpack(p, bits, n, out);
-  const __m256i lane_bits = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(bits));
+  const __m256i lane_bits =
+      _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(bits));
   const __m256i lane_bytes = _mm256_srli_epi32(lane_bits, 3);
   const __m256i shift = _mm256_and_si256(lane_bits, _mm256_set1_epi32(7));
   const __m256i mask = _mm256_set1_epi32(static_cast<int>((uint32_t{1} << bits) - 1));
   int64_t i = 0;
   for (; i + 8 <= n; i += 8, p += bits) {  // eight numbers take `bits` bytes
     const __m256i words = _mm256_i32gather_epi32(reinterpret_cast<const int*>(p), lane_bytes, 1);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm256_and_si256(_mm256_srlv_epi32(words, shift), mask));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
+                        _mm256_and_si256(_mm256_srlv_epi32(words, shift), mask));
   }
   if (i < n) kKernelsPortable.unpack(p, bits, n - i, out + i);
 }

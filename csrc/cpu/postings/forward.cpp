@@ -19,29 +19,33 @@ uint32_t number_at(const uint8_t* p, int bytes) {
 
 }  // namespace
 
-void write_forward(const ForwardRules& rules, uint32_t number, const uint32_t* terms, const uint32_t* values, int64_t n,
-                   uint8_t* out, int64_t size) {
+void write_forward(const ForwardRules& rules, uint32_t number, const uint32_t* terms,
+                   const uint32_t* values, int64_t n, uint8_t* out, int64_t size) {
   const int value_bytes = rules.kind == ValueKind::kFloat ? 4 : 1;
   std::memset(out, 0, size);
   ForwardHeader header{0, rules.salt, number, static_cast<uint32_t>(n)};
   uint8_t* at = out + kHeaderBytes;
-  for (int64_t i = 0; i < n; ++i, at += rules.term_bytes) std::memcpy(at, terms + i, rules.term_bytes);
+  for (int64_t i = 0; i < n; ++i, at += rules.term_bytes)
+    std::memcpy(at, terms + i, rules.term_bytes);
   for (int64_t i = 0; i < n; ++i, at += value_bytes) std::memcpy(at, values + i, value_bytes);
   std::memcpy(out, &header, sizeof(header));
   header.crc32c = crc32c(0, out + 4, size - 4);
   std::memcpy(out, &header, sizeof(header));
 }
 
-ForwardQuery::ForwardQuery(const uint32_t* terms, const double* weights, int64_t n) : parts_(n), has_(n) {
+ForwardQuery::ForwardQuery(const uint32_t* terms, const double* weights, int64_t n)
+    : parts_(n), has_(n) {
   for (int64_t i = 0; i < n; ++i) {
     wanted_.push_back({terms[i], i});
     weights_.push_back(static_cast<float>(weights[i]));
   }
-  std::sort(wanted_.begin(), wanted_.end(),
-            [](const Wanted& a, const Wanted& b) { return a.term != b.term ? a.term < b.term : a.place < b.place; });
+  std::sort(wanted_.begin(), wanted_.end(), [](const Wanted& a, const Wanted& b) {
+    return a.term != b.term ? a.term < b.term : a.place < b.place;
+  });
 }
 
-bool ForwardQuery::score(const ForwardRules& rules, uint32_t number, Bytes bytes, float* out, const char** why) {
+bool ForwardQuery::score(const ForwardRules& rules, uint32_t number, Bytes bytes, float* out,
+                         const char** why) {
   ForwardHeader header;
   *why = "it is shorter than a record";
   if (bytes.size < kHeaderBytes) return false;
@@ -59,7 +63,8 @@ bool ForwardQuery::score(const ForwardRules& rules, uint32_t number, Bytes bytes
   std::fill(has_.begin(), has_.end(), 0);
   auto next = wanted_.begin();
   for (uint32_t i = 0; i < header.terms && next != wanted_.end(); ++i) {
-    const uint32_t term = number_at(terms + static_cast<int64_t>(i) * rules.term_bytes, rules.term_bytes);
+    const uint32_t term =
+        number_at(terms + static_cast<int64_t>(i) * rules.term_bytes, rules.term_bytes);
     while (next != wanted_.end() && next->term < term) ++next;
     for (; next != wanted_.end() && next->term == term; ++next) {
       float value;

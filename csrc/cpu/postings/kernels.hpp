@@ -1,4 +1,5 @@
-// The inner loops on posting lists, one table per instruction set. The drivers (list.cpp, scan.cpp) are common to all.
+// The inner loops on posting lists, one table per instruction set. The drivers (list.cpp, scan.cpp)
+// are common to all.
 #pragma once
 
 #include <cstdint>
@@ -19,13 +20,16 @@ struct Bm25 {
 };
 
 struct Kernels {
-  // out[i] = the i-th number of `bits` (0..32) bits at `p`. May read seven bytes behind the last one.
+  // out[i] = the i-th number of `bits` (0..32) bits at `p`. May read seven bytes behind the last
+  // one.
   void (*unpack)(const uint8_t* p, int bits, int64_t n, uint32_t* out);
-  // records[i] = base + i + the sum of the gaps up to it, in place; the caller knows that nothing overflows.
+  // records[i] = base + i + the sum of the gaps up to it, in place; the caller knows that nothing
+  // overflows.
   void (*sum_gaps)(uint32_t* gaps, int64_t n, uint32_t base);
-  // out[i] = float32(idf * tf - absent) of a count values[i] in a record of records[i], in float64. n <= 128.
-  void (*bm25)(const Bm25& rule, const uint32_t* records, const uint32_t* values, int64_t n, double idf, double absent,
-               float* out);
+  // out[i] = float32(idf * tf - absent) of a count values[i] in a record of records[i], in float64.
+  // n <= 128.
+  void (*bm25)(const Bm25& rule, const uint32_t* records, const uint32_t* values, int64_t n,
+               double idf, double absent, float* out);
 };
 
 extern const Kernels kKernelsPortable;

@@ -57,7 +57,8 @@ PieceHeader header_of(const uint8_t* piece) {
 int64_t block_count(int64_t postings) { return (postings + kBlockPostings - 1) / kBlockPostings; }
 
 // Sizes of what a piece holds, or -1 where it cannot be one.
-int64_t content_bytes(const uint8_t* piece, const PieceHeader& header, int64_t size, ValueKind kind) {
+int64_t content_bytes(const uint8_t* piece, const PieceHeader& header, int64_t size,
+                      ValueKind kind) {
   const int64_t blocks = block_count(header.postings);
   int64_t at = kHeaderBytes + header.term_bytes + 2 * blocks;
   if (header.postings == 0 || at > size) return -1;
@@ -72,20 +73,24 @@ int64_t content_bytes(const uint8_t* piece, const PieceHeader& header, int64_t s
   return at + kSpareBytes <= size ? at : -1;
 }
 
-const char* piece_fault(const uint8_t* piece, int64_t size, const StoredList& list, const ListRules& rules) {
+const char* piece_fault(const uint8_t* piece, int64_t size, const StoredList& list,
+                        const ListRules& rules) {
   const PieceHeader header = header_of(piece);
   if (header.salt != rules.salt) return "it is of another segment, or was never written";
   if (header.crc32c != crc32c(0, piece + 4, size - 4)) return "its checksum does not fit";
   if (header.term != list.term) return "it is another term's";
-  if (header.last >= rules.n_records || header.base > header.last) return "its numbers are not of the segment";
+  if (header.last >= rules.n_records || header.base > header.last)
+    return "its numbers are not of the segment";
   if (content_bytes(piece, header, size, rules.kind) < 0) return "its sizes do not fit";
   return nullptr;
 }
 
 bool is_named(const uint8_t* piece, const PieceHeader& header, const StoredList& list) {
   if (list.name.data == nullptr) return true;
-  return ((header.flags & kTermDigest) != 0) == list.is_digest && header.term_bytes == list.name.size &&
-         (list.name.size == 0 || std::memcmp(piece + kHeaderBytes, list.name.data, list.name.size) == 0);
+  return ((header.flags & kTermDigest) != 0) == list.is_digest &&
+         header.term_bytes == list.name.size &&
+         (list.name.size == 0 ||
+          std::memcmp(piece + kHeaderBytes, list.name.data, list.name.size) == 0);
 }
 
 }  // namespace
@@ -97,13 +102,15 @@ const Kernels& kernels() {
   return kKernelsPortable;
 }
 
-ListFault check_list(const StoredList& list, const ListRules& rules, bool is_prefix, const char** why) {
+ListFault check_list(const StoredList& list, const ListRules& rules, bool is_prefix,
+                     const char** why) {
   const Bytes& bytes = list.bytes;
   *why = "its pieces are not those of a list";
   if (bytes.size <= 0 || bytes.size % kListAlignBytes != 0 || list.first_layer_bytes > bytes.size) {
     return ListFault::kDamaged;
   }
-  int64_t layer = 0, piece = 0, layer_end = list.first_layer_bytes > 0 ? list.first_layer_bytes : bytes.size;
+  int64_t layer = 0, piece = 0,
+          layer_end = list.first_layer_bytes > 0 ? list.first_layer_bytes : bytes.size;
   bool is_named_so = true;
   for (int64_t at = 0; at < bytes.size;) {
     const int64_t size = std::min(kPieceBytes, layer_end - at);
@@ -118,7 +125,8 @@ ListFault check_list(const StoredList& list, const ListRules& rules, bool is_pre
     at += size;
     const bool ends_layer = at == layer_end;
     const bool is_last_layer = bytes.size == layer_end && !is_prefix;
-    const bool flag_fits = !ends_layer || is_prefix || ((header.flags & kLastLayer) != 0) == is_last_layer;
+    const bool flag_fits =
+        !ends_layer || is_prefix || ((header.flags & kLastLayer) != 0) == is_last_layer;
     if (header.piece != (piece & UINT16_MAX) || header.layer != layer || !flag_fits ||
         ((header.flags & kLastPiece) != 0) != ends_layer || (at > size && header.term_bytes != 0)) {
       return ListFault::kDamaged;
@@ -146,9 +154,13 @@ void ListEncoder::add(const uint32_t* records, const uint32_t* values, int64_t n
   }
 }
 
-int64_t ListEncoder::piece_bytes(int64_t more_blocks, int64_t more_bytes, int64_t more_outliers) const {
-  return kHeaderBytes + static_cast<int64_t>(name_.size() + 2 * (widths_.size() + more_blocks) + packed_.size()) +
-         more_bytes + (static_cast<int64_t>(outliers_.size()) + more_outliers) * static_cast<int64_t>(sizeof(Outlier)) +
+int64_t ListEncoder::piece_bytes(int64_t more_blocks, int64_t more_bytes,
+                                 int64_t more_outliers) const {
+  return kHeaderBytes +
+         static_cast<int64_t>(name_.size() + 2 * (widths_.size() + more_blocks) + packed_.size()) +
+         more_bytes +
+         (static_cast<int64_t>(outliers_.size()) + more_outliers) *
+             static_cast<int64_t>(sizeof(Outlier)) +
          kSpareBytes;
 }
 
@@ -194,14 +206,17 @@ void ListEncoder::add_block() {
 
 void ListEncoder::end_piece(bool is_last_of_layer, bool is_last_layer) {
   const int64_t content = piece_bytes(0, 0, 0);
-  const int64_t size =
-      is_last_of_layer ? (content + kListAlignBytes - 1) / kListAlignBytes * kListAlignBytes : kPieceBytes;
+  const int64_t size = is_last_of_layer
+                           ? (content + kListAlignBytes - 1) / kListAlignBytes * kListAlignBytes
+                           : kPieceBytes;
   PieceHeader header{};
-  header.salt = salt_, header.term = term_, header.postings = static_cast<uint32_t>(piece_postings_);
+  header.salt = salt_, header.term = term_,
+  header.postings = static_cast<uint32_t>(piece_postings_);
   header.base = base_, header.last = last_;
   header.piece = piece_, header.layer = layer_;
-  header.flags = static_cast<uint8_t>((is_last_of_layer ? kLastPiece : 0) | (is_last_layer ? kLastLayer : 0) |
-                                      (is_digest_ && !name_.empty() ? kTermDigest : 0));
+  header.flags =
+      static_cast<uint8_t>((is_last_of_layer ? kLastPiece : 0) | (is_last_layer ? kLastLayer : 0) |
+                           (is_digest_ && !name_.empty() ? kTermDigest : 0));
   header.term_bytes = static_cast<uint16_t>(name_.size());
   header.outliers = static_cast<uint16_t>(outliers_.size());
   const size_t begin = bytes_.size();

@@ -16,7 +16,9 @@ bool is_untouched(float sum) {
   return bits == 0x80000000u;
 }
 
-bool is_better(const Hit& a, const Hit& b) { return a.score != b.score ? a.score > b.score : a.number < b.number; }
+bool is_better(const Hit& a, const Hit& b) {
+  return a.score != b.score ? a.score > b.score : a.number < b.number;
+}
 
 }  // namespace
 
@@ -57,10 +59,12 @@ bool Scanner::fill(Cursor& cursor, const SegmentView& segment) {
   const auto weight = static_cast<float>(cursor.weight);
   switch (segment.rules.kind) {
     case ValueKind::kCount:
-      kernels().bm25(*segment.bm25, cursor.records, values, n, cursor.weight, cursor.absent, cursor.scores);
+      kernels().bm25(*segment.bm25, cursor.records, values, n, cursor.weight, cursor.absent,
+                     cursor.scores);
       break;
     case ValueKind::kImpact:
-      for (int64_t i = 0; i < n; ++i) cursor.scores[i] = weight * static_cast<float>(static_cast<int32_t>(values[i]));
+      for (int64_t i = 0; i < n; ++i)
+        cursor.scores[i] = weight * static_cast<float>(static_cast<int32_t>(values[i]));
       break;
     case ValueKind::kFloat:
       for (int64_t i = 0; i < n; ++i) {
@@ -93,25 +97,28 @@ void Scanner::select(const SegmentView& segment, int64_t begin, float constant, 
     sums_[local] = kUntouched;
     if (!(score >= best.threshold())) continue;
     const int64_t record = begin + local;
-    if (segment.allowed != nullptr && (segment.allowed[record / 8] >> (record % 8) & 1) == 0) continue;
+    if (segment.allowed != nullptr && (segment.allowed[record / 8] >> (record % 8) & 1) == 0)
+      continue;
     best.offer(score, segment.first_number + record);
   }
   n_touched_ = 0;
 }
 
-bool Scanner::scan(const SegmentView& segment, const std::vector<WeightedList>& lists, float constant, TopK& best,
-                   size_t* damaged) {
+bool Scanner::scan(const SegmentView& segment, const std::vector<WeightedList>& lists,
+                   float constant, TopK& best, size_t* damaged) {
   const bool is_whole = scan_windows(segment, lists, constant, best, damaged);
-  for (int64_t i = 0; i < n_touched_; ++i) sums_[touched_[i]] = kUntouched;  // of a scan that broke off
+  for (int64_t i = 0; i < n_touched_; ++i)
+    sums_[touched_[i]] = kUntouched;  // of a scan that broke off
   n_touched_ = 0;
   return is_whole;
 }
 
-bool Scanner::scan_windows(const SegmentView& segment, const std::vector<WeightedList>& lists, float constant,
-                           TopK& best, size_t* damaged) {
+bool Scanner::scan_windows(const SegmentView& segment, const std::vector<WeightedList>& lists,
+                           float constant, TopK& best, size_t* damaged) {
   std::vector<Cursor> cursors;
   for (size_t i = 0; i < lists.size(); ++i) {
-    for (const Bytes& layer : layers_of(lists[i].list)) cursors.emplace_back(layer, lists[i], segment.rules, i);
+    for (const Bytes& layer : layers_of(lists[i].list))
+      cursors.emplace_back(layer, lists[i], segment.rules, i);
   }
   for (;;) {
     int64_t first = segment.rules.n_records;  // that any list has yet to give
@@ -128,7 +135,8 @@ bool Scanner::scan_windows(const SegmentView& segment, const std::vector<Weighte
       while (cursor.at < cursor.n && cursor.records[cursor.at] < end) {
         int64_t to = cursor.n;
         if (cursor.records[to - 1] >= end) {
-          to = std::lower_bound(cursor.records + cursor.at, cursor.records + to, end) - cursor.records;
+          to = std::lower_bound(cursor.records + cursor.at, cursor.records + to, end) -
+               cursor.records;
         }
         add(cursor, cursor.at, to, begin);
         cursor.at = to;

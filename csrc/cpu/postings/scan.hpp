@@ -1,5 +1,6 @@
-// The best records of a query: its lists are scored term after term within windows of record numbers whose sums stay in
-// the second-level cache, and whoever beats the k-th best so far is kept. No array of all records is ever filled.
+// The best records of a query: its lists are scored term after term within windows of record
+// numbers whose sums stay in the second-level cache, and whoever beats the k-th best so far is
+// kept. No array of all records is ever filled.
 #pragma once
 
 #include <cstdint>
@@ -44,12 +45,14 @@ class TopK {
 // A segment's records, as far as a scan looks at them.
 struct SegmentView {
   ListRules rules;
-  const Bm25* bm25 = nullptr;        // of counts
-  const uint8_t* allowed = nullptr;  // bit i % 8 of byte i / 8: record i may be found; null: all may
-  int64_t first_number = 0;          // of record 0, in results
+  const Bm25* bm25 = nullptr;  // of counts
+  const uint8_t* allowed =
+      nullptr;               // bit i % 8 of byte i / 8: record i may be found; null: all may
+  int64_t first_number = 0;  // of record 0, in results
 };
 
-// A query's term in a segment. BM25: float32(weight * tf(...) - absent); impacts and floats: float32(weight) * value.
+// A query's term in a segment. BM25: float32(weight * tf(...) - absent); impacts and floats:
+// float32(weight) * value.
 struct WeightedList {
   StoredList list;
   double weight;
@@ -61,15 +64,16 @@ class Scanner {
  public:
   Scanner();
 
-  // Adds a segment's records to `best`: scores are sums in the order of `lists`, in float32, plus `constant`. The lists
-  // have passed check_list. False: the numbers of lists[*damaged] are out of order.
-  bool scan(const SegmentView& segment, const std::vector<WeightedList>& lists, float constant, TopK& best,
-            size_t* damaged);
+  // Adds a segment's records to `best`: scores are sums in the order of `lists`, in float32, plus
+  // `constant`. The lists have passed check_list. False: the numbers of lists[*damaged] are out of
+  // order.
+  bool scan(const SegmentView& segment, const std::vector<WeightedList>& lists, float constant,
+            TopK& best, size_t* damaged);
 
  private:
   struct Cursor;
-  bool scan_windows(const SegmentView& segment, const std::vector<WeightedList>& lists, float constant, TopK& best,
-                    size_t* damaged);
+  bool scan_windows(const SegmentView& segment, const std::vector<WeightedList>& lists,
+                    float constant, TopK& best, size_t* damaged);
   bool fill(Cursor& cursor, const SegmentView& segment);
   void add(const Cursor& cursor, int64_t from, int64_t to, int64_t begin);
   void select(const SegmentView& segment, int64_t begin, float constant, TopK& best);

@@ -17,10 +17,12 @@ namespace {
 // Vectors of a tile, [width, 16]: each has a lane of a register, or of one of several registers.
 constexpr int kLanes = 16;
 constexpr int64_t kEncodeGrain = 256;
-// A centroid without vectors takes over half of the largest cluster: both stand where that one stood, so much apart.
+// A centroid without vectors takes over half of the largest cluster: both stand where that one
+// stood, so much apart.
 constexpr float kSplit = 1.0f / 1024;
 
-// Values of as many lanes as a level's registers have. Written out: GCC takes no width of a template's argument.
+// Values of as many lanes as a level's registers have. Written out: GCC takes no width of a
+// template's argument.
 struct Lanes4 {
   using Floats = float __attribute__((vector_size(16)));
   using Ints = int32_t __attribute__((vector_size(16)));
@@ -34,11 +36,12 @@ struct Lanes16 {
   using Ints = int32_t __attribute__((vector_size(64)));
 };
 
-// nearest[lane] = the centroid (of 256, `stride` values apart) nearest to the vector in that lane. kWidth: the width
-// where the compiler knows it, and keeps the tile in registers; else 0.
+// nearest[lane] = the centroid (of 256, `stride` values apart) nearest to the vector in that lane.
+// kWidth: the width where the compiler knows it, and keeps the tile in registers; else 0.
 template <typename Lanes, int kWidth>
-__attribute__((always_inline)) inline void find_nearest(const float* tile, int64_t any_width, const float* centroids,
-                                                        int64_t stride, int32_t* nearest) {
+__attribute__((always_inline)) inline void find_nearest(const float* tile, int64_t any_width,
+                                                        const float* centroids, int64_t stride,
+                                                        int32_t* nearest) {
   using Floats = typename Lanes::Floats;
   using Ints = typename Lanes::Ints;
   constexpr int kStep = sizeof(Ints) / sizeof(int32_t);
@@ -64,8 +67,9 @@ __attribute__((always_inline)) inline void find_nearest(const float* tile, int64
 }
 
 template <typename Lanes>
-__attribute__((always_inline)) inline void find_nearest_any(const float* tile, int64_t width, const float* centroids,
-                                                            int64_t stride, int32_t* nearest) {
+__attribute__((always_inline)) inline void find_nearest_any(const float* tile, int64_t width,
+                                                            const float* centroids, int64_t stride,
+                                                            int32_t* nearest) {
   switch (width) {
     case 1: return find_nearest<Lanes, 1>(tile, width, centroids, stride, nearest);
     case 2: return find_nearest<Lanes, 2>(tile, width, centroids, stride, nearest);
@@ -77,23 +81,23 @@ __attribute__((always_inline)) inline void find_nearest_any(const float* tile, i
   }
 }
 
-using FindNearest = void (*)(const float* tile, int64_t width, const float* centroids, int64_t stride,
-                             int32_t* nearest);
+using FindNearest = void (*)(const float* tile, int64_t width, const float* centroids,
+                             int64_t stride, int32_t* nearest);
 
-void find_nearest_portable(const float* tile, int64_t width, const float* centroids, int64_t stride, int32_t* nearest) {
+void find_nearest_portable(const float* tile, int64_t width, const float* centroids, int64_t stride,
+                           int32_t* nearest) {
   find_nearest_any<Lanes4>(tile, width, centroids, stride, nearest);
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx2,fma"))) void find_nearest_avx2(const float* tile, int64_t width, const float* centroids,
-                                                           int64_t stride, int32_t* nearest) {
+__attribute__((target("avx2,fma"))) void find_nearest_avx2(const float* tile, int64_t width,
+                                                           const float* centroids, int64_t stride,
+                                                           int32_t* nearest) {
   find_nearest_any<Lanes8>(tile, width, centroids, stride, nearest);
 }
 
-__attribute__((target("avx512f,avx512bw,avx512vl,avx2,fma"))) void find_nearest_avx512(const float* tile, int64_t width,
-                                                                                       const float* centroids,
-                                                                                       int64_t stride,
-                                                                                       int32_t* nearest) {
+__attribute__((target("avx512f,avx512bw,avx512vl,avx2,fma"))) void find_nearest_avx512(
+    const float* tile, int64_t width, const float* centroids, int64_t stride, int32_t* nearest) {
   find_nearest_any<Lanes16>(tile, width, centroids, stride, nearest);
 }
 #endif
@@ -107,7 +111,8 @@ FindNearest find_nearest_in_force() {
 }
 
 // Lanes [width, 16] of 16 vectors from `first` on; behind the last one it is repeated.
-void fill_tile(const float* vectors, int64_t n, int64_t dim, int64_t first, int64_t width, float* tile) {
+void fill_tile(const float* vectors, int64_t n, int64_t dim, int64_t first, int64_t width,
+               float* tile) {
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     const float* row = vectors + std::min(first + lane, n - 1) * dim;
     for (int64_t k = 0; k < width; ++k) tile[k * kLanes + lane] = row[k];
@@ -135,7 +140,8 @@ class PartMeans {
     std::vector<int64_t> order(n_);
     std::iota(order.begin(), order.end(), int64_t{0});
     std::mt19937_64 random(seed);
-    for (int64_t c = 0; c < kCentroids && c < n_; ++c) std::swap(order[c], order[c + random() % (n_ - c)]);
+    for (int64_t c = 0; c < kCentroids && c < n_; ++c)
+      std::swap(order[c], order[c + random() % (n_ - c)]);
     for (int64_t c = 0; c < kCentroids; ++c) {
       for (int64_t k = 0; k < width_; ++k) centroid(c)[k] = value(order[c % n_], k);
     }
@@ -143,7 +149,9 @@ class PartMeans {
   }
 
  private:
-  float value(int64_t i, int64_t k) const { return tiles_[i / kLanes * kLanes * width_ + k * kLanes + i % kLanes]; }
+  float value(int64_t i, int64_t k) const {
+    return tiles_[i / kLanes * kLanes * width_ + k * kLanes + i % kLanes];
+  }
   float* centroid(int64_t c) { return centroids_ + c * stride_; }
 
   // Whether any vector has another centroid than before.
@@ -170,7 +178,8 @@ class PartMeans {
     }
     for (int64_t c = 0; c < kCentroids; ++c) {
       for (int64_t k = 0; counts_[c] > 0 && k < width_; ++k) {
-        centroid(c)[k] = static_cast<float>(sums_[c * width_ + k] / static_cast<double>(counts_[c]));
+        centroid(c)[k] =
+            static_cast<float>(sums_[c * width_ + k] / static_cast<double>(counts_[c]));
       }
     }
     for (int64_t c = 0; c < kCentroids; ++c) {
@@ -200,8 +209,8 @@ class PartMeans {
 
 }  // namespace
 
-void fit_product(const ProductParts& parts, const float* vectors, int64_t n, int rounds, uint64_t seed, int threads,
-                 float* centroids) {
+void fit_product(const ProductParts& parts, const float* vectors, int64_t n, int rounds,
+                 uint64_t seed, int threads, float* centroids) {
   parallel_for(parts.count(), 1, threads, [&](int, int64_t part, int64_t end) {
     for (; part < end; ++part) {
       const int64_t begin = parts.begin[part], width = parts.begin[part + 1] - begin;
@@ -210,8 +219,8 @@ void fit_product(const ProductParts& parts, const float* vectors, int64_t n, int
   });
 }
 
-void encode_product(const ProductParts& parts, const float* centroids, const float* vectors, int64_t n, int threads,
-                    uint8_t* out) {
+void encode_product(const ProductParts& parts, const float* centroids, const float* vectors,
+                    int64_t n, int threads, uint8_t* out) {
   const FindNearest find = find_nearest_in_force();
   int64_t widest = 0;
   for (int64_t part = 0; part < parts.count(); ++part) {

@@ -1,4 +1,5 @@
-"""What ``espnx doctor`` looks at: one function per question, each isolated from the others' failures."""
+"""What ``espnx doctor`` looks at: one function per question, each isolated from the others'
+failures."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class Check:
     """The answer to one question.
 
     Attributes:
-        status: PASS; INFO (worth knowing); WARN (works, slower or with less); FAIL (does not work); N-A (no such hardware here).
+        status: PASS; INFO (worth knowing); WARN (works, slower or with less); FAIL (does not work);
+            N-A (no such hardware here).
         name: short and stable: programs may look for it.
         says: the finding, one sentence.
         why: why it matters; empty when it is well.
@@ -42,5 +44,13 @@ def run_checks(functions: Iterable[Callable[[], Check]]) -> list[Check]:
         except Exception as error:
             name = getattr(function, "__name__", str(function)).replace("_", "-")
             says = f"the check itself broke: {type(error).__name__}: {error}"
-            found.append(Check(FAIL, name, says, "nothing is known about it", "run `espnx env` and report both outputs"))
+            found.append(
+                Check(
+                    FAIL,
+                    name,
+                    says,
+                    "nothing is known about it",
+                    "run `espnx env` and report both outputs",
+                )
+            )
     return found

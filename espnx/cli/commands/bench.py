@@ -24,8 +24,8 @@ from ..output import add_json_option, emit, json_document
 
 QUICK_PAIRS = 3
 
-DESCRIPTION = """Runs a benchmark beside its baselines. Results are verified first; a wrong result has no ratio and makes the exit code 1.
-Without a case: the list of cases."""
+DESCRIPTION = """Runs a benchmark beside its baselines. Results are verified first; a wrong result
+has no ratio and makes the exit code 1. Without a case: the list of cases."""
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -35,20 +35,48 @@ def configure(parser: ArgumentParser) -> None:
         "--render",
         nargs="*",
         metavar="FILE",
-        help="fill the tables of README.md and docs/ from these result files (default: all in benchmarks/results)",
+        help=(
+            "fill the tables of README.md and docs/ from these result files (default: all in "
+            "benchmarks/results)"
+        ),
     )
-    parser.add_argument("--check", action="store_true", help="with --render: write nothing, end with 1 if a table is stale")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="with --render: write nothing, end with 1 if a table is stale",
+    )
     parser.set_defaults(case=None)
     commands = parser.add_subparsers(dest="case", metavar="CASE", title="cases")
     for case in cases().values():
-        sub = commands.add_parser(case.name, help=case.summary, description=case.summary, formatter_class=RawDescriptionHelpFormatter)
+        sub = commands.add_parser(
+            case.name,
+            help=case.summary,
+            description=case.summary,
+            formatter_class=RawDescriptionHelpFormatter,
+        )
         case.configure(sub)
-        sub.add_argument("--pairs", type=int, metavar="N", help="runs of each system (default: 15; with --quick 3)")
-        sub.add_argument("--seed", type=int, default=1, help="of data and order (default: 1)")
-        sub.add_argument("--quick", action="store_true", help="tiny runs: everything is tried, nothing worth quoting is measured")
-        sub.add_argument("--note", metavar="TEXT", help="kept in the result file: what was special about this run")
         sub.add_argument(
-            "--render", dest="render_after", action="store_true", help="then fill the documents' tables from benchmarks/results"
+            "--pairs",
+            type=int,
+            metavar="N",
+            help="runs of each system (default: 15; with --quick 3)",
+        )
+        sub.add_argument("--seed", type=int, default=1, help="of data and order (default: 1)")
+        sub.add_argument(
+            "--quick",
+            action="store_true",
+            help="tiny runs: everything is tried, nothing worth quoting is measured",
+        )
+        sub.add_argument(
+            "--note",
+            metavar="TEXT",
+            help="kept in the result file: what was special about this run",
+        )
+        sub.add_argument(
+            "--render",
+            dest="render_after",
+            action="store_true",
+            help="then fill the documents' tables from benchmarks/results",
         )
         add_json_option(sub)
         sub.set_defaults(parser=sub)
@@ -63,7 +91,12 @@ def _configure_others(commands: Any) -> None:
         help="remove what benchmarks left in a directory to be used again",
         description="Data files and corpora: listed, and removed.",
     )
-    clean.add_argument("--path", metavar="DIR", default=".", help="as it was given to the benchmarks (default: the current directory)")
+    clean.add_argument(
+        "--path",
+        metavar="DIR",
+        default=".",
+        help="as it was given to the benchmarks (default: the current directory)",
+    )
     clean.add_argument("--dry-run", action="store_true", help="list them, and remove nothing")
     for sub, run_it in ((ls, _list), (clean, _clean)):
         add_json_option(sub)
@@ -83,7 +116,8 @@ def run(args: Namespace) -> int:
         args.pairs = QUICK_PAIRS if args.quick else 15
     try:
         return run_case(args)
-    except MissingDependencyError as error:  # a baseline's program is missing, like hardware that is missing
+    except MissingDependencyError as error:
+        # a baseline's program is missing, like hardware that is missing
         return report(error, command=f"bench {args.case}", json=args.json, code=MISSING_HARDWARE)
 
 
@@ -92,7 +126,11 @@ def _cases_table() -> str:
 
 
 def _list(args: Namespace) -> int:
-    emit(args, _cases_table(), json_document("bench ls", cases={case.name: case.summary for case in cases().values()}))
+    emit(
+        args,
+        _cases_table(),
+        json_document("bench ls", cases={case.name: case.summary for case in cases().values()}),
+    )
     return 0
 
 
@@ -101,14 +139,28 @@ def _clean(args: Namespace) -> int:
 
     directory = Path(args.path)
     if not directory.is_dir():
-        raise InvalidInputError("bench clean", got=repr(args.path), expected="an existing directory", fix="--path DIR")
+        raise InvalidInputError(
+            "bench clean", got=repr(args.path), expected="an existing directory", fix="--path DIR"
+        )
     left = [(path, size_bytes(path)) for path in found(directory, cases())]
     gone = {path: not args.dry_run and remove(path) for path, _ in left}
     rows = [
-        (path, format_size(size), "removed" if gone[path] else "kept" if args.dry_run else "holds other files, too") for path, size in left
+        (
+            path,
+            format_size(size),
+            "removed" if gone[path] else "kept" if args.dry_run else "holds other files, too",
+        )
+        for path, size in left
     ]
-    document = json_document("bench clean", removed=[{"path": str(path), "size_bytes": size} for path, size in left if gone[path]])
-    emit(args, render_table(("", "", ""), rows) if rows else f"nothing of a benchmark in {directory}", document)
+    document = json_document(
+        "bench clean",
+        removed=[{"path": str(path), "size_bytes": size} for path, size in left if gone[path]],
+    )
+    emit(
+        args,
+        render_table(("", "", ""), rows) if rows else f"nothing of a benchmark in {directory}",
+        document,
+    )
     return 0
 
 
@@ -116,7 +168,12 @@ def run_case(args: Namespace) -> int:
     case = cases()[args.case]
     path = getattr(args, "path", None)
     if path is not None and not Path(path).is_dir():  # now, not after what takes minutes
-        raise InvalidInputError(f"bench {args.case} needs a directory", got=repr(path), expected="an existing one", fix="--path DIR")
+        raise InvalidInputError(
+            f"bench {args.case} needs a directory",
+            got=repr(path),
+            expected="an existing one",
+            fix="--path DIR",
+        )
     text = case.standalone(args, say)
     if text is not None:
         print(text, end="")
@@ -124,7 +181,9 @@ def run_case(args: Namespace) -> int:
     command = command_line(sys.argv[1:])
     before = source_state()  # a result file written into the tree must not make it dirty
     rows = without_doubtful(case.run(args, say))
-    document = make_document(command, before.get("commit"), before.get("dirty"), machine(args), rows, note=args.note)
+    document = make_document(
+        command, before.get("commit"), before.get("dirty"), machine(args), rows, note=args.note
+    )
     headers, cells = case.table(rows)
     emit(args, render_table(headers, cells, right=headers[4:10]), document)
     _tell_doubts(rows)
@@ -138,16 +197,24 @@ def _tell_doubts(rows: Sequence[Row]) -> None:
     """Why there are fewer ratios than were measured."""
     if unsteady := [row for row in rows if is_unsteady(row)]:
         systems = ", ".join(dict.fromkeys(row.system for row in unsteady))
-        say(f"{len(unsteady)} of {len(rows)} rows are unsteady ({systems}): their runs spread by more than half of the median")
+        say(
+            f"{len(unsteady)} of {len(rows)} rows are unsteady ({systems}): their runs spread by "
+            "more than half of the median"
+        )
     if any(doubtful(row) for row in rows):
-        say("some ratios are withheld: their spread is above half of them (unsteady), or more threads made the baseline slower, so that "
-            "something else had the cores. Measure again on an idle machine, with more --pairs")  # fmt: skip
+        say(
+            "some ratios are withheld: their spread is above half of them (unsteady), or more "
+            "threads made the baseline slower, so that something else had the cores. Measure again "
+            "on an idle machine, with more --pairs"
+        )
 
 
 def _tell_leftovers(case: Case, args: Namespace) -> None:
     directory = Path(getattr(args, "path", "."))
     if left := case.leaves(directory):
-        shown = ", ".join(str(path) for path in left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+        shown = ", ".join(str(path) for path in left[:3]) + (
+            f" and {len(left) - 3} more" if len(left) > 3 else ""
+        )
         say(f"kept for the next run: {shown}; `espnx bench clean --path {directory}` removes it")
 
 
@@ -163,7 +230,10 @@ def render(files: Sequence[str], *, check: bool) -> int:
     root = source_root()
     stale = render_all(root, [Path(file) for file in files] or result_files(root), write=not check)
     for path in stale:
-        print(f"{path.relative_to(root)}: {'is stale: run `espnx bench --render`' if check else 'rendered'}")
+        print(
+            f"{path.relative_to(root)}: "
+            f"{'is stale: run `espnx bench --render`' if check else 'rendered'}"
+        )
     if not check:
         _draw(root, [Path(file) for file in files] or result_files(root))
     return 1 if check and stale else 0
@@ -182,8 +252,14 @@ def _draw(root: Path, files: Sequence[Path]) -> None:
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """The command as it was typed, with directories left out: results are published, other people's paths are not."""
-    words = [Path(word).name if "/" in word and not word.startswith("-") and Path(word).is_absolute() else word for word in argv]
+    """The command as it was typed, with directories left out: results are published, other people's
+    paths are not."""
+    words = [
+        Path(word).name
+        if "/" in word and not word.startswith("-") and Path(word).is_absolute()
+        else word
+        for word in argv
+    ]
     return shlex.join(["espnx", *words])
 
 

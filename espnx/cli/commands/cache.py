@@ -16,9 +16,16 @@ if TYPE_CHECKING:
 
 
 def _storage(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("storage", metavar="DIR", help="the directory of kept caches, as given to KVCache")
     parser.add_argument(
-        "--storage", dest="further", action="append", default=[], metavar="DIR", help="the others, where caches are spread; may be repeated"
+        "storage", metavar="DIR", help="the directory of kept caches, as given to KVCache"
+    )
+    parser.add_argument(
+        "--storage",
+        dest="further",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="the others, where caches are spread; may be repeated",
     )
 
 
@@ -37,13 +44,29 @@ def run_ls(args: argparse.Namespace) -> int:
     found = entries(_directories(args))
     rows = [_row(entry) for entry in found]
     headers = ("name", "model", "sequences", "tokens", "size", "last used", "open")
-    emit(args, render_table(headers, rows, right=headers[2:5]), json_document("cache ls", caches=[asdict(entry) for entry in found]))
+    emit(
+        args,
+        render_table(headers, rows, right=headers[2:5]),
+        json_document("cache ls", caches=[asdict(entry) for entry in found]),
+    )
     return 0
 
 
 def _row(entry: Entry) -> tuple[object, ...]:
-    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used_s)) if entry.last_used_s else "-"
-    return entry.name, entry.model, entry.sequences, entry.tokens, format_size(entry.size_bytes), used, "yes" if entry.is_open else "no"
+    used = (
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used_s))
+        if entry.last_used_s
+        else "-"
+    )
+    return (
+        entry.name,
+        entry.model,
+        entry.sequences,
+        entry.tokens,
+        format_size(entry.size_bytes),
+        used,
+        "yes" if entry.is_open else "no",
+    )
 
 
 def configure_verify(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +87,14 @@ def run_verify(args: argparse.Namespace) -> int:
             found.append({"name": name, "is_sound": True, "bytes": seen_bytes})
         except StorageError as error:
             lines.append(f"{name}: {' '.join(str(error).split())}")
-            found.append({"name": name, "is_sound": False, "error": type(error).__name__, "message": str(error)})
+            found.append(
+                {
+                    "name": name,
+                    "is_sound": False,
+                    "error": type(error).__name__,
+                    "message": str(error),
+                }
+            )
     emit(args, "\n".join(lines), json_document("cache verify", caches=found))
     return 0 if all(each["is_sound"] for each in found) else 1
 
@@ -72,7 +102,11 @@ def run_verify(args: argparse.Namespace) -> int:
 def configure_rm(parser: argparse.ArgumentParser) -> None:
     _storage(parser)
     parser.add_argument("name", nargs="*", help="names of caches")
-    parser.add_argument("--keep", metavar="SIZE", help="remove the least recently used caches until the rest takes at most so much")
+    parser.add_argument(
+        "--keep",
+        metavar="SIZE",
+        help="remove the least recently used caches until the rest takes at most so much",
+    )
     add_json_option(parser)
 
 
@@ -83,11 +117,19 @@ def run_rm(args: argparse.Namespace) -> int:
 
     limit_bytes = None if args.keep is None else parse_size(args.keep)
     if not args.name and limit_bytes is None:
-        raise InvalidInputError("espnx cache rm", got="nothing to remove", expected="names after the directory, or --keep SIZE")
+        raise InvalidInputError(
+            "espnx cache rm",
+            got="nothing to remove",
+            expected="names after the directory, or --keep SIZE",
+        )
     gone = list(dict.fromkeys(args.name))
     for name in gone:
         remove(_directories(args), name)
     if limit_bytes is not None:
         gone += evict(_directories(args), limit_bytes)
-    emit(args, "removed " + ", ".join(gone) if gone else "nothing removed", json_document("cache rm", removed=gone))
+    emit(
+        args,
+        "removed " + ", ".join(gone) if gone else "nothing removed",
+        json_document("cache rm", removed=gone),
+    )
     return 0

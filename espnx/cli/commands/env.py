@@ -1,4 +1,5 @@
-"""``espnx env``: what a bug report needs to say about this machine. Standard library only, so it works when torch does not."""
+"""``espnx env``: what a bug report needs to say about this machine. Standard library only, so it
+works when torch does not."""
 
 from __future__ import annotations
 
@@ -37,8 +38,30 @@ PACKAGES = [
     "pip",
 ]
 # Values of these are shown; of the others that may matter, the names alone.
-SHOWN_PREFIXES = ("ESPNX_", "OMP_", "KMP_", "MKL_", "CUFILE_", "CUDA_VISIBLE", "CUDA_LAUNCH", "GOMP_", "TRITON_INTERPRET")
-NAMED_PREFIXES = ("LD_", "PYTHON", "CUDA", "NVIDIA", "TORCH", "PYTORCH", "TRITON", "MALLOC", "OPENBLAS", "PIP_", "HF_")
+SHOWN_PREFIXES = (
+    "ESPNX_",
+    "OMP_",
+    "KMP_",
+    "MKL_",
+    "CUFILE_",
+    "CUDA_VISIBLE",
+    "CUDA_LAUNCH",
+    "GOMP_",
+    "TRITON_INTERPRET",
+)
+NAMED_PREFIXES = (
+    "LD_",
+    "PYTHON",
+    "CUDA",
+    "NVIDIA",
+    "TORCH",
+    "PYTORCH",
+    "TRITON",
+    "MALLOC",
+    "OPENBLAS",
+    "PIP_",
+    "HF_",
+)
 
 # Runs in a process of its own: importing torch can fail in many ways, a crash among them.
 TORCH_PROBE = """
@@ -75,7 +98,11 @@ def collect() -> dict[str, Any]:
     """Every section of the report. Paths below the home directory are written with ``~``."""
     facts = {
         "espnx": {"version": __version__, "path": str(package_root()), **source_state()},
-        "python": {"version": sys.version.split()[0], "executable": sys.executable, "implementation": platform.python_implementation()},
+        "python": {
+            "version": sys.version.split()[0],
+            "executable": sys.executable,
+            "implementation": platform.python_implementation(),
+        },
         "system": {
             "kernel": platform.release(),
             "machine": platform.machine(),
@@ -101,9 +128,12 @@ def package_root() -> Path:
 
 
 def output_of(command: list[str], timeout_s: float = 20) -> str | None:
-    """What a program prints, without the space around it; None when it is absent, fails, or takes too long."""
+    """What a program prints, without the space around it; None when it is absent, fails, or takes
+    too long."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -139,12 +169,15 @@ def gpu_facts() -> dict[str, Any]:
 
 
 def torch_facts() -> dict[str, Any]:
-    """Version, build and mapped libraries of torch, from a process of its own; its complaint's last line when it cannot be imported."""
+    """Version, build and mapped libraries of torch, from a process of its own; its complaint's last
+    line when it cannot be imported."""
     if util.find_spec("torch") is None:
         return {"error": "not installed"}
     command = [sys.executable, "-c", TORCH_PROBE, str(package_root())]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+        )
     except subprocess.TimeoutExpired:
         return {"error": "importing torch took more than 120 s"}
     if done.returncode == 0:
@@ -164,9 +197,12 @@ def packages() -> dict[str, str]:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Variables that may matter. Only those of espnx, OpenMP and cuFile show their values: others may hold secrets."""
+    """Variables that may matter. Only those of espnx, OpenMP and cuFile show their values: others
+    may hold secrets."""
     shown = {name: value for name, value in variables.items() if name.startswith(SHOWN_PREFIXES)}
-    named = {name: "(set)" for name in variables if name.startswith(NAMED_PREFIXES) and name not in shown}
+    named = {
+        name: "(set)" for name in variables if name.startswith(NAMED_PREFIXES) and name not in shown
+    }
     return dict(sorted((shown | named).items()))
 
 

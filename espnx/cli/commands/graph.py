@@ -20,8 +20,8 @@ _SHOWN = 10
 # Options of the command line are those of the functions, by name.
 _SHARED_OPTIONS = ("codes", "num_entry_points", "threads", "seed", "column", "replace")
 _BUILD_OPTIONS = (
-    "metric", "max_degree", "search_list_size", "alpha", "inline_pq", "pq_bytes", "vector_dtype", "disk_pq_bytes", "use_opq", "device",
-    "memory",
+    "metric", "max_degree", "search_list_size", "alpha", "inline_pq", "pq_bytes", "vector_dtype",
+    "disk_pq_bytes", "use_opq", "device", "memory",
 )  # fmt: skip
 _IMPORT_OPTIONS = ("vectors", "data_type", "metric", "order")
 
@@ -29,15 +29,37 @@ _IMPORT_OPTIONS = ("vectors", "data_type", "metric", "order")
 def _add_shared_options(parser: argparse.ArgumentParser) -> None:
     """What every way to make a graph has."""
     parser.add_argument(
-        "--codes", default="inline", choices=("inline", "paged", "memory"),
-        help="where codes lie: beside each node, so that memory does not grow with the vectors; in pages of their own, a smaller"
-        " folder and more reads; in memory, few reads (default: inline)",
-    )  # fmt: skip
-    parser.add_argument("--num-entry-points", type=int, default=1000, metavar="N", help="where searches may begin (default: 1000)")
-    parser.add_argument("--threads", type=int, metavar="N", help="that work (default: as many as torch uses)")
-    parser.add_argument("--seed", type=int, default=0, help="of samples, entry points and the order of insertion (default: 0)")
-    parser.add_argument("--column", help="of a Parquet file of vectors (default: its only one of lists)")
-    parser.add_argument("--replace", action="store_true", help="publish over the graph that is there")
+        "--codes",
+        default="inline",
+        choices=("inline", "paged", "memory"),
+        help=(
+            "where codes lie: beside each node, so that memory does not grow with the vectors; in "
+            "pages of their own, a smaller folder and more reads; in memory, few reads (default: "
+            "inline)"
+        ),
+    )
+    parser.add_argument(
+        "--num-entry-points",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="where searches may begin (default: 1000)",
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="that work (default: as many as torch uses)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of samples, entry points and the order of insertion (default: 0)",
+    )
+    parser.add_argument(
+        "--column", help="of a Parquet file of vectors (default: its only one of lists)"
+    )
+    parser.add_argument(
+        "--replace", action="store_true", help="publish over the graph that is there"
+    )
 
 
 def _chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -45,37 +67,82 @@ def _chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def configure_build(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("vectors", help="a file: .npy, .fvecs, .bvecs, .fbin, .u8bin, .i8bin or .parquet")
+    parser.add_argument(
+        "vectors", help="a file: .npy, .fvecs, .bvecs, .fbin, .u8bin, .i8bin or .parquet"
+    )
     parser.add_argument("graph", help="a new directory, or with --replace that of a graph")
-    parser.add_argument("--metric", default="l2", choices=("l2", "ip", "cosine"), help="what is near (default: l2)")
-    parser.add_argument("--max-degree", type=int, default=64, metavar="R", help="neighbours of a node (default: 64)")
-    parser.add_argument("--search-list-size", type=int, default=100, metavar="L", help="candidates of the build's walks (default: 100)")
-    parser.add_argument("--alpha", type=float, default=1.2, help="how far apart the neighbours of a node are kept (default: 1.2)")
+    parser.add_argument(
+        "--metric", default="l2", choices=("l2", "ip", "cosine"), help="what is near (default: l2)"
+    )
+    parser.add_argument(
+        "--max-degree", type=int, default=64, metavar="R", help="neighbours of a node (default: 64)"
+    )
+    parser.add_argument(
+        "--search-list-size",
+        type=int,
+        default=100,
+        metavar="L",
+        help="candidates of the build's walks (default: 100)",
+    )
+    parser.add_argument(
+        "--alpha",
+        type=float,
+        default=1.2,
+        help="how far apart the neighbours of a node are kept (default: 1.2)",
+    )
     _add_shared_options(parser)
     parser.add_argument(
-        "--inline-pq", type=int, metavar="N",
-        help="where codes are paged or in memory: neighbours whose codes lie beside each node all the same; -1: as many as fill a page",
-    )  # fmt: skip
-    parser.add_argument("--pq-bytes", type=int, metavar="N", help="of a code (default: as many as fill a page)")
+        "--inline-pq",
+        type=int,
+        metavar="N",
+        help=(
+            "where codes are paged or in memory: neighbours whose codes lie beside each node all "
+            "the same; -1: as many as fill a page"
+        ),
+    )
     parser.add_argument(
-        "--no-opq", dest="use_opq", action="store_false",
-        help="codes of the vectors as they are: by default of rotated ones, where these say more of them",
-    )  # fmt: skip
+        "--pq-bytes", type=int, metavar="N", help="of a code (default: as many as fill a page)"
+    )
     parser.add_argument(
-        "--vector-dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16", "uint8", "int8", "pq"),
-        help="as vectors are stored; pq: codes in their place, see --disk-pq-bytes (default: whole numbers as they come, else float16)",
-    )  # fmt: skip
+        "--no-opq",
+        dest="use_opq",
+        action="store_false",
+        help=(
+            "codes of the vectors as they are: by default of rotated ones, where these say more of "
+            "them"
+        ),
+    )
     parser.add_argument(
-        "--disk-pq-bytes", type=int, metavar="N",
-        help="codes of so many bytes in place of vectors: a smaller folder; the report says to what share of the nearest that limits"
-        " searches",
-    )  # fmt: skip
-    parser.add_argument("--device", default="cpu", help="that builds edges and codes: cpu, or cuda, where cuVS does (default: cpu)")
+        "--vector-dtype",
+        default="auto",
+        choices=("auto", "float32", "float16", "bfloat16", "uint8", "int8", "pq"),
+        help=(
+            "as vectors are stored; pq: codes in their place, see --disk-pq-bytes (default: whole "
+            "numbers as they come, else float16)"
+        ),
+    )
     parser.add_argument(
-        "--memory", metavar="SIZE",
-        help="that the build may take in all, such as 2GiB: it works in parts, and goes on where it was interrupted (default: as much as"
-        " it takes)",
-    )  # fmt: skip
+        "--disk-pq-bytes",
+        type=int,
+        metavar="N",
+        help=(
+            "codes of so many bytes in place of vectors: a smaller folder; the report says to what "
+            "share of the nearest that limits searches"
+        ),
+    )
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="that builds edges and codes: cpu, or cuda, where cuVS does (default: cpu)",
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help=(
+            "that the build may take in all, such as 2GiB: it works in parts, and goes on where it "
+            "was interrupted (default: as much as it takes)"
+        ),
+    )
     add_json_option(parser)
 
 
@@ -83,12 +150,21 @@ def run_build(args: argparse.Namespace) -> int:
     check_build_memory(args.memory)
     check_given_directory(args.graph)
     if not os.path.exists(args.vectors):
-        raise InvalidInputError(f"vectors {args.vectors}", got="no such file", expected="a file of vectors, such as .npy or .fbin")
+        raise InvalidInputError(
+            f"vectors {args.vectors}",
+            got="no such file",
+            expected="a file of vectors, such as .npy or .fbin",
+        )
     from ...graph import build
     from ..progress import ProgressLine
 
     with ProgressLine() as line:
-        report = build(args.vectors, args.graph, **_chosen(args, *_BUILD_OPTIONS, *_SHARED_OPTIONS), progress=line.update)
+        report = build(
+            args.vectors,
+            args.graph,
+            **_chosen(args, *_BUILD_OPTIONS, *_SHARED_OPTIONS),
+            progress=line.update,
+        )
     emit(args, report.summary(), json_document("graph build", **asdict(report)))
     return 0
 
@@ -97,11 +173,32 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("graph", help="that `espnx graph build` has made")
     parser.add_argument("queries", help="a file of vectors, as for build")
     parser.add_argument("-k", type=int, default=10, help="neighbours of each (default: 10)")
-    parser.add_argument("--list-size", type=int, metavar="L", help="candidates of a walk: more find more, and read more")
-    parser.add_argument("--recall", type=float, metavar="R", help="instead: the smallest list measured to find that share (default: 0.95)")
-    parser.add_argument("--beamwidth", type=int, metavar="W", help="pages of a query under way at a time (default: 1; for few queries 4)")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="that read and compute (default: 2)")
-    parser.add_argument("--ground-truth", metavar="FILE", help="ids of the true neighbours, .npy [q, k or more]: says the recall")
+    parser.add_argument(
+        "--list-size",
+        type=int,
+        metavar="L",
+        help="candidates of a walk: more find more, and read more",
+    )
+    parser.add_argument(
+        "--recall",
+        type=float,
+        metavar="R",
+        help="instead: the smallest list measured to find that share (default: 0.95)",
+    )
+    parser.add_argument(
+        "--beamwidth",
+        type=int,
+        metavar="W",
+        help="pages of a query under way at a time (default: 1; for few queries 4)",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=2, metavar="N", help="that read and compute (default: 2)"
+    )
+    parser.add_argument(
+        "--ground-truth",
+        metavar="FILE",
+        help="ids of the true neighbours, .npy [q, k or more]: says the recall",
+    )
     parser.add_argument("--column", help="of a Parquet file")
     add_json_option(parser)
 
@@ -111,30 +208,50 @@ def run_search(args: argparse.Namespace) -> int:
 
     from ...graph import GraphIndex, read_vectors
 
-    queries = np.concatenate([np.asarray(each) for each in read_vectors(args.queries, column=args.column).blocks()])
+    queries = np.concatenate(
+        [np.asarray(each) for each in read_vectors(args.queries, column=args.column).blocks()]
+    )
     with GraphIndex(args.graph, threads=args.threads) as index:
-        found = index.search(queries, args.k, list_size=args.list_size, recall=args.recall, beamwidth=args.beamwidth)
+        found = index.search(
+            queries, args.k, list_size=args.list_size, recall=args.recall, beamwidth=args.beamwidth
+        )
     facts: dict[str, Any] = {
-        "queries": len(queries), "k": args.k, "pages_mean": float(found.pages.mean()) if len(queries) else 0.0,
+        "queries": len(queries),
+        "k": args.k,
+        "pages_mean": float(found.pages.mean()) if len(queries) else 0.0,
         "bytes_mean": float(found.bytes_read.mean()) if len(queries) else 0.0,
-    }  # fmt: skip
+    }
     if args.ground_truth is not None:
         facts["recall"] = _recall(found.ids, args.ground_truth)
     rows = [
         (query, rank + 1, int(row), f"{far:.6g}")
         for query in range(min(len(queries), _SHOWN))
-        for rank, (row, far) in enumerate(zip(found.ids[query], found.distances[query], strict=True))
+        for rank, (row, far) in enumerate(
+            zip(found.ids[query], found.distances[query], strict=True)
+        )
         if row >= 0
     ]
-    shown = f"{len(queries):,} queries, {facts['pages_mean']:.1f} pages ({format_size(round(facts['bytes_mean']))}) a query"
+    shown = (
+        f"{len(queries):,} queries, {facts['pages_mean']:.1f} pages "
+        f"({format_size(round(facts['bytes_mean']))}) a query"
+    )
     if "recall" in facts:
         shown += f", recall@{args.k} {facts['recall']:.4f}"
     left = f"\nthe first {_SHOWN} are shown" if len(queries) > _SHOWN else ""
     results = [
-        [{"id": int(row), "distance": float(far)} for row, far in zip(ids, distances, strict=True) if row >= 0]
+        [
+            {"id": int(row), "distance": float(far)}
+            for row, far in zip(ids, distances, strict=True)
+            if row >= 0
+        ]
         for ids, distances in zip(found.ids, found.distances, strict=True)
     ]
-    text = render_table(("query", "rank", "id", "distance"), rows, right=("query", "rank", "id", "distance")) + f"\n{shown}{left}"
+    text = (
+        render_table(
+            ("query", "rank", "id", "distance"), rows, right=("query", "rank", "id", "distance")
+        )
+        + f"\n{shown}{left}"
+    )
     emit(args, text, json_document("graph search", **facts, results=results))
     return 0
 
@@ -145,13 +262,27 @@ def _recall(ids: Any, path: str) -> float:
     try:
         true = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise InvalidInputError("--ground-truth", got=f"{path}: {error}", expected="a .npy file of ids [queries, k or more]") from error
-    if true.ndim != 2 or len(true) != len(ids) or true.shape[1] < ids.shape[1] or true.dtype.kind not in "iu":
         raise InvalidInputError(
-            "--ground-truth", got=f"{true.dtype} {list(true.shape)}", expected=f"ids [{len(ids)}, {ids.shape[1]} or more]"
+            "--ground-truth",
+            got=f"{path}: {error}",
+            expected="a .npy file of ids [queries, k or more]",
+        ) from error
+    if (
+        true.ndim != 2
+        or len(true) != len(ids)
+        or true.shape[1] < ids.shape[1]
+        or true.dtype.kind not in "iu"
+    ):
+        raise InvalidInputError(
+            "--ground-truth",
+            got=f"{true.dtype} {list(true.shape)}",
+            expected=f"ids [{len(ids)}, {ids.shape[1]} or more]",
         )
     k = ids.shape[1]
-    return sum(len(set(ours.tolist()) & set(theirs.tolist())) for ours, theirs in zip(ids, true[:, :k], strict=True)) / max(1, ids.size)
+    return sum(
+        len(set(ours.tolist()) & set(theirs.tolist()))
+        for ours, theirs in zip(ids, true[:, :k], strict=True)
+    ) / max(1, ids.size)
 
 
 def configure_info(parser: argparse.ArgumentParser) -> None:
@@ -165,10 +296,15 @@ def run_info(args: argparse.Namespace) -> int:
     with GraphIndex(args.graph, threads=1, walks=1) as index:
         facts = index.facts
         document = {
-            **asdict(facts.layout), "nodes_per_page": facts.layout.nodes_per_page, "metric": facts.metric,
-            "entry_points": len(facts.entries), "files": facts.file_sizes, "memory_bytes": facts.memory_bytes,
-            "options": dict(facts.options), "recall": [asdict(each) for each in facts.recall],
-        }  # fmt: skip
+            **asdict(facts.layout),
+            "nodes_per_page": facts.layout.nodes_per_page,
+            "metric": facts.metric,
+            "entry_points": len(facts.entries),
+            "files": facts.file_sizes,
+            "memory_bytes": facts.memory_bytes,
+            "options": dict(facts.options),
+            "recall": [asdict(each) for each in facts.recall],
+        }
         emit(args, index.summary(), json_document("graph info", **document))
     return 0
 
@@ -183,16 +319,38 @@ def run_verify(args: argparse.Namespace) -> int:
 
     with GraphIndex(args.graph, threads=1, walks=1) as index:
         pages, size_bytes = index.verify(), sum(index.facts.file_sizes.values())
-    emit(args, f"{pages:,} pages, {format_size(size_bytes)}: whole", json_document("graph verify", pages=pages, size_bytes=size_bytes))
+    emit(
+        args,
+        f"{pages:,} pages, {format_size(size_bytes)}: whole",
+        json_document("graph verify", pages=pages, size_bytes=size_bytes),
+    )
     return 0
 
 
 def configure_import(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prefix", help="of the index's files: PREFIX_disk.index, PREFIX_pq_pivots.bin, PREFIX_pq_compressed.bin")
+    parser.add_argument(
+        "prefix",
+        help=(
+            "of the index's files: PREFIX_disk.index, PREFIX_pq_pivots.bin, "
+            "PREFIX_pq_compressed.bin"
+        ),
+    )
     parser.add_argument("graph", help="a new directory, or with --replace that of a graph")
-    parser.add_argument("--vectors", metavar="FILE", help="what an index was built from whose nodes have codes: to have these instead")
-    parser.add_argument("--data-type", choices=("float32", "uint8", "int8"), help="of its vectors (default: as PREFIX_metadata.bin says)")
-    parser.add_argument("--metric", choices=("l2", "ip"), help="of the index (default: as PREFIX_metadata.bin says, else l2)")
+    parser.add_argument(
+        "--vectors",
+        metavar="FILE",
+        help="what an index was built from whose nodes have codes: to have these instead",
+    )
+    parser.add_argument(
+        "--data-type",
+        choices=("float32", "uint8", "int8"),
+        help="of its vectors (default: as PREFIX_metadata.bin says)",
+    )
+    parser.add_argument(
+        "--metric",
+        choices=("l2", "ip"),
+        help="of the index (default: as PREFIX_metadata.bin says, else l2)",
+    )
     parser.add_argument(
         "--order",
         default="packed",
@@ -208,7 +366,12 @@ def run_import(args: argparse.Namespace) -> int:
     from ..progress import ProgressLine
 
     with ProgressLine() as line:
-        report = import_diskann(args.prefix, args.graph, **_chosen(args, *_IMPORT_OPTIONS, *_SHARED_OPTIONS), progress=line.update)
+        report = import_diskann(
+            args.prefix,
+            args.graph,
+            **_chosen(args, *_IMPORT_OPTIONS, *_SHARED_OPTIONS),
+            progress=line.update,
+        )
     emit(args, report.summary(), json_document("graph import", **asdict(report)))
     return 0
 

@@ -1,4 +1,5 @@
-"""``espnx index import``: an index of ColBERT, fast-plaid or PyLate as a store, its residual codes kept as they are."""
+"""``espnx index import``: an index of ColBERT, fast-plaid or PyLate as a store, its residual codes
+kept as they are."""
 
 from __future__ import annotations
 
@@ -11,27 +12,59 @@ from ..progress import ProgressLine
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="of the index: with centroids.pt (ColBERT), centroids.npy (fast-plaid) or fast_plaid_index (PyLate)")
-    parser.add_argument("store", help="directory to build in; an interrupted import into it is resumed")
     parser.add_argument(
-        "--texts", metavar="FILE", help="collection.tsv or JSON lines, in the order of the index; without it texts are empty"
+        "folder",
+        help=(
+            "of the index: with centroids.pt (ColBERT), centroids.npy (fast-plaid) or "
+            "fast_plaid_index (PyLate)"
+        ),
     )
     parser.add_argument(
-        "--encoder", metavar="FOLDER", help="checkpoint or model that the index was made with; the store then refuses queries of another"
+        "store", help="directory to build in; an interrupted import into it is resumed"
     )
     parser.add_argument(
-        "--pooling", choices=("mean", "muvera"), help="how the first stage's vector is made of a document's tokens (default: mean)"
+        "--texts",
+        metavar="FILE",
+        help="collection.tsv or JSON lines, in the order of the index; without it texts are empty",
     )
     parser.add_argument(
-        "--first-stage-code", default="sq8", metavar="CODE", help="flat, sq8 or pqM: code of the lists (default: %(default)s)"
+        "--encoder",
+        metavar="FOLDER",
+        help=(
+            "checkpoint or model that the index was made with; the store then refuses queries of "
+            "another"
+        ),
     )
-    parser.add_argument("--nlist", type=int, help="number of inverted lists (default: 4 sqrt(documents))")
+    parser.add_argument(
+        "--pooling",
+        choices=("mean", "muvera"),
+        help="how the first stage's vector is made of a document's tokens (default: mean)",
+    )
+    parser.add_argument(
+        "--first-stage-code",
+        default="sq8",
+        metavar="CODE",
+        help="flat, sq8 or pqM: code of the lists (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--nlist", type=int, help="number of inverted lists (default: 4 sqrt(documents))"
+    )
     add_memory_option(parser)
     parser.add_argument(
-        "--directory", action="append", default=[], metavar="DIR", help="put data files there, one per SSD; may be repeated"
+        "--directory",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="put data files there, one per SSD; may be repeated",
     )
-    parser.add_argument("--replace", action="store_true", help="publish over the store that is there")
-    parser.add_argument("--restart", action="store_true", help="discard an interrupted import instead of resuming it")
+    parser.add_argument(
+        "--replace", action="store_true", help="publish over the store that is there"
+    )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="discard an interrupted import instead of resuming it",
+    )
     add_json_option(parser)
 
 
@@ -44,7 +77,10 @@ def run(args: argparse.Namespace) -> int:
 
     found = inspect_index(args.folder)
     with ProgressLine() as progress:
-        progress.say(f"importing {found.documents:,} documents of {args.folder} into {args.store}; it needs twice the store's size on disk")
+        progress.say(
+            f"importing {found.documents:,} documents of {args.folder} into {args.store}; it needs "
+            "twice the store's size on disk"
+        )
         report = import_index(
             args.folder,
             args.store,
@@ -59,6 +95,13 @@ def run(args: argparse.Namespace) -> int:
             restart=args.restart,
             progress=progress.update,
         )
-    kept = f"kept as they were: {report.tokens:,} x {found.dim} {found.format}, {found.centroids:,} centroids"
-    emit(args, f"{report.summary()}\n{kept}", json_document("index import", index=asdict(found), report=asdict(report)))
+    kept = (
+        f"kept as they were: {report.tokens:,} x {found.dim} {found.format}, {found.centroids:,} "
+        "centroids"
+    )
+    emit(
+        args,
+        f"{report.summary()}\n{kept}",
+        json_document("index import", index=asdict(found), report=asdict(report)),
+    )
     return 0

@@ -18,32 +18,55 @@ from .search import check_store
 if TYPE_CHECKING:
     from ...importers.corpus import Corpus
 
-#: Known here, so that a wrong one is told before PyTorch is imported. Of the coarse records those from int8 on.
-#: Those that are called as the options of `espnx.build` are.
+#: Known here, so that a wrong one is told before PyTorch is imported. Of the coarse records those
+#: from int8 on. Those that are called as the options of `espnx.build` are.
 _BUILD_OPTIONS = (
-    "format", "pca", "language", "sparse_encoder", "first_stage_code", "coarse", "pooling", "nlist", "cls_weight", "memory",
+    "format", "pca", "language", "sparse_encoder", "first_stage_code", "coarse", "pooling", "nlist",
+    "cls_weight", "memory",
 )  # fmt: skip
 
 
 def configure_build(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("store", help="directory to build in; an interrupted build in it is resumed")
+    parser.add_argument(
+        "store", help="directory to build in; an interrupted build in it is resumed"
+    )
     _add_corpus_options(parser)
-    parser.add_argument("--encoder", default="minilm", help="minilm, or the folder of a Hugging Face encoder (default: %(default)s)")
     parser.add_argument(
-        "--encoder-dtype", choices=("fp32", "bf16"), default="fp32",
-        help="what it computes in; bf16 is faster on processors that multiply it, which `espnx doctor` tells (default: %(default)s)",
-    )  # fmt: skip
+        "--encoder",
+        default="minilm",
+        help="minilm, or the folder of a Hugging Face encoder (default: %(default)s)",
+    )
     parser.add_argument(
-        "--format", default="fp16", choices=FORMATS, metavar="F",
+        "--encoder-dtype",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help=(
+            "what it computes in; bf16 is faster on processors that multiply it, which `espnx "
+            "doctor` tells (default: %(default)s)"
+        ),
+    )
+    parser.add_argument(
+        "--format",
+        default="fp16",
+        choices=FORMATS,
+        metavar="F",
         help=f"of the stored token vectors: {', '.join(FORMATS)} (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--coarse", choices=FORMATS[3:], metavar="F", help="a second, small record of every document for the cascade, such as bit1"
     )
     parser.add_argument(
-        "--pooling", choices=POOLINGS, metavar="P", help="first-stage vectors: cls, mean or muvera (default: cls where the encoder has one)"
+        "--coarse",
+        choices=FORMATS[3:],
+        metavar="F",
+        help="a second, small record of every document for the cascade, such as bit1",
     )
-    parser.add_argument("--pca", type=int, metavar="DIM", help="project token vectors to fewer dimensions")
+    parser.add_argument(
+        "--pooling",
+        choices=POOLINGS,
+        metavar="P",
+        help="first-stage vectors: cls, mean or muvera (default: cls where the encoder has one)",
+    )
+    parser.add_argument(
+        "--pca", type=int, metavar="DIM", help="project token vectors to fewer dimensions"
+    )
     parser.add_argument(
         "--first-stage-code",
         default="sq8",
@@ -51,34 +74,69 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
         help="flat, sq8, sq6, sq4 or pqM: code of the inverted lists (default: %(default)s)",
     )
     parser.add_argument(
-        "--first-stages", default="ivf", metavar="S,...",
-        help="what finds candidates: ivf (in memory), graph, bm25, splade (on SSD), those of installed packages, or several; searches take "
-        "the first (default: ivf)",
-    )  # fmt: skip
+        "--first-stages",
+        default="ivf",
+        metavar="S,...",
+        help=(
+            "what finds candidates: ivf (in memory), graph, bm25, splade (on SSD), those of "
+            "installed packages, or several; searches take the first (default: ivf)"
+        ),
+    )
     parser.add_argument(
-        "--stage-option", action="append", default=[], metavar="S.OPTION=VALUE", help="an option of a first stage; may be repeated"
+        "--stage-option",
+        action="append",
+        default=[],
+        metavar="S.OPTION=VALUE",
+        help="an option of a first stage; may be repeated",
     )
     add_text_options(parser)
-    parser.add_argument("--nlist", type=int, help="number of inverted lists (default: 4 sqrt(documents))")
-    parser.add_argument("--cls-weight", type=float, default=1.0, help="weight of the CLS similarity beside MaxSim (default: %(default)s)")
+    parser.add_argument(
+        "--nlist", type=int, help="number of inverted lists (default: 4 sqrt(documents))"
+    )
+    parser.add_argument(
+        "--cls-weight",
+        type=float,
+        default=1.0,
+        help="weight of the CLS similarity beside MaxSim (default: %(default)s)",
+    )
     add_memory_option(parser)
     parser.add_argument(
-        "--directory", action="append", default=[], metavar="DIR", help="put data files there, one per SSD; may be repeated"
+        "--directory",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="put data files there, one per SSD; may be repeated",
     )
-    parser.add_argument("--replace", action="store_true", help="publish over the store that is there")
-    parser.add_argument("--restart", action="store_true", help="discard an interrupted build instead of resuming it")
+    parser.add_argument(
+        "--replace", action="store_true", help="publish over the store that is there"
+    )
+    parser.add_argument(
+        "--restart", action="store_true", help="discard an interrupted build instead of resuming it"
+    )
     add_json_option(parser)
 
 
 def _add_corpus_options(parser: argparse.ArgumentParser) -> None:
     """Those of `_corpus`."""
     parser.add_argument(
-        "--corpus", required=True, metavar="PATH",
-        help="documents with id (or _id), text and perhaps title: JSON lines, .csv, .tsv (also .gz), .parquet, .arrow, or a folder of "
-        "texts; -: JSON lines on standard input",
-    )  # fmt: skip
-    parser.add_argument("--corpus-format", metavar="F", help="jsonl, csv, tsv, parquet, arrow or folder (default: as the name says)")
-    parser.add_argument("--columns", metavar="FIELD=NAME,...", help="what the corpus calls id, text and title, such as text=body,id=key")
+        "--corpus",
+        required=True,
+        metavar="PATH",
+        help=(
+            "documents with id (or _id), text and perhaps title: JSON lines, .csv, .tsv (also "
+            ".gz), .parquet, .arrow, or a folder of texts; -: JSON lines on standard input"
+        ),
+    )
+    parser.add_argument(
+        "--corpus-format",
+        metavar="F",
+        help="jsonl, csv, tsv, parquet, arrow or folder (default: as the name says)",
+    )
+    parser.add_argument(
+        "--columns",
+        metavar="FIELD=NAME,...",
+        help="what the corpus calls id, text and title, such as text=body,id=key",
+    )
 
 
 def _corpus(args: argparse.Namespace) -> Corpus:
@@ -87,8 +145,14 @@ def _corpus(args: argparse.Namespace) -> Corpus:
 
     pairs = [word.partition("=") for word in args.columns.split(",")] if args.columns else []
     if any(not separator or not name for _, separator, name in pairs):
-        raise InvalidInputError("--columns", got=args.columns, expected="FIELD=NAME, such as text=body,id=key")
-    return read_corpus(args.corpus, format=args.corpus_format, columns={field.strip(): name.strip() for field, _, name in pairs})
+        raise InvalidInputError(
+            "--columns", got=args.columns, expected="FIELD=NAME, such as text=body,id=key"
+        )
+    return read_corpus(
+        args.corpus,
+        format=args.corpus_format,
+        columns={field.strip(): name.strip() for field, _, name in pairs},
+    )
 
 
 def _disk_need(fmt: str, coarse: str | None, pca: int | None, encoder: Any) -> str:
@@ -96,9 +160,17 @@ def _disk_need(fmt: str, coarse: str | None, pca: int | None, encoder: Any) -> s
     from ...retrieval.build.options import BuildOptions
     from ...retrieval.build.training import Recipe
 
-    recipe = Recipe.of(BuildOptions(format=fmt, coarse=coarse, pca=pca), (encoder.d_cls, encoder.dim), None, codebook=None)
+    recipe = Recipe.of(
+        BuildOptions(format=fmt, coarse=coarse, pca=pca),
+        (encoder.d_cls, encoder.dim),
+        None,
+        codebook=None,
+    )
     stored = sum(schema.row_bytes for schema in recipe.tiers.values())
-    return f"while it builds it needs {recipe.spooled.row_bytes:,} bytes a token vector on disk beside the store's {stored:,}"
+    return (
+        f"while it builds it needs {recipe.spooled.row_bytes:,} bytes a token vector on disk "
+        f"beside the store's {stored:,}"
+    )
 
 
 def run_build(args: argparse.Namespace) -> int:
@@ -110,7 +182,7 @@ def run_build(args: argparse.Namespace) -> int:
         check_given_directory(directory)
     options = {name: getattr(args, name) for name in _BUILD_OPTIONS} | {
         "directories": [os.path.abspath(directory) for directory in args.directory]
-    }  # fmt: skip
+    }
     with ProgressLine() as progress, warnings.catch_warnings():
         with progress.loading(f"encoder {args.encoder}"):
             from ... import build, load_encoder
@@ -123,8 +195,19 @@ def run_build(args: argparse.Namespace) -> int:
             encoder = load_encoder(args.encoder, dtype=args.encoder_dtype)
         warnings.simplefilter("default")
         warnings.showwarning = lambda message, *_: progress.say(str(message))
-        progress.say(f"building {args.store} from {args.corpus}; {_disk_need(args.format, args.coarse, args.pca, encoder)}")
-        report = build(args.store, corpus, encoder, **options, replace=args.replace, restart=args.restart, progress=progress.update)
+        progress.say(
+            f"building {args.store} from {args.corpus}; "
+            f"{_disk_need(args.format, args.coarse, args.pca, encoder)}"
+        )
+        report = build(
+            args.store,
+            corpus,
+            encoder,
+            **options,
+            replace=args.replace,
+            restart=args.restart,
+            progress=progress.update,
+        )
     emit(args, report.summary(), json_document("index build", report=asdict(report)))
     return 0
 
@@ -135,7 +218,11 @@ def _first_stages(args: argparse.Namespace) -> list[str] | dict[str, dict[str, A
 
     named, options = args.first_stages.split(","), settings_of_words(args.stage_option)
     if strange := sorted(options.keys() - set(named)):
-        raise InvalidInputError("--stage-option", got=", ".join(strange), expected=f"of --first-stages {args.first_stages}")
+        raise InvalidInputError(
+            "--stage-option",
+            got=", ".join(strange),
+            expected=f"of --first-stages {args.first_stages}",
+        )
     if not options or len(set(named)) < len(named):  # which is refused where it is checked
         return named
     return {kind: options.get(kind, {}) for kind in named}
@@ -144,9 +231,21 @@ def _first_stages(args: argparse.Namespace) -> list[str] | dict[str, dict[str, A
 def configure_add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory of the store")
     _add_corpus_options(parser)
-    parser.add_argument("--encoder", default="auto", help="the one that the store was built with (default: as the store remembers)")
-    parser.add_argument("--sparse-encoder", metavar="M", help="of splade, where it came out of a folder: that folder")
-    parser.add_argument("--replace", action="store_true", help="documents whose ids are in the store take the others' places")
+    parser.add_argument(
+        "--encoder",
+        default="auto",
+        help="the one that the store was built with (default: as the store remembers)",
+    )
+    parser.add_argument(
+        "--sparse-encoder",
+        metavar="M",
+        help="of splade, where it came out of a folder: that folder",
+    )
+    parser.add_argument(
+        "--replace",
+        action="store_true",
+        help="documents whose ids are in the store take the others' places",
+    )
     add_memory_option(parser)
     add_json_option(parser)
 
@@ -177,7 +276,9 @@ def configure_delete(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", nargs="*", help="ids of documents")
     parser.add_argument("--ids", metavar="FILE", help="more of them, one a line")
     parser.add_argument("--int", action="store_true", help="the ids are numbers (default: text)")
-    parser.add_argument("--missing-ok", action="store_true", help="ids that the index does not hold are no error")
+    parser.add_argument(
+        "--missing-ok", action="store_true", help="ids that the index does not hold are no error"
+    )
     add_json_option(parser)
 
 
@@ -190,9 +291,13 @@ def run_delete(args: argparse.Namespace) -> int:
             with open(args.ids, encoding="utf-8") as file:
                 words += [line.rstrip("\n") for line in file if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidInputError(f"cannot read ids {args.ids}", got=str(error), expected="a readable text file") from error
+            raise InvalidInputError(
+                f"cannot read ids {args.ids}", got=str(error), expected="a readable text file"
+            ) from error
     if not words:
-        raise InvalidInputError("espnx index delete", got="no ids", expected="ids after the store, or --ids FILE")
+        raise InvalidInputError(
+            "espnx index delete", got="no ids", expected="ids after the store, or --ids FILE"
+        )
     try:
         ids: list[int | str] = [int(word) for word in words] if args.int else list(words)
     except ValueError as error:
@@ -222,7 +327,12 @@ def run_compact(args: argparse.Namespace) -> int:
 
 def configure_postings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory of the store")
-    parser.add_argument("--kind", default="bm25", choices=("bm25", "splade"), help="of the lists (default: %(default)s)")
+    parser.add_argument(
+        "--kind",
+        default="bm25",
+        choices=("bm25", "splade"),
+        help="of the lists (default: %(default)s)",
+    )
     add_text_options(parser)
     add_memory_option(parser)
     add_json_option(parser)
@@ -230,8 +340,16 @@ def configure_postings(parser: argparse.ArgumentParser) -> None:
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:
     """Of first stages that look words up."""
-    parser.add_argument("--language", metavar="L", help="of bm25: a Snowball stemmer such as german, or none (default: english)")
-    parser.add_argument("--sparse-encoder", metavar="M", help="of splade: splade-tiny, or the folder of a model (default: splade-tiny)")
+    parser.add_argument(
+        "--language",
+        metavar="L",
+        help="of bm25: a Snowball stemmer such as german, or none (default: english)",
+    )
+    parser.add_argument(
+        "--sparse-encoder",
+        metavar="M",
+        help="of splade: splade-tiny, or the folder of a model (default: splade-tiny)",
+    )
 
 
 def run_postings(args: argparse.Namespace) -> int:
@@ -241,17 +359,35 @@ def run_postings(args: argparse.Namespace) -> int:
         with progress.loading("PyTorch, and the model where one is wanted"):
             from ... import add_first_stage
         report = add_first_stage(
-            args.store, args.kind, language=args.language, sparse_encoder=args.sparse_encoder, memory=args.memory, progress=progress.update
+            args.store,
+            args.kind,
+            language=args.language,
+            sparse_encoder=args.sparse_encoder,
+            memory=args.memory,
+            progress=progress.update,
         )
-    text = f"{report.summary()}\n{args.store} has posting lists now: espnx search {args.store} ... --first-stage {args.kind}"
+    text = (
+        f"{report.summary()}\n{args.store} has posting lists now: espnx search {args.store} ... "
+        f"--first-stage {args.kind}"
+    )
     emit(args, text, json_document("index postings", report=asdict(report)))
     return 0
 
 
 def configure_detach(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory of the store")
-    parser.add_argument("--directory", action="append", default=[], metavar="DIR", help="where the copies go (default: into the store)")
-    parser.add_argument("--adopt", action="store_true", help="copy nothing: the original is gone, and its data are this store's now")
+    parser.add_argument(
+        "--directory",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="where the copies go (default: into the store)",
+    )
+    parser.add_argument(
+        "--adopt",
+        action="store_true",
+        help="copy nothing: the original is gone, and its data are this store's now",
+    )
     add_json_option(parser)
 
 
@@ -266,7 +402,13 @@ def run_detach(args: argparse.Namespace) -> int:
 
 
 def configure_ls(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", nargs="?", default=".", help="where indexes lie (default: the current one)")
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        nargs="?",
+        default=".",
+        help="where indexes lie (default: the current one)",
+    )
     add_json_option(parser)
 
 
@@ -278,12 +420,22 @@ def run_ls(args: argparse.Namespace) -> int:
     found = entries(args.directory)
     headers = ("index", "documents", "token vectors", "size", "format", "encoder", "state")
     rows = [
-        (each.path, f"{each.documents:,}", f"{each.tokens:,}", format_size(each.size_bytes), each.format, each.encoder, each.state)
+        (
+            each.path,
+            f"{each.documents:,}",
+            f"{each.tokens:,}",
+            format_size(each.size_bytes),
+            each.format,
+            each.encoder,
+            each.state,
+        )
         if each.state == "published"
         else (each.path, None, None, None, None, None, each.state)
         for each in found
     ]
-    text = render_table(headers, rows, right=headers[1:4]) if rows else f"no index in {args.directory}"
+    text = (
+        render_table(headers, rows, right=headers[1:4]) if rows else f"no index in {args.directory}"
+    )
     emit(args, text, json_document("index ls", indexes=[asdict(each) for each in found]))
     return 0
 
@@ -297,9 +449,19 @@ def run_verify(args: argparse.Namespace) -> int:
     from ...retrieval.store.store import EmbeddingStore
     from ...storage import NativeEngine
 
-    with NativeEngine() as engine, EmbeddingStore(args.store, engine) as store, ProgressLine() as progress:
+    with (
+        NativeEngine() as engine,
+        EmbeddingStore(args.store, engine) as store,
+        ProgressLine() as progress,
+    ):
         count = store.verify(lambda done, total: progress.update("verify", done, total))
-        document = json_document("index verify", store=args.store, records=count, bytes_moved=engine.stats().bytes_moved, ok=True)
+        document = json_document(
+            "index verify",
+            store=args.store,
+            records=count,
+            bytes_moved=engine.stats().bytes_moved,
+            ok=True,
+        )
     emit(args, f"{args.store}: {count:,} records and all metadata are intact", document)
     return 0
 

@@ -23,34 +23,74 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory of the store")
     parser.add_argument("query", nargs="*", help="queries, each one argument")
-    parser.add_argument("--queries", metavar="FILE", help="more of them: JSON lines with id (or _id) and text, or lines: id TAB text")
+    parser.add_argument(
+        "--queries",
+        metavar="FILE",
+        help="more of them: JSON lines with id (or _id) and text, or lines: id TAB text",
+    )
     parser.add_argument("-k", type=int, default=10, help="hits per query (default: %(default)s)")
     add_search_options(parser)
     parser.add_argument(
-        "--prefetch-step", default="auto", metavar="S,...",
-        help="shares of them after which reads begin; 0: no prefetch (default: chosen from predicted times)",
-    )  # fmt: skip
-    parser.add_argument("--include", action="append", metavar="ID", help="find no other document; may be repeated")
-    parser.add_argument("--exclude", action="append", metavar="ID", help="do not find this one; may be repeated")
-    parser.add_argument("--explain", action="store_true", help="show which token of the document matched each token of the query")
+        "--prefetch-step",
+        default="auto",
+        metavar="S,...",
+        help=(
+            "shares of them after which reads begin; 0: no prefetch (default: chosen from "
+            "predicted times)"
+        ),
+    )
+    parser.add_argument(
+        "--include", action="append", metavar="ID", help="find no other document; may be repeated"
+    )
+    parser.add_argument(
+        "--exclude", action="append", metavar="ID", help="do not find this one; may be repeated"
+    )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="show which token of the document matched each token of the query",
+    )
     add_index_options(parser)
     add_json_option(parser)
 
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
     """Those of `search_options`."""
-    parser.add_argument("--candidates", type=int, help="handed on by the first stage, at least k (default: 1000; of a graph 100)")
-    parser.add_argument("--first-stage", metavar="S,...", help="which of the index's, or several that are fused (default: its first)")
     parser.add_argument(
-        "--fuse", default="rrf", choices=("rrf", "weighted", "rrf+maxsim"),
-        help="how several become one ranking; rrf+maxsim: MaxSim's is one more of them, not above all (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--rerank", type=int, help="how many of them are scored exactly (default: all)")
-    parser.add_argument("--cascade", type=int, metavar="N", help="score coarse records of all candidates, full ones of the best N")
+        "--candidates",
+        type=int,
+        help="handed on by the first stage, at least k (default: 1000; of a graph 100)",
+    )
+    parser.add_argument(
+        "--first-stage",
+        metavar="S,...",
+        help="which of the index's, or several that are fused (default: its first)",
+    )
+    parser.add_argument(
+        "--fuse",
+        default="rrf",
+        choices=("rrf", "weighted", "rrf+maxsim"),
+        help=(
+            "how several become one ranking; rrf+maxsim: MaxSim's is one more of them, not above "
+            "all (default: %(default)s)"
+        ),
+    )
+    parser.add_argument(
+        "--rerank", type=int, help="how many of them are scored exactly (default: all)"
+    )
+    parser.add_argument(
+        "--cascade",
+        type=int,
+        metavar="N",
+        help="score coarse records of all candidates, full ones of the best N",
+    )
     parser.add_argument(
         "--nprobe",
         default="auto",
-        help="effort of the first stage that is named first: lists of ivf, L of graph (default: measured at build)",
+        help=(
+            "effort of the first stage that is named first: lists of ivf, L of graph (default: "
+            "measured at build)"
+        ),
     )
 
 
@@ -76,15 +116,36 @@ def search_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_index_options(parser: argparse.ArgumentParser) -> None:
     """Those of `open_index`."""
-    parser.add_argument("--hot", default="0", metavar="SIZE", help="RAM for documents that several queries want (default: none)")
-    parser.add_argument("--coarse", default="ssd", choices=("ssd", "ram"), help="where coarse records are read from (default: %(default)s)")
+    parser.add_argument(
+        "--hot",
+        default="0",
+        metavar="SIZE",
+        help="RAM for documents that several queries want (default: none)",
+    )
+    parser.add_argument(
+        "--coarse",
+        default="ssd",
+        choices=("ssd", "ram"),
+        help="where coarse records are read from (default: %(default)s)",
+    )
     parser.add_argument("--encoder", help="default: the one the store was built with")
-    parser.add_argument("--encoder-dtype", choices=("fp32", "bf16"), help="beside --encoder (default: as the documents were encoded)")
-    parser.add_argument("--sparse-encoder", metavar="M", help="of splade, where it came out of a folder: that folder")
+    parser.add_argument(
+        "--encoder-dtype",
+        choices=("fp32", "bf16"),
+        help="beside --encoder (default: as the documents were encoded)",
+    )
+    parser.add_argument(
+        "--sparse-encoder",
+        metavar="M",
+        help="of splade, where it came out of a folder: that folder",
+    )
     parser.add_argument(
         "--engine",
         default="auto",
-        help="path of the reads: auto, uring, posix, memory or a file of settings such as nvme.toml (default: %(default)s)",
+        help=(
+            "path of the reads: auto, uring, posix, memory or a file of settings such as nvme.toml "
+            "(default: %(default)s)"
+        ),
     )
     parser.add_argument("--compute", default="cpu", help="cpu or cuda (default: %(default)s)")
     add_device_options(parser)
@@ -120,10 +181,19 @@ def open_index(args: argparse.Namespace, progress: ProgressLine) -> Iterator[Ind
         if args.encoder_dtype:
             encoder = load_encoder(encoder, device=args.compute, dtype=args.encoder_dtype)
         directories = data_directories(args.store) if args.device or args.record else []
-        with devices_of(args, directories) as device, Index(
-            args.store, encoder, engine=args.engine, compute=args.compute, hot=args.hot, coarse=args.coarse, device=device,
-            sparse_encoder=args.sparse_encoder,
-        ) as index:  # fmt: skip
+        with (
+            devices_of(args, directories) as device,
+            Index(
+                args.store,
+                encoder,
+                engine=args.engine,
+                compute=args.compute,
+                hot=args.hot,
+                coarse=args.coarse,
+                device=device,
+                sparse_encoder=args.sparse_encoder,
+            ) as index,
+        ):
             yield index
 
 
@@ -135,7 +205,11 @@ def _steps(text: str) -> str | list[float]:
     try:
         return [float(word) for word in text.split(",")]
     except ValueError:
-        raise InvalidInputError("--prefetch-step", got=text, expected="auto, or shares of the lists such as 0.3 or 0.05,0.2") from None
+        raise InvalidInputError(
+            "--prefetch-step",
+            got=text,
+            expected="auto, or shares of the lists such as 0.3 or 0.05,0.2",
+        ) from None
 
 
 def _ids(words: list[str] | None) -> list[int | str] | None:
@@ -147,13 +221,20 @@ def _ids(words: list[str] | None) -> list[int | str] | None:
 
 
 def _warn_of_unknown(index: Index, args: argparse.Namespace) -> None:
-    """An id that the store does not hold has no effect, and nothing else would show that it was mistyped."""
+    """An id that the store does not hold has no effect, and nothing else would show that it was
+    mistyped."""
     for option, words in (("--include", args.include), ("--exclude", args.exclude)):
-        missing = [word for word in words or [] if not any(each in index for each in _ids([word]) or [])]
+        missing = [
+            word for word in words or [] if not any(each in index for each in _ids([word]) or [])
+        ]
         if missing:
             count = "none" if len(missing) == len(words) else f"{len(words) - len(missing):,}"
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            print(f"espnx: warning: {option}: {count} of the {len(words):,} ids in the store; not {shown}", file=sys.stderr)
+            print(
+                f"espnx: warning: {option}: {count} of the {len(words):,} ids in the store; not "
+                f"{shown}",
+                file=sys.stderr,
+            )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -163,18 +244,38 @@ def run(args: argparse.Namespace) -> int:
     if args.queries:
         queries += read_queries(args.queries).items()
     if not queries:
-        raise InvalidInputError("espnx search", got="no query", expected="queries after the store, or --queries FILE")
-    options = search_options(args) | {"prefetch_step": _steps(args.prefetch_step), "explain": args.explain}
+        raise InvalidInputError(
+            "espnx search", got="no query", expected="queries after the store, or --queries FILE"
+        )
+    options = search_options(args) | {
+        "prefetch_step": _steps(args.prefetch_step),
+        "explain": args.explain,
+    }
     with ProgressLine(is_terse=True) as progress, open_index(args, progress) as index:
         _warn_of_unknown(index, args)
         texts = [text for _, text in queries]
-        results = index.search(texts, k=args.k, include=_ids(args.include), exclude=_ids(args.exclude), **options)
+        results = index.search(
+            texts, k=args.k, include=_ids(args.include), exclude=_ids(args.exclude), **options
+        )
     found = list(zip(queries, results, strict=True))
     device = results[0].device  # what all of them took
     parts = [
-        f"{query if name is None else f'{name}: {query}'}\n{replace(result, device=None).summary()}" for (name, query), result in found
+        f"{query if name is None else f'{name}: {query}'}\n{replace(result, device=None).summary()}"
+        for (name, query), result in found
     ]
     text = "\n\n".join(parts if device is None else [*parts, device.summary()])
-    documents = [{"query": query, **({} if name is None else {"query_id": name}), **asdict(result)} for (name, query), result in found]
-    emit(args, text, json_document("search", store=args.store, results=documents, device=None if device is None else asdict(device)))
+    documents = [
+        {"query": query, **({} if name is None else {"query_id": name}), **asdict(result)}
+        for (name, query), result in found
+    ]
+    emit(
+        args,
+        text,
+        json_document(
+            "search",
+            store=args.store,
+            results=documents,
+            device=None if device is None else asdict(device),
+        ),
+    )
     return 0

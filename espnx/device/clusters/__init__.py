@@ -1,4 +1,5 @@
-"""Clusters of vectors on storage: the file, the device that measures them, and the host's two algorithms over it."""
+"""Clusters of vectors on storage: the file, the device that measures them, and the host's two
+algorithms over it."""
 
 from __future__ import annotations
 
@@ -7,4 +8,11 @@ from .layout import ClusterFile
 from .nearest import nearest_by_command, nearest_by_read
 from .write import write_clusters
 
-__all__ = ["ClusterFile", "SsdClusterDevice", "nearest_by_command", "nearest_by_read", "open_clusters", "write_clusters"]
+__all__ = [
+    "ClusterFile",
+    "SsdClusterDevice",
+    "nearest_by_command",
+    "nearest_by_read",
+    "open_clusters",
+    "write_clusters",
+]

@@ -19,7 +19,8 @@ from .layout import entry_bytes, pages_of
 
 @dataclass(frozen=True, eq=False)
 class DistancesCommand(Command):
-    """The distances of a query to all vectors of some clusters: a `DistanceCommand` for each that is not empty.
+    """The distances of a query to all vectors of some clusters: a `DistanceCommand` for each that
+    is not empty.
 
     Attributes: see `ClusterDevice.distances`.
     """
@@ -41,14 +42,22 @@ class DistancesCommand(Command):
         wanted = np.asarray(self.clusters, dtype=np.int64)
         vectors = np.asarray(stored.n_vectors)[wanted]
         return {
-            "bytes": int(pages_of(vectors, entry_bytes(stored.format, stored.dim)).sum()) * PAGE_BYTES, "clusters": wanted.tolist(),
-            "vectors": int(vectors.sum()), "metric": self.metric, "payload": base64.b64encode(self.query.numpy().tobytes()).decode(),
-        }  # fmt: skip
+            "bytes": int(pages_of(vectors, entry_bytes(stored.format, stored.dim)).sum())
+            * PAGE_BYTES,
+            "clusters": wanted.tolist(),
+            "vectors": int(vectors.sum()),
+            "metric": self.metric,
+            "payload": base64.b64encode(self.query.numpy().tobytes()).decode(),
+        }
 
     @classmethod
     def of_line(cls, said: Fields, stored: Clusters, memo: dict[Any, Any]) -> DistancesCommand:
         """See `Command`. A line without a query is measured against zeros, which takes as long."""
         format, dim = stored.format, stored.dim  # noqa: A001
-        query = query_said(said, format, dim) if "payload" in said else torch.zeros(dim, dtype=query_dtype(format))
+        query = (
+            query_said(said, format, dim)
+            if "payload" in said
+            else torch.zeros(dim, dtype=query_dtype(format))
+        )
         wanted = said.wholes("clusters", most=len(stored.n_vectors) - 1, count=1 << 24)
         return cls(query, wanted, metric=said.text("metric") if "metric" in said else "l2")

@@ -1,5 +1,5 @@
-"""The plain SSD as a device for clusters: a deep queue, and distances on this machine's cores as clusters arrive
-(csrc/device/cluster_stream)."""
+"""The plain SSD as a device for clusters: a deep queue, and distances on this machine's cores as
+clusters arrive (csrc/device/cluster_stream)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class SsdClusterDevice(Part):
     Args:
         directory: of clusters (`write_clusters`).
         engine: of the reads, which stays the caller's; a name opens one of its own.
-        threads: that measure clusters as they arrive, beside the thread that waits for them, which does too; None: as many as PyTorch
-            uses, less one. A request of less than 256 KiB is measured by whoever waits for it alone.
+        threads: that measure clusters as they arrive, beside the thread that waits for them, which
+            does too; None: as many as PyTorch uses, less one. A request of less than 256 KiB is
+            measured by whoever waits for it alone.
         window_bytes: of clusters that are under way at a time.
 
     Raises what `read_clusters` does, and PathUnavailableError.
@@ -47,7 +48,9 @@ class SsdClusterDevice(Part):
         window_bytes: int = _WINDOW_BYTES,
     ):
         self._owns_engine = isinstance(engine, str)
-        self.engine = NativeEngine(engine, pool_bytes=window_bytes) if isinstance(engine, str) else engine
+        self.engine = (
+            NativeEngine(engine, pool_bytes=window_bytes) if isinstance(engine, str) else engine
+        )
         try:
             self.clusters: ClusterFile = read_clusters(self.engine, directory)
             self._file = self.engine.open(self.clusters.path)
@@ -59,7 +62,9 @@ class SsdClusterDevice(Part):
         self._stream = load_native().ClusterStream(self.engine.native, window_bytes, helpers)
         self._closed = False
 
-    def commands(self, query: torch.Tensor, clusters: Sequence[int] | np.ndarray, *, metric: str = "l2") -> list[DistanceCommand]:
+    def commands(
+        self, query: torch.Tensor, clusters: Sequence[int] | np.ndarray, *, metric: str = "l2"
+    ) -> list[DistanceCommand]:
         """See `ClusterDevice`."""
         self._check_query(query, metric)
         wanted = self.clusters.check_clusters(clusters)
@@ -67,12 +72,19 @@ class SsdClusterDevice(Part):
         file = self.clusters
         return [
             DistanceCommand(page, payload, count, file.entry_bytes, metric)
-            for page, count in zip(file.first_page[wanted].tolist(), file.n_vectors[wanted].tolist(), strict=True)
+            for page, count in zip(
+                file.first_page[wanted].tolist(), file.n_vectors[wanted].tolist(), strict=True
+            )
             if count
         ]
 
     def distances(
-        self, query: torch.Tensor, clusters: Sequence[int] | np.ndarray, *, metric: str = "l2", deadline_s: float = 30.0
+        self,
+        query: torch.Tensor,
+        clusters: Sequence[int] | np.ndarray,
+        *,
+        metric: str = "l2",
+        deadline_s: float = 30.0,
     ) -> SsdDistanceTicket:
         """See `ClusterDevice`."""
         self._check_open()
@@ -81,20 +93,30 @@ class SsdClusterDevice(Part):
         n_vectors = file.n_vectors[wanted]
         values = query.contiguous()
         native = self._stream.push(
-            values.view(torch.uint8) if values.dtype == torch.int8 else values, file.format, metric, self._file.number,
-            os.fsencode(file.path), torch.from_numpy(wanted), torch.from_numpy(file.offset_bytes(wanted)), torch.from_numpy(n_vectors),
-            torch.from_numpy(file.crc32c[wanted].astype(np.int64)), deadline_s,
-        )  # fmt: skip
+            values.view(torch.uint8) if values.dtype == torch.int8 else values,
+            file.format,
+            metric,
+            self._file.number,
+            os.fsencode(file.path),
+            torch.from_numpy(wanted),
+            torch.from_numpy(file.offset_bytes(wanted)),
+            torch.from_numpy(n_vectors),
+            torch.from_numpy(file.crc32c[wanted].astype(np.int64)),
+            deadline_s,
+        )
         return SsdDistanceTicket(native, n_vectors)
 
     def read(self, clusters: np.ndarray, *, deadline_s: float = 30.0) -> Future:
-        """Starts reading the entries of clusters, int64 numbers of such; item i is ``clusters[i]``, checked when it is handed out."""
+        """Starts reading the entries of clusters, int64 numbers of such; item i is ``clusters[i]``,
+        checked when it is handed out."""
         self._check_open()
         file = self.clusters
         plan = Plan.of(
-            self._file, torch.from_numpy(file.offset_bytes(clusters)), torch.from_numpy(file.size_bytes_of(clusters)),
+            self._file,
+            torch.from_numpy(file.offset_bytes(clusters)),
+            torch.from_numpy(file.size_bytes_of(clusters)),
             crc32c=torch.from_numpy(file.crc32c[clusters].astype(np.int64)),
-        )  # fmt: skip
+        )
         return self.engine.read(plan, deadline_s=deadline_s)
 
     def _check_query(self, query: torch.Tensor, metric: str) -> None:
@@ -102,13 +124,19 @@ class SsdClusterDevice(Part):
         check_query(query, self.clusters.format, self.clusters.dim)
         if query.dim() != 1 or query.device.type != "cpu":
             raise errors.InvalidInputError(
-                "query against clusters", got=f"{list(query.shape)} on {query.device}", expected="one query, [dim], on the CPU"
+                "query against clusters",
+                got=f"{list(query.shape)} on {query.device}",
+                expected="one query, [dim], on the CPU",
             )
 
     def path_report(self) -> Sequence[FilePath]:
         """See `Device`."""
         buffered = self._file.effective.endswith("(buffered)")
-        reason = f"no direct I/O in {os.path.dirname(self._file.path)}" if buffered else self.engine.fallback_reason
+        reason = (
+            f"no direct I/O in {os.path.dirname(self._file.path)}"
+            if buffered
+            else self.engine.fallback_reason
+        )
         return [FilePath(self._file.path, self._file.effective, reason)]
 
     def stats(self) -> DeviceStats:
@@ -174,7 +202,11 @@ class SsdDistanceTicket:
 
 
 def open_clusters(
-    directory: str | os.PathLike[str], *, engine: NativeEngine | str = "auto", threads: int | None = None
+    directory: str | os.PathLike[str],
+    *,
+    engine: NativeEngine | str = "auto",
+    threads: int | None = None,
 ) -> SsdClusterDevice:
-    """Opens a directory of clusters on the plain SSD. Arguments and errors are those of `SsdClusterDevice`."""
+    """Opens a directory of clusters on the plain SSD. Arguments and errors are those of
+    `SsdClusterDevice`."""
     return SsdClusterDevice(directory, engine=engine, threads=threads)

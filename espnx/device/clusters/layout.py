@@ -8,7 +8,8 @@ A directory holds three files (the written specification is docs/device-verbs.md
                     uint32 each
     MANIFEST.json   format, dimension, counts, sizes and the table's checksum; written last
 
-Where a cluster begins follows from the sizes of those before it, so nothing in the files can place two clusters on one another.
+Where a cluster begins follows from the sizes of those before it, so nothing in the files can place
+two clusters on one another.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ PAGES_MAX = 2**32
 CLUSTERS_MAX = 2**31
 ID_BYTES = 4
 #: Formats of vectors, and their names in NumPy, which has no bfloat16.
-FORMATS = {name: str(dtype).removeprefix("torch.") for name, dtype in VECTOR_FORMATS.items() if name != "bf16"}
+FORMATS = {
+    name: str(dtype).removeprefix("torch.")
+    for name, dtype in VECTOR_FORMATS.items()
+    if name != "bf16"
+}
 TABLE = np.dtype([("n_vectors", "<u4"), ("crc32c", "<u4")])
 _REBUILD = "restore the directory from a copy, or write the clusters again"
 
@@ -104,16 +109,23 @@ class ClusterFile:
         return self.n_vectors[clusters] * self.entry_bytes
 
     def check_clusters(self, clusters: object) -> np.ndarray:
-        """Numbers of clusters as int64 [m]. Raises InvalidInputError for what is none, or not there."""
+        """Numbers of clusters as int64 [m]. Raises InvalidInputError for what is none, or not
+        there."""
         found = np.asarray(clusters)
         if found.size == 0:
             found = found.astype(np.int64)
         if found.ndim != 1 or found.dtype.kind not in "iu":
-            raise errors.InvalidInputError("clusters", got=f"{found.dtype} {list(found.shape)}", expected="numbers of clusters, int64 [m]")
+            raise errors.InvalidInputError(
+                "clusters",
+                got=f"{found.dtype} {list(found.shape)}",
+                expected="numbers of clusters, int64 [m]",
+            )
         outside = (found < 0) | (found >= self.n_clusters)
         if outside.any():
             raise errors.InvalidInputError(
-                "number of a cluster", got=int(found[outside][0]), expected=f"0 to {self.n_clusters - 1}" if self.n_clusters else "none"
+                "number of a cluster",
+                got=int(found[outside][0]),
+                expected=f"0 to {self.n_clusters - 1}" if self.n_clusters else "none",
             )
         return np.ascontiguousarray(found, dtype=np.int64)
 
@@ -128,9 +140,14 @@ def read_clusters(engine: NativeEngine, directory: str | os.PathLike[str]) -> Cl
 
     Raises:
         StoreNotFoundError: nothing was written there.
-        FormatError, ChecksumError, TruncatedFileError, FileMissingError: damaged, or of another kind or version.
+        FormatError, ChecksumError, TruncatedFileError, FileMissingError: damaged, or of another
+            kind or version.
     """
-    fields = Fields(read_manifest(engine, directory, MAGIC, VERSION), os.path.join(directory, "MANIFEST.json"), fix=_REBUILD)
+    fields = Fields(
+        read_manifest(engine, directory, MAGIC, VERSION),
+        os.path.join(directory, "MANIFEST.json"),
+        fix=_REBUILD,
+    )
     format = fields.choice("format", FORMATS)  # noqa: A001
     dim = fields.whole("dim", 1, DIM_MAX)
     n_clusters = fields.whole("n_clusters", 0, CLUSTERS_MAX)
@@ -142,9 +159,12 @@ def read_clusters(engine: NativeEngine, directory: str | os.PathLike[str]) -> Cl
     too_long = np.flatnonzero(n_vectors > CLUSTER_BYTES_MAX // entry)
     if too_long.size:
         raise errors.FormatError(
-            f"cluster {too_long[0]} of a table", path=table_path, got=f"{n_vectors[too_long[0]]} vectors",
-            expected=f"at most {CLUSTER_BYTES_MAX // entry}", fix=_REBUILD,
-        )  # fmt: skip
+            f"cluster {too_long[0]} of a table",
+            path=table_path,
+            got=f"{n_vectors[too_long[0]]} vectors",
+            expected=f"at most {CLUSTER_BYTES_MAX // entry}",
+            fix=_REBUILD,
+        )
     if int(n_vectors.sum()) != fields.whole("n_vectors"):
         fields.refuse("n_vectors", f"{int(n_vectors.sum())}, as the table has")
     first_page = np.concatenate([np.zeros(1, np.int64), np.cumsum(pages_of(n_vectors, entry))])
@@ -161,6 +181,10 @@ def _read_table(engine: NativeEngine, path: str, n_clusters: int, expected_crc: 
     data = read_file(engine, path)
     if crc32c(data) != expected_crc:
         raise errors.ChecksumError(
-            "table of clusters", path=path, got=f"CRC32C {crc32c(data):08x}", expected=f"{expected_crc:08x}", fix=_REBUILD
+            "table of clusters",
+            path=path,
+            got=f"CRC32C {crc32c(data):08x}",
+            expected=f"{expected_crc:08x}",
+            fix=_REBUILD,
         )
     return np.frombuffer(data, TABLE)

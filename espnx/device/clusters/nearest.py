@@ -1,8 +1,10 @@
-"""The two ways in which a host finds the nearest vectors of some clusters (Sung, 2025, section 3.4): it reads the clusters and measures
-their vectors itself (algorithm 1), or it has the device measure them and sorts the replies (algorithm 2).
+"""The two ways in which a host finds the nearest vectors of some clusters (Sung, 2025, section
+3.4): it reads the clusters and measures their vectors itself (algorithm 1), or it has the device
+measure them and sorts the replies (algorithm 2).
 
-Both share the clusters out over host threads, each of which hands its share over in one call, keeps its own nearest, and merges them. Both
-give the same result, bit for bit, whatever the number of threads.
+Both share the clusters out over host threads, each of which hands its share over in one call, keeps
+its own nearest, and merges them. Both give the same result, bit for bit, whatever the number of
+threads.
 """
 
 from __future__ import annotations
@@ -26,9 +28,15 @@ Found = tuple[np.ndarray, np.ndarray]
 
 
 def nearest_by_command(
-    device: ClusterDevice, query: torch.Tensor, clusters: Sequence[int] | np.ndarray, k: int, *, metric: str = "l2", threads: int = 1,
+    device: ClusterDevice,
+    query: torch.Tensor,
+    clusters: Sequence[int] | np.ndarray,
+    k: int,
+    *,
+    metric: str = "l2",
+    threads: int = 1,
     deadline_s: float = 30.0,
-) -> Found:  # fmt: skip
+) -> Found:
     """Algorithm 2: a distance command for each cluster; the host sorts the replies.
 
     Args:
@@ -38,8 +46,8 @@ def nearest_by_command(
         threads: of the host, 1 to 32.
 
     Returns:
-        (ids int32 [m], distances float32 [m]), the nearest first, ties by id; m is k, or fewer where the clusters hold fewer. An id that
-        lies in several clusters counts once.
+        (ids int32 [m], distances float32 [m]), the nearest first, ties by id; m is k, or fewer
+        where the clusters hold fewer. An id that lies in several clusters counts once.
     """
 
     def search(share: np.ndarray) -> Found:
@@ -50,10 +58,17 @@ def nearest_by_command(
 
 
 def nearest_by_read(
-    device: SsdClusterDevice, query: torch.Tensor, clusters: Sequence[int] | np.ndarray, k: int, *, metric: str = "l2", threads: int = 1,
+    device: SsdClusterDevice,
+    query: torch.Tensor,
+    clusters: Sequence[int] | np.ndarray,
+    k: int,
+    *,
+    metric: str = "l2",
+    threads: int = 1,
     deadline_s: float = 30.0,
-) -> Found:  # fmt: skip
-    """Algorithm 1: the device is an SSD that reads; the host checks and measures what it has read. As `nearest_by_command` else."""
+) -> Found:
+    """Algorithm 1: the device is an SSD that reads; the host checks and measures what it has read.
+    As `nearest_by_command` else."""
     wanted = device.clusters.check_clusters(clusters)
     device.commands(query, wanted[:1], metric=metric)  # refuses what that does
 
@@ -65,7 +80,8 @@ def nearest_by_read(
 
 def nearest(replies: np.ndarray, k: int) -> Found:
     """The k nearest of entries, each id once."""
-    if len(replies) > 4 * k:  # sort what may be among them alone, unless that turns out to hold an id too often
+    # sort what may be among them alone, unless that turns out to hold an id too often
+    if len(replies) > 4 * k:
         limit = np.partition(replies["distance"], 2 * k - 1)[2 * k - 1]
         found = _sorted(replies[replies["distance"] <= limit], k)
         if len(found[0]) == k:
@@ -80,7 +96,13 @@ def _sorted(replies: np.ndarray, k: int) -> Found:
     return ids[first], replies["distance"][order][first]
 
 
-def _over_threads(device: ClusterDevice, search: Callable[[np.ndarray], Found], clusters: np.ndarray, k: int, threads: int) -> Found:
+def _over_threads(
+    device: ClusterDevice,
+    search: Callable[[np.ndarray], Found],
+    clusters: np.ndarray,
+    k: int,
+    threads: int,
+) -> Found:
     check_whole("k, vectors wanted", k, 1)
     check_whole("threads of the host", threads, 1, HOST_THREADS_MAX)
     if threads == 1 or len(clusters) < 2:
@@ -91,13 +113,20 @@ def _over_threads(device: ClusterDevice, search: Callable[[np.ndarray], Found], 
         wait(jobs)
         found = [job.result() for job in jobs]
     replies = np.empty(sum(len(ids) for ids, _ in found), REPLY)
-    replies["id"], replies["distance"] = (np.concatenate([each[part] for each in found]) for part in (0, 1))
+    replies["id"], replies["distance"] = (
+        np.concatenate([each[part] for each in found]) for part in (0, 1)
+    )
     return nearest(replies, k)
 
 
 def _read_and_measure(
-    device: SsdClusterDevice, query: torch.Tensor, clusters: np.ndarray, k: int, metric: str, deadline_s: float
-) -> Found:  # fmt: skip
+    device: SsdClusterDevice,
+    query: torch.Tensor,
+    clusters: np.ndarray,
+    k: int,
+    metric: str,
+    deadline_s: float,
+) -> Found:
     file = device.clusters
     best = np.empty(0, REPLY)
     for some in _bounded(file, clusters):
@@ -106,7 +135,9 @@ def _read_and_measure(
         for items in future:
             arrived = items.numpy()
             arrived = arrived[file.n_vectors[some[arrived]] > 0]
-            measured = _measure(file, query, some[arrived], future.memory, position[arrived], metric)
+            measured = _measure(
+                file, query, some[arrived], future.memory, position[arrived], metric
+            )
             ids, found = nearest(np.concatenate([best, measured]), k)
             best = np.empty(len(ids), REPLY)
             best["id"], best["distance"] = ids, found
@@ -114,24 +145,35 @@ def _read_and_measure(
 
 
 def _measure(
-    file: ClusterFile, query: torch.Tensor, clusters: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray, metric: str
-) -> np.ndarray:  # fmt: skip
+    file: ClusterFile,
+    query: torch.Tensor,
+    clusters: np.ndarray,
+    memory: torch.Tensor,
+    position_bytes: np.ndarray,
+    metric: str,
+) -> np.ndarray:
     """`REPLY` of the vectors of clusters that lie there."""
     counts = file.n_vectors[clusters]
     before = np.repeat(np.cumsum(counts) - counts, counts)
     within = np.arange(counts.sum()) - before
     offset = np.repeat(position_bytes, counts) + within * file.entry_bytes + ID_BYTES
     replies = np.empty(len(offset), REPLY)
-    replies["distance"] = distances(query, memory, torch.from_numpy(offset), file.format, metric, threads=1).numpy()
+    replies["distance"] = distances(
+        query, memory, torch.from_numpy(offset), file.format, metric, threads=1
+    ).numpy()
     data, ids = memory.numpy(), replies["id"]
     begin = 0
     for at, count in zip(position_bytes.tolist(), counts.tolist(), strict=True):
-        ids[begin : begin + count] = data[at : at + count * file.entry_bytes].view(file.entry_dtype)["id"]
+        ids[begin : begin + count] = data[at : at + count * file.entry_bytes].view(
+            file.entry_dtype
+        )["id"]
         begin += count
     return replies
 
 
-def _bounded(file: ClusterFile, clusters: np.ndarray, limit_bytes: int = 16 << 20) -> list[np.ndarray]:
+def _bounded(
+    file: ClusterFile, clusters: np.ndarray, limit_bytes: int = 16 << 20
+) -> list[np.ndarray]:
     """The clusters in groups that one read may hold in memory."""
     group = np.cumsum(file.size_bytes_of(clusters)) // limit_bytes
     return np.split(clusters, np.flatnonzero(np.diff(group)) + 1)

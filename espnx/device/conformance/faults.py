@@ -1,5 +1,5 @@
-"""What holds when the storage fails under a device that reads by an engine it is given, whatever it is asked: a typed error in the caller's
-thread, and the right answer at the next try."""
+"""What holds when the storage fails under a device that reads by an engine it is given, whatever it
+is asked: a typed error in the caller's thread, and the right answer at the next try."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .requirement import Found, raises
 
 
 class Asked(Protocol):
-    """Opens a part of a device. While it is open, each call of what that gives asks the device for something and raises NotConformingError
-    unless the answer is right."""
+    """Opens a part of a device. While it is open, each call of what that gives asks the device for
+    something and raises NotConformingError unless the answer is right."""
 
     def __call__(
         self, device: NearStorageDevice, *, engine: FaultyEngine, deadline_s: float
@@ -32,11 +32,18 @@ class _Fault:
 
 
 _FAULTS = {
-    "reads that fail": _Fault(FaultRule("error", operation="read", count=1, value=5), (errors.ReadError,)),
-    "bytes that are damaged": _Fault(
-        FaultRule("flip", operation="read", count=1, value=1_605), (errors.ChecksumError, errors.StaleDataError)
+    "reads that fail": _Fault(
+        FaultRule("error", operation="read", count=1, value=5), (errors.ReadError,)
     ),
-    "reads that never end": _Fault(FaultRule("never", operation="read", count=1), (errors.DeadlineExceededError,), deadline_s=0.5),
+    "bytes that are damaged": _Fault(
+        FaultRule("flip", operation="read", count=1, value=1_605),
+        (errors.ChecksumError, errors.StaleDataError),
+    ),
+    "reads that never end": _Fault(
+        FaultRule("never", operation="read", count=1),
+        (errors.DeadlineExceededError,),
+        deadline_s=0.5,
+    ),
 }
 
 
@@ -55,7 +62,11 @@ def _fails(asked: Asked, fault: _Fault, device: NearStorageDevice) -> Found | No
                     ask()
             except errors.NotConformingError:
                 if not engine.stats().fault_hits:
-                    return Found("not made", "it reads past the engine that it is given: nobody knows what it does when this happens")
+                    return Found(
+                        "not made",
+                        "it reads past the engine that it is given: nobody knows what it does when "
+                        "this happens",
+                    )
                 raise
             ask()
     finally:
@@ -64,5 +75,8 @@ def _fails(asked: Asked, fault: _Fault, device: NearStorageDevice) -> Found | No
 
 
 def _reads_of_opening(asked: Asked, device: NearStorageDevice) -> int:
-    with FaultyEngine([FaultRule("delay", operation="read", value=0)]) as engine, asked(device, engine=engine, deadline_s=30.0):
+    with (
+        FaultyEngine([FaultRule("delay", operation="read", value=0)]) as engine,
+        asked(device, engine=engine, deadline_s=30.0),
+    ):
         return engine.stats().fault_hits

@@ -1,4 +1,5 @@
-"""What holds for every device that walks over a graph: the walk of plain Python over the same graph, node by node and hop by hop."""
+"""What holds for every device that walks over a graph: the walk of plain Python over the same
+graph, node by node and hop by hop."""
 
 from __future__ import annotations
 
@@ -18,11 +19,19 @@ from .faults import fault_checks
 from .requirement import in_threads, raises, require
 
 _DIM, _DEGREE, _NODES = 24, 8, 150
-_PAGE = np.dtype([("node", "<i8"), ("vector", "u1", _DIM), ("neighbours", "<i8", _DEGREE), ("rest", "u1", 4096 - 8 - _DIM - 8 * _DEGREE)])
+_PAGE = np.dtype(
+    [
+        ("node", "<i8"),
+        ("vector", "u1", _DIM),
+        ("neighbours", "<i8", _DEGREE),
+        ("rest", "u1", 4096 - 8 - _DIM - 8 * _DEGREE),
+    ]
+)
 
 
 class _Pages:
-    """Keeps `Graph`: a page for each node, with its checksum. Vectors are whole numbers, so that distances are exact."""
+    """Keeps `Graph`: a page for each node, with its checksum. Vectors are whole numbers, so that
+    distances are exact."""
 
     n_nodes, format, dim, metric = _NODES, "uint8", _DIM, "l2"
 
@@ -34,7 +43,10 @@ class _Pages:
         pages["neighbours"][:, 0] = (np.arange(_NODES) + 1) % _NODES  # all can be reached
         pages["rest"] = rng.integers(0, 256, pages["rest"].shape)
         pages.tofile(path)
-        self.pages, self.sums = pages, np.array([crc32c(page.tobytes()) for page in pages], np.int64)
+        self.pages, self.sums = (
+            pages,
+            np.array([crc32c(page.tobytes()) for page in pages], np.int64),
+        )
 
     def open(self, engine: Engine) -> Sequence[FileHandle]:
         self.file = engine.open(self.path)
@@ -45,10 +57,15 @@ class _Pages:
 
     def plan(self, nodes: np.ndarray) -> Plan:
         sizes = [_PAGE.itemsize] * len(nodes)
-        return Plan.of(self.file, (nodes * _PAGE.itemsize).tolist(), sizes, crc32c=self.sums[nodes].tolist())
+        return Plan.of(
+            self.file, (nodes * _PAGE.itemsize).tolist(), sizes, crc32c=self.sums[nodes].tolist()
+        )
 
     def parse(self, nodes: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray) -> Nodes:
-        pages = [memory.numpy()[at : at + _PAGE.itemsize].view(_PAGE)[0] for at in position_bytes.tolist()]
+        pages = [
+            memory.numpy()[at : at + _PAGE.itemsize].view(_PAGE)[0]
+            for at in position_bytes.tolist()
+        ]
         for node, page in zip(nodes.tolist(), pages, strict=True):
             if page["node"] != node:
                 raise errors.StaleDataError("a node", got=int(page["node"]), expected=node)
@@ -58,9 +75,12 @@ class _Pages:
     def estimator(self, query: torch.Tensor) -> Estimate | None:
         return None
 
-    def walk(self, query: torch.Tensor, length: int, k: int, beam: int) -> tuple[list[tuple[float, int]], int, int]:
-        """(the k nearest, as (distance, node); hops; nodes) of a walk: the `beam` nearest of the `length` candidates are expanded in each
-        hop, until all are, and their neighbours become candidates together."""
+    def walk(
+        self, query: torch.Tensor, length: int, k: int, beam: int
+    ) -> tuple[list[tuple[float, int]], int, int]:
+        """(the k nearest, as (distance, node); hops; nodes) of a walk: the `beam` nearest of the
+        `length` candidates are expanded in each hop, until all are, and their neighbours become
+        candidates together."""
         far = ((self.pages["vector"].astype(int) - query.numpy().astype(int)) ** 2).sum(1).tolist()
         met, done, hops = set(self.entry_points(query).tolist()), set[int](), 1
         listed = sorted((far[node], node) for node in met)[:length]
@@ -72,17 +92,45 @@ class _Pages:
             listed = sorted([*listed, *((far[node], node) for node in wave)])[:length]
         return sorted((far[node], node) for node in met)[:k], hops, len(met)
 
-    def require_right(self, graphs: GraphDevice, seed: int, length: int, k: int, beam: int, deadline_s: float = 30.0) -> None:
-        query = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, _DIM).astype(np.uint8))
+    def require_right(
+        self,
+        graphs: GraphDevice,
+        seed: int,
+        length: int,
+        k: int,
+        beam: int,
+        deadline_s: float = 30.0,
+    ) -> None:
+        query = torch.from_numpy(
+            np.random.default_rng(seed).integers(0, 256, _DIM).astype(np.uint8)
+        )
         ticket = graphs.search(query, length, k, beam=beam, deadline_s=deadline_s)
         ids, distances = ticket.finish()
         wanted, hops, nodes = self.walk(query, length, k, beam)
-        what, found = f"a walk with L={length}, k={k}, beam={beam}", list(zip(distances.tolist(), ids.tolist(), strict=True))
+        what, found = (
+            f"a walk with L={length}, k={k}, beam={beam}",
+            list(zip(distances.tolist(), ids.tolist(), strict=True)),
+        )
         require(found == wanted, f"{what}: distances and nodes", got=found, expected=wanted)
-        counted = ticket.walk.hops, ticket.walk.nodes, len(ticket.rounds), sum(len(each.nodes) for each in ticket.rounds)
-        require(counted == (hops, nodes, hops, nodes), f"{what}: hops and nodes, of all and by round", got=counted, expected=(hops, nodes))
+        counted = (
+            ticket.walk.hops,
+            ticket.walk.nodes,
+            len(ticket.rounds),
+            sum(len(each.nodes) for each in ticket.rounds),
+        )
+        require(
+            counted == (hops, nodes, hops, nodes),
+            f"{what}: hops and nodes, of all and by round",
+            got=counted,
+            expected=(hops, nodes),
+        )
         asked = ticket.walk.bytes_asked
-        require(asked == nodes * _PAGE.itemsize, f"{what}: bytes asked", got=asked, expected=nodes * _PAGE.itemsize)
+        require(
+            asked == nodes * _PAGE.itemsize,
+            f"{what}: bytes asked",
+            got=asked,
+            expected=nodes * _PAGE.itemsize,
+        )
 
 
 @contextmanager
@@ -96,10 +144,18 @@ def _pages(device: NearStorageDevice) -> Iterator[_Pages]:
 
 
 def walks_as_plain_python(device: NearStorageDevice) -> None:
-    """Lists from the shortest to one of all nodes, which finds the nearest of all; beams; counters."""
+    """Lists from the shortest to one of all nodes, which finds the nearest of all; beams;
+    counters."""
     with _pages(device) as pages, closing(device.open_graph(pages)) as graphs:
         for seed in range(4):
-            for length, k, beam in ((1, 1, 1), (10, 10, 1), (10, 3, 4), (40, 10, 7), (_NODES, 10, 4), (_NODES, _NODES, 400)):
+            for length, k, beam in (
+                (1, 1, 1),
+                (10, 10, 1),
+                (10, 3, 4),
+                (40, 10, 7),
+                (_NODES, 10, 4),
+                (_NODES, _NODES, 400),
+            ):
                 pages.require_right(graphs, seed, length, k, beam)
 
 
@@ -139,7 +195,9 @@ def is_closed(device: NearStorageDevice) -> None:
 
 
 @contextmanager
-def _asked(device: NearStorageDevice, *, engine: FaultyEngine, deadline_s: float) -> Iterator[Callable[[], None]]:
+def _asked(
+    device: NearStorageDevice, *, engine: FaultyEngine, deadline_s: float
+) -> Iterator[Callable[[], None]]:
     with _pages(device) as pages, closing(device.open_graph(pages, engine=engine)) as graphs:
         yield lambda: pages.require_right(graphs, 5, 20, 5, 4, deadline_s)
 

@@ -1,4 +1,5 @@
-"""How a check says what it found: nothing where a device does what it must, an error where it does not, and `Found` of the rest."""
+"""How a check says what it found: nothing where a device does what it must, an error where it does
+not, and `Found` of the rest."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ class Found:
     """What a check that did not fail has to say.
 
     Attributes:
-        outcome: ``ok``; ``not offered``: the device has no such verb, and need not have it; ``not made``: it has the verb, and whether it
-            does this of it right could not be found out.
+        outcome: ``ok``; ``not offered``: the device has no such verb, and need not have it; ``not
+            made``: it has the verb, and whether it does this of it right could not be found out.
         message: why, or how much was looked at.
     """
 
@@ -40,12 +41,15 @@ def raises(*kinds: type[Exception]) -> Iterator[None]:
     except kinds:
         return
     except errors.EspnxError as error:
-        raise errors.NotConformingError("the wrong error", got=f"{type(error).__name__}: {error}", expected=names) from error
+        raise errors.NotConformingError(
+            "the wrong error", got=f"{type(error).__name__}: {error}", expected=names
+        ) from error
     raise errors.NotConformingError("no error", got="a result", expected=names)
 
 
 def in_threads(ask: Callable[[int], object], seeds: Sequence[int]) -> None:
-    """Calls it with each seed in a thread of its own, at the same time. Raises what one of them raised, once all have ended."""
+    """Calls it with each seed in a thread of its own, at the same time. Raises what one of them
+    raised, once all have ended."""
     with ThreadPoolExecutor(len(seeds)) as pool:
         jobs = [pool.submit(ask, seed) for seed in seeds]
     for job in jobs:

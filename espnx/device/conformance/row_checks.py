@@ -30,16 +30,32 @@ from ..interface import RowDevice
 from ..near_storage import NearStorageDevice
 from ..row_layout import RowLayout
 from .faults import fault_checks
-from .known_rows import Kept, Seen, ShownRows, assert_right, attend, draw, kept, normal, put, queries, served
+from .known_rows import (
+    Kept,
+    Seen,
+    ShownRows,
+    assert_right,
+    attend,
+    draw,
+    kept,
+    normal,
+    put,
+    queries,
+    served,
+)
 from .requirement import Found, in_threads, raises, require
 from .soak import HEADS, ROWS, SEQUENCES, soak
 
 Open = Callable[..., RowDevice]
 _ANY = Queries(torch.empty(0, 0, 0, 8), 8)
 LAYOUTS = (
-    RowLayout("fp16", 64, 64), RowLayout("fp32", 40, 72), RowLayout("bf16", 128, 64), RowLayout("int8", 64, 64),
-    RowLayout("fp16", 48, 48, is_shared=True), RowLayout("fp16", 128, 128),
-)  # fmt: skip
+    RowLayout("fp16", 64, 64),
+    RowLayout("fp32", 40, 72),
+    RowLayout("bf16", 128, 64),
+    RowLayout("int8", 64, 64),
+    RowLayout("fp16", 48, 48, is_shared=True),
+    RowLayout("fp16", 128, 128),
+)
 
 
 @contextmanager
@@ -53,13 +69,20 @@ def opened(open_device: Open, **options: Any) -> Iterator[RowDevice]:
 
 def plain_of(device: RowDevice) -> RowLayout:
     """A layout of rows that it attends over; any, if there is none."""
-    return next((layout for layout in layouts_of(device) if not device.capabilities.lacks(_ANY, layout)), LAYOUTS[0])
+    return next(
+        (layout for layout in layouts_of(device) if not device.capabilities.lacks(_ANY, layout)),
+        LAYOUTS[0],
+    )
 
 
 def layouts_of(device: RowDevice) -> list[RowLayout]:
     """`LAYOUTS`, and those that a device for certain widths and formats alone attends over."""
     can = device.capabilities
-    own = (RowLayout(name, width, width) for width in can.attends_widths or () for name in can.attends_formats or ("fp16", "fp32"))
+    own = (
+        RowLayout(name, width, width)
+        for width in can.attends_widths or ()
+        for name in can.attends_formats or ("fp16", "fp32")
+    )
     return list(dict.fromkeys([*LAYOUTS, *own]))
 
 
@@ -77,36 +100,58 @@ def n_heads(layout: RowLayout) -> int:
 
 
 def some_rows(device: RowDevice, layout: RowLayout) -> list[Seen]:
-    """Heads in two segments; runs that end in a block, in the middle of a segment, at its first row; one that two sequences share."""
+    """Heads in two segments; runs that end in a block, in the middle of a segment, at its first
+    row; one that two sequences share."""
     heads, n = n_heads(layout), 2 * layout.block_rows + 3
     seen = list[Seen]()
     for part in (range(0, heads, 2), range(1, heads, 2)):
         if part:
             first = put(device, layout, 3, part, n, rng(1 + part.start))
             shared = put(device, layout, 1, part, layout.block_rows, rng(3 + part.start))[0]
-            seen += [shared.use(0, None, 0), shared.use(1, layout.block_rows - 1, 0), first[0].use(0, n, layout.block_rows)]
-            seen += [first[1].use(1, layout.block_rows + 1, layout.block_rows), first[2].use(2, 1, 0)]
+            seen += [
+                shared.use(0, None, 0),
+                shared.use(1, layout.block_rows - 1, 0),
+                first[0].use(0, n, layout.block_rows),
+            ]
+            seen += [
+                first[1].use(1, layout.block_rows + 1, layout.block_rows),
+                first[2].use(2, 1, 0),
+            ]
     return seen
 
 
 def some_tail(layout: RowLayout, first: int) -> RowsInMemory:
     k = normal(3, n_heads(layout), 12, layout.d, rng=rng(7)).to(torch.float16)
-    return RowsInMemory(k, k if layout.is_shared else normal(3, n_heads(layout), 12, layout.dv, rng=rng(8)).to(torch.float16), 2, 9, first)
+    return RowsInMemory(
+        k,
+        k
+        if layout.is_shared
+        else normal(3, n_heads(layout), 12, layout.dv, rng=rng(8)).to(torch.float16),
+        2,
+        9,
+        first,
+    )
 
 
 def extras(device: RowDevice, layout: RowLayout, n: int, positions: int) -> list[dict[str, Any]]:
     """What queries may ask for here, each alone and all together."""
     can, position = device.capabilities, torch.arange(positions - n, positions)
     offered: dict[str, dict[str, Any]] = {
-        "attends_window": {"window": positions // 2}, "attends_soft_cap": {"soft_cap": 2.0},
+        "attends_window": {"window": positions // 2},
+        "attends_soft_cap": {"soft_cap": 2.0},
         "attends_slopes": {"slopes": torch.rand(n_heads(layout), n, generator=rng(9))},
-    }  # fmt: skip
-    found: list[dict[str, Any]] = [{"position": position, **more} for name, more in offered.items() if getattr(can, name)]
-    return [*found, {name: value for each in found for name, value in each.items()}] if found else []
+    }
+    found: list[dict[str, Any]] = [
+        {"position": position, **more} for name, more in offered.items() if getattr(can, name)
+    ]
+    return (
+        [*found, {name: value for each in found for name, value in each.items()}] if found else []
+    )
 
 
 def attends(open_device: Open) -> None:
-    """Every layout, mask, tail, change of scores that the device offers; windows down to one read."""
+    """Every layout, mask, tail, change of scores that the device offers; windows down to one
+    read."""
     with opened(open_device) as device:
         layouts = layouts_of(device)
     for layout in layouts:
@@ -116,9 +161,11 @@ def attends(open_device: Open) -> None:
                 shown = (torch.rand(3, positions, generator=rng(4)) < 0.8).to(torch.uint8)
                 last = torch.tensor([3, positions, 2 * layout.block_rows + 1, 0])
                 masks: list[dict[str, Any]] = [
-                    {}, {"first_visible": torch.tensor([0, 5, positions])}, {"visible": shown, "last_position": last},
+                    {},
+                    {"first_visible": torch.tensor([0, 5, positions])},
+                    {"visible": shown, "last_position": last},
                     *extras(device, layout, n, positions),
-                ]  # fmt: skip
+                ]
                 for mask in masks:
                     look = queries(layout, 3, n_heads(layout), n, rng(5), **mask)
                     if device.capabilities.lacks(look, layout):
@@ -147,10 +194,14 @@ def _refuses(device: RowDevice, layout: RowLayout, seen: list[Seen], look: Queri
 
 
 def attends_wide_and_long(open_device: Open) -> None:
-    """As many sequences and heads as the soak has, and as many rows; one more and one less than 2^16."""
+    """As many sequences and heads as the soak has, and as many rows; one more and one less than
+    2^16."""
     with opened(open_device) as device:
         plain = plain_of(device)
-        rows, look = put(device, plain, SEQUENCES, range(HEADS), 5, rng()), queries(plain, SEQUENCES, HEADS, 2, rng(1))
+        rows, look = (
+            put(device, plain, SEQUENCES, range(HEADS), 5, rng()),
+            queries(plain, SEQUENCES, HEADS, 2, rng(1)),
+        )
         seen = [each.use(i, 1 + i % 5) for i, each in enumerate(rows)]
         right(device)(attend(device, plain, seen, look), seen, look)
         (long,) = put(device, plain, 1, range(1), ROWS, rng(2))
@@ -177,7 +228,12 @@ def serves_tickets_in_order(open_device: Open) -> None:
         plain = plain_of(device)
         seen = some_rows(device, plain)
         tickets = [device.ahead(plain, [each.use for each in seen]) for _ in range(3)]
-        require(device.front() == tickets[0], "the ticket in front", got=device.front(), expected=tickets[0])
+        require(
+            device.front() == tickets[0],
+            "the ticket in front",
+            got=device.front(),
+            expected=tickets[0],
+        )
         look = queries(plain, 3, 3, 1, rng())
         with raises(errors.InvalidInputError):
             device.attend(tickets[1], look)
@@ -188,7 +244,12 @@ def serves_tickets_in_order(open_device: Open) -> None:
 
 
 def _require_stored(device: RowDevice, expected: int) -> None:
-    require(device.stats().stored_bytes == expected, "bytes stored", got=device.stats().stored_bytes, expected=expected)
+    require(
+        device.stats().stored_bytes == expected,
+        "bytes stored",
+        got=device.stats().stored_bytes,
+        expected=expected,
+    )
 
 
 def _shows_nothing(memory: torch.Tensor, pieces: np.ndarray) -> None:
@@ -213,7 +274,9 @@ def has_nothing_to_show(open_device: Open) -> None:
 def joins(open_device: Open) -> None:
     with opened(open_device) as device:
         plain = plain_of(device)
-        parts = [draw(plain, 1, range(2), n, rng(n)) for n in (plain.block_rows, 2 * plain.block_rows, 7)]
+        parts = [
+            draw(plain, 1, range(2), n, rng(n)) for n in (plain.block_rows, 2 * plain.block_rows, 7)
+        ]
         segments = [device.put(plain, k, v, range(2))[0] for k, v in parts]
         k, v = (torch.cat([part[i] for part in parts], dim=2) for i in range(2))
         (whole,) = kept(plain, [device.join(segments)], k, v)
@@ -230,19 +293,37 @@ def counts(open_device: Open) -> None:
         plain = plain_of(device)
         stored: list[Kept] = put(device, plain, 2, range(2), 3 * plain.block_rows, rng())
         device.flush()
-        require(all(device.is_written(each.segment) for each in stored), "is_written after a flush", got=False)
+        require(
+            all(device.is_written(each.segment) for each in stored),
+            "is_written after a flush",
+            got=False,
+        )
         size = sum(each.segment.size_bytes for each in stored)
         found = device.stats()
         counted = found.bytes_written, found.stored_bytes, found.bytes_asked
-        require(counted == (size, size, 0), "bytes written, stored and asked", got=counted, expected=(size, size, 0))
+        require(
+            counted == (size, size, 0),
+            "bytes written, stored and asked",
+            got=counted,
+            expected=(size, size, 0),
+        )
         some = [each.use(i) for i, each in enumerate(stored)]
         attend(device, plain, some, queries(plain, 2, 2, 1, rng()))
         found = device.stats()
         require(found.bytes_asked == size, "bytes asked", got=found.bytes_asked, expected=size)
-        require(found.bytes_moved >= size, "bytes moved", got=found.bytes_moved, expected=f"at least {size}")
+        require(
+            found.bytes_moved >= size,
+            "bytes moved",
+            got=found.bytes_moved,
+            expected=f"at least {size}",
+        )
         device.release(stored[0].segment)
         _require_stored(device, size // 2)
-        require(all(file.effective_path for file in device.path_report()), "a file without a path", got=device.path_report())
+        require(
+            all(file.effective_path for file in device.path_report()),
+            "a file without a path",
+            got=device.path_report(),
+        )
 
 
 def forgets_from_another_thread(open_device: Open) -> None:
@@ -295,7 +376,8 @@ def serves_two_at_once(open_device: Open) -> None:
 
 
 def gives_memory_back(open_device: Open) -> None:
-    """Of what is put, asked for, looked at and released again and again, less than a quarter stays in the memory of this process."""
+    """Of what is put, asked for, looked at and released again and again, less than a quarter stays
+    in the memory of this process."""
     with opened(open_device) as device:
         plain = plain_of(device)
         n_rows = -(-(256 << 10) // plain.block_bytes) * plain.block_rows
@@ -311,7 +393,10 @@ def gives_memory_back(open_device: Open) -> None:
             put_bytes += segment.size_bytes if turn > 50 else 0
         grown = _resident_bytes() - first
         require(
-            grown < put_bytes // 4, f"memory that stays of {put_bytes} bytes", got=f"{grown} bytes", expected=f"less than {put_bytes // 4}"
+            grown < put_bytes // 4,
+            f"memory that stays of {put_bytes} bytes",
+            got=f"{grown} bytes",
+            expected=f"less than {put_bytes // 4}",
         )
 
 
@@ -334,23 +419,30 @@ def is_closed(open_device: Open) -> None:
         for _ in range(2):
             device.close()
         for call in (
-            lambda: device.attend(ticket, queries(plain, 1, 2, 1, rng())), lambda: device.visit(ticket, _shows_nothing), device.flush,
-            device.sync, lambda: device.ahead(plain, []), lambda: put(device, plain, 1, range(2), 5, rng()),
+            lambda: device.attend(ticket, queries(plain, 1, 2, 1, rng())),
+            lambda: device.visit(ticket, _shows_nothing),
+            device.flush,
+            device.sync,
+            lambda: device.ahead(plain, []),
+            lambda: put(device, plain, 1, range(2), 5, rng()),
             lambda: device.join([some[0].kept.segment]),
-        ):  # fmt: skip
+        ):
             with raises(errors.EngineClosedError):
                 call()
 
 
 CHECKS: tuple[Callable[[Open], None], ...] = (
-    attends, attends_wide_and_long, refuses_what_it_lacks, shows_every_row_once, serves_tickets_in_order, has_nothing_to_show, joins,
-    counts, forgets_from_another_thread, hands_on_what_show_raises, refuses_rows_that_do_not_fit, serves_two_at_once, gives_memory_back,
+    attends, attends_wide_and_long, refuses_what_it_lacks, shows_every_row_once,
+    serves_tickets_in_order, has_nothing_to_show, joins, counts, forgets_from_another_thread,
+    hands_on_what_show_raises, refuses_rows_that_do_not_fit, serves_two_at_once, gives_memory_back,
     is_closed,
 )  # fmt: skip
 
 
 @contextmanager
-def _asked(device: NearStorageDevice, *, engine: FaultyEngine, deadline_s: float) -> Iterator[Callable[[], None]]:
+def _asked(
+    device: NearStorageDevice, *, engine: FaultyEngine, deadline_s: float
+) -> Iterator[Callable[[], None]]:
     with opened(device.open_rows, engine=engine, deadline_s=deadline_s) as rows:
         layout = plain_of(rows)
         seen = [put(rows, layout, 1, range(2), 900, rng())[0].use(0)]  # more than a block
@@ -361,7 +453,12 @@ def _asked(device: NearStorageDevice, *, engine: FaultyEngine, deadline_s: float
             try:
                 found = attend(rows, layout, seen, look)
             except errors.EspnxError:
-                require(rows.front() == -1, "a ticket in line after an error", got=rows.front(), expected=-1)
+                require(
+                    rows.front() == -1,
+                    "a ticket in line after an error",
+                    got=rows.front(),
+                    expected=-1,
+                )
                 raise
             right(rows)(found, seen, look)
 
@@ -378,10 +475,17 @@ def _writes_that_fail(device: NearStorageDevice) -> Found | None:
                 rows.flush()
         except errors.NotConformingError:
             if not engine.stats().fault_hits:
-                return Found("not made", "it writes past the engine that it is given: nobody knows what it does when this happens")
+                return Found(
+                    "not made",
+                    "it writes past the engine that it is given: nobody knows what it does when "
+                    "this happens",
+                )
             raise
     return None
 
 
 #: By what goes wrong, over a device.
-FAULT_CHECKS: dict[str, Callable[[NearStorageDevice], Found | None]] = {**fault_checks(_asked), "writes that fail": _writes_that_fail}
+FAULT_CHECKS: dict[str, Callable[[NearStorageDevice], Found | None]] = {
+    **fault_checks(_asked),
+    "writes that fail": _writes_that_fail,
+}

@@ -1,6 +1,6 @@
-"""A random program on a device for rows: thousands of calls, each with what must come of it. Small shapes prevail, so that there are many;
-the others go to 16 sequences, 16 heads and 100,000 rows. The program follows from its seed and from what the device offers: what it finds,
-it finds again.
+"""A random program on a device for rows: thousands of calls, each with what must come of it. Small
+shapes prevail, so that there are many; the others go to 16 sequences, 16 heads and 100,000 rows.
+The program follows from its seed and from what the device offers: what it finds, it finds again.
 """
 
 from __future__ import annotations
@@ -29,24 +29,33 @@ from .requirement import require
 #: Of sequences, heads and rows.
 SEQUENCES, HEADS, ROWS = 16, 16, 100_000
 _FORMATS, _WIDTHS = ("fp16", "fp32", "bf16", "int8"), (64, 128, 8, 24, 32, 40, 80, 96, 256)
-#: Values of K and V together: of what is put or looked at in most calls, and in a few. 100,000 rows of 128 and 128 values are of the few.
+#: Values of K and V together: of what is put or looked at in most calls, and in a few. 100,000 rows
+#: of 128 and 128 values are of the few.
 _FEW_VALUES, _MANY_VALUES = 1 << 16, 26 << 20
 #: Of one life of a device: calls, segments of each kind of rows, tickets in line.
 _LIFE_CALLS, _SEGMENTS, _TICKETS = 500, 12, 4
 
 
 def soak(
-    open_rows: Callable[..., RowDevice], *, seconds: float = math.inf, calls: float = math.inf, seed: int = 0,
-    said: Callable[[Counter[str]], None] = lambda calls: None, is_alone: bool = True,
-) -> Counter[str]:  # fmt: skip
-    """Runs a program until so many seconds are over, or so many calls are made, and a device is closed.
+    open_rows: Callable[..., RowDevice],
+    *,
+    seconds: float = math.inf,
+    calls: float = math.inf,
+    seed: int = 0,
+    said: Callable[[Counter[str]], None] = lambda calls: None,
+    is_alone: bool = True,
+) -> Counter[str]:
+    """Runs a program until so many seconds are over, or so many calls are made, and a device is
+    closed.
 
     Args:
         open_rows: of `NearStorageDevice`; it is opened anew after some hundred calls.
         said: is told now and then how many calls have come back.
-        is_alone: nothing else in this process opens files meanwhile, so that those which are left open are counted.
+        is_alone: nothing else in this process opens files meanwhile, so that those which are left
+            open are counted.
 
-    Returns how many of each kind were made. Raises NotConformingError, which names the call and the seed.
+    Returns how many of each kind were made. Raises NotConformingError, which names the call and the
+    seed.
     """
     made, draws, values = Counter[str](), random.Random(seed), torch.Generator().manual_seed(seed)
     ends, lives, first_files = time.monotonic() + seconds, 0, 0
@@ -55,7 +64,9 @@ def soak(
         with _in_words(made, seed):
             rows = open_rows(**options)
             try:
-                _Life(rows, draws, values, made, said).run(min(calls, made.total() + _LIFE_CALLS), ends)
+                _Life(rows, draws, values, made, said).run(
+                    min(calls, made.total() + _LIFE_CALLS), ends
+                )
             finally:
                 rows.close()
         lives += 1
@@ -65,7 +76,12 @@ def soak(
             if _open_files() > most:
                 gc.collect()  # what nobody holds any more is open still
             count = _open_files()
-            require(count <= most, f"files that are open after {lives} devices were closed", got=count, expected=first_files)
+            require(
+                count <= most,
+                f"files that are open after {lives} devices were closed",
+                got=count,
+                expected=first_files,
+            )
     return made
 
 
@@ -83,13 +99,18 @@ def _in_words(made: Counter[str], seed: int) -> Iterator[None]:
     except Exception as error:
         where = f"call {made.total():,} of a soak with seed {seed}"
         if isinstance(error, errors.NotConformingError):
-            raise errors.NotConformingError(f"{where}: {error.what}", got=error.got, expected=error.expected) from error
-        raise errors.NotConformingError(where, got=f"{type(error).__name__}: {error}", expected="no error") from error
+            raise errors.NotConformingError(
+                f"{where}: {error.what}", got=error.got, expected=error.expected
+            ) from error
+        raise errors.NotConformingError(
+            where, got=f"{type(error).__name__}: {error}", expected="no error"
+        ) from error
 
 
 @dataclass(eq=False)
 class _Kind:
-    """Rows of one layout and number of heads, whose heads lie in one segment or in two; those that are stored, by part."""
+    """Rows of one layout and number of heads, whose heads lie in one segment or in two; those that
+    are stored, by part."""
 
     layout: RowLayout
     n_heads: int
@@ -121,18 +142,30 @@ class _Life:
     """A device from its opening to its end."""
 
     def __init__(
-        self, rows: RowDevice, draws: random.Random, values: torch.Generator, made: Counter[str], said: Callable[[Counter[str]], None]
+        self,
+        rows: RowDevice,
+        draws: random.Random,
+        values: torch.Generator,
+        made: Counter[str],
+        said: Callable[[Counter[str]], None],
     ):
-        self._rows, self._draws, self._values, self._made, self._said = rows, draws, values, made, said
+        self._rows, self._draws, self._values, self._made, self._said = (
+            rows,
+            draws,
+            values,
+            made,
+            said,
+        )
         self._line = deque[_Look]()
-        self._results = deque[tuple[torch.Tensor, torch.Tensor]](maxlen=6)  # (a result, what it was)
+        # (a result, what it was)
+        self._results = deque[tuple[torch.Tensor, torch.Tensor]](maxlen=6)
         self._stored = self._put = self._joined = self._asked_least = self._asked_most = 0
         self._kinds = [self._kind() for _ in range(3)]
 
     def run(self, calls: float, ends: float) -> None:
         steps: dict[Callable[[], None], int] = {
-            self._ask: 50, self._serve: 52, self._put_rows: 8, self._release: 6, self._join: 2, self._show_unseen: 1, self._wait: 1,
-            self._forget: 1,
+            self._ask: 50, self._serve: 52, self._put_rows: 8, self._release: 6, self._join: 2,
+            self._show_unseen: 1, self._wait: 1, self._forget: 1,
         }  # fmt: skip
         with self._asked_from_another_thread():
             while self._made.total() < calls and time.monotonic() < ends:
@@ -162,15 +195,23 @@ class _Life:
         layout = self._layout()
         n_heads = 1 if layout.is_shared else self._small(HEADS)
         every, half = range(n_heads), n_heads // 2
-        parts = self._draws.choice(([every], [every[::2], every[1::2]], [every[:half], every[half:]]))
+        parts = self._draws.choice(
+            ([every], [every[::2], every[1::2]], [every[:half], every[half:]])
+        )
         return _Kind(layout, n_heads, [part for part in parts if part])
 
     def _layout(self) -> RowLayout:
         """One of those that the device attends over, or, now and then, any."""
         can, choice, chance = self._rows.capabilities, self._draws.choice, self._draws.random()
-        formats, widths = (_FORMATS, _WIDTHS) if chance < 0.15 else (can.attends_formats or _FORMATS, can.attends_widths or _WIDTHS)
+        formats, widths = (
+            (_FORMATS, _WIDTHS)
+            if chance < 0.15
+            else (can.attends_formats or _FORMATS, can.attends_widths or _WIDTHS)
+        )
         name, d, dv = choice(formats), choice(widths), choice(widths)
-        if name != "int8" and self._draws.random() < (0.15 if can.attends_latent or chance < 0.15 else 0):
+        if name != "int8" and self._draws.random() < (
+            0.15 if can.attends_latent or chance < 0.15 else 0
+        ):
             return RowLayout(name, d, d, is_shared=True)
         return RowLayout(name, d, dv if can.attends_unlike_widths and chance < 0.6 else d)
 
@@ -183,12 +224,21 @@ class _Life:
         chance, randint, block = self._draws.random(), self._draws.randint, kind.layout.block_rows
         if chance < 0.6:
             n = randint(0, 40)
-        elif chance < 0.95:  # on and beside the borders of blocks, and of what kernels take at a time
-            n = self._draws.choice((block, block, 64, 128, 256)) * randint(1, 4) + self._draws.choice((-1, 0, 0, 1))
+        elif chance < 0.95:
+            # on and beside the borders of blocks, and of what kernels take at a time
+            n = self._draws.choice((block, block, 64, 128, 256)) * randint(
+                1, 4
+            ) + self._draws.choice((-1, 0, 0, 1))
         elif chance < 0.99:
             n = round(math.exp(self._draws.uniform(3, 8)))
         else:
-            n = self._draws.choice((ROWS, (1 << 16) + randint(-1, 1), round(math.exp(self._draws.uniform(8, math.log(ROWS))))))
+            n = self._draws.choice(
+                (
+                    ROWS,
+                    (1 << 16) + randint(-1, 1),
+                    round(math.exp(self._draws.uniform(8, math.log(ROWS)))),
+                )
+            )
         most = _MANY_VALUES if chance >= 0.99 else 4 * _FEW_VALUES
         return min(n, most // (n_sequences * kind.n_heads * kind.row_values))
 
@@ -208,9 +258,19 @@ class _Life:
             k *= size
             self._call("put")
             segments = self._rows.put(kind.layout, k, v, heads)
-            require(len(segments) == n_sequences, "segments of a put", got=len(segments), expected=n_sequences)
+            require(
+                len(segments) == n_sequences,
+                "segments of a put",
+                got=len(segments),
+                expected=n_sequences,
+            )
             facts = {(each.layout, each.heads, each.n_rows) for each in segments}
-            require(facts == {(kind.layout, heads, n_rows)}, "facts of segments", got=facts, expected=(kind.layout, heads, n_rows))
+            require(
+                facts == {(kind.layout, heads, n_rows)},
+                "facts of segments",
+                got=facts,
+                expected=(kind.layout, heads, n_rows),
+            )
             found = kept(kind.layout, segments, k.clone(), None if v is None else v.clone())
             for rows in (k, v):
                 if rows is not None:
@@ -224,22 +284,46 @@ class _Life:
     def _join(self) -> None:
         kind = self._draws.choice(self._kinds)
         stored = self._draws.choice(kind.stored)
-        whole = [each for each in stored if each.segment.n_rows and each.segment.n_rows % kind.layout.block_rows == 0]
-        parts = self._draws.sample(whole, min(len(whole), self._draws.randint(1, 3))) + self._draws.sample(stored, min(len(stored), 1))
-        if len(set(parts)) < 2 or len(set(parts)) < len(parts) or sum(each.k.numel() for each in parts) > 4 * _FEW_VALUES:
+        whole = [
+            each
+            for each in stored
+            if each.segment.n_rows and each.segment.n_rows % kind.layout.block_rows == 0
+        ]
+        parts = self._draws.sample(
+            whole, min(len(whole), self._draws.randint(1, 3))
+        ) + self._draws.sample(stored, min(len(stored), 1))
+        if (
+            len(set(parts)) < 2
+            or len(set(parts)) < len(parts)
+            or sum(each.k.numel() for each in parts) > 4 * _FEW_VALUES
+        ):
             return
         self._call("join")
         joined = self._rows.join([each.segment for each in parts])
-        found = Kept(joined, *(torch.cat([getattr(each, name) for each in parts], dim=1) for name in ("k", "v")))
-        require(joined.n_rows == found.k.shape[1], "rows of joined segments", got=joined.n_rows, expected=found.k.shape[1])
+        found = Kept(
+            joined,
+            *(torch.cat([getattr(each, name) for each in parts], dim=1) for name in ("k", "v")),
+        )
+        require(
+            joined.n_rows == found.k.shape[1],
+            "rows of joined segments",
+            got=joined.n_rows,
+            expected=found.k.shape[1],
+        )
         stored.append(found)
         kind.unseen.add(found)
-        self._stored, self._joined = self._stored + joined.size_bytes, self._joined + joined.size_bytes
+        self._stored, self._joined = (
+            self._stored + joined.size_bytes,
+            self._joined + joined.size_bytes,
+        )
         self._check_counters()
 
     def _release(self) -> None:
         kind = self._draws.choice(self._kinds)
-        stored, busy = self._draws.choice(kind.stored), {seen.kept for look in self._line for seen in look.seen}
+        stored, busy = (
+            self._draws.choice(kind.stored),
+            {seen.kept for look in self._line for seen in look.seen},
+        )
         free = [each for each in stored if each not in busy and each not in kind.unseen]
         if free:
             self._let_go(stored, self._draws.choice(free))
@@ -256,17 +340,30 @@ class _Life:
         (self._rows.sync if self._draws.random() < 0.1 else self._rows.flush)()
         for kind in self._kinds:
             require(
-                all(self._rows.is_written(each.segment) for part in kind.stored for each in part), "is_written after a flush", got=False
+                all(self._rows.is_written(each.segment) for part in kind.stored for each in part),
+                "is_written after a flush",
+                got=False,
             )
 
     def _check_counters(self) -> None:
         found = self._rows.stats()
-        require(found.stored_bytes == self._stored, "bytes stored", got=found.stored_bytes, expected=self._stored)
+        require(
+            found.stored_bytes == self._stored,
+            "bytes stored",
+            got=found.stored_bytes,
+            expected=self._stored,
+        )
         for name, least, most in (
-            ("bytes_written", self._put, self._put + self._joined), ("bytes_asked", self._asked_least, self._asked_most),
-        ):  # fmt: skip
+            ("bytes_written", self._put, self._put + self._joined),
+            ("bytes_asked", self._asked_least, self._asked_most),
+        ):
             counted = getattr(found, name)
-            require(least <= counted <= most, name, got=counted, expected=least if least == most else f"{least} to {most}")
+            require(
+                least <= counted <= most,
+                name,
+                got=counted,
+                expected=least if least == most else f"{least} to {most}",
+            )
 
     # --- rows are looked at ---
 
@@ -276,7 +373,14 @@ class _Life:
         kind, draws = self._draws.choice(self._kinds), self._draws
         n_sequences, n = self._small(SEQUENCES), draws.choice((1, 1, 1, 1, 1, 1, 2, 2, 3, 4, 8, 0))
         seen, positions = self._views(kind, n_sequences)
-        look = queries(kind.layout, n_sequences, kind.n_heads, n, self._values, **self._masks(kind, n_sequences, n, positions + 24))
+        look = queries(
+            kind.layout,
+            n_sequences,
+            kind.n_heads,
+            n,
+            self._values,
+            **self._masks(kind, n_sequences, n, positions + 24),
+        )
         look.q.mul_(draws.choice((1, 1, 1, 1, 0.1, 3)))
         tail = self._tail(kind, n_sequences, positions) if draws.random() < 0.4 else None
         is_visit = draws.random() < 0.2 or self._rows.capabilities.lacks(look, kind.layout)
@@ -285,21 +389,36 @@ class _Life:
     def _ahead(self, layout: RowLayout, seen: list[Seen], *asked: Any) -> None:
         self._call("ahead")
         ticket = self._rows.ahead(layout, [each.use for each in seen])
-        require(ticket >= 0 and all(ticket != each.ticket for each in self._line), "a ticket", got=ticket, expected="a new one")
+        require(
+            ticket >= 0 and all(ticket != each.ticket for each in self._line),
+            "a ticket",
+            got=ticket,
+            expected="a new one",
+        )
         self._line.append(_Look(ticket, layout, seen, *asked))
         # Rows that several sequences look at may be read once for all of them.
-        sizes = [len(each.use.segment.heads) * layout.blocks(each.use.n_rows) * layout.block_bytes for each in seen]
+        sizes = [
+            len(each.use.segment.heads) * layout.blocks(each.use.n_rows) * layout.block_bytes
+            for each in seen
+        ]
         self._asked_most += sum(sizes)
 
     def _views(self, kind: _Kind, n_sequences: int) -> tuple[list[Seen], int]:
         """(views of segments, or of their first rows; the first position behind all of them)."""
         draws, seen, positions = self._draws, list[Seen](), 0
-        left = (_MANY_VALUES if draws.random() < 0.02 else _FEW_VALUES) // kind.row_values  # rows of one head
+        # rows of one head
+        left = (_MANY_VALUES if draws.random() < 0.02 else _FEW_VALUES) // kind.row_values
         for sequence in range(n_sequences):
             for heads, stored in zip(kind.parts, kind.stored, strict=True):
                 first = draws.randint(1, 200) if draws.random() < 0.1 else 0
-                for each in draws.sample(stored, min(len(stored), draws.choice((0, 1, 1, 1, 2, 3)))):
-                    n = each.segment.n_rows if draws.random() < 0.6 else draws.randint(0, each.segment.n_rows)
+                for each in draws.sample(
+                    stored, min(len(stored), draws.choice((0, 1, 1, 1, 2, 3)))
+                ):
+                    n = (
+                        each.segment.n_rows
+                        if draws.random() < 0.6
+                        else draws.randint(0, each.segment.n_rows)
+                    )
                     n = min(n, left // len(heads))
                     left -= n * len(heads)
                     seen.append(each.use(sequence, n, first))
@@ -315,7 +434,9 @@ class _Life:
         if chance() < 0.2:
             found["first_visible"] = torch.randint(0, positions, (n_sequences,), generator=rng)
         if chance() < 0.2:
-            found["visible"] = (torch.rand(n_sequences, positions, generator=rng) < 0.8).to(torch.uint8)
+            found["visible"] = (torch.rand(n_sequences, positions, generator=rng) < 0.8).to(
+                torch.uint8
+            )
         if can.attends_window and chance() < 0.2:
             found["window"] = self._draws.randint(1, positions)
         if can.attends_soft_cap and chance() < 0.2:
@@ -327,8 +448,13 @@ class _Life:
     def _tail(self, kind: _Kind, n_sequences: int, first: int) -> RowsInMemory:
         n, skip, layout = self._draws.randint(0, 20), self._draws.randint(0, 3), kind.layout
         dtype = torch.float16 if layout.format == "int8" else layout.dtype
-        k, v = (normal(n_sequences, kind.n_heads, skip + n + 2, width, rng=self._values).to(dtype) for width in (layout.d, layout.dv))
-        return RowsInMemory(k, k if layout.is_shared else v, skip, n, first + self._draws.randint(0, 4))
+        k, v = (
+            normal(n_sequences, kind.n_heads, skip + n + 2, width, rng=self._values).to(dtype)
+            for width in (layout.d, layout.dv)
+        )
+        return RowsInMemory(
+            k, k if layout.is_shared else v, skip, n, first + self._draws.randint(0, 4)
+        )
 
     def _serve(self) -> None:
         if not self._line:
@@ -343,10 +469,17 @@ class _Life:
         for each in look.seen:
             used[each.kept] = max(used.get(each.kept, 0), each.use.n_rows)
         for each_kept, n in used.items():
-            self._asked_least += len(each_kept.segment.heads) * look.layout.blocks(n) * look.layout.block_bytes
+            self._asked_least += (
+                len(each_kept.segment.heads) * look.layout.blocks(n) * look.layout.block_bytes
+            )
         self._line.popleft()
         front, expected = self._rows.front(), self._line[0].ticket if self._line else -1
-        require(front == expected, "the ticket in front after one was served", got=front, expected=expected)
+        require(
+            front == expected,
+            "the ticket in front after one was served",
+            got=front,
+            expected=expected,
+        )
         self._check_counters()
 
     def _visit(self, look: _Look) -> None:
@@ -355,15 +488,23 @@ class _Life:
         self._rows.visit(look.ticket, shown.show)
         shown.finish()
         for kind in self._kinds:
-            kind.unseen -= {each.kept for each in look.seen if each.use.n_rows == each.use.segment.n_rows}
+            kind.unseen -= {
+                each.kept for each in look.seen if each.use.n_rows == each.use.segment.n_rows
+            }
 
     def _attend(self, look: _Look, asked: Queries) -> None:
         q = asked.q.clone()
         self._call("attend")
         o, lse = self._rows.attend(look.ticket, asked, look.tail)
-        require(torch.equal(asked.q, q), "queries that `attend` was given", got="other values when it returned")
+        require(
+            torch.equal(asked.q, q),
+            "queries that `attend` was given",
+            got="other values when it returned",
+        )
         for result, was in self._results:
-            require(torch.equal(result, was), "an earlier result", got="other values after a later call")
+            require(
+                torch.equal(result, was), "an earlier result", got="other values after a later call"
+            )
         assert_right((o, lse), look.seen, asked, look.tail, self._rows.capabilities.exchanges)
         self._results += [(o, o.clone()), (lse, lse.clone())]
 
@@ -382,7 +523,12 @@ class _Life:
         self._call("forget")
         self._rows.forget()
         self._line.clear()
-        require(self._rows.front() == -1, "the ticket in front after `forget`", got=self._rows.front(), expected=-1)
+        require(
+            self._rows.front() == -1,
+            "the ticket in front after `forget`",
+            got=self._rows.front(),
+            expected=-1,
+        )
 
     @contextmanager
     def _asked_from_another_thread(self) -> Iterator[None]:
@@ -404,4 +550,7 @@ class _Life:
             done.set()
             thread.join()
         for error in wrong:
-            raise errors.NotConformingError("`front`, `stats` and `path_report` in another thread", got=f"{type(error).__name__}: {error}")
+            raise errors.NotConformingError(
+                "`front`, `stats` and `path_report` in another thread",
+                got=f"{type(error).__name__}: {error}",
+            )

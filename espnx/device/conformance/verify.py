@@ -1,4 +1,5 @@
-"""Runs checks on a device in a process of its own, which is ended where a check does not end: there is a result whatever a device does."""
+"""Runs checks on a device in a process of its own, which is ended where a check does not end: there
+is a result whatever a device does."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ from ..near_storage import NearStorageDevice
 from ..registry import is_emulated, open_device
 from .requirement import Found
 
-#: A check returns what it has to say, or None where a device does what it must, and raises NotConformingError where it does not. It is
-#: given what to call now and then: its deadline begins anew then.
+#: A check returns what it has to say, or None where a device does what it must, and raises
+#: NotConformingError where it does not. It is given what to call now and then: its deadline begins
+#: anew then.
 Check = Callable[[NearStorageDevice, Callable[[], None]], Found | None]
-#: Names and checks, in the order in which they are run; a function of a module, since a process of its own looks it up.
+#: Names and checks, in the order in which they are run; a function of a module, since a process of
+#: its own looks it up.
 Checks = Callable[[NearStorageDevice, float], Iterable[tuple[str, Check]]]
 
 #: After so many checks without an end nothing more is asked of a device.
@@ -35,7 +38,8 @@ class Outcome:
 
     Attributes:
         check: its name.
-        outcome: ``ok``, ``failed``, ``no hardware`` (what it needs is not there), or as `Found` has it.
+        outcome: ``ok``, ``failed``, ``no hardware`` (what it needs is not there), or as `Found` has
+            it.
         message: why.
         duration_s: that it took.
     """
@@ -47,10 +51,16 @@ class Outcome:
 
 
 def verify(
-    name: str, path: str, checks: Checks, *, soak_s: float, deadline_s: float, said: Callable[[int, int], None]
-) -> Iterator[Outcome]:  # fmt: skip
-    """Every check of a device, as they end: one that fails says nothing about the next, and one that does not end, or ends the process,
-    neither.
+    name: str,
+    path: str,
+    checks: Checks,
+    *,
+    soak_s: float,
+    deadline_s: float,
+    said: Callable[[int, int], None],
+) -> Iterator[Outcome]:
+    """Every check of a device, as they end: one that fails says nothing about the next, and one
+    that does not end, or ends the process, neither.
 
     Args:
         name: of the device, as `espnx.device.open` takes it. An emulated one is not waited for.
@@ -65,7 +75,9 @@ def verify(
     done = list[str]()
     hangs = 0
     while True:
-        with tempfile.TemporaryDirectory(prefix=".espnx-verify-", dir=path, ignore_cleanup_errors=True) as directory:
+        with tempfile.TemporaryDirectory(
+            prefix=".espnx-verify-", dir=path, ignore_cleanup_errors=True
+        ) as directory:
             child = _Child(name, directory, checks, soak_s, done)
             try:
                 for outcome in child.outcomes(deadline_s, said, len(done)):
@@ -79,13 +91,16 @@ def verify(
         if hangs == _HANGS or not child.begun:
             for each in child.names:
                 if each not in done:
-                    yield Outcome(each, "failed", f"not begun: {_HANGS} checks before it did not end", 0.0)
+                    yield Outcome(
+                        each, "failed", f"not begun: {_HANGS} checks before it did not end", 0.0
+                    )
             return
 
 
 class _Child:
-    """The process: what it says is (``checks``, names), (``begin``, name), (``lives``), (``end``, name, outcome, message, duration),
-    (``raised``, the error that opening raised), or that it has ``finished``."""
+    """The process: what it says is (``checks``, names), (``begin``, name), (``lives``), (``end``,
+    name, outcome, message, duration), (``raised``, the error that opening raised), or that it has
+    ``finished``."""
 
     def __init__(self, name: str, directory: str, checks: Checks, soak_s: float, done: list[str]):
         self.names, self.begun, self.has_hung, self.is_finished = list[str](), "", False, False
@@ -94,15 +109,20 @@ class _Child:
         with tempfile.NamedTemporaryFile(prefix="espnx-stacks-", delete=False) as file:
             self._stacks_path = file.name
         arguments = (theirs, self._stacks_path, name, directory, checks, soak_s, list(done))
-        self._process = context.Process(target=_run, args=arguments, name=f"espnx device verify {name}", daemon=True)
+        self._process = context.Process(
+            target=_run, args=arguments, name=f"espnx device verify {name}", daemon=True
+        )
         self._process.start()
         theirs.close()
 
-    def outcomes(self, deadline_s: float, said: Callable[[int, int], None], n_done: int) -> Iterator[Outcome]:
+    def outcomes(
+        self, deadline_s: float, said: Callable[[int, int], None], n_done: int
+    ) -> Iterator[Outcome]:
         began = time.monotonic()
         while True:
             try:
-                is_there = self._said.poll(max(deadline_s, 60.0) if not self.begun else deadline_s)  # before the first it imports torch
+                # before the first it imports torch
+                is_there = self._said.poll(max(deadline_s, 60.0) if not self.begun else deadline_s)
                 kind, *facts = self._said.recv() if is_there else ("hangs",)
             except EOFError:
                 kind, facts = "died", []
@@ -123,19 +143,32 @@ class _Child:
                 return
             else:
                 self.has_hung = kind == "hangs"
-                yield Outcome(self.begun or "opening it", "failed", self._end_in_words(deadline_s), time.monotonic() - began)
+                yield Outcome(
+                    self.begun or "opening it",
+                    "failed",
+                    self._end_in_words(deadline_s),
+                    time.monotonic() - began,
+                )
                 return
 
     def _end_in_words(self, deadline_s: float) -> str:
         if not self.has_hung:
             self._process.join(10)
             code = self._process.exitcode
-            how = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
+            how = (
+                signal.Signals(-code).name
+                if code is not None and code < 0
+                else f"exit status {code}"
+            )
             return f"the process has ended: {how}"
-        return f"no end after {deadline_s:g} s; it stands in {self._where() or 'a place that does not tell'}"
+        return (
+            f"no end after {deadline_s:g} s; it stands in "
+            f"{self._where() or 'a place that does not tell'}"
+        )
 
     def _where(self) -> str:
-        """The innermost lines of Python that the check has come to, from the process's own stacks."""
+        """The innermost lines of Python that the check has come to, from the process's own
+        stacks."""
         if self._process.pid is not None:
             os.kill(self._process.pid, signal.SIGUSR1)
         for _ in range(50):
@@ -156,8 +189,14 @@ class _Child:
 
 
 def _run(
-    said: connection.Connection, stacks: str, name: str, directory: str, checks: Checks, soak_s: float, done: list[str]
-) -> None:  # fmt: skip
+    said: connection.Connection,
+    stacks: str,
+    name: str,
+    directory: str,
+    checks: Checks,
+    soak_s: float,
+    done: list[str],
+) -> None:
     """In the process of its own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     os.dup2(2, 1)  # standard output is the parent's, for its result
@@ -191,7 +230,8 @@ def _end_with_parent() -> None:
 
 
 class _Portable:
-    """An error on its way to another process. Errors of espnx are made of named arguments, which pickle does not know of."""
+    """An error on its way to another process. Errors of espnx are made of named arguments, which
+    pickle does not know of."""
 
     def __init__(self, error: errors.EspnxError):
         self._kind, self._facts, self._message = type(error), dict(vars(error)), error.args
@@ -200,7 +240,9 @@ class _Portable:
         return _made_again, (self._kind, self._facts, self._message)
 
 
-def _made_again(kind: type[errors.EspnxError], facts: dict[str, Any], message: tuple[Any, ...]) -> errors.EspnxError:
+def _made_again(
+    kind: type[errors.EspnxError], facts: dict[str, Any], message: tuple[Any, ...]
+) -> errors.EspnxError:
     error = kind.__new__(kind)
     error.args = message
     vars(error).update(facts)

@@ -1,1 +1,2 @@
-"""What commands cost a device of a spec: pure functions, one file a verb. No clock, no ticket, no file."""
+"""What commands cost a device of a spec: pure functions, one file a verb. No clock, no ticket, no
+file."""

@@ -1,6 +1,7 @@
-"""`distances`: a device with processing elements takes a query with each cluster's command and gives distances and ids back (in-storage
-distance calculation, chapter 3); of any other the clusters pass its link. How an element is set up costs what the spec's bandwidths say:
-bubbles between commands are a time model's work."""
+"""`distances`: a device with processing elements takes a query with each cluster's command and
+gives distances and ids back (in-storage distance calculation, chapter 3); of any other the clusters
+pass its link. How an element is set up costs what the spec's bandwidths say: bubbles between
+commands are a time model's work."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from ..vectors.interface import PAGE_BYTES, REPLY, Clusters
 from .work import COMPUTE, Group, Leg, Work, groups_of
 
 
-def distances(command: DistancesCommand, clusters: Clusters, accelerator: Accelerator | None) -> Work:
+def distances(
+    command: DistancesCommand, clusters: Clusters, accelerator: Accelerator | None
+) -> Work:
     """Args:
     clusters: that are stored.
     accelerator: that measures; None: the host does.

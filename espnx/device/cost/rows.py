@@ -1,7 +1,9 @@
-"""`put`, `ahead`, `visit`, `attend`: which bytes of the rows of a KV cache pass which links, and after what the accelerator may begin.
+"""`put`, `ahead`, `visit`, `attend`: which bytes of the rows of a KV cache pass which links, and
+after what the accelerator may begin.
 
-A head's rows come from flash in pieces, and their scores are computed piece by piece as they come; the values wait for the last score,
-since the second pass of HILOS's softmax needs the whole denominator (section 4.4). Heads follow one another.
+A head's rows come from flash in pieces, and their scores are computed piece by piece as they come;
+the values wait for the last score, since the second pass of HILOS's softmax needs the whole
+denominator (section 4.4). Heads follow one another.
 """
 
 from __future__ import annotations
@@ -72,7 +74,9 @@ def reads(heads: Heads, *, to_host: bool) -> list[Leg]:
     for rows in heads.values():
         pieces = _pieces(rows.size_bytes)
         asked = [-(-rows.requests * i // max(len(pieces), 1)) for i in range(len(pieces) + 1)]
-        legs += [read(part, asked[i + 1] - asked[i], to_host=to_host) for i, part in enumerate(pieces)]
+        legs += [
+            read(part, asked[i + 1] - asked[i], to_host=to_host) for i, part in enumerate(pieces)
+        ]
     return legs
 
 
@@ -82,16 +86,25 @@ def shown(heads: Heads) -> list[Leg]:
     return [Leg("device_to_host", sum(rows.size_bytes for rows in heads.values()), tuple(legs))]
 
 
-def attend(heads: Heads, hand_over: HandOver, accelerator: Accelerator | None) -> tuple[list[Leg], list[int]]:
-    """Behind `reads`: queries to the device, passes over its rows, results to the host. (the legs, numbers of those that have to end)."""
-    n, buffered, own = hand_over.n, hand_over.buffered, dict[tuple[int, int], list[tuple[int, int]]]()
+def attend(
+    heads: Heads, hand_over: HandOver, accelerator: Accelerator | None
+) -> tuple[list[Leg], list[int]]:
+    """Behind `reads`: queries to the device, passes over its rows, results to the host. (the legs,
+    numbers of those that have to end)."""
+    n, buffered, own = (
+        hand_over.n,
+        hand_over.buffered,
+        dict[tuple[int, int], list[tuple[int, int]]](),
+    )
     first = 0
     for unit, rows in heads.items():
         pieces = _pieces(rows.size_bytes)
         own[unit] = list(zip(range(first, first + len(pieces)), pieces, strict=True))
         first += len(pieces)
     every = dict.fromkeys(hand_over.heads, HeadRows(0, 0, 0)) | dict(heads)
-    given_bytes = len(every) * n * ROW_BYTES + len(hand_over.heads) * buffered * (n * _FLOAT_BYTES + ROW_BYTES)
+    given_bytes = len(every) * n * ROW_BYTES + len(hand_over.heads) * buffered * (
+        n * _FLOAT_BYTES + ROW_BYTES
+    )
     legs, results = [Leg("host_to_device", given_bytes)], list[int]()
     back_bytes = n * (ROW_BYTES + (_FLOAT_BYTES if hand_over.returns_lse else 0))
 
@@ -100,11 +113,15 @@ def attend(heads: Heads, hand_over: HandOver, accelerator: Accelerator | None) -
         return first + len(legs) - 1
 
     def over(tokens: float, after: Sequence[int]) -> Sequence[int]:
-        """Scores or values of so many tokens for n queries, as many of which share a pass as there is a kernel for."""
+        """Scores or values of so many tokens for n queries, as many of which share a pass as there
+        is a kernel for."""
         most = 0 if accelerator is None else accelerator.max_group
         for heads, passes in ((most, n // most), (n % most, 1)) if most else ():
             if heads and passes:
-                flop, size_bytes = 2.0 * tokens * DIM * heads * passes, round(tokens * ROW_BYTES) * passes
+                flop, size_bytes = (
+                    2.0 * tokens * DIM * heads * passes,
+                    round(tokens * ROW_BYTES) * passes,
+                )
                 after = [add(Leg(COMPUTE, size_bytes, tuple(after), flop=flop, heads=heads))]
         return after
 
@@ -118,17 +135,23 @@ def attend(heads: Heads, hand_over: HandOver, accelerator: Accelerator | None) -
     return legs, results
 
 
-def check_memory(heads: Heads, n: int, buffered: int, group: int, memory_bytes: int, name: str) -> None:
-    """Raises OutOfMemoryError unless each head's rows, with the scores of the queries that share a pass, fit a device's memory."""
+def check_memory(
+    heads: Heads, n: int, buffered: int, group: int, memory_bytes: int, name: str
+) -> None:
+    """Raises OutOfMemoryError unless each head's rows, with the scores of the queries that share a
+    pass, fit a device's memory."""
     for (sequence, head), rows in heads.items():
         tokens = padded(rows.n_rows + buffered)
         needed = 2 * tokens * ROW_BYTES + tokens * min(n, group) * _FLOAT_BYTES + 2 * n * ROW_BYTES
         if needed > memory_bytes:
             raise errors.OutOfMemoryError(
-                f"attention of sequence {sequence}, KV head {head} over {rows.n_rows + buffered} tokens in the memory of device {name!r}: "
-                f"{needed - memory_bytes} bytes are missing",
-                needed_bytes=needed, free_bytes=memory_bytes, fix="a device with more memory, or shorter sequences",
-            )  # fmt: skip
+                f"attention of sequence {sequence}, KV head {head} over {rows.n_rows + buffered} "
+                f"tokens in the memory of device {name!r}: {needed - memory_bytes} bytes are "
+                "missing",
+                needed_bytes=needed,
+                free_bytes=memory_bytes,
+                fix="a device with more memory, or shorter sequences",
+            )
 
 
 def _pieces(size_bytes: int) -> list[int]:

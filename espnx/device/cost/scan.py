@@ -1,5 +1,5 @@
-"""`scan`: a device that scans takes a command and gives the best records back, or every posting's part of a score; of any other the lists
-pass its link, and the host scans."""
+"""`scan`: a device that scans takes a command and gives the best records back, or every posting's
+part of a score; of any other the lists pass its link, and the host scans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a command costs, as a value: legs of its bytes over the links of a device, and work of its accelerator, and what waits for what."""
+"""What a command costs, as a value: legs of its bytes over the links of a device, and work of its
+accelerator, and what waits for what."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-#: Things come in groups of so many bytes: large enough for flash, small enough that they come as they are ready.
+#: Things come in groups of so many bytes: large enough for flash, small enough that they come as
+#: they are ready.
 GROUP_BYTES = 1 << 20
 PAGE_BYTES = 4096
 #: A leg that is no route: the accelerator is at work.
@@ -17,13 +19,10 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """Attributes:
-    route: of bytes (`espnx.device.emulation.topology.ROUTES`), or `COMPUTE` over them.
-    size_bytes: that pass it.
-    after: which legs of the same command have to end before: counted from its first one, or, below 0, from the newest.
-    requests: that read or write the bytes.
-    flop: of `COMPUTE`.
-    heads: query heads that share a pass of `COMPUTE`.
+    """Attributes: route: of bytes (`espnx.device.emulation.topology.ROUTES`), or `COMPUTE` over
+    them. size_bytes: that pass it. after: which legs of the same command have to end before:
+    counted from its first one, or, below 0, from the newest. requests: that read or write the
+    bytes. flop: of `COMPUTE`. heads: query heads that share a pass of `COMPUTE`.
     """
 
     route: str
@@ -36,7 +35,8 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Places `begin` to `end` of what was asked for, which are there when the leg of that number has ended."""
+    """Places `begin` to `end` of what was asked for, which are there when the leg of that number
+    has ended."""
 
     begin: int
     end: int
@@ -70,14 +70,18 @@ def groups_of(sizes: np.ndarray) -> list[tuple[int, int]]:
 
 def page_reads(
     file: np.ndarray, offset_bytes: np.ndarray, size_bytes: np.ndarray, gap_bytes: int = 0
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """What flash reads for some places in files: bool [m], which of them begin a read of their own; int64 [m], the bytes that each adds.
+) -> tuple[np.ndarray, np.ndarray]:
+    """What flash reads for some places in files: bool [m], which of them begin a read of their own;
+    int64 [m], the bytes that each adds.
 
-    Flash reads whole pages, each once, and a request counts once, whatever its size: places in the pages of one before them in their file,
-    or right behind (or less than the gap), come with it. Nothing is read for places of no bytes.
+    Flash reads whole pages, each once, and a request counts once, whatever its size: places in the
+    pages of one before them in their file, or right behind (or less than the gap), come with it.
+    Nothing is read for places of no bytes.
     """
     begin = offset_bytes // PAGE_BYTES * PAGE_BYTES
-    end = np.where(size_bytes > 0, -(-(offset_bytes + size_bytes) // PAGE_BYTES) * PAGE_BYTES, begin)
+    end = np.where(
+        size_bytes > 0, -(-(offset_bytes + size_bytes) // PAGE_BYTES) * PAGE_BYTES, begin
+    )
     order = np.lexsort((begin, file))
     order = order[end[order] > begin[order]]
     begin, end, file = begin[order], end[order], file[order]
@@ -87,6 +91,9 @@ def page_reads(
         reached, rows = np.maximum.accumulate(end[rows])[:-1], rows[1:]
         starts[rows] = begin[rows] > reached + gap_bytes
         added[rows] = np.where(starts[rows], added[rows], np.maximum(end[rows] - reached, 0))
-    begins, moved_bytes = np.zeros(len(size_bytes), dtype=bool), np.zeros(len(size_bytes), dtype=np.int64)
+    begins, moved_bytes = (
+        np.zeros(len(size_bytes), dtype=bool),
+        np.zeros(len(size_bytes), dtype=np.int64),
+    )
     begins[order], moved_bytes[order] = starts, added
     return begins, moved_bytes

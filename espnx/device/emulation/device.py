@@ -1,4 +1,5 @@
-"""Devices of a spec, emulated: real work on this machine, done when the hardware of the spec would have done it."""
+"""Devices of a spec, emulated: real work on this machine, done when the hardware of the spec would
+have done it."""
 
 from __future__ import annotations
 
@@ -48,24 +49,37 @@ class EmulatedDevice(NearStorageDevice):
         faults: Faults,
     ):
         super().__init__(path)
-        self.topology, self.number, self.hand_over, self.near_storage = topology, number, hand_over, near_storage
+        self.topology, self.number, self.hand_over, self.near_storage = (
+            topology,
+            number,
+            hand_over,
+            near_storage,
+        )
         self.capabilities = capabilities_of(topology.spec, near_storage=near_storage)
         self._users, self._faults = users, faults
         users.append(self)
 
-    def check(self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None) -> None:
+    def check(
+        self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None
+    ) -> None:
         """See `NearStorageDevice`."""
         SsdRowDevice.check(directory or self.path, engine=engine, name=name)
 
     def open_part(self, kind: PartKind, *what: Any, **options: Any) -> Any:
-        """See `NearStorageDevice`. Of rows, `compute` may be anything: results go where the queries are; `deadline_s` is of a transfer of
-        this machine's, and in virtual seconds of one of the device's. Raises InvalidInputError also where walks over a graph are asked for
-        and the spec has no latency of reads."""
+        """See `NearStorageDevice`. Of rows, `compute` may be anything: results go where the queries
+        are; `deadline_s` is of a transfer of this machine's, and in virtual seconds of one of the
+        device's. Raises InvalidInputError also where walks over a graph are asked for and the spec
+        has no latency of reads."""
         if kind is ROWS:
             return EmulatedRowDevice(
-                what[0] or self.path, topology=self.topology, number=self.number, hand_over=self.hand_over,
-                near_storage=self.near_storage, faults=self._faults, **options,
-            )  # fmt: skip
+                what[0] or self.path,
+                topology=self.topology,
+                number=self.number,
+                hand_over=self.hand_over,
+                near_storage=self.near_storage,
+                faults=self._faults,
+                **options,
+            )
         if kind is GRAPHS:
             check_latency(self.topology.spec)
 
@@ -84,8 +98,15 @@ class EmulatedDevice(NearStorageDevice):
             return f"{error.what}: {error.got}" if call == "open_graph" else ""
         return ""
 
-    def encode(self, encode: Callable[[Sequence[str]], T], texts: Sequence[str], *, flop: float | None = None) -> Encoding[T]:
-        """See `NearStorageDevice`. On a device that encodes, the seconds are virtual: of `flop` at the spec's rate.
+    def encode(
+        self,
+        encode: Callable[[Sequence[str]], T],
+        texts: Sequence[str],
+        *,
+        flop: float | None = None,
+    ) -> Encoding[T]:
+        """See `NearStorageDevice`. On a device that encodes, the seconds are virtual: of `flop` at
+        the spec's rate.
 
         Raises InvalidInputError: no `flop`, without which the spec says nothing of the time.
         """
@@ -93,7 +114,10 @@ class EmulatedDevice(NearStorageDevice):
             return super().encode(encode, texts, flop=flop)
         if flop is None:
             raise errors.InvalidInputError(
-                f"encoding on device {self.name!r}", got="no flop", expected="how much arithmetic it takes", fix="flop=forward_flop(...)"
+                f"encoding on device {self.name!r}",
+                got="no flop",
+                expected="how much arithmetic it takes",
+                fix="flop=forward_flop(...)",
             )
         done = encode_on_host(encode, texts, flop=flop)
         asked_s = self.topology.now()
@@ -113,13 +137,20 @@ class EmulatedDevice(NearStorageDevice):
         """See `NearStorageDevice`."""
         spec, memory = self.topology.spec, self.topology.spec.memory.size
         return super().describe() | {
-            "spec": spec.name, "title": spec.title, "devices": self.topology.n_devices, "stretch": self.topology.stretch,
-            "near_storage": self.near_storage, "hand_over": self.hand_over, "memory_bytes": None if memory is None else int(memory.value),
-            "links": self.topology.links, "figures": figures_of(spec),
-        }  # fmt: skip
+            "spec": spec.name,
+            "title": spec.title,
+            "devices": self.topology.n_devices,
+            "stretch": self.topology.stretch,
+            "near_storage": self.near_storage,
+            "hand_over": self.hand_over,
+            "memory_bytes": None if memory is None else int(memory.value),
+            "links": self.topology.links,
+            "figures": figures_of(spec),
+        }
 
     def report(self) -> Report:
-        """Whose time it was since the topology was opened: whether times of it may be quoted. Raises StateError for a stretch of 0."""
+        """Whose time it was since the topology was opened: whether times of it may be quoted.
+        Raises StateError for a stretch of 0."""
         return report(self.topology)
 
     def close(self) -> None:
@@ -134,7 +165,8 @@ class Emulation:
     """What a name of a spec opens.
 
     Args:
-        source: a preset, or a YAML file (docs/device-specs.md), or what `load_spec` made of one. Raises as `load_spec`.
+        source: a preset, or a YAML file (docs/device-specs.md), or what `load_spec` made of one.
+            Raises as `load_spec`.
     """
 
     def __init__(self, source: str | os.PathLike[str] | DeviceSpec):
@@ -155,24 +187,38 @@ class Emulation:
 
         Args:
             paths: directories.
-            stretch: wall seconds that a virtual second takes; 0: the wall clock has no part in it (`Topology`).
-            hand_over: of rows that wait on the host: ``scores``, which go to the device with their V (HILOS, section 4.3), or ``lse``:
-                attended to on the host and merged.
+            stretch: wall seconds that a virtual second takes; 0: the wall clock has no part in it
+                (`Topology`).
+            hand_over: of rows that wait on the host: ``scores``, which go to the device with their
+                V (HILOS, section 4.3), or ``lse``: attended to on the host and merged.
             near_storage: False: the same disks without what computes beside them.
             faults: what goes wrong on them, for tests of what stands on devices.
             seed: of faults that are likely, not certain.
 
         Raises:
-            InvalidInputError: an option out of range; an accelerator that attends, but not as HILOS's does.
+            InvalidInputError: an option out of range; an accelerator that attends, but not as
+                HILOS's does.
         """
         if hand_over not in HAND_OVERS:
-            raise errors.InvalidInputError("hand_over", got=repr(hand_over), expected=" or ".join(map(repr, HAND_OVERS)))
+            raise errors.InvalidInputError(
+                "hand_over", got=repr(hand_over), expected=" or ".join(map(repr, HAND_OVERS))
+            )
         if not isinstance(near_storage, bool):
-            raise errors.InvalidInputError("near_storage", got=repr(near_storage), expected="True or False")
+            raise errors.InvalidInputError(
+                "near_storage", got=repr(near_storage), expected="True or False"
+            )
         capabilities_of(self.spec, near_storage=near_storage)
         struck = Faults(faults, seed)
         topology, users = Topology(self.spec, len(paths), stretch=stretch), list[EmulatedDevice]()
         return [
-            EmulatedDevice(os.fspath(path), topology, number, users, hand_over=hand_over, near_storage=near_storage, faults=struck)
+            EmulatedDevice(
+                os.fspath(path),
+                topology,
+                number,
+                users,
+                hand_over=hand_over,
+                near_storage=near_storage,
+                faults=struck,
+            )
             for number, path in enumerate(paths)
         ]

@@ -1,7 +1,9 @@
-"""A part of an emulated device: another part does the real work on this machine, and a command is done when the device would have done it.
+"""A part of an emulated device: another part does the real work on this machine, and a command is
+done when the device would have done it.
 
-A device whose accelerator has a command's verb takes the command and gives its result back; of any other the bytes pass its link, and the
-host computes (`espnx.device.cost`). Results are those of the plain device either way, to the bit.
+A device whose accelerator has a command's verb takes the command and gives its result back; of any
+other the bytes pass its link, and the host computes (`espnx.device.cost`). Results are those of the
+plain device either way, to the bit.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from .topology import Topology, Transfer
 
 
 class PacedPart(PartAround):
-    """What both say of their files is the same, and so are the reads in `stats`; what passed the links is the topology's to say.
+    """What both say of their files is the same, and so are the reads in `stats`; what passed the
+    links is the topology's to say.
 
     Args:
         inner: does the work; closed with this one.
@@ -42,15 +45,29 @@ class PacedPart(PartAround):
     capabilities = Capabilities()
 
     def __init__(
-        self, inner: Any, stored: Any, topology: Topology, number: int, verbs: Mapping[str, Verb], *, near_storage: bool = True,
+        self,
+        inner: Any,
+        stored: Any,
+        topology: Topology,
+        number: int,
+        verbs: Mapping[str, Verb],
+        *,
+        near_storage: bool = True,
         guard: Guard | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__(inner)
-        self._stored, self._topology, self._number, self._verbs, self._near_storage = stored, topology, number, verbs, near_storage
+        self._stored, self._topology, self._number, self._verbs, self._near_storage = (
+            stored,
+            topology,
+            number,
+            verbs,
+            near_storage,
+        )
         self._guard = guard or Guard(topology, number, "")
 
     def submit(self, command: Command, watch: Watch | None = None) -> Any:
-        """See `Part`. `deadline_s` of the command is of the real reads, and in virtual seconds of the device's."""
+        """See `Part`. `deadline_s` of the command is of the real reads, and in virtual seconds of
+        the device's."""
         cost = self._verbs[command.verb].cost
         if cost is None:  # whole records are for whoever checks or copies a store
             return command.ask(self._inner, watch)
@@ -63,14 +80,19 @@ class PacedPart(PartAround):
                 ticket.cancel()
                 raise
         if pace.work.step is not None and self._topology.stretch == 0:
-            # Only waiting moves this clock: with the work done before anybody waits, virtual times do not depend on this machine's.
+            # Only waiting moves this clock: with the work done before anybody waits, virtual times
+            # do not depend on this machine's.
             with contextlib.suppress(errors.EspnxError):  # `finish` raises it
                 ticket.finish()
         return PacedTicket(ticket, command, pace, self._guard, fault)
 
     def _accelerator(self, verb: str) -> Accelerator | None:
         accelerator = self._topology.spec.accelerator
-        return accelerator if self._near_storage and accelerator is not None and verb in accelerator.verbs else None
+        return (
+            accelerator
+            if self._near_storage and accelerator is not None and verb in accelerator.verbs
+            else None
+        )
 
     @property
     def clock(self) -> Clock | None:
@@ -121,16 +143,25 @@ class Pace:
         for leg in legs:
             after = [self.legs[number] for number in leg.after]
             if leg.route == COMPUTE:
-                self.legs.append(topology.compute(device, leg.flop, leg.size_bytes, group=leg.heads, after=after))
+                self.legs.append(
+                    topology.compute(device, leg.flop, leg.size_bytes, group=leg.heads, after=after)
+                )
             else:
-                self.legs.append(topology.transfer(device, leg.route, leg.size_bytes, after, requests=leg.requests))
+                self.legs.append(
+                    topology.transfer(
+                        device, leg.route, leg.size_bytes, after, requests=leg.requests
+                    )
+                )
         return self.legs[begin:]
 
 
 class PacedTicket(Around):
-    """Hands out what the real ticket has, group by group in the order in which it was asked for, or all at the end."""
+    """Hands out what the real ticket has, group by group in the order in which it was asked for, or
+    all at the end."""
 
-    def __init__(self, inner: Any, command: Command, pace: Pace, guard: Guard, fault: DeviceFault | None):
+    def __init__(
+        self, inner: Any, command: Command, pace: Pace, guard: Guard, fault: DeviceFault | None
+    ):
         super().__init__(inner)
         self._command, self._pace, self._guard, self._fault = command, pace, guard, fault
         self._topology, self._is_held = pace.topology, fault is not None
@@ -147,12 +178,17 @@ class PacedTicket(Around):
             self._guard.wait(self._fault, self._command.verb, limit_s)
 
     def _looked_at(self, found: Any) -> Any:
-        self._guard.reply(self._fault, self._command.verb, self._command.values(found), self._command.can_be)
+        self._guard.reply(
+            self._fault, self._command.verb, self._command.values(found), self._command.can_be
+        )
         return found
 
     def next(self, at_least: int = 1, timeout_s: float | None = None) -> tuple[np.ndarray, bool]:
         """See `espnx.device.interface.RecordTicket`."""
-        asked_s, until = self._topology.now(), None if timeout_s is None else time.monotonic() + timeout_s
+        asked_s, until = (
+            self._topology.now(),
+            None if timeout_s is None else time.monotonic() + timeout_s,
+        )
         found, count = list[np.ndarray](), 0
         try:
             self._hold(self._deadline_s)
@@ -165,7 +201,9 @@ class PacedTicket(Around):
                 found.append(np.arange(group.begin, group.end))
                 count += group.end - group.begin
             if not self._groups and not self._has_ended:
-                self._has_ended = self._inner.next(1, None if until is None else max(until - time.monotonic(), 0.0))[1]
+                self._has_ended = self._inner.next(
+                    1, None if until is None else max(until - time.monotonic(), 0.0)
+                )[1]
         except BaseException:
             self.cancel()
             raise
@@ -199,7 +237,8 @@ class PacedTicket(Around):
         return True
 
     def finish(self, timeout_s: float | None = None) -> Any:
-        """Waits for the real work, and then for the device. The timeout is of each, in wall seconds."""
+        """Waits for the real work, and then for the device. The timeout is of each, in wall
+        seconds."""
         work = self._pace.work
         if work.groups is not None:
             while not self.next(2**62)[1]:
@@ -240,4 +279,8 @@ class PacedTicket(Around):
     @property
     def records(self) -> Any:
         """See `espnx.device.interface.RecordTicket`."""
-        raise errors.InvalidInputError("records of an emulated device", got="scores alone", expected="a device that hands out records")
+        raise errors.InvalidInputError(
+            "records of an emulated device",
+            got="scores alone",
+            expected="a device that hands out records",
+        )

@@ -1,8 +1,10 @@
-"""What a run on emulated devices may be quoted for: how much of its time was the devices', and how much this machine's.
+"""What a run on emulated devices may be quoted for: how much of its time was the devices', and how
+much this machine's.
 
-Emulated time passes as the wall clock does, slower by the stretch. So what the host computes, and what real work takes longer than the
-hardware would, stands in it divided by the stretch. Where that is more than a fifth of a run, its time says too much of this machine, and
-is not to be quoted: results are right all the same. A larger stretch makes the share smaller.
+Emulated time passes as the wall clock does, slower by the stretch. So what the host computes, and
+what real work takes longer than the hardware would, stands in it divided by the stretch. Where that
+is more than a fifth of a run, its time says too much of this machine, and is not to be quoted:
+results are right all the same. A larger stretch makes the share smaller.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from .topology import Times, Topology
 #: Of a run's time, at most, that may be the host's.
 HOST_SHARE_MAX = 0.2
 _FIGURES = 2  # of a stretch that is proposed
-#: That is proposed: a second of the devices takes hours then, and what asks for more hardly waits for them.
+#: That is proposed: a second of the devices takes hours then, and what asks for more hardly waits
+#: for them.
 STRETCH_MAX = 10_000.0
 
 
@@ -27,9 +30,11 @@ class Report:
     Attributes:
         stretch: wall seconds of a virtual second.
         wall_s: how long it took.
-        waited_s: wall seconds in which somebody waited for what the devices had not done yet, and nobody was late: the devices' time.
-        late_s: wall seconds in which somebody waited for what the devices had done already: for real work, and for threads to wake. Others
-            may have waited for devices meanwhile; where one of many is late, the run is. They are in `host_s`.
+        waited_s: wall seconds in which somebody waited for what the devices had not done yet, and
+            nobody was late: the devices' time.
+        late_s: wall seconds in which somebody waited for what the devices had done already: for
+            real work, and for threads to wake. Others may have waited for devices meanwhile; where
+            one of many is late, the run is. They are in `host_s`.
     """
 
     stretch: float
@@ -59,12 +64,17 @@ class Report:
 
     @property
     def stretch_to_use(self) -> float:
-        """The least stretch, rounded up, that makes the host's share small enough if the host takes as long as now and the devices wait for
-        nothing else; infinite above `STRETCH_MAX`, where they were waited for so little that it is chance."""
+        """The least stretch, rounded up, that makes the host's share small enough if the host takes
+        as long as now and the devices wait for nothing else; infinite above `STRETCH_MAX`, where
+        they were waited for so little that it is chance."""
         if self.is_valid:
             return self.stretch
         # host / (host + waited x more) = share
-        more = self.host_s * (1 - HOST_SHARE_MAX) / (HOST_SHARE_MAX * self.waited_s) if self.waited_s > 0 else math.inf
+        more = (
+            self.host_s * (1 - HOST_SHARE_MAX) / (HOST_SHARE_MAX * self.waited_s)
+            if self.waited_s > 0
+            else math.inf
+        )
         wanted = _rounded_up(self.stretch * more)
         return wanted if wanted <= STRETCH_MAX else math.inf
 
@@ -73,19 +83,29 @@ class Report:
         if not self.waited_s:
             return f"nobody waited for an emulated device; {elsewhere}"
         if not math.isfinite(stretch):
-            waited = f"its devices were waited for in {self.waited_s:.2g} s of it, too little to say which stretch would do"
+            waited = (
+                f"its devices were waited for in {self.waited_s:.2g} s of it, too little to say "
+                "which stretch would do"
+            )
             return f"{waited}: give them more to do; {elsewhere}"
-        return f"run it again with a stretch of {stretch:g}, for about {self.host_s + self.waited_s * stretch / self.stretch:.2g} s"
+        return (
+            f"run it again with a stretch of {stretch:g}, for about "
+            f"{self.host_s + self.waited_s * stretch / self.stretch:.2g} s"
+        )
 
     @property
     def refusal(self) -> TimesNotValidError | None:
-        """Why its times are not to be quoted; None: they may be. A benchmark raises it; a program whose results count prints it."""
+        """Why its times are not to be quoted; None: they may be. A benchmark raises it; a program
+        whose results count prints it."""
         if self.is_valid:
             return None
         more = self.stretch_to_use
         return TimesNotValidError(
             "the times of this emulated run are not the devices' (its results are right)",
-            got=f"{self.host_share:.0%} of {self.wall_s:.3g} s that were this machine's, at a stretch of {self.stretch:g}",
+            got=(
+                f"{self.host_share:.0%} of {self.wall_s:.3g} s that were this machine's, at a "
+                f"stretch of {self.stretch:g}"
+            ),
             expected=f"at most {HOST_SHARE_MAX:.0%}",
             fix=self._way_out(more),
             stretch_to_use=more,
@@ -98,17 +118,25 @@ class Report:
 
 
 def report(topology: Topology, since: Times | None = None) -> Report:
-    """Of everything on a topology, or of what came after `since` (`Topology.times`, when nobody waited).
+    """Of everything on a topology, or of what came after `since` (`Topology.times`, when nobody
+    waited).
 
     Raises:
         StateError: the topology's `stretch` is 0, so that the wall clock says nothing of it.
     """
     if topology.stretch == 0:
-        raise StateError("a report of emulated time", got="a topology with a stretch of 0", expected="one that the wall clock moves")
+        raise StateError(
+            "a report of emulated time",
+            got="a topology with a stretch of 0",
+            expected="one that the wall clock moves",
+        )
     times, before = topology.times(), since or Times(0.0, 0.0, 0.0)
     wall = topology.stretch
     return Report(
-        wall, (times.now_s - before.now_s) * wall, (times.waited_s - before.waited_s) * wall, (times.late_s - before.late_s) * wall
+        wall,
+        (times.now_s - before.now_s) * wall,
+        (times.waited_s - before.waited_s) * wall,
+        (times.late_s - before.late_s) * wall,
     )
 
 

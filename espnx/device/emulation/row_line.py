@@ -1,4 +1,5 @@
-"""The reads of rows that an emulated device has in line: they begin in order, as far as its memory, or the host's, has room for them."""
+"""The reads of rows that an emulated device has in line: they begin in order, as far as its memory,
+or the host's, has room for them."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class RowLine:
 
     Args:
         topology, device: which.
-        window_bytes: of rows that are read before they are asked for: the device's memory, or the host's.
+        window_bytes: of rows that are read before they are asked for: the device's memory, or the
+            host's.
         deadline_s: virtual seconds of each transfer.
     """
 
@@ -89,12 +91,14 @@ class RowLine:
                 self._begin()
 
     def cancel(self) -> None:
-        """Nothing in line is wanted any more. Whoever waits gets TransferCancelledError. **Any thread.**"""
+        """Nothing in line is wanted any more. Whoever waits gets TransferCancelledError. **Any
+        thread.**"""
         with self._lock:
             line, self._line = self._line, deque()
         for reads in line:
             reads.cancel()
 
     def wait(self, transfers: Sequence[Transfer], asked_s: float | None = None) -> None:
-        """Until all have ended. Raises DeadlineExceededError, TransferCancelledError, EngineClosedError."""
+        """Until all have ended. Raises DeadlineExceededError, TransferCancelledError,
+        EngineClosedError."""
         self.topology.wait(transfers, asked_s=asked_s, deadline_s=self.deadline_s)

@@ -1,9 +1,11 @@
-"""The hardware of several emulated devices and of the way between them and the host, in virtual time.
+"""The hardware of several emulated devices and of the way between them and the host, in virtual
+time.
 
-Each device has flash to read and to program, memory, an accelerator and a link of its own; a switch port is shared by as many as the spec
-says, the uplink by all. Links carry both directions at once. Bytes flow through all links of their route at once, what one device sends on
-one route goes in the order of the calls, and routes and devices share what they have in common fairly (csrc/device/link_clock.hpp). A
-figure that the spec does not have bounds nothing.
+Each device has flash to read and to program, memory, an accelerator and a link of its own; a switch
+port is shared by as many as the spec says, the uplink by all. Links carry both directions at once.
+Bytes flow through all links of their route at once, what one device sends on one route goes in the
+order of the calls, and routes and devices share what they have in common fairly
+(csrc/device/link_clock.hpp). A figure that the spec does not have bounds nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 
 #: Of one transfer: no drive is larger, and times of it are still exact to the nanosecond.
 SIZE_MAX_BYTES = 1 << 60
-#: Virtual seconds, of a wall second each, that emulation takes on a machine which is this much slower than the devices.
+#: Virtual seconds, of a wall second each, that emulation takes on a machine which is this much
+#: slower than the devices.
 DEFAULT_STRETCH = 100.0
 DEFAULT_DEADLINE_S = 600.0
 _UNBOUND = 1e300  # a second, of anything
@@ -85,8 +88,10 @@ class Times:
 
     Attributes:
         now_s: all of it.
-        waited_s: while somebody waited, and nobody for what the devices had done already. Moments that several waited count once.
-        late_s: while somebody waited for what the devices had done already: for the real work, or for this machine to notice.
+        waited_s: while somebody waited, and nobody for what the devices had done already. Moments
+            that several waited count once.
+        late_s: while somebody waited for what the devices had done already: for the real work, or
+            for this machine to notice.
     """
 
     now_s: float
@@ -100,8 +105,8 @@ class Topology:
     Args:
         spec: of every device.
         n_devices: of them, from 1.
-        stretch: wall seconds that a virtual second takes. 0: the wall clock has no part in it; time stands where waiting has moved it, and
-            results do not depend on the machine.
+        stretch: wall seconds that a virtual second takes. 0: the wall clock has no part in it; time
+            stands where waiting has moved it, and results do not depend on the machine.
 
     Attributes:
         watches: whoever measures what passes now, kept by `espnx.device.emulation.use`.
@@ -120,11 +125,14 @@ class Topology:
         self._latency_s: dict[str, float] = {}
         self._routes = [self._lay_out(device) for device in range(n_devices)]
         self._numbers = {name: number for number, name in enumerate(self._rates)}
-        self._clock = load_native().LinkClock(list(self._latency_s.items()), n_devices * len(_LANES), self.stretch)
+        self._clock = load_native().LinkClock(
+            list(self._latency_s.items()), n_devices * len(_LANES), self.stretch
+        )
         self._thread = threading.local()
 
     def _lay_out(self, device: int) -> dict[str, tuple[str, ...]]:
-        """Names of the links of each route of one device. Links that the spec gives no bandwidth are left out."""
+        """Names of the links of each route of one device. Links that the spec gives no bandwidth
+        are left out."""
         flash, links, accelerator = self.spec.flash, self.spec.links, self.spec.accelerator
         per_port = int(links.devices_per_port.value) if links.devices_per_port else 1
         own, port = f"device {device}", f"port {device // per_port}"
@@ -144,25 +152,37 @@ class Topology:
             if per_s is not None:
                 self._rates[name], self._latency_s[name] = per_s, latency
         routes = ROUTES | {_COMPUTE: ("memory", "accelerator")}
-        return {route: tuple(kinds[kind][0] for kind in legs if kinds[kind][1] is not None) for route, legs in routes.items()}
+        return {
+            route: tuple(kinds[kind][0] for kind in legs if kinds[kind][1] is not None)
+            for route, legs in routes.items()
+        }
 
     @property
     def links(self) -> dict[str, float]:
-        """Bytes/s of each link by its name. An accelerator's rate is its spec's, by how many query heads share a pass: here it has 1.0."""
+        """Bytes/s of each link by its name. An accelerator's rate is its spec's, by how many query
+        heads share a pass: here it has 1.0."""
         return {name: per_s for name, per_s in self._rates.items() if per_s < _UNBOUND}
 
     def transfer(
-        self, device: int, route: str, size_bytes: int, after: Transfer | Sequence[Transfer] | None = None, *, requests: int = 1
+        self,
+        device: int,
+        route: str,
+        size_bytes: int,
+        after: Transfer | Sequence[Transfer] | None = None,
+        *,
+        requests: int = 1,
     ) -> Transfer:
-        """Bytes on one of `ROUTES`, from now on, or when `after` (all of it) has ended if that is later.
+        """Bytes on one of `ROUTES`, from now on, or when `after` (all of it) has ended if that is
+        later.
 
         Args:
             size_bytes: in all; of none, nothing is read or written.
-            requests: that read or write them, of any size, all sent at once: each takes its share of what flash does in a second, and
-                together they wait once for the first byte.
+            requests: that read or write them, of any size, all sent at once: each takes its share
+                of what flash does in a second, and together they wait once for the first byte.
 
         Raises:
-            InvalidInputError: no such device or route, a size or a number that is none, or an `after` of another topology.
+            InvalidInputError: no such device or route, a size or a number that is none, or an
+                `after` of another topology.
             TransferCancelledError: `after` was cancelled.
             EngineClosedError: `close` was called.
         """
@@ -171,20 +191,39 @@ class Topology:
         check_whole("requests", requests, 0, SIZE_MAX_BYTES)
         if route not in ROUTES:
             raise errors.InvalidInputError("a route", got=repr(route), expected=", ".join(ROUTES))
-        legs = [(self._numbers[name], float(size_bytes), self._rates[name]) for name in self._routes[device][route]]
+        legs = [
+            (self._numbers[name], float(size_bytes), self._rates[name])
+            for name in self._routes[device][route]
+        ]
         flash, before_s = self._flash, 0.0
         if size_bytes and route.startswith("flash_to"):
-            legs[0], before_s = (*legs[0][:2], flash.read_per_s(size_bytes, requests)), flash.to_host_s
+            legs[0], before_s = (
+                (*legs[0][:2], flash.read_per_s(size_bytes, requests)),
+                flash.to_host_s,
+            )
         elif size_bytes and route == "flash_read":
-            legs[0], before_s = (*legs[0][:2], flash.read_per_s(size_bytes, requests)), flash.inside_s
+            legs[0], before_s = (
+                (*legs[0][:2], flash.read_per_s(size_bytes, requests)),
+                flash.inside_s,
+            )
         elif size_bytes and route.endswith(("to_flash", "_write")):
-            legs[-1], before_s = (*legs[-1][:2], flash.write_per_s(size_bytes, requests)), flash.write_s
+            legs[-1], before_s = (
+                (*legs[-1][:2], flash.write_per_s(size_bytes, requests)),
+                flash.write_s,
+            )
         return self._start(device, route, legs, size_bytes, after, before_s)
 
     def compute(
-        self, device: int, flop: float, size_bytes: int, *, group: int = 1, after: Transfer | Sequence[Transfer] | None = None
+        self,
+        device: int,
+        flop: float,
+        size_bytes: int,
+        *,
+        group: int = 1,
+        after: Transfer | Sequence[Transfer] | None = None,
     ) -> Transfer:
-        """Work of a device's accelerator over `size_bytes` of its memory, which it takes in as it computes.
+        """Work of a device's accelerator over `size_bytes` of its memory, which it takes in as it
+        computes.
 
         Args:
             device: whose.
@@ -194,7 +233,8 @@ class Topology:
             after: as in `transfer`.
 
         Raises:
-            InvalidInputError: the spec has no accelerator, or no kernel for so many heads; and as `transfer` does.
+            InvalidInputError: the spec has no accelerator, or no kernel for so many heads; and as
+                `transfer` does.
             TransferCancelledError, EngineClosedError: as `transfer` does.
         """
         check_whole("device", device, 0, self.n_devices - 1)
@@ -203,8 +243,15 @@ class Topology:
         _check_number("flop", flop, 0.0)
         accelerator = self.spec.accelerator
         if accelerator is None:
-            raise errors.InvalidInputError(f"compute on {self.spec.name}", got="no accelerator in its spec", expected="a spec with one")
-        legs = [(self._numbers[name], float(size_bytes), self._rates[name]) for name in self._routes[device][_COMPUTE]]
+            raise errors.InvalidInputError(
+                f"compute on {self.spec.name}",
+                got="no accelerator in its spec",
+                expected="a spec with one",
+            )
+        legs = [
+            (self._numbers[name], float(size_bytes), self._rates[name])
+            for name in self._routes[device][_COMPUTE]
+        ]
         work, per_s = float(flop), min(accelerator.flops_per_s(group), _UNBOUND)
         if stream := accelerator.stream_bandwidth:
             least_s = size_bytes / stream.value
@@ -226,36 +273,51 @@ class Topology:
     ) -> Transfer:
         before = [after] if isinstance(after, Transfer) else list(after or ())
         lane = device * len(_LANES) + _LANES.index(route)
-        native = self._clock.transfer(legs, lane, size_bytes, before_s, [each.native for each in before], self._asking)
+        native = self._clock.transfer(
+            legs, lane, size_bytes, before_s, [each.native for each in before], self._asking
+        )
         return Transfer(device, route, size_bytes, native)
 
     def wait(
-        self, transfers: Transfer | Sequence[Transfer], *, asked_s: float | None = None, deadline_s: float = DEFAULT_DEADLINE_S
+        self,
+        transfers: Transfer | Sequence[Transfer],
+        *,
+        asked_s: float | None = None,
+        deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> float:
-        """Returns when the transfer has ended, or the last of several, with the virtual second of that. The GIL is free meanwhile.
+        """Returns when the transfer has ended, or the last of several, with the virtual second of
+        that. The GIL is free meanwhile.
 
         Args:
-            transfers: of this topology. Whoever needs several waits for them in one call: one that ends early is not late meanwhile.
-            asked_s: since when (`now`) the caller has needed them, where that is before this call: the real work was done between.
+            transfers: of this topology. Whoever needs several waits for them in one call: one that
+                ends early is not late meanwhile.
+            asked_s: since when (`now`) the caller has needed them, where that is before this call:
+                the real work was done between.
             deadline_s: wall seconds from now.
 
         Raises:
-            DeadlineExceededError: one has not ended by then. It goes on. With a `stretch` of 0: somebody who takes part (`Crew`) has
-                neither asked for anything nor left, so that the clock stands.
+            DeadlineExceededError: one has not ended by then. It goes on. With a `stretch` of 0:
+                somebody who takes part (`Crew`) has neither asked for anything nor left, so that
+                the clock stands.
             TransferCancelledError: `cancel` was called for one, or for what it comes after.
             EngineClosedError: `close` was called.
         """
         several = [transfers] if isinstance(transfers, Transfer) else transfers
-        ended_s = self._clock.wait([each.native for each in several], asked_s, deadline_s, self._asking)
+        ended_s = self._clock.wait(
+            [each.native for each in several], asked_s, deadline_s, self._asking
+        )
         if ended_s is None:
             going = next((each for each in several if not self.done(each)), several[-1])
             busy = self._clock.at_work() - (self._asking != _NOBODY) if not self.stretch else 0
             raise errors.DeadlineExceededError(
                 f"an emulated transfer has not ended: {going} of {self.spec.name}",
-                got=f"{deadline_s:g} s of waiting" + (f" for {busy} others that take part, and ask for nothing" if busy else ""),
+                got=f"{deadline_s:g} s of waiting"
+                + (f" for {busy} others that take part, and ask for nothing" if busy else ""),
                 expected=f"its end, in time stretched {self.stretch:g} times",
-                fix="threads of a crew ask, wait or end" if busy else "lower the stretch, or wait longer",
-            )  # fmt: skip
+                fix="threads of a crew ask, wait or end"
+                if busy
+                else "lower the stretch, or wait longer",
+            )
         return ended_s
 
     def done(self, transfer: Transfer) -> bool:
@@ -263,8 +325,8 @@ class Topology:
         return self._clock.done(transfer.native)
 
     def cancel(self, transfer: Transfer) -> None:
-        """Wakes whoever waits for it, or for what comes after it, with TransferCancelledError. What has begun passes its links all the
-        same, as commands that a drive has taken do."""
+        """Wakes whoever waits for it, or for what comes after it, with TransferCancelledError. What
+        has begun passes its links all the same, as commands that a drive has taken do."""
         self._clock.cancel(transfer.native)
 
     def now(self) -> float:
@@ -298,7 +360,8 @@ class Topology:
 
     @contextmanager
     def asking_for(self, member: int | None) -> Iterator[None]:
-        """What this thread asks for meanwhile is asked for in the name of a member, who waits for it elsewhere."""
+        """What this thread asks for meanwhile is asked for in the name of a member, who waits for
+        it elsewhere."""
         own = self.member
         self.bind(member)
         try:
@@ -324,7 +387,10 @@ class Topology:
 
     def traffic(self) -> dict[str, LinkUse]:
         """What has passed each link so far, by its name."""
-        return {name: LinkUse(amount, busy_s, transfers) for name, amount, busy_s, transfers in self._clock.traffic()}
+        return {
+            name: LinkUse(amount, busy_s, transfers)
+            for name, amount, busy_s, transfers in self._clock.traffic()
+        }
 
     def times(self) -> Times:
         """Where time went so far. Waits that have not ended are not in it."""
@@ -342,5 +408,12 @@ class Topology:
 
 
 def _check_number(name: str, value: object, least: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < least:
-        raise errors.InvalidInputError(name, got=repr(value), expected=f"a finite number, at least {least:g}")
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or value < least
+    ):
+        raise errors.InvalidInputError(
+            name, got=repr(value), expected=f"a finite number, at least {least:g}"
+        )

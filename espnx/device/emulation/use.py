@@ -1,8 +1,9 @@
-"""What a piece of work took emulated devices: the time that may be said of them, the bytes of their flash and of their links, whose time it
-was. Searches return it, commands print it.
+"""What a piece of work took emulated devices: the time that may be said of them, the bytes of their
+flash and of their links, whose time it was. Searches return it, commands print it.
 
-A time is *virtual* where the wall clock moved it and this machine had no more than a fifth of it (`report`); *modelled* where nobody waited
-(a stretch of 0: what this machine did takes no time in it), or where the spec lacks the latency of a read; else there is none to be said.
+A time is *virtual* where the wall clock moved it and this machine had no more than a fifth of it
+(`report`); *modelled* where nobody waited (a stretch of 0: what this machine did takes no time in
+it), or where the spec lacks the latency of a read; else there is none to be said.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class DeviceUse:
         name: their spec's.
         devices: how many they are.
         stretch: wall seconds of a virtual second.
-        virtual_s: what it took the emulated hardware, all work on the host included; None where that cannot be said.
+        virtual_s: what it took the emulated hardware, all work on the host included; None where
+            that cannot be said.
         modelled_s: what the devices alone would take; None unless that is all that can be said.
         host_share: of the wall time, this machine's; None where the wall clock had no part in it.
         flash_bytes, flash_written_bytes: of the devices' flash, whole pages.
@@ -64,11 +66,20 @@ class DeviceUse:
 
     def summary(self) -> str:
         """A line; where there is no virtual time a second one says why."""
-        written = f", {format_size(self.flash_written_bytes)} to flash" if self.flash_written_bytes else ""
+        written = (
+            f", {format_size(self.flash_written_bytes)} to flash"
+            if self.flash_written_bytes
+            else ""
+        )
         moved = f"{format_size(self.flash_bytes)} from flash{written}"
-        links = f"{format_size(self.to_devices_bytes)} to devices, {format_size(self.to_host_bytes)} to the host"
+        links = (
+            f"{format_size(self.to_devices_bytes)} to devices, {format_size(self.to_host_bytes)} "
+            "to the host"
+        )
         many = f"{self.devices} x " if self.devices > 1 else ""
-        return f"{many}{self.name}, emulated: {self.time} | {moved} | links: {links}" + (f"\n  {self.why}" if self.why else "")
+        return f"{many}{self.name}, emulated: {self.time} | {moved} | links: {links}" + (
+            f"\n  {self.why}" if self.why else ""
+        )
 
 
 class Watch:
@@ -76,11 +87,13 @@ class Watch:
 
     Args:
         topologies: that the work may ask; none: `use` is None.
-        bench: what times such work as it should be, words behind ``espnx bench device``; empty: nothing does.
+        bench: what times such work as it should be, words behind ``espnx bench device``; empty:
+            nothing does.
 
     Attributes:
-        beside_bytes: to be set meanwhile: what was read past the devices. Such reads take virtual time by the wall clock alone, as if they
-            had no disk to wait for, so that a time with them in it is nobody's.
+        beside_bytes: to be set meanwhile: what was read past the devices. Such reads take virtual
+            time by the wall clock alone, as if they had no disk to wait for, so that a time with
+            them in it is nobody's.
     """
 
     def __init__(self, topologies: Sequence[Topology], bench: str = ""):
@@ -117,33 +130,76 @@ class Watch:
         if not moved:
             virtual_s, modelled_s, why = None, None, "untimed: nothing was asked of the devices"
         return DeviceUse(
-            " and ".join(names), sum(each.n_devices for each in self._topologies), first.stretch, virtual_s, modelled_s, share,
-            moved["flash read"], moved["flash write"], moved["link in"], moved["link out"], why,
-        )  # fmt: skip
+            " and ".join(names),
+            sum(each.n_devices for each in self._topologies),
+            first.stretch,
+            virtual_s,
+            modelled_s,
+            share,
+            moved["flash read"],
+            moved["flash write"],
+            moved["link in"],
+            moved["link out"],
+            why,
+        )
 
-    def _timed(self, topology: Topology, begun: Times) -> tuple[float | None, float | None, float | None, str]:
+    def _timed(
+        self, topology: Topology, begun: Times
+    ) -> tuple[float | None, float | None, float | None, str]:
         """(virtual seconds, modelled ones, the host's share, why)."""
         found = report(topology, begun) if topology.stretch else None
         share = found.host_share if found else None
         if len(self._topologies) > 1:
-            return None, None, share, "untimed: devices that were opened apart each have a time of their own"
+            return (
+                None,
+                None,
+                share,
+                "untimed: devices that were opened apart each have a time of their own",
+            )
         if self._others:
-            return None, None, share, "untimed: others asked the same devices meanwhile, and the bytes are theirs, too"
+            return (
+                None,
+                None,
+                share,
+                "untimed: others asked the same devices meanwhile, and the bytes are theirs, too",
+            )
         if self.beside_bytes:
-            return None, None, share, f"untimed: {format_size(self.beside_bytes)} of first stages were read past the devices"
+            return (
+                None,
+                None,
+                share,
+                (
+                    f"untimed: {format_size(self.beside_bytes)} of first stages were read past the "
+                    "devices"
+                ),
+            )
         if found is not None and not found.is_valid:
             return None, None, share, f"untimed: {_refused(found)}. {self._timing(topology.spec)}"
         whys = list[str]()
         if found is None:
-            whys.append(f"at a stretch of 0 this machine's work takes no time. {self._timing(topology.spec)}")
+            whys.append(
+                "at a stretch of 0 this machine's work takes no time. "
+                f"{self._timing(topology.spec)}"
+            )
         if not FlashCosts(topology.spec).has_latency:
-            whys.append("its spec has no latency of a read (flash.read_latency), and one that waits for another takes next to none")
+            whys.append(
+                "its spec has no latency of a read (flash.read_latency), and one that waits for "
+                "another takes next to none"
+            )
         took_s = topology.times().now_s - begun.now_s if found is None else found.virtual_s
-        return (None, took_s, share, f"modelled: {'; '.join(whys)}") if whys else (took_s, None, share, "")
+        return (
+            (None, took_s, share, f"modelled: {'; '.join(whys)}")
+            if whys
+            else (took_s, None, share, "")
+        )
 
     def _timing(self, spec: DeviceSpec) -> str:
         if not self._bench:
-            return "A stretch above 0 times it" if not self._topologies[0].stretch else "A stretch of 0 models the devices' part"
+            return (
+                "A stretch above 0 times it"
+                if not self._topologies[0].stretch
+                else "A stretch of 0 models the devices' part"
+            )
         name = spec.name if spec.name in presets() else f"{spec.name}.yaml"
         return f"Such work is timed by `espnx bench device {self._bench} --device {name}`"
 
@@ -159,7 +215,10 @@ def watch(*devices: object, bench: str = "") -> Watch:
 
 
 def _refused(found: Report) -> str:
-    said = f"{found.host_share:.0%} of {found.wall_s:.3g} s were this machine's at a stretch of {found.stretch:g}, of which"
+    said = (
+        f"{found.host_share:.0%} of {found.wall_s:.3g} s were this machine's at a stretch of "
+        f"{found.stretch:g}, of which"
+    )
     said += f" {HOST_SHARE_MAX:.0%} may be"
     more = found.stretch_to_use
     return f"{said}; at {more:g} they should" if math.isfinite(more) else said

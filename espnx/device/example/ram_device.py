@@ -1,4 +1,5 @@
-"""The least that is a device for rows: they lie in memory, and plain PyTorch attends. A beginning for a device of your own."""
+"""The least that is a device for rows: they lie in memory, and plain PyTorch attends. A beginning
+for a device of your own."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ import numpy as np
 import torch
 
 from espnx import errors
-from espnx.device.interface import PIECE, Capabilities, DeviceStats, FilePath, Segment, SegmentPlace, SegmentView, Show
+from espnx.device.interface import (
+    PIECE,
+    Capabilities,
+    DeviceStats,
+    FilePath,
+    Segment,
+    SegmentPlace,
+    SegmentView,
+    Show,
+)
 from espnx.device.near_storage import NearStorageDevice
 from espnx.device.row_layout import RowLayout
 from espnx.ops.attention import Queries, RowsInMemory, attend_rows_reference, merge
@@ -20,13 +30,15 @@ from espnx.ops.attention import Queries, RowsInMemory, attend_rows_reference, me
 
 @dataclass(eq=False, slots=True)
 class RamSegment(Segment):
-    """Public facts, and where the rows are: here they are themselves in `blocks`, uint8 [heads, blocks, block_bytes]."""
+    """Public facts, and where the rows are: here they are themselves in `blocks`, uint8 [heads,
+    blocks, block_bytes]."""
 
     blocks: torch.Tensor
 
 
 class RamSpace:
-    """Room is what memory has, and nothing outlives the process: `place` and `restore` are never asked, since `keeps` is False."""
+    """Room is what memory has, and nothing outlives the process: `place` and `restore` are never
+    asked, since `keeps` is False."""
 
     path = ""
 
@@ -43,11 +55,16 @@ class RamSpace:
 
 class RamRows:
     compute = torch.device("cpu")
-    capabilities = Capabilities(attends_unlike_widths=True, attends_latent=True)  # no window, soft cap or slopes: the host does those
+    # no window, soft cap or slopes: the host does those
+    capabilities = Capabilities(attends_unlike_widths=True, attends_latent=True)
 
     def __init__(self) -> None:
         self.space, self._closed = RamSpace(), False
-        self._line, self._next, self._lock = deque[tuple[int, Sequence[SegmentView]]](), 0, threading.Lock()
+        self._line, self._next, self._lock = (
+            deque[tuple[int, Sequence[SegmentView]]](),
+            0,
+            threading.Lock(),
+        )
         self._asked = self._written = self._stored = 0
 
     def memory(self, size_bytes: int) -> torch.Tensor:
@@ -55,11 +72,20 @@ class RamRows:
 
     # --- rows come and go ---
 
-    def put(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, heads: range) -> list[RamSegment]:
+    def put(
+        self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, heads: range
+    ) -> list[RamSegment]:
         self._check_open()
-        if k.shape[1:4:2] != (len(heads), layout.d) or (v is not None and v.shape != (*k.shape[:3], layout.dv)):
-            raise errors.InvalidInputError("rows to put", got=list(k.shape), expected=f"[sequences, {len(heads)}, n, {layout.d}]")
-        found = [RamSegment(layout, heads, k.shape[2], blocks) for blocks in layout.pack(k, v)]  # packing copies: k and v may change now
+        if k.shape[1:4:2] != (len(heads), layout.d) or (
+            v is not None and v.shape != (*k.shape[:3], layout.dv)
+        ):
+            raise errors.InvalidInputError(
+                "rows to put",
+                got=list(k.shape),
+                expected=f"[sequences, {len(heads)}, n, {layout.d}]",
+            )
+        # packing copies: k and v may change now
+        found = [RamSegment(layout, heads, k.shape[2], blocks) for blocks in layout.pack(k, v)]
         self._written += sum(each.size_bytes for each in found)
         self._stored += sum(each.size_bytes for each in found)
         return found
@@ -68,7 +94,12 @@ class RamRows:
         self._check_open()
         parts = [each for each in segments if isinstance(each, RamSegment)]
         n_rows = sum(each.n_rows for each in parts)
-        joined = RamSegment(parts[0].layout, parts[0].heads, n_rows, torch.cat([each.blocks for each in parts], dim=1))
+        joined = RamSegment(
+            parts[0].layout,
+            parts[0].heads,
+            n_rows,
+            torch.cat([each.blocks for each in parts], dim=1),
+        )
         self._stored += joined.size_bytes  # until they are released, the parts are stored, too
         return joined
 
@@ -76,7 +107,8 @@ class RamRows:
         return True
 
     def release(self, segment: Segment) -> None:
-        self._stored -= segment.size_bytes  # whoever still has the segment has its blocks: nothing else holds them
+        # whoever still has the segment has its blocks: nothing else holds them
+        self._stored -= segment.size_bytes
 
     def flush(self) -> None:
         self._check_open()
@@ -104,15 +136,25 @@ class RamRows:
         for view in self._views(ticket):
             for head, blocks in zip(view.segment.heads, self._blocks(view), strict=True):
                 if len(blocks):
-                    # One head at a time is the least; a piece says where its rows begin in the bytes that are shown, and what they are.
-                    show(blocks.flatten(), np.array([(view.sequence, head, 0, view.n_rows, view.first_position)], PIECE))
+                    # One head at a time is the least; a piece says where its rows begin in the
+                    # bytes that are shown, and what they are.
+                    show(
+                        blocks.flatten(),
+                        np.array(
+                            [(view.sequence, head, 0, view.n_rows, view.first_position)], PIECE
+                        ),
+                    )
                     self._check_wanted(ticket)  # `show` or another thread may have called `forget`
         self._end(ticket)
 
-    def attend(self, ticket: int, queries: Queries, tail: RowsInMemory | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(
+        self, ticket: int, queries: Queries, tail: RowsInMemory | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         views = self._views(ticket)
         if views and (missing := self.capabilities.lacks(queries, views[0].segment.layout)):
-            raise errors.InvalidInputError("attention in memory", got=", ".join(missing), expected="what capabilities say")
+            raise errors.InvalidInputError(
+                "attention in memory", got=", ".join(missing), expected="what capabilities say"
+            )
         o, lse = attend_rows_reference(queries, tail)
         for view in views:
             heads, one = list(view.segment.heads), queries.part(view.sequence, view.sequence + 1)
@@ -129,13 +171,17 @@ class RamRows:
         self._check_open()
         with self._lock:
             if not self._line or self._line[0][0] != ticket:
-                raise errors.InvalidInputError("rows are consumed in the order in which they were asked for", got=ticket)
+                raise errors.InvalidInputError(
+                    "rows are consumed in the order in which they were asked for", got=ticket
+                )
             return self._line[0][1]
 
     def _blocks(self, view: SegmentView) -> torch.Tensor:
         """Those that hold the rows of a view: uint8 [heads, blocks, block_bytes]."""
         if not isinstance(view.segment, RamSegment):
-            raise errors.InvalidInputError("rows of another device", got=type(view.segment).__name__)
+            raise errors.InvalidInputError(
+                "rows of another device", got=type(view.segment).__name__
+            )
         blocks = view.segment.blocks[:, : view.segment.layout.blocks(view.n_rows)]
         self._asked += blocks.numel()
         return blocks
@@ -157,7 +203,12 @@ class RamRows:
         return []
 
     def stats(self) -> DeviceStats:
-        return DeviceStats(bytes_asked=self._asked, bytes_moved=self._asked, bytes_written=self._written, stored_bytes=self._stored)
+        return DeviceStats(
+            bytes_asked=self._asked,
+            bytes_moved=self._asked,
+            bytes_written=self._written,
+            stored_bytes=self._stored,
+        )
 
     def _check_open(self) -> None:
         if self._closed:

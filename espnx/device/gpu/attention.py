@@ -27,19 +27,37 @@ class GroupAttention(RunningAttention):
             return
         offsets = torch.from_numpy(np.maximum(chains.blocks, 0) * layout.block_bytes)
         self.add_blocks(
-            pair, chains.first_position, chains.n_rows, memory, offsets, block_rows=layout.block_rows, form=layout.format,
+            pair,
+            chains.first_position,
+            chains.n_rows,
+            memory,
+            offsets,
+            block_rows=layout.block_rows,
+            form=layout.format,
             dv=0 if layout.is_shared else layout.dv,
-        )  # fmt: skip
+        )
 
-    def _add_wide(self, layout: RowLayout, chains: Chains, pair: np.ndarray, memory: torch.Tensor) -> None:
+    def _add_wide(
+        self, layout: RowLayout, chains: Chains, pair: np.ndarray, memory: torch.Tensor
+    ) -> None:
         """Rows that the kernel does not take, some blocks of every chain at a time."""
         n, width = self._q.shape[1], max(layout.d, layout.dv, self._q.shape[1])
         stored = memory.view(-1, layout.block_bytes)
-        step = max(1, _TILE_BYTES // (4 * max(len(pair), 1) * layout.block_rows * width)) if n else 1
+        step = (
+            max(1, _TILE_BYTES // (4 * max(len(pair), 1) * layout.block_rows * width)) if n else 1
+        )
         for begin in range(0, chains.blocks.shape[1], step):
             mine = np.flatnonzero(chains.n_rows > begin * layout.block_rows)
             blocks = np.maximum(chains.blocks[mine, begin : begin + step], 0)
             first_row, count = begin * layout.block_rows, blocks.shape[1] * layout.block_rows
-            k, v = layout.unpack(stored[torch.from_numpy(blocks).to(memory.device, non_blocking=True)], count)
-            seen = self.seen(pair[mine], chains.first_position[mine], chains.n_rows[mine], first_row, first_row + count)
+            k, v = layout.unpack(
+                stored[torch.from_numpy(blocks).to(memory.device, non_blocking=True)], count
+            )
+            seen = self.seen(
+                pair[mine],
+                chains.first_position[mine],
+                chains.n_rows[mine],
+                first_row,
+                first_row + count,
+            )
             self.fold(pair[mine], *matrix_attention(self.chosen(self._q, pair[mine]), k, v, seen))

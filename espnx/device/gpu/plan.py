@@ -1,6 +1,8 @@
-"""What a ticket reads, for devices that are driven from Python: blocks in the order of the file, cut into groups, and whose rows they are.
+"""What a ticket reads, for devices that are driven from Python: blocks in the order of the file,
+cut into groups, and whose rows they are.
 
-The same plan as csrc/device/row_plan.cpp makes, over arrays: a ticket of a long context has ten thousands of blocks.
+The same plan as csrc/device/row_plan.cpp makes, over arrays: a ticket of a long context has ten
+thousands of blocks.
 """
 
 from __future__ import annotations
@@ -34,17 +36,26 @@ class RowReads:
 
     Args:
         layout: of the blocks.
-        table, sums: of `RowFileDevice.push`: an array of `SEGMENT_READ`, and what its checksums lie in.
+        table, sums: of `RowFileDevice.push`: an array of `SEGMENT_READ`, and what its checksums lie
+            in.
         group_bytes: that are read, checked and computed on together; at least a block.
         unit_bytes: of a single read.
 
     Attributes:
-        offset_bytes: int64 [blocks]: where each lies in the file, ascending; what several sequences share is there once.
+        offset_bytes: int64 [blocks]: where each lies in the file, ascending; what several sequences
+            share is there once.
         sums: uint32 [blocks].
         group_blocks: blocks of each group but the last.
     """
 
-    def __init__(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray], group_bytes: int, unit_bytes: int):
+    def __init__(
+        self,
+        layout: RowLayout,
+        table: np.ndarray,
+        sums: list[np.ndarray],
+        group_bytes: int,
+        unit_bytes: int,
+    ):
         self.layout = layout
         self.group_blocks = max(1, group_bytes // layout.block_bytes)
         self._unit_blocks = max(1, unit_bytes // layout.block_bytes)
@@ -55,7 +66,10 @@ class RowReads:
         place = table["offset_bytes"][of] + at_head * table["n_blocks"][of] * layout.block_bytes
         order = np.argsort(place, kind="stable")
         of, at_head, place = of[order], at_head[order], place[order]
-        self._sequence, self._head = table["sequence"][of], table["first_head"][of] + at_head * table["head_step"][of]
+        self._sequence, self._head = (
+            table["sequence"][of],
+            table["first_head"][of] + at_head * table["head_step"][of],
+        )
         self._n_rows, self._first_position = table["n_rows"][of], table["first_position"][of]
         self._used = -(-self._n_rows // layout.block_rows)
         # Runs at one place are the same blocks, of which each may use another number.
@@ -71,16 +85,24 @@ class RowReads:
         # Those of a place lie together; places that lie in one array are looked up together.
         number, self.sums = np.repeat(first_sum, longest) + within, np.empty(within.size, np.uint32)
         by_source = np.argsort(np.repeat(source, longest), kind="stable")
-        for each, mine in zip(sums, np.split(by_source, np.cumsum(np.bincount(source, longest, len(sums)).astype(int))), strict=False):
+        for each, mine in zip(
+            sums,
+            np.split(by_source, np.cumsum(np.bincount(source, longest, len(sums)).astype(int))),
+            strict=False,
+        ):
             self.sums[mine] = each.reshape(-1)[number[mine]]
 
     def groups(self) -> list[range]:
         """The groups' blocks."""
         count = self.offset_bytes.size
-        return [range(begin, min(begin + self.group_blocks, count)) for begin in range(0, count, self.group_blocks)]
+        return [
+            range(begin, min(begin + self.group_blocks, count))
+            for begin in range(0, count, self.group_blocks)
+        ]
 
     def requests(self, group: range) -> tuple[np.ndarray, np.ndarray]:
-        """(offset_bytes, size_bytes) of the reads of a group, one after another as its blocks are."""
+        """(offset_bytes, size_bytes) of the reads of a group, one after another as its blocks
+        are."""
         offsets, block_bytes = self.offset_bytes[group.start : group.stop], self.layout.block_bytes
         jumps = np.flatnonzero(np.diff(offsets) != block_bytes) + 1
         begins = np.concatenate([[0], jumps])
@@ -91,8 +113,12 @@ class RowReads:
         return offsets[first], np.diff(first, append=offsets.size) * block_bytes
 
     def _pieces(self, group: range) -> tuple[np.ndarray, ...]:
-        """Of the runs that have rows in a group, as they lie in the file: (run, first block in the group, blocks, rows, first position)."""
-        near = slice(np.searchsorted(self._end, group.start, side="right"), np.searchsorted(self._begin, group.stop, side="left"))
+        """Of the runs that have rows in a group, as they lie in the file: (run, first block in the
+        group, blocks, rows, first position)."""
+        near = slice(
+            np.searchsorted(self._end, group.start, side="right"),
+            np.searchsorted(self._begin, group.stop, side="left"),
+        )
         begin = np.maximum(self._begin[near], group.start)
         end = np.minimum(self._begin[near] + self._used[near], group.stop)
         run = np.flatnonzero(end > begin) + near.start
@@ -105,7 +131,11 @@ class RowReads:
         """As `RowDevice.visit` shows them: an array of `PIECE`."""
         run, block, _, n_rows, first = self._pieces(group)
         found = np.empty(run.size, PIECE)
-        found["sequence"], found["head"], found["offset_bytes"] = self._sequence[run], self._head[run], block * self.layout.block_bytes
+        found["sequence"], found["head"], found["offset_bytes"] = (
+            self._sequence[run],
+            self._head[run],
+            block * self.layout.block_bytes,
+        )
         found["n_rows"], found["first_position"] = n_rows, first
         return found
 
@@ -113,15 +143,25 @@ class RowReads:
         """The rows of a group, as few chains as possible."""
         run, block, count, n_rows, first = self._pieces(group)
         order = np.lexsort((first, self._head[run], self._sequence[run]))
-        run, block, count, n_rows, first = (column[order] for column in (run, block, count, n_rows, first))
+        run, block, count, n_rows, first = (
+            column[order] for column in (run, block, count, n_rows, first)
+        )
         sequence, head = self._sequence[run], self._head[run]
-        follows = (sequence[1:] == sequence[:-1]) & (head[1:] == head[:-1]) & (first[1:] == first[:-1] + n_rows[:-1])
+        follows = (
+            (sequence[1:] == sequence[:-1])
+            & (head[1:] == head[:-1])
+            & (first[1:] == first[:-1] + n_rows[:-1])
+        )
         follows &= n_rows[:-1] % self.layout.block_rows == 0
         begins = np.flatnonzero(np.concatenate([[True], ~follows]))[: run.size]
         lengths = np.add.reduceat(count, begins)
         chain = np.repeat(np.arange(begins.size), np.diff(begins, append=run.size))
         blocks = np.full((begins.size, int(lengths.max(initial=0))), -1, dtype=np.int64)
-        column = np.arange(int(count.sum())) - np.repeat((np.cumsum(lengths) - lengths)[chain], count)
+        column = np.arange(int(count.sum())) - np.repeat(
+            (np.cumsum(lengths) - lengths)[chain], count
+        )
         within = np.arange(column.size) - np.repeat(np.cumsum(count) - count, count)
         blocks[np.repeat(chain, count), column] = np.repeat(block, count) + within
-        return Chains(sequence[begins], head[begins], first[begins], np.add.reduceat(n_rows, begins), blocks)
+        return Chains(
+            sequence[begins], head[begins], first[begins], np.add.reduceat(n_rows, begins), blocks
+        )

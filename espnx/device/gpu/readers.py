@@ -1,4 +1,5 @@
-"""Where the bytes of a file arrive: in the memory of a torch device, straight from storage or by way of host memory."""
+"""Where the bytes of a file arrive: in the memory of a torch device, straight from storage or by
+way of host memory."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Arrival(Protocol):
     """Reads under way."""
 
     def wait(self) -> torch.Tensor:
-        """uint8 [bytes] on the device: what was asked for, one after the other. Raises what the reads raised."""
+        """uint8 [bytes] on the device: what was asked for, one after the other. Raises what the
+        reads raised."""
 
     def cancel(self) -> None: ...
 
@@ -57,7 +59,12 @@ class _Arriving:
         if torch.equal(position, self._size_bytes.cumsum(0) - self._size_bytes + first):
             return memory[first : first + total]
         # The engine has put something between them.
-        return torch.cat([memory[p : p + s] for p, s in zip(position.tolist(), self._size_bytes.tolist(), strict=True)])
+        return torch.cat(
+            [
+                memory[p : p + s]
+                for p, s in zip(position.tolist(), self._size_bytes.tolist(), strict=True)
+            ]
+        )
 
     def cancel(self) -> None:
         self._future.cancel()
@@ -68,10 +75,16 @@ class _Arriving:
 
 
 class DirectReader:
-    """Reads of an engine whose memory is the device's. Closes the engine with itself where it is its own."""
+    """Reads of an engine whose memory is the device's. Closes the engine with itself where it is
+    its own."""
 
     def __init__(self, engine: Engine, file: FileHandle, deadline_s: float, *, owns_engine: bool):
-        self._engine, self._file, self._deadline_s, self._owns_engine = engine, file, deadline_s, owns_engine
+        self._engine, self._file, self._deadline_s, self._owns_engine = (
+            engine,
+            file,
+            deadline_s,
+            owns_engine,
+        )
         self.effective_path, self.fallback_reason = file.effective, engine.fallback_reason
 
     def read(self, offset_bytes: np.ndarray, size_bytes: np.ndarray) -> Arrival:
@@ -84,7 +97,8 @@ class DirectReader:
 
 
 class _Bouncing:
-    """In host memory first. What the device still writes to is kept by the engine, what is still copied from by torch."""
+    """In host memory first. What the device still writes to is kept by the engine, what is still
+    copied from by torch."""
 
     def __init__(self, future: Future, device: torch.device):
         self._future, self._device = future, device
@@ -103,9 +117,19 @@ class _Bouncing:
 class BounceReader:
     """Reads into pinned host memory, then copies."""
 
-    def __init__(self, engine: NativeEngine, file: FileHandle, device: torch.device, deadline_s: float, why: str = ""):
+    def __init__(
+        self,
+        engine: NativeEngine,
+        file: FileHandle,
+        device: torch.device,
+        deadline_s: float,
+        why: str = "",
+    ):
         self._engine, self._file, self._device, self._deadline_s = engine, file, device, deadline_s
-        self.effective_path, self.fallback_reason = f"{file.effective}+copy", why or engine.fallback_reason
+        self.effective_path, self.fallback_reason = (
+            f"{file.effective}+copy",
+            why or engine.fallback_reason,
+        )
 
     def read(self, offset_bytes: np.ndarray, size_bytes: np.ndarray) -> Arrival:
         out = host_memory(int(size_bytes.sum()), self._device)
@@ -122,7 +146,8 @@ class BounceReader:
 
 
 def host_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [bytes], uninitialised, that direct I/O can use and a device can copy from and to without waiting."""
+    """uint8 [bytes], uninitialised, that direct I/O can use and a device can copy from and to
+    without waiting."""
     if device.type != "cuda":
         return aligned_empty(size_bytes)
     raw = torch.empty(size_bytes + BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -130,12 +155,20 @@ def host_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
     return raw[skip : skip + size_bytes]
 
 
-def open_reader(path: str, engine: NativeEngine, file: FileHandle, device: torch.device, *, window_bytes: int, deadline_s: float) -> Reader:
+def open_reader(
+    path: str,
+    engine: NativeEngine,
+    file: FileHandle,
+    device: torch.device,
+    *,
+    window_bytes: int,
+    deadline_s: float,
+) -> Reader:
     """The way into a device's memory that a path names.
 
     Args:
-        path: ``auto`` (``gds`` where that can be had, otherwise through host memory), ``gds`` or ``gds-compat``; any other: that of
-            `engine`, through host memory.
+        path: ``auto`` (``gds`` where that can be had, otherwise through host memory), ``gds`` or
+            ``gds-compat``; any other: that of `engine`, through host memory.
         engine, file: of the data file, which still has its name.
         window_bytes: that may be in flight.
 
@@ -147,7 +180,9 @@ def open_reader(path: str, engine: NativeEngine, file: FileHandle, device: torch
     why = ""
     if path in (*GDS_PATHS, "auto"):
         try:
-            return _open_gds("gds" if path == "auto" else path, engine, file, device, window_bytes, deadline_s)
+            return _open_gds(
+                "gds" if path == "auto" else path, engine, file, device, window_bytes, deadline_s
+            )
         except (errors.PathUnavailableError, errors.MissingDependencyError) as error:
             if path != "auto":
                 raise
@@ -156,12 +191,20 @@ def open_reader(path: str, engine: NativeEngine, file: FileHandle, device: torch
     return BounceReader(engine, file, device, deadline_s, why)
 
 
-def _open_gds(path: str, engine: NativeEngine, file: FileHandle, device: torch.device, window_bytes: int, deadline_s: float) -> Reader:
+def _open_gds(
+    path: str,
+    engine: NativeEngine,
+    file: FileHandle,
+    device: torch.device,
+    window_bytes: int,
+    deadline_s: float,
+) -> Reader:
     if os.path.getsize(file.path) == 0:
         # A first read decides how a file is read: there must be something to read.
         page = aligned_empty(BLOCK_BYTES).zero_()
         engine.write(Plan.of(file, [0], [BLOCK_BYTES], [0]), page, deadline_s=deadline_s).wait()
-    arena_bytes = -(-(window_bytes + window_bytes // 2) // BLOCK_BYTES) * BLOCK_BYTES  # results that are still computed on count too
+    # results that are still computed on count too
+    arena_bytes = -(-(window_bytes + window_bytes // 2) // BLOCK_BYTES) * BLOCK_BYTES
     gds = open_engine(path, device=device, arena_bytes=max(arena_bytes, 32 << 20))
     try:
         return DirectReader(gds, gds.open(file.path), deadline_s, owns_engine=True)

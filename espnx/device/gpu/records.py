@@ -1,4 +1,5 @@
-"""Records that are scored by the tensor ops: on a GPU, from an engine that reads into its memory or by way of pinned host memory."""
+"""Records that are scored by the tensor ops: on a GPU, from an engine that reads into its memory or
+by way of pinned host memory."""
 
 from __future__ import annotations
 
@@ -79,21 +80,39 @@ class TensorRecordDevice(RecordFiles):
         self.forget()
         self._workers.shutdown(wait=True)
 
-    def read(self, layout: RecordLayout, numbers: np.ndarray, *, gap_bytes: int, priority: int, deadline_s: float) -> Future:
-        """Reads records that will be scored. Those that come to a GPU by way of host memory lie packed in pinned memory, from which they
-        cross as fast as the link allows."""
+    def read(
+        self,
+        layout: RecordLayout,
+        numbers: np.ndarray,
+        *,
+        gap_bytes: int,
+        priority: int,
+        deadline_s: float,
+    ) -> Future:
+        """Reads records that will be scored. Those that come to a GPU by way of host memory lie
+        packed in pinned memory, from which they cross as fast as the link allows."""
         plan = layout.plan(numbers)
         if self.compute.type == "cpu" or host_engine(self._reads) is None:
-            return self._reads.read(plan, gap_bytes=gap_bytes, priority=priority, deadline_s=deadline_s)
+            return self._reads.read(
+                plan, gap_bytes=gap_bytes, priority=priority, deadline_s=deadline_s
+            )
         packed = replace(plan, out_offset_bytes=plan.size_bytes.cumsum(0) - plan.size_bytes)
         out = host_memory(int(plan.size_bytes.sum()), self.compute)
-        return self._reads.read(packed, out, gap_bytes=gap_bytes, priority=priority, deadline_s=deadline_s)
+        return self._reads.read(
+            packed, out, gap_bytes=gap_bytes, priority=priority, deadline_s=deadline_s
+        )
 
 
 class _TensorRecords(Part):
     """See `espnx.device.interface.KeptRecords`."""
 
-    def __init__(self, device: TensorRecordDevice, engine: Engine, layout: RecordLayout, released: Callable[[RecordLayout], None]):
+    def __init__(
+        self,
+        device: TensorRecordDevice,
+        engine: Engine,
+        layout: RecordLayout,
+        released: Callable[[RecordLayout], None],
+    ):
         self._device, self._engine, self._layout, self._released = device, engine, layout, released
 
     def maxsim(
@@ -110,8 +129,16 @@ class _TensorRecords(Part):
         device = self._device
         if pairs is None:
             pairs = Pairs(np.arange(len(numbers)), np.zeros(len(numbers), dtype=np.int64))
-        future = device.read(self._layout, numbers, gap_bytes=gap_bytes, priority=int(is_urgent), deadline_s=deadline_s)
-        ticket = TensorRecordTicket(future, self._layout, numbers, list(queries), pairs, device.compute, device.ended)
+        future = device.read(
+            self._layout,
+            numbers,
+            gap_bytes=gap_bytes,
+            priority=int(is_urgent),
+            deadline_s=deadline_s,
+        )
+        ticket = TensorRecordTicket(
+            future, self._layout, numbers, list(queries), pairs, device.compute, device.ended
+        )
         try:
             device.begin(ticket, is_urgent=is_urgent)
         except BaseException:
@@ -121,7 +148,9 @@ class _TensorRecords(Part):
 
     def read(self, numbers: np.ndarray, *, gap_bytes: int = 0, deadline_s: float = 30.0) -> Future:
         """See `KeptRecords`."""
-        return self._engine.read(self._layout.plan(numbers), gap_bytes=gap_bytes, deadline_s=deadline_s)
+        return self._engine.read(
+            self._layout.plan(numbers), gap_bytes=gap_bytes, deadline_s=deadline_s
+        )
 
     def release(self) -> None:
         """See `KeptRecords`."""
@@ -129,7 +158,8 @@ class _TensorRecords(Part):
 
 
 class TensorRecordTicket:
-    """See `espnx.device.interface.RecordTicket`. Whoever holds the lock makes the next step: a worker, or the thread that asks."""
+    """See `espnx.device.interface.RecordTicket`. Whoever holds the lock makes the next step: a
+    worker, or the thread that asks."""
 
     def __init__(
         self,
@@ -141,16 +171,23 @@ class TensorRecordTicket:
         compute: torch.device,
         ended: Callable[[TensorRecordTicket], None],
     ):
-        self._future, self._layout, self._numbers, self._queries, self._pairs = future, layout, numbers, queries, pairs
+        self._future, self._layout, self._numbers, self._queries, self._pairs = (
+            future,
+            layout,
+            numbers,
+            queries,
+            pairs,
+        )
         self._compute, self._ended = compute, ended
         self.task: Task[None] | None = None
         self.scores = np.full(len(pairs), np.nan, dtype=np.float32)
         self._memory = future.memory
-        # On a GPU, records that the engine left in host memory cross in one copy when all are there: many small copies would cost more
-        # than the overlap saves.
+        # On a GPU, records that the engine left in host memory cross in one copy when all are
+        # there: many small copies would cost more than the overlap saves.
         self._moves = self._memory.device != compute
         self._per_batch = 2**62 if self._moves else max(_LEAST, len(numbers) // _PARTS)
-        # Workers have current streams of their own: what the caller's has still to do on the queries must come first.
+        # Workers have current streams of their own: what the caller's has still to do on the
+        # queries must come first.
         self._stream = torch.cuda.current_stream(compute) if compute.type == "cuda" else None
         self._turn = threading.Lock()
         self._arrived: list[np.ndarray] = []
@@ -185,7 +222,8 @@ class TensorRecordTicket:
                 self._computing_s += self.finished_at - here
             self.is_finished = is_last
         except BaseException as error:
-            self._error, self.is_finished = error.with_traceback(None), True  # its frames would hold the ticket
+            # its frames would hold the ticket
+            self._error, self.is_finished = error.with_traceback(None), True
         if self.is_finished:
             self._ended(self)
 
@@ -193,7 +231,16 @@ class TensorRecordTicket:
         arrived, positions = items.numpy(), self._future.position_bytes
         self._layout.check(self._memory, positions[items], self._numbers[arrived])
         chosen = pairs_of_items(self._pairs, arrived)
-        score_pairs(self._layout, self._memory, positions, self._numbers, self._pairs, chosen, self._queries, self.scores)
+        score_pairs(
+            self._layout,
+            self._memory,
+            positions,
+            self._numbers,
+            self._pairs,
+            chosen,
+            self._queries,
+            self.scores,
+        )
         self._arrived.append(arrived)
 
     def next(self, at_least: int = 1, timeout_s: float | None = None) -> tuple[np.ndarray, bool]:
@@ -207,7 +254,11 @@ class TensorRecordTicket:
                     raise self._error.with_traceback(None)
                 is_over = self.is_finished or (until is not None and time.perf_counter() >= until)
                 if is_over or sum(map(len, self._arrived)) >= at_least:
-                    found = np.concatenate(self._arrived) if self._arrived else np.empty(0, dtype=np.int64)
+                    found = (
+                        np.concatenate(self._arrived)
+                        if self._arrived
+                        else np.empty(0, dtype=np.int64)
+                    )
                     self._arrived = []
                     return found, self.is_finished
 
@@ -224,7 +275,9 @@ class TensorRecordTicket:
             scores = np.empty(len(pairs), dtype=np.float32)
             chosen = np.argsort(pairs.query, kind="stable")
             with self._on_stream():
-                score_pairs(self._layout, *self.records, self._numbers, pairs, chosen, self._queries, scores)
+                score_pairs(
+                    self._layout, *self.records, self._numbers, pairs, chosen, self._queries, scores
+                )
             found.append(scores)
         return np.concatenate(found)
 
@@ -242,6 +295,9 @@ class TensorRecordTicket:
         """See `RecordTicket`."""
         future = self._future
         return DeviceStats(
-            bytes_asked=future.bytes_asked, bytes_moved=future.bytes_moved, read_requests=future.request_count,
-            waiting_s=self._waiting_s, computing_s=self._computing_s,
-        )  # fmt: skip
+            bytes_asked=future.bytes_asked,
+            bytes_moved=future.bytes_moved,
+            read_requests=future.request_count,
+            waiting_s=self._waiting_s,
+            computing_s=self._computing_s,
+        )

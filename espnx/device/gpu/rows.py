@@ -1,5 +1,6 @@
-"""An SSD beside a GPU: rows in one file, read into the GPU's memory (straight, where GPUDirect Storage works), checked and attended to
-there. Everything but the kernels also runs on CPU memory."""
+"""An SSD beside a GPU: rows in one file, read into the GPU's memory (straight, where GPUDirect
+Storage works), checked and attended to there. Everything but the kernels also runs on CPU
+memory."""
 
 from __future__ import annotations
 
@@ -38,17 +39,22 @@ def _typed_memory_errors(device: torch.device) -> Iterator[None]:
         if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
             raise
         free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-        raise errors.OutOfMemoryError(f"memory for stored rows on {device}", free_bytes=free_bytes) from error
+        raise errors.OutOfMemoryError(
+            f"memory for stored rows on {device}", free_bytes=free_bytes
+        ) from error
 
 
 class GpuRowDevice(RowFileDevice):
-    """See `espnx.device.interface.RowDevice`. Queries and tails may lie anywhere; results are where the queries are.
+    """See `espnx.device.interface.RowDevice`. Queries and tails may lie anywhere; results are where
+    the queries are.
 
     Args:
-        compute: in whose memory rows are computed on: ``cuda``, ``cuda:N``; ``cpu`` (tests); None: the current CUDA device.
-        engine: ``auto``: ``gds``, or else (`fallback_reason` says why) reads into pinned host memory, which are copied; ``gds`` or
-            ``gds-compat``: that and nothing else, while writes go through host memory; ``uring``, ``posix``, or an engine: reads and writes
-            through host memory.
+        compute: in whose memory rows are computed on: ``cuda``, ``cuda:N``; ``cpu`` (tests); None:
+            the current CUDA device.
+        engine: ``auto``: ``gds``, or else (`fallback_reason` says why) reads into pinned host
+            memory, which are copied; ``gds`` or ``gds-compat``: that and nothing else, while writes
+            go through host memory; ``uring``, ``posix``, or an engine: reads and writes through
+            host memory.
         make_reader: makes what reads the data file (tests).
         threads: that compute, on a CPU.
         directory, **options: of `RowFileDevice`.
@@ -56,7 +62,8 @@ class GpuRowDevice(RowFileDevice):
     Raises:
         PathUnavailableError, MissingDependencyError: a path that was named cannot be had.
 
-    Every call raises OutOfMemoryError where the memory of the device, or pinned memory of the host, is used up.
+    Every call raises OutOfMemoryError where the memory of the device, or pinned memory of the host,
+    is used up.
     """
 
     capabilities = Capabilities(attends_unlike_widths=True, attends_latent=True, keeps=True)
@@ -73,11 +80,17 @@ class GpuRowDevice(RowFileDevice):
     ):
         self.compute = torch.device(compute or "cuda")
         if self.compute.type == "cuda" and not torch.cuda.is_available():
-            raise errors.PathUnavailableError("no CUDA device here", got=str(self.compute), fix="compute='cpu'")
+            raise errors.PathUnavailableError(
+                "no CUDA device here", got=str(self.compute), fix="compute='cpu'"
+            )
         if self.compute.type == "cuda" and self.compute.index is None:
             self.compute = torch.device("cuda", torch.cuda.current_device())
         if self.compute.type == "cpu" and engine in GDS_PATHS:
-            raise errors.InvalidInputError("rows would lie in GPU memory", got=f"engine={engine!r} and {compute}", fix="compute='cuda'")
+            raise errors.InvalidInputError(
+                "rows would lie in GPU memory",
+                got=f"engine={engine!r} and {compute}",
+                fix="compute='cuda'",
+            )
         self._asked_path = engine if isinstance(engine, str) else "uring"
         self._make_reader, self._threads = make_reader, threads
         self._reader: Reader | None = None
@@ -85,7 +98,11 @@ class GpuRowDevice(RowFileDevice):
         self._copies = torch.cuda.Stream(self.compute) if self.compute.type == "cuda" else None
         self._writer = ThreadPoolExecutor(1, "espnx-writeback")
         try:
-            super().__init__(directory, engine="auto" if isinstance(engine, str) and engine in GDS_PATHS else engine, **options)
+            super().__init__(
+                directory,
+                engine="auto" if isinstance(engine, str) and engine in GDS_PATHS else engine,
+                **options,
+            )
         except BaseException:
             self._writer.shutdown()
             raise
@@ -96,7 +113,12 @@ class GpuRowDevice(RowFileDevice):
             self._reader = self._make_reader(self.engine, file)
         else:
             self._reader = open_reader(
-                self._asked_path, self.engine, file, self.compute, window_bytes=window_bytes, deadline_s=self._deadline_s
+                self._asked_path,
+                self.engine,
+                file,
+                self.compute,
+                window_bytes=window_bytes,
+                deadline_s=self._deadline_s,
             )
         self._path = FilePath(file.path, self._reader.effective_path, self._reader.fallback_reason)
         self._stream = TensorStream(self._reader, file.path, window_bytes)
@@ -108,9 +130,15 @@ class GpuRowDevice(RowFileDevice):
 
     def push(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray]) -> int:
         with _typed_memory_errors(self.compute):
-            return int(self._stream.push(RowReads(layout, table, sums, group_bytes(self._read_ahead_bytes), UNIT_BYTES)))
+            return int(
+                self._stream.push(
+                    RowReads(layout, table, sums, group_bytes(self._read_ahead_bytes), UNIT_BYTES)
+                )
+            )
 
-    def attend(self, ticket: int, queries: Queries, tail: RowsInMemory | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(
+        self, ticket: int, queries: Queries, tail: RowsInMemory | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `RowDevice`."""
         self.check_open()
         with _typed_memory_errors(self.compute):
@@ -127,11 +155,25 @@ class GpuRowDevice(RowFileDevice):
         with _typed_memory_errors(self.compute):
             self._stream.visit(ticket, show)
 
-    def _begin_write(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, sums: np.ndarray, plan: Plan) -> StagedWrite:
+    def _begin_write(
+        self,
+        layout: RowLayout,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        sums: np.ndarray,
+        plan: Plan,
+    ) -> StagedWrite:
         with _typed_memory_errors(self.compute):
             return self._stage(layout, k, v, sums, plan)
 
-    def _stage(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, sums: np.ndarray, plan: Plan) -> StagedWrite:
+    def _stage(
+        self,
+        layout: RowLayout,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        sums: np.ndarray,
+        plan: Plan,
+    ) -> StagedWrite:
         blocks = layout.pack(k.to(self.compute), None if v is None else v.to(self.compute)).view(-1)
         memory = host_memory(blocks.numel(), self.compute)
         event = None
@@ -170,7 +212,9 @@ class StagedWrite:
         self._started = started
 
     def done(self) -> bool:
-        return self._started.done() and (self._started.exception() is not None or self._started.result().done())
+        return self._started.done() and (
+            self._started.exception() is not None or self._started.result().done()
+        )
 
     def wait(self) -> None:
         self._started.result().wait()

@@ -1,6 +1,8 @@
-"""Stored rows on their way into a torch device's memory: reads that run ahead up to a window of bytes, over tickets, and are checked there.
+"""Stored rows on their way into a torch device's memory: reads that run ahead up to a window of
+bytes, over tickets, and are checked there.
 
-What csrc/device/row_stream.hpp does for host memory, in groups of reads, so that each group is one launch of every kernel.
+What csrc/device/row_stream.hpp does for host memory, in groups of reads, so that each group is one
+launch of every kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from ..interface import Show
 from .plan import RowReads
 from .readers import Arrival, Reader
 
-#: Read, checked and computed on together, where the window allows several of them: kernels are launched once for it. 16 reads.
+#: Read, checked and computed on together, where the window allows several of them: kernels are
+#: launched once for it. 16 reads.
 GROUP_BYTES = 15 << 20
 _GROUPS_IN_WINDOW = 4
 
@@ -33,7 +36,8 @@ def group_bytes(window_bytes: int) -> int:
 
 @dataclass
 class _Reading:
-    """A ticket with its reads: `arrivals` of the groups that were submitted and not yet consumed, and how many reads each took."""
+    """A ticket with its reads: `arrivals` of the groups that were submitted and not yet consumed,
+    and how many reads each took."""
 
     number: int
     rows: RowReads
@@ -52,7 +56,8 @@ class _Sums:
 
 
 class TensorStream:
-    """`clear`, `front` and `stats` may be called by any thread at any time; the other calls by one thread at a time.
+    """`clear`, `front` and `stats` may be called by any thread at any time; the other calls by one
+    thread at a time.
 
     Args:
         reader: of the data file.
@@ -62,7 +67,9 @@ class TensorStream:
 
     def __init__(self, reader: Reader, path: str, window_bytes: int):
         if window_bytes < 1:
-            raise errors.InvalidInputError("read_ahead_bytes", got=window_bytes, expected="at least 1")
+            raise errors.InvalidInputError(
+                "read_ahead_bytes", got=window_bytes, expected="at least 1"
+            )
         self._reader, self._path, self._window_bytes = reader, path, window_bytes
         self._lock = threading.RLock()  # of what follows, and of the readings in line
         self._line: deque[_Reading] = deque()
@@ -89,7 +96,8 @@ class TensorStream:
             return self._line[0].number if self._line else -1
 
     def clear(self) -> None:
-        """Forgets everything that was pushed. What another thread consumes ends with TransferCancelledError, unless it has all of it."""
+        """Forgets everything that was pushed. What another thread consumes ends with
+        TransferCancelledError, unless it has all of it."""
         with self._lock:
             line, self._line, self._ahead_bytes = self._line, deque(), 0
             for reading in line:
@@ -101,13 +109,16 @@ class TensorStream:
     def stats(self) -> dict[str, Any]:
         """Bytes of rows that were consumed, in how many reads, and seconds."""
         return {
-            "bytes_asked": self._bytes_asked, "bytes_moved": self._bytes_moved, "read_requests": self._read_requests,
-            "waiting_s": self._waiting_s, "computing_s": self._computing_s,
-        }  # fmt: skip
+            "bytes_asked": self._bytes_asked,
+            "bytes_moved": self._bytes_moved,
+            "read_requests": self._read_requests,
+            "waiting_s": self._waiting_s,
+            "computing_s": self._computing_s,
+        }
 
     def attend(self, ticket: int, arrived: Callable[[RowReads, range, torch.Tensor], None]) -> None:
-        """Shows the groups of the ticket at the front, as they arrive. What is made of them counts only when this has returned: by then all
-        of them are checked.
+        """Shows the groups of the ticket at the front, as they arrive. What is made of them counts
+        only when this has returned: by then all of them are checked.
 
         Raises ReadError, ChecksumError, DeadlineExceededError; every ticket is invalid then.
         """
@@ -128,11 +139,20 @@ class TensorStream:
 
         self._consume(ticket, look, lambda rows: None)
 
-    def _consume(self, ticket: int, look: Callable[[RowReads, range, torch.Tensor], None], end: Callable[[RowReads], None]) -> None:
+    def _consume(
+        self,
+        ticket: int,
+        look: Callable[[RowReads, range, torch.Tensor], None],
+        end: Callable[[RowReads], None],
+    ) -> None:
         with self._lock:
             front = self.front()
             if front != ticket:
-                raise errors.InvalidInputError("rows are consumed in the order in which they were asked for", got=ticket, expected=front)
+                raise errors.InvalidInputError(
+                    "rows are consumed in the order in which they were asked for",
+                    got=ticket,
+                    expected=front,
+                )
             reading = self._line[0]
         begun, waited_s = time.perf_counter(), 0.0
         try:
@@ -146,7 +166,9 @@ class TensorStream:
                 with self._lock:
                     reading.arrivals.popleft()
                     if reading.is_forgotten and (reading.arrivals or reading.groups):
-                        raise errors.TransferCancelledError("the rows that were asked for are not needed", path=self._path)
+                        raise errors.TransferCancelledError(
+                            "the rows that were asked for are not needed", path=self._path
+                        )
                     self._bytes_moved += arrival.bytes_moved
                     self._read_requests += n_reads
                     size_bytes = len(group) * reading.rows.layout.block_bytes
@@ -157,9 +179,9 @@ class TensorStream:
                         self._pump()
             end(reading.rows)
         except BaseException:
-            with (
-                self._lock
-            ):  # also what came after: whoever catches this plans anew. Unless another thread cleared, and perhaps pushed since
+            with self._lock:
+                # also what came after: whoever catches this plans anew. Unless another thread
+                # cleared, and perhaps pushed since
                 if not reading.is_forgotten:
                     self.clear()
             raise
@@ -170,7 +192,8 @@ class TensorStream:
         self._computing_s += time.perf_counter() - begun - waited_s
 
     def _pump(self) -> None:
-        """Submits reads, in the order of the line, while there is room. The line's front always has one under way, if it has any left."""
+        """Submits reads, in the order of the line, while there is room. The line's front always has
+        one under way, if it has any left."""
         for reading in self._line:
             while reading.groups:
                 group = reading.groups[0]
@@ -185,18 +208,28 @@ class TensorStream:
     def _sums(self, rows: RowReads, group: range, memory: torch.Tensor) -> _Sums:
         size_bytes = rows.layout.block_bytes
         offsets = torch.arange(len(group)) * size_bytes
-        wanted = torch.from_numpy(rows.sums[group.start : group.stop].astype(np.int64)).to(memory.device, non_blocking=True)
-        return _Sums(group, crc32c_ranges(memory, offsets, torch.full_like(offsets, size_bytes)), wanted)
+        wanted = torch.from_numpy(rows.sums[group.start : group.stop].astype(np.int64)).to(
+            memory.device, non_blocking=True
+        )
+        return _Sums(
+            group, crc32c_ranges(memory, offsets, torch.full_like(offsets, size_bytes)), wanted
+        )
 
     def _check(self, rows: RowReads, sums: list[_Sums]) -> None:
         """Waits for the device. Raises ChecksumError."""
-        if not sums or not bool(torch.stack([(each.found != each.wanted).any() for each in sums]).any()):
+        if not sums or not bool(
+            torch.stack([(each.found != each.wanted).any() for each in sums]).any()
+        ):
             return
         for each in sums:
             bad = (each.found != each.wanted).nonzero().flatten()
             if bad.numel():
                 i = int(bad[0])
                 raise errors.ChecksumError(
-                    "stored rows are damaged", path=self._path, offset_bytes=int(rows.offset_bytes[each.group.start + i]),
-                    size_bytes=rows.layout.block_bytes, got=f"CRC32C {int(each.found[i])}", expected=f"CRC32C {int(each.wanted[i])}",
-                )  # fmt: skip
+                    "stored rows are damaged",
+                    path=self._path,
+                    offset_bytes=int(rows.offset_bytes[each.group.start + i]),
+                    size_bytes=rows.layout.block_bytes,
+                    got=f"CRC32C {int(each.found[i])}",
+                    expected=f"CRC32C {int(each.wanted[i])}",
+                )

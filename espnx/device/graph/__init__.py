@@ -1,4 +1,5 @@
-"""Walks over a graph of vectors on the device that keeps it: hop, reads, distances, next hop, without the host."""
+"""Walks over a graph of vectors on the device that keeps it: hop, reads, distances, next hop,
+without the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The plain SSD as a device for a graph: walks on threads of this machine's own, each over reads of one deep queue."""
+"""The plain SSD as a device for a graph: walks on threads of this machine's own, each over reads of
+one deep queue."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class SsdGraphDevice(Part):
         engine: of the reads, which stays the caller's; a name opens one of its own.
         walks: that are under way at a time; further ones wait.
 
-    Raises what opening the graph's files does, InvalidInputError (also of a graph of more than 2^32 - 1 nodes), PathUnavailableError.
+    Raises what opening the graph's files does, InvalidInputError (also of a graph of more than 2^32
+    - 1 nodes), PathUnavailableError.
     """
 
     compute = torch.device("cpu")
@@ -67,10 +69,17 @@ class SsdGraphDevice(Part):
         return SearchCommand(query, L, k, beam=beam)
 
     def search(
-        self, query: torch.Tensor, L: int, k: int, *, beam: int = 4, deadline_s: float = 30.0,
+        self,
+        query: torch.Tensor,
+        L: int,
+        k: int,
+        *,
+        beam: int = 4,
+        deadline_s: float = 30.0,
         watch: Callable[[Round], None] | None = None,
-    ) -> SsdSearchTicket:  # fmt: skip
-        """See `GraphDevice`. `watch` gets every round once it has been measured, in the walk's thread."""
+    ) -> SsdSearchTicket:
+        """See `GraphDevice`. `watch` gets every round once it has been measured, in the walk's
+        thread."""
         self._check(query, L, k, beam)
         self.check_process()
         with self._lock:
@@ -85,13 +94,16 @@ class SsdGraphDevice(Part):
         check_query(query, self.graph.format, self.graph.dim)
         if query.dim() != 1 or query.device.type != "cpu":
             got = f"{list(query.shape)} on {query.device}"
-            raise errors.InvalidInputError("query against a graph", got=got, expected="one query, [dim], on the CPU")
+            raise errors.InvalidInputError(
+                "query against a graph", got=got, expected="one query, [dim], on the CPU"
+            )
         check_whole("k, nodes wanted", k, 1)
         check_whole("L, candidates of a walk", length, k, LENGTH_MAX)
         check_whole("beam of a walk", beam, 1, LENGTH_MAX)
 
     def check_process(self) -> None:
-        """Raises InvalidInputError in a child after fork(), which has none of the threads that walk."""
+        """Raises InvalidInputError in a child after fork(), which has none of the threads that
+        walk."""
         check_own(self._process, "the graph")
 
     def walked(self, stats: WalkStats) -> None:
@@ -105,7 +117,9 @@ class SsdGraphDevice(Part):
 
     def path_report(self) -> Sequence[FilePath]:
         """See `Device`."""
-        return [FilePath(each.path, each.effective, self.engine.fallback_reason) for each in self._files]
+        return [
+            FilePath(each.path, each.effective, self.engine.fallback_reason) for each in self._files
+        ]
 
     def stats(self) -> DeviceStats:
         """See `Device`; of walks that have ended."""
@@ -144,9 +158,14 @@ class SsdSearchTicket:
     """See `espnx.device.vectors.interface.SearchTicket`."""
 
     def __init__(
-        self, device: SsdGraphDevice, query: torch.Tensor, length: int, beam: int, deadline_s: float,
+        self,
+        device: SsdGraphDevice,
+        query: torch.Tensor,
+        length: int,
+        beam: int,
+        deadline_s: float,
         watch: Callable[[Round], None] | None,
-    ):  # fmt: skip
+    ):
         self._device, self._deadline_s, self._watch = device, deadline_s, watch
         self._query, self._length, self._beam = query, length, beam
         self._cancelled = threading.Event()
@@ -160,7 +179,9 @@ class SsdSearchTicket:
 
     def _run(self, k: int) -> tuple[np.ndarray, np.ndarray]:
         self._check()
-        walk = WalkSource(self._device.graph, self._start_read, self._query, check=self._check, watch=self._watch)
+        walk = WalkSource(
+            self._device.graph, self._start_read, self._query, check=self._check, watch=self._watch
+        )
         self._walk = walk
         try:
             return walk.run(self._length, k, self._beam)
@@ -189,7 +210,9 @@ class SsdSearchTicket:
             raise
         except TimeoutError:
             waited_s = time.monotonic() - begun
-            raise errors.DeadlineExceededError("a walk over a graph", got=f"none after {waited_s:.3g} s", expected="an end") from None
+            raise errors.DeadlineExceededError(
+                "a walk over a graph", got=f"none after {waited_s:.3g} s", expected="an end"
+            ) from None
 
     def cancel(self) -> None:
         """See `Ticket`."""
@@ -216,5 +239,8 @@ class SsdSearchTicket:
 def device_stats(walk: WalkStats, stored_bytes: int = 0) -> DeviceStats:
     """A walk in the words of devices."""
     return DeviceStats(
-        bytes_asked=walk.bytes_asked, bytes_moved=walk.bytes_moved, read_requests=walk.read_requests, stored_bytes=stored_bytes
+        bytes_asked=walk.bytes_asked,
+        bytes_moved=walk.bytes_moved,
+        read_requests=walk.read_requests,
+        stored_bytes=stored_bytes,
     )

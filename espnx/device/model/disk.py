@@ -1,8 +1,11 @@
-"""The disk of a directory in the figures of a spec: reads alone and many at once, large and small, past the page cache.
+"""The disk of a directory in the figures of a spec: reads alone and many at once, large and small,
+past the page cache.
 
-What is measured is what emulated time is made of (docs/device-specs.md), so each figure is freed of the others: a batch of reads takes
-what one takes alone, and of what it takes longer each further read, or byte, has its part. Medians of many short batches; those of small
-reads take turns. Large ones are apart: behind tens of megabytes a lone read takes three times as long as behind another one.
+What is measured is what emulated time is made of (docs/device-specs.md), so each figure is freed of
+the others: a batch of reads takes what one takes alone, and of what it takes longer each further
+read, or byte, has its part. Medians of many short batches; those of small reads take turns. Large
+ones are apart: behind tens of megabytes a lone read takes three times as long as behind another
+one.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ class DiskSpeed:
     """What was measured.
 
     Attributes:
-        read_bytes_per_s, write_bytes_per_s: of large reads, several at a time, and of a file that is written and synced.
+        read_bytes_per_s, write_bytes_per_s: of large reads, several at a time, and of a file that
+            is written and synced.
         reads_4k_per_s: of reads of 4 KiB at random places, many at a time.
         read_4k_s: that one takes alone.
         effective_path: that the bytes took; with `` (buffered)`` the numbers are the page cache's.
@@ -46,14 +50,20 @@ class DiskSpeed:
     effective_path: str
 
 
-def measure_disk(directory: str | os.PathLike[str], *, file_bytes: int = FILE_BYTES, run_s: float = RUN_S) -> DiskSpeed:
-    """Of a file that is gone afterwards. `run_s`: of each of three kinds of reads. Raises OSError, ImportError, EspnxError."""
+def measure_disk(
+    directory: str | os.PathLike[str], *, file_bytes: int = FILE_BYTES, run_s: float = RUN_S
+) -> DiskSpeed:
+    """Of a file that is gone afterwards. `run_s`: of each of three kinds of reads. Raises OSError,
+    ImportError, EspnxError."""
     import torch
 
     from ...storage import NativeEngine
     from ...storage.files import StreamWriter
 
-    with tempfile.NamedTemporaryFile(prefix=".espnx-probe-", dir=directory) as scratch, NativeEngine("auto") as engine:
+    with (
+        tempfile.NamedTemporaryFile(prefix=".espnx-probe-", dir=directory) as scratch,
+        NativeEngine("auto") as engine,
+    ):
         content = torch.randint(0, 256, (_WRITE_BYTES,), dtype=torch.uint8).numpy()
         begun = time.perf_counter()
         with StreamWriter(engine, scratch.name) as writer:
@@ -62,25 +72,33 @@ def measure_disk(directory: str | os.PathLike[str], *, file_bytes: int = FILE_BY
             writer.sync()
         write_s = time.perf_counter() - begun
         file = engine.open(scratch.name)
-        alone, small = batches(engine, file, [(SMALL_BYTES, 1), (SMALL_BYTES, SMALL_TOGETHER)], run_s)
+        alone, small = batches(
+            engine, file, [(SMALL_BYTES, 1), (SMALL_BYTES, SMALL_TOGETHER)], run_s
+        )
         [large] = batches(engine, file, [(LARGE_BYTES, LARGE_TOGETHER)], run_s)
         alone_s, small_s, large_s = median(alone), median(small), median(large)
         count = min(SMALL_TOGETHER, file.size_bytes // SMALL_BYTES)
         large_bytes = min(LARGE_TOGETHER, file.size_bytes // LARGE_BYTES) * LARGE_BYTES
         return DiskSpeed(
-            large_bytes / _beyond(large_s, alone_s), file.size_bytes / write_s, (count - 1) / _beyond(small_s, alone_s), alone_s,
+            large_bytes / _beyond(large_s, alone_s),
+            file.size_bytes / write_s,
+            (count - 1) / _beyond(small_s, alone_s),
+            alone_s,
             file.effective,
-        )  # fmt: skip
+        )
 
 
 def _beyond(batch_s: float, alone_s: float) -> float:
-    """What a batch takes longer than one read alone; at least a tenth of it, lest noise make a disk of any speed of it."""
+    """What a batch takes longer than one read alone; at least a tenth of it, lest noise make a disk
+    of any speed of it."""
     return max(batch_s - alone_s, batch_s / 10)
 
 
-def batches(engine: Engine, file: FileHandle, kinds: Sequence[tuple[int, int]], run_s: float) -> list[list[float]]:
-    """Seconds of batches of reads at random places of a file, a list for each kind (size in bytes, how many at once). They take turns, for
-    so many seconds each."""
+def batches(
+    engine: Engine, file: FileHandle, kinds: Sequence[tuple[int, int]], run_s: float
+) -> list[list[float]]:
+    """Seconds of batches of reads at random places of a file, a list for each kind (size in bytes,
+    how many at once). They take turns, for so many seconds each."""
     import torch
 
     from ...storage import Plan
@@ -97,10 +115,14 @@ def batches(engine: Engine, file: FileHandle, kinds: Sequence[tuple[int, int]], 
     return found
 
 
-def disk_spec(name: str, title: str, found: DiskSpeed, *, measured: str, capacity_bytes: int = 0) -> DeviceSpec:
+def disk_spec(
+    name: str, title: str, found: DiskSpeed, *, measured: str, capacity_bytes: int = 0
+) -> DeviceSpec:
     """The spec of a measured disk. `measured`: by whom and when, for the sources of its figures."""
 
-    def figure(value: float, unit: str, per_unit: float, how: str, confidence: str = "measured") -> Figure:
+    def figure(
+        value: float, unit: str, per_unit: float, how: str, confidence: str = "measured"
+    ) -> Figure:
         number = float(f"{value / per_unit:.{_FIGURES}g}")
         return Figure(number * per_unit, number, unit, how, confidence)
 
@@ -109,18 +131,36 @@ def disk_spec(name: str, title: str, found: DiskSpeed, *, measured: str, capacit
 
     shorter = "less what one takes alone"
     read = figure(
-        found.read_bytes_per_s, "MB/s", 1e6, of_reads(f"reads of 960 KiB at random places, {LARGE_TOGETHER} at a time, {shorter}")
+        found.read_bytes_per_s,
+        "MB/s",
+        1e6,
+        of_reads(f"reads of 960 KiB at random places, {LARGE_TOGETHER} at a time, {shorter}"),
     )
     write = figure(found.write_bytes_per_s, "MB/s", 1e6, of_reads("a file, written and synced"))
     flash = Flash(
         read_bandwidth=read,
         write_bandwidth=write,
-        read_latency=figure(found.read_4k_s, "us", 1e-6, of_reads("reads of 4 KiB at random places, one at a time")),
+        read_latency=figure(
+            found.read_4k_s, "us", 1e-6, of_reads("reads of 4 KiB at random places, one at a time")
+        ),
         random_reads=figure(
-            found.reads_4k_per_s, "IOPS", 1.0, of_reads(f"reads of 4 KiB at random places, {SMALL_TOGETHER} at a time, {shorter}")
+            found.reads_4k_per_s,
+            "IOPS",
+            1.0,
+            of_reads(f"reads of 4 KiB at random places, {SMALL_TOGETHER} at a time, {shorter}"),
         ),
     )
     faster = max(read, write, key=lambda each: each.value)
-    link = Figure(faster.value, faster.number, faster.unit, "what passed it when the disk was measured; it may be wider", "derived")
-    capacity = figure(capacity_bytes, "GB", 1e9, "the size of the file system", "measured") if capacity_bytes else None
+    link = Figure(
+        faster.value,
+        faster.number,
+        faster.unit,
+        "what passed it when the disk was measured; it may be wider",
+        "derived",
+    )
+    capacity = (
+        figure(capacity_bytes, "GB", 1e9, "the size of the file system", "measured")
+        if capacity_bytes
+        else None
+    )
     return DeviceSpec(name, title, flash, Links(device=link), capacity=capacity)

@@ -1,7 +1,9 @@
-"""What a device is, in figures: bandwidths, latencies, what its accelerator computes and at which rate, and where each figure is from.
+"""What a device is, in figures: bandwidths, latencies, what its accelerator computes and at which
+rate, and where each figure is from.
 
-A spec is a YAML file (docs/device-specs.md). Specs of devices that papers measured are here by name (`presets`); a figure that nobody has
-published is None, and none is made up. Loading one imports no torch.
+A spec is a YAML file (docs/device-specs.md). Specs of devices that papers measured are here by name
+(`presets`); a figure that nobody has published is None, and none is made up. Loading one imports no
+torch.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from .units import QUANTITIES
 
 SCHEMA_VERSION = 1
 SUFFIXES = (".yaml", ".yml")
-#: How a figure is known, from best to worst: measured by whoever wrote the spec, or in the source; printed by the maker; stated by a paper;
-#: computed from other figures; known from memory, and not looked up; taken because something had to be taken.
+#: How a figure is known, from best to worst: measured by whoever wrote the spec, or in the source;
+#: printed by the maker; stated by a paper; computed from other figures; known from memory, and not
+#: looked up; taken because something had to be taken.
 CONFIDENCES = ("measured", "datasheet", "paper", "derived", "recalled", "assumed")
 #: What a device may compute beside its data.
 VERBS = ("attend", "maxsim", "distances", "search", "scan", "encode")
@@ -83,7 +86,8 @@ class Flash:
     """Where bytes are kept.
 
     Attributes:
-        read_bandwidth: of large reads into the device's memory (or, where it has none, its link), all channels together.
+        read_bandwidth: of large reads into the device's memory (or, where it has none, its link),
+            all channels together.
         write_bandwidth: of large writes.
         page: the unit of reading inside.
         channels, dies_per_channel: of flash.
@@ -146,7 +150,8 @@ class Accelerator:
 
     Attributes:
         verbs: of `VERBS`, what it computes.
-        rates: by how many query heads share a pass over K and V (d_group), for each number that there is a kernel for.
+        rates: by how many query heads share a pass over K and V (d_group), for each number that
+            there is a kernel for.
         peak: of all its units, for what has no rate of its own.
         stream_bandwidth: of bytes that pass through it and are compared on the way.
         block_tokens: that attention takes in at a time.
@@ -155,7 +160,8 @@ class Accelerator:
         mask_value: what padding scores.
         clock: its frequency.
         units: that multiply and add.
-        set_up: whether a command is prepared while the one before it runs (``asynchronous``), or not.
+        set_up: whether a command is prepared while the one before it runs (``asynchronous``), or
+            not.
         set_up_time: of a command.
     """
 
@@ -178,13 +184,16 @@ class Accelerator:
         return max(self.rates, default=0)
 
     def flops_per_s(self, group: int = 1) -> float:
-        """Of a pass that `group` query heads share: of the smallest kernel for so many, which takes as long as if all its heads were there.
-        Without kernels it is `peak`, and infinite where that is not known either. Raises InvalidInputError."""
+        """Of a pass that `group` query heads share: of the smallest kernel for so many, which takes
+        as long as if all its heads were there. Without kernels it is `peak`, and infinite where
+        that is not known either. Raises InvalidInputError."""
         if not self.rates:
             return self.peak.value if self.peak else math.inf
         kernel = min((heads for heads in self.rates if heads >= group), default=None)
         if kernel is None or group < 1:
-            raise errors.InvalidInputError("query heads that share a pass", got=group, expected=f"1 to {self.max_group}")
+            raise errors.InvalidInputError(
+                "query heads that share a pass", got=group, expected=f"1 to {self.max_group}"
+            )
         return self.rates[kernel].value * group / kernel
 
 
@@ -244,20 +253,29 @@ class DeviceSpec:
 def presets() -> tuple[str, ...]:
     """Names of the specs that come with the package."""
     folder = resources.files(__package__) / "presets"
-    return tuple(sorted(each.name.removesuffix(".yaml") for each in folder.iterdir() if each.name.endswith(".yaml")))
+    return tuple(
+        sorted(
+            each.name.removesuffix(".yaml")
+            for each in folder.iterdir()
+            if each.name.endswith(".yaml")
+        )
+    )
 
 
 @functools.cache
 def load_preset(name: str) -> DeviceSpec:
     """Raises InvalidInputError for a name that is none of `presets`."""
     if name not in presets():
-        raise errors.InvalidInputError(f"device spec {name!r}", expected=", ".join(presets()), fix=_nearest(name, presets()))
+        raise errors.InvalidInputError(
+            f"device spec {name!r}", expected=", ".join(presets()), fix=_nearest(name, presets())
+        )
     file = resources.files(__package__) / "presets" / f"{name}.yaml"
     return parse_spec(file.read_bytes(), str(file))
 
 
 def load_spec(source: str | os.PathLike[str]) -> DeviceSpec:
-    """A preset by its name, or the spec in a file (a name that ends in ``.yaml`` or ``.yml``, or a `pathlib.Path`).
+    """A preset by its name, or the spec in a file (a name that ends in ``.yaml`` or ``.yml``, or a
+    `pathlib.Path`).
 
     Raises:
         InvalidInputError: a name that is none.
@@ -273,7 +291,11 @@ def parse_spec(data: bytes, path: str) -> DeviceSpec:
     """The spec that a YAML text holds; `path` is for errors. Raises FormatError."""
     tree = parse_yaml(data, path)
     version = tree.items.pop("schema_version", None)
-    if not isinstance(version, Scalar) or version.kind != "int" or version.text != str(SCHEMA_VERSION):
+    if (
+        not isinstance(version, Scalar)
+        or version.kind != "int"
+        or version.text != str(SCHEMA_VERSION)
+    ):
         got = "nothing" if version is None else version.shown
         place = Place(path, ("schema_version",), version.place.line if version else 0)
         raise place.wrong("a device spec is of another version", got=got, expected=SCHEMA_VERSION)
@@ -285,7 +307,9 @@ def parse_spec(data: bytes, path: str) -> DeviceSpec:
 def _check_whole_spec(spec: DeviceSpec, tree: Keys) -> None:
     """What no field can say alone."""
     if spec.links.switch_port is not None and spec.links.devices_per_port is None:
-        raise _missing(tree.place, ("links", "devices_per_port"), "how many devices share a switch port")
+        raise _missing(
+            tree.place, ("links", "devices_per_port"), "how many devices share a switch port"
+        )
     if spec.has("attend"):
         for name in ("rates", "block_tokens", "head_dim", "pad_tokens", "mask_value"):
             if not getattr(spec.accelerator, name):
@@ -293,7 +317,9 @@ def _check_whole_spec(spec: DeviceSpec, tree: Keys) -> None:
 
 
 def _missing(place: Place, keys: tuple[str, ...], expected: str) -> errors.FormatError:
-    return Place(place.path, keys).wrong("a device spec lacks a field", got="nothing", expected=expected)
+    return Place(place.path, keys).wrong(
+        "a device spec lacks a field", got="nothing", expected=expected
+    )
 
 
 def _nearest(name: str, known: Collection[str]) -> str | None:
@@ -303,10 +329,16 @@ def _nearest(name: str, known: Collection[str]) -> str | None:
 
 def _keys(tree: Tree, known: Collection[str] | None = None) -> Keys:
     if not isinstance(tree, Keys):
-        raise tree.place.wrong("not what a device spec has here", got=tree.shown, expected="a mapping")
+        raise tree.place.wrong(
+            "not what a device spec has here", got=tree.shown, expected="a mapping"
+        )
     for key, each in tree.items.items():
         if known is not None and key not in known:
-            raise each.place.wrong("a device spec has no such field", expected=", ".join(known), fix=_nearest(key, known))
+            raise each.place.wrong(
+                "a device spec has no such field",
+                expected=", ".join(known),
+                fix=_nearest(key, known),
+            )
     return tree
 
 
@@ -345,18 +377,30 @@ def _read_text(tree: Tree, rule: Collection[str] | re.Pattern[str] | None = None
         raise tree.place.wrong("not what a device spec has here", got=tree.shown, expected="text")
     if isinstance(rule, re.Pattern):
         if not rule.fullmatch(tree.text):
-            raise tree.place.wrong("a name that is none", got=repr(tree.text[:80]), expected=NAME_WORDS)
+            raise tree.place.wrong(
+                "a name that is none", got=repr(tree.text[:80]), expected=NAME_WORDS
+            )
     elif rule is not None and tree.text not in rule:
         fix = _nearest(tree.text, rule)
-        raise tree.place.wrong("an unknown word", got=repr(tree.text[:80]), expected=", ".join(rule), fix=fix)
+        raise tree.place.wrong(
+            "an unknown word", got=repr(tree.text[:80]), expected=", ".join(rule), fix=fix
+        )
     if not tree.text.strip() or len(tree.text) > _TEXT_MAX or not tree.text.isprintable():
-        raise tree.place.wrong("a text that is none", got=repr(tree.text[:80]), expected=f"1 to {_TEXT_MAX} printable characters")
+        raise tree.place.wrong(
+            "a text that is none",
+            got=repr(tree.text[:80]),
+            expected=f"1 to {_TEXT_MAX} printable characters",
+        )
     return tree.text
 
 
 def _read_words(tree: Tree, known: tuple[str, ...]) -> tuple[str, ...]:
     if not isinstance(tree, Row) or not tree.items:
-        raise tree.place.wrong("not what a device spec has here", got=tree.shown, expected=f"a list of {', '.join(known)}")
+        raise tree.place.wrong(
+            "not what a device spec has here",
+            got=tree.shown,
+            expected=f"a list of {', '.join(known)}",
+        )
     found = tuple(_read_text(each, known) for each in tree.items)
     if len(set(found)) != len(found):
         raise tree.place.wrong("a word stands twice", got=", ".join(found), expected="each once")
@@ -367,7 +411,11 @@ def _read_groups(tree: Tree, quantity: str) -> Mapping[int, Figure]:
     found = {}
     for key, each in _keys(tree).items.items():
         if not re.fullmatch("[1-9][0-9]{0,3}", key):
-            raise each.place.wrong("a group that is none", got=repr(key), expected="a whole number of query heads, 1 or more")
+            raise each.place.wrong(
+                "a group that is none",
+                got=repr(key),
+                expected="a whole number of query heads, 1 or more",
+            )
         found[int(key)] = _read_figure(each, quantity)
     return MappingProxyType(found)
 
@@ -376,13 +424,19 @@ def _read_figure(tree: Tree, quantity: str) -> Figure:
     parts = _keys(tree, ("value", "unit", "source", "confidence")).items
     for name in ("value", "unit", "source", "confidence"):
         if name not in parts:
-            raise _missing(tree.place, (*tree.place.keys, name), "given: value, unit, source and confidence")
+            raise _missing(
+                tree.place, (*tree.place.keys, name), "given: value, unit, source and confidence"
+            )
     unit = _read_text(parts["unit"], QUANTITIES[quantity])
     number = _read_number(parts["value"])
     value, sign = number * QUANTITIES[quantity][unit], -1 if quantity == "number below 0" else 1
     at, got = parts["value"].place, f"{number:g} {unit}"
     if not _SMALLEST < sign * value < _LARGEST:
-        raise at.wrong("a figure out of range", got=got, expected="below 0, and real" if sign < 0 else "above 0, and real")
+        raise at.wrong(
+            "a figure out of range",
+            got=got,
+            expected="below 0, and real" if sign < 0 else "above 0, and real",
+        )
     if quantity == "count" and value != int(value):
         raise at.wrong("a figure out of range", got=got, expected="a whole number")
     confidence = _read_text(parts["confidence"], CONFIDENCES)
@@ -391,7 +445,8 @@ def _read_figure(tree: Tree, quantity: str) -> Figure:
 
 def _read_number(tree: Tree) -> float:
     found = None
-    if isinstance(tree, Scalar) and tree.kind in ("int", "float", "str") and not tree.is_quoted:  # to YAML, 1e4 is text
+    # to YAML, 1e4 is text
+    if isinstance(tree, Scalar) and tree.kind in ("int", "float", "str") and not tree.is_quoted:
         try:
             found = float(tree.text.replace(".nan", "nan").replace(".inf", "inf"))
         except ValueError:

@@ -11,13 +11,15 @@ _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 SIZE = {"B": 1.0} | {f"{key}B": factor for key, factor in (_DECIMAL | _BINARY).items()}
-# Bits of a wire by eight; MT/s are transfers of a flash channel, which is eight bits wide: a byte each.
+# Bits of a wire by eight; MT/s are transfers of a flash channel, which is eight bits wide: a byte
+# each.
 RATE = (
     {f"{key}/s": factor for key, factor in SIZE.items()}
     | {f"{key}{bits}": factor / 8 for key, factor in _DECIMAL.items() for bits in ("b/s", "bps")}
     | {"MT/s": 1e6, "GT/s": 1e9}
 )
-#: Of what a figure may be, its units, and what one of each is in the first of them: bytes, bytes/s, s, FLOP/s, ...
+#: Of what a figure may be, its units, and what one of each is in the first of them: bytes, bytes/s,
+#: s, FLOP/s, ...
 QUANTITIES: Mapping[str, Mapping[str, float]] = {
     "size": SIZE,
     "rate": RATE,

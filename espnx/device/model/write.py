@@ -1,4 +1,5 @@
-"""Specs written as YAML: what `load_spec` reads again, figure by figure. A file of its own, since whoever reads specs writes none."""
+"""Specs written as YAML: what `load_spec` reads again, figure by figure. A file of its own, since
+whoever reads specs writes none."""
 
 from __future__ import annotations
 
@@ -16,13 +17,20 @@ from .spec import SCHEMA_VERSION, DeviceSpec, Figure
 def spec_text(spec: DeviceSpec) -> str:
     """The YAML file of a spec, without what it does not say."""
     words = {"schema_version": SCHEMA_VERSION, **_tree(spec)}
-    text: str = yaml.safe_dump(words, sort_keys=False, default_flow_style=None, allow_unicode=True, width=1000)
+    text: str = yaml.safe_dump(
+        words, sort_keys=False, default_flow_style=None, allow_unicode=True, width=1000
+    )
     return text
 
 
 def _tree(value: Any) -> Any:
     if isinstance(value, Figure):
-        return {"value": value.number, "unit": value.unit, "source": value.source, "confidence": value.confidence}
+        return {
+            "value": value.number,
+            "unit": value.unit,
+            "source": value.source,
+            "confidence": value.confidence,
+        }
     if is_dataclass(value):
         every = {each.name: _tree(getattr(value, each.name)) for each in fields(value)}
         return {name: each for name, each in every.items() if each not in (None, {}, [])}
@@ -32,7 +40,8 @@ def _tree(value: Any) -> Any:
 
 
 def write_spec(path: str | os.PathLike[str], spec: DeviceSpec) -> None:
-    """A new file, which appears whole or not at all. Raises InvalidInputError where there is one, WriteError."""
+    """A new file, which appears whole or not at all. Raises InvalidInputError where there is one,
+    WriteError."""
     text, place = spec_text(spec), os.fspath(path)
     try:
         with open(place, "x", encoding="utf-8") as file:
@@ -44,7 +53,12 @@ def write_spec(path: str | os.PathLike[str], spec: DeviceSpec) -> None:
                 raise
     except FileExistsError as error:
         raise errors.InvalidInputError(
-            "a device spec", got=f"{place}, which is there", expected="a new file", fix="another name, or remove it"
+            "a device spec",
+            got=f"{place}, which is there",
+            expected="a new file",
+            fix="another name, or remove it",
         ) from error
     except OSError as error:
-        raise errors.WriteError("cannot write a device spec", path=place, errno=error.errno) from error
+        raise errors.WriteError(
+            "cannot write a device spec", path=place, errno=error.errno
+        ) from error

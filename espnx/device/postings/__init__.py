@@ -1,4 +1,5 @@
-"""Posting lists on devices that scan them: the verb, its command byte for byte, and the plain SSD."""
+"""Posting lists on devices that scan them: the verb, its command byte for byte, and the plain
+SSD."""
 
 from __future__ import annotations
 

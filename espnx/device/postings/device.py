@@ -1,4 +1,5 @@
-"""The plain SSD as a device for posting lists: a query's lists in one plan of a deep queue, scored on this machine's cores."""
+"""The plain SSD as a device for posting lists: a query's lists in one plan of a deep queue, scored
+on this machine's cores."""
 
 from __future__ import annotations
 
@@ -56,14 +57,26 @@ class SsdPostingsDevice(Part):
         self._closed = False
 
     def scan(
-        self, lists: ScanLists, weights: Weights, k: int, *, allowed: np.ndarray | None = None, deadline_s: float = 30.0
+        self,
+        lists: ScanLists,
+        weights: Weights,
+        k: int,
+        *,
+        allowed: np.ndarray | None = None,
+        deadline_s: float = 30.0,
     ) -> SsdScanTicket:
         """See `PostingsDevice`."""
         check_finite("deadline_s", deadline_s)
         self._check_allowed(allowed, k)
         command = ScanCommand(lists, weights, k, allowed=allowed)
-        bits = None if allowed is None else torch.from_numpy(np.require(allowed, requirements=["C", "W"]))
-        request = _request(command, self.lists.view(weights.rule, bits), self.lists.n_records, deadline_s)
+        bits = (
+            None
+            if allowed is None
+            else torch.from_numpy(np.require(allowed, requirements=["C", "W"]))
+        )
+        request = _request(
+            command, self.lists.view(weights.rule, bits), self.lists.n_records, deadline_s
+        )
         with self._lock:
             if self._closed:
                 raise errors.EngineClosedError("the device is closed", fix="open it again")
@@ -77,7 +90,9 @@ class SsdPostingsDevice(Part):
         size = -(-self.lists.n_records // 8)
         if k == 0 or allowed.dtype != np.uint8 or allowed.shape != (size,):
             got = f"{allowed.dtype} {list(allowed.shape)}, k {k}"
-            raise errors.InvalidInputError("allowed", got=got, expected=f"uint8 [{size}], and a k of 1 or more")
+            raise errors.InvalidInputError(
+                "allowed", got=got, expected=f"uint8 [{size}], and a k of 1 or more"
+            )
 
     def count(self, stats: DeviceStats) -> None:
         """Adds a scan that has ended."""
@@ -86,7 +101,9 @@ class SsdPostingsDevice(Part):
 
     def path_report(self) -> Sequence[FilePath]:
         """See `Device`."""
-        return [FilePath(each.path, each.effective, self.engine.fallback_reason) for each in self._files]
+        return [
+            FilePath(each.path, each.effective, self.engine.fallback_reason) for each in self._files
+        ]
 
     def stats(self) -> DeviceStats:
         """See `Device`; of scans that have ended."""
@@ -126,9 +143,15 @@ class SsdScanTicket:
         self._device, self.command = device, command
         self.other_terms, self._stats = np.zeros(0, np.int64), DeviceStats()
         # The compiled part looks into its tensors for as long as a ticket lives.
-        self._requests = [_of_one_list(command, request, i) for i in range(len(command.lists))] if command.k == 0 else [request]
+        self._requests = (
+            [_of_one_list(command, request, i) for i in range(len(command.lists))]
+            if command.k == 0
+            else [request]
+        )
         native, engine = load_native(), device.engine.native
-        self._tickets: list[PostingsTicket] = [native.PostingsTicket(engine, each) for each in self._requests]
+        self._tickets: list[PostingsTicket] = [
+            native.PostingsTicket(engine, each) for each in self._requests
+        ]
 
     def finish(self) -> np.ndarray:
         """See `ScanTicket`. The scan runs in the caller's thread."""
@@ -143,7 +166,8 @@ class SsdScanTicket:
         return best
 
     def _partial(self) -> np.ndarray:
-        """A search of one list alone, with room for all of its records, gives what each posting adds to a sum."""
+        """A search of one list alone, with room for all of its records, gives what each posting
+        adds to a sum."""
         parts = [np.empty(0, PARTIAL)]
         for place in range(len(self._tickets)):
             numbers, scores = self._result(place, 1)
@@ -156,7 +180,9 @@ class SsdScanTicket:
     def _result(self, place: int, n_lists: int) -> tuple[np.ndarray, np.ndarray]:
         numbers, scores, costs, others = self._tickets[place].result(n_lists)
         requests, asked, moved = costs.numpy()[0].tolist()
-        self._stats = self._stats + DeviceStats(read_requests=requests, bytes_asked=asked, bytes_moved=moved)
+        self._stats = self._stats + DeviceStats(
+            read_requests=requests, bytes_asked=asked, bytes_moved=moved
+        )
         self.other_terms = np.concatenate([self.other_terms, others.numpy() + place])
         return numbers.numpy()[0], scores.numpy()[0]
 
@@ -171,7 +197,9 @@ class SsdScanTicket:
         return self._stats
 
 
-def _request(command: ScanCommand, view: dict[str, Any], n_records: int, deadline_s: float) -> dict[str, Any]:
+def _request(
+    command: ScanCommand, view: dict[str, Any], n_records: int, deadline_s: float
+) -> dict[str, Any]:
     """What the compiled part is asked."""
     places, weights, n = command.lists.places, command.weights, len(command.lists)
     rows = np.zeros((n, _COLUMNS), np.int64)
@@ -184,16 +212,25 @@ def _request(command: ScanCommand, view: dict[str, Any], n_records: int, deadlin
     rows[:, 9] = np.arange(n)
     rule, ends = weights.rule, np.cumsum(command.lists.name_sizes).tolist()
     return {
-        "variant": rule.variant, "k1": rule.k1, "delta": rule.delta, "segments": [view], "lists": torch.from_numpy(rows),
+        "variant": rule.variant,
+        "k1": rule.k1,
+        "delta": rule.delta,
+        "segments": [view],
+        "lists": torch.from_numpy(rows),
         "constants": torch.tensor([weights.constant], dtype=torch.float32),
-        "names": [command.lists.names[begin:end] for begin, end in zip([0, *ends], ends, strict=False)],
-        "k": max(1, min(command.k or n_records, command.lists.n_postings, n_records)), "threads": 1, "deadline_s": float(deadline_s),
-    }  # fmt: skip
+        "names": [
+            command.lists.names[begin:end] for begin, end in zip([0, *ends], ends, strict=False)
+        ],
+        "k": max(1, min(command.k or n_records, command.lists.n_postings, n_records)),
+        "threads": 1,
+        "deadline_s": float(deadline_s),
+    }
 
 
 def _of_one_list(command: ScanCommand, request: dict[str, Any], i: int) -> dict[str, Any]:
     """The same of one of its lists, and of all of that."""
     return request | {
-        "lists": request["lists"][i : i + 1].clone(), "constants": torch.zeros(1),
+        "lists": request["lists"][i : i + 1].clone(),
+        "constants": torch.zeros(1),
         "k": max(1, min(request["k"], int(command.lists.places["postings"][i]))),
-    }  # fmt: skip
+    }

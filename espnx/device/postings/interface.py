@@ -1,5 +1,5 @@
-"""What a device offers for posting lists, and all that its users see of it: `PostingsDevice` scans the lists of a query and gives the best
-records back.
+"""What a device offers for posting lists, and all that its users see of it: `PostingsDevice` scans
+the lists of a query and gives the best records back.
 
 Threads: every call may come from any thread at any time.
 """
@@ -33,7 +33,8 @@ class PostingLists(Protocol):
         """Opens their files. The device closes them."""
 
     def view(self, rule: Rule, allowed: torch.Tensor | None) -> dict[str, Any]:
-        """What the compiled part is told of them (csrc/bindings/postings_search.cpp), once they are open.
+        """What the compiled part is told of them (csrc/bindings/postings_search.cpp), once they are
+        open.
 
         Args:
             rule: how counts become scores.
@@ -45,7 +46,8 @@ class ScanTicket(Ticket, Protocol):
     """Lists that are being read, and scored when the ticket is finished."""
 
     def finish(self) -> np.ndarray:
-        """Waits for the lists and scores their records: `SCAN_REPLY` [at most k], or `PARTIAL` [postings] of a command whose k is 0."""
+        """Waits for the lists and scores their records: `SCAN_REPLY` [at most k], or `PARTIAL`
+        [postings] of a command whose k is 0."""
 
     @property
     def command(self) -> ScanCommand:
@@ -53,8 +55,8 @@ class ScanTicket(Ticket, Protocol):
 
     @property
     def other_terms(self) -> np.ndarray:
-        """int64: places, among the lists of the command, of those that are of another term; they are not in the reply. Once it is
-        finished."""
+        """int64: places, among the lists of the command, of those that are of another term; they
+        are not in the reply. Once it is finished."""
 
 
 class PostingsDevice(Device, Protocol):
@@ -64,7 +66,13 @@ class PostingsDevice(Device, Protocol):
     def lists(self) -> PostingLists: ...
 
     def scan(
-        self, lists: ScanLists, weights: Weights, k: int, *, allowed: np.ndarray | None = None, deadline_s: float = 30.0
+        self,
+        lists: ScanLists,
+        weights: Weights,
+        k: int,
+        *,
+        allowed: np.ndarray | None = None,
+        deadline_s: float = 30.0,
     ) -> ScanTicket:
         """Starts reading lists, for the k best records of a query.
 
@@ -72,8 +80,8 @@ class PostingsDevice(Device, Protocol):
             lists: in the order in which a record's parts are summed, in float32.
             weights: of each, of the same length.
             k: records wanted; 0: every posting's part of the score, of each list by itself.
-            allowed: uint8 [ceil(records / 8)]: bit i % 8 of byte i / 8 says whether record i may be found; None: all may. Not with a k
-                of 0.
+            allowed: uint8 [ceil(records / 8)]: bit i % 8 of byte i / 8 says whether record i may be
+                found; None: all may. Not with a k of 0.
             deadline_s: of the reads.
 
         Raises InvalidInputError; what reading raises.

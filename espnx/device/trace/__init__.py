@@ -1,1 +1,2 @@
-"""Traces: what devices were asked, one line for each command (docs/trace-format.md), written while a program runs, and read again."""
+"""Traces: what devices were asked, one line for each command (docs/trace-format.md), written while
+a program runs, and read again."""

@@ -26,7 +26,8 @@ class Command:
 
     Attributes:
         number: in the order in which commands began.
-        device: which of the trace's. verb: as docs/trace-format.md names it. part: of the device; -1: none.
+        device: which of the trace's. verb: as docs/trace-format.md names it. part: of the device;
+            -1: none.
         at_s, took_s: from the trace's beginning, and to the command's end.
         host_s: the host's work since the last command ended; 0 while another ran.
         size_bytes: that it asked for.
@@ -52,8 +53,9 @@ class Command:
 
 @dataclass(frozen=True)
 class Trace:
-    """Attributes: program: that ran; devices: ``name``, ``kind`` and ``path`` of each; commands: in the order of their numbers; is_whole:
-    it has an end. Of version 1, which has none, nobody can say."""
+    """Attributes: program: that ran; devices: ``name``, ``kind`` and ``path`` of each; commands: in
+    the order of their numbers; is_whole: it has an end. Of version 1, which has none, nobody can
+    say."""
 
     program: str
     devices: list[dict[str, str]]
@@ -63,7 +65,9 @@ class Trace:
     @property
     def wall_s(self) -> float:
         """From the beginning of the first command to the end of the last."""
-        return max((each.end_s for each in self.commands), default=0.0) - min((each.at_s for each in self.commands), default=0.0)
+        return max((each.end_s for each in self.commands), default=0.0) - min(
+            (each.at_s for each in self.commands), default=0.0
+        )
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
@@ -71,10 +75,20 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     lines = _lines(path)
     head = next(lines, None)
     if head is None or "espnx_trace" not in head:
-        raise errors.FormatError("no trace", path=path, got="a file without its first line", expected='{"espnx_trace": ...}')
+        raise errors.FormatError(
+            "no trace",
+            path=path,
+            got="a file without its first line",
+            expected='{"espnx_trace": ...}',
+        )
     if (version := head.whole("espnx_trace")) not in (_WITHOUT_END, VERSION):
-        raise errors.FormatError("version of a trace", path=path, got=version, expected=VERSION, fix="record it again")
-    devices = [{name: each.text(name) for name in ("name", "kind", "path")} for each in head.each("devices", count=_DEVICES_MAX)]
+        raise errors.FormatError(
+            "version of a trace", path=path, got=version, expected=VERSION, fix="record it again"
+        )
+    devices = [
+        {name: each.text(name) for name in ("name", "kind", "path")}
+        for each in head.each("devices", count=_DEVICES_MAX)
+    ]
     if version == _WITHOUT_END:
         commands = [_command(line, len(devices)) for line in lines]
     else:
@@ -87,27 +101,37 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 
 def _whole(lines: Iterator[Fields], n_devices: int, path: str | os.PathLike[str]) -> list[Command]:
-    """The commands up to the end that says how many they are. Each has ended after those before it, and begun after the one it names."""
+    """The commands up to the end that says how many they are. Each has ended after those before it,
+    and begun after the one it names."""
     commands, ends_s, last_s = list[Command](), {-1: 0.0}, 0.0
     for line in lines:
         if "end" in line:
             if (count := line.whole("end")) != len(commands):
-                line.refuse("end", f"{len(commands)}, as many as there are lines of commands", count)
+                line.refuse(
+                    "end", f"{len(commands)}, as many as there are lines of commands", count
+                )
             if next(lines, None) is not None:
                 line.refuse("end", "the last line", "lines behind it")
             return commands
         command = _command(line, n_devices)
         if command.end_s < last_s - _ROUNDED_S:
-            line.refuse("took_s", f"an end after that of the line before, which is at {last_s:.7f} s", f"one at {command.end_s:.7f} s")
+            line.refuse(
+                "took_s",
+                f"an end after that of the line before, which is at {last_s:.7f} s",
+                f"one at {command.end_s:.7f} s",
+            )
         after = line.whole("after", least=-1)
         if after not in ends_s or ends_s[after] > command.at_s + _ROUNDED_S:
             line.refuse("after", "-1, or a command that had ended", after)
         ends_s[command.number] = last_s = command.end_s
         commands.append(command)
     raise errors.FormatError(
-        "a trace without an end", path=path, got=f"{len(commands)} commands", expected='{"end": ...} as its last line',
+        "a trace without an end",
+        path=path,
+        got=f"{len(commands)} commands",
+        expected='{"end": ...} as its last line',
         fix="the program that wrote it was stopped: record it again",
-    )  # fmt: skip
+    )
 
 
 def _lines(path: str | os.PathLike[str]) -> Iterator[Fields]:
@@ -118,13 +142,18 @@ def _lines(path: str | os.PathLike[str]) -> Iterator[Fields]:
                 number += 1
                 if not text.endswith(b"\n"):
                     raise errors.FormatError(
-                        f"line {number} of a trace", path=path, got=f"{len(text)} bytes without an end", expected="whole lines",
+                        f"line {number} of a trace",
+                        path=path,
+                        got=f"{len(text)} bytes without an end",
+                        expected="whole lines",
                         fix="the program that wrote it was stopped: cut the last line off",
-                    )  # fmt: skip
+                    )
                 try:
                     value: Any = json.loads(text)
                 except (ValueError, RecursionError) as error:
-                    raise errors.FormatError(f"line {number} of a trace", path=path, got=str(error), expected="JSON") from error
+                    raise errors.FormatError(
+                        f"line {number} of a trace", path=path, got=str(error), expected="JSON"
+                    ) from error
                 yield Fields(value, path, where=f"line {number}: ")
     except FileNotFoundError as error:
         raise errors.FileMissingError("no such trace", path=path) from error
@@ -139,8 +168,17 @@ def _command(line: Fields, n_devices: int) -> Command:
     for name, value in times.items():
         if value < 0:
             line.refuse(name, "0 or more")
-    optional = {name: line.whole(name) if name in line else missing for name, missing in (("part", -1), ("bytes", 0))}
+    optional = {
+        name: line.whole(name) if name in line else missing
+        for name, missing in (("part", -1), ("bytes", 0))
+    }
     return Command(
-        line.whole("n"), line.whole("device", most=n_devices - 1), line.text("verb", most=32), optional["part"], **times,
-        size_bytes=optional["bytes"], failed=line.text("failed") if "failed" in line else "", detail=line,
-    )  # fmt: skip
+        line.whole("n"),
+        line.whole("device", most=n_devices - 1),
+        line.text("verb", most=32),
+        optional["part"],
+        **times,
+        size_bytes=optional["bytes"],
+        failed=line.text("failed") if "failed" in line else "",
+        detail=line,
+    )

@@ -1,5 +1,5 @@
-"""Devices whose commands are written into a trace: of every verb, as the command describes itself. What they do is what the devices inside
-do."""
+"""Devices whose commands are written into a trace: of every verb, as the command describes itself.
+What they do is what the devices inside do."""
 
 from __future__ import annotations
 
@@ -38,7 +38,12 @@ class RecordedDevice(NearStorageDevice):
 
     def __init__(self, inner: NearStorageDevice, number: int, writer: TraceWriter):
         super().__init__(inner.path)
-        self.name, self.kind, self.capabilities, self.kinds = inner.name, inner.kind, inner.capabilities, inner.kinds
+        self.name, self.kind, self.capabilities, self.kinds = (
+            inner.name,
+            inner.kind,
+            inner.capabilities,
+            inner.kinds,
+        )
         self._inner, self._number, self._writer = inner, number, writer
 
     @property
@@ -55,7 +60,9 @@ class RecordedDevice(NearStorageDevice):
         """See `NearStorageDevice`."""
         return self._inner.refuses(call)
 
-    def check(self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None) -> None:
+    def check(
+        self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None
+    ) -> None:
         """See `NearStorageDevice`."""
         self._inner.check(directory, engine=engine, name=name)
 
@@ -67,7 +74,13 @@ class RecordedDevice(NearStorageDevice):
 
         return kind.front(kind.open_on(self._inner, *what, **options), recording)
 
-    def encode(self, encode: Callable[[Sequence[str]], T], texts: Sequence[str], *, flop: float | None = None) -> Encoding[T]:
+    def encode(
+        self,
+        encode: Callable[[Sequence[str]], T],
+        texts: Sequence[str],
+        *,
+        flop: float | None = None,
+    ) -> Encoding[T]:
         """See `NearStorageDevice`."""
         return self._inner.encode(encode, texts, flop=flop)
 
@@ -91,10 +104,20 @@ class RecordingPart(PartAround):
 
     def __init__(self, inner: Any, stored: Any, kind: PartKind, device: int, writer: TraceWriter):
         super().__init__(inner)
-        self._stored, self._device, self._writer, self._part, self._memo = stored, device, writer, writer.part(), dict[Any, Any]()
+        self._stored, self._device, self._writer, self._part, self._memo = (
+            stored,
+            device,
+            writer,
+            writer.part(),
+            dict[Any, Any](),
+        )
         if kind.says:
             with writer.command(device, kind.says) as line:
-                files = [each.path for each in inner.path_report()] if kind.files is None else kind.files(stored)
+                files = (
+                    [each.path for each in inner.path_report()]
+                    if kind.files is None
+                    else kind.files(stored)
+                )
                 line |= {"part": self._part, "files": files, **kind.facts(stored)}
 
     def submit(self, command: Command, watch: Watch | None = None) -> Any:
@@ -111,9 +134,17 @@ class RecordingPart(PartAround):
 
 
 class RecordingTicket(Around):
-    """A command ends when all is there; its line is written then, or, where more may be asked for meanwhile, with `finish`."""
+    """A command ends when all is there; its line is written then, or, where more may be asked for
+    meanwhile, with `finish`."""
 
-    def __init__(self, inner: Any, command: Command, line: dict[str, Any], memo: dict[Any, Any], writer: TraceWriter):
+    def __init__(
+        self,
+        inner: Any,
+        command: Command,
+        line: dict[str, Any],
+        memo: dict[Any, Any],
+        writer: TraceWriter,
+    ):
         super().__init__(inner)
         self._command, self._line, self._memo, self._writer = command, line, memo, writer
         self._is_running = self._is_open = True

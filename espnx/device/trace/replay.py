@@ -1,6 +1,8 @@
-"""Asks devices for what a trace says, with rows and queries of the same shapes, and the host's work left out or waited for in between.
+"""Asks devices for what a trace says, with rows and queries of the same shapes, and the host's work
+left out or waited for in between.
 
-Commands that ran beside one another do so again: one begins once all have ended that had ended when it was recorded, and so much later.
+Commands that ran beside one another do so again: one begins once all have ended that had ended when
+it was recorded, and so much later.
 """
 
 from __future__ import annotations
@@ -22,14 +24,25 @@ from .reader import Command, Trace
 
 #: How parts are asked for that are not there: (what, others are there, none is, what to do).
 _WANTED = {
-    "records": ("records", "an index of other files", "no index", "name the index that was searched (--index)"),
-    "postings": ("posting lists", "others", "none", "name the directories of the collection that was searched (--postings)"),
+    "records": (
+        "records",
+        "an index of other files",
+        "no index",
+        "name the index that was searched (--index)",
+    ),
+    "postings": (
+        "posting lists",
+        "others",
+        "none",
+        "name the directories of the collection that was searched (--postings)",
+    ),
 }
 
 
 @dataclass
 class VerbTimes:
-    """Of all commands of one verb. Attributes: count; size_bytes; recorded_s and replayed_s: added up."""
+    """Of all commands of one verb. Attributes: count; size_bytes; recorded_s and replayed_s: added
+    up."""
 
     count: int = 0
     size_bytes: int = 0
@@ -42,7 +55,8 @@ class Replayed:
     """What a replay took.
 
     Attributes:
-        recorded_s, replayed_s: from the first command's beginning to the last one's end, then and now, in wall seconds.
+        recorded_s, replayed_s: from the first command's beginning to the last one's end, then and
+            now, in wall seconds.
         host_s: of that, recorded between commands, and waited for again unless it was left out.
         verbs: by verb.
     """
@@ -54,16 +68,21 @@ class Replayed:
 
 
 def replay(
-    trace: Trace, devices: Sequence[NearStorageDevice], there: Mapping[PartKind, Sequence[Any]] | None = None, *,
-    with_host: bool = True, **row_options: Any,
-) -> Replayed:  # fmt: skip
+    trace: Trace,
+    devices: Sequence[NearStorageDevice],
+    there: Mapping[PartKind, Sequence[Any]] | None = None,
+    *,
+    with_host: bool = True,
+    **row_options: Any,
+) -> Replayed:
     """Runs a trace once.
 
     Args:
         trace: commands that failed when they were recorded are left out.
         devices: one for each of the trace's.
-        there: by kind of part (`espnx.device.kinds`), what its commands ask for: records of an open index, posting lists, graphs,
-            directories of clusters. They are found by the names of their files; all but records are opened on their devices.
+        there: by kind of part (`espnx.device.kinds`), what its commands ask for: records of an open
+            index, posting lists, graphs, directories of clusters. They are found by the names of
+            their files; all but records are opened on their devices.
         with_host: waits between commands as long as the host worked there.
         row_options: of `NearStorageDevice.open_rows`.
 
@@ -73,7 +92,11 @@ def replay(
         what a device raises.
     """
     if len(devices) != len(trace.devices):
-        raise errors.InvalidInputError("devices for a trace", got=len(devices), expected=f"{len(trace.devices)}, as it was recorded on")
+        raise errors.InvalidInputError(
+            "devices for a trace",
+            got=len(devices),
+            expected=f"{len(trace.devices)}, as it was recorded on",
+        )
     run = _Replay(trace, devices, there or {}, with_host, row_options)
     return run()
 
@@ -82,11 +105,20 @@ class _Replay:
     """One run: a thread for each device, which asks for that device's commands in order."""
 
     def __init__(
-        self, trace: Trace, devices: Sequence[NearStorageDevice], there: Mapping[PartKind, Sequence[Any]],
-        with_host: bool, row_options: dict[str, Any],
-    ):  # fmt: skip
+        self,
+        trace: Trace,
+        devices: Sequence[NearStorageDevice],
+        there: Mapping[PartKind, Sequence[Any]],
+        with_host: bool,
+        row_options: dict[str, Any],
+    ):
         self._commands = [each for each in trace.commands if not each.failed]
-        self._devices, self._there, self._with_host, self._row_options = devices, there, with_host, row_options
+        self._devices, self._there, self._with_host, self._row_options = (
+            devices,
+            there,
+            with_host,
+            row_options,
+        )
         self._recorded_s = trace.wall_s
         by_end = sorted(self._commands, key=lambda each: each.end_s)
         self._ends = [each.end_s for each in by_end]
@@ -99,7 +131,10 @@ class _Replay:
         self.found = Replayed(self._recorded_s, 0.0, sum(each.host_s for each in self._commands))
 
     def __call__(self) -> Replayed:
-        threads = [threading.Thread(target=self._run, args=(number,), name="espnx-replay") for number in range(len(self._devices))]
+        threads = [
+            threading.Thread(target=self._run, args=(number,), name="espnx-replay")
+            for number in range(len(self._devices))
+        ]
         begun = time.perf_counter()
         for thread in threads:
             thread.start()
@@ -152,10 +187,16 @@ class _Replay:
 class _Player:
     """Turns lines into commands of one device."""
 
-    def __init__(self, device: NearStorageDevice, there: Mapping[PartKind, Sequence[Any]], row_options: dict[str, Any]):
+    def __init__(
+        self,
+        device: NearStorageDevice,
+        there: Mapping[PartKind, Sequence[Any]],
+        row_options: dict[str, Any],
+    ):
         self._device, self._there, self._row_options = device, there, row_options
         self._kinds = tuple(dict.fromkeys((*KINDS, *device.kinds, *there)))
-        self._parts, self._own = dict[int, tuple[Any, Any, dict[Any, Any]]](), list[Any]()  # parts: what they store, and their memo
+        # parts: what they store, and their memo
+        self._parts, self._own = dict[int, tuple[Any, Any, dict[Any, Any]]](), list[Any]()
 
     def prepare(self, line: Command) -> Callable[[], Any]:
         """Makes what a command needs of the host, and returns the call."""
@@ -167,7 +208,10 @@ class _Player:
                 part, stored, memo = self._part(kind, line)
                 command = verb.command.of_line(line.detail, stored, memo)
                 return lambda: command.replayed(line.detail, command.ask(part).finish(), memo)
-        return line.detail.refuse("verb", " or ".join(name for kind in self._kinds for name in (kind.says, *kind.verbs) if name))
+        return line.detail.refuse(
+            "verb",
+            " or ".join(name for kind in self._kinds for name in (kind.says, *kind.verbs) if name),
+        )
 
     def close(self) -> None:
         for part in self._own:
@@ -200,5 +244,8 @@ class _Player:
             part.close()
         what, others, none, fix = _WANTED.get(kind.name, (kind.keeps, "others", "none", None))
         raise errors.InvalidInputError(
-            f"{what} that a trace asks for", got=others if there else none, expected=", ".join(files[:3]), fix=fix
-        )  # fmt: skip
+            f"{what} that a trace asks for",
+            got=others if there else none,
+            expected=", ".join(files[:3]),
+            fix=fix,
+        )

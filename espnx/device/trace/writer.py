@@ -1,5 +1,6 @@
-"""Writes a trace: a line for each command of a device, with what it moved, what it came after, and the host's work between; at the end how
-many there are, so that a trace that was cut off is seen to be."""
+"""Writes a trace: a line for each command of a device, with what it moved, what it came after, and
+the host's work between; at the end how many there are, so that a trace that was cut off is seen to
+be."""
 
 from __future__ import annotations
 
@@ -31,24 +32,32 @@ class TraceWriter:
     Raises WriteError where the file cannot be written, also from later calls.
     """
 
-    def __init__(self, path: str | os.PathLike[str], program: str, devices: Sequence[NearStorageDevice]):
+    def __init__(
+        self, path: str | os.PathLike[str], program: str, devices: Sequence[NearStorageDevice]
+    ):
         self.path = os.fspath(path)
         self._lock = threading.Lock()
         self._begun = time.perf_counter()
         self._count = self._running = 0
         self._last, self._last_end_s = -1, 0.0  # the command that ended last
         self._parts = self._lines = 0
-        self._ended = deque[dict[str, Any]]()  # that have ended, in that order, and wait to be written
+        # that have ended, in that order, and wait to be written
+        self._ended = deque[dict[str, Any]]()
         self._complete = set[int]()  # of them, by number: those whose lines say all
         try:
             self._file: TextIO | None = open(self.path, "w", encoding="utf-8", buffering=1 << 16)  # noqa: SIM115
         except OSError as error:
-            raise errors.WriteError("cannot write the trace", path=self.path, errno=error.errno) from error
+            raise errors.WriteError(
+                "cannot write the trace", path=self.path, errno=error.errno
+            ) from error
         self._write(
             {
                 "espnx_trace": VERSION,
                 "program": program,
-                "devices": [{"name": each.name, "kind": each.kind, "path": os.path.abspath(each.path)} for each in devices],
+                "devices": [
+                    {"name": each.name, "kind": each.kind, "path": os.path.abspath(each.path)}
+                    for each in devices
+                ],
             }
         )
 
@@ -58,7 +67,8 @@ class TraceWriter:
         return self._count
 
     def part(self) -> int:
-        """A number for a part of a device (`open_rows`, `open_records`, `keep_records`) that the lines can name."""
+        """A number for a part of a device (`open_rows`, `open_records`, `keep_records`) that the
+        lines can name."""
         with self._lock:
             self._parts += 1
             return self._parts - 1
@@ -68,9 +78,13 @@ class TraceWriter:
         with self._lock:
             now = time.perf_counter() - self._begun
             line = {
-                "n": self._count, "device": device, "verb": verb, "at_s": now, "after": self._last,
+                "n": self._count,
+                "device": device,
+                "verb": verb,
+                "at_s": now,
+                "after": self._last,
                 "host_s": 0.0 if self._running else now - self._last_end_s,
-            }  # fmt: skip
+            }
             self._count += 1
             self._running += 1
             return line
@@ -85,7 +99,8 @@ class TraceWriter:
             self._ended.append(line)
 
     def write(self, line: dict[str, Any], *, failed: str | None = None) -> None:
-        """The line of a command that has ended. It is written once those of all that ended before are."""
+        """The line of a command that has ended. It is written once those of all that ended before
+        are."""
         if failed is not None:
             line["failed"] = failed
         with self._lock:
@@ -100,7 +115,8 @@ class TraceWriter:
 
     @contextmanager
     def command(self, device: int, verb: str) -> Iterator[dict[str, Any]]:
-        """A command that lasts as long as the block. What the block puts into the line is written with it."""
+        """A command that lasts as long as the block. What the block puts into the line is written
+        with it."""
         line = self.begin(device, verb)
         try:
             yield line
@@ -124,7 +140,9 @@ class TraceWriter:
         try:
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         except OSError as error:
-            raise errors.WriteError("cannot write the trace", path=self.path, errno=error.errno) from error
+            raise errors.WriteError(
+                "cannot write the trace", path=self.path, errno=error.errno
+            ) from error
 
     def close(self) -> None:
         """Ends the file. May be called again."""
@@ -143,10 +161,17 @@ class TraceWriter:
                 try:
                     file.close()
                 except OSError as error:
-                    raise errors.WriteError("cannot write the trace", path=self.path, errno=error.errno) from error
+                    raise errors.WriteError(
+                        "cannot write the trace", path=self.path, errno=error.errno
+                    ) from error
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()

@@ -1,1 +1,2 @@
-"""What devices do with single vectors: distances to clusters of them, walks over graphs of them, and encoding texts into them."""
+"""What devices do with single vectors: distances to clusters of them, walks over graphs of them,
+and encoding texts into them."""

@@ -1,5 +1,6 @@
-"""`encode`: a model makes vectors of texts beside the storage they are looked up in (RAGX, section 3). A plain device has no processor of
-its own, so the host's cores do it, and the result says so; an emulated one takes the time that its specification gives for the arithmetic.
+"""`encode`: a model makes vectors of texts beside the storage they are looked up in (RAGX, section
+3). A plain device has no processor of its own, so the host's cores do it, and the result says so;
+an emulated one takes the time that its specification gives for the arithmetic.
 
 A file of its own: plain and emulated devices share it.
 """
@@ -38,21 +39,25 @@ class Encoding(Generic[T]):
 
 
 def forward_flop(*, parameters: int, tokens: int) -> float:
-    """Floating-point operations of a transformer's forward pass over so many tokens, as they are counted everywhere: a multiplication and
-    an addition for each parameter and token. Attention scores, which grow with the length of a text, are left out: for texts of 512
-    tokens they are a few percent. Raises InvalidInputError."""
+    """Floating-point operations of a transformer's forward pass over so many tokens, as they are
+    counted everywhere: a multiplication and an addition for each parameter and token. Attention
+    scores, which grow with the length of a text, are left out: for texts of 512 tokens they are a
+    few percent. Raises InvalidInputError."""
     check_whole("parameters of a model", parameters, 1)
     check_whole("tokens", tokens, 0)
     return 2.0 * parameters * tokens
 
 
-def encode_on_host(encode: Callable[[Sequence[str]], T], texts: Sequence[str], *, flop: float | None = None) -> Encoding[T]:
+def encode_on_host(
+    encode: Callable[[Sequence[str]], T], texts: Sequence[str], *, flop: float | None = None
+) -> Encoding[T]:
     """Encodes texts where the caller runs.
 
     Args:
         encode: makes vectors, or whatever else, of texts.
         texts: handed over as they are.
-        flop: floating-point operations that this takes (`forward_flop`), for the record; the time is measured.
+        flop: floating-point operations that this takes (`forward_flop`), for the record; the time
+            is measured.
 
     Raises InvalidInputError; what `encode` raises.
     """

@@ -1,7 +1,8 @@
-"""What every device offers for vectors, and all that its users see of it: `ClusterDevice` measures the vectors of clusters, `GraphDevice`
-walks over a graph of them.
+"""What every device offers for vectors, and all that its users see of it: `ClusterDevice` measures
+the vectors of clusters, `GraphDevice` walks over a graph of them.
 
-The smaller a distance, the nearer, with every metric. Threads: every call may come from any thread at any time.
+The smaller a distance, the nearer, with every metric. Threads: every call may come from any thread
+at any time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from ...storage.parse import Fields
 from ..command import Command
 from ..interface import Device, DeviceStats
 
-#: The opcode of `DistanceCommand`: of those that NVMe leaves to vendors (80h to FFh), one whose lowest bits say that data goes both ways.
+#: The opcode of `DistanceCommand`: of those that NVMe leaves to vendors (80h to FFh), one whose
+#: lowest bits say that data goes both ways.
 DIST_CALC = 0x83
 #: The opcode of `SearchCommand`: the next one of that kind.
 GRAPH_SEARCH = 0x87
@@ -34,12 +36,15 @@ WALK_REPLY = np.dtype([("distance", np.float32), ("id", np.int64)])
 
 @dataclass(frozen=True)
 class DistanceCommand:
-    """Asks a device for the distances of a query to all vectors of one cluster: algorithm 2 of in-storage distance calculation.
+    """Asks a device for the distances of a query to all vectors of one cluster: algorithm 2 of
+    in-storage distance calculation.
 
-    The query lies in the data buffer when the command is sent, and the reply when it is done: for each vector an entry of `REPLY`.
+    The query lies in the data buffer when the command is sent, and the reply when it is done: for
+    each vector an entry of `REPLY`.
 
     Attributes:
-        cdw10: the cluster's address: pages of 4096 bytes before it in the file of clusters (a drive adds the file's first block).
+        cdw10: the cluster's address: pages of 4096 bytes before it in the file of clusters (a drive
+            adds the file's first block).
         payload: the query's bytes.
         n_vectors: of the cluster.
         entry_bytes: of a vector and its id on the device.
@@ -67,8 +72,8 @@ class DistanceCommand:
 
 @dataclass(frozen=True, eq=False)
 class SearchCommand(Command):
-    """Asks a device to walk over its graph: one command a query, whatever the walk reads. The query lies in the data buffer when the
-    command is sent, and `WALK_REPLY` [k] when it is done.
+    """Asks a device to walk over its graph: one command a query, whatever the walk reads. The query
+    lies in the data buffer when the command is sent, and `WALK_REPLY` [k] when it is done.
 
     Attributes:
         query, L, k, beam, deadline_s: of `GraphDevice.search`.
@@ -103,11 +108,16 @@ class SearchCommand(Command):
         """See `Command`."""
         return {"L": self.L, "k": self.k, "beam": self.beam}
 
-    def end_line(self, line: dict[str, Any], ticket: SearchTicket | None, found: Any, memo: dict[Any, Any]) -> None:
+    def end_line(
+        self, line: dict[str, Any], ticket: SearchTicket | None, found: Any, memo: dict[Any, Any]
+    ) -> None:
         """See `Command`."""
         if ticket is not None:
             rounds = ticket.rounds
-            line |= {"bytes": sum(each.bytes_moved for each in rounds), "rounds": [each.nodes.tolist() for each in rounds]}
+            line |= {
+                "bytes": sum(each.bytes_moved for each in rounds),
+                "rounds": [each.nodes.tolist() for each in rounds],
+            }
             line["round_bytes"] = [each.bytes_moved for each in rounds]
             line["round_requests"] = [each.read_requests for each in rounds]
             line["payload"] = base64.b64encode(self.payload).decode()
@@ -128,13 +138,16 @@ def query_said(said: Fields, format: str, dim: int) -> torch.Tensor:  # noqa: A0
     except ValueError as error:
         said.refuse("payload", "a query, in base64", str(error))
     if len(data) != dim * dtype.itemsize:
-        said.refuse("payload", f"a query of {dim * dtype.itemsize} bytes, in base64", f"{len(data)} bytes")
+        said.refuse(
+            "payload", f"a query of {dim * dtype.itemsize} bytes, in base64", f"{len(data)} bytes"
+        )
     return torch.frombuffer(data, dtype=dtype)
 
 
 class Ticket(Protocol):
-    """Something that a device was asked for. Errors are raised from the calls that wait, in the caller's thread: what reading raises,
-    ChecksumError, FormatError, DeadlineExceededError, TransferCancelledError. Nothing that is wrong is handed out."""
+    """Something that a device was asked for. Errors are raised from the calls that wait, in the
+    caller's thread: what reading raises, ChecksumError, FormatError, DeadlineExceededError,
+    TransferCancelledError. Nothing that is wrong is handed out."""
 
     def cancel(self) -> None:
         """Whoever waits, or will, gets TransferCancelledError, unless all is done."""
@@ -148,11 +161,13 @@ class DistanceTicket(Ticket, Protocol):
     """Clusters whose distances were asked for."""
 
     def next(self, at_least: int = 1, timeout_s: float | None = None) -> tuple[np.ndarray, bool]:
-        """Waits until at least so many more clusters are measured (or all, or the timeout): their places among those asked for, int64 [m],
-        in the order in which they were measured, and whether that was all."""
+        """Waits until at least so many more clusters are measured (or all, or the timeout): their
+        places among those asked for, int64 [m], in the order in which they were measured, and
+        whether that was all."""
 
     def reply(self, item: int) -> np.ndarray:
-        """`REPLY` [n vectors] of the cluster at that place, in the cluster's order; `next` has named it."""
+        """`REPLY` [n vectors] of the cluster at that place, in the cluster's order; `next` has
+        named it."""
 
     def finish(self) -> np.ndarray:
         """Waits for all: `REPLY` [vectors], cluster after cluster as asked for."""
@@ -183,16 +198,25 @@ class ClusterDevice(Device, Protocol):
     @property
     def clusters(self) -> Clusters: ...
 
-    def commands(self, query: torch.Tensor, clusters: Sequence[int] | np.ndarray, *, metric: str = "l2") -> list[DistanceCommand]:
-        """What `distances` of the same arguments asks the device for, one command a cluster that is not empty; none is sent."""
+    def commands(
+        self, query: torch.Tensor, clusters: Sequence[int] | np.ndarray, *, metric: str = "l2"
+    ) -> list[DistanceCommand]:
+        """What `distances` of the same arguments asks the device for, one command a cluster that is
+        not empty; none is sent."""
 
     def distances(
-        self, query: torch.Tensor, clusters: Sequence[int] | np.ndarray, *, metric: str = "l2", deadline_s: float = 30.0
+        self,
+        query: torch.Tensor,
+        clusters: Sequence[int] | np.ndarray,
+        *,
+        metric: str = "l2",
+        deadline_s: float = 30.0,
     ) -> DistanceTicket:
         """Starts measuring all vectors of some clusters.
 
         Args:
-            query: [dim], on the CPU; of the vectors' dtype where those are whole numbers, else float32.
+            query: [dim], on the CPU; of the vectors' dtype where those are whole numbers, else
+                float32.
             clusters: numbers; one may be named twice.
             metric: ``l2``: the sum of squared differences; ``ip``: the inner product, negated.
             deadline_s: of each read.
@@ -224,7 +248,9 @@ class WalkStats:
     estimates: int = 0
 
     def __add__(self, other: Self) -> Self:
-        return type(self)(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+        return type(self)(
+            *(getattr(self, each.name) + getattr(other, each.name) for each in fields(self))
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,11 +275,13 @@ class Nodes:
     """What the bytes of some nodes say.
 
     Attributes:
-        numbers: int64 [m]: which nodes these are: all that were asked for, and perhaps others that came with them in the same page.
+        numbers: int64 [m]: which nodes these are: all that were asked for, and perhaps others that
+            came with them in the same page.
         vector_offset_bytes: int64 [m]: where each one's vector begins in the memory that was read.
         neighbours: int64 [sum]: their neighbours, node after node.
         first: int64 [m + 1]: where each one's neighbours begin.
-        codes: whatever the graph's estimates need of these bytes, for each of `neighbours`; None: nothing.
+        codes: whatever the graph's estimates need of these bytes, for each of `neighbours`; None:
+            nothing.
         ids: int64 [m]: what results call them; None: their numbers.
     """
 
@@ -265,12 +293,14 @@ class Nodes:
     ids: np.ndarray | None = None
 
 
-#: Estimates distances to neighbours without reading them: (int64 [n] nodes, their rows of `Nodes.codes`, or None) -> float32 [n].
+#: Estimates distances to neighbours without reading them: (int64 [n] nodes, their rows of
+#: `Nodes.codes`, or None) -> float32 [n].
 Estimate = Callable[[np.ndarray, np.ndarray | None], np.ndarray]
 
 
 class Graph(Protocol):
-    """A graph of vectors on storage, as a device that walks over it needs to know it. Every call may come from any thread."""
+    """A graph of vectors on storage, as a device that walks over it needs to know it. Every call
+    may come from any thread."""
 
     @property
     def n_nodes(self) -> int:
@@ -295,22 +325,26 @@ class Graph(Protocol):
         """int64 [m]: the nodes at which a walk begins; none where there are no nodes."""
 
     def plan(self, nodes: np.ndarray) -> Plan:
-        """Where the bytes of each node lie, item for item, with their checksums where there are some; several may lie in one page."""
+        """Where the bytes of each node lie, item for item, with their checksums where there are
+        some; several may lie in one page."""
 
     def parse(self, nodes: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray) -> Nodes:
-        """What was read: the bytes of ``nodes[i]`` begin at ``position_bytes[i]`` of the uint8 memory. Raises FormatError, ChecksumError,
-        StaleDataError for bytes that are no such node."""
+        """What was read: the bytes of ``nodes[i]`` begin at ``position_bytes[i]`` of the uint8
+        memory. Raises FormatError, ChecksumError, StaleDataError for bytes that are no such
+        node."""
 
     def estimator(self, query: torch.Tensor) -> Estimate | None:
-        """How far nodes are, by codes in memory or beside the neighbours' numbers. None: there are none, and a node's vector is read
-        before it is known how far it is."""
+        """How far nodes are, by codes in memory or beside the neighbours' numbers. None: there are
+        none, and a node's vector is read before it is known how far it is."""
 
 
 @runtime_checkable
 class LayeredGraph(Graph, Protocol):
-    """A graph with layers above, each of fewer nodes (HNSW, arXiv 1603.09320, algorithm 5). A walk begins in the highest at the entry point
-    that is nearest, goes to the nearest neighbour as long as one is nearer, and down; where it comes out of the lowest, the walk over
-    `Graph`'s own neighbours begins. Vectors of nodes above are read like any other; their neighbours there are known without reading."""
+    """A graph with layers above, each of fewer nodes (HNSW, arXiv 1603.09320, algorithm 5). A walk
+    begins in the highest at the entry point that is nearest, goes to the nearest neighbour as long
+    as one is nearer, and down; where it comes out of the lowest, the walk over `Graph`'s own
+    neighbours begins. Vectors of nodes above are read like any other; their neighbours there are
+    known without reading."""
 
     @property
     def n_upper_layers(self) -> int:
@@ -324,8 +358,9 @@ class SearchTicket(Ticket, Protocol):
     """A walk over a graph."""
 
     def finish(self, timeout_s: float | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Waits for its end: (ids int64 [m], distances float32 [m]), m = k or the fewer that were found; the nearest first, ties by id.
-        Raises DeadlineExceededError after the timeout, and what `Ticket` says."""
+        """Waits for its end: (ids int64 [m], distances float32 [m]), m = k or the fewer that were
+        found; the nearest first, ties by id. Raises DeadlineExceededError after the timeout, and
+        what `Ticket` says."""
 
     @property
     def walk(self) -> WalkStats:
@@ -333,7 +368,8 @@ class SearchTicket(Ticket, Protocol):
 
     @property
     def rounds(self) -> Sequence[Round]:
-        """What it read, round after round: the trace of a walk, `walk.hops` of them; of a finished one."""
+        """What it read, round after round: the trace of a walk, `walk.hops` of them; of a finished
+        one."""
 
 
 class GraphDevice(Device, Protocol):
@@ -346,16 +382,24 @@ class GraphDevice(Device, Protocol):
         """What `search` of the same arguments asks the device for; it is not sent."""
 
     def search(
-        self, query: torch.Tensor, L: int, k: int, *, beam: int = 4, deadline_s: float = 30.0,
+        self,
+        query: torch.Tensor,
+        L: int,
+        k: int,
+        *,
+        beam: int = 4,
+        deadline_s: float = 30.0,
         watch: Callable[[Round], None] | None = None,
-    ) -> SearchTicket:  # fmt: skip
+    ) -> SearchTicket:
         """Starts looking for the k nearest nodes.
 
         Args:
-            query: [dim], on the CPU; of the vectors' dtype where those are whole numbers, else float32.
+            query: [dim], on the CPU; of the vectors' dtype where those are whole numbers, else
+                float32.
             L: candidates that are kept, k or more: a longer list finds more, and reads more.
             k: results wanted.
-            beam: candidates that are expanded in one hop. The result depends on it, and on nothing that time decides.
+            beam: candidates that are expanded in one hop. The result depends on it, and on nothing
+                that time decides.
             deadline_s: of each read.
             watch: gets every round once it has been measured, in any thread.
 

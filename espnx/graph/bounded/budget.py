@@ -15,7 +15,8 @@ from ..options import GraphOptions
 
 # Blocks of vectors, pages, codes and searches that are under way, whatever the number of vectors.
 _BUFFERS_BYTES = 48 << 20
-# Of each vector of the input: its node, its row, whether it is reached and leads on, and a copy while they are reordered.
+# Of each vector of the input: its node, its row, whether it is reached and leads on, and a copy
+# while they are reordered.
 _BYTES_PER_VECTOR = 20
 # k-means makes parts of unequal size, and what has no room in its nearest part goes to the next.
 _ROOM = 1.25
@@ -26,8 +27,8 @@ OVERLAP = 2
 
 @dataclass(frozen=True)
 class Budget:
-    """Attributes: n_parts; part_rows: of a part at most; sample_rows: for codebook and centres; cache_bytes: for codes, while pages are
-    written."""
+    """Attributes: n_parts; part_rows: of a part at most; sample_rows: for codebook and centres;
+    cache_bytes: for codes, while pages are written."""
 
     n_parts: int
     part_rows: int
@@ -35,7 +36,9 @@ class Budget:
     cache_bytes: int
 
 
-def plan_parts(layout: PageLayout, options: GraphOptions, memory_bytes: int, used_bytes: int) -> Budget:
+def plan_parts(
+    layout: PageLayout, options: GraphOptions, memory_bytes: int, used_bytes: int
+) -> Budget:
     """The fewest parts that keep to a limit.
 
     Args:
@@ -47,11 +50,23 @@ def plan_parts(layout: PageLayout, options: GraphOptions, memory_bytes: int, use
     needed = used_bytes + least_bytes(layout, options)
     if memory_bytes < needed:
         raise errors.InvalidInputError(
-            "memory for a build", got=format_size(memory_bytes),
-            expected=f"at least {format_size(needed)}, of which this process has {format_size(used_bytes)} already",
-            fix=f"use_opq=False takes {format_size(turned)} less" if (turned := fit_bytes(layout, options)) else None,
-        )  # fmt: skip
-    free_bytes = memory_bytes - used_bytes - _BUFFERS_BYTES - fit_bytes(layout, options) - _BYTES_PER_VECTOR * n
+            "memory for a build",
+            got=format_size(memory_bytes),
+            expected=(
+                f"at least {format_size(needed)}, of which this process has "
+                f"{format_size(used_bytes)} already"
+            ),
+            fix=f"use_opq=False takes {format_size(turned)} less"
+            if (turned := fit_bytes(layout, options))
+            else None,
+        )
+    free_bytes = (
+        memory_bytes
+        - used_bytes
+        - _BUFFERS_BYTES
+        - fit_bytes(layout, options)
+        - _BYTES_PER_VECTOR * n
+    )
     rows = free_bytes // member_bytes(layout, options)
     n_parts = 1 if rows >= n else math.ceil(OVERLAP * n * _ROOM / rows)
     sample = min(n, 65_536, max(1, free_bytes // (16 * layout.dim)))
@@ -62,7 +77,11 @@ def least_bytes(layout: PageLayout, options: GraphOptions) -> int:
     """The smallest limit of a build in parts, beside what the process has already."""
     n = max(1, layout.n)
     fixed = _BUFFERS_BYTES + fit_bytes(layout, options)
-    return fixed + _BYTES_PER_VECTOR * n + min(n, 4 * options.max_degree) * member_bytes(layout, options)
+    return (
+        fixed
+        + _BYTES_PER_VECTOR * n
+        + min(n, 4 * options.max_degree) * member_bytes(layout, options)
+    )
 
 
 def fit_bytes(layout: PageLayout, options: GraphOptions) -> int:

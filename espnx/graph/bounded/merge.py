@@ -1,4 +1,5 @@
-"""Merges the edges of parts into those of one graph, in files, and makes every node one that walks come to."""
+"""Merges the edges of parts into those of one graph, in files, and makes every node one that walks
+come to."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _NEAR_ROWS = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """Successive nodes from `first_node` on: of a part, those from place `begin` to `end` - 1 of its own order."""
+    """Successive nodes from `first_node` on: of a part, those from place `begin` to `end` - 1 of
+    its own order."""
 
     part: int
     begin: int
@@ -29,11 +31,14 @@ class Piece:
     def blocks(self, rows: int = _BLOCK_ROWS) -> Iterator[Piece]:
         """Pieces of at most so many rows."""
         for begin in range(self.begin, self.end, rows):
-            yield Piece(self.part, begin, min(begin + rows, self.end), self.first_node + begin - self.begin)
+            yield Piece(
+                self.part, begin, min(begin + rows, self.end), self.first_node + begin - self.begin
+            )
 
 
 def number_nodes(sizes: list[int], nodes_per_page: int) -> list[Piece]:
-    """Which nodes the parts' rows become: the whole pages of each part one after the other, and then what is left of each."""
+    """Which nodes the parts' rows become: the whole pages of each part one after the other, and
+    then what is left of each."""
     pieces, node = [], 0
     whole = [size // nodes_per_page * nodes_per_page for size in sizes]
     for begins, ends in (([0] * len(sizes), whole), (whole, sizes)):
@@ -45,7 +50,8 @@ def number_nodes(sizes: list[int], nodes_per_page: int) -> list[Piece]:
 
 
 def interleave(first: np.ndarray, second: np.ndarray, degree: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of two lists a row, uint32 [m, r], the one's best and the other's best in turn, each only once.
+    """Of two lists a row, uint32 [m, r], the one's best and the other's best in turn, each only
+    once.
 
     Lists are in the order in which pruning chose them; `NOBODY` stands where there is none.
 
@@ -76,9 +82,12 @@ class EdgesFile:
         self.path, self.degree, self.counts = path, degree, counts
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """(number of the first node, neighbours [m, degree], bool [m, degree]: which of these there are)"""
+        """(number of the first node, neighbours [m, degree], bool [m, degree]: which of these there
+        are)"""
         for first in range(0, len(self.counts), _BLOCK_ROWS):
-            part = read_array(self.path, np.uint32, self.degree, first, min(_BLOCK_ROWS, len(self.counts) - first))
+            part = read_array(
+                self.path, np.uint32, self.degree, first, min(_BLOCK_ROWS, len(self.counts) - first)
+            )
             yield first, part, np.arange(self.degree) < self.counts[first : first + len(part), None]
 
     def neighbours_of(self, first: int, count: int, most: int) -> np.ndarray:
@@ -92,7 +101,9 @@ class EdgesFile:
 
     def get(self, node: int) -> list[int]:
         """Neighbours of a node."""
-        found: list[int] = read_array(self.path, np.uint32, self.degree, node, 1)[0, : self.counts[node]].tolist()
+        found: list[int] = read_array(self.path, np.uint32, self.degree, node, 1)[
+            0, : self.counts[node]
+        ].tolist()
         return found
 
     def put(self, node: int, neighbours: list[int]) -> None:
@@ -105,7 +116,8 @@ class EdgesFile:
             file.write(row.data)
 
     def reached_from(self, node: int) -> np.ndarray:
-        """bool [n]: which nodes walks come to. Reads the file a few times, as often as edges lead back in it."""
+        """bool [n]: which nodes walks come to. Reads the file a few times, as often as edges lead
+        back in it."""
         seen = np.zeros(len(self.counts), bool)
         seen[node] = True
         return self._spread(seen, self._forward)
@@ -124,7 +136,9 @@ class EdgesFile:
     def _forward(seen: np.ndarray, first: int, near: np.ndarray, there: np.ndarray) -> None:
         seen[near[there & seen[first : first + len(near), None]]] = True
 
-    def _spread(self, marked: np.ndarray, step: Callable[[np.ndarray, int, np.ndarray, np.ndarray], None]) -> np.ndarray:
+    def _spread(
+        self, marked: np.ndarray, step: Callable[[np.ndarray, int, np.ndarray, np.ndarray], None]
+    ) -> np.ndarray:
         before = -1
         while (now := int(marked.sum())) not in (before, len(marked)):
             before = now
@@ -133,10 +147,11 @@ class EdgesFile:
         return marked
 
     def connect(self, entry: int) -> int:
-        """Gives each node that no walk from `entry` comes to an edge from a near one; how many there were.
+        """Gives each node that no walk from `entry` comes to an edge from a near one; how many
+        there were.
 
-        A lost node takes the place of the last edge of a neighbour of its own that is reached, and leads on to where that edge led: what
-        could be come to still can.
+        A lost node takes the place of the last edge of a neighbour of its own that is reached, and
+        leads on to where that edge led: what could be come to still can.
         """
         made: set[tuple[int, int]] = set()
         repaired = 0
@@ -146,15 +161,20 @@ class EdgesFile:
                 return repaired
             left = set(lost)
             for node in lost:
-                if any(self._splice(near, node, made) for near in self.get(node) if near not in left):
+                if any(
+                    self._splice(near, node, made) for near in self.get(node) if near not in left
+                ):
                     left.discard(node)
             if len(left) == len(lost):  # none has a neighbour with an edge to spare
                 self._splice(entry, lost[0], made, any_edge=True)
                 left.discard(lost[0])
             repaired += len(lost) - len(left)
 
-    def _splice(self, begin: int, node: int, made: set[tuple[int, int]], *, any_edge: bool = False) -> bool:
-        """begin -> end becomes begin -> node -> end. Not where a repair made that edge, unless `any_edge`: `end` would move away."""
+    def _splice(
+        self, begin: int, node: int, made: set[tuple[int, int]], *, any_edge: bool = False
+    ) -> bool:
+        """begin -> end becomes begin -> node -> end. Not where a repair made that edge, unless
+        `any_edge`: `end` would move away."""
         edges, own = self.get(begin), self.get(node)
         if len(edges) < self.degree:
             self.put(begin, [*edges, node])
@@ -171,8 +191,14 @@ class EdgesFile:
 
 
 def merge_parts(
-    work: WorkFolder, folder: Path, pieces: list[Piece], node_of: np.ndarray, degree: int, n_parts: int, progress: Callable[[int], None]
-) -> EdgesFile:  # fmt: skip
+    work: WorkFolder,
+    folder: Path,
+    pieces: list[Piece],
+    node_of: np.ndarray,
+    degree: int,
+    n_parts: int,
+    progress: Callable[[int], None],
+) -> EdgesFile:
     """Writes `edges` of all nodes into a folder.
 
     Args:
@@ -180,7 +206,9 @@ def merge_parts(
         progress: called with the nodes that are written.
     """
     counts = np.zeros(len(node_of), np.uint16)
-    begins = [read_array(work.file(f"built_{part}", "guest.begin"), np.int64) for part in range(n_parts)]
+    begins = [
+        read_array(work.file(f"built_{part}", "guest.begin"), np.int64) for part in range(n_parts)
+    ]
     done = 0
     with (folder / "edges").open("wb") as file:
         for piece in pieces:
@@ -195,14 +223,21 @@ def merge_parts(
     return EdgesFile(folder / "edges", degree, counts)
 
 
-def _guests_of(work: WorkFolder, home: int, begins: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the rows that are at home in a part and guests elsewhere: (rows, in order; where: part; place among its guests)"""
+def _guests_of(
+    work: WorkFolder, home: int, begins: list[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the rows that are at home in a part and guests elsewhere: (rows, in order; where: part;
+    place among its guests)"""
     rows, parts, places = [], [], []
     for part, begin in enumerate(begins):
         if home + 1 >= len(begin) or begin[home] == begin[home + 1]:
             continue
         count = int(begin[home + 1] - begin[home])
-        rows.append(read_array(work.file(f"built_{part}", "guest.rows"), np.uint32, None, int(begin[home]), count))
+        rows.append(
+            read_array(
+                work.file(f"built_{part}", "guest.rows"), np.uint32, None, int(begin[home]), count
+            )
+        )
         parts.append(np.full(count, part, np.uint32))
         places.append(np.arange(begin[home], begin[home + 1]))
     if not rows:
@@ -213,8 +248,9 @@ def _guests_of(work: WorkFolder, home: int, begins: list[np.ndarray]) -> tuple[n
 
 def _lists(
     work: WorkFolder, block: Piece, guests: tuple[np.ndarray, np.ndarray, np.ndarray], degree: int
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Of the rows of a block: the edges that their home gave them, and those that the other part did; uint32 [m, degree]."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of the rows of a block: the edges that their home gave them, and those that the other part
+    did; uint32 [m, degree]."""
     count = block.end - block.begin
     built = f"built_{block.part}"
     rows = read_array(work.file(built, "own.rows"), np.uint32, None, block.begin, count)
@@ -228,14 +264,20 @@ def _lists(
     for part in np.unique(parts[at[which]]):
         mine = which[parts[at[which]] == part]
         wanted = places[at[mine]]
-        for run in np.split(np.argsort(wanted), np.flatnonzero(np.diff(np.sort(wanted)) > _NEAR_ROWS) + 1):
+        for run in np.split(
+            np.argsort(wanted), np.flatnonzero(np.diff(np.sort(wanted)) > _NEAR_ROWS) + 1
+        ):
             low, high = int(wanted[run[0]]), int(wanted[run[-1]]) + 1
             lists = _edges(work, int(part), "guest", low, high - low, degree)
             other[mine[run]] = lists[wanted[run] - low]
     return own, other
 
 
-def _edges(work: WorkFolder, part: int, name: str, first: int, count: int, degree: int) -> np.ndarray:
-    neighbours = read_array(work.file(f"built_{part}", f"{name}.neighbours"), np.uint32, degree, first, count)
+def _edges(
+    work: WorkFolder, part: int, name: str, first: int, count: int, degree: int
+) -> np.ndarray:
+    neighbours = read_array(
+        work.file(f"built_{part}", f"{name}.neighbours"), np.uint32, degree, first, count
+    )
     counts = read_array(work.file(f"built_{part}", f"{name}.counts"), np.uint16, None, first, count)
     return np.where(np.arange(degree) < counts[:, None], neighbours, NOBODY).astype(np.uint32)

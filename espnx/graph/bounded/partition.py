@@ -1,4 +1,5 @@
-"""Divides vectors among parts that overlap: each goes to the nearest part that has room, its home, and to the next one as a guest."""
+"""Divides vectors among parts that overlap: each goes to the nearest part that has room, its home,
+and to the next one as a guest."""
 
 from __future__ import annotations
 
@@ -12,12 +13,15 @@ NOBODY = np.iinfo(np.uint32).max
 _PRODUCTS = 2 << 20
 
 
-def divide(vectors: np.ndarray, centres: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def divide(
+    vectors: np.ndarray, centres: np.ndarray, room: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """The parts of some vectors.
 
     Args:
         vectors: float32 [m, dim]. centres: float32 [k, dim], of the parts.
-        room: int64 [k]: vectors that each part can still take; becomes less. In all for two of each vector.
+        room: int64 [k]: vectors that each part can still take; becomes less. In all for two of each
+            vector.
 
     Returns:
         home and guest: uint32 [m]; guest is `NOBODY` where no second part has room.
@@ -35,7 +39,8 @@ def divide(vectors: np.ndarray, centres: np.ndarray, room: np.ndarray) -> tuple[
 
 
 def _take(far: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """For each vector the nearest part with room, uint32 [m], or `NOBODY`; of those that want its last places the first ones get them."""
+    """For each vector the nearest part with room, uint32 [m], or `NOBODY`; of those that want its
+    last places the first ones get them."""
     chosen = np.full(len(far), NOBODY, np.uint32)
     waiting = np.arange(len(far))
     while True:
@@ -55,8 +60,8 @@ def _take(far: np.ndarray, room: np.ndarray) -> np.ndarray:
 
 
 class PartFiles:
-    """Appends vectors to their parts' files: of part p `p.own.rows` (uint32), `p.own.vectors`, and `p.guest.rows`, `p.guest.homes`,
-    `p.guest.vectors`."""
+    """Appends vectors to their parts' files: of part p `p.own.rows` (uint32), `p.own.vectors`, and
+    `p.guest.rows`, `p.guest.homes`, `p.guest.vectors`."""
 
     def __init__(self, folder: Path, n_parts: int):
         self._folder = folder
@@ -84,4 +89,8 @@ def _by_part(parts: np.ndarray) -> list[tuple[int, np.ndarray]]:
     order = np.argsort(parts, kind="stable")
     names, begin = np.unique(parts[order], return_index=True)
     ends = [*begin[1:].tolist(), len(order)]
-    return [(int(name), order[a:b]) for name, a, b in zip(names, begin.tolist(), ends, strict=True) if name != NOBODY]
+    return [
+        (int(name), order[a:b])
+        for name, a, b in zip(names, begin.tolist(), ends, strict=True)
+        if name != NOBODY
+    ]

@@ -1,4 +1,5 @@
-"""The graph of one part, on its way to being merged with the others: edges as rows of the input, in the order in which they were chosen."""
+"""The graph of one part, on its way to being merged with the others: edges as rows of the input, in
+the order in which they were chosen."""
 
 from __future__ import annotations
 
@@ -20,27 +21,40 @@ _BLOCK_ROWS = 4096
 
 
 def build_part(
-    work: WorkFolder, part: int, layout: PageLayout, options: GraphOptions, book: Codebook, longest: float,
+    work: WorkFolder,
+    part: int,
+    layout: PageLayout,
+    options: GraphOptions,
+    book: Codebook,
+    longest: float,
     progress: Callable[[int], None],
-) -> None:  # fmt: skip
+) -> None:
     """Builds the graph of a part and writes, as the step `built_P`:
 
-    - ``own.rows``: rows that are at home here, uint32 [m], page by page; ``own.vectors``, ``own.codes``, ``own.neighbours`` (uint32
-      [m, max_degree], rows of the input, zeros behind the last) and ``own.counts`` (uint16) of each;
-    - ``guest.rows``, ``guest.neighbours``, ``guest.counts``: of guests, by their homes, of which ``guest.begin`` (int64 [parts + 1]) says
-      where each begins;
+    - ``own.rows``: rows that are at home here, uint32 [m], page by page; ``own.vectors``,
+      ``own.codes``, ``own.neighbours`` (uint32 [m, max_degree], rows of the input, zeros behind the
+      last) and ``own.counts`` (uint16) of each;
+    - ``guest.rows``, ``guest.neighbours``, ``guest.counts``: of guests, by their homes, of which
+      ``guest.begin`` (int64 [parts + 1]) says where each begins;
     - ``medoid``: the row at which walks of the part begin.
 
     Args:
         longest: the largest squared length of all vectors.
         progress: called with the nodes that are inserted.
     """
-    own, guests = (read_array(work.file("parts", f"{part}.{name}.rows"), np.uint32) for name in ("own", "guest"))
+    own, guests = (
+        read_array(work.file("parts", f"{part}.{name}.rows"), np.uint32)
+        for name in ("own", "guest")
+    )
     homes = read_array(work.file("parts", f"{part}.guest.homes"), np.uint32)
     vectors = _read_vectors(work, part, layout, len(own), len(guests))
     measured, format_name = measured_rows(vectors, options.metric, layout.row_format, longest)
     graph = build_edges(
-        measured, format_name, options, options.seed + part, lambda done, total: progress(len(vectors) * done // max(1, total))
+        measured,
+        format_name,
+        options,
+        options.seed + part,
+        lambda done, total: progress(len(vectors) * done // max(1, total)),
     )
     if len(vectors):
         graph.connect(torch.tensor([graph.medoid]))
@@ -53,7 +67,10 @@ def build_part(
     with work.step(f"built_{part}") as folder:
         rows[order].tofile(folder / "own.rows")
         _write_edges(folder, "own", rows, neighbours, counts, order)
-        with (folder / "own.vectors").open("wb") as stored, (folder / "own.codes").open("wb") as codes:
+        with (
+            (folder / "own.vectors").open("wb") as stored,
+            (folder / "own.codes").open("wb") as codes,
+        ):
             for first in range(0, len(order), _BLOCK_ROWS):
                 block = vectors[order[first : first + _BLOCK_ROWS]]
                 stored.write(block.view(np.uint8).reshape(-1).data)
@@ -61,37 +78,60 @@ def build_part(
         rows[by_home].tofile(folder / "guest.rows")
         _write_edges(folder, "guest", rows, neighbours, counts, by_home)
         n_homes = int(homes.max()) + 1 if len(homes) else 0
-        np.searchsorted(np.sort(homes), np.arange(n_homes + 1)).astype(np.int64).tofile(folder / "guest.begin")
+        np.searchsorted(np.sort(homes), np.arange(n_homes + 1)).astype(np.int64).tofile(
+            folder / "guest.begin"
+        )
         np.array([rows[medoid]] if len(rows) else [], np.uint32).tofile(folder / "medoid")
     with work.writing():
         work.drop("parts", *(f"{part}.{name}.vectors" for name in ("own", "guest")))
 
 
-def _read_vectors(work: WorkFolder, part: int, layout: PageLayout, n_own: int, n_guests: int) -> np.ndarray:
+def _read_vectors(
+    work: WorkFolder, part: int, layout: PageLayout, n_own: int, n_guests: int
+) -> np.ndarray:
     dtype = layout.row_dtype
     vectors = np.empty((n_own + n_guests, layout.dim), dtype)
     for name, begin, end in (("own", 0, n_own), ("guest", n_own, n_own + n_guests)):
         for first in range(begin, end, _BLOCK_ROWS):
             count = min(_BLOCK_ROWS, end - first)
             vectors[first : first + count] = read_array(
-                work.file("parts", f"{part}.{name}.vectors"), dtype, layout.dim, first - begin, count
-            )  # fmt: skip
+                work.file("parts", f"{part}.{name}.vectors"),
+                dtype,
+                layout.dim,
+                first - begin,
+                count,
+            )
     return vectors
 
 
-def _write_edges(folder: Path, name: str, rows: np.ndarray, neighbours: np.ndarray, counts: np.ndarray, order: np.ndarray) -> None:
+def _write_edges(
+    folder: Path,
+    name: str,
+    rows: np.ndarray,
+    neighbours: np.ndarray,
+    counts: np.ndarray,
+    order: np.ndarray,
+) -> None:
     counts[order].astype(np.uint16).tofile(folder / f"{name}.counts")
     with (folder / f"{name}.neighbours").open("wb") as file:
         for first in range(0, len(order), _BLOCK_ROWS):
             chosen = order[first : first + _BLOCK_ROWS]
             there = np.arange(neighbours.shape[1]) < counts[chosen, None]
-            file.write(np.where(there, rows[neighbours[chosen]], 0).astype(np.uint32).reshape(-1).data)
+            file.write(
+                np.where(there, rows[neighbours[chosen]], 0).astype(np.uint32).reshape(-1).data
+            )
 
 
 def _packed(
-    own: np.ndarray, format_name: str, neighbours: np.ndarray, counts: np.ndarray, medoid: int, layout: PageLayout
-) -> np.ndarray:  # fmt: skip
-    """The order of those that are at home: that of pages of their own, by the edges between them."""
+    own: np.ndarray,
+    format_name: str,
+    neighbours: np.ndarray,
+    counts: np.ndarray,
+    medoid: int,
+    layout: PageLayout,
+) -> np.ndarray:
+    """The order of those that are at home: that of pages of their own, by the edges between
+    them."""
     n = len(own)
     if layout.nodes_per_page == 1 or n == 0:
         return np.arange(n)
@@ -104,8 +144,12 @@ def _packed(
         inner[part] = np.take_along_axis(np.where(inside, neighbours[part], 0), place, axis=1)
     view = torch.from_numpy(own.view(np.uint8) if own.dtype == np.int8 else own)
     graph = load_extension().Vamana.from_edges(
-        vectors=view, format=format_name, neighbours=torch.from_numpy(inner), counts=torch.from_numpy(inner_counts),
-        medoid=medoid if medoid < n else 0, list_size=1,
-    )  # fmt: skip
+        vectors=view,
+        format=format_name,
+        neighbours=torch.from_numpy(inner),
+        counts=torch.from_numpy(inner_counts),
+        medoid=medoid if medoid < n else 0,
+        list_size=1,
+    )
     order: np.ndarray = graph.pack(layout.nodes_per_page).numpy()
     return order

@@ -1,4 +1,5 @@
-"""What a build finds in its work folder: whether the input is that of the attempt before, and the arrays that were written."""
+"""What a build finds in its work folder: whether the input is that of the attempt before, and the
+arrays that were written."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from ..vectors import Vectors
 
 
 def identity(source: Vectors) -> str:
-    """What tells one input from another: of a file its path, size, time and column; else a digest of the values."""
+    """What tells one input from another: of a file its path, size, time and column; else a digest
+    of the values."""
     if source.path is not None:
         facts = source.path.stat()
         column = "" if source.column is None else f", column {source.column}"
@@ -23,8 +25,15 @@ def identity(source: Vectors) -> str:
     return digest.hexdigest()
 
 
-def read_array(path: Path, dtype: np.dtype | type | str, width: int | None = None, first: int = 0, count: int = -1) -> np.ndarray:
-    """Rows [m, width] (or values [m]) of a plain file, `count` from row `first` on; -1: all that follow. Raises ReadError."""
+def read_array(
+    path: Path,
+    dtype: np.dtype | type | str,
+    width: int | None = None,
+    first: int = 0,
+    count: int = -1,
+) -> np.ndarray:
+    """Rows [m, width] (or values [m]) of a plain file, `count` from row `first` on; -1: all that
+    follow. Raises ReadError."""
     made = np.dtype(dtype)
     row = width or 1
     try:
@@ -32,10 +41,15 @@ def read_array(path: Path, dtype: np.dtype | type | str, width: int | None = Non
             file.seek(first * row * made.itemsize)
             values = np.fromfile(file, made, count * row if count >= 0 else -1)
     except OSError as error:
-        raise errors.ReadError("cannot read the work folder of a build", path=path, errno=error.errno) from error
+        raise errors.ReadError(
+            "cannot read the work folder of a build", path=path, errno=error.errno
+        ) from error
     if values.size % row or count not in (-1, values.size // row):
         raise errors.TruncatedFileError(
-            "file of a build that was interrupted", path=path, got=f"{values.size} numbers", expected=f"{max(count, 1)} times {row}",
+            "file of a build that was interrupted",
+            path=path,
+            got=f"{values.size} numbers",
+            expected=f"{max(count, 1)} times {row}",
             fix="remove the directory, and build anew",
-        )  # fmt: skip
+        )
     return values if width is None else values.reshape(-1, width)

@@ -1,4 +1,5 @@
-"""HNSW with its vectors on SSD (RAGX, section 2.3): links in memory, vectors in pages, read as a walk comes to them."""
+"""HNSW with its vectors on SSD (RAGX, section 2.3): links in memory, vectors in pages, read as a
+walk comes to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An HNSW whose links lie in memory and whose vectors lie on SSD, as a device walks over it (RAGX, sections 2.3 and 4.3).
+"""An HNSW whose links lie in memory and whose vectors lie on SSD, as a device walks over it (RAGX,
+sections 2.3 and 4.3).
 
 A directory holds four files (the written specification is docs/graph-format.md)::
 
@@ -38,7 +39,8 @@ _REBUILD = "restore the directory from a copy, or build it again"
 
 @dataclass(frozen=True)
 class Slots:
-    """Where vectors lie. A *unit* is what is read, and has a checksum: a page, or the pages of one long vector.
+    """Where vectors lie. A *unit* is what is read, and has a checksum: a page, or the pages of one
+    long vector.
 
     Attributes:
         n: vectors.
@@ -63,32 +65,47 @@ class Slots:
 
 
 class HnswGraph:
-    """See `espnx.device.vectors.interface.LayeredGraph`. For a device's ``open_graph``; results are numbers of vectors, from 0.
+    """See `espnx.device.vectors.interface.LayeredGraph`. For a device's ``open_graph``; results are
+    numbers of vectors, from 0.
 
-    In memory are the links, 8 m bytes a vector and a little more for the layers above, and 4 bytes for each page of vectors. A search with
-    ``beam=1`` finds what FAISS finds with ``efSearch`` = L, where no two distances are equal.
+    In memory are the links, 8 m bytes a vector and a little more for the layers above, and 4 bytes
+    for each page of vectors. A search with ``beam=1`` finds what FAISS finds with ``efSearch`` = L,
+    where no two distances are equal.
 
     Args:
         path: of a directory that `build_hnsw` or `write_hnsw` has made.
 
     Raises:
         StoreNotFoundError: nothing was written there.
-        FormatError, ChecksumError, TruncatedFileError, FileMissingError: damaged, or of another kind or version.
+        FormatError, ChecksumError, TruncatedFileError, FileMissingError: damaged, or of another
+            kind or version.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.directory = os.fspath(path)
         with NativeEngine("posix", threads=1, pool_bytes=0) as engine:
-            fields = Fields(read_manifest(engine, path, MAGIC, VERSION), os.path.join(path, "MANIFEST.json"), fix=_REBUILD)
+            fields = Fields(
+                read_manifest(engine, path, MAGIC, VERSION),
+                os.path.join(path, "MANIFEST.json"),
+                fix=_REBUILD,
+            )
             self.format: str = fields.choice("format", VECTOR_FORMATS)
             self.dim = fields.whole("dim", 1, DIM_MAX)
             self.metric: str = fields.choice("metric", METRICS)
-            self._slots = Slots(fields.whole("n", 0, NODES_MAX), vector_bytes(self.format, self.dim))
+            self._slots = Slots(
+                fields.whole("n", 0, NODES_MAX), vector_bytes(self.format, self.dim)
+            )
             generation = fields.whole("generation", 1)
-            self.links = _read_links(engine, self._file_path(LINKS_NAME, generation), fields, self._slots.n)
-            self._sums = _read_sums(engine, self._file_path(SUMS_NAME, generation), fields, self._slots)
+            self.links = _read_links(
+                engine, self._file_path(LINKS_NAME, generation), fields, self._slots.n
+            )
+            self._sums = _read_sums(
+                engine, self._file_path(SUMS_NAME, generation), fields, self._slots
+            )
         self._path = self._file_path(VECTORS_NAME, generation)
-        check_file_size(self._path, self._slots.n_units * self._slots.unit_bytes, "file of vectors", _REBUILD)
+        check_file_size(
+            self._path, self._slots.n_units * self._slots.unit_bytes, "file of vectors", _REBUILD
+        )
         self._file: FileHandle | None = None
 
     def _file_path(self, name: str, generation: int) -> str:
@@ -125,30 +142,48 @@ class HnswGraph:
     def plan(self, nodes: np.ndarray) -> Plan:
         """The page of each vector, or its pages."""
         if self._file is None:
-            raise errors.StateError("plan of a graph", got="a graph that no device has opened", fix="device.open_graph(graph)")
+            raise errors.StateError(
+                "plan of a graph",
+                got="a graph that no device has opened",
+                fix="device.open_graph(graph)",
+            )
         unit, size_bytes = nodes // self._slots.per_unit, self._slots.unit_bytes
         return Plan.of(
-            self._file, torch.from_numpy(unit * size_bytes), [size_bytes] * len(nodes), crc32c=torch.from_numpy(self._sums[unit])
-        )  # fmt: skip
+            self._file,
+            torch.from_numpy(unit * size_bytes),
+            [size_bytes] * len(nodes),
+            crc32c=torch.from_numpy(self._sums[unit]),
+        )
 
     def parse(self, nodes: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray) -> Nodes:
         """The vectors that were asked for; their neighbours come from memory."""
         slots = self._slots
         near, first = self.links.near(nodes)
-        return Nodes(nodes, np.asarray(position_bytes) + nodes % slots.per_unit * slots.vector_bytes, near, first)
+        return Nodes(
+            nodes,
+            np.asarray(position_bytes) + nodes % slots.per_unit * slots.vector_bytes,
+            near,
+            first,
+        )
 
     def estimator(self, query: torch.Tensor) -> None:
         """See `Graph`: there are no codes."""
 
     def verify(self) -> int:
-        """Reads and checks every vector's page: how many there are. Raises ChecksumError, ReadError for the first that is damaged."""
+        """Reads and checks every vector's page: how many there are. Raises ChecksumError, ReadError
+        for the first that is damaged."""
         slots = self._slots
         with NativeEngine() as engine:
             file = engine.open(self._path)
             for first in range(0, slots.n_units, 1024):
                 part = np.arange(first, min(first + 1024, slots.n_units))
                 offset = torch.from_numpy(part * slots.unit_bytes)
-                plan = Plan.of(file, offset, [slots.unit_bytes] * len(part), crc32c=torch.from_numpy(self._sums[part]))
+                plan = Plan.of(
+                    file,
+                    offset,
+                    [slots.unit_bytes] * len(part),
+                    crc32c=torch.from_numpy(self._sums[part]),
+                )
                 for _ in engine.read(plan):  # each is checked when it is handed out
                     pass
         return slots.n_units
@@ -157,7 +192,9 @@ class HnswGraph:
 def _read_links(engine: NativeEngine, path: str, fields: Fields, n: int) -> Links:
     m, n_upper = fields.whole("m", 1, M_MAX), fields.whole("n_upper", 0, NODES_MAX)
     entry = fields.whole("entry", -1, NODES_MAX)
-    data = _read_checked(engine, path, links_bytes(n, m, n_upper), fields.whole("links_crc32c", 0, 2**32 - 1))
+    data = _read_checked(
+        engine, path, links_bytes(n, m, n_upper), fields.whole("links_crc32c", 0, 2**32 - 1)
+    )
     links = parse_links(data, n, m, n_upper, entry)
     links.check(path)
     return links
@@ -174,6 +211,10 @@ def _read_checked(engine: NativeEngine, path: str, size_bytes: int, expected_crc
     data = read_file(engine, path)
     if crc32c(data) != expected_crc:
         raise errors.ChecksumError(
-            "file of an HNSW", path=path, got=f"CRC32C {crc32c(data):08x}", expected=f"{expected_crc:08x}", fix=_REBUILD
+            "file of an HNSW",
+            path=path,
+            got=f"CRC32C {crc32c(data):08x}",
+            expected=f"{expected_crc:08x}",
+            fix=_REBUILD,
         )
     return data

@@ -1,4 +1,5 @@
-"""FlexGen, imported so that it runs where there is no GPU: what `espnx.integrations.flexgen.disk` builds on."""
+"""FlexGen, imported so that it runs where there is no GPU: what `espnx.integrations.flexgen.disk`
+builds on."""
 
 from __future__ import annotations
 
@@ -19,19 +20,26 @@ try:
     from flexgen.utils import ExecutionEnv, np_dtype_to_torch_dtype
 except ImportError as error:
     raise errors.MissingDependencyError(
-        "FlexGen is not installed", got=str(error), fix="pip install --no-deps flexgen==0.1.8; pip install pulp attrs tqdm"
+        "FlexGen is not installed",
+        got=str(error),
+        fix="pip install --no-deps flexgen==0.1.8; pip install pulp attrs tqdm",
     ) from error
 
 __all__ = [
-    "CompressionConfig", "CpuDevice", "ExecutionEnv", "OptConfig", "flex_opt", "np_dtype_to_torch_dtype", "pytorch_backend", "timers",
+    "CompressionConfig", "CpuDevice", "ExecutionEnv", "OptConfig", "flex_opt",
+    "np_dtype_to_torch_dtype", "pytorch_backend", "timers",
 ]  # fmt: skip
 
 
 class _TorchWithoutCuda:
-    """What FlexGen's own modules see as ``torch`` where there is no GPU: streams that do nothing, memory that is not pinned."""
+    """What FlexGen's own modules see as ``torch`` where there is no GPU: streams that do nothing,
+    memory that is not pinned."""
 
     cuda = SimpleNamespace(
-        Stream=object, stream=lambda stream: contextlib.nullcontext(), synchronize=lambda *_: None, set_device=lambda *_: None
+        Stream=object,
+        stream=lambda stream: contextlib.nullcontext(),
+        synchronize=lambda *_: None,
+        set_device=lambda *_: None,
     )
 
     def __getattr__(self, name: str) -> Any:
@@ -56,7 +64,8 @@ class CpuDevice(pytorch_backend.TorchDevice):
 
 @contextlib.contextmanager
 def _tensors_stay() -> Iterator[None]:
-    """FlexGen sends what it computed on the CPU to the GPU with `Tensor.cuda`, a method that no module of its own holds."""
+    """FlexGen sends what it computed on the CPU to the GPU with `Tensor.cuda`, a method that no
+    module of its own holds."""
     found = vars(torch.Tensor).get("cuda")
     setattr(torch.Tensor, "cuda", lambda self, *_, **__: self)  # noqa: B010 - a method, to mypy
     try:

@@ -1,21 +1,24 @@
-"""FlexGen (0.1.8) with its disk kept by espnx: FlexGen's models, policies and loop; our storage under them.
+"""FlexGen (0.1.8) with its disk kept by espnx: FlexGen's models, policies and loop; our storage
+under them.
 
-`EspnxDisk` takes the place of FlexGen's ``TorchDisk``: what a policy puts on disk (its percent of the KV cache, of weights, of activations)
-goes through io_uring and past the page cache, with checksums, and a failure of the disk is a typed error in the thread that called
-``generate`` instead of a wait without end. Where there is no GPU, everything runs on the CPU. For example::
+`EspnxDisk` takes the place of FlexGen's ``TorchDisk``: what a policy puts on disk (its percent of
+the KV cache, of weights, of activations) goes through io_uring and past the page cache, with
+checksums, and a failure of the disk is a typed error in the thread that called ``generate`` instead
+of a wait without end. Where there is no GPU, everything runs on the CPU. For example::
 
     from transformers import OPTConfig, OPTForCausalLM
     from flexgen.flex_opt import OptLM
     from espnx.integrations import flexgen
 
-    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 256, "num_attention_heads": 2, "num_hidden_layers": 2}
-    config = flexgen.convert(OPTForCausalLM(OPTConfig(vocab_size=96, max_position_embeddings=64, **sizes)), "weights")
-    with flexgen.EspnxDisk("cache") as disk:
-        model = OptLM(config, flexgen.environment(disk), "weights", flexgen.policy(batch=2, cache_disk_percent=100))
-        tokens = model.generate([[2, 10, 11], [2, 20, 21]], max_new_tokens=5)
-        stats = disk.stats()
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 256, "num_attention_heads": 2,
+    "num_hidden_layers": 2} config = flexgen.convert(OPTForCausalLM(OPTConfig(vocab_size=96,
+    max_position_embeddings=64, **sizes)), "weights") with flexgen.EspnxDisk("cache") as disk:
+        model = OptLM(config, flexgen.environment(disk), "weights", flexgen.policy(batch=2,
+        cache_disk_percent=100)) tokens = model.generate([[2, 10, 11], [2, 20, 21]],
+        max_new_tokens=5) stats = disk.stats()
 
-FlexGen is not a dependency of espnx: ``pip install --no-deps flexgen==0.1.8; pip install pulp attrs tqdm``.
+FlexGen is not a dependency of espnx: ``pip install --no-deps flexgen==0.1.8; pip install pulp attrs
+tqdm``.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ import torch
 from ... import errors
 from ...storage import NativeEngine
 from ...storage.files import make_given_directory, write_error
-from .cpu import (  # fmt: skip
+from .cpu import (
     CompressionConfig,
     CpuDevice,
     ExecutionEnv,
@@ -56,25 +59,28 @@ class StoredTensor(pytorch_backend.TorchTensor):
         self.device.fill(self.data, torch.from_numpy(np_array))
 
     def load_from_np_file(self, filename: str) -> None:
-        # Mapped, so that weights larger than memory pass through; copy-on-write, because torch wants writable memory.
+        # Mapped, so that weights larger than memory pass through; copy-on-write, because torch
+        # wants writable memory.
         self.load_from_np(np.load(filename, mmap_mode="c", allow_pickle=False))
 
 
 class EspnxDisk:
     """A disk for FlexGen's ``ExecutionEnv``, in place of ``TorchDisk``. A context manager.
 
-    Copies run in one thread, in the order in which FlexGen asks for them; while one piece is copied, the next is being read.
+    Copies run in one thread, in the order in which FlexGen asks for them; while one piece is
+    copied, the next is being read.
 
     Args:
-        path: a directory on the SSD. Nothing has a name there, and nothing is left there when the process ends.
+        path: a directory on the SSD. Nothing has a name there, and nothing is left there when the
+            process ends.
         engine: ``auto``, ``uring``, ``posix``, or an engine, which stays the caller's.
         reserve_bytes: reserved at once, so that a full disk shows now.
-        overlap: that of the policy. False: a copy is over when FlexGen goes on, which then never waits for one by itself; activations on
-            disk need this too.
+        overlap: that of the policy. False: a copy is over when FlexGen goes on, which then never
+            waits for one by itself; activations on disk need this too.
         deadline_s: of each transfer.
 
-    Raises (from `synchronize`, as ``generate`` calls it):
-        ReadError, WriteError, ChecksumError, DeadlineExceededError: the disk can be used further; ``generate`` begins anew.
+    Raises (from `synchronize`, as ``generate`` calls it): ReadError, WriteError, ChecksumError,
+        DeadlineExceededError: the disk can be used further; ``generate`` begins anew.
         DiskFullError: from ``generate`` before its first token, with the bytes needed and free.
     """
 
@@ -87,7 +93,9 @@ class EspnxDisk:
         overlap: bool = True,
         deadline_s: float = 30.0,
     ):
-        self._store = TensorFile(path, engine=engine, reserve_bytes=reserve_bytes, deadline_s=deadline_s)
+        self._store = TensorFile(
+            path, engine=engine, reserve_bytes=reserve_bytes, deadline_s=deadline_s
+        )
         self.name = self.path = os.path.abspath(path)
         self.mem_capacity = None
         self.device_type = pytorch_backend.DeviceType.DISK
@@ -97,17 +105,26 @@ class EspnxDisk:
         # A SimpleQueue may be used by the garbage collector, whenever it runs.
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failures: list[BaseException] = []
-        self._thread = threading.Thread(target=_work, args=(self._jobs, self._failures), name="espnx-flexgen", daemon=True)
+        self._thread = threading.Thread(
+            target=_work, args=(self._jobs, self._failures), name="espnx-flexgen", daemon=True
+        )
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._jobs, self._thread, self._store)
-        pytorch_backend.global_disk_device = self  # copies between unpinned and GPU memory go through its thread
+        # copies between unpinned and GPU memory go through its thread
+        pytorch_backend.global_disk_device = self
 
     # --- what FlexGen calls ---
 
     def add_link(self, link: Any) -> None:
         self.links[link.b if link.a == self else link.a] = link
 
-    def allocate(self, shape: tuple[int, ...], dtype: Any, pin_memory: bool | None = None, name: str | None = None) -> StoredTensor:
+    def allocate(
+        self,
+        shape: tuple[int, ...],
+        dtype: Any,
+        pin_memory: bool | None = None,
+        name: str | None = None,
+    ) -> StoredTensor:
         """Zeros, of a NumPy type. Raises DiskFullError."""
         kind = np_dtype_to_torch_dtype[dtype]
         try:
@@ -131,10 +148,15 @@ class EspnxDisk:
     def submit_copy(self, dst: Any, dst_indices: Index, src: Any, src_indices: Index) -> None:
         """``dst[dst_indices] = src[src_indices]``, at the latest when `synchronize` returns.
 
-        Raises InvalidInputError for sparse attention, which FlexGen would answer by reading everything."""
+        Raises InvalidInputError for sparse attention, which FlexGen would answer by reading
+        everything."""
         if torch.is_tensor(src_indices) or torch.is_tensor(dst_indices):
             with _ending():
-                raise errors.InvalidInputError("attention from an EspnxDisk", got="attn_sparsity below 1", expected="attn_sparsity=1.0")
+                raise errors.InvalidInputError(
+                    "attention from an EspnxDisk",
+                    got="attn_sparsity below 1",
+                    expected="attn_sparsity=1.0",
+                )
         self._check_open()
         target, source = dst.data, src.data
         if not isinstance(source, StoredArray):
@@ -152,7 +174,8 @@ class EspnxDisk:
             self.synchronize()
 
     def synchronize(self) -> None:
-        """Waits for all copies. Raises what the first of them raised that failed; those after it did not begin."""
+        """Waits for all copies. Raises what the first of them raised that failed; those after it
+        did not begin."""
         self._check_open()
         self._wait()
         if self._failures:
@@ -186,9 +209,11 @@ class EspnxDisk:
         if self._end.alive:
             self._wait()
         return {
-            "stored_bytes": store.stored_bytes, "bytes_written": store.bytes_written, "bytes_asked": store.bytes_asked,
+            "stored_bytes": store.stored_bytes,
+            "bytes_written": store.bytes_written,
+            "bytes_asked": store.bytes_asked,
             "effective_path": store.effective_path,
-        }  # fmt: skip
+        }
 
     def close(self) -> None:
         """Ends all I/O; the space returns."""
@@ -197,7 +222,12 @@ class EspnxDisk:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _wait(self) -> None:
@@ -212,7 +242,8 @@ class EspnxDisk:
 
 @contextlib.contextmanager
 def _ending() -> Iterator[None]:
-    """An error ends `generate`: FlexGen's timer of it, which all models share, would refuse to begin another."""
+    """An error ends `generate`: FlexGen's timer of it, which all models share, would refuse to
+    begin another."""
     try:
         yield
     except BaseException:
@@ -220,7 +251,9 @@ def _ending() -> Iterator[None]:
         raise
 
 
-def _work(jobs: queue.SimpleQueue[Callable[[], None] | None], failures: list[BaseException]) -> None:
+def _work(
+    jobs: queue.SimpleQueue[Callable[[], None] | None], failures: list[BaseException]
+) -> None:
     with torch.no_grad():
         while (job := jobs.get()) is not None:
             try:
@@ -240,9 +273,13 @@ def _freeing(store: TensorFile, array: StoredArray) -> Callable[[], None]:
     return lambda: store.free(array)
 
 
-def _copy(store: TensorFile, target: Any, target_index: Index, source: Any, source_index: Index) -> None:
+def _copy(
+    store: TensorFile, target: Any, target_index: Index, source: Any, source_index: Index
+) -> None:
     if isinstance(source, StoredArray) and isinstance(target, StoredArray):
-        memory = torch.empty([end - begin for begin, end in source.ranges(source_index)], dtype=source.dtype)
+        memory = torch.empty(
+            [end - begin for begin, end in source.ranges(source_index)], dtype=source.dtype
+        )
         store.read(source, source_index, memory)
         store.write(target, target_index, memory)
     elif isinstance(source, StoredArray):
@@ -257,31 +294,54 @@ def environment(disk: EspnxDisk) -> Any:
     """FlexGen's ``ExecutionEnv``: the first GPU, or the CPU where there is none, with this disk."""
     gpu = pytorch_backend.TorchDevice("cuda:0") if torch.cuda.is_available() else CpuDevice("cpu")
     cpu = pytorch_backend.TorchDevice("cpu")
-    return ExecutionEnv(gpu=gpu, cpu=cpu, disk=disk, mixed=pytorch_backend.TorchMixedDevice([gpu, cpu, disk]))
+    return ExecutionEnv(
+        gpu=gpu, cpu=cpu, disk=disk, mixed=pytorch_backend.TorchMixedDevice([gpu, cpu, disk])
+    )
 
 
 def policy(batch: int, *, batches: int = 1, cache_disk_percent: float = 100, **changes: Any) -> Any:
-    """FlexGen's ``Policy``: weights and activations where it computes, a share of the KV cache on disk and the rest in CPU memory.
+    """FlexGen's ``Policy``: weights and activations where it computes, a share of the KV cache on
+    disk and the rest in CPU memory.
 
     Args:
-        batch, batches: sequences in one GPU batch, and how many of these; their product is the number of prompts.
+        batch, batches: sequences in one GPU batch, and how many of these; their product is the
+            number of prompts.
         **changes: other fields of ``Policy``.
     """
     fields: dict[str, Any] = {
-        "gpu_batch_size": batch, "num_gpu_batches": batches, "w_gpu_percent": 100, "w_cpu_percent": 0,
-        "cache_gpu_percent": 0, "cache_cpu_percent": 100 - cache_disk_percent, "act_gpu_percent": 100, "act_cpu_percent": 0,
-        "overlap": True, "sep_layer": True, "pin_weight": torch.cuda.is_available(), "cpu_cache_compute": False, "attn_sparsity": 1.0,
-        "compress_weight": False, "comp_weight_config": CompressionConfig(num_bits=4, group_size=64, group_dim=0, symmetric=False),
-        "compress_cache": False, "comp_cache_config": CompressionConfig(num_bits=4, group_size=64, group_dim=2, symmetric=False),
-    }  # fmt: skip
+        "gpu_batch_size": batch,
+        "num_gpu_batches": batches,
+        "w_gpu_percent": 100,
+        "w_cpu_percent": 0,
+        "cache_gpu_percent": 0,
+        "cache_cpu_percent": 100 - cache_disk_percent,
+        "act_gpu_percent": 100,
+        "act_cpu_percent": 0,
+        "overlap": True,
+        "sep_layer": True,
+        "pin_weight": torch.cuda.is_available(),
+        "cpu_cache_compute": False,
+        "attn_sparsity": 1.0,
+        "compress_weight": False,
+        "comp_weight_config": CompressionConfig(
+            num_bits=4, group_size=64, group_dim=0, symmetric=False
+        ),
+        "compress_cache": False,
+        "comp_cache_config": CompressionConfig(
+            num_bits=4, group_size=64, group_dim=2, symmetric=False
+        ),
+    }
     unknown = sorted(set(changes) - set(fields))
     if unknown:
-        raise errors.InvalidInputError("FlexGen's policy", got=", ".join(unknown), expected=", ".join(fields))
+        raise errors.InvalidInputError(
+            "FlexGen's policy", got=", ".join(unknown), expected=", ".join(fields)
+        )
     return flex_opt.Policy(**fields | changes)
 
 
 def convert(model: Any, folder: str | os.PathLike[str], name: str = "model") -> Any:
-    """Writes an OPT of transformers as FlexGen reads it, float16 in ``folder/name-np``. Returns FlexGen's configuration of it.
+    """Writes an OPT of transformers as FlexGen reads it, float16 in ``folder/name-np``. Returns
+    FlexGen's configuration of it.
 
     Raises:
         InvalidInputError: FlexGen has no such model.
@@ -290,12 +350,18 @@ def convert(model: Any, folder: str | os.PathLike[str], name: str = "model") -> 
     config = model.config
     h = config.hidden_size
     wanted = {
-        "model_type": "opt", "word_embed_proj_dim": h, "ffn_dim": 4 * h, "do_layer_norm_before": True, "enable_bias": True,
+        "model_type": "opt",
+        "word_embed_proj_dim": h,
+        "ffn_dim": 4 * h,
+        "do_layer_norm_before": True,
+        "enable_bias": True,
         "activation_function": "relu",
-    }  # fmt: skip
+    }
     for key, value in wanted.items():
         if getattr(config, key, None) != value:
-            raise errors.InvalidInputError(f"FlexGen's OPT: {key}", got=getattr(config, key, None), expected=value)
+            raise errors.InvalidInputError(
+                f"FlexGen's OPT: {key}", got=getattr(config, key, None), expected=value
+            )
     directory = Path(folder, f"{name}-np")
     make_given_directory(directory)
     for key, value in model.state_dict().items():
@@ -306,6 +372,13 @@ def convert(model: Any, folder: str | os.PathLike[str], name: str = "model") -> 
         except OSError as error:
             raise write_error("cannot write weights", directory / short, error) from error
     return OptConfig(
-        name=name, num_hidden_layers=config.num_hidden_layers, max_seq_len=config.max_position_embeddings, hidden_size=h, input_dim=h,
-        n_head=config.num_attention_heads, ffn_embed_dim=config.ffn_dim, vocab_size=config.vocab_size, pad_token_id=config.pad_token_id,
-    )  # fmt: skip
+        name=name,
+        num_hidden_layers=config.num_hidden_layers,
+        max_seq_len=config.max_position_embeddings,
+        hidden_size=h,
+        input_dim=h,
+        n_head=config.num_attention_heads,
+        ffn_embed_dim=config.ffn_dim,
+        vocab_size=config.vocab_size,
+        pad_token_id=config.pad_token_id,
+    )

@@ -1,7 +1,9 @@
-"""Tensors in one file on SSD, written and read by slices: what `espnx.integrations.flexgen.disk` keeps FlexGen's cache in.
+"""Tensors in one file on SSD, written and read by slices: what `espnx.integrations.flexgen.disk`
+keeps FlexGen's cache in.
 
-A tensor lies as it is, in blocks of whole rows (of its first dimension), each with a checksum. The block that was changed last stays in
-memory, so that rows that are appended one by one are written once.
+A tensor lies as it is, in blocks of whole rows (of its first dimension), each with a checksum. The
+block that was changed last stays in memory, so that rows that are appended one by one are written
+once.
 """
 
 from __future__ import annotations
@@ -65,12 +67,23 @@ class StoredArray:
         return memory.view(self.dtype).view(-1, *self.shape[1:])
 
     def ranges(self, index: Index) -> list[tuple[int, int]]:
-        """(begin, end) in each dimension. Raises InvalidInputError for anything but slices without a step, and for a scalar."""
+        """(begin, end) in each dimension. Raises InvalidInputError for anything but slices without
+        a step, and for a scalar."""
         slices = tuple(index or ())
-        if not self.shape or len(slices) > len(self.shape) or any(not isinstance(s, slice) or s.step not in (None, 1) for s in slices):
-            raise errors.InvalidInputError("index of a tensor on disk", got=index, expected=f"slices of {self.shape}, without steps")
+        if (
+            not self.shape
+            or len(slices) > len(self.shape)
+            or any(not isinstance(s, slice) or s.step not in (None, 1) for s in slices)
+        ):
+            raise errors.InvalidInputError(
+                "index of a tensor on disk",
+                got=index,
+                expected=f"slices of {self.shape}, without steps",
+            )
         found = [s.indices(n)[:2] for s, n in zip(slices, self.shape, strict=False)]
-        return [(begin, max(begin, end)) for begin, end in found] + [(0, n) for n in self.shape[len(slices) :]]
+        return [(begin, max(begin, end)) for begin, end in found] + [
+            (0, n) for n in self.shape[len(slices) :]
+        ]
 
 
 @dataclass
@@ -97,7 +110,8 @@ class _Staging:
 
     @contextlib.contextmanager
     def transfer(self) -> Iterator[None]:
-        """What begins inside is over at the end; after a failure the device may still hold the buffers, and others take their place."""
+        """What begins inside is over at the end; after a failure the device may still hold the
+        buffers, and others take their place."""
         try:
             yield
             self.wait(self.turn ^ 1)
@@ -111,24 +125,37 @@ class _Staging:
 
 
 class TensorFile:
-    """Tensors on SSD. `allocate` and `free` may come from any thread; reads and writes from one at a time.
+    """Tensors on SSD. `allocate` and `free` may come from any thread; reads and writes from one at
+    a time.
 
     Args:
-        directory: on the SSD. The file has no name there and mode 0600: its space returns when the process ends, however it ends.
+        directory: on the SSD. The file has no name there and mode 0600: its space returns when the
+            process ends, however it ends.
         engine: ``auto``, ``uring``, ``posix``, or an engine, which stays the caller's.
         reserve_bytes: reserved at once, so that a full disk shows now.
         deadline_s: of each transfer.
 
     Raises:
-        WriteError: the directory cannot be written. DiskFullError: there is less room than `reserve_bytes`.
+        WriteError: the directory cannot be written. DiskFullError: there is less room than
+            `reserve_bytes`.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, engine: NativeEngine | str = "auto", reserve_bytes: int = 0, deadline_s: float = 30.0
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        engine: NativeEngine | str = "auto",
+        reserve_bytes: int = 0,
+        deadline_s: float = 30.0,
     ):
         self._owns_engine = isinstance(engine, str)
         self._engine = NativeEngine(engine, pool_bytes=0) if isinstance(engine, str) else engine
-        self._deadline_s, self._lock, self._staging, self.is_closed = deadline_s, threading.Lock(), _Staging(), False
+        self._deadline_s, self._lock, self._staging, self.is_closed = (
+            deadline_s,
+            threading.Lock(),
+            _Staging(),
+            False,
+        )
         self.bytes_written = self.bytes_asked = 0
         path = os.path.join(directory, f".espnx-{uuid.uuid4().hex}")
         try:
@@ -159,12 +186,16 @@ class TensorFile:
         each = row_bytes(sizes, dtype)
         page_rows = BLOCK_BYTES // math.gcd(each, BLOCK_BYTES) if each else 1
         rows = sizes[0] if sizes else 0
-        block_rows = page_rows * max(1, min(_BLOCK_BYTES // (each * page_rows) if each else 1, -(-rows // page_rows)))
+        block_rows = page_rows * max(
+            1, min(_BLOCK_BYTES // (each * page_rows) if each else 1, -(-rows // page_rows))
+        )
         blocks = -(-rows // block_rows) if each else 0
         size_bytes = blocks * block_rows * each
         with self._lock:
             place = self._extents.take(size_bytes) if size_bytes else 0
-        return StoredArray(sizes, dtype, place, block_rows, np.zeros(blocks, np.uint32), np.zeros(blocks, np.bool_))
+        return StoredArray(
+            sizes, dtype, place, block_rows, np.zeros(blocks, np.uint32), np.zeros(blocks, np.bool_)
+        )
 
     def free(self, array: StoredArray) -> None:
         """The space is used again."""
@@ -174,7 +205,8 @@ class TensorFile:
                 self._extents.give_back(array.place, array.size_bytes)
 
     def write(self, array: StoredArray, index: Index, source: torch.Tensor) -> None:
-        """``array[index] = source``. Raises WriteError, DiskFullError, DeadlineExceededError, and what `read` raises."""
+        """``array[index] = source``. Raises WriteError, DiskFullError, DeadlineExceededError, and
+        what `read` raises."""
         (first, last), *inner = self._ranges(array, index, source)
         is_whole = all(part == (0, n) for part, n in zip(inner, array.shape[1:], strict=True))
         size, rows = array.block_rows, array.shape[0]
@@ -183,8 +215,11 @@ class TensorFile:
         with self._staging.transfer():
             while at < last:
                 block = at // size
-                # Blocks of which nothing stays go to disk as they are, the last one of a tensor too.
-                count = min(at_once, len(array.sums) - block if last == rows else last // size - block)
+                # Blocks of which nothing stays go to disk as they are, the last one of a tensor
+                # too.
+                count = min(
+                    at_once, len(array.sums) - block if last == rows else last // size - block
+                )
                 if is_whole and at % size == 0 and count > 0:
                     end = min((block + count) * size, last)
                     memory = self._staging.take(count * array.block_bytes)
@@ -192,22 +227,32 @@ class TensorFile:
                     memory[(end - at) * row_bytes(array.shape, array.dtype) :].zero_()
                     if block <= array.block < block + count:
                         array.block, array.memory = -1, None
-                    self._staging.futures[self._staging.turn] = self._begin_write(array, block, memory)
+                    self._staging.futures[self._staging.turn] = self._begin_write(
+                        array, block, memory
+                    )
                 else:
                     end = min((block + 1) * size, last)
-                    place = (slice(at - block * size, end - block * size), *(slice(*part) for part in inner))
-                    array.rows_of(self._edit(array, block))[place].copy_(source[at - first : end - first])
+                    place = (
+                        slice(at - block * size, end - block * size),
+                        *(slice(*part) for part in inner),
+                    )
+                    array.rows_of(self._edit(array, block))[place].copy_(
+                        source[at - first : end - first]
+                    )
                 at = end
 
     def read(self, array: StoredArray, index: Index, target: torch.Tensor) -> None:
-        """``target[...] = array[index]``. Raises ReadError, ChecksumError, DeadlineExceededError; `target` is undefined then."""
+        """``target[...] = array[index]``. Raises ReadError, ChecksumError, DeadlineExceededError;
+        `target` is undefined then."""
         (first, last), *inner = self._ranges(array, index, target)
         if not target.numel():
             return
         size = array.block_rows
         at_once = max(1, _PIECE_BYTES // array.block_bytes)
         end_block = -(-last // size)
-        pieces = [range(b, min(b + at_once, end_block)) for b in range(first // size, end_block, at_once)]
+        pieces = [
+            range(b, min(b + at_once, end_block)) for b in range(first // size, end_block, at_once)
+        ]
         with self._staging.transfer():
             coming = self._begin_read(array, pieces[0])
             for number, blocks in enumerate(pieces):
@@ -217,7 +262,10 @@ class TensorFile:
                 self._staging.wait(turn)
                 self._fill(array, blocks, memory)
                 begin, end = max(first, blocks.start * size), min(last, blocks.stop * size)
-                place = (slice(begin - blocks.start * size, end - blocks.start * size), *(slice(*part) for part in inner))
+                place = (
+                    slice(begin - blocks.start * size, end - blocks.start * size),
+                    *(slice(*part) for part in inner),
+                )
                 target[begin - first : end - first].copy_(array.rows_of(memory)[place])
 
     def flush(self, array: StoredArray) -> None:
@@ -226,12 +274,16 @@ class TensorFile:
             self._begin_write(array, array.block, array.memory).wait()
             array.block, array.memory = -1, None
 
-    def _ranges(self, array: StoredArray, index: Index, other: torch.Tensor) -> list[tuple[int, int]]:
+    def _ranges(
+        self, array: StoredArray, index: Index, other: torch.Tensor
+    ) -> list[tuple[int, int]]:
         self._check_open()
         ranges = array.ranges(index)
         shape = tuple(end - begin for begin, end in ranges)
         if tuple(other.shape) != shape:
-            raise errors.InvalidInputError("a copy to or from disk", got=tuple(other.shape), expected=shape)
+            raise errors.InvalidInputError(
+                "a copy to or from disk", got=tuple(other.shape), expected=shape
+            )
         return ranges
 
     def _edit(self, array: StoredArray, block: int) -> torch.Tensor:
@@ -247,7 +299,8 @@ class TensorFile:
     def _begin_write(self, array: StoredArray, block: int, memory: torch.Tensor) -> Any:
         end = block + memory.numel() // array.block_bytes
         plan = Plan.of(self._file, [array.place + block * array.block_bytes], [memory.numel()], [0])
-        # The new checksums count from here on: what a failed write leaves behind is never taken for rows.
+        # The new checksums count from here on: what a failed write leaves behind is never taken for
+        # rows.
         array.sums[block:end] = block_sums(memory, array.block_bytes).numpy().astype(np.uint32)
         array.is_written[block:end] = True
         self.bytes_written += memory.numel()
@@ -258,20 +311,27 @@ class TensorFile:
         wanted = np.flatnonzero(array.is_written[blocks.start : blocks.stop]) + blocks.start
         wanted = wanted[wanted != array.block]
         if len(wanted):
-            future = self._submit_read(array, wanted, memory, (wanted - blocks.start) * array.block_bytes)
+            future = self._submit_read(
+                array, wanted, memory, (wanted - blocks.start) * array.block_bytes
+            )
             self._staging.futures[self._staging.turn] = future
         return memory
 
-    def _submit_read(self, array: StoredArray, blocks: np.ndarray, memory: torch.Tensor, positions: np.ndarray) -> Any:
+    def _submit_read(
+        self, array: StoredArray, blocks: np.ndarray, memory: torch.Tensor, positions: np.ndarray
+    ) -> Any:
         each = array.block_bytes
         offsets = torch.from_numpy(array.place + blocks.astype(np.int64) * each)
         sums = torch.from_numpy(array.sums[blocks].astype(np.int64))
-        plan = Plan.of(self._file, offsets, torch.full_like(offsets, each), torch.from_numpy(positions), sums)
+        plan = Plan.of(
+            self._file, offsets, torch.full_like(offsets, each), torch.from_numpy(positions), sums
+        )
         self.bytes_asked += each * len(blocks)
         return self._engine.read(plan, memory, deadline_s=self._deadline_s)
 
     def _fill(self, array: StoredArray, blocks: range, memory: torch.Tensor) -> None:
-        """Blocks that are not on disk: the one in memory, and zeros for those that were never written."""
+        """Blocks that are not on disk: the one in memory, and zeros for those that were never
+        written."""
         parts = memory.view(len(blocks), array.block_bytes)
         for block in np.flatnonzero(~array.is_written[blocks.start : blocks.stop]):
             parts[int(block)].zero_()
@@ -286,7 +346,11 @@ class TensorFile:
         with self._lock:
             is_first, self.is_closed = not self.is_closed, True
         if is_first:
-            end: Callable[[], None] = self._engine.close if self._owns_engine else lambda: self._engine.close_file(self._file)
+            end: Callable[[], None] = (
+                self._engine.close
+                if self._owns_engine
+                else lambda: self._engine.close_file(self._file)
+            )
             end()
 
 

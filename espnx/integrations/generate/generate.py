@@ -1,4 +1,5 @@
-"""Generation for a file of prompts through caches on SSD: batches of like length, results as they finish, resumable."""
+"""Generation for a file of prompts through caches on SSD: batches of like length, results as they
+finish, resumable."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Report:
-    """What a run did. Attributes: prompts written now, and those found from an earlier run; `stats` of each batch's cache; `results`, in
-    the order of the prompts, where they went to no file."""
+    """What a run did. Attributes: prompts written now, and those found from an earlier run; `stats`
+    of each batch's cache; `results`, in the order of the prompts, where they went to no file."""
 
     prompts: int = 0
     skipped: int = 0
@@ -36,7 +37,8 @@ class Report:
 
 
 def batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Numbers of prompts that go together, the longest first: at most `size`, and of like length."""
+    """Numbers of prompts that go together, the longest first: at most `size`, and of like
+    length."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     batch: list[int] = []
     for i in order:
@@ -51,16 +53,20 @@ def batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
 
 
 def _check_lengths(model: Any, prompts: Sequence[Prompt], lengths: Sequence[int], new: int) -> None:
-    """`new`: tokens to generate; the last of them is not fed to the model. Raises InvalidInputError naming the prompt."""
+    """`new`: tokens to generate; the last of them is not fed to the model. Raises InvalidInputError
+    naming the prompt."""
     limit = learned_positions(model)
     for prompt, length in zip(prompts, lengths, strict=True):
         if not length:
-            raise errors.InvalidInputError(f"prompt {prompt.id!r}", got="no tokens", expected="at least one")
+            raise errors.InvalidInputError(
+                f"prompt {prompt.id!r}", got="no tokens", expected="at least one"
+            )
         check_positions(f"prompt {prompt.id!r}", length, new, limit=limit)
 
 
 def until_end(tokens: list[int], ends: int | Sequence[int] | None) -> list[int]:
-    """New tokens up to the first end token, with it; what follows is padding, as long as the rest of the batch went on."""
+    """New tokens up to the first end token, with it; what follows is padding, as long as the rest
+    of the batch went on."""
     known = {ends} if isinstance(ends, int) else set(ends or ())
     stop = next((i for i, token in enumerate(tokens) if token in known), len(tokens))
     return tokens[: stop + 1]
@@ -79,19 +85,21 @@ def generate_file(
     generate_options: dict[str, Any],
     progress: Progress = lambda done, total: None,
 ) -> Report:
-    """Generates for every prompt that `out` has no result for, and appends a JSON line for each as its batch finishes. In the end the
-    lines are in the order of the prompts.
+    """Generates for every prompt that `out` has no result for, and appends a JSON line for each as
+    its batch finishes. In the end the lines are in the order of the prompts.
 
     Args:
         model, tokenizer: of transformers.
         out: a file of JSON lines; None: results are returned.
-        settings: what results depend on; kept in every line, so that a resumed run does not mix two kinds.
+        settings: what results depend on; kept in every line, so that a resumed run does not mix two
+            kinds.
         cache_options: of `KVCache`; generate_options: of the model's `generate`.
 
     Raises:
-        InvalidInputError: `out` holds other results; a prompt has no tokens, or more than the model has positions. Nothing was generated.
-        WriteError, DiskFullError: results cannot be written.
-        What a `KVCache` raises; the results of whole batches are written then, and the next run goes on after them.
+        InvalidInputError: `out` holds other results; a prompt has no tokens, or more than the model
+            has positions. Nothing was generated.
+        WriteError, DiskFullError: results cannot be written. What a `KVCache` raises; the results
+        of whole batches are written then, and the next run goes on after them.
     """
     enable_kv_cache(model)
     done = set() if out is None else read_done(out, settings, prompts)
@@ -125,7 +133,9 @@ def generate_file(
         for row, i in enumerate(batch):
             new = until_end(found[row, longest:].tolist(), ends)
             text = tokenizer.decode(new, skip_special_tokens=True)
-            lines.append({"id": left[i].id, "text": text, "tokens": new, "prompt_tokens": len(ids[i])})
+            lines.append(
+                {"id": left[i].id, "text": text, "tokens": new, "prompt_tokens": len(ids[i])}
+            )
             lines[-1] |= {"prompt_digest": left[i].digest, "settings": settings}
         if out is None:
             report.results += lines
@@ -137,7 +147,9 @@ def generate_file(
     return report
 
 
-def _into_order(report: Report, out: str | os.PathLike[str] | None, prompts: Sequence[Prompt]) -> None:
+def _into_order(
+    report: Report, out: str | os.PathLike[str] | None, prompts: Sequence[Prompt]
+) -> None:
     """Of the prompts; batches came by length."""
     order = {prompt.id: number for number, prompt in enumerate(prompts)}
     report.results.sort(key=lambda line: order[line["id"]])

@@ -1,7 +1,9 @@
-"""What a model will need before anything runs: bytes of weights, K and V by tier, and which resource a decoding step will wait for.
+"""What a model will need before anything runs: bytes of weights, K and V by tier, and which
+resource a decoding step will wait for.
 
-Sizes are computed from the configuration (and, where there are weights, from their headers). Times are modelled from bandwidths that are
-measured on the spot, as lower bounds: every byte once, every operation once, at the measured rates, all resources at work at a time.
+Sizes are computed from the configuration (and, where there are weights, from their headers). Times
+are modelled from bandwidths that are measured on the spot, as lower bounds: every byte once, every
+operation once, at the measured rates, all resources at work at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class KVShape:
-    """Of one layer: heads of K and V, the lengths of their rows, and the model's hidden size and heads of queries."""
+    """Of one layer: heads of K and V, the lengths of their rows, and the model's hidden size and
+    heads of queries."""
 
     n_kv: int
     d: int
@@ -43,9 +46,12 @@ class KVShape:
         heads = config.num_attention_heads
         d = getattr(config, "head_dim", None) or config.hidden_size // heads
         dv = d
-        if getattr(config, "kv_lora_rank", None):  # multi-head latent attention: transformers caches the expanded rows
+        # multi-head latent attention: transformers caches the expanded rows
+        if getattr(config, "kv_lora_rank", None):
             d, dv = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-        return cls(getattr(config, "num_key_value_heads", None) or heads, d, dv, config.hidden_size, heads)
+        return cls(
+            getattr(config, "num_key_value_heads", None) or heads, d, dv, config.hidden_size, heads
+        )
 
     @property
     def ratio(self) -> float:
@@ -61,9 +67,10 @@ class ModelPlan:
         weights: resident, streamed in each pass, buffers.
         kv: by tier.
         step: bytes and operations of the last decoding step.
-        resume: of a prompt that is kept: its K and V, and the operations that compute it anew; with a storage directory also
-            `recompute_s` and `read_s`, modelled lower bounds, and `break_even_bytes_per_s`: K and V over `recompute_s`, the bandwidth
-            from which on reading is sooner. Empty where no cache can be kept: some layers are not full attention.
+        resume: of a prompt that is kept: its K and V, and the operations that compute it anew; with
+            a storage directory also `recompute_s` and `read_s`, modelled lower bounds, and
+            `break_even_bytes_per_s`: K and V over `recompute_s`, the bandwidth from which on
+            reading is sooner. Empty where no cache can be kept: some layers are not full attention.
         speeds: measured; empty without a storage directory.
         seconds: modelled lower bounds of the last step, by resource.
     """
@@ -102,7 +109,8 @@ def plan_model(
         dtype: of weights, K and V; None: as stored, else as the config says.
 
     Raises:
-        InvalidInputError: no such model, numbers out of range, more tokens than the model has positions, or a budget that is too small.
+        InvalidInputError: no such model, numbers out of range, more tokens than the model has
+            positions, or a budget that is too small.
         FormatError: the folder's weights are damaged.
         WriteError: `storage` cannot be written.
     """
@@ -113,13 +121,20 @@ def plan_model(
     config = read_config(where)
     has_weights = where.is_dir() and any(where.glob("*.safetensors*"))
     tensors = find_tensors(where) if has_weights else {}
-    own = dtype or (main_dtype(tensors) if has_weights else getattr(config, "dtype", None) or torch.float32)
+    own = dtype or (
+        main_dtype(tensors) if has_weights else getattr(config, "dtype", None) or torch.float32
+    )
     model = empty_model(config, own)
     check_positions(f"context of model {where}", context, new, limit=learned_positions(model))
     weights = match(model, tensors if has_weights else _as_saved(model), dtype)
     shared = share(weights.other_bytes, weights.layers, memory_bytes)
     text = config.get_text_config(decoder=True)
-    plan = ModelPlan(_about(model, own, has_weights), _weights(weights, shared), _kv(text, own, batch, context + new), {})
+    plan = ModelPlan(
+        _about(model, own, has_weights),
+        _weights(weights, shared),
+        _kv(text, own, batch, context + new),
+        {},
+    )
     plan.step = _step(model, plan, KVShape.of(text), batch, context + new)
     if plan.kv["layers_on_ssd"] == plan.model["layers"]:
         plan.resume = _resume(model, plan, KVShape.of(text), batch, context)
@@ -141,9 +156,12 @@ def _as_saved(model: PreTrainedModel) -> dict[str, StoredTensor]:
 def _about(model: PreTrainedModel, dtype: torch.dtype, has_weights: bool) -> dict[str, Any]:
     text = model.config.get_text_config(decoder=True)
     return {
-        "class": type(model).__name__, "layers": text.num_hidden_layers, "parameters": sum(p.numel() for p in model.parameters()),
-        "dtype": str(dtype).removeprefix("torch."), "sizes_from": "headers" if has_weights else "config",
-    }  # fmt: skip
+        "class": type(model).__name__,
+        "layers": text.num_hidden_layers,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": str(dtype).removeprefix("torch."),
+        "sizes_from": "headers" if has_weights else "config",
+    }
 
 
 def _weights(weights: ModelWeights, shared: Share) -> dict[str, Any]:
@@ -153,12 +171,17 @@ def _weights(weights: ModelWeights, shared: Share) -> dict[str, Any]:
     outside = sum(weight.size_bytes for weight in weights.others.values())
     streamed = [weights.layers[number] for number in shared.streamed]
     return {
-        "total_bytes": outside + total(weights.layers), "outside_layers_bytes": outside, "layers_resident": len(shared.resident),
-        "layers_streamed": len(shared.streamed), "resident_bytes": outside + total([weights.layers[n] for n in shared.resident]),
-        "streamed_bytes": total(streamed), "read_bytes_per_pass": sum(layer.stored_bytes for layer in streamed),
-        "buffer_bytes": shared.slots * shared.slot_bytes + shared.converted_bytes, "memory_bytes": shared.total_bytes,
+        "total_bytes": outside + total(weights.layers),
+        "outside_layers_bytes": outside,
+        "layers_resident": len(shared.resident),
+        "layers_streamed": len(shared.streamed),
+        "resident_bytes": outside + total([weights.layers[n] for n in shared.resident]),
+        "streamed_bytes": total(streamed),
+        "read_bytes_per_pass": sum(layer.stored_bytes for layer in streamed),
+        "buffer_bytes": shared.slots * shared.slot_bytes + shared.converted_bytes,
+        "memory_bytes": shared.total_bytes,
         "least_memory_bytes": shared.least_bytes,
-    }  # fmt: skip
+    }
 
 
 def _kv(config: PreTrainedConfig, dtype: torch.dtype, batch: int, tokens: int) -> dict[str, Any]:
@@ -167,7 +190,8 @@ def _kv(config: PreTrainedConfig, dtype: torch.dtype, batch: int, tokens: int) -
     kinds, arguments = get_layer_types_and_kwargs(config)
     full = sum(kind == "full_attention" for kind in kinds)
     windows = [more["sliding_window"] for more in arguments if "sliding_window" in more]
-    hybrid = sum(kind == "hybrid" for kind in kinds)  # full attention beside a state: the framework keeps all of its rows in memory
+    # full attention beside a state: the framework keeps all of its rows in memory
+    hybrid = sum(kind == "hybrid" for kind in kinds)
     row_bytes = shape.n_kv * (shape.d + shape.dv) * dtype.itemsize
     in_memory = batch * row_bytes * (sum(min(w - 1, tokens) for w in windows) + hybrid * tokens)
     layout, x_layout = (
@@ -179,20 +203,31 @@ def _kv(config: PreTrainedConfig, dtype: torch.dtype, batch: int, tokens: int) -
     ssd = streams * whole * layout.block_bytes
     ahead = min(ssd, READ_AHEAD_BYTES)
     return {
-        "layers_on_ssd": full, "layers_with_window": len(windows), "layers_with_rows_and_state": hybrid,
+        "layers_on_ssd": full,
+        "layers_with_window": len(windows),
+        "layers_with_rows_and_state": hybrid,
         "layers_of_other_kinds": len(kinds) - full - len(windows) - hybrid,
-        "bytes_per_token": row_bytes * full, "total_bytes": batch * row_bytes * full * tokens + in_memory,
-        "ssd_bytes": ssd, "memory_tail_bytes": streams * _TAIL_BLOCKS * layout.block_rows * (shape.d + shape.dv) * dtype.itemsize,
-        "memory_checksum_bytes": 4 * streams * whole, "memory_buffer_bytes": ahead,
+        "bytes_per_token": row_bytes * full,
+        "total_bytes": batch * row_bytes * full * tokens + in_memory,
+        "ssd_bytes": ssd,
+        "memory_tail_bytes": streams
+        * _TAIL_BLOCKS
+        * layout.block_rows
+        * (shape.d + shape.dv)
+        * dtype.itemsize,
+        "memory_checksum_bytes": 4 * streams * whole,
+        "memory_buffer_bytes": ahead,
         "memory_layers_bytes": in_memory,
         "x_bytes_per_token": shape.hidden * dtype.itemsize * full,
-        "x_ssd_bytes": batch * full * (tokens // x_layout.block_rows) * x_layout.block_bytes, "x_to_kv_ratio": shape.ratio,
-    }  # fmt: skip
+        "x_ssd_bytes": batch * full * (tokens // x_layout.block_rows) * x_layout.block_bytes,
+        "x_to_kv_ratio": shape.ratio,
+    }
 
 
 @dataclass(frozen=True)
 class _Used:
-    """Parameters: of the head, that are multiplied with each token's row (the head among them), and that a step of a batch touches."""
+    """Parameters: of the head, that are multiplied with each token's row (the head among them), and
+    that a step of a batch touches."""
 
     head: int
     by_token: int
@@ -217,41 +252,77 @@ class _Used:
         )
 
 
-def _step(model: PreTrainedModel, plan: ModelPlan, shape: KVShape, batch: int, tokens: int) -> dict[str, Any]:
+def _step(
+    model: PreTrainedModel, plan: ModelPlan, shape: KVShape, batch: int, tokens: int
+) -> dict[str, Any]:
     """What crosses each resource once in the last step."""
     used = _Used.of(model, batch)
     size = plan.weights["total_bytes"] / plan.model["parameters"]
     attention = 2 * batch * plan.kv["layers_on_ssd"] * shape.n_q * (shape.d + shape.dv) * tokens
     return {
-        "read_bytes": plan.weights["read_bytes_per_pass"] + plan.kv["ssd_bytes"], "read_weight_bytes": plan.weights["read_bytes_per_pass"],
-        "read_kv_bytes": plan.kv["ssd_bytes"], "memory_bytes": round(used.by_batch * size) + plan.kv["total_bytes"],
+        "read_bytes": plan.weights["read_bytes_per_pass"] + plan.kv["ssd_bytes"],
+        "read_weight_bytes": plan.weights["read_bytes_per_pass"],
+        "read_kv_bytes": plan.kv["ssd_bytes"],
+        "memory_bytes": round(used.by_batch * size) + plan.kv["total_bytes"],
         "operations": 2 * used.by_token * batch + attention,
-    }  # fmt: skip
+    }
 
 
-def _resume(model: PreTrainedModel, plan: ModelPlan, shape: KVShape, batch: int, tokens: int) -> dict[str, Any]:
-    """Of prompts of so many tokens each. Only the last token needs the head; a token attends to those before it and to itself."""
+def _resume(
+    model: PreTrainedModel, plan: ModelPlan, shape: KVShape, batch: int, tokens: int
+) -> dict[str, Any]:
+    """Of prompts of so many tokens each. Only the last token needs the head; a token attends to
+    those before it and to itself."""
     used = _Used.of(model, batch)
     dense = 2 * batch * ((used.by_token - used.head) * tokens + used.head)
-    attention = 2 * batch * plan.kv["layers_on_ssd"] * shape.n_q * (shape.d + shape.dv) * tokens * (tokens + 1) // 2
-    return {"tokens": tokens, "kv_bytes": batch * plan.kv["bytes_per_token"] * tokens, "operations": dense + attention}
+    attention = (
+        2
+        * batch
+        * plan.kv["layers_on_ssd"]
+        * shape.n_q
+        * (shape.d + shape.dv)
+        * tokens
+        * (tokens + 1)
+        // 2
+    )
+    return {
+        "tokens": tokens,
+        "kv_bytes": batch * plan.kv["bytes_per_token"] * tokens,
+        "operations": dense + attention,
+    }
 
 
-def _measure(plan: ModelPlan, storage: str | os.PathLike[str], files: list[str], dtype: torch.dtype, batch: int) -> None:
+def _measure(
+    plan: ModelPlan,
+    storage: str | os.PathLike[str],
+    files: list[str],
+    dtype: torch.dtype,
+    batch: int,
+) -> None:
     """Fills in speeds and seconds."""
     speed = read_speed(storage)
-    plan.speeds = {"storage_bytes_per_s": speed.bytes_per_s, "storage_path": speed.effective_path, "probe_bytes": speed.bytes_asked}
+    plan.speeds = {
+        "storage_bytes_per_s": speed.bytes_per_s,
+        "storage_path": speed.effective_path,
+        "probe_bytes": speed.bytes_asked,
+    }
     weights_bytes, kv_bytes = plan.step["read_weight_bytes"], plan.step["read_kv_bytes"]
     if weights_bytes and files and os.stat(files[0]).st_dev != os.stat(storage).st_dev:
         other = read_speed_of(files)
-        plan.speeds |= {"weights_bytes_per_s": other.bytes_per_s, "weights_path": other.effective_path}
+        plan.speeds |= {
+            "weights_bytes_per_s": other.bytes_per_s,
+            "weights_path": other.effective_path,
+        }
         plan.seconds["disk of weights"] = weights_bytes / other.bytes_per_s
         plan.seconds["disk of K and V"] = kv_bytes / speed.bytes_per_s
     else:
         plan.seconds["disk"] = (weights_bytes + kv_bytes) / speed.bytes_per_s
     memory, gemm = memory_speed(), gemm_speed(dtype, batch)
     plan.speeds |= {"memory_bytes_per_s": memory, "gemm_operations_per_s": gemm}
-    plan.seconds |= {"memory": plan.step["memory_bytes"] / memory, "compute": plan.step["operations"] / gemm}
+    plan.seconds |= {
+        "memory": plan.step["memory_bytes"] / memory,
+        "compute": plan.step["operations"] / gemm,
+    }
     if resume := plan.resume:
         plan.speeds["prefill_operations_per_s"] = rate = gemm_speed(dtype, batch * resume["tokens"])
         resume["recompute_s"] = resume["operations"] / rate

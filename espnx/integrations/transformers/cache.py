@@ -1,8 +1,10 @@
-"""`KVCache`: a transformers `Cache` whose full-attention layers keep K and V on SSD. A model takes it after `enable_kv_cache`.
+"""`KVCache`: a transformers `Cache` whose full-attention layers keep K and V on SSD. A model takes
+it after `enable_kv_cache`.
 
-Those layers hand only the new K and V to attention, tagged with the layer that keeps the rest; the attention function that is registered
-with transformers asks that layer for the answer (`attention`). The past is never one tensor in Python. Sliding-window, linear and other
-layers that hold little stay the framework's own, in memory.
+Those layers hand only the new K and V to attention, tagged with the layer that keeps the rest; the
+attention function that is registered with transformers asks that layer for the answer
+(`attention`). The past is never one tensor in Python. Sliding-window, linear and other layers that
+hold little stay the framework's own, in memory.
 """
 
 from __future__ import annotations
@@ -46,24 +48,34 @@ class KVCache(Cache):
 
     Args:
         config: of the model, or the model's text config.
-        storage: a directory on the SSD; several: one for each SSD; None: those of the devices that are given.
-        x_rows: of how many sequences of the batch the projections' input is kept instead of K and V; None: as many as a short measurement
-            says is fastest (see `decision`).
-        name: keeps the cache in `storage` under this name: it is saved when it is closed, and continued when it is opened again, by this
-            process or another. None: nothing of it outlives the process.
-        library_bytes: a size (``50GiB``): when this cache is saved, others that are kept in `storage` and that no process has open are
-            removed, the least recently used first, until all together fit into that size. None: nothing is removed.
-        fingerprint: of the model, which a kept cache carries: ``whole``: every byte of its weights counts; ``sampled``: about 4,096 values
-            of each tensor, which is quicker for models of many GB and does not see every change.
-        format: of stored rows; None: as the model computes them; ``int8``: half the bytes of fp16, lossy; ``fp16``, ``bf16``: rounded.
-        spill_interval: how many new tokens wait in memory before they are written; None: as many as fill whole pages.
-        read_ahead_bytes: of rows read before they are asked for, on each device; a size (``48MiB``).
-        capacity_tokens: of each sequence: space for as many is reserved when the first rows come, so that a full disk shows then.
-        engine: ``auto``, ``uring``, ``posix``, ``gds``, ``gds-compat``, a file of settings (``nvme.toml``, see docs/engine.md), or how to
-            make an engine (tests inject faults so).
-        device: what keeps the rows and attends over them: a name (`espnx.device.names`), or a device for each directory
-            (`espnx.device.open`), which stays the caller's; None: ``ssd``, or ``gpu`` where rows are computed on in a GPU's memory.
-        compute: where rows are computed on: ``cpu``, ``cuda``; None: where the model's K and V turn out to be.
+        storage: a directory on the SSD; several: one for each SSD; None: those of the devices that
+            are given.
+        x_rows: of how many sequences of the batch the projections' input is kept instead of K and
+            V; None: as many as a short measurement says is fastest (see `decision`).
+        name: keeps the cache in `storage` under this name: it is saved when it is closed, and
+            continued when it is opened again, by this process or another. None: nothing of it
+            outlives the process.
+        library_bytes: a size (``50GiB``): when this cache is saved, others that are kept in
+            `storage` and that no process has open are removed, the least recently used first, until
+            all together fit into that size. None: nothing is removed.
+        fingerprint: of the model, which a kept cache carries: ``whole``: every byte of its weights
+            counts; ``sampled``: about 4,096 values of each tensor, which is quicker for models of
+            many GB and does not see every change.
+        format: of stored rows; None: as the model computes them; ``int8``: half the bytes of fp16,
+            lossy; ``fp16``, ``bf16``: rounded.
+        spill_interval: how many new tokens wait in memory before they are written; None: as many as
+            fill whole pages.
+        read_ahead_bytes: of rows read before they are asked for, on each device; a size
+            (``48MiB``).
+        capacity_tokens: of each sequence: space for as many is reserved when the first rows come,
+            so that a full disk shows then.
+        engine: ``auto``, ``uring``, ``posix``, ``gds``, ``gds-compat``, a file of settings
+            (``nvme.toml``, see docs/engine.md), or how to make an engine (tests inject faults so).
+        device: what keeps the rows and attends over them: a name (`espnx.device.names`), or a
+            device for each directory (`espnx.device.open`), which stays the caller's; None:
+            ``ssd``, or ``gpu`` where rows are computed on in a GPU's memory.
+        compute: where rows are computed on: ``cpu``, ``cuda``; None: where the model's K and V turn
+            out to be.
         threads: that compute on rows; None: as many as PyTorch uses.
         deadline_s: of each transfer.
 
@@ -73,12 +85,15 @@ class KVCache(Cache):
         is_closed: nothing can be added to it any more.
 
     Raises:
-        InvalidInputError: an option is out of range, or the model has layers that espnx does not know.
-        StoreBusyError, ForeignFileError, FormatError, ChecksumError: what is kept under the name cannot be continued.
+        InvalidInputError: an option is out of range, or the model has layers that espnx does not
+            know.
+        StoreBusyError, ForeignFileError, FormatError, ChecksumError: what is kept under the name
+            cannot be continued.
 
-    Raises (from the model's forward pass, as `generate` runs it):
-        StateError: the model was not enabled, or another thread is using the cache.
-        DiskFullError, WriteError, ReadError, ChecksumError, DeadlineExceededError: with `sequences`, the tokens so far; the cache is as it
+    Raises (from the model's forward pass, as `generate` runs it): StateError: the model was not
+        enabled, or another thread is using the cache. DiskFullError, WriteError, ReadError,
+        ChecksumError, DeadlineExceededError: with `sequences`, the tokens so far; the cache is as
+        it
             was before that forward pass, and can go on.
     """
 
@@ -103,14 +118,26 @@ class KVCache(Cache):
         deadline_s: float = 30.0,
     ):
         options = CacheOptions(
-            format=format, spill_interval=spill_interval, read_ahead_bytes=read_ahead_bytes, capacity_tokens=capacity_tokens, engine=engine,
-            device=device, compute=compute, threads=threads, deadline_s=deadline_s,
-        )  # fmt: skip
+            format=format,
+            spill_interval=spill_interval,
+            read_ahead_bytes=read_ahead_bytes,
+            capacity_tokens=capacity_tokens,
+            engine=engine,
+            device=device,
+            compute=compute,
+            threads=threads,
+            deadline_s=deadline_s,
+        )
         if fingerprint not in fingerprints.KINDS:
-            raise errors.InvalidInputError("fingerprint", got=repr(fingerprint), expected=" or ".join(fingerprints.KINDS))
+            raise errors.InvalidInputError(
+                "fingerprint", got=repr(fingerprint), expected=" or ".join(fingerprints.KINDS)
+            )
         if not isinstance(config, PreTrainedConfig):
             raise errors.InvalidInputError(
-                "KVCache", got=type(config).__name__, expected="a config of transformers", fix="KVCache(model.config, ...)"
+                "KVCache",
+                got=type(config).__name__,
+                expected="a config of transformers",
+                fix="KVCache(model.config, ...)",
             )
         if storage is None:
             storage = directories_on(device)
@@ -119,16 +146,29 @@ class KVCache(Cache):
             check_whole("x_rows", x_rows, 0)
         limit_bytes = None if library_bytes is None else parse_size(library_bytes)
         if library_bytes is not None and name is None:
-            raise errors.InvalidInputError("library_bytes of a cache without a name", got=library_bytes, fix="KVCache(..., name=...)")
+            raise errors.InvalidInputError(
+                "library_bytes of a cache without a name",
+                got=library_bytes,
+                fix="KVCache(..., name=...)",
+            )
         stored = [layer.number for layer in layers if isinstance(layer, StoredLayer)]
         if name is not None and len(stored) < len(layers):
             raise errors.InvalidInputError(
-                "a kept cache", got="layers that are not full attention", expected="full attention in every layer", fix="name=None"
+                "a kept cache",
+                got="layers that are not full attention",
+                expected="full attention in every layer",
+                fix="name=None",
             )
-        log.debug("%d layers go to %s, %d stay in memory (windows or states)", len(stored), storage, len(layers) - len(stored))
+        log.debug(
+            "%d layers go to %s, %d stay in memory (windows or states)",
+            len(stored),
+            storage,
+            len(layers) - len(stored),
+        )
         if not stored:
             warnings.warn(
-                "no layer of this model is full attention alone: nothing of this cache goes to SSD, all of it stays in memory",
+                "no layer of this model is full attention alone: nothing of this cache goes to "
+                "SSD, all of it stays in memory",
                 stacklevel=2 + CALL_FRAMES,
             )
         super().__init__(layers=layers)
@@ -137,10 +177,16 @@ class KVCache(Cache):
         with ExitStack() as undo:  # an error leaves nothing open
             if self._kept is not None:
                 undo.callback(self._kept.abandon)
-            directories, names = (storage, None) if self._kept is None else (self._kept.directories, self._kept.names)
+            directories, names = (
+                (storage, None)
+                if self._kept is None
+                else (self._kept.directories, self._kept.names)
+            )
             self.store = SsdCache(directories, len(layers), options, names=names)
             undo.callback(self.store.close)
-            self.passes = PassState(layers, self.store, XRows(self.store, stored, x_rows, threads), self._kept)
+            self.passes = PassState(
+                layers, self.store, XRows(self.store, stored, x_rows, threads), self._kept
+            )
             self._continue()
             undo.pop_all()
 
@@ -157,12 +203,14 @@ class KVCache(Cache):
 
     @property
     def tokens(self) -> torch.Tensor | None:
-        """int64 [sequences, n]: what the model was fed since the cache was empty, or None where it was fed no ids."""
+        """int64 [sequences, n]: what the model was fed since the cache was empty, or None where it
+        was fed no ids."""
         return self.passes.text.tokens
 
     @property
     def decision(self) -> Decision | None:
-        """How many sequences keep X, and why; None: it was not asked for, or nothing has come yet."""
+        """How many sequences keep X, and why; None: it was not asked for, or nothing has come
+        yet."""
         return self.passes.x.decision
 
     @property
@@ -174,7 +222,12 @@ class KVCache(Cache):
 
     @outside_graphs
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -188,11 +241,17 @@ class KVCache(Cache):
 
     @property
     def max_cache_len(self) -> int:
-        """What PEFT asks of a cache before it puts one of its own in its place. Raises InvalidInputError."""
+        """What PEFT asks of a cache before it puts one of its own in its place. Raises
+        InvalidInputError."""
         raise errors.InvalidInputError(
-            "a KVCache and prefix tuning", got="a cache that PEFT makes of the prefix, in place of this one", expected="no other cache",
-            fix="past_key_values=None, or an adapter that leaves the cache alone (LoRA, prompt tuning)",
-        )  # fmt: skip
+            "a KVCache and prefix tuning",
+            got="a cache that PEFT makes of the prefix, in place of this one",
+            expected="no other cache",
+            fix=(
+                "past_key_values=None, or an adapter that leaves the cache alone (LoRA, prompt "
+                "tuning)"
+            ),
+        )
 
     # --- what generate does to a batch; the framework would do it layer by layer ---
 
@@ -212,10 +271,15 @@ class KVCache(Cache):
             tokens_to_remove: a negative number, minus the number of tokens.
 
         Raises:
-            InvalidInputError: a layer in memory cannot go back (a window that has passed its first tokens, a state); nothing was changed.
+            InvalidInputError: a layer in memory cannot go back (a window that has passed its first
+                tokens, a state); nothing was changed.
         """
         if tokens_to_remove > 0:
-            raise errors.InvalidInputError("crop", got=tokens_to_remove, expected="a negative number: minus the number of tokens that go")
+            raise errors.InvalidInputError(
+                "crop",
+                got=tokens_to_remove,
+                expected="a negative number: minus the number of tokens that go",
+            )
         self.passes.abort()
         held = self.get_seq_length()
         if -tokens_to_remove >= held:
@@ -229,9 +293,11 @@ class KVCache(Cache):
             return
         if why := why_not_cropped(self.passes.in_memory, -tokens_to_remove):
             raise errors.InvalidInputError(
-                f"crop by {-tokens_to_remove} of {held} tokens", got=why, expected="layers that can forget tokens",
+                f"crop by {-tokens_to_remove} of {held} tokens",
+                got=why,
+                expected="layers that can forget tokens",
                 fix="reset(), and compute the prompt again",
-            )  # fmt: skip
+            )
         self.passes.crop(held, -tokens_to_remove)
 
     def reset(self) -> None:
@@ -242,32 +308,46 @@ class KVCache(Cache):
         if self.is_closed:
             return "<KVCache: closed>"
         name = "" if self._name is None else f" {self._name!r}"
-        return f"<KVCache{name}: {self.store.sequences} sequences of {self.get_seq_length():,} tokens in {', '.join(self._storage)}>"
+        return (
+            f"<KVCache{name}: {self.store.sequences} sequences of {self.get_seq_length():,} tokens "
+            f"in {', '.join(self._storage)}>"
+        )
 
     def summary(self) -> str:
-        """What is stored and where, and where the time and the bytes went since the start: a table of several lines."""
+        """What is stored and where, and where the time and the bytes went since the start: a table
+        of several lines."""
         return summary(self.stats(), self._storage)
 
     def stats(self) -> dict[str, Any]:
-        """Counters: tokens, bytes written and read, seconds of waiting and computing, the paths that the bytes took; how many layers are
-        stored, how many the framework keeps in memory (windows, states) and how many bytes these take; how many devices could not attend
-        to, and why; how many sequences keep X, what was predicted when that was decided, and the measured mean time of a decoding step."""
+        """Counters: tokens, bytes written and read, seconds of waiting and computing, the paths
+        that the bytes took; how many layers are stored, how many the framework keeps in memory
+        (windows, states) and how many bytes these take; how many devices could not attend to, and
+        why; how many sequences keep X, what was predicted when that was decided, and the measured
+        mean time of a decoding step."""
         files = self.store.striped.path_report()
         return {
-            "tokens": self.get_seq_length(), "sequences": self.store.sequences, **asdict(self.store.striped.stats()),
-            **self.store.attention.stats(), "memory_bytes": self.store.memory_bytes,
+            "tokens": self.get_seq_length(),
+            "sequences": self.store.sequences,
+            **asdict(self.store.striped.stats()),
+            **self.store.attention.stats(),
+            "memory_bytes": self.store.memory_bytes,
             "effective_path": paths_of(file.effective_path for file in files),
             "fallback_reason": reasons_of(file.fallback_reason for file in files),
-            "layers_on_ssd": len(self.passes.stored), "layers_in_memory": len(self.passes.in_memory),
-            "layers_in_memory_bytes": bytes_of(self.passes.in_memory), "x_rows": min(self.store.x_rows, self.store.sequences),
+            "layers_on_ssd": len(self.passes.stored),
+            "layers_in_memory": len(self.passes.in_memory),
+            "layers_in_memory_bytes": bytes_of(self.passes.in_memory),
+            "x_rows": min(self.store.x_rows, self.store.sequences),
             "decision": None if self.decision is None else self.decision.as_dict(),
             **self.passes.times.totals(),
-        }  # fmt: skip
+        }
 
-    def reuse_prefix(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
-        """Keeps as much of the cache as a new prompt begins with, forgets the rest, and returns the number of tokens kept: call it before
-        `generate`, which then reads only what is new. At least the prompt's last token is left to be read. Where layers with windows or
-        states cannot go back to what is common, nothing is kept.
+    def reuse_prefix(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> int:
+        """Keeps as much of the cache as a new prompt begins with, forgets the rest, and returns the
+        number of tokens kept: call it before `generate`, which then reads only what is new. At
+        least the prompt's last token is left to be read. Where layers with windows or states cannot
+        go back to what is common, nothing is kept.
 
         Args:
             input_ids: int64 [sequences, n].
@@ -275,7 +355,11 @@ class KVCache(Cache):
         """
         self.passes.abort()
         held, input_ids = self.get_seq_length(), input_ids.cpu()
-        keep = self.passes.text.common(input_ids, attention_mask, held) if len(input_ids) == self.passes.sequences else 0
+        keep = (
+            self.passes.text.common(input_ids, attention_mask, held)
+            if len(input_ids) == self.passes.sequences
+            else 0
+        )
         if held and not keep:
             self.reset()  # the next batch may have another size
         elif keep < held:
@@ -297,14 +381,17 @@ class KVCache(Cache):
         self.passes.abort()
         held = self.get_seq_length()
         tensors = self.passes.text.tensors(held)
-        if self.store.x_rows:  # without X rows nothing is computed again, and rotations do not grow with the text
+        # without X rows nothing is computed again, and rotations do not grow with the text
+        if self.store.x_rows:
             tensors |= self.passes.x.rotations.tensors()
         self._kept.save(self.store, tensors)
 
     def close(self) -> None:
-        """Ends all I/O. A kept cache is saved first; of any other the space returns and nothing is left.
+        """Ends all I/O. A kept cache is saved first; of any other the space returns and nothing is
+        left.
 
-        Raises WriteError, DiskFullError: a kept cache could not be saved. It stays open then, so that `close` may be called again.
+        Raises WriteError, DiskFullError: a kept cache could not be saved. It stays open then, so
+        that `close` may be called again.
         """
         if self._kept is not None and not self.is_closed:
             self.save()
@@ -314,13 +401,23 @@ class KVCache(Cache):
             self._kept.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        raise errors.InvalidInputError("a copy of a cache on SSD", fix="keep it (name=...), and reuse_prefix() in it")
+        raise errors.InvalidInputError(
+            "a copy of a cache on SSD", fix="keep it (name=...), and reuse_prefix() in it"
+        )
 
     def __reduce__(self) -> Any:
-        raise errors.InvalidInputError("a pickled cache on SSD", fix="keep it (name=...), and open it by that name in the other process")
+        raise errors.InvalidInputError(
+            "a pickled cache on SSD",
+            fix="keep it (name=...), and open it by that name in the other process",
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()

@@ -1,4 +1,5 @@
-"""The kept side of a `KVCache`: its name and lock, the model that it belongs to, what is saved beside the rows."""
+"""The kept side of a `KVCache`: its name and lock, the model that it belongs to, what is saved
+beside the rows."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class KeptState:
     Args:
         storage, name: as of `KVCache`.
         kind: of fingerprint.
-        library_bytes: after each save, other kept caches of these directories are removed until all fit into that. None: none is.
+        library_bytes: after each save, other kept caches of these directories are removed until all
+            fit into that. None: none is.
 
     Raises:
         InvalidInputError, StoreBusyError, ForeignFileError: see `espnx.kv.kept.folders.KeptName`.
@@ -36,7 +38,8 @@ class KeptState:
         self._kind, self._library_bytes = kind, library_bytes
         self._name = KeptName(storage, name)
         self._fingerprint: dict[str, Any] | None = None
-        self._core: Callable[[], torch.nn.Module | None] = lambda: None  # of the model that was checked last
+        # of the model that was checked last
+        self._core: Callable[[], torch.nn.Module | None] = lambda: None
         self._watch: Watch | None = None
 
     @property
@@ -59,24 +62,33 @@ class KeptState:
             What `save` was given beside the store; None where nothing was saved.
 
         Raises:
-            InvalidInputError: it was kept with another format, or other X rows: what is lossy is continued only by who asks for that.
-            FormatError, ChecksumError, TruncatedFileError, ForeignFileError: what was saved is damaged, or of another number of layers.
+            InvalidInputError: it was kept with another format, or other X rows: what is lossy is
+                continued only by who asks for that.
+            FormatError, ChecksumError, TruncatedFileError, ForeignFileError: what was saved is
+                damaged, or of another number of layers.
         """
         if not self._name.exists:
             return None
         self._fingerprint, tensors = load(store, self.directories[0])
         if x_rows not in (None, store.x_rows):
-            raise errors.InvalidInputError("x_rows of a kept cache", got=x_rows, expected=f"{store.x_rows}, or None")
+            raise errors.InvalidInputError(
+                "x_rows of a kept cache", got=x_rows, expected=f"{store.x_rows}, or None"
+            )
         for rows in store.kv:
-            if rows is not None and rows.layout.format != (store.options.format or format_of(rows.dtype)):
+            if rows is not None and rows.layout.format != (
+                store.options.format or format_of(rows.dtype)
+            ):
                 raise errors.InvalidInputError(
-                    "format of a kept cache", got=store.options.format or "none: rows as they are", expected=repr(rows.layout.format),
+                    "format of a kept cache",
+                    got=store.options.format or "none: rows as they are",
+                    expected=repr(rows.layout.format),
                     fix="open it as it was made, or choose another name",
-                )  # fmt: skip
+                )
         return tensors
 
     def check(self, model: PreTrainedModel) -> None:
-        """The model whose K and V come next, in each forward pass. Raises ForeignFileError where what was kept is another one's."""
+        """The model whose K and V come next, in each forward pass. Raises ForeignFileError where
+        what was kept is another one's."""
         core = model.base_model  # either may be called
         if self._watch is not None and core is self._core() and self._watch.is_unchanged():
             return
@@ -86,7 +98,8 @@ class KeptState:
         self._fingerprint, self._core, self._watch = now, weakref.ref(core), Watch(core)
 
     def save(self, store: SsdCache, tensors: dict[str, torch.Tensor]) -> None:
-        """Publishes the state of a store, and `tensors` with it, unless no model has used it yet. Raises WriteError, DiskFullError."""
+        """Publishes the state of a store, and `tensors` with it, unless no model has used it yet.
+        Raises WriteError, DiskFullError."""
         if self._fingerprint is None:
             return
         save(store, self.directories[0], self._fingerprint, tensors)

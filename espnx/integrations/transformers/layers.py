@@ -1,6 +1,8 @@
-"""The layers of a model's cache: those whose rows are stored, and what those can do that the framework keeps in memory.
+"""The layers of a model's cache: those whose rows are stored, and what those can do that the
+framework keeps in memory.
 
-A stored layer knows the cache that it belongs to as a `LayerHost`: what the forward passes of the cache are to a layer.
+A stored layer knows the cache that it belongs to as a `LayerHost`: what the forward passes of the
+cache are to a layer.
 """
 
 from __future__ import annotations
@@ -44,18 +46,22 @@ class LayerHost(Protocol):
         """A layer is given K and V. Raises StateError where no pass has begun."""
 
     def visibility(self, mask: torch.Tensor | None, n_sequences: int, positions: int) -> Visibility:
-        """Which positions the new tokens may attend to, by the padding mask [sequences, positions] (None: all)."""
+        """Which positions the new tokens may attend to, by the padding mask [sequences, positions]
+        (None: all)."""
 
-    def made_of(self, layer_input: LayerInput | None, k: torch.Tensor, v: torch.Tensor, past: int) -> Source | None:
-        """What these K and V of new tokens were projected from, after `past` others; None where X rows are not kept."""
+    def made_of(
+        self, layer_input: LayerInput | None, k: torch.Tensor, v: torch.Tensor, past: int
+    ) -> Source | None:
+        """What these K and V of new tokens were projected from, after `past` others; None where X
+        rows are not kept."""
 
     def fail(self, error: BaseException) -> None:
         """The pass cannot go on."""
 
 
 class StoredLayer(CacheLayerMixin):
-    """A full-attention layer whose rows lie on SSD: takes K and V where transformers hands them over, and answers when attention asks
-    (`attention` says how the two find one another).
+    """A full-attention layer whose rows lie on SSD: takes K and V where transformers hands them
+    over, and answers when attention asks (`attention` says how the two find one another).
 
     Attributes:
         number: of the layer.
@@ -72,7 +78,8 @@ class StoredLayer(CacheLayerMixin):
         self.number, self._is_shared = number, is_shared
         self.input: LayerInput | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._answered: Step | None = None  # of this pass, where other layers will ask for the same rows
+        # of this pass, where other layers will ask for the same rows
+        self._answered: Step | None = None
 
     def join(self, host: LayerHost) -> None:
         """The layer belongs to this cache from here on, which it does not keep alive."""
@@ -89,7 +96,9 @@ class StoredLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.check_answered()
@@ -101,7 +110,8 @@ class StoredLayer(CacheLayerMixin):
         """Raises StateError where K and V wait that attention did not ask for."""
         if self.pending is not None:
             raise errors.StateError(
-                "K and V went into the cache, but attention did not ask for them", fix="call espnx.enable_kv_cache(model) before generate"
+                "K and V went into the cache, but attention did not ask for them",
+                fix="call espnx.enable_kv_cache(model) before generate",
             )
 
     def forget_pass(self) -> None:
@@ -112,25 +122,46 @@ class StoredLayer(CacheLayerMixin):
         """The pass has come to its end; the input is replaced by the next one's."""
         self._answered = None
 
-    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float, rules: ScoreRules = PLAIN) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float,
+        rules: ScoreRules = PLAIN,
+    ) -> torch.Tensor:
         """Attention of the new tokens over everything: [sequences, heads, n, dv]."""
         pending, host = self.pending, self.host
         self.pending = awaited.layer = None
         try:
             with torch.autocast(query.device.type, enabled=False):
-                o = self._again(host, query, scale) if pending is None else self._first(host, query, *pending, mask, scale, rules)
+                o = (
+                    self._again(host, query, scale)
+                    if pending is None
+                    else self._first(host, query, *pending, mask, scale, rules)
+                )
         except BaseException as error:
             host.fail(error)
             raise
-        return InferenceOnly.apply(o, query) if torch.is_grad_enabled() and query.requires_grad else o
+        return (
+            InferenceOnly.apply(o, query) if torch.is_grad_enabled() and query.requires_grad else o
+        )
 
     def _first(
-        self, host: LayerHost, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float,
+        self,
+        host: LayerHost,
+        query: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float,
         rules: ScoreRules,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         kept, past = torch.promote_types(k.dtype, v.dtype), host.store.length(self.number)
         k, v = k.to(kept), v.to(kept)  # their dtypes differ under autocast
-        visibility, source = host.visibility(mask, k.shape[0], past + k.shape[2]), host.made_of(self.input, k, v, past)
+        visibility, source = (
+            host.visibility(mask, k.shape[0], past + k.shape[2]),
+            host.made_of(self.input, k, v, past),
+        )
         x, projection = source or (None, None)
         step = Step(query, k, v, scale, visibility, x, projection, rules)
         if self._is_shared:
@@ -153,7 +184,8 @@ class StoredLayer(CacheLayerMixin):
 
 
 class InferenceOnly(torch.autograd.Function):
-    """The output of attention over stored rows: they keep no graph, and a backward pass that met them would lose gradients silently."""
+    """The output of attention over stored rows: they keep no graph, and a backward pass that met
+    them would lose gradients silently."""
 
     @staticmethod
     def forward(ctx: Any, o: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -161,55 +193,80 @@ class InferenceOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise errors.InvalidInputError("a backward pass through a cache on SSD", got="gradients", expected="inference", fix="no cache")
+        raise errors.InvalidInputError(
+            "a backward pass through a cache on SSD",
+            got="gradients",
+            expected="inference",
+            fix="no cache",
+        )
 
 
 class MakeLayer(Protocol):
-    """Makes a layer whose rows are stored; `is_shared`: other layers of the model attend over them, too."""
+    """Makes a layer whose rows are stored; `is_shared`: other layers of the model attend over them,
+    too."""
 
     def __call__(self, number: int, *, is_shared: bool) -> Any: ...
 
 
 def layers_of(config: PreTrainedConfig, stored: MakeLayer) -> list[Any]:
-    """A cache layer for each layer of a decoder; `stored` makes those of full attention. Raises InvalidInputError."""
+    """A cache layer for each layer of a decoder; `stored` makes those of full attention. Raises
+    InvalidInputError."""
     what = f"the layers of {type(config).__name__}"
     try:
         kinds, arguments = get_layer_types_and_kwargs(config)
     except Exception as error:  # a config that transformers' own caches cannot read either
-        raise errors.InvalidInputError(what, got=str(error), expected="layers that transformers' DynamicCache can be made of") from error
+        raise errors.InvalidInputError(
+            what, got=str(error), expected="layers that transformers' DynamicCache can be made of"
+        ) from error
     layers = list[Any]()
     for number, (kind, more) in enumerate(zip(kinds, arguments, strict=True)):
         if kind == "full_attention":
             layers.append(stored(number, is_shared=_is_shared(config, kinds, number)))
         elif kind not in _IN_MEMORY:
             known = ", ".join(("full_attention", *_IN_MEMORY))
-            raise errors.InvalidInputError(f"layer {number} of this model", got=repr(kind), expected=known)
+            raise errors.InvalidInputError(
+                f"layer {number} of this model", got=repr(kind), expected=known
+            )
         else:
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
-    if getattr(config, "kv_sharing_modes", None) is None:  # transformers before 5.23 names no layers that have no K and V of their own
-        layers += [DYNAMIC_LAYER_TYPE_MAPPING["full_attention"]() for _ in range(getattr(config, "num_kv_shared_layers", None) or 0)]
+    # transformers before 5.23 names no layers that have no K and V of their own
+    if getattr(config, "kv_sharing_modes", None) is None:
+        layers += [
+            DYNAMIC_LAYER_TYPE_MAPPING["full_attention"]()
+            for _ in range(getattr(config, "num_kv_shared_layers", None) or 0)
+        ]
     return layers
 
 
 def _is_shared(config: PreTrainedConfig, kinds: Sequence[str], number: int) -> bool:
-    """Whether later layers attend over this one's K and V. Before transformers 5.23 a config does not say which: the last of its kind among
-    `kinds`, which then leave out the layers that have none of their own."""
+    """Whether later layers attend over this one's K and V. Before transformers 5.23 a config does
+    not say which: the last of its kind among `kinds`, which then leave out the layers that have
+    none of their own."""
     modes = getattr(config, "kv_sharing_modes", None)
     if modes is not None:
         return modes[number] == "store"
-    return bool(getattr(config, "num_kv_shared_layers", None)) and kinds[number] not in kinds[number + 1 :]
+    return (
+        bool(getattr(config, "num_kv_shared_layers", None))
+        and kinds[number] not in kinds[number + 1 :]
+    )
 
 
 def why_not_cropped(layers: Sequence[Any], tokens: int) -> str | None:
-    """Which of the framework's layers cannot forget their last `tokens` tokens, and why; None: all can."""
+    """Which of the framework's layers cannot forget their last `tokens` tokens, and why; None: all
+    can."""
     for layer in layers:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             return f"{type(layer).__name__}: its state has all tokens in it"
         window = getattr(layer, "sliding_window", None)
         if window is not None and layer.is_initialized and layer.get_seq_length() >= window:
             kept = min(layer.get_seq_length(), layer.keys.shape[-2])
-            if not layer.record_past or kept - tokens < min(window - 1, layer.get_seq_length() - tokens):
-                return f"{type(layer).__name__}: of {layer.get_seq_length()} tokens it has the last {kept}, for a window of {window}"
+            if not layer.record_past or kept - tokens < min(
+                window - 1, layer.get_seq_length() - tokens
+            ):
+                return (
+                    f"{type(layer).__name__}: of {layer.get_seq_length()} tokens it has the last "
+                    f"{kept}, for a window of {window}"
+                )
     return None
 
 
@@ -228,29 +285,47 @@ def _size(value: Any) -> int:
 
 def sequences_of(layer: Any) -> int:
     """How many sequences a layer in memory holds; 0 before the first tokens."""
-    tensors = [getattr(layer, "keys", None), *getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
+    tensors = [
+        getattr(layer, "keys", None),
+        *getattr(layer, "conv_states", {}).values(),
+        *getattr(layer, "recurrent_states", {}).values(),
+    ]
     return next((each.shape[0] for each in tensors if each is not None and each.numel()), 0)
 
 
 def states_of(layers: Sequence[Any]) -> list[dict[str, Any]]:
-    """The state of layers in memory, for `restore`. An update makes new tensors of rows that grow, which need no copy; what it changes in
-    place stands in dicts, and is copied."""
-    return [{name: _copied(value) if isinstance(value, dict) else value for name, value in vars(layer).items()} for layer in layers]
+    """The state of layers in memory, for `restore`. An update makes new tensors of rows that grow,
+    which need no copy; what it changes in place stands in dicts, and is copied."""
+    return [
+        {
+            name: _copied(value) if isinstance(value, dict) else value
+            for name, value in vars(layer).items()
+        }
+        for layer in layers
+    ]
 
 
 def _copied(states: dict[Any, Any]) -> dict[Any, Any]:
-    return {key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in states.items()}
+    return {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in states.items()
+    }
 
 
 def restore(layers: Sequence[Any], before: Sequence[dict[str, Any]]) -> None:
-    """Layers in memory become what they were. For once: what the layers change in place, they change in `before`."""
+    """Layers in memory become what they were. For once: what the layers change in place, they
+    change in `before`."""
     for layer, then in zip(layers, before, strict=True):
         vars(layer).clear()
         vars(layer).update(then)
 
 
 def empty(layers: Sequence[Any], unused: Sequence[dict[str, Any]]) -> None:
-    """Layers in memory become what they were when they were made, but remember past tokens if they were told to. Their own `reset` keeps
-    states of as many sequences as there were, and another batch fails."""
+    """Layers in memory become what they were when they were made, but remember past tokens if they
+    were told to. Their own `reset` keeps states of as many sequences as there were, and another
+    batch fails."""
     for layer, then in zip(layers, deepcopy(unused), strict=True):
-        restore([layer], [then | {name: value for name, value in vars(layer).items() if name == "record_past"}])
+        restore(
+            [layer],
+            [then | {name: value for name, value in vars(layer).items() if name == "record_past"}],
+        )

@@ -13,8 +13,14 @@ Stats = Mapping[str, Any]
 
 def summary(stats: Stats, storage: Sequence[str]) -> str:
     """Of `KVCache.stats`: a table of several lines."""
-    held = f"{stats['sequences']} sequences of {stats['tokens']:,} tokens, {stats['layers_on_ssd']} layers"
-    memory = f"{format_size(stats['memory_bytes'])} of rows that wait and of checksums, {format_size(stats['buffer_bytes'])} of buffers"
+    held = (
+        f"{stats['sequences']} sequences of {stats['tokens']:,} tokens, {stats['layers_on_ssd']} "
+        "layers"
+    )
+    memory = (
+        f"{format_size(stats['memory_bytes'])} of rows that wait and of checksums, "
+        f"{format_size(stats['buffer_bytes'])} of buffers"
+    )
     rows: list[tuple[str, object]] = [
         ("directories", ", ".join(storage)),
         ("holds", held),
@@ -27,7 +33,10 @@ def summary(stats: Stats, storage: Sequence[str]) -> str:
 
 
 def _in_memory(stats: Stats) -> str:
-    return f"{stats['layers_in_memory']} with windows or states, {format_size(stats['layers_in_memory_bytes'])}"
+    return (
+        f"{stats['layers_in_memory']} with windows or states, "
+        f"{format_size(stats['layers_in_memory_bytes'])}"
+    )
 
 
 def work(batches: Sequence[Stats]) -> list[tuple[str, object]]:
@@ -39,25 +48,44 @@ def work(batches: Sequence[Stats]) -> list[tuple[str, object]]:
     last, rows = batches[-1], list[tuple[str, object]]()
     for name in ("prefill", "decode"):
         tokens, seconds = total(f"{name}_tokens"), total(f"{name}_s")
-        rows.append((name, f"{tokens:,.0f} tokens, {tokens / seconds:,.1f} tokens/s" if seconds else f"{tokens:,.0f} tokens"))
-    written, asked, moved = (format_size(total(f"bytes_{name}")) for name in ("written", "asked", "moved"))
+        rows.append(
+            (
+                name,
+                f"{tokens:,.0f} tokens, {tokens / seconds:,.1f} tokens/s"
+                if seconds
+                else f"{tokens:,.0f} tokens",
+            )
+        )
+    written, asked, moved = (
+        format_size(total(f"bytes_{name}")) for name in ("written", "asked", "moved")
+    )
     said = f"{written} written, {asked} asked, {moved} moved"
     if last["layers_on_ssd"] and not total("bytes_written"):
-        said = "nothing was written: a sequence has fewer tokens than a block, which fills pages, and K and V of those stay in memory"
+        said = (
+            "nothing was written: a sequence has fewer tokens than a block, which fills pages, and "
+            "K and V of those stay in memory"
+        )
     fallback = f" ({last['fallback_reason']})" if last["fallback_reason"] else ""
     return [
         *rows,
         ("bytes", said),
         ("effective path", f"{last['effective_path'] or '-'}{fallback}"),
         ("waited for the disk", f"{total('waiting_s'):.1f} s"),
-        ("a decode step", "-" if last["step_s"] is None else f"{last['step_s']:.3f} s measured{_predicted(last)}"),
+        (
+            "a decode step",
+            "-" if last["step_s"] is None else f"{last['step_s']:.3f} s measured{_predicted(last)}",
+        ),
         ("sequences kept as X", _x_rows(last)),
     ]
 
 
 def _predicted(stats: Stats) -> str:
     decision = stats["decision"]
-    return f", {decision['predicted_s'][decision['x_rows']]:.3f} s predicted" if decision and decision["predicted_s"] else ""
+    return (
+        f", {decision['predicted_s'][decision['x_rows']]:.3f} s predicted"
+        if decision and decision["predicted_s"]
+        else ""
+    )
 
 
 def _x_rows(stats: Stats) -> str:

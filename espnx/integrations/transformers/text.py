@@ -1,4 +1,5 @@
-"""The text in a cache: the tokens that it holds, as far as they are known, and which of them are padding."""
+"""The text in a cache: the tokens that it holds, as far as they are known, and which of them are
+padding."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ class Text:
     """Of one batch of sequences, which have as many tokens each.
 
     Attributes:
-        tokens: int64 [sequences, n], or None where the model was fed no ids. Those of a pass that failed are among them until the next
-            one begins.
+        tokens: int64 [sequences, n], or None where the model was fed no ids. Those of a pass that
+            failed are among them until the next one begins.
         hidden: which of them are padding: bool [sequences, n]; None: none is.
     """
 
@@ -28,8 +29,9 @@ class Text:
             self.tokens = torch.cat([self.tokens[:, :held], ids.detach().cpu()], dim=1)
 
     def begins(self, ids: torch.Tensor, held: int) -> bool | None:
-        """Whether a text [sequences, n] begins with the `held` tokens, padding aside; each sequence of it may have become several here
-        (beams, samples). None: the tokens are not known, or are another batch's."""
+        """Whether a text [sequences, n] begins with the `held` tokens, padding aside; each sequence
+        of it may have become several here (beams, samples). None: the tokens are not known, or are
+        another batch's."""
         if self.tokens is None or not len(ids) or len(self.tokens) % len(ids):
             return None
         given = ids[:, :held].cpu().repeat_interleave(len(self.tokens) // len(ids), dim=0)
@@ -37,12 +39,17 @@ class Text:
         return bool((same if self.hidden is None else same | self.hidden[:, : same.shape[1]]).all())
 
     def common(self, ids: torch.Tensor, attention_mask: torch.Tensor | None, held: int) -> int:
-        """How many of the `held` tokens a text [sequences, n] of as many sequences begins with; its last token does not count."""
+        """How many of the `held` tokens a text [sequences, n] of as many sequences begins with; its
+        last token does not count."""
         if not held or self.tokens is None:
             return 0
         n = min(held, ids.shape[1] - 1)
         same = (self.tokens[:, :n] == ids[:, :n]).all(dim=0)
-        hidden = torch.zeros_like(ids, dtype=torch.bool) if attention_mask is None else ~attention_mask.bool().cpu()
+        hidden = (
+            torch.zeros_like(ids, dtype=torch.bool)
+            if attention_mask is None
+            else ~attention_mask.bool().cpu()
+        )
         before = torch.zeros_like(hidden[:, :n]) if self.hidden is None else self.hidden[:, :n]
         same &= (hidden[:, :n] == before).all(dim=0)
         return int(same.to(torch.int64).cumprod(0).sum())

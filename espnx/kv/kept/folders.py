@@ -1,4 +1,5 @@
-"""The folders of a kept cache, one in each of its directories: locked together, marked as belonging together, removed together."""
+"""The folders of a kept cache, one in each of its directories: locked together, marked as belonging
+together, removed together."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from .format import FIX, STATE_FILES, STATE_NAME
 from .state import ROWS_NAME
 
 LOCK, USED = "LOCK", "LAST_USED"
-_PART = "PART"  # "1 of 3 <id>": which folder of one cache this is; the first of them has it before the others, and loses it last
+# "1 of 3 <id>": which folder of one cache this is; the first of them has it before the others, and
+# loses it last
+_PART = "PART"
 _MANIFESTS = re.compile(r"MANIFEST\.json(\.new)?")
 _FILES = re.compile(rf"{re.escape(ROWS_NAME)}|{USED}|{STATE_FILES.pattern}")
 _MARKS = re.compile(rf"{_PART}|{LOCK}|{re.escape(ownership.MARK)}(\.new)?")
@@ -32,38 +35,55 @@ _LOCK_ATTEMPTS, _LOCK_PAUSE_S = 50, 0.02  # whoever lists caches holds each lock
 
 def check_name(name: str) -> None:
     if not isinstance(name, str) or not _NAMES.fullmatch(name):
-        raise errors.InvalidInputError("name of a cache", got=repr(name), expected="letters, digits, dots, dashes and underscores")
+        raise errors.InvalidInputError(
+            "name of a cache",
+            got=repr(name),
+            expected="letters, digits, dots, dashes and underscores",
+        )
 
 
 def is_kept(directory: str) -> bool:
     """Is it the first folder of a kept cache? Folders of other stores have manifests, too."""
-    if not _NAMES.fullmatch(os.path.basename(directory)) or os.path.islink(directory) or not os.path.isdir(directory):
+    if (
+        not _NAMES.fullmatch(os.path.basename(directory))
+        or os.path.islink(directory)
+        or not os.path.isdir(directory)
+    ):
         return False  # a link would lead to somebody else's
     try:
         names = os.listdir(directory)
     except FileNotFoundError:  # somebody has removed it since
         return False
-    return _words(_part(directory))[0] == 1 and any(name == ROWS_NAME or STATE_NAME.fullmatch(name) for name in names)
+    return _words(_part(directory))[0] == 1 and any(
+        name == ROWS_NAME or STATE_NAME.fullmatch(name) for name in names
+    )
 
 
 def folders_of(roots: Sequence[str], name: str) -> tuple[list[str], int]:
-    """(those of one cache that lie in these directories, how many it has there). Folders that a copy shares with the original
-    do not count: they are not this cache's to change."""
+    """(those of one cache that lie in these directories, how many it has there). Folders that a
+    copy shares with the original do not count: they are not this cache's to change."""
     first = os.path.join(roots[0], name)
     _, count, known = _words(_part(first))
-    others = [other for other in (os.path.join(root, name) for root in roots[1:]) if known and _words(_part(other))[2] == known]
+    others = [
+        other
+        for other in (os.path.join(root, name) for root in roots[1:])
+        if known and _words(_part(other))[2] == known
+    ]
     own = [other for other in others if _is_own(other, known, first)]
     return [first, *own], count - (len(others) - len(own))
 
 
 def _is_own(directory: str, known: str, first: str) -> bool:
-    """Whether a later folder is that of this cache, and not of another that this one was copied from. Of a cache that was copied with all
-    its folders each is a copy, and nobody else's."""
+    """Whether a later folder is that of this cache, and not of another that this one was copied
+    from. Of a cache that was copied with all its folders each is a copy, and nobody else's."""
     return ownership.belongs_to(directory, known, first) or ownership.is_copy(directory)
 
 
 def _part(directory: str) -> str:
-    with contextlib.suppress(OSError), open(os.path.join(directory, _PART), encoding="utf-8", errors="replace") as file:
+    with (
+        contextlib.suppress(OSError),
+        open(os.path.join(directory, _PART), encoding="utf-8", errors="replace") as file,
+    ):
         return file.read().strip()
     return ""
 
@@ -75,7 +95,8 @@ def _words(part: str) -> tuple[int, int, str]:
 
 
 def lock(directory: str, stack: contextlib.ExitStack) -> None:
-    """Locks a folder for as long as the stack is entered. Raises StoreBusyError; StoreNotFoundError: somebody has removed it since."""
+    """Locks a folder for as long as the stack is entered. Raises StoreBusyError;
+    StoreNotFoundError: somebody has removed it since."""
     for attempt in range(_LOCK_ATTEMPTS):
         try:
             stack.enter_context(DirectoryLock(directory))
@@ -83,41 +104,57 @@ def lock(directory: str, stack: contextlib.ExitStack) -> None:
         except errors.WriteError as error:
             if error.errno in (codes.EROFS, codes.EACCES, codes.EPERM):
                 raise errors.WriteError(
-                    "a kept cache is continued, verified and removed under a lock in its folder", path=directory, errno=error.errno,
+                    "a kept cache is continued, verified and removed under a lock in its folder",
+                    path=directory,
+                    errno=error.errno,
                     fix="copy it to a directory that you may write to, and open the copy",
-                ) from error  # fmt: skip
+                ) from error
             if error.errno != codes.ENOENT:
                 raise
-            raise errors.StoreNotFoundError("the kept cache was just removed", path=directory, fix="try again") from error
+            raise errors.StoreNotFoundError(
+                "the kept cache was just removed", path=directory, fix="try again"
+            ) from error
         except errors.StoreBusyError as error:
             if attempt == _LOCK_ATTEMPTS - 1:
                 raise errors.StoreBusyError(
-                    "the kept cache is open", path=directory, got=error.got, fix="close it there, or choose another name"
+                    "the kept cache is open",
+                    path=directory,
+                    got=error.got,
+                    fix="close it there, or choose another name",
                 ) from error
             time.sleep(_LOCK_PAUSE_S)
 
 
 def _make_and_lock(directory: str, stack: contextlib.ExitStack) -> None:
     if os.path.islink(directory):
-        raise errors.FormatError("the folder of a kept cache is a link", path=directory, fix="remove the link, or choose another name")
+        raise errors.FormatError(
+            "the folder of a kept cache is a link",
+            path=directory,
+            fix="remove the link, or choose another name",
+        )
     make_given_directory(os.path.dirname(directory))
     for attempt in range(_LOCK_ATTEMPTS):
         try:
             os.makedirs(directory, mode=0o700, exist_ok=True)
         except OSError as error:
-            if isinstance(error, FileExistsError) and attempt < _LOCK_ATTEMPTS - 1:  # it was there, and was removed before it was looked at
+            # it was there, and was removed before it was looked at
+            if isinstance(error, FileExistsError) and attempt < _LOCK_ATTEMPTS - 1:
                 continue
-            raise write_error("cannot create the folder of a kept cache", directory, error) from error
+            raise write_error(
+                "cannot create the folder of a kept cache", directory, error
+            ) from error
         try:
             lock(directory, stack)
             return
-        except errors.StoreNotFoundError:  # somebody removed the cache of that name meanwhile: this is a new one
+        except errors.StoreNotFoundError:
+            # somebody removed the cache of that name meanwhile: this is a new one
             if attempt == _LOCK_ATTEMPTS - 1:
                 raise
 
 
 def remove_files(folders: Sequence[str], *, marks: bool = True) -> None:
-    """Removes what a kept cache consists of, the manifest first: what a crash leaves is no cache any more. Folders that are empty then go.
+    """Removes what a kept cache consists of, the manifest first: what a crash leaves is no cache
+    any more. Folders that are empty then go.
 
     Args:
         marks: also the lock files, and what says that the folders belong together.
@@ -143,7 +180,8 @@ def _remove(directory: str, names: re.Pattern[str]) -> None:
 
 
 def _check_plain(directory: str) -> None:
-    """Raises FormatError for a link in place of a file: what is written there would go elsewhere."""
+    """Raises FormatError for a link in place of a file: what is written there would go
+    elsewhere."""
     for name in os.listdir(directory):
         if any(names.fullmatch(name) for names in (_MANIFESTS, _FILES, _MARKS)):
             check_plain_file(os.path.join(directory, name))
@@ -162,8 +200,12 @@ class KeptName:
         check_name(name)
         self.roots = directories_of(storage)
         self.directories = [os.path.join(root, name) for root in self.roots]
-        if len({os.path.realpath(directory) for directory in self.directories}) < len(self.directories):
-            raise errors.InvalidInputError("directories of a kept cache", got=self.roots, expected="each of them once")
+        if len({os.path.realpath(directory) for directory in self.directories}) < len(
+            self.directories
+        ):
+            raise errors.InvalidInputError(
+                "directories of a kept cache", got=self.roots, expected="each of them once"
+            )
         with contextlib.ExitStack() as stack:
             locked = list[str]()
             try:
@@ -177,31 +219,42 @@ class KeptName:
                     remove_files(self.directories, marks=False)
             except BaseException:
                 for directory in locked:
-                    if all(_MARKS.fullmatch(entry) for entry in os.listdir(directory)):  # nothing was ever kept there
+                    # nothing was ever kept there
+                    if all(_MARKS.fullmatch(entry) for entry in os.listdir(directory)):
                         remove_files([directory])
                 raise
             # Whoever drops a cache without closing it does not keep its name.
             self._unlock = weakref.finalize(self, stack.pop_all().close)
 
     def _mark(self) -> None:
-        """Says in each folder which of how many it is: a manifest names places in all of them, by number."""
+        """Says in each folder which of how many it is: a manifest names places in all of them, by
+        number."""
         count, parts = len(self.directories), [_part(directory) for directory in self.directories]
         known = _words(parts[0])[2] or uuid.uuid4().hex
-        expected = [f"{number} of {count} {known}" if count > 1 else "" for number in range(1, count + 1)]
+        expected = [
+            f"{number} of {count} {known}" if count > 1 else "" for number in range(1, count + 1)
+        ]
         for number, (directory, part) in enumerate(zip(self.directories, parts, strict=True)):
             is_other = bool(part) and part != expected[number]
-            if is_other or (count > 1 and not part and os.path.exists(os.path.join(directory, MANIFEST))):
+            if is_other or (
+                count > 1 and not part and os.path.exists(os.path.join(directory, MANIFEST))
+            ):
                 raise errors.ForeignFileError(
-                    "the folder is of a cache with other directories, or in another order", path=directory, got=part or "1 of 1",
-                    expected=expected[number] or "1 of 1", fix="name the directories as when the cache was made, or choose another name",
-                )  # fmt: skip
+                    "the folder is of a cache with other directories, or in another order",
+                    path=directory,
+                    got=part or "1 of 1",
+                    expected=expected[number] or "1 of 1",
+                    fix="name the directories as when the cache was made, or choose another name",
+                )
         first = self.directories[0]
         for directory, part in zip(self.directories[1:], parts[1:], strict=True):
             if part and not _is_own(directory, known, first):
                 raise errors.ForeignFileError(
-                    "the folder is of another cache, which this one is a copy of", path=directory,
-                    expected=f"a folder that is marked as that of {first}", fix=FIX,
-                )  # fmt: skip
+                    "the folder is of another cache, which this one is a copy of",
+                    path=directory,
+                    expected=f"a folder that is marked as that of {first}",
+                    fix=FIX,
+                )
             if not ownership.is_up_to_date(directory, first):
                 ownership.set_mark(directory, known, first)
         for directory, part, mark in zip(self.directories, parts, expected, strict=True):
@@ -211,7 +264,9 @@ class KeptName:
                     with open(path, "w", encoding="utf-8") as file:
                         file.write(f"{mark}\n")
                 except OSError as error:
-                    raise write_error("cannot mark a folder of a kept cache", path, error) from error
+                    raise write_error(
+                        "cannot mark a folder of a kept cache", path, error
+                    ) from error
 
     @property
     def exists(self) -> bool:

@@ -1,4 +1,5 @@
-"""The kept caches of a directory: their names, locks, sizes; which go when there are too many bytes of them."""
+"""The kept caches of a directory: their names, locks, sizes; which go when there are too many bytes
+of them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Entry:
     """A kept cache.
 
     Attributes:
-        model: class of the model; ``damaged``: it cannot be opened; ``unsaved``: nothing was saved yet (or a process was killed before).
+        model: class of the model; ``damaged``: it cannot be opened; ``unsaved``: nothing was saved
+            yet (or a process was killed before).
         sequences, tokens: tokens of each sequence.
         directories: over how many it is spread.
         size_bytes: on disk, in the directories that were given.
@@ -44,12 +46,15 @@ class Entry:
 
 
 def entries(storage: Storage) -> list[Entry]:
-    """The kept caches of a directory (or several that share them), the least recently used first. Raises StoreNotFoundError."""
+    """The kept caches of a directory (or several that share them), the least recently used first.
+    Raises StoreNotFoundError."""
     roots, found = directories_of(storage), list[Entry]()
     try:
         names = sorted(os.listdir(roots[0]))
     except OSError as error:
-        raise errors.StoreNotFoundError("no directory of kept caches", path=roots[0], errno=error.errno) from error
+        raise errors.StoreNotFoundError(
+            "no directory of kept caches", path=roots[0], errno=error.errno
+        ) from error
     with NativeEngine(pool_bytes=1 << 20) as engine:
         for name in names:
             if is_kept(os.path.join(roots[0], name)):
@@ -67,28 +72,46 @@ def _entry(engine: NativeEngine, roots: list[str], name: str) -> Entry:
     if os.path.exists(os.path.join(directory, MANIFEST)):
         try:
             kept = read_kept(engine, directory)
-            model, sequences, tokens = str(kept.fingerprint.get("model", "")), kept.sequences, kept.tokens
+            model, sequences, tokens = (
+                str(kept.fingerprint.get("model", "")),
+                kept.sequences,
+                kept.tokens,
+            )
         except FileNotFoundError:
             raise
         except errors.StorageError:
             model = "damaged"
-    return Entry(name, model, sequences, tokens, directories, sum(map(_size, folders)), _last_used(directory), _is_open(directory))
+    return Entry(
+        name,
+        model,
+        sequences,
+        tokens,
+        directories,
+        sum(map(_size, folders)),
+        _last_used(directory),
+        _is_open(directory),
+    )
 
 
 def remove(storage: Storage, name: str) -> None:
     """Removes a kept cache, or what is left of one; somebody's own files in its folders stay.
 
-    Raises StoreNotFoundError, StoreBusyError, WriteError; InvalidInputError where it has more directories than were given.
+    Raises StoreNotFoundError, StoreBusyError, WriteError; InvalidInputError where it has more
+    directories than were given.
     """
     check_name(name)
     roots = directories_of(storage)
     directory = os.path.join(roots[0], name)
     if not is_kept(directory):
-        raise errors.StoreNotFoundError("no kept cache of that name", path=directory, fix="see `espnx cache ls`")
+        raise errors.StoreNotFoundError(
+            "no kept cache of that name", path=directory, fix="see `espnx cache ls`"
+        )
     with contextlib.ExitStack() as stack:
         folders, count = folders_of(roots, name)
         if count > len(folders):
-            raise errors.InvalidInputError(f"directories of {name}", got=len(folders), expected=count, fix="name all of them")
+            raise errors.InvalidInputError(
+                f"directories of {name}", got=len(folders), expected=count, fix="name all of them"
+            )
         for folder in folders:
             lock(folder, stack)
         is_gone = not is_kept(directory)  # somebody was faster, and only this lock file is left
@@ -98,7 +121,8 @@ def remove(storage: Storage, name: str) -> None:
 
 
 def evict(storage: Storage, limit_bytes: int) -> list[str]:
-    """Removes the least recently used caches that no process has open, until the rest takes at most `limit_bytes`. Returns their names.
+    """Removes the least recently used caches that no process has open, until the rest takes at most
+    `limit_bytes`. Returns their names.
 
     A cache that is spread over more directories than these counts, and stays.
     """
@@ -124,12 +148,15 @@ def evict(storage: Storage, limit_bytes: int) -> list[str]:
 def verify(storage: Storage, name: str) -> int:
     """Reads a kept cache whole and checks every block. Returns the bytes read.
 
-    Raises StoreNotFoundError, StoreBusyError, ChecksumError, FormatError, TruncatedFileError; a damaged block's layer is named.
+    Raises StoreNotFoundError, StoreBusyError, ChecksumError, FormatError, TruncatedFileError; a
+    damaged block's layer is named.
     """
     check_name(name)
     directory = os.path.join(directories_of(storage)[0], name)
     if not is_kept(directory):
-        raise errors.StoreNotFoundError("no kept cache of that name", path=directory, fix="see `espnx cache ls`")
+        raise errors.StoreNotFoundError(
+            "no kept cache of that name", path=directory, fix="see `espnx cache ls`"
+        )
     kept = KeptName(storage, name)
     try:
         with NativeEngine(pool_bytes=1 << 20) as engine:
@@ -156,12 +183,22 @@ def _verify_rows(cache: SsdCache, layer: int) -> int:
     for kind, rows in (("X", cache.x[layer]), ("K and V", cache.kv[layer])):
         if rows is not None:
             try:
-                cache.striped.visit(cache.striped.ahead(rows.layout, rows.views(rows.stored, range(rows.sequences))), see)
+                cache.striped.visit(
+                    cache.striped.ahead(
+                        rows.layout, rows.views(rows.stored, range(rows.sequences))
+                    ),
+                    see,
+                )
             except (errors.ChecksumError, errors.TruncatedFileError, errors.ReadError) as error:
                 raise type(error)(
-                    f"{kind} of layer {layer}", path=error.path, offset_bytes=error.offset_bytes, size_bytes=error.size_bytes,
-                    got=error.got, expected=error.expected, fix=error.fix or FIX,
-                ) from error  # fmt: skip
+                    f"{kind} of layer {layer}",
+                    path=error.path,
+                    offset_bytes=error.offset_bytes,
+                    size_bytes=error.size_bytes,
+                    got=error.got,
+                    expected=error.expected,
+                    fix=error.fix or FIX,
+                ) from error
     return seen
 
 
@@ -187,7 +224,8 @@ def _last_used(directory: str) -> float:
 def _is_open(directory: str) -> bool:
     """Changes nothing, so that a listing can be made by whoever may read."""
     try:
-        fd = os.open(os.path.join(directory, LOCK), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe in its place would wait
+        # a pipe in its place would wait
+        fd = os.open(os.path.join(directory, LOCK), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:

@@ -23,11 +23,25 @@ def accelerator_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`espnx.ops.accelerator.accelerator`; ``threads`` 0: as many as torch uses."""
     return load_extension().accelerator(
-        query, buffer, pieces, block_rows, scale, first_visible, visible, last_position, scores, values, buffered_position,
+        query,
+        buffer,
+        pieces,
+        block_rows,
+        scale,
+        first_visible,
+        visible,
+        last_position,
+        scores,
+        values,
+        buffered_position,
         threads or torch.get_num_threads(),
-    )  # fmt: skip
+    )
 
 
-def accelerator_scores_cpu(query: torch.Tensor, rows: torch.Tensor, scale: float, threads: int = 0) -> torch.Tensor:
+def accelerator_scores_cpu(
+    query: torch.Tensor, rows: torch.Tensor, scale: float, threads: int = 0
+) -> torch.Tensor:
     """`espnx.ops.accelerator.accelerator_scores`; ``threads`` 0: as many as torch uses."""
-    return load_extension().accelerator_scores(query, rows, scale, threads or torch.get_num_threads())
+    return load_extension().accelerator_scores(
+        query, rows, scale, threads or torch.get_num_threads()
+    )

@@ -1,4 +1,5 @@
-"""Defines the accelerator's ops and registers their versions, which are for the CPU alone. Imported once, by `load_ops`."""
+"""Defines the accelerator's ops and registers their versions, which are for the CPU alone. Imported
+once, by `load_ops`."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ from .cpu import accelerator_cpu, accelerator_scores_cpu
 
 torch.library.define(
     "espnx::accelerator",
-    "(Tensor query, Tensor buffer, Tensor pieces, int block_rows, float scale, Tensor? first_visible=None, Tensor? visible=None, "
-    "Tensor? last_position=None, Tensor? scores=None, Tensor? values=None, int buffered_position=0, int threads=0) -> (Tensor, Tensor)",
+    "(Tensor query, Tensor buffer, Tensor pieces, int block_rows, float scale, Tensor? "
+    "first_visible=None, Tensor? visible=None, Tensor? last_position=None, Tensor? scores=None, "
+    "Tensor? values=None, int buffered_position=0, int threads=0) -> (Tensor, Tensor)",
 )
-torch.library.define("espnx::accelerator_scores", "(Tensor query, Tensor rows, float scale, int threads=0) -> Tensor")
+torch.library.define(
+    "espnx::accelerator_scores", "(Tensor query, Tensor rows, float scale, int threads=0) -> Tensor"
+)
 torch.library.impl("espnx::accelerator", "CPU")(accelerator_cpu)
 torch.library.impl("espnx::accelerator_scores", "CPU")(accelerator_scores_cpu)
 

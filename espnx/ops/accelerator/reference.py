@@ -1,7 +1,8 @@
-"""The accelerator in plain numpy: what it computes, operation by operation, and what the compiled version equals to the bit.
+"""The accelerator in plain numpy: what it computes, operation by operation, and what the compiled
+version equals to the bit.
 
-Every ``*`` and ``+`` of float32 arrays below is one rounding. Loops run where the order of roundings counts; what is an array runs side
-by side and never meets.
+Every ``*`` and ``+`` of float32 arrays below is one rounding. Loops run where the order of
+roundings counts; what is an array runs side by side and never meets.
 """
 
 from __future__ import annotations
@@ -11,9 +12,24 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from .checks import BLOCK, DIM, MASK, PAD_TO, ROW_BYTES, Buffered, check_arguments, check_halves, check_inside, default_scale
+from .checks import (
+    BLOCK,
+    DIM,
+    MASK,
+    PAD_TO,
+    ROW_BYTES,
+    Buffered,
+    check_arguments,
+    check_halves,
+    check_inside,
+    default_scale,
+)
 
-_LOG2_E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 6.93147180369123816490e-01, 1.90821492927058770002e-10
+_LOG2_E, _LN2_HIGH, _LN2_LOW = (
+    1.4426950408889634,
+    6.93147180369123816490e-01,
+    1.90821492927058770002e-10,
+)
 _NO_FRACTIONS = 6755399441055744.0  # 1.5 * 2^52: a double this large has no room for fractions
 _LEAST_EXPONENT = -200.0
 _FACTORIALS = (362880, 40320, 5040, 720, 120, 24, 6)
@@ -69,7 +85,8 @@ def _one(x: np.float32) -> np.float32:
 
 
 def statistics(x: np.ndarray) -> tuple[np.float32, np.float32]:
-    """The first pass of algorithm 1 over padded scores: their maximum and the sum of exp(x - maximum)."""
+    """The first pass of algorithm 1 over padded scores: their maximum and the sum of exp(x -
+    maximum)."""
     m, z = np.float32(-np.inf), np.float32(0)
     for begin in range(0, len(x), BLOCK):
         block = x[begin : begin + BLOCK]
@@ -109,17 +126,29 @@ def _scores(query: np.ndarray, k: np.ndarray, scale: np.float32) -> np.ndarray:
     return total * scale
 
 
-def _rows(buffer: np.ndarray, pieces: np.ndarray, block_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _rows(
+    buffer: np.ndarray, pieces: np.ndarray, block_rows: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """K and V [rows, 128] in float32, and positions [rows], of the pieces of one head."""
-    k, v, positions = [np.empty((0, DIM), np.float16)], [np.empty((0, DIM), np.float16)], [np.empty(0, np.int64)]
+    k, v, positions = (
+        [np.empty((0, DIM), np.float16)],
+        [np.empty((0, DIM), np.float16)],
+        [np.empty(0, np.int64)],
+    )
     for _, _, offset, n_rows, first in pieces.tolist():
         n_blocks = -(-n_rows // block_rows)
         size = n_blocks * block_rows * 2 * ROW_BYTES
-        blocks = np.frombuffer(buffer[offset : offset + size].tobytes(), np.float16).reshape(n_blocks, 2, block_rows, DIM)
+        blocks = np.frombuffer(buffer[offset : offset + size].tobytes(), np.float16).reshape(
+            n_blocks, 2, block_rows, DIM
+        )
         k.append(blocks[:, 0].reshape(-1, DIM)[:n_rows])
         v.append(blocks[:, 1].reshape(-1, DIM)[:n_rows])
         positions.append(first + np.arange(n_rows))
-    return np.concatenate(k).astype(np.float32), np.concatenate(v).astype(np.float32), np.concatenate(positions)
+    return (
+        np.concatenate(k).astype(np.float32),
+        np.concatenate(v).astype(np.float32),
+        np.concatenate(positions),
+    )
 
 
 def accelerator_reference(
@@ -136,7 +165,9 @@ def accelerator_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`espnx.ops.accelerator.accelerator` in plain numpy; same arguments, results and errors."""
     factor = default_scale(scale)
-    check_arguments(query, buffer, pieces, block_rows, factor, first_visible, visible, last_position, buffered)
+    check_arguments(
+        query, buffer, pieces, block_rows, factor, first_visible, visible, last_position, buffered
+    )
     check_inside(query, buffer, pieces, block_rows, visible)
     batch, heads, n = query.shape[:3]
     q, table = query.numpy().astype(np.float32), pieces.numpy()
@@ -150,7 +181,9 @@ def accelerator_reference(
                 if buffered is not None:
                     x = np.concatenate([x, buffered.scores[sequence, head].numpy()], axis=1)
                     v = np.concatenate([v, buffered.v[sequence, head].numpy().astype(np.float32)])
-                    positions = np.concatenate([positions, buffered.first_position + np.arange(buffered.v.shape[2])])
+                    positions = np.concatenate(
+                        [positions, buffered.first_position + np.arange(buffered.v.shape[2])]
+                    )
                 hidden = np.zeros(len(positions), bool)
                 if first_visible is not None:
                     hidden |= positions < int(first_visible[sequence])
@@ -159,17 +192,29 @@ def accelerator_reference(
                 for i in range(n):
                     later = False if last_position is None else positions > int(last_position[i])
                     found, total = _attend(x[i], hidden | later, v)
-                    o[sequence, head, i], lse[sequence, head, i] = torch.from_numpy(found), float(total)
+                    o[sequence, head, i], lse[sequence, head, i] = (
+                        torch.from_numpy(found),
+                        float(total),
+                    )
     return o, lse
 
 
-def accelerator_scores_reference(query: torch.Tensor, rows: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
-    """`espnx.ops.accelerator.accelerator_scores` in plain numpy; same arguments, results and errors."""
+def accelerator_scores_reference(
+    query: torch.Tensor, rows: torch.Tensor, *, scale: float | None = None
+) -> torch.Tensor:
+    """`espnx.ops.accelerator.accelerator_scores` in plain numpy; same arguments, results and
+    errors."""
     check_halves("query", query, "[B, H, n, 128]")
     check_halves("K rows", rows, f"[{query.shape[0]}, {query.shape[1]}, t, 128]")
-    q, k, factor = query.numpy().astype(np.float32), rows.numpy().astype(np.float32), np.float32(default_scale(scale))
+    q, k, factor = (
+        query.numpy().astype(np.float32),
+        rows.numpy().astype(np.float32),
+        np.float32(default_scale(scale)),
+    )
     found = torch.empty((*query.shape[:3], rows.shape[2]))
     for sequence in range(query.shape[0]):
         for head in range(query.shape[1]):
-            found[sequence, head] = torch.from_numpy(_scores(q[sequence, head], k[sequence, head], factor))
+            found[sequence, head] = torch.from_numpy(
+                _scores(q[sequence, head], k[sequence, head], factor)
+            )
     return found

@@ -1,4 +1,5 @@
-"""Attention over stored K and V rows, in place, in blocks, in an I/O buffer, and over rows in memory; partial results merge exactly."""
+"""Attention over stored K and V rows, in place, in blocks, in an I/O buffer, and over rows in
+memory; partial results merge exactly."""
 
 from __future__ import annotations
 
@@ -9,6 +10,6 @@ from .reference import attention_reference
 from .rows import Queries, RowsInMemory, add_sinks, attend_rows_reference
 
 __all__ = [
-    "ROW_FORMATS", "Queries", "RowsInMemory", "add_sinks", "attend_rows", "attend_rows_reference", "attention", "attention_reference",
-    "block_bytes", "merge",
+    "ROW_FORMATS", "Queries", "RowsInMemory", "add_sinks", "attend_rows", "attend_rows_reference",
+    "attention", "attention_reference", "block_bytes", "merge",
 ]  # fmt: skip

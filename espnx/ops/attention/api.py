@@ -1,4 +1,5 @@
-"""Attention over stored rows, for callers: checks, then dispatch by device; and the merging of partial results."""
+"""Attention over stored rows, for callers: checks, then dispatch by device; and the merging of
+partial results."""
 
 from __future__ import annotations
 
@@ -25,34 +26,45 @@ def attention(
     last_position: torch.Tensor | None = None,
     threads: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention of queries over K and V rows that lie in place, in blocks, in an I/O buffer.
+    """Softmax attention of queries over K and V rows that lie in place, in blocks, in an I/O
+    buffer.
 
-    Products, sums and exponentials are fp32 whatever the format; the buffer is not copied. A block of ``block_rows`` tokens holds, one
-    after the other: with int8 alone, K's scales, fp32 ``[d]`` (one per channel); K rows ``[block_rows, d]``; with int8 alone, V's scales,
-    fp32 ``[block_rows]`` (one per token); V rows ``[block_rows, dv]``. With ``dv=0`` it holds X rows ``[block_rows, d]``, which stand
-    for K and V at once.
+    Products, sums and exponentials are fp32 whatever the format; the buffer is not copied. A block
+    of ``block_rows`` tokens holds, one after the other: with int8 alone, K's scales, fp32 ``[d]``
+    (one per channel); K rows ``[block_rows, d]``; with int8 alone, V's scales, fp32
+    ``[block_rows]`` (one per token); V rows ``[block_rows, dv]``. With ``dv=0`` it holds X rows
+    ``[block_rows, d]``, which stand for K and V at once.
 
     Args:
-        query: float32, float16 or bfloat16 ``[B, H, q, d]``; ``d`` is a multiple of 8 from 8 to 16384.
-        buffer: uint8 ``[bytes]``, contiguous, on the query's device. It must not be written to until the result is there.
-        block_offset_bytes: int64 ``[B, n_kv, n_blocks]``, where each block begins: any address on the CPU. ``H`` is a multiple of
-            ``n_kv``, and the query heads of a KV head are adjacent. Entries beyond a sequence's last block are not looked at.
+        query: float32, float16 or bfloat16 ``[B, H, q, d]``; ``d`` is a multiple of 8 from 8 to
+            16384.
+        buffer: uint8 ``[bytes]``, contiguous, on the query's device. It must not be written to
+            until the result is there.
+        block_offset_bytes: int64 ``[B, n_kv, n_blocks]``, where each block begins: any address on
+            the CPU. ``H`` is a multiple of ``n_kv``, and the query heads of a KV head are adjacent.
+            Entries beyond a sequence's last block are not looked at.
         n_rows: int64 ``[B]``, the rows of each sequence, 0 allowed.
-        block_rows: tokens in a block, the last one of a sequence included (its other rows are not looked at, but must be there).
+        block_rows: tokens in a block, the last one of a sequence included (its other rows are not
+            looked at, but must be there).
         format: of the rows: ``fp32``, ``fp16``, ``bf16`` or ``int8``.
         scale: what scores are multiplied by; by default ``d ** -0.5``.
         dv: values of a V row, by default ``d``; 0 for X rows.
-        visible: uint8 ``[B, rows]``: a row whose entry is 0 is hidden from every query (padding). By default all are visible.
-        last_position: int64 ``[B, q]``: a query sees rows 0 to this one, and none where it is negative. By default all of them.
-        threads: at most so many CPU threads; by default as many as torch uses, fewer where the work does not pay for them.
+        visible: uint8 ``[B, rows]``: a row whose entry is 0 is hidden from every query (padding).
+            By default all are visible.
+        last_position: int64 ``[B, q]``: a query sees rows 0 to this one, and none where it is
+            negative. By default all of them.
+        threads: at most so many CPU threads; by default as many as torch uses, fewer where the work
+            does not pay for them.
 
     Returns:
-        ``o`` float32 ``[B, H, q, dv]`` and ``lse`` float32 ``[B, H, q]``, the logarithm of the softmax's denominator, by which results
-        over different rows can be merged. A query that sees no row: 0 and -inf. A NaN in a row that a query sees makes its results NaN;
-        what hidden rows hold has no effect.
+        ``o`` float32 ``[B, H, q, dv]`` and ``lse`` float32 ``[B, H, q]``, the logarithm of the
+        softmax's denominator, by which results over different rows can be merged. A query that sees
+        no row: 0 and -inf. A NaN in a row that a query sees makes its results NaN; what hidden rows
+        hold has no effect.
 
     Raises:
-        InvalidInputError: a wrong dtype, shape, device, format or dimension; a block outside the buffer (checked before any is read).
+        InvalidInputError: a wrong dtype, shape, device, format or dimension; a block outside the
+            buffer (checked before any is read).
         MissingDependencyError: the extension is not built, or on CUDA Triton is not installed.
     """
     compute_alone()
@@ -61,24 +73,49 @@ def attention(
     values = d if dv is None else dv
     check_rows(block_rows, d, values, format)
     if threads is not None and threads < 1:
-        raise InvalidInputError("attention threads", got=threads, expected="1 or more, or None to leave it to the op")
+        raise InvalidInputError(
+            "attention threads", got=threads, expected="1 or more, or None to leave it to the op"
+        )
     factor = d**-0.5 if scale is None else float(scale)
-    given = (query, buffer, block_offset_bytes, n_rows, block_rows, format, factor, values, visible, last_position, threads or 0)
+    given = (
+        query,
+        buffer,
+        block_offset_bytes,
+        n_rows,
+        block_rows,
+        format,
+        factor,
+        values,
+        visible,
+        last_position,
+        threads or 0,
+    )
     try:
         if is_direct(query, buffer):
             return attention_cpu(*given)
         load_ops()
         return torch.ops.espnx.attention(*given)
-    except (IndexError, ValueError) as error:  # C++ looks at each entry once; Python looks again only where it has found something
+    except (IndexError, ValueError) as error:
+        # C++ looks at each entry once; Python looks again only where it has found something
         if query.device.type != "cpu" or isinstance(error, InvalidInputError):
             raise  # of another device: Triton's own, which say nothing of the tables
         found = error
-    check_inside(buffer.numel(), block_offset_bytes, n_rows, block_rows, block_bytes(block_rows, d, values, format), visible)
+    check_inside(
+        buffer.numel(),
+        block_offset_bytes,
+        n_rows,
+        block_rows,
+        block_bytes(block_rows, d, values, format),
+        visible,
+    )
     raise found
 
 
-def merge(o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention over the rows of two results of the same queries, as if they had been attended to at once.
+def merge(
+    o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention over the rows of two results of the same queries, as if they had been attended
+    to at once.
 
     Args:
         o1, o2: ``[..., dv]``.
@@ -93,7 +130,11 @@ def merge(o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Te
     compute_alone()
     if o1.shape != o2.shape or lse1.shape != lse2.shape or o1.shape[:-1] != lse1.shape:
         got = ", ".join(str(list(tensor.shape)) for tensor in (o1, lse1, o2, lse2))
-        raise InvalidInputError("merge of attention results", got=got, expected="o1 and o2 [..., dv], lse1 and lse2 [...]")
+        raise InvalidInputError(
+            "merge of attention results",
+            got=got,
+            expected="o1 and o2 [..., dv], lse1 and lse2 [...]",
+        )
     lse = torch.logaddexp(lse1, lse2)
     peak = torch.where(lse == -torch.inf, 0.0, lse)
     return torch.exp(lse1 - peak)[..., None] * o1 + torch.exp(lse2 - peak)[..., None] * o2, lse

@@ -24,7 +24,15 @@ def attention_cpu(
     """`espnx.ops.attention` of tensors on the CPU; ``threads`` 0: as many as torch uses."""
     check_query(query)
     return load_extension().attention(
-        query.to(torch.float32).contiguous(), buffer, block_offset_bytes.contiguous(), n_rows.contiguous(), block_rows, fmt, scale, dv,
-        None if visible is None else visible.contiguous(), None if last_position is None else last_position.contiguous(),
+        query.to(torch.float32).contiguous(),
+        buffer,
+        block_offset_bytes.contiguous(),
+        n_rows.contiguous(),
+        block_rows,
+        fmt,
+        scale,
+        dv,
+        None if visible is None else visible.contiguous(),
+        None if last_position is None else last_position.contiguous(),
         threads or torch.get_num_threads(),
-    )  # fmt: skip
+    )

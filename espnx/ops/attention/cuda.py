@@ -1,4 +1,5 @@
-"""The CUDA version of the attention op: checks, allocates, launches ``kernels/attention.py``, merges the parts."""
+"""The CUDA version of the attention op: checks, allocates, launches ``kernels/attention.py``,
+merges the parts."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ _HEADS_MAX = 2**31 - 1  # CUDA's largest grid; in its other two dimensions 65535
 
 
 def launch_shape(n_queries: int, d: int, dv: int, fmt: str) -> dict[str, int]:
-    """Block sizes and stages. The least that a tensor core takes is 16 each way; wide rows come in smaller tiles.
+    """Block sizes and stages. The least that a tensor core takes is 16 each way; wide rows come in
+    smaller tiles.
 
-    fp32 is multiplied in registers: more than 16 queries at once do not fit there, nor do many wide rows.
+    fp32 is multiplied in registers: more than 16 queries at once do not fit there, nor do many wide
+    rows.
     """
     widest = max(d, dv)
     is_fp32 = fmt == "fp32"
@@ -62,25 +65,46 @@ def attention_triton(
     *,
     n_splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`espnx.ops.attention` by Triton: CUDA tensors, or CPU tensors in Triton's interpreter. ``threads`` has no meaning here."""
+    """`espnx.ops.attention` by Triton: CUDA tensors, or CPU tensors in Triton's interpreter.
+    ``threads`` has no meaning here."""
     check_arguments(query, buffer, block_offset_bytes, n_rows, visible, last_position)
     batch, heads, q_len, d = query.shape
     check_rows(block_rows, d, dv, fmt)
     if max(d, dv) > DIM_MAX:
-        raise InvalidInputError("attention d and dv on CUDA", got=max(d, dv), expected=f"at most {DIM_MAX}", fix="use the CPU version")
-    check_inside(buffer.numel(), block_offset_bytes, n_rows, block_rows, block_bytes(block_rows, d, dv, fmt), visible)
+        raise InvalidInputError(
+            "attention d and dv on CUDA",
+            got=max(d, dv),
+            expected=f"at most {DIM_MAX}",
+            fix="use the CPU version",
+        )
+    check_inside(
+        buffer.numel(),
+        block_offset_bytes,
+        n_rows,
+        block_rows,
+        block_bytes(block_rows, d, dv, fmt),
+        visible,
+    )
     align_bytes = _alignment(buffer, block_offset_bytes, n_rows, block_rows, fmt)
     n_kv = block_offset_bytes.shape[1]
     n_heads, n_queries, width = batch * n_kv, heads // n_kv * q_len, dv or d
     shape = launch_shape(n_queries, d, width, fmt)
     q_blocks = -(-n_queries // shape["BLOCK_Q"])
     if n_heads == 0 or n_queries == 0:
-        return query.new_zeros((batch, heads, q_len, width), dtype=torch.float32), query.new_zeros(query.shape[:3], dtype=torch.float32)
+        return query.new_zeros((batch, heads, q_len, width), dtype=torch.float32), query.new_zeros(
+            query.shape[:3], dtype=torch.float32
+        )
     rows_max = int(n_rows.max())
-    splits = n_splits or max(min(_PROGRAMS_WANTED // (n_heads * q_blocks), rows_max // _SPLIT_ROWS_MIN, 64), 1)
+    splits = n_splits or max(
+        min(_PROGRAMS_WANTED // (n_heads * q_blocks), rows_max // _SPLIT_ROWS_MIN, 64), 1
+    )
     split_rows = -(-max(rows_max, 1) // splits // shape["BLOCK_T"]) * shape["BLOCK_T"]
     if n_heads > _HEADS_MAX or q_blocks > 65535:
-        raise InvalidInputError("attention queries on CUDA", got=n_queries, expected=f"at most {65535 * shape['BLOCK_Q']} for a KV head")
+        raise InvalidInputError(
+            "attention queries on CUDA",
+            got=n_queries,
+            expected=f"at most {65535 * shape['BLOCK_Q']} for a KV head",
+        )
     o = torch.empty((splits, n_heads, n_queries, width), dtype=torch.float32, device=query.device)
     lse = torch.empty((splits, n_heads, n_queries), dtype=torch.float32, device=query.device)
     unused = torch.empty(1, dtype=torch.int64, device=query.device)
@@ -126,16 +150,29 @@ def _merged(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return (weights[..., None] * o).sum(dim=0), whole
 
 
-def _alignment(buffer: torch.Tensor, block_offset_bytes: torch.Tensor, n_rows: torch.Tensor, block_rows: int, fmt: str) -> int:
-    """What every needed block's address is a multiple of: 16, or the size of an element (int8: of a scale). Raises InvalidInputError."""
+def _alignment(
+    buffer: torch.Tensor,
+    block_offset_bytes: torch.Tensor,
+    n_rows: torch.Tensor,
+    block_rows: int,
+    fmt: str,
+) -> int:
+    """What every needed block's address is a multiple of: 16, or the size of an element (int8: of a
+    scale). Raises InvalidInputError."""
     element_bytes = max(ROW_FORMATS[fmt].itemsize, 4 if fmt == "int8" else 1)
-    needed = torch.arange(block_offset_bytes.shape[2], device=n_rows.device) * block_rows < n_rows[:, None]
+    needed = (
+        torch.arange(block_offset_bytes.shape[2], device=n_rows.device) * block_rows
+        < n_rows[:, None]
+    )
     needed = needed[:, None, :].to(block_offset_bytes.device).expand_as(block_offset_bytes)
     addresses = block_offset_bytes[needed] + buffer.data_ptr() % 16
     if not bool((addresses % 16).any()):
         return 16
     if bool((addresses % element_bytes).any()):
         raise InvalidInputError(
-            "attention blocks on CUDA", got="an odd address", expected=f"multiples of {element_bytes} bytes", fix="align the blocks"
+            "attention blocks on CUDA",
+            got="an odd address",
+            expected=f"multiples of {element_bytes} bytes",
+            fix="align the blocks",
         )
     return element_bytes

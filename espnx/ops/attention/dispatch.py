@@ -10,8 +10,9 @@ from .cuda import attention_triton
 # dv 0: blocks hold X rows, which stand for K and V at once.
 torch.library.define(
     "espnx::attention",
-    "(Tensor query, Tensor buffer, Tensor block_offset_bytes, Tensor n_rows, int block_rows, str format, float scale, int dv, "
-    "Tensor? visible=None, Tensor? last_position=None, int threads=0) -> (Tensor, Tensor)",
+    "(Tensor query, Tensor buffer, Tensor block_offset_bytes, Tensor n_rows, int block_rows, str "
+    "format, float scale, int dv, Tensor? visible=None, Tensor? last_position=None, int threads=0) "
+    "-> (Tensor, Tensor)",
 )
 torch.library.impl("espnx::attention", "CPU")(attention_cpu)
 torch.library.impl("espnx::attention", "CUDA")(attention_triton)
@@ -32,4 +33,6 @@ def _(
     threads: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = query.shape
-    return query.new_empty((*shape[:3], dv or shape[3]), dtype=torch.float32), query.new_empty(shape[:3], dtype=torch.float32)
+    return query.new_empty((*shape[:3], dv or shape[3]), dtype=torch.float32), query.new_empty(
+        shape[:3], dtype=torch.float32
+    )

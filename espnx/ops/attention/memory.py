@@ -8,12 +8,21 @@ from __future__ import annotations
 import torch
 
 from .._native import load_extension
-from .rows import Queries, RowsInMemory, attend_rows_reference, check_rows_in_memory, native_arguments
+from .rows import (
+    Queries,
+    RowsInMemory,
+    attend_rows_reference,
+    check_rows_in_memory,
+    native_arguments,
+)
 from .running import RunningAttention, is_plain
 
 
-def attend_rows(queries: Queries, rows: RowsInMemory | None, *, threads: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over rows in memory: compiled on the CPU (rows are not copied), by the attention op and matrix products elsewhere.
+def attend_rows(
+    queries: Queries, rows: RowsInMemory | None, *, threads: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over rows in memory: compiled on the CPU (rows are not copied), by the attention op
+    and matrix products elsewhere.
 
     Args:
         queries: what attends.
@@ -21,8 +30,8 @@ def attend_rows(queries: Queries, rows: RowsInMemory | None, *, threads: int = 0
         threads: at most so many CPU threads; 0: as many as PyTorch uses.
 
     Returns:
-        (o float32 [sequences, KV heads, n, dv], lse float32 [sequences, KV heads, n]); 0 and -inf for a query that sees nothing. Results
-        over different rows merge exactly (`merge`).
+        (o float32 [sequences, KV heads, n, dv], lse float32 [sequences, KV heads, n]); 0 and -inf
+        for a query that sees nothing. Results over different rows merge exactly (`merge`).
 
     Raises:
         InvalidInputError: a wrong dtype, shape or device.

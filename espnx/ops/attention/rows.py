@@ -1,4 +1,5 @@
-"""Attention over rows in memory: what it is given, and what it means, in plain PyTorch. `memory.py` has the fast versions."""
+"""Attention over rows in memory: what it is given, and what it means, in plain PyTorch. `memory.py`
+has the fast versions."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from ...errors import InvalidInputError
 class Queries:
     """What attends, to rows wherever they lie.
 
-    The score of a query row and a K row is their product; then `soft_cap` and `slopes` change it, in this order. A query sees the rows that
-    none of the masks hides.
+    The score of a query row and a K row is their product; then `soft_cap` and `slopes` change it,
+    in this order. A query sees the rows that none of the masks hides.
 
     Attributes:
-        q: float32 [sequences, KV heads, n, d], contiguous, multiplied by the softmax scale; n: the query heads of one KV head times their
-            positions.
+        q: float32 [sequences, KV heads, n, d], contiguous, multiplied by the softmax scale; n: the
+            query heads of one KV head times their positions.
         dv: length of a V row.
         last_position: int64 [n]: the last position that each row of q sees; None: all.
         first_visible: int64 [sequences]: positions before it are padding, or None.
@@ -27,7 +28,8 @@ class Queries:
         position: int64 [n]: where each row of q stands; for a window and slopes alone.
         window: a query sees so many positions, of which its own is the last; None: all.
         soft_cap: a score s becomes soft_cap * tanh(s / soft_cap), or None.
-        slopes: float32 [KV heads, n]: a row at position p adds slope * (p - position) to its score (ALiBi), or None.
+        slopes: float32 [KV heads, n]: a row at position p adds slope * (p - position) to its score
+            (ALiBi), or None.
 
     Raises:
         InvalidInputError: a window or slopes without position; one of them out of range.
@@ -45,23 +47,40 @@ class Queries:
 
     def __post_init__(self) -> None:
         if self.position is None and (self.window is not None or self.slopes is not None):
-            raise InvalidInputError("a window or slopes", got="no position", expected="the position of each query")
+            raise InvalidInputError(
+                "a window or slopes", got="no position", expected="the position of each query"
+            )
         if self.window is not None and self.window < 1:
-            raise InvalidInputError("window of attention", got=self.window, expected="at least 1 position")
+            raise InvalidInputError(
+                "window of attention", got=self.window, expected="at least 1 position"
+            )
         if self.soft_cap is not None and not 0 < self.soft_cap < float("inf"):
-            raise InvalidInputError("soft cap of scores", got=self.soft_cap, expected="a finite number above 0")
+            raise InvalidInputError(
+                "soft cap of scores", got=self.soft_cap, expected="a finite number above 0"
+            )
         if self.slopes is not None and self.slopes.shape != self.q.shape[1:3]:
-            raise InvalidInputError("slopes", got=list(self.slopes.shape), expected=f"{list(self.q.shape[1:3])}: [KV heads, n]")
+            raise InvalidInputError(
+                "slopes",
+                got=list(self.slopes.shape),
+                expected=f"{list(self.q.shape[1:3])}: [KV heads, n]",
+            )
 
     def part(self, begin: int, end: int) -> Self:
         """Of some of the sequences."""
-        first, visible = (None if each is None else each[begin:end] for each in (self.first_visible, self.visible))
+        first, visible = (
+            None if each is None else each[begin:end] for each in (self.first_visible, self.visible)
+        )
         return replace(self, q=self.q[begin:end], first_visible=first, visible=visible)
 
     def to(self, device: torch.device) -> Self:
         """The same on another device."""
         every = {field.name: getattr(self, field.name) for field in fields(self)}
-        return type(self)(**{name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in every.items()})
+        return type(self)(
+            **{
+                name: each.to(device) if isinstance(each, torch.Tensor) else each
+                for name, each in every.items()
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -69,11 +88,13 @@ class RowsInMemory:
     """K and V rows of consecutive tokens that lie in memory.
 
     Attributes:
-        k, v: [sequences, KV heads, capacity, d] and [..., dv], contiguous, of one dtype; the same tensor for X rows.
+        k, v: [sequences, KV heads, capacity, d] and [..., dv], contiguous, of one dtype; the same
+            tensor for X rows.
         skip: rows before those that count.
         n_rows: rows that count.
         first_position: of the first of them.
-        counts: bool [sequences, KV heads], whose rows do; None: all of them. Devices alone know of it, those that say so.
+        counts: bool [sequences, KV heads], whose rows do; None: all of them. Devices alone know of
+            it, those that say so.
     """
 
     k: torch.Tensor
@@ -98,40 +119,72 @@ class RowsInMemory:
     def to(self, device: torch.device) -> Self:
         """The rows that count, on another device."""
         k, v = (each.to(device) for each in self.counting)
-        return type(self)(k, k if self.v is self.k else v, 0, self.n_rows, self.first_position, self.counts)
+        return type(self)(
+            k, k if self.v is self.k else v, 0, self.n_rows, self.first_position, self.counts
+        )
 
 
 def native_arguments(queries: Queries, rows: RowsInMemory | None, threads: int) -> dict[str, Any]:
-    """As the compiled attention takes them, over stored rows too. `threads` 0: as many as PyTorch uses."""
-    tail = None if rows is None or not rows.n_rows else (rows.k, rows.v, rows.skip, rows.n_rows, rows.first_position)
+    """As the compiled attention takes them, over stored rows too. `threads` 0: as many as PyTorch
+    uses."""
+    tail = (
+        None
+        if rows is None or not rows.n_rows
+        else (rows.k, rows.v, rows.skip, rows.n_rows, rows.first_position)
+    )
     return {
-        "q": queries.q, "dv": queries.dv, "rows": tail, "position": queries.position, "last_position": queries.last_position,
-        "first_visible": queries.first_visible, "visible": queries.visible, "window": queries.window or 0,
-        "soft_cap": queries.soft_cap or 0.0, "slopes": queries.slopes, "threads": threads or torch.get_num_threads(),
-    }  # fmt: skip
+        "q": queries.q,
+        "dv": queries.dv,
+        "rows": tail,
+        "position": queries.position,
+        "last_position": queries.last_position,
+        "first_visible": queries.first_visible,
+        "visible": queries.visible,
+        "window": queries.window or 0,
+        "soft_cap": queries.soft_cap or 0.0,
+        "slopes": queries.slopes,
+        "threads": threads or torch.get_num_threads(),
+    }
 
 
 def check_rows_in_memory(queries: Queries, rows: RowsInMemory | None) -> None:
     """Raises InvalidInputError unless the rows are such as these queries look at."""
     q = queries.q
     if q.dim() != 4 or q.dtype != torch.float32 or not q.is_contiguous():
-        raise InvalidInputError("queries", got=f"{q.dtype} {list(q.shape)}", expected="contiguous float32 [sequences, KV heads, n, d]")
+        raise InvalidInputError(
+            "queries",
+            got=f"{q.dtype} {list(q.shape)}",
+            expected="contiguous float32 [sequences, KV heads, n, d]",
+        )
     if rows is None:
         return
     for name, each, width in (("K", rows.k, q.shape[3]), ("V", rows.v, queries.dv)):
-        fits = each.dim() == 4 and (each.shape[:2], each.shape[3], each.dtype, each.device) == (q.shape[:2], width, rows.k.dtype, q.device)
-        if not fits or not each.is_contiguous() or not 0 <= rows.skip <= rows.skip + rows.n_rows <= each.shape[2]:
+        fits = each.dim() == 4 and (each.shape[:2], each.shape[3], each.dtype, each.device) == (
+            q.shape[:2],
+            width,
+            rows.k.dtype,
+            q.device,
+        )
+        if (
+            not fits
+            or not each.is_contiguous()
+            or not 0 <= rows.skip <= rows.skip + rows.n_rows <= each.shape[2]
+        ):
             raise InvalidInputError(
-                f"{name} rows in memory", got=f"{each.dtype} {list(each.shape)} on {each.device}",
-                expected=f"contiguous [{q.shape[0]}, {q.shape[1]}, rows, {width}] on {q.device}, with rows {rows.skip} to "
-                f"{rows.skip + rows.n_rows}",
-            )  # fmt: skip
+                f"{name} rows in memory",
+                got=f"{each.dtype} {list(each.shape)} on {each.device}",
+                expected=(
+                    f"contiguous [{q.shape[0]}, {q.shape[1]}, rows, {width}] on {q.device}, with "
+                    f"rows {rows.skip} to {rows.skip + rows.n_rows}"
+                ),
+            )
 
 
 def attend_rows_reference(
     queries: Queries, rows: RowsInMemory | None, *, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`espnx.ops.attention.attend_rows` in plain PyTorch, on any device. `dtype` is what it computes in, and the dtype of its results."""
+    """`espnx.ops.attention.attend_rows` in plain PyTorch, on any device. `dtype` is what it
+    computes in, and the dtype of its results."""
     q = queries.q.to(dtype)
     if rows is None or not rows.n_rows:
         return q.new_zeros(*q.shape[:3], queries.dv), q.new_full(q.shape[:3], -torch.inf)
@@ -141,12 +194,15 @@ def attend_rows_reference(
     if queries.soft_cap is not None:
         scores = queries.soft_cap * torch.tanh(scores / queries.soft_cap)
     if queries.slopes is not None and queries.position is not None:
-        scores = scores + queries.slopes.to(q)[:, :, None] * (position - queries.position.to(q.device)[:, None])
+        scores = scores + queries.slopes.to(q)[:, :, None] * (
+            position - queries.position.to(q.device)[:, None]
+        )
     seen = _seen(queries, position)
     scores = torch.where(seen, scores, -torch.inf)
     lse = scores.logsumexp(dim=-1)
     weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
-    # What a hidden row holds has no effect: its weight of 0 would turn an infinity or a NaN into NaN.
+    # What a hidden row holds has no effect: its weight of 0 would turn an infinity or a NaN into
+    # NaN.
     broken = ~v.isfinite().all(dim=-1)
     o = weights @ torch.where(broken[..., None], 0.0, v)
     return torch.where((seen & broken[:, :, None]).any(dim=-1, keepdim=True), torch.nan, o), lse
@@ -166,9 +222,11 @@ def _seen(queries: Queries, position: torch.Tensor) -> torch.Tensor:
     return seen
 
 
-def add_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sink logits join the softmax's denominator and bring no value: a correction of what all rows together gave, made once, after every
-    part is merged. No device needs to know of them.
+def add_sinks(
+    o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sink logits join the softmax's denominator and bring no value: a correction of what all rows
+    together gave, made once, after every part is merged. No device needs to know of them.
 
     Args:
         o, lse: float32 ``[..., n, dv]`` and ``[..., n]``.

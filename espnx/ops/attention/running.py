@@ -1,7 +1,9 @@
-"""Attention of some queries on a torch device, over rows in blocks or in memory, part by part, merged exactly: the attention op where its
-kernel takes rows of such a length, otherwise (the X rows of most models, on a GPU) matrix products.
+"""Attention of some queries on a torch device, over rows in blocks or in memory, part by part,
+merged exactly: the attention op where its kernel takes rows of such a length, otherwise (the X rows
+of most models, on a GPU) matrix products.
 
-Rows are computed on where they arrived; tables are made on the host, so that nothing here waits for the device.
+Rows are computed on where they arrived; tables are made on the host, so that nothing here waits for
+the device.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from .rows import Queries, RowsInMemory
 
 
 def is_plain(queries: Queries) -> bool:
-    """Whether scores are products alone, and masks are all that hides rows: what the attention op computes."""
+    """Whether scores are products alone, and masks are all that hides rows: what the attention op
+    computes."""
     return queries.window is None and queries.soft_cap is None and queries.slopes is None
 
 
@@ -37,20 +40,30 @@ class RunningAttention:
 
     def __init__(self, queries: Queries, device: torch.device, threads: int | None = None):
         if not is_plain(queries):
-            raise InvalidInputError("attention by the op", got="a window, a soft cap or slopes", expected="products and masks")
+            raise InvalidInputError(
+                "attention by the op",
+                got="a window, a soft cap or slopes",
+                expected="products and masks",
+            )
         self._shape = n_sequences, n_heads, n, d = queries.q.shape
         self._dv, self._threads = queries.dv, threads
         self._q = queries.q.to(device).reshape(n_sequences * n_heads, n, d)
         self._last = _host(queries.last_position)
         self._first_visible, self._visible = _host(queries.first_visible), _host(queries.visible)
         self._dim_max = CUDA_DIM_MAX if device.type == "cuda" else HOST_DIM_MAX
-        self._o = torch.zeros(n_sequences * n_heads, n, queries.dv, dtype=torch.float32, device=device)
-        self._lse = torch.full((n_sequences * n_heads, n), -torch.inf, dtype=torch.float32, device=device)
+        self._o = torch.zeros(
+            n_sequences * n_heads, n, queries.dv, dtype=torch.float32, device=device
+        )
+        self._lse = torch.full(
+            (n_sequences * n_heads, n), -torch.inf, dtype=torch.float32, device=device
+        )
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(o float32 [sequences, heads, n, dv], lse [sequences, heads, n])."""
         n_sequences, n_heads, n, _ = self._shape
-        return self._o.view(n_sequences, n_heads, n, self._dv), self._lse.view(n_sequences, n_heads, n)
+        return self._o.view(n_sequences, n_heads, n, self._dv), self._lse.view(
+            n_sequences, n_heads, n
+        )
 
     def add_rows(self, rows: RowsInMemory) -> None:
         """Rows in memory. They become one block of each head."""
@@ -71,13 +84,28 @@ class RunningAttention:
         offsets = torch.arange(len(k)).unsqueeze(1) * memory.shape[1]
         form = next(name for name, dtype in ROW_FORMATS.items() if dtype == k.dtype)
         self.add_blocks(
-            pair, first, n_rows, memory.view(-1), offsets, block_rows=rows.n_rows, form=form, dv=0 if is_shared else v.shape[-1]
+            pair,
+            first,
+            n_rows,
+            memory.view(-1),
+            offsets,
+            block_rows=rows.n_rows,
+            form=form,
+            dv=0 if is_shared else v.shape[-1],
         )
 
     def add_blocks(
-        self, pair: np.ndarray, first: np.ndarray, n_rows: np.ndarray, memory: torch.Tensor, offset_bytes: torch.Tensor, *,
-        block_rows: int, form: str, dv: int,
-    ) -> None:  # fmt: skip
+        self,
+        pair: np.ndarray,
+        first: np.ndarray,
+        n_rows: np.ndarray,
+        memory: torch.Tensor,
+        offset_bytes: torch.Tensor,
+        *,
+        block_rows: int,
+        form: str,
+        dv: int,
+    ) -> None:
         """Rows of chains of blocks, as the attention op takes them (`dv` 0: X rows).
 
         Args:
@@ -87,21 +115,35 @@ class RunningAttention:
             offset_bytes: int64 [chains, blocks], on the host.
         """
         last = None
-        if self._last is not None and self._last.size and int(self._last.min()) < int((first + n_rows).max()) - 1:
+        if (
+            self._last is not None
+            and self._last.size
+            and int(self._last.min()) < int((first + n_rows).max()) - 1
+        ):
             last = torch.from_numpy(self._last[None, :] - first[:, None])
         visible = self._visible_rows(pair, first, 0, int(n_rows.max(initial=0)))
         o, lse = attention(
-            self.chosen(self._q, pair).unsqueeze(1), memory, offset_bytes.unsqueeze(1), torch.from_numpy(n_rows),
-            block_rows=block_rows, format=form, scale=1.0, dv=dv,
-            visible=None if visible is None else torch.from_numpy(visible.view(np.uint8)), last_position=last, threads=self._threads,
-        )  # fmt: skip
+            self.chosen(self._q, pair).unsqueeze(1),
+            memory,
+            offset_bytes.unsqueeze(1),
+            torch.from_numpy(n_rows),
+            block_rows=block_rows,
+            format=form,
+            scale=1.0,
+            dv=dv,
+            visible=None if visible is None else torch.from_numpy(visible.view(np.uint8)),
+            last_position=last,
+            threads=self._threads,
+        )
         self.fold(pair, o.squeeze(1), lse.squeeze(1))
 
     def is_wide(self, d: int, dv: int) -> bool:
         """Whether rows of these lengths are too long for the op on this device."""
         return max(d, dv) > self._dim_max
 
-    def _visible_rows(self, pair: np.ndarray, first: np.ndarray, begin: int, end: int) -> np.ndarray | None:
+    def _visible_rows(
+        self, pair: np.ndarray, first: np.ndarray, begin: int, end: int
+    ) -> np.ndarray | None:
         """bool [chains, end - begin]: which rows are no padding; None: all."""
         if self._first_visible is None and self._visible is None:
             return None
@@ -112,11 +154,16 @@ class RunningAttention:
             seen &= position >= self._first_visible[sequence][:, None]
         if self._visible is not None:
             known = np.minimum(position, self._visible.shape[1] - 1)
-            seen &= (self._visible[sequence[:, None], known] != 0) & (position < self._visible.shape[1])
+            seen &= (self._visible[sequence[:, None], known] != 0) & (
+                position < self._visible.shape[1]
+            )
         return None if seen.all() else seen
 
-    def seen(self, pair: np.ndarray, first: np.ndarray, n_rows: np.ndarray, begin: int, end: int) -> torch.Tensor:
-        """bool [chains, n or 1, end - begin], on the device: which rows from `begin` on a query sees."""
+    def seen(
+        self, pair: np.ndarray, first: np.ndarray, n_rows: np.ndarray, begin: int, end: int
+    ) -> torch.Tensor:
+        """bool [chains, n or 1, end - begin], on the device: which rows from `begin` on a query
+        sees."""
         row = np.arange(begin, end)
         seen = row < n_rows[:, None]
         if (visible := self._visible_rows(pair, first, begin, end)) is not None:
@@ -133,12 +180,15 @@ class RunningAttention:
         return rows[torch.from_numpy(pair).to(rows.device, non_blocking=True)]
 
     def fold(self, pair: np.ndarray, o: torch.Tensor, lse: torch.Tensor) -> None:
-        """Parts of these (sequence, head) pairs, ascending. Where a pair has several, one after the other: sums in a fixed order."""
+        """Parts of these (sequence, head) pairs, ascending. Where a pair has several, one after the
+        other: sums in a fixed order."""
         turn = np.arange(len(pair)) - np.searchsorted(pair, pair)
         for i in range(int(turn.max(initial=-1)) + 1):
             mine = np.flatnonzero(turn == i)
             if len(mine) == len(self._o):
-                self._o, self._lse = merge(self._o, self._lse, self.chosen(o, mine), self.chosen(lse, mine))
+                self._o, self._lse = merge(
+                    self._o, self._lse, self.chosen(o, mine), self.chosen(lse, mine)
+                )
                 continue
             at = torch.from_numpy(pair[mine]).to(o.device, non_blocking=True)
             merged = merge(self._o[at], self._lse[at], self.chosen(o, mine), self.chosen(lse, mine))
@@ -149,8 +199,11 @@ def _host(tensor: torch.Tensor | None) -> np.ndarray | None:
     return None if tensor is None else tensor.cpu().numpy()
 
 
-def matrix_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o float32 [b, n, dv], lse [b, n]) of scaled queries q [b, n, d] over k [b, rows, d] and v; `seen`: bool [b, n or 1, rows].
+def matrix_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o float32 [b, n, dv], lse [b, n]) of scaled queries q [b, n, d] over k [b, rows, d] and v;
+    `seen`: bool [b, n or 1, rows].
 
     Where a query sees a V row that is not finite, its o is NaN.
     """

@@ -7,6 +7,10 @@ import torch
 from .._native import load_extension
 
 
-def crc32c_cpu(buffer: torch.Tensor, offset_bytes: torch.Tensor, size_bytes: torch.Tensor, seed: int = 0) -> torch.Tensor:
+def crc32c_cpu(
+    buffer: torch.Tensor, offset_bytes: torch.Tensor, size_bytes: torch.Tensor, seed: int = 0
+) -> torch.Tensor:
     """`espnx.ops.crc32c_ranges` of tensors on the CPU."""
-    return load_extension().crc32c_ranges(buffer, offset_bytes.contiguous(), size_bytes.contiguous(), seed)
+    return load_extension().crc32c_ranges(
+        buffer, offset_bytes.contiguous(), size_bytes.contiguous(), seed
+    )

@@ -14,7 +14,9 @@ from .shifts import kernel_tables
 LANES = 128
 
 
-def crc32c_triton(buffer: torch.Tensor, offset_bytes: torch.Tensor, size_bytes: torch.Tensor, seed: int = 0) -> torch.Tensor:
+def crc32c_triton(
+    buffer: torch.Tensor, offset_bytes: torch.Tensor, size_bytes: torch.Tensor, seed: int = 0
+) -> torch.Tensor:
     """`espnx.ops.crc32c_ranges` by Triton: CUDA tensors, or CPU tensors in Triton's interpreter."""
     check_ranges(buffer, offset_bytes, size_bytes, seed)
     check_inside(buffer.numel(), offset_bytes, size_bytes)
@@ -33,7 +35,8 @@ def crc32c_triton(buffer: torch.Tensor, offset_bytes: torch.Tensor, size_bytes: 
             round_shift,
             lane_shift,
             crcs,
-            register - (1 << 32) if register >> 31 else register,  # the same bits as a signed number: always one type of argument
+            # the same bits as a signed number: always one type of argument
+            register - (1 << 32) if register >> 31 else register,
             LANES=LANES,
             WORDS=is_aligned,
             enable_fp_fusion=True,

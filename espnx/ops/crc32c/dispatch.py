@@ -7,11 +7,15 @@ import torch
 from .cpu import crc32c_cpu
 from .cuda import crc32c_triton
 
-torch.library.define("espnx::crc32c", "(Tensor buffer, Tensor offset_bytes, Tensor size_bytes, int seed=0) -> Tensor")
+torch.library.define(
+    "espnx::crc32c", "(Tensor buffer, Tensor offset_bytes, Tensor size_bytes, int seed=0) -> Tensor"
+)
 torch.library.impl("espnx::crc32c", "CPU")(crc32c_cpu)
 torch.library.impl("espnx::crc32c", "CUDA")(crc32c_triton)
 
 
 @torch.library.register_fake("espnx::crc32c")
-def _(buffer: torch.Tensor, offset_bytes: torch.Tensor, size_bytes: torch.Tensor, seed: int = 0) -> torch.Tensor:
+def _(
+    buffer: torch.Tensor, offset_bytes: torch.Tensor, size_bytes: torch.Tensor, seed: int = 0
+) -> torch.Tensor:
     return buffer.new_empty(offset_bytes.shape, dtype=torch.int64)

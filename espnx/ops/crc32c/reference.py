@@ -1,4 +1,5 @@
-"""CRC32C in plain Python: what the fast versions are tested against, and what the checksum means."""
+"""CRC32C in plain Python: what the fast versions are tested against, and what the checksum
+means."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import torch
 
 from .checks import check_inside, check_ranges
 
-POLYNOMIAL = 0x82F63B78  # Castagnoli's x^32 + x^28 + ... + 1, reflected: bit 31 - i is the coefficient of x^i
+# Castagnoli's x^32 + x^28 + ... + 1, reflected: bit 31 - i is the coefficient of x^i
+POLYNOMIAL = 0x82F63B78
 MASK = 0xFFFFFFFF
 
 
@@ -25,7 +27,8 @@ def byte_table() -> tuple[int, ...]:
 
 
 def crc32c_reference(data: bytes | bytearray | memoryview, seed: int = 0) -> int:
-    """The CRC32C of ``data``, byte by byte, continuing from ``seed`` (RFC 3720, appendix B.4). About 10 MB/s."""
+    """The CRC32C of ``data``, byte by byte, continuing from ``seed`` (RFC 3720, appendix B.4).
+    About 10 MB/s."""
     table = byte_table()
     register = seed ^ MASK
     for byte in memoryview(data).cast("B"):
@@ -33,10 +36,16 @@ def crc32c_reference(data: bytes | bytearray | memoryview, seed: int = 0) -> int
     return register ^ MASK
 
 
-def crc32c_ranges_reference(buffer: torch.Tensor, offset_bytes: torch.Tensor, size_bytes: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """`espnx.ops.crc32c_ranges` in plain Python, on any device; same arguments, result and errors."""
+def crc32c_ranges_reference(
+    buffer: torch.Tensor, offset_bytes: torch.Tensor, size_bytes: torch.Tensor, seed: int = 0
+) -> torch.Tensor:
+    """`espnx.ops.crc32c_ranges` in plain Python, on any device; same arguments, result and
+    errors."""
     check_ranges(buffer, offset_bytes, size_bytes, seed)
     check_inside(buffer.numel(), offset_bytes, size_bytes)
     pairs = zip(offset_bytes.tolist(), size_bytes.tolist(), strict=True)
-    crcs = [crc32c_reference(bytes(buffer[begin : begin + size].tolist()), seed) for begin, size in pairs]
+    crcs = [
+        crc32c_reference(bytes(buffer[begin : begin + size].tolist()), seed)
+        for begin, size in pairs
+    ]
     return torch.tensor(crcs, dtype=torch.int64, device=buffer.device)

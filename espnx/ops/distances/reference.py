@@ -14,7 +14,8 @@ def distances_reference(
     format: str = "uint8",  # noqa: A002
     metric: str = "l2",
 ) -> torch.Tensor:
-    """One vector after the other: whole numbers in int64, floats in float64, rounded once to float32.
+    """One vector after the other: whole numbers in int64, floats in float64, rounded once to
+    float32.
 
     Arguments, result and errors are those of `espnx.ops.distances`; no compiled code.
     """
@@ -26,5 +27,7 @@ def distances_reference(
     found = query.new_empty((*query.shape[:-1], offset_bytes.numel()), dtype=torch.float32)
     for i, begin in enumerate(offset_bytes.tolist()):
         vector = buffer[begin : begin + size_bytes].clone().view(check_format(format)).to(wide)
-        found[..., i] = ((wanted - vector) ** 2).sum(-1) if metric == "l2" else -(wanted * vector).sum(-1)
+        found[..., i] = (
+            ((wanted - vector) ** 2).sum(-1) if metric == "l2" else -(wanted * vector).sum(-1)
+        )
     return found

@@ -23,40 +23,47 @@ def maxsim(
     threads: int | None = None,
     codebook: Codebook | None = None,
 ) -> torch.Tensor:
-    """Scores documents whose token rows lie in place in an I/O buffer: ``sum over query tokens of max over document tokens of <q, d>``.
+    """Scores documents whose token rows lie in place in an I/O buffer: ``sum over query tokens of
+    max over document tokens of <q, d>``.
 
-    Products and sums are fp32 whatever the format. Nothing of size documents x tokens is stored, and the buffer is not copied. A document
-    may be named twice, records may overlap and come in any order. A vector is a document of one token: with ``Lq = 1`` this is a dot
-    product.
+    Products and sums are fp32 whatever the format. Nothing of size documents x tokens is stored,
+    and the buffer is not copied. A document may be named twice, records may overlap and come in any
+    order. A vector is a document of one token: with ``Lq = 1`` this is a dot product.
 
     Args:
-        query: float32 ``[Lq, d]``, or ``[Q, Lq, d]`` to score every document for each of Q queries. ``d`` is a multiple of 8 from 8 to
-            65536, ``Lq`` any, 0 included.
-        buffer: uint8 ``[bytes]``, contiguous, on the query's device. It must not be written to until the result is there.
-        offset_bytes: int64 ``[n]``, where in the buffer each document's first token row begins. Any address on the CPU; on CUDA a
-            multiple of the element's size (16 is fastest).
-        n_tokens: int64 ``[n]``, token rows of each document, 0 to 65535. This and ``offset_bytes`` may stay on the CPU for a CUDA
-            query: their bounds are then checked without waiting for the device.
-        format: of the rows, a key of `FORMATS`: ``fp16``, ``fp32``, ``bf16``, ``int8``, ``bit1``, ``residual1``, ``residual2``,
-            ``residual4``.
-        threads: at most so many CPU threads; by default as many as torch uses, fewer where the work does not pay for them. No meaning
-            on CUDA.
+        query: float32 ``[Lq, d]``, or ``[Q, Lq, d]`` to score every document for each of Q queries.
+            ``d`` is a multiple of 8 from 8 to 65536, ``Lq`` any, 0 included.
+        buffer: uint8 ``[bytes]``, contiguous, on the query's device. It must not be written to
+            until the result is there.
+        offset_bytes: int64 ``[n]``, where in the buffer each document's first token row begins. Any
+            address on the CPU; on CUDA a multiple of the element's size (16 is fastest).
+        n_tokens: int64 ``[n]``, token rows of each document, 0 to 65535. This and ``offset_bytes``
+            may stay on the CPU for a CUDA query: their bounds are then checked without waiting for
+            the device.
+        format: of the rows, a key of `FORMATS`: ``fp16``, ``fp32``, ``bf16``, ``int8``, ``bit1``,
+            ``residual1``, ``residual2``, ``residual4``.
+        threads: at most so many CPU threads; by default as many as torch uses, fewer where the work
+            does not pay for them. No meaning on CUDA.
         codebook: of the residual formats, on the query's device; None for all others.
 
     Returns:
-        float32 ``[n]``, or ``[Q, n]`` for a batch, on the query's device. A document without tokens scores ``-inf``; otherwise ``Lq = 0``
-        scores 0; a NaN in a document makes its score NaN, as with torch's ``max``.
+        float32 ``[n]``, or ``[Q, n]`` for a batch, on the query's device. A document without tokens
+        scores ``-inf``; otherwise ``Lq = 0`` scores 0; a NaN in a document makes its score NaN, as
+        with torch's ``max``.
 
-    Precision on CUDA: fp16 rows go through tensor cores, which want both factors in fp16. A query rounded to fp16 would be off by 2^-12 of
-    each value, so it is split into two fp16 parts (after scaling by a power of two), which carry 22 bits and cost a second
-    multiplication: 2 Lq multiply-adds for each byte of a document, which tensor cores do faster than memory brings the byte up to
-    about Lq = 64. fp32 rows are multiplied in fp32 without tensor cores.
+    Precision on CUDA: fp16 rows go through tensor cores, which want both factors in fp16. A query
+    rounded to fp16 would be off by 2^-12 of each value, so it is split into two fp16 parts (after
+    scaling by a power of two), which carry 22 bits and cost a second
+    multiplication: 2 Lq multiply-adds for each byte of a document, which tensor cores do faster
+    than memory brings the byte up to about Lq = 64. fp32 rows are multiplied in fp32 without tensor
+    cores.
 
     Raises:
-        InvalidInputError: a wrong dtype, shape, device, format or ``d``; a record that does not lie inside the buffer (checked before any
-            is read); on CUDA a row that is not aligned to its element; a codebook that is missing, unwanted or of another shape; on the CPU
-            a row that names a centroid which the codebook has not (on CUDA such a document scores NaN: nothing outside is read, and
-            nobody waits for the device to say so).
+        InvalidInputError: a wrong dtype, shape, device, format or ``d``; a record that does not lie
+            inside the buffer (checked before any is read); on CUDA a row that is not aligned to its
+            element; a codebook that is missing, unwanted or of another shape; on the CPU a row that
+            names a centroid which the codebook has not (on CUDA such a document scores NaN: nothing
+            outside is read, and nobody waits for the device to say so).
         MissingDependencyError: the extension is not built, or on CUDA Triton is not installed.
     """
     token = token_format(format)
@@ -64,14 +71,19 @@ def maxsim(
     check_arguments(query, buffer, offset_bytes, n_tokens)
     check_codebook(token, query, codebook)
     if threads is not None and threads < 1:
-        raise InvalidInputError("maxsim threads", got=threads, expected="1 or more, or None to leave it to the op")
+        raise InvalidInputError(
+            "maxsim threads", got=threads, expected="1 or more, or None to leave it to the op"
+        )
     tables = (None, None) if codebook is None else (codebook.centroids, codebook.bucket_weights)
     try:
         if is_direct(query, buffer):
             return maxsim_cpu(query, buffer, offset_bytes, n_tokens, format, threads or 0, *tables)
         load_ops()
-        return torch.ops.espnx.maxsim(query, buffer, offset_bytes, n_tokens, format, threads or 0, *tables)
-    except IndexError as error:  # C++ looks at each record once; Python looks again only where it has found something
+        return torch.ops.espnx.maxsim(
+            query, buffer, offset_bytes, n_tokens, format, threads or 0, *tables
+        )
+    except IndexError as error:
+        # C++ looks at each record once; Python looks again only where it has found something
         if buffer.device.type != "cpu":
             raise
         found = error

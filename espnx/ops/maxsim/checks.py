@@ -10,17 +10,25 @@ from .limits import TOKENS_MAX, check_dim
 from .token import TokenFormat
 
 
-def check_arguments(query: torch.Tensor, buffer: torch.Tensor, offset_bytes: torch.Tensor, n_tokens: torch.Tensor) -> None:
+def check_arguments(
+    query: torch.Tensor, buffer: torch.Tensor, offset_bytes: torch.Tensor, n_tokens: torch.Tensor
+) -> None:
     """Shapes, dtypes and devices; reads no element. Raises InvalidInputError."""
     if query.dtype != torch.float32 or query.dim() not in (2, 3):
         raise InvalidInputError(
-            "maxsim query", got=f"{query.dtype} {list(query.shape)}", expected="float32 [Lq, d] or [Q, Lq, d]", fix="query.float()"
+            "maxsim query",
+            got=f"{query.dtype} {list(query.shape)}",
+            expected="float32 [Lq, d] or [Q, Lq, d]",
+            fix="query.float()",
         )
     check_dim(query.shape[-1])
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise InvalidInputError(
             "maxsim buffer",
-            got=f"{buffer.dtype} {list(buffer.shape)}{'' if buffer.is_contiguous() else ', strided'}",
+            got=(
+                f"{buffer.dtype} "
+                f"{list(buffer.shape)}{'' if buffer.is_contiguous() else ', strided'}"
+            ),
             expected="contiguous uint8 [bytes]",
             fix="buffer.view(torch.uint8).view(-1)",
         )
@@ -33,14 +41,21 @@ def check_arguments(query: torch.Tensor, buffer: torch.Tensor, offset_bytes: tor
             )
         if tensor.device != query.device and tensor.device.type != "cpu":
             raise InvalidInputError(
-                f"maxsim {name}", got=f"on {tensor.device}", expected=f"on {query.device}, where the query is, or on the CPU"
+                f"maxsim {name}",
+                got=f"on {tensor.device}",
+                expected=f"on {query.device}, where the query is, or on the CPU",
             )
     if buffer.device != query.device:
-        raise InvalidInputError("maxsim buffer", got=f"on {buffer.device}", expected=f"on {query.device}, where the query is")
+        raise InvalidInputError(
+            "maxsim buffer",
+            got=f"on {buffer.device}",
+            expected=f"on {query.device}, where the query is",
+        )
 
 
 def check_codebook(token: TokenFormat, query: torch.Tensor, codebook: Codebook | None) -> None:
-    """Raises InvalidInputError unless there is a codebook exactly where the format needs one, it fits, and lies where the query does."""
+    """Raises InvalidInputError unless there is a codebook exactly where the format needs one, it
+    fits, and lies where the query does."""
     token.check_codebook(query.shape[-1], codebook)
     if codebook is not None and codebook.centroids.device != query.device:
         raise InvalidInputError(
@@ -51,25 +66,38 @@ def check_codebook(token: TokenFormat, query: torch.Tensor, codebook: Codebook |
         )
 
 
-def check_inside(buffer_bytes: int, offset_bytes: torch.Tensor, n_tokens: torch.Tensor, row_bytes: int) -> None:
-    """Raises InvalidInputError unless every record lies inside the buffer. Waits for the device where the tensors are on one."""
-    # n_tokens is judged before it is multiplied, and the room left is a difference, so nothing overflows.
+def check_inside(
+    buffer_bytes: int, offset_bytes: torch.Tensor, n_tokens: torch.Tensor, row_bytes: int
+) -> None:
+    """Raises InvalidInputError unless every record lies inside the buffer. Waits for the device
+    where the tensors are on one."""
+    # n_tokens is judged before it is multiplied, and the room left is a difference, so nothing
+    # overflows.
     n_tokens_ok = (n_tokens >= 0) & (n_tokens <= TOKENS_MAX)
     room_bytes = buffer_bytes - offset_bytes.clamp(0, buffer_bytes)
-    inside = n_tokens_ok & (offset_bytes >= 0) & (offset_bytes <= buffer_bytes) & (n_tokens.clamp(0, TOKENS_MAX) * row_bytes <= room_bytes)
+    inside = (
+        n_tokens_ok
+        & (offset_bytes >= 0)
+        & (offset_bytes <= buffer_bytes)
+        & (n_tokens.clamp(0, TOKENS_MAX) * row_bytes <= room_bytes)
+    )
     if bool(inside.all()):
         return
     i = int((~inside).nonzero()[0])
     raise InvalidInputError(
         "maxsim record outside the buffer",
-        got=f"document {i} (offset_bytes {int(offset_bytes[i])}, n_tokens {int(n_tokens[i])}, {row_bytes} bytes a token)",
+        got=(
+            f"document {i} (offset_bytes {int(offset_bytes[i])}, n_tokens {int(n_tokens[i])}, "
+            f"{row_bytes} bytes a token)"
+        ),
         expected=f"0 to {TOKENS_MAX} token rows that lie within the buffer's {buffer_bytes} bytes",
         fix="offset_bytes counts from the buffer's first byte to the document's first token row",
     )
 
 
 def check_aligned(address: int, offset_bytes: torch.Tensor, token: TokenFormat) -> bool:
-    """True when the buffer and every offset are multiples of 16 bytes, which the CUDA kernel loads fastest.
+    """True when the buffer and every offset are multiples of 16 bytes, which the CUDA kernel loads
+    fastest.
 
     Args:
         address: of the buffer's first byte.
@@ -91,6 +119,9 @@ def check_aligned(address: int, offset_bytes: torch.Tensor, token: TokenFormat) 
             f"maxsim on CUDA reads {token.name} rows at multiples of {token.alignment_bytes} bytes",
             got=f"document {i} at address {address} + {int(offset_bytes[i])}",
             expected=f"a multiple of {token.alignment_bytes}",
-            fix="lay records out at 16-byte boundaries, or score on the CPU, which takes any address",
+            fix=(
+                "lay records out at 16-byte boundaries, or score on the CPU, which takes any "
+                "address"
+            ),
         )
     return False

@@ -19,6 +19,12 @@ def maxsim_cpu(
 ) -> torch.Tensor:
     """`espnx.ops.maxsim` of tensors on the CPU; ``threads`` 0: as many as torch uses."""
     return load_extension().maxsim(
-        query.contiguous(), buffer, offset_bytes.contiguous(), n_tokens.contiguous(), fmt, threads or torch.get_num_threads(), centroids,
+        query.contiguous(),
+        buffer,
+        offset_bytes.contiguous(),
+        n_tokens.contiguous(),
+        fmt,
+        threads or torch.get_num_threads(),
+        centroids,
         bucket_weights,
-    )  # fmt: skip
+    )

@@ -20,9 +20,11 @@ _PROGRAMS_MAX = 2**31 - 1  # the largest CUDA grid
 
 
 def launch_shape(n_query_tokens: int, d: int, tokens_max: int, fmt: str) -> dict[str, int]:
-    """Block sizes. The least that a tensor core takes is 16 each way; a block of values divides d where it can.
+    """Block sizes. The least that a tensor core takes is 16 each way; a block of values divides d
+    where it can.
 
-    fp32 products are plain multiply-adds, one instruction each, so their blocks are kept short along d.
+    fp32 products are plain multiply-adds, one instruction each, so their blocks are kept short
+    along d.
     """
     power_in_d = d & -d
     return {
@@ -34,7 +36,12 @@ def launch_shape(n_query_tokens: int, d: int, tokens_max: int, fmt: str) -> dict
 
 def row_constants(token: TokenFormat, d: int) -> dict[str, Any]:
     """What the kernel is told about rows of a format."""
-    return {"D": d, "FORMAT": token.name, "ROW_BYTES": token.token_row_bytes(d), "SIGN_VALUE": d**-0.5}
+    return {
+        "D": d,
+        "FORMAT": token.name,
+        "ROW_BYTES": token.token_row_bytes(d),
+        "SIGN_VALUE": d**-0.5,
+    }
 
 
 def maxsim_triton(
@@ -47,7 +54,8 @@ def maxsim_triton(
     centroids: torch.Tensor | None = None,
     bucket_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`espnx.ops.maxsim` by Triton: CUDA tensors, or CPU tensors in Triton's interpreter. ``threads`` has no meaning here."""
+    """`espnx.ops.maxsim` by Triton: CUDA tensors, or CPU tensors in Triton's interpreter.
+    ``threads`` has no meaning here."""
     token = token_format(fmt)
     check_arguments(query, buffer, offset_bytes, n_tokens)
     n_query_tokens, d = query.shape[-2:]
@@ -57,7 +65,10 @@ def maxsim_triton(
     n, n_queries = offset_bytes.numel(), query.shape[0] if query.dim() == 3 else 1
     if n * n_queries > _PROGRAMS_MAX:
         raise InvalidInputError(
-            "maxsim documents times queries", got=n * n_queries, expected=f"at most {_PROGRAMS_MAX}", fix="score fewer queries at once"
+            "maxsim documents times queries",
+            got=n * n_queries,
+            expected=f"at most {_PROGRAMS_MAX}",
+            fix="score fewer queries at once",
         )
     scores = torch.empty((*query.shape[:-2], n), dtype=torch.float32, device=query.device)
     counts = n_tokens.to(query.device, non_blocking=True)
@@ -87,18 +98,37 @@ def maxsim_triton(
 
 
 def _tables(
-    token: TokenFormat, query: torch.Tensor, centroids: torch.Tensor | None, bucket_weights: torch.Tensor | None
+    token: TokenFormat,
+    query: torch.Tensor,
+    centroids: torch.Tensor | None,
+    bucket_weights: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Centroids and weights for the kernel, shapes checked; for other formats two tensors that it does not look at."""
+    """Centroids and weights for the kernel, shapes checked; for other formats two tensors that it
+    does not look at."""
     if not isinstance(token, ResidualFormat) and centroids is None and bucket_weights is None:
         unused = query.new_empty(1)
         return unused, unused
-    expected = "float32 [K, d] and [2^N], contiguous, with the residual formats, and with them alone"
+    expected = (
+        "float32 [K, d] and [2^N], contiguous, with the residual formats, and with them alone"
+    )
     if not isinstance(token, ResidualFormat) or centroids is None or bucket_weights is None:
-        raise InvalidInputError("maxsim centroids and bucket_weights", got=f"format {token.name}", expected=expected)
+        raise InvalidInputError(
+            "maxsim centroids and bucket_weights", got=f"format {token.name}", expected=expected
+        )
     tables = (centroids, bucket_weights)
-    shapes_fit = centroids.dim() == 2 and centroids.shape[1] == query.shape[-1] and bucket_weights.shape == (2**token.nbits,)
-    if not shapes_fit or any(table.dtype != torch.float32 or not table.is_contiguous() or table.device != query.device for table in tables):
+    shapes_fit = (
+        centroids.dim() == 2
+        and centroids.shape[1] == query.shape[-1]
+        and bucket_weights.shape == (2**token.nbits,)
+    )
+    if not shapes_fit or any(
+        table.dtype != torch.float32 or not table.is_contiguous() or table.device != query.device
+        for table in tables
+    ):
         got = ", ".join(f"{table.dtype} {list(table.shape)} on {table.device}" for table in tables)
-        raise InvalidInputError("maxsim centroids and bucket_weights", got=got, expected=f"{expected}, on {query.device}")
+        raise InvalidInputError(
+            "maxsim centroids and bucket_weights",
+            got=got,
+            expected=f"{expected}, on {query.device}",
+        )
     return tables

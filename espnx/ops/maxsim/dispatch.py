@@ -10,8 +10,8 @@ from .cuda import maxsim_triton
 # threads: 0 leaves it to the op, at most torch's own number; CUDA ignores it.
 torch.library.define(
     "espnx::maxsim",
-    "(Tensor query, Tensor buffer, Tensor offset_bytes, Tensor n_tokens, str format, int threads=0, Tensor? centroids=None, "
-    "Tensor? bucket_weights=None) -> Tensor",
+    "(Tensor query, Tensor buffer, Tensor offset_bytes, Tensor n_tokens, str format, int "
+    "threads=0, Tensor? centroids=None, Tensor? bucket_weights=None) -> Tensor",
 )
 torch.library.impl("espnx::maxsim", "CPU")(maxsim_cpu)
 torch.library.impl("espnx::maxsim", "CUDA")(maxsim_triton)

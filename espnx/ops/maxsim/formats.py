@@ -1,18 +1,19 @@
-"""The token formats by name: the one place in Python. ``csrc/cpu/formats/format.hpp`` says the same for C++.
+"""The token formats by name: the one place in Python. ``csrc/cpu/formats/format.hpp`` says the same
+for C++.
 
-To add a format: a class (or an instance of one) here, an entry in the C++ header with a decoder per instruction set, and a branch in
-``kernels/maxsim.py``; callers pass the name and do not change.
+To add a format: a class (or an instance of one) here, an entry in the C++ header with a decoder per
+instruction set, and a branch in ``kernels/maxsim.py``; callers pass the name and do not change.
 
-=========  ============  ================================================================================================
-name       bytes (d=128) row, little-endian
-=========  ============  ================================================================================================
-fp32       512           d values
-fp16       256           d values
-bf16       256           d values
-int8       132           float32 scale, then d int8 codes: value = scale * code
-bit1       16            d sign bits, lowest bit first: value = +-1 / sqrt(d)
-residualN  4 + 16 N      int32 centroid number, then d codes of N bits as ColBERTv2 packs them: value = centroid + weight, normalised
-=========  ============  ================================================================================================
+=========  ============
+================================================================================================
+name       bytes (d=128) row, little-endian =========  ============
+================================================================================================
+fp32       512           d values fp16       256           d values bf16       256           d
+values int8       132           float32 scale, then d int8 codes: value = scale * code bit1       16
+d sign bits, lowest bit first: value = +-1 / sqrt(d) residualN  4 + 16 N      int32 centroid number,
+then d codes of N bits as ColBERTv2 packs them: value = centroid + weight, normalised =========
+============
+================================================================================================
 """
 
 from __future__ import annotations
@@ -28,7 +29,17 @@ from .quantised import Bit1Format, Int8Format
 from .residual import ResidualFormat
 from .token import TokenFormat
 
-__all__ = ["DIM_MAX", "DIM_MULTIPLE", "FORMATS", "TOKENS_MAX", "FloatFormat", "TokenFormat", "check_dim", "token_format", "token_row_bytes"]
+__all__ = [
+    "DIM_MAX",
+    "DIM_MULTIPLE",
+    "FORMATS",
+    "TOKENS_MAX",
+    "FloatFormat",
+    "TokenFormat",
+    "check_dim",
+    "token_format",
+    "token_row_bytes",
+]
 
 
 @dataclass(frozen=True)
@@ -49,13 +60,18 @@ class FloatFormat(TokenFormat):
         return d * self.dtype.itemsize
 
     def encode(self, tokens: torch.Tensor, codebook: Codebook | None = None) -> torch.Tensor:
-        """As `TokenFormat.encode`; a finite value that is too large for the format is refused, infinities and NaNs are kept."""
+        """As `TokenFormat.encode`; a finite value that is too large for the format is refused,
+        infinities and NaNs are kept."""
         self.check_codebook(tokens.shape[-1], codebook)
-        stored = tokens.to(self.dtype).contiguous().reshape(-1)  # in one dimension, since an empty tensor may have any strides in two
+        # in one dimension, since an empty tensor may have any strides in two
+        stored = tokens.to(self.dtype).contiguous().reshape(-1)
         if torch.isinf(stored).sum() != torch.isinf(tokens).sum():
             largest = tokens[torch.isfinite(tokens)].abs().max().item()
             raise InvalidInputError(
-                f"cannot store token values as {self.name}", got=largest, expected=f"at most {torch.finfo(self.dtype).max}", fix="use fp32"
+                f"cannot store token values as {self.name}",
+                got=largest,
+                expected=f"at most {torch.finfo(self.dtype).max}",
+                fix="use fp32",
             )
         return stored.view(torch.uint8)
 
@@ -85,10 +101,13 @@ def token_format(name: str) -> TokenFormat:
     try:
         return FORMATS[name]
     except (KeyError, TypeError):  # a list has no hash
-        raise InvalidInputError("unknown token format", got=repr(name), expected=" or ".join(FORMATS)) from None
+        raise InvalidInputError(
+            "unknown token format", got=repr(name), expected=" or ".join(FORMATS)
+        ) from None
 
 
 def token_row_bytes(name: str, d: int) -> int:
-    """Bytes of one token of ``d`` values in the format of that name. Raises InvalidInputError for an unknown format or a bad ``d``."""
+    """Bytes of one token of ``d`` values in the format of that name. Raises InvalidInputError for
+    an unknown format or a bad ``d``."""
     check_dim(d)
     return token_format(name).token_row_bytes(d)

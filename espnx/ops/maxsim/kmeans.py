@@ -1,11 +1,13 @@
-"""Centroids of token vectors by the largest dot product: assignment in bounded memory, and seeded k-means in one or two levels."""
+"""Centroids of token vectors by the largest dot product: assignment in bounded memory, and seeded
+k-means in one or two levels."""
 
 from __future__ import annotations
 
 import torch
 
 ITERATIONS = 6
-FLAT_MAX = 1024  # above this many centroids in two levels, whose cost grows with the root of their number
+# above this many centroids in two levels, whose cost grows with the root of their number
+FLAT_MAX = 1024
 CHUNK_PRODUCTS = 4 << 20  # 16 MiB of dot products at a time
 
 
@@ -26,11 +28,14 @@ def nearest_centroids(tokens: torch.Tensor, centroids: torch.Tensor) -> torch.Te
     return numbers
 
 
-def fit_centroids(sample: torch.Tensor, n_centroids: int, generator: torch.Generator) -> torch.Tensor:
+def fit_centroids(
+    sample: torch.Tensor, n_centroids: int, generator: torch.Generator
+) -> torch.Tensor:
     """Seeded spherical k-means: float32 ``[n_centroids, d]`` of length 1.
 
-    Above `FLAT_MAX` the sample is first divided in about ``sqrt(n_centroids)`` groups, and each group gets a share of the centroids by its
-    size: ``m * sqrt(K)`` instead of ``m * K`` dot products a round.
+    Above `FLAT_MAX` the sample is first divided in about ``sqrt(n_centroids)`` groups, and each
+    group gets a share of the centroids by its size: ``m * sqrt(K)`` instead of ``m * K`` dot
+    products a round.
     """
     if n_centroids <= FLAT_MAX:
         return _lloyd(sample, n_centroids, generator)
@@ -40,16 +45,21 @@ def fit_centroids(sample: torch.Tensor, n_centroids: int, generator: torch.Gener
     sizes = numbers.bincount(minlength=len(groups))
     parts = sample[order].split(sizes.tolist())
     shares = _shares(sizes, n_centroids)
-    return torch.cat([_lloyd(part, share, generator) for part, share in zip(parts, shares, strict=True) if share])
+    return torch.cat(
+        [_lloyd(part, share, generator) for part, share in zip(parts, shares, strict=True) if share]
+    )
 
 
 def _shares(sizes: torch.Tensor, total: int) -> list[int]:
-    """Whole shares of ``total`` in proportion to ``sizes``, none above its size: the largest fractions are rounded up."""
+    """Whole shares of ``total`` in proportion to ``sizes``, none above its size: the largest
+    fractions are rounded up."""
     exact = sizes.double() * total / sizes.sum()
     shares = torch.minimum(exact.floor().long(), sizes)
     while (missing := total - int(shares.sum())) > 0:
         fraction = torch.where(shares < sizes, exact - shares, -torch.inf)
-        chosen = fraction.argsort(descending=True, stable=True)[: min(missing, int((shares < sizes).sum()))]
+        chosen = fraction.argsort(descending=True, stable=True)[
+            : min(missing, int((shares < sizes).sum()))
+        ]
         shares[chosen] += 1
     return [int(share) for share in shares]
 

@@ -12,4 +12,8 @@ TOKENS_MAX = 65535
 def check_dim(d: int) -> None:
     """Raises InvalidInputError unless ``d`` is a multiple of 8 from 8 to 65536."""
     if d % DIM_MULTIPLE or not DIM_MULTIPLE <= d <= DIM_MAX:
-        raise InvalidInputError("token dimension", got=d, expected=f"a multiple of {DIM_MULTIPLE} from {DIM_MULTIPLE} to {DIM_MAX}")
+        raise InvalidInputError(
+            "token dimension",
+            got=d,
+            expected=f"a multiple of {DIM_MULTIPLE} from {DIM_MULTIPLE} to {DIM_MAX}",
+        )

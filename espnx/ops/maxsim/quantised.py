@@ -1,4 +1,5 @@
-"""Token formats of a few bits a value that need no codebook: int8 with a scale per token, and signs."""
+"""Token formats of a few bits a value that need no codebook: int8 with a scale per token, and
+signs."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ BITS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
 @dataclass(frozen=True)
 class Int8Format(TokenFormat):
-    """``value = scale * code`` with ``scale = max |value| / 127`` of the token: a value is off by at most half a scale."""
+    """``value = scale * code`` with ``scale = max |value| / 127`` of the token: a value is off by
+    at most half a scale."""
 
     def token_row_bytes(self, d: int) -> int:
         return SCALE_BYTES + d
@@ -33,13 +35,16 @@ class Int8Format(TokenFormat):
     def decode(self, rows: torch.Tensor, d: int, codebook: Codebook | None = None) -> torch.Tensor:
         self.check_codebook(d, codebook)
         table = rows.reshape(-1, self.token_row_bytes(d))
-        scale = table[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
+        scale = (
+            table[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
+        )
         return scale * table[:, SCALE_BYTES:].contiguous().view(torch.int8).float()
 
 
 @dataclass(frozen=True)
 class Bit1Format(TokenFormat):
-    """The signs alone: ``value = +1 / sqrt(d)`` where the original was 0 or more, else ``-1 / sqrt(d)``; a vector of length 1."""
+    """The signs alone: ``value = +1 / sqrt(d)`` where the original was 0 or more, else ``-1 /
+    sqrt(d)``; a vector of length 1."""
 
     def token_row_bytes(self, d: int) -> int:
         return d // 8

@@ -17,10 +17,12 @@ def maxsim_reference(
     format: str = "fp16",  # noqa: A002
     codebook: Codebook | None = None,
 ) -> torch.Tensor:
-    """One document after the other: decode to fp32, multiply, take the maximum over its tokens, sum over the query's.
+    """One document after the other: decode to fp32, multiply, take the maximum over its tokens, sum
+    over the query's.
 
-    Arguments, result and errors are those of `espnx.ops.maxsim`; any device, no compiled code. The score is ColBERT's (Khattab and Zaharia,
-    2020, section 3.3, equation 3), which ESPN (section 4) re-ranks by.
+    Arguments, result and errors are those of `espnx.ops.maxsim`; any device, no compiled code. The
+    score is ColBERT's (Khattab and Zaharia, 2020, section 3.3, equation 3), which ESPN (section 4)
+    re-ranks by.
     """
     check_arguments(query, buffer, offset_bytes, n_tokens)
     token = token_format(format)

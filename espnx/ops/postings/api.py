@@ -22,28 +22,32 @@ def postings(
     norms: torch.Tensor | None = None,
     allowed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k best records by posting lists that lie in place in an I/O buffer, as docs/postings-format.md has them.
+    """The k best records by posting lists that lie in place in an I/O buffer, as
+    docs/postings-format.md has them.
 
-    A record's score is the sum over its postings, in the order of the lists, in float32: of counts ``float32(weight * part - absent)``,
-    where the part of BM25 is float64's; of impacts and floats ``float32(weight) * value``. Records without any posting are not found.
+    A record's score is the sum over its postings, in the order of the lists, in float32: of counts
+    ``float32(weight * part - absent)``, where the part of BM25 is float64's; of impacts and floats
+    ``float32(weight) * value``. Records without any posting are not found.
 
     Args:
         buffer: uint8 ``[bytes]``.
-        lists: int64 ``[n, 4]``: where in the buffer each list begins, its size, the size of its first layer (0: it has one), its term's
-            number.
+        lists: int64 ``[n, 4]``: where in the buffer each list begins, its size, the size of its
+            first layer (0: it has one), its term's number.
         weights: float64 ``[n, 2]``: weight and absent of each list.
         rules: of the segment and the query.
         k: 1 or more.
         lengths: uint16 ``[n_records]``, of counts: a code for the length of each record.
         norms: float64 ``[codes]``, of counts: what a length adds below BM25's fraction.
-        allowed: uint8 ``[ceil(n_records / 8)]``: bit i % 8 of byte i / 8 says whether record i may be found; None: all may.
+        allowed: uint8 ``[ceil(n_records / 8)]``: bit i % 8 of byte i / 8 says whether record i may
+            be found; None: all may.
 
     Returns:
-        Numbers, int64 ``[k]``, best first, of equal scores the lower first, -1 where there are fewer; and scores, float32 ``[k]``, minus
-        infinity there. All versions give the same bits.
+        Numbers, int64 ``[k]``, best first, of equal scores the lower first, -1 where there are
+        fewer; and scores, float32 ``[k]``, minus infinity there. All versions give the same bits.
 
     Raises:
-        InvalidInputError: dtypes, shapes, devices, rules; a list that is damaged or does not lie in the buffer.
+        InvalidInputError: dtypes, shapes, devices, rules; a list that is damaged or does not lie in
+            the buffer.
         MissingDependencyError: the extension is not built.
     """
     compute_alone()
@@ -62,7 +66,11 @@ def postings(
         if is_direct(buffer, lists, weights):
             return postings_cpu(buffer, lists, weights, lengths, norms, allowed, *numbers)
         load_ops()
-        numbers_, scores = torch.ops.espnx.postings(buffer, lists, weights, lengths, norms, allowed, *numbers)
+        numbers_, scores = torch.ops.espnx.postings(
+            buffer, lists, weights, lengths, norms, allowed, *numbers
+        )
         return numbers_, scores
     except IndexError as error:
-        raise InvalidInputError("a posting list", got=str(error), expected="one that was written and is whole") from error
+        raise InvalidInputError(
+            "a posting list", got=str(error), expected="one that was written and is whole"
+        ) from error

@@ -1,4 +1,5 @@
-"""What posting lists may carry, how BM25 may weigh it, and what every version of the op asks of its arguments."""
+"""What posting lists may carry, how BM25 may weigh it, and what every version of the op asks of its
+arguments."""
 
 from __future__ import annotations
 
@@ -37,28 +38,54 @@ class Rules:
 
 
 def check_arguments(
-    buffer: torch.Tensor, lists: torch.Tensor, weights: torch.Tensor, rules: Rules, k: int, lengths: torch.Tensor | None,
-    norms: torch.Tensor | None, allowed: torch.Tensor | None,
-) -> None:  # fmt: skip
+    buffer: torch.Tensor,
+    lists: torch.Tensor,
+    weights: torch.Tensor,
+    rules: Rules,
+    k: int,
+    lengths: torch.Tensor | None,
+    norms: torch.Tensor | None,
+    allowed: torch.Tensor | None,
+) -> None:
     """Shapes, dtypes and ranges; reads no list. Raises InvalidInputError."""
     if rules.kind not in KINDS or rules.variant not in VARIANTS:
-        raise InvalidInputError("postings rules", got=f"{rules.kind}, {rules.variant}", expected=f"one of {KINDS} and one of {VARIANTS}")
+        raise InvalidInputError(
+            "postings rules",
+            got=f"{rules.kind}, {rules.variant}",
+            expected=f"one of {KINDS} and one of {VARIANTS}",
+        )
     if not 0 <= rules.n_records <= RECORDS_MAX or not 1 <= k <= K_MAX:
-        raise InvalidInputError("postings", got=f"{rules.n_records} records, k {k}", expected=f"at most {RECORDS_MAX}, k from 1 to {K_MAX}")
+        raise InvalidInputError(
+            "postings",
+            got=f"{rules.n_records} records, k {k}",
+            expected=f"at most {RECORDS_MAX}, k from 1 to {K_MAX}",
+        )
     wanted: list[tuple[str, torch.Tensor, torch.dtype, tuple[int, ...]]] = [
-        ("buffer", buffer, torch.uint8, (buffer.numel(),)), ("lists", lists, torch.int64, (len(weights), 4)),
+        ("buffer", buffer, torch.uint8, (buffer.numel(),)),
+        ("lists", lists, torch.int64, (len(weights), 4)),
         ("weights", weights, torch.float64, (len(weights), 2)),
-    ]  # fmt: skip
+    ]
     if rules.kind == "count":
         if lengths is None or norms is None:
-            raise InvalidInputError("postings of counts", got="no lengths, or no norms", expected="both")
-        wanted += [("lengths", lengths, torch.uint16, (rules.n_records,)), ("norms", norms, torch.float64, (norms.numel(),))]
+            raise InvalidInputError(
+                "postings of counts", got="no lengths, or no norms", expected="both"
+            )
+        wanted += [
+            ("lengths", lengths, torch.uint16, (rules.n_records,)),
+            ("norms", norms, torch.float64, (norms.numel(),)),
+        ]
     if allowed is not None:
         wanted.append(("allowed", allowed, torch.uint8, (-(-rules.n_records // 8),)))
     for name, tensor, dtype, shape in wanted:
         if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
             raise InvalidInputError(
-                f"postings {name}", got=f"{tensor.dtype} {list(tensor.shape)}", expected=f"contiguous {dtype} {list(shape)}"
+                f"postings {name}",
+                got=f"{tensor.dtype} {list(tensor.shape)}",
+                expected=f"contiguous {dtype} {list(shape)}",
             )
         if tensor.device.type not in ("cpu", "meta"):
-            raise InvalidInputError(f"postings {name}", got=f"on {tensor.device}", expected="on the CPU: there is no version for others")
+            raise InvalidInputError(
+                f"postings {name}",
+                got=f"on {tensor.device}",
+                expected="on the CPU: there is no version for others",
+            )

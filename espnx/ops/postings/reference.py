@@ -1,4 +1,5 @@
-"""Posting lists in plain Python and PyTorch: how the bytes are read, and what the op means. No compiled code."""
+"""Posting lists in plain Python and PyTorch: how the bytes are read, and what the op means. No
+compiled code."""
 
 from __future__ import annotations
 
@@ -27,13 +28,18 @@ def postings_reference(
     norms: torch.Tensor | None = None,
     allowed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One posting after the other. Arguments, results and errors are those of `espnx.ops.postings`."""
+    """One posting after the other. Arguments, results and errors are those of
+    `espnx.ops.postings`."""
     check_arguments(buffer, lists, weights, rules, k, lengths, norms, allowed)
     sums: dict[int, torch.Tensor] = {}
     for place, (offset, size, first_layer, term) in enumerate(lists.tolist()):
         if offset < 0 or size <= 0 or offset > buffer.numel() - size:
-            raise InvalidInputError("a posting list", got=f"list {place} outside the buffer", expected="one inside")
-        for record, value in read_list(bytes(buffer[offset : offset + size].tolist()), first_layer, term, rules):
+            raise InvalidInputError(
+                "a posting list", got=f"list {place} outside the buffer", expected="one inside"
+            )
+        for record, value in read_list(
+            bytes(buffer[offset : offset + size].tolist()), first_layer, term, rules
+        ):
             score = _score(value, record, weights[place], rules, lengths, norms)
             sums[record] = sums[record] + score if record in sums else score
     constant = torch.tensor(rules.constant, dtype=torch.float32)
@@ -50,14 +56,23 @@ def postings_reference(
 
 
 def _score(
-    value: int, record: int, weight: torch.Tensor, rules: Rules, lengths: torch.Tensor | None, norms: torch.Tensor | None
+    value: int,
+    record: int,
+    weight: torch.Tensor,
+    rules: Rules,
+    lengths: torch.Tensor | None,
+    norms: torch.Tensor | None,
 ) -> torch.Tensor:
     """float32, of one posting."""
     if lengths is None or norms is None or rules.kind != "count":
         held = torch.tensor(value, dtype=torch.int32)
         stored = held.view(torch.float32) if rules.kind == "float" else held.float()
         return weight[0].float() * stored
-    norm, count, k1 = norms[int(lengths[record])], torch.tensor(float(value), dtype=torch.float64), rules.k1
+    norm, count, k1 = (
+        norms[int(lengths[record])],
+        torch.tensor(float(value), dtype=torch.float64),
+        rules.k1,
+    )
     if rules.variant == "bm25l":
         c = count / norm
         part = (k1 + 1) * (c + rules.delta) / (k1 + c + rules.delta)
@@ -69,8 +84,11 @@ def _score(
     return (weight[0] * part - weight[1]).float()
 
 
-def read_list(data: bytes, first_layer_bytes: int, term: int, rules: Rules) -> Iterator[tuple[int, int]]:
-    """(record, value) of each posting of a list; of floats the value's bits. Raises InvalidInputError for a damaged one."""
+def read_list(
+    data: bytes, first_layer_bytes: int, term: int, rules: Rules
+) -> Iterator[tuple[int, int]]:
+    """(record, value) of each posting of a list; of floats the value's bits. Raises
+    InvalidInputError for a damaged one."""
     ends = [first_layer_bytes, len(data)] if first_layer_bytes else [len(data)]
     begin = 0
     for layer, end in enumerate(ends):
@@ -79,17 +97,28 @@ def read_list(data: bytes, first_layer_bytes: int, term: int, rules: Rules) -> I
             piece = data[begin : begin + min(_PIECE_BYTES, end - begin)]
             header = _checked_header(piece, term, rules)
             begin += len(piece)
-            flags = (_LAST_PIECE if begin == end else 0) | (_LAST_LAYER if begin == len(data) else 0)
+            flags = (_LAST_PIECE if begin == end else 0) | (
+                _LAST_LAYER if begin == len(data) else 0
+            )
             if (header[6], header[7], header[8] & 3) != (number, layer, flags) or header[4] < least:
-                raise InvalidInputError("a posting list", got="pieces out of order", expected="those of a list")
+                raise InvalidInputError(
+                    "a posting list", got="pieces out of order", expected="those of a list"
+                )
             yield from _postings(piece, header, rules)
             least, number = header[5] + 1, number + 1
 
 
 def _checked_header(piece: bytes, term: int, rules: Rules) -> tuple[int, ...]:
     header = _HEADER.unpack_from(piece) if len(piece) >= _HEADER.size else (0,) * 11
-    if header[1] != rules.salt or header[2] != term or header[0] != crc32c_reference(piece[4:]) or header[5] >= rules.n_records:
-        raise InvalidInputError("a posting list", got=f"a piece of {header[:3]}", expected="one of this term, and whole")
+    if (
+        header[1] != rules.salt
+        or header[2] != term
+        or header[0] != crc32c_reference(piece[4:])
+        or header[5] >= rules.n_records
+    ):
+        raise InvalidInputError(
+            "a posting list", got=f"a piece of {header[:3]}", expected="one of this term, and whole"
+        )
     return header
 
 
@@ -101,7 +130,9 @@ def _postings(piece: bytes, header: tuple[int, ...], rules: Rules) -> Iterator[t
     values, records = list[int](), list[int]()
     for block in range(blocks):
         n = min(_BLOCK, count - block * _BLOCK)
-        for width, out in zip(piece[table + 2 * block : table + 2 * block + 2], (records, values), strict=True):
+        for width, out in zip(
+            piece[table + 2 * block : table + 2 * block + 2], (records, values), strict=True
+        ):
             bits = int.from_bytes(piece[at : at + (width * n + 7) // 8], "little")
             out += [bits >> (i * width) & ((1 << width) - 1) for i in range(n)]
             at += (width * n + 7) // 8

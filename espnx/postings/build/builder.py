@@ -1,5 +1,5 @@
-"""Builds a segment from records that come one after the other, in memory that is bounded however many they are, and hands its sections out
-as streams of bytes."""
+"""Builds a segment from records that come one after the other, in memory that is bounded however
+many they are, and hands its sections out as streams of bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from .spool import Run, TermPostings, join, merge_runs, remove_run, sort_posting
 from .writer import Progress, SectionContent, SegmentWriter
 
 MEMORY_BYTES = 512 << 20
-BYTES_A_TOKEN, BYTES_A_TERM = 48, 600  # of memory, while a run is sorted; in Python's own dictionaries
+# of memory, while a run is sorted; in Python's own dictionaries
+BYTES_A_TOKEN, BYTES_A_TERM = 48, 600
 _BYTES_A_MERGED_POSTING = 64
 T = TypeVar("T")
 _STOP = 0  # the id of words that are no terms
@@ -49,12 +50,15 @@ class SegmentBuilder:
 
     Args:
         engine: that writes and reads the spool; stays the caller's.
-        directory: for the spool, where the corpus does not fit into `memory_bytes`; must exist, and is left as it was.
+        directory: for the spool, where the corpus does not fit into `memory_bytes`; must exist, and
+            is left as it was.
         kind: `espnx.postings.stored.layout.COUNT`, `IMPACT` or `FLOAT`.
         analyzer: of texts.
-        memory_bytes: about so much is used, beyond two bytes a record and what the dictionary takes.
+        memory_bytes: about so much is used, beyond two bytes a record and what the dictionary
+            takes.
         progress: is told how many records were read and how many postings were merged.
-        kept: where runs are kept for an attempt that follows one that was killed; None: they go with this object.
+        kept: where runs are kept for an attempt that follows one that was killed; None: they go
+            with this object.
         salt: of the segment; None: a random one.
 
     Attributes:
@@ -77,9 +81,14 @@ class SegmentBuilder:
     ):
         self._engine, self._directory, self._kind = engine, directory, kind
         self._analyzer = analyzer or Analyzer()
-        self._memory_bytes, self._progress = memory_bytes, progress or (lambda _what, _done, _total: None)
+        self._memory_bytes, self._progress = (
+            memory_bytes,
+            progress or (lambda _what, _done, _total: None),
+        )
         self._kept = kept
-        self.salt = kept.salt if kept is not None else secrets.randbits(32) if salt is None else salt
+        self.salt = (
+            kept.salt if kept is not None else secrets.randbits(32) if salt is None else salt
+        )
         self._runs: list[Run] = []
         self._lengths: list[np.ndarray] = []
         self._first_of_run = self._expected = self.n_postings = self.n_raised = 0
@@ -97,10 +106,12 @@ class SegmentBuilder:
         return self._first_of_run + len(self._counts)
 
     def resumed(self, items: Iterator[T], identity: Callable[[T], bytes]) -> Iterator[T | None]:
-        """Of the input, what must be added: all but what runs of an attempt before hold, which are taken as they are: None for each.
+        """Of the input, what must be added: all but what runs of an attempt before hold, which are
+        taken as they are: None for each.
 
         Args:
-            items: each is the argument of one call of an `add_...`; those of a run are held in memory until they are known to be its own.
+            items: each is the argument of one call of an `add_...`; those of a run are held in
+                memory until they are known to be its own.
             identity: bytes by which an item differs from any other.
         """
         if self._kept is None:
@@ -108,7 +119,10 @@ class SegmentBuilder:
             return
         for facts in self._kept.facts():
             begun = list(islice(items, facts.n_items))
-            is_same = facts.first_record == self._first_of_run and InputDigest.of(map(identity, begun)) == facts.digest
+            is_same = (
+                facts.first_record == self._first_of_run
+                and InputDigest.of(map(identity, begun)) == facts.digest
+            )
             run = self._kept.open(facts) if is_same else None
             if run is None:
                 self._kept.forget(facts.number)
@@ -137,7 +151,12 @@ class SegmentBuilder:
     def add_terms(self, terms: Sequence[str | int]) -> None:
         """The next record, as its terms, each as often as it has it. Raises InvalidInputError."""
         if isinstance(terms, (str, bytes)):
-            raise errors.InvalidInputError("terms of a record", got=type(terms).__name__, expected="a list of them", fix="give it in texts")
+            raise errors.InvalidInputError(
+                "terms of a record",
+                got=type(terms).__name__,
+                expected="a list of them",
+                fix="give it in texts",
+            )
         ids = self._vocabulary.ids
         self._tokens.extend([ids.setdefault(_text(term), len(ids) + 1) for term in terms])
         self._end_record(len(terms))
@@ -145,31 +164,47 @@ class SegmentBuilder:
     def add_vector(self, vector: Mapping[Any, float]) -> None:
         """The next record of impacts: a weight above 0 for each of its terms; 0 is as good as none.
 
-        Raises InvalidInputError for a weight that cannot be stored, and for a term that it has twice, as a number and as its digits.
+        Raises InvalidInputError for a weight that cannot be stored, and for a term that it has
+        twice, as a number and as its digits.
         """
         ids = self._vocabulary.ids
         rounded = _rounded(np.fromiter(vector.values(), np.float64, len(vector)))
         kept = rounded > 0
-        numbers = [ids.setdefault(_text(term), len(ids) + 1) for term, keep in zip(vector, kept.tolist(), strict=True) if keep]
+        numbers = [
+            ids.setdefault(_text(term), len(ids) + 1)
+            for term, keep in zip(vector, kept.tolist(), strict=True)
+            if keep
+        ]
         if len(set(numbers)) < len(numbers):
-            raise errors.InvalidInputError("vector", got="a term that it has twice", expected="each once, as text or as a number")
+            raise errors.InvalidInputError(
+                "vector",
+                got="a term that it has twice",
+                expected="each once, as text or as a number",
+            )
         self._tokens.extend(numbers)
         self._weights.frombytes(rounded[kept].tobytes())
         self._end_record(int(kept.sum()))
 
     def add_rows(self, terms: np.ndarray, weights: np.ndarray, counts: np.ndarray) -> None:
-        """The next records of impacts, many at once: `counts` terms each, by number. As `add_vector` of each. Raises InvalidInputError."""
+        """The next records of impacts, many at once: `counts` terms each, by number. As
+        `add_vector` of each. Raises InvalidInputError."""
         rounded = _rounded(weights)
         kept = rounded > 0
         record = np.repeat(np.arange(len(counts)), counts)
         if len(np.unique(record << 32 | terms)) < len(terms):
-            raise errors.InvalidInputError("CSR arrays", got="a term that a record has twice", expected="each once")
+            raise errors.InvalidInputError(
+                "CSR arrays", got="a term that a record has twice", expected="each once"
+            )
         known, place = np.unique(terms[kept], return_inverse=True)
         ids = self._vocabulary.ids
-        numbers = np.array([ids.setdefault(str(term), len(ids) + 1) for term in known.tolist()], np.uint32)
+        numbers = np.array(
+            [ids.setdefault(str(term), len(ids) + 1) for term in known.tolist()], np.uint32
+        )
         self._tokens.frombytes(numbers[place].tobytes())
         self._weights.frombytes(rounded[kept].tobytes())
-        self._counts.frombytes(np.bincount(record[kept], minlength=len(counts)).astype(np.uint32).tobytes())
+        self._counts.frombytes(
+            np.bincount(record[kept], minlength=len(counts)).astype(np.uint32).tobytes()
+        )
         self._look_at_size()
 
     def _end_record(self, count: int) -> None:
@@ -179,7 +214,11 @@ class SegmentBuilder:
     def _look_at_size(self) -> None:
         """Ends the run where memory is used up."""
         if self.n_records > RECORDS_MAX:
-            raise errors.InvalidInputError("records of a segment", got=f"more than {RECORDS_MAX}", expected="fewer; build several indexes")
+            raise errors.InvalidInputError(
+                "records of a segment",
+                got=f"more than {RECORDS_MAX}",
+                expected="fewer; build several indexes",
+            )
         vocabulary = self._vocabulary
         words = max(len(vocabulary), len(vocabulary.ids))
         if len(self._tokens) * BYTES_A_TOKEN + words * BYTES_A_TERM > self._memory_bytes:
@@ -191,7 +230,11 @@ class SegmentBuilder:
         """The run that is in memory; another one begins."""
         names = [b"", *(term_bytes(term) for term in self._vocabulary.ids)]
         ids = np.frombuffer(self._tokens, np.uint32) if self._tokens else np.zeros(0, np.uint32)
-        counts = np.frombuffer(self._counts, np.uint32).astype(np.int64) if self._counts else np.zeros(0, np.int64)
+        counts = (
+            np.frombuffer(self._counts, np.uint32).astype(np.int64)
+            if self._counts
+            else np.zeros(0, np.int64)
+        )
         records = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
         weights = None if self._kind == COUNT else np.frombuffer(self._weights, np.float32)
         if weights is None:
@@ -212,7 +255,15 @@ class SegmentBuilder:
             self._runs.append(Run.write(self._engine, path, found)[0])
         else:
             lengths = self._lengths[-1] if self._kind == COUNT else None
-            facts = RunFacts(len(self._runs), first, seen.n_items, seen.digest, n_records, len(found.names), lengths)
+            facts = RunFacts(
+                len(self._runs),
+                first,
+                seen.n_items,
+                seen.digest,
+                n_records,
+                len(found.names),
+                lengths,
+            )
             self._runs.append(self._kept.keep(facts, found))
         self._progress("bytes of the spool", sum(run.size_bytes for run in self._runs), 0)
 
@@ -233,23 +284,36 @@ class SegmentBuilder:
     def _merged(self) -> Iterator[TermPostings]:
         if self._rest is not None:
             return iter([self._rest])
-        return merge_runs(self._engine, self._runs, max(1 << 16, self._memory_bytes // _BYTES_A_MERGED_POSTING))
+        return merge_runs(
+            self._engine, self._runs, max(1 << 16, self._memory_bytes // _BYTES_A_MERGED_POSTING)
+        )
 
     def sections(self, largest: LargestWeights | None = None) -> Iterator[SectionContent]:
-        """Name and content of each section, as uint8 arrays one after the other. Each content must be used up before the next section is
-        asked for; all of them once.
+        """Name and content of each section, as uint8 arrays one after the other. Each content must
+        be used up before the next section is asked for; all of them once.
 
         Args:
-            largest: of impacts: weights that the steps of each list have to reach; None: those of the records themselves.
+            largest: of impacts: weights that the steps of each list have to reach; None: those of
+                the records themselves.
 
-        Raises what reads and writes of the spool raise, and InvalidInputError for too many records, terms or lengths.
+        Raises what reads and writes of the spool raise, and InvalidInputError for too many records,
+        terms or lengths.
         """
         self.sort_rest()
-        lengths = np.concatenate([np.zeros(0, np.int64), *self._lengths]) if self._kind == COUNT else None
+        lengths = (
+            np.concatenate([np.zeros(0, np.int64), *self._lengths]) if self._kind == COUNT else None
+        )
         writer = SegmentWriter(
-            self._engine, self._directory, salt=self.salt, kind=self._kind, n_records=self.n_records, n_postings=self._expected,
-            largest=largest, memory_bytes=self._memory_bytes, progress=self._progress,
-        )  # fmt: skip
+            self._engine,
+            self._directory,
+            salt=self.salt,
+            kind=self._kind,
+            n_records=self.n_records,
+            n_postings=self._expected,
+            largest=largest,
+            memory_bytes=self._memory_bytes,
+            progress=self._progress,
+        )
         try:
             yield from writer.sections(self._merged(), lengths)
         finally:
@@ -258,16 +322,22 @@ class SegmentBuilder:
             self.close()
 
     def close(self) -> None:
-        """Removes the spool, but for kept runs: they go when what is built of them is published, by `KeptRuns.remove`."""
+        """Removes the spool, but for kept runs: they go when what is built of them is published, by
+        `KeptRuns.remove`."""
         while self._runs and self._kept is None:
             remove_run(self._runs.pop())
 
 
 def _rounded(weights: np.ndarray) -> np.ndarray:
-    """float32, of float64; a weight above 0 stays above 0, for a record is found by whatever it has. Raises InvalidInputError."""
+    """float32, of float64; a weight above 0 stays above 0, for a record is found by whatever it
+    has. Raises InvalidInputError."""
     fits = (weights >= 0) & (weights <= np.finfo(np.float32).max)
     if not fits.all():
-        raise errors.InvalidInputError("weight of a term", got=float(weights[~fits][0]), expected="0 or more, that float32 can hold")
+        raise errors.InvalidInputError(
+            "weight of a term",
+            got=float(weights[~fits][0]),
+            expected="0 or more, that float32 can hold",
+        )
     rounded = weights.astype(np.float32)
     rounded[(rounded == 0) & (weights > 0)] = np.finfo(np.float32).smallest_subnormal
     return rounded

@@ -18,7 +18,8 @@ from .builder import BYTES_A_TOKEN, MEMORY_BYTES
 from .records import CsrArrays, Records
 
 SAMPLE_RECORDS = 1000
-#: Of a posting in a run: its record and its value. In what forward records are sorted from: its term, too.
+#: Of a posting in a run: its record and its value. In what forward records are sorted from: its
+#: term, too.
 _RUN_BYTES, _FORWARD_BYTES = 8, 12
 T = TypeVar("T")
 
@@ -38,7 +39,11 @@ class SpoolEstimate:
 
     def summary(self) -> str:
         """In a line."""
-        spool = f"about {format_size(self.size_bytes)} of spool" if self.size_bytes else "no spool: they fit in memory"
+        spool = (
+            f"about {format_size(self.size_bytes)} of spool"
+            if self.size_bytes
+            else "no spool: they fit in memory"
+        )
         return f"{self.n_records:,} records, about {self.n_postings:,} postings; {spool}"
 
 
@@ -56,29 +61,43 @@ def estimate_spool(
 
     Args:
         n_records: of the whole input; None: it knows its length.
-        texts, terms, vectors: the input. Of one with a length that can be indexed, 1,000 records are looked at, from everywhere; of any
-            other iterable the first 1,000, which are used up.
+        texts, terms, vectors: the input. Of one with a length that can be indexed, 1,000 records
+            are looked at, from everywhere; of any other iterable the first 1,000, which are used
+            up.
         analyzer, memory_bytes: of the build.
 
     Raises InvalidInputError for no input, or one of unknown length.
     """
     given: Any = next((each for each in (texts, terms, vectors) if each is not None), None)
     if given is None:
-        raise errors.InvalidInputError("estimate of a spool", got="nothing", expected="texts, terms or vectors")
+        raise errors.InvalidInputError(
+            "estimate of a spool", got="nothing", expected="texts, terms or vectors"
+        )
     if isinstance(given, CsrArrays):
-        return _estimate(len(given.indptr) - 1, len(given.data), len(given.data), is_vectors=True, memory_bytes=memory_bytes)
+        return _estimate(
+            len(given.indptr) - 1,
+            len(given.data),
+            len(given.data),
+            is_vectors=True,
+            memory_bytes=memory_bytes,
+        )
     n_records = operator.length_hint(given, -1) if n_records is None else n_records
     if n_records < 0:
-        raise errors.InvalidInputError("estimate of a spool", got="an input of unknown length", expected="n_records")
+        raise errors.InvalidInputError(
+            "estimate of a spool", got="an input of unknown length", expected="n_records"
+        )
     sample = list(_sample(given))
     records = Records(*(None if each is None else sample for each in (texts, terms, vectors)))
     counting = _Counting(analyzer or Analyzer())
     seen = sum(1 for _ in records.add_to(counting))
     each = n_records / max(1, seen)
     return _estimate(
-        n_records, round(counting.n_tokens * each), round(counting.n_postings * each), is_vectors=vectors is not None,
+        n_records,
+        round(counting.n_tokens * each),
+        round(counting.n_postings * each),
+        is_vectors=vectors is not None,
         memory_bytes=memory_bytes,
-    )  # fmt: skip
+    )
 
 
 class _Counting:
@@ -104,11 +123,15 @@ class _Counting:
         self.n_tokens, self.n_postings = self.n_tokens + len(terms), self.n_postings + len(terms)
 
 
-def _estimate(n_records: int, n_tokens: int, n_postings: int, *, is_vectors: bool, memory_bytes: int) -> SpoolEstimate:
+def _estimate(
+    n_records: int, n_tokens: int, n_postings: int, *, is_vectors: bool, memory_bytes: int
+) -> SpoolEstimate:
     # How many terms there are, no sample tells: a quarter of the memory is theirs.
     if n_tokens * BYTES_A_TOKEN < memory_bytes * 3 // 4:
         return SpoolEstimate(n_records, n_postings, 0)
-    return SpoolEstimate(n_records, n_postings, n_postings * (_RUN_BYTES + (_FORWARD_BYTES if is_vectors else 0)))
+    return SpoolEstimate(
+        n_records, n_postings, n_postings * (_RUN_BYTES + (_FORWARD_BYTES if is_vectors else 0))
+    )
 
 
 def _sample(records: Any) -> Iterable[Any]:

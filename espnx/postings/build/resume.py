@@ -1,7 +1,9 @@
-"""Runs that outlive a build's process: in a folder beside what is built, where the next attempt at the same build finds them.
+"""Runs that outlive a build's process: in a folder beside what is built, where the next attempt at
+the same build finds them.
 
-An attempt reads its input anew, for an iterator cannot be asked whether it is that of the attempt before: items are counted off and hashed,
-and where they are those of a kept run, that run stands for them. From the first that differ on all is built again.
+An attempt reads its input anew, for an iterator cannot be asked whether it is that of the attempt
+before: items are counted off and hashed, and where they are those of a kept run, that run stands
+for them. From the first that differ on all is built again.
 """
 
 from __future__ import annotations
@@ -99,7 +101,8 @@ class KeptRuns:
             self._begin()
 
     def _begin(self) -> WorkFolder:
-        """The folder, whose salt is this object's from now on: the new one, or that of the attempt before."""
+        """The folder, whose salt is this object's from now on: the new one, or that of the attempt
+        before."""
         if self._work is None:
             self._work = WorkFolder(self._directory, self._job)
             if not self._work.has(_BEGUN):
@@ -152,7 +155,11 @@ class KeptRuns:
     def keep(self, facts: RunFacts, postings: TermPostings) -> Run:
         """Writes a run, which an attempt finds from now on. Raises WriteError, DiskFullError."""
         work = self._begin()
-        fields = {field.name: getattr(facts, field.name) for field in dataclasses.fields(facts) if field.name != "lengths"}
+        fields = {
+            field.name: getattr(facts, field.name)
+            for field in dataclasses.fields(facts)
+            if field.name != "lengths"
+        }
         with work.step(_name(facts.number)) as folder:
             run, fields["crc32c"] = Run.write(self._engine, str(folder / _POSTINGS), postings)
             if facts.lengths is not None:
@@ -163,7 +170,8 @@ class KeptRuns:
         return run
 
     def forget(self, first: int) -> None:
-        """Removes the run of that number and all behind it, the last one first: no run is left behind a gap."""
+        """Removes the run of that number and all behind it, the last one first: no run is left
+        behind a gap."""
         end = first
         while self._work is not None and self._work.has(_name(end)):
             end += 1
@@ -179,7 +187,10 @@ class KeptRuns:
 
 
 def _sums(text: str, lengths: np.ndarray | None) -> str:
-    return f"{crc32c(text.encode()):08x} {'none' if lengths is None else f'{crc32c(lengths.view(np.uint8)):08x}'}"
+    return (
+        f"{crc32c(text.encode()):08x} "
+        f"{'none' if lengths is None else f'{crc32c(lengths.view(np.uint8)):08x}'}"
+    )
 
 
 def _name(number: int) -> str:

@@ -1,7 +1,9 @@
-"""Runs: what a build has read so far, cut into parts that were sorted in memory, each in a file of its own until they are merged.
+"""Runs: what a build has read so far, cut into parts that were sorted in memory, each in a file of
+its own until they are merged.
 
-A run holds the postings of consecutive records, term after term, the terms in the order of their hashes. Runs are cut by hash into buckets,
-so that a merge holds one part of the terms of all runs at a time, and memory does not grow with the corpus.
+A run holds the postings of consecutive records, term after term, the terms in the order of their
+hashes. Runs are cut by hash into buckets, so that a merge holds one part of the terms of all runs
+at a time, and memory does not grow with the corpus.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class TermPostings:
     values: np.ndarray
 
 
-def sort_postings(names: list[bytes], ids: np.ndarray, records: np.ndarray, weights: np.ndarray | None) -> TermPostings:
+def sort_postings(
+    names: list[bytes], ids: np.ndarray, records: np.ndarray, weights: np.ndarray | None
+) -> TermPostings:
     """Sorts what was read of some records.
 
     Args:
@@ -50,13 +54,19 @@ def sort_postings(names: list[bytes], ids: np.ndarray, records: np.ndarray, weig
         weights: float32 [n]; None: occurrences are counted.
     """
     hashes = hashes_of(names)
-    order = sorted(range(len(names)), key=lambda i: (int(hashes[i]), names[i])) if _collide(hashes) else np.argsort(hashes).tolist()
+    order = (
+        sorted(range(len(names)), key=lambda i: (int(hashes[i]), names[i]))
+        if _collide(hashes)
+        else np.argsort(hashes).tolist()
+    )
     rank = np.empty(len(names), np.uint64)
     rank[order] = np.arange(len(names), dtype=np.uint64)
     key = rank[ids] << np.uint64(32) | records
     if weights is None:
         key.sort()
-        first = np.flatnonzero(np.concatenate([np.ones(min(1, key.size), bool), key[1:] != key[:-1]]))
+        first = np.flatnonzero(
+            np.concatenate([np.ones(min(1, key.size), bool), key[1:] != key[:-1]])
+        )
         values = np.diff(first, append=key.size).astype(np.uint32)
         key = key[first]
     else:
@@ -66,7 +76,9 @@ def sort_postings(names: list[bytes], ids: np.ndarray, records: np.ndarray, weig
     records = (key & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     used = counts > 0  # a term whose every weight was zero has no posting
     kept = [names[i] for i, is_used in zip(order, used.tolist(), strict=True) if is_used]
-    return TermPostings(kept, hashes[order][used] if len(order) else hashes, counts[used], records, values)
+    return TermPostings(
+        kept, hashes[order][used] if len(order) else hashes, counts[used], records, values
+    )
 
 
 def _collide(hashes: np.ndarray) -> bool:
@@ -74,31 +86,61 @@ def _collide(hashes: np.ndarray) -> bool:
 
 
 class Run:
-    """Sorted postings in a file, term after term: hashes, counts, lengths of names, names, records, values.
+    """Sorted postings in a file, term after term: hashes, counts, lengths of names, names, records,
+    values.
 
     Args:
         hashes: uint64 [n]: of its terms, ascending.
         counts, lengths: uint32 [n]: postings of each, and bytes of its name.
     """
 
-    def __init__(self, engine: NativeEngine, path: str, hashes: np.ndarray, counts: np.ndarray, lengths: np.ndarray):
+    def __init__(
+        self,
+        engine: NativeEngine,
+        path: str,
+        hashes: np.ndarray,
+        counts: np.ndarray,
+        lengths: np.ndarray,
+    ):
         self._engine, self.path = engine, path
-        self.n_postings, names_bytes = int(counts.sum(dtype=np.int64)), int(lengths.sum(dtype=np.int64))
-        sizes = [hashes.nbytes, counts.nbytes, lengths.nbytes, names_bytes, 4 * self.n_postings, 4 * self.n_postings]
+        self.n_postings, names_bytes = (
+            int(counts.sum(dtype=np.int64)),
+            int(lengths.sum(dtype=np.int64)),
+        )
+        sizes = [
+            hashes.nbytes,
+            counts.nbytes,
+            lengths.nbytes,
+            names_bytes,
+            4 * self.n_postings,
+            4 * self.n_postings,
+        ]
         *self._begin, self.size_bytes = np.cumsum([0, *sizes]).tolist()
         buckets = (hashes >> np.uint64(64 - _BUCKET_BITS)).astype(np.int64)
         self._terms = np.searchsorted(buckets, np.arange(_BUCKETS + 1))
-        self._postings = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])[self._terms]
-        self._names = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])[self._terms]
+        self._postings = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])[
+            self._terms
+        ]
+        self._names = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])[
+            self._terms
+        ]
 
     @classmethod
     def write(cls, engine: NativeEngine, path: str, postings: TermPostings) -> tuple[Run, int]:
-        """A new run, on the device; and the CRC32C of its file. Raises what a `StreamWriter` raises."""
+        """A new run, on the device; and the CRC32C of its file. Raises what a `StreamWriter`
+        raises."""
         lengths = np.array([len(name) for name in postings.names], np.uint32)
         counts = postings.counts.astype(np.uint32)
         with StreamWriter(engine, path) as writer:
             names = np.frombuffer(b"".join(postings.names), np.uint8)
-            for array in (postings.hashes, counts, lengths, names, postings.records, postings.values):
+            for array in (
+                postings.hashes,
+                counts,
+                lengths,
+                names,
+                postings.records,
+                postings.values,
+            ):
                 writer.write(np.ascontiguousarray(array).view(np.uint8))
             writer.sync()
             return cls(engine, path, postings.hashes, counts, lengths), writer.crc32c
@@ -112,7 +154,12 @@ class Run:
         finally:
             engine.close_file(file)
         hashes = head[: 8 * n_terms].view(np.uint64)
-        return cls(engine, path, hashes, *(head[begin * n_terms : (begin + 4) * n_terms].view(np.uint32) for begin in (8, 12)))
+        return cls(
+            engine,
+            path,
+            hashes,
+            *(head[begin * n_terms : (begin + 4) * n_terms].view(np.uint32) for begin in (8, 12)),
+        )
 
     @property
     def bucket_postings(self) -> np.ndarray:
@@ -124,23 +171,32 @@ class Run:
 
         def part(which: int, dtype: type, begin: int, stop: int) -> np.ndarray:
             size = np.dtype(dtype).itemsize
-            return read_range(self._engine, file, self._begin[which] + begin * size, (stop - begin) * size).view(dtype)
+            return read_range(
+                self._engine, file, self._begin[which] + begin * size, (stop - begin) * size
+            ).view(dtype)
 
         terms = int(self._terms[first]), int(self._terms[end])
         postings = int(self._postings[first]), int(self._postings[end])
         lengths = part(2, np.uint32, *terms)
         raw = part(3, np.uint8, int(self._names[first]), int(self._names[end])).tobytes()
         ends = np.cumsum(lengths, dtype=np.int64).tolist()
-        names = [raw[stop - length : stop] for stop, length in zip(ends, lengths.tolist(), strict=True)]
+        names = [
+            raw[stop - length : stop] for stop, length in zip(ends, lengths.tolist(), strict=True)
+        ]
         return TermPostings(
-            names, part(0, np.uint64, *terms), part(1, np.uint32, *terms).astype(np.int64), part(4, np.uint32, *postings),
+            names,
+            part(0, np.uint64, *terms),
+            part(1, np.uint32, *terms).astype(np.int64),
+            part(4, np.uint32, *postings),
             part(5, np.uint32, *postings),
-        )  # fmt: skip
+        )
 
 
-def merge_runs(engine: NativeEngine, runs: list[Run], budget_postings: int) -> Iterator[TermPostings]:
-    """The postings of all runs, some terms at a time: about `budget_postings` of them, more where one bucket has more. Runs are of
-    ascending records."""
+def merge_runs(
+    engine: NativeEngine, runs: list[Run], budget_postings: int
+) -> Iterator[TermPostings]:
+    """The postings of all runs, some terms at a time: about `budget_postings` of them, more where
+    one bucket has more. Runs are of ascending records."""
     files = [engine.open(run.path) for run in runs]
     try:
         weight = sum((run.bucket_postings for run in runs), np.zeros(_BUCKETS, np.int64))
@@ -151,7 +207,9 @@ def merge_runs(engine: NativeEngine, runs: list[Run], budget_postings: int) -> I
                 total += int(weight[end])
                 end += 1
             if total:
-                yield join([run.read(file, first, end) for run, file in zip(runs, files, strict=True)])
+                yield join(
+                    [run.read(file, first, end) for run, file in zip(runs, files, strict=True)]
+                )
             first = end
     finally:
         for file in files:
@@ -163,23 +221,34 @@ def join(parts: list[TermPostings]) -> TermPostings:
     if len(parts) == 1:
         return parts[0]
     names = [name for part in parts for name in part.names]
-    hashes, counts = np.concatenate([part.hashes for part in parts]), np.concatenate([part.counts for part in parts])
+    hashes, counts = (
+        np.concatenate([part.hashes for part in parts]),
+        np.concatenate([part.counts for part in parts]),
+    )
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
     same_hash = ordered[1:] == ordered[:-1]
     same = _same(names, order)
     if (same_hash & ~same).any():  # several terms of one hash: put those of one name together
-        order = np.array(sorted(range(len(names)), key=lambda i: (int(hashes[i]), names[i], i)), np.int64)
+        order = np.array(
+            sorted(range(len(names)), key=lambda i: (int(hashes[i]), names[i], i)), np.int64
+        )
         ordered = hashes[order]
         same = _same(names, order)
     begins = np.flatnonzero(np.concatenate([np.ones(min(1, len(order)), bool), ~same]))
-    source = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])[order]  # where the postings of each piece begin
+    # where the postings of each piece begin
+    source = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])[order]
     sizes = counts[order]
     ends = np.cumsum(sizes)
     places = np.arange(int(sizes.sum())) + np.repeat(source - (ends - sizes), sizes)
-    records, values = np.concatenate([part.records for part in parts])[places], np.concatenate([part.values for part in parts])[places]
+    records, values = (
+        np.concatenate([part.records for part in parts])[places],
+        np.concatenate([part.values for part in parts])[places],
+    )
     merged = np.add.reduceat(sizes, begins) if len(begins) else sizes
-    return TermPostings([names[i] for i in order[begins].tolist()], ordered[begins], merged, records, values)
+    return TermPostings(
+        [names[i] for i in order[begins].tolist()], ordered[begins], merged, records, values
+    )
 
 
 def _same(names: list[bytes], order: np.ndarray) -> np.ndarray:

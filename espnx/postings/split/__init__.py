@@ -1,4 +1,5 @@
-"""A collection of postings that is split over several directories, each on a device that scans its own lists."""
+"""A collection of postings that is split over several directories, each on a device that scans its
+own lists."""
 
 from __future__ import annotations
 

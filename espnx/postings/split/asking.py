@@ -1,4 +1,5 @@
-"""What a batch of queries asks of each device of a split collection: the plan of one index, cut by device."""
+"""What a batch of queries asks of each device of a split collection: the plan of one index, cut by
+device."""
 
 from __future__ import annotations
 
@@ -56,15 +57,24 @@ class Asked:
             names = b"".join(self._names[i] for i in self._rows[rows, 9].tolist())
             constant = float(self.constants[query]) if self.k else 0.0
             weights = Weights(self._weights[rows], constant, self._rule)
-            found[part] = ScanCommand(ScanLists(self._lists[rows], names), weights, self.k, allowed=allowed)
+            found[part] = ScanCommand(
+                ScanLists(self._lists[rows], names), weights, self.k, allowed=allowed
+            )
         return found
 
 
-def asked_of(plan: QueryPlan, parts: Sequence[PartLists], k: int, split: SplitFacts, allowed: np.ndarray | None) -> Asked:
+def asked_of(
+    plan: QueryPlan,
+    parts: Sequence[PartLists],
+    k: int,
+    split: SplitFacts,
+    allowed: np.ndarray | None,
+) -> Asked:
     """What a plan over the segments of all parts asks of each.
 
     Args:
-        allowed: bool [records of the collection], or None. Of terms, the host applies it: no device knows which records are found.
+        allowed: bool [records of the collection], or None. Of terms, the host applies it: no device
+            knows which records are found.
     """
     rows = plan.rows()
     names = [plan.name(i) for i in range(int(rows[:, 9].max(initial=-1)) + 1)]
@@ -82,7 +92,24 @@ def asked_of(plan: QueryPlan, parts: Sequence[PartLists], k: int, split: SplitFa
         if allowed is not None and split.placement == "passages":
             filters[part] = np.packbits(allowed[part :: len(parts)], bitorder="little")
     n_queries = plan.n_queries
-    begin = np.searchsorted(rows[:, 10] * len(parts) + rows[:, 0], np.arange(n_queries * len(parts) + 1))
+    begin = np.searchsorted(
+        rows[:, 10] * len(parts) + rows[:, 0], np.arange(n_queries * len(parts) + 1)
+    )
     collection, bm25 = plan.collection, plan.bm25
-    rule = Rule(bm25.number, bm25.k1, bm25.b, bm25.delta, collection.average_length) if collection.kind == COUNT else Rule()
-    return Asked(n_queries, plan.constants(), k if split.placement == "passages" else 0, rows, begin, lists, weights, names, rule, filters)
+    rule = (
+        Rule(bm25.number, bm25.k1, bm25.b, bm25.delta, collection.average_length)
+        if collection.kind == COUNT
+        else Rule()
+    )
+    return Asked(
+        n_queries,
+        plan.constants(),
+        k if split.placement == "passages" else 0,
+        rows,
+        begin,
+        lists,
+        weights,
+        names,
+        rule,
+        filters,
+    )

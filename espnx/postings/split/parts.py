@@ -1,4 +1,5 @@
-"""One part of a collection, as a device that scans it needs to know it, and what all parts are together."""
+"""One part of a collection, as a device that scans it needs to know it, and what all parts are
+together."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ class PartLists:
     def __init__(self, directory: str, facts: Facts):
         (self._stored,) = facts.segments
         self.directory, self._facts = directory, facts
-        self.path, self.n_records = self._stored.regions(directory)[LISTS].path, self._stored.n_records
+        self.path, self.n_records = (
+            self._stored.regions(directory)[LISTS].path,
+            self._stored.n_records,
+        )
         self._segment: Segment | None = None
         self._norms: tuple[Rule, torch.Tensor] | None = None
 
@@ -40,7 +44,11 @@ class PartLists:
     def segment(self) -> Segment:
         """Raises StateError before `open`."""
         if self._segment is None:
-            raise errors.StateError("a part of a collection", got="lists that are not open", expected="lists on a device")
+            raise errors.StateError(
+                "a part of a collection",
+                got="lists that are not open",
+                expected="lists on a device",
+            )
         return self._segment
 
     def open(self, engine: NativeEngine) -> Sequence[FileHandle]:
@@ -54,7 +62,9 @@ class PartLists:
 
     def view(self, rule: Rule, allowed: torch.Tensor | None) -> dict[str, Any]:
         """See `PostingLists`."""
-        return self.segment.view(allowed, self._norms_of(rule) if self.segment.dictionary.kind == COUNT else None)
+        return self.segment.view(
+            allowed, self._norms_of(rule) if self.segment.dictionary.kind == COUNT else None
+        )
 
     def _norms_of(self, rule: Rule) -> torch.Tensor:
         """The bits of the float64 norm of each length; kept for the next scan."""
@@ -66,10 +76,14 @@ class PartLists:
         return held[1]
 
 
-def read_parts(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[PartLists], Facts, SplitFacts]:
-    """The parts of a collection in the order of their numbers, what they have in common, and how they are split.
+def read_parts(
+    paths: Iterable[str | os.PathLike[str]],
+) -> tuple[list[PartLists], Facts, SplitFacts]:
+    """The parts of a collection in the order of their numbers, what they have in common, and how
+    they are split.
 
-    Raises InvalidInputError for directories that are not all parts of one collection; as `read_facts`.
+    Raises InvalidInputError for directories that are not all parts of one collection; as
+    `read_facts`.
     """
     directories = directories_of(paths)
     with NativeEngine("auto") as engine:
@@ -78,21 +92,32 @@ def read_parts(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[PartLists]
     for directory, facts in zip(directories, found, strict=True):
         if facts.split is None or len(facts.segments) != 1:
             raise errors.InvalidInputError(
-                f"postings in {directory}", got="an index of their own", expected="a part of a collection", fix="open it by espnx.Postings"
+                f"postings in {directory}",
+                got="an index of their own",
+                expected="a part of a collection",
+                fix="open it by espnx.Postings",
             )
         splits.append(facts.split)
     wanted = splits[0]
     if len({each.collection for each in splits}) > 1:
-        raise errors.InvalidInputError("parts of a collection", got=f"those of several, in {directories}", expected="of one")
+        raise errors.InvalidInputError(
+            "parts of a collection", got=f"those of several, in {directories}", expected="of one"
+        )
     if sorted(each.part for each in splits) != list(range(wanted.n_parts)):
         got = f"{sorted(each.part for each in splits)} of {wanted.n_parts}"
-        raise errors.InvalidInputError("parts of a collection", got=got, expected="each once", fix="name the directories of all of them")
+        raise errors.InvalidInputError(
+            "parts of a collection",
+            got=got,
+            expected="each once",
+            fix="name the directories of all of them",
+        )
     order = sorted(range(len(splits)), key=lambda i: splits[i].part)
     return [PartLists(directories[i], found[i]) for i in order], found[0], wanted
 
 
 def collection_of(parts: Sequence[PartLists], split: SplitFacts) -> Collection:
-    """The totals of all parts: how many records there are, how long they are, and how many have a term.
+    """The totals of all parts: how many records there are, how long they are, and how many have a
+    term.
 
     Raises FormatError where they are not those of the whole.
     """
@@ -104,7 +129,10 @@ def collection_of(parts: Sequence[PartLists], split: SplitFacts) -> Collection:
         found = Collection(segments, (n_others * len(held), n_others * held.dictionary.sum_lengths))
     if found.n_records != split.n_records:
         raise errors.FormatError(
-            "parts of a collection", path=parts[0].directory, got=f"{found.n_records} records", expected=split.n_records,
+            "parts of a collection",
+            path=parts[0].directory,
+            got=f"{found.n_records} records",
+            expected=split.n_records,
             fix="restore them from a copy, or build them again",
-        )  # fmt: skip
+        )
     return found

@@ -1,7 +1,9 @@
-"""A collection that lies on several devices: each scans its own lists, the host asks them all at once and merges what they give back.
+"""A collection that lies on several devices: each scans its own lists, the host asks them all at
+once and merges what they give back.
 
-Placed by passages, each gives its best records, and the best of all are among them. Placed by terms, no device knows a record's score: each
-gives every posting's part of it, and the host adds them up in the order of the query's terms, as one index does.
+Placed by passages, each gives its best records, and the best of all are among them. Placed by
+terms, no device knows a record's score: each gives every posting's part of it, and the host adds
+them up in the order of the query's terms, as one index does.
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ class SplitFound(Found):
     """What a search of q queries on n devices found. See `espnx.postings.Found`.
 
     Attributes:
-        command_bytes, reply_bytes: int64 [q, n]: to and from each device that scans by itself, of its commands
-            (`espnx.device.postings.ScanCommand`); 0 where a device has no list of a query, and is not asked.
-        flash_bytes: int64 [q, n]: that each reads of its flash, in pages of 4096 bytes. From a device that does not scan, these cross the
-            link instead.
+        command_bytes, reply_bytes: int64 [q, n]: to and from each device that scans by itself, of
+            its commands (`espnx.device.postings.ScanCommand`); 0 where a device has no list of a
+            query, and is not asked.
+        flash_bytes: int64 [q, n]: that each reads of its flash, in pages of 4096 bytes. From a
+            device that does not scan, these cross the link instead.
         device: what all queries together took emulated devices; None of others.
     """
 
@@ -54,7 +57,8 @@ class SplitFound(Found):
 
 
 class SplitPostings:
-    """The parts of a collection, open together. Every method may be called from any thread. A context manager.
+    """The parts of a collection, open together. Every method may be called from any thread. A
+    context manager.
 
     >>> import espnx.postings                                               # doctest: +SKIP
     >>> espnx.postings.build_split(["/mnt/a/my.bm25", "/mnt/b/my.bm25"], texts)
@@ -63,18 +67,26 @@ class SplitPostings:
 
     Args:
         paths: the directories of `build_split`, in any order.
-        device: the name of what to open in each directory (`espnx.device.open`), or open devices, one for each directory, which stay the
-            caller's.
+        device: the name of what to open in each directory (`espnx.device.open`), or open devices,
+            one for each directory, which stay the caller's.
         engine: path of the reads, or a storage engine, which stays the caller's.
 
     Raises:
-        InvalidInputError: directories that are not all parts of one collection; devices that lie elsewhere, or keep no posting lists.
-        StoreNotFoundError, FormatError, ChecksumError, TruncatedFileError, FileMissingError: no postings, or damaged ones.
+        InvalidInputError: directories that are not all parts of one collection; devices that lie
+            elsewhere, or keep no posting lists.
+        StoreNotFoundError, FormatError, ChecksumError, TruncatedFileError, FileMissingError: no
+            postings, or damaged ones.
         PathUnavailableError: the named path cannot be had here.
     """
 
     @suggests_keywords
-    def __init__(self, paths: Iterable[str | os.PathLike[str]], *, device: Devices = "ssd", engine: NativeEngine | str = "auto"):
+    def __init__(
+        self,
+        paths: Iterable[str | os.PathLike[str]],
+        *,
+        device: Devices = "ssd",
+        engine: NativeEngine | str = "auto",
+    ):
         given = directories_of(paths)
         self._parts, self.facts, self.split = read_parts(given)
         self.directories = [each.directory for each in self._parts]
@@ -88,8 +100,11 @@ class SplitPostings:
                 self._devices.append(devices[part.directory].open_postings(part, engine=engine))
                 opened.callback(self._devices[-1].close)
             self._collection = collection_of(self._parts, self.split)
-            # A thread for each command under way: a clock that waits for them all waits for none that is in line for a thread.
-            self._pool = ThreadPoolExecutor(len(self._devices) * _QUERIES_AHEAD, thread_name_prefix="espnx-postings")
+            # A thread for each command under way: a clock that waits for them all waits for none
+            # that is in line for a thread.
+            self._pool = ThreadPoolExecutor(
+                len(self._devices) * _QUERIES_AHEAD, thread_name_prefix="espnx-postings"
+            )
             opened.callback(self._pool.shutdown)
             self._opened = opened.pop_all()
 
@@ -98,7 +113,10 @@ class SplitPostings:
 
     def __repr__(self) -> str:
         kind, placement = self.facts.kind, self.split.placement
-        return f"<SplitPostings: {len(self):,} records, {kind}, {len(self._devices)} parts by {placement}>"
+        return (
+            f"<SplitPostings: {len(self):,} records, {kind}, {len(self._devices)} parts by "
+            f"{placement}>"
+        )
 
     @property
     def placement(self) -> str:
@@ -128,13 +146,15 @@ class SplitPostings:
         exclude: Any = None,
         deadline_s: float = 30.0,
     ) -> SplitFound:
-        """The k best records of each query: those of one index of the whole collection, scores to the bit.
+        """The k best records of each query: those of one index of the whole collection, scores to
+        the bit.
 
         Args:
             queries, k, variant, k1, b, delta, include, exclude: see `espnx.Postings.search`.
             deadline_s: of each device's reads for a query.
 
-        Raises as `espnx.Postings.search`; what a device raises names its directory. No result is given then.
+        Raises as `espnx.Postings.search`; what a device raises names its directory. No result is
+        given then.
         """
         check_whole("k", k := plain(k), 1, K_MAX)
         k, deadline_s = min(k, len(self)), plain(deadline_s)
@@ -150,7 +170,9 @@ class SplitPostings:
                 plan.leave_out(others)  # of another term with the same hash: the totals change, too
         return found if watched.use is None else replace(found, device=watched.use)
 
-    def _run(self, asked: Asked, k: int, allowed: np.ndarray | None, deadline_s: float) -> tuple[SplitFound, np.ndarray]:
+    def _run(
+        self, asked: Asked, k: int, allowed: np.ndarray | None, deadline_s: float
+    ) -> tuple[SplitFound, np.ndarray]:
         """What the devices gave back, and places of lists of other terms."""
         q, n = asked.n_queries, len(self._devices)
         numbers, scores = np.full((q, k), -1, np.int64), np.full((q, k), -np.inf, np.float32)
@@ -164,13 +186,22 @@ class SplitPostings:
             if self.placement == "passages":
                 best = best_of({part: reply for part, (_, reply) in replies.items()}, n, k)
             else:
-                parts = {part: (asked.order(query, part), ticket.command.lists, reply) for part, (ticket, reply) in replies.items()}
+                parts = {
+                    part: (asked.order(query, part), ticket.command.lists, reply)
+                    for part, (ticket, reply) in replies.items()
+                }
                 best = best_of_partial(parts, asked.constants[query], k, allowed)
-            numbers[query, : len(best)], scores[query, : len(best)] = best["number"][:k], best["score"][:k]
+            numbers[query, : len(best)], scores[query, : len(best)] = (
+                best["number"][:k],
+                best["score"][:k],
+            )
         return SplitFound(numbers, scores, *costs, *link), np.array(others, np.int64)
 
-    def _replies(self, asked: Asked, deadline_s: float) -> Iterator[tuple[int, dict[int, tuple[ScanTicket, np.ndarray]]]]:
-        """Of each query, what every device that has a list of it gave back. Reads of several queries run ahead."""
+    def _replies(
+        self, asked: Asked, deadline_s: float
+    ) -> Iterator[tuple[int, dict[int, tuple[ScanTicket, np.ndarray]]]]:
+        """Of each query, what every device that has a list of it gave back. Reads of several
+        queries run ahead."""
         under_way = deque[tuple[int, dict[int, tuple[ScanTicket, Job[np.ndarray]]]]]()
         following = 0
         with Crew(self._devices) as crew:
@@ -180,11 +211,18 @@ class SplitPostings:
                         under_way.append((following, {}))
                         for part, command in asked.commands(following).items():
                             ticket = self._devices[part].scan(
-                                command.lists, command.weights, command.k, allowed=command.allowed, deadline_s=deadline_s
+                                command.lists,
+                                command.weights,
+                                command.k,
+                                allowed=command.allowed,
+                                deadline_s=deadline_s,
                             )
                             under_way[-1][1][part] = ticket, crew.submit(self._pool, ticket.finish)
                         following += 1
-                    replies = {part: (ticket, reply.result()) for part, (ticket, reply) in under_way[0][1].items()}
+                    replies = {
+                        part: (ticket, reply.result())
+                        for part, (ticket, reply) in under_way[0][1].items()
+                    }
                     under_way.popleft()
                     yield query, replies
             finally:
@@ -193,7 +231,8 @@ class SplitPostings:
                         ticket.cancel()
 
     def verify(self) -> list[VerifyReport]:
-        """Reads all that there is on every device, and checks it. Raises as `espnx.Postings.verify`; the error names the directory."""
+        """Reads all that there is on every device, and checks it. Raises as
+        `espnx.Postings.verify`; the error names the directory."""
         with NativeEngine("auto") as engine:
             return [verify(engine, [each.reopened(engine)]) for each in self._parts]
 

@@ -1,1 +1,2 @@
-"""What lies on storage: the sections of a segment, how each is checked, and a segment that is open."""
+"""What lies on storage: the sections of a segment, how each is checked, and a segment that is
+open."""

@@ -1,4 +1,5 @@
-"""Forward records: for each record its terms and impacts, so that candidates get exact scores by a read of a few hundred bytes each."""
+"""Forward records: for each record its terms and impacts, so that candidates get exact scores by a
+read of a few hundred bytes each."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def term_bytes(n_terms: int) -> int:
 
 
 class ForwardRows:
-    """Where forward records lie: computed from how many terms each has, two bytes a record and an offset for every 64.
+    """Where forward records lie: computed from how many terms each has, two bytes a record and an
+    offset for every 64.
 
     Attributes:
         counts: uint16 [n]: terms of each record.
@@ -35,14 +37,21 @@ class ForwardRows:
     """
 
     def __init__(self, counts: np.ndarray, groups: np.ndarray, size_bytes: int, row_bytes: int):
-        self.counts, self.groups, self.size_bytes, self._row_bytes = counts, groups, size_bytes, row_bytes
+        self.counts, self.groups, self.size_bytes, self._row_bytes = (
+            counts,
+            groups,
+            size_bytes,
+            row_bytes,
+        )
         self._counts = torch.from_numpy(np.require(counts, requirements=["C", "W"]))
         self._groups = torch.from_numpy(np.require(groups, requirements=["C", "W"]))
 
     @classmethod
     def of(cls, counts: np.ndarray, row_bytes: int) -> ForwardRows:
         """Of records with so many terms each, uint16."""
-        offsets, end = load_native().lay_out_records(torch.from_numpy(counts), FIXED_BYTES, row_bytes, 0)
+        offsets, end = load_native().lay_out_records(
+            torch.from_numpy(counts), FIXED_BYTES, row_bytes, 0
+        )
         return cls(counts, offsets.numpy()[::GROUP_RECORDS].copy(), end, row_bytes)
 
     def place(self, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -51,7 +60,9 @@ class ForwardRows:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         numbers = torch.from_numpy(np.ascontiguousarray(records, np.int64))
         begin = torch.zeros(1, dtype=torch.int64)
-        _, offsets, sizes = load_native().locate_records(numbers, self._counts, self._groups, begin, FIXED_BYTES, self._row_bytes)
+        _, offsets, sizes = load_native().locate_records(
+            numbers, self._counts, self._groups, begin, FIXED_BYTES, self._row_bytes
+        )
         return offsets.numpy(), sizes.numpy()
 
     @property
@@ -64,30 +75,48 @@ class ForwardRows:
         return seal(PLACES, fields, [self.counts, self.groups])
 
     @classmethod
-    def parse(cls, data: np.ndarray, path: str, salt: int, n_records: int, n_postings: int, row_bytes: int) -> ForwardRows:
+    def parse(
+        cls, data: np.ndarray, path: str, salt: int, n_records: int, n_postings: int, row_bytes: int
+    ) -> ForwardRows:
         """Raises FormatError, ChecksumError, TruncatedFileError."""
         sealed = Sealed(PLACES, data, path)
         if int(sealed.header["salt"]) != salt or int(sealed.header["n_records"]) != n_records:
-            sealed.refuse(f"{int(sealed.header['n_records'])} records", f"{n_records}, of this segment")
-        counts, groups = sealed.take("<u2", n_records), sealed.take("<i8", -(-n_records // GROUP_RECORDS))
+            sealed.refuse(
+                f"{int(sealed.header['n_records'])} records", f"{n_records}, of this segment"
+            )
+        counts, groups = (
+            sealed.take("<u2", n_records),
+            sealed.take("<i8", -(-n_records // GROUP_RECORDS)),
+        )
         sealed.end()
         if int(counts.sum(dtype=np.int64)) != n_postings:
             sealed.refuse("counts", f"a sum of {n_postings}")
         found = cls.of(counts.copy(), row_bytes)
-        if not np.array_equal(found.groups, groups) or found.size_bytes != int(sealed.header["lists_bytes"]):
+        if not np.array_equal(found.groups, groups) or found.size_bytes != int(
+            sealed.header["lists_bytes"]
+        ):
             sealed.refuse("offsets", "those that the counts give")
         return found
 
 
 class ForwardSpool:
-    """Turns postings, which come term after term, into records: by way of files of a range of records each, where they do not fit memory.
+    """Turns postings, which come term after term, into records: by way of files of a range of
+    records each, where they do not fit memory.
 
     Args:
         budget: entries that are sorted at a time.
         expected: entries that will come, about.
     """
 
-    def __init__(self, engine: NativeEngine, directory: str, name: str, n_records: int, expected: int, budget: int):
+    def __init__(
+        self,
+        engine: NativeEngine,
+        directory: str,
+        name: str,
+        n_records: int,
+        expected: int,
+        budget: int,
+    ):
         self._engine, self._n_records = engine, n_records
         n_files = max(1, -(-expected // budget))
         self._each = max(1, -(-n_records // n_files))
@@ -95,8 +124,13 @@ class ForwardSpool:
         self._paths, self._writers = list[str](), list[StreamWriter]()
         self.counts = np.zeros(n_records, np.int64)
         if n_files > 1:
-            self._paths = [os.path.join(directory, f"{name}-f{i}.tmp") for i in range(-(-n_records // self._each))]
-            self._writers = [StreamWriter(engine, path, buffer_bytes=_BUFFER_BYTES) for path in self._paths]
+            self._paths = [
+                os.path.join(directory, f"{name}-f{i}.tmp")
+                for i in range(-(-n_records // self._each))
+            ]
+            self._writers = [
+                StreamWriter(engine, path, buffer_bytes=_BUFFER_BYTES) for path in self._paths
+            ]
 
     def add(self, terms: np.ndarray, records: np.ndarray, values: np.ndarray) -> None:
         """Postings, ascending by term; so the terms of each record come in order."""
@@ -112,7 +146,9 @@ class ForwardSpool:
         for i, (begin, end) in enumerate(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)):
             self._writers[i].write(entries[begin:end].view(np.uint8))
 
-    def records(self, rows: ForwardRows, salt: int, kind: int, bytes_of_a_term: int) -> Iterator[np.ndarray]:
+    def records(
+        self, rows: ForwardRows, salt: int, kind: int, bytes_of_a_term: int
+    ) -> Iterator[np.ndarray]:
         """uint8 arrays: the section ``forward``."""
         for first, entries in self._parts():
             entries = entries[np.argsort(entries["record"], kind="stable")]
@@ -121,17 +157,28 @@ class ForwardSpool:
                 stop = min(begin + (1 << 16), end)
                 low, high = np.searchsorted(entries["record"], [begin, stop]).tolist()
                 offsets, sizes = rows.place(np.arange(begin, stop))
-                until = int(rows.place(np.array([stop]))[0][0]) if stop < self._n_records else rows.size_bytes
+                until = (
+                    int(rows.place(np.array([stop]))[0][0])
+                    if stop < self._n_records
+                    else rows.size_bytes
+                )
                 part = entries[low:high]
                 yield (
                     load_native()
                     .write_forward(
-                        salt, kind, bytes_of_a_term, begin, torch.from_numpy(rows.counts[begin:stop].astype(np.int64)),
-                        torch.from_numpy(part["term"].copy()), torch.from_numpy(part["value"].copy()),
-                        torch.from_numpy(offsets - offsets[0]), torch.from_numpy(sizes), until - int(offsets[0]),
+                        salt,
+                        kind,
+                        bytes_of_a_term,
+                        begin,
+                        torch.from_numpy(rows.counts[begin:stop].astype(np.int64)),
+                        torch.from_numpy(part["term"].copy()),
+                        torch.from_numpy(part["value"].copy()),
+                        torch.from_numpy(offsets - offsets[0]),
+                        torch.from_numpy(sizes),
+                        until - int(offsets[0]),
                     )
                     .numpy()
-                )  # fmt: skip
+                )
 
     def _parts(self) -> Iterable[tuple[int, np.ndarray]]:
         if not self._writers:
@@ -142,7 +189,10 @@ class ForwardSpool:
             writer.close()
             file: FileHandle = self._engine.open(path)
             try:
-                yield i * self._each, read_range(self._engine, file, 0, file.size_bytes).view(_ENTRY)
+                yield (
+                    i * self._each,
+                    read_range(self._engine, file, 0, file.size_bytes).view(_ENTRY),
+                )
             finally:
                 self._engine.close_file(file)
 

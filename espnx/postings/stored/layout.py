@@ -1,5 +1,6 @@
-"""The sections of a segment: what each is called, how it begins, and what is checked when it is read. docs/postings-format.md has the
-specification; the lists themselves are ``csrc/cpu/postings/list.hpp``'s."""
+"""The sections of a segment: what each is called, how it begins, and what is checked when it is
+read. docs/postings-format.md has the specification; the lists themselves are
+``csrc/cpu/postings/list.hpp``'s."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import numpy as np
 from ... import errors
 from ...storage.files import crc32c
 
-DICTIONARY, LENGTHS, TERMS, LISTS, FORWARD, PLACES = "dict", "lengths", "terms", "lists", "forward", "places"
+DICTIONARY, LENGTHS, TERMS, LISTS, FORWARD, PLACES = (
+    "dict",
+    "lengths",
+    "terms",
+    "lists",
+    "forward",
+    "places",
+)
 REMOVED = "removed"  # of no segment: see espnx.postings.deletions
 #: Sections that searches keep in memory; the others stay on storage.
 RESIDENT = (DICTIONARY, LENGTHS, PLACES)
@@ -27,10 +35,18 @@ GROUP_TERMS = 64
 #: Of a resident section. `crc32c`: of everything behind it in the section.
 HEADER = np.dtype(
     [
-        ("magic", "S8"), ("crc32c", "<u4"), ("salt", "<u4"), ("kind", "<u4"), ("n_terms", "<u4"), ("n_records", "<u8"),
-        ("n_postings", "<u8"), ("sum_lengths", "<u8"), ("lists_bytes", "<u8"), ("spare", "<u8"),
+        ("magic", "S8"),
+        ("crc32c", "<u4"),
+        ("salt", "<u4"),
+        ("kind", "<u4"),
+        ("n_terms", "<u4"),
+        ("n_records", "<u8"),
+        ("n_postings", "<u8"),
+        ("sum_lengths", "<u8"),
+        ("lists_bytes", "<u8"),
+        ("spare", "<u8"),
     ]
-)  # fmt: skip
+)
 HEADER_BYTES = HEADER.itemsize  # 64
 GROUP = np.dtype([("crc32c", "<u4"), ("salt", "<u4"), ("first_term", "<u4"), ("count", "<u4")])
 
@@ -63,18 +79,29 @@ class Sealed:
     def __init__(self, section: str, data: np.ndarray, path: str):
         self.section, self.path, self._data, self._at = section, path, data, HEADER_BYTES
         if data.dtype != np.uint8 or data.ndim != 1 or data.size < HEADER_BYTES:
-            raise errors.TruncatedFileError(f"section {section} of postings", path=path, got=f"{data.size} bytes", expected=HEADER_BYTES)
+            raise errors.TruncatedFileError(
+                f"section {section} of postings",
+                path=path,
+                got=f"{data.size} bytes",
+                expected=HEADER_BYTES,
+            )
         self.header = np.frombuffer(data[:HEADER_BYTES].tobytes(), HEADER)[0]
         if bytes(self.header["magic"]) != magic_of(section):
             raise errors.FormatError(
-                f"section {section} of postings", path=path, got=bytes(self.header["magic"]), expected=magic_of(section)
+                f"section {section} of postings",
+                path=path,
+                got=bytes(self.header["magic"]),
+                expected=magic_of(section),
             )
         found = crc32c(np.ascontiguousarray(data[12:]))
         if found != int(self.header["crc32c"]):
             raise errors.ChecksumError(
-                f"section {section} of postings is damaged", path=path, got=f"CRC32C {found:08x}",
-                expected=f"{int(self.header['crc32c']):08x}", fix="restore the index from a copy, or build it again",
-            )  # fmt: skip
+                f"section {section} of postings is damaged",
+                path=path,
+                got=f"CRC32C {found:08x}",
+                expected=f"{int(self.header['crc32c']):08x}",
+                fix="restore the index from a copy, or build it again",
+            )
 
     def take(self, dtype: str, count: int) -> np.ndarray:
         """The next array; a view."""
@@ -91,4 +118,6 @@ class Sealed:
             self.refuse(f"{self._data.size} bytes", self._at)
 
     def refuse(self, got: object, expected: object) -> None:
-        raise errors.FormatError(f"section {self.section} of postings", path=self.path, got=got, expected=expected)
+        raise errors.FormatError(
+            f"section {self.section} of postings", path=self.path, got=got, expected=expected
+        )

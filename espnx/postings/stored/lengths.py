@@ -31,9 +31,11 @@ class Lengths:
         long = np.unique(lengths[is_long]).astype("<u8")
         if len(long) > _LONG_MAX:
             raise errors.InvalidInputError(
-                "lengths of records", got=f"{len(long)} different ones above {FIRST_LONG - 1} terms", expected=f"at most {_LONG_MAX}",
+                "lengths of records",
+                got=f"{len(long)} different ones above {FIRST_LONG - 1} terms",
+                expected=f"at most {_LONG_MAX}",
                 fix="cut records of so many words into passages",
-            )  # fmt: skip
+            )
         codes = lengths.astype("<u2")
         codes[is_long] = FIRST_LONG + np.searchsorted(long, lengths[is_long])
         return cls(codes, long)
@@ -47,15 +49,25 @@ class Lengths:
 
     def section(self, salt: int) -> np.ndarray:
         """uint8: as they are stored."""
-        return seal(LENGTHS, {"salt": salt, "n_records": len(self.codes), "n_terms": len(self.long)}, [self.codes, self.long])
+        return seal(
+            LENGTHS,
+            {"salt": salt, "n_records": len(self.codes), "n_terms": len(self.long)},
+            [self.codes, self.long],
+        )
 
     @classmethod
-    def parse(cls, data: np.ndarray, path: str, salt: int, n_records: int, sum_lengths: int) -> Lengths:
+    def parse(
+        cls, data: np.ndarray, path: str, salt: int, n_records: int, sum_lengths: int
+    ) -> Lengths:
         """Raises FormatError, ChecksumError, TruncatedFileError."""
         sealed = Sealed(LENGTHS, data, path)
         if int(sealed.header["salt"]) != salt or int(sealed.header["n_records"]) != n_records:
-            sealed.refuse(f"{int(sealed.header['n_records'])} lengths", f"{n_records}, of this segment")
-        found = cls(sealed.take("<u2", n_records), sealed.take("<u8", int(sealed.header["n_terms"])))
+            sealed.refuse(
+                f"{int(sealed.header['n_records'])} lengths", f"{n_records}, of this segment"
+            )
+        found = cls(
+            sealed.take("<u2", n_records), sealed.take("<u8", int(sealed.header["n_terms"]))
+        )
         sealed.end()
         table = found.table
         if int(found.codes.max(initial=0)) >= max(len(table), 1) or len(found.long) > _LONG_MAX:

@@ -1,4 +1,5 @@
-"""Terms as an index knows them: bytes, a hash to look them up by, and what stands in their list to tell them from others of that hash."""
+"""Terms as an index knows them: bytes, a hash to look them up by, and what stands in their list to
+tell them from others of that hash."""
 
 from __future__ import annotations
 
@@ -9,13 +10,15 @@ import numpy as np
 
 from ... import errors
 
-#: Longer terms are in their list by a digest of 32 bytes. ``csrc/cpu/postings/list.hpp`` has the same number.
+#: Longer terms are in their list by a digest of 32 bytes. ``csrc/cpu/postings/list.hpp`` has the
+#: same number.
 NAME_BYTES_MAX = 256
 TERM_BYTES_MAX = 2**31 - 1
 
 
 def term_bytes(term: str | int) -> bytes:
-    """Of a term: UTF-8, in which a half of a character has a form of its own. A number stands for its decimal digits.
+    """Of a term: UTF-8, in which a half of a character has a form of its own. A number stands for
+    its decimal digits.
 
     Raises InvalidInputError for what is neither.
     """
@@ -24,9 +27,13 @@ def term_bytes(term: str | int) -> bytes:
     elif isinstance(term, (int, np.integer)) and not isinstance(term, bool):
         data = str(int(term)).encode()
     else:
-        raise errors.InvalidInputError("term", got=type(term).__name__, expected="a str, or a whole number")
+        raise errors.InvalidInputError(
+            "term", got=type(term).__name__, expected="a str, or a whole number"
+        )
     if len(data) > TERM_BYTES_MAX:
-        raise errors.InvalidInputError("term", got=f"{len(data)} bytes", expected=f"at most {TERM_BYTES_MAX}")
+        raise errors.InvalidInputError(
+            "term", got=f"{len(data)} bytes", expected=f"at most {TERM_BYTES_MAX}"
+        )
     return data
 
 

@@ -1,4 +1,5 @@
-"""Adds documents to a store: encoded in batches that fit the memory limit, each batch a part, all of them one version.
+"""Adds documents to a store: encoded in batches that fit the memory limit, each batch a part, all
+of them one version.
 
 Nothing is trained again: first stage, projection and codebooks are the store's own.
 """
@@ -35,8 +36,8 @@ _DOCUMENTS_AT_ONCE = 256
 
 
 class Batch:
-    """Documents as a spool would hold them, in memory: vectors packed as records, in arrival order. What `rows.fills` reads, and the
-    `Documents` of a first stage.
+    """Documents as a spool would hold them, in memory: vectors packed as records, in arrival order.
+    What `rows.fills` reads, and the `Documents` of a first stage.
 
     Attributes:
         n_tokens: uint16 [m]. size_bytes: of the vectors held. scratch: see `Documents`.
@@ -47,7 +48,8 @@ class Batch:
 
     def __init__(self, schema: RecordSchema, stage: FirstStage, stored: str):
         self.schema, self._stage = schema, stage
-        self._checked = RecordSchema(stored, schema.d_cls, schema.dim)  # what the vectors have to fit in the end
+        # what the vectors have to fit in the end
+        self._checked = RecordSchema(stored, schema.d_cls, schema.dim)
         self.rows: list[tuple[DocumentId, str]] = []
         self.ids = set[tuple[type, DocumentId]]()
         self.size_bytes = 0
@@ -71,7 +73,11 @@ class Batch:
         self._offsets.append(offsets + sum(len(each) for each in self._blocks[:-1]))
         self._counts.append(counts)
         self.rows += [(document.id, document.text) for document in documents]
-        self.size_bytes += len(block) + self._vectors[-1].nbytes + sum(len(document.text) for document in documents)
+        self.size_bytes += (
+            len(block)
+            + self._vectors[-1].nbytes
+            + sum(len(document.text) for document in documents)
+        )
 
     def seal(self) -> None:
         """No more documents."""
@@ -101,7 +107,8 @@ class Batch:
 
 @dataclass
 class Addition:
-    """One call of `add`, under way. `remembers`: where `encoder` is None, the one that the store remembers is loaded when it is wanted."""
+    """One call of `add`, under way. `remembers`: where `encoder` is None, the one that the store
+    remembers is loaded when it is wanted."""
 
     version: Version
     draft: Draft
@@ -115,19 +122,29 @@ class Addition:
     def __post_init__(self) -> None:
         built = self.version.manifest.encoder
         stored = self.version.schema_of("full")
-        kept = format_until_coded(stored.format, len(self.version.tiers) > 1, self.version.projection is not None)
+        kept = format_until_coded(
+            stored.format, len(self.version.tiers) > 1, self.version.projection is not None
+        )
         self._schema = RecordSchema(kept, built.d_cls, built.dim)
-        self._targets = {tier: Target(self.version.schema_of(tier), self.version.codebook(tier)) for tier in self.version.tiers}
+        self._targets = {
+            tier: Target(self.version.schema_of(tier), self.version.codebook(tier))
+            for tier in self.version.tiers
+        }
         self._limit_bytes = self.budget.record_bytes()
 
     def run(self, documents: Iterable[Any]) -> None:
-        """Writes parts of the documents, and merges what has to be merged. Raises InvalidInputError, ..."""
+        """Writes parts of the documents, and merges what has to be merged. Raises
+        InvalidInputError, ..."""
         limit = self.budget.encoded_bytes()
         batch, seen, total = self._new_batch(), 0, count_hint(documents)
         for some in batches(documents, _DOCUMENTS_AT_ONCE, limit, self._schema.dim):
             self._check_new(some, batch)
             decoded = decode_rows(some, self._targets["full"].schema.format, self._schema.dim, None)
-            if self.encoder is None and self.remembers and any(document.vectors is None for document in decoded):
+            if (
+                self.encoder is None
+                and self.remembers
+                and any(document.vectors is None for document in decoded)
+            ):
                 self.encoder = remembered_encoder(self.version.manifest.encoder.name)
             batch.append(decoded, self.encoder)
             seen += len(some)
@@ -141,20 +158,24 @@ class Addition:
             self.draft.settle(self._limit_bytes)
 
     def _check_new(self, documents: list[Document], batch: Batch) -> None:
-        """Raises InvalidInputError for an id that came before, or that the store holds; with `replace`, what it holds goes."""
+        """Raises InvalidInputError for an id that came before, or that the store holds; with
+        `replace`, what it holds goes."""
         known = self.draft.numbers([document.id for document in documents])
         old = known[(known >= 0) & (known < self.version.end_number)]
         for document, number in zip(documents, known.tolist(), strict=True):
             key = type(document.id), document.id
             if key in batch.ids or number >= self.version.end_number:
                 raise errors.InvalidInputError(
-                    f"document id {document.id!r} occurs twice", expected="unique ids", fix="rename or drop one of the two"
+                    f"document id {document.id!r} occurs twice",
+                    expected="unique ids",
+                    fix="rename or drop one of the two",
                 )
             if number >= 0 and not self.replace:
                 raise errors.InvalidInputError(
-                    f"document id {document.id!r} is in the store", expected="new ids",
+                    f"document id {document.id!r} is in the store",
+                    expected="new ids",
                     fix="replace it (replace=True, --replace), or drop it from the addition",
-                )  # fmt: skip
+                )
             batch.ids.add(key)
         self.draft.delete(old)
 
@@ -167,7 +188,10 @@ class Addition:
         batch.scratch = os.path.dirname(path)
         entries = self.version.first_stage.add(batch)
         order = np.concatenate(list(checked_order(entries, len(batch))))
-        file, layouts = FileWriter(self.version.engine, path), {tier: Layout(each.schema) for tier, each in self._targets.items()}
+        file, layouts = (
+            FileWriter(self.version.engine, path),
+            {tier: Layout(each.schema) for tier, each in self._targets.items()},
+        )
         try:
             for tier, layout in layouts.items():
                 for run in self._runs(batch, order):
@@ -177,9 +201,19 @@ class Addition:
             file.abandon()
             raise
         rows = (batch.rows[arrival] for arrival in order.tolist())
-        entry = finish_part(file, place, layouts, PartContents(rows, entries.sections, self.version.first_stage.in_place))
+        entry = finish_part(
+            file,
+            place,
+            layouts,
+            PartContents(rows, entries.sections, self.version.first_stage.in_place),
+        )
         self.tokens += entry.tokens
         self.draft.append(entry, self._limit_bytes)
 
     def _runs(self, batch: Batch, order: np.ndarray) -> Iterator[np.ndarray]:
-        return pieces(iter([order]), lambda some: batch.schema.sizes(batch.n_tokens[some]), self._limit_bytes, lambda: NO_LIMIT)
+        return pieces(
+            iter([order]),
+            lambda some: batch.schema.sizes(batch.n_tokens[some]),
+            self._limit_bytes,
+            lambda: NO_LIMIT,
+        )

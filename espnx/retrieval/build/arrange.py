@@ -1,6 +1,8 @@
-"""The build's second pass: the first stage takes the spooled documents up, and says in which order their records go to disk.
+"""The build's second pass: the first stage takes the spooled documents up, and says in which order
+their records go to disk.
 
-What it makes lies in the build's directory until the third pass puts it into the store: the order, and a file for each section.
+What it makes lies in the build's directory until the third pass puts it into the store: the order,
+and a file for each section.
 """
 
 from __future__ import annotations
@@ -24,23 +26,31 @@ _ORDER_ROWS = 1 << 16  # numbers at a time: half a MiB
 
 
 def section_file(name: str) -> str:
-    """Where a section lies in the build's directory. Raises InvalidInputError for a name that cannot be."""
+    """Where a section lies in the build's directory. Raises InvalidInputError for a name that
+    cannot be."""
     return f"{stage_section(name).replace('stage.', 'stage-', 1)}.bin"
 
 
-def assign(engine: NativeEngine, directory: str, spool: Spool, stage: FirstStage, budget: MemoryBudget) -> dict[str, SpoolFile]:
+def assign(
+    engine: NativeEngine, directory: str, spool: Spool, stage: FirstStage, budget: MemoryBudget
+) -> dict[str, SpoolFile]:
     """Gives every document its place. Returns what is known of the files that it writes.
 
     Raises InvalidInputError where what the stage needs for it cannot fit the memory budget.
     """
     budget.require(
-        stage.add_bytes(len(spool)), "the first stage does not fit the memory budget",
+        stage.add_bytes(len(spool)),
+        "the first stage does not fit the memory budget",
         "give more --memory, or a smaller code (--first-stage-code sq8 or pq16)",
-    )  # fmt: skip
+    )
     entries = stage.add(spool)
-    files = {ORDER: _save(engine, os.path.join(directory, ORDER), checked_order(entries, len(spool)))}
+    files = {
+        ORDER: _save(engine, os.path.join(directory, ORDER), checked_order(entries, len(spool)))
+    }
     for name, pieces in entries.sections.items():
-        files[section_file(name)] = _save(engine, os.path.join(directory, section_file(name)), pieces)
+        files[section_file(name)] = _save(
+            engine, os.path.join(directory, section_file(name)), pieces
+        )
     return files
 
 
@@ -53,27 +63,47 @@ def _save(engine: NativeEngine, path: str, pieces: Iterable[np.ndarray]) -> Spoo
 
 
 def checked_order(entries: Entries, count: int) -> Iterator[np.ndarray]:
-    """The order of so many documents. Raises InvalidInputError, at its end at the latest, unless each is there once: whatever a first
-    stage does, no document is lost and none is written twice."""
+    """The order of so many documents. Raises InvalidInputError, at its end at the latest, unless
+    each is there once: whatever a first stage does, no document is lost and none is written
+    twice."""
     seen = np.zeros(count, dtype=bool)
     for numbers in entries.order:
         inside = numbers[(numbers >= 0) & (numbers < count)]
         if len(inside) < len(numbers) or seen[inside].any() or len(np.unique(inside)) < len(inside):
-            raise errors.InvalidInputError("order of a first stage", got="a document twice, or another one", expected=f"{count} documents")
+            raise errors.InvalidInputError(
+                "order of a first stage",
+                got="a document twice, or another one",
+                expected=f"{count} documents",
+            )
         seen[inside] = True
         yield numbers.astype("<i8", copy=False)
     if not seen.all():
-        raise errors.InvalidInputError("order of a first stage", got=f"{int(seen.sum())} documents", expected=count)
+        raise errors.InvalidInputError(
+            "order of a first stage", got=f"{int(seen.sum())} documents", expected=count
+        )
 
 
-def record_order(engine: NativeEngine, directory: str, files: Mapping[str, SpoolFile], count: int) -> Iterator[np.ndarray]:
-    """Numbers of the spooled documents in the order of their records, int64, half a MiB at a time. Raises ChecksumError."""
+def record_order(
+    engine: NativeEngine, directory: str, files: Mapping[str, SpoolFile], count: int
+) -> Iterator[np.ndarray]:
+    """Numbers of the spooled documents in the order of their records, int64, half a MiB at a time.
+    Raises ChecksumError."""
     if files[ORDER].size_bytes != 8 * count:
-        raise errors.ChecksumError("the build's order is damaged", path=os.path.join(directory, ORDER), expected=8 * count, fix=DISCARD)
-    for window in regroup(spool_windows(engine, os.path.join(directory, ORDER), files[ORDER].sums or []), 8 * _ORDER_ROWS):
+        raise errors.ChecksumError(
+            "the build's order is damaged",
+            path=os.path.join(directory, ORDER),
+            expected=8 * count,
+            fix=DISCARD,
+        )
+    for window in regroup(
+        spool_windows(engine, os.path.join(directory, ORDER), files[ORDER].sums or []),
+        8 * _ORDER_ROWS,
+    ):
         numbers = window.view("<i8")
         if (numbers < 0).any() or (numbers >= count).any():
-            raise errors.ChecksumError("the build's order is damaged", path=os.path.join(directory, ORDER), fix=DISCARD)
+            raise errors.ChecksumError(
+                "the build's order is damaged", path=os.path.join(directory, ORDER), fix=DISCARD
+            )
         yield numbers
 
 
@@ -82,33 +112,51 @@ class SpooledEntries:
 
     first_number = 0
 
-    def __init__(self, engine: NativeEngine, directory: str, files: Mapping[str, SpoolFile], count: int):
+    def __init__(
+        self, engine: NativeEngine, directory: str, files: Mapping[str, SpoolFile], count: int
+    ):
         self._engine, self.path, self._files, self.count = engine, directory, files, count
 
     def size_bytes(self, name: str) -> int:
         return self._file(name).size_bytes
 
     def read(self, name: str) -> np.ndarray:
-        return np.concatenate([np.empty(0, np.uint8), *(window.copy() for window in self.windows(name))])
+        return np.concatenate(
+            [np.empty(0, np.uint8), *(window.copy() for window in self.windows(name))]
+        )
 
     def windows(self, name: str) -> Generator[np.ndarray, None, None]:
-        yield from spool_windows(self._engine, os.path.join(self.path, section_file(name)), self._file(name).sums or [])
+        yield from spool_windows(
+            self._engine, os.path.join(self.path, section_file(name)), self._file(name).sums or []
+        )
 
     def place(self, name: str) -> Region:
         return Region(os.path.join(self.path, section_file(name)), 0, self._file(name).size_bytes)
 
     def _file(self, name: str) -> SpoolFile:
         if section_file(name) not in self._files:
-            raise errors.FormatError(f"no section {name} of the first stage", path=self.path, fix=DISCARD)
+            raise errors.FormatError(
+                f"no section {name} of the first stage", path=self.path, fix=DISCARD
+            )
         return self._files[section_file(name)]
 
     def sections(self) -> dict[str, Iterator[np.ndarray]]:
         """All of them, as a part takes them."""
-        names = [name.removeprefix("stage-").removesuffix(".bin") for name in self._files if name != ORDER]
+        names = [
+            name.removeprefix("stage-").removesuffix(".bin")
+            for name in self._files
+            if name != ORDER
+        ]
         return {name: self.windows(name) for name in names}
 
 
-def tune(engine: NativeEngine, directory: str, spool: Spool, stage: FirstStage, files: Mapping[str, SpoolFile]) -> FirstStage:
+def tune(
+    engine: NativeEngine,
+    directory: str,
+    spool: Spool,
+    stage: FirstStage,
+    files: Mapping[str, SpoolFile],
+) -> FirstStage:
     """The stage with what an effort of ``auto`` means, measured on what `assign` wrote."""
     loaded = stage.load([SpooledEntries(engine, directory, files, len(spool))])
     try:

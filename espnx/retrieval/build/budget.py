@@ -1,4 +1,5 @@
-"""The memory a build may use: the whole process counts, PyTorch and the encoder's weights included."""
+"""The memory a build may use: the whole process counts, PyTorch and the encoder's weights
+included."""
 
 from __future__ import annotations
 
@@ -13,17 +14,20 @@ _MARGIN_BYTES = 56 << 20  # SQLite, Python objects, what the allocator keeps bet
 _LEAST_BYTES = 32 << 20
 _FLOOR_BYTES = 64 << 20
 _DEFAULT_BYTES = 1 << 30
-# Records that are copied are there as they were read, decoded in float32 (up to four times as much), and as they are written: an eighth
-# takes most of what is left. More than 32 MiB at a time makes nothing faster, and less than 1 MiB makes reads small.
+# Records that are copied are there as they were read, decoded in float32 (up to four times as
+# much), and as they are written: an eighth takes most of what is left. More than 32 MiB at a time
+# makes nothing faster, and less than 1 MiB makes reads small.
 _RECORDS_SHARE, _RECORDS_MOST_BYTES, _RECORDS_LEAST_BYTES = 8, 32 << 20, 1 << 20
-# A batch is there as the encoder's own activations, as vectors, checked and packed, with one more of each while the next is made; and its
-# size is a guess from the length of texts. A twelfth leaves room for a guess that is wrong by two.
+# A batch is there as the encoder's own activations, as vectors, checked and packed, with one more
+# of each while the next is made; and its size is a guess from the length of texts. A twelfth leaves
+# room for a guess that is wrong by two.
 _ENCODED_SHARE = 12
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM now and its own: pages of files, which the system takes back when it needs them, are not.
-    A corpus that is read from a memory-mapped file does not count."""
+    """Memory of this process that is in RAM now and its own: pages of files, which the system takes
+    back when it needs them, are not. A corpus that is read from a memory-mapped file does not
+    count."""
     with open("/proc/self/statm") as statm:
         _, resident, shared = statm.read().split()[:3]
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
@@ -33,8 +37,9 @@ class MemoryBudget:
     """What a build may still take.
 
     Args:
-        total: bytes, or a size such as ``1GiB``; None: 1 GiB, or what the process holds now and half a GiB where that is more. That
-            limit, which nobody gave, steers how much is taken at a time and refuses nothing.
+        total: bytes, or a size such as ``1GiB``; None: 1 GiB, or what the process holds now and
+            half a GiB where that is more. That limit, which nobody gave, steers how much is taken
+            at a time and refuses nothing.
     """
 
     def __init__(self, total: int | str | None):
@@ -48,8 +53,8 @@ class MemoryBudget:
         self.total_bytes = parse_size(total)
 
     def left(self) -> int:
-        """Bytes that may be used beside what is in use now. Raises InvalidInputError where a limit was given that is too little to go on;
-        without one, it is never less than `_FLOOR_BYTES`."""
+        """Bytes that may be used beside what is in use now. Raises InvalidInputError where a limit
+        was given that is too little to go on; without one, it is never less than `_FLOOR_BYTES`."""
         self.trim()
         used = resident_bytes()
         left = self.total_bytes - used - _MARGIN_BYTES
@@ -60,12 +65,16 @@ class MemoryBudget:
                 "memory budget too small",
                 got=format_size(self.total_bytes),
                 expected=f"at least {format_size(used + _MARGIN_BYTES + _LEAST_BYTES)}",
-                fix="give more --memory; the process itself (PyTorch, the encoder's weights) is part of it",
+                fix=(
+                    "give more --memory; the process itself (PyTorch, the encoder's weights) is "
+                    "part of it"
+                ),
             )
         return left
 
     def record_bytes(self) -> int:
-        """Of records that are held at a time while they are copied or encoded. Raises what `left` does."""
+        """Of records that are held at a time while they are copied or encoded. Raises what `left`
+        does."""
         return min(_RECORDS_MOST_BYTES, max(_RECORDS_LEAST_BYTES, self.left() // _RECORDS_SHARE))
 
     def encoded_bytes(self) -> int:
@@ -76,10 +85,16 @@ class MemoryBudget:
         """Raises InvalidInputError where a limit was given that leaves less than that."""
         left = self.left()
         if self.is_given and need_bytes > left:
-            raise errors.InvalidInputError(what, got=f"{format_size(left)} left", expected=f"about {format_size(need_bytes)}", fix=fix)
+            raise errors.InvalidInputError(
+                what,
+                got=f"{format_size(left)} left",
+                expected=f"about {format_size(need_bytes)}",
+                fix=fix,
+            )
 
     def trim(self) -> None:
-        """Returns freed memory to the system. glibc would keep the gaps that batches of changing size leave, hundreds of MB in an hour."""
+        """Returns freed memory to the system. glibc would keep the gaps that batches of changing
+        size leave, hundreds of MB in an hour."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent from other C libraries
         if trim is not None:
             trim(0)

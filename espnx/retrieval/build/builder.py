@@ -1,9 +1,11 @@
-"""Builds an embedding store from a stream of documents, in bounded memory, resumable, published atomically.
+"""Builds an embedding store from a stream of documents, in bounded memory, resumable, published
+atomically.
 
-Three passes: spool (encode and write in arrival order), arrange (train the first stage, assign lists), write (records in list order).
-The spool and the store exist side by side for a while, so a build needs about twice the store's size on disk.
-After a crash at any point, the same call goes on from the last checkpoint; the store published before stays untouched until the end.
-What goes on is what the corpus of this call confirms, document by document (see resuming.py).
+Three passes: spool (encode and write in arrival order), arrange (train the first stage, assign
+lists), write (records in list order). The spool and the store exist side by side for a while, so a
+build needs about twice the store's size on disk. After a crash at any point, the same call goes on
+from the last checkpoint; the store published before stays untouched until the end. What goes on is
+what the corpus of this call confirms, document by document (see resuming.py).
 """
 
 from __future__ import annotations
@@ -64,16 +66,20 @@ from .training import Recipe, check_trained, options_of, train_recipe
 
 CHECKPOINT_S = 5.0
 BATCH_DOCUMENTS = 256  # encoded together, at most
-FIRST_DOCUMENTS = 16  # of the first batch, encoded before the rest of it, so that progress can say at once how long it takes
+# of the first batch, encoded before the rest of it, so that progress can say at once how long it
+# takes
+FIRST_DOCUMENTS = 16
 
-#: Called with (phase, done, total or None): ``confirm`` (documents of an interrupted build, compared with the corpus), ``spool``,
-#: ``arrange``, ``write``.
+#: Called with (phase, done, total or None): ``confirm`` (documents of an interrupted build,
+#: compared with the corpus), ``spool``, ``arrange``, ``write``.
 Progress = Callable[[str, int, int | None], None]
 
 
 def segment_bytes(total_bytes: int, devices: int) -> int:
     """One file per GiB on one SSD; on several, enough files that they share the load."""
-    return 1 << 30 if devices <= 1 else int(np.clip(total_bytes // (8 * devices), 16 << 20, 1 << 30))
+    return (
+        1 << 30 if devices <= 1 else int(np.clip(total_bytes // (8 * devices), 16 << 20, 1 << 30))
+    )
 
 
 class Builder:
@@ -91,7 +97,13 @@ class Builder:
         trained: Trained | None = None,
     ):
         self.kind = kind
-        self.path, self.encoder, self.options, self.engine, self.progress = path, encoder, options, engine, progress
+        self.path, self.encoder, self.options, self.engine, self.progress = (
+            path,
+            encoder,
+            options,
+            engine,
+            progress,
+        )
         self.recipe, self.given = recipe, trained
         self.budget = MemoryBudget(options.memory)
         self.building = os.path.join(path, BUILDING)
@@ -102,8 +114,15 @@ class Builder:
     def _settings(self) -> BuildSettings:
         options, recipe = self.options, self.recipe
         stages = options.stage_options()
-        later = {"kind": self.kind, "first_stage_code": stages.pop("first_stage_code"), "nlist": stages.pop("nlist")}
-        later |= {name: getattr(options, name) for name in ("format", "pca", "cls_weight", "coarse", "centroids")}
+        later = {
+            "kind": self.kind,
+            "first_stage_code": stages.pop("first_stage_code"),
+            "nlist": stages.pop("nlist"),
+        }
+        later |= {
+            name: getattr(options, name)
+            for name in ("format", "pca", "cls_weight", "coarse", "centroids")
+        }
         spooled = {
             "encoder": recipe.encoder,
             "d_cls": recipe.spooled.d_cls,
@@ -119,16 +138,21 @@ class Builder:
         return BuildSettings(in_words(spooled), in_words(later), list(options.directories))
 
     def train(self, documents: Iterable[Any], restart: bool, replace: bool) -> Trained:
-        """The first two passes alone, and of the second only the training, which is published; what they wrote is removed."""
+        """The first two passes alone, and of the second only the training, which is published; what
+        they wrote is removed."""
         is_replacement = check_target(self.path, TRAINED_KIND, replace=replace)
-        self.state, changed = under_way.begin(self.engine, self.path, self._settings(), None, restart)
+        self.state, changed = under_way.begin(
+            self.engine, self.path, self._settings(), None, restart
+        )
         if changed:
             self._restarted(changed)
         self._spool(documents, None)
         spool = self._open_spool()
         try:
             if not len(spool):
-                raise errors.InvalidInputError("documents to train on", got="none", expected="a sample of the corpora")
+                raise errors.InvalidInputError(
+                    "documents to train on", got="none", expected="a sample of the corpora"
+                )
             trained = train_recipe(self.recipe, spool, self.budget)
         finally:
             spool.close()
@@ -138,19 +162,31 @@ class Builder:
 
     def _open_spool(self) -> Spool:
         recipe = self.recipe
-        return Spool(self.engine, self.building, recipe.spooled, self.state, recipe.stage.vector_dim, recipe.codebook)
+        return Spool(
+            self.engine,
+            self.building,
+            recipe.spooled,
+            self.state,
+            recipe.stage.vector_dim,
+            recipe.codebook,
+        )
 
     def run(self, documents: Iterable[Any], restart: bool, replace: bool) -> BuildReport:
         published = under_way.published(self.engine, self.path, replace)
         store_id = published.store_id if published is not None and self.kind == "add" else None
-        self.state, changed = under_way.begin(self.engine, self.path, self._settings(), published, restart, store_id)
+        self.state, changed = under_way.begin(
+            self.engine, self.path, self._settings(), published, restart, store_id
+        )
         if changed:
             self._restarted(changed)
         try:
             return self._passes(documents, published)
         except BaseException as error:
             if self.state.documents and os.path.lexists(os.path.join(self.building, STATE)):
-                error.add_note(f"{self.state.documents:,} documents are kept in {self.building}: the same build goes on with them")
+                error.add_note(
+                    f"{self.state.documents:,} documents are kept in {self.building}: the same "
+                    "build goes on with them"
+                )
             raise
 
     def _passes(self, documents: Iterable[Any], published: Manifest | None) -> BuildReport:
@@ -190,12 +226,17 @@ class Builder:
         )
 
     def _spool(self, documents: Iterable[Any], published: Manifest | None) -> int:
-        """Returns how many documents are an interrupted build's. An error in the documents leaves nothing to resume."""
+        """Returns how many documents are an interrupted build's. An error in the documents leaves
+        nothing to resume."""
         total = count_hint(documents)
         try:
             # What is added has ids of its own: a number would be that of another document.
             stream = batches(
-                documents, BATCH_DOCUMENTS, self.budget.encoded_bytes(), self.recipe.spooled.dim, numbers_texts=self.kind != "add"
+                documents,
+                BATCH_DOCUMENTS,
+                self.budget.encoded_bytes(),
+                self.recipe.spooled.dim,
+                numbers_texts=self.kind != "add",
             )
             first, resumed = self._confirm(stream, total, published)
             if first or self.state.phase == "spool":
@@ -209,37 +250,68 @@ class Builder:
             raise
         return resumed
 
-    def _confirm(self, stream: Iterator[list[Document]], total: int | None, published: Manifest | None) -> tuple[list[Document], int]:
-        """Keeps what the corpus confirms of an interrupted build. Returns the first documents that are new, and how many are not."""
+    def _confirm(
+        self, stream: Iterator[list[Document]], total: int | None, published: Manifest | None
+    ) -> tuple[list[Document], int]:
+        """Keeps what the corpus confirms of an interrupted build. Returns the first documents that
+        are new, and how many are not."""
         kept, phase = self.state.documents, self.state.phase
         if not kept and phase == "spool":
             return [], 0
         trim(self.engine, self.building, self.state)
-        same, other = confirm(stream, digests(self.engine, self.building, self.state), lambda done: self.progress("confirm", done, kept))
+        same, other = confirm(
+            stream,
+            digests(self.engine, self.building, self.state),
+            lambda done: self.progress("confirm", done, kept),
+        )
         if same < kept:
-            got = f"document {same} ({other[0].id!r}) is another one" if other else f"the corpus ends after {same} documents"
+            got = (
+                f"document {same} ({other[0].id!r}) is another one"
+                if other
+                else f"the corpus ends after {same} documents"
+            )
             self._restarted(f"{got}; {kept} were spooled")
         elif other and phase != "spool":
             self._restarted(f"the corpus goes on after the {kept} documents that it had")
         if same < kept or (other and phase != "spool"):
             under_way.back_to_spool(self.engine, self.path, self.state, published)
-            cut(self.engine, self.building, self.recipe.spooled, self.recipe.stage.vector_dim, self.state, same)
+            cut(
+                self.engine,
+                self.building,
+                self.recipe.spooled,
+                self.recipe.stage.vector_dim,
+                self.state,
+                same,
+            )
             make_directory(self.directory)
         return other, same
 
     def _restarted(self, why: str) -> None:
         """Says that this build is not simply the interrupted one."""
-        self.restarted_because = why if self.restarted_because is None else f"{self.restarted_because}; {why}"
-        warnings.warn(f"{self.path}: not all of the interrupted build is gone on with: {why}", stacklevel=2)
+        self.restarted_because = (
+            why if self.restarted_because is None else f"{self.restarted_because}; {why}"
+        )
+        warnings.warn(
+            f"{self.path}: not all of the interrupted build is gone on with: {why}", stacklevel=2
+        )
 
     def _append(self, stream: Iterable[list[Document]], total: int | None) -> None:
         """Spools what the interrupted build had not."""
-        spool = SpoolWriter(self.engine, self.building, self.recipe.spooled, self.state, self.recipe.stage, self.options.format)
+        spool = SpoolWriter(
+            self.engine,
+            self.building,
+            self.recipe.spooled,
+            self.state,
+            self.recipe.stage,
+            self.options.format,
+        )
         try:
             self.progress("spool", spool.count, total)
             last, begun = time.monotonic(), spool.count
             for batch in stream:
-                decoded = decode_rows(batch, self.recipe.schema.format, self.recipe.spooled.dim, self.recipe.codebook)
+                decoded = decode_rows(
+                    batch, self.recipe.schema.format, self.recipe.spooled.dim, self.recipe.codebook
+                )
                 try:
                     head = FIRST_DOCUMENTS if spool.count == begun else 0
                     vectors = encode(decoded[:head], self.encoder) if head else []
@@ -247,8 +319,11 @@ class Builder:
                         self.progress("spool", begun + len(vectors), total)
                     vectors += encode(decoded[head:], self.encoder)
                 except Exception as error:
-                    # Once mended, it may make other vectors under the same name; of a machine that was too small that is not to be feared.
-                    self._encoder_failed = not isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError))
+                    # Once mended, it may make other vectors under the same name; of a machine that
+                    # was too small that is not to be feared.
+                    self._encoder_failed = not isinstance(
+                        error, (OSError, MemoryError, torch.OutOfMemoryError)
+                    )
                     raise
                 spool.append(batch, vectors)
                 self.budget.trim()
@@ -267,28 +342,50 @@ class Builder:
         if self.state.segments:
             return
         tiers = self.recipe.tiers.values()
-        need = sum(int(schema.sizes(spool.n_tokens).sum()) for schema in tiers) * 21 // 20 + (16 << 20)
+        need = sum(int(schema.sizes(spool.n_tokens).sum()) for schema in tiers) * 21 // 20 + (
+            16 << 20
+        )
         roots = [os.path.join(self.path, root) for root in self._data_directories()]
         devices = [os.stat(root).st_dev for root in roots]
         for root, device in zip(roots, devices, strict=True):
             free, share = free_bytes(root), need * devices.count(device) // len(devices)
-            if free < share and os.statvfs(root).f_blocks:  # a file system that counts no blocks (ramfs, some network ones) cannot say
-                raise errors.DiskFullError("the store's records will not fit", needed_bytes=share, free_bytes=free, path=root)
+            # a file system that counts no blocks (ramfs, some network ones) cannot say
+            if free < share and os.statvfs(root).f_blocks:
+                raise errors.DiskFullError(
+                    "the store's records will not fit",
+                    needed_bytes=share,
+                    free_bytes=free,
+                    path=root,
+                )
 
     def _arrange(self, spool: Spool) -> Arranged:
         if self.state.arranged is not None:
             self._described(self.state.arranged)  # now, not after all records are written
             return self.state.arranged
         self.progress("arrange", 0, len(spool))
-        stage, files, crc, is_normalised = self.recipe.stage.fresh(), dict[str, SpoolFile](), 0, False
+        stage, files, crc, is_normalised = (
+            self.recipe.stage.fresh(),
+            dict[str, SpoolFile](),
+            0,
+            False,
+        )
         if len(spool):
-            trained = train_recipe(self.recipe, spool, self.budget) if self.given is None else self.given
-            _, crc = write_file(self.engine, os.path.join(self.building, TRAINED), save_safetensors(trained.model))
-            files = arrange.assign(self.engine, self.building, spool, trained.first_stage, self.budget)
+            trained = (
+                train_recipe(self.recipe, spool, self.budget) if self.given is None else self.given
+            )
+            _, crc = write_file(
+                self.engine, os.path.join(self.building, TRAINED), save_safetensors(trained.model)
+            )
+            files = arrange.assign(
+                self.engine, self.building, spool, trained.first_stage, self.budget
+            )
             stage = arrange.tune(self.engine, self.building, spool, trained.first_stage, files)
             is_normalised = trained.is_normalised
         self.progress("arrange", len(spool), len(spool))
-        self.state.phase, self.state.arranged = "write", Arranged(files, described(stage), crc, is_normalised)
+        self.state.phase, self.state.arranged = (
+            "write",
+            Arranged(files, described(stage), crc, is_normalised),
+        )
         write_state(self.engine, self.building, self.state)
         return self.state.arranged
 
@@ -297,17 +394,26 @@ class Builder:
         return os.path.join(self.path, generations.name(self.state.generation))
 
     def _writers(self, spool: Spool, directories: list[str]) -> list[SegmentWriter]:
-        """One for each tier. Their segments cover the same records, so that they end, and a build resumes, together."""
+        """One for each tier. Their segments cover the same records, so that they end, and a build
+        resumes, together."""
         total_bytes = int(self.recipe.schema.sizes(spool.n_tokens).sum())
-        limits = [segment_bytes(total_bytes, len(self.options.directories)), NO_LIMIT]  # of the coarse tier where the full one's ends
+        # of the coarse tier where the full one's ends
+        limits = [segment_bytes(total_bytes, len(self.options.directories)), NO_LIMIT]
         return [
             SegmentWriter(
-                self.engine, self.path, directories, schema, self.state.store_id, self.state.generation, limit,
-                self._finished(name, directories), salt=self._place()[0].salt,
+                self.engine,
+                self.path,
+                directories,
+                schema,
+                self.state.store_id,
+                self.state.generation,
+                limit,
+                self._finished(name, directories),
+                salt=self._place()[0].salt,
                 name="segment" if name == "full" else name,
             )
             for (name, schema), limit in zip(self.recipe.tiers.items(), limits, strict=False)
-        ]  # fmt: skip
+        ]
 
     def _finished(self, tier: str, directories: list[str]) -> list[Segment]:
         """The data files that an interrupted build finished."""
@@ -315,12 +421,17 @@ class Builder:
         for segment in found:
             if os.path.dirname(segment.path) not in directories:
                 raise errors.FormatError(
-                    "state of an interrupted build names a foreign file", path=segment.path, expected=f"one in {directories}", fix=DISCARD
+                    "state of an interrupted build names a foreign file",
+                    path=segment.path,
+                    expected=f"one in {directories}",
+                    fix=DISCARD,
                 )
         return found
 
     def _data_directories(self) -> list[str]:
-        return generations.data_directories(self.path, self.options.directories, self.state.store_id, self.state.generation)
+        return generations.data_directories(
+            self.path, self.options.directories, self.state.store_id, self.state.generation
+        )
 
     def _place(self) -> tuple[PartPlace, str]:
         return place_of_base(self.path, self.state.store_id, self.state.generation)
@@ -329,7 +440,12 @@ class Builder:
         writers = self._writers(spool, self._data_directories())
         limit_bytes = self.budget.record_bytes()
         try:
-            runs = pieces(self._order(arranged), lambda a: self.recipe.spooled.sizes(spool.n_tokens[a]), limit_bytes, writers[0].room)
+            runs = pieces(
+                self._order(arranged),
+                lambda a: self.recipe.spooled.sizes(spool.n_tokens[a]),
+                limit_bytes,
+                writers[0].room,
+            )
             self._skip_and_write(spool, arranged, writers, runs)
             for writer in writers:
                 writer.finish_segment()
@@ -343,24 +459,32 @@ class Builder:
         """Arrival numbers in record order."""
         if not self.state.documents:
             return iter(())
-        return arrange.record_order(self.engine, self.building, arranged.files, self.state.documents)
+        return arrange.record_order(
+            self.engine, self.building, arranged.files, self.state.documents
+        )
 
     def _model(self, arranged: Arranged) -> dict[str, np.ndarray]:
-        """Everything that was trained, as the second pass left it: what a base's file holds of it."""
+        """Everything that was trained, as the second pass left it: what a base's file holds of
+        it."""
         path = os.path.join(self.building, TRAINED)
         data = read_file(self.engine, path)
         if crc32c(data) != arranged.trained:
             raise errors.ChecksumError("a file of the build is damaged", path=path, fix=DISCARD)
         return load_safetensors(data)
 
-    def _finish(self, writers: list[SegmentWriter], arranged: Arranged, model: dict[str, np.ndarray]) -> PartEntry:
-        """Writes the file that holds all but the records: ids and texts, what the first stage keeps, metadata, and what was trained."""
+    def _finish(
+        self, writers: list[SegmentWriter], arranged: Arranged, model: dict[str, np.ndarray]
+    ) -> PartEntry:
+        """Writes the file that holds all but the records: ids and texts, what the first stage
+        keeps, metadata, and what was trained."""
         place, path = self._place()
         source = TextReader(os.path.join(self.building, TEXTS), spool_salt(self.state))
         try:
             contents = PartContents(
                 rows=(row for arrivals in self._order(arranged) for row in source.rows(arrivals)),
-                sections=arrange.SpooledEntries(self.engine, self.building, arranged.files, self.state.documents).sections(),
+                sections=arrange.SpooledEntries(
+                    self.engine, self.building, arranged.files, self.state.documents
+                ).sections(),
                 in_place=self.recipe.stage.in_place,
                 model=model,
             )
@@ -374,10 +498,21 @@ class Builder:
     def _targets(self, arranged: Arranged) -> tuple[Projection | None, list[Target]]:
         """How records of each tier are made of spooled vectors."""
         recipe, model = self.recipe, self._model(arranged) if self.state.documents else {}
-        projection = projection_of(model, (recipe.spooled.dim, recipe.schema.dim), arranged.is_normalised, self.building)
-        return projection, [Target(schema, codebook_of(model, name, schema, self.building)) for name, schema in recipe.tiers.items()]
+        projection = projection_of(
+            model, (recipe.spooled.dim, recipe.schema.dim), arranged.is_normalised, self.building
+        )
+        return projection, [
+            Target(schema, codebook_of(model, name, schema, self.building))
+            for name, schema in recipe.tiers.items()
+        ]
 
-    def _skip_and_write(self, spool: Spool, arranged: Arranged, writers: list[SegmentWriter], runs: Iterable[np.ndarray]) -> None:
+    def _skip_and_write(
+        self,
+        spool: Spool,
+        arranged: Arranged,
+        writers: list[SegmentWriter],
+        runs: Iterable[np.ndarray],
+    ) -> None:
         first = writers[0]
         projection, targets = self._targets(arranged)
         again = [segment.records for segment in first.segments]  # finished by an interrupted build
@@ -385,7 +520,10 @@ class Builder:
         for run in runs:
             while left and len(run):
                 part, run = run[:left], run[left:]
-                free_at = [writer.count_again(spool.n_tokens[part], at) for writer, at in zip(writers, free_at, strict=True)]
+                free_at = [
+                    writer.count_again(spool.n_tokens[part], at)
+                    for writer, at in zip(writers, free_at, strict=True)
+                ]
                 left -= len(part)
                 if not left and again:
                     left, free_at = again.pop(0), [HEADER_BYTES] * len(writers)
@@ -398,19 +536,34 @@ class Builder:
                 for writer in writers:
                     writer.finish_segment()
                 self.state.segments = {
-                    name: list(writer.segments) for (name, _), writer in zip(self.recipe.tiers.items(), writers, strict=True)
+                    name: list(writer.segments)
+                    for (name, _), writer in zip(self.recipe.tiers.items(), writers, strict=True)
                 }
                 write_state(self.engine, self.building, self.state)
 
-    def _manifest(self, entry: PartEntry | None, arranged: Arranged, model: Mapping[str, np.ndarray]) -> Manifest:
+    def _manifest(
+        self, entry: PartEntry | None, arranged: Arranged, model: Mapping[str, np.ndarray]
+    ) -> Manifest:
         """Of a store of one part, or of none."""
         recipe, schema = self.recipe, self.recipe.schema
         encoder = EncoderEntry(recipe.encoder, recipe.spooled.d_cls, recipe.spooled.dim)
         cls_weight = self.options.cls_weight if schema.d_cls else 0.0
         is_normalised = arranged.is_normalised if schema.dim != encoder.dim else None
-        # Vectors of an encoder that nobody named are of one kind where they were trained together, and in one store.
-        origin = None if recipe.encoder is not None else self.state.store_id if self.given is None else self.given.id
-        scoring = {"encoder": asdict(encoder), "origin": origin, "record": asdict(schema), "cls_weight": cls_weight}
+        # Vectors of an encoder that nobody named are of one kind where they were trained together,
+        # and in one store.
+        origin = (
+            None
+            if recipe.encoder is not None
+            else self.state.store_id
+            if self.given is None
+            else self.given.id
+        )
+        scoring = {
+            "encoder": asdict(encoder),
+            "origin": origin,
+            "record": asdict(schema),
+            "cls_weight": cls_weight,
+        }
         return Manifest(
             store_id=self.state.store_id,
             generation=self.state.generation,
@@ -432,7 +585,11 @@ class Builder:
     def _described(self, arranged: Arranged) -> FirstStage:
         """The first stage as the second pass left it, without what was trained."""
         state = os.path.join(self.building, STATE)
-        return parse_stage(Fields(arranged.first_stage, state, fix=DISCARD), self.recipe.spooled.d_cls, self.recipe.spooled.dim)
+        return parse_stage(
+            Fields(arranged.first_stage, state, fix=DISCARD),
+            self.recipe.spooled.d_cls,
+            self.recipe.spooled.dim,
+        )
 
 
 @suggests_keywords
@@ -466,46 +623,72 @@ def build(
 
     Args:
         path: the store's directory; made if need be.
-        documents: an iterable, read once, a batch at a time: ``(id, text)`` pairs, mappings with ``id`` and ``text``, or `Document`; or
-            a list (or an iterator) of texts, whose ids are their places, 0, 1, 2, ...
-        encoder: turns texts into vectors, or a description of one as `espnx.load_encoder` takes it; needed unless every document brings
-            its own vectors.
-        format, coarse, pca, pooling, first_stages, language, sparse_encoder: see `BuildOptions`; None: its default, or what `trained` was
-            trained with.
+        documents: an iterable, read once, a batch at a time: ``(id, text)`` pairs, mappings with
+            ``id`` and ``text``, or `Document`; or a list (or an iterator) of texts, whose ids are
+            their places, 0, 1, 2, ...
+        encoder: turns texts into vectors, or a description of one as `espnx.load_encoder` takes it;
+            needed unless every document brings its own vectors.
+        format, coarse, pca, pooling, first_stages, language, sparse_encoder: see `BuildOptions`;
+            None: its default, or what `trained` was trained with.
         first_stage_code, nlist, centroids, cls_weight, memory, directories: the same.
         dims: (d_cls, dim) of vectors that documents bring; an encoder knows its own.
         engine: a native engine to use; default ``auto``.
-        codebook: of the token rows that documents bring already in a residual format (`Document.rows`); they are kept bit for bit.
-        trained: what `train` made, of this encoder and these dimensions; nothing is trained then, and the options that decided on it
-            (`TRAINED_OPTIONS`) are its own. Scores of stores that share it may be merged.
+        codebook: of the token rows that documents bring already in a residual format
+            (`Document.rows`); they are kept bit for bit.
+        trained: what `train` made, of this encoder and these dimensions; nothing is trained then,
+            and the options that decided on it (`TRAINED_OPTIONS`) are its own. Scores of stores
+            that share it may be merged.
         restart: discards an interrupted build instead of going on with it.
-        replace: publishes over the store that is there. It stays readable until the new one is complete.
+        replace: publishes over the store that is there. It stays readable until the new one is
+            complete.
         progress: called often, from this thread.
 
     Raises:
-        InvalidInputError: documents, vectors or options that do not fit; a store is there and `replace` is not set.
+        InvalidInputError: documents, vectors or options that do not fit; a store is there and
+            `replace` is not set.
         StoreBusyError: another process is building here.
-        DiskFullError, WriteError, ReadError, ...: what was spooled is kept; the same call resumes. A WriteError that says "published":
-            the store is there, and only the last flush failed.
+        DiskFullError, WriteError, ReadError, ...: what was spooled is kept; the same call resumes.
+            A WriteError that says "published": the store is there, and only the last flush failed.
     """
     given = given_options(
-        format=format, coarse=coarse, pca=pca, pooling=pooling, first_stages=first_stages, language=language, sparse_encoder=sparse_encoder,
-        first_stage_code=first_stage_code, nlist=nlist, centroids=centroids, cls_weight=cls_weight, memory=memory, directories=directories,
-    )  # fmt: skip
+        format=format,
+        coarse=coarse,
+        pca=pca,
+        pooling=pooling,
+        first_stages=first_stages,
+        language=language,
+        sparse_encoder=sparse_encoder,
+        first_stage_code=first_stage_code,
+        nlist=nlist,
+        centroids=centroids,
+        cls_weight=cls_weight,
+        memory=memory,
+        directories=directories,
+    )
     for name, value, kind in (("trained", trained, Trained), ("codebook", codebook, Codebook)):
         if value is not None and not isinstance(value, kind):
-            raise errors.InvalidInputError(name, got=type(value).__name__, expected=f"a {kind.__name__}, or None")
+            raise errors.InvalidInputError(
+                name, got=type(value).__name__, expected=f"a {kind.__name__}, or None"
+            )
     chosen = BuildOptions.given(**given) if trained is None else options_of(trained, given)
     check_documents(documents)
     check_place(path, chosen.directories, replace=replace)
     check_callable("progress", progress)
     makes = encoder_of(encoder, built_with=trained.encoder if trained else None)
     stage = None if trained is None else trained.first_stage
-    recipe = Recipe.of(chosen, _checked_dims(makes, dims, trained), makes.name if makes else None, codebook=codebook, stage=stage)
+    recipe = Recipe.of(
+        chosen,
+        _checked_dims(makes, dims, trained),
+        makes.name if makes else None,
+        codebook=codebook,
+        stage=stage,
+    )
     if trained is not None:
         check_trained(trained, recipe)
     with _locked(path, engine, chosen.directories) as (where, owned):
-        return Builder(where, makes, chosen, owned, recipe, progress, trained=trained).run(documents, restart, replace)
+        return Builder(where, makes, chosen, owned, recipe, progress, trained=trained).run(
+            documents, restart, replace
+        )
 
 
 @suggests_keywords
@@ -531,43 +714,64 @@ def train(
     replace: bool = False,
     progress: Progress = lambda phase, done, total: None,
 ) -> Trained:
-    """Trains first stage, projection and codebooks on a sample of documents, once for any number of stores.
+    """Trains first stage, projection and codebooks on a sample of documents, once for any number of
+    stores.
 
     Args:
         path: a new or empty directory, where it is kept; `Trained.load` reads it back.
-        format, coarse, pca, pooling, first_stages, language, sparse_encoder, first_stage_code, nlist, centroids, memory: see
-        `BuildOptions`; None: its default.
-        documents, encoder, dims, engine, restart, progress: as of `build`; documents are spooled below `path` meanwhile.
+        format, coarse, pca, pooling, first_stages, language, sparse_encoder, first_stage_code,
+        nlist, centroids, memory: see `BuildOptions`; None: its default.
+        documents, encoder, dims, engine, restart, progress: as of `build`; documents are spooled
+            below `path` meanwhile.
         replace: what was trained there before, which stays as it is until this is whole.
 
     Raises:
-        InvalidInputError: a sample without documents. The others are those of `build`; an interrupted call is gone on with, as a build is.
+        InvalidInputError: a sample without documents. The others are those of `build`; an
+            interrupted call is gone on with, as a build is.
     """
     given = given_options(
-        format=format, coarse=coarse, pca=pca, pooling=pooling, first_stages=first_stages, language=language, sparse_encoder=sparse_encoder,
-        first_stage_code=first_stage_code, nlist=nlist, centroids=centroids, memory=memory,
-    )  # fmt: skip
+        format=format,
+        coarse=coarse,
+        pca=pca,
+        pooling=pooling,
+        first_stages=first_stages,
+        language=language,
+        sparse_encoder=sparse_encoder,
+        first_stage_code=first_stage_code,
+        nlist=nlist,
+        centroids=centroids,
+        memory=memory,
+    )
     chosen = BuildOptions.given(**given)
     check_documents(documents)
     check_callable("progress", progress)
     makes = encoder_of(encoder)
-    recipe = Recipe.of(chosen, _checked_dims(makes, dims, None), makes.name if makes else None, codebook=None)
+    recipe = Recipe.of(
+        chosen, _checked_dims(makes, dims, None), makes.name if makes else None, codebook=None
+    )
     with _locked(path, engine) as (where, owned):
-        return Builder(where, makes, chosen, owned, recipe, progress, kind="train").train(documents, restart, replace)
+        return Builder(where, makes, chosen, owned, recipe, progress, kind="train").train(
+            documents, restart, replace
+        )
 
 
-def _checked_dims(encoder: Encoder | None, dims: tuple[int, int] | None, trained: Trained | None) -> tuple[int, int]:
+def _checked_dims(
+    encoder: Encoder | None, dims: tuple[int, int] | None, trained: Trained | None
+) -> tuple[int, int]:
     if dims is None and encoder is not None:
         dims = encoder.d_cls, encoder.dim
     if dims is None and trained is not None:
         dims = trained.schema.d_cls, trained.dim
     if dims is None:
-        raise errors.InvalidInputError("build needs an encoder, or dims=(d_cls, dim) and documents with vectors")
+        raise errors.InvalidInputError(
+            "build needs an encoder, or dims=(d_cls, dim) and documents with vectors"
+        )
     return checked_dims(dims)
 
 
 def check_place(path: str | os.PathLike[str], directories: Sequence[str], *, replace: bool) -> None:
-    """What can be told of where a build is to write before a model is loaded. Raises InvalidInputError, ReadError."""
+    """What can be told of where a build is to write before a model is loaded. Raises
+    InvalidInputError, ReadError."""
     where = check_path("path of a store", path)
     for directory in (where, *directories):
         check_given_directory(directory)
@@ -579,8 +783,9 @@ def check_place(path: str | os.PathLike[str], directories: Sequence[str], *, rep
 def _locked(
     path: str | os.PathLike[str], engine: NativeEngine | None, directories: Sequence[str] = ()
 ) -> Iterator[tuple[str, NativeEngine]]:
-    """A directory that this process alone writes to, made if need be, and an engine. A call that fails and has nothing to go on with
-    leaves nothing, neither there nor in the directories of data."""
+    """A directory that this process alone writes to, made if need be, and an engine. A call that
+    fails and has nothing to go on with leaves nothing, neither there nor in the directories of
+    data."""
     where = check_path("path of a store", path)
     for directory in (where, *directories):
         check_given_directory(directory)
@@ -594,7 +799,8 @@ def _locked(
             except BaseException:
                 if not had_lock:
                     with suppress(OSError):
-                        if not os.path.lexists(os.path.join(where, BUILDING)):  # which the next call goes on with
+                        # which the next call goes on with
+                        if not os.path.lexists(os.path.join(where, BUILDING)):
                             os.unlink(os.path.join(where, LOCK_NAME))
                 for directory in reversed(made):
                     with suppress(OSError):  # it holds what the next call goes on with

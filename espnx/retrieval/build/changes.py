@@ -1,5 +1,5 @@
-"""Changes of a published store: add documents, delete them, and compact what many changes left. Each publishes a new version, atomically;
-who has an older one open keeps it."""
+"""Changes of a published store: add documents, delete them, and compact what many changes left.
+Each publishes a new version, atomically; who has an older one open keeps it."""
 
 from __future__ import annotations
 
@@ -42,10 +42,12 @@ def _ignore(phase: str, done: int, total: int | None) -> None:
 
 @contextmanager
 def _writing(path: str | os.PathLike[str], engine: NativeEngine | None) -> Iterator[Version]:
-    """The store, locked for writing. What a change leaves that fails, or that was killed before, is removed."""
+    """The store, locked for writing. What a change leaves that fails, or that was killed before, is
+    removed."""
     where = check_path("path of a store", path)
     with given_engine(engine) as owned:
-        read_store_manifest(owned, where)  # before a lock would be made in a directory that is no store
+        # before a lock would be made in a directory that is no store
+        read_store_manifest(owned, where)
         with DirectoryLock(where):
             version = Version(where, owned)
             _refuse_interrupted_build(where, owned, version.manifest.generation)
@@ -65,11 +67,16 @@ def _writing(path: str | os.PathLike[str], engine: NativeEngine | None) -> Itera
 def _refuse_interrupted_build(path: str, engine: NativeEngine, live_generation: int) -> None:
     """A build that was interrupted here waits to be resumed; a change would throw its work away."""
     state = read_state(engine, os.path.join(path, BUILDING))
-    if state is not None and state.settings.later.get("kind") == repr("build") and state.generation > live_generation:
+    if (
+        state is not None
+        and state.settings.later.get("kind") == repr("build")
+        and state.generation > live_generation
+    ):
         raise errors.InvalidInputError(
-            f"an interrupted build waits in {path}", got=f"{state.documents} documents spooled",
+            f"an interrupted build waits in {path}",
+            got=f"{state.documents} documents spooled",
             fix="finish it by the same call of build, or discard it (restart=True, --restart)",
-        )  # fmt: skip
+        )
 
 
 @suggests_keywords
@@ -84,23 +91,27 @@ def add(
     engine: NativeEngine | None = None,
     progress: Progress = _ignore,
 ) -> AddReport:
-    """Adds documents to a store. Nothing is trained again: they go into the lists that are there, with the store's own settings.
+    """Adds documents to a store. Nothing is trained again: they go into the lists that are there,
+    with the store's own settings.
 
     Args:
-        documents: as of `build`; with none, no version is published. Their ids must be new, unless `replace` is set; the id of a deleted
-            document may be used again.
-        encoder: the one the store was built with, or a description of it as `espnx.load_encoder` takes it (loaded in the dtype of that
-            one); ``auto``: the one that the store remembers, loaded when a document brings no vectors (one from a folder has to be named).
-        sparse_encoder: the one that a first stage of ``splade`` was built with; None: as the store remembers, which a folder's is not.
-        replace: a document whose id the store holds takes the other's place, in one step: no version has both, or neither.
+        documents: as of `build`; with none, no version is published. Their ids must be new, unless
+            `replace` is set; the id of a deleted document may be used again.
+        encoder: the one the store was built with, or a description of it as `espnx.load_encoder`
+            takes it (loaded in the dtype of that one); ``auto``: the one that the store remembers,
+            loaded when a document brings no vectors (one from a folder has to be named).
+        sparse_encoder: the one that a first stage of ``splade`` was built with; None: as the store
+            remembers, which a folder's is not.
+        replace: a document whose id the store holds takes the other's place, in one step: no
+            version has both, or neither.
         memory: what the process may use, as in `build`.
 
     Raises:
-        InvalidInputError: an id that comes twice, or that the store holds (without `replace`), vectors that do not fit, another encoder.
-            The store stays as it is.
+        InvalidInputError: an id that comes twice, or that the store holds (without `replace`),
+            vectors that do not fit, another encoder. The store stays as it is.
         StoreNotFoundError: there is no store. StoreBusyError: another process writes to it.
-        DiskFullError, WriteError, ReadError, ...: the store stays as it is, unless a WriteError says "published": then the documents are
-            in it, and only the last flush failed.
+        DiskFullError, WriteError, ReadError, ...: the store stays as it is, unless a WriteError
+            says "published": then the documents are in it, and only the last flush failed.
     """
     check_documents(documents)
     check_callable("progress", progress)
@@ -116,7 +127,9 @@ def add(
         if not version.parts:
             return _add_to_empty(version, documents, given, memory, progress, remembers=remembers)
         draft = Draft(version)
-        addition = Addition(version, draft, given, replace, MemoryBudget(memory), progress, remembers=remembers)
+        addition = Addition(
+            version, draft, given, replace, MemoryBudget(memory), progress, remembers=remembers
+        )
         addition.run(documents)
         if not draft.added:
             return _report(version, version.manifest, 0)
@@ -124,18 +137,39 @@ def add(
         return _report(version, manifest, draft.added, addition.tokens, draft)
 
 
-def _report(version: Version, manifest: Manifest, documents: int, tokens: int = 0, draft: Draft | None = None) -> AddReport:
+def _report(
+    version: Version,
+    manifest: Manifest,
+    documents: int,
+    tokens: int = 0,
+    draft: Draft | None = None,
+) -> AddReport:
     return AddReport(
-        path=version.path, documents=documents, replaced=draft.replaced if draft else 0, tokens=tokens, generation=manifest.generation,
-        record_bytes=draft.written_bytes if draft else 0, parts=len(manifest.parts), merged=draft.merged if draft else 0,
-        dead_share=manifest.dead_share, added_share=manifest.added_share, compacting_pays=manifest.compacting_pays,
-    )  # fmt: skip
+        path=version.path,
+        documents=documents,
+        replaced=draft.replaced if draft else 0,
+        tokens=tokens,
+        generation=manifest.generation,
+        record_bytes=draft.written_bytes if draft else 0,
+        parts=len(manifest.parts),
+        merged=draft.merged if draft else 0,
+        dead_share=manifest.dead_share,
+        added_share=manifest.added_share,
+        compacting_pays=manifest.compacting_pays,
+    )
 
 
 def _add_to_empty(
-    version: Version, documents: Iterable[Any], encoder: Encoder | None, memory: int | str | None, progress: Progress, *, remembers: bool
+    version: Version,
+    documents: Iterable[Any],
+    encoder: Encoder | None,
+    memory: int | str | None,
+    progress: Progress,
+    *,
+    remembers: bool,
 ) -> AddReport:
-    """An empty store has no lists: they are trained with what is added, as a build does, with the store's own settings."""
+    """An empty store has no lists: they are trained with what is added, as a build does, with the
+    store's own settings."""
     items = iter(documents)
     first = next(items, None)
     if first is None:
@@ -150,13 +184,23 @@ def _add_to_empty(
     report = builder.run(itertools.chain([first], items), restart=True, replace=True)
     manifest = read_store_manifest(version.engine, version.path)
     return AddReport(
-        path=version.path, documents=report.documents, replaced=0, tokens=report.tokens, generation=report.generation,
-        record_bytes=report.record_bytes, parts=len(manifest.parts), merged=0, dead_share=0.0, added_share=0.0, compacting_pays=False,
-    )  # fmt: skip
+        path=version.path,
+        documents=report.documents,
+        replaced=0,
+        tokens=report.tokens,
+        generation=report.generation,
+        record_bytes=report.record_bytes,
+        parts=len(manifest.parts),
+        merged=0,
+        dead_share=0.0,
+        added_share=0.0,
+        compacting_pays=False,
+    )
 
 
 def settings_of(manifest: Manifest) -> dict[str, Any]:
-    """The options of `build` that a store was built with, as far as they do not depend on its documents and are not the first stage's."""
+    """The options of `build` that a store was built with, as far as they do not depend on its
+    documents and are not the first stage's."""
     return {
         "format": manifest.schema.format,
         "first_stages": kinds_of(manifest.first_stage),
@@ -168,17 +212,24 @@ def settings_of(manifest: Manifest) -> dict[str, Any]:
 
 
 @suggests_keywords
-def delete(path: str | os.PathLike[str], ids: Iterable[DocumentId], *, missing_ok: bool = False, engine: NativeEngine | None = None) -> int:
+def delete(
+    path: str | os.PathLike[str],
+    ids: Iterable[DocumentId],
+    *,
+    missing_ok: bool = False,
+    engine: NativeEngine | None = None,
+) -> int:
     """Deletes documents by id; their bytes stay until `compact`. Returns how many there were.
 
     Args:
         missing_ok: ids that the store does not hold have no effect.
 
     Raises:
-        InvalidInputError: without `missing_ok`, an id that the store does not hold (then nothing is deleted); one that none can have, or
-            no collection.
-        StoreNotFoundError, StoreBusyError, DiskFullError, WriteError, ReadError, ...: the store stays as it is, unless a WriteError says
-            "published": then they are deleted, and only the last flush failed.
+        InvalidInputError: without `missing_ok`, an id that the store does not hold (then nothing is
+            deleted); one that none can have, or no collection.
+        StoreNotFoundError, StoreBusyError, DiskFullError, WriteError, ReadError, ...: the store
+            stays as it is, unless a WriteError says "published": then they are deleted, and only
+            the last flush failed.
     """
     wanted = list(dict.fromkeys(document_ids(ids)))
     with _writing(path, engine) as version:
@@ -195,14 +246,20 @@ def delete(path: str | os.PathLike[str], ids: Iterable[DocumentId], *, missing_o
 
 @suggests_keywords
 def compact(
-    path: str | os.PathLike[str], *, memory: int | str | None = None, engine: NativeEngine | None = None, progress: Progress = _ignore
+    path: str | os.PathLike[str],
+    *,
+    memory: int | str | None = None,
+    engine: NativeEngine | None = None,
+    progress: Progress = _ignore,
 ) -> CompactReport:
-    """Writes a store anew: without what was deleted, as one part, records in list order. Vectors stay what they are, bit for bit, and so do
-    lists, but for those that are empty; nothing is trained or encoded again. Needs the new store's size on disk beside the old one.
+    """Writes a store anew: without what was deleted, as one part, records in list order. Vectors
+    stay what they are, bit for bit, and so do lists, but for those that are empty; nothing is
+    trained or encoded again. Needs the new store's size on disk beside the old one.
 
     Raises:
-        StoreNotFoundError, StoreBusyError, DiskFullError, WriteError, ReadError, ...: the store stays as it is, unless a WriteError says
-            "published": then it is compacted, and only the last flush failed.
+        StoreNotFoundError, StoreBusyError, DiskFullError, WriteError, ReadError, ...: the store
+            stays as it is, unless a WriteError says "published": then it is compacted, and only the
+            last flush failed.
     """
     check_callable("progress", progress)
     with errors.while_compacting(), _writing(path, engine) as version:
@@ -220,7 +277,8 @@ def add_first_stage(
     engine: NativeEngine | None = None,
     progress: Progress = _ignore,
 ) -> CompactReport:
-    """Gives a store one more first stage of texts, beside those that it has: ``bm25`` or ``splade``. Compacts the store on the way.
+    """Gives a store one more first stage of texts, beside those that it has: ``bm25`` or
+    ``splade``. Compacts the store on the way.
 
     Args:
         kind: of the stage. language, sparse_encoder: of it, see `BuildOptions`.
@@ -231,19 +289,29 @@ def add_first_stage(
         What `compact` raises: the store stays as it is.
     """
     check_callable("progress", progress)
-    options = BuildOptions.given(first_stages=kind, language=language, sparse_encoder=sparse_encoder)
+    options = BuildOptions.given(
+        first_stages=kind, language=language, sparse_encoder=sparse_encoder
+    )
     with errors.while_compacting(), _writing(path, engine) as version:
         built, held = version.manifest.encoder, kinds_of(version.manifest.first_stage)
-        stage = None if kind in held else new_stage(options.stages, options.pooling, built.d_cls, built.dim)
+        stage = (
+            None
+            if kind in held
+            else new_stage(options.stages, options.pooling, built.d_cls, built.dim)
+        )
         if stage is None or stage.vector_dim:
             raise errors.InvalidInputError(
-                "first stage to add", got=f"{kind!r} beside {', '.join(held)}", expected="bm25 or splade, that the store has not",
+                "first stage to add",
+                got=f"{kind!r} beside {', '.join(held)}",
+                expected="bm25 or splade, that the store has not",
                 fix="build the store anew for another kind (first_stages=...)",
-            )  # fmt: skip
+            )
         return _compacted(version, MemoryBudget(memory), progress, stage)
 
 
-def _compacted(version: Version, budget: MemoryBudget, progress: Progress, also: FirstStage | None = None) -> CompactReport:
+def _compacted(
+    version: Version, budget: MemoryBudget, progress: Progress, also: FirstStage | None = None
+) -> CompactReport:
     total = sum(part.count for part in version.parts)
     manifest = write_compacted(version, budget, progress, also)
     return CompactReport(

@@ -30,11 +30,14 @@ class TokenSource:
 
 
 def wanted_centroids(tokens: int, centroids: int | None) -> int:
-    """Of a codebook: as many as are asked for, else ColBERTv2's rule, the power of two below 16 sqrt(tokens)."""
+    """Of a codebook: as many as are asked for, else ColBERTv2's rule, the power of two below 16
+    sqrt(tokens)."""
     return centroids or 2 ** int(np.log2(max(2.0, 16 * tokens**0.5)))
 
 
-def train_codebooks(source: TokenSource, formats: Mapping[str, str], centroids: int | None, limit_bytes: int) -> dict[str, np.ndarray]:
+def train_codebooks(
+    source: TokenSource, formats: Mapping[str, str], centroids: int | None, limit_bytes: int
+) -> dict[str, np.ndarray]:
     """Codebooks of some tiers (name -> residual format), as tensors.
 
     Args:
@@ -46,7 +49,9 @@ def train_codebooks(source: TokenSource, formats: Mapping[str, str], centroids: 
     wanted = wanted_centroids(total, centroids)
     rows = min(total, max(1, limit_bytes // (4 * source.dim)), _ROWS_PER_CENTROID * wanted)
     documents = max(1, round(len(spool) * rows / max(1, total)))
-    chosen = np.sort(np.random.default_rng(3).choice(len(spool), size=documents, replace=False)).astype(np.int64)
+    chosen = np.sort(
+        np.random.default_rng(3).choice(len(spool), size=documents, replace=False)
+    ).astype(np.int64)
     parts = pieces(
         iter([chosen]),
         lambda arrivals: spool.schema.sizes(spool.n_tokens[arrivals]),
@@ -59,7 +64,9 @@ def train_codebooks(source: TokenSource, formats: Mapping[str, str], centroids: 
         sample = torch.zeros(1, source.dim)
     books: dict[str, np.ndarray] = {}
     for tier, name in formats.items():
-        book = Codebook.fit(sample, int(name.removeprefix("residual")), min(wanted, max(1, len(sample) // 2)))
+        book = Codebook.fit(
+            sample, int(name.removeprefix("residual")), min(wanted, max(1, len(sample) // 2))
+        )
         books |= codebook_tensors(tier, RecordSchema(name, 0, source.dim).pad_codebook(book))
     return books
 

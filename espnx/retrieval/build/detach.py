@@ -1,4 +1,5 @@
-"""Gives a copy of a store data of its own: what lies in another store's homes is copied, and nothing there is touched."""
+"""Gives a copy of a store data of its own: what lies in another store's homes is copied, and
+nothing there is touched."""
 
 from __future__ import annotations
 
@@ -33,23 +34,28 @@ def detach(
     adopt: bool = False,
     engine: NativeEngine | None = None,
 ) -> DetachReport:
-    """Makes a store that shares data with another one (a copy of it) independent: every data file outside of its own directory is read,
-    checked and copied.
+    """Makes a store that shares data with another one (a copy of it) independent: every data file
+    outside of its own directory is read, checked and copied.
 
     Args:
         directories: where the copies go, one for each SSD; empty: into the store's directory.
-        adopt: copies nothing. The data directories are this store's from now on: for one that was moved to another file system, or
-            restored from a backup, and whose original is gone. A store that still uses them loses them with the next change of this one.
+        adopt: copies nothing. The data directories are this store's from now on: for one that was
+            moved to another file system, or restored from a backup, and whose original is gone. A
+            store that still uses them loses them with the next change of this one.
 
     Raises:
-        StoreNotFoundError, StoreBusyError; ChecksumError, ...: the data are damaged; DiskFullError, WriteError: the store stays as it is.
+        StoreNotFoundError, StoreBusyError; ChecksumError, ...: the data are damaged; DiskFullError,
+        WriteError: the store stays as it is.
     """
     where = check_path("path of a store", path)
     into = list(BuildOptions.given(directories=directories).directories)
     with given_engine(engine) as owned:
-        read_store_manifest(owned, where)  # before a lock would be made in a directory that is no store
+        # before a lock would be made in a directory that is no store
+        read_store_manifest(owned, where)
         if adopt and into:
-            raise errors.InvalidInputError("adopt", got=f"directories={into}", expected="one of the two")
+            raise errors.InvalidInputError(
+                "adopt", got=f"directories={into}", expected="one of the two"
+            )
         with DirectoryLock(where):
             manifest = read_store_manifest(owned, where)
             check_paths(manifest, where)
@@ -77,7 +83,9 @@ def _copy(engine: NativeEngine, where: str, manifest: Manifest, into: list[str])
         for part in manifest.parts:
             targets = generations.data_directories(where, into, manifest.store_id, part.generation)
             moved = dict[str, str]()
-            for number, source in enumerate(sorted({path for path in part.files if os.path.isabs(path)})):
+            for number, source in enumerate(
+                sorted({path for path in part.files if os.path.isabs(path)})
+            ):
                 target = os.path.join(targets[number % len(targets)], os.path.basename(source))
                 if source != target:
                     made.append(os.path.join(where, target))
@@ -85,7 +93,9 @@ def _copy(engine: NativeEngine, where: str, manifest: Manifest, into: list[str])
                     moved[source] = target
             parts.append(part.moved(moved))
         generation = generations.following(where, manifest.generation)
-        changed = replace(manifest, directories=tuple(into), generation=generation, parts=tuple(parts))
+        changed = replace(
+            manifest, directories=tuple(into), generation=generation, parts=tuple(parts)
+        )
         for directory in {os.path.dirname(file) for file in made}:
             engine.sync_directory(directory)
         if (changed.parts, changed.directories) != (manifest.parts, manifest.directories):
@@ -96,8 +106,12 @@ def _copy(engine: NativeEngine, where: str, manifest: Manifest, into: list[str])
                 os.unlink(file)
         raise
     generations.clean(where, changed)
-    tidy(where, manifest.store_id, [each for each in manifest.directories if own_home(where, each, manifest.store_id)],
-         data_paths(changed))  # fmt: skip
+    tidy(
+        where,
+        manifest.store_id,
+        [each for each in manifest.directories if own_home(where, each, manifest.store_id)],
+        data_paths(changed),
+    )
     return DetachReport(where, into, len(made), size_bytes, adopted=False)
 
 
@@ -109,5 +123,10 @@ def _copy_file(engine: NativeEngine, source: str, target: str) -> int:
         writer.sync()
     found, _ = file_sums(engine, target)
     if found != writer.crc32c:
-        raise errors.ChecksumError("file is not what was written", path=target, got=f"CRC32C {found:08x}", expected=f"{writer.crc32c:08x}")
+        raise errors.ChecksumError(
+            "file is not what was written",
+            path=target,
+            got=f"CRC32C {found:08x}",
+            expected=f"{writer.crc32c:08x}",
+        )
     return writer.size_bytes

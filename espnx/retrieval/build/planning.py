@@ -1,7 +1,9 @@
-"""What an index will need before anything is encoded: bytes on SSD and in RAM, and what its build will wait for.
+"""What an index will need before anything is encoded: bytes on SSD and in RAM, and what its build
+will wait for.
 
-Sizes are computed by the code that builds, for documents of one length. Times are modelled from speeds that are measured on the spot, as
-lower bounds, pass by pass: every byte once, every operation once.
+Sizes are computed by the code that builds, for documents of one length. Times are modelled from
+speeds that are measured on the spot, as lower bounds, pass by pass: every byte once, every
+operation once.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class IndexPlan:
         memory: of the open index: metadata and first stage.
         build: bytes and operations of each pass.
         speeds: measured; empty without a storage directory.
-        seconds: modelled lower bounds by pass (spool, arrange, write); empty without a storage directory.
+        seconds: modelled lower bounds by pass (spool, arrange, write); empty without a storage
+            directory.
     """
 
     disk: dict[str, int]
@@ -79,20 +82,37 @@ def plan_index(
     check_whole("documents", documents, 1)
     check_whole("tokens", tokens, 1)
     if tokens > MAX_TOKENS:
-        raise errors.InvalidInputError("tokens of a document", got=tokens, expected=f"at most {MAX_TOKENS}", fix="split it into passages")
+        raise errors.InvalidInputError(
+            "tokens of a document",
+            got=tokens,
+            expected=f"at most {MAX_TOKENS}",
+            fix="split it into passages",
+        )
     chosen = options or BuildOptions()
     recipe = Recipe.of(chosen, checked_dims(dims), None, codebook=None)
-    tiers = {name: records_bytes(schema, documents, tokens) for name, schema in recipe.tiers.items()}
-    segments = -(-sum(tiers.values()) // segment_bytes(sum(tiers.values()), len(chosen.directories)))
+    tiers = {
+        name: records_bytes(schema, documents, tokens) for name, schema in recipe.tiers.items()
+    }
+    segments = -(
+        -sum(tiers.values()) // segment_bytes(sum(tiers.values()), len(chosen.directories))
+    )
     disk = {f"{name}_records_bytes": size + HEADER_BYTES * segments for name, size in tiers.items()}
     stage_bytes = recipe.stage.resident_bytes(documents)
     disk |= {"first_stage_bytes": stage_bytes, "total_bytes": sum(disk.values()) + stage_bytes}
     per_document = 4 * recipe.stage.vector_dim + 2 + DIGEST_BYTES
-    disk["spool_bytes"] = records_bytes(recipe.spooled, documents, tokens) + documents * per_document
-    metadata = (
-        2 * documents + len(tiers) * (8 * -(-documents // GROUP_RECORDS) + 16 * segments) + _trained_bytes(recipe, documents * tokens)
+    disk["spool_bytes"] = (
+        records_bytes(recipe.spooled, documents, tokens) + documents * per_document
     )
-    memory = {"metadata_bytes": metadata, "first_stage_bytes": stage_bytes, "total_bytes": metadata + stage_bytes}
+    metadata = (
+        2 * documents
+        + len(tiers) * (8 * -(-documents // GROUP_RECORDS) + 16 * segments)
+        + _trained_bytes(recipe, documents * tokens)
+    )
+    memory = {
+        "metadata_bytes": metadata,
+        "first_stage_bytes": stage_bytes,
+        "total_bytes": metadata + stage_bytes,
+    }
     plan = IndexPlan(disk, memory, _passes(recipe, disk, documents))
     if storage is not None:
         _measure(plan, storage, encoder, documents, tokens)
@@ -100,7 +120,8 @@ def plan_index(
 
 
 def records_bytes(schema: RecordSchema, documents: int, tokens: int) -> int:
-    """Records of so many tokens each, one behind the other, as they are laid out in files; whole blocks."""
+    """Records of so many tokens each, one behind the other, as they are laid out in files; whole
+    blocks."""
     some = min(documents, _LAID_OUT)
     _, end = schema.lay_out(np.full(some, tokens, dtype=np.uint16), 0)
     return -(-(end * documents // some) // HEADER_BYTES) * HEADER_BYTES
@@ -108,7 +129,9 @@ def records_bytes(schema: RecordSchema, documents: int, tokens: int) -> int:
 
 def _trained_bytes(recipe: Recipe, tokens: int) -> int:
     """Projection and codebooks that stay in memory."""
-    found = 0 if recipe.schema.dim == recipe.spooled.dim else 4 * recipe.schema.dim * recipe.spooled.dim
+    found = (
+        0 if recipe.schema.dim == recipe.spooled.dim else 4 * recipe.schema.dim * recipe.spooled.dim
+    )
     for schema in recipe.tiers.values():
         if token_format(schema.format).needs_codebook:
             found += 4 * wanted_centroids(tokens, recipe.centroids) * schema.stored_dim
@@ -116,30 +139,45 @@ def _trained_bytes(recipe: Recipe, tokens: int) -> int:
 
 
 def _passes(recipe: Recipe, disk: dict[str, int], documents: int) -> dict[str, int]:
-    """What each pass moves and computes; codebooks and projections, which are trained on a sample, are left out."""
+    """What each pass moves and computes; codebooks and projections, which are trained on a sample,
+    are left out."""
     vectors = 4 * recipe.stage.vector_dim * documents
     return {
-        "spool_written_bytes": disk["spool_bytes"], "arrange_read_bytes": vectors,
+        "spool_written_bytes": disk["spool_bytes"],
+        "arrange_read_bytes": vectors,
         "arrange_operations": recipe.stage.build_operations(documents),
-        "write_read_bytes": disk["spool_bytes"] - vectors, "write_written_bytes": disk["total_bytes"],
-    }  # fmt: skip
+        "write_read_bytes": disk["spool_bytes"] - vectors,
+        "write_written_bytes": disk["total_bytes"],
+    }
 
 
-def _measure(plan: IndexPlan, storage: str | os.PathLike[str], encoder: Encoder | None, documents: int, tokens: int) -> None:
+def _measure(
+    plan: IndexPlan,
+    storage: str | os.PathLike[str],
+    encoder: Encoder | None,
+    documents: int,
+    tokens: int,
+) -> None:
     """Fills in speeds and seconds."""
     disk, gemm, build = read_speed(storage), gemm_speed(torch.float32, 512), plan.build
     written = disk.written_bytes_per_s or disk.bytes_per_s
     plan.speeds = {
-        "read_bytes_per_s": disk.bytes_per_s, "written_bytes_per_s": written, "path": disk.effective_path, "gemm_operations_per_s": gemm,
-    }  # fmt: skip
+        "read_bytes_per_s": disk.bytes_per_s,
+        "written_bytes_per_s": written,
+        "path": disk.effective_path,
+        "gemm_operations_per_s": gemm,
+    }
     spool = build["spool_written_bytes"] / written
     if encoder is not None:
         plan.speeds["encoded_documents_per_s"] = rate = encoding_speed(encoder, tokens)
         spool = max(spool, documents / rate)
     plan.seconds = {
-        "spool": spool, "arrange": build["arrange_read_bytes"] / disk.bytes_per_s + build["arrange_operations"] / gemm,
-        "write": build["write_read_bytes"] / disk.bytes_per_s + build["write_written_bytes"] / written,
-    }  # fmt: skip
+        "spool": spool,
+        "arrange": build["arrange_read_bytes"] / disk.bytes_per_s
+        + build["arrange_operations"] / gemm,
+        "write": build["write_read_bytes"] / disk.bytes_per_s
+        + build["write_written_bytes"] / written,
+    }
 
 
 def encoding_speed(encoder: Encoder, tokens: int) -> float:

@@ -17,9 +17,11 @@ class BuildReport:
 
     Attributes:
         without_tokens: documents without a token vector: no MaxSim tells them apart.
-        resident_bytes_per_document: of all that an open store holds beside the first stage. trained_bytes: of that, projection and
-            codebooks, which do not grow with the number of documents.
-        resumed_documents: taken from an interrupted build. restarted_because: why not all that it had was taken; None where all was.
+        resident_bytes_per_document: of all that an open store holds beside the first stage.
+            trained_bytes: of that, projection and codebooks, which do not grow with the number of
+            documents.
+        resumed_documents: taken from an interrupted build. restarted_because: why not all that it
+            had was taken; None where all was.
         first_stage: its kind and `describe()`, as the manifest has them.
     """
 
@@ -40,21 +42,48 @@ class BuildReport:
 
     def summary(self) -> str:
         """A table of several lines."""
-        resumed = f" ({self.resumed_documents:,} from the interrupted build)" if self.resumed_documents else ""
+        resumed = (
+            f" ({self.resumed_documents:,} from the interrupted build)"
+            if self.resumed_documents
+            else ""
+        )
         each = self.resident_bytes_per_document - self.trained_bytes / max(self.documents, 1)
-        trained = f", and {format_size(self.trained_bytes)} that was trained" if self.trained_bytes else ""
+        trained = (
+            f", and {format_size(self.trained_bytes)} that was trained"
+            if self.trained_bytes
+            else ""
+        )
         rows = [
             ("documents", f"{self.documents:,}{resumed}"),
-            *([("without tokens", f"{self.without_tokens:,} of them (no text?): MaxSim scores them 0")] if self.without_tokens else []),
+            *(
+                [
+                    (
+                        "without tokens",
+                        f"{self.without_tokens:,} of them (no text?): MaxSim scores them 0",
+                    )
+                ]
+                if self.without_tokens
+                else []
+            ),
             ("token vectors", f"{self.tokens:,}"),
             ("records on disk", format_size(self.record_bytes)),
             ("resident metadata", f"{each:.3f} bytes a document{trained}"),
             ("first stage", in_words(self.first_stage)),
             *([("began anew", self.restarted_because)] if self.restarted_because else []),
-            ("time", f"{self.spool_s:.1f} s encode and spool, {self.arrange_s:.1f} s arrange, {self.write_s:.1f} s write"),
+            (
+                "time",
+                (
+                    f"{self.spool_s:.1f} s encode and spool, {self.arrange_s:.1f} s arrange, "
+                    f"{self.write_s:.1f} s write"
+                ),
+            ),
         ]
         text = render_table(("", ""), rows)
-        return text if self.documents else f"{text}\nno document: {self.path} is empty; the first addition trains its lists"
+        return (
+            text
+            if self.documents
+            else f"{text}\nno document: {self.path} is empty; the first addition trains its lists"
+        )
 
 
 @dataclass(frozen=True)
@@ -85,7 +114,10 @@ class AddReport:
     def summary(self) -> str:
         """One line."""
         pays = "; `espnx index compact` pays now" if self.compacting_pays else ""
-        return f"{self.path}: {self.documents:,} documents added, generation {self.generation}, {self.parts} parts{pays}"
+        return (
+            f"{self.path}: {self.documents:,} documents added, generation {self.generation}, "
+            f"{self.parts} parts{pays}"
+        )
 
 
 @dataclass(frozen=True)
@@ -103,13 +135,16 @@ class CompactReport:
     def summary(self) -> str:
         """One line."""
         sizes = f"{format_size(self.size_bytes_before)} to {format_size(self.size_bytes)}"
-        return f"{self.path}: {self.documents:,} documents in one part ({self.parts} before), {self.dropped:,} dropped, {sizes}"
+        return (
+            f"{self.path}: {self.documents:,} documents in one part ({self.parts} before), "
+            f"{self.dropped:,} dropped, {sizes}"
+        )
 
 
 @dataclass(frozen=True)
 class DetachReport:
-    """What detaching did. `directories`: where data segments lie now, beside the store's own. `adopted`: nothing was copied. Sizes in
-    bytes."""
+    """What detaching did. `directories`: where data segments lie now, beside the store's own.
+    `adopted`: nothing was copied. Sizes in bytes."""
 
     path: str
     directories: list[str]

@@ -1,4 +1,5 @@
-"""What a build under way notes of itself, so that the same call can go on: STATE.json, parsed into types and never just believed."""
+"""What a build under way notes of itself, so that the same call can go on: STATE.json, parsed into
+types and never just believed."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class BuildSettings:
 
     Attributes:
         spooled: what the spool's bytes depend on, in words: encoder, dimensions, format, pooling.
-        later: what only the passes after it depend on. `directories`, where data segments go, are of these too.
+        later: what only the passes after it depend on. `directories`, where data segments go, are
+            of these too.
     """
 
     spooled: dict[str, str]
@@ -38,7 +40,11 @@ class BuildSettings:
     def differences(self, other: BuildSettings) -> list[str]:
         """``name=ours instead of theirs`` for each setting that differs."""
         ours, theirs = self._all(), other._all()
-        return [f"{name}={ours.get(name)} instead of {theirs.get(name)}" for name in sorted(ours) if ours[name] != theirs.get(name)]
+        return [
+            f"{name}={ours.get(name)} instead of {theirs.get(name)}"
+            for name in sorted(ours)
+            if ours[name] != theirs.get(name)
+        ]
 
     def _all(self) -> dict[str, str]:
         return {**self.spooled, **self.later, "directories": repr(self.directories)}
@@ -51,7 +57,8 @@ def in_words(settings: Mapping[str, object]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SpoolFile:
-    """How much of a file of the spool is known to be on disk. `sums`: CRC32C of each of its 4 MiB windows, where it has no other."""
+    """How much of a file of the spool is known to be on disk. `sums`: CRC32C of each of its 4 MiB
+    windows, where it has no other."""
 
     size_bytes: int
     sums: list[int] | None = None
@@ -64,7 +71,8 @@ class Arranged:
     Attributes:
         files: of the order and the first stage's sections, by name; none without documents.
         first_stage: what its `describe` says once all is measured; JSON.
-        trained: CRC32C of the file of what was trained. is_normalised: see `Trained`. Both are of no use without documents.
+        trained: CRC32C of the file of what was trained. is_normalised: see `Trained`. Both are of
+            no use without documents.
     """
 
     files: dict[str, SpoolFile]
@@ -100,16 +108,28 @@ class BuildState:
 
 
 def read_state(engine: NativeEngine, directory: str) -> BuildState | None:
-    """The last checkpoint of a build, or None. A damaged one is a FormatError (`discard` the build)."""
+    """The last checkpoint of a build, or None. A damaged one is a FormatError (`discard` the
+    build)."""
     path = os.path.join(directory, STATE)
     if not os.path.lexists(path):
         return None
     size = check_plain_file(path)
     if size > _LIMIT_BYTES:
-        raise errors.FormatError("state of a build too large", path=path, got=f"{size} bytes", expected=f"at most {_LIMIT_BYTES}", fix=_FIX)
+        raise errors.FormatError(
+            "state of a build too large",
+            path=path,
+            got=f"{size} bytes",
+            expected=f"at most {_LIMIT_BYTES}",
+            fix=_FIX,
+        )
     text, _, stated = read_file(engine, path).rpartition(b"\n")
     if stated != _checksum(text):
-        raise errors.FormatError("damaged state of an interrupted build", path=path, got=f"checksum {stated[:40]!r}", fix=_FIX)
+        raise errors.FormatError(
+            "damaged state of an interrupted build",
+            path=path,
+            got=f"checksum {stated[:40]!r}",
+            fix=_FIX,
+        )
     return _parse(parse_object(text, path, what="state of an interrupted build", fix=_FIX))
 
 
@@ -131,26 +151,38 @@ def _parse(found: Fields) -> BuildState:
         settings.refuse("directories", "absolute paths", directories)
     spool, segments = found.inner("spool"), found.inner("segments")
     state = BuildState(
-        settings=BuildSettings(_texts(settings.inner("spooled")), _texts(settings.inner("later")), directories),
+        settings=BuildSettings(
+            _texts(settings.inner("spooled")), _texts(settings.inner("later")), directories
+        ),
         store_id=found.hexadecimal("store_id", 32),
         generation=found.whole("generation", 1),
         phase=found.choice("phase", PHASES),
         documents=found.whole("documents"),
         spool={name: _spool_file(spool.inner(name)) for name in spool},
         arranged=_arranged(found.inner("arranged")) if "arranged" in found else None,
-        segments={name: [_segment(each) for each in segments.each(name, count=_COUNT_MAX)] for name in segments},
+        segments={
+            name: [_segment(each) for each in segments.each(name, count=_COUNT_MAX)]
+            for name in segments
+        },
     )
     _check_spool(found, state)
-    if (state.phase == "write") != (state.arranged is not None) or (state.segments and state.phase != "write"):
+    if (state.phase == "write") != (state.arranged is not None) or (
+        state.segments and state.phase != "write"
+    ):
         found.refuse("phase", "that of its results")
     order = state.arranged.files.get(ORDER) if state.arranged is not None else None
     if state.arranged is not None and (order.size_bytes if order else 0) != 8 * state.documents:
-        found.refuse("arranged", f"an order of {state.documents} documents", f"{order.size_bytes if order else 0} bytes")
+        found.refuse(
+            "arranged",
+            f"an order of {state.documents} documents",
+            f"{order.size_bytes if order else 0} bytes",
+        )
     return state
 
 
 def _check_spool(found: Fields, state: BuildState) -> None:
-    """Either nothing was spooled yet, or every file is known, and those of so many bytes a document have that size."""
+    """Either nothing was spooled yet, or every file is known, and those of so many bytes a document
+    have that size."""
     if not state.spool and not state.documents and state.phase == "spool":
         return
     if set(state.spool) != {RECORDS, VECTORS, N_TOKENS, DIGESTS}:
@@ -165,7 +197,10 @@ def _texts(found: Fields) -> dict[str, str]:
 
 
 def _spool_file(found: Fields) -> SpoolFile:
-    return SpoolFile(found.whole("size_bytes"), found.wholes("sums", 0, 2**32 - 1, count=_COUNT_MAX) if "sums" in found else None)
+    return SpoolFile(
+        found.whole("size_bytes"),
+        found.wholes("sums", 0, 2**32 - 1, count=_COUNT_MAX) if "sums" in found else None,
+    )
 
 
 def _arranged(found: Fields) -> Arranged:
@@ -182,4 +217,9 @@ def _arranged(found: Fields) -> Arranged:
 
 
 def _segment(found: Fields) -> Segment:
-    return Segment(found.text("path"), found.whole("first_record"), found.whole("records", 1), found.whole("size_bytes", 1))
+    return Segment(
+        found.text("path"),
+        found.whole("first_record"),
+        found.whole("records", 1),
+        found.whole("size_bytes", 1),
+    )

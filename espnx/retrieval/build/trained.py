@@ -1,5 +1,6 @@
-"""What a build is trained to (first stage, projection, codebooks), as a value: made once, kept in a directory, shared by any number of
-stores. Exact scores of stores that share it are of one score space: their rankings may be merged.
+"""What a build is trained to (first stage, projection, codebooks), as a value: made once, kept in a
+directory, shared by any number of stores. Exact scores of stores that share it are of one score
+space: their rankings may be merged.
 
     DIR/MANIFEST.json        settings, sizes and checksums, written last
     DIR/trained.safetensors  tensors by the names that a store's base has for them
@@ -40,7 +41,12 @@ from .options import COARSE_FORMATS
 
 MAGIC, VERSION, TENSORS = "espnx-trained", 1, "trained.safetensors"
 _FILES = VersionedFiles((TENSORS,))
-KIND = StoreKind(MAGIC, VERSION, "what was trained", lambda path: {each for each in under_way.others(path) if not _FILES.is_own(each)})
+KIND = StoreKind(
+    MAGIC,
+    VERSION,
+    "what was trained",
+    lambda path: {each for each in under_way.others(path) if not _FILES.is_own(each)},
+)
 _SIZE_MAX, _DIM_MAX = 1 << 36, 1 << 16
 _FIX = "restore it from a copy, or train again"
 
@@ -50,7 +56,8 @@ class Trained:
     """See the module. What `espnx.train` returns and `espnx.build` takes.
 
     Attributes:
-        schema: of the records, in the dimensions that are stored. coarse: of the coarse tier, or None.
+        schema: of the records, in the dimensions that are stored. coarse: of the coarse tier, or
+            None.
         encoder: name of the encoder whose vectors it was trained on; None: documents brought them.
         dim: of the encoder's token vectors.
         first_stage: trained; nothing measured, since that is of the documents of a store.
@@ -98,31 +105,52 @@ class Trained:
             "first_stage": described(self.first_stage),
         }
 
-    def save(self, path: str | os.PathLike[str], *, replace: bool = False, engine: NativeEngine | None = None) -> None:
-        """Writes it to a directory, which is made if need be and must hold nothing else but, with `replace`, what was trained before.
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        replace: bool = False,
+        engine: NativeEngine | None = None,
+    ) -> None:
+        """Writes it to a directory, which is made if need be and must hold nothing else but, with
+        `replace`, what was trained before.
 
         Raises InvalidInputError for one that does; StoreBusyError, DiskFullError, WriteError.
         """
         where = check_path("path of what was trained", path)
-        with given_engine(engine) as owned, writing_to(where, KIND, replace=replace) as is_replacement:
+        with (
+            given_engine(engine) as owned,
+            writing_to(where, KIND, replace=replace) as is_replacement,
+        ):
             self.write(owned, where, is_replacement=is_replacement)
 
     def write(self, engine: NativeEngine, where: str, *, is_replacement: bool) -> None:
-        """The same, to a directory that this process alone writes to. Raises DiskFullError, WriteError."""
+        """The same, to a directory that this process alone writes to. Raises DiskFullError,
+        WriteError."""
         generation = _FILES.begin(engine, where, KIND, is_replacement=is_replacement)
         file = os.path.join(where, versioned(TENSORS, generation))
         size, crc = write_file(engine, file, save_safetensors(self.model))
         engine.sync_directory(where)
-        fields = {"generation": generation, "id": self.id, **self._settings(), "tensors": {"size_bytes": size, "crc32c": crc}}
+        fields = {
+            "generation": generation,
+            "id": self.id,
+            **self._settings(),
+            "tensors": {"size_bytes": size, "crc32c": crc},
+        }
         write_manifest(engine, where, MAGIC, VERSION, fields)
         _FILES.keep(where, generation)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, engine: NativeEngine | None = None) -> Trained:
-        """Reads what `save` wrote. Raises StoreNotFoundError; FormatError, ChecksumError, ...: nothing damaged is loaded."""
+        """Reads what `save` wrote. Raises StoreNotFoundError; FormatError, ChecksumError, ...:
+        nothing damaged is loaded."""
         where = check_path("path of what was trained", path)
         with given_engine(engine) as owned:
-            fields = Fields(read_manifest(owned, where, MAGIC, VERSION), os.path.join(where, MANIFEST_NAME), fix=_FIX)
+            fields = Fields(
+                read_manifest(owned, where, MAGIC, VERSION),
+                os.path.join(where, MANIFEST_NAME),
+                fix=_FIX,
+            )
             file = os.path.join(where, versioned(TENSORS, fields.whole("generation", 1)))
             model = _read_tensors(owned, file, fields.inner("tensors"))
         return cls._parse(fields, model, file)
@@ -133,14 +161,22 @@ class Trained:
         d_cls, dim = encoder.whole("d_cls", 0, _DIM_MAX), encoder.whole("dim", 1, _DIM_MAX)
         stored = fields.whole("dim", 1, dim)
         stage = parse_stage(fields.inner("first_stage"), d_cls, dim)
-        arrays = {name.removeprefix(STAGE_PREFIX): array for name, array in model.items() if name.startswith(STAGE_PREFIX)}
+        arrays = {
+            name.removeprefix(STAGE_PREFIX): array
+            for name, array in model.items()
+            if name.startswith(STAGE_PREFIX)
+        }
         found = cls(
             schema=RecordSchema(fields.choice("format", FORMAT_NUMBERS), d_cls, stored),
-            coarse=RecordSchema(fields.choice("coarse", COARSE_FORMATS), 0, stored) if "coarse" in fields else None,
+            coarse=RecordSchema(fields.choice("coarse", COARSE_FORMATS), 0, stored)
+            if "coarse" in fields
+            else None,
             encoder=encoder.text("name") if "name" in encoder else None,
             dim=dim,
             first_stage=stage.with_arrays(arrays, file),
-            tensors={name: array for name, array in model.items() if not name.startswith(STAGE_PREFIX)},
+            tensors={
+                name: array for name, array in model.items() if not name.startswith(STAGE_PREFIX)
+            },
             is_normalised=fields.flag("is_normalised"),
         )
         if (found.projection is None) != (stored == dim):
@@ -157,13 +193,28 @@ def _read_tensors(engine: NativeEngine, path: str, entry: Fields) -> dict[str, n
     try:
         found = check_plain_file(path)
     except OSError as error:
-        raise errors.FormatError("file of what was trained missing", path=path, got=str(error), fix=_FIX) from error
+        raise errors.FormatError(
+            "file of what was trained missing", path=path, got=str(error), fix=_FIX
+        ) from error
     if found != size:
-        raise errors.TruncatedFileError("file of what was trained has another size", path=path, got=found, expected=size, fix=_FIX)
+        raise errors.TruncatedFileError(
+            "file of what was trained has another size",
+            path=path,
+            got=found,
+            expected=size,
+            fix=_FIX,
+        )
     data = read_file(engine, path)
     if crc32c(data) != entry.whole("crc32c", most=2**32 - 1):
-        raise errors.ChecksumError("damaged file of what was trained", path=path, got=f"CRC32C {crc32c(data):08x}", fix=_FIX)
+        raise errors.ChecksumError(
+            "damaged file of what was trained",
+            path=path,
+            got=f"CRC32C {crc32c(data):08x}",
+            fix=_FIX,
+        )
     try:
         return dict(load_safetensors(data))
     except (SafetensorError, TypeError, KeyError, ValueError) as error:
-        raise errors.FormatError("damaged file of what was trained", path=path, got=str(error), fix=_FIX) from error
+        raise errors.FormatError(
+            "damaged file of what was trained", path=path, got=str(error), fix=_FIX
+        ) from error

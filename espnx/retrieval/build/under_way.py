@@ -1,4 +1,5 @@
-"""A build under way in a store's directory: begun, gone on with, given up; beside the version that is published, which stays as it is."""
+"""A build under way in a store's directory: begun, gone on with, given up; beside the version that
+is published, which stays as it is."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ from .state import BuildSettings, BuildState, read_state, write_state
 
 
 def published(engine: NativeEngine, path: str, replace: bool) -> Manifest | None:
-    """The manifest of the store that is there, or None: there is none, or a damaged one of an index, which is to be replaced. Raises as
-    `check_target`; SharedDataError."""
+    """The manifest of the store that is there, or None: there is none, or a damaged one of an
+    index, which is to be replaced. Raises as `check_target`; SharedDataError."""
     try:
         if not check_target(path, KIND, replace=replace):
             return None
@@ -41,7 +42,11 @@ def published(engine: NativeEngine, path: str, replace: bool) -> Manifest | None
     except errors.FormatError:
         manifest = None
     if foreign := sorted(_foreign(path)):
-        raise errors.InvalidInputError(f"{path} is not empty and no store", got=", ".join(foreign[:3]), fix="give a new or empty directory")
+        raise errors.InvalidInputError(
+            f"{path} is not empty and no store",
+            got=", ".join(foreign[:3]),
+            fix="give a new or empty directory",
+        )
     return manifest
 
 
@@ -58,7 +63,11 @@ def others(path: str) -> set[str]:
         state = None  # damaged: whoever goes on with it is told so
     if state is not None:  # data directories may lie in the store's own
         own = [os.path.abspath(directory) for directory in state.settings.directories]
-        found -= {entry for entry in found if any(_is_in(directory, os.path.join(path, entry)) for directory in own)}
+        found -= {
+            entry
+            for entry in found
+            if any(_is_in(directory, os.path.join(path, entry)) for directory in own)
+        }
     return found | _foreign(path)
 
 
@@ -72,7 +81,11 @@ def _foreign(path: str) -> set[str]:
         return set()
     if os.path.islink(building) or not os.path.isdir(building):
         return {BUILDING}
-    return {os.path.join(BUILDING, entry) for entry in os.listdir(building) if BUILDING_FILES.fullmatch(entry) is None}
+    return {
+        os.path.join(BUILDING, entry)
+        for entry in os.listdir(building)
+        if BUILDING_FILES.fullmatch(entry) is None
+    }
 
 
 def _is_in(path: str, directory: str) -> bool:
@@ -80,10 +93,15 @@ def _is_in(path: str, directory: str) -> bool:
 
 
 def begin(
-    engine: NativeEngine, path: str, settings: BuildSettings, live: Manifest | None, restart: bool, store_id: str | None = None
+    engine: NativeEngine,
+    path: str,
+    settings: BuildSettings,
+    live: Manifest | None,
+    restart: bool,
+    store_id: str | None = None,
 ) -> tuple[BuildState, str | None]:
-    """The state of the build to run, new or resumed, and why an interrupted one is not gone on with, or not with all of it. What no
-    build or store refers to is removed."""
+    """The state of the build to run, new or resumed, and why an interrupted one is not gone on
+    with, or not with all of it. What no build or store refers to is removed."""
     building = os.path.join(path, BUILDING)
     state = None if restart else read_state(engine, building)
     if state is not None and live is not None and state.generation <= live.generation:
@@ -100,7 +118,9 @@ def begin(
             state = None
     if state is None:
         discard(engine, path, live)
-        state = BuildState(settings, store_id or uuid.uuid4().hex, following(path, live.generation if live else 0))
+        state = BuildState(
+            settings, store_id or uuid.uuid4().hex, following(path, live.generation if live else 0)
+        )
     remove_others(path, {*_kept(path, live), name(state.generation)})
     for directory in (building, os.path.join(path, name(state.generation))):
         make_directory(directory)
@@ -111,15 +131,19 @@ def begin(
 
 
 def _kept(path: str, live: Manifest | None) -> set[str]:
-    """The generation directories that stay while a build is under way: those of the store that is there. Where its manifest could not be
-    read, all of them until the new store is published: a device that was wrong once may be right again."""
+    """The generation directories that stay while a build is under way: those of the store that is
+    there. Where its manifest could not be read, all of them until the new store is published: a
+    device that was wrong once may be right again."""
     if live is not None:
         return directories_of(live)
     return set(names_in(path)) if os.path.lexists(os.path.join(path, MANIFEST_NAME)) else set()
 
 
-def back_to_spool(engine: NativeEngine, path: str, state: BuildState, live: Manifest | None) -> None:
-    """Removes what a build has written beside its spool. The state goes first: no build may go on with files that are gone."""
+def back_to_spool(
+    engine: NativeEngine, path: str, state: BuildState, live: Manifest | None
+) -> None:
+    """Removes what a build has written beside its spool. The state goes first: no build may go on
+    with files that are gone."""
     state.back_to_spool()
     write_state(engine, os.path.join(path, BUILDING), state)
     _remove_written(path, state, live)
@@ -134,12 +158,14 @@ def _remove_written(path: str, state: BuildState, live: Manifest | None) -> None
 
 
 def discard(engine: NativeEngine, path: str, live: Manifest | None) -> None:
-    """Removes an interrupted build. Its directory goes last: it is what tells the next build that the rest is no stranger's."""
+    """Removes an interrupted build. Its directory goes last: it is what tells the next build that
+    the rest is no stranger's."""
     building, keep = os.path.join(path, BUILDING), _kept(path, live)
     try:
         state = read_state(engine, building)
     except errors.StorageError:
-        state = None  # damaged: nobody goes on with it, and its data on other devices cannot be found
+        # damaged: nobody goes on with it, and its data on other devices cannot be found
+        state = None
     if state is not None and (live is None or name(state.generation) not in keep):
         keep -= {name(state.generation)}
         try:

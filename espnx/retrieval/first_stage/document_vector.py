@@ -1,4 +1,5 @@
-"""The one vector of a document by which stages of nearest neighbours find candidates: the encoder's CLS vector, or its tokens pooled."""
+"""The one vector of a document by which stages of nearest neighbours find candidates: the encoder's
+CLS vector, or its tokens pooled."""
 
 from __future__ import annotations
 
@@ -30,10 +31,15 @@ class DocumentVector:
 
     @classmethod
     def new(cls, pooling: str | None, d_cls: int, dim: int) -> DocumentVector:
-        """`pooling`: as `BuildOptions` has it. Raises InvalidInputError for settings that do not fit the dimensions."""
+        """`pooling`: as `BuildOptions` has it. Raises InvalidInputError for settings that do not
+        fit the dimensions."""
         name = pooling or ("cls" if d_cls else "mean")
         if name == "cls" and not d_cls:
-            raise errors.InvalidInputError("pooling", got="'cls'", expected="mean or muvera, for an encoder without a CLS vector")
+            raise errors.InvalidInputError(
+                "pooling",
+                got="'cls'",
+                expected="mean or muvera, for an encoder without a CLS vector",
+            )
         made = None if name == "cls" else make_pooling(name, dim)
         return cls(made, d_cls if made is None else made.dim)
 
@@ -65,4 +71,6 @@ class DocumentVector:
 
     def of_query(self, query: Encoded) -> np.ndarray:
         """float32 [dim]."""
-        return (query.cls if self.pooling is None else self.pooling.query(query.tokens)).cpu().numpy()
+        return (
+            (query.cls if self.pooling is None else self.pooling.query(query.tokens)).cpu().numpy()
+        )

@@ -1,12 +1,15 @@
-"""What a first stage is. Whoever builds, changes and searches stores sees this file and the registry, and no kind of index.
+"""What a first stage is. Whoever builds, changes and searches stores sees this file and the
+registry, and no kind of index.
 
-    FirstStage     settings, and once trained what was trained. Of documents it makes entries: the order in which their records are to lie,
-                   and named sections that a part of the store keeps. It merges the entries of parts. It holds none itself.
+    FirstStage     settings, and once trained what was trained. Of documents it makes entries: the
+                   order in which their records are to lie, and named sections that a part of the
+                   store keeps. It merges the entries of parts. It holds none itself.
     LoadedStage    the entries of all parts, ready to be searched from any number of threads.
     StageSearch    some queries under way, in as many steps as are wanted.
 
-A store keeps the stage's kind and `describe()` in its manifest, what was trained beside its base, and sections with every part. Deleted
-records stay among the entries until parts are merged or compacted; a search is told which records it may find.
+A store keeps the stage's kind and `describe()` in its manifest, what was trained beside its base,
+and sections with every part. Deleted records stay among the entries until parts are merged or
+compacted; a search is told which records it may find.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from ..encoder import Encoded
 Candidates = tuple[np.ndarray, np.ndarray]
 #: What a kind of stage may be called.
 KIND = re.compile(r"[a-z0-9_]{1,16}")
-#: What a section may be called; `several.py` puts a kind and a dot before the names of its stages' sections.
+#: What a section may be called; `several.py` puts a kind and a dot before the names of its stages'
+#: sections.
 SECTION_NAME = re.compile(r"[a-z0-9_]{1,16}(\.[a-z0-9_]{1,16})?")
 #: Candidates of a search whose caller names no number, where finding them costs little.
 CANDIDATES = 1000
@@ -47,13 +51,14 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Entries:
-    """What a stage makes of documents, or of the parts that it merges. Whoever takes it reads `order` to its end first, then the sections
-    in their order, each once.
+    """What a stage makes of documents, or of the parts that it merges. Whoever takes it reads
+    `order` to its end first, then the sections in their order, each once.
 
     Attributes:
-        order: int64, in any pieces: numbers of the documents (or of the merged records) in the order in which their records are to lie.
-            Each number is there once.
-        sections: name -> bytes, in any pieces (arrays of any type); what `load` and `merge` find again. Names: `SECTION_NAME`.
+        order: int64, in any pieces: numbers of the documents (or of the merged records) in the
+            order in which their records are to lie. Each number is there once.
+        sections: name -> bytes, in any pieces (arrays of any type); what `load` and `merge` find
+            again. Names: `SECTION_NAME`.
     """
 
     order: Iterable[np.ndarray]
@@ -64,7 +69,8 @@ class Documents(Protocol):
     """Documents that a stage is trained on, or that it takes up. Numbered 0, 1, ... as they came.
 
     Attributes:
-        scratch: directory for what a stage makes of them and cannot hold; what is left there when it fails is removed with the build.
+        scratch: directory for what a stage makes of them and cannot hold; what is left there when
+            it fails is removed with the build.
     """
 
     @property
@@ -73,7 +79,8 @@ class Documents(Protocol):
     def __len__(self) -> int: ...
 
     def vectors(self, rows: int) -> Iterator[np.ndarray]:
-        """What `FirstStage.vector` made of each, in order: float32 [m, vector_dim] with m <= rows. May be called again."""
+        """What `FirstStage.vector` made of each, in order: float32 [m, vector_dim] with m <= rows.
+        May be called again."""
         ...
 
     def vector_sample(self, numbers: np.ndarray) -> np.ndarray:
@@ -81,16 +88,19 @@ class Documents(Protocol):
         ...
 
     def texts(self, order: np.ndarray | None = None) -> Iterator[str]:
-        """The text of each, in this order of their numbers; None: as they came. May be called again."""
+        """The text of each, in this order of their numbers; None: as they came. May be called
+        again."""
         ...
 
 
 class StoredEntries(Protocol):
-    """What one part of a store keeps of a stage. Reading raises ChecksumError, FormatError, ...: no damaged section is handed out.
+    """What one part of a store keeps of a stage. Reading raises ChecksumError, FormatError, ...: no
+    damaged section is handed out.
 
     Attributes:
         path: of the file, for messages.
-        first_number, count: of the records, which are numbered from the first on in the order that `Entries.order` gave them.
+        first_number, count: of the records, which are numbered from the first on in the order that
+            `Entries.order` gave them.
     """
 
     @property
@@ -111,11 +121,13 @@ class StoredEntries(Protocol):
         ...
 
     def windows(self, name: str) -> Generator[np.ndarray, None, None]:
-        """A section in pieces, uint8. Damage may be found with the last one: what was made of the others is not to be used then."""
+        """A section in pieces, uint8. Damage may be found with the last one: what was made of the
+        others is not to be used then."""
         ...
 
     def place(self, name: str) -> Region:
-        """Where a section of `FirstStage.in_place` lies, for searches that read parts of it. They check what they read."""
+        """Where a section of `FirstStage.in_place` lies, for searches that read parts of it. They
+        check what they read."""
         ...
 
 
@@ -127,17 +139,20 @@ class NoSettings:
 class FirstStage(Protocol):
     """See the module. Frozen: what changes something returns another one.
 
-    A kind's class also has ``Settings``, a frozen dataclass of the options that a build may give it, each with a default (none: it has no
-    options); ``new(settings, pooling, d_cls, dim)``, the untrained stage of a build with these and the `BuildOptions.pooling`; and
-    ``parse(fields, d_cls, dim)``, the stage that wrote them with `describe`, without what was trained. All raise typed errors for what
-    does not fit. Options of which the stored entries depend belong into `describe`.
+    A kind's class also has ``Settings``, a frozen dataclass of the options that a build may give
+    it, each with a default (none: it has no options); ``new(settings, pooling, d_cls, dim)``, the
+    untrained stage of a build with these and the `BuildOptions.pooling`; and ``parse(fields, d_cls,
+    dim)``, the stage that wrote them with `describe`, without what was trained. All raise typed
+    errors for what does not fit. Options of which the stored entries depend belong into `describe`.
 
     Attributes:
         kind: by which the registry knows the class.
         vector_dim: of the vector that it wants of every document; 0: none.
-        is_cls_similarity: whether its similarities stand for inner products of CLS vectors, so that they may be added to MaxSim.
+        is_cls_similarity: whether its similarities stand for inner products of CLS vectors, so that
+            they may be added to MaxSim.
         follows: whether `add` and `merge` can take the order of the records from another stage.
-        in_place: names of the sections that searches read where they lie; they begin at multiples of 4096 bytes.
+        in_place: names of the sections that searches read where they lie; they begin at multiples
+            of 4096 bytes.
     """
 
     @property
@@ -168,7 +183,8 @@ class FirstStage(Protocol):
         ...
 
     def train(self, documents: Documents, memory_bytes: int) -> Self:
-        """Trained on (a sample of) documents, of which there is one at least. Seeded. `memory_bytes`: that it may take."""
+        """Trained on (a sample of) documents, of which there is one at least. Seeded.
+        `memory_bytes`: that it may take."""
         ...
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -176,7 +192,8 @@ class FirstStage(Protocol):
         ...
 
     def with_arrays(self, arrays: Mapping[str, np.ndarray], path: str) -> Self:
-        """The opposite. Raises FormatError, naming the file they come from, for arrays that are missing or do not fit the settings."""
+        """The opposite. Raises FormatError, naming the file they come from, for arrays that are
+        missing or do not fit the settings."""
         ...
 
     def add_bytes(self, count: int) -> int:
@@ -184,24 +201,32 @@ class FirstStage(Protocol):
         ...
 
     def build_operations(self, count: int) -> int:
-        """Multiplications and additions of training on so many documents and adding them, at least: what a plan of a build is made of."""
+        """Multiplications and additions of training on so many documents and adding them, at least:
+        what a plan of a build is made of."""
         ...
 
     def add(self, documents: Documents, order: np.ndarray | None = None) -> Entries:
         """Of a part of these documents. Nothing is trained.
 
-        `order`: int64, as `Entries.order`, where another stage has decided it; given to a stage that `follows` alone."""
+        `order`: int64, as `Entries.order`, where another stage has decided it; given to a stage
+        that `follows` alone."""
         ...
 
-    def merge(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> Entries:
+    def merge(
+        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+    ) -> Entries:
         """Of one part of the records of some that are alive. Order: record numbers.
 
-        `gone`: bitmap of deleted records, as `Allowed.bitmap`; records beyond its end are alive. May hold 60 bytes a record and the
+        `gone`: bitmap of deleted records, as `Allowed.bitmap`; records beyond its end are alive.
+        May hold 60 bytes a record and the
         sections. `order`: see `add`; of record numbers."""
         ...
 
-    def compact(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> tuple[Self, Entries]:
-        """As `merge`, of all parts of a store, for its new base: what nothing alive needs any more may be left out of what was trained."""
+    def compact(
+        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+    ) -> tuple[Self, Entries]:
+        """As `merge`, of all parts of a store, for its new base: what nothing alive needs any more
+        may be left out of what was trained."""
         ...
 
     def check(self, parts: Sequence[StoredEntries]) -> None:
@@ -209,29 +234,37 @@ class FirstStage(Protocol):
         ...
 
     def load(
-        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: np.ndarray | None = None,
+        self,
+        parts: Sequence[StoredEntries],
+        *,
+        threads: int = 1,
+        gpu: int | None = None,
+        gone: np.ndarray | None = None,
         path: str = "auto",
-    ) -> LoadedStage:  # fmt: skip
+    ) -> LoadedStage:
         """Entries of all parts of a store; none of an empty one.
 
         Args:
             threads: that may work at a time for one search; the caller's is one of them.
             gpu: number of the one to search on; None for the CPU.
-            gone: bitmap of deleted records, see `merge`; None: there is none. Searches are told what they may find: this is for
-                similarities that depend on what else is there.
+            gone: bitmap of deleted records, see `merge`; None: there is none. Searches are told
+                what they may find: this is for similarities that depend on what else is there.
             path: of the reads of sections in place: ``auto``, ``uring``, ``posix`` or ``memory``.
 
         Raises:
-            what `check` raises; PathUnavailableError, MissingDependencyError where it cannot search on a GPU.
+            what `check` raises; PathUnavailableError, MissingDependencyError where it cannot search
+            on a GPU.
         """
         ...
 
     def tune(self, loaded: LoadedStage, documents: Documents | None) -> Self:
-        """Measured on the entries of a base: what `effort` ``auto`` means. `documents`: those of the base, where they are still there."""
+        """Measured on the entries of a base: what `effort` ``auto`` means. `documents`: those of
+        the base, where they are still there."""
         ...
 
     def resident_bytes(self, records: int) -> int:
-        """Memory that so many of them take when they are loaded, with what was trained, or will be on so many."""
+        """Memory that so many of them take when they are loaded, with what was trained, or will be
+        on so many."""
         ...
 
 
@@ -240,10 +273,14 @@ class LoadedStage(Protocol):
 
     Attributes:
         auto_effort: what an effort of None means.
-        default_candidates: of a search whose caller names no number: where each costs a read of its own, they are few.
-        hit_rates: share of a search's candidates that are known after a share of its work, measured; empty where unknown.
-        needs_vectors: whether `prepare` looks at a query's vectors; where it does not, a text need not be encoded for it.
-        finds_equals: whether a search for enough candidates finds every record that scores as one of them does.
+        default_candidates: of a search whose caller names no number: where each costs a read of its
+            own, they are few.
+        hit_rates: share of a search's candidates that are known after a share of its work,
+            measured; empty where unknown.
+        needs_vectors: whether `prepare` looks at a query's vectors; where it does not, a text need
+            not be encoded for it.
+        finds_equals: whether a search for enough candidates finds every record that scores as one
+            of them does.
     """
 
     @property
@@ -262,27 +299,35 @@ class LoadedStage(Protocol):
     def finds_equals(self) -> bool: ...
 
     def prepare(self, query: Encoded, text: str | None = None) -> Any:
-        """A query as `start` takes it, opaque to whoever searches. `text`: where the query was given as one."""
+        """A query as `start` takes it, opaque to whoever searches. `text`: where the query was
+        given as one."""
         ...
 
     def start(
-        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0,
+        self,
+        queries: Sequence[Any],
+        candidates: int,
+        effort: int | None = None,
+        allowed: Allowed | None = None,
+        at_least: int = 0,
         deadline_s: float = 30.0,
-    ) -> StageSearch:  # fmt: skip
+    ) -> StageSearch:
         """Begins a search.
 
         Args:
             queries: prepared.
             candidates: wanted of each.
-            effort: the stage's own measure of how much is looked at, 1 or more (lists, of an IVF); None: `auto_effort`. What holds no
-                record that may be found does not count.
+            effort: the stage's own measure of how much is looked at, 1 or more (lists, of an IVF);
+                None: `auto_effort`. What holds no record that may be found does not count.
             allowed: which records may be found; None for every one.
             at_least: more is looked at than `effort` says where that finds fewer records.
             deadline_s: of the reads of each query; what is in memory takes as long as it takes.
         """
         ...
 
-    def search_bytes(self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int) -> int:
+    def search_bytes(
+        self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int
+    ) -> int:
         """Memory that one query of such a search takes at most while it is under way."""
         ...
 
@@ -294,7 +339,8 @@ class StageReads:
     """What a first stage has read from storage for a search.
 
     Attributes:
-        requests, bytes_asked: of all queries together. bytes_moved: whole blocks, and what was read in vain.
+        requests, bytes_asked: of all queries together. bytes_moved: whole blocks, and what was read
+            in vain.
     """
 
     requests: int = 0
@@ -303,15 +349,19 @@ class StageReads:
 
     def __add__(self, other: StageReads) -> StageReads:
         return StageReads(
-            self.requests + other.requests, self.bytes_asked + other.bytes_asked, self.bytes_moved + other.bytes_moved
-        )  # fmt: skip
+            self.requests + other.requests,
+            self.bytes_asked + other.bytes_asked,
+            self.bytes_moved + other.bytes_moved,
+        )
 
 
 class StageSearch(Protocol):
-    """See the module. Results are of each query, in their order; m <= candidates, equal similarities by the lower record number."""
+    """See the module. Results are of each query, in their order; m <= candidates, equal
+    similarities by the lower record number."""
 
     def advance(self, share: float) -> list[Candidates]:
-        """What is known after that share of the work (some, at least), continuing where the last call stopped."""
+        """What is known after that share of the work (some, at least), continuing where the last
+        call stopped."""
         ...
 
     def complete(self) -> list[Candidates]:

@@ -1,4 +1,5 @@
-"""A first stage's own options: the fields of the `Settings` of its class, given as values, or as words of a command line."""
+"""A first stage's own options: the fields of the `Settings` of its class, given as values, or as
+words of a command line."""
 
 from __future__ import annotations
 
@@ -16,29 +17,41 @@ _WHAT = "option of a first stage"
 
 
 def settings_class(kind: str) -> Any:
-    """The class of a kind's options: a frozen dataclass, each field with a default. Raises InvalidInputError for an unknown kind."""
+    """The class of a kind's options: a frozen dataclass, each field with a default. Raises
+    InvalidInputError for an unknown kind."""
     return getattr(stage_class(kind), "Settings", NoSettings)
 
 
 def make_settings(kind: str, options: Mapping[str, Any]) -> Any:
-    """The options of a stage, checked. Raises InvalidInputError for one that the stage does not have, and what its `Settings` raises."""
+    """The options of a stage, checked. Raises InvalidInputError for one that the stage does not
+    have, and what its `Settings` raises."""
     made = settings_class(kind)
     known = {field.name: field.default for field in fields(made)}
     if unknown := [str(name) for name in options if name not in known]:
-        said = ", ".join(f"{name} (default {default!r})" for name, default in known.items()) or "none: it has no options"
-        raise errors.InvalidInputError(f"options of first stage {kind!r}", got=", ".join(unknown), expected=said)
-    return made(**{name: plain(value) for name, value in options.items()})  # NumPy's numbers are numbers
+        said = (
+            ", ".join(f"{name} (default {default!r})" for name, default in known.items())
+            or "none: it has no options"
+        )
+        raise errors.InvalidInputError(
+            f"options of first stage {kind!r}", got=", ".join(unknown), expected=said
+        )
+    # NumPy's numbers are numbers
+    return made(**{name: plain(value) for name, value in options.items()})
 
 
 def settings_of_words(words: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Options by kind from words such as ``near.rows=8``; each value of the type that its field has. Raises InvalidInputError."""
+    """Options by kind from words such as ``near.rows=8``; each value of the type that its field
+    has. Raises InvalidInputError."""
     found: dict[str, dict[str, Any]] = {}
     for word in words:
         place, is_given, value = word.partition("=")
         kind, _, name = place.rpartition(".")
         if not (kind and name and is_given):
-            raise errors.InvalidInputError(_WHAT, got=repr(word), expected="STAGE.OPTION=VALUE, such as bm25.language=german")
-        hint = get_type_hints(settings_class(kind_named(kind))).get(name, str)  # an option that there is not is refused where all are made
+            raise errors.InvalidInputError(
+                _WHAT, got=repr(word), expected="STAGE.OPTION=VALUE, such as bm25.language=german"
+            )
+        # an option that there is not is refused where all are made
+        hint = get_type_hints(settings_class(kind_named(kind))).get(name, str)
         found.setdefault(kind, {})[name] = _value(word, value, get_args(hint) or (hint,))
     return found
 
@@ -56,5 +69,7 @@ def _value(word: str, value: str, types: tuple[Any, ...]) -> Any:
                 return kind(value)
             except ValueError:
                 if str not in types and not (kind is int and float in types):
-                    raise errors.InvalidInputError(_WHAT, got=repr(word), expected="a number") from None
+                    raise errors.InvalidInputError(
+                        _WHAT, got=repr(word), expected="a number"
+                    ) from None
     return value

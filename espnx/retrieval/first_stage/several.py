@@ -1,7 +1,8 @@
-"""Several first stages in one store: one decides the order of the records, the others follow it, and a search takes one of them or fuses
-some.
+"""Several first stages in one store: one decides the order of the records, the others follow it,
+and a search takes one of them or fuses some.
 
-To whoever builds and changes stores they are one stage. Names of sections and arrays have their stage's kind and a dot in front.
+To whoever builds and changes stores they are one stage. Names of sections and arrays have their
+stage's kind and a dot in front.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from ...storage.parse import Fields
 from ..encoder import Encoded
 from ..sparse_encoder import SparseEncoder
 from .fused import FusedStage
-from .interface import Allowed, Documents, Entries, FirstStage, LoadedStage, StageSearch, StoredEntries
+from .interface import (
+    Allowed,
+    Documents,
+    Entries,
+    FirstStage,
+    LoadedStage,
+    StageSearch,
+    StoredEntries,
+)
 from .registry import described, parse_stage, with_sparse_encoder
 from .ties import FirstOf, SettledStage
 
@@ -45,24 +54,36 @@ class SeveralStages:
         """Raises InvalidInputError for stages that cannot be in one store."""
         kinds = [stage.kind for stage in stages]
         if len(set(kinds)) < len(kinds) or cls.kind in kinds:
-            raise errors.InvalidInputError("first stages", got=", ".join(kinds), expected="each kind once")
+            raise errors.InvalidInputError(
+                "first stages", got=", ".join(kinds), expected="each kind once"
+            )
         deciding = [stage.kind for stage in stages if not stage.follows]
         if len(deciding) > 1:
             raise errors.InvalidInputError(
-                "first stages", got=" and ".join(deciding), expected="at most one of those that decide how records lie",
+                "first stages",
+                got=" and ".join(deciding),
+                expected="at most one of those that decide how records lie",
                 fix="keep one of them",
-            )  # fmt: skip
+            )
         if len({stage.vector_dim for stage in stages if stage.vector_dim}) > 1:
             raise errors.InvalidInputError(
-                "first stages", got=", ".join(f"{stage.kind}: {stage.vector_dim} dimensions" for stage in stages if stage.vector_dim),
-                expected="vectors of one kind", fix="give all of them the same pooling",
-            )  # fmt: skip
+                "first stages",
+                got=", ".join(
+                    f"{stage.kind}: {stage.vector_dim} dimensions"
+                    for stage in stages
+                    if stage.vector_dim
+                ),
+                expected="vectors of one kind",
+                fix="give all of them the same pooling",
+            )
         return cls(tuple(stages))
 
     @classmethod
     def parse(cls, fields: Fields, d_cls: int, dim: int) -> SeveralStages:
         """Raises FormatError."""
-        stages = [parse_stage(each, d_cls, dim) for each in fields.each("stages", count=_STAGES_MAX)]
+        stages = [
+            parse_stage(each, d_cls, dim) for each in fields.each("stages", count=_STAGES_MAX)
+        ]
         try:
             return cls.of(stages)
         except errors.InvalidInputError as error:
@@ -73,7 +94,8 @@ class SeveralStages:
 
     @property
     def leader(self) -> FirstStage:
-        """The stage that decides the order of the records: the one that cannot follow, else the first."""
+        """The stage that decides the order of the records: the one that cannot follow, else the
+        first."""
         return next((stage for stage in self.stages if not stage.follows), self.stages[0])
 
     @property
@@ -106,12 +128,23 @@ class SeveralStages:
         return self._each(lambda stage: stage.train(documents, memory_bytes))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return {f"{stage.kind}.{name}": array for stage in self.stages for name, array in stage.arrays().items()}
+        return {
+            f"{stage.kind}.{name}": array
+            for stage in self.stages
+            for name, array in stage.arrays().items()
+        }
 
     def with_arrays(self, arrays: Mapping[str, np.ndarray], path: str) -> SeveralStages:
         def own(stage: FirstStage) -> FirstStage:
             prefix = f"{stage.kind}."
-            return stage.with_arrays({name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}, path)
+            return stage.with_arrays(
+                {
+                    name.removeprefix(prefix): a
+                    for name, a in arrays.items()
+                    if name.startswith(prefix)
+                },
+                path,
+            )
 
         return self._each(own)
 
@@ -126,27 +159,35 @@ class SeveralStages:
         made = leader.add(documents)
         return self._together(made, lambda found: [stage.add(documents, found) for stage in others])
 
-    def merge(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> Entries:
+    def merge(
+        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+    ) -> Entries:
         leader, *others = self._leader_first
         made = leader.merge(_of(leader, parts), gone)
-        return self._together(made, lambda found: [stage.merge(_of(stage, parts), gone, found) for stage in others])
+        return self._together(
+            made, lambda found: [stage.merge(_of(stage, parts), gone, found) for stage in others]
+        )
 
     def compact(
         self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
-    ) -> tuple[SeveralStages, Entries]:  # fmt: skip
+    ) -> tuple[SeveralStages, Entries]:
         leader, *others = self._leader_first
         new_leader, made = leader.compact(_of(leader, parts), gone)
         found = _whole(made.order)
         followed = [stage.compact(_of(stage, parts), gone, found) for stage in others]
         by_kind = {stage.kind: stage for stage in (new_leader, *(stage for stage, _ in followed))}
-        entries = self._together(Entries([found], made.sections), lambda _: [each for _, each in followed])
+        entries = self._together(
+            Entries([found], made.sections), lambda _: [each for _, each in followed]
+        )
         return replace(self, stages=tuple(by_kind[stage.kind] for stage in self.stages)), entries
 
     def _together(self, made: Entries, follow: Callable[[np.ndarray], list[Entries]]) -> Entries:
         found = _whole(made.order)
         sections: dict[str, Iterable[np.ndarray]] = {}
         for stage, entries in zip(self._leader_first, [made, *follow(found)], strict=True):
-            sections |= {f"{stage.kind}.{name}": pieces for name, pieces in entries.sections.items()}
+            sections |= {
+                f"{stage.kind}.{name}": pieces for name, pieces in entries.sections.items()
+            }
         return Entries([found], sections)
 
     def check(self, parts: Sequence[StoredEntries]) -> None:
@@ -154,13 +195,20 @@ class SeveralStages:
             stage.check(_of(stage, parts))
 
     def load(
-        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: np.ndarray | None = None,
+        self,
+        parts: Sequence[StoredEntries],
+        *,
+        threads: int = 1,
+        gpu: int | None = None,
+        gone: np.ndarray | None = None,
         path: str = "auto",
-    ) -> LoadedSeveral:  # fmt: skip
+    ) -> LoadedSeveral:
         loaded: dict[str, LoadedStage] = {}
         try:
             for stage in self.stages:
-                loaded[stage.kind] = stage.load(_of(stage, parts), threads=threads, gpu=gpu, gone=gone, path=path)
+                loaded[stage.kind] = stage.load(
+                    _of(stage, parts), threads=threads, gpu=gpu, gone=gone, path=path
+                )
         except BaseException:
             for each in loaded.values():
                 each.close()
@@ -169,18 +217,23 @@ class SeveralStages:
 
     def tune(self, loaded: LoadedStage, documents: Documents | None) -> SeveralStages:
         if not isinstance(loaded, LoadedSeveral):
-            raise errors.InvalidInputError("tune", got=type(loaded).__name__, expected="what these stages have loaded")
+            raise errors.InvalidInputError(
+                "tune", got=type(loaded).__name__, expected="what these stages have loaded"
+            )
         return self._each(lambda stage: stage.tune(loaded.stages[stage.kind], documents))
 
     def resident_bytes(self, records: int) -> int:
         return sum(stage.resident_bytes(records) for stage in self.stages)
 
     def with_sparse_encoder(self, encoder: SparseEncoder) -> SeveralStages:
-        """Those that encode texts themselves are given the model. Raises InvalidInputError where there is none, or for another model."""
+        """Those that encode texts themselves are given the model. Raises InvalidInputError where
+        there is none, or for another model."""
         takers = [stage for stage in self.stages if hasattr(stage, "with_sparse_encoder")]
         if not takers:
             return with_sparse_encoder(self.stages[0], encoder)  # type: ignore[return-value]  # raises
-        return self._each(lambda stage: stage.with_sparse_encoder(encoder) if stage in takers else stage)  # type: ignore[attr-defined]
+        return self._each(
+            lambda stage: with_sparse_encoder(stage, encoder) if stage in takers else stage
+        )
 
     def _each(self, change: Callable[[FirstStage], FirstStage]) -> SeveralStages:
         return replace(self, stages=tuple(change(stage) for stage in self.stages))
@@ -188,13 +241,23 @@ class SeveralStages:
 
 def and_another(stage: FirstStage, other: FirstStage) -> SeveralStages:
     """A stage, or several, and one more, which follows. Raises as `SeveralStages.of`."""
-    return SeveralStages.of([*(stage.stages if isinstance(stage, SeveralStages) else (stage,)), other])
+    return SeveralStages.of(
+        [*(stage.stages if isinstance(stage, SeveralStages) else (stage,)), other]
+    )
 
 
-def entries_of_another(stage: FirstStage, entries: Entries, other: FirstStage, made: Entries) -> Entries:
+def entries_of_another(
+    stage: FirstStage, entries: Entries, other: FirstStage, made: Entries
+) -> Entries:
     """Of `and_another`, from what `stage` made and what `other` made in its order."""
-    own = {name if isinstance(stage, SeveralStages) else f"{stage.kind}.{name}": pieces for name, pieces in entries.sections.items()}
-    return Entries(entries.order, own | {f"{other.kind}.{name}": pieces for name, pieces in made.sections.items()})
+    own = {
+        name if isinstance(stage, SeveralStages) else f"{stage.kind}.{name}": pieces
+        for name, pieces in entries.sections.items()
+    }
+    return Entries(
+        entries.order,
+        own | {f"{other.kind}.{name}": pieces for name, pieces in made.sections.items()},
+    )
 
 
 class LoadedSeveral:
@@ -209,11 +272,15 @@ class LoadedSeveral:
         self._default = next(iter(self.stages.values()))
 
     def chosen(self, kinds: Sequence[str], fuse: str, first_of: FirstOf) -> LoadedStage:
-        """One stage, or several that are fused; `first_of`: see `ties`. Raises InvalidInputError for a kind that is not there."""
+        """One stage, or several that are fused; `first_of`: see `ties`. Raises InvalidInputError
+        for a kind that is not there."""
         for kind in kinds:
             if kind not in self.stages:
                 raise errors.InvalidInputError(
-                    "first_stage", got=repr(kind), expected=" or ".join(self.stages), fix="build the index with it (first_stages=...)"
+                    "first_stage",
+                    got=repr(kind),
+                    expected=" or ".join(self.stages),
+                    fix="build the index with it (first_stages=...)",
                 )
         each = {kind: SettledStage(self.stages[kind], first_of) for kind in kinds}
         return each[kinds[0]] if len(kinds) == 1 else FusedStage(each, fuse, first_of)
@@ -242,12 +309,19 @@ class LoadedSeveral:
         return self._default.prepare(query, text)
 
     def start(
-        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0,
+        self,
+        queries: Sequence[Any],
+        candidates: int,
+        effort: int | None = None,
+        allowed: Allowed | None = None,
+        at_least: int = 0,
         deadline_s: float = 30.0,
-    ) -> StageSearch:  # fmt: skip
+    ) -> StageSearch:
         return self._default.start(queries, candidates, effort, allowed, at_least, deadline_s)
 
-    def search_bytes(self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int) -> int:
+    def search_bytes(
+        self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int
+    ) -> int:
         return self._default.search_bytes(candidates, effort, allowed, at_least)
 
     def close(self) -> None:

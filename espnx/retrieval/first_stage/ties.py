@@ -1,8 +1,10 @@
-"""Candidates that score the same where a list ends: which of them it keeps is decided by their ids, never by where their records lie, so
-that a store ranks alike before and after it was compacted, in parts, and on several devices.
+"""Candidates that score the same where a list ends: which of them it keeps is decided by their ids,
+never by where their records lie, so that a store ranks alike before and after it was compacted, in
+parts, and on several devices.
 
-A stage hands on the best by record number. Where the last of them scores as the next one does, it is asked for more, until it has handed
-on all that do. A walk over a graph cannot do that: which of several equal records it comes to is the graph's choice.
+A stage hands on the best by record number. Where the last of them scores as the next one does, it
+is asked for more, until it has handed on all that do. A walk over a graph cannot do that: which of
+several equal records it comes to is the graph's choice.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ import numpy as np
 
 from .interface import Allowed, Candidates, LoadedStage, StageReads, StageSearch
 
-#: From record numbers, int64 [m], and a count below m: those that come first, whatever the records' numbers are.
+#: From record numbers, int64 [m], and a count below m: those that come first, whatever the records'
+#: numbers are.
 FirstOf = Callable[[np.ndarray, int], np.ndarray]
 _MORE = 32  # asked for beyond what is wanted: most ties end there
 _TIMES = 16  # as many candidates, when a stage is asked again
 
 
 def settled(found: Candidates, count: int, first_of: FirstOf) -> Candidates:
-    """The same candidates, best first, of which the first `count` are those that come first by (score, `first_of`)."""
+    """The same candidates, best first, of which the first `count` are those that come first by
+    (score, `first_of`)."""
     numbers, scores = found
     if not 0 < count < len(numbers) or scores[count] != scores[count - 1]:
         return found
@@ -29,7 +33,9 @@ def settled(found: Candidates, count: int, first_of: FirstOf) -> Candidates:
     end = int(np.searchsorted(-scores, -scores[count], side="right"))
     tied = numbers[begin:end]
     chosen = first_of(tied, count - begin)
-    return np.concatenate([numbers[:begin], np.sort(chosen), np.setdiff1d(tied, chosen), numbers[end:]]), scores
+    return np.concatenate(
+        [numbers[:begin], np.sort(chosen), np.setdiff1d(tied, chosen), numbers[end:]]
+    ), scores
 
 
 def cut(found: Candidates, count: int, first_of: FirstOf) -> Candidates:
@@ -68,9 +74,14 @@ class SettledStage:
         return self.stage.prepare(query, text)
 
     def start(
-        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0,
+        self,
+        queries: Sequence[Any],
+        candidates: int,
+        effort: int | None = None,
+        allowed: Allowed | None = None,
+        at_least: int = 0,
         deadline_s: float = 30.0,
-    ) -> StageSearch:  # fmt: skip
+    ) -> StageSearch:
         if not self.stage.finds_equals or not candidates:
             return self.stage.start(queries, candidates, effort, allowed, at_least, deadline_s)
 
@@ -79,7 +90,9 @@ class SettledStage:
 
         return SettledSearch(begin, queries, candidates, self._first_of)
 
-    def search_bytes(self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int) -> int:
+    def search_bytes(
+        self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int
+    ) -> int:
         return self.stage.search_bytes(candidates + _MORE, effort, allowed, at_least)
 
     def close(self) -> None:
@@ -87,19 +100,37 @@ class SettledStage:
 
 
 class SettledSearch:
-    """See `StageSearch`. `begin`: starts a search of some queries for so many candidates of each."""
+    """See `StageSearch`. `begin`: starts a search of some queries for so many candidates of
+    each."""
 
-    def __init__(self, begin: Callable[[Sequence[Any], int], StageSearch], queries: Sequence[Any], candidates: int, first_of: FirstOf):
-        self._begin, self._queries, self._candidates, self._first_of = begin, queries, candidates, first_of
+    def __init__(
+        self,
+        begin: Callable[[Sequence[Any], int], StageSearch],
+        queries: Sequence[Any],
+        candidates: int,
+        first_of: FirstOf,
+    ):
+        self._begin, self._queries, self._candidates, self._first_of = (
+            begin,
+            queries,
+            candidates,
+            first_of,
+        )
         self._search = begin(queries, candidates + _MORE)
         self._again = StageReads()
 
     def advance(self, share: float) -> list[Candidates]:
-        return [(numbers[: self._candidates], scores[: self._candidates]) for numbers, scores in self._search.advance(share)]
+        return [
+            (numbers[: self._candidates], scores[: self._candidates])
+            for numbers, scores in self._search.advance(share)
+        ]
 
     def complete(self) -> list[Candidates]:
         found = self._search.complete()
-        return [cut(self._whole(query, each), self._candidates, self._first_of) for query, each in zip(self._queries, found, strict=True)]
+        return [
+            cut(self._whole(query, each), self._candidates, self._first_of)
+            for query, each in zip(self._queries, found, strict=True)
+        ]
 
     def _whole(self, query: Any, found: Candidates) -> Candidates:
         """With all that score as the last one that is wanted."""

@@ -1,12 +1,15 @@
-"""The queries of one call in batches, from first stage to hits: one's first stage runs while the records of the one before arrive.
+"""The queries of one call in batches, from first stage to hits: one's first stage runs while the
+records of the one before arrive.
 
     first stage, some lists --> more lists --> ... --> all lists ----> misses: read, score --> hits
                    \\--> read, check, score as records arrive --------------/
 
-ESPN (sections 4.2 to 4.4), with its stated weakness removed: misses are read at once, ahead of what the prefetch still waits for, instead
-of after it. `begin` goes as far as nothing waits for the disk.
+ESPN (sections 4.2 to 4.4), with its stated weakness removed: misses are read at once, ahead of what
+the prefetch still waits for, instead of after it. `begin` goes as far as nothing waits for the
+disk.
 
-With a coarse tier (the cascade) the same is done with coarse records of all candidates first, and full ones of the best few.
+With a coarse tier (the cascade) the same is done with coarse records of all candidates first, and
+full ones of the best few.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ from .scoring import QueryVectors, TierScoring
 
 log = logging.getLogger(__name__)
 
-#: A batch is cut so that its records, candidates and lists take no more memory than this, and two batches are under way at a time.
+#: A batch is cut so that its records, candidates and lists take no more memory than this, and two
+#: batches are under way at a time.
 _BATCH_BYTES = 48 << 20
 #: More queries than `_TOGETHER` are cut into at least so many batches.
 _BATCHES = 2
@@ -53,7 +57,8 @@ class BatchPlan:
         predicted_s: of the search, where the steps were chosen by that; else 0.
         allowed: which records may be found; None for all.
         at_least: the first stage looks at more than its effort says where that finds fewer records.
-        is_pipelined: another batch's first stage runs before this one is finished, so nothing of it is urgent.
+        is_pipelined: another batch's first stage runs before this one is finished, so nothing of it
+            is urgent.
     """
 
     options: SearchOptions
@@ -68,7 +73,13 @@ class BatchPlan:
     @property
     def kind(self) -> Hashable:
         """Searches of one kind take about the same time."""
-        return self.options.effort, self.candidates, self.depth, self.options.is_cascade, self.allowed is None
+        return (
+            self.options.effort,
+            self.candidates,
+            self.depth,
+            self.options.is_cascade,
+            self.allowed is None,
+        )
 
 
 def search_in_batches(
@@ -104,35 +115,65 @@ def search_in_batches(
         for batch in under_way:
             yield from batch.results(encode_s)
             if is_alone and gate.still_alone:
-                stage.prefetch.learn(plan.kind, plan.steps, batch.timings.first_stage_s, batch.timings.total_s)
+                stage.prefetch.learn(
+                    plan.kind, plan.steps, batch.timings.first_stage_s, batch.timings.total_s
+                )
     except BaseException:
         for batch in under_way:
             batch.cancel()
         raise
 
 
-def _plan(version: OpenVersion, stage: ChosenStage, queries: list[QueryVectors], options: SearchOptions, *, is_alone: bool) -> BatchPlan:
+def _plan(
+    version: OpenVersion,
+    stage: ChosenStage,
+    queries: list[QueryVectors],
+    options: SearchOptions,
+    *,
+    is_alone: bool,
+) -> BatchPlan:
     allowed = version.filters.allowed(options.include, options.exclude)
     candidates = min(options.wanted, version.store.end_number)
     # Who names a number of lists wants no more of them, as long as they hold k documents.
-    at_least = candidates if options.effort is None or allowed is not None else min(options.k, candidates)
+    at_least = (
+        candidates if options.effort is None or allowed is not None else min(options.k, candidates)
+    )
     depth = options.depth if any(len(query.tokens) for query in queries) else 0
-    plan = BatchPlan(options, candidates, depth, options.steps or NO_PREFETCH, 0.0, allowed, at_least)
+    plan = BatchPlan(
+        options, candidates, depth, options.steps or NO_PREFETCH, 0.0, allowed, at_least
+    )
     if options.steps is not None or not is_alone:
-        why = "as asked" if options.steps is not None else "the first stages of a batch, or of other callers, hide the reads"
+        why = (
+            "as asked"
+            if options.steps is not None
+            else "the first stages of a batch, or of other callers, hide the reads"
+        )
     else:
         steps, predicted_s = stage.prefetch.choose(plan.kind)
         plan = replace(plan, steps=steps, predicted_s=predicted_s or 0.0)
-        why = "the first search of its kind" if predicted_s is None else f"{1e3 * predicted_s:.2f} ms predicted"
+        why = (
+            "the first search of its kind"
+            if predicted_s is None
+            else f"{1e3 * predicted_s:.2f} ms predicted"
+        )
     asked = (len(queries), candidates, min(depth, candidates))
-    log.debug("queries: %d, candidates: %d, scored: %d, prefetch after %s: %s", *asked, plan.steps or "no step", why)
+    log.debug(
+        "queries: %d, candidates: %d, scored: %d, prefetch after %s: %s",
+        *asked,
+        plan.steps or "no step",
+        why,
+    )
     return plan
 
 
-def _queries_of_a_batch(version: OpenVersion, stage: ChosenStage, queries: int, plan: BatchPlan) -> int:
+def _queries_of_a_batch(
+    version: OpenVersion, stage: ChosenStage, queries: int, plan: BatchPlan
+) -> int:
     count = max(1, version.store.count)
     bytes_each = plan.depth * version.store.full.size_bytes / count
-    bytes_each += stage.loaded.search_bytes(plan.candidates, plan.options.effort, plan.allowed, plan.at_least)
+    bytes_each += stage.loaded.search_bytes(
+        plan.candidates, plan.options.effort, plan.allowed, plan.at_least
+    )
     if plan.options.is_cascade and version.ram_tier is None and version.store.coarse is not None:
         bytes_each += plan.candidates * version.store.coarse.size_bytes / count
     most = int(_BATCH_BYTES / max(1.0, bytes_each))
@@ -140,15 +181,21 @@ def _queries_of_a_batch(version: OpenVersion, stage: ChosenStage, queries: int, 
 
 
 class QueryBatch:
-    """See the module. `begin`, then `finish`; after a failure of either, everything under way has been cancelled."""
+    """See the module. `begin`, then `finish`; after a failure of either, everything under way has
+    been cancelled."""
 
-    def __init__(self, version: OpenVersion, stage: ChosenStage, queries: list[QueryVectors], plan: BatchPlan):
+    def __init__(
+        self, version: OpenVersion, stage: ChosenStage, queries: list[QueryVectors], plan: BatchPlan
+    ):
         self.queries = queries
         self._version, self._stage, self._plan = version, stage, plan
-        self._depths = [plan.depth if len(query.tokens) else 0 for query in queries]  # MaxSim of no tokens says nothing
+        # MaxSim of no tokens says nothing
+        self._depths = [plan.depth if len(query.tokens) else 0 for query in queries]
         self._full = self._scoring(version.store.full)
         self._resident = version.ram_tier if plan.options.is_cascade else None
-        coarse = version.store.coarse if plan.options.is_cascade and version.ram_tier is None else None
+        coarse = (
+            version.store.coarse if plan.options.is_cascade and version.ram_tier is None else None
+        )
         self._coarse = None if coarse is None else self._scoring(coarse)
         self._final: list[Candidates] = []
         self._by_stage: list[Mapping[str, Candidates]] = []
@@ -160,8 +207,15 @@ class QueryBatch:
     def _scoring(self, tier: Tier) -> TierScoring:
         version, deadline_s = self._version, self._plan.options.deadline_s
         if tier is version.store.full:
-            return TierScoring(tier, self.queries, gap_bytes=version.cost.gap_bytes, deadline_s=deadline_s, hot=version.hot)
-        # A block holds a dozen coarse records: what lies between two that are wanted is other blocks, nearly as much again.
+            return TierScoring(
+                tier,
+                self.queries,
+                gap_bytes=version.cost.gap_bytes,
+                deadline_s=deadline_s,
+                hot=version.hot,
+            )
+        # A block holds a dozen coarse records: what lies between two that are wanted is other
+        # blocks, nearly as much again.
         return TierScoring(tier, self.queries, gap_bytes=0, deadline_s=deadline_s)
 
     def begin(self) -> None:
@@ -178,8 +232,13 @@ class QueryBatch:
         prepared = [query.prepared for query in self.queries]
         options = plan.options
         search = self._stage.loaded.start(
-            prepared, plan.candidates, options.effort, plan.allowed, plan.at_least, deadline_s=options.deadline_s
-        )  # fmt: skip
+            prepared,
+            plan.candidates,
+            options.effort,
+            plan.allowed,
+            plan.at_least,
+            deadline_s=options.deadline_s,
+        )
         for step in plan.steps if plan.depth else ():
             early = search.advance(step)
             if step == plan.steps[0]:
@@ -195,18 +254,24 @@ class QueryBatch:
             self._missed = self._ask(self._final, is_last=True)
 
     def _ask(self, candidates: list[Candidates], *, is_last: bool) -> list[int]:
-        """Starts the reads for what the first stage knows. Returns how many records were new, per query."""
+        """Starts the reads for what the first stage knows. Returns how many records were new, per
+        query."""
         plan = self._plan
         if self._resident is not None:
             candidates = [self._by_resident(q, found) for q, found in enumerate(candidates)]
         if is_last:
-            candidates = self._final = [self._settled(q, found) for q, found in enumerate(candidates)]
+            candidates = self._final = [
+                self._settled(q, found) for q, found in enumerate(candidates)
+            ]
         all_coarse = self._coarse is not None
         wanted = [
-            numbers if all_coarse and depth else numbers[:depth] for (numbers, _), depth in zip(candidates, self._depths, strict=True)
+            numbers if all_coarse and depth else numbers[:depth]
+            for (numbers, _), depth in zip(candidates, self._depths, strict=True)
         ]
         self._wanted = [len(numbers) for numbers in wanted]
-        return (self._full if self._coarse is None else self._coarse).ask(wanted, is_urgent=is_last and not plan.is_pipelined)
+        return (self._full if self._coarse is None else self._coarse).ask(
+            wanted, is_urgent=is_last and not plan.is_pipelined
+        )
 
     def _settled(self, q: int, candidates: Candidates) -> Candidates:
         """So that those which are scored exactly do not depend on how records lie."""
@@ -224,7 +289,8 @@ class QueryBatch:
         return _ordered(numbers, maxsim + query.similarity_weight * similarities)
 
     def finish(self) -> list[ScoredCandidates]:
-        """Waits for the records, and for those of the best few in a cascade. Raises what a read or a check raised."""
+        """Waits for the records, and for those of the best few in a cascade. Raises what a read or
+        a check raised."""
         try:
             return self._finish()
         except BaseException:
@@ -242,12 +308,19 @@ class QueryBatch:
         self.timings.critical_io_s = min(self.stats.waiting_s, end - begun)
         self.timings.maxsim_s = self.stats.computing_s + self.timings.coarse_s
         if self._plan.steps:
-            finished_at = max(each.finished_at for each in (self._full, self._coarse) if each is not None)
+            finished_at = max(
+                each.finished_at for each in (self._full, self._coarse) if each is not None
+            )
             self.timings.prefetch_s = max(0.0, finished_at - self._prefetch_begun)
         self.timings.total_s = end - self._begun
         outcomes = []
-        hit_rates = [1 - m / w if w and self._plan.steps else 0.0 for m, w in zip(self._missed, self._wanted, strict=True)]
-        for (numbers, similarities), (known, scores), hit_rate, depth in zip(self._final, scored, hit_rates, self._depths, strict=True):
+        hit_rates = [
+            1 - m / w if w and self._plan.steps else 0.0
+            for m, w in zip(self._missed, self._wanted, strict=True)
+        ]
+        for (numbers, similarities), (known, scores), hit_rate, depth in zip(
+            self._final, scored, hit_rates, self._depths, strict=True
+        ):
             head = numbers[:depth]
             exact = scores[np.searchsorted(known, head)] if len(head) else np.empty(0, np.float32)
             outcomes.append(ScoredCandidates(numbers, similarities, exact, hit_rate))
@@ -261,14 +334,27 @@ class QueryBatch:
                 ordered.append(self._final[q])
                 continue
             maxsim = scores[np.searchsorted(known, numbers)]
-            ordered.append(self._settled(q, _ordered(numbers, maxsim + self.queries[q].similarity_weight * similarities)))
+            ordered.append(
+                self._settled(
+                    q, _ordered(numbers, maxsim + self.queries[q].similarity_weight * similarities)
+                )
+            )
         self._final = ordered
         self.stats += coarse.stats
-        self._full.ask([numbers[:depth] for (numbers, _), depth in zip(ordered, self._depths, strict=True)], is_urgent=True)
+        self._full.ask(
+            [numbers[:depth] for (numbers, _), depth in zip(ordered, self._depths, strict=True)],
+            is_urgent=True,
+        )
 
     def results(self, encode_s: float) -> Iterator[SearchResult]:
-        """Waits, and makes the hits of each query. Queries that were searched together share what that has cost."""
-        found, plan, store, count = self.finish(), self._plan, self._version.store, len(self.queries)
+        """Waits, and makes the hits of each query. Queries that were searched together share what
+        that has cost."""
+        found, plan, store, count = (
+            self.finish(),
+            self._plan,
+            self._version.store,
+            len(self.queries),
+        )
         timings, stats = self.timings, self.stats
         timings.encode_s, timings.predicted_s = encode_s, plan.predicted_s
         for i, (query, candidates) in enumerate(zip(self.queries, found, strict=True)):
@@ -291,7 +377,9 @@ class QueryBatch:
                 stages=self._stage.kinds,
                 stage_requests=_share(self._stage_reads.requests, i, count),
                 stage_bytes=_share(self._stage_reads.bytes_moved, i, count),
-                timings=replace(timings, merge_s=merge_s, total_s=timings.total_s + merge_s + encode_s),
+                timings=replace(
+                    timings, merge_s=merge_s, total_s=timings.total_s + merge_s + encode_s
+                ),
             )
 
     def cancel(self) -> None:

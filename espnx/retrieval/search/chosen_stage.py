@@ -1,4 +1,5 @@
-"""Which first stage finds the candidates of a search: the store's own choice, one of several, or some of them fused."""
+"""Which first stage finds the candidates of a search: the store's own choice, one of several, or
+some of them fused."""
 
 from __future__ import annotations
 
@@ -29,9 +30,16 @@ class ChosenStage:
     prefetch: PrefetchPolicy
 
     @classmethod
-    def of(cls, stage: FirstStage, loaded: LoadedStage, kinds: Sequence[str], fuse: str, first_of: FirstOf) -> ChosenStage:
-        """`kinds`: as a search names them; none: the store's first. `first_of`: see `ties`. Raises InvalidInputError for one that the store
-        has not."""
+    def of(
+        cls,
+        stage: FirstStage,
+        loaded: LoadedStage,
+        kinds: Sequence[str],
+        fuse: str,
+        first_of: FirstOf,
+    ) -> ChosenStage:
+        """`kinds`: as a search names them; none: the store's first. `first_of`: see `ties`. Raises
+        InvalidInputError for one that the store has not."""
         each = stage.stages if isinstance(stage, SeveralStages) else (stage,)
         named = tuple(kinds) or (each[0].kind,)
         if isinstance(loaded, LoadedSeveral):
@@ -40,11 +48,22 @@ class ChosenStage:
             chosen = SettledStage(loaded, first_of)
         else:
             raise errors.InvalidInputError(
-                "first_stage", got=" and ".join(named), expected=stage.kind, fix="build the index with it (first_stages=...)"
+                "first_stage",
+                got=" and ".join(named),
+                expected=stage.kind,
+                fix="build the index with it (first_stages=...)",
             )
-        is_cls = not isinstance(chosen, FusedStage) and next(each.is_cls_similarity for each in each if each.kind == named[0])
+        is_cls = not isinstance(chosen, FusedStage) and next(
+            each.is_cls_similarity for each in each if each.kind == named[0]
+        )
         return cls(named, chosen, is_cls, PrefetchPolicy(chosen.hit_rates))
 
-    def by_stage(self, search: StageSearch, final: list[Candidates]) -> list[Mapping[str, Candidates]]:
+    def by_stage(
+        self, search: StageSearch, final: list[Candidates]
+    ) -> list[Mapping[str, Candidates]]:
         """Of each query what each stage has found, once the search is complete."""
-        return search.found if isinstance(search, FusedSearch) else [{self.kinds[0]: found} for found in final]
+        return (
+            search.found
+            if isinstance(search, FusedSearch)
+            else [{self.kinds[0]: found} for found in final]
+        )

@@ -1,4 +1,5 @@
-"""What an index reads and scores with: an engine for all but records, a device that keeps and scores those, and where it computes."""
+"""What an index reads and scores with: an engine for all but records, a device that keeps and
+scores those, and where it computes."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ _GDS_PATHS = ("gds", "gds-compat")
 
 
 def compute_of(name: str | torch.device, device: RecordDevice | Devices | None) -> torch.device:
-    """Where records are scored, with the number of the GPU: `cuda` alone means another one in every thread. A device of records that is
-    open has decided it. Raises InvalidInputError, PathUnavailableError."""
+    """Where records are scored, with the number of the GPU: `cuda` alone means another one in every
+    thread. A device of records that is open has decided it. Raises InvalidInputError,
+    PathUnavailableError."""
     found = _torch_device(name)
     if device is None or isinstance(device, (str, NearStorageDevice, Sequence)):
         return found
@@ -42,14 +44,23 @@ def _torch_device(name: str | torch.device) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise errors.PathUnavailableError("no CUDA device here", got=str(name), fix="use compute='cpu'")
-    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        raise errors.PathUnavailableError(
+            "no CUDA device here", got=str(name), fix="use compute='cpu'"
+        )
+    return torch.device(
+        "cuda", torch.cuda.current_device() if device.index is None else device.index
+    )
 
 
 def open_for_index(
-    path: str, compute: torch.device, engine: str | os.PathLike[str] | Engine, device: RecordDevice | Devices | None, opened: ExitStack
+    path: str,
+    compute: torch.device,
+    engine: str | os.PathLike[str] | Engine,
+    device: RecordDevice | Devices | None,
+    opened: ExitStack,
 ) -> tuple[NativeEngine, RecordDevice]:
-    """(what reads all but records, what keeps and scores those). What is opened here is closed with `opened`.
+    """(what reads all but records, what keeps and scores those). What is opened here is closed with
+    `opened`.
 
     Args:
         path: the store's directory. The others: as of `Index`.
@@ -59,7 +70,8 @@ def open_for_index(
         on_gpu = {"device": compute} if engine in _GDS_PATHS and compute.type == "cuda" else {}
         engine = opened.enter_context(open_engine(engine, **on_gpu))
     _check_has("engine", engine, ("open", "read", "stats"))
-    # Of an engine that reads into GPU memory: manifest, metadata and first stage are read into host memory all the same.
+    # Of an engine that reads into GPU memory: manifest, metadata and first stage are read into host
+    # memory all the same.
     native = host_engine(engine) or opened.enter_context(NativeEngine())
     if device is None or isinstance(device, (str, NearStorageDevice, Sequence)):
         directories = data_directories(path) if isinstance(device, str) else ()
@@ -71,7 +83,9 @@ def open_for_index(
 def _check_has(name: str, given: object, parts: tuple[str, ...]) -> None:
     """Raises InvalidInputError for an object that lacks one of its parts; None is none."""
     if given is not None and not all(hasattr(given, part) for part in parts):
-        raise errors.InvalidInputError(name, got=repr(given), expected=f"an object with {', '.join(parts)}")
+        raise errors.InvalidInputError(
+            name, got=repr(given), expected=f"an object with {', '.join(parts)}"
+        )
 
 
 def watched(topologies: Sequence[Any], results: Iterator[SearchResult]) -> list[SearchResult]:

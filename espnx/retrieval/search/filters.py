@@ -18,8 +18,11 @@ class Filters:
     def __init__(self, store: EmbeddingStore):
         self._store = store
 
-    def allowed(self, include: Iterable[DocumentId] | None, exclude: Iterable[DocumentId] | None) -> Allowed | None:
-        """What may be found; None for every record. Ids that the store does not hold have no effect.
+    def allowed(
+        self, include: Iterable[DocumentId] | None, exclude: Iterable[DocumentId] | None
+    ) -> Allowed | None:
+        """What may be found; None for every record. Ids that the store does not hold have no
+        effect.
 
         Raises InvalidInputError for what is no collection of ids.
         """
@@ -48,7 +51,11 @@ class Filters:
 
     def _alive_bitmap(self) -> np.ndarray:
         deleted = self._store.deleted
-        return np.full(-(-self._store.end_number // 8), 0xFF, dtype=np.uint8) if deleted is None else ~deleted
+        return (
+            np.full(-(-self._store.end_number // 8), 0xFF, dtype=np.uint8)
+            if deleted is None
+            else ~deleted
+        )
 
 
 def _bit(numbers: np.ndarray) -> np.ndarray:

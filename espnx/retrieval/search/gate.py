@@ -1,6 +1,7 @@
 """SearchGate of concurrent callers: so many at a time, and whether one is alone.
 
-Alone, a search uses the whole machine: it scans with several threads and may read ahead. Beside others, their work fills what it leaves.
+Alone, a search uses the whole machine: it scans with several threads and may read ahead. Beside
+others, their work fills what it leaves.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from contextlib import ExitStack, contextmanager
 
 
 class SearchGate:
-    """A context manager for each search; entering gives whether no other is under way. Callers beyond `most` wait for their turn."""
+    """A context manager for each search; entering gives whether no other is under way. Callers
+    beyond `most` wait for their turn."""
 
     def __init__(self, most: int):
         self._most, self._slots = most, threading.BoundedSemaphore(most)
@@ -35,7 +37,8 @@ class SearchGate:
 
     @contextmanager
     def none(self) -> Iterator[None]:
-        """Entered once no search is under way; none begins before it is left. One caller at a time."""
+        """Entered once no search is under way; none begins before it is left. One caller at a
+        time."""
         with ExitStack() as slots:
             for _ in range(self._most):
                 slots.enter_context(self._slots)

@@ -24,7 +24,8 @@ Texts = Callable[[Sequence[int]], list[tuple[DocumentId, str]]]
 
 @dataclass(frozen=True)
 class ScoredCandidates:
-    """One query's candidates in first-stage order (coarse order in a cascade), and exact scores of the first `depth` of them."""
+    """One query's candidates in first-stage order (coarse order in a cascade), and exact scores of
+    the first `depth` of them."""
 
     numbers: np.ndarray
     similarities: np.ndarray
@@ -32,25 +33,45 @@ class ScoredCandidates:
     hit_rate: float
 
 
-def rank(candidates: ScoredCandidates, k: int, texts: Texts) -> tuple[np.ndarray, np.ndarray, int, dict[int, tuple[DocumentId, str]]]:
-    """The k best: those scored exactly first, then the others. Equal scores are in the order of ids, whatever the records' numbers are.
+def rank(
+    candidates: ScoredCandidates, k: int, texts: Texts
+) -> tuple[np.ndarray, np.ndarray, int, dict[int, tuple[DocumentId, str]]]:
+    """The k best: those scored exactly first, then the others. Equal scores are in the order of
+    ids, whatever the records' numbers are.
 
-    Returns (record numbers, scores, how many of them are exact, (id, text) of those that had to be looked up because of a tie).
+    Returns (record numbers, scores, how many of them are exact, (id, text) of those that had to be
+    looked up because of a tie).
     """
     depth, known = len(candidates.exact), dict[int, tuple[DocumentId, str]]()
     numbers, scores = _best(candidates.numbers[:depth], candidates.exact, k, texts, known)
-    others, similarities = _best(candidates.numbers[depth:], candidates.similarities[depth:], k - len(numbers), texts, known)
-    return np.concatenate([numbers, others]), np.concatenate([scores, similarities]), len(numbers), known
+    others, similarities = _best(
+        candidates.numbers[depth:], candidates.similarities[depth:], k - len(numbers), texts, known
+    )
+    return (
+        np.concatenate([numbers, others]),
+        np.concatenate([scores, similarities]),
+        len(numbers),
+        known,
+    )
 
 
 def _best(
-    numbers: np.ndarray, scores: np.ndarray, k: int, texts: Texts, known: dict[int, tuple[DocumentId, str]]
+    numbers: np.ndarray,
+    scores: np.ndarray,
+    k: int,
+    texts: Texts,
+    known: dict[int, tuple[DocumentId, str]],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(record numbers, scores) of the k best. Only documents that share their score with another one are looked up."""
+    """(record numbers, scores) of the k best. Only documents that share their score with another
+    one are looked up."""
     order = np.argsort(-scores, kind="stable")
     numbers, scores = numbers[order], scores[order]
     # What has the score of the last one that is taken may be taken in its place.
-    end = int(np.searchsorted(-scores, -scores[k - 1], side="right")) if 0 < k < len(scores) else min(k, len(scores))
+    end = (
+        int(np.searchsorted(-scores, -scores[k - 1], side="right"))
+        if 0 < k < len(scores)
+        else min(k, len(scores))
+    )
     numbers, scores = numbers[:end], scores[:end]
     is_next_equal = scores[1:] == scores[:-1]
     if not is_next_equal.any():
@@ -58,14 +79,20 @@ def _best(
     tied = np.flatnonzero(np.r_[False, is_next_equal] | np.r_[is_next_equal, False])
     wanted = numbers[tied].tolist()
     known |= zip(wanted, texts(wanted), strict=True)
-    by_id = sorted(range(len(tied)), key=lambda i: (-scores[tied[i]], id_order(known[wanted[i]][0])))
+    by_id = sorted(
+        range(len(tied)), key=lambda i: (-scores[tied[i]], id_order(known[wanted[i]][0]))
+    )
     numbers = numbers.copy()
     numbers[tied] = [wanted[i] for i in by_id]
     return numbers[:k], scores[:k]
 
 
 def hits_of(
-    store: EmbeddingStore, candidates: ScoredCandidates, tokens: torch.Tensor, options: SearchOptions, by_stage: Mapping[str, Candidates]
+    store: EmbeddingStore,
+    candidates: ScoredCandidates,
+    tokens: torch.Tensor,
+    options: SearchOptions,
+    by_stage: Mapping[str, Candidates],
 ) -> list[Hit]:
     """The hits of a query with these tokens. `by_stage`: what each first stage found.
 
@@ -73,7 +100,12 @@ def hits_of(
     for scores in (candidates.exact, candidates.similarities):
         if not np.isfinite(scores).all():
             got = f"a score of {scores[~np.isfinite(scores)][0]}"
-            raise errors.InvalidInputError("query vectors", got=got, expected="scores that float32 can hold", fix="smaller vectors")
+            raise errors.InvalidInputError(
+                "query vectors",
+                got=got,
+                expected="scores that float32 can hold",
+                fix="smaller vectors",
+            )
     if options.fuses_maxsim:
         by_stage, candidates = _with_maxsim(candidates, by_stage)
     chosen, values, exact, known = rank(candidates, options.k, store.texts.get)
@@ -92,19 +124,26 @@ def hits_of(
             matches=found,
             found_by=said,
         )
-        for i, (number, value, found) in enumerate(zip(chosen.tolist(), values.tolist(), matches, strict=True))
+        for i, (number, value, found) in enumerate(
+            zip(chosen.tolist(), values.tolist(), matches, strict=True)
+        )
         for said in [_found_by(number, by_stage)]
     ]
 
 
 def _with_maxsim(
     candidates: ScoredCandidates, by_stage: Mapping[str, Candidates]
-) -> tuple[Mapping[str, Candidates], ScoredCandidates]:  # fmt: skip
+) -> tuple[Mapping[str, Candidates], ScoredCandidates]:
     """(what each stage found, and MaxSim; the union of it all, by the fused ranks alone)"""
     order = np.argsort(-candidates.exact, kind="stable")
-    lists = {**by_stage, "maxsim": (candidates.numbers[: len(order)][order], candidates.exact[order])}
+    lists = {
+        **by_stage,
+        "maxsim": (candidates.numbers[: len(order)][order], candidates.exact[order]),
+    }
     fused = fuse(list(lists.values()))
-    return lists, ScoredCandidates(fused.numbers, fused.scores, np.empty(0, np.float32), candidates.hit_rate)
+    return lists, ScoredCandidates(
+        fused.numbers, fused.scores, np.empty(0, np.float32), candidates.hit_rate
+    )
 
 
 def _found_by(number: int, by_stage: Mapping[str, Candidates]) -> dict[str, StageRank]:
@@ -118,8 +157,11 @@ def _found_by(number: int, by_stage: Mapping[str, Candidates]) -> dict[str, Stag
     return said
 
 
-def token_matches(tier: Tier, numbers: np.ndarray, tokens: torch.Tensor, deadline_s: float) -> list[tuple[TokenMatch, ...]]:
-    """Reads the records once more and matches them with a query's tokens (float32 [Lq, dim]). Among equal products the first token.
+def token_matches(
+    tier: Tier, numbers: np.ndarray, tokens: torch.Tensor, deadline_s: float
+) -> list[tuple[TokenMatch, ...]]:
+    """Reads the records once more and matches them with a query's tokens (float32 [Lq, dim]). Among
+    equal products the first token.
 
     Raises what the reads raise, and ChecksumError or StaleDataError.
     """
@@ -140,5 +182,10 @@ def token_matches(tier: Tier, numbers: np.ndarray, tokens: torch.Tensor, deadlin
         products = tokens.cpu() @ schema.decode(rows, tier.codebook).T
         best = products.argmax(dim=1)
         scores = products.gather(1, best[:, None])[:, 0]
-        result.append(tuple(TokenMatch(q, t, s) for q, (t, s) in enumerate(zip(best.tolist(), scores.tolist(), strict=True))))
+        result.append(
+            tuple(
+                TokenMatch(q, t, s)
+                for q, (t, s) in enumerate(zip(best.tolist(), scores.tolist(), strict=True))
+            )
+        )
     return result

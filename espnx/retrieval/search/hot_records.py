@@ -1,7 +1,8 @@
 """Hot documents: records that many queries want, kept in RAM within an explicit budget.
 
-A ring of bytes. A record enters at its second read and leaves when the ring comes round to it, so that one pass over the corpus does not
-drive out what is wanted often. Readers take no lock: they score in place and look afterwards whether the ring came round meanwhile.
+A ring of bytes. A record enters at its second read and leaves when the ring comes round to it, so
+that one pass over the corpus does not drive out what is wanted often. Readers take no lock: they
+score in place and look afterwards whether the ring came round meanwhile.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class HotRecords:
 
     Args:
         tier: whose records are kept, as they lie on disk.
-        budget_bytes: of the ring, at least 1; no more is taken than all records need. Beside it 9 bytes a document of the store are taken
-            (`resident_bytes`).
+        budget_bytes: of the ring, at least 1; no more is taken than all records need. Beside it 9
+            bytes a document of the store are taken (`resident_bytes`).
 
     Raises InvalidInputError where there is not so much memory.
     """
@@ -40,9 +41,12 @@ class HotRecords:
             self._memory = torch.empty(self.budget_bytes, dtype=torch.uint8)
         except RuntimeError as error:
             size = format_size(self.budget_bytes)
-            raise errors.InvalidInputError("hot", got=size, expected="no more than the memory there is", fix="a smaller hot=") from error
+            raise errors.InvalidInputError(
+                "hot", got=size, expected="no more than the memory there is", fix="a smaller hot="
+            ) from error
         self._bytes = self._memory.numpy()
-        # A record's place as a count of bytes ever written, -1 for none: overwritten once `_head` is more than a ring ahead of it.
+        # A record's place as a count of bytes ever written, -1 for none: overwritten once `_head`
+        # is more than a ring ahead of it.
         self._place = np.full(records, -1, dtype=np.int64)
         self._seen = np.zeros(records, dtype=bool)
         self._head = 0
@@ -72,8 +76,11 @@ class HotRecords:
         found[np.flatnonzero(found)[~still]] = False
         return found, scores[still]
 
-    def _gathered(self, numbers: np.ndarray, at: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of records on a GPU, and where each begins in it: they are a small part of the ring."""
+    def _gathered(
+        self, numbers: np.ndarray, at: np.ndarray, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of records on a GPU, and where each begins in it: they are a small part of the
+        ring."""
         sizes = self._tier.schema.sizes(self._tier.n_tokens[numbers])
         begin = np.cumsum(sizes) - sizes
         staged = host_memory(int(sizes.sum()), device)
@@ -83,7 +90,8 @@ class HotRecords:
         return staged.to(device, non_blocking=True), torch.from_numpy(begin)
 
     def admit(self, numbers: np.ndarray, memory: torch.Tensor, positions: torch.Tensor) -> None:
-        """Keeps those of the records just read (and checked) that were read before. Does nothing while another thread is at it.
+        """Keeps those of the records just read (and checked) that were read before. Does nothing
+        while another thread is at it.
 
         `memory`: where they were read to. On a GPU, those that are kept come back in one copy.
         """
@@ -95,12 +103,20 @@ class HotRecords:
             if not again.any():
                 return
             kept = numbers[again]
-            sizes, where = self._tier.schema.sizes(self._tier.n_tokens[kept]), positions.numpy()[again]
+            sizes, where = (
+                self._tier.schema.sizes(self._tier.n_tokens[kept]),
+                positions.numpy()[again],
+            )
             if memory.is_cuda:
-                pieces = [memory[begin : begin + size] for begin, size in zip(where.tolist(), sizes.tolist(), strict=True)]
+                pieces = [
+                    memory[begin : begin + size]
+                    for begin, size in zip(where.tolist(), sizes.tolist(), strict=True)
+                ]
                 memory, where = torch.cat(pieces).cpu(), np.cumsum(sizes) - sizes
             source = memory.numpy()
-            for number, begin, size in zip(kept.tolist(), where.tolist(), sizes.tolist(), strict=True):
+            for number, begin, size in zip(
+                kept.tolist(), where.tolist(), sizes.tolist(), strict=True
+            ):
                 self._put(number, source[begin : begin + size])
         finally:
             self._lock.release()
@@ -119,7 +135,8 @@ class HotRecords:
             return
         if begin % self.budget_bytes + size > self.budget_bytes:  # records do not wrap
             begin += self.budget_bytes - begin % self.budget_bytes
-        # First the head, then the bytes: a reader that began before sees in time that its bytes are gone.
+        # First the head, then the bytes: a reader that began before sees in time that its bytes are
+        # gone.
         self._head = begin + size
         at = begin % self.budget_bytes
         self._bytes[at : at + size] = record

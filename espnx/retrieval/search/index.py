@@ -1,4 +1,5 @@
-"""`Index`: a store with its first stage, ready to search. What happens in a search stands in batch.py."""
+"""`Index`: a store with its first stage, ready to search. What happens in a search stands in
+batch.py."""
 
 from __future__ import annotations
 
@@ -36,36 +37,49 @@ _THREADS_MAX = 1024
 
 
 class Index(OpenIndex):
-    """A store with its first stage, ready to search. Safe to use from several threads. A context manager.
+    """A store with its first stage, ready to search. Safe to use from several threads. A context
+    manager.
 
-    It stays with the version of the store that was there when it was opened, whatever is added, deleted or compacted meanwhile, until
-    `reload` is called. ``len(index)``, ``identifier in index`` and iteration (over ids) are of that version's documents. Its pickle is its
-    path and its options: whoever loads it, a worker that was spawned for one, opens the store anew, at the version that is there then.
+    It stays with the version of the store that was there when it was opened, whatever is added,
+    deleted or compacted meanwhile, until `reload` is called. ``len(index)``, ``identifier in
+    index`` and iteration (over ids) are of that version's documents. Its pickle is its path and its
+    options: whoever loads it, a worker that was spawned for one, opens the store anew, at the
+    version that is there then.
 
     Args:
         path: the store's directory.
-        encoder: for queries given as text: an encoder, or a description of one as `espnx.load_encoder` takes it; must be the one the store
-            was built with. One that is described computes in the dtype that the documents were encoded in; one that was loaded may compute
-            in the other. ``auto``: the one that the store remembers, loaded when the first text comes; one out of a folder has to be named,
-            as a store does not know where that lies. None: queries are vectors.
-        engine: path of the record reads (``auto``, ``uring``, ``posix``, ``memory``; ``gds`` or ``gds-compat`` with a CUDA device), a file
-            of settings (``nvme.toml``, see docs/engine.md), or an engine, which stays the caller's.
-        compute: where records are scored: ``cpu``, ``cuda`` (the thread's current GPU, once for all), or ``cuda:1``.
-        threads: that scan the first stage's lists for one search; None for as many as there are cores, at most 4.
-        first_stage_on: where the lists are scanned: ``cpu``, or ``cuda`` where faiss-gpu is installed (at most 2,032 candidates), then on
-            that GPU.
+        encoder: for queries given as text: an encoder, or a description of one as
+            `espnx.load_encoder` takes it; must be the one the store was built with. One that is
+            described computes in the dtype that the documents were encoded in; one that was loaded
+            may compute in the other. ``auto``: the one that the store remembers, loaded when the
+            first text comes; one out of a folder has to be named, as a store does not know where
+            that lies. None: queries are vectors.
+        engine: path of the record reads (``auto``, ``uring``, ``posix``, ``memory``; ``gds`` or
+            ``gds-compat`` with a CUDA device), a file of settings (``nvme.toml``, see
+            docs/engine.md), or an engine, which stays the caller's.
+        compute: where records are scored: ``cpu``, ``cuda`` (the thread's current GPU, once for
+            all), or ``cuda:1``.
+        threads: that scan the first stage's lists for one search; None for as many as there are
+            cores, at most 4.
+        first_stage_on: where the lists are scanned: ``cpu``, or ``cuda`` where faiss-gpu is
+            installed (at most 2,032 candidates), then on that GPU.
         hot: RAM for documents that many queries want, in bytes or as ``256MiB``; 0 keeps none.
-        coarse: where the coarse tier of a cascade is read from: ``ssd``, or ``ram`` (loaded whole, now).
-        cost: of the device's reads; None measures it (tens of milliseconds; small stores get the defaults).
-        device: what keeps and scores the records: a name (`espnx.device.names`); an open device, or several, in whose directories the data
-            files lie, or a `RecordDevice`, which stay the caller's. None: the plain SSD, read by `engine` and scored on `compute`.
-        sparse_encoder: of queries for a first stage of ``splade``, or a description of it; must be the one that the store was built with.
-            None: the one that the store remembers, loaded when it is wanted (one out of a folder has to be named).
+        coarse: where the coarse tier of a cascade is read from: ``ssd``, or ``ram`` (loaded whole,
+            now).
+        cost: of the device's reads; None measures it (tens of milliseconds; small stores get the
+            defaults).
+        device: what keeps and scores the records: a name (`espnx.device.names`); an open device, or
+            several, in whose directories the data files lie, or a `RecordDevice`, which stay the
+            caller's. None: the plain SSD, read by `engine` and scored on `compute`.
+        sparse_encoder: of queries for a first stage of ``splade``, or a description of it; must be
+            the one that the store was built with. None: the one that the store remembers, loaded
+            when it is wanted (one out of a folder has to be named).
 
     Raises:
         InvalidInputError: another encoder than the store's, or an option that is out of range.
         PathUnavailableError: the engine that was named cannot be had here.
-        StoreNotFoundError, FormatError, ForeignFileError, TruncatedFileError, ChecksumError: nothing damaged is opened.
+        StoreNotFoundError, FormatError, ForeignFileError, TruncatedFileError, ChecksumError:
+            nothing damaged is opened.
     """
 
     @suggests_keywords
@@ -85,11 +99,22 @@ class Index(OpenIndex):
         sparse_encoder: SparseEncoderLike | None = None,
     ):
         self._given = {
-            "encoder": encoder, "engine": engine, "compute": compute, "threads": threads, "first_stage_on": first_stage_on, "hot": hot,
-            "coarse": coarse, "cost": cost, "device": device, "sparse_encoder": sparse_encoder,
-        }  # fmt: skip
+            "encoder": encoder,
+            "engine": engine,
+            "compute": compute,
+            "threads": threads,
+            "first_stage_on": first_stage_on,
+            "hot": hot,
+            "coarse": coarse,
+            "cost": cost,
+            "device": device,
+            "sparse_encoder": sparse_encoder,
+        }
         path, on = check_path("path of a store", path), compute_of(compute, device)
-        for name, value, known in (("coarse", coarse, ("ssd", "ram")), ("first_stage_on", first_stage_on, ("cpu", "cuda"))):
+        for name, value, known in (
+            ("coarse", coarse, ("ssd", "ram")),
+            ("first_stage_on", first_stage_on, ("cpu", "cuda")),
+        ):
             if value not in known:
                 raise errors.InvalidInputError(name, got=repr(value), expected=" or ".join(known))
         threads, hot = plain(threads), plain(hot)
@@ -101,7 +126,12 @@ class Index(OpenIndex):
             raise errors.InvalidInputError("cost", got=repr(cost), expected="a DeviceCost or None")
         threads = threads or min(4, len(os.sched_getaffinity(0)))
         sparse = sparse_encoder_of(sparse_encoder)
-        super().__init__(path, OpenOptions(on, threads, first_stage_on, parse_size(hot), coarse, cost, sparse), engine, device)
+        super().__init__(
+            path,
+            OpenOptions(on, threads, first_stage_on, parse_size(hot), coarse, cost, sparse),
+            engine,
+            device,
+        )
         try:
             self._topologies = topologies_of(self._device)
             self._queries = QueryEncoder(encoder, str(self.compute), self._versions)
@@ -113,23 +143,27 @@ class Index(OpenIndex):
     def encoder(self) -> Encoder | None:
         """Of queries given as text; None: there is none.
 
-        Raises what `espnx.load_encoder` raises, where it is the one that the store remembers and was not wanted before.
+        Raises what `espnx.load_encoder` raises, where it is the one that the store remembers and
+        was not wanted before.
         """
         return self._queries.encoder()
 
     def use_encoder(self, encoder: EncoderLike) -> None:
-        """Encodes queries given as text with it. Raises InvalidInputError unless the store was built with the same (or with none)."""
+        """Encodes queries given as text with it. Raises InvalidInputError unless the store was
+        built with the same (or with none)."""
         self._queries.use(encoder)
         self._given["encoder"] = encoder
 
     def reload(self) -> bool:
         """Goes over to the newest version of the store; returns whether there was one.
 
-        Searches under way end on the version they began with, later ones see the new one, and no search sees both or neither. Both are
-        in memory until the last search of the old one has ended; hot documents begin anew.
+        Searches under way end on the version they began with, later ones see the new one, and no
+        search sees both or neither. Both are in memory until the last search of the old one has
+        ended; hot documents begin anew.
 
         Raises:
-            what opening raises, InvalidInputError where the store was built anew with another encoder: the index stays as it is.
+            what opening raises, InvalidInputError where the store was built anew with another
+                encoder: the index stays as it is.
         """
         with self._versions.changing:
             self._check_open()
@@ -141,16 +175,25 @@ class Index(OpenIndex):
             if not isinstance(value, (str, int, os.PathLike, torch.device, DeviceCost, type(None))):
                 fix = "name it instead, or open the index in each process: espnx.open(path)"
                 raise errors.InvalidInputError(
-                    f"a pickled index; its {name}", got=type(value).__name__, expected="a name or a path", fix=fix
+                    f"a pickled index; its {name}",
+                    got=type(value).__name__,
+                    expected="a name or a path",
+                    fix=fix,
                 )
         return _reopened, (os.path.abspath(self._path), self._given)
 
     @overload
-    def search(self, queries: Query, k: int = ..., **options: Unpack[SearchKeywords]) -> SearchResult: ...
+    def search(
+        self, queries: Query, k: int = ..., **options: Unpack[SearchKeywords]
+    ) -> SearchResult: ...
     @overload
-    def search(self, queries: Queries, k: int = ..., **options: Unpack[SearchKeywords]) -> list[SearchResult]: ...
+    def search(
+        self, queries: Queries, k: int = ..., **options: Unpack[SearchKeywords]
+    ) -> list[SearchResult]: ...
     @overload
-    def search(self, queries: Mapping[Any, Query], k: int = ..., **options: Unpack[SearchKeywords]) -> dict[Any, SearchResult]: ...
+    def search(
+        self, queries: Mapping[Any, Query], k: int = ..., **options: Unpack[SearchKeywords]
+    ) -> dict[Any, SearchResult]: ...
 
     @suggests_keywords
     def search(
@@ -171,27 +214,37 @@ class Index(OpenIndex):
         explain: bool = False,
         deadline_s: float = 30.0,
     ) -> SearchResult | list[SearchResult] | dict[Any, SearchResult]:
-        """Ranks documents for one query (a `SearchResult`) or several (a list of them, which share reads of documents that several want).
+        """Ranks documents for one query (a `SearchResult`) or several (a list of them, which share
+        reads of documents that several want).
 
         Args:
-            queries: text, or vectors already encoded; or a mapping of names to such, which gives a dict of results under the same names.
-                A query without tokens is ranked by its CLS vector, in first-stage order; nothing is read for it.
+            queries: text, or vectors already encoded; or a mapping of names to such, which gives a
+                dict of results under the same names. A query without tokens is ranked by its CLS
+                vector, in first-stage order; nothing is read for it.
             k: hits wanted; fewer where the corpus or the candidates are fewer.
-            candidates: how many the first stage hands on; at least k are. None: 1,000, and 100 where each costs a read (``graph``).
-            first_stage: which of the index's first stages finds them (`build`, `first_stages`), or several, whose rankings are fused: each
-                brings so many candidates, and the best of the union are kept. None: the one that was named first at build.
-            fuse: ``rrf`` (reciprocal ranks) or ``weighted`` (scaled scores), see `espnx.retrieval.first_stage.fusion`. ``rrf+maxsim``:
-                MaxSim's own ranking of the candidates is one more list, and the fused ranks order the hits, those that no more than a first
-                stage has found among them.
-            rerank: how many of them are read and scored exactly, the best first; None for all. The others follow in first-stage order.
-            cascade: score the coarse records of all candidates, then so many full ones exactly; the others follow in coarse order.
-                Needs a store built with a coarse tier. Lossy as `rerank` is, and much less so.
-            nprobe: effort of the first stage (of the first that is named): lists that an IVF scans, or candidates that a walk over a graph
-                keeps (DiskANN's L); or ``auto`` (measured at build: 98 % of the exhaustive candidates). Lists without a document that may
-                be found do not count. With ``auto``, and beside a filter or deleted documents, as many more are scanned as it takes to
-                find `candidates`, or all there are; with a number, as it takes to find k.
-            prefetch_step: share of those lists after which the reads begin (ESPN, eq. 3), or several of them; 0 reads nothing ahead;
-                ``auto`` chooses from predicted times, and none for a batch or beside other callers, whose first stages hide the reads.
+            candidates: how many the first stage hands on; at least k are. None: 1,000, and 100
+                where each costs a read (``graph``).
+            first_stage: which of the index's first stages finds them (`build`, `first_stages`), or
+                several, whose rankings are fused: each brings so many candidates, and the best of
+                the union are kept. None: the one that was named first at build.
+            fuse: ``rrf`` (reciprocal ranks) or ``weighted`` (scaled scores), see
+                `espnx.retrieval.first_stage.fusion`. ``rrf+maxsim``: MaxSim's own ranking of the
+                candidates is one more list, and the fused ranks order the hits, those that no more
+                than a first stage has found among them.
+            rerank: how many of them are read and scored exactly, the best first; None for all. The
+                others follow in first-stage order.
+            cascade: score the coarse records of all candidates, then so many full ones exactly; the
+                others follow in coarse order. Needs a store built with a coarse tier. Lossy as
+                `rerank` is, and much less so.
+            nprobe: effort of the first stage (of the first that is named): lists that an IVF scans,
+                or candidates that a walk over a graph keeps (DiskANN's L); or ``auto`` (measured at
+                build: 98 % of the exhaustive candidates). Lists without a document that may be
+                found do not count. With ``auto``, and beside a filter or deleted documents, as many
+                more are scanned as it takes to find `candidates`, or all there are; with a number,
+                as it takes to find k.
+            prefetch_step: share of those lists after which the reads begin (ESPN, eq. 3), or
+                several of them; 0 reads nothing ahead; ``auto`` chooses from predicted times, and
+                none for a batch or beside other callers, whose first stages hide the reads.
             cls_weight: overrides the store's.
             include: ids of documents; no other is found.
             exclude: ids of documents that are not found.
@@ -199,13 +252,27 @@ class Index(OpenIndex):
             deadline_s: for each read.
 
         Raises:
-            InvalidInputError: arguments out of range; vectors of the wrong dimension, NaN or infinite.
-            ReadError, ChecksumError, DeadlineExceededError, ...: nothing is ranked on bytes that are not right. The index stays usable.
+            InvalidInputError: arguments out of range; vectors of the wrong dimension, NaN or
+                infinite.
+            ReadError, ChecksumError, DeadlineExceededError, ...: nothing is ranked on bytes that
+                are not right. The index stays usable.
         """
         self._check_open()
         options = SearchOptions(
-            k, candidates, rerank, cascade, nprobe, prefetch_step, cls_weight, include, exclude, explain, deadline_s, first_stage, fuse,
-        )  # fmt: skip
+            k,
+            candidates,
+            rerank,
+            cascade,
+            nprobe,
+            prefetch_step,
+            cls_weight,
+            include,
+            exclude,
+            explain,
+            deadline_s,
+            first_stage,
+            fuse,
+        )
         results = self._search(listed(queries, self.store.manifest.encoder), options)
         if isinstance(queries, Mapping):
             return dict(zip(queries, results, strict=True))
@@ -215,7 +282,9 @@ class Index(OpenIndex):
         with self._versions.current() as version:
             begun, stage = time.perf_counter(), version.stage(options)
             encoded = (
-                self._queries.encode(wanted) if options.reads_records or stage.loaded.needs_vectors else version.without_vectors(wanted)
+                self._queries.encode(wanted)
+                if options.reads_records or stage.loaded.needs_vectors
+                else version.without_vectors(wanted)
             )
             encode_s = (time.perf_counter() - begun) / max(1, len(wanted))
             with self._gate as is_alone:
@@ -227,9 +296,15 @@ class Index(OpenIndex):
                 if options.candidates is None:
                     options = replace(options, candidates=stage.loaded.default_candidates)
                 begun = time.perf_counter()
-                vectors = [version.query(query, text, weight, stage) for query, text in zip(encoded, texts, strict=True)]
-                encode_s += (time.perf_counter() - begun) / max(1, len(wanted))  # a stage of words may have a model of its own
-                results = search_in_batches(version, stage, self._gate, vectors, options, encode_s, is_alone=is_alone)
+                vectors = [
+                    version.query(query, text, weight, stage)
+                    for query, text in zip(encoded, texts, strict=True)
+                ]
+                # a stage of words may have a model of its own
+                encode_s += (time.perf_counter() - begun) / max(1, len(wanted))
+                results = search_in_batches(
+                    version, stage, self._gate, vectors, options, encode_s, is_alone=is_alone
+                )
                 return watched(self._topologies, results) if self._topologies else list(results)
 
     def evaluate(
@@ -250,12 +325,14 @@ class Index(OpenIndex):
         exclude: Iterable[DocumentId] | None = None,
         deadline_s: float = 30.0,
     ) -> dict[str, float]:
-        """Searches for every judged query and computes `metrics` (see `evaluate.evaluate`), as deep as they need: the k of each is its own.
+        """Searches for every judged query and computes `metrics` (see `evaluate.evaluate`), as deep
+        as they need: the k of each is its own.
 
         Args:
             queries, qrels: texts or vectors, and judgements, by the same names of queries.
             metrics: as of `espnx.evaluate`.
-            candidates, first_stage, fuse, rerank, cascade, nprobe, prefetch_step, cls_weight, include, exclude, deadline_s: as of `search`.
+            candidates, first_stage, fuse, rerank, cascade, nprobe, prefetch_step, cls_weight,
+                include, exclude, deadline_s: as of `search`.
 
         Raises what `search` and `evaluate` raise.
         """
@@ -263,12 +340,24 @@ class Index(OpenIndex):
         check_judged(queries, qrels)
         judged = [query for query in queries if query in qrels]
         with self._reading() as version:
-            check_judged_known(version.store, {document for query in judged for document in qrels[query]})
+            check_judged_known(
+                version.store, {document for query in judged for document in qrels[query]}
+            )
         results = self.search(
-            {query: queries[query] for query in judged}, k, candidates=candidates, first_stage=first_stage, fuse=fuse, rerank=rerank,
-            cascade=cascade, nprobe=nprobe, prefetch_step=prefetch_step, cls_weight=cls_weight, include=include, exclude=exclude,
+            {query: queries[query] for query in judged},
+            k,
+            candidates=candidates,
+            first_stage=first_stage,
+            fuse=fuse,
+            rerank=rerank,
+            cascade=cascade,
+            nprobe=nprobe,
+            prefetch_step=prefetch_step,
+            cls_weight=cls_weight,
+            include=include,
+            exclude=exclude,
             deadline_s=deadline_s,
-        )  # fmt: skip
+        )
         rankings = {query: [hit.id for hit in result] for query, result in results.items()}
         return evaluate(rankings, qrels, metrics)
 

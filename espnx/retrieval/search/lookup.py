@@ -14,7 +14,8 @@ _AT_ONCE = 500  # texts held while ids are listed
 
 
 def texts_of(store: EmbeddingStore, ids: Sequence[DocumentId]) -> list[str | None]:
-    """The text of each document; None where the store has none of that id. Raises what reading texts raises."""
+    """The text of each document; None where the store has none of that id. Raises what reading
+    texts raises."""
     numbers = store.texts.numbers(ids)
     found = np.flatnonzero(numbers >= 0)
     rows = store.texts.get(numbers[found].tolist())
@@ -31,13 +32,16 @@ def alive_numbers(store: EmbeddingStore) -> Iterator[np.ndarray]:
         for first in range(part.first_number, end, _AT_ONCE):
             numbers = np.arange(first, min(first + _AT_ONCE, end))
             if store.deleted is not None:
-                numbers = numbers[(store.deleted[numbers >> 3] >> (numbers & 7).astype(np.uint8)) & 1 == 0]
+                numbers = numbers[
+                    (store.deleted[numbers >> 3] >> (numbers & 7).astype(np.uint8)) & 1 == 0
+                ]
             if len(numbers):
                 yield numbers
 
 
 def check_judged_known(store: EmbeddingStore, judged: Set[DocumentId]) -> None:
-    """Raises InvalidInputError where none of the judged documents is in the store: their ids are then of another kind."""
+    """Raises InvalidInputError where none of the judged documents is in the store: their ids are
+    then of another kind."""
     ids = document_ids(judged, "qrels")
     if not ids or (store.texts.numbers(ids) >= 0).any():
         return
@@ -45,6 +49,8 @@ def check_judged_known(store: EmbeddingStore, judged: Set[DocumentId]) -> None:
     raise errors.InvalidInputError(
         "evaluate: no judged document is in the store",
         got=f"ids such as {ids[0]!r} ({type(ids[0]).__name__})",
-        expected="a store with documents" if stored is None else f"ids such as {stored!r} ({type(stored).__name__})",
+        expected="a store with documents"
+        if stored is None
+        else f"ids such as {stored!r} ({type(stored).__name__})",
         fix="give both the same ids, of the same type",
     )

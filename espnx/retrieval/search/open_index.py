@@ -1,4 +1,5 @@
-"""An index that is open: the version of its store, whose turn it is, and its documents by id. What searches it stands in index.py."""
+"""An index that is open: the version of its store, whose turn it is, and its documents by id. What
+searches it stands in index.py."""
 
 from __future__ import annotations
 
@@ -30,14 +31,21 @@ from .open_versions import OpenVersions
 from .ram_tier import RamTier
 from .read_cost import DeviceCost
 
-#: Searches under way at a time; further callers wait. More would only share the same cores and disk in smaller pieces.
+#: Searches under way at a time; further callers wait. More would only share the same cores and disk
+#: in smaller pieces.
 _SEARCHES_PER_CORE = 2
 
 
 class OpenIndex:
     """See the module, and `Index`, whose arguments these are."""
 
-    def __init__(self, path: str, options: OpenOptions, engine: str | os.PathLike[str] | Engine, device: RecordDevice | Devices | None):
+    def __init__(
+        self,
+        path: str,
+        options: OpenOptions,
+        engine: str | os.PathLike[str] | Engine,
+        device: RecordDevice | Devices | None,
+    ):
         self._path, self._closed, self._process = path, False, os.getpid()
         self.compute: torch.device = options.compute
         self._gate = SearchGate(_SEARCHES_PER_CORE * len(os.sched_getaffinity(0)))
@@ -76,23 +84,34 @@ class OpenIndex:
 
     @property
     def default_nprobe(self) -> int:
-        """The number of lists that found 98 % of the exhaustive candidates when the store was built."""
+        """The number of lists that found 98 % of the exhaustive candidates when the store was
+        built."""
         return self._versions.newest.default_nprobe
 
     @property
     def resident_bytes(self) -> dict[str, int]:
-        """What is held in RAM, by part: metadata of the store, coarse tier, hot documents. The first stage's index is FAISS's own."""
+        """What is held in RAM, by part: metadata of the store, coarse tier, hot documents. The
+        first stage's index is FAISS's own."""
         return self._versions.newest.resident_bytes
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(self):,} documents, generation {self.store.manifest.generation}"
+        state = (
+            "closed"
+            if self._closed
+            else f"{len(self):,} documents, generation {self.store.manifest.generation}"
+        )
         return f"<Index {self._path!r}: {state}>"
 
     def summary(self) -> str:
-        """What the store holds, its sizes on disk and in memory, and how it is searched here: a table of several lines."""
+        """What the store holds, its sizes on disk and in memory, and how it is searched here: a
+        table of several lines."""
         self._check_open()
         with self._versions.current() as version:
-            held = {name: size for name, size in version.resident_bytes.items() if name != "metadata" and size}
+            held = {
+                name: size
+                for name, size in version.resident_bytes.items()
+                if name != "metadata" and size
+            }
             rows = [
                 ("path", self._path),
                 *version.store.facts(),
@@ -119,7 +138,8 @@ class OpenIndex:
     def get(self, ids: Iterable[DocumentId]) -> list[str | None]: ...
 
     def get(self, ids: DocumentId | Iterable[DocumentId]) -> str | list[str | None] | None:
-        """The text of a document, or of several (a list, in their order); None for an id that the store does not hold.
+        """The text of a document, or of several (a list, in their order); None for an id that the
+        store does not hold.
 
         Raises InvalidInputError for what can be no id, and what reading texts raises.
         """
@@ -130,7 +150,8 @@ class OpenIndex:
         return texts[0] if is_one else texts
 
     def ids(self) -> Iterator[DocumentId]:
-        """The ids of all documents, in the order of records: those of the version that is current when it begins, to the end."""
+        """The ids of all documents, in the order of records: those of the version that is current
+        when it begins, to the end."""
         with self._versions.current() as version:
             for numbers in alive_numbers(version.store):
                 with self._gate:
@@ -154,7 +175,8 @@ class OpenIndex:
             raise errors.EngineClosedError("the index is closed", fix="open it again")
 
     def close(self) -> None:
-        """Searches under way are finished first; later ones raise EngineClosedError. In a child after fork() nothing is done."""
+        """Searches under way are finished first; later ones raise EngineClosedError. In a child
+        after fork() nothing is done."""
         if os.getpid() != self._process:
             return
         self._closed = True
@@ -164,5 +186,10 @@ class OpenIndex:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()

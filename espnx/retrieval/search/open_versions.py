@@ -1,4 +1,5 @@
-"""The versions of a store that one index has open: the newest, which searches take, and older ones while somebody still uses them."""
+"""The versions of a store that one index has open: the newest, which searches take, and older ones
+while somebody still uses them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class OpenVersions:
 
     def __init__(self, path: str, native: NativeEngine, device: RecordDevice, options: OpenOptions):
         self._path, self._native, self._device, self._options = path, native, device, options
-        self.changing, self._swapping = threading.Lock(), threading.Lock()  # one change at a time; which one is current
+        # one change at a time; which one is current
+        self.changing, self._swapping = threading.Lock(), threading.Lock()
         self._retired: WeakSet[OpenVersion] = WeakSet()
         self.newest = self._open()
 
@@ -47,9 +49,11 @@ class OpenVersions:
             version.let_go()
 
     def reload(self, check: Callable[[Manifest, Manifest], None]) -> bool:
-        """Switches to the newest version that is there; whether there was a newer one. To be called with `changing` held.
+        """Switches to the newest version that is there; whether there was a newer one. To be called
+        with `changing` held.
 
-        `check`: of the new version's manifest and the old one's; where it raises, the old version stays.
+        `check`: of the new version's manifest and the old one's; where it raises, the old version
+        stays.
         """
         newest, live = read_store_manifest(self._native, self._path), self.newest.store.manifest
         if (newest.store_id, newest.generation) == (live.store_id, live.generation):

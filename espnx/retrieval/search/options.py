@@ -1,4 +1,5 @@
-"""What a search is asked for: checked once, and handed on as it is, from the face of the index to the scoring."""
+"""What a search is asked for: checked once, and handed on as it is, from the face of the index to
+the scoring."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class SearchKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """See `Index.search`, whose arguments these are. `candidates` is at least k, or None; NumPy's and PyTorch's numbers are Python's own.
+    """See `Index.search`, whose arguments these are. `candidates` is at least k, or None; NumPy's
+    and PyTorch's numbers are Python's own.
 
     Raises InvalidInputError.
     """
@@ -58,27 +60,51 @@ class SearchOptions:
             if field.name not in ("prefetch_step", "include", "exclude", "first_stage"):
                 object.__setattr__(self, field.name, plain(getattr(self, field.name)))
         check_whole("k", self.k, 1)
-        for name, wanted, least in (("candidates", self.candidates, 1), ("rerank", self.rerank, 0), ("cascade", self.cascade, 1)):
+        for name, wanted, least in (
+            ("candidates", self.candidates, 1),
+            ("rerank", self.rerank, 0),
+            ("cascade", self.cascade, 1),
+        ):
             if wanted is not None:
                 check_whole(name, wanted, least)
         if self.rerank is not None and self.cascade is not None:
             raise errors.InvalidInputError(
-                "rerank and cascade", got=f"rerank={self.rerank}, cascade={self.cascade}", expected="one of them",
+                "rerank and cascade",
+                got=f"rerank={self.rerank}, cascade={self.cascade}",
+                expected="one of them",
                 fix="rerank takes the first stage's best, cascade those of the coarse records",
-            )  # fmt: skip
+            )
         nprobe, deadline_s = self.nprobe, self.deadline_s
-        if nprobe != "auto" and (not isinstance(nprobe, int) or isinstance(nprobe, bool) or nprobe < 1):
-            raise errors.InvalidInputError("nprobe", got=repr(nprobe), expected="at least 1, or 'auto'")
-        if not isinstance(deadline_s, int | float) or isinstance(deadline_s, bool) or not math.isfinite(deadline_s) or deadline_s <= 0:
-            raise errors.InvalidInputError("deadline_s", got=repr(deadline_s), expected="a positive number of seconds")
+        if nprobe != "auto" and (
+            not isinstance(nprobe, int) or isinstance(nprobe, bool) or nprobe < 1
+        ):
+            raise errors.InvalidInputError(
+                "nprobe", got=repr(nprobe), expected="at least 1, or 'auto'"
+            )
+        if (
+            not isinstance(deadline_s, int | float)
+            or isinstance(deadline_s, bool)
+            or not math.isfinite(deadline_s)
+            or deadline_s <= 0
+        ):
+            raise errors.InvalidInputError(
+                "deadline_s", got=repr(deadline_s), expected="a positive number of seconds"
+            )
         if self.fuse not in (*METHODS, WITH_MAXSIM):
-            raise errors.InvalidInputError("fuse", got=repr(self.fuse), expected=" or ".join((*METHODS, WITH_MAXSIM)))
+            raise errors.InvalidInputError(
+                "fuse", got=repr(self.fuse), expected=" or ".join((*METHODS, WITH_MAXSIM))
+            )
         if self.fuses_maxsim and not self.depth:
             raise errors.InvalidInputError(
-                f"fuse={WITH_MAXSIM!r}", got="rerank=0", expected="documents that MaxSim ranks", fix="leave rerank out, or fuse='rrf'"
+                f"fuse={WITH_MAXSIM!r}",
+                got="rerank=0",
+                expected="documents that MaxSim ranks",
+                fix="leave rerank out, or fuse='rrf'",
             )
         object.__setattr__(self, "first_stage", _checked_stages(self.first_stage))
-        object.__setattr__(self, "candidates", None if self.candidates is None else max(self.k, self.candidates))
+        object.__setattr__(
+            self, "candidates", None if self.candidates is None else max(self.k, self.candidates)
+        )
         object.__setattr__(self, "prefetch_step", _checked_steps(self.prefetch_step))
 
     @property
@@ -93,7 +119,8 @@ class SearchOptions:
 
     @property
     def fuses_maxsim(self) -> bool:
-        """Whether MaxSim's ranking is fused with those of the first stages, instead of coming before them."""
+        """Whether MaxSim's ranking is fused with those of the first stages, instead of coming
+        before them."""
         return self.fuse == WITH_MAXSIM
 
     @property
@@ -125,9 +152,19 @@ class SearchOptions:
 def _checked_stages(named: str | Sequence[str] | None) -> tuple[str, ...]:
     if named is None or named == ():
         return ()
-    kinds = (named,) if isinstance(named, str) else tuple(named) if isinstance(named, Iterable) else ()
-    if not kinds or not all(isinstance(kind, str) for kind in kinds) or len(set(kinds)) < len(kinds):
-        raise errors.InvalidInputError("first_stage", got=repr(named), expected="the name of one of the index's, or several, each once")
+    kinds = (
+        (named,) if isinstance(named, str) else tuple(named) if isinstance(named, Iterable) else ()
+    )
+    if (
+        not kinds
+        or not all(isinstance(kind, str) for kind in kinds)
+        or len(set(kinds)) < len(kinds)
+    ):
+        raise errors.InvalidInputError(
+            "first_stage",
+            got=repr(named),
+            expected="the name of one of the index's, or several, each once",
+        )
     return kinds
 
 
@@ -138,10 +175,16 @@ def _checked_steps(prefetch_step: float | Sequence[float] | str) -> Steps | str:
         values: Sequence[float] = [math.nan]
     else:
         prefetch_step = plain(prefetch_step)
-        values = [plain(step) for step in prefetch_step] if isinstance(prefetch_step, Iterable) else [prefetch_step]
+        values = (
+            [plain(step) for step in prefetch_step]
+            if isinstance(prefetch_step, Iterable)
+            else [prefetch_step]
+        )
     rising = all(a < b for a, b in itertools.pairwise(values))
     if not all(isinstance(step, int | float) and 0 <= step <= 1 for step in values) or not rising:
         raise errors.InvalidInputError(
-            "prefetch_step", got=repr(prefetch_step), expected="a share of the lists, 0 to 1, or several, rising, or 'auto'"
+            "prefetch_step",
+            got=repr(prefetch_step),
+            expected="a share of the lists, 0 to 1, or several, rising, or 'auto'",
         )
     return tuple(float(step) for step in values if step > 0)

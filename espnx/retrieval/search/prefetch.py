@@ -1,7 +1,9 @@
-"""Prefetch or not, and at which steps: chosen from predicted times, which are replaced by measured ones as searches go by.
+"""Prefetch or not, and at which steps: chosen from predicted times, which are replaced by measured
+ones as searches go by.
 
-Prefetching hides reads behind the first stage (ESPN, eq. 2), and costs: the first stage shares its cores with the scoring, some records
-are read in vain, every step is a call. On a fast first stage and few records it loses, so a searcher has to choose.
+Prefetching hides reads behind the first stage (ESPN, eq. 2), and costs: the first stage shares its
+cores with the scoring, some records are read in vain, every step is a call. On a fast first stage
+and few records it loses, so a searcher has to choose.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ STRATEGIES: tuple[Steps, ...] = (NO_PREFETCH, (0.1,), (0.3,), (0.05, 0.1, 0.2, 0
 
 _SAMPLES = 15  # of a strategy; the median of so many forgets a slow disk within seconds
 _ENOUGH = 3  # samples from which on the measured time counts, not the predicted one
-_WORTH_A_TRY = 1.15  # a strategy predicted (or measured) to take longer than so many times the best is not tried
+# a strategy predicted (or measured) to take longer than so many times the best is not tried
+_WORTH_A_TRY = 1.15
 _TRY_EVERY = 16  # searches: whoever was close once may be better now
 _KINDS_MAX = 64
 _STEP_S = 0.15e-3  # what a step costs its caller: a merge, a plan, a task
@@ -41,7 +44,8 @@ class PrefetchPolicy:
     """Thread-safe.
 
     Args:
-        hit_rates: share of the candidates that are known after a share of the lists measured at build; empty where unknown.
+        hit_rates: share of the candidates that are known after a share of the lists measured at
+            build; empty where unknown.
     """
 
     def __init__(self, hit_rates: Mapping[float, float]):
@@ -50,7 +54,8 @@ class PrefetchPolicy:
         self._lock = threading.Lock()
 
     def choose(self, kind: Hashable) -> tuple[Steps, float | None]:
-        """(steps, predicted seconds) for a search of that kind: (number of lists, candidates, records to score, ...)."""
+        """(steps, predicted seconds) for a search of that kind: (number of lists, candidates,
+        records to score, ...)."""
         with self._lock:
             known = self._known(kind)
             known.searches += 1
@@ -58,7 +63,9 @@ class PrefetchPolicy:
                 return NO_PREFETCH, None
             predicted = {steps: self._predict(known, steps) for steps in STRATEGIES}
             best = min(predicted, key=lambda steps: predicted[steps])
-            close = [steps for steps in STRATEGIES if predicted[steps] <= _WORTH_A_TRY * predicted[best]]
+            close = [
+                steps for steps in STRATEGIES if predicted[steps] <= _WORTH_A_TRY * predicted[best]
+            ]
             for steps in close:
                 if len(known.times.get(steps, ())) < _ENOUGH:
                     return steps, predicted[steps]
@@ -76,7 +83,8 @@ class PrefetchPolicy:
                 known.rest_s.append(total_s - first_stage_s)
 
     def budget_s(self, kind: Hashable, step: float) -> float | None:
-        """The prefetch budget of such a search (ESPN, eq. 2): the first stage's time after that share of its lists; None if unknown."""
+        """The prefetch budget of such a search (ESPN, eq. 2): the first stage's time after that
+        share of its lists; None if unknown."""
         with self._lock:
             first_stage_s = self._known(kind).first_stage_s
             return (1 - step) * statistics.median(first_stage_s) if first_stage_s else None
@@ -92,7 +100,10 @@ class PrefetchPolicy:
         times = known.times.get(steps, ())
         if len(times) >= _ENOUGH:
             return statistics.median(times)
-        first_stage_s, rest_s = statistics.median(known.first_stage_s), statistics.median(known.rest_s)
+        first_stage_s, rest_s = (
+            statistics.median(known.first_stage_s),
+            statistics.median(known.rest_s),
+        )
         if not steps:
             return first_stage_s + rest_s
         missed = 1 - self._hit_rate(steps[-1])

@@ -32,7 +32,9 @@ class RamTier:
         counts = self.n_tokens.astype(np.int64)
         total = int(counts.sum())
         # Computed, as those of records on disk are, they would take longer than the scoring.
-        self._first_row = (np.cumsum(counts) - counts).astype(np.uint32 if total < 2**32 else np.int64)
+        self._first_row = (np.cumsum(counts) - counts).astype(
+            np.uint32 if total < 2**32 else np.int64
+        )
         memory = np.empty(total * self.schema.row_bytes, dtype=np.uint8)
         for first in range(0, len(counts), _RECORDS_AT_ONCE):
             numbers = np.arange(first, min(first + _RECORDS_AT_ONCE, len(counts)))
@@ -49,11 +51,13 @@ class RamTier:
         end = np.cumsum(sizes)
         index = np.arange(end[-1] if len(end) else 0) + np.repeat(begin - (end - sizes), sizes)
         at = int(self._rows_begin(numbers[:1])[0]) if len(numbers) else 0
-        memory[at : at + len(index)] = source.cpu().numpy()[index]  # records are consecutive, so their rows are
+        # records are consecutive, so their rows are
+        memory[at : at + len(index)] = source.cpu().numpy()[index]
 
     def _rows_begin(self, numbers: np.ndarray) -> np.ndarray:
         return self._first_row[numbers].astype(np.int64) * self.schema.row_bytes
 
     def position_bytes(self, numbers: np.ndarray) -> torch.Tensor:
-        """int64 [m]: where a record of `schema` would begin whose rows are here (rows lie `schema.fixed_bytes` after it)."""
+        """int64 [m]: where a record of `schema` would begin whose rows are here (rows lie
+        `schema.fixed_bytes` after it)."""
         return torch.from_numpy(self._rows_begin(numbers) - self.schema.fixed_bytes)

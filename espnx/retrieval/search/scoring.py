@@ -1,6 +1,8 @@
-"""Scores of the records of one tier for the queries of one batch, asked for bit by bit while the first stage goes on.
+"""Scores of the records of one tier for the queries of one batch, asked for bit by bit while the
+first stage goes on.
 
-A record that several queries want is read once. What was asked for before is not asked for again, whatever the first stage says later.
+A record that several queries want is read once. What was asked for before is not asked for again,
+whatever the first stage says later.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from .hot_records import HotRecords
 
 @dataclass(frozen=True)
 class QueryVectors(RecordQuery):
-    """A query as a search needs it: what records are scored with (tokens projected), and `prepared` for the first stage, which alone knows
-    what it is.
+    """A query as a search needs it: what records are scored with (tokens projected), and `prepared`
+    for the first stage, which alone knows what it is.
 
-    Coarse records have no CLS vector: `similarity_weight` is what the first stage's similarity counts beside their MaxSim (that of CLS; 0
-    where its similarity is another).
+    Coarse records have no CLS vector: `similarity_weight` is what the first stage's similarity
+    counts beside their MaxSim (that of CLS; 0 where its similarity is another).
     """
 
     prepared: Any
@@ -31,7 +33,8 @@ class QueryVectors(RecordQuery):
 
 @dataclass
 class _Request:
-    """One request under way: its records, and which queries want them, those that came later in parts of their own."""
+    """One request under way: its records, and which queries want them, those that came later in
+    parts of their own."""
 
     ticket: RecordTicket
     numbers: np.ndarray
@@ -40,7 +43,8 @@ class _Request:
 
 
 class TierScoring:
-    """See the module. `ask` as often as wanted, then `finish` once; `cancel` instead of it after a failure.
+    """See the module. `ask` as often as wanted, then `finish` once; `cancel` instead of it after a
+    failure.
 
     Args:
         tier: whose records are scored.
@@ -54,7 +58,15 @@ class TierScoring:
         finished_at: when the last record was scored, by `time.perf_counter`.
     """
 
-    def __init__(self, tier: Tier, queries: Sequence[QueryVectors], *, gap_bytes: int, deadline_s: float, hot: HotRecords | None = None):
+    def __init__(
+        self,
+        tier: Tier,
+        queries: Sequence[QueryVectors],
+        *,
+        gap_bytes: int,
+        deadline_s: float,
+        hot: HotRecords | None = None,
+    ):
         self._tier, self._queries, self._hot = tier, queries, hot
         self._gap_bytes, self._deadline_s = gap_bytes, deadline_s
         self._asked = [np.empty(0, dtype=np.int64) for _ in queries]
@@ -63,22 +75,31 @@ class TierScoring:
         self.stats, self.n_hot, self.finished_at = DeviceStats(), 0, 0.0
 
     def ask(self, wanted: Sequence[np.ndarray], *, is_urgent: bool = False) -> list[int]:
-        """Starts what is needed to score `wanted[q]` (record numbers) for every query q. Returns how many of them were new, per query.
+        """Starts what is needed to score `wanted[q]` (record numbers) for every query q. Returns
+        how many of them were new, per query.
 
         `is_urgent`: ahead of everything asked before, for `finish` comes next.
         """
-        new = [_without(np.sort(numbers), asked) for numbers, asked in zip(wanted, self._asked, strict=True)]
+        new = [
+            _without(np.sort(numbers), asked)
+            for numbers, asked in zip(wanted, self._asked, strict=True)
+        ]
         count = [len(numbers) for numbers in new]
         if not any(count):
             return count
-        self._asked = [np.sort(np.concatenate(both)) if len(both[0]) else both[1] for both in zip(self._asked, new, strict=True)]
+        self._asked = [
+            np.sort(np.concatenate(both)) if len(both[0]) else both[1]
+            for both in zip(self._asked, new, strict=True)
+        ]
         if self._hot is not None:
             new = [self._score_hot(self._hot, q, numbers) for q, numbers in enumerate(new)]
         if len(new) == 1:
             if len(new[0]):
                 self._request(new[0], None, is_urgent)
             return count
-        number, query = self._join_requests(np.concatenate(new), np.repeat(np.arange(len(new)), [len(numbers) for numbers in new]))
+        number, query = self._join_requests(
+            np.concatenate(new), np.repeat(np.arange(len(new)), [len(numbers) for numbers in new])
+        )
         if len(number):
             numbers, item = np.unique(number, return_inverse=True)
             order = np.argsort(item, kind="stable")
@@ -94,7 +115,9 @@ class TierScoring:
         self.n_hot += int(found.sum())
         return numbers[~found]
 
-    def _join_requests(self, number: np.ndarray, query: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _join_requests(
+        self, number: np.ndarray, query: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Leaves what requests under way will bring anyway to them; returns the rest."""
         for request in self._requests:
             at = np.searchsorted(request.numbers, number)
@@ -110,12 +133,20 @@ class TierScoring:
 
     def _request(self, numbers: np.ndarray, pairs: Pairs | None, is_urgent: bool) -> None:
         ticket = self._tier.maxsim(
-            numbers, self._queries, pairs, gap_bytes=self._gap_bytes, is_urgent=is_urgent, deadline_s=self._deadline_s
+            numbers,
+            self._queries,
+            pairs,
+            gap_bytes=self._gap_bytes,
+            is_urgent=is_urgent,
+            deadline_s=self._deadline_s,
         )
-        self._requests.append(_Request(ticket, numbers, [] if pairs is None else [pairs], is_urgent))
+        self._requests.append(
+            _Request(ticket, numbers, [] if pairs is None else [pairs], is_urgent)
+        )
 
     def finish(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Waits. For each query: the numbers it asked for, ascending, and their scores. Raises what a read or a check raised."""
+        """Waits. For each query: the numbers it asked for, ascending, and their scores. Raises what
+        a read or a check raised."""
         self._requests.sort(key=lambda request: request.is_urgent)
         while self._requests:
             self._finish_request(self._requests[-1])
@@ -161,7 +192,8 @@ class TierScoring:
 
 
 def _without(numbers: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Those of `numbers` that are not in `known`; both ascending. Faster than NumPy's setdiff1d, which sorts."""
+    """Those of `numbers` that are not in `known`; both ascending. Faster than NumPy's setdiff1d,
+    which sorts."""
     if not len(known) or not len(numbers):
         return numbers
     at = np.searchsorted(known, numbers)

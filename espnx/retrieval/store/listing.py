@@ -1,4 +1,5 @@
-"""The indexes of a directory, told by their manifests: their records and first stages are not opened."""
+"""The indexes of a directory, told by their manifests: their records and first stages are not
+opened."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ class Entry:
     """An index.
 
     Attributes:
-        state: ``published``, ``unfinished`` (a build was interrupted, or is under way, and nothing is published) or ``damaged``; the
-            figures of the last two are 0.
+        state: ``published``, ``unfinished`` (a build was interrupted, or is under way, and nothing
+            is published) or ``damaged``; the figures of the last two are 0.
         documents, tokens: that are stored; deleted ones no more.
         encoder: name of the one it was built with, None where documents brought their vectors.
         format: of its records.
@@ -36,14 +37,19 @@ class Entry:
 
 
 def entries(directory: str | os.PathLike[str]) -> list[Entry]:
-    """The directory itself where it is an index, and those right below it, by name. Raises StoreNotFoundError: there is none."""
+    """The directory itself where it is an index, and those right below it, by name. Raises
+    StoreNotFoundError: there is none."""
     where = os.fspath(directory)
     try:
         names = sorted(os.listdir(where))
     except OSError as error:
-        raise errors.StoreNotFoundError("no directory of indexes", path=where, errno=error.errno) from error
+        raise errors.StoreNotFoundError(
+            "no directory of indexes", path=where, errno=error.errno
+        ) from error
     with NativeEngine(pool_bytes=1 << 20) as engine:
-        found = [_entry(engine, path) for path in (where, *(os.path.join(where, name) for name in names))]
+        found = [
+            _entry(engine, path) for path in (where, *(os.path.join(where, name) for name in names))
+        ]
     return [each for each in found if each is not None]
 
 
@@ -58,6 +64,12 @@ def _entry(engine: NativeEngine, path: str) -> Entry | None:
     except errors.FormatError:
         return Entry(path, "damaged")
     return Entry(
-        path, "published", manifest.count, manifest.tokens, manifest.encoder.name, manifest.schema.format,
-        sum(part.data_bytes for part in manifest.parts), manifest.generation,
-    )  # fmt: skip
+        path,
+        "published",
+        manifest.count,
+        manifest.tokens,
+        manifest.encoder.name,
+        manifest.schema.format,
+        sum(part.data_bytes for part in manifest.parts),
+        manifest.generation,
+    )

@@ -1,4 +1,5 @@
-"""What a store's manifest says, read into types: every value has the type and the range that it can have, or the store is not opened."""
+"""What a store's manifest says, read into types: every value has the type and the range that it can
+have, or the store is not opened."""
 
 from __future__ import annotations
 
@@ -27,14 +28,16 @@ MAGIC = "espnx-embedding-store"
 BUILDING = "building"  # a directory beside the manifest: of a build under way
 _GENERATION_MAX = 10**15
 _PARTS_MAX, _DIRECTORIES_MAX, _BITMAP_MAX = 1 << 16, 4096, 1 << 37
-#: Of what was trained, what an exact score depends on: the first stage and a coarse tier choose documents, they score none.
+#: Of what was trained, what an exact score depends on: the first stage and a coarse tier choose
+#: documents, they score none.
 _SCORING = ("projection", "full.")
 _PAYS = 0.2  # share from which compacting is advised
 
 
 @dataclass(frozen=True)
 class DeletedEntry:
-    """The bitmap of deleted records: that of records below `records`; those from there on are alive."""
+    """The bitmap of deleted records: that of records below `records`; those from there on are
+    alive."""
 
     path: str
     size_bytes: int
@@ -44,7 +47,8 @@ class DeletedEntry:
 
 @dataclass(frozen=True)
 class EncoderEntry:
-    """Whose vectors a store holds: the encoder's name (None: documents brought their vectors), and the dimensions that it delivers."""
+    """Whose vectors a store holds: the encoder's name (None: documents brought their vectors), and
+    the dimensions that it delivers."""
 
     name: str | None
     d_cls: int
@@ -53,13 +57,15 @@ class EncoderEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A version of a store: what is written to MANIFEST.json and read from it, each value of the type and range that it must have.
+    """A version of a store: what is written to MANIFEST.json and read from it, each value of the
+    type and range that it must have.
 
     Attributes:
         score_space: see `score_space`.
         schema: of the records. coarse: of the coarse tier, or None.
         count: documents that are alive. tokens: of all records.
-        is_normalised: whether projected rows keep the length that they had; None without a projection.
+        is_normalised: whether projected rows keep the length that they had; None without a
+            projection.
         first_stage: without what was trained.
         directories: where data segments go beside the store's own.
         parts: ascending; numbers of records are theirs alone.
@@ -89,9 +95,17 @@ class Manifest:
             "generation": self.generation,
             "base_generation": self.base_generation,
             "score_space": self.score_space,
-            "records": {"count": self.count, "format": schema.format, "d_cls": schema.d_cls, "dim": schema.dim, "tokens": self.tokens},
+            "records": {
+                "count": self.count,
+                "format": schema.format,
+                "d_cls": schema.d_cls,
+                "dim": schema.dim,
+                "tokens": self.tokens,
+            },
             "coarse": None if coarse is None else {"format": coarse.format, "dim": coarse.dim},
-            "projection": None if self.is_normalised is None else {"is_normalised": self.is_normalised},
+            "projection": None
+            if self.is_normalised is None
+            else {"is_normalised": self.is_normalised},
             "encoder": asdict(self.encoder),
             "first_stage": described(self.first_stage),
             "cls_weight": self.cls_weight,
@@ -103,7 +117,11 @@ class Manifest:
     @property
     def tiers(self) -> dict[str, RecordSchema]:
         """By name, the full one first."""
-        return {"full": self.schema} if self.coarse is None else {"full": self.schema, "coarse": self.coarse}
+        return (
+            {"full": self.schema}
+            if self.coarse is None
+            else {"full": self.schema, "coarse": self.coarse}
+        )
 
     @property
     def end_number(self) -> int:
@@ -118,7 +136,8 @@ class Manifest:
 
     @property
     def added_share(self) -> float:
-        """Share of the records that were added: they lie apart from the others of their lists until the store is compacted."""
+        """Share of the records that were added: they lie apart from the others of their lists until
+        the store is compacted."""
         total = sum(part.count for part in self.parts)
         return 1 - self.parts[0].count / total if total else 0.0
 
@@ -129,20 +148,23 @@ class Manifest:
 
 
 def read_store_manifest(engine: NativeEngine, path: str | os.PathLike[str]) -> Manifest:
-    """Raises StoreNotFoundError, which names a build that was interrupted there; FormatError, naming the manifest, for a value that cannot
-    be."""
+    """Raises StoreNotFoundError, which names a build that was interrupted there; FormatError,
+    naming the manifest, for a value that cannot be."""
     try:
         found = read_manifest(engine, path, MAGIC, VERSION)
     except errors.StoreNotFoundError as error:
         if not os.path.isdir(os.path.join(path, BUILDING)):
             raise
         fix = "a build was interrupted here: the same build goes on"
-        raise errors.StoreNotFoundError("no published store", path=path, expected=error.expected, fix=fix) from None
+        raise errors.StoreNotFoundError(
+            "no published store", path=path, expected=error.expected, fix=fix
+        ) from None
     return parse_manifest(found, os.path.join(path, MANIFEST_NAME))
 
 
 def data_directories(path: str | os.PathLike[str]) -> list[str]:
-    """Where the data files of a store may lie, its own directory first. Raises as `read_store_manifest`."""
+    """Where the data files of a store may lie, its own directory first. Raises as
+    `read_store_manifest`."""
     with NativeEngine(pool_bytes=1 << 20) as engine:
         return [os.fspath(path), *read_store_manifest(engine, path).directories]
 
@@ -150,7 +172,11 @@ def data_directories(path: str | os.PathLike[str]) -> list[str]:
 def parse_manifest(found: Mapping[str, Any], path: str) -> Manifest:
     """The opposite of `Manifest.fields`. Raises FormatError, naming `path`."""
     fields = Fields(found, path, fix=REBUILD)
-    generation, encoder, records = fields.whole("generation", 1, _GENERATION_MAX), _parse_encoder(fields), fields.inner("records")
+    generation, encoder, records = (
+        fields.whole("generation", 1, _GENERATION_MAX),
+        _parse_encoder(fields),
+        fields.inner("records"),
+    )
     if "coarse" not in set(fields):
         fields.refuse("coarse", "an object, or null")
     coarse = _parse_schema(fields.inner("coarse"), 0) if "coarse" in fields else None
@@ -158,20 +184,41 @@ def parse_manifest(found: Mapping[str, Any], path: str) -> Manifest:
     parts = tuple(PartEntry.parse(each, tiers) for each in fields.each("parts", count=_PARTS_MAX))
     at = 0
     for number, part in enumerate(parts):
-        if part.first_number < at or part.first_number % GROUP_RECORDS or (number == 0 and part.first_number):
-            fields.refuse("parts", "parts whose records begin at ascending multiples of 64, the first at 0", part.first_number)
+        if (
+            part.first_number < at
+            or part.first_number % GROUP_RECORDS
+            or (number == 0 and part.first_number)
+        ):
+            fields.refuse(
+                "parts",
+                "parts whose records begin at ascending multiples of 64, the first at 0",
+                part.first_number,
+            )
         at = part.end_number
     total = sum(part.count for part in parts)
-    if records.whole("count") > total or records.whole("tokens") != sum(part.tokens for part in parts):
+    if records.whole("count") > total or records.whole("tokens") != sum(
+        part.tokens for part in parts
+    ):
         records.refuse("count", f"what the parts hold: at most {total} records, and their tokens")
     return Manifest(
-        store_id=fields.hexadecimal("store_id", 32), generation=generation,
-        base_generation=fields.whole("base_generation", 1, generation), score_space=fields.hexadecimal("score_space", 32),
-        encoder=encoder, schema=_parse_schema(records, records.whole("d_cls", 0, DIM_MAX)), coarse=coarse, count=records.whole("count"),
-        tokens=records.whole("tokens"), is_normalised=fields.inner("projection").flag("is_normalised") if "projection" in fields else None,
-        first_stage=parse_stage(fields.inner("first_stage"), encoder.d_cls, encoder.dim), cls_weight=fields.real("cls_weight"),
-        directories=tuple(fields.texts("directories", count=_DIRECTORIES_MAX)), parts=parts, deleted=_parse_deleted(fields, at),
-    )  # fmt: skip
+        store_id=fields.hexadecimal("store_id", 32),
+        generation=generation,
+        base_generation=fields.whole("base_generation", 1, generation),
+        score_space=fields.hexadecimal("score_space", 32),
+        encoder=encoder,
+        schema=_parse_schema(records, records.whole("d_cls", 0, DIM_MAX)),
+        coarse=coarse,
+        count=records.whole("count"),
+        tokens=records.whole("tokens"),
+        is_normalised=fields.inner("projection").flag("is_normalised")
+        if "projection" in fields
+        else None,
+        first_stage=parse_stage(fields.inner("first_stage"), encoder.d_cls, encoder.dim),
+        cls_weight=fields.real("cls_weight"),
+        directories=tuple(fields.texts("directories", count=_DIRECTORIES_MAX)),
+        parts=parts,
+        deleted=_parse_deleted(fields, at),
+    )
 
 
 def _parse_encoder(fields: Fields) -> EncoderEntry:
@@ -181,7 +228,9 @@ def _parse_encoder(fields: Fields) -> EncoderEntry:
 
 
 def _parse_schema(fields: Fields, d_cls: int) -> RecordSchema:
-    return RecordSchema(fields.choice("format", FORMAT_NUMBERS), d_cls, fields.whole("dim", 1, DIM_MAX))
+    return RecordSchema(
+        fields.choice("format", FORMAT_NUMBERS), d_cls, fields.whole("dim", 1, DIM_MAX)
+    )
 
 
 def _parse_deleted(fields: Fields, end_number: int) -> DeletedEntry | None:
@@ -190,14 +239,18 @@ def _parse_deleted(fields: Fields, end_number: int) -> DeletedEntry | None:
     deleted = fields.inner("deleted")
     records = deleted.whole("records", 1, end_number)
     size = deleted.whole("size_bytes", -(-records // 8), _BITMAP_MAX)
-    return DeletedEntry(deleted.text("path"), size, deleted.whole("crc32c", most=2**32 - 1), records)
+    return DeletedEntry(
+        deleted.text("path"), size, deleted.whole("crc32c", most=2**32 - 1), records
+    )
 
 
 def score_space(settings: Mapping[str, Any], model: Mapping[str, np.ndarray]) -> str:
-    """Which stores give scores that may be compared: 16 bytes in hexadecimal, the same where every document would get the same score.
+    """Which stores give scores that may be compared: 16 bytes in hexadecimal, the same where every
+    document would get the same score.
 
     Args:
-        settings: all that an exact score depends on and that is no tensor: encoder, dimensions, format, CLS weight; JSON.
+        settings: all that an exact score depends on and that is no tensor: encoder, dimensions,
+            format, CLS weight; JSON.
         model: what was trained, by name.
     """
     hasher = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())

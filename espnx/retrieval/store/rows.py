@@ -14,7 +14,8 @@ from ...ops.maxsim import Codebook, token_format
 from .projection import Projection
 from .record import cls_rows, cls_values
 
-_ROWS_AT_ONCE = 4096  # decoded, projected and encoded: a document of any length takes no more memory than that
+# decoded, projected and encoded: a document of any length takes no more memory than that
+_ROWS_AT_ONCE = 4096
 
 #: Puts the vectors of some records into a zeroed block, at the records' offsets.
 Fill = Callable[[np.ndarray, np.ndarray], None]
@@ -43,19 +44,30 @@ class Spooled(Protocol):
 
 
 def format_until_coded(stored: str, has_coarse: bool, is_projected: bool) -> str:
-    """What the encoder's vectors are kept in until records are made of them: as they came wherever something lossy is made of them."""
-    return stored if token_format(stored).is_lossless_float and not has_coarse and not is_projected else "fp32"
+    """What the encoder's vectors are kept in until records are made of them: as they came wherever
+    something lossy is made of them."""
+    return (
+        stored
+        if token_format(stored).is_lossless_float and not has_coarse and not is_projected
+        else "fp32"
+    )
 
 
-def tokens_of(spool: Spooled, arrivals: np.ndarray, projection: Projection | None) -> Iterator[torch.Tensor]:
-    """Token vectors of some documents as records will hold them, float32 [n, dim], a few thousand rows at a time."""
+def tokens_of(
+    spool: Spooled, arrivals: np.ndarray, projection: Projection | None
+) -> Iterator[torch.Tensor]:
+    """Token vectors of some documents as records will hold them, float32 [n, dim], a few thousand
+    rows at a time."""
     memory, positions = spool.read(arrivals)
     for _, values in _values(spool, memory, positions, spool.n_tokens[arrivals], projection):
         yield values
 
 
-def fills(spool: Spooled, arrivals: np.ndarray, projection: Projection | None, targets: list[Target]) -> list[Fill]:
-    """Reads the spooled records now; returns for each tier the function that fills a block with their vectors."""
+def fills(
+    spool: Spooled, arrivals: np.ndarray, projection: Projection | None, targets: list[Target]
+) -> list[Fill]:
+    """Reads the spooled records now; returns for each tier the function that fills a block with
+    their vectors."""
     memory, positions = spool.read(arrivals)
     counts, old = spool.n_tokens[arrivals], spool.schema
 
@@ -69,8 +81,12 @@ def fills(spool: Spooled, arrivals: np.ndarray, projection: Projection | None, t
                 block[at + HEADER_BYTES : at + schema.fixed_bytes] = kept
         begins = (offsets + schema.fixed_bytes).tolist()
         if schema.format == old.format and projection is None:
-            for source, at, count in zip((positions + old.fixed_bytes).tolist(), begins, counts.tolist(), strict=True):
-                block[at : at + count * schema.row_bytes] = memory[source : source + count * schema.row_bytes]
+            for source, at, count in zip(
+                (positions + old.fixed_bytes).tolist(), begins, counts.tolist(), strict=True
+            ):
+                block[at : at + count * schema.row_bytes] = memory[
+                    source : source + count * schema.row_bytes
+                ]
             return
         for group, values in _values(spool, memory, positions, counts, projection):
             encoded, begin = schema.encode(values, target.codebook).numpy(), 0
@@ -79,7 +95,10 @@ def fills(spool: Spooled, arrivals: np.ndarray, projection: Projection | None, t
                 block[at : at + size] = encoded[begin : begin + size]
                 begin += size
 
-    return [lambda block, offsets, target=target: fill(target, block, offsets) for target in targets]  # type: ignore[misc]
+    return [
+        lambda block, offsets, target=target: fill(target, block, offsets)  # type: ignore[misc]
+        for target in targets
+    ]
 
 
 #: Rows of one document: its place among the documents, the first of them, how many.
@@ -87,18 +106,29 @@ Piece = tuple[int, int, int]
 
 
 def _values(
-    spool: Spooled, memory: np.ndarray, positions: np.ndarray, counts: np.ndarray, projection: Projection | None
+    spool: Spooled,
+    memory: np.ndarray,
+    positions: np.ndarray,
+    counts: np.ndarray,
+    projection: Projection | None,
 ) -> Iterator[tuple[list[Piece], torch.Tensor]]:
-    """Rows of documents in `memory`, decoded, and projected if asked: which, and their values, float32 [m, dim] at a time."""
+    """Rows of documents in `memory`, decoded, and projected if asked: which, and their values,
+    float32 [m, dim] at a time."""
     schema = spool.schema
     begins = (positions + schema.fixed_bytes).tolist()
     for group in _groups(counts):
-        places = [(begins[number] + first * schema.row_bytes, count * schema.row_bytes) for number, first, count in group]
+        places = [
+            (begins[number] + first * schema.row_bytes, count * schema.row_bytes)
+            for number, first, count in group
+        ]
         rows = np.concatenate([memory[at : at + size] for at, size in places])
         values = schema.decode(torch.from_numpy(rows), spool.codebook)
         if projection is not None:
-            # Document by document, so that no stored bit depends on which documents happen to come together.
-            values = torch.cat([projection(tokens) for tokens in values.split([count for _, _, count in group])])
+            # Document by document, so that no stored bit depends on which documents happen to come
+            # together.
+            values = torch.cat(
+                [projection(tokens) for tokens in values.split([count for _, _, count in group])]
+            )
         yield group, values
 
 

@@ -1,6 +1,8 @@
-"""The embedding store: opens what a build published, says where each record lies, reads records and checks them.
+"""The embedding store: opens what a build published, says where each record lies, reads records and
+checks them.
 
-What stays in memory is 2.125 bytes a document (token counts, and one offset per 64 records); docs/store-format.md is the written format.
+What stays in memory is 2.125 bytes a document (token counts, and one offset per 64 records);
+docs/store-format.md is the written format.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ STAGE_PREFIX = "first_stage."
 
 
 def store_salt(store_id: str, generation: int) -> int:
-    """What seeds the records' checksums: different for every store and every base generation of one."""
+    """What seeds the records' checksums: different for every store and every base generation of
+    one."""
     return crc32c(bytes.fromhex(store_id) + generation.to_bytes(8, "little"))
 
 
@@ -63,14 +66,19 @@ class StoreTexts:
         self._begins = np.array([part.first_number for part in self._parts], dtype=np.int64)
 
     def get(self, numbers: Sequence[int]) -> list[tuple[DocumentId, str]]:
-        """(id, text) of each record number, in the order asked. Raises ChecksumError, FormatError: no wrong text is handed out."""
+        """(id, text) of each record number, in the order asked. Raises ChecksumError, FormatError:
+        no wrong text is handed out."""
         if len(self._parts) == 1:
             return self._parts[0].texts(numbers)
-        of_part = np.searchsorted(self._begins, np.asarray(numbers, dtype=np.int64), side="right") - 1
+        of_part = (
+            np.searchsorted(self._begins, np.asarray(numbers, dtype=np.int64), side="right") - 1
+        )
         result: list[Any] = [None] * len(of_part)
         for which in np.unique(of_part).tolist():
             places = np.flatnonzero(of_part == which).tolist()
-            for place, found in zip(places, self._parts[which].texts([numbers[place] for place in places]), strict=True):
+            for place, found in zip(
+                places, self._parts[which].texts([numbers[place] for place in places]), strict=True
+            ):
                 result[place] = found
         return result
 
@@ -81,19 +89,24 @@ class StoreTexts:
             missing = np.flatnonzero(result < 0)
             if not len(missing):
                 break
-            result[missing] = part.numbers([ids[place] for place in missing.tolist()], self._is_alive)
+            result[missing] = part.numbers(
+                [ids[place] for place in missing.tolist()], self._is_alive
+            )
         return result
 
     def first_of(self, numbers: np.ndarray, count: int) -> np.ndarray:
-        """Of record numbers, int64 [m], each once, the `count` that come first: by id, and where they are more than `_BY_ID_MAX`, whose
-        ids would take long to read, by the ids' hashes. So neither depends on how records lie."""
+        """Of record numbers, int64 [m], each once, the `count` that come first: by id, and where
+        they are more than `_BY_ID_MAX`, whose ids would take long to read, by the ids' hashes. So
+        neither depends on how records lie."""
         if len(numbers) <= _BY_ID_MAX:
             ids = [identifier for identifier, _ in self.get(numbers.tolist())]
             order = sorted(range(len(ids)), key=lambda place: id_order(ids[place]))
             return numbers[order[:count]]
         hashes, found = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
         for part in self._parts:
-            here = numbers[(numbers >= part.first_number) & (numbers < part.first_number + part.count)]
+            here = numbers[
+                (numbers >= part.first_number) & (numbers < part.first_number + part.count)
+            ]
             if len(here):
                 of_part = part.first_by_hash(here, count)
                 hashes.append(of_part[0])
@@ -111,14 +124,16 @@ class StoreTexts:
 
 
 class Version:
-    """One version of a store, as its manifest says. Opens a part's file when something of it is asked for, and closes it again.
+    """One version of a store, as its manifest says. Opens a part's file when something of it is
+    asked for, and closes it again.
 
     Attributes:
         manifest: what MANIFEST.json says.
         parts: ascending by record number.
         count: documents.
         deleted: bitmap of deleted records, or None.
-        shared_homes: directories that hold its data and are another store's: it can be read then, and not changed.
+        shared_homes: directories that hold its data and are another store's: it can be read then,
+            and not changed.
     """
 
     def __init__(self, path: str | os.PathLike[str], engine: NativeEngine):
@@ -140,7 +155,8 @@ class Version:
 
     @property
     def end_number(self) -> int:
-        """Record numbers lie below it. Each part begins at a multiple of 64; numbers left out between parts are nobody's."""
+        """Record numbers lie below it. Each part begins at a multiple of 64; numbers left out
+        between parts are nobody's."""
         return self.manifest.end_number
 
     def is_alive(self, number: int) -> bool:
@@ -156,46 +172,77 @@ class Version:
         except errors.FileMissingError as error:
             raise errors.FormatError("file of the store missing", path=path, fix=REBUILD) from error
         if crc32c(data) != entry.crc32c or len(data) != entry.size_bytes:
-            raise errors.ChecksumError("damaged file of the store", path=path, expected=f"CRC32C {entry.crc32c:08x}", fix=REBUILD)
-        gone = np.unpackbits(np.frombuffer(data, dtype=np.uint8), bitorder="little", count=entry.records)
+            raise errors.ChecksumError(
+                "damaged file of the store",
+                path=path,
+                expected=f"CRC32C {entry.crc32c:08x}",
+                fix=REBUILD,
+            )
+        gone = np.unpackbits(
+            np.frombuffer(data, dtype=np.uint8), bitorder="little", count=entry.records
+        )
         bitmap = np.zeros(-(-self.end_number // 8), dtype=np.uint8)  # what was added since is alive
         packed = np.packbits(gone, bitorder="little")
         bitmap[: len(packed)] = packed
         return bitmap
 
     def _check_count(self) -> None:
-        alive = sum(part.count for part in self.parts) - (0 if self.deleted is None else int(np.unpackbits(self.deleted).sum()))
+        alive = sum(part.count for part in self.parts) - (
+            0 if self.deleted is None else int(np.unpackbits(self.deleted).sum())
+        )
         if self.count != alive:
             raise errors.FormatError(
-                "documents of the store", path=os.path.join(self.path, MANIFEST_NAME), got=self.count,
-                expected=f"{alive}, what is left of its parts", fix=REBUILD,
-            )  # fmt: skip
+                "documents of the store",
+                path=os.path.join(self.path, MANIFEST_NAME),
+                got=self.count,
+                expected=f"{alive}, what is left of its parts",
+                fix=REBUILD,
+            )
 
     @cached_property
     def model(self) -> dict[str, np.ndarray]:
-        """What was trained: of the first stage (``first_stage.``), projection, codebooks. Empty for a store without records."""
+        """What was trained: of the first stage (``first_stage.``), projection, codebooks. Empty for
+        a store without records."""
         return self.parts[0].model if self.parts else {}
 
     @cached_property
     def first_stage(self) -> FirstStage:
-        """With what was trained; of a store without records, its settings alone. Raises FormatError."""
+        """With what was trained; of a store without records, its settings alone. Raises
+        FormatError."""
         if not self.parts:
             return self.manifest.first_stage
-        arrays = {name.removeprefix(STAGE_PREFIX): array for name, array in self.model.items() if name.startswith(STAGE_PREFIX)}
+        arrays = {
+            name.removeprefix(STAGE_PREFIX): array
+            for name, array in self.model.items()
+            if name.startswith(STAGE_PREFIX)
+        }
         return self.manifest.first_stage.with_arrays(arrays, self.parts[0].path)
 
     def load_first_stage(self, *, threads: int = 1, gpu: int | None = None) -> LoadedStage:
         """Ready to be searched. Raises what `FirstStage.load` does."""
-        return self.first_stage.load(self.parts, threads=threads, gpu=gpu, gone=self.deleted, path=self.engine.requested)
+        return self.first_stage.load(
+            self.parts, threads=threads, gpu=gpu, gone=self.deleted, path=self.engine.requested
+        )
 
     @cached_property
     def projection(self) -> Projection | None:
         """From the encoder's dimensions to the records'."""
-        shape, is_normalised = (self.manifest.encoder.dim, self.manifest.schema.dim), self.manifest.is_normalised is True
-        return projection_of(self.model, shape, is_normalised, self.parts[0].path) if self.parts else None
+        shape, is_normalised = (
+            (self.manifest.encoder.dim, self.manifest.schema.dim),
+            self.manifest.is_normalised is True,
+        )
+        return (
+            projection_of(self.model, shape, is_normalised, self.parts[0].path)
+            if self.parts
+            else None
+        )
 
     def codebook(self, tier: str) -> Codebook | None:
-        return codebook_of(self.model, tier, self.schema_of(tier), self.parts[0].path) if self.parts else None
+        return (
+            codebook_of(self.model, tier, self.schema_of(tier), self.parts[0].path)
+            if self.parts
+            else None
+        )
 
     def schema_of(self, tier: str) -> RecordSchema:
         return self.manifest.tiers[tier]
@@ -216,26 +263,34 @@ class Version:
 
 
 class EmbeddingStore(Version):
-    """A published store, open for reading. One consistent version, whatever is published meanwhile. A context manager.
+    """A published store, open for reading. One consistent version, whatever is published meanwhile.
+    A context manager.
 
     Args:
         path: the store's directory.
         engine: a native engine, for everything but records; stays the caller's.
-        device: keeps and scores the records; stays the caller's too. None: `engine` reads them, and they are scored on the CPU.
+        device: keeps and scores the records; stays the caller's too. None: `engine` reads them, and
+            they are scored on the CPU.
 
     Attributes:
         schema: of the records.
         n_tokens: uint16 [n], tokens of each document.
         full: the records. coarse: smaller ones of the same documents, or None.
-        effective_path, fallback_reason: of the record reads, of all data files (`paths_of`), and why it is not what was tried first.
+        effective_path, fallback_reason: of the record reads, of all data files (`paths_of`), and
+            why it is not what was tried first.
 
     Raises:
-        StoreNotFoundError, FormatError, ForeignFileError, TruncatedFileError, ChecksumError: nothing damaged is opened.
+        StoreNotFoundError, FormatError, ForeignFileError, TruncatedFileError, ChecksumError:
+            nothing damaged is opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str], engine: NativeEngine, device: RecordDevice | None = None):
+    def __init__(
+        self, path: str | os.PathLike[str], engine: NativeEngine, device: RecordDevice | None = None
+    ):
         super().__init__(path, engine)
-        self.device: RecordDevice = open_records(engine, torch.device("cpu"))[0] if device is None else device
+        self.device: RecordDevice = (
+            open_records(engine, torch.device("cpu"))[0] if device is None else device
+        )
         self._files: list[FileHandle] = []
         self._tiers: list[Tier] = []
         try:
@@ -268,32 +323,72 @@ class EmbeddingStore(Version):
         """Memory that the store itself holds (the first stage's index is not part of it)."""
         fixed = 0 if self.projection is None else self.projection.components.nbytes
         fixed += 0 if self.deleted is None else self.deleted.nbytes
-        books = [tier.codebook for tier in (self.full, self.coarse) if tier is not None and tier.codebook is not None]
-        fixed += sum(book.centroids.nbytes for book in books) + sum(part.texts_resident_bytes for part in self.parts)
-        return self.n_tokens.nbytes + sum(tier.resident_bytes for tier in (self.full, self.coarse) if tier is not None) + fixed
+        books = [
+            tier.codebook
+            for tier in (self.full, self.coarse)
+            if tier is not None and tier.codebook is not None
+        ]
+        fixed += sum(book.centroids.nbytes for book in books) + sum(
+            part.texts_resident_bytes for part in self.parts
+        )
+        return (
+            self.n_tokens.nbytes
+            + sum(tier.resident_bytes for tier in (self.full, self.coarse) if tier is not None)
+            + fixed
+        )
 
     def facts(self) -> list[tuple[str, str]]:
-        """What it holds, and its sizes on disk and in memory, in words: what each is of, and what it is."""
+        """What it holds, and its sizes on disk and in memory, in words: what each is of, and what
+        it is."""
         manifest, schema, encoder = self.manifest, self.schema, self.manifest.encoder
         deleted = sum(part.count for part in self.parts) - self.count
         data_bytes = sum(segment.size_bytes for segment in self.segments)
-        changes = f"{manifest.added_share:.1%} of the records added since the base, {manifest.dead_share:.1%} deleted"
+        changes = (
+            f"{manifest.added_share:.1%} of the records added since the base, "
+            f"{manifest.dead_share:.1%} deleted"
+        )
         pays = "; `espnx index compact` pays" if manifest.compacting_pays else ""
         each = f"{self.resident_bytes / max(1, self.count):.3f} bytes a document"
         return [
-            ("documents", f"{manifest.count:,}" + (f" ({deleted:,} deleted ones wait for compact)" if deleted else "")),
+            (
+                "documents",
+                f"{manifest.count:,}"
+                + (f" ({deleted:,} deleted ones wait for compact)" if deleted else ""),
+            ),
             ("token vectors", f"{manifest.tokens:,} x {schema.dim} {schema.format}"),
-            ("CLS vectors", f"{schema.d_cls} dimensions, weight {manifest.cls_weight}" if schema.d_cls else "none"),
+            (
+                "CLS vectors",
+                f"{schema.d_cls} dimensions, weight {manifest.cls_weight}"
+                if schema.d_cls
+                else "none",
+            ),
             ("encoder", encoder.name or "none: documents brought their vectors"),
-            ("projection", f"{encoder.dim} to {schema.dim} dimensions" if self.projection else "none"),
+            (
+                "projection",
+                f"{encoder.dim} to {schema.dim} dimensions" if self.projection else "none",
+            ),
             ("first stage", in_words(described(manifest.first_stage))),
-            ("on disk", f"{format_size(data_bytes)} in {len(self.segments)} data files, path {self.effective_path}"),
+            (
+                "on disk",
+                (
+                    f"{format_size(data_bytes)} in {len(self.segments)} data files, path "
+                    f"{self.effective_path}"
+                ),
+            ),
             ("in memory: metadata", f"{format_size(self.resident_bytes)}, {each}"),
             ("in memory: first stage", format_size(self.first_stage_bytes)),
-            ("coarse tier", "none" if self.coarse is None else f"{self.coarse.schema.format}, {format_size(self.coarse.size_bytes)}"),
+            (
+                "coarse tier",
+                "none"
+                if self.coarse is None
+                else f"{self.coarse.schema.format}, {format_size(self.coarse.size_bytes)}",
+            ),
             ("generation", str(manifest.generation)),
             ("parts", f"{len(manifest.parts)}; {changes}{pays}"),
-            *(("shares data", f"{home}: `espnx index detach` before it can be changed") for home in self.shared_homes),
+            *(
+                ("shares data", f"{home}: `espnx index detach` before it can be changed")
+                for home in self.shared_homes
+            ),
         ]
 
     def _token_counts(self) -> np.ndarray:
@@ -313,7 +408,18 @@ class EmbeddingStore(Version):
                     self._files.append(files[-1])
         groups, begins = placement_of(self.parts, name)
         schema, book = self.schema_of(name), self.codebook(name)
-        self._tiers.append(Tier(self.device, schema, self.n_tokens, groups, begins, files, salt=self.salt, codebook=book))
+        self._tiers.append(
+            Tier(
+                self.device,
+                schema,
+                self.n_tokens,
+                groups,
+                begins,
+                files,
+                salt=self.salt,
+                codebook=book,
+            )
+        )
         return self._tiers[-1]
 
     def _open_segment(self, part: Part, tier: str, number: int) -> FileHandle:
@@ -326,14 +432,21 @@ class EmbeddingStore(Version):
         return known or self.device.open(file.path)
 
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
-        """Reads and checks every byte that means anything. Returns the number of live records. Raises what it finds."""
+        """Reads and checks every byte that means anything. Returns the number of live records.
+        Raises what it finds."""
         for part in self.parts:
             part.verify()
         self.first_stage.check(self.parts)
         total = sum(part.count for part in self.parts)
         gone = 0 if self.deleted is None else int(np.unpackbits(self.deleted).sum())
         if total - gone != self.count:
-            raise errors.FormatError("records do not add up", path=self.path, got=total - gone, expected=self.count, fix=REBUILD)
+            raise errors.FormatError(
+                "records do not add up",
+                path=self.path,
+                got=total - gone,
+                expected=self.count,
+                fix=REBUILD,
+            )
         done = 0
         for part in self.parts:
             for first in range(part.first_number, part.end_number, 1024):
@@ -351,11 +464,17 @@ class EmbeddingStore(Version):
     def _check_ids(self, part: Part, ids: Sequence[DocumentId], first: int) -> None:
         """Each is found by its id, unless it was deleted."""
         found = part.numbers(ids, self.is_alive)
-        right = np.array([number if self.is_alive(number) else -1 for number in range(first, first + len(ids))])
+        right = np.array(
+            [number if self.is_alive(number) else -1 for number in range(first, first + len(ids))]
+        )
         if (found != right).any():
             wrong = int(np.flatnonzero(found != right)[0])
             raise errors.FormatError(
-                f"id of record {first + wrong} is not found", path=part.path, got=int(found[wrong]), expected=int(right[wrong]), fix=REBUILD
+                f"id of record {first + wrong} is not found",
+                path=part.path,
+                got=int(found[wrong]),
+                expected=int(right[wrong]),
+                fix=REBUILD,
             )
 
     def close(self) -> None:
@@ -374,14 +493,21 @@ class EmbeddingStore(Version):
     def __enter__(self) -> EmbeddingStore:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 def placement_of(parts: Sequence[Part], tier: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets of records 0, 64, 128, ..., and the first record of each data file: int64, as `locate_records` takes them.
+    """Offsets of records 0, 64, 128, ..., and the first record of each data file: int64, as
+    `locate_records` takes them.
 
-    Parts begin at multiples of 64, and so do groups; a part's numbers that are left out before the next have entries of their own.
+    Parts begin at multiples of 64, and so do groups; a part's numbers that are left out before the
+    next have entries of their own.
     """
     groups: list[np.ndarray] = []
     at = 0
@@ -390,22 +516,33 @@ def placement_of(parts: Sequence[Part], tier: str) -> tuple[torch.Tensor, torch.
         groups += [np.zeros(begin - at, dtype=np.int64), part.meta[f"{tier}_group_offset_bytes"]]
         at = begin + len(groups[-1])
     begins = [segment.first_record for part in parts for segment in part.segments(tier)]
-    return torch.from_numpy(np.concatenate(groups) if groups else np.empty(0, np.int64)), torch.tensor(begins, dtype=torch.int64)
+    return torch.from_numpy(
+        np.concatenate(groups) if groups else np.empty(0, np.int64)
+    ), torch.tensor(begins, dtype=torch.int64)
 
 
-def projection_of(model: Mapping[str, np.ndarray], shape: tuple[int, int], is_normalised: bool, path: str) -> Projection | None:
-    """The projection among the tensors of a base, or None. Raises FormatError, naming `path`, for one of another shape."""
+def projection_of(
+    model: Mapping[str, np.ndarray], shape: tuple[int, int], is_normalised: bool, path: str
+) -> Projection | None:
+    """The projection among the tensors of a base, or None. Raises FormatError, naming `path`, for
+    one of another shape."""
     found = model.get("projection")
     if found is None:
         return None
     if found.dtype != np.float32 or found.shape != shape:
         raise errors.FormatError(
-            "projection does not fit the store", path=path, got=f"{found.dtype} {found.shape}", expected=f"float32 {shape}", fix=REBUILD
+            "projection does not fit the store",
+            path=path,
+            got=f"{found.dtype} {found.shape}",
+            expected=f"float32 {shape}",
+            fix=REBUILD,
         )
     return Projection(torch.from_numpy(found), is_normalised)
 
 
-def codebook_of(model: Mapping[str, np.ndarray], tier: str, schema: RecordSchema, path: str) -> Codebook | None:
+def codebook_of(
+    model: Mapping[str, np.ndarray], tier: str, schema: RecordSchema, path: str
+) -> Codebook | None:
     """The codebook of a tier among the tensors of a base; None where its format has none.
 
     Raises FormatError, naming `path`, where it is missing, malformed or of other records.
@@ -420,5 +557,7 @@ def codebook_of(model: Mapping[str, np.ndarray], tier: str, schema: RecordSchema
         book = Codebook(**{name: torch.from_numpy(tensor) for name, tensor in tensors.items()})
         token_format(schema.format).check_codebook(schema.stored_dim, book)
     except errors.InvalidInputError as error:
-        raise errors.FormatError(f"{what}: {error.what}", path=path, got=error.got, expected=error.expected, fix=REBUILD) from error
+        raise errors.FormatError(
+            f"{what}: {error.what}", path=path, got=error.got, expected=error.expected, fix=REBUILD
+        ) from error
     return book

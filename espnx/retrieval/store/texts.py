@@ -1,4 +1,5 @@
-"""The database (SQLite) in which a build under way keeps ids and texts in the order in which they came."""
+"""The database (SQLite) in which a build under way keeps ids and texts in the order in which they
+came."""
 
 from __future__ import annotations
 
@@ -16,13 +17,17 @@ from ...storage.files import crc32c
 from ...storage.native import free_bytes
 from ...storage.parse import check_plain_file
 
-_TABLE = "CREATE TABLE docs (number INTEGER PRIMARY KEY, id UNIQUE NOT NULL, text TEXT NOT NULL, crc32c INTEGER NOT NULL)"
+_TABLE = (
+    "CREATE TABLE docs (number INTEGER PRIMARY KEY, id UNIQUE NOT NULL, text TEXT NOT NULL, crc32c "
+    "INTEGER NOT NULL)"
+)
 _ROWS_AT_ONCE = 500  # SQLite takes so many parameters, whatever its version
 _REBUILD = "check the device; build again, discarding what is there (restart=True, --restart)"
 
 
 def _checksum(number: int, identifier: DocumentId, text: str, salt: int) -> int:
-    """Of a row, its number and store included: a row found under another number, or in another store's file, is no hit's text."""
+    """Of a row, its number and store included: a row found under another number, or in another
+    store's file, is no hit's text."""
     return crc32c(f"{number}:{type(identifier).__name__}:{identifier}\0{text}".encode(), salt)
 
 
@@ -33,44 +38,62 @@ def _typed(path: str, what: str) -> Iterator[None]:
         yield
     except sqlite3.IntegrityError:
         raise
-    except UnicodeDecodeError as error:  # from the sqlite3 module, for damage that shows in SQLite's own message
-        raise errors.FormatError("damaged text database", path=path, got=str(error), fix=_REBUILD) from error
+    except UnicodeDecodeError as error:
+        # from the sqlite3 module, for damage that shows in SQLite's own message
+        raise errors.FormatError(
+            "damaged text database", path=path, got=str(error), fix=_REBUILD
+        ) from error
     except sqlite3.Error as error:
         name = getattr(error, "sqlite_errorname", "") or ""
         if name == "SQLITE_FULL":
             free = free_bytes(os.path.dirname(path) or ".")
-            raise errors.DiskFullError(what, needed_bytes=max(free + 1, 1 << 20), free_bytes=free, path=path) from error
+            raise errors.DiskFullError(
+                what, needed_bytes=max(free + 1, 1 << 20), free_bytes=free, path=path
+            ) from error
         if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
-            raise errors.FormatError("damaged text database", path=path, got=str(error), fix=_REBUILD) from error
-        kind = errors.WriteError if "WRITE" in name or "FSYNC" in name or "READONLY" in name or "CANTOPEN" in name else errors.ReadError
+            raise errors.FormatError(
+                "damaged text database", path=path, got=str(error), fix=_REBUILD
+            ) from error
+        kind = (
+            errors.WriteError
+            if "WRITE" in name or "FSYNC" in name or "READONLY" in name or "CANTOPEN" in name
+            else errors.ReadError
+        )
         raise kind(what, path=path, got=str(error)) from error
 
 
 def _distrust(db: sqlite3.Connection) -> None:
-    """What a file's schema says is run as little as can be: no functions with effects, and damaged pages are found before they are used."""
+    """What a file's schema says is run as little as can be: no functions with effects, and damaged
+    pages are found before they are used."""
     db.execute("PRAGMA trusted_schema=OFF")
     db.execute("PRAGMA cell_size_check=ON")
 
 
 def _check_schema(db: sqlite3.Connection, path: str) -> None:
-    """Raises FormatError unless the file holds the one table that we make: no triggers, no views, no other columns."""
+    """Raises FormatError unless the file holds the one table that we make: no triggers, no views,
+    no other columns."""
     found = db.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
     own = [("table", "docs", _TABLE), ("index", "sqlite_autoindex_docs_1", None)]
     if found != own:
         raise errors.FormatError(
-            "text database of another make", path=path, got=", ".join(f"{kind} {name}"[:40] for kind, name, _ in found[:5]),
-            expected="the table docs alone", fix=_REBUILD,
-        )  # fmt: skip
+            "text database of another make",
+            path=path,
+            got=", ".join(f"{kind} {name}"[:40] for kind, name, _ in found[:5]),
+            expected="the table docs alone",
+            fix=_REBUILD,
+        )
 
 
 class TextWriter:
     """Ids and texts by number. Also the build's spool of them.
 
-    Rows become durable at `commit`. Raises DiskFullError, WriteError, FormatError; InvalidInputError for an id that came before.
+    Rows become durable at `commit`. Raises DiskFullError, WriteError, FormatError;
+    InvalidInputError for an id that came before.
     """
 
     def __init__(self, path: str, salt: int, keep: int = 0):
-        """`salt`: seeds the rows' checksums. `keep`: continues a file, keeping numbers below it; 0 begins anew."""
+        """`salt`: seeds the rows' checksums. `keep`: continues a file, keeping numbers below it; 0
+        begins anew."""
         self.path, self._salt = path, salt
         for name in (path, f"{path}-journal"):
             if not os.path.lexists(name):
@@ -104,7 +127,8 @@ class TextWriter:
             for number, identifier, text in rows:
                 try:
                     self._db.execute(
-                        "INSERT INTO docs VALUES (?, ?, ?, ?)", (number, identifier, text, _checksum(number, identifier, text, self._salt))
+                        "INSERT INTO docs VALUES (?, ?, ?, ?)",
+                        (number, identifier, text, _checksum(number, identifier, text, self._salt)),
                     )
                 except sqlite3.IntegrityError as error:
                     raise errors.InvalidInputError(
@@ -132,7 +156,11 @@ class TextReader:
         self.path, self._salt = path, salt
         if not os.path.exists(path):
             raise errors.FileMissingError("text database missing", path=path, fix=_REBUILD)
-        uri = "file:" + path.replace("%", "%25").replace("?", "%3f").replace("#", "%23") + "?mode=ro&immutable=1"
+        uri = (
+            "file:"
+            + path.replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+            + "?mode=ro&immutable=1"
+        )
         with _typed(path, "cannot open text database"):
             self._db = sqlite3.connect(uri, uri=True, check_same_thread=False)
             try:
@@ -143,13 +171,16 @@ class TextReader:
                 raise
 
     def get(self, numbers: Sequence[int]) -> list[tuple[DocumentId, str]]:
-        """(id, text) of each number, in order. Raises FormatError for a missing row, ChecksumError for a damaged one."""
+        """(id, text) of each number, in order. Raises FormatError for a missing row, ChecksumError
+        for a damaged one."""
         wanted, rows = list(numbers), dict[int, Sequence[Any]]()
         with _typed(self.path, "cannot read texts"):
             for first in range(0, len(wanted), _ROWS_AT_ONCE):
                 part = wanted[first : first + _ROWS_AT_ONCE]
                 marks = ",".join("?" * len(part))
-                found = self._db.execute(f"SELECT number, id, text, crc32c FROM docs WHERE number IN ({marks})", part)
+                found = self._db.execute(
+                    f"SELECT number, id, text, crc32c FROM docs WHERE number IN ({marks})", part
+                )
                 rows.update((number, row) for number, *row in found)
         return [self._checked(number, rows.get(number)) for number in wanted]
 
@@ -160,9 +191,17 @@ class TextReader:
 
     def _checked(self, number: int, row: Sequence[Any] | None) -> tuple[DocumentId, str]:
         if row is None:
-            raise errors.FormatError(f"text of document {number} missing", path=self.path, fix=_REBUILD)
-        if not isinstance(row[0], (int, str)) or not isinstance(row[1], str) or row[2] != _checksum(number, row[0], row[1], self._salt):
-            raise errors.ChecksumError(f"damaged text of document {number}", path=self.path, fix=_REBUILD)
+            raise errors.FormatError(
+                f"text of document {number} missing", path=self.path, fix=_REBUILD
+            )
+        if (
+            not isinstance(row[0], (int, str))
+            or not isinstance(row[1], str)
+            or row[2] != _checksum(number, row[0], row[1], self._salt)
+        ):
+            raise errors.ChecksumError(
+                f"damaged text of document {number}", path=self.path, fix=_REBUILD
+            )
         return row[0], row[1]
 
     def close(self) -> None:

@@ -18,7 +18,8 @@ class Tier(RecordLayout):
 
     Args:
         device: has opened `files`, and keeps their records from now on; stays the caller's.
-        schema, n_tokens, group_offset_bytes, segment_begin, files, salt, codebook: as for `RecordLayout`.
+        schema, n_tokens, group_offset_bytes, segment_begin, files, salt, codebook: as for
+            `RecordLayout`.
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class Tier(RecordLayout):
         salt: int,
         codebook: Codebook | None = None,
     ):
-        super().__init__(schema, n_tokens, group_offset_bytes, segment_begin, files, salt=salt, codebook=codebook)
+        super().__init__(
+            schema, n_tokens, group_offset_bytes, segment_begin, files, salt=salt, codebook=codebook
+        )
         self._kept = device.keep_records(self)
 
     def maxsim(
@@ -46,11 +49,17 @@ class Tier(RecordLayout):
         is_urgent: bool = True,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> RecordTicket:
-        """Starts scoring records where they are; see `espnx.device.interface.KeptRecords.maxsim`."""
-        return self._kept.maxsim(numbers, queries, pairs, gap_bytes=gap_bytes, is_urgent=is_urgent, deadline_s=deadline_s)
+        """Starts scoring records where they are; see
+        `espnx.device.interface.KeptRecords.maxsim`."""
+        return self._kept.maxsim(
+            numbers, queries, pairs, gap_bytes=gap_bytes, is_urgent=is_urgent, deadline_s=deadline_s
+        )
 
-    def read(self, numbers: np.ndarray, *, gap_bytes: int, deadline_s: float = DEFAULT_DEADLINE_S) -> Future:
-        """Starts reading records; item i of the future is record `numbers[i]`. What arrives must pass `check` before it is used."""
+    def read(
+        self, numbers: np.ndarray, *, gap_bytes: int, deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> Future:
+        """Starts reading records; item i of the future is record `numbers[i]`. What arrives must
+        pass `check` before it is used."""
         return self._kept.read(numbers, gap_bytes=gap_bytes, deadline_s=deadline_s)
 
     def release(self) -> None:

@@ -1,4 +1,5 @@
-"""Live records of some parts, in any order: read, checked and handed on bit for bit. What merging and compacting share.
+"""Live records of some parts, in any order: read, checked and handed on bit for bit. What merging
+and compacting share.
 
 However many files the parts have, a few are open at a time.
 """
@@ -25,7 +26,8 @@ _ROWS_AT_ONCE = 512
 
 
 def live_numbers(parts: Sequence[Part], gone: np.ndarray) -> np.ndarray:
-    """int64, ascending: of the records that are alive. `gone`: bitmap of deleted records; those beyond its end are alive."""
+    """int64, ascending: of the records that are alive. `gone`: bitmap of deleted records; those
+    beyond its end are alive."""
     numbers = np.concatenate([np.arange(part.first_number, part.end_number) for part in parts])
     known = numbers < 8 * len(gone)
     alive = np.ones(len(numbers), dtype=bool)
@@ -34,12 +36,15 @@ def live_numbers(parts: Sequence[Part], gone: np.ndarray) -> np.ndarray:
 
 
 def merged_order(entries: Entries, live: np.ndarray) -> np.ndarray:
-    """The order in which the first stage wants the live records to lie, int64. Raises InvalidInputError unless each is there once: no
-    record is lost and none is copied twice, whatever a first stage does."""
+    """The order in which the first stage wants the live records to lie, int64. Raises
+    InvalidInputError unless each is there once: no record is lost and none is copied twice,
+    whatever a first stage does."""
     order = np.concatenate([np.empty(0, np.int64), *entries.order])
     if not np.array_equal(np.sort(order), live):
         raise errors.InvalidInputError(
-            "order of a first stage", got=f"{len(order)} records", expected=f"each of {len(live)} live ones, once"
+            "order of a first stage",
+            got=f"{len(order)} records",
+            expected=f"each of {len(live)} live ones, once",
         )
     return order
 
@@ -57,30 +62,50 @@ class Source:
         self.n_tokens = np.zeros(parts[-1].end_number, dtype=np.uint16)
         for part in parts:
             self.n_tokens[part.first_number : part.end_number] = part.meta["n_tokens"]
-        self._segments = {tier: [(part, i) for part in parts for i in range(len(part.segments(tier)))] for tier in version.tiers}
+        self._segments = {
+            tier: [(part, i) for part in parts for i in range(len(part.segments(tier)))]
+            for tier in version.tiers
+        }
         self.tiers = {tier: self._tier(version, tier) for tier in version.tiers}
         self._texts = StoreTexts(parts, lambda number: True)
         self._open: OrderedDict[tuple[str, int], FileHandle] = OrderedDict()
 
     def _tier(self, version: Version, name: str) -> RecordLayout:
         files = [
-            FileHandle(-1, part.segment_path(name, number), part.segments(name)[number].size_bytes, False, 1, "", "")
+            FileHandle(
+                -1,
+                part.segment_path(name, number),
+                part.segments(name)[number].size_bytes,
+                False,
+                1,
+                "",
+                "",
+            )
             for part, number in self._segments[name]
         ]
         groups, begins = placement_of(self._parts, name)
         schema, book = version.schema_of(name), version.codebook(name)
-        return RecordLayout(schema, self.n_tokens, groups, begins, files, salt=version.salt, codebook=book)
+        return RecordLayout(
+            schema, self.n_tokens, groups, begins, files, salt=version.salt, codebook=book
+        )
 
     def records(self, name: str, numbers: np.ndarray) -> Fill:
-        """Reads records now, and checks them; returns the function that copies their vectors into a block."""
+        """Reads records now, and checks them; returns the function that copies their vectors into a
+        block."""
         tier = self.tiers[name]
         segment, offsets, sizes = (each.numpy() for each in tier.locate(numbers))
-        used = tier.schema.fixed_bytes - HEADER_BYTES + self.n_tokens[numbers].astype(np.int64) * tier.schema.row_bytes
+        used = (
+            tier.schema.fixed_bytes
+            - HEADER_BYTES
+            + self.n_tokens[numbers].astype(np.int64) * tier.schema.row_bytes
+        )
         bodies: list[np.ndarray] = [np.empty(0, np.uint8)] * len(numbers)
         for which in np.unique(segment).tolist():
             rows = np.flatnonzero(segment == which)
             file = self._file(name, which)
-            future = self._engine.read(Plan.of(file, offsets[rows].tolist(), sizes[rows].tolist()), gap_bytes=64 << 10)
+            future = self._engine.read(
+                Plan.of(file, offsets[rows].tolist(), sizes[rows].tolist()), gap_bytes=64 << 10
+            )
             memory, positions = future.wait(), future.position_bytes
             tier.check(memory, positions, numbers[rows])
             source = memory.numpy()

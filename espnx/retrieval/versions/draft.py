@@ -1,4 +1,5 @@
-"""The next version of a store, before it is published: parts that are there, parts that were written, and records that go."""
+"""The next version of a store, before it is published: parts that are there, parts that were
+written, and records that go."""
 
 from __future__ import annotations
 
@@ -22,14 +23,18 @@ DELETED_NAME = "deleted.bin"
 
 
 def place_of_base(path: str, store_id: str, generation: int) -> tuple[PartPlace, str]:
-    """Where the file of a base goes that holds everything but its records: into the store's own directory."""
+    """Where the file of a base goes that holds everything but its records: into the store's own
+    directory."""
     directory = generations.name(generation)
     inside = os.path.join(directory, PART_NAME)
-    return PartPlace(store_id, store_salt(store_id, generation), generation, directory, inside, 0), os.path.join(path, inside)
+    return PartPlace(
+        store_id, store_salt(store_id, generation), generation, directory, inside, 0
+    ), os.path.join(path, inside)
 
 
 class Draft:
-    """See the module. Nothing of the version that is there is touched; what is written goes to directories of its own.
+    """See the module. Nothing of the version that is there is touched; what is written goes to
+    directories of its own.
 
     Attributes:
         parts: of the next version, ascending by record number.
@@ -43,7 +48,11 @@ class Draft:
         self.parts = list(version.parts)
         self.generation = version.manifest.generation
         self.added = self.replaced = self.merged = self.written_bytes = 0
-        self._gone = np.zeros(-(-version.end_number // 8), np.uint8) if version.deleted is None else version.deleted.copy()
+        self._gone = (
+            np.zeros(-(-version.end_number // 8), np.uint8)
+            if version.deleted is None
+            else version.deleted.copy()
+        )
 
     def _is_alive(self, number: int) -> bool:
         return number >= 8 * len(self._gone) or not int(self._gone[number >> 3]) >> (number & 7) & 1
@@ -62,7 +71,8 @@ class Draft:
             self.replaced += len(numbers)
 
     def place(self, first_number: int | None = None) -> tuple[PartPlace, str]:
-        """Where a new part goes, after all others or at `first_number`; and the path to write its file to."""
+        """Where a new part goes, after all others or at `first_number`; and the path to write its
+        file to."""
         self.generation = generations.following(self._path, self.generation)
         if first_number is None:
             end = self.parts[-1].end_number if self.parts else 0
@@ -72,8 +82,20 @@ class Draft:
         directory = generations.name(self.generation)
         if not chosen:
             make_directory(os.path.join(self._path, directory))
-        path = os.path.join(generations.data_directories(self._path, chosen, self.version.manifest.store_id, self.generation)[0], PART_NAME)
-        place = PartPlace(self.version.manifest.store_id, self.version.salt, self.generation, directory, path, first_number)
+        path = os.path.join(
+            generations.data_directories(
+                self._path, chosen, self.version.manifest.store_id, self.generation
+            )[0],
+            PART_NAME,
+        )
+        place = PartPlace(
+            self.version.manifest.store_id,
+            self.version.salt,
+            self.generation,
+            directory,
+            path,
+            first_number,
+        )
         return place, os.path.join(self._path, path)
 
     def append(self, entry: PartEntry, limit_bytes: int) -> None:
@@ -84,7 +106,8 @@ class Draft:
         self._merge_from(max(1, len(self.version.parts)), limit_bytes)
 
     def settle(self, limit_bytes: int) -> None:
-        """Merges parts of the version that is there with the new ones, where there are too many of both."""
+        """Merges parts of the version that is there with the new ones, where there are too many of
+        both."""
         self._merge_from(1, limit_bytes)
 
     def _merge_from(self, begin: int, limit_bytes: int) -> None:
@@ -92,10 +115,13 @@ class Draft:
             self._merge(begin + group.start, begin + group.stop, limit_bytes)
 
     def _merge(self, start: int, stop: int, limit_bytes: int) -> None:
-        """Makes one part of those from `start` to before `stop`. Its records are numbered from that of the first on."""
+        """Makes one part of those from `start` to before `stop`. Its records are numbered from that
+        of the first on."""
         parts, end = self.parts[start:stop], self.parts[stop - 1].end_number
         place, path = self.place(parts[0].first_number)
-        entry = write_merged(self._engine, self.version, parts, self._gone, place, path, limit_bytes)
+        entry = write_merged(
+            self._engine, self.version, parts, self._gone, place, path, limit_bytes
+        )
         self.parts[start:stop] = [] if entry is None else [self.version.part(entry)]
         self.merged += len(parts)
         self.written_bytes += 0 if entry is None else entry.size_bytes
@@ -111,29 +137,41 @@ class Draft:
             self.generation = generations.following(self._path, self.generation)
         gone = int(np.unpackbits(self._gone).sum())
         manifest = replace(
-            before, generation=self.generation, parts=tuple(part.entry for part in self.parts), deleted=self._deleted(gone),
-            count=sum(part.count for part in self.parts) - gone, tokens=sum(part.entry.tokens for part in self.parts),
-        )  # fmt: skip
+            before,
+            generation=self.generation,
+            parts=tuple(part.entry for part in self.parts),
+            deleted=self._deleted(gone),
+            count=sum(part.count for part in self.parts) - gone,
+            tokens=sum(part.entry.tokens for part in self.parts),
+        )
         for root in (self._path, *before.directories):
             self._engine.sync_directory(root)
         publish(self._engine, self._path, manifest, before)
         return manifest
 
     def _deleted(self, gone: int) -> DeletedEntry | None:
-        """What the manifest says of deleted records: the bitmap that is there as far as it still holds, or a new one."""
+        """What the manifest says of deleted records: the bitmap that is there as far as it still
+        holds, or a new one."""
         if not gone:
             return None
         end, known = int(np.flatnonzero(self._gone)[-1] + 1) * 8, self.version.manifest.deleted
         if known is not None and self.version.deleted is not None:
             records = min(end, known.records)
-            if np.array_equal(_bits(self._gone, end), np.r_[_bits(self.version.deleted, records), np.zeros(end - records, bool)]):
+            if np.array_equal(
+                _bits(self._gone, end),
+                np.r_[_bits(self.version.deleted, records), np.zeros(end - records, bool)],
+            ):
                 return replace(known, records=records)
         directory = generations.name(self.generation)
         path = os.path.join(directory, DELETED_NAME)
         make_directory(os.path.join(self._path, directory))
-        size, crc = write_file(self._engine, os.path.join(self._path, path), self._gone[: end // 8].tobytes())
+        size, crc = write_file(
+            self._engine, os.path.join(self._path, path), self._gone[: end // 8].tobytes()
+        )
         self._engine.sync_directory(os.path.join(self._path, directory))
-        return DeletedEntry(path=path, size_bytes=size, crc32c=crc, records=min(end, self.parts[-1].end_number))
+        return DeletedEntry(
+            path=path, size_bytes=size, crc32c=crc, records=min(end, self.parts[-1].end_number)
+        )
 
 
 def _bits(bitmap: np.ndarray, count: int) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""Generations of a store: every version writes files under new names; the manifest says which are live; what nothing names is removed.
+"""Generations of a store: every version writes files under new names; the manifest says which are
+live; what nothing names is removed.
 
 STORE/MANIFEST.json      names the live generation
 STORE/gen-000002/        its files
@@ -14,7 +15,15 @@ from collections.abc import Sequence
 from ...storage.files import make_directory
 from ...storage.manifest import NAME as MANIFEST_NAME
 from ..store.manifest import Manifest
-from ..store.places import GENERATION, data_paths, leave, make_home, remove_building, remove_generation, tidy
+from ..store.places import (
+    GENERATION,
+    data_paths,
+    leave,
+    make_home,
+    remove_building,
+    remove_generation,
+    tidy,
+)
 
 
 def name(generation: int) -> str:
@@ -22,7 +31,8 @@ def name(generation: int) -> str:
 
 
 def following(path: str, generation: int) -> int:
-    """The generation after this one whose directory is not there yet: what lies in another's would become part of the new one."""
+    """The generation after this one whose directory is not there yet: what lies in another's would
+    become part of the new one."""
     return max([generation, *(int(entry[4:]) for entry in names_in(path))]) + 1
 
 
@@ -39,14 +49,17 @@ def remove_others(path: str, keep: set[str]) -> None:
 
 
 def manifest_file(path: str) -> int:
-    """Which file is the manifest (0: none): another one after every publication. Asked without an engine, which may be what fails."""
+    """Which file is the manifest (0: none): another one after every publication. Asked without an
+    engine, which may be what fails."""
     try:
         return os.stat(os.path.join(path, MANIFEST_NAME)).st_ino
     except OSError:
         return 0
 
 
-def data_directories(root: str, directories: Sequence[str], store_id: str, generation: int) -> list[str]:
+def data_directories(
+    root: str, directories: Sequence[str], store_id: str, generation: int
+) -> list[str]:
     """Where a generation's segments go: made, as paths that the manifest can hold."""
     if not directories:
         return [name(generation)]
@@ -59,19 +72,22 @@ def data_directories(root: str, directories: Sequence[str], store_id: str, gener
 
 
 def discard_part(path: str, file: str) -> None:
-    """Removes a part that was written and is not needed after all. `file`: its path as a manifest would have it."""
+    """Removes a part that was written and is not needed after all. `file`: its path as a manifest
+    would have it."""
     remove_generation(os.path.dirname(os.path.join(path, file)))
 
 
 def directories_of(manifest: Manifest) -> set[str]:
     """The generation directories that a manifest refers to."""
     deleted = manifest.deleted
-    return {part.directory for part in manifest.parts} | ({os.path.dirname(deleted.path)} if deleted else set())
+    return {part.directory for part in manifest.parts} | (
+        {os.path.dirname(deleted.path)} if deleted else set()
+    )
 
 
 def clean(path: str, live: Manifest, replaced: Manifest | None = None) -> None:
-    """Removes what no manifest refers to: changes that ended, failed or crashed, parts that were compacted away. Readers that have such
-    files open keep them until they close."""
+    """Removes what no manifest refers to: changes that ended, failed or crashed, parts that were
+    compacted away. Readers that have such files open keep them until they close."""
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(path, f"{MANIFEST_NAME}.new"))
     remove_building(path)

@@ -1,4 +1,5 @@
-"""What every part's file ends with: ids and texts, the first stage's sections, metadata; of a base also what was trained."""
+"""What every part's file ends with: ids and texts, the first stage's sections, metadata; of a base
+also what was trained."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class PartContents:
 
 @dataclass(frozen=True)
 class PartPlace:
-    """Where a part goes: its generation, its directory's name, and the path of its file as the manifest has it."""
+    """Where a part goes: its generation, its directory's name, and the path of its file as the
+    manifest has it."""
 
     store_id: str
     salt: int
@@ -52,7 +54,8 @@ def finish_part(
     contents: PartContents,
     segments: Mapping[str, list[Segment]] | None = None,
 ) -> PartEntry:
-    """Writes the sections, flushes and closes the file, and returns what the manifest is to say of the part.
+    """Writes the sections, flushes and closes the file, and returns what the manifest is to say of
+    the part.
 
     `segments`: the data files of each tier; None where the records lie in this very file.
     """
@@ -60,16 +63,41 @@ def finish_part(
     try:
         write_texts(file, contents.rows, place.first_number, place.salt)
         for name, chunks in contents.sections.items():
-            file.section(stage_section(name), chunks, align_bytes=BLOCK_BYTES if name in contents.in_place else 8)
+            file.section(
+                stage_section(name),
+                chunks,
+                align_bytes=BLOCK_BYTES if name in contents.in_place else 8,
+            )
         meta = {"n_tokens": layouts["full"].all_tokens()}
         meta |= {f"{tier}_group_offset_bytes": layout.offsets() for tier, layout in layouts.items()}
         file.section("meta", [save_safetensors(meta)])
         if contents.model is not None:
-            file.section("model", [save_safetensors({name: np.ascontiguousarray(array) for name, array in contents.model.items()})])
+            file.section(
+                "model",
+                [
+                    save_safetensors(
+                        {
+                            name: np.ascontiguousarray(array)
+                            for name, array in contents.model.items()
+                        }
+                    )
+                ],
+            )
     except BaseException:
         file.abandon()
         raise
     size = file.finish(place.store_id, place.generation, MAIN, place.first_number, count)
     if segments is None:
-        segments = {tier: [Segment(place.path, place.first_number, count, size)] for tier in layouts}
-    return PartEntry(place.generation, place.directory, place.first_number, count, layouts["full"].tokens, place.path, size, dict(segments))
+        segments = {
+            tier: [Segment(place.path, place.first_number, count, size)] for tier in layouts
+        }
+    return PartEntry(
+        place.generation,
+        place.directory,
+        place.first_number,
+        count,
+        layouts["full"].tokens,
+        place.path,
+        size,
+        dict(segments),
+    )

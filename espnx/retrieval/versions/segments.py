@@ -1,4 +1,5 @@
-"""Data files of records: laid out, numbered, sealed, a file at a time; and what a part's metadata says of them."""
+"""Data files of records: laid out, numbered, sealed, a file at a time; and what a part's metadata
+says of them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ NO_LIMIT = 1 << 62
 
 
 class Layout:
-    """What a part's metadata says of the records of a tier: token counts, and the offset of every 64th."""
+    """What a part's metadata says of the records of a tier: token counts, and the offset of every
+    64th."""
 
     def __init__(self, schema: RecordSchema):
         self.schema, self.count = schema, 0
@@ -26,17 +28,26 @@ class Layout:
         self.group_offset_bytes: list[int] = []
 
     def lay_out(self, n_tokens: np.ndarray, begin_bytes: int) -> tuple[np.ndarray, int]:
-        """Notes further records. Returns where each begins in its file, and the first free byte after them."""
+        """Notes further records. Returns where each begins in its file, and the first free byte
+        after them."""
         offsets, end = self.schema.lay_out(n_tokens, begin_bytes)
-        self.group_offset_bytes.extend(offsets[-self.count % GROUP_RECORDS :: GROUP_RECORDS].tolist())
+        self.group_offset_bytes.extend(
+            offsets[-self.count % GROUP_RECORDS :: GROUP_RECORDS].tolist()
+        )
         self.n_tokens.append(n_tokens)
         self.count += len(n_tokens)
         return offsets, end
 
     def append(
-        self, file: FileWriter, n_tokens: np.ndarray, fill: Callable[[np.ndarray, np.ndarray], None], first_number: int, salt: int
+        self,
+        file: FileWriter,
+        n_tokens: np.ndarray,
+        fill: Callable[[np.ndarray, np.ndarray], None],
+        first_number: int,
+        salt: int,
     ) -> None:
-        """Writes records. `fill(block, offsets)` puts their vectors into a zeroed block; headers are added here."""
+        """Writes records. `fill(block, offsets)` puts their vectors into a zeroed block; headers
+        are added here."""
         begin, number = file.stream.size_bytes, first_number + self.count
         offsets, end = self.lay_out(n_tokens, begin)
         block = np.zeros(end - begin, dtype=np.uint8)
@@ -104,12 +115,19 @@ class SegmentWriter:
         return self.layout.lay_out(n_tokens, begin_bytes)[1]
 
     def append(self, n_tokens: np.ndarray, fill: Callable[[np.ndarray, np.ndarray], None]) -> None:
-        """Appends records. `fill(block, offsets)` puts their vectors into a zeroed block; headers are added here."""
-        self.layout.append(self._file or self._open(), n_tokens, fill, self._first_number, self._salt)
+        """Appends records. `fill(block, offsets)` puts their vectors into a zeroed block; headers
+        are added here."""
+        self.layout.append(
+            self._file or self._open(), n_tokens, fill, self._first_number, self._salt
+        )
 
     def full(self) -> bool:
         """Whether the segment may and should be closed now."""
-        return self._file is not None and self.count % GROUP_RECORDS == 0 and self._file.stream.size_bytes >= self._segment_bytes
+        return (
+            self._file is not None
+            and self.count % GROUP_RECORDS == 0
+            and self._file.stream.size_bytes >= self._segment_bytes
+        )
 
     def room(self) -> int:
         """Records until the next place where a segment may end."""
@@ -117,8 +135,12 @@ class SegmentWriter:
 
     def _open(self) -> FileWriter:
         number = len(self.segments)
-        self._path = os.path.join(self._directories[number % len(self._directories)], f"{self._name}-{number:05d}.bin")
-        self._file = FileWriter(self._engine, os.path.join(self._root, self._path), buffer_bytes=4 << 20)
+        self._path = os.path.join(
+            self._directories[number % len(self._directories)], f"{self._name}-{number:05d}.bin"
+        )
+        self._file = FileWriter(
+            self._engine, os.path.join(self._root, self._path), buffer_bytes=4 << 20
+        )
         self._first_record = self.count
         return self._file
 
@@ -139,7 +161,8 @@ class SegmentWriter:
 
     @property
     def resident_bytes(self) -> int:
-        """What an open store holds of this tier, beside token counts and codebook (`Tier.resident_bytes`)."""
+        """What an open store holds of this tier, beside token counts and codebook
+        (`Tier.resident_bytes`)."""
         return 8 * len(self.layout.group_offset_bytes) + 16 * len(self.segments)
 
     def state(self) -> list[dict[str, object]]:
@@ -147,19 +170,29 @@ class SegmentWriter:
         return [asdict(segment) for segment in self.segments]
 
 
-def resident_bytes(writers: Sequence[SegmentWriter], extra: Mapping[str, np.ndarray]) -> tuple[int, int]:
-    """What an open store of this part holds (`EmbeddingStore.resident_bytes`), and what of it was trained, the same for any number of
-    documents. `extra`: codebooks and projection."""
+def resident_bytes(
+    writers: Sequence[SegmentWriter], extra: Mapping[str, np.ndarray]
+) -> tuple[int, int]:
+    """What an open store of this part holds (`EmbeddingStore.resident_bytes`), and what of it was
+    trained, the same for any number of documents. `extra`: codebooks and projection."""
     counts = sum(array.nbytes for array in writers[0].layout.n_tokens)
-    shared = sum(array.nbytes for name, array in extra.items() if name in ("full.centroids", "coarse.centroids", "projection"))
+    shared = sum(
+        array.nbytes
+        for name, array in extra.items()
+        if name in ("full.centroids", "coarse.centroids", "projection")
+    )
     trained = shared if counts else 0
     return counts + sum(writer.resident_bytes for writer in writers) + trained, trained
 
 
 def pieces(
-    order: Iterator[np.ndarray], sizes: Callable[[np.ndarray], np.ndarray], limit_bytes: int, room: Callable[[], int]
+    order: Iterator[np.ndarray],
+    sizes: Callable[[np.ndarray], np.ndarray],
+    limit_bytes: int,
+    room: Callable[[], int],
 ) -> Iterator[np.ndarray]:
-    """Cuts a stream of arrival numbers into runs of at most `limit_bytes` of records that stop at places where a segment may end."""
+    """Cuts a stream of arrival numbers into runs of at most `limit_bytes` of records that stop at
+    places where a segment may end."""
     for arrivals in order:
         done = 0
         while done < len(arrivals):

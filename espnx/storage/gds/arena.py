@@ -1,7 +1,9 @@
-"""Device memory that is registered with cuFile once and handed out in slices: registering costs far more than a small read.
+"""Device memory that is registered with cuFile once and handed out in slices: registering costs far
+more than a small read.
 
-A slice belongs to a `Lease`. Tensors over it keep the lease alive, views of them too, so a slice comes back exactly when nobody can look at
-it any more; and it is handed out again only when the kernels that were queued to read it have run, because DMA does not wait for streams.
+A slice belongs to a `Lease`. Tensors over it keep the lease alive, views of them too, so a slice
+comes back exactly when nobody can look at it any more; and it is handed out again only when the
+kernels that were queued to read it have run, because DMA does not wait for streams.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from .memory import Fence
 
 _GPU_PAGE_BYTES = 64 * 1024  # what nvidia-fs pins
 _LOOK_S = 0.0001
-_KERNELS_LIMIT_S = 0.05  # how long kernels that read what would do are waited for: another arena costs about that, and stays
+# how long kernels that read what would do are waited for: another arena costs about that, and stays
+_KERNELS_LIMIT_S = 0.05
 _LAST_LIMIT_S = 10.0  # the same, where there is no memory for another arena
 
 #: Arenas that cuFile did not let go of: their memory is never used for anything else.
@@ -32,7 +35,8 @@ kept: list[Arena] = []
 
 @dataclass
 class Arena:
-    """One registered allocation and what of it is free: disjoint ranges in ascending order, never two that touch."""
+    """One registered allocation and what of it is free: disjoint ranges in ascending order, never
+    two that touch."""
 
     memory: torch.Tensor
     pointer: int
@@ -44,7 +48,9 @@ class Arena:
         """Where a slice of that size begins; None if there is none. First fit."""
         for i, (begin, end) in enumerate(self.free):
             if end - begin >= size_bytes:
-                self.free[i : i + 1] = [(begin + size_bytes, end)] if end - begin > size_bytes else []
+                self.free[i : i + 1] = (
+                    [(begin + size_bytes, end)] if end - begin > size_bytes else []
+                )
                 return begin
         return None
 
@@ -79,18 +85,26 @@ class Lease:
 
 
 class Pool:
-    """Arenas of device memory. Grows by whole arenas when they are full and waiting for kernels would not help; none is given up before
-    `close`.
+    """Arenas of device memory. Grows by whole arenas when they are full and waiting for kernels
+    would not help; none is given up before `close`.
 
     Args:
         cufile: registers them.
         arena_bytes: size of an arena; larger ones are made for larger slices.
-        must_register: raise where cuFile cannot register memory. Otherwise it goes through buffers of its own; `unregistered` says why.
+        must_register: raise where cuFile cannot register memory. Otherwise it goes through buffers
+            of its own; `unregistered` says why.
         poison: fill slices with 0xA5 before use (tests).
     """
 
-    def __init__(self, cufile: CuFile, arena_bytes: int, *, must_register: bool, poison: bool = False):
-        self._cufile, self._arena_bytes, self._must_register, self._poison = cufile, arena_bytes, must_register, poison
+    def __init__(
+        self, cufile: CuFile, arena_bytes: int, *, must_register: bool, poison: bool = False
+    ):
+        self._cufile, self._arena_bytes, self._must_register, self._poison = (
+            cufile,
+            arena_bytes,
+            must_register,
+            poison,
+        )
         self._arenas: list[Arena] = []
         self._lock = threading.Lock()
         self._returned: deque[tuple[Fence, Arena, int, int]] = deque()
@@ -98,7 +112,8 @@ class Pool:
         self.unregistered = ""
 
     def take(self, size_bytes: int) -> Lease:
-        """A slice of at least that size, 4 KiB aligned. Raises CallFailedError, OutOfMemoryError."""
+        """A slice of at least that size, 4 KiB aligned. Raises CallFailedError,
+        OutOfMemoryError."""
         wanted = max(-(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES, BLOCK_BYTES)
         with self._lock:
             arena, begin = self._find_patiently(wanted, _KERNELS_LIMIT_S) or self._grow(wanted)
@@ -135,7 +150,10 @@ class Pool:
 
     def _would_do(self, size_bytes: int) -> bool:
         """Whether there were room if all that came back were free."""
-        trial = {id(arena): Arena(arena.memory, arena.pointer, arena.size_bytes, False, list(arena.free)) for arena in self._arenas}
+        trial = {
+            id(arena): Arena(arena.memory, arena.pointer, arena.size_bytes, False, list(arena.free))
+            for arena in self._arenas
+        }
         for _, arena, begin, length in list(self._returned):
             if id(arena) in trial:
                 trial[id(arena)].give_back(begin, length)
@@ -162,7 +180,8 @@ class Pool:
         return Arena(memory, memory.data_ptr(), size_bytes, registered, [(0, size_bytes)])
 
     def _give_back(self, arena: Arena, begin: int, size_bytes: int, streams: set[Any]) -> None:
-        # Runs wherever the last reference goes, perhaps inside the garbage collector of a thread that holds the lock: no lock here.
+        # Runs wherever the last reference goes, perhaps inside the garbage collector of a thread
+        # that holds the lock: no lock here.
         if self._process == os.getpid():  # CUDA does not survive a fork
             self._returned.append((self._cufile.memory.fence(streams), arena, begin, size_bytes))
 
@@ -178,7 +197,10 @@ class Pool:
         """Memory that is out, or waits for kernels that may still read it."""
         with self._lock:
             self._collect()
-            return sum(arena.size_bytes - sum(end - begin for begin, end in arena.free) for arena in self._arenas)
+            return sum(
+                arena.size_bytes - sum(end - begin for begin, end in arena.free)
+                for arena in self._arenas
+            )
 
     def close(self) -> None:
         """Unregisters everything. The memory itself goes with the last tensor over it."""

@@ -1,7 +1,8 @@
 """The thin layer under the `gds` engine: cuFile's C structures and the calls we make.
 
-`CuFile` works on anything with the functions of ``cuda.bindings.cufile`` and on any `DeviceMemory`, so that all of it runs without a GPU on
-emulated bindings. Structures are written here by their layout in cufile.h (the same from 1.15 to 1.20): the bindings' own classes change.
+`CuFile` works on anything with the functions of ``cuda.bindings.cufile`` and on any `DeviceMemory`,
+so that all of it runs without a GPU on emulated bindings. Structures are written here by their
+layout in cufile.h (the same from 1.15 to 1.20): the bindings' own classes change.
 """
 
 from __future__ import annotations
@@ -24,30 +25,55 @@ from .memory import DeviceMemory
 BLOCK_BYTES = 4096
 DEFAULT_BATCH_LIMIT = 128
 
-_DESCRIPTOR = np.dtype({"names": ["type", "fd", "fs_ops"], "formats": ["<i4", "<i4", "<i8"], "offsets": [0, 8, 16], "itemsize": 24})
+_DESCRIPTOR = np.dtype(
+    {
+        "names": ["type", "fd", "fs_ops"],
+        "formats": ["<i4", "<i4", "<i8"],
+        "offsets": [0, 8, 16],
+        "itemsize": 24,
+    }
+)
 _PARAMS = np.dtype(
     {
-        "names": ["mode", "base", "file_offset", "base_offset", "size", "handle", "opcode", "cookie"],
+        "names": [
+            "mode",
+            "base",
+            "file_offset",
+            "base_offset",
+            "size",
+            "handle",
+            "opcode",
+            "cookie",
+        ],
         "formats": ["<i4", "<i8", "<i8", "<i8", "<u8", "<i8", "<i4", "<i8"],
         "offsets": [0, 8, 16, 24, 32, 40, 48, 56],
         "itemsize": 64,
     }
 )
-EVENTS = np.dtype({"names": ["cookie", "status", "ret"], "formats": ["<i8", "<i4", "<i8"], "offsets": [0, 8, 16], "itemsize": 24})
+EVENTS = np.dtype(
+    {
+        "names": ["cookie", "status", "ret"],
+        "formats": ["<i8", "<i4", "<i8"],
+        "offsets": [0, 8, 16],
+        "itemsize": 24,
+    }
+)
 _TIMESPEC = np.dtype([("seconds", "<i8"), ("nanoseconds", "<i8")])
 
 # CUfileStatus_t
 WAITING, PENDING, INVALID, CANCELED, COMPLETE, TIMEOUT, FAILED = (1 << bit for bit in range(7))
 # CUfileOpError
 DRIVER_ALREADY_OPEN = 5026
-NO_BATCHES = (5008, 5049)  # IO_NOT_SUPPORTED, BATCH_NOCOMPAT_ERROR: older libraries have no batches in compatibility mode
-# A full batch, no memory for its entries, "internal error, try again later" of its four calls, and what system calls say of the kind. The
-# call has done nothing then, and may do it a moment later.
+# IO_NOT_SUPPORTED, BATCH_NOCOMPAT_ERROR: older libraries have no batches in compatibility mode
+NO_BATCHES = (5008, 5049)
+# A full batch, no memory for its entries, "internal error, try again later" of its four calls, and
+# what system calls say of the kind. The call has done nothing then, and may do it a moment later.
 PASSING = (5037, 5039, 5040, 5041, 5042, 5043, errno.EINTR, errno.EAGAIN)
 _FIRST_CUFILE_CODE = 5000
 # CUFileBoolConfigParameter_t
 _ALLOW_COMPAT_MODE, _FORCE_COMPAT_MODE = 1, 2
-# Where CUfileStatsLevel1_t counts the entries of batches, by the path they took; versions differ only behind these.
+# Where CUfileStatsLevel1_t counts the entries of batches, by the path they took; versions differ
+# only behind these.
 _NVFS_AT, _P2P_AT, _POSIX_AT, _AIO_AT, _IO_URING_AT = 320, 336, 272, 352, 368
 _STATS_BYTES = 64 * 1024  # many times what any version writes
 
@@ -80,11 +106,16 @@ def load_bindings() -> Any:
         bindings.get_version()
     except ImportError as error:
         raise errors.MissingDependencyError(
-            "the `gds` path needs the Python bindings of cuFile", got=str(error), fix="pip install cuda-bindings (or espnx[gds])"
+            "the `gds` path needs the Python bindings of cuFile",
+            got=str(error),
+            fix="pip install cuda-bindings (or espnx[gds])",
         ) from error
-    except RuntimeError as error:  # what the bindings raise when the library or a function in it is missing
+    except RuntimeError as error:
+        # what the bindings raise when the library or a function in it is missing
         raise errors.MissingDependencyError(
-            "the `gds` path needs libcufile 1.15 or newer", got=str(error).strip().splitlines()[0], fix="pip install nvidia-cufile"
+            "the `gds` path needs libcufile 1.15 or newer",
+            got=str(error).strip().splitlines()[0],
+            fix="pip install nvidia-cufile",
         ) from error
     return bindings
 
@@ -115,7 +146,10 @@ class Properties:
             return "cuFile is configured to force compatibility mode"
         if self.nvfs_version == (0, 0) and not self.p2pdma:
             return "the nvidia-fs driver is not loaded and cuFile has no PCI P2PDMA here"
-        return "cuFile does not support the file's device or file system (it needs NVMe or an RDMA file system; virtio disks are neither)"
+        return (
+            "cuFile does not support the file's device or file system (it needs NVMe or an RDMA "
+            "file system; virtio disks are neither)"
+        )
 
 
 class Batch:
@@ -130,10 +164,19 @@ class Batch:
         self._first, self._next = 0, 1
         self._id: int = cufile.call("batch_io_set_up", capacity)
 
-    def submit(self, handle: np.ndarray, file_offset: np.ndarray, base: int, base_offset: np.ndarray, size: np.ndarray) -> None:
-        """Starts reads. cuFile may look at the parameters until the last completion: they stay here.
+    def submit(
+        self,
+        handle: np.ndarray,
+        file_offset: np.ndarray,
+        base: int,
+        base_offset: np.ndarray,
+        size: np.ndarray,
+    ) -> None:
+        """Starts reads. cuFile may look at the parameters until the last completion: they stay
+        here.
 
-        Each entry of each submission has a cookie of its own, so that late news of an earlier submission is told apart.
+        Each entry of each submission has a cookie of its own, so that late news of an earlier
+        submission is told apart.
         """
         count = handle.size
         params = self._params[:count]
@@ -145,14 +188,21 @@ class Batch:
         self._cufile.call("batch_io_submit", self._id, count, self._params.ctypes.data, 0)
 
     def poll(self, at_least: int, timeout_s: float) -> np.ndarray:
-        """Finished entries, `EVENTS` [m], valid until the next call. Waits for `at_least` or the timeout.
+        """Finished entries, `EVENTS` [m], valid until the next call. Waits for `at_least` or the
+        timeout.
 
-        ``cookie`` is the entry's index in the latest submission; no such index where the event is of an earlier one.
+        ``cookie`` is the entry's index in the latest submission; no such index where the event is
+        of an earlier one.
         """
         self._count[0] = self._events.size
         self._timeout[0] = divmod(int(timeout_s * 1e9), 1_000_000_000)
         self._cufile.call(
-            "batch_io_get_status", self._id, at_least, self._count.ctypes.data, self._events.ctypes.data, self._timeout.ctypes.data
+            "batch_io_get_status",
+            self._id,
+            at_least,
+            self._count.ctypes.data,
+            self._events.ctypes.data,
+            self._timeout.ctypes.data,
         )
         events = self._events[: int(self._count[0])]
         events["cookie"] -= self._first
@@ -195,10 +245,13 @@ class CuFile:
         except self._bindings.cuFileError as error:
             code = int(error.status)
             raise CallFailedError(name, code, self.describe(code)) from error
-        except ValueError as error:  # the bindings cannot make their own exception of an errno: "5 is not a valid OpError"
+        except ValueError as error:
+            # the bindings cannot make their own exception of an errno: "5 is not a valid OpError"
             found = re.match(r"\d+", str(error))
             code = int(found.group()) if found else 0
-            raise CallFailedError(name, code, self.describe(code) if found else str(error)) from error
+            raise CallFailedError(
+                name, code, self.describe(code) if found else str(error)
+            ) from error
         except (RuntimeError, AttributeError) as error:  # the library lacks the function
             raise CallFailedError(name, 0, str(error)) from error
 
@@ -215,7 +268,8 @@ class CuFile:
         """Opens the driver, or joins the one that is open.
 
         Args:
-            refuse_compat: tells cuFile to fail rather than go through host memory. Has an effect only if nobody opened the driver before.
+            refuse_compat: tells cuFile to fail rather than go through host memory. Has an effect
+                only if nobody opened the driver before.
         """
         with _opened_lock:
             opened = _opened.setdefault(id(self._bindings), _Opened(self._bindings))
@@ -233,7 +287,8 @@ class CuFile:
             raise
 
     def close(self, *, abandoned: bool) -> None:
-        """Leaves the driver; the last one closes it, unless I/O was abandoned: then it stays open for good."""
+        """Leaves the driver; the last one closes it, unless I/O was abandoned: then it stays open
+        for good."""
         with _opened_lock:
             opened = _opened[id(self._bindings)]
             opened.users -= 0 if abandoned else 1
@@ -251,7 +306,8 @@ class CuFile:
             if error.code != DRIVER_ALREADY_OPEN:  # by another library: with its parameters then
                 raise
         try:
-            self._limited("driver_open", _OPEN_LIMIT_S)  # also where it is open: it stays so when the other library leaves
+            # also where it is open: it stays so when the other library leaves
+            self._limited("driver_open", _OPEN_LIMIT_S)
         except CallFailedError as error:
             if error.code != DRIVER_ALREADY_OPEN:
                 raise
@@ -259,7 +315,8 @@ class CuFile:
         return True
 
     def _limited(self, name: str, limit_s: float) -> None:
-        """A call that is known to hang on some machines (no libcuda, no udev), with a limit; the hung thread is left behind."""
+        """A call that is known to hang on some machines (no libcuda, no udev), with a limit; the
+        hung thread is left behind."""
         failures: list[CallFailedError] = []
 
         def run() -> None:
@@ -273,14 +330,20 @@ class CuFile:
         thread.start()
         thread.join(limit_s)
         if thread.is_alive():
-            raise CallFailedError(name, 0, f"did not return within {limit_s:.0f} s (cuFile needs libcuda, and /run/udev in containers)")
+            raise CallFailedError(
+                name,
+                0,
+                f"did not return within {limit_s:.0f} s (cuFile needs libcuda, and /run/udev in "
+                "containers)",
+            )
         if failures:
             raise failures[0]
 
     def _properties(self) -> Properties:
         raw = np.zeros(64, dtype=np.uint32)
         self.call("driver_get_properties", raw.ctypes.data)
-        # The bit of `features` that speaks of batches is no use: the header calls it unsupported. They are tried instead.
+        # The bit of `features` that speaks of batches is no use: the header calls it unsupported.
+        # They are tried instead.
         status, control, features, limit = int(raw[6]), int(raw[7]), int(raw[8]), int(raw[12])
         return Properties(
             version=int(self.call("get_version")),
@@ -311,20 +374,30 @@ class CuFile:
             return False
         return True
 
-    def read(self, handle: int, base: int, base_offset: int, file_offset: int, size_bytes: int) -> int:
-        """One read, waited for: the bytes read. Raises CallFailedError, also for negative returns, which the bindings let through."""
+    def read(
+        self, handle: int, base: int, base_offset: int, file_offset: int, size_bytes: int
+    ) -> int:
+        """One read, waited for: the bytes read. Raises CallFailedError, also for negative returns,
+        which the bindings let through."""
         moved = self.call("read", handle, base, size_bytes, file_offset, base_offset)
         if moved is None:
-            raise CallFailedError("read", 0, "these bindings do not return how many bytes were read; cuda-bindings 13.0.3 or newer does")
+            raise CallFailedError(
+                "read",
+                0,
+                "these bindings do not return how many bytes were read; cuda-bindings 13.0.3 or "
+                "newer does",
+            )
         if moved < 0:
             raise CallFailedError("read", -moved, self.describe(-moved))
         return int(moved)
 
     def probe(self, handle: int, base: int, base_offset: int, size_bytes: int) -> bool:
-        """Reads the head of a file and asks cuFile's statistics which way it went. True only where they show a direct transfer.
+        """Reads the head of a file and asks cuFile's statistics which way it went. True only where
+        they show a direct transfer.
 
-        cuFile does not tell how it will read a file; its counters of batch entries by path are the evidence that it offers. They count for
-        the whole process, so another library's transfer in the same moment can make the answer False; a file is then taken for indirect.
+        cuFile does not tell how it will read a file; its counters of batch entries by path are the
+        evidence that it offers. They count for the whole process, so another library's transfer in
+        the same moment can make the answer False; a file is then taken for indirect.
         """
         with _stats_lock:
             counting = self.attempt(self._start_stats)
@@ -339,7 +412,8 @@ class CuFile:
         return after[0] > before[0] and after[1] == before[1]
 
     def attempt(self, call: Callable[[], Any]) -> Any:
-        """What it returns; None if it fails, for calls that nothing depends on (statistics of a library without, giving back)."""
+        """What it returns; None if it fails, for calls that nothing depends on (statistics of a
+        library without, giving back)."""
         try:
             return call()
         except CallFailedError:
@@ -366,15 +440,25 @@ class CuFile:
         raw = np.zeros(_STATS_BYTES // 8, dtype=np.uint64)
         self.call("get_stats_l1", raw.ctypes.data)
         direct, through_host = (_NVFS_AT, _P2P_AT), (_POSIX_AT, _AIO_AT, _IO_URING_AT)
-        return sum(int(raw[at // 8]) for at in direct), sum(int(raw[at // 8]) for at in through_host)
+        return sum(int(raw[at // 8]) for at in direct), sum(
+            int(raw[at // 8]) for at in through_host
+        )
 
     def _read_head(self, handle: int, base: int, base_offset: int, size_bytes: int) -> None:
         until = time.monotonic() + _PROBE_LIMIT_S
         try:
             batch: Batch = self.patiently(lambda: Batch(self, 1), until)
-            self._unfinished.append(batch)  # its parameters must outlive the read, whatever happens below
+            # its parameters must outlive the read, whatever happens below
+            self._unfinished.append(batch)
             self.patiently(
-                lambda: batch.submit(np.array([handle]), np.array([0]), base, np.array([base_offset]), np.array([size_bytes])), until
+                lambda: batch.submit(
+                    np.array([handle]),
+                    np.array([0]),
+                    base,
+                    np.array([base_offset]),
+                    np.array([size_bytes]),
+                ),
+                until,
             )
         except CallFailedError as error:
             if error.code not in NO_BATCHES:
@@ -386,10 +470,18 @@ class CuFile:
             time.sleep(_PAUSE_S)
             events = self.patiently(lambda: batch.poll(0, 0.0), until)
         if events.size == 0:
-            raise CallFailedError("batch_io_get_status", 0, f"a first read did not complete within {_PROBE_LIMIT_S:.0f} s")
+            raise CallFailedError(
+                "batch_io_get_status",
+                0,
+                f"a first read did not complete within {_PROBE_LIMIT_S:.0f} s",
+            )
         status, moved = int(events["status"][0]), int(events["ret"][0])
         self._unfinished.remove(batch)
         self.attempt(batch.destroy)
         if status != COMPLETE or moved < 0:
             code = -moved if moved < 0 else 0
-            raise CallFailedError("batch_io_submit", code, self.describe(code) if code else f"entry ended with status {status}")
+            raise CallFailedError(
+                "batch_io_submit",
+                code,
+                self.describe(code) if code else f"entry ended with status {status}",
+            )

@@ -1,17 +1,21 @@
-"""The ``gds`` and ``gds-compat`` engines: reads from files into GPU memory through cuFile (GPUDirect Storage). Imported only when named.
+"""The ``gds`` and ``gds-compat`` engines: reads from files into GPU memory through cuFile
+(GPUDirect Storage). Imported only when named.
 
-``gds`` is the direct way (NVMe to GPU memory by DMA) and nothing else. In its compatibility mode cuFile reads into host memory and copies;
-it does so on virtio disks, or where there is neither nvidia-fs nor PCI P2PDMA, and does not say so. How the effective path is found:
+``gds`` is the direct way (NVMe to GPU memory by DMA) and nothing else. In its compatibility mode
+cuFile reads into host memory and copies; it does so on virtio disks, or where there is neither
+nvidia-fs nor PCI P2PDMA, and does not say so. How the effective path is found:
 
-1. An engine named ``gds`` opens cuFile with ``allow_compat_mode`` off. cuFile then refuses what it cannot transfer directly: opening the
-   driver, registering the file or a first read fails, and that is a `PathUnavailableError`.
-2. Where compatibility mode is allowed (``gds-compat``, or another library opened cuFile first), the head of each file is read once at open,
-   and cuFile's statistics must show that this read was direct (nvidia-fs or P2P) and not through the host. Anything short of that evidence
-   is ``gds-compat``: shown in `FileHandle.effective`, refused by ``gds``.
+1. An engine named ``gds`` opens cuFile with ``allow_compat_mode`` off. cuFile then refuses what it
+   cannot transfer directly: opening the driver, registering the file or a first read fails, and
+   that is a `PathUnavailableError`.
+2. Where compatibility mode is allowed (``gds-compat``, or another library opened cuFile first), the
+   head of each file is read once at open, and cuFile's statistics must show that this read was
+   direct (nvidia-fs or P2P) and not through the host. Anything short of that evidence is
+   ``gds-compat``: shown in `FileHandle.effective`, refused by ``gds``.
 
-Many small reads are cuFile batches (at most 128 entries each, several in flight); items above 1 MiB are read in pieces by threads. All of
-it lands in slices of memory that was registered once. Every entry's status and byte count is looked at; only what was submitted is waited
-for.
+Many small reads are cuFile batches (at most 128 entries each, several in flight); items above 1 MiB
+are read in pieces by threads. All of it lands in slices of memory that was registered once. Every
+entry's status and byte count is looked at; only what was submitted is waited for.
 """
 
 from __future__ import annotations
@@ -48,15 +52,19 @@ class GdsEngine:
         device: ``cuda`` or ``cuda:N``.
         batch_size: most reads in a batch; cuFile's own limit (128 unless configured) holds.
         batches: how many batches are in flight at a time.
-        batch_bytes: neighbours are merged into reads of at most this size; items above it are large.
+        batch_bytes: neighbours are merged into reads of at most this size; items above it are
+            large.
         large_bytes: large items are read in pieces of this size.
         threads: how many large reads are under way at a time.
-        arena_bytes: device memory registered at once; more arenas are added when results in use fill it.
+        arena_bytes: device memory registered at once; more arenas are added when results in use
+            fill it.
         poison: fill memory with 0xA5 before use (tests).
-        bindings, memory: what to call instead of ``cuda.bindings.cufile`` and the CUDA device (tests).
+        bindings, memory: what to call instead of ``cuda.bindings.cufile`` and the CUDA device
+            (tests).
 
     Raises:
-        PathUnavailableError: no CUDA device, or cuFile cannot be opened, or (``gds``) cannot transfer directly.
+        PathUnavailableError: no CUDA device, or cuFile cannot be opened, or (``gds``) cannot
+            transfer directly.
         MissingDependencyError: cuda-bindings or libcufile is not installed.
         OutOfMemoryError: the GPU has no room for an arena.
         InvalidInputError: an option is out of range.
@@ -77,9 +85,18 @@ class GdsEngine:
         bindings: Any = None,
         memory: DeviceMemory | None = None,
     ):
-        self._check_options(path, batch_size=batch_size, batches=batches, threads=threads, batch_bytes=batch_bytes, large_bytes=large_bytes)
+        self._check_options(
+            path,
+            batch_size=batch_size,
+            batches=batches,
+            threads=threads,
+            batch_bytes=batch_bytes,
+            large_bytes=large_bytes,
+        )
         if arena_bytes < BLOCK_BYTES:
-            raise errors.InvalidInputError("arena_bytes of a gds engine", got=arena_bytes, expected=f"at least {BLOCK_BYTES}")
+            raise errors.InvalidInputError(
+                "arena_bytes of a gds engine", got=arena_bytes, expected=f"at least {BLOCK_BYTES}"
+            )
         self.requested = path
         self._strict = path == "gds"
         self._memory = memory if memory is not None else CudaMemory(device)
@@ -107,23 +124,40 @@ class GdsEngine:
     @staticmethod
     def _check_options(path: str, **options: int) -> None:
         if path not in ("gds", "gds-compat"):
-            raise errors.InvalidInputError("path of a gds engine", got=repr(path), expected="gds or gds-compat")
+            raise errors.InvalidInputError(
+                "path of a gds engine", got=repr(path), expected="gds or gds-compat"
+            )
         for name, value in options.items():
             if value < 1 or (name.endswith("_bytes") and value % BLOCK_BYTES):
-                unit = f"a positive multiple of {BLOCK_BYTES}" if name.endswith("_bytes") else "at least 1"
+                unit = (
+                    f"a positive multiple of {BLOCK_BYTES}"
+                    if name.endswith("_bytes")
+                    else "at least 1"
+                )
                 raise errors.InvalidInputError(f"{name} of a gds engine", got=value, expected=unit)
 
     @property
     def effective(self) -> str:
         """What the driver allows; each file's own path is in its `FileHandle.effective`."""
-        return "gds-compat" if self.properties.compat_allowed or self.properties.compat_forced else "gds"
+        return (
+            "gds-compat"
+            if self.properties.compat_allowed or self.properties.compat_forced
+            else "gds"
+        )
 
     @property
     def fallback_reason(self) -> str:
-        """What is slower than it could be, and why: memory that cannot be registered, a library without batches."""
-        reasons = [f"memory is not registered: {self._pool.unregistered}"] if self._pool.unregistered else []
+        """What is slower than it could be, and why: memory that cannot be registered, a library
+        without batches."""
+        reasons = (
+            [f"memory is not registered: {self._pool.unregistered}"]
+            if self._pool.unregistered
+            else []
+        )
         if not self._loop.batching:
-            reasons.append("this libcufile has no batches in this mode; small reads are made one by one")
+            reasons.append(
+                "this libcufile has no batches in this mode; small reads are made one by one"
+            )
         return "; ".join(reasons)
 
     def _open_driver(self) -> Properties:
@@ -131,11 +165,15 @@ class GdsEngine:
             return self._cufile.open(refuse_compat=self._strict)
         except CallFailedError as error:
             fix = _COMPAT_FIX if self._strict else "name `uring`"
-            raise errors.PathUnavailableError(f"cuFile cannot be opened for `{self.requested}`", got=str(error), fix=fix) from error
+            raise errors.PathUnavailableError(
+                f"cuFile cannot be opened for `{self.requested}`", got=str(error), fix=fix
+            ) from error
 
     def _prepare(self) -> None:
         if self._strict and self.properties.compat_forced:
-            raise errors.PathUnavailableError("no direct reads into GPU memory", got=self.properties.obstacle(), fix=_COMPAT_FIX)
+            raise errors.PathUnavailableError(
+                "no direct reads into GPU memory", got=self.properties.obstacle(), fix=_COMPAT_FIX
+            )
         try:
             self._pool.take(BLOCK_BYTES)  # makes the first arena, so that what can fail, fails here
         except CallFailedError as error:
@@ -143,8 +181,11 @@ class GdsEngine:
                 "GPU memory cannot be registered for direct reads", got=str(error), fix=_COMPAT_FIX
             ) from error
 
-    def open(self, path: str | os.PathLike[str], mode: str = "r", *, direct: bool | None = None) -> FileHandle:
-        """Opens a file and registers it with cuFile, once. `direct`: as in `Engine.open`; ``gds`` needs it.
+    def open(
+        self, path: str | os.PathLike[str], mode: str = "r", *, direct: bool | None = None
+    ) -> FileHandle:
+        """Opens a file and registers it with cuFile, once. `direct`: as in `Engine.open`; ``gds``
+        needs it.
 
         Raises:
             PathUnavailableError: the file cannot be read the way the engine is named.
@@ -154,11 +195,16 @@ class GdsEngine:
         """
         if mode != "r":
             raise errors.InvalidInputError(
-                "the gds engine reads files", got=f"mode {mode!r}", expected="r", fix="write with a `uring` engine"
+                "the gds engine reads files",
+                got=f"mode {mode!r}",
+                expected="r",
+                fix="write with a `uring` engine",
             )
         self._check_open("open")
         name = os.fspath(path)
-        descriptor, is_direct = self._open_descriptor(name, True if direct is None and self._strict else direct)
+        descriptor, is_direct = self._open_descriptor(
+            name, True if direct is None and self._strict else direct
+        )
         try:
             size_bytes = os.fstat(descriptor).st_size
             handle, effective = self._register(name, descriptor, size_bytes)
@@ -168,16 +214,25 @@ class GdsEngine:
         alignment = BLOCK_BYTES if is_direct else 1
         with self._loop.lock:
             number = len(self._files)
-            self._files.append(OpenFile(number, name, descriptor, handle, size_bytes, is_direct, alignment, effective))
+            self._files.append(
+                OpenFile(
+                    number, name, descriptor, handle, size_bytes, is_direct, alignment, effective
+                )
+            )
         shown = effective + ("" if is_direct else " (buffered)")
         log.debug("%s into GPU memory by %s%s", name, shown, because(self.fallback_reason))
-        return FileHandle(self._first_file + number, name, size_bytes, is_direct, alignment, self.requested, shown)
+        return FileHandle(
+            self._first_file + number, name, size_bytes, is_direct, alignment, self.requested, shown
+        )
 
     def _open_descriptor(self, name: str, direct: bool | None) -> tuple[int, bool]:
         flags = os.O_RDONLY | os.O_CLOEXEC
         try:
             try:
-                descriptor, is_direct = os.open(name, flags if direct is False else flags | os.O_DIRECT), direct is not False
+                descriptor, is_direct = (
+                    os.open(name, flags if direct is False else flags | os.O_DIRECT),
+                    direct is not False,
+                )
             except OSError as error:
                 if error.errno != errno.EINVAL or direct is not None:
                     raise
@@ -185,10 +240,14 @@ class GdsEngine:
         except OSError as error:
             if error.errno == errno.EINVAL:
                 raise errors.PathUnavailableError(
-                    f"cannot open {name} with O_DIRECT", got=os.strerror(errno.EINVAL), fix=_COMPAT_FIX
+                    f"cannot open {name} with O_DIRECT",
+                    got=os.strerror(errno.EINVAL),
+                    fix=_COMPAT_FIX,
                 ) from error
             missing = error.errno == errno.ENOENT
-            kind: type[errors.StorageError] = errors.FileMissingError if missing else errors.ReadError
+            kind: type[errors.StorageError] = (
+                errors.FileMissingError if missing else errors.ReadError
+            )
             raise kind("cannot open file", path=name, errno=error.errno) from error
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -202,12 +261,16 @@ class GdsEngine:
         except CallFailedError as error:
             fix = _COMPAT_FIX if self._strict else "name `uring`"
             got = f"{error} ({self.properties.obstacle()})"
-            raise errors.PathUnavailableError(f"cuFile cannot read {name} for `{self.requested}`", got=got, fix=fix) from error
+            raise errors.PathUnavailableError(
+                f"cuFile cannot read {name} for `{self.requested}`", got=got, fix=fix
+            ) from error
         try:
             is_direct = self._resolve(handle, name, size_bytes)
             if self._strict and not is_direct:
                 got = f"compatibility mode: {self.properties.obstacle()}"
-                raise errors.PathUnavailableError(f"{name} cannot be read directly into GPU memory", got=got, fix=_COMPAT_FIX)
+                raise errors.PathUnavailableError(
+                    f"{name} cannot be read directly into GPU memory", got=got, fix=_COMPAT_FIX
+                )
         except BaseException:
             self._cufile.forget_file(handle)
             raise
@@ -233,7 +296,9 @@ class GdsEngine:
                     got=str(error),
                     fix=_RETRY_FIX,
                 ) from error
-            raise errors.PathUnavailableError(f"{name} cannot be read directly into GPU memory", got=str(error), fix=_COMPAT_FIX) from error
+            raise errors.PathUnavailableError(
+                f"{name} cannot be read directly into GPU memory", got=str(error), fix=_COMPAT_FIX
+            ) from error
         return shown or refused
 
     def close_file(self, file: FileHandle) -> None:
@@ -242,7 +307,11 @@ class GdsEngine:
             number = file.number - self._first_file
             found = self._files[number] if 0 <= number < len(self._files) else None
             if found is None:
-                raise errors.InvalidInputError("close a file", got=f"file {file.number}", expected="a file that is open in this engine")
+                raise errors.InvalidInputError(
+                    "close a file",
+                    got=f"file {file.number}",
+                    expected="a file that is open in this engine",
+                )
             self._files[number] = None
             found.closed = True
             unused = found.users == 0
@@ -254,14 +323,21 @@ class GdsEngine:
         os.close(file.descriptor)
 
     def read(
-        self, plan: Plan, out: torch.Tensor | None = None, *, gap_bytes: int = 0, priority: int = 0, deadline_s: float = DEFAULT_DEADLINE_S
+        self,
+        plan: Plan,
+        out: torch.Tensor | None = None,
+        *,
+        gap_bytes: int = 0,
+        priority: int = 0,
+        deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> GdsFuture:
         """Starts reading; see `Engine.read`.
 
-        With `out` (uint8, on the engine's device) items are copied there from the registered memory, on the stream that is current when
-        they are handed out. Without it, items lie in the registered memory itself. Its slice is used again when the last view of it is gone
-        and the streams on which items were handed out, and the one current at that moment, have run: keep a reference while others work
-        on it.
+        With `out` (uint8, on the engine's device) items are copied there from the registered
+        memory, on the stream that is current when they are handed out. Without it, items lie in the
+        registered memory itself. Its slice is used again when the last view of it is gone and the
+        streams on which items were handed out, and the one current at that moment, have run: keep a
+        reference while others work on it.
 
         Raises:
             InvalidInputError: the plan or `out` does not fit.
@@ -272,7 +348,8 @@ class GdsEngine:
         self._check_open("read")
         if gap_bytes < 0 or not deadline_s > 0:
             raise errors.InvalidInputError(
-                "gap_bytes must not be negative and deadline_s must be positive", got=f"{gap_bytes}, {deadline_s}"
+                "gap_bytes must not be negative and deadline_s must be positive",
+                got=f"{gap_bytes}, {deadline_s}",
             )
         self._check_out(plan, out)
         with self._loop.lock:
@@ -300,33 +377,64 @@ class GdsEngine:
             return self._pool.take(size_bytes)
         except CallFailedError as error:
             raise errors.PathUnavailableError(
-                "more GPU memory cannot be registered", got=str(error), fix="drop results in use first"
+                "more GPU memory cannot be registered",
+                got=str(error),
+                fix="drop results in use first",
             ) from error
 
     def _check_out(self, plan: Plan, out: torch.Tensor | None) -> None:
         if (plan.out_offset_bytes is None) != (out is None):
-            raise errors.InvalidInputError("out_offset_bytes and the memory they point into come together")
+            raise errors.InvalidInputError(
+                "out_offset_bytes and the memory they point into come together"
+            )
         if out is None or plan.out_offset_bytes is None:
             return
-        if out.device != self._memory.device or out.dtype != torch.uint8 or not out.is_contiguous() or out.dim() != 1:
+        if (
+            out.device != self._memory.device
+            or out.dtype != torch.uint8
+            or not out.is_contiguous()
+            or out.dim() != 1
+        ):
             got = f"{out.dtype} {list(out.shape)} on {out.device}"
-            raise errors.InvalidInputError("the memory of a plan", got=got, expected=f"a contiguous uint8 vector on {self._memory.device}")
+            raise errors.InvalidInputError(
+                "the memory of a plan",
+                got=got,
+                expected=f"a contiguous uint8 vector on {self._memory.device}",
+            )
         to, size = plan.out_offset_bytes, plan.size_bytes
         bad = torch.nonzero((to < 0) | (size < 0) | (to > out.numel() - size)).flatten()
         if bad.numel():
             i = int(bad[0])
-            got, expected = f"{int(size[i])} bytes at {int(to[i])}", f"a range inside {out.numel()} bytes"
-            raise errors.InvalidInputError(f"descriptor {i} of the plan does not fit the caller's memory", got=got, expected=expected)
+            got, expected = (
+                f"{int(size[i])} bytes at {int(to[i])}",
+                f"a range inside {out.numel()} bytes",
+            )
+            raise errors.InvalidInputError(
+                f"descriptor {i} of the plan does not fit the caller's memory",
+                got=got,
+                expected=expected,
+            )
 
-    def write(self, plan: Plan, source: torch.Tensor, *, priority: int = 0, deadline_s: float = DEFAULT_DEADLINE_S) -> GdsFuture:
-        """Not offered: raises PathUnavailableError. Stores are written from host memory, by a ``uring`` engine."""
-        raise errors.PathUnavailableError("the gds engine only reads", fix="write with a `uring` engine")
+    def write(
+        self,
+        plan: Plan,
+        source: torch.Tensor,
+        *,
+        priority: int = 0,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> GdsFuture:
+        """Not offered: raises PathUnavailableError. Stores are written from host memory, by a
+        ``uring`` engine."""
+        raise errors.PathUnavailableError(
+            "the gds engine only reads", fix="write with a `uring` engine"
+        )
 
     def stats(self) -> EngineStats:
         return self._loop.stats()
 
     def close(self, grace_s: float = 5.0) -> None:
-        """See `Engine.close`. Files, memory and driver stay registered if reads had to be abandoned."""
+        """See `Engine.close`. Files, memory and driver stay registered if reads had to be
+        abandoned."""
         if self._closed or self._process != os.getpid():
             return  # in a child process there is neither the thread nor a usable cuFile
         self._closed = True
@@ -344,10 +452,19 @@ class GdsEngine:
     def __enter__(self) -> GdsEngine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _check_open(self, what: str) -> None:
         if self._closed or self._process != os.getpid():
-            where = "the engine is closed" if self._closed else "the engine belongs to the parent process: cuFile does not survive a fork"
+            where = (
+                "the engine is closed"
+                if self._closed
+                else "the engine belongs to the parent process: cuFile does not survive a fork"
+            )
             raise errors.EngineClosedError(f"cannot {what}: {where}")

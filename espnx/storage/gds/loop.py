@@ -1,4 +1,5 @@
-"""The I/O thread of the `gds` engine: admits pieces of transfers, reaps what has ended, retries what came short, fails what failed."""
+"""The I/O thread of the `gds` engine: admits pieces of transfers, reaps what has ended, retries
+what came short, fails what failed."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ import numpy as np
 
 from ... import errors
 from ..engine import EngineStats
-from .cufile import CANCELED, COMPLETE, INVALID, NO_BATCHES, PASSING, TIMEOUT, CallFailedError, CuFile
+from .cufile import (
+    CANCELED,
+    COMPLETE,
+    INVALID,
+    NO_BATCHES,
+    PASSING,
+    TIMEOUT,
+    CallFailedError,
+    CuFile,
+)
 from .queue import Done, Flight, Flights, Readers
 from .transfer import OpenFile, Transfer, refreshed_size
 
@@ -23,9 +33,14 @@ _POLL_S = 0.0005
 _PAUSE_S = 0.0005  # after a call that cuFile wants to be made later
 _QUARANTINE_POLL_S = 0.02
 _RETRY_FIX = "check the device (dmesg, smartctl), then try again; the engine is still usable"
-_STATUS = {INVALID: "rejected as invalid", CANCELED: "cancelled", TIMEOUT: "timed out inside cuFile"}
+_STATUS = {
+    INVALID: "rejected as invalid",
+    CANCELED: "cancelled",
+    TIMEOUT: "timed out inside cuFile",
+}
 
-#: Memory and batches of reads that never completed: kept for the life of the process, because the device may still write to them.
+#: Memory and batches of reads that never completed: kept for the life of the process, because the
+#: device may still write to them.
 abandoned: list[Any] = []
 
 
@@ -40,10 +55,19 @@ class ReadLoop:
         release_file: gives up a closed file that nothing reads any more.
 
     Attributes:
-        batching: whether the library takes batches, as far as is known; without them every piece is a read of its own.
+        batching: whether the library takes batches, as far as is known; without them every piece is
+            a read of its own.
     """
 
-    def __init__(self, cufile: CuFile, *, batch_size: int, batches: int, threads: int, release_file: Callable[[OpenFile], None]):
+    def __init__(
+        self,
+        cufile: CuFile,
+        *,
+        batch_size: int,
+        batches: int,
+        threads: int,
+        release_file: Callable[[OpenFile], None],
+    ):
         self._cufile, self._release_file, self.batching = cufile, release_file, True
         self._flights = Flights(cufile, batch_size, batches)
         self._readers = Readers(cufile, threads, self._read_landed)
@@ -54,12 +78,15 @@ class ReadLoop:
         self._looked_at, self._submit_again_at = time.monotonic(), 0.0
         self.stopping = False
         self._grace_s = 0.0
-        self._counts = dict.fromkeys(("bytes_asked", "bytes_moved", "requests", "retries", "failures"), 0)
+        self._counts = dict.fromkeys(
+            ("bytes_asked", "bytes_moved", "requests", "retries", "failures"), 0
+        )
         self._thread = threading.Thread(target=self._run, daemon=True, name="espnx-gds")
         self._thread.start()
 
     def submit(self, transfer: Transfer) -> None:
-        """Starts a transfer. Raises EngineClosedError, InvalidInputError (a file was closed meanwhile)."""
+        """Starts a transfer. Raises EngineClosedError, InvalidInputError (a file was closed
+        meanwhile)."""
         transfer.on_fail, transfer.looked_at = self._on_fail, self._last_look
         files = transfer.used_files()
         with self.lock:
@@ -70,13 +97,20 @@ class ReadLoop:
             for file in files:
                 file.users += 1
             self._counts["bytes_asked"] += transfer.asked_bytes
-            at = next((i for i, other in enumerate(self._active) if other.priority < transfer.priority), len(self._active))
+            at = next(
+                (i for i, other in enumerate(self._active) if other.priority < transfer.priority),
+                len(self._active),
+            )
             self._active.insert(at, transfer)
             self._wake()
 
     def stats(self) -> EngineStats:
         with self.lock:
-            held = [transfer for transfer in self._active if transfer.failure is not None and transfer.in_flight > 0]
+            held = [
+                transfer
+                for transfer in self._active
+                if transfer.failure is not None and transfer.in_flight > 0
+            ]
             return EngineStats(
                 **self._counts,
                 in_flight=sum(transfer.in_flight for transfer in self._active),
@@ -128,7 +162,10 @@ class ReadLoop:
         now = time.monotonic()
         if any(not flight.lost for flight in self._flights.active):
             longest_s = min(longest_s, _QUARANTINE_POLL_S)
-        again = (self._submit_again_at, *(flight.poll_again_at for flight in self._flights.healthy()))
+        again = (
+            self._submit_again_at,
+            *(flight.poll_again_at for flight in self._flights.healthy()),
+        )
         longest_s = min([longest_s, *(at - now for at in again if at > now)])
         with self.lock:
             if not self._news:
@@ -141,7 +178,9 @@ class ReadLoop:
         with self.lock:
             transfers = list(self._active)
         for transfer in transfers:
-            while self._may_submit() and (pieces := transfer.take(transfer.small, self._flights.room())):
+            while self._may_submit() and (
+                pieces := transfer.take(transfer.small, self._flights.room())
+            ):
                 self._submit_batch(transfer, np.array(pieces))
             pending = (transfer.large,) if self.batching else (transfer.large, transfer.small)
             for waiting in pending:
@@ -154,7 +193,9 @@ class ReadLoop:
         self._retire()
 
     def _may_submit(self) -> bool:
-        return self.batching and self._flights.room() > 0 and time.monotonic() >= self._submit_again_at
+        return (
+            self.batching and self._flights.room() > 0 and time.monotonic() >= self._submit_again_at
+        )
 
     def _retire(self) -> None:
         with self.lock:
@@ -174,7 +215,8 @@ class ReadLoop:
             flight = self._flights.prepare(transfer, pieces)
             flight.submit()
         except CallFailedError as error:
-            if flight is None or error.code in (*NO_BATCHES, *PASSING):  # then cuFile has taken nothing
+            # then cuFile has taken nothing
+            if flight is None or error.code in (*NO_BATCHES, *PASSING):
                 if flight is not None:
                     self._flights.discard(flight)
                 self._counts["requests"] -= pieces.size
@@ -193,11 +235,16 @@ class ReadLoop:
         return error.code in PASSING and time.monotonic() < transfer.deadline
 
     def _reap(self) -> bool:
-        """Takes what has ended. False where nothing came and there is nothing to wait for but threads and reads that may never end."""
+        """Takes what has ended. False where nothing came and there is nothing to wait for but
+        threads and reads that may never end."""
         came, now = bool(self._landed), time.monotonic()
         while self._landed:
             self._complete(self._landed.popleft())
-        due = [flight for flight in self._flights.active if not flight.lost and flight.poll_again_at <= now]
+        due = [
+            flight
+            for flight in self._flights.active
+            if not flight.lost and flight.poll_again_at <= now
+        ]
         waited_for = next((flight for flight in due if not flight.cancelled), None)
         for flight in due:
             self._poll(flight, wait=flight is waited_for and flight.may_wait)
@@ -213,7 +260,12 @@ class ReadLoop:
                 self._poll_later(flight, str(error))
                 return
             flight.lost = str(error)  # its memory stays in quarantine
-            self._fail_piece(flight.transfer, int(flight.pieces[np.argmax(flight.outstanding)]), error.code, str(error))
+            self._fail_piece(
+                flight.transfer,
+                int(flight.pieces[np.argmax(flight.outstanding)]),
+                error.code,
+                str(error),
+            )
             return
         if done is not None:
             self._complete(done)
@@ -221,7 +273,8 @@ class ReadLoop:
             self._flights.forget(flight)
 
     def _poll_later(self, flight: Flight, trouble: str) -> None:
-        # A library may take "not as many in that time" for an error: the next look does not wait for any.
+        # A library may take "not as many in that time" for an error: the next look does not wait
+        # for any.
         flight.may_wait = not flight.may_wait
         flight.poll_again_at = time.monotonic() + _PAUSE_S
         flight.transfer.trouble = trouble
@@ -233,9 +286,13 @@ class ReadLoop:
         transfer, left = done.transfer, done.transfer.left_bytes[done.pieces]
         transfer.in_flight -= int((done.status != TIMEOUT).sum())
         whole = (done.status == COMPLETE) & (done.moved_bytes >= left)
-        self._counts["bytes_moved"] += int(np.maximum(done.moved_bytes, 0)[done.status == COMPLETE].sum())
+        self._counts["bytes_moved"] += int(
+            np.maximum(done.moved_bytes, 0)[done.status == COMPLETE].sum()
+        )
         transfer.moved_bytes += int(left[whole].sum())
-        for piece, moved, status in zip(done.pieces[~whole], done.moved_bytes[~whole], done.status[~whole], strict=True):
+        for piece, moved, status in zip(
+            done.pieces[~whole], done.moved_bytes[~whole], done.status[~whole], strict=True
+        ):
             if transfer.failure is None:
                 self._continue(transfer, int(piece), int(moved), int(status))
         if whole.any():
@@ -248,7 +305,11 @@ class ReadLoop:
         if code in (errno.EAGAIN, errno.EINTR) and transfer.idle_retries[piece] <= IDLE_RETRIES:
             whole = 0
         elif code or status != COMPLETE:
-            got = self._cufile.describe(code) if code else f"cuFile status {status} ({_STATUS.get(status, 'failed')})"
+            got = (
+                self._cufile.describe(code)
+                if code
+                else f"cuFile status {status} ({_STATUS.get(status, 'failed')})"
+            )
             self._fail_piece(transfer, piece, code, got)
             return
         else:
@@ -269,21 +330,33 @@ class ReadLoop:
 
     def _place(self, transfer: Transfer, piece: int) -> dict[str, Any]:
         file = transfer.file_of(piece)
-        return {"path": file.path, "offset_bytes": int(transfer.offset_bytes[piece]), "size_bytes": int(transfer.left_bytes[piece])}
+        return {
+            "path": file.path,
+            "offset_bytes": int(transfer.offset_bytes[piece]),
+            "size_bytes": int(transfer.left_bytes[piece]),
+        }
 
     def _fail_piece(self, transfer: Transfer, piece: int, code: int, got: str) -> None:
         place = self._place(transfer, piece)
         number = code if 0 < code < 5000 else None
         text = os.strerror(number) if number else got
-        transfer.fail(lambda: errors.ReadError("read failed", **place, errno=number, got=text, fix=_RETRY_FIX))
+        transfer.fail(
+            lambda: errors.ReadError("read failed", **place, errno=number, got=text, fix=_RETRY_FIX)
+        )
 
     def _fail_truncated(self, transfer: Transfer, piece: int, file: OpenFile, end: int) -> None:
         place, got = self._place(transfer, piece), f"a file of {file.size_bytes} bytes"
-        transfer.fail(lambda: errors.TruncatedFileError("file ended during the read", **place, got=got, expected=f"at least {end}"))
+        transfer.fail(
+            lambda: errors.TruncatedFileError(
+                "file ended during the read", **place, got=got, expected=f"at least {end}"
+            )
+        )
 
     def _fail_short(self, transfer: Transfer, piece: int) -> None:
         place, got = self._place(transfer, piece), f"{IDLE_RETRIES} completions without progress"
-        transfer.fail(lambda: errors.ShortReadError("read stays short", **place, got=got, fix=_RETRY_FIX))
+        transfer.fail(
+            lambda: errors.ShortReadError("read stays short", **place, got=got, fix=_RETRY_FIX)
+        )
 
     def _fail_all(self, what: str) -> None:
         with self.lock:

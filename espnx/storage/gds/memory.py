@@ -1,4 +1,5 @@
-"""The memory that the `gds` engine reads into: what it asks of a device (`DeviceMemory`), and how a CUDA device gives it."""
+"""The memory that the `gds` engine reads into: what it asks of a device (`DeviceMemory`), and how a
+CUDA device gives it."""
 
 from __future__ import annotations
 
@@ -28,13 +29,16 @@ class DeviceMemory(Protocol):
     device: torch.device
 
     def enter_thread(self) -> None:
-        """Makes the device current in the calling thread; every thread that calls cuFile needs it once."""
+        """Makes the device current in the calling thread; every thread that calls cuFile needs it
+        once."""
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """A uint8 tensor that nothing queued on the device still writes to. Raises OutOfMemoryError."""
+        """A uint8 tensor that nothing queued on the device still writes to. Raises
+        OutOfMemoryError."""
 
     def wrap(self, owner: object, pointer: int, size_bytes: int) -> torch.Tensor:
-        """A uint8 tensor over memory that lives as long as `owner`; keeps `owner` as long as any view of it lives."""
+        """A uint8 tensor over memory that lives as long as `owner`; keeps `owner` as long as any
+        view of it lives."""
 
     def settle(self) -> None:
         """Waits for everything queued on the device."""
@@ -47,8 +51,8 @@ class DeviceMemory(Protocol):
 
 
 class EventFence:
-    """Behind what is queued on CUDA streams now; or later, when nothing records a CUDA graph on them any more: an event of ours must not
-    become part of somebody's graph."""
+    """Behind what is queued on CUDA streams now; or later, when nothing records a CUDA graph on
+    them any more: an event of ours must not become part of somebody's graph."""
 
     def __init__(self, streams: set[Any]):
         self._streams, self._events = streams, list[Any]()
@@ -73,7 +77,8 @@ def _is_capturing(stream: Any) -> bool:
 class Allocation:
     """Memory of ``cudaMalloc``, freed with the last tensor over it.
 
-    Not from torch's allocator: what that makes with expandable segments, or of CUDA's own pools, cannot be registered with cuFile.
+    Not from torch's allocator: what that makes with expandable segments, or of CUDA's own pools,
+    cannot be registered with cuFile.
 
     Args:
         runtime: ``cuda.bindings.runtime``.
@@ -89,12 +94,18 @@ class Allocation:
         if status == 0:
             status, self.pointer = runtime.cudaMalloc(size_bytes)
         if status == 0:
-            weakref.finalize(self, self._free, runtime, int(self.pointer), os.getpid()).atexit = False
+            weakref.finalize(
+                self, self._free, runtime, int(self.pointer), os.getpid()
+            ).atexit = False
             return
         if int(status) == _CUDA_OUT_OF_MEMORY:
             _, free_bytes, _ = runtime.cudaMemGetInfo()
-            raise errors.OutOfMemoryError("memory of the GPU for reads", needed_bytes=size_bytes, free_bytes=int(free_bytes))
-        raise errors.PathUnavailableError("GPU memory cannot be allocated", got=f"CUDA error {int(status)}")
+            raise errors.OutOfMemoryError(
+                "memory of the GPU for reads", needed_bytes=size_bytes, free_bytes=int(free_bytes)
+            )
+        raise errors.PathUnavailableError(
+            "GPU memory cannot be allocated", got=f"CUDA error {int(status)}"
+        )
 
     @staticmethod
     def _free(runtime: Any, pointer: int, process: int) -> None:
@@ -107,7 +118,13 @@ class _DeviceArray:
 
     def __init__(self, owner: object, pointer: int, size_bytes: int):
         self.owner = owner
-        self.__cuda_array_interface__ = {"shape": (size_bytes,), "typestr": "|u1", "data": (pointer, False), "strides": None, "version": 3}
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 3,
+        }
 
 
 class CudaMemory:
@@ -116,18 +133,32 @@ class CudaMemory:
     def __init__(self, device: str | torch.device):
         device = torch.device(device)
         if device.type != "cuda":
-            raise errors.InvalidInputError("GPUDirect Storage reads into CUDA memory", got=f"device {device}", expected="cuda or cuda:N")
-        if not torch.cuda.is_available():
-            built = "torch sees no CUDA device" if torch.version.cuda else "this torch was built without CUDA"
-            raise errors.PathUnavailableError(
-                "GPUDirect Storage needs a CUDA device", got=built, fix="name another path (`uring`, `posix`)"
+            raise errors.InvalidInputError(
+                "GPUDirect Storage reads into CUDA memory",
+                got=f"device {device}",
+                expected="cuda or cuda:N",
             )
-        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        if not torch.cuda.is_available():
+            built = (
+                "torch sees no CUDA device"
+                if torch.version.cuda
+                else "this torch was built without CUDA"
+            )
+            raise errors.PathUnavailableError(
+                "GPUDirect Storage needs a CUDA device",
+                got=built,
+                fix="name another path (`uring`, `posix`)",
+            )
+        self.device = torch.device(
+            "cuda", torch.cuda.current_device() if device.index is None else device.index
+        )
         try:
             self._runtime = importlib.import_module("cuda.bindings.runtime")
         except ImportError as error:
             raise errors.MissingDependencyError(
-                "the `gds` path needs the Python bindings of CUDA", got=str(error), fix="pip install cuda-bindings (or espnx[gds])"
+                "the `gds` path needs the Python bindings of CUDA",
+                got=str(error),
+                fix="pip install cuda-bindings (or espnx[gds])",
             ) from error
 
     def enter_thread(self) -> None:

@@ -1,7 +1,9 @@
-"""What the `gds` engine's reads are submitted through: batches of many small ones, and threads for large ones.
+"""What the `gds` engine's reads are submitted through: batches of many small ones, and threads for
+large ones.
 
-A batch belongs to one transfer, because cuFile can only cancel whole batches. What was cancelled or has failed without a completion keeps
-its memory, its file and its batch context until cuFile reports it; a context is given up only when nothing in it is outstanding.
+A batch belongs to one transfer, because cuFile can only cancel whole batches. What was cancelled or
+has failed without a completion keeps its memory, its file and its batch context until cuFile
+reports it; a context is given up only when nothing in it is outstanding.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Flight:
         self.batch.submit(t.handle[p], t.offset_bytes[p], t.base, t.place_bytes[p], t.left_bytes[p])
 
     def poll(self, at_least: int, timeout_s: float) -> Done | None:
-        """What has ended since the last call. An entry that timed out inside cuFile is reported, and stays outstanding."""
+        """What has ended since the last call. An entry that timed out inside cuFile is reported,
+        and stays outstanding."""
         events = self.batch.poll(at_least, timeout_s)
         entry = events["cookie"]
         # An entry that is reported twice, or was never submitted, must not be counted again.
@@ -59,7 +62,9 @@ class Flight:
         if entry.size == 0:
             return None
         self.outstanding[entry[events["status"] != TIMEOUT]] = False
-        return Done(self.transfer, self.pieces[entry], events["ret"].copy(), events["status"].copy())
+        return Done(
+            self.transfer, self.pieces[entry], events["ret"].copy(), events["status"].copy()
+        )
 
     def count(self) -> int:
         return int(self.outstanding.sum())
@@ -77,13 +82,15 @@ class Flights:
         return [flight for flight in self.active if not flight.cancelled and not flight.lost]
 
     def room(self) -> int:
-        """How many entries the next batch may have; 0 where enough are in flight. Cancelled batches do not count: they may never end."""
+        """How many entries the next batch may have; 0 where enough are in flight. Cancelled batches
+        do not count: they may never end."""
         return self._batch_size if len(self.healthy()) < self._limit else 0
 
     def prepare(self, transfer: Transfer, pieces: np.ndarray) -> Flight:
         """A flight that is ready to be submitted. Raises CallFailedError.
 
-        If its submission fails other than by a refusal, nobody knows whether cuFile took some of it: the flight stays outstanding.
+        If its submission fails other than by a refusal, nobody knows whether cuFile took some of
+        it: the flight stays outstanding.
         """
         batch = self._idle.pop() if self._idle else Batch(self._cufile, self._batch_size)
         flight = Flight(batch, transfer, pieces)
@@ -91,7 +98,8 @@ class Flights:
         return flight
 
     def forget(self, flight: Flight) -> None:
-        """Takes out a flight of which nothing is outstanding. The context of a cancelled one is not used again."""
+        """Takes out a flight of which nothing is outstanding. The context of a cancelled one is not
+        used again."""
         self.active.remove(flight)
         if flight.cancelled:
             self._cufile.attempt(flight.batch.destroy)
@@ -105,7 +113,8 @@ class Flights:
         self.forget(flight)
 
     def cancel(self, flight: Flight) -> None:
-        """Cancels a flight once. A refusal changes nothing: its entries are waited for either way."""
+        """Cancels a flight once. A refusal changes nothing: its entries are waited for either
+        way."""
         if flight.cancelled:
             return
         flight.cancelled = True
@@ -120,7 +129,8 @@ class Flights:
 
 
 class Readers:
-    """Daemon threads that make one waiting read call each. Those that hang are left behind, and others started in their place."""
+    """Daemon threads that make one waiting read call each. Those that hang are left behind, and
+    others started in their place."""
 
     def __init__(self, cufile: CuFile, threads: int, landed: Callable[[Done], None]):
         self._cufile, self._threads, self._landed = cufile, threads, landed
@@ -130,7 +140,8 @@ class Readers:
         self.running: list[tuple[Transfer, int]] = []
 
     def room(self) -> int:
-        """How many more reads can start now. Reads of failed transfers do not count: they may never end."""
+        """How many more reads can start now. Reads of failed transfers do not count: they may never
+        end."""
         with self._lock:
             return self._threads - sum(transfer.failure is None for transfer, _ in self.running)
 

@@ -1,4 +1,5 @@
-"""One read of many items into device memory: what the I/O thread of the `gds` engine works through, and the future the caller waits on."""
+"""One read of many items into device memory: what the I/O thread of the `gds` engine works through,
+and the future the caller waits on."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ class Layout:
     """Where a plan's items lie, from the same planner as the native engine's. numpy int64 arrays.
 
     Attributes:
-        file, offset_bytes, expected_bytes, place_bytes: per extent; `expected_bytes` is cut at the end of the file, so that a short read is
-            always a fault.
+        file, offset_bytes, expected_bytes, place_bytes: per extent; `expected_bytes` is cut at the
+            end of the file, so that a short read is always a fault.
         first, last: per extent, a range of `order`.
         order: item numbers, grouped by extent.
         position_bytes: per item, in memory; -1 for empty ones.
@@ -70,7 +71,10 @@ def lay_out(plan: Plan, files: list[OpenFile | None], gap_bytes: int, limit_byte
     """Widens, merges and places the items of a plan that `check` has passed."""
     native = load_native()
     numbers = [f for f in files if f is not None]
-    sizes, alignments = torch.zeros(len(files), dtype=torch.int64), torch.ones(len(files), dtype=torch.int64)
+    sizes, alignments = (
+        torch.zeros(len(files), dtype=torch.int64),
+        torch.ones(len(files), dtype=torch.int64),
+    )
     for f in numbers:
         sizes[f.number], alignments[f.number] = f.size_bytes, f.alignment_bytes
     file, offset, _, expected, place, position, order, first, last, memory_bytes = native.pack_plan(
@@ -90,35 +94,49 @@ def lay_out(plan: Plan, files: list[OpenFile | None], gap_bytes: int, limit_byte
 
 
 def with_own_numbers(plan: Plan, first_file: int) -> Plan:
-    """The plan with places in the engine's list of files instead of numbers, which begin at `first_file`. Raises InvalidInputError."""
+    """The plan with places in the engine's list of files instead of numbers, which begin at
+    `first_file`. Raises InvalidInputError."""
     n = len(plan)
     for name in ("file", "offset_bytes", "size_bytes", "out_offset_bytes", "crc32c"):
         column = getattr(plan, name)
         if column is None and name in ("out_offset_bytes", "crc32c"):
             continue
-        if column.dtype != torch.int64 or column.dim() != 1 or column.numel() != n or column.device.type != "cpu":
+        if (
+            column.dtype != torch.int64
+            or column.dim() != 1
+            or column.numel() != n
+            or column.device.type != "cpu"
+        ):
             raise errors.InvalidInputError(
-                f"{name} of the plan", got=f"{column.dtype} {list(column.shape)} on {column.device}", expected=f"int64 [{n}] on the CPU"
+                f"{name} of the plan",
+                got=f"{column.dtype} {list(column.shape)} on {column.device}",
+                expected=f"int64 [{n}] on the CPU",
             )
     return replace(plan, file=plan.file - first_file)
 
 
 def check(plan: Plan, files: list[OpenFile | None], first_file: int) -> None:
-    """Everything the planner cannot name well: files of others, closed files, items behind the end of theirs. Raises InvalidInputError,
-    TruncatedFileError."""
+    """Everything the planner cannot name well: files of others, closed files, items behind the end
+    of theirs. Raises InvalidInputError, TruncatedFileError."""
     known = np.array([f is not None for f in files] + [False])
     number, offset, size = plan.file.numpy(), plan.offset_bytes.numpy(), plan.size_bytes.numpy()
-    unknown = np.flatnonzero((number < 0) | (number >= len(files)) | ~known[np.clip(number, 0, len(files))])
+    unknown = np.flatnonzero(
+        (number < 0) | (number >= len(files)) | ~known[np.clip(number, 0, len(files))]
+    )
     if unknown.size:
         i = int(unknown[0])
         raise errors.InvalidInputError(
-            f"descriptor {i} of the plan", got=f"file {int(number[i]) + first_file}", expected="a file that is open in this engine"
+            f"descriptor {i} of the plan",
+            got=f"file {int(number[i]) + first_file}",
+            expected="a file that is open in this engine",
         )
     bad = np.flatnonzero((offset < 0) | (size < 0) | (offset > 2**62 - size))
     if bad.size:
         i = int(bad[0])
         raise errors.InvalidInputError(
-            f"descriptor {i} of the plan", got=f"offset {offset[i]}, size {size[i]}", expected="0 or more, below 2**62"
+            f"descriptor {i} of the plan",
+            got=f"offset {offset[i]}, size {size[i]}",
+            expected="0 or more, below 2**62",
         )
     ends = np.array([0 if f is None else f.size_bytes for f in files] + [0])
     beyond = np.flatnonzero(offset + size > ends[number])
@@ -143,7 +161,8 @@ def refreshed_size(file: OpenFile) -> int:
 
 
 class Transfer:
-    """The state of one read. The I/O thread takes pieces and reports them; callers wait. `lock` guards what both touch."""
+    """The state of one read. The I/O thread takes pieces and reports them; callers wait. `lock`
+    guards what both touch."""
 
     def __init__(
         self,
@@ -158,9 +177,15 @@ class Transfer:
         deadline_s: float,
     ):
         self.plan, self.layout, self.priority, self.deadline_s = plan, layout, priority, deadline_s
-        # The lease itself only until the last piece is back: then the slice is the caller's, and free as soon as he drops it.
+        # The lease itself only until the last piece is back: then the slice is the caller's, and
+        # free as soon as he drops it.
         self._lease: Lease | None = lease
-        self.base, self.begin_bytes, self.held_bytes, self.streams = lease.base, lease.begin_bytes, lease.size_bytes, lease.streams
+        self.base, self.begin_bytes, self.held_bytes, self.streams = (
+            lease.base,
+            lease.begin_bytes,
+            lease.size_bytes,
+            lease.streams,
+        )
         self.deadline = time.monotonic() + min(deadline_s, 1e9)
         self._files = files
         self.changed = threading.Condition()
@@ -178,12 +203,17 @@ class Transfer:
         self.trouble = ""  # why it takes so long, if cuFile says
 
     def _cut(self, batch_bytes: int, large_bytes: int) -> None:
-        """Extents of at most `batch_bytes` are one entry of a batch each; longer ones are cut into pieces of `large_bytes` of their own."""
+        """Extents of at most `batch_bytes` are one entry of a batch each; longer ones are cut into
+        pieces of `large_bytes` of their own."""
         expected = self.layout.expected_bytes
         pieces = np.where(expected <= batch_bytes, 1, -(-expected // large_bytes))
         self.open_pieces = pieces.copy()
         self.extent = np.repeat(np.arange(expected.size), pieces)
-        begin = np.concatenate([np.arange(count) for count in pieces]) if pieces.size else np.zeros(0, dtype=np.int64)
+        begin = (
+            np.concatenate([np.arange(count) for count in pieces])
+            if pieces.size
+            else np.zeros(0, dtype=np.int64)
+        )
         done = begin * large_bytes
         self.offset_bytes = self.layout.offset_bytes[self.extent] + done
         self.place_bytes = self.begin_bytes + self.layout.place_bytes[self.extent] + done
@@ -191,8 +221,12 @@ class Transfer:
         single = pieces[self.extent] == 1
         self.left_bytes = np.where(single, left, np.minimum(left, large_bytes))
         self.is_large = expected[self.extent] > batch_bytes
-        handles = np.array([0 if f is None else f.handle for f in self._files] + [0], dtype=np.int64)
-        self.handle = handles[self.layout.file[self.extent]] if pieces.size else np.zeros(0, dtype=np.int64)
+        handles = np.array(
+            [0 if f is None else f.handle for f in self._files] + [0], dtype=np.int64
+        )
+        self.handle = (
+            handles[self.layout.file[self.extent]] if pieces.size else np.zeros(0, dtype=np.int64)
+        )
         self.idle_retries = np.zeros(self.extent.size, dtype=np.int64)
         self.small: deque[int] = deque(np.flatnonzero(~self.is_large).tolist())
         self.large: deque[int] = deque(np.flatnonzero(self.is_large).tolist())
@@ -204,7 +238,11 @@ class Transfer:
         return found
 
     def used_files(self) -> list[OpenFile]:
-        return [found for number in np.unique(self.layout.file) if (found := self._files[int(number)]) is not None]
+        return [
+            found
+            for number in np.unique(self.layout.file)
+            if (found := self._files[int(number)]) is not None
+        ]
 
     def over(self) -> bool:
         """Whether nothing is left to start or to come back. Lets go of the memory if so."""
@@ -214,7 +252,8 @@ class Transfer:
         return True
 
     def take(self, waiting: deque[int], most: int) -> list[int]:
-        """Up to `most` pieces to start now; none after a failure. They are in flight from here on."""
+        """Up to `most` pieces to start now; none after a failure. They are in flight from here
+        on."""
         with self.changed:
             pieces = [waiting.popleft() for _ in range(min(most, len(waiting)))]
             self.in_flight += len(pieces)
@@ -246,13 +285,15 @@ class Transfer:
             self._ready.append(done)
             self._ready_items += int((self.layout.last[done] - self.layout.first[done]).sum())
             self.over()
-            # Waking a thread that finds too little costs both it and this one a turn of the interpreter's lock.
+            # Waking a thread that finds too little costs both it and this one a turn of the
+            # interpreter's lock.
             if self._there() >= self._wanted or self._there() + self._handed_out == len(self.plan):
                 self._wanted = _NOBODY
                 self.changed.notify_all()
 
     def fail(self, failure: Callable[[], errors.EspnxError]) -> None:
-        """Ends the transfer unless it has ended. What is with the device keeps its memory until it completes."""
+        """Ends the transfer unless it has ended. What is with the device keeps its memory until it
+        completes."""
         with self.changed:
             if self.failure is not None or self._handed_out == len(self.plan):
                 return
@@ -270,11 +311,16 @@ class Transfer:
         return self._ready_items + self.empty_items.size
 
     def take_ready(self, at_least: int, until: float) -> tuple[np.ndarray, bool]:
-        """Items that arrived: waits for `at_least` of them, the end, or `until`. Raises the failure, or the deadline's."""
+        """Items that arrived: waits for `at_least` of them, the end, or `until`. Raises the
+        failure, or the deadline's."""
         until = min(until, self.deadline)
         overdue = False
         with self.changed:
-            while self.failure is None and self._there() < at_least and self._there() + self._handed_out < len(self.plan):
+            while (
+                self.failure is None
+                and self._there() < at_least
+                and self._there() + self._handed_out < len(self.plan)
+            ):
                 now = time.monotonic()
                 if now >= until:
                     overdue = self._is_overdue(now)
@@ -294,8 +340,11 @@ class Transfer:
         raise self.failure()
 
     def _is_overdue(self, now: float) -> bool:
-        """What came in time counts, even if nobody has looked: while a kernel is compiled, the I/O thread may miss its turn for seconds."""
-        return now >= self.deadline and (self.looked_at() >= self.deadline or now >= self.deadline + _LOOK_LIMIT_S)
+        """What came in time counts, even if nobody has looked: while a kernel is compiled, the I/O
+        thread may miss its turn for seconds."""
+        return now >= self.deadline and (
+            self.looked_at() >= self.deadline or now >= self.deadline + _LOOK_LIMIT_S
+        )
 
     def expire(self) -> None:
         """Ends the transfer at its deadline."""
@@ -303,17 +352,25 @@ class Transfer:
 
     def _items_of(self, extents: np.ndarray) -> np.ndarray:
         """The items of these extents: their ranges of `Layout.order`, one after another."""
-        first, count = self.layout.first[extents], self.layout.last[extents] - self.layout.first[extents]
+        first, count = (
+            self.layout.first[extents],
+            self.layout.last[extents] - self.layout.first[extents],
+        )
         begin = np.cumsum(count) - count
         return self.layout.order[np.repeat(first - begin, count) + np.arange(count.sum())]
 
     def take_back(self, count: int) -> None:
-        """Items that were handed out by `take_ready` and then found bad: the transfer is not over, so that it can fail."""
+        """Items that were handed out by `take_ready` and then found bad: the transfer is not over,
+        so that it can fail."""
         with self.changed:
             self._handed_out -= count
 
     def _deadline_failure(self) -> Callable[[], errors.EspnxError]:
-        open_extents, all_count, deadline_s = np.flatnonzero(self.open_pieces), self.open_pieces.size, self.deadline_s
+        open_extents, all_count, deadline_s = (
+            np.flatnonzero(self.open_pieces),
+            self.open_pieces.size,
+            self.deadline_s,
+        )
         first = int(open_extents[0]) if open_extents.size else 0
         path = self.file_of(int(np.searchsorted(self.extent, first))).path
         offset, size = int(self.layout.offset_bytes[first]), int(self.layout.expected_bytes[first])
@@ -332,11 +389,23 @@ class Transfer:
 class GdsFuture:
     """See `espnx.storage.engine.Future`.
 
-    Items are on the device when `next` hands them out; copies into the caller's tensor are queued on the caller's current stream.
+    Items are on the device when `next` hands them out; copies into the caller's tensor are queued
+    on the caller's current stream.
     """
 
-    def __init__(self, transfer: Transfer, device_memory: DeviceMemory, memory: torch.Tensor, out: torch.Tensor | None):
-        self._transfer, self._device_memory, self._buffer, self._out = transfer, device_memory, memory, out
+    def __init__(
+        self,
+        transfer: Transfer,
+        device_memory: DeviceMemory,
+        memory: torch.Tensor,
+        out: torch.Tensor | None,
+    ):
+        self._transfer, self._device_memory, self._buffer, self._out = (
+            transfer,
+            device_memory,
+            memory,
+            out,
+        )
         self._finished = False
 
     @property
@@ -425,7 +494,12 @@ class GdsFuture:
         source = self._transfer.layout.position_bytes.numpy()[items]
         target, size = out_offset.numpy()[items], self._transfer.plan.size_bytes.numpy()[items]
         # One copy per run that is contiguous on both sides.
-        breaks = np.flatnonzero((source[1:] != source[:-1] + size[:-1]) | (target[1:] != target[:-1] + size[:-1])) + 1
+        breaks = (
+            np.flatnonzero(
+                (source[1:] != source[:-1] + size[:-1]) | (target[1:] != target[:-1] + size[:-1])
+            )
+            + 1
+        )
         for run in np.split(np.arange(items.size), breaks):
             if run.size:
                 begin, length = int(run[0]), int(size[run].sum())
@@ -433,10 +507,17 @@ class GdsFuture:
                 self._out[target[begin] : target[begin] + length].copy_(arrived, non_blocking=True)
 
 
-def _crc32c(memory: torch.Tensor, position_bytes: torch.Tensor, size_bytes: torch.Tensor) -> torch.Tensor:
-    """CRC32C of ranges, int64 [n] on the CPU: on the device where espnx.ops has registered its kernel, else from a copy of the ranges."""
+def _crc32c(
+    memory: torch.Tensor, position_bytes: torch.Tensor, size_bytes: torch.Tensor
+) -> torch.Tensor:
+    """CRC32C of ranges, int64 [n] on the CPU: on the device where espnx.ops has registered its
+    kernel, else from a copy of the ranges."""
     if memory.device.type != "cpu" and hasattr(torch.ops.espnx, "crc32c"):
-        return torch.ops.espnx.crc32c(memory, position_bytes.to(memory.device), size_bytes.to(memory.device)).cpu()
-    spans = [memory[p : p + s] for p, s in zip(position_bytes.tolist(), size_bytes.tolist(), strict=True)]
+        return torch.ops.espnx.crc32c(
+            memory, position_bytes.to(memory.device), size_bytes.to(memory.device)
+        ).cpu()
+    spans = [
+        memory[p : p + s] for p, s in zip(position_bytes.tolist(), size_bytes.tolist(), strict=True)
+    ]
     joined = torch.cat(spans).cpu()
     return load_native().crc32c_ranges(joined, size_bytes.cumsum(0) - size_bytes, size_bytes, 0)

@@ -16,7 +16,17 @@ from espnx.cli.main import main
 def test_a_quick_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "r.json"
     files = 40 + len(os.listdir("/proc/self/fd"))  # this process has more open than a benchmark
-    options = ["bench", "additions", "--path", str(tmp_path), "--quick", "--open-files", str(files), "--json", str(result)]
+    options = [
+        "bench",
+        "additions",
+        "--path",
+        str(tmp_path),
+        "--quick",
+        "--open-files",
+        str(files),
+        "--json",
+        str(result),
+    ]
     for _ in range(2):  # the second adds to the store of the first
         assert main(options) == 0
         (row,) = rows_of(load(result))
@@ -28,5 +38,7 @@ def test_a_quick_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_too_few_open_files_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "additions", "--path", str(tmp_path), "--quick", "--open-files", "5"]) != 0
+    assert (
+        main(["bench", "additions", "--path", str(tmp_path), "--quick", "--open-files", "5"]) != 0
+    )
     assert "ulimit -n" in capsys.readouterr().err

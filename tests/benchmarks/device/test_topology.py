@@ -1,5 +1,6 @@
-"""Decoding, searching and scanning on emulated topologies at toy size: every system is right, devices change no bit, what passes the links
-is what the hand-over says, and a run in which the host took too much is stretched further, or refused."""
+"""Decoding, searching and scanning on emulated topologies at toy size: every system is right,
+devices change no bit, what passes the links is what the hand-over says, and a run in which the host
+took too much is stretched further, or refused."""
 
 from __future__ import annotations
 
@@ -29,24 +30,38 @@ def stretches(*, is_checked: bool = False, first: float = 1.0) -> Stretches:
 
 
 def toy(folder: Path) -> topology.Work:
-    return topology.Work(folder, load_spec("smartssd"), batch=2, context=40, steps=2, layers=1, width=256, seed=1)
+    return topology.Work(
+        folder, load_spec("smartssd"), batch=2, context=40, steps=2, layers=1, width=256, seed=1
+    )
 
 
 def test_every_system_decodes_right(folder: Path) -> None:
-    rows = topology.measure(toy(folder), (1, 3), list(topology.SYSTEMS), stretches(), lambda text: None)
-    assert [(row.params["devices"], row.system) for row in rows] == [(n, name) for n in (1, 3) for name in topology.SYSTEMS]
+    rows = topology.measure(
+        toy(folder), (1, 3), list(topology.SYSTEMS), stretches(), lambda text: None
+    )
+    assert [(row.params["devices"], row.system) for row in rows] == [
+        (n, name) for n in (1, 3) for name in topology.SYSTEMS
+    ]
     for row in rows:
         assert row.correct, row.system
         assert row.kind == "emulated"
         assert set(row.ratio) == (set() if row.system == WITHOUT else {WITHOUT})
         assert (row.metrics["x_rows"] > 0) == topology.SYSTEMS[row.system].has_x_rows
     by = {(row.params["devices"], row.system): row.metrics for row in rows}
-    # Rows pass the link to the host only where nothing computes beside them (32 of 40: the others wait to fill a block); else results
-    # do, 2 heads of 128 in fp16 for 2 sequences.
-    assert by[1, WITHOUT]["uplink_out_bytes"] == by[1, WITHOUT]["device_flash_read_bytes"] == 2 * 2 * 32 * 512
+    # Rows pass the link to the host only where nothing computes beside them (32 of 40: the others
+    # wait to fill a block); else results do, 2 heads of 128 in fp16 for 2 sequences.
+    assert (
+        by[1, WITHOUT]["uplink_out_bytes"]
+        == by[1, WITHOUT]["device_flash_read_bytes"]
+        == 2 * 2 * 32 * 512
+    )
     assert by[1, "attention+writeback"]["uplink_out_bytes"] == 2 * 2 * 128 * 2
     assert by[1, "attention"]["uplink_in_bytes"] > by[1, "attention+writeback"]["uplink_in_bytes"]
-    assert by[1, "attention"]["device_flash_write_bytes"] > 0 == by[1, "attention+writeback"]["device_flash_write_bytes"]
+    assert (
+        by[1, "attention"]["device_flash_write_bytes"]
+        > 0
+        == by[1, "attention+writeback"]["device_flash_write_bytes"]
+    )
     make_document("c", None, None, MACHINE, rows)
     headers, cells = CASE.table(rows)
     assert all(len(line) == len(headers) for line in cells)
@@ -63,19 +78,35 @@ def test_wrong_logits_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def searches(folder: Path) -> search.Work:
-    return search.Work(folder, load_spec("smartssd"), documents=320, batch=2, candidates=64, searches=2, k=5, seed=1)
+    return search.Work(
+        folder,
+        load_spec("smartssd"),
+        documents=320,
+        batch=2,
+        candidates=64,
+        searches=2,
+        k=5,
+        seed=1,
+    )
 
 
 def test_every_system_finds_the_same(folder: Path) -> None:
-    rows = search.measure(searches(folder), (1, 3), list(search.SYSTEMS), stretches(), lambda text: None)
-    assert [(row.params["devices"], row.system) for row in rows] == [(n, name) for n in (1, 3) for name in search.SYSTEMS]
+    rows = search.measure(
+        searches(folder), (1, 3), list(search.SYSTEMS), stretches(), lambda text: None
+    )
+    assert [(row.params["devices"], row.system) for row in rows] == [
+        (n, name) for n in (1, 3) for name in search.SYSTEMS
+    ]
     assert all(row.correct and row.kind == "emulated" for row in rows)
     by = {(row.params["devices"], row.system): row.metrics for row in rows}
     for count in (1, 3):
-        assert by[count, WITHOUT]["uplink_out_bytes"] == by[count, WITHOUT]["device_flash_read_bytes"]
+        assert (
+            by[count, WITHOUT]["uplink_out_bytes"] == by[count, WITHOUT]["device_flash_read_bytes"]
+        )
         near = by[count, "maxsim-2048"]
         assert near["device_flash_read_bytes"] == by[count, WITHOUT]["device_flash_read_bytes"]
-        # Candidates that several queries share are read once, and each query's score of one is eight bytes.
+        # Candidates that several queries share are read once, and each query's score of one is
+        # eight bytes.
         assert 8 * 64 <= near["uplink_out_bytes"] <= 8 * 2 * 64 + 8 * 2 * search.PARTITIONS
     make_document("c", None, None, MACHINE, rows)
     headers, cells = CASE.table(rows)
@@ -86,8 +117,12 @@ def test_every_system_finds_the_same(folder: Path) -> None:
 def test_wrong_hits_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = search._merged
     monkeypatch.setattr(search, "_hits_of_plain", lambda *given: [])
-    assert not search.measure(searches(folder), (1,), [WITHOUT], stretches(), lambda text: None)[0].correct
-    assert right(searches(folder), [[[(1, 0.5)]], [[(3, 0.5), (2, 0.9)]]]) == [[(2, 0.9), (1, 0.5), (3, 0.5)]]
+    assert not search.measure(searches(folder), (1,), [WITHOUT], stretches(), lambda text: None)[
+        0
+    ].correct
+    assert right(searches(folder), [[[(1, 0.5)]], [[(3, 0.5), (2, 0.9)]]]) == [
+        [(2, 0.9), (1, 0.5), (3, 0.5)]
+    ]
 
 
 def scans(folder: Path) -> postings.Work:
@@ -95,16 +130,27 @@ def scans(folder: Path) -> postings.Work:
 
 
 def test_both_placements_find_what_one_index_finds(folder: Path) -> None:
-    """And links carry 12 bytes for each of the best of a device, 8 for each posting, or pages of lists."""
-    rows = postings.measure(scans(folder), (1, 3), list(postings.SYSTEMS), stretches(), lambda text: None)
-    assert [(row.params["devices"], row.system) for row in rows] == [(n, name) for n in (1, 3) for name in postings.SYSTEMS]
+    """And links carry 12 bytes for each of the best of a device, 8 for each posting, or pages of
+    lists."""
+    rows = postings.measure(
+        scans(folder), (1, 3), list(postings.SYSTEMS), stretches(), lambda text: None
+    )
+    assert [(row.params["devices"], row.system) for row in rows] == [
+        (n, name) for n in (1, 3) for name in postings.SYSTEMS
+    ]
     assert all(row.correct and row.kind == "emulated" for row in rows)
     by = {(row.params["devices"], row.system): row.metrics for row in rows}
     for count in (1, 3):
         assert 0 < by[count, "passages"]["to_host_bytes"] <= 12 * 5 * count
-        assert by[count, WITHOUT]["to_host_bytes"] * 3 == by[count, WITHOUT]["device_flash_read_bytes"]
+        assert (
+            by[count, WITHOUT]["to_host_bytes"] * 3 == by[count, WITHOUT]["device_flash_read_bytes"]
+        )
         assert by[count, WITHOUT]["to_devices_bytes"] == 0
-    assert by[1, "terms"]["to_host_bytes"] == by[3, "terms"]["to_host_bytes"] > by[3, "passages"]["to_host_bytes"]
+    assert (
+        by[1, "terms"]["to_host_bytes"]
+        == by[3, "terms"]["to_host_bytes"]
+        > by[3, "passages"]["to_host_bytes"]
+    )
     make_document("c", None, None, MACHINE, rows)
     headers, cells = CASE.table(rows)
     assert all(len(line) == len(headers) for line in cells)
@@ -113,12 +159,20 @@ def test_both_placements_find_what_one_index_finds(folder: Path) -> None:
 
 def test_wrong_records_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = store.best_of
-    monkeypatch.setattr(store, "best_of", lambda replies, n_parts, k: right(replies, n_parts, k)[1:])
+    monkeypatch.setattr(
+        store, "best_of", lambda replies, n_parts, k: right(replies, n_parts, k)[1:]
+    )
     (row,) = postings.measure(scans(folder), (2,), ["passages"], stretches(), lambda text: None)
     assert not row.correct
     assert row.median_s is None
     with pytest.raises(errors.InvalidInputError, match="does not scan"):
-        postings.measure(replace(scans(folder), spec=load_spec("smartssd")), (1,), ["terms"], stretches(), lambda text: None)
+        postings.measure(
+            replace(scans(folder), spec=load_spec("smartssd")),
+            (1,),
+            ["terms"],
+            stretches(),
+            lambda text: None,
+        )
 
 
 @pytest.mark.parametrize("show", ["topology", "search", "postings"])
@@ -126,17 +180,34 @@ def test_traces(folder: Path, show: str) -> None:
     """One of each system with each number of devices, of what it asked them."""
     (traces := folder / "traces").mkdir()
     if show == "topology":
-        topology.measure(replace(toy(folder), record=traces), (2,), ["all"], stretches(), lambda text: None)
+        topology.measure(
+            replace(toy(folder), record=traces), (2,), ["all"], stretches(), lambda text: None
+        )
     elif show == "postings":
-        postings.measure(replace(scans(folder), record=traces), (2,), ["terms"], stretches(), lambda text: None)
+        postings.measure(
+            replace(scans(folder), record=traces), (2,), ["terms"], stretches(), lambda text: None
+        )
     else:
-        search.measure(replace(searches(folder), record=traces), (2,), ["maxsim-56"], stretches(), lambda text: None)
+        search.measure(
+            replace(searches(folder), record=traces),
+            (2,),
+            ["maxsim-56"],
+            stretches(),
+            lambda text: None,
+        )
     (file,) = traces.iterdir()
     trace = read_trace(file)
-    assert file.name == {"topology": "2-all.trace", "search": "2-maxsim-56.trace", "postings": "2-terms.trace"}[show]
+    assert (
+        file.name
+        == {"topology": "2-all.trace", "search": "2-maxsim-56.trace", "postings": "2-terms.trace"}[
+            show
+        ]
+    )
     assert [each["kind"] for each in trace.devices] == ["emulated"] * 2
     assert {each.device for each in trace.commands} == {0, 1}
-    assert {"topology": "visit", "search": "maxsim", "postings": "scan"}[show] in {each.verb for each in trace.commands}
+    assert {"topology": "visit", "search": "maxsim", "postings": "scan"}[show] in {
+        each.verb for each in trace.commands
+    }
 
 
 def test_a_folder_for_traces_has_to_be_there(folder: Path) -> None:
@@ -189,7 +260,9 @@ def test_a_host_that_takes_too_much_is_refused() -> None:
 def test_the_case(folder: Path, show: str) -> None:
     parser = ArgumentParser()
     CASE.configure(parser)
-    args: Any = parser.parse_args(["--path", str(folder), "--show", show, "--system", "without", "--stretch", "1"])
+    args: Any = parser.parse_args(
+        ["--path", str(folder), "--show", show, "--system", "without", "--stretch", "1"]
+    )
     args.quick, args.seed, args.pairs = True, 1, 1
     assert [row.system for row in CASE.run(args, lambda text: None)] == ["without"] * 2
     args.system = "nothing"
@@ -197,14 +270,24 @@ def test_the_case(folder: Path, show: str) -> None:
         CASE.run(args, lambda text: None)
 
 
-def test_logits_of_every_number_of_devices_are_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_every_number_of_devices_are_compared(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right, count = topology._run, iter(range(9))
 
     def run(*given: Any) -> Any:
         found = right(*given)
-        return topology._Run(found.timed, found.x_rows, found.logits + torch.tensor(1e-6 * next(count)), found.effective_path)
+        return topology._Run(
+            found.timed,
+            found.x_rows,
+            found.logits + torch.tensor(1e-6 * next(count)),
+            found.effective_path,
+        )
 
     monkeypatch.setattr(topology, "_run", run)
     rows = topology.measure(toy(folder), (1, 2), ["attention"], stretches(), lambda text: None)
     assert [row.correct for row in rows] == [True, False]
-    assert [name for name, system in topology.SYSTEMS.items() if system.is_exact] == ["attention", "attention+writeback"]
+    assert [name for name, system in topology.SYSTEMS.items() if system.is_exact] == [
+        "attention",
+        "attention+writeback",
+    ]

@@ -1,4 +1,5 @@
-"""``espnx bench graph`` at toy size: all systems right, wrong ones noticed, what is missing said; values at a recall."""
+"""``espnx bench graph`` at toy size: all systems right, wrong ones noticed, what is missing said;
+values at a recall."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class StaticDiskIndex:
         ids = far.argsort(axis=1)[:, :k_neighbors]
         stats = {"mean_ios": complexity + 8.0}
         near = np.take_along_axis(far, ids, 1)
-        return SimpleNamespace(identifiers=ids.astype(np.uint32), distances=near, search_stats=stats)
+        return SimpleNamespace(identifiers=np.uint32(ids), distances=near, search_stats=stats)
     def search(self, query, k_neighbors, complexity):
         found = self.batch_search(query[None], k_neighbors, complexity, 1)
         return SimpleNamespace(identifiers=found.identifiers[0], distances=found.distances[0])
@@ -53,7 +54,10 @@ def peer(tmp_path: Path) -> str:
     """A Python that has diskannpy."""
     (tmp_path / "diskannpy.py").write_text(STAND_IN)
     program = tmp_path / "python"
-    program.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(tmp_path))} exec {shlex.quote(sys.executable)} "$@"\n')
+    program.write_text(
+        f"#!/bin/sh\nPYTHONPATH={shlex.quote(str(tmp_path))} exec {shlex.quote(sys.executable)} "
+        '"$@"\n'
+    )
     program.chmod(0o755)
     return str(program)
 
@@ -64,20 +68,21 @@ def quick(folder: Path, *more: str) -> tuple[int, list[Any]]:
     return code, rows_of(load(result))
 
 
-def test_a_quick_run(folder: Path, peer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_run(
+    folder: Path, peer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(folder)  # the processes start elsewhere
     systems = [name for name in SYSTEMS if name != LANCE]
-    code, found = quick(Path(), "--diskann-python", os.path.relpath(peer), "--system", ",".join(systems))
+    code, found = quick(
+        Path(), "--diskann-python", os.path.relpath(peer), "--system", ",".join(systems)
+    )
     assert code == 0
     assert [path.name for path in folder.iterdir()] == ["r.json"]
     swept = [row for row in found if row.params["show"] == "sweep"]
     assert {row.system for row in swept} == set(systems)
-    assert sorted((row.params["beamwidth"], row.params["list_size"]) for row in swept if row.system == PEER) == [
-        (1, 10),
-        (1, 80),
-        (2, 10),
-        (2, 80),
-    ]
+    assert sorted(
+        (row.params["beamwidth"], row.params["list_size"]) for row in swept if row.system == PEER
+    ) == [(1, 10), (1, 80), (2, 10), (2, 80)]
     for row in swept:
         assert (row.correct, row.n) == (True, 2)
         assert row.metrics["queries_per_s"] == pytest.approx(20 / row.median_s)
@@ -85,13 +90,20 @@ def test_a_quick_run(folder: Path, peer: str, monkeypatch: pytest.MonkeyPatch, c
         if row.system in OURS:
             assert row.bytes_asked == pytest.approx(20 * 4096 * row.metrics["reads"])
     for system in OURS:
-        short, long = (row.metrics for row in swept if (row.system, row.params["beamwidth"]) == (system, None))
+        short, long = (
+            row.metrics for row in swept if (row.system, row.params["beamwidth"]) == (system, None)
+        )
         assert short["recall"] < long["recall"]
         assert short["reads"] < long["reads"]
     summed = [row for row in found if row.params["show"] == "summary"]
-    assert [(row.params["recall"], row.system) for row in summed] == [(recall, name) for recall in rows.TARGETS for name in systems]
+    assert [(row.params["recall"], row.system) for row in summed] == [
+        (recall, name) for recall in rows.TARGETS for name in systems
+    ]
     sizes = {row.system: row.metrics["pq_bytes"] for row in summed if "pq_bytes" in row.metrics}
-    equal = {sizes[name] for name in ("espnx-inline", "espnx-inline-pq", "espnx-memory", "espnx-paged", PEER)}
+    equal = {
+        sizes[name]
+        for name in ("espnx-inline", "espnx-inline-pq", "espnx-memory", "espnx-paged", PEER)
+    }
     assert equal == {16}
     assert sizes["espnx-inline-full"] > 16
     for row in summed:
@@ -104,12 +116,16 @@ def test_a_quick_run(folder: Path, peer: str, monkeypatch: pytest.MonkeyPatch, c
 
 
 @pytest.mark.parametrize("python", [None, "no-such-python", sys.executable])
-def test_a_peer_that_is_not_there_is_said(folder: Path, python: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_peer_that_is_not_there_is_said(
+    folder: Path, python: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = [] if python is None else ["--diskann-python", python]
     code, found = quick(folder, "--system", "diskann", *options)
     assert code == 0
     assert all(row.n == 0 for row in found)
-    assert {row.params["why"].split(":")[0] for row in found} == {"no --diskann-python" if python is None else "not installed"}
+    assert {row.params["why"].split(":")[0] for row in found} == {
+        "no --diskann-python" if python is None else "not installed"
+    }
     assert found[0].params["why"] in capsys.readouterr().out
 
 
@@ -122,7 +138,9 @@ def test_lancedb(folder: Path) -> None:
     assert all(row.correct for row in found)
 
 
-def test_lancedb_that_is_not_there_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lancedb_that_is_not_there_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "lancedb", None)
     code, found = quick(folder, "--system", LANCE)
     assert code == 0
@@ -167,14 +185,26 @@ def test_memory(folder: Path) -> None:
     assert [(row.system, row.params["in_flight"], row.params["n"]) for row in found] == [
         (name, 64, 700) for name in ("espnx-inline", "espnx-memory")
     ]
-    # Not how much: what this process holds may be less than before, where the kernel reclaims pages of idle ones.
+    # Not how much: what this process holds may be less than before, where the kernel reclaims pages
+    # of idle ones.
     assert all("more_bytes" in row.metrics and row.metrics["folder_bytes"] > 0 for row in found)
     headers, cells = rows.memory_table(found)
     assert {len(line) for line in cells} == {len(headers)}
 
 
-@pytest.mark.parametrize("words", [["--list-sizes", "9"], ["--pq-bytes", "0"], ["--system", "x"], ["--base", "a.npy"], ["--n", "x"]])
-def test_options_that_make_no_sense(folder: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--list-sizes", "9"],
+        ["--pq-bytes", "0"],
+        ["--system", "x"],
+        ["--base", "a.npy"],
+        ["--n", "x"],
+    ],
+)
+def test_options_that_make_no_sense(
+    folder: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([part for part in TOY if part != "--quick"] + ["--path", str(folder), *words]) != 0
     assert "expected" in capsys.readouterr().err
 
@@ -205,7 +235,9 @@ def test_a_recipe_is_its_seed() -> None:
 
 
 def test_of_equally_near_ones_any_will_do() -> None:
-    data = Data("d", np.array([[1.0], [-1.0], [3.0], [5.0]], np.float32), np.zeros((1, 1), np.float32), 1)
+    data = Data(
+        "d", np.array([[1.0], [-1.0], [3.0], [5.0]], np.float32), np.zeros((1, 1), np.float32), 1
+    )
     assert [data.recall(np.array([[i]])) for i in range(4)] == [1.0, 1.0, 0.0, 0.0]
 
 
@@ -222,7 +254,9 @@ def test_of_equally_near_ones_any_will_do() -> None:
     ],
 )
 def test_wrong_results_are_noticed(ids: Any, far: Any, problem: str | None) -> None:
-    data = Data("d", np.array([[1.0], [-1.0], [3.0], [5.0]], np.float32), np.zeros((1, 1), np.float32), 2)
+    data = Data(
+        "d", np.array([[1.0], [-1.0], [3.0], [5.0]], np.float32), np.zeros((1, 1), np.float32), 2
+    )
     said = data.problem(np.array(ids), np.array(far))
     assert said is None if problem is None else problem in str(said)
 
@@ -232,7 +266,13 @@ def test_wrong_results_are_noticed(ids: Any, far: Any, problem: str | None) -> N
 
 def test_at_recall() -> None:
     points = [(0.8, 10.0), (0.9, 20.0), (0.9, 25.0), (1.0, 40.0)]
-    assert [rows.at_recall(points, recall) for recall in (0.5, 0.8, 0.85, 0.9, 1.0)] == [10, 10, pytest.approx(15), 20, 40]
+    assert [rows.at_recall(points, recall) for recall in (0.5, 0.8, 0.85, 0.9, 1.0)] == [
+        10,
+        10,
+        pytest.approx(15),
+        20,
+        40,
+    ]
     assert rows.at_recall(points[:2], 0.95) is None
     assert rows.at_recall([], 0.9) is None
 
@@ -247,8 +287,16 @@ def curve(*points: tuple[float, float, float, tuple[float, ...]]) -> dict[int, l
 
 def test_a_summary_takes_the_peers_best() -> None:
     said = {"folder_bytes": 10.0}
-    ours = Built("espnx-memory", "", said=said, curves={(2, None): curve((0.9, 10, 0.1, (1, 1)), (1.0, 20, 0.2, (2, 2)))})
-    slow, fast = curve((0.9, 20, 0.3, (4, 4)), (1.0, 40, 0.3, (4, 4))), curve((0.9, 30, 0.2, (2, 8)), (1.0, 50, 0.4, (2, 2)))
+    ours = Built(
+        "espnx-memory",
+        "",
+        said=said,
+        curves={(2, None): curve((0.9, 10, 0.1, (1, 1)), (1.0, 20, 0.2, (2, 2)))},
+    )
+    slow, fast = (
+        curve((0.9, 20, 0.3, (4, 4)), (1.0, 40, 0.3, (4, 4))),
+        curve((0.9, 30, 0.2, (2, 8)), (1.0, 50, 0.4, (2, 2))),
+    )
     theirs = Built(PEER, "", said=said, curves={(16, 1): slow, (16, 2): fast})
     params = {"queries": 6, "n": 3, "data": "d"}
     first, second = rows.summaries(params, [ours, theirs], vectors_bytes=5)[:2]
@@ -257,20 +305,28 @@ def test_a_summary_takes_the_peers_best() -> None:
     assert second.metrics["reads"] == pytest.approx(30), "with the fewest pages at a time"
     assert first.metrics["reads_over_peer"] == pytest.approx(0.5)
     assert first.ratio[PEER] == pytest.approx((4.5 / 3 + 4.5 / 1.875) / 2)
-    assert (first.metrics["alone_p50_s"], second.metrics["alone_p50_s"]) == (pytest.approx(0.15), pytest.approx(0.3))
+    assert (first.metrics["alone_p50_s"], second.metrics["alone_p50_s"]) == (
+        pytest.approx(0.15),
+        pytest.approx(0.3),
+    )
     assert first.metrics["folder_over_vectors"] == 2
     ours.curves[2, None] = curve((0.5, 1, 1, (1, 1)))
     assert rows.summaries(params, [ours], vectors_bytes=5)[0].n == 0, "no list finds that much"
 
 
 def test_plots() -> None:
-    """Of each list size the best that was measured, over what is missed; a recall that nobody wants is left out."""
+    """Of each list size the best that was measured, over what is missed; a recall that nobody wants
+    is left out."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra [bench])")
     slow = curve((0.7, 1, 1, (1,)), (0.9, 10, 1, (2,)), (0.95, 20, 1, (3,)))
     fast = curve((0.7, 1, 1, (1,)), (0.9, 12, 1, (1,)), (0.95, 24, 1, (2,)))
-    found = rows.sweep({"queries": 6, "n": 3, "data": "d"}, [Built(PEER, "", curves={(2, 1): slow, (2, 2): fast})])
+    found = rows.sweep(
+        {"queries": 6, "n": 3, "data": "d"}, [Built(PEER, "", curves={(2, 1): slow, (2, 2): fast})]
+    )
     for draw, expected in ((graph_plots.rates, (6, 3)), (graph_plots.reads, (10, 20))):
         [axes] = draw([Found(row, 1) for row in found]).axes
         drawn = [[(pytest.approx(0.1), expected[0]), (pytest.approx(0.05), expected[1])]]
-        assert [[tuple(point) for point in line.get_xydata().tolist()] for line in axes.lines] == drawn
+        assert [
+            [tuple(point) for point in line.get_xydata().tolist()] for line in axes.lines
+        ] == drawn
     assert graph_plots.rates([Found(found[0], 1)]) is None

@@ -42,7 +42,12 @@ def test_the_list_of_cases(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_left_is_said_and_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Data files and stores; what else lies there stays, also inside."""
-    assert bench_io(tmp_path, "--engine", "memory", "--note", "a test", "--json", str(tmp_path / "r.json")) == 0
+    assert (
+        bench_io(
+            tmp_path, "--engine", "memory", "--note", "a test", "--json", str(tmp_path / "r.json")
+        )
+        == 0
+    )
     assert load(tmp_path / "r.json")["note"] == "a test"
     said = capsys.readouterr().err
     assert f"kept for the next run: {tmp_path / io_case.FILE_NAME}" in said
@@ -76,10 +81,13 @@ def test_what_is_left_is_said_and_goes(tmp_path: Path, capsys: pytest.CaptureFix
 def test_help_imports_no_torch() -> None:
     code = (
         "import sys\nfrom espnx.cli.main import main\n"
-        "try:\n    main(['bench', 'io', '--help'])\nexcept SystemExit as stop:\n    code = stop.code\n"
+        "try:\n    main(['bench', 'io', '--help'])\nexcept SystemExit as stop:\n"
+        "    code = stop.code\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules], code)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.splitlines()[-1] == "[] 0", done.stderr
     assert "--queue-depth" in done.stdout
 
@@ -87,7 +95,18 @@ def test_help_imports_no_torch() -> None:
 def test_a_quick_run_with_mmap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "r.json"
     assert (
-        bench_io(tmp_path, "--engine", "posix,memory", "--baseline", "mmap", "--pattern", "random,sequential", "--json", str(result)) == 0
+        bench_io(
+            tmp_path,
+            "--engine",
+            "posix,memory",
+            "--baseline",
+            "mmap",
+            "--pattern",
+            "random,sequential",
+            "--json",
+            str(result),
+        )
+        == 0
     )
     document = load(result)
     rows = rows_of(document)
@@ -120,7 +139,9 @@ def test_a_quick_run_with_fio(tmp_path: Path) -> None:
     assert rows["fio"].metrics["latency_us_p99"] > 0
 
 
-def test_writes_go_to_a_file_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_writes_go_to_a_file_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench_io(tmp_path, "--engine", "posix") == 0
     before = (tmp_path / io_case.FILE_NAME).stat().st_mtime_ns
     assert bench_io(tmp_path, "--engine", "posix", "--op", "write", "--baseline", "mmap") == 0
@@ -129,7 +150,9 @@ def test_writes_go_to_a_file_of_their_own(tmp_path: Path, capsys: pytest.Capture
     assert "mmap is a baseline of reads alone" in capsys.readouterr().err
 
 
-def test_a_damaged_file_gives_no_ratio_and_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_gives_no_ratio_and_ends_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench_io(tmp_path, "--engine", "posix") == 0
     path, result = tmp_path / io_case.FILE_NAME, tmp_path / "r.json"
     status = path.stat()
@@ -139,7 +162,19 @@ def test_a_damaged_file_gives_no_ratio_and_ends_with_1(tmp_path: Path, capsys: p
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     capsys.readouterr()
     # Without checksums nothing but the verification before the runs can see it.
-    assert bench_io(tmp_path, "--engine", "posix", "--baseline", "mmap", "--no-checksums", "--json", str(result)) == 1
+    assert (
+        bench_io(
+            tmp_path,
+            "--engine",
+            "posix",
+            "--baseline",
+            "mmap",
+            "--no-checksums",
+            "--json",
+            str(result),
+        )
+        == 1
+    )
     rows = rows_of(load(result))
     assert not any(row.correct for row in rows)
     assert not any(row.ratio for row in rows)
@@ -148,34 +183,56 @@ def test_a_damaged_file_gives_no_ratio_and_ends_with_1(tmp_path: Path, capsys: p
     assert "NO" in out.out
 
 
-def test_an_engine_that_flips_bits_ends_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_flips_bits_ends_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     honest = io_engine.EngineSystem
 
     def lying(engine: str, work: io_engine.Work, **options: object) -> io_engine.EngineSystem:
         rules = [FaultRule("flip", "read", value=9, nth=20)]
-        return honest(engine, work, open_engine=lambda path, **more: FaultyEngine(rules, path, **more), **options)
+        return honest(
+            engine,
+            work,
+            open_engine=lambda path, **more: FaultyEngine(rules, path, **more),
+            **options,
+        )
 
     assert bench_io(tmp_path, "--engine", "posix") == 0
-    monkeypatch.setattr(io_case, "size_work", lambda point, data, options: io_engine.Work(point, data, items=64))
+    monkeypatch.setattr(
+        io_case, "size_work", lambda point, data, options: io_engine.Work(point, data, items=64)
+    )
     monkeypatch.setattr(io_engine, "EngineSystem", lying)
     result = tmp_path / "r.json"
     assert bench_io(tmp_path, "--engine", "posix", "--baseline", "mmap", "--json", str(result)) == 1
     rows = {row.system: row for row in rows_of(load(result))}
-    assert (rows["espnx-posix"].correct, rows["espnx-posix"].ratio, rows["espnx-posix"].n) == (False, {}, 0)
+    assert (rows["espnx-posix"].correct, rows["espnx-posix"].ratio, rows["espnx-posix"].n) == (
+        False,
+        {},
+        0,
+    )
     assert rows["mmap"].correct
     assert "expected CRC32C" in capsys.readouterr().err
 
 
-def test_without_fio_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_fio_the_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert bench_io(tmp_path, "--baseline", "fio,mmap") == 3
     assert "apt install fio" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())  # said before gigabytes are written
 
 
-@pytest.mark.parametrize(("words", "size_bytes", "name"), [(["--quick"], 256 << 20, io_case.QUICK_NAME), ([], 4 << 30, io_case.FILE_NAME)])
-def test_a_quick_run_has_a_small_file_of_its_own(tmp_path: Path, words: list[str], size_bytes: int, name: str) -> None:
-    options = io_case.read_options(parse(["bench", "io", "--path", str(tmp_path), "--pairs", "2", *words]))
+@pytest.mark.parametrize(
+    ("words", "size_bytes", "name"),
+    [(["--quick"], 256 << 20, io_case.QUICK_NAME), ([], 4 << 30, io_case.FILE_NAME)],
+)
+def test_a_quick_run_has_a_small_file_of_its_own(
+    tmp_path: Path, words: list[str], size_bytes: int, name: str
+) -> None:
+    options = io_case.read_options(
+        parse(["bench", "io", "--path", str(tmp_path), "--pairs", "2", *words])
+    )
     assert (options.size_bytes, options.file_name) == (size_bytes, name)
     (tmp_path / name).write_text("")
     assert io_case.leaves(tmp_path) == [tmp_path / name]
@@ -197,7 +254,9 @@ def test_a_quick_run_has_a_small_file_of_its_own(tmp_path: Path, words: list[str
         ["--pairs", "0"],
     ],
 )
-def test_wrong_usage_ends_with_2(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_ends_with_2(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench_io(tmp_path, *words) == 2
     assert "espnx: error:" in capsys.readouterr().err
 
@@ -207,7 +266,9 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(cases()))
-def test_a_directory_that_is_not_there_is_an_error_at_once(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_is_not_there_is_an_error_at_once(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Before anything is made or measured: in words, whatever the case."""
     nowhere = tmp_path / "nowhere"
     words = {"head-to-head": ["search"]}.get(name, [])
@@ -215,7 +276,10 @@ def test_a_directory_that_is_not_there_is_an_error_at_once(name: str, tmp_path: 
         pytest.skip("it measures no disk")
     assert main(["bench", name, *words, "--path", str(nowhere)]) == 2
     said = capsys.readouterr().err
-    assert said == f"espnx: error: bench {name} needs a directory; got {str(nowhere)!r}; expected an existing one. Fix: --path DIR\n"
+    assert (
+        said == f"espnx: error: bench {name} needs a directory; got {str(nowhere)!r}; expected an "
+        "existing one. Fix: --path DIR\n"
+    )
     assert not nowhere.exists()
 
 
@@ -226,14 +290,18 @@ def _options(name: str) -> set[str]:
     return {option for action in parser._actions for option in action.option_strings}
 
 
-def test_tune_prints_configuration_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_prints_configuration_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench_io(tmp_path, "--engine", "posix", "--tune") == 0
     out = capsys.readouterr().out
     assert out.startswith("# ")
     assert "queue_depth = " in out
 
 
-def test_tune_writes_a_file_that_an_engine_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_writes_a_file_that_an_engine_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "nvme.toml"
     assert bench_io(tmp_path, "--engine", "posix", "--tune", str(file)) == 0
     assert f"written to {file}" in capsys.readouterr().out
@@ -251,5 +319,19 @@ def test_render_check_of_this_tree(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_line_is_published_without_directories() -> None:
-    typed = ["bench", "io", "--path", "/mnt/of somebody/disk", "--baseline", "fio,mmap", "--json", "/x/y/io.json", "--throttle", "800MB/s"]
-    assert bench.command_line(typed) == "espnx bench io --path disk --baseline fio,mmap --json io.json --throttle 800MB/s"
+    typed = [
+        "bench",
+        "io",
+        "--path",
+        "/mnt/of somebody/disk",
+        "--baseline",
+        "fio,mmap",
+        "--json",
+        "/x/y/io.json",
+        "--throttle",
+        "800MB/s",
+    ]
+    assert (
+        bench.command_line(typed)
+        == "espnx bench io --path disk --baseline fio,mmap --json io.json --throttle 800MB/s"
+    )

@@ -1,4 +1,5 @@
-"""Ratios that are withheld: of a spread that says nothing, of baselines that more threads made slower."""
+"""Ratios that are withheld: of a spread that says nothing, of baselines that more threads made
+slower."""
 
 from __future__ import annotations
 
@@ -12,7 +13,22 @@ from espnx.benchmarks.harness.result import Row, make_document
 from espnx.benchmarks.io.table import table as io_table
 from tests.benchmarks.common import MACHINE
 
-OURS = Row("maxsim", {"threads": 1, "d": 32}, "espnx", "measured", "memory", "memory", "warm", 3, 1.0, 1.0, 0.0, 100, 100, True)
+OURS = Row(
+    "maxsim",
+    {"threads": 1, "d": 32},
+    "espnx",
+    "measured",
+    "memory",
+    "memory",
+    "warm",
+    3,
+    1.0,
+    1.0,
+    0.0,
+    100,
+    100,
+    True,
+)
 THEIRS = replace(OURS, system="torch", median_s=2.0)
 
 
@@ -24,13 +40,22 @@ def no_doubts() -> None:
 
 def compared(ratio: float, iqr: float, **params: int) -> Row:
     return replace(
-        OURS, params={**OURS.params, **params}, ratio={"torch": ratio}, metrics={"ratio_iqr_torch": iqr, "over_torch": 1 / ratio}
+        OURS,
+        params={**OURS.params, **params},
+        ratio={"torch": ratio},
+        metrics={"ratio_iqr_torch": iqr, "over_torch": 1 / ratio},
     )
 
 
-@pytest.mark.parametrize(("iqr_s", "marked"), [(0.0, False), (0.5, False), (0.51, True), (None, False)])
+@pytest.mark.parametrize(
+    ("iqr_s", "marked"), [(0.0, False), (0.5, False), (0.51, True), (None, False)]
+)
 def test_runs_that_spread_are_marked(iqr_s: float | None, marked: bool) -> None:
-    row = replace(OURS, params={"op": "read", "pattern": "random", "block_bytes": 4096, "queue_depth": 1}, iqr_s=iqr_s)
+    row = replace(
+        OURS,
+        params={"op": "read", "pattern": "random", "block_bytes": 4096, "queue_depth": 1},
+        iqr_s=iqr_s,
+    )
     assert doubts.is_unsteady(row) == marked
     assert any("unsteady" in cell for cell in io_table([row])[1][0]) == marked
 
@@ -48,7 +73,12 @@ def test_a_wide_spread(iqr: float, is_kept: bool) -> None:
 
 def test_a_baseline_that_more_threads_make_slower() -> None:
     """In the row of those threads alone; a little slower may be chance."""
-    rows = [compared(2.0, 0.1), THEIRS, compared(60.0, 0.1, threads=2), replace(THEIRS, params={"threads": 2, "d": 32}, median_s=60.0)]
+    rows = [
+        compared(2.0, 0.1),
+        THEIRS,
+        compared(60.0, 0.1, threads=2),
+        replace(THEIRS, params={"threads": 2, "d": 32}, median_s=60.0),
+    ]
     one, _, two, _ = without_doubtful(rows)
     assert (one.ratio, two.ratio) == ({"torch": 2.0}, {})
     assert two.metrics["slower_with_threads_torch"] == 30.0

@@ -13,12 +13,17 @@ from espnx.benchmarks.harness.result import load, make_document, rows_of, valida
 from espnx.errors import FormatError
 from tests.benchmarks.common import MACHINE, row
 
-KEYS = "case params system kind requested_path effective_path cache n median_s p99_s iqr_s bytes_asked bytes_moved correct metrics ratio"
+KEYS = (
+    "case params system kind requested_path effective_path cache n median_s p99_s iqr_s "
+    "bytes_asked bytes_moved correct metrics ratio"
+)
 
 
 @pytest.fixture
 def document() -> dict[str, Any]:
-    return make_document("espnx bench io", "abc", False, MACHINE, [row(), row(system="fio", ratio={})])
+    return make_document(
+        "espnx bench io", "abc", False, MACHINE, [row(), row(system="fio", ratio={})]
+    )
 
 
 def test_the_keys_are_those_that_other_programs_read(document: dict[str, Any]) -> None:
@@ -87,7 +92,15 @@ def test_values_of_the_wrong_kind(document: dict[str, Any], key: str, value: Any
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("schema_version", 2), ("dirty", "no"), ("commit", 7), ("rows", {}), ("machine", []), ("command", None)]
+    ("key", "value"),
+    [
+        ("schema_version", 2),
+        ("dirty", "no"),
+        ("commit", 7),
+        ("rows", {}),
+        ("machine", []),
+        ("command", None),
+    ],
 )
 def test_top_level_values_of_the_wrong_kind(document: dict[str, Any], key: str, value: Any) -> None:
     document[key] = value
@@ -96,7 +109,13 @@ def test_top_level_values_of_the_wrong_kind(document: dict[str, Any], key: str, 
 
 
 def test_a_row_without_runs_has_no_times() -> None:
-    make_document("c", None, None, MACHINE, [row(n=0, median_s=None, p99_s=None, iqr_s=None, correct=False, ratio={})])
+    make_document(
+        "c",
+        None,
+        None,
+        MACHINE,
+        [row(n=0, median_s=None, p99_s=None, iqr_s=None, correct=False, ratio={})],
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"schema_version": 1}'])

@@ -10,14 +10,19 @@ from espnx.errors import InvalidInputError
 from tests.benchmarks.common import ScriptedSystem
 
 
-def run(ours: list[ScriptedSystem], baselines: list[ScriptedSystem], pairs: int = 3, seed: int = 1) -> dict[str, Row]:
+def run(
+    ours: list[ScriptedSystem], baselines: list[ScriptedSystem], pairs: int = 3, seed: int = 1
+) -> dict[str, Row]:
     rows = compare("io", {"x": 1}, ours, baselines, pairs=pairs, seed=seed, say=lambda text: None)
     return {row.system: row for row in rows}
 
 
 def test_a_ratio_is_the_median_of_pairs_not_the_ratio_of_medians() -> None:
-    """Pairs 3/1, 4/4, 5/10 have ratios 3, 1, 0.5: median 1; the medians 4 and 4 would give 1 too, so the middle pair is skewed."""
-    rows = run([ScriptedSystem("a", [1.0, 5.0, 10.0])], [ScriptedSystem("b", [3.0, 4.0, 5.0], group="b")])
+    """Pairs 3/1, 4/4, 5/10 have ratios 3, 1, 0.5: median 1; the medians 4 and 4 would give 1 too,
+    so the middle pair is skewed."""
+    rows = run(
+        [ScriptedSystem("a", [1.0, 5.0, 10.0])], [ScriptedSystem("b", [3.0, 4.0, 5.0], group="b")]
+    )
     assert rows["a"].ratio == {"b": 0.8}
     assert rows["a"].metrics["ratio_iqr_b"] == pytest.approx((3.0 + 0.8) / 2 - (0.8 + 0.5) / 2)
     assert rows["b"].ratio == {}
@@ -29,7 +34,10 @@ def test_a_slow_baseline_gives_more_than_one() -> None:
 
 
 def test_a_baseline_that_moves_less_is_compared_per_byte() -> None:
-    rows = run([ScriptedSystem("a", [1.0] * 3)], [ScriptedSystem("b", [1.0] * 3, group="b", bytes_asked=100)])
+    rows = run(
+        [ScriptedSystem("a", [1.0] * 3)],
+        [ScriptedSystem("b", [1.0] * 3, group="b", bytes_asked=100)],
+    )
     assert rows["a"].ratio["b"] == pytest.approx(10)
     assert (rows["a"].bytes_asked, rows["b"].bytes_asked) == (1000, 100)
 
@@ -61,21 +69,47 @@ def test_every_system_runs_once_in_every_pair_in_changing_order() -> None:
     assert all(sorted(order) == ["a", "b", "c"] for order in rounds)
     assert len({tuple(order) for order in rounds}) > 3
     again: list[str] = []
-    run([ScriptedSystem("a", [1.0] * 20, log=again)], [ScriptedSystem(n, [1.0] * 20, group=n, log=again) for n in "bc"], pairs=20)
+    run(
+        [ScriptedSystem("a", [1.0] * 20, log=again)],
+        [ScriptedSystem(n, [1.0] * 20, group=n, log=again) for n in "bc"],
+        pairs=20,
+    )
     assert again == log  # the same seed, the same order
 
 
 def test_a_system_that_fails_verification_is_not_measured() -> None:
-    wrong, right = ScriptedSystem("a", [1.0] * 3, problem="byte 7 differs"), ScriptedSystem("b", [2.0] * 3, group="b")
+    wrong, right = (
+        ScriptedSystem("a", [1.0] * 3, problem="byte 7 differs"),
+        ScriptedSystem("b", [2.0] * 3, group="b"),
+    )
     rows = run([wrong], [right])
     assert not wrong.log
-    assert rows["a"] == Row("io", {"x": 1}, "a", "measured", "uring", "uring", "warm", 0, None, None, None, 0, 0, False, {}, {})
+    assert rows["a"] == Row(
+        "io",
+        {"x": 1},
+        "a",
+        "measured",
+        "uring",
+        "uring",
+        "warm",
+        0,
+        None,
+        None,
+        None,
+        0,
+        0,
+        False,
+        {},
+        {},
+    )
     assert rows["b"].correct
     assert rows["b"].n == 3
 
 
 def test_a_wrong_baseline_gives_no_ratio() -> None:
-    rows = run([ScriptedSystem("a", [1.0] * 3)], [ScriptedSystem("b", [2.0] * 3, group="b", problem="no")])
+    rows = run(
+        [ScriptedSystem("a", [1.0] * 3)], [ScriptedSystem("b", [2.0] * 3, group="b", problem="no")]
+    )
     assert rows["a"].ratio == {}
     assert rows["a"].correct
     assert not rows["b"].correct
@@ -91,15 +125,24 @@ def test_a_wrong_checksum_in_a_run_drops_the_times() -> None:
 
 
 def test_the_best_variant_stands_for_its_group() -> None:
-    baselines = [ScriptedSystem("fio-x", [3.0, 9.0, 9.0], group="fio"), ScriptedSystem("fio-y", [4.0, 4.0, 5.0], group="fio")]
-    rows = run([ScriptedSystem("a", [1.0, 2.0, 2.0])], [*baselines, ScriptedSystem("m", [8.0] * 3, group="m")])
+    baselines = [
+        ScriptedSystem("fio-x", [3.0, 9.0, 9.0], group="fio"),
+        ScriptedSystem("fio-y", [4.0, 4.0, 5.0], group="fio"),
+    ]
+    rows = run(
+        [ScriptedSystem("a", [1.0, 2.0, 2.0])],
+        [*baselines, ScriptedSystem("m", [8.0] * 3, group="m")],
+    )
     assert set(rows) == {"a", "fio", "fio-x", "m"}
     assert rows["fio"].median_s == 4.0
     assert rows["a"].ratio == {"fio": 2.5, "fio-x": 4.5, "m": 4.0}
 
 
 def test_a_wrong_variant_never_stands_for_its_group() -> None:
-    baselines = [ScriptedSystem("fio-x", [1.0] * 3, group="fio", problem="no"), ScriptedSystem("fio-y", [4.0] * 3, group="fio")]
+    baselines = [
+        ScriptedSystem("fio-x", [1.0] * 3, group="fio", problem="no"),
+        ScriptedSystem("fio-y", [4.0] * 3, group="fio"),
+    ]
     rows = run([ScriptedSystem("a", [2.0] * 3)], baselines)
     assert rows["a"].ratio == {"fio": 2.0}
     assert rows["fio"].correct

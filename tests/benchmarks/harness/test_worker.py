@@ -28,10 +28,14 @@ class Failing:
 
 
 def answers(name: str, monkeypatch: pytest.MonkeyPatch, *numbers: int) -> list[str]:
-    monkeypatch.setattr(importlib.import_module(f"espnx.benchmarks.{name}.session"), "Session", Failing)
+    monkeypatch.setattr(
+        importlib.import_module(f"espnx.benchmarks.{name}.session"), "Session", Failing
+    )
     monkeypatch.setattr(Failing, "is_closed", False)
     out = io.StringIO()
-    worker.serve(name, io.StringIO("".join(json.dumps({"number": number}) + "\n" for number in numbers)), out)
+    worker.serve(
+        name, io.StringIO("".join(json.dumps({"number": number}) + "\n" for number in numbers)), out
+    )
     return [json.loads(line)["error"].split(":")[0] for line in out.getvalue().splitlines()]
 
 
@@ -48,7 +52,9 @@ def test_only_a_models_runtime_error_is_an_answer(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", worker.SESSIONS)
-def test_a_mistake_ends_the_process_and_closes_the_session(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_ends_the_process_and_closes_the_session(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(KeyError, match="bug"):
         answers(name, monkeypatch, 4)
     assert Failing.is_closed

@@ -1,4 +1,5 @@
-"""``espnx bench hybrid``, small: every ranking is there, fused ones are what fusing by hand gives, and a folder is judged."""
+"""``espnx bench hybrid``, small: every ranking is there, fused ones are what fusing by hand gives,
+and a folder is judged."""
 
 from __future__ import annotations
 
@@ -34,10 +35,28 @@ def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @needs_models
 def test_a_quick_run_of_candidates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "r.json"
-    assert main(["bench", "hybrid", "--path", str(tmp_path), "--quick", "--show", "candidates", "--json", str(result)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "hybrid",
+                "--path",
+                str(tmp_path),
+                "--quick",
+                "--show",
+                "candidates",
+                "--json",
+                str(result),
+            ]
+        )
+        == 0
+    )
     rows = {row.system: row for row in rows_of(load(result))}
     assert set(rows) == {"graph", "ivf"}
-    assert all(row.correct and row.params["candidates"] == 40 and row.metrics["recall_exact"] == 1.0 for row in rows.values())
+    assert all(
+        row.correct and row.params["candidates"] == 40 and row.metrics["recall_exact"] == 1.0
+        for row in rows.values()
+    )
     assert rows["graph"].metrics["ndcg_10"] == rows["ivf"].metrics["ndcg_10"] > 0.5
     assert "candidates" in capsys.readouterr().out
 
@@ -45,11 +64,29 @@ def test_a_quick_run_of_candidates(tmp_path: Path, capsys: pytest.CaptureFixture
 @needs_models
 def test_a_quick_run_of_overlap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "r.json"
-    assert main(["bench", "hybrid", "--path", str(tmp_path), "--quick", "--show", "overlap", "--json", str(result)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "hybrid",
+                "--path",
+                str(tmp_path),
+                "--quick",
+                "--show",
+                "overlap",
+                "--json",
+                str(result),
+            ]
+        )
+        == 0
+    )
     rows = {row.system: row for row in rows_of(load(result))}
     assert list(rows) == ["bm25", "splade", "ivf", "together"]
     assert all(row.correct and row.n == 5 for row in rows.values())
-    assert rows["together"].metrics["bound_s"] >= sum(rows[name].metrics["cpu_s"] for name in ("bm25", "splade", "ivf")) / 2
+    assert (
+        rows["together"].metrics["bound_s"]
+        >= sum(rows[name].metrics["cpu_s"] for name in ("bm25", "splade", "ivf")) / 2
+    )
     assert "longest wait" in capsys.readouterr().out
 
 

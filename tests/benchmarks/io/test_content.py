@@ -1,4 +1,5 @@
-"""The data file: its checksums are CRC32C, its content follows from the seed, and a stale file is made anew."""
+"""The data file: its checksums are CRC32C, its content follows from the seed, and a stale file is
+made anew."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from espnx.benchmarks.io.content import BLOCK_BYTES, Content, DataFile, aligned_memory, crc32c_rows, ensure_file
+from espnx.benchmarks.io.content import (
+    BLOCK_BYTES,
+    Content,
+    DataFile,
+    aligned_memory,
+    crc32c_rows,
+    ensure_file,
+)
 from espnx.errors import DiskFullError, InvalidInputError
 
 
@@ -20,7 +28,13 @@ def said() -> tuple[list[str], object]:
 
 @pytest.mark.parametrize(
     ("text", "crc"),
-    [(b"123456789", 0xE3069283), (bytes(32), 0x8A9136AA), (b"\xff" * 32, 0x62A8AB43), (bytes(range(32)), 0x46DD794E), (b"", 0)],
+    [
+        (b"123456789", 0xE3069283),
+        (bytes(32), 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (b"", 0),
+    ],
 )
 def test_crc32c_of_published_vectors(text: bytes, crc: int) -> None:
     """The check value of the polynomial and the vectors of RFC 3720, B.4."""
@@ -31,15 +45,21 @@ def test_crc32c_of_published_vectors(text: bytes, crc: int) -> None:
 def test_block_sums_equal_those_of_the_bytes(generation: int) -> None:
     content = Content(seed=5)
     numbers = np.array([0, 1, 1023, 1024, 2**32 + 7, 2**51], dtype=np.int64)
-    assert np.array_equal(content.block_crcs(numbers, generation), crc32c_rows(content.blocks(numbers, generation)))
+    assert np.array_equal(
+        content.block_crcs(numbers, generation), crc32c_rows(content.blocks(numbers, generation))
+    )
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 17])
 def test_item_sums_equal_those_of_the_bytes(blocks: int) -> None:
     content = Content(seed=5)
     first = np.array([0, 77, 1020], dtype=np.int64)
-    items = np.stack([content.blocks(np.arange(number, number + blocks)).reshape(-1) for number in first])
-    assert np.array_equal(content.item_crcs(first * BLOCK_BYTES, blocks * BLOCK_BYTES), crc32c_rows(items))
+    items = np.stack(
+        [content.blocks(np.arange(number, number + blocks)).reshape(-1) for number in first]
+    )
+    assert np.array_equal(
+        content.item_crcs(first * BLOCK_BYTES, blocks * BLOCK_BYTES), crc32c_rows(items)
+    )
 
 
 def test_blocks_differ_by_number_generation_and_seed() -> None:
@@ -66,9 +86,26 @@ def test_a_current_file_is_used_again(data: DataFile) -> None:
     assert data.path.stat().st_ino == before.st_ino
 
 
-@pytest.mark.parametrize("damage", ["touched", "grown", "other size", "other seed", "no stamp", "half a stamp", "replaced", "missing"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "touched",
+        "grown",
+        "other size",
+        "other seed",
+        "no stamp",
+        "half a stamp",
+        "replaced",
+        "missing",
+    ],
+)
 def test_a_stale_file_is_made_anew(data: DataFile, damage: str) -> None:
-    stamp, path, size_bytes, seed = data.path.with_name("data.stamp.json"), data.path, data.size_bytes, 1
+    stamp, path, size_bytes, seed = (
+        data.path.with_name("data.stamp.json"),
+        data.path,
+        data.size_bytes,
+        1,
+    )
     if damage == "touched":
         with open(path, "r+b") as file:
             file.write(b"x")

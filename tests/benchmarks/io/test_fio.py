@@ -24,11 +24,18 @@ def present(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answer(op: str = "read", io_bytes: int = 40960, error: int = 0) -> dict[str, Any]:
-    side = {"io_bytes": io_bytes, "runtime": 250, "total_ios": 10, "clat_ns": {"percentile": {"50.000000": 1500, "99.000000": 90_000}}}
+    side = {
+        "io_bytes": io_bytes,
+        "runtime": 250,
+        "total_ios": 10,
+        "clat_ns": {"percentile": {"50.000000": 1500, "99.000000": 90_000}},
+    }
     return {"error": error, "usr_cpu": 10.0, "sys_cpu": 30.0, "job_runtime": 250, op: side}
 
 
-def system(data: DataFile, op: str = "read", pattern: str = "random", variant: Variant | None = None) -> FioSystem:
+def system(
+    data: DataFile, op: str = "read", pattern: str = "random", variant: Variant | None = None
+) -> FioSystem:
     point = Point(op, pattern, 4096, 32)
     return FioSystem(Work(point, data, items=10, seed=2), variant or variants(point)[0])
 
@@ -36,12 +43,23 @@ def system(data: DataFile, op: str = "read", pattern: str = "random", variant: V
 def test_long_sequential_transfers_are_compared_with_the_best_of_three() -> None:
     for op in ("read", "write"):
         found = variants(Point(op, "sequential", 960 * KIB, 32))
-        assert [(item.block_bytes // KIB, item.queue_depth) for item in found] == [(256, 32), (512, 16), (960, 8)]
+        assert [(item.block_bytes // KIB, item.queue_depth) for item in found] == [
+            (256, 32),
+            (512, 16),
+            (960, 8),
+        ]
 
 
 def test_small_random_transfers_are_compared_with_batches_too() -> None:
-    assert [item.suffix for item in variants(Point("read", "random", 4 * KIB, 128))] == ["plain", "batched"]
-    for point in (Point("read", "random", 4 * KIB, 1), Point("read", "random", 64 * KIB, 32), Point("read", "sequential", 4 * KIB, 128)):
+    assert [item.suffix for item in variants(Point("read", "random", 4 * KIB, 128))] == [
+        "plain",
+        "batched",
+    ]
+    for point in (
+        Point("read", "random", 4 * KIB, 1),
+        Point("read", "random", 64 * KIB, 32),
+        Point("read", "sequential", 4 * KIB, 128),
+    ):
         assert variants(point) == [Variant("plain", point.block_bytes, point.queue_depth)]
 
 
@@ -50,9 +68,15 @@ def test_fio_does_the_same_work(data: DataFile) -> None:
     random = system(data)
     random._turn = 1
     command = random.command()
-    assert {"--rw=randread", "--bs=4096", "--iodepth=32", "--direct=1", "--ioengine=io_uring", "--io_size=40960", "--readonly"} <= set(
-        command
-    )
+    assert {
+        "--rw=randread",
+        "--bs=4096",
+        "--iodepth=32",
+        "--direct=1",
+        "--ioengine=io_uring",
+        "--io_size=40960",
+        "--readonly",
+    } <= set(command)
     assert f"--size={data.size_bytes}" in command
     seeds = set()
     for turn in (0, 1):
@@ -61,7 +85,9 @@ def test_fio_does_the_same_work(data: DataFile) -> None:
     assert len(seeds) == 2
     sequential = system(data, "write", "sequential")
     command = sequential.command()
-    assert {"--rw=write", "--size=40960", f"--offset={sequential.work.start_bytes(0)}"} <= set(command)
+    assert {"--rw=write", "--size=40960", f"--offset={sequential.work.start_bytes(0)}"} <= set(
+        command
+    )
     assert "--readonly" not in command
 
 
@@ -86,16 +112,29 @@ def test_answers_without_a_job(text: str) -> None:
 
 
 def test_warnings_may_come_first() -> None:
-    job = parse("note: both iodepth >= 1 and synchronous I/O engine are selected\n" + json.dumps({"jobs": [answer()]}))
+    job = parse(
+        "note: both iodepth >= 1 and synchronous I/O engine are selected\n"
+        + json.dumps({"jobs": [answer()]})
+    )
     assert job == answer()
 
 
 @pytest.mark.usefixtures("present")
 @pytest.mark.parametrize(
-    ("returncode", "stdout", "stderr"), [(1, "", "io_uring: operation not permitted"), (0, json.dumps({"jobs": [answer(error=5)]}), "")]
+    ("returncode", "stdout", "stderr"),
+    [
+        (1, "", "io_uring: operation not permitted"),
+        (0, json.dumps({"jobs": [answer(error=5)]}), ""),
+    ],
 )
-def test_a_failed_run_is_an_error(data: DataFile, monkeypatch: pytest.MonkeyPatch, returncode: int, stdout: str, stderr: str) -> None:
-    monkeypatch.setattr(fio.subprocess, "run", lambda *args, **options: subprocess.CompletedProcess(args, returncode, stdout, stderr))
+def test_a_failed_run_is_an_error(
+    data: DataFile, monkeypatch: pytest.MonkeyPatch, returncode: int, stdout: str, stderr: str
+) -> None:
+    monkeypatch.setattr(
+        fio.subprocess,
+        "run",
+        lambda *args, **options: subprocess.CompletedProcess(args, returncode, stdout, stderr),
+    )
     with pytest.raises(EspnxError, match="fio failed") as caught:
         system(data).run()
     assert stderr in str(caught.value)

@@ -24,7 +24,14 @@ from espnx.storage.native import NativeFuture
 ENGINES = ("uring", "posix", "memory")
 
 
-def work_of(data: DataFile, pattern: str = "random", block: int = 4 * KIB, items: int = 100, op: str = "read", depth: int = 8) -> Work:
+def work_of(
+    data: DataFile,
+    pattern: str = "random",
+    block: int = 4 * KIB,
+    items: int = 100,
+    op: str = "read",
+    depth: int = 8,
+) -> Work:
     return Work(Point(op, pattern, block, depth), data, items=items)
 
 
@@ -41,9 +48,17 @@ def flip_a_byte(data: DataFile, offset: int) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    ("pattern", "block", "items"), [("random", 4 * KIB, 2048), ("random", 12 * KIB, 7), ("sequential", 960 * KIB, 8), ("random", 4096, 1)]
+    ("pattern", "block", "items"),
+    [
+        ("random", 4 * KIB, 2048),
+        ("random", 12 * KIB, 7),
+        ("sequential", 960 * KIB, 8),
+        ("random", 4096, 1),
+    ],
 )
-def test_reads_verify_and_run(data: DataFile, engine: str, pattern: str, block: int, items: int) -> None:
+def test_reads_verify_and_run(
+    data: DataFile, engine: str, pattern: str, block: int, items: int
+) -> None:
     system = EngineSystem(engine, work_of(data, pattern, block, items))
     assert system.verify() is None
     for turn in range(2):
@@ -74,7 +89,9 @@ def test_a_run_leaves_the_items_in_memory(data: DataFile) -> None:
     system.run()
     offsets = system.work.offsets(4)
     number, size = (len(offsets) - 1) // system._window, 4096
-    place = (number % system._windows_in_flight * system._window + (len(offsets) - 1) % system._window) * size
+    place = (
+        number % system._windows_in_flight * system._window + (len(offsets) - 1) % system._window
+    ) * size
     expected = data.content.blocks(offsets[-1:] // 4096).reshape(-1)
     assert np.array_equal(system._memory.numpy()[place : place + size], expected)
     system.close()
@@ -100,7 +117,8 @@ def test_damage_after_verification_is_noticed_by_the_runs(data: DataFile) -> Non
         one.prepare(0)
     with pytest.raises(ChecksumError, match="999424"):
         system.run()
-    assert unchecked.run().bytes_asked == work.bytes_asked  # without checksums only verification looks
+    # without checksums only verification looks
+    assert unchecked.run().bytes_asked == work.bytes_asked
     assert unchecked.verify() is not None
     system.close()
     unchecked.close()
@@ -124,7 +142,11 @@ def test_verification_does_not_rely_on_the_engine_to_check(data: DataFile) -> No
             return super().read(dataclasses.replace(plan, crc32c=None), out, **options)
 
     rules = [FaultRule("flip", "read", nth=3, count=1, value=8 * 100)]
-    system = EngineSystem("posix", work_of(data), open_engine=lambda path, **options: Forgetful(rules, path, **options))
+    system = EngineSystem(
+        "posix",
+        work_of(data),
+        open_engine=lambda path, **options: Forgetful(rules, path, **options),
+    )
     problem = system.verify()
     system.close()
     assert problem is not None
@@ -132,8 +154,12 @@ def test_verification_does_not_rely_on_the_engine_to_check(data: DataFile) -> No
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("pattern", "block", "items"), [("random", 4 * KIB, 100), ("sequential", 960 * KIB, 3)])
-def test_writes_verify_and_run(data: DataFile, engine: str, pattern: str, block: int, items: int) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "block", "items"), [("random", 4 * KIB, 100), ("sequential", 960 * KIB, 3)]
+)
+def test_writes_verify_and_run(
+    data: DataFile, engine: str, pattern: str, block: int, items: int
+) -> None:
     system = EngineSystem(engine, work_of(data, pattern, block, items, op="write"))
     assert system.verify() is None
     system.prepare(0)
@@ -167,7 +193,11 @@ def test_mmap(data: DataFile, pattern: str, block: int) -> None:
 
 
 def test_the_smallest_of_the_best_settings() -> None:
-    rates = {Setting("uring", 16, 4096): 90.0, Setting("uring", 64, 4096): 98.0, Setting("uring", 256, 4096): 100.0}
+    rates = {
+        Setting("uring", 16, 4096): 90.0,
+        Setting("uring", 64, 4096): 98.0,
+        Setting("uring", 256, 4096): 100.0,
+    }
     assert smallest_of_the_best(rates).queue_depth == 64
 
 

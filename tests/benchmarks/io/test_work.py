@@ -7,12 +7,20 @@ import pytest
 
 from espnx.benchmarks.io.content import DataFile
 from espnx.benchmarks.io.engine import windows_of
-from espnx.benchmarks.io.work import KIB, SEQUENTIAL_STEP_BYTES, Point, Work, product_points, standard_points
+from espnx.benchmarks.io.work import (
+    KIB,
+    SEQUENTIAL_STEP_BYTES,
+    Point,
+    Work,
+    product_points,
+    standard_points,
+)
 from espnx.errors import InvalidInputError
 
 
 @pytest.mark.parametrize(
-    ("pattern", "block"), [("random", 4 * KIB), ("random", 64 * KIB), ("sequential", 4 * KIB), ("sequential", 960 * KIB)]
+    ("pattern", "block"),
+    [("random", 4 * KIB), ("random", 64 * KIB), ("sequential", 4 * KIB), ("sequential", 960 * KIB)],
 )
 def test_offsets_lie_in_the_file_and_never_repeat(data: DataFile, pattern: str, block: int) -> None:
     work = Work(Point("read", pattern, block, 8), data, items=data.size_bytes // block)
@@ -36,7 +44,9 @@ def test_sequential_runs_are_consecutive_and_begin_at_different_places(data: Dat
     work = Work(Point("read", "sequential", 64 * KIB, 8), data, items=10)
     starts = {work.start_bytes(turn) for turn in range(20)}
     assert len(starts) > 5
-    assert all(np.array_equal(np.diff(work.offsets(turn)), np.full(9, 64 * KIB)) for turn in range(3))
+    assert all(
+        np.array_equal(np.diff(work.offsets(turn)), np.full(9, 64 * KIB)) for turn in range(3)
+    )
     assert Work(work.point, data, items=work.capacity).start_bytes(5) == 0
 
 

@@ -1,4 +1,5 @@
-"""FlexGen with its cache on disk chooses the tokens that transformers chooses; skipped where it is not installed."""
+"""FlexGen with its cache on disk chooses the tokens that transformers chooses; skipped where it is
+not installed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,18 @@ from tests.benchmarks.kv.test_case import bench
 def test_the_same_tokens_as_transformers(tmp_path: Path) -> None:
     pytest.importorskip("flexgen", reason="FlexGen 0.1.8 is not installed")
     result = tmp_path / "r.json"
-    words = ["--pairs", "3", "--context", "301", "--batch", "2", "--baseline", "dynamic,flexgen-disk", "--json", str(result)]
+    words = [
+        "--pairs",
+        "3",
+        "--context",
+        "301",
+        "--batch",
+        "2",
+        "--baseline",
+        "dynamic,flexgen-disk",
+        "--json",
+        str(result),
+    ]
     assert bench(tmp_path, *words) == 0
     found = {row.system: row for row in rows_of(load(result))}
     assert found["flexgen-disk"].correct

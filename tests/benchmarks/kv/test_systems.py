@@ -1,4 +1,5 @@
-"""The systems of the KV benchmark, each from the same rows and on the same tokens; and that a wrong one is found."""
+"""The systems of the KV benchmark, each from the same rows and on the same tokens; and that a wrong
+one is found."""
 
 from __future__ import annotations
 
@@ -17,19 +18,42 @@ from espnx.benchmarks.kv.fleet import Spec
 from espnx.benchmarks.kv.measure import judge
 from espnx.benchmarks.kv.session import Session
 from espnx.benchmarks.kv.systems.caches import KINDS, EspnxDecoder, HostDecoder
-from espnx.benchmarks.kv.systems.models import KVShape, Rows, Task, load_model, logit_tolerance, write_weights
+from espnx.benchmarks.kv.systems.models import (
+    KVShape,
+    Rows,
+    Task,
+    load_model,
+    logit_tolerance,
+    write_weights,
+)
 from espnx.device.trace.reader import read_trace
 from tests.benchmarks.kv.test_case import CONFIG
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 128, "vocab_size": 300,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 300,
+}
 STEPS = 4
 
 
 def task_of(config: Mapping[str, Any], **changes: Any) -> Task:
-    return Task(**{"name": "tiny", "config": config, "batch": 3, "context": 301, "steps": STEPS, "dtype": "fp16", "seed": 1} | changes)
+    return Task(
+        **{
+            "name": "tiny",
+            "config": config,
+            "batch": 3,
+            "context": 301,
+            "steps": STEPS,
+            "dtype": "fp16",
+            "seed": 1,
+        }
+        | changes
+    )
 
 
 def decode(task: Task, kind: str, folder: Path, name: str = "", **options: Any) -> list[list[int]]:
@@ -41,13 +65,23 @@ def decode(task: Task, kind: str, folder: Path, name: str = "", **options: Any) 
         write_weights(task, folder / "weights")
     if KINDS[kind] in (EspnxDecoder, HostDecoder):
         options.setdefault("x_rows", 0)
-    words = {"kind": kind, "task": task.words(), "weights": str(folder / "weights"), "storage": str(place), "options": options}
+    words = {
+        "kind": kind,
+        "task": task.words(),
+        "weights": str(folder / "weights"),
+        "storage": str(place),
+        "options": options,
+    }
     session = Session()
     try:
         session.handle({"do": "open", **words})
         session.handle({"do": "seed"})
-        ids = session.handle({"do": "warm_up", "count": 1, "keep": [0], "folder": str(logits)})["ids"]
-        answer = session.handle({"do": "steps", "count": STEPS - 1, "keep": list(range(STEPS)), "folder": str(logits)})
+        ids = session.handle({"do": "warm_up", "count": 1, "keep": [0], "folder": str(logits)})[
+            "ids"
+        ]
+        answer = session.handle(
+            {"do": "steps", "count": STEPS - 1, "keep": list(range(STEPS)), "folder": str(logits)}
+        )
     finally:
         session.close()
     assert answer["seconds"] > 0
@@ -75,7 +109,9 @@ def test_all_systems_agree(tmp_path: Path, config: Mapping[str, Any]) -> None:
 def test_a_recorded_system_does_the_same(tmp_path: Path) -> None:
     """Its trace holds what it put and read."""
     task, file = task_of(CONFIG), tmp_path / "espnx-recorded.trace"
-    assert decode(task, "espnx", tmp_path, "espnx-recorded", record=str(file)) == decode(task, "espnx", tmp_path)
+    assert decode(task, "espnx", tmp_path, "espnx-recorded", record=str(file)) == decode(
+        task, "espnx", tmp_path
+    )
     trace = read_trace(file)
     assert trace.program == "espnx bench kv"
     verbs = Counter(each.verb for each in trace.commands)
@@ -85,7 +121,10 @@ def test_a_recorded_system_does_the_same(tmp_path: Path) -> None:
 
 def test_rows_of_less_precision_have_a_tolerance_of_their_own(tmp_path: Path) -> None:
     task = task_of(CONFIG, context=1100)  # of 16 wide rows 1024 make a block
-    ids = {"dynamic": decode(task, "dynamic", tmp_path), "espnx-int8": decode(task, "espnx", tmp_path, "espnx-int8", format="int8")}
+    ids = {
+        "dynamic": decode(task, "dynamic", tmp_path),
+        "espnx-int8": decode(task, "espnx", tmp_path, "espnx-int8", format="int8"),
+    }
     fleet = fleet_of(task, tmp_path, ids)
     verdict = judge(fleet, Spec("espnx-int8", "espnx", lossy="int8"), "dynamic")
     print(verdict)
@@ -94,7 +133,9 @@ def test_rows_of_less_precision_have_a_tolerance_of_their_own(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["opt", "llama"])
-def test_rows_of_x_are_those_that_the_others_start_from(tmp_path: Path, config: Mapping[str, Any]) -> None:
+def test_rows_of_x_are_those_that_the_others_start_from(
+    tmp_path: Path, config: Mapping[str, Any]
+) -> None:
     task = task_of(config, of_x=True)
     ids = {
         name: decode(task, kind, tmp_path, name, **more)
@@ -104,7 +145,9 @@ def test_rows_of_x_are_those_that_the_others_start_from(tmp_path: Path, config: 
 
 
 @pytest.mark.parametrize("wrong", ["one row", "last tokens", "tokens"])
-def test_a_wrong_system_is_found(tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_system_is_found(
+    tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = task_of(CONFIG)
     ids = {"dynamic": decode(task, "dynamic", tmp_path)}
     right = Rows.kv
@@ -132,7 +175,9 @@ def test_rows_and_weights_follow_from_the_seed(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_weights(task, tmp_path / name)
     first, second = (load_model(tmp_path / name, "fp16") for name in ("a", "b"))
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
     one, other = Rows(task, first), Rows(task_of(LLAMA, seed=2), first)
     k, v = one.kv(1)
     assert k.shape == v.shape == (3, 2, 301, 16)
@@ -152,14 +197,21 @@ def test_projected_rows_are_the_models_own(tmp_path: Path) -> None:
 
     cache = DynamicCache()
     with torch.inference_mode():
-        rows.modules[1](hidden_states=rows.x(1), position_embeddings=rows.rotations, attention_mask=None, past_key_values=cache)
+        rows.modules[1](
+            hidden_states=rows.x(1),
+            position_embeddings=rows.rotations,
+            attention_mask=None,
+            past_key_values=cache,
+        )
     k, v = rows.kv(1)
     assert torch.equal(cache.layers[1].keys, k)
     assert torch.equal(cache.layers[1].values, v)
 
 
 @pytest.mark.parametrize(("heads", "groups", "d"), [(2, 1, 64), (1, 8, 128)])
-def test_attention_from_memory_is_checked(heads: int, groups: int, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_from_memory_is_checked(
+    heads: int, groups: int, d: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pinned: list[Any] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, places: pinned.append(places))
     monkeypatch.setattr(torch, "set_num_threads", pinned.append)

@@ -1,4 +1,5 @@
-"""``espnx bench kv-quality`` on a tiny random model: exact rows give what memory gives, int8 rows nearly, and wrong rows are seen."""
+"""``espnx bench kv-quality`` on a tiny random model: exact rows give what memory gives, int8 rows
+nearly, and wrong rows are seen."""
 
 from __future__ import annotations
 
@@ -39,9 +40,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=128, max_position_embeddings=CONTEXT, initializer_range=0.25,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.25,
+    )
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("models") / "tiny"
     LlamaForCausalLM(config).save_pretrained(path)
@@ -51,21 +59,45 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def bench(folder: Path, storage: Path, *words: str) -> tuple[int, dict[str, Row]]:
     result = storage / "r.json"
-    options = ["--model", str(folder), "--path", str(storage), "--windows", "3", "--questions", "3", "--batch", "2", *words]
+    options = [
+        "--model",
+        str(folder),
+        "--path",
+        str(storage),
+        "--windows",
+        "3",
+        "--questions",
+        "3",
+        "--batch",
+        "2",
+        *words,
+    ]
     code = main(["bench", "kv-quality", *options, "--json", str(result)])
     return code, {row.system: row for row in rows_of(load(result))}
 
 
-def test_exact_rows_equal_memory_and_int8_rows_come_close(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exact_rows_equal_memory_and_int8_rows_come_close(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, rows = bench(folder, tmp_path, "--piece", "100")
     assert code == 0
     assert list(rows) == ["dynamic", "espnx", "espnx-int8"]
-    assert all(row.correct and row.case == "kv-quality" and row.params["windows"] == 3 for row in rows.values())
+    assert all(
+        row.correct and row.case == "kv-quality" and row.params["windows"] == 3
+        for row in rows.values()
+    )
     exact, lossy, memory = (rows[name].metrics for name in ("espnx", "espnx-int8", "dynamic"))
-    assert (memory["bytes_per_token"], exact["bytes_per_token"]) == (4096.0, 4096.0)  # two layers, two heads, K and V of 128 values
-    assert lossy["bytes_per_token"] == 2 * 2 * 69632 / 256  # pages of 4 KiB with 256 rows of 2 x 128 bytes and their scales
+    # two layers, two heads, K and V of 128 values
+    assert (memory["bytes_per_token"], exact["bytes_per_token"]) == (4096.0, 4096.0)
+    # pages of 4 KiB with 256 rows of 2 x 128 bytes and their scales
+    assert lossy["bytes_per_token"] == 2 * 2 * 69632 / 256
     assert 0 < exact["loss_difference_max"] <= exact["loss_difference_allowed"] < 1e-3
-    assert exact["other_tokens_share"] == memory["loss_difference_max"] == memory["stored_share"] == 0.0
+    assert (
+        exact["other_tokens_share"]
+        == memory["loss_difference_max"]
+        == memory["stored_share"]
+        == 0.0
+    )
     assert exact["perplexity"] == pytest.approx(memory["perplexity"], rel=1e-5)
     # int8 rows were really read: results differ by much more than rounding, and yet not by much.
     assert lossy["loss_difference_max"] > 10 * exact["loss_difference_allowed"]
@@ -73,7 +105,10 @@ def test_exact_rows_equal_memory_and_int8_rows_come_close(folder: Path, tmp_path
     assert 0.3 < lossy["stored_share"] < 0.9 < exact["stored_share"] <= 1.0
     for row in (rows["espnx"], rows["espnx-int8"]):
         assert row.bytes_asked > 0
-        assert {name for name in row.metrics if name.startswith("recall_")} == {"recall_128", "recall_512"}
+        assert {name for name in row.metrics if name.startswith("recall_")} == {
+            "recall_128",
+            "recall_512",
+        }
     headers, cells = CASE.table(list(rows.values()))
     assert all(len(headers) == len(line) for line in cells)
     out = capsys.readouterr().out
@@ -82,7 +117,10 @@ def test_exact_rows_equal_memory_and_int8_rows_come_close(folder: Path, tmp_path
 
 
 def test_rows_that_are_stored_wrong_are_seen(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     put = StripedDevices.put
 
@@ -113,12 +151,20 @@ class LooksUp(torch.nn.Module):
             for at, token in enumerate(ids):
                 seen = self.seen[row]
                 seen.append(token)
-                starts = [i for i in range(len(seen) - 1, 0, -1) if seen[i] == 2 and seen[i - 1] == 4]
+                starts = [
+                    i for i in range(len(seen) - 1, 0, -1) if seen[i] == 2 and seen[i - 1] == 4
+                ]
                 if starts and len(seen) - starts[0] < 12:
                     asked = seen[starts[0] + 1 :]  # the key, a colon and what was answered
-                    keys = [i for i in range(starts[0]) if seen[i] == 1 and seen[i + 1 : i + 1 + len(asked)] == asked]
+                    keys = [
+                        i
+                        for i in range(starts[0])
+                        if seen[i] == 1 and seen[i + 1 : i + 1 + len(asked)] == asked
+                    ]
                     if keys:
-                        logits[row, at, (seen[keys[-1] + 1 + len(asked)] + self.off) % VOCABULARY] = 1.0
+                        logits[
+                            row, at, (seen[keys[-1] + 1 + len(asked)] + self.off) % VOCABULARY
+                        ] = 1.0
         return type("Output", (), {"logits": logits})
 
 
@@ -145,7 +191,11 @@ def arguments(folder: Path, *words: str) -> Any:
 
 
 def test_the_plan_asks_for_what_is_stored(folder: Path) -> None:
-    work = plan(held_out(), CONTEXT, read_options(arguments(folder, "--questions", "3", "--batch", "2", "--piece", "300")))
+    work = plan(
+        held_out(),
+        CONTEXT,
+        read_options(arguments(folder, "--questions", "3", "--batch", "2", "--piece", "300")),
+    )
     text = [part for part in work if part.distance is None]
     assert [part.ends for part in text] == [[300, 600, 640]] * len(text)
     assert sum(len(part.ids) for part in text) == 3  # as many as there are
@@ -153,16 +203,27 @@ def test_the_plan_asks_for_what_is_stored(folder: Path) -> None:
         assert part.ids.shape[1] == part.ends[-1] + 1
         assert part.ends == sorted(set(part.ends))
         if part.distance is not None:
-            # The answer comes with the last piece, what it repeats in an earlier one and in the first half.
-            assert all(count < part.ends[-1] - part.ends[-2] < part.distance for count in part.counted)
+            # The answer comes with the last piece, what it repeats in an earlier one and in the
+            # first half.
+            assert all(
+                count < part.ends[-1] - part.ends[-2] < part.distance for count in part.counted
+            )
             assert part.ends[-1] - part.distance < CONTEXT // 2 or part.ends[-1] == CONTEXT
-    again = plan(held_out(), CONTEXT, read_options(arguments(folder, "--questions", "3", "--batch", "2", "--piece", "300")))
+    again = plan(
+        held_out(),
+        CONTEXT,
+        read_options(arguments(folder, "--questions", "3", "--batch", "2", "--piece", "300")),
+    )
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(work, again, strict=True))
 
 
 def test_another_token_counts_only_where_the_lead_is_clear() -> None:
     def made(loss: float, token: int, margin: float) -> Found:
-        return Found(losses=[torch.tensor([loss])], tokens=[torch.tensor([token])], margins=[torch.tensor([margin])])
+        return Found(
+            losses=[torch.tensor([loss])],
+            tokens=[torch.tensor([token])],
+            margins=[torch.tensor([margin])],
+        )
 
     assert same(made(1.0, 3, 0.1), made(1.0, 3, 0.1), 0.01)
     assert same(made(1.0, 4, 0.1), made(1.0, 3, 0.02), 0.01)
@@ -189,13 +250,17 @@ def test_held_out_text_comes_back(tmp_path: Path) -> None:
         HeldOut.load(tmp_path)
 
 
-@pytest.mark.parametrize("words", [["--dtype", "fp8"], ["--dtype", ","], ["--windows", "0"], ["--piece", "-1"]])
+@pytest.mark.parametrize(
+    "words", [["--dtype", "fp8"], ["--dtype", ","], ["--windows", "0"], ["--piece", "-1"]]
+)
 def test_bad_options_are_refused(folder: Path, words: list[str]) -> None:
     with pytest.raises(InvalidInputError):
         read_options(arguments(folder, *words))
 
 
-def test_a_folder_without_a_model_names_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_model_names_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "kv-quality", "--model", str(tmp_path)]) == 2
     assert "scripts/train_demo_model.py" in capsys.readouterr().err
 

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from espnx.benchmarks.machine.cgroup import PREFIX, Hierarchy, MemoryGroup, find_hierarchy, memory_group
+from espnx.benchmarks.machine.cgroup import (
+    PREFIX,
+    Hierarchy,
+    MemoryGroup,
+    find_hierarchy,
+    memory_group,
+)
 from espnx.errors import PathUnavailableError
 
 V1_MOUNTS = """tmpfs /sys/fs/cgroup tmpfs rw 0 0
@@ -26,7 +32,9 @@ def control(group: Path, *names: str) -> None:
 
 
 def test_version_1_takes_the_callers_own_group(tmp_path: Path) -> None:
-    assert find_hierarchy(V1_MOUNTS, V1_OWN, tmp_path) == Hierarchy(1, tmp_path / "sys/fs/cgroup/memory/user/one")
+    assert find_hierarchy(V1_MOUNTS, V1_OWN, tmp_path) == Hierarchy(
+        1, tmp_path / "sys/fs/cgroup/memory/user/one"
+    )
 
 
 def test_version_1_without_a_group_of_its_own_takes_the_root() -> None:
@@ -50,23 +58,31 @@ def test_version_2_never_leaves_the_mount(tmp_path: Path) -> None:
         find_hierarchy(V2_MOUNTS, V2_OWN, tmp_path)
 
 
-@pytest.mark.parametrize("mounts", ["", "cgroup /sys/fs/cgroup/cpu cgroup rw,cpu 0 0\n", "proc /proc proc rw 0 0\n"])
+@pytest.mark.parametrize(
+    "mounts", ["", "cgroup /sys/fs/cgroup/cpu cgroup rw,cpu 0 0\n", "proc /proc proc rw 0 0\n"]
+)
 def test_no_controller_is_an_error_that_says_what_to_do(mounts: str) -> None:
     with pytest.raises(PathUnavailableError, match="ample memory"):
         find_hierarchy(mounts, V1_OWN)
 
 
 @pytest.mark.parametrize(("version", "name"), [(1, "memory.limit_in_bytes"), (2, "memory.max")])
-def test_the_limit_is_written_where_the_version_wants_it(tmp_path: Path, version: int, name: str) -> None:
+def test_the_limit_is_written_where_the_version_wants_it(
+    tmp_path: Path, version: int, name: str
+) -> None:
     with memory_group("one", 12345, Hierarchy(version, tmp_path)) as group:
         assert (group.path / name).read_text() == "12345"
         assert group.procs.parent.name == f"{PREFIX}{os.getpid()}-one"
-        (group.path / name).unlink()  # the kernel's files go with their directory; these would keep it
+        # the kernel's files go with their directory; these would keep it
+        (group.path / name).unlink()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_group_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(PathUnavailableError, match="cannot limit memory"), memory_group("one", 1, Hierarchy(1, tmp_path / "missing")):
+    with (
+        pytest.raises(PathUnavailableError, match="cannot limit memory"),
+        memory_group("one", 1, Hierarchy(1, tmp_path / "missing")),
+    ):
         pass
 
 

@@ -16,7 +16,9 @@ def path(tmp_path: Path) -> Path:
     file.write_bytes(os.urandom((1 << 20) + 5))
     page_cache.drop(file)
     if page_cache.resident_fraction(file) == 1.0:
-        pytest.skip("the temporary directory is a file system in memory: its pages cannot be dropped")
+        pytest.skip(
+            "the temporary directory is a file system in memory: its pages cannot be dropped"
+        )
     return file
 
 

@@ -12,16 +12,30 @@ from pathlib import Path
 import pytest
 
 from espnx.benchmarks.machine import throttle
-from espnx.benchmarks.machine.throttle import blkio_group, disk_numbers, parse_rate, remove_stale, throttled
+from espnx.benchmarks.machine.throttle import (
+    blkio_group,
+    disk_numbers,
+    parse_rate,
+    remove_stale,
+    throttled,
+)
 from espnx.errors import InvalidInputError, PathUnavailableError
 
 MOUNTS = (
-    "proc /proc proc rw 0 0\ncgroup /sys/fs/cgroup/memory cgroup rw,memory 0 0\ncgroup /sys/fs/cgroup/blkio cgroup rw,relatime,blkio 0 0\n"
+    "proc /proc proc rw 0 0\ncgroup /sys/fs/cgroup/memory cgroup rw,memory 0 0\n"
+    "cgroup /sys/fs/cgroup/blkio cgroup rw,relatime,blkio 0 0\n"
 )
 
 
 @pytest.mark.parametrize(
-    ("text", "rate"), [("800MB/s", 800_000_000), ("800MB", 800_000_000), ("1.5 GiB/s", 3 << 29), (" 64KiB/s ", 65536), ("1000", 1000)]
+    ("text", "rate"),
+    [
+        ("800MB/s", 800_000_000),
+        ("800MB", 800_000_000),
+        ("1.5 GiB/s", 3 << 29),
+        (" 64KiB/s ", 65536),
+        ("1000", 1000),
+    ],
 )
 def test_rates(text: str, rate: int) -> None:
     assert parse_rate(text) == rate
@@ -46,7 +60,8 @@ def test_the_group_of_this_process(membership: str, group: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mounts", "membership"), [("", "7:blkio:/\n"), (MOUNTS, "0::/\n"), (MOUNTS.replace("blkio", "io"), "7:blkio:/\n")]
+    ("mounts", "membership"),
+    [("", "7:blkio:/\n"), (MOUNTS, "0::/\n"), (MOUNTS.replace("blkio", "io"), "7:blkio:/\n")],
 )
 def test_machines_without_the_controller(mounts: str, membership: str) -> None:
     with pytest.raises(PathUnavailableError, match="cgroup v1"):
@@ -81,13 +96,17 @@ def test_groups_of_dead_processes_are_removed(tmp_path: Path) -> None:
 
 def test_without_the_right_to_make_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throttle, "disk_numbers", lambda path: "8:0")
-    monkeypatch.setattr(throttle, "blkio_group", lambda mounts, membership: tmp_path / "read only" / "nowhere")
+    monkeypatch.setattr(
+        throttle, "blkio_group", lambda mounts, membership: tmp_path / "read only" / "nowhere"
+    )
     with pytest.raises(PathUnavailableError, match="root"), throttled(tmp_path, 1000):
         raise AssertionError("the body must not run unthrottled")
 
 
 def group_of(process: int) -> Path:
-    parent = blkio_group(Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text())
+    parent = blkio_group(
+        Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text()
+    )
     return parent / f"espnx-bench-{process}"
 
 
@@ -98,7 +117,10 @@ def disk(tmp_path: Path) -> Path:
         blkio_group(Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text())
         disk_numbers(tmp_path)
     except PathUnavailableError as error:
-        pytest.skip(f"needs cgroup v1's blkio controller and a disk under the temporary directory: {error.what}")
+        pytest.skip(
+            "needs cgroup v1's blkio controller and a disk under the temporary directory: "
+            f"{error.what}"
+        )
     return tmp_path
 
 
@@ -112,7 +134,11 @@ def test_reads_keep_to_the_rate_and_the_group_goes_away(disk: Path) -> None:
     with pytest.raises(KeyError), throttled(disk, 20_000_000):
         assert str(os.getpid()) in (group / "cgroup.procs").read_text().split()
         begin = time.perf_counter()
-        subprocess.run(["dd", f"if={path}", "of=/dev/null", "bs=1M", "iflag=direct"], check=True, capture_output=True)
+        subprocess.run(
+            ["dd", f"if={path}", "of=/dev/null", "bs=1M", "iflag=direct"],
+            check=True,
+            capture_output=True,
+        )
         seconds = time.perf_counter() - begin
         raise KeyError("the group must go away on errors too")
     # 4.2 MB at 20 MB/s take 210 ms; the kernel grants up to two of its 50 ms slices ahead.
@@ -123,11 +149,15 @@ def test_reads_keep_to_the_rate_and_the_group_goes_away(disk: Path) -> None:
 @pytest.mark.root
 def test_sigterm_leaves_no_group_behind(disk: Path) -> None:
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom espnx.benchmarks.machine.throttle import throttled\n"
-        "with throttled(Path(sys.argv[1]), 10**9):\n    print('in', flush=True)\n    time.sleep(60)\n"
+        "import sys, time\nfrom pathlib import Path\n"
+        "from espnx.benchmarks.machine.throttle import throttled\n"
+        "with throttled(Path(sys.argv[1]), 10**9):\n    print('in', flush=True)\n"
+        "    time.sleep(60)\n"
     )
     root = Path(__file__).resolve().parents[3]
-    child = subprocess.Popen([sys.executable, "-c", code, str(disk)], cwd=root, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(disk)], cwd=root, stdout=subprocess.PIPE, text=True
+    )
     assert child.stdout is not None
     assert child.stdout.readline() == "in\n"
     child.send_signal(signal.SIGTERM)

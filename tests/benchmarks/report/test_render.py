@@ -1,4 +1,5 @@
-"""Tables in documents come from result files, stay the same when nothing changed, and keep the kinds of numbers apart."""
+"""Tables in documents come from result files, stay the same when nothing changed, and keep the
+kinds of numbers apart."""
 
 from __future__ import annotations
 
@@ -10,13 +11,26 @@ from typing import Any
 import pytest
 
 from espnx.benchmarks.harness.result import Row, make_document
-from espnx.benchmarks.report.render import disk_kind, render_all, render_text, result_files, source_root
+from espnx.benchmarks.report.render import (
+    disk_kind,
+    render_all,
+    render_text,
+    result_files,
+    source_root,
+)
 from espnx.errors import FormatError, InvalidInputError
 from espnx.tables import render_json
 from tests.benchmarks.common import MACHINE, row
 
 ROOT = Path(__file__).resolve().parents[3]
-PARAMS = {"op": "read", "pattern": "random", "block_bytes": 4096, "queue_depth": 128, "throttle_bytes_per_s": None, "checksums": True}
+PARAMS = {
+    "op": "read",
+    "pattern": "random",
+    "block_bytes": 4096,
+    "queue_depth": 128,
+    "throttle_bytes_per_s": None,
+    "checksums": True,
+}
 METRICS = {"bytes_per_s": 4.2e8, "iops": 102_500.0, "cpu_us_per_item": 3.25, "ratio_iqr_fio": 0.07}
 PLACE = "<!-- machine -->\n<!-- /machine -->\n"
 README = f"# Title\n\n{PLACE}\nbefore\n\n<!-- bench:io -->\nstale\n<!-- /bench -->\n\nafter\n"
@@ -29,7 +43,9 @@ def io_row(**changes: Any) -> Row:
 def tree(root: Path, rows: list[Row], text: str = README) -> Path:
     """A source tree with one result file."""
     (root / "benchmarks/results").mkdir(parents=True)
-    document = make_document("espnx bench io --baseline fio", "0123456789abcdef", True, MACHINE, rows)
+    document = make_document(
+        "espnx bench io --baseline fio", "0123456789abcdef", True, MACHINE, rows
+    )
     (root / "benchmarks/results/io.json").write_text(json.dumps(document))
     (root / "README.md").write_text(text)
     return root
@@ -44,11 +60,22 @@ def test_a_marked_block_is_filled_and_the_rest_stays(tmp_path: Path) -> None:
     assert render(root) == ["README.md"]
     text = (root / "README.md").read_text()
     assert text.startswith("# Title\n\n<!-- machine -->\n\nMeasured on: ")
-    assert "<!-- /machine -->\n\nbefore\n\n<!-- bench:io -->\n\n| system |" in text  # what is the same in all rows is folded
+    # what is the same in all rows is folded
+    assert "<!-- /machine -->\n\nbefore\n\n<!-- bench:io -->\n\n| system |" in text
     assert text.endswith("<!-- /bench -->\n\nafter\n")
     assert "stale" not in text
-    line = " ".join(line for line in text.splitlines() if "espnx-uring" in line)  # in view, and folded
-    for cell in ("random read 4 KiB QD128", "cold", "420", "102.5", "3.25", "1.00", "yes", "0.97x [0.07]"):
+    # in view, and folded
+    line = " ".join(line for line in text.splitlines() if "espnx-uring" in line)
+    for cell in (
+        "random read 4 KiB QD128",
+        "cold",
+        "420",
+        "102.5",
+        "3.25",
+        "1.00",
+        "yes",
+        "0.97x [0.07]",
+    ):
         assert f" {cell} " in line
     assert "commit 0123456789 with changes" in text
 
@@ -83,26 +110,45 @@ def test_documents_below_docs_are_rendered_too(tmp_path: Path) -> None:
     (root / "docs/more").mkdir(parents=True)
     (root / "docs/more/disk.md").write_text(f"{README}\n{README}")
     assert render(root) == ["disk.md"]
-    assert (root / "docs/more/disk.md").read_text().count("espnx-uring") == 4  # in view and folded, twice
+    # in view and folded, twice
+    assert (root / "docs/more/disk.md").read_text().count("espnx-uring") == 4
 
 
 def test_kinds_never_share_a_table(tmp_path: Path) -> None:
     root = tree(tmp_path, [io_row(), io_row(kind="modelled", system="smartssd")])
     render(root)
-    tables = (root / "README.md").read_text().split("| what |")[1::2]  # each is followed by its folded columns
+    # each is followed by its folded columns
+    tables = (root / "README.md").read_text().split("| what |")[1::2]
     assert len(tables) == 2
     assert (root / "README.md").read_text().count("<details") == 2
     assert "espnx-uring" in tables[0]
     assert "smartssd" not in tables[0]
     text = (root / "README.md").read_text()
-    assert text.index("espnx-uring") < text.index("(Measured;") < text.index("smartssd") < text.index("(Modelled;")
+    assert (
+        text.index("espnx-uring")
+        < text.index("(Measured;")
+        < text.index("smartssd")
+        < text.index("(Modelled;")
+    )
 
 
 def test_a_wrong_row_shows_no_speed(tmp_path: Path) -> None:
-    bad = io_row(n=0, median_s=None, p99_s=None, iqr_s=None, bytes_asked=0, bytes_moved=0, correct=False, metrics={}, ratio={})
+    bad = io_row(
+        n=0,
+        median_s=None,
+        p99_s=None,
+        iqr_s=None,
+        bytes_asked=0,
+        bytes_moved=0,
+        correct=False,
+        metrics={},
+        ratio={},
+    )
     root = tree(tmp_path, [bad])
     render(root)
-    line = next(line for line in (root / "README.md").read_text().splitlines() if "espnx-uring" in line)
+    line = next(
+        line for line in (root / "README.md").read_text().splitlines() if "espnx-uring" in line
+    )
     assert " NO " in line
     assert "x" not in line.replace("espnx", "")
 
@@ -116,16 +162,30 @@ def with_machine(**facts: Any) -> dict[str, Any]:
 
 
 def test_a_machine_stands_once_on_a_page() -> None:
-    text = render_text(f"{PLACE}{README}", {Path("a.json"): with_machine(), Path("b.json"): with_machine(load_average=3)})
+    text = render_text(
+        f"{PLACE}{README}",
+        {Path("a.json"): with_machine(), Path("b.json"): with_machine(load_average=3)},
+    )
     assert text.count("2 cores") == 2  # once in each of the two places for it
     assert "on machine" not in text
 
 
 def test_tables_name_their_machine_where_there_are_several() -> None:
-    text = render_text(README, {Path("a.json"): with_machine(), Path("b.json"): with_machine(cores=64), Path("c.json"): with_machine()})
+    text = render_text(
+        README,
+        {
+            Path("a.json"): with_machine(),
+            Path("b.json"): with_machine(cores=64),
+            Path("c.json"): with_machine(),
+        },
+    )
     assert "- machine A: c, 2 cores" in text
     assert "- machine B: c, 64 cores" in text
-    assert re.findall(r"Measured on machine (\w);.*file `(\w)", text) == [("A", "a"), ("B", "b"), ("A", "c")]
+    assert re.findall(r"Measured on machine (\w);.*file `(\w)", text) == [
+        ("A", "a"),
+        ("B", "b"),
+        ("A", "c"),
+    ]
 
 
 def test_tables_without_a_place_for_their_machine_are_refused() -> None:

@@ -1,4 +1,5 @@
-"""The page about the demo's model takes its numbers and its plot from the record of the training."""
+"""The page about the demo's model takes its numbers and its plot from the record of the
+training."""
 
 from __future__ import annotations
 
@@ -16,21 +17,63 @@ from espnx.errors import FormatError
 RECORD: dict[str, Any] = {
     "command": "python scripts/train_demo_model.py --minutes 7",
     "settings": {
-        "threads": 2, "layers": 8, "hidden": 256, "heads": 8, "kv_heads": 2, "vocabulary": 4096, "context": 2048, "recall_samples": 64,
+        "threads": 2,
+        "layers": 8,
+        "hidden": 256,
+        "heads": 8,
+        "kv_heads": 2,
+        "vocabulary": 4096,
+        "context": 2048,
+        "recall_samples": 64,
     },
-    "corpus": {"documents": 58894, "held_out_documents": 1184, "characters": 27860848, "tokens": 8473942, "held_out_tokens": 166955},
+    "corpus": {
+        "documents": 58894,
+        "held_out_documents": 1184,
+        "characters": 27860848,
+        "tokens": 8473942,
+        "held_out_tokens": 166955,
+    },
     "results": {
-        "parameters": 6691072, "model_bytes": 13386048, "steps": 2000, "tokens": 16384000, "minutes": 50.02, "tokens_per_second": 5459.0,
-        "train_loss": 2.5014, "validation_loss": 2.7126, "validation_perplexity": 15.067,
-        "last_quarter_loss": 2.6, "last_quarter_loss_half_context": 2.625,
+        "parameters": 6691072,
+        "model_bytes": 13386048,
+        "steps": 2000,
+        "tokens": 16384000,
+        "minutes": 50.02,
+        "tokens_per_second": 5459.0,
+        "train_loss": 2.5014,
+        "validation_loss": 2.7126,
+        "validation_perplexity": 15.067,
+        "last_quarter_loss": 2.6,
+        "last_quarter_loss_half_context": 2.625,
         "recall_exact_match": {"128": 0.984375, "1900": 0.5},
     },
     "curve": [
-        {"step": 1, "tokens": 8192, "minutes": 0.02, "context": 256, "train_loss": 8.3, "answer_tokens_right": None},
-        {"step": 20, "tokens": 163840, "minutes": 0.5, "context": 256, "train_loss": 6.1, "answer_tokens_right": 0.1},
-        {"step": 40, "tokens": 327680, "minutes": 1.0, "context": 2048, "train_loss": None, "answer_tokens_right": 0.5},
+        {
+            "step": 1,
+            "tokens": 8192,
+            "minutes": 0.02,
+            "context": 256,
+            "train_loss": 8.3,
+            "answer_tokens_right": None,
+        },
+        {
+            "step": 20,
+            "tokens": 163840,
+            "minutes": 0.5,
+            "context": 256,
+            "train_loss": 6.1,
+            "answer_tokens_right": 0.1,
+        },
+        {
+            "step": 40,
+            "tokens": 327680,
+            "minutes": 1.0,
+            "context": 2048,
+            "train_loss": None,
+            "answer_tokens_right": 0.5,
+        },
     ],
-}  # fmt: skip
+}
 PAGE = "# Model\n\n<!-- training -->\nstale\n<!-- /training -->\n\nafter\n"
 
 
@@ -69,13 +112,18 @@ def test_without_a_model_the_block_is_empty(tmp_path: Path) -> None:
     assert (root / "docs/model.md").read_text() == PAGE.replace("stale\n", "")
 
 
-@pytest.mark.parametrize("record", ["{", "[]", {**RECORD, "results": {}}, {**RECORD, "settings": None}])
+@pytest.mark.parametrize(
+    "record", ["{", "[]", {**RECORD, "results": {}}, {**RECORD, "settings": None}]
+)
 def test_a_broken_record_is_refused(tmp_path: Path, record: Any) -> None:
     with pytest.raises(FormatError, match=r"training\.json"):
         render_all(tree(tmp_path, record), [], write=True)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed (extra [bench])")
+@pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None,
+    reason="matplotlib is not installed (extra [bench])",
+)
 def test_the_plot(tmp_path: Path) -> None:
     root = tree(tmp_path)
     [path] = plots.draw_all(root, {})

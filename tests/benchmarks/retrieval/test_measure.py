@@ -13,8 +13,20 @@ import pytest
 from espnx.benchmarks.corpora.stores import Prepared
 from espnx.benchmarks.retrieval.bound import BoundMeter, batch_threshold, bound_s
 from espnx.benchmarks.retrieval.fleet import System
-from espnx.benchmarks.retrieval.measure import batches_of, lossy_problem, measure, ranking_problem, rows_of
-from espnx.benchmarks.retrieval.point import MEMORY, Point, baseline_system, cascade_systems, espnx_systems
+from espnx.benchmarks.retrieval.measure import (
+    batches_of,
+    lossy_problem,
+    measure,
+    ranking_problem,
+    rows_of,
+)
+from espnx.benchmarks.retrieval.point import (
+    MEMORY,
+    Point,
+    baseline_system,
+    cascade_systems,
+    espnx_systems,
+)
 from espnx.errors import InvalidInputError
 
 RIGHT = [(7, 3.0), (2, 2.0), (5, 1.0)]
@@ -25,7 +37,12 @@ ESPNX, FIXED = espnx_systems(["auto", "0.3"])
 class ScriptedFleet:
     """Systems whose n-th search takes `seconds[name][n]` and finds `hits[name]`."""
 
-    def __init__(self, seconds: dict[str, list[float]], hits: dict[str, Any] | None = None, systems: Sequence[System] = (MEMORY, ESPNX)):
+    def __init__(
+        self,
+        seconds: dict[str, list[float]],
+        hits: dict[str, Any] | None = None,
+        systems: Sequence[System] = (MEMORY, ESPNX),
+    ):
         self.systems, self._seconds, self._hits = list(systems), seconds, hits or {}
         self.searches: dict[str, list[list[int]]] = {system.name: [] for system in systems}
 
@@ -36,7 +53,11 @@ class ScriptedFleet:
         return ScriptedWorker(self, name)
 
     def facts(self, system: System) -> dict[str, Any]:
-        return {"effective_path": "uring", "rss_growth_bytes": 1, "resident_bytes": {"metadata": 2, "coarse": 0}}
+        return {
+            "effective_path": "uring",
+            "rss_growth_bytes": 1,
+            "resident_bytes": {"metadata": 2, "coarse": 0},
+        }
 
 
 class ScriptedWorker:
@@ -48,7 +69,12 @@ class ScriptedWorker:
             return {"hits": RIGHT, "tolerance": 0.01}
         if do == "pieces":
             replay = {"seconds": 0.004, "bytes_moved": 8000}
-            return {"delta_s": 0.001, "rest_s": 0.006, "prefetch": replay, "misses": {"seconds": 0.0, "bytes_moved": 0}}
+            return {
+                "delta_s": 0.001,
+                "rest_s": 0.006,
+                "prefetch": replay,
+                "misses": {"seconds": 0.0, "bytes_moved": 0},
+            }
         fleet, queries = self._fleet, arguments["queries"]
         measured = [query for query in queries if query < 100]
         turn = len(fleet.searches[self._name])
@@ -57,9 +83,14 @@ class ScriptedWorker:
         seconds = fleet._seconds[self._name][turn % len(fleet._seconds[self._name])]
         hits = fleet._hits.get(self._name, RIGHT)[: arguments["options"]["k"]]
         return {
-            "seconds": seconds, "cpu_s": 0.0, "bytes_asked": 10, "bytes_moved": 20, "hits": [hits] * len(queries),
-            "metrics": {"hit_rate": 0.5}, "steps": [],
-        }  # fmt: skip
+            "seconds": seconds,
+            "cpu_s": 0.0,
+            "bytes_asked": 10,
+            "bytes_moved": 20,
+            "hits": [hits] * len(queries),
+            "metrics": {"hit_rate": 0.5},
+            "steps": [],
+        }
 
 
 def run(fleet: ScriptedFleet, queries: Sequence[int] = (0, 1, 2), **options: Any) -> list[Any]:
@@ -71,10 +102,15 @@ def run(fleet: ScriptedFleet, queries: Sequence[int] = (0, 1, 2), **options: Any
 def test_ratios_are_medians_of_pairs() -> None:
     memory, ours, said = run(ScriptedFleet({"memory": [1.0, 2.0, 9.0], "espnx": [2.0, 2.0, 3.0]}))
     assert said == []
-    assert ours.ratio == {"memory": pytest.approx(1.0)}  # of 0.5, 1 and 3; of the medians it would be the same 1, of the means 1.7
+    # of 0.5, 1 and 3; of the medians it would be the same 1, of the means 1.7
+    assert ours.ratio == {"memory": pytest.approx(1.0)}
     assert memory.ratio == {}
     assert (ours.n, ours.median_s, ours.correct, ours.cache) == (3, 2.0, True, "cold")
-    assert (memory.cache, ours.metrics["hit_rate"], ours.metrics["resident_metadata_bytes"]) == ("warm", 0.5, 2.0)
+    assert (memory.cache, ours.metrics["hit_rate"], ours.metrics["resident_metadata_bytes"]) == (
+        "warm",
+        0.5,
+        2.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,9 +149,13 @@ def test_a_lossy_ranking_may_leave_out_but_not_misjudge() -> None:
 def test_a_cascade_is_judged_by_its_exact_part() -> None:
     cascade = cascade_systems([2])[0]
     seconds = {"memory": [1.0], cascade.name: [1.0]}
-    *_, row, said = run(ScriptedFleet(seconds, {cascade.name: [(7, 3.0), (5, 1.0), (2, 0.3)]}, [MEMORY, cascade]))
+    *_, row, said = run(
+        ScriptedFleet(seconds, {cascade.name: [(7, 3.0), (5, 1.0), (2, 0.3)]}, [MEMORY, cascade])
+    )
     assert (row.correct, said) == (True, [])
-    *_, row, said = run(ScriptedFleet(seconds, {cascade.name: [(7, 3.0), (5, 0.3)]}, [MEMORY, cascade]))
+    *_, row, said = run(
+        ScriptedFleet(seconds, {cascade.name: [(7, 3.0), (5, 0.3)]}, [MEMORY, cascade])
+    )
     assert not row.correct
 
 
@@ -139,27 +179,42 @@ def test_batches_hold_no_query_twice_and_go_round() -> None:
         (0.000, 0.002, 0.004, 0.000, 0.005),  # no prefetch: all reads begin after the first stage
     ],
 )
-def test_the_bound(rest: float, maxsim: float, prefetch: float, misses: float, expected: float) -> None:
-    pieces = {"delta_s": 0.001, "rest_s": rest, "prefetch": {"seconds": prefetch}, "misses": {"seconds": misses}}
+def test_the_bound(
+    rest: float, maxsim: float, prefetch: float, misses: float, expected: float
+) -> None:
+    pieces = {
+        "delta_s": 0.001,
+        "rest_s": rest,
+        "prefetch": {"seconds": prefetch},
+        "misses": {"seconds": misses},
+    }
     assert bound_s(pieces, maxsim) == pytest.approx(expected)
 
 
 def test_the_time_over_the_bound() -> None:
-    """Of the searched query, with the steps that the search took; its bound is 1 + max(3 + 2, 4) + 1 ms."""
+    """Of the searched query, with the steps that the search took; its bound is 1 + max(3 + 2, 4) +
+    1 ms."""
     pieces = {
-        "delta_s": 0.001, "rest_s": 0.003, "numbers": [7], "prefetch": {"seconds": 0.004, "bytes_moved": 50}, "misses": {"seconds": 0.001}
-    }  # fmt: skip
+        "delta_s": 0.001,
+        "rest_s": 0.003,
+        "numbers": [7],
+        "prefetch": {"seconds": 0.004, "bytes_moved": 50},
+        "misses": {"seconds": 0.001},
+    }
     espnx, memory = mock.Mock(), mock.Mock()
     espnx.ask.return_value, memory.ask.return_value = pieces, {"seconds": 0.002}
     fleet = mock.Mock(systems=[ESPNX], of=lambda system: espnx, process=lambda name: memory)
-    found = BoundMeter(fleet, POINT)([5], {ESPNX.name: {"seconds": 0.0105, "steps": [3]}})[ESPNX.name]
+    found = BoundMeter(fleet, POINT)([5], {ESPNX.name: {"seconds": 0.0105, "steps": [3]}})[
+        ESPNX.name
+    ]
     assert (found["bound_s"], found["over_bound"]) == (pytest.approx(0.007), pytest.approx(1.5))
     espnx.ask.assert_called_once_with("pieces", query=5, options=POINT.options, steps=[3])
     memory.ask.assert_called_once_with("maxsim", query=5, numbers=[7])
 
 
 def test_equation_4() -> None:
-    """12 queries fit where budget x bandwidth is 12 times the bytes of a query (ESPN, section 5.4)."""
+    """12 queries fit where budget x bandwidth is 12 times the bytes of a query (ESPN, section
+    5.4)."""
     row = batch_threshold(ScriptedFleet({}), ESPNX, POINT, [0, 1], 0.1)  # type: ignore[arg-type]
     assert row.kind == "modelled"
     assert row.metrics["query_batch_threshold"] == pytest.approx(8000 / 0.004 * 0.006 / 8000)
@@ -173,7 +228,8 @@ def test_systems_are_named_by_what_they_do() -> None:
         "espnx-5+10%",
         "espnx",
     ]
-    assert FIXED.process_name != ESPNX.process_name  # the chooser must not learn from searches whose steps were given
+    # the chooser must not learn from searches whose steps were given
+    assert FIXED.process_name != ESPNX.process_name
     assert baseline_system("mmap-8").opening == {"gather_threads": 8}
     assert baseline_system("mmap").name == "mmap-1"
     for wrong in ("mmap-0", "mmap-x", "ssd"):

@@ -9,4 +9,6 @@ import datasets
 
 
 def sentences(**_: Any) -> Any:
-    return datasets.load_dataset("json", data_files={"test": str(Path(__file__).with_name("sentences.jsonl"))})
+    return datasets.load_dataset(
+        "json", data_files={"test": str(Path(__file__).with_name("sentences.jsonl"))}
+    )

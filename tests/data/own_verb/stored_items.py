@@ -1,4 +1,5 @@
-"""A verb of a package of one's own: `checksum`, of items that are stored. What it is asked, the plain part that does it, what it costs."""
+"""A verb of a package of one's own: `checksum`, of items that are stored. What it is asked, the
+plain part that does it, what it costs."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from tests.data.own_verb import checks
 
 @dataclass(frozen=True)
 class Items:
-    """Attributes: path: of the file; numbers: int64 [n], ascending: which items lie in it, one after the other; size_bytes: int64 [n]."""
+    """Attributes: path: of the file; numbers: int64 [n], ascending: which items lie in it, one
+    after the other; size_bytes: int64 [n]."""
 
     path: Path
     numbers: np.ndarray
@@ -35,7 +37,9 @@ class Items:
         """Where items are among those of the file. Raises InvalidInputError."""
         found = np.searchsorted(self.numbers, numbers)
         if (found == len(self.numbers)).any() or not np.array_equal(self.numbers[found], numbers):
-            raise errors.InvalidInputError("items", got=numbers.tolist(), expected="those that are stored")
+            raise errors.InvalidInputError(
+                "items", got=numbers.tolist(), expected="those that are stored"
+            )
         return found
 
     def offset_bytes(self, places: np.ndarray) -> np.ndarray:
@@ -61,11 +65,16 @@ class ChecksumCommand(Command):
         return replace(self, numbers=self.items[places]), places
 
     def begin_line(self, stored: Items, memo: dict[Any, Any]) -> dict[str, Any]:
-        return {"bytes": int(stored.size_bytes[stored.places(self.items)].sum()), "items": self.items.tolist()}
+        return {
+            "bytes": int(stored.size_bytes[stored.places(self.items)].sum()),
+            "items": self.items.tolist(),
+        }
 
     @classmethod
     def of_line(cls, said: Fields, stored: Items, memo: dict[Any, Any]) -> ChecksumCommand:
-        return cls(np.array(said.wholes("items", most=int(stored.numbers[-1]), count=1 << 20), np.int64))
+        return cls(
+            np.array(said.wholes("items", most=int(stored.numbers[-1]), count=1 << 20), np.int64)
+        )
 
 
 class SsdItems(Part):
@@ -78,10 +87,20 @@ class SsdItems(Part):
         self.engine = NativeEngine(engine) if isinstance(engine, str) else engine
         self._file, self._tickets = self.engine.open(str(items.path)), list[ChecksumTicket]()
 
-    def checksum(self, numbers: Sequence[int] | np.ndarray, *, deadline_s: float = 30.0) -> ChecksumTicket:
+    def checksum(
+        self, numbers: Sequence[int] | np.ndarray, *, deadline_s: float = 30.0
+    ) -> ChecksumTicket:
         places = self.items.places(np.asarray(numbers, np.int64))
-        plan = Plan.of(self._file, self.items.offset_bytes(places).tolist(), self.items.size_bytes[places].tolist())
-        self._tickets.append(ChecksumTicket(self.engine.read(plan, deadline_s=deadline_s), self.items.size_bytes[places]))
+        plan = Plan.of(
+            self._file,
+            self.items.offset_bytes(places).tolist(),
+            self.items.size_bytes[places].tolist(),
+        )
+        self._tickets.append(
+            ChecksumTicket(
+                self.engine.read(plan, deadline_s=deadline_s), self.items.size_bytes[places]
+            )
+        )
         return self._tickets[-1]
 
     def path_report(self) -> list[FilePath]:
@@ -101,11 +120,17 @@ class SsdItems(Part):
 
 class ChecksumTicket:
     def __init__(self, future: Any, size_bytes: np.ndarray):
-        self._future, self._sizes, self.sums = future, torch.from_numpy(size_bytes), np.zeros(len(size_bytes), np.uint32)
+        self._future, self._sizes, self.sums = (
+            future,
+            torch.from_numpy(size_bytes),
+            np.zeros(len(size_bytes), np.uint32),
+        )
 
     def next(self, at_least: int = 1, timeout_s: float | None = None) -> tuple[np.ndarray, bool]:
         items, finished = self._future.next(at_least, timeout_s)
-        self.sums[items.numpy()] = crc32c_ranges(self._future.memory, self._future.position_bytes[items], self._sizes[items]).numpy()
+        self.sums[items.numpy()] = crc32c_ranges(
+            self._future.memory, self._future.position_bytes[items], self._sizes[items]
+        ).numpy()
         return items.numpy(), finished
 
     def reply(self, item: int) -> np.ndarray:
@@ -121,30 +146,48 @@ class ChecksumTicket:
 
     @property
     def stats(self) -> DeviceStats:
-        return DeviceStats(self._future.bytes_asked, self._future.bytes_moved, read_requests=self._future.request_count)
+        return DeviceStats(
+            self._future.bytes_asked,
+            self._future.bytes_moved,
+            read_requests=self._future.request_count,
+        )
 
 
 def cost(command: ChecksumCommand, items: Items, accelerator: Accelerator | None) -> Work:
     """Numbers to the device, sums back; or the items' pages to the host."""
     places = items.places(command.items)
-    reads, moved = page_reads(np.zeros(len(places), np.int64), items.offset_bytes(places), items.size_bytes[places])
+    reads, moved = page_reads(
+        np.zeros(len(places), np.int64), items.offset_bytes(places), items.size_bytes[places]
+    )
     legs, groups = list[Leg](), list[Group]()
     for begin, end in groups_of(moved):
         size_bytes, requests = int(moved[begin:end].sum()), int(reads[begin:end].sum())
         if accelerator is None:
             legs.append(Leg("flash_to_host", size_bytes, requests=requests))
         else:
-            legs += [Leg("host_to_device", 8 * (end - begin)), Leg("flash_read", size_bytes, (-1,), requests)]
-            legs += [Leg(COMPUTE, size_bytes, (-1,)), Leg("device_to_host", 4 * (end - begin), (-1,))]
+            legs += [
+                Leg("host_to_device", 8 * (end - begin)),
+                Leg("flash_read", size_bytes, (-1,), requests),
+            ]
+            legs += [
+                Leg(COMPUTE, size_bytes, (-1,)),
+                Leg("device_to_host", 4 * (end - begin), (-1,)),
+            ]
         groups.append(Group(begin, end, len(legs) - 1))
     return Work(legs, groups)
 
 
 ITEMS = PartKind(
-    "items", "stored items", "open_items", {"checksum": Verb(ChecksumCommand, cost)},
-    lambda path, items, **options: SsdItems(items, **options), lambda part: part.items, says="open_items",
-    facts=lambda items: {"items": len(items.numbers)}, checks=checks.ALL,
-)  # fmt: skip
+    "items",
+    "stored items",
+    "open_items",
+    {"checksum": Verb(ChecksumCommand, cost)},
+    lambda path, items, **options: SsdItems(items, **options),
+    lambda part: part.items,
+    says="open_items",
+    facts=lambda items: {"items": len(items.numbers)},
+    checks=checks.ALL,
+)
 
 
 class ItemDevice(SsdDevice):

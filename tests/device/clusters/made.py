@@ -27,13 +27,23 @@ class Made:
         values = random_values(self.format, (self.vectors.shape[1],), seed)
         return torch.from_numpy(values if values.dtype.kind in "iu" else values.astype(np.float32))
 
-    def reply(self, query: torch.Tensor, cluster: int, metric: str = "l2") -> list[tuple[float, int]]:
+    def reply(
+        self, query: torch.Tensor, cluster: int, metric: str = "l2"
+    ) -> list[tuple[float, int]]:
         """(distance, id) of each vector of a cluster, in order."""
-        rows, wanted = self.vectors[self.of_cluster[cluster]].astype(np.int64), query.numpy().astype(np.int64)
+        rows, wanted = (
+            self.vectors[self.of_cluster[cluster]].astype(np.int64),
+            query.numpy().astype(np.int64),
+        )
         far = ((rows - wanted) ** 2).sum(1) if metric == "l2" else -(rows * wanted).sum(1)
-        return [(float(np.float32(each)), int(of)) for each, of in zip(far, self.ids[self.of_cluster[cluster]], strict=True)]
+        return [
+            (float(np.float32(each)), int(of))
+            for each, of in zip(far, self.ids[self.of_cluster[cluster]], strict=True)
+        ]
 
-    def nearest(self, query: torch.Tensor, clusters: list[int], k: int, metric: str = "l2") -> list[tuple[float, int]]:
+    def nearest(
+        self, query: torch.Tensor, clusters: list[int], k: int, metric: str = "l2"
+    ) -> list[tuple[float, int]]:
         """The k nearest, each id once, ties by id."""
         best: dict[int, float] = {}
         for cluster in clusters:
@@ -56,7 +66,13 @@ def make(folder: Path, counts: list[int], fmt: str = "uint8", dim: int = 60, see
     vectors = random_values(fmt, (n, dim), seed)
     directory = folder / f"clusters-{fmt}-{dim}-{seed}"
     write_clusters(directory, ids, vectors, assignment, n_clusters=len(counts))
-    return Made(directory, fmt, ids, vectors, [np.flatnonzero(assignment == cluster) for cluster in range(len(counts))])
+    return Made(
+        directory,
+        fmt,
+        ids,
+        vectors,
+        [np.flatnonzero(assignment == cluster) for cluster in range(len(counts))],
+    )
 
 
 def pairs(replies: np.ndarray) -> list[tuple[float, int]]:

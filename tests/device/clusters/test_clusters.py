@@ -1,4 +1,5 @@
-"""Distances of clusters on a plain SSD: every reply is NumPy's, in whatever order, on whatever path, from however many threads."""
+"""Distances of clusters on a plain SSD: every reply is NumPy's, in whatever order, on whatever
+path, from however many threads."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from tests.device.clusters.made import Made, make, pairs
 COUNTS = [3, 0, 64, 65, 1, 0, 200, 17, 63]
 
 
-def all_replies(made: Made, query: torch.Tensor, wanted: list[int], metric: str = "l2") -> list[tuple[float, int]]:
+def all_replies(
+    made: Made, query: torch.Tensor, wanted: list[int], metric: str = "l2"
+) -> list[tuple[float, int]]:
     return [each for cluster in wanted for each in made.reply(query, cluster, metric)]
 
 
@@ -33,27 +36,35 @@ def test_replies(folder: Path, path: str, fmt: str) -> None:
     with open_clusters(made.directory, engine=path) as device:
         for metric in METRICS:
             for wanted in ([], [4], list(range(9)), [8, 0, 0, 5, 3], [1, 5]):
-                assert pairs(device.distances(query, wanted, metric=metric).finish()) == all_replies(made, query, wanted, metric)
+                assert pairs(
+                    device.distances(query, wanted, metric=metric).finish()
+                ) == all_replies(made, query, wanted, metric)
 
 
 @pytest.mark.parametrize("dim", [1, 3, 17, 100, 1021])
 def test_dimensions(folder: Path, dim: int) -> None:
     made = make(folder, [5, 40], "int8", dim)
     with open_clusters(made.directory) as device:
-        assert pairs(device.distances(made.query(), [0, 1]).finish()) == all_replies(made, made.query(), [0, 1])
+        assert pairs(device.distances(made.query(), [0, 1]).finish()) == all_replies(
+            made, made.query(), [0, 1]
+        )
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("threads", [0, 1, 3])
 @pytest.mark.parametrize("window_bytes", [1, 1 << 20, 64 << 20])
 def test_many_batches(folder: Path, threads: int, window_bytes: int) -> None:
-    """12 MiB in batches of 4, through windows that hold none of them, and all: each item comes once, its reply with it."""
+    """12 MiB in batches of 4, through windows that hold none of them, and all: each item comes
+    once, its reply with it."""
     rng = np.random.default_rng(5)
     made = make(folder, rng.integers(0, 4000, 100).tolist(), seed=7)
     query, wanted = made.query(), rng.permutation(100).tolist()
-    with NativeEngine(poison=True) as engine, SsdClusterDevice(
-        made.directory, engine=engine, threads=threads, window_bytes=window_bytes
-    ) as device:  # fmt: skip
+    with (
+        NativeEngine(poison=True) as engine,
+        SsdClusterDevice(
+            made.directory, engine=engine, threads=threads, window_bytes=window_bytes
+        ) as device,
+    ):
         ticket = device.distances(query, wanted)
         came: list[int] = []
         finished = False
@@ -86,7 +97,14 @@ def test_several_threads_at_once(folder: Path) -> None:
     queries = [made.query(seed) for seed in range(16)]
     expected = [all_replies(made, query, [3, 7, 19, 0]) for query in queries]
     with open_clusters(made.directory, threads=2) as device, ThreadPoolExecutor(8) as pool:
-        for found in (list(pool.map(lambda query: pairs(device.distances(query, [3, 7, 19, 0]).finish()), queries)) for _ in range(3)):
+        for found in (
+            list(
+                pool.map(
+                    lambda query: pairs(device.distances(query, [3, 7, 19, 0]).finish()), queries
+                )
+            )
+            for _ in range(3)
+        ):
             assert found == expected
 
 
@@ -95,11 +113,14 @@ def test_a_ticket_may_be_waited_for_by_several_threads(folder: Path) -> None:
     expected = all_replies(made, made.query(), list(range(12)))
     with open_clusters(made.directory) as device, ThreadPoolExecutor(4) as pool:
         ticket = device.distances(made.query(), range(12))
-        assert [pairs(each.result()) for each in [pool.submit(ticket.finish) for _ in range(4)]] == [expected] * 4
+        assert [
+            pairs(each.result()) for each in [pool.submit(ticket.finish) for _ in range(4)]
+        ] == [expected] * 4
 
 
 def test_tickets_that_nobody_waits_for(folder: Path) -> None:
-    """Their reads end with them, and the next ones are right; replies outlive ticket, device and engine."""
+    """Their reads end with them, and the next ones are right; replies outlive ticket, device and
+    engine."""
     made = make(folder, [2000] * 20)
     with open_clusters(made.directory) as device:
         for _ in range(20):
@@ -109,9 +130,13 @@ def test_tickets_that_nobody_waits_for(folder: Path) -> None:
 
 
 def test_the_window_is_given_back(folder: Path) -> None:
-    """By tickets that ended, were cancelled, or met an error: the next one has all of its batches under way at once."""
+    """By tickets that ended, were cancelled, or met an error: the next one has all of its batches
+    under way at once."""
     made = make(folder, [4000] * 50, seed=7)
-    with NativeEngine() as engine, SsdClusterDevice(made.directory, engine=engine, threads=0, window_bytes=13 << 20) as device:
+    with (
+        NativeEngine() as engine,
+        SsdClusterDevice(made.directory, engine=engine, threads=0, window_bytes=13 << 20) as device,
+    ):
         for end in ("finish", "cancel", "drop", "error") * 2:
             before = engine.stats().bytes_asked
             ticket = device.distances(made.query(), range(50))
@@ -129,11 +154,14 @@ def test_the_window_is_given_back(folder: Path) -> None:
 
 
 def test_commands(folder: Path) -> None:
-    """As the thesis defines them: opcode, cluster's address, query in the payload, 8 bytes of reply a vector."""
+    """As the thesis defines them: opcode, cluster's address, query in the payload, 8 bytes of reply
+    a vector."""
     made = make(folder, COUNTS)
     with open_clusters(made.directory) as device:
         commands = device.commands(made.query(), [3, 1, 0, 6], metric="ip")
-    assert [each.cdw10 for each in commands] == [2, 0, 5], "pages before each; an empty cluster needs no command"
+    assert [each.cdw10 for each in commands] == [2, 0, 5], (
+        "pages before each; an empty cluster needs no command"
+    )
     assert {each.opcode for each in commands} == {DIST_CALC}
     assert {each.payload for each in commands} == {made.query().numpy().tobytes()}
     assert {each.metric for each in commands} == {"ip"}
@@ -146,7 +174,10 @@ def test_commands(folder: Path) -> None:
     [
         ({"query": torch.zeros(60)}, "query against uint8 vectors; got torch.float32"),
         ({"query": torch.zeros(59, dtype=torch.uint8)}, "got 59 values; expected 60"),
-        ({"query": torch.zeros(2, 60, dtype=torch.uint8)}, r"got \[2, 60\] on cpu; expected one query"),
+        (
+            {"query": torch.zeros(2, 60, dtype=torch.uint8)},
+            r"got \[2, 60\] on cpu; expected one query",
+        ),
         ({"clusters": [9]}, "number of a cluster; got 9; expected 0 to 8"),
         ({"clusters": [0, -1]}, "number of a cluster; got -1"),
         ({"clusters": [0.5]}, "clusters; got float64"),
@@ -157,7 +188,10 @@ def test_commands(folder: Path) -> None:
 )
 def test_what_is_refused(folder: Path, change: dict[str, object], message: str) -> None:
     made = make(folder, COUNTS)
-    with open_clusters(made.directory) as device, pytest.raises(errors.InvalidInputError, match=message):
+    with (
+        open_clusters(made.directory) as device,
+        pytest.raises(errors.InvalidInputError, match=message),
+    ):
         device.distances(**{"query": made.query(), "clusters": [0], **change})  # type: ignore[arg-type]
 
 

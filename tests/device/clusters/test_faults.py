@@ -1,4 +1,5 @@
-"""Clusters on storage that fails, and files that are damaged: a typed error that names the place, and never a wrong distance."""
+"""Clusters on storage that fails, and files that are damaged: a typed error that names the place,
+and never a wrong distance."""
 
 from __future__ import annotations
 
@@ -41,11 +42,16 @@ def test_a_bit_of_a_cluster(folder: Path, at: int) -> None:
     flip(made.directory / "clusters.bin", at)
     others = [cluster for cluster in range(5) if cluster != damaged]
     with open_clusters(made.directory) as device:
-        with pytest.raises(errors.ChecksumError, match=f"cluster {damaged} is not what was written in .*clusters.bin at offset") as caught:
+        with pytest.raises(
+            errors.ChecksumError,
+            match=f"cluster {damaged} is not what was written in .*clusters.bin at offset",
+        ) as caught:
             device.distances(made.query(), range(5)).finish()
         assert caught.value.offset_bytes == device.clusters.first_page[damaged] * 4096
         found = device.distances(made.query(), others).finish()
-        assert pairs(found) == [each for cluster in others for each in made.reply(made.query(), cluster)]
+        assert pairs(found) == [
+            each for cluster in others for each in made.reply(made.query(), cluster)
+        ]
         with pytest.raises(errors.ChecksumError):
             nearest_by_read(device, made.query(), range(5), 3)
 
@@ -79,29 +85,79 @@ def change_table(directory: Path, cluster: int, n_vectors: int) -> None:
     ("damage", "kind", "message"),
     [
         (lambda d: (d / "MANIFEST.json").unlink(), errors.StoreNotFoundError, "no published store"),
-        (lambda d: (d / "clusters.bin").unlink(), errors.FileMissingError, "missing in .*clusters.bin"),
-        (lambda d: (d / "clusters.table").unlink(), errors.FileMissingError, "missing in .*clusters.table"),
-        (lambda d: os.truncate(d / "clusters.bin", 4096), errors.TruncatedFileError, "clusters.bin; got 4096 bytes; expected 32768"),
-        (lambda d: os.truncate(d / "clusters.bin", 2**30), errors.FormatError, "clusters.bin; got 1073741824 bytes"),
-        (lambda d: os.truncate(d / "clusters.table", 8), errors.TruncatedFileError, "clusters.table; got 8 bytes; expected 40"),
+        (
+            lambda d: (d / "clusters.bin").unlink(),
+            errors.FileMissingError,
+            "missing in .*clusters.bin",
+        ),
+        (
+            lambda d: (d / "clusters.table").unlink(),
+            errors.FileMissingError,
+            "missing in .*clusters.table",
+        ),
+        (
+            lambda d: os.truncate(d / "clusters.bin", 4096),
+            errors.TruncatedFileError,
+            "clusters.bin; got 4096 bytes; expected 32768",
+        ),
+        (
+            lambda d: os.truncate(d / "clusters.bin", 2**30),
+            errors.FormatError,
+            "clusters.bin; got 1073741824 bytes",
+        ),
+        (
+            lambda d: os.truncate(d / "clusters.table", 8),
+            errors.TruncatedFileError,
+            "clusters.table; got 8 bytes; expected 40",
+        ),
         (lambda d: flip(d / "clusters.table", 9), errors.ChecksumError, "table of clusters in"),
         (lambda d: flip(d / "MANIFEST.json", 40), errors.FormatError, "manifest"),
-        (lambda d: (d / "clusters.bin").unlink() or (d / "clusters.bin").symlink_to("/dev/zero"), errors.FormatError, "not a plain file"),
-        (lambda d: change_manifest(d, magic="espnx-index"), errors.FormatError, "not a manifest of this kind"),
+        (
+            lambda d: (d / "clusters.bin").unlink() or (d / "clusters.bin").symlink_to("/dev/zero"),
+            errors.FormatError,
+            "not a plain file",
+        ),
+        (
+            lambda d: change_manifest(d, magic="espnx-index"),
+            errors.FormatError,
+            "not a manifest of this kind",
+        ),
         (lambda d: change_manifest(d, version=2), errors.FormatError, "another version"),
-        (lambda d: change_manifest(d, format="bf16"), errors.FormatError, "field format.*got 'bf16'"),
+        (
+            lambda d: change_manifest(d, format="bf16"),
+            errors.FormatError,
+            "field format.*got 'bf16'",
+        ),
         (lambda d: change_manifest(d, dim=0), errors.FormatError, "field dim"),
         (lambda d: change_manifest(d, dim=40000), errors.FormatError, "field dim"),
-        (lambda d: change_manifest(d, dim=61), errors.FormatError, "field data_bytes.*got 32768; expected 36864"),
+        (
+            lambda d: change_manifest(d, dim=61),
+            errors.FormatError,
+            "field data_bytes.*got 32768; expected 36864",
+        ),
         (lambda d: change_manifest(d, n_clusters=2**40), errors.FormatError, "field n_clusters"),
-        (lambda d: change_manifest(d, n_clusters=6), errors.TruncatedFileError, "clusters.table; got 40 bytes; expected 48"),
-        (lambda d: change_manifest(d, n_vectors=331), errors.FormatError, "field n_vectors.*got 331; expected 332"),
+        (
+            lambda d: change_manifest(d, n_clusters=6),
+            errors.TruncatedFileError,
+            "clusters.table; got 40 bytes; expected 48",
+        ),
+        (
+            lambda d: change_manifest(d, n_vectors=331),
+            errors.FormatError,
+            "field n_vectors.*got 331; expected 332",
+        ),
         (lambda d: change_manifest(d, data_bytes=0), errors.FormatError, "field data_bytes"),
         (lambda d: change_table(d, 1, 1), errors.FormatError, "field n_vectors.*expected 333"),
-        (lambda d: change_table(d, 1, 2**32 - 1), errors.FormatError, "cluster 1 of a table.*got 4294967295 vectors; expected"),
+        (
+            lambda d: change_table(d, 1, 2**32 - 1),
+            errors.FormatError,
+            "cluster 1 of a table.*got 4294967295 vectors; expected",
+        ),
     ],
-)  # fmt: skip
-def test_damaged_files(folder: Path, damage: Callable[[Path], object], kind: type[Exception], message: str) -> None:
+)
+def test_damaged_files(
+    folder: Path, damage: Callable[[Path], object], kind: type[Exception], message: str
+) -> None:
     made = make(folder, COUNTS)
     damage(made.directory)
     with pytest.raises(kind, match=message) as caught:
@@ -118,7 +174,9 @@ def test_a_file_that_shrinks_while_it_is_open(folder: Path, path: str) -> None:
         assert pairs(device.distances(made.query(), [0]).finish()) == made.reply(made.query(), 0)
 
 
-def faulty(made: Made, *rules: FaultRule, path: str = "auto", **options: object) -> tuple[FaultyEngine, SsdClusterDevice]:
+def faulty(
+    made: Made, *rules: FaultRule, path: str = "auto", **options: object
+) -> tuple[FaultyEngine, SsdClusterDevice]:
     engine = FaultyEngine(rules, path, poison=True)
     return engine, SsdClusterDevice(made.directory, engine=engine, **options)  # type: ignore[arg-type]
 
@@ -128,7 +186,12 @@ def test_each_read_fails_in_turn(folder: Path, path: str, threads: int) -> None:
     made = make(folder, [4000] * 40, seed=3)  # three batches, each of several requests
     expected = [each for cluster in range(40) for each in made.reply(made.query(), cluster)]
     for nth in range(1, 30):
-        engine, device = faulty(made, FaultRule(operation="read", path="*.bin", nth=nth, count=1), path=path, threads=threads)
+        engine, device = faulty(
+            made,
+            FaultRule(operation="read", path="*.bin", nth=nth, count=1),
+            path=path,
+            threads=threads,
+        )
         with engine, device:
             failed = None
             try:
@@ -139,14 +202,18 @@ def test_each_read_fails_in_turn(folder: Path, path: str, threads: int) -> None:
             if failed is None:
                 break
             assert (failed.errno, failed.path) == (5, str(made.directory / "clusters.bin"))
-            assert pairs(device.distances(made.query(), [7]).finish()) == made.reply(made.query(), 7)
+            assert pairs(device.distances(made.query(), [7]).finish()) == made.reply(
+                made.query(), 7
+            )
     assert nth > 3
 
 
 @pytest.mark.parametrize("fault", ["flip", "stale"])
 def test_wrong_bytes(folder: Path, fault: str) -> None:
     made = make(folder, COUNTS)
-    engine, device = faulty(made, FaultRule(fault, operation="read", path="*.bin", count=1, value=77))
+    engine, device = faulty(
+        made, FaultRule(fault, operation="read", path="*.bin", count=1, value=77)
+    )
     with engine, device:
         with pytest.raises(errors.ChecksumError, match="cluster 4 is not what was written"):
             device.distances(made.query(), [4]).finish()
@@ -155,21 +222,28 @@ def test_wrong_bytes(folder: Path, fault: str) -> None:
 
 def test_short_reads_are_continued(folder: Path, path: str) -> None:
     made = make(folder, COUNTS)
-    engine, device = faulty(made, FaultRule("short", operation="read", path="*.bin", count=3, value=4096), path=path)
+    engine, device = faulty(
+        made, FaultRule("short", operation="read", path="*.bin", count=3, value=4096), path=path
+    )
     with engine, device:
         assert pairs(device.distances(made.query(), [4]).finish()) == made.reply(made.query(), 4)
 
 
 @pytest.mark.parametrize("threads", [0, 2])
 def test_a_device_that_stalls(folder: Path, threads: int) -> None:
-    """A read that never ends: the deadline's error, in the caller's thread, and other tickets go on."""
+    """A read that never ends: the deadline's error, in the caller's thread, and other tickets go
+    on."""
     made = make(folder, COUNTS)
-    engine = FaultyEngine([FaultRule("never", operation="read", path="*.bin", count=1)], poison=True)
+    engine = FaultyEngine(
+        [FaultRule("never", operation="read", path="*.bin", count=1)], poison=True
+    )
     try:
         with SsdClusterDevice(made.directory, engine=engine, threads=threads) as device:
             stalled = device.distances(made.query(), [4], deadline_s=0.2)
             assert until(lambda: engine.stats().in_flight > 0)
-            assert pairs(device.distances(made.query(), [0]).finish()) == made.reply(made.query(), 0)
+            assert pairs(device.distances(made.query(), [0]).finish()) == made.reply(
+                made.query(), 0
+            )
             with pytest.raises(errors.DeadlineExceededError):
                 stalled.finish()
             with pytest.raises(errors.DeadlineExceededError):
@@ -239,7 +313,10 @@ IDS, VECTORS, CLUSTERS = np.arange(4), np.zeros((4, 8), np.uint8), np.array([0, 
     [
         ({"ids": np.arange(3)}, r"ids of vectors; got \[3\]"),
         ({"ids": np.arange(4.0)}, "ids of vectors; got float64"),
-        ({"ids": np.array([0, 1, 2, 2**31])}, "got 0 to 2147483648; expected numbers that int32 holds"),
+        (
+            {"ids": np.array([0, 1, 2, 2**31])},
+            "got 0 to 2147483648; expected numbers that int32 holds",
+        ),
         ({"vectors": VECTORS.astype(np.float64)}, "vectors of clusters; got float64"),
         ({"vectors": VECTORS[0]}, r"vectors of clusters; got uint8 \[8\]"),
         ({"vectors": np.zeros((4, 32769), np.uint8)}, "dimension of vectors; got 32769"),
@@ -251,14 +328,19 @@ IDS, VECTORS, CLUSTERS = np.arange(4), np.zeros((4, 8), np.uint8), np.array([0, 
 )
 def test_what_is_not_written(folder: Path, change: dict[str, object], message: str) -> None:
     with pytest.raises(errors.InvalidInputError, match=message):
-        write_clusters(folder / "c", **{"ids": IDS, "vectors": VECTORS, "assignment": CLUSTERS, **change})  # type: ignore[arg-type]
+        write_clusters(
+            folder / "c", **{"ids": IDS, "vectors": VECTORS, "assignment": CLUSTERS, **change}
+        )  # type: ignore[arg-type]
     assert not (folder / "c").exists()
 
 
 def test_a_cluster_that_is_too_large(folder: Path) -> None:
     n = CLUSTER_BYTES_MAX // (4 + 32768) + 1
     vectors = np.broadcast_to(np.zeros(1, np.uint8), (n, 32768))
-    with pytest.raises(errors.InvalidInputError, match="cluster 0; got 2048 vectors of 32772 bytes; expected at most 67108864"):
+    with pytest.raises(
+        errors.InvalidInputError,
+        match="cluster 0; got 2048 vectors of 32772 bytes; expected at most 67108864",
+    ):
         write_clusters(folder / "c", np.zeros(n, np.int32), vectors, np.zeros(n, np.int32))
 
 
@@ -292,7 +374,9 @@ def test_an_interrupted_write_publishes_nothing_and_can_be_repeated(folder: Path
 
 def test_a_vector_in_several_clusters(folder: Path) -> None:
     """Up to r of them, -1 for none; no clusters at all are a file, too."""
-    write_clusters(folder / "c", IDS, VECTORS, np.array([[0, 2], [2, -1], [-1, -1], [0, 0]]), n_clusters=4)
+    write_clusters(
+        folder / "c", IDS, VECTORS, np.array([[0, 2], [2, -1], [-1, -1], [0, 0]]), n_clusters=4
+    )
     with open_clusters(folder / "c") as device:
         assert device.clusters.n_vectors.tolist() == [3, 0, 2, 0]
         assert device.distances(QUERY, [0, 2]).finish()["id"].tolist() == [0, 3, 3, 0, 1]

@@ -1,4 +1,5 @@
-"""Algorithms 1 and 2 of in-storage distance calculation: one result, NumPy's, for every number of host threads."""
+"""Algorithms 1 and 2 of in-storage distance calculation: one result, NumPy's, for every number of
+host threads."""
 
 from __future__ import annotations
 
@@ -36,7 +37,12 @@ def test_both_find_the_nearest(folder: Path, fmt: str, metric: str) -> None:
                 expected = made.nearest(query, wanted, k, metric)
                 for algorithm in ALGORITHMS:
                     for threads in (1, 2, 3, 32):
-                        assert found(algorithm(device, query, wanted, k, metric=metric, threads=threads)) == expected
+                        assert (
+                            found(
+                                algorithm(device, query, wanted, k, metric=metric, threads=threads)
+                            )
+                            == expected
+                        )
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -62,7 +68,11 @@ def test_equal_bits_of_floats(folder: Path) -> None:
     write_clusters(folder / "c", np.arange(500), vectors, rng.integers(0, 9, 500))
     query = torch.from_numpy(rng.normal(size=37).astype(np.float32))
     with open_clusters(folder / "c") as device:
-        results = [found(algorithm(device, query, range(9), 50, threads=threads)) for algorithm in ALGORITHMS for threads in (1, 4)]
+        results = [
+            found(algorithm(device, query, range(9), 50, threads=threads))
+            for algorithm in ALGORITHMS
+            for threads in (1, 4)
+        ]
     assert all(each == results[0] for each in results)
     far = ((vectors.astype(np.float64) - query.double().numpy()) ** 2).sum(1)
     assert [of for _, of in results[0]] == np.argsort(far)[:50].tolist()
@@ -78,10 +88,19 @@ def test_what_is_not_a_number_comes_last() -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"k": 0}, "k, vectors wanted; got 0"), ({"threads": 0}, "threads of the host; got 0"), ({"threads": 33}, "got 33; .* at most 32")],
+    [
+        ({"k": 0}, "k, vectors wanted; got 0"),
+        ({"threads": 0}, "threads of the host; got 0"),
+        ({"threads": 33}, "got 33; .* at most 32"),
+    ],
 )
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_what_is_refused(folder: Path, algorithm: object, change: dict[str, int], message: str) -> None:
+def test_what_is_refused(
+    folder: Path, algorithm: object, change: dict[str, int], message: str
+) -> None:
     made = make(folder, [3, 3])
-    with open_clusters(made.directory) as device, pytest.raises(errors.InvalidInputError, match=message):
+    with (
+        open_clusters(made.directory) as device,
+        pytest.raises(errors.InvalidInputError, match=message),
+    ):
         algorithm(device, made.query(), [0, 1], **{"k": 1, **change})  # type: ignore[operator]

@@ -1,4 +1,5 @@
-"""A stream of clusters that several threads ask and another clears, in C++ with a sanitizer: tests/cpp/cluster_stream_stress.cpp."""
+"""A stream of clusters that several threads ask and another clears, in C++ with a sanitizer:
+tests/cpp/cluster_stream_stress.cpp."""
 
 from __future__ import annotations
 
@@ -8,11 +9,20 @@ import pytest
 
 from tests.cpp.sanitized import CSRC, ENGINE, SANITIZERS, build, run
 
-SOURCES = [*ENGINE, CSRC / "device" / "cluster_stream.cpp", *sorted((CSRC / "cpu" / "distances").glob("*.cpp"))]
+SOURCES = [
+    *ENGINE,
+    CSRC / "device" / "cluster_stream.cpp",
+    *sorted((CSRC / "cpu" / "distances").glob("*.cpp")),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_several_threads(sanitizer: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    program = build("cluster_stream_stress", SOURCES, sanitizer, request.config.cache.mkdir(f"sanitized-{sanitizer}"))
+    program = build(
+        "cluster_stream_stress",
+        SOURCES,
+        sanitizer,
+        request.config.cache.mkdir(f"sanitized-{sanitizer}"),
+    )
     run(program, "1", "40", tmp_path)

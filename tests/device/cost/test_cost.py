@@ -1,4 +1,5 @@
-"""What commands cost, as values: legs of bytes and of work, and what waits for what. No device, no clock."""
+"""What commands cost, as values: legs of bytes and of work, and what waits for what. No device, no
+clock."""
 
 from __future__ import annotations
 
@@ -24,15 +25,18 @@ assert PROCESSOR is not None
 
 
 def test_distances() -> None:
-    """Groups of about a MiB: a query for each command, pages, three operations for each value, 8 bytes for each vector."""
+    """Groups of about a MiB: a query for each command, pages, three operations for each value, 8
+    bytes for each vector."""
     stored: Any = SimpleNamespace(n_vectors=np.array([124, 0, 7]), format="uint8", dim=128)
     command = DistancesCommand(torch.zeros(128, dtype=torch.uint8), [0, 2, 1, 0])
     work = distances(command, stored, PROCESSOR)
     assert [(each.begin, each.end, each.leg) for each in work.groups or ()] == [(0, 4, 3)]
     assert work.legs == [
-        Leg("host_to_device", 3 * 128), Leg("flash_read", 36864, (-1,), 3),
-        Leg(COMPUTE, 36864, (-1,), flop=3.0 * 128 * 255), Leg("device_to_host", 255 * 8, (-1,)),
-    ]  # fmt: skip
+        Leg("host_to_device", 3 * 128),
+        Leg("flash_read", 36864, (-1,), 3),
+        Leg(COMPUTE, 36864, (-1,), flop=3.0 * 128 * 255),
+        Leg("device_to_host", 255 * 8, (-1,)),
+    ]
     assert distances(command, stored, None).legs == [Leg("flash_to_host", 36864, requests=3)]
     many = distances(DistancesCommand(command.query, [0] * 200), stored, None)
     assert sum(leg.size_bytes for leg in many.legs) == 200 * 16384
@@ -51,7 +55,10 @@ def test_search() -> None:
     assert far.legs == [Leg("host_to_device", 0)]
     assert near.step is not None
     assert near.end is not None
-    assert near.step(done) == [Leg("flash_read", 12288, (-1,), 2), Leg(COMPUTE, 72, (-1,), flop=3.0 * 24 * 3)]
+    assert near.step(done) == [
+        Leg("flash_read", 12288, (-1,), 2),
+        Leg(COMPUTE, 72, (-1,), flop=3.0 * 24 * 3),
+    ]
     assert near.end((np.arange(4), np.zeros(4))) == [Leg("device_to_host", 48, (-1,))]
     assert far.step is not None
     assert far.end is not None
@@ -61,28 +68,57 @@ def test_search() -> None:
 
 def test_scan() -> None:
     places = np.zeros(2, LIST)
-    places["offset"], places["size"], places["postings"], places["name"] = (1, 100), (2, 70), (9, 40), (1, 2)
+    places["offset"], places["size"], places["postings"], places["name"] = (
+        (1, 100),
+        (2, 70),
+        (9, 40),
+        (1, 2),
+    )
     command = ScanCommand(ScanLists(places, b"abc"), Weights(np.zeros(2, WEIGHT)), 10)
     work = scan(command, None, PROCESSOR)  # type: ignore[arg-type]
     assert work.groups is None
-    assert [leg.route for leg in work.legs] == ["host_to_device", "flash_read", COMPUTE, "device_to_host"]
+    assert [leg.route for leg in work.legs] == [
+        "host_to_device",
+        "flash_read",
+        COMPUTE,
+        "device_to_host",
+    ]
     assert [leg.size_bytes for leg in work.legs] == [command.payload_bytes, 3 * 4096, 72 * 64, 120]
     assert scan(command, None, None).legs == [Leg("flash_to_host", 3 * 4096, requests=2)]  # type: ignore[arg-type]
 
 
 def test_rows() -> None:
-    """A head comes in pieces; its scores are computed piece by piece, its values behind all of them; then the next head's."""
+    """A head comes in pieces; its scores are computed piece by piece, its values behind all of
+    them; then the next head's."""
     smart = load_preset("smartssd").accelerator
     assert isinstance(smart, Accelerator)
     size = 4096 * 512
     heads = {(0, 0): HeadRows(4096, size, 1), (0, 1): HeadRows(4096, size, 0)}
     reads = rows.reads(heads, to_host=False)
-    assert [(leg.route, leg.size_bytes, leg.requests) for leg in reads] == [("flash_read", size // 2, count) for count in (1, 0, 0, 0)]
+    assert [(leg.route, leg.size_bytes, leg.requests) for leg in reads] == [
+        ("flash_read", size // 2, count) for count in (1, 0, 0, 0)
+    ]
     assert rows.shown(heads) == [Leg("device_to_host", 2 * size, (0, 1, 2, 3))]
     legs, results = rows.attend(heads, HandOver(1, 0, frozenset(), returns_lse=False), smart)
-    assert [leg.route for leg in legs] == ["host_to_device", *[COMPUTE, COMPUTE, COMPUTE, "device_to_host"] * 2]
-    assert [leg.after for leg in legs] == [(), (4, 0), (5, 1), (6,), (7,), (4, 2), (9, 3), (10,), (11,)]
+    assert [leg.route for leg in legs] == [
+        "host_to_device",
+        *[COMPUTE, COMPUTE, COMPUTE, "device_to_host"] * 2,
+    ]
+    assert [leg.after for leg in legs] == [
+        (),
+        (4, 0),
+        (5, 1),
+        (6,),
+        (7,),
+        (4, 2),
+        (9, 3),
+        (10,),
+        (11,),
+    ]
     assert results == [8, 12]
     assert sum(leg.flop for leg in legs) == 2 * 4 * 128 * 4096
     waiting, _ = rows.attend({}, HandOver(4, 10, frozenset({(0, 1)}), returns_lse=True), smart)
-    assert [leg.size_bytes for leg in waiting if leg.route != COMPUTE] == [4 * 256 + 10 * (16 + 256), 4 * (256 + 4)]
+    assert [leg.size_bytes for leg in waiting if leg.route != COMPUTE] == [
+        4 * 256 + 10 * (16 + 256),
+        4 * (256 + 4),
+    ]

@@ -1,5 +1,6 @@
-"""Links in plain Python, in fractions: who flows, how fast, and when the next one begins or has flowed. What the compiled clock must agree
-with; shares no code with it, and does it another way: every moment is computed from nothing, and no rate is kept."""
+"""Links in plain Python, in fractions: who flows, how fast, and when the next one begins or has
+flowed. What the compiled clock must agree with; shares no code with it, and does it another way:
+every moment is computed from nothing, and no rate is kept."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from fractions import Fraction
 
 @dataclass
 class Work:
-    """A transfer. `path`: (link, amount, per second) of each leg; `after`: numbers of earlier ones."""
+    """A transfer. `path`: (link, amount, per second) of each leg; `after`: numbers of earlier
+    ones."""
 
     issued_s: float
     path: list[tuple[int, float, float]]
@@ -24,7 +26,9 @@ class Work:
         found: dict[int, Fraction] = {}
         for link, amount, per_s in self.path:
             if amount:
-                found[link] = found.get(link, Fraction(0)) + Fraction(amount) / Fraction(per_s) / units
+                found[link] = (
+                    found.get(link, Fraction(0)) + Fraction(amount) / Fraction(per_s) / units
+                )
         return found
 
 
@@ -36,8 +40,9 @@ class State:
 
 
 def fair(costs: dict[int, dict[int, Fraction]]) -> dict[int, Fraction | None]:
-    """Max-min fair rates of who has these costs on these links; None: nothing holds it back. Of each link that is full somebody can have
-    more only if somebody else has less, who has no more than that one."""
+    """Max-min fair rates of who has these costs on these links; None: nothing holds it back. Of
+    each link that is full somebody can have more only if somebody else has less, who has no more
+    than that one."""
     found: dict[int, Fraction | None] = {who: None for who, cost in costs.items() if not cost}
     while len(found) < len(costs):
         levels = {}
@@ -49,7 +54,9 @@ def fair(costs: dict[int, dict[int, Fraction]]) -> dict[int, Fraction | None]:
                 levels[link] = (1 - taken) / growing
         level = min(levels.values())
         full = {link for link, at in levels.items() if at == level}
-        found |= {who: level for who, cost in costs.items() if who not in found and full & set(cost)}
+        found |= {
+            who: level for who, cost in costs.items() if who not in found and full & set(cost)
+        }
     return found
 
 
@@ -68,17 +75,29 @@ def ends(latencies_s: list[float], works: list[Work]) -> tuple[list[float], list
             if state.in_lane_s[number] <= now:
                 first.setdefault(works[number].lane, number)
         rates = fair({number: works[number].seconds() for number in first.values()})
-        moments = [at for number, at in state.in_lane_s.items() if at > now and number in state.left]
-        moments += [now if rate is None else now + state.left[number] / rate for number, rate in rates.items()]
+        moments = [
+            at for number, at in state.in_lane_s.items() if at > now and number in state.left
+        ]
+        moments += [
+            now if rate is None else now + state.left[number] / rate
+            for number, rate in rates.items()
+        ]
         later = min(moments)
         for number, rate in rates.items():
             state.left[number] -= state.left[number] if rate is None else rate * (later - now)
             if not state.left[number]:
                 del state.left[number]
-                state.end_s[number] = later + sum(Fraction(latencies_s[link]) for link, _, _ in works[number].path)
+                state.end_s[number] = later + sum(
+                    Fraction(latencies_s[link]) for link, _, _ in works[number].path
+                )
         now = later
     busy_s = [
-        sum(float(Fraction(amount) / Fraction(per_s)) for work in works for at, amount, per_s in work.path if at == link)
+        sum(
+            float(Fraction(amount) / Fraction(per_s))
+            for work in works
+            for at, amount, per_s in work.path
+            if at == link
+        )
         for link in range(len(latencies_s))
     ]
     return [float(state.end_s[number]) for number in range(len(works))], busy_s

@@ -1,5 +1,6 @@
-"""Topologies of random specs, asked at random, beside what docs/device-specs.md says of them, in plain Python: which links each route has,
-what each figure costs, what goes one after the other. Who shares a link how is the oracle's."""
+"""Topologies of random specs, asked at random, beside what docs/device-specs.md says of them, in
+plain Python: which links each route has, what each figure costs, what goes one after the other. Who
+shares a link how is the oracle's."""
 
 from __future__ import annotations
 
@@ -30,33 +31,58 @@ def drawn(rng: random.Random) -> DeviceSpec:
 
     reads, writes = figure(rng.uniform(5e8, 8e9)), maybe(2e8, 4e9)
     flash = Flash(
-        reads, writes, cell_read_time=maybe(1e-5, 1e-4), read_latency=maybe(2e-5, 2e-4), write_latency=maybe(1e-5, 1e-4),
-        random_reads=maybe(2e4, 1e6), random_writes=maybe(1e4, 3e5),
-    )  # fmt: skip
+        reads,
+        writes,
+        cell_read_time=maybe(1e-5, 1e-4),
+        read_latency=maybe(2e-5, 2e-4),
+        write_latency=maybe(1e-5, 1e-4),
+        random_reads=maybe(2e4, 1e6),
+        random_writes=maybe(1e4, 3e5),
+    )
     port, uplink = maybe(1e9, 9e9), maybe(1e9, 2e10)
-    links = Links(figure(rng.uniform(5e8, 8e9)), port, figure(rng.choice([1.0, 2.0, 3.0])) if port else None, uplink, maybe(1e-7, 5e-6))
+    links = Links(
+        figure(rng.uniform(5e8, 8e9)),
+        port,
+        figure(rng.choice([1.0, 2.0, 3.0])) if port else None,
+        uplink,
+        maybe(1e-7, 5e-6),
+    )
     accelerator = Accelerator(("maxsim",), peak=maybe(1e9, 1e12), stream_bandwidth=maybe(1e8, 5e9))
-    return DeviceSpec("drawn", "a test", flash, links, Memory(bandwidth=maybe(1e9, 2e10)), accelerator)
+    return DeviceSpec(
+        "drawn", "a test", flash, links, Memory(bandwidth=maybe(1e9, 2e10)), accelerator
+    )
 
 
 class Docs:
     """What the page says of one spec."""
 
     def __init__(self, spec: DeviceSpec, n: int):
-        self.spec, self.latencies, self.numbers, self.rates = spec, list[float](), dict[str, int](), dict[str, float]()
+        self.spec, self.latencies, self.numbers, self.rates = (
+            spec,
+            list[float](),
+            dict[str, int](),
+            dict[str, float](),
+        )
         per_port = int(spec.links.devices_per_port.value) if spec.links.devices_per_port else 1
         self.port_of = [device // per_port for device in range(n)]
 
     def link(self, device: int, name: str) -> int | None:
         flash, links, memory = self.spec.flash, self.spec.links, self.spec.memory
         figures = {
-            "flash read": flash.read_bandwidth, "flash write": flash.write_bandwidth or flash.read_bandwidth, "memory": memory.bandwidth,
-            "link": links.device, "port": links.switch_port, "uplink": links.uplink, "accelerator": figure(1.0),
-        }  # fmt: skip
+            "flash read": flash.read_bandwidth,
+            "flash write": flash.write_bandwidth or flash.read_bandwidth,
+            "memory": memory.bandwidth,
+            "link": links.device,
+            "port": links.switch_port,
+            "uplink": links.uplink,
+            "accelerator": figure(1.0),
+        }
         kind = name if name in figures else name.split()[0]
         if (found := figures[kind]) is None:
             return None
-        whose = {"port": f"port {self.port_of[device]}", "uplink": "all"}.get(kind, f"device {device}")
+        whose = {"port": f"port {self.port_of[device]}", "uplink": "all"}.get(
+            kind, f"device {device}"
+        )
         key = f"{whose} {name}"
         if key not in self.numbers:
             self.numbers[key] = len(self.latencies)
@@ -69,7 +95,9 @@ class Docs:
 
     def flash_s(self, size: int, requests: int, *, is_read: bool) -> float:
         flash = self.spec.flash
-        bandwidth = flash.read_bandwidth if is_read else flash.write_bandwidth or flash.read_bandwidth
+        bandwidth = (
+            flash.read_bandwidth if is_read else flash.write_bandwidth or flash.read_bandwidth
+        )
         rate = flash.random_reads if is_read else flash.random_writes
         return max(size / bandwidth.value, requests / rate.value if rate else 0.0)
 
@@ -88,7 +116,15 @@ class Docs:
         first, second = (cells_s, seen_s) if route == "flash_read" else (seen_s, cells_s)
         return first if first is not None else second or 0.0
 
-    def transfer(self, now_s: float, device: int, route: str, size: int, requests: int, after: tuple[int, ...]) -> Work:
+    def transfer(
+        self,
+        now_s: float,
+        device: int,
+        route: str,
+        size: int,
+        requests: int,
+        after: tuple[int, ...],
+    ) -> Work:
         path = []
         for name in WAYS[route]:
             if (number := self.link(device, name)) is not None:
@@ -97,13 +133,24 @@ class Docs:
                     path.append((number, flash_s, 1.0))
                 else:
                     path.append((number, float(size), self.rate(number)))
-        return Work(now_s, path, size, device * 10 + list(WAYS).index(route), self.before_s(route, size), after)
+        return Work(
+            now_s,
+            path,
+            size,
+            device * 10 + list(WAYS).index(route),
+            self.before_s(route, size),
+            after,
+        )
 
-    def compute(self, now_s: float, device: int, flop: float, size: int, after: tuple[int, ...]) -> Work:
+    def compute(
+        self, now_s: float, device: int, flop: float, size: int, after: tuple[int, ...]
+    ) -> Work:
         accelerator = self.spec.accelerator
         assert accelerator is not None
         work_s = flop / accelerator.peak.value if accelerator.peak else 0.0
-        streamed_s = size / accelerator.stream_bandwidth.value if accelerator.stream_bandwidth else 0.0
+        streamed_s = (
+            size / accelerator.stream_bandwidth.value if accelerator.stream_bandwidth else 0.0
+        )
         path = [(self.link(device, "accelerator") or 0, max(work_s, streamed_s), 1.0)]
         if (memory := self.link(device, "memory")) is not None:
             path.insert(0, (memory, float(size), self.rate(memory)))
@@ -120,7 +167,11 @@ def test_topologies_are_as_the_docs_say(seed: int) -> None:
         for number in range(rng.choice([1, 10, 40])):
             now_s += rng.choice([0.0, 0.0, rng.expovariate(3000)])
             topology.advance(now_s)
-            device, size, route = rng.randrange(n), rng.choice([*SIZES, rng.randrange(10**7)]), rng.choice([*WAYS, "compute"])
+            device, size, route = (
+                rng.randrange(n),
+                rng.choice([*SIZES, rng.randrange(10**7)]),
+                rng.choice([*WAYS, "compute"]),
+            )
             after = tuple(rng.sample(range(number), min(number, rng.choice([0, 0, 1, 2]))))
             before = [sent[each] for each in after]
             if route == "compute":
@@ -132,7 +183,9 @@ def test_topologies_are_as_the_docs_say(seed: int) -> None:
                 sent.append(topology.transfer(device, route, size, after=before, requests=requests))
                 works.append(docs.transfer(now_s, device, route, size, requests, after))
         expected_s, _ = ends(docs.latencies, works)
-        assert [topology.wait(each) for each in sent] == pytest.approx(expected_s, rel=1e-9, abs=1e-15)
+        assert [topology.wait(each) for each in sent] == pytest.approx(
+            expected_s, rel=1e-9, abs=1e-15
+        )
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -142,6 +195,12 @@ def test_a_million_small_requests_and_one_large(seed: int) -> None:
     spec = replace(spec, flash=replace(spec.flash, random_reads=figure(1e5)))
     for size, requests in ((512 * 10**6, 10**6), (1 << 30, 1), (1, 1)):
         docs = Docs(spec, 1)
-        expected_s, _ = ends(*(lambda work: (docs.latencies, [work]))(docs.transfer(0.0, 0, "flash_to_host", size, requests, ())))
+        expected_s, _ = ends(
+            *(lambda work: (docs.latencies, [work]))(
+                docs.transfer(0.0, 0, "flash_to_host", size, requests, ())
+            )
+        )
         with Topology(spec, 1, stretch=0) as topology:
-            assert topology.wait(topology.transfer(0, "flash_to_host", size, requests=requests)) == pytest.approx(expected_s[0], rel=1e-9)
+            assert topology.wait(
+                topology.transfer(0, "flash_to_host", size, requests=requests)
+            ) == pytest.approx(expected_s[0], rel=1e-9)

@@ -1,4 +1,5 @@
-"""Clusters and encoders on emulated devices: the plain distances to the bit, in the time of bytes over rate; the thesis's bound."""
+"""Clusters and encoders on emulated devices: the plain distances to the bit, in the time of bytes
+over rate; the thesis's bound."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def opened(name: str, folder: Path, **options: object) -> EmulatedDevice:
     return device
 
 
-@pytest.mark.parametrize("name", ["cosmos-conventional", "cosmos-sync-pe", "cosmos-async-pe", "ragx", "smartssd"])
+@pytest.mark.parametrize(
+    "name", ["cosmos-conventional", "cosmos-sync-pe", "cosmos-async-pe", "ragx", "smartssd"]
+)
 @pytest.mark.parametrize("near", [True, False])
 def test_distances_are_the_plain_devices(made: Made, tmp_path: Path, name: str, near: bool) -> None:
     device, query = opened(name, tmp_path, near_storage=near), made.query()
@@ -41,7 +44,9 @@ def test_distances_are_the_plain_devices(made: Made, tmp_path: Path, name: str, 
             assert pairs(ticket.reply(item)) == made.reply(query, asked[item])
         seen += items.tolist()
     assert seen == [0, 1, 2, 3]
-    assert pairs(clusters.distances(query, asked).finish()) == [each for cluster in asked for each in made.reply(query, cluster)]
+    assert pairs(clusters.distances(query, asked).finish()) == [
+        each for cluster in asked for each in made.reply(query, cluster)
+    ]
     assert len(clusters.distances(query, []).finish()) == 0
     assert device.topology.now() > 0
     clusters.close()
@@ -49,7 +54,8 @@ def test_distances_are_the_plain_devices(made: Made, tmp_path: Path, name: str, 
 
 
 def test_the_bound_of_in_storage_distances(made: Made, tmp_path: Path) -> None:
-    """Conventionally the link bounds, with processing elements flash does: 4 times as many distances a second (section 3.5)."""
+    """Conventionally the link bounds, with processing elements flash does: 4 times as many
+    distances a second (section 3.5)."""
     taken = {}
     for name in ("cosmos-conventional", "cosmos-async-pe"):
         device = opened(name, tmp_path)
@@ -58,7 +64,9 @@ def test_the_bound_of_in_storage_distances(made: Made, tmp_path: Path) -> None:
         taken[name], moved = device.topology.now(), device.topology.traffic()
         assert moved["device 0 flash read"].amount == N * 16384
         out = moved["device 0 link out"].amount
-        assert out == (N * 16384 if name == "cosmos-conventional" else N * PER_CLUSTER * REPLY.itemsize)
+        assert out == (
+            N * 16384 if name == "cosmos-conventional" else N * PER_CLUSTER * REPLY.itemsize
+        )
         clusters.close()
         device.close()
     assert taken["cosmos-conventional"] == pytest.approx(N * 16384 / 133e6, rel=0.05)
@@ -78,7 +86,9 @@ def test_empty_clusters(tmp_path: Path) -> None:
 
 def test_encode(tmp_path: Path) -> None:
     """On the host's cores, which is said; or in the time that the spec gives."""
-    plain = espnx.device.open("ssd", tmp_path).encode(lambda texts: [len(text) for text in texts], ["a", "bcd"])
+    plain = espnx.device.open("ssd", tmp_path).encode(
+        lambda texts: [len(text) for text in texts], ["a", "bcd"]
+    )
     assert (plain.value, plain.kind, plain.computed_on) == ([1, 3], "measured", "the host's cores")
     device = opened("ragx", tmp_path)
     done = device.encode(lambda texts: [len(text) for text in texts], ["a", "bcd"], flop=2048e9)

@@ -1,4 +1,5 @@
-"""What figures of a spec cost: each that is said to pace moves some time, and no other does; latency is as the host sees it."""
+"""What figures of a spec cost: each that is said to pace moves some time, and no other does;
+latency is as the host sees it."""
 
 from __future__ import annotations
 
@@ -36,29 +37,59 @@ GB, US = 1e9, 1e-6
 def whole() -> DeviceSpec:
     """Every figure that there is, each of them in the way of something."""
     return DeviceSpec(
-        "whole", "a test",
+        "whole",
+        "a test",
         Flash(
-            figure(2 * GB), figure(1 * GB), figure(4096), figure(8), figure(4), figure(0.5 * GB), figure(20 * US), figure(200 * US),
-            figure(3000 * US), figure(80 * US), figure(30 * US), figure(200_000), figure(50_000),
+            figure(2 * GB),
+            figure(1 * GB),
+            figure(4096),
+            figure(8),
+            figure(4),
+            figure(0.5 * GB),
+            figure(20 * US),
+            figure(200 * US),
+            figure(3000 * US),
+            figure(80 * US),
+            figure(30 * US),
+            figure(200_000),
+            figure(50_000),
         ),
         Links(figure(1.5 * GB), figure(2 * GB), figure(2), figure(4.5 * GB), figure(1 * US)),
         Memory(figure(1 << 20), figure(1.8 * GB), figure(1 << 16)),
         Accelerator(
-            ("attend", "maxsim"), {1: figure(1 * GB), 4: figure(3 * GB)}, figure(5 * GB), figure(0.9 * GB), figure(128), figure(128),
-            figure(32), figure(-10_000), figure(GB), figure(128), "synchronous", figure(5 * US),
+            ("attend", "maxsim"),
+            {1: figure(1 * GB), 4: figure(3 * GB)},
+            figure(5 * GB),
+            figure(0.9 * GB),
+            figure(128),
+            figure(128),
+            figure(32),
+            figure(-10_000),
+            figure(GB),
+            figure(128),
+            "synchronous",
+            figure(5 * US),
         ),
-        figure(1e12), figure(1e15), Power(figure(10), figure(12), {1: figure(3)}, figure(1e-12)), Price(figure(100), figure(1)),
-    )  # fmt: skip
+        figure(1e12),
+        figure(1e15),
+        Power(figure(10), figure(12), {1: figure(3)}, figure(1e-12)),
+        Price(figure(100), figure(1)),
+    )
 
 
 def times_of(spec: DeviceSpec) -> list[object]:
-    """Of work that comes to every part, alone and shared, and of what a device says that it can do."""
+    """Of work that comes to every part, alone and shared, and of what a device says that it can
+    do."""
     found: list[object] = []
     for sizes in ([(4096, 1)], [(1 << 20, 256), (65_536, 1)], [(50_000_000, 3)]):
         for route in ROUTES:
             for devices in ([0], [0, 1, 2, 3]):
                 with Topology(spec, 4, stretch=0) as topology:
-                    sent = [topology.transfer(device, route, size, requests=n) for size, n in sizes for device in devices]
+                    sent = [
+                        topology.transfer(device, route, size, requests=n)
+                        for size, n in sizes
+                        for device in devices
+                    ]
                     found.append([topology.wait(each) for each in sent])
     for flop, size_bytes in ((1e6, 0), (0, 1 << 20), (1e7, 1 << 20)):
         for group in (1, 4):
@@ -81,7 +112,10 @@ def changed(value: Any, path: list[str]) -> Any:
         factor = 0.5 if path == ["halved"] else 0.67
         return replace(value, value=value.value * factor)
     if isinstance(value, Mapping):
-        return {key: changed(each, path[1:]) if str(key) == path[0] else each for key, each in value.items()}
+        return {
+            key: changed(each, path[1:]) if str(key) == path[0] else each
+            for key, each in value.items()
+        }
     return replace(value, **{path[0]: changed(getattr(value, path[0]), path[1:])})
 
 
@@ -91,7 +125,11 @@ def names_of(value: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     if isinstance(value, Mapping):
         return [name for key, each in value.items() for name in names_of(each, (*prefix, str(key)))]
     if is_dataclass(value):
-        return [name for each in fields(value) for name in names_of(getattr(value, each.name), (*prefix, each.name))]
+        return [
+            name
+            for each in fields(value)
+            for name in names_of(getattr(value, each.name), (*prefix, each.name))
+        ]
     return []
 
 
@@ -107,7 +145,9 @@ def test_what_paces_and_what_informs(path: tuple[str, ...]) -> None:
 
 def test_what_is_said_of_figures(tmp_path: Path) -> None:
     said = figures_of(whole())
-    assert {".".join(name.split(".")[:2]) for name, words in said.items() if "; paces" in words} == PACING
+    assert {
+        ".".join(name.split(".")[:2]) for name, words in said.items() if "; paces" in words
+    } == PACING
     assert said["flash.read_latency"].endswith("paces)")
     assert said["price.device"].endswith("informs)")
     assert len(said) == len(names_of(whole()))
@@ -125,14 +165,19 @@ def test_docs_name_them() -> None:
     assert found == PACING
 
 
-@pytest.mark.parametrize("name", [each for each in presets() if load_preset(each).flash.read_latency])
+@pytest.mark.parametrize(
+    "name", [each for each in presets() if load_preset(each).flash.read_latency]
+)
 def test_a_read_alone_is_as_the_host_sees_it(name: str) -> None:
-    """4 KiB: what the spec says, links and all. Inside, the links' time is not in it; where the cells' time is known, that is it."""
+    """4 KiB: what the spec says, links and all. Inside, the links' time is not in it; where the
+    cells' time is known, that is it."""
     spec = load_preset(name)
     assert spec.flash.read_latency is not None
     costs = FlashCosts(spec)
     with Topology(spec, 1, stretch=0) as topology:
-        assert topology.wait(topology.transfer(0, "flash_to_host", 4096)) == pytest.approx(spec.flash.read_latency.value, rel=1e-9)
+        assert topology.wait(topology.transfer(0, "flash_to_host", 4096)) == pytest.approx(
+            spec.flash.read_latency.value, rel=1e-9
+        )
         begun = topology.now()
         inside_s = topology.wait(topology.transfer(0, "flash_read", 4096)) - begun
     assert inside_s <= spec.flash.read_latency.value * (1 + 1e-9)
@@ -152,21 +197,38 @@ def test_latency_inside_is_without_the_links() -> None:
 
 @pytest.mark.parametrize(
     ("size_bytes", "requests", "seconds"),
-    [(0, 1, 0.0), (1, 1, 1e-5), (512 * 10**6, 10**6, 10.0), (1 << 30, 1, (1 << 30) / 1e8),
-        (1 << 20, 1048, (1 << 20) / 1e8), (1 << 20, 1049, 1.049e-2),
+    [
+        (0, 1, 0.0),
+        (1, 1, 1e-5),
+        (512 * 10**6, 10**6, 10.0),
+        (1 << 30, 1, (1 << 30) / 1e8),
+        (1 << 20, 1048, (1 << 20) / 1e8),
+        (1 << 20, 1049, 1.049e-2),
     ],
-)  # fmt: skip
-def test_bytes_or_requests_whichever_take_longer(size_bytes: int, requests: int, seconds: float) -> None:
-    made = DeviceSpec("made", "a test", Flash(figure(1e8), random_reads=figure(1e5)), Links(figure(1e9)))
+)
+def test_bytes_or_requests_whichever_take_longer(
+    size_bytes: int, requests: int, seconds: float
+) -> None:
+    made = DeviceSpec(
+        "made", "a test", Flash(figure(1e8), random_reads=figure(1e5)), Links(figure(1e9))
+    )
     for route in ("flash_to_host", "flash_read"):
         with Topology(made, 1, stretch=0) as topology:
-            assert topology.wait(topology.transfer(0, route, size_bytes, requests=requests)) == pytest.approx(seconds, rel=1e-9)
+            assert topology.wait(
+                topology.transfer(0, route, size_bytes, requests=requests)
+            ) == pytest.approx(seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("depth", [1, 4, 64])
 def test_a_queue_is_as_fast_as_its_depth_lets_it(depth: int) -> None:
-    """Each read begins when the one `depth` before it has come: depth over latency, or what flash reads in a second, whichever is less."""
-    made = DeviceSpec("made", "a test", Flash(figure(1e9), read_latency=figure(1e-4), random_reads=figure(1e5)), Links(figure(2e9)))
+    """Each read begins when the one `depth` before it has come: depth over latency, or what flash
+    reads in a second, whichever is less."""
+    made = DeviceSpec(
+        "made",
+        "a test",
+        Flash(figure(1e9), read_latency=figure(1e-4), random_reads=figure(1e5)),
+        Links(figure(2e9)),
+    )
     with Topology(made, 1, stretch=0) as topology:
         reads = [topology.transfer(0, "flash_to_host", 4096) for _ in range(depth)]
         for i in range(2000):
@@ -177,9 +239,20 @@ def test_a_queue_is_as_fast_as_its_depth_lets_it(depth: int) -> None:
 
 def test_specs_without_latency() -> None:
     without = {name for name in presets() if not FlashCosts(load_preset(name)).has_latency}
-    assert without == {"cosmos-conventional", "cosmos-sync-pe", "cosmos-async-pe", "ragx", "hilos-isp", "pm9a3", "cd8p", "cpu-dram"}
+    assert without == {
+        "cosmos-conventional",
+        "cosmos-sync-pe",
+        "cosmos-async-pe",
+        "ragx",
+        "hilos-isp",
+        "pm9a3",
+        "cd8p",
+        "cpu-dram",
+    }
     for name in without:
-        with pytest.raises(errors.InvalidInputError, match=r"flash\.read_latency.*flash\.cell_read_time"):
+        with pytest.raises(
+            errors.InvalidInputError, match=r"flash\.read_latency.*flash\.cell_read_time"
+        ):
             check_latency(load_preset(name))
 
 

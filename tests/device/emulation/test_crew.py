@@ -1,4 +1,5 @@
-"""Threads that ask emulated devices together: the same virtual time in every run, whichever thread the machine runs first."""
+"""Threads that ask emulated devices together: the same virtual time in every run, whichever thread
+the machine runs first."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def test_devices_that_share_nothing_take_as_long_as_one(n: int) -> None:
 
 
 def test_sixteen_threads_on_devices_that_share_links_and_on_one() -> None:
-    """Of random sizes, over what is shared, with what depends on what was found: each thread has its own times, the same in every run."""
+    """Of random sizes, over what is shared, with what depends on what was found: each thread has
+    its own times, the same in every run."""
 
     def asked(run: int) -> list[float]:
         with Topology(spec(uplink=100, memory=300), 3, stretch=0) as topology:
@@ -70,9 +72,13 @@ def test_sixteen_threads_on_devices_that_share_links_and_on_one() -> None:
                 rng, last = random.Random(number), 0.0
                 for _ in range(8):
                     unsteady(run, rng.randrange(1000))
-                    route = rng.choice(["flash_to_host", "flash_read", "host_to_flash", "device_to_host"])
+                    route = rng.choice(
+                        ["flash_to_host", "flash_read", "host_to_flash", "device_to_host"]
+                    )
                     size_bytes = rng.choice([0, 1, 4096, 1_000_000, rng.randrange(10_000_000)])
-                    last = topology.wait(topology.transfer(number % 3, route, size_bytes + int(last * 1000)))
+                    last = topology.wait(
+                        topology.transfer(number % 3, route, size_bytes + int(last * 1000))
+                    )
                 return last
 
             return together(topology, 16, work)
@@ -84,11 +90,20 @@ def test_sixteen_threads_on_devices_that_share_links_and_on_one() -> None:
 
 
 def test_who_waits_for_a_job_goes_on_at_its_end() -> None:
-    """And not at the end of another's that is longer: the clock stands while the first of the crew is at work again."""
+    """And not at the end of another's that is longer: the clock stands while the first of the crew
+    is at work again."""
     for run in range(RUNS):
-        with Topology(spec(), 3, stretch=0) as topology, ThreadPoolExecutor(2) as pool, Crew([topology]) as crew:
-            long = crew.submit(pool, lambda: topology.wait(topology.transfer(0, "flash_read", 1000_000_000)))
-            short = crew.submit(pool, lambda: topology.wait(topology.transfer(1, "flash_read", 100_000_000)))
+        with (
+            Topology(spec(), 3, stretch=0) as topology,
+            ThreadPoolExecutor(2) as pool,
+            Crew([topology]) as crew,
+        ):
+            long = crew.submit(
+                pool, lambda: topology.wait(topology.transfer(0, "flash_read", 1000_000_000))
+            )
+            short = crew.submit(
+                pool, lambda: topology.wait(topology.transfer(1, "flash_read", 100_000_000))
+            )
             assert short.result() == 1.0
             unsteady(run, 0)
             assert topology.now() == 1.0
@@ -100,30 +115,45 @@ def test_crews_in_crews() -> None:
     def inner(topology: Topology, number: int) -> float:
         with ThreadPoolExecutor(2) as pool, Crew([topology]) as crew:
             jobs = [
-                crew.submit(pool, lambda n: topology.wait(topology.transfer(number, "flash_read", n)), n)
+                crew.submit(
+                    pool, lambda n: topology.wait(topology.transfer(number, "flash_read", n)), n
+                )
                 for n in (200_000_000, 100_000_000)
             ]
             wait(jobs)
-            return topology.wait(topology.transfer(number, "flash_read", 100_000_000)) + sum(job.result() for job in jobs)
+            return topology.wait(topology.transfer(number, "flash_read", 100_000_000)) + sum(
+                job.result() for job in jobs
+            )
 
     for _ in range(3):
         with Topology(spec(), 4, stretch=0) as topology:
-            assert together(topology, 4, lambda number: inner(topology, number)) == [4.0 + 2.0 + 3.0] * 4
-            assert topology.wait(topology.transfer(0, "flash_read", 100_000_000)) == 5.0  # nobody is left who takes part
+            assert (
+                together(topology, 4, lambda number: inner(topology, number))
+                == [4.0 + 2.0 + 3.0] * 4
+            )
+            # nobody is left who takes part
+            assert topology.wait(topology.transfer(0, "flash_read", 100_000_000)) == 5.0
 
 
 def test_one_that_never_asks_is_found_out() -> None:
-    """Whoever waits gets an error that says so, and not before its deadline; afterwards time goes on."""
+    """Whoever waits gets an error that says so, and not before its deadline; afterwards time goes
+    on."""
     held = threading.Event()
     with Topology(spec(), 1, stretch=0) as topology, ThreadPoolExecutor(2) as pool:
         with Crew([topology]) as crew:
             idle = crew.submit(pool, held.wait)
-            asking = crew.submit(pool, lambda: topology.wait(topology.transfer(0, "flash_read", 1), deadline_s=0.05))
-            with pytest.raises(errors.DeadlineExceededError, match=r"1 others that take part, and ask for nothing"):
+            asking = crew.submit(
+                pool, lambda: topology.wait(topology.transfer(0, "flash_read", 1), deadline_s=0.05)
+            )
+            with pytest.raises(
+                errors.DeadlineExceededError, match=r"1 others that take part, and ask for nothing"
+            ):
                 asking.result()
             held.set()
             assert idle.result()
-        assert topology.wait(topology.transfer(0, "flash_read", 100_000_000)) == pytest.approx(1.0, abs=1e-6)
+        assert topology.wait(topology.transfer(0, "flash_read", 100_000_000)) == pytest.approx(
+            1.0, abs=1e-6
+        )
 
 
 def test_jobs_that_fail_leave() -> None:
@@ -150,7 +180,9 @@ def test_jobs_that_fail_leave() -> None:
         pool.shutdown()
         with Crew([topology]) as crew, pytest.raises(RuntimeError):
             crew.submit(pool, print)
-        assert topology.wait(topology.transfer(0, "flash_read", 100_000_000)) == pytest.approx(3.0, abs=1e-5)
+        assert topology.wait(topology.transfer(0, "flash_read", 100_000_000)) == pytest.approx(
+            3.0, abs=1e-5
+        )
 
 
 def test_devices_without_a_clock() -> None:
@@ -166,9 +198,13 @@ def test_devices_without_a_clock() -> None:
 def test_a_generation(folder: Path, n: int) -> None:
     model, found = enabled("llama", torch.float16), set[float]()
     for run in range(4):
-        devices = open_device("smartssd", [folder / f"{run} {number}" for number in range(n)], stretch=0)
+        devices = open_device(
+            "smartssd", [folder / f"{run} {number}" for number in range(n)], stretch=0
+        )
         with espnx.KVCache(model.config, device=devices, spill_interval=4, x_rows=0) as cache:
-            model.generate(**prompt([40] * 4), past_key_values=cache, max_new_tokens=6, do_sample=False)
+            model.generate(
+                **prompt([40] * 4), past_key_values=cache, max_new_tokens=6, do_sample=False
+            )
         found.add(devices[0].topology.now())
         for each in devices:
             each.close()

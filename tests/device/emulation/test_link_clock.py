@@ -1,5 +1,5 @@
-"""The compiled clock against the plain one, and its rules one by one. But for the last tests it has a stretch of 0, and moves by being
-waited for: every time is exact, and none is this machine's."""
+"""The compiled clock against the plain one, and its rules one by one. But for the last tests it has
+a stretch of 0, and moves by being waited for: every time is exact, and none is this machine's."""
 
 from __future__ import annotations
 
@@ -28,12 +28,26 @@ FOREVER = 60.0
 
 def clock(*latencies_s: float, lanes: int = 64, stretch: float = 0.0) -> LinkClock:
     """With links 0, 1, ..."""
-    return load_native().LinkClock([(f"link {number}", each) for number, each in enumerate(latencies_s)], lanes, stretch)
+    return load_native().LinkClock(
+        [(f"link {number}", each) for number, each in enumerate(latencies_s)], lanes, stretch
+    )
 
 
-def send(on: LinkClock, path: Sequence[tuple[int, float]], size_bytes: int, after: Sequence[LinkTicket] = (), lane: int = 0) -> LinkTicket:
+def send(
+    on: LinkClock,
+    path: Sequence[tuple[int, float]],
+    size_bytes: int,
+    after: Sequence[LinkTicket] = (),
+    lane: int = 0,
+) -> LinkTicket:
     """Bytes over (link, bytes/s) each."""
-    return on.transfer([(link, float(size_bytes), per_s) for link, per_s in path], lane, size_bytes, 0.0, list(after))
+    return on.transfer(
+        [(link, float(size_bytes), per_s) for link, per_s in path],
+        lane,
+        size_bytes,
+        0.0,
+        list(after),
+    )
 
 
 def end(on: LinkClock, ticket: LinkTicket, asked_s: float | None = None) -> float:
@@ -51,11 +65,26 @@ def drawn(rng: random.Random, n_links: int, n_works: int, n_lanes: int) -> list[
         links = rng.sample(range(n_links), rng.randint(1, min(n_links, 5)))
         size_bytes = rng.choice([0, 1, 4096, 65536, rng.randrange(1, 200_000)])
         path = [
-            (link, size_bytes * rng.choice([1.0, 1.0, 0.25, 3.0, 0.0]) if size_bytes else rng.choice([0.0, 5e4]), per_s[link])
+            (
+                link,
+                size_bytes * rng.choice([1.0, 1.0, 0.25, 3.0, 0.0])
+                if size_bytes
+                else rng.choice([0.0, 5e4]),
+                per_s[link],
+            )
             for link in links
         ]
         after = tuple(rng.sample(range(number), min(number, rng.choice([0, 0, 1, 3]))))
-        works.append(Work(issued_s, path, size_bytes, rng.randrange(n_lanes), rng.choice([0.0, 0.0, 1e-3, rng.random() / 50]), after))
+        works.append(
+            Work(
+                issued_s,
+                path,
+                size_bytes,
+                rng.randrange(n_lanes),
+                rng.choice([0.0, 0.0, 1e-3, rng.random() / 50]),
+                after,
+            )
+        )
     return works
 
 
@@ -71,7 +100,8 @@ def sent(on: LinkClock, works: Sequence[Work]) -> list[LinkTicket]:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_end_is_the_oracles(seed: int) -> None:
-    """Random links and transfers that come after one another, among them many at the same moment on links of the same rate."""
+    """Random links and transfers that come after one another, among them many at the same moment on
+    links of the same rate."""
     rng = random.Random(seed)
     n_links = rng.choice([1, 2, 6, 40])
     latencies_s = [rng.choice([0.0, 0.0, 1e-3, rng.random() / 50]) for _ in range(n_links)]
@@ -82,7 +112,9 @@ def test_every_end_is_the_oracles(seed: int) -> None:
     tickets = sent(on, works)
     order = list(range(len(works)))
     rng.shuffle(order)
-    assert {number: end(on, tickets[number]) for number in order} == pytest.approx(dict(enumerate(expected_s)), rel=1e-9)
+    assert {number: end(on, tickets[number]) for number in order} == pytest.approx(
+        dict(enumerate(expected_s)), rel=1e-9
+    )
     assert on.now() == pytest.approx(max(expected_s))
     assert [use[2] for use in on.traffic()] == pytest.approx(busy_s, rel=1e-9)
 
@@ -114,7 +146,8 @@ def test_who_comes_to_a_link_finds_what_is_left_of_it() -> None:
 
 
 def test_lanes_share_a_link_evenly() -> None:
-    """Two are done at the same time, of which each alone would take half; when one has gone, the other has all of it."""
+    """Two are done at the same time, of which each alone would take half; when one has gone, the
+    other has all of it."""
     on = clock(0.0, 0.0, 0.0)
     both = [send(on, [(own, 100.0), (2, 100.0)], 1000, lane=own) for own in (0, 1)]
     assert [end(on, each) for each in both] == pytest.approx([20.0, 20.0])
@@ -123,9 +156,13 @@ def test_lanes_share_a_link_evenly() -> None:
 
 
 def test_what_one_cannot_take_the_others_share() -> None:
-    """Max-min: 20 for the one that is held back, 40 each for the two others; and the whole of a link that nobody shares."""
+    """Max-min: 20 for the one that is held back, 40 each for the two others; and the whole of a
+    link that nobody shares."""
     on = clock(0.0, 0.0, 0.0)
-    works = [send(on, [(0, 20.0), (1, 100.0)], 200), *(send(on, [(1, 100.0)], 400, lane=lane) for lane in (1, 2))]
+    works = [
+        send(on, [(0, 20.0), (1, 100.0)], 200),
+        *(send(on, [(1, 100.0)], 400, lane=lane) for lane in (1, 2)),
+    ]
     alone = send(on, [(2, 50.0)], 500, lane=3)
     assert [end(on, each) for each in (*works, alone)] == pytest.approx([10.0] * 4)
 
@@ -156,7 +193,9 @@ def test_what_passes_before_takes_no_bandwidth() -> None:
 def test_work_of_another_unit_than_bytes() -> None:
     """FLOPs beside bytes, each leg with its own amount; nothing of a size is work all the same."""
     on = clock(0.0, 0.0)
-    assert end(on, on.transfer([(0, 100.0, 10.0), (1, 5000.0, 100.0)], 0, 100, 0.0, [])) == pytest.approx(50.0)
+    assert end(
+        on, on.transfer([(0, 100.0, 10.0), (1, 5000.0, 100.0)], 0, 100, 0.0, [])
+    ) == pytest.approx(50.0)
     assert [use[1] for use in on.traffic()] == [100.0, 5000.0]
     assert end(on, on.transfer([(0, 30.0, 10.0)], 0, 0, 0.0, [])) == pytest.approx(53.0)
     assert end(on, on.transfer([(0, 0.0, 10.0)], 0, 0, 0.0, [])) == pytest.approx(53.0)
@@ -172,7 +211,8 @@ def test_traffic_is_what_has_passed() -> None:
 
 
 def test_one_after_another() -> None:
-    """It begins when all before it have ended, without anybody looking; what has ended long ago counts as now."""
+    """It begins when all before it have ended, without anybody looking; what has ended long ago
+    counts as now."""
     on = clock(0.0, 0.0)
     slow, quick = send(on, [(0, 10.0)], 100), send(on, [(1, 10.0)], 10, lane=1)
     last = send(on, [(1, 10.0)], 10, after=[slow, quick])
@@ -197,7 +237,8 @@ def test_a_line_of_a_hundred_thousand() -> None:
 
 
 def test_cancelled() -> None:
-    """What comes after it is, too; what is in line passes all the same; whoever has its result already keeps it."""
+    """What comes after it is, too; what is in line passes all the same; whoever has its result
+    already keeps it."""
     on = clock(0.0)
     ended = send(on, [(0, 1.0)], 1)
     end(on, ended)
@@ -233,19 +274,35 @@ def test_closed() -> None:
 @pytest.mark.parametrize(
     ("path", "lane", "size_bytes", "before_s"),
     [
-        ([], 0, 1, 0.0), ([(1, 1.0, 1.0)], 0, 1, 0.0), ([(-1, 1.0, 1.0)], 0, 1, 0.0), ([(0, -1.0, 1.0)], 0, 1, 0.0),
-        ([(0, 1.0, 0.0)], 0, 1, 0.0), ([(0, float("nan"), 1.0)], 0, 1, 0.0), ([(0, 1.0, float("inf"))], 0, 1, 0.0),
-        ([(0, 1.0, 1.0)], 0, -1, 0.0), ([(0, 1.0, 1.0)], -1, 1, 0.0), ([(0, 1.0, 1.0)], 64, 1, 0.0), ([(0, 1.0, 1.0)], 0, 1, -1.0),
+        ([], 0, 1, 0.0),
+        ([(1, 1.0, 1.0)], 0, 1, 0.0),
+        ([(-1, 1.0, 1.0)], 0, 1, 0.0),
+        ([(0, -1.0, 1.0)], 0, 1, 0.0),
+        ([(0, 1.0, 0.0)], 0, 1, 0.0),
+        ([(0, float("nan"), 1.0)], 0, 1, 0.0),
+        ([(0, 1.0, float("inf"))], 0, 1, 0.0),
+        ([(0, 1.0, 1.0)], 0, -1, 0.0),
+        ([(0, 1.0, 1.0)], -1, 1, 0.0),
+        ([(0, 1.0, 1.0)], 64, 1, 0.0),
+        ([(0, 1.0, 1.0)], 0, 1, -1.0),
         ([(0, 1.0, 1.0)], 0, 1, float("nan")),
     ],
-)  # fmt: skip
-def test_transfers_that_are_none(path: list[tuple[int, float, float]], lane: int, size_bytes: int, before_s: float) -> None:
+)
+def test_transfers_that_are_none(
+    path: list[tuple[int, float, float]], lane: int, size_bytes: int, before_s: float
+) -> None:
     with pytest.raises(errors.InvalidInputError):
         clock(0.0).transfer(path, lane, size_bytes, before_s, [])
 
 
 def test_clocks_that_are_none() -> None:
-    for latency_s, stretch in ((-1.0, 0.0), (float("nan"), 0.0), (0.0, -1.0), (0.0, float("inf")), (0.0, float("nan"))):
+    for latency_s, stretch in (
+        (-1.0, 0.0),
+        (float("nan"), 0.0),
+        (0.0, -1.0),
+        (0.0, float("inf")),
+        (0.0, float("nan")),
+    ):
         with pytest.raises(errors.InvalidInputError):
             clock(latency_s, stretch=stretch)
     with pytest.raises(errors.InvalidInputError):
@@ -268,8 +325,8 @@ def test_tickets_of_another_clock() -> None:
 
 
 def test_time_that_somebody_waited() -> None:
-    """Moments that two wait count once, what nobody waits for not at all; a wait may have begun before its call. Where one is late, it does
-    not matter that another waits."""
+    """Moments that two wait count once, what nobody waits for not at all; a wait may have begun
+    before its call. Where one is late, it does not matter that another waits."""
     on = clock(0.0, 0.0)
     long, short = send(on, [(0, 1.0)], 10), send(on, [(1, 1.0)], 4, lane=1)
     on.advance(1.0)
@@ -373,7 +430,15 @@ def test_any_thread_may_call(stretch: float) -> None:
         rng = random.Random(seed)
         own: list[LinkTicket] = []
         for _ in range(200):
-            own.append(send(on, [(rng.randrange(2), 1e6), (2, 1e6)], rng.randrange(10_000), after=own[-1:], lane=seed))
+            own.append(
+                send(
+                    on,
+                    [(rng.randrange(2), 1e6), (2, 1e6)],
+                    rng.randrange(10_000),
+                    after=own[-1:],
+                    lane=seed,
+                )
+            )
             if rng.random() < 0.3:
                 end(on, rng.choice(own))
         times = [end(on, each) for each in own]
@@ -415,7 +480,14 @@ def test_a_child_has_none() -> None:
 
     def work() -> list[bool]:
         refused = []
-        for call in (on.now, on.traffic, on.times, on.close, lambda: on.done(ticket), lambda: on.wait([ticket], None, 1.0)):
+        for call in (
+            on.now,
+            on.traffic,
+            on.times,
+            on.close,
+            lambda: on.done(ticket),
+            lambda: on.wait([ticket], None, 1.0),
+        ):
             try:
                 call()
             except errors.InvalidInputError:

@@ -23,12 +23,15 @@ def test_shares() -> None:
 
 @pytest.mark.parametrize(("host_s", "waited_s"), [(3.0, 7.0), (9.9, 0.1), (1.0, 3.9), (20.0, 1.0)])
 def test_the_stretch_to_use_is_enough_and_not_much_more(host_s: float, waited_s: float) -> None:
-    """With it the devices' time is longer and the host's the same; to two figures, so up to a tenth more than is needed."""
+    """With it the devices' time is longer and the host's the same; to two figures, so up to a tenth
+    more than is needed."""
     found = Report(stretch=10.0, wall_s=host_s + waited_s, waited_s=waited_s, late_s=0.0)
     assert not found.is_valid
     more = found.stretch_to_use / found.stretch
     assert Report(found.stretch_to_use, host_s + waited_s * more, waited_s * more, 0.0).is_valid
-    assert not Report(found.stretch_to_use, host_s + waited_s * more * 0.9, waited_s * more * 0.9, 0.0).is_valid
+    assert not Report(
+        found.stretch_to_use, host_s + waited_s * more * 0.9, waited_s * more * 0.9, 0.0
+    ).is_valid
     assert float(f"{found.stretch_to_use:.2g}") == found.stretch_to_use
 
 
@@ -38,7 +41,11 @@ def test_the_limit_is_in() -> None:
 
 def test_the_refusal_says_what_to_do() -> None:
     with pytest.raises(
-        errors.TimesNotValidError, match=r"30% of 10 s .* stretch of 100; expected at most 20%\. Fix: run it again .* 180, for about 16 s"
+        errors.TimesNotValidError,
+        match=(
+            r"30% of 10 s .* stretch of 100; expected at most 20%\. Fix: run it again .* 180, for "
+            r"about 16 s"
+        ),
     ) as raised:
         Report(100.0, 10.0, 7.0, 0.0).check()
     assert raised.value.stretch_to_use == 180.0
@@ -52,12 +59,17 @@ def test_devices_that_nobody_waited_for() -> None:
         found.check()
 
 
-@pytest.mark.parametrize(("waited_s", "is_finite"), [(0.4, True), (0.39, False), (1e-5, False), (1e-9, False)])
+@pytest.mark.parametrize(
+    ("waited_s", "is_finite"), [(0.4, True), (0.39, False), (1e-5, False), (1e-9, False)]
+)
 def test_no_stretch_is_made_of_chance(waited_s: float, is_finite: bool) -> None:
-    """A stretch of 10,000 at most is proposed, never millions; beyond, the refusal says why there is none."""
+    """A stretch of 10,000 at most is proposed, never millions; beyond, the refusal says why there
+    is none."""
     found = Report(100.0, 10.0 + waited_s, waited_s, 0.0)
     assert math.isfinite(found.stretch_to_use) is is_finite
-    with pytest.raises(errors.TimesNotValidError, match="a stretch of 10000" if is_finite else "too little to say"):
+    with pytest.raises(
+        errors.TimesNotValidError, match="a stretch of 10000" if is_finite else "too little to say"
+    ):
         found.check()
 
 

@@ -1,4 +1,5 @@
-"""The clock of links under many threads, in C++ with a sanitizer: tests/cpp/link_clock_stress.cpp."""
+"""The clock of links under many threads, in C++ with a sanitizer:
+tests/cpp/link_clock_stress.cpp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is said of work on emulated devices: times by hand, and none where there is none to be said."""
+"""What is said of work on emulated devices: times by hand, and none where there is none to be
+said."""
 
 from __future__ import annotations
 
@@ -31,21 +32,36 @@ class Of:
 
 
 def test_nobody_waits() -> None:
-    """Modelled: the clock of the devices alone, the same every time; what came before is not in it."""
+    """Modelled: the clock of the devices alone, the same every time; what came before is not in
+    it."""
     with Topology(SMART, 2, stretch=0) as topology:
         topology.wait(topology.transfer(1, "flash_write", 1 << 20))
         found = used(topology)
         assert found.modelled_s == pytest.approx(82e-6)
-        assert (found.virtual_s, found.host_share, found.devices, found.stretch) == (None, None, 2, 0)
-        assert (found.flash_bytes, found.flash_written_bytes, found.to_devices_bytes, found.to_host_bytes) == (4096, 0, 0, 4096)
-        assert found.summary().startswith("2 x smartssd, emulated: 82 us modelled | 4 KiB from flash | links: 0 B to devices, 4 KiB to")
+        assert (found.virtual_s, found.host_share, found.devices, found.stretch) == (
+            None,
+            None,
+            2,
+            0,
+        )
+        assert (
+            found.flash_bytes,
+            found.flash_written_bytes,
+            found.to_devices_bytes,
+            found.to_host_bytes,
+        ) == (4096, 0, 0, 4096)
+        assert found.summary().startswith(
+            "2 x smartssd, emulated: 82 us modelled | 4 KiB from flash | links: 0 B to devices, 4 "
+            "KiB to"
+        )
         assert "espnx bench device --show search --device smartssd" in found.why
 
 
 def test_the_devices_are_waited_for() -> None:
     """30 MB take 10 ms, and half a second here."""
     with Topology(SMART, 1, stretch=50) as topology:
-        runs = (used(topology, size_bytes=30_000_000) for _ in range(9))  # something else may have the cores
+        # something else may have the cores
+        runs = (used(topology, size_bytes=30_000_000) for _ in range(9))
         found = next(run for run in runs if run.time != "untimed")
         assert found.virtual_s == pytest.approx(10.1e-3, rel=0.25)
         assert found.host_share is not None
@@ -89,7 +105,11 @@ def test_others_meanwhile_and_several_clocks() -> None:
             for each in (one, other):
                 each.wait(each.transfer(0, "flash_to_host", 4096))
         assert watched.use is not None
-        assert (watched.use.devices, watched.use.flash_bytes, watched.use.modelled_s) == (4, 8192, None)
+        assert (watched.use.devices, watched.use.flash_bytes, watched.use.modelled_s) == (
+            4,
+            8192,
+            None,
+        )
         assert "opened apart" in watched.use.why
 
 
@@ -97,7 +117,10 @@ def test_nothing_was_asked() -> None:
     with Topology(SMART, 1, stretch=0) as topology, watch(Of(topology)) as watched:
         pass
     assert watched.use is not None
-    assert (watched.use.modelled_s, watched.use.why) == (None, "untimed: nothing was asked of the devices")
+    assert (watched.use.modelled_s, watched.use.why) == (
+        None,
+        "untimed: nothing was asked of the devices",
+    )
 
 
 def test_devices_without_a_spec() -> None:

@@ -1,4 +1,5 @@
-"""`GpuRowDevice` on CPU memory for tests: straight from an engine, through host memory, and through the `gds` engine on stub bindings."""
+"""`GpuRowDevice` on CPU memory for tests: straight from an engine, through host memory, and through
+the `gds` engine on stub bindings."""
 
 from __future__ import annotations
 
@@ -19,17 +20,23 @@ WAYS = ("direct", "bounce", "gds")
 
 
 @contextmanager
-def opened_gpu(folder: Path, way: str = "direct", *, stub: CuFileStub | None = None, **options: Any) -> Iterator[GpuRowDevice]:
+def opened_gpu(
+    folder: Path, way: str = "direct", *, stub: CuFileStub | None = None, **options: Any
+) -> Iterator[GpuRowDevice]:
     bindings = stub or CuFileStub()
     deadline_s = options.get("deadline_s", 30.0)
 
     def make(engine: NativeEngine, file: FileHandle) -> Reader:
         if way == "bounce":
             return BounceReader(engine, file, torch.device("cpu"), deadline_s, "no gds here")
-        gds = GdsEngine("gds-compat", bindings=bindings, memory=HostMemory(), poison=True, arena_bytes=1 << 20)
+        gds = GdsEngine(
+            "gds-compat", bindings=bindings, memory=HostMemory(), poison=True, arena_bytes=1 << 20
+        )
         return DirectReader(gds, gds.open(file.path), deadline_s, owns_engine=True)
 
-    device = GpuRowDevice(folder, compute="cpu", make_reader=None if way == "direct" else make, **options)
+    device = GpuRowDevice(
+        folder, compute="cpu", make_reader=None if way == "direct" else make, **options
+    )
     try:
         yield device
     finally:

@@ -1,5 +1,5 @@
-"""KV caches with rows on a `GpuRowDevice`, on CPU memory: random programs against the naive cache, faults in a pass, and the move to a GPU
-when the first rows show where the model is."""
+"""KV caches with rows on a `GpuRowDevice`, on CPU memory: random programs against the naive cache,
+faults in a pass, and the move to a GPU when the first rows show where the model is."""
 
 from __future__ import annotations
 
@@ -24,15 +24,23 @@ from tests.kv import test_fuzz, test_rollback
 from tests.kv.naive import Naive, Shape, assert_right, forward
 
 
-def on_cpu_memory(self: PlainDevice, directory: str, *, compute: torch.device, **options: Any) -> RowDevice:
+def on_cpu_memory(
+    self: PlainDevice, directory: str, *, compute: torch.device, **options: Any
+) -> RowDevice:
     """In place of `PlainDevice.open_rows`."""
-    return GpuRowDevice(directory, compute="cpu", **options) if self.name == "gpu" else SsdRowDevice(directory, **options)
+    return (
+        GpuRowDevice(directory, compute="cpu", **options)
+        if self.name == "gpu"
+        else SsdRowDevice(directory, **options)
+    )
 
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainDevice, "open_rows", on_cpu_memory)
-    monkeypatch.setattr(places, "default_name", lambda engine, compute: "ssd" if compute is None else "gpu")
+    monkeypatch.setattr(
+        places, "default_name", lambda engine, compute: "ssd" if compute is None else "gpu"
+    )
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -54,7 +62,8 @@ def test_passes_that_fail(folder: Path, shape: str) -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_the_first_rows_decide(folder: Path, monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
-    """No device is open before it is known where the model is; a kept cache then goes on with what it holds, on another kind of device."""
+    """No device is open before it is known where the model is; a kept cache then goes on with what
+    it holds, on another kind of device."""
     opened: list[str] = []
 
     def open_rows(self: PlainDevice, directory: str, **options: Any) -> RowDevice:
@@ -78,7 +87,11 @@ def test_the_first_rows_decide(folder: Path, monkeypatch: pytest.MonkeyPatch, ke
             load(cache, str(folder))
             cache.crop(naive.count - 3)  # rows can go before there is a device
             naive.crop(naive.count - 3)
-        assert (cache.length(0), cache.striped.is_open, opened) == (naive.count, False, ["ssd"] * kept)
+        assert (cache.length(0), cache.striped.is_open, opened) == (
+            naive.count,
+            False,
+            ["ssd"] * kept,
+        )
         cache.places.open(torch.device("cuda"))
         assert opened[kept:] == ["gpu"]
         if not kept:
@@ -115,7 +128,11 @@ def test_a_seeded_program_is_no_accident(folder: Path, monkeypatch: pytest.Monke
         return found
 
     monkeypatch.setattr(row_reads.RowReads, "chains", wrong)
-    monkeypatch.setattr(PlainDevice, "open_rows", lambda self, *args, **options: on_cpu_memory(GpuDevice(self.path), *args, **options))
+    monkeypatch.setattr(
+        PlainDevice,
+        "open_rows",
+        lambda self, *args, **options: on_cpu_memory(GpuDevice(self.path), *args, **options),
+    )
     with pytest.raises(AssertionError, match="times the bound"):
         for seed in range(20):
             shape = Shape(n_layers=1, d=128, dv=128)

@@ -1,4 +1,5 @@
-"""`GpuRowDevice` on a GPU: rows in its memory, the Triton kernels, and every path there is; answers within the same bounds."""
+"""`GpuRowDevice` on a GPU: rows in its memory, the Triton kernels, and every path there is; answers
+within the same bounds."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_answers(tmp_path: Path, kind: str, engine: str) -> None:
     for window in (1, 64 << 20):
         device = opened_cuda(tmp_path, engine, read_ahead_bytes=window)
         try:
-            assert device.path_report()[0].effective_path.startswith({"auto": ("gds", "uring", "posix"), "gds": "gds"}.get(engine, engine))
+            assert device.path_report()[0].effective_path.startswith(
+                {"auto": ("gds", "uring", "posix"), "gds": "gds"}.get(engine, engine)
+            )
             seen = some_rows(device, layout, n_heads)
             positions = 7 * layout.block_rows + 20
             last = torch.tensor([3, positions, 2 * layout.block_rows + 1])
@@ -46,7 +49,13 @@ def test_answers(tmp_path: Path, kind: str, engine: str) -> None:
                 look = queries(layout, 3, n_heads, 3, rng(5), **mask)
                 tail = some_tail(layout, 3, n_heads, positions - 9)
                 moved = tail.k.cuda()
-                on_gpu = RowsInMemory(moved, moved if tail.v is tail.k else tail.v.cuda(), tail.skip, tail.n_rows, tail.first_position)
+                on_gpu = RowsInMemory(
+                    moved,
+                    moved if tail.v is tail.k else tail.v.cuda(),
+                    tail.skip,
+                    tail.n_rows,
+                    tail.first_position,
+                )
                 o, lse = attend(device, layout, seen, there(look), on_gpu)
                 assert o.is_cuda
                 assert_right((o.cpu(), lse.cpu()), seen, look, tail)

@@ -1,4 +1,5 @@
-"""`GpuRowDevice` whose storage fails: the typed error and what it names, every ticket void, then right. And bytes that are damaged."""
+"""`GpuRowDevice` whose storage fails: the typed error and what it names, every ticket void, then
+right. And bytes that are damaged."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def work(device: GpuRowDevice, ticket: int, *, visits: bool) -> None:
         device.attend(ticket, queries(LAYOUT, 1, 2, 1, rng(1)))
 
 
-def failure(device: GpuRowDevice, ticket: int, kind: type[errors.StorageError], *, visits: bool) -> errors.StorageError | None:
+def failure(
+    device: GpuRowDevice, ticket: int, kind: type[errors.StorageError], *, visits: bool
+) -> errors.StorageError | None:
     """How the pass failed, if it did."""
     try:
         work(device, ticket, visits=visits)
@@ -58,13 +61,18 @@ def failure(device: GpuRowDevice, ticket: int, kind: type[errors.StorageError], 
         ("bounce", "error", errno.EIO, errors.ReadError),
         ("direct", "flip", 8 * 3000 + 5, errors.ChecksumError),
         ("bounce", "flip", 8 * 3000 + 5, errors.ChecksumError),
-        ("direct", "stale", 0, errors.ChecksumError),  # into memory that the engine has filled; that of the other way may hold the rows
+        # into memory that the engine has filled; that of the other way may hold the rows
+        ("direct", "stale", 0, errors.ChecksumError),
     ],
 )
-def test_each_read_fails_in_turn(folder: Path, way: str, fault: str, value: int, kind: type[errors.StorageError], visits: bool) -> None:
+def test_each_read_fails_in_turn(
+    folder: Path, way: str, fault: str, value: int, kind: type[errors.StorageError], visits: bool
+) -> None:
     failures = 0
     for nth in range(1, 20):
-        engine = FaultyEngine([FaultRule(fault, operation="read", nth=nth, count=1, value=value)], poison=True)
+        engine = FaultyEngine(
+            [FaultRule(fault, operation="read", nth=nth, count=1, value=value)], poison=True
+        )
         try:
             with opened_gpu(folder, way, engine=engine, read_ahead_bytes=1 << 20) as device:
                 stored = [put(device, LAYOUT, 1, HEADS, n, rng(n))[0] for n in (40, 2500, 90)]
@@ -76,7 +84,9 @@ def test_each_read_fails_in_turn(folder: Path, way: str, fault: str, value: int,
                         segment = stored[i].segment
                         assert error.path == device.space.path
                         assert error.offset_bytes is not None
-                        assert segment.place <= error.offset_bytes < segment.place + segment.size_bytes
+                        assert (
+                            segment.place <= error.offset_bytes < segment.place + segment.size_bytes
+                        )
                         assert device.front() == -1
                         for later in tickets[i:]:
                             with pytest.raises(errors.InvalidInputError, match="in the order"):
@@ -105,7 +115,8 @@ def test_a_read_that_never_ends(folder: Path, way: str) -> None:
                 stored = put(device, LAYOUT, 1, HEADS, 40, rng())
                 with pytest.raises(errors.DeadlineExceededError, match=device.space.path):
                     assert_reads_right(device, stored)
-                held = engine.stats().quarantined_buffers  # none where the device had not heard of the read yet
+                # none where the device had not heard of the read yet
+                held = engine.stats().quarantined_buffers
                 assert_reads_right(device, stored)
         finally:
             engine.close(grace_s=0.05)
@@ -117,7 +128,9 @@ def test_a_read_that_never_ends(folder: Path, way: str) -> None:
 def test_writes_that_fail(folder: Path) -> None:
     """Whoever waits is told once; then the rows are written again from memory."""
     for nth in range(1, 4):
-        engine = FaultyEngine([FaultRule("error", operation="write", nth=nth, count=1, value=errno.EIO)], poison=True)
+        engine = FaultyEngine(
+            [FaultRule("error", operation="write", nth=nth, count=1, value=errno.EIO)], poison=True
+        )
         try:
             with opened_gpu(folder, engine=engine) as device:
                 stored = [put(device, LAYOUT, 1, HEADS, n, rng(n))[0] for n in (40, 900, 90)]
@@ -133,7 +146,9 @@ def test_writes_that_fail(folder: Path) -> None:
 
 
 def test_a_full_disk_keeps_nothing(folder: Path) -> None:
-    engine = FaultyEngine([FaultRule("error", operation="allocate", nth=1, count=2, value=errno.ENOSPC)])
+    engine = FaultyEngine(
+        [FaultRule("error", operation="allocate", nth=1, count=2, value=errno.ENOSPC)]
+    )
     try:
         with opened_gpu(folder, engine=engine) as device:
             with pytest.raises(errors.DiskFullError):
@@ -146,7 +161,10 @@ def test_a_full_disk_keeps_nothing(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rule", "kind"),
-    [(Rule("error", -errno.EIO, nth=3, count=1), errors.ReadError), (Rule("flip", 8 * 5000, nth=3, count=1), errors.ChecksumError)],
+    [
+        (Rule("error", -errno.EIO, nth=3, count=1), errors.ReadError),
+        (Rule("flip", 8 * 5000, nth=3, count=1), errors.ChecksumError),
+    ],
 )
 def test_gds_that_fails(folder: Path, rule: Rule, kind: type[errors.StorageError]) -> None:
     stub = CuFileStub(rules=[rule])
@@ -186,13 +204,19 @@ def test_closed(folder: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])
-def test_memory_that_is_used_up(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: type[RuntimeError]) -> None:
-    """In any call: a typed error, after which the device can be used; other errors of torch stay what they are."""
+def test_memory_that_is_used_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: type[RuntimeError]
+) -> None:
+    """In any call: a typed error, after which the device can be used; other errors of torch stay
+    what they are."""
     with opened_gpu(folder) as device:
         stored = put(device, LAYOUT, 1, HEADS, 40, rng())
         places = [(running, "attention"), (gpu, "host_memory"), (tensor_stream, "crc32c_ranges")]
         for module, name in places:
-            for text, expected in (("CUDA error: out of memory", errors.OutOfMemoryError), ("CUDA error: other", kind)):
+            for text, expected in (
+                ("CUDA error: out of memory", errors.OutOfMemoryError),
+                ("CUDA error: other", kind),
+            ):
                 if kind is torch.OutOfMemoryError and expected is kind:
                     continue
 
@@ -202,5 +226,7 @@ def test_memory_that_is_used_up(folder: Path, monkeypatch: pytest.MonkeyPatch, k
                 with monkeypatch.context() as patch:
                     patch.setattr(module, name, fail)
                     with pytest.raises(expected, match=r"memory|other"):
-                        put(device, LAYOUT, 1, HEADS, 40, rng()) if module is gpu else assert_reads_right(device, stored)
+                        put(
+                            device, LAYOUT, 1, HEADS, 40, rng()
+                        ) if module is gpu else assert_reads_right(device, stored)
                 assert_reads_right(device, stored)

@@ -1,4 +1,5 @@
-"""A graph on storage for tests, in a format of its own, and a walk over it in memory, written apart from the one that it judges."""
+"""A graph on storage for tests, in a format of its own, and a walk over it in memory, written apart
+from the one that it judges."""
 
 from __future__ import annotations
 
@@ -18,21 +19,34 @@ PAGE_BYTES = 4096
 
 
 class StoredGraph:
-    """Keeps `Graph`: slots of one size, `per_page` of them in each page of 4096 bytes, checked page by page.
+    """Keeps `Graph`: slots of one size, `per_page` of them in each page of 4096 bytes, checked page
+    by page.
 
-    A slot holds int32 node number, int32 neighbours, the vector (uint8 [5]), then the neighbours as int32 and, with `coded`, their codes:
-    their vectors' values divided by 16.
+    A slot holds int32 node number, int32 neighbours, the vector (uint8 [5]), then the neighbours as
+    int32 and, with `coded`, their codes: their vectors' values divided by 16.
     """
 
     format, dim, metric = "uint8", DIM, "l2"
 
     def __init__(
-        self, folder: Path, vectors: np.ndarray, neighbours: Sequence[Sequence[int]], entry: Sequence[int], *, per_page: int = 1,
+        self,
+        folder: Path,
+        vectors: np.ndarray,
+        neighbours: Sequence[Sequence[int]],
+        entry: Sequence[int],
+        *,
+        per_page: int = 1,
         coded: bool = False,
-    ):  # fmt: skip
-        self.vectors, self.neighbours, self.entry, self.coded = vectors, [list(each) for each in neighbours], list(entry), coded
+    ):
+        self.vectors, self.neighbours, self.entry, self.coded = (
+            vectors,
+            [list(each) for each in neighbours],
+            list(entry),
+            coded,
+        )
         self.n_nodes, self.per_page = len(vectors), per_page
-        self.shared_slots = 0  # of each page that is read: so many of its first nodes are handed over, too
+        # of each page that is read: so many of its first nodes are handed over, too
+        self.shared_slots = 0
         self.slot_bytes = PAGE_BYTES // per_page
         self.path = folder / "graph.bin"
         pages = bytearray(-(-self.n_nodes // per_page) * PAGE_BYTES)
@@ -42,14 +56,21 @@ class StoredGraph:
             assert len(slot) <= self.slot_bytes
             pages[at : at + len(slot)] = slot
         self.path.write_bytes(pages)
-        self.sums = [crc32c(bytes(pages[at : at + PAGE_BYTES])) for at in range(0, len(pages), PAGE_BYTES)]
+        self.sums = [
+            crc32c(bytes(pages[at : at + PAGE_BYTES])) for at in range(0, len(pages), PAGE_BYTES)
+        ]
         self.parsed: list[int] = []
 
     def _slot(self, node: int) -> bytes:
         near = np.array(self.neighbours[node], np.int32)
         inside = near[(near >= 0) & (near < self.n_nodes)]
         codes = (self.vectors[inside] // 16).tobytes() if self.coded else b""
-        return np.array([node, len(near)], np.int32).tobytes() + self.vectors[node].tobytes() + near.tobytes() + codes
+        return (
+            np.array([node, len(near)], np.int32).tobytes()
+            + self.vectors[node].tobytes()
+            + near.tobytes()
+            + codes
+        )
 
     def open(self, engine: Engine) -> list[FileHandle]:
         self.file = engine.open(self.path)
@@ -61,7 +82,9 @@ class StoredGraph:
     def plan(self, nodes: np.ndarray) -> Plan:
         pages = nodes // self.per_page
         sums = [self.sums[page] for page in pages]
-        return Plan.of(self.file, (pages * PAGE_BYTES).tolist(), [PAGE_BYTES] * len(nodes), crc32c=sums)
+        return Plan.of(
+            self.file, (pages * PAGE_BYTES).tolist(), [PAGE_BYTES] * len(nodes), crc32c=sums
+        )
 
     def parse(self, nodes: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray) -> Nodes:
         data = memory.numpy()
@@ -78,11 +101,19 @@ class StoredGraph:
                 offsets.append(begin + 8)
                 ends = begin + 8 + DIM
                 near.append(data[ends : ends + 4 * count].copy().view(np.int32).astype(np.int64))
-                codes.append(data[ends + 4 * count : ends + 4 * count + DIM * count].reshape(count, DIM))
+                codes.append(
+                    data[ends + 4 * count : ends + 4 * count + DIM * count].reshape(count, DIM)
+                )
         self.parsed += numbers
         first = np.concatenate([[0], np.cumsum([len(each) for each in near])]).astype(np.int64)
         everything = np.concatenate(near) if near else np.empty(0, np.int64)
-        return Nodes(np.array(numbers), np.array(offsets), everything, first, np.concatenate(codes) if self.coded else None)
+        return Nodes(
+            np.array(numbers),
+            np.array(offsets),
+            everything,
+            first,
+            np.concatenate(codes) if self.coded else None,
+        )
 
     def estimator(self, query: torch.Tensor) -> Estimate | None:
         if not self.coded:
@@ -97,8 +128,11 @@ class StoredGraph:
         return estimate
 
 
-def expected_walk(graph: StoredGraph, query: torch.Tensor, length: int, k: int, beam: int) -> tuple[list[tuple[float, int]], int, int]:
-    """(the k nearest as (distance, node), hops, nodes measured) of a walk over what the graph was made of. Nodes share nothing here."""
+def expected_walk(
+    graph: StoredGraph, query: torch.Tensor, length: int, k: int, beam: int
+) -> tuple[list[tuple[float, int]], int, int]:
+    """(the k nearest as (distance, node), hops, nodes measured) of a walk over what the graph was
+    made of. Nodes share nothing here."""
     wanted = query.numpy().astype(int)
 
     def far(node: int) -> float:
@@ -126,7 +160,9 @@ def expected_walk(graph: StoredGraph, query: torch.Tensor, length: int, k: int, 
         if not turn:
             break
         done.update(turn)
-        wave = set(turn) if graph.coded else {near for node in turn for near in graph.neighbours[node]}
+        wave = (
+            set(turn) if graph.coded else {near for node in turn for near in graph.neighbours[node]}
+        )
         wave -= measured
         hops += bool(wave)
         measured |= wave
@@ -135,8 +171,11 @@ def expected_walk(graph: StoredGraph, query: torch.Tensor, length: int, k: int, 
     return sorted((far(node), node) for node in measured)[:k], hops, len(measured)
 
 
-def random_graph(folder: Path, n: int, degree: int, seed: int = 0, **options: bool | int) -> StoredGraph:
-    """Each node has `degree` neighbours: some near, some anywhere; itself and doubles among them."""
+def random_graph(
+    folder: Path, n: int, degree: int, seed: int = 0, **options: bool | int
+) -> StoredGraph:
+    """Each node has `degree` neighbours: some near, some anywhere; itself and doubles among
+    them."""
     rng = np.random.default_rng(seed)
     vectors = rng.integers(0, 256, (n, DIM)).astype(np.uint8)
     far = ((vectors[:, None].astype(int) - vectors[None].astype(int)) ** 2).sum(2)
@@ -147,4 +186,6 @@ def random_graph(folder: Path, n: int, degree: int, seed: int = 0, **options: bo
 
 
 def query_of(seed: int) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(1000 + seed).integers(0, 256, DIM).astype(np.uint8))
+    return torch.from_numpy(
+        np.random.default_rng(1000 + seed).integers(0, 256, DIM).astype(np.uint8)
+    )

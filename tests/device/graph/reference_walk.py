@@ -1,4 +1,5 @@
-"""The walk of `SsdGraphDevice` over anything that keeps `Graph`, in plain Python: sets, sorted lists, one read after the other."""
+"""The walk of `SsdGraphDevice` over anything that keeps `Graph`, in plain Python: sets, sorted
+lists, one read after the other."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from espnx.storage import NativeEngine
 
 @dataclass
 class Walked:
-    """What a walk has found, nearest first, and what it took: of each round the nodes asked for, bytes moved, distances, requests."""
+    """What a walk has found, nearest first, and what it took: of each round the nodes asked for,
+    bytes moved, distances, requests."""
 
     found: list[tuple[float, int]] = field(default_factory=list)
     rounds: list[tuple[list[int], int, int, int]] = field(default_factory=list)
@@ -32,8 +34,23 @@ def in_order(each: tuple[float, int]) -> tuple[bool, float, int]:
 class ReferenceWalk:
     """One walk; `run` once. The graph is one that `engine` has opened."""
 
-    def __init__(self, graph: Graph, engine: NativeEngine, query: torch.Tensor, length: int, k: int, beam: int):
-        self.graph, self.engine, self.query, self.length, self.k, self.beam = graph, engine, query, length, k, beam
+    def __init__(
+        self,
+        graph: Graph,
+        engine: NativeEngine,
+        query: torch.Tensor,
+        length: int,
+        k: int,
+        beam: int,
+    ):
+        self.graph, self.engine, self.query, self.length, self.k, self.beam = (
+            graph,
+            engine,
+            query,
+            length,
+            k,
+            beam,
+        )
         self.far: dict[int, float] = {}  # of nodes that were read
         self.ids: dict[int, int] = {}
         self.near: dict[int, list[int]] = {}
@@ -65,18 +82,26 @@ class ReferenceWalk:
             seen, turn = set(entries), entries
             while turn:
                 for node in turn:
-                    places = [i for i, each in enumerate(self.near[node]) if each not in seen and each not in self.near[node][:i]]
+                    places = [
+                        i
+                        for i, each in enumerate(self.near[node])
+                        if each not in seen and each not in self.near[node][:i]
+                    ]
                     nodes = np.array([self.near[node][i] for i in places], np.int64)
                     seen.update(nodes.tolist())
                     if places:
                         codes = self.codes[node]
-                        guessed = estimate(nodes, None if codes is None else codes[places]).astype(np.float32)
+                        guessed = estimate(nodes, None if codes is None else codes[places]).astype(
+                            np.float32
+                        )
                         self.add(list(zip(guessed.tolist(), nodes.tolist(), strict=True)))
                         self.walked.estimates += len(places)
                 turn = self.take()
                 self.counts.update(turn)
                 self.counts |= self.read([node for node in turn if node not in self.far])
-        self.walked.found = sorted(((self.far[node], self.ids[node]) for node in self.counts), key=in_order)[: self.k]
+        self.walked.found = sorted(
+            ((self.far[node], self.ids[node]) for node in self.counts), key=in_order
+        )[: self.k]
         return self.walked
 
     def descend(self, graph: LayeredGraph, entries: list[int]) -> int:
@@ -85,7 +110,8 @@ class ReferenceWalk:
             while True:
                 near = [int(node) for node in graph.upper_neighbours(layer, nearest)]
                 self.read(sorted({node for node in near if node not in self.far}))
-                better = min([nearest, *near], key=lambda node: self.far[node])  # of equally near ones the first
+                # of equally near ones the first
+                better = min([nearest, *near], key=lambda node: self.far[node])
                 if better == nearest:
                     break
                 nearest = better
@@ -119,7 +145,9 @@ class ReferenceWalk:
 
     def take_in(self, said: Nodes, i: int, node: int, memory: torch.Tensor) -> None:
         where = torch.tensor([int(said.vector_offset_bytes[i])])
-        self.far[node] = float(distances(self.query, memory, where, self.graph.format, self.graph.metric, threads=1)[0])
+        self.far[node] = float(
+            distances(self.query, memory, where, self.graph.format, self.graph.metric, threads=1)[0]
+        )
         self.ids[node] = node if said.ids is None else int(said.ids[i])
         span = slice(int(said.first[i]), int(said.first[i + 1]))
         self.near[node] = said.neighbours[span].tolist()

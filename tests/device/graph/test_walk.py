@@ -1,4 +1,5 @@
-"""Walks on a plain SSD, compared with walks in memory: results, hops and nodes, on random graphs and on strange ones; faults and damage."""
+"""Walks on a plain SSD, compared with walks in memory: results, hops and nodes, on random graphs
+and on strange ones; faults and damage."""
 
 from __future__ import annotations
 
@@ -28,14 +29,20 @@ def found(result: tuple[np.ndarray, np.ndarray]) -> list[tuple[float, int]]:
     return list(zip(far.tolist(), ids.tolist(), strict=True))
 
 
-def assert_walks(graph: StoredGraph, path: str = "auto", shapes: Sequence[tuple[int, int, int]] = SHAPES) -> None:
+def assert_walks(
+    graph: StoredGraph, path: str = "auto", shapes: Sequence[tuple[int, int, int]] = SHAPES
+) -> None:
     with SsdGraphDevice(graph, engine=path) as device:
         for length, k, beam in shapes:
             for seed in range(3):
                 ticket = device.search(query_of(seed), length, k, beam=beam)
                 expected, hops, nodes = expected_walk(graph, query_of(seed), length, k, beam)
                 assert found(ticket.finish()) == expected, (length, k, beam)
-                assert (ticket.walk.hops, ticket.walk.nodes, ticket.walk.distances) == (hops, nodes, nodes)
+                assert (ticket.walk.hops, ticket.walk.nodes, ticket.walk.distances) == (
+                    hops,
+                    nodes,
+                    nodes,
+                )
                 assert ticket.walk.bytes_asked == nodes * 4096 == ticket.stats.bytes_asked
                 assert ticket.walk.read_requests <= nodes
 
@@ -67,7 +74,13 @@ def test_strange_graphs(folder: Path, neighbours: list[list[int]], coded: bool) 
 @pytest.mark.parametrize("coded", [False, True])
 def test_equal_vectors_are_ordered_by_number(folder: Path, coded: bool) -> None:
     rng = np.random.default_rng(1)
-    graph = StoredGraph(folder, np.ones((60, DIM), np.uint8), rng.integers(0, 60, (60, 5)).tolist(), [59], coded=coded)
+    graph = StoredGraph(
+        folder,
+        np.ones((60, DIM), np.uint8),
+        rng.integers(0, 60, (60, 5)).tolist(),
+        [59],
+        coded=coded,
+    )
     assert_walks(graph)
 
 
@@ -82,13 +95,16 @@ def test_entry_points(folder: Path) -> None:
 
 @pytest.mark.parametrize("coded", [False, True])
 def test_nodes_of_one_page(folder: Path, coded: bool) -> None:
-    """Several nodes in a page: each counts for itself unless the graph hands over all that came; then no page's nodes are read again."""
+    """Several nodes in a page: each counts for itself unless the graph hands over all that came;
+    then no page's nodes are read again."""
     alone = random_graph(folder, 200, 8, per_page=8, coded=coded)
     with SsdGraphDevice(alone) as device:
         for seed in range(3):
             ticket = device.search(query_of(seed), 30, 10)
             assert found(ticket.finish()) == expected_walk(alone, query_of(seed), 30, 10, 4)[0]
-            assert ticket.walk.bytes_moved <= ticket.walk.bytes_asked, "nodes of one page and hop are read together"
+            assert ticket.walk.bytes_moved <= ticket.walk.bytes_asked, (
+                "nodes of one page and hop are read together"
+            )
         asked = device.search(query_of(0), 30, 10)
         asked.finish()
     wanted = query_of(0).numpy().astype(int)
@@ -97,14 +113,21 @@ def test_nodes_of_one_page(folder: Path, coded: bool) -> None:
         with SsdGraphDevice(alone) as device:
             ticket = device.search(query_of(0), 30, 10)
             result = found(ticket.finish())
-        assert all(far == ((alone.vectors[node].astype(int) - wanted) ** 2).sum() for far, node in result)
+        assert all(
+            far == ((alone.vectors[node].astype(int) - wanted) ** 2).sum() for far, node in result
+        )
         assert result == sorted(set(result))
-        assert ticket.walk.distances == len(set(alone.parsed)) > ticket.walk.nodes, "what came before is not measured again"
-    assert [far for far, _ in result] <= [far for far, _ in found(asked.finish())], "what came along can only help here"
+        assert ticket.walk.distances == len(set(alone.parsed)) > ticket.walk.nodes, (
+            "what came before is not measured again"
+        )
+    assert [far for far, _ in result] <= [far for far, _ in found(asked.finish())], (
+        "what came along can only help here"
+    )
 
 
 def test_a_walk_is_the_same_whatever_the_order_of_arrival(folder: Path) -> None:
-    """Reads that are late by chance, walks beside each other: results and counters do not change."""
+    """Reads that are late by chance, walks beside each other: results and counters do not
+    change."""
     graph = random_graph(folder, 300, 10, seed=9)
     rules = [FaultRule("delay", operation="read", probability=0.3, value=2_000_000)]
     with SsdGraphDevice(graph) as device:
@@ -113,9 +136,14 @@ def test_a_walk_is_the_same_whatever_the_order_of_arrival(folder: Path) -> None:
             for ticket in (device.search(query_of(i), 20, 5) for i in range(8))
         ]
     for seed in range(3):
-        with FaultyEngine(rules, seed=seed) as engine, SsdGraphDevice(graph, engine=engine, walks=4) as device:
+        with (
+            FaultyEngine(rules, seed=seed) as engine,
+            SsdGraphDevice(graph, engine=engine, walks=4) as device,
+        ):
             tickets = [device.search(query_of(i), 20, 5) for i in range(8)]
-            assert [(found(ticket.finish()), ticket.walk.hops, ticket.walk.nodes) for ticket in tickets] == expected
+            assert [
+                (found(ticket.finish()), ticket.walk.hops, ticket.walk.nodes) for ticket in tickets
+            ] == expected
             assert device.walk_stats().nodes == sum(ticket.walk.nodes for ticket in tickets)
             assert device.stats().bytes_asked == device.walk_stats().bytes_asked
 
@@ -123,14 +151,22 @@ def test_a_walk_is_the_same_whatever_the_order_of_arrival(folder: Path) -> None:
 def test_searches_from_several_threads(folder: Path) -> None:
     graph = random_graph(folder, 200, 8)
     with SsdGraphDevice(graph) as device, ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(lambda seed: found(device.search(query_of(seed), 20, 5).finish()), range(40)))
+        results = list(
+            pool.map(lambda seed: found(device.search(query_of(seed), 20, 5).finish()), range(40))
+        )
     assert results == [expected_walk(graph, query_of(seed), 20, 5, 4)[0] for seed in range(40)]
 
 
 def test_the_command(folder: Path) -> None:
     with SsdGraphDevice(random_graph(folder, 10, 3)) as device:
         command = device.command(query_of(0), 20, 5)
-    assert (command.opcode, command.L, command.k, command.beam, command.data_len) == (GRAPH_SEARCH, 20, 5, 4, 60)
+    assert (command.opcode, command.L, command.k, command.beam, command.data_len) == (
+        GRAPH_SEARCH,
+        20,
+        5,
+        4,
+        60,
+    )
     assert command.payload == query_of(0).numpy().tobytes()
 
 
@@ -146,7 +182,10 @@ def test_the_command(folder: Path) -> None:
     ],
 )
 def test_what_is_refused(folder: Path, change: dict[str, object], message: str) -> None:
-    with SsdGraphDevice(random_graph(folder, 10, 3)) as device, pytest.raises(errors.InvalidInputError, match=message):
+    with (
+        SsdGraphDevice(random_graph(folder, 10, 3)) as device,
+        pytest.raises(errors.InvalidInputError, match=message),
+    ):
         device.search(**{"query": query_of(0), "L": 8, "k": 4, **change})  # type: ignore[arg-type]
 
 
@@ -154,18 +193,28 @@ def test_what_is_refused(folder: Path, change: dict[str, object], message: str) 
 @pytest.mark.parametrize("wrong", [-1, 4, 2**31 - 1])
 def test_a_neighbour_that_is_not_there(folder: Path, wrong: int, coded: bool) -> None:
     """Damage that a checksum does not see: it was written so."""
-    graph = StoredGraph(folder, np.zeros((4, DIM), np.uint8), [[1], [2], [3, wrong], []], [0], coded=coded)
+    graph = StoredGraph(
+        folder, np.zeros((4, DIM), np.uint8), [[1], [2], [3, wrong], []], [0], coded=coded
+    )
     graph.coded = False  # its codes are of fewer nodes
     with (
         SsdGraphDevice(graph) as device,
-        pytest.raises(errors.FormatError, match=f"neighbour of node 2 of a graph; got {wrong}; expected 0 to 3"),
+        pytest.raises(
+            errors.FormatError,
+            match=f"neighbour of node 2 of a graph; got {wrong}; expected 0 to 3",
+        ),
     ):
         device.search(query_of(0), 10, 1).finish()
 
 
 def test_an_entry_point_that_is_not_there(folder: Path) -> None:
     graph = StoredGraph(folder, np.zeros((4, DIM), np.uint8), [[], [], [], []], [4])
-    with SsdGraphDevice(graph) as device, pytest.raises(errors.FormatError, match="an entry point of a graph; got 4; expected 0 to 3"):
+    with (
+        SsdGraphDevice(graph) as device,
+        pytest.raises(
+            errors.FormatError, match="an entry point of a graph; got 4; expected 0 to 3"
+        ),
+    ):
         device.search(query_of(0), 10, 1).finish()
 
 
@@ -173,7 +222,10 @@ def test_a_graph_that_hands_over_other_nodes(folder: Path) -> None:
     graph = random_graph(folder, 30, 4)
     real = graph.parse
     graph.parse = lambda nodes, memory, position: real(nodes[:0], memory, position[:0])  # type: ignore[method-assign]
-    with SsdGraphDevice(graph) as device, pytest.raises(errors.FormatError, match="got other nodes in its place; expected that node"):
+    with (
+        SsdGraphDevice(graph) as device,
+        pytest.raises(errors.FormatError, match="got other nodes in its place; expected that node"),
+    ):
         device.search(query_of(0), 10, 1).finish()
 
 
@@ -194,7 +246,10 @@ def test_each_read_fails_in_turn(folder: Path, path: str) -> None:
     expected = expected_walk(graph, query_of(0), 8, 3, 2)[0]
     for nth in range(1, 200):
         rule = FaultRule(operation="read", nth=nth, count=1)
-        with FaultyEngine([rule], path, poison=True) as engine, SsdGraphDevice(graph, engine=engine) as device:
+        with (
+            FaultyEngine([rule], path, poison=True) as engine,
+            SsdGraphDevice(graph, engine=engine) as device,
+        ):
             failed = None
             try:
                 assert found(device.search(query_of(0), 8, 3, beam=2).finish()) == expected
@@ -216,7 +271,10 @@ def test_a_device_that_stalls(folder: Path) -> None:
             ticket = device.search(query_of(0), 20, 3, deadline_s=0.2)
             with pytest.raises(errors.DeadlineExceededError):
                 ticket.finish()
-            assert found(device.search(query_of(0), 20, 3).finish()) == expected_walk(graph, query_of(0), 20, 3, 4)[0]
+            assert (
+                found(device.search(query_of(0), 20, 3).finish())
+                == expected_walk(graph, query_of(0), 20, 3, 4)[0]
+            )
     finally:
         engine.close(grace_s=0.05)
 
@@ -256,7 +314,11 @@ def test_whoever_waits_is_woken(folder: Path, how: str) -> None:
         for each in waiting:
             each.start()
         assert until(lambda: engine.stats().in_flight > 0)
-        for call in [each.cancel for each in tickets] if how == "cancel" else [{"forget": device.forget, "close": device.close}[how]]:
+        for call in (
+            [each.cancel for each in tickets]
+            if how == "cancel"
+            else [{"forget": device.forget, "close": device.close}[how]]
+        ):
             call()
         for each in waiting:
             each.join(20)

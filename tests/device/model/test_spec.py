@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 
 from espnx import errors
-from espnx.device.model.spec import CONFIDENCES, Accelerator, DeviceSpec, Figure, load_preset, load_spec, parse_spec, presets
+from espnx.device.model.spec import (
+    CONFIDENCES,
+    Accelerator,
+    DeviceSpec,
+    Figure,
+    load_preset,
+    load_spec,
+    parse_spec,
+    presets,
+)
 from espnx.device.model.spec_file import SIZE_MAX_BYTES
 from espnx.device.model.units import QUANTITIES
 
@@ -50,13 +59,23 @@ def figures(of: Any, at: str = "") -> dict[str, Figure]:
         of = {each.name: getattr(of, each.name) for each in fields(of)}
     if not hasattr(of, "items"):
         return {}
-    return {key: figure for name, each in of.items() for key, figure in figures(each, f"{at}.{name}".lstrip(".")).items()}
+    return {
+        key: figure
+        for name, each in of.items()
+        for key, figure in figures(each, f"{at}.{name}".lstrip(".")).items()
+    }
 
 
 def test_the_least() -> None:
     spec = parsed(LEAST)
     assert spec.flash.read_bandwidth == Figure(3e9, 3.0, "GB/s", "a test", "assumed")
-    assert (spec.accelerator, spec.capacity, spec.memory.size, spec.power.device, spec.price.hour) == (None,) * 5
+    assert (
+        spec.accelerator,
+        spec.capacity,
+        spec.memory.size,
+        spec.power.device,
+        spec.price.hour,
+    ) == (None,) * 5
     assert not spec.has("attend")
     assert str(spec.flash.read_bandwidth) == "3 GB/s"
 
@@ -82,19 +101,30 @@ def test_what_is_null_is_not_known() -> None:
 @pytest.mark.parametrize(
     ("quantity", "number", "unit", "value"),
     [
-        ("rate", 20, "Gbps", 2.5e9), ("rate", 2000, "MT/s", 2e9), ("rate", 1, "GiB/s", 2**30), ("rate", 8, "Gb/s", 1e9),
-        ("size", 4, "GiB", 2**32), ("size", 3.84, "TB", 3.84e12), ("time", 85, "us", 85e-6), ("compute", 11.9, "GFLOPS", 11.9e9),
-        ("requests", 540, "KIOPS", 540_000), ("frequency", 296.05, "MHz", 296.05e6), ("power", 1130, "mW", 1.13),
-        ("energy of a bit", 1.93, "pJ/bit", 1.93e-12), ("price", 2400, "$", 2400), ("endurance", 7.008, "PBW", 7.008e15),
+        ("rate", 20, "Gbps", 2.5e9),
+        ("rate", 2000, "MT/s", 2e9),
+        ("rate", 1, "GiB/s", 2**30),
+        ("rate", 8, "Gb/s", 1e9),
+        ("size", 4, "GiB", 2**32),
+        ("size", 3.84, "TB", 3.84e12),
+        ("time", 85, "us", 85e-6),
+        ("compute", 11.9, "GFLOPS", 11.9e9),
+        ("requests", 540, "KIOPS", 540_000),
+        ("frequency", 296.05, "MHz", 296.05e6),
+        ("power", 1130, "mW", 1.13),
+        ("energy of a bit", 1.93, "pJ/bit", 1.93e-12),
+        ("price", 2400, "$", 2400),
+        ("endurance", 7.008, "PBW", 7.008e15),
     ],
-)  # fmt: skip
+)
 def test_units(quantity: str, number: float, unit: str, value: float) -> None:
     assert number * QUANTITIES[quantity][unit] == pytest.approx(value, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", presets())
 def test_presets(name: str) -> None:
-    """Each is named as its file; a figure says where it is from; a path to its file gives the same."""
+    """Each is named as its file; a figure says where it is from; a path to its file gives the
+    same."""
     spec = load_spec(name)
     assert spec.name == name
     found = figures(spec)
@@ -106,25 +136,50 @@ def test_presets(name: str) -> None:
 
 def test_presets_are_these() -> None:
     assert set(presets()) == {
-        "smartssd", "cosmos-conventional", "cosmos-sync-pe", "cosmos-async-pe", "ragx", "hilos-isp", "pm9a3", "pm983", "970-evo", "990-pro",
-        "cd8p", "cpu-dram",
-    }  # fmt: skip
+        "smartssd",
+        "cosmos-conventional",
+        "cosmos-sync-pe",
+        "cosmos-async-pe",
+        "ragx",
+        "hilos-isp",
+        "pm9a3",
+        "pm983",
+        "970-evo",
+        "990-pro",
+        "cd8p",
+        "cpu-dram",
+    }
 
 
 def test_figures_of_papers() -> None:
-    """As HILOS, RAGX and the thesis print them; and what one computes from them agrees with what they say."""
+    """As HILOS, RAGX and the thesis print them; and what one computes from them agrees with what
+    they say."""
     smart = load_preset("smartssd")
     assert isinstance(smart.accelerator, Accelerator)
-    assert {group: rate.value for group, rate in smart.accelerator.rates.items()} == {1: 11.9e9, 4: 46.8e9, 5: 56.3e9}
-    assert {group: watts.value for group, watts in smart.power.accelerator.items()} == {1: 11.25, 4: 15.39, 5: 16.08}
+    assert {group: rate.value for group, rate in smart.accelerator.rates.items()} == {
+        1: 11.9e9,
+        4: 46.8e9,
+        5: 56.3e9,
+    }
+    assert {group: watts.value for group, watts in smart.power.accelerator.items()} == {
+        1: 11.25,
+        4: 15.39,
+        5: 16.08,
+    }
     assert smart.accelerator.flops_per_s(2) == pytest.approx(23.4e9)
     found = figures(smart)
     assert found["memory.bandwidth"].value * 4 == 52e9
     assert found["endurance"].value == pytest.approx(3.84e12 * 5 * 365)
     isp = figures(load_preset("hilos-isp"))
-    assert isp["flash.channels"].value * isp["flash.channel_bandwidth"].value == isp["flash.read_bandwidth"].value == 16e9
+    assert (
+        isp["flash.channels"].value * isp["flash.channel_bandwidth"].value
+        == isp["flash.read_bandwidth"].value
+        == 16e9
+    )
     cosmos = load_preset("cosmos-async-pe")
-    assert cosmos.flash.read_bandwidth.value / cosmos.links.device.value == pytest.approx(4, rel=0.01)
+    assert cosmos.flash.read_bandwidth.value / cosmos.links.device.value == pytest.approx(
+        4, rel=0.01
+    )
     for kind in ("sync", "async"):
         element = load_preset(f"cosmos-{kind}-pe").accelerator
         assert element is not None
@@ -134,12 +189,15 @@ def test_figures_of_papers() -> None:
     assert "20 Gbps" in ragx.flash.read_bandwidth.source
     lanes = {"smartssd": (8, 4), "pm9a3": (16, 4), "cd8p": (32, 4)}
     for name, (gigatransfers, n_lanes) in lanes.items():
-        assert load_preset(name).links.device.value == pytest.approx(gigatransfers * n_lanes * 1e9 / 8 * 128 / 130, rel=1e-3)
+        assert load_preset(name).links.device.value == pytest.approx(
+            gigatransfers * n_lanes * 1e9 / 8 * 128 / 130, rel=1e-3
+        )
 
 
 def test_nothing_of_torch_is_imported() -> None:
     code = (
-        "import sys, espnx.device.model.spec as it; it.load_preset('smartssd'); print([x for x in ('torch', 'numpy') if x in sys.modules])"
+        "import sys, espnx.device.model.spec as it; it.load_preset('smartssd'); print([x for x in "
+        "('torch', 'numpy') if x in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
@@ -152,22 +210,46 @@ def test_a_name_that_is_none() -> None:
 
 
 WRONG = {
-    "misspelt key": (LEAST.replace("read_bandwidth", "read_bandwith"), r"flash\.read_bandwith, line 5.*did you mean read_bandwidth"),
+    "misspelt key": (
+        LEAST.replace("read_bandwidth", "read_bandwith"),
+        r"flash\.read_bandwith, line 5.*did you mean read_bandwidth",
+    ),
     "unknown key": (LEAST + "colour: red\n", r"no such field: colour, line 8"),
-    "unknown part": (LEAST.replace("source:", "sauce:"), r"no such field: flash\.read_bandwidth\.sauce"),
+    "unknown part": (
+        LEAST.replace("source:", "sauce:"),
+        r"no such field: flash\.read_bandwidth\.sauce",
+    ),
     "missing section": (LEAST.partition("links")[0], r"lacks a field: links"),
     "missing field": (LEAST.replace("  device:", "  uplink:"), r"lacks a field: links\.device"),
     "null field": (LEAST.replace("  device:", "  device: null #"), r"lacks a field: links\.device"),
     "missing value": (LEAST.replace("value: 4, ", ""), r"lacks a field: links\.device\.value"),
-    "missing unit": (LEAST.replace(", unit: GB/s", "", 1), r"lacks a field: flash\.read_bandwidth\.unit"),
-    "missing source": (LEAST.replace(", source: a test", "", 1), r"lacks a field: flash\.read_bandwidth\.source"),
-    "missing confidence": (LEAST.replace(", confidence: assumed", "", 1), r"lacks a field: flash\.read_bandwidth\.confidence"),
+    "missing unit": (
+        LEAST.replace(", unit: GB/s", "", 1),
+        r"lacks a field: flash\.read_bandwidth\.unit",
+    ),
+    "missing source": (
+        LEAST.replace(", source: a test", "", 1),
+        r"lacks a field: flash\.read_bandwidth\.source",
+    ),
+    "missing confidence": (
+        LEAST.replace(", confidence: assumed", "", 1),
+        r"lacks a field: flash\.read_bandwidth\.confidence",
+    ),
     "empty source": (LEAST.replace("a test", "' '", 1), r"flash\.read_bandwidth\.source"),
-    "misspelt unit": (LEAST.replace("GB/s", "GBs", 1), r"unit, line 5.*got 'GBs'.*did you mean GB/s"),
+    "misspelt unit": (
+        LEAST.replace("GB/s", "GBs", 1),
+        r"unit, line 5.*got 'GBs'.*did you mean GB/s",
+    ),
     "unit of another kind": (LEAST.replace("GB/s", "GFLOPS", 1), r"flash\.read_bandwidth\.unit"),
     "unit of a time": (LEAST.replace("GB/s", "us", 1), r"flash\.read_bandwidth\.unit"),
-    "unknown confidence": (LEAST.replace("assumed", "certain", 1), r"confidence.*expected measured, datasheet, paper, derived"),
-    "zero": (LEAST.replace("3.0", "0", 1), r"out of range: flash\.read_bandwidth\.value, line 5.*got 0 GB/s.*above 0"),
+    "unknown confidence": (
+        LEAST.replace("assumed", "certain", 1),
+        r"confidence.*expected measured, datasheet, paper, derived",
+    ),
+    "zero": (
+        LEAST.replace("3.0", "0", 1),
+        r"out of range: flash\.read_bandwidth\.value, line 5.*got 0 GB/s.*above 0",
+    ),
     "negative": (LEAST.replace("3.0", "-3", 1), r"got -3 GB/s.*above 0"),
     "NaN": (LEAST.replace("3.0", ".nan", 1), r"no number: flash\.read_bandwidth\.value.*'\.nan'"),
     "nan": (LEAST.replace("3.0", "nan", 1), r"no number"),
@@ -181,18 +263,42 @@ WRONG = {
     "base sixty": (LEAST.replace("3.0", "1:30", 1), r"no number"),
     "a date": (LEAST.replace("3.0", "2020-01-01", 1), r"no plain kind"),
     "list for a number": (LEAST.replace("3.0", "[3]", 1), r"no number.*a list"),
-    "number for a figure": (LEAST.replace(FIGURE, "3.0", 1), r"flash\.read_bandwidth.*expected a mapping"),
-    "list for a section": (LEAST.replace("flash:\n  read_bandwidth", "flash:\n  - read_bandwidth", 1), r"flash.*expected a mapping"),
+    "number for a figure": (
+        LEAST.replace(FIGURE, "3.0", 1),
+        r"flash\.read_bandwidth.*expected a mapping",
+    ),
+    "list for a section": (
+        LEAST.replace("flash:\n  read_bandwidth", "flash:\n  - read_bandwidth", 1),
+        r"flash.*expected a mapping",
+    ),
     "a name that is none": (LEAST.replace("drive", "../drive", 1), r"a name that is none: name"),
-    "a title that is none": (LEAST.replace("a drive", '"\\e[31m"', 1), r"a text that is none: title"),
+    "a title that is none": (
+        LEAST.replace("a drive", '"\\e[31m"', 1),
+        r"a text that is none: title",
+    ),
     "a list for a title": (LEAST.replace("a drive", "[a]", 1), r"title.*expected text"),
     "a key twice": (LEAST + "title: again\n", r"a key stands twice: title, line 8"),
-    "a deep key twice": (LEAST.replace("value: 4", "value: 4, value: 5"), r"a key stands twice: links\.device\.value"),
-    "a version in quotes": (LEAST.replace("schema_version: 1", 'schema_version: "1"'), r"another version: schema_version, line 1.*got '1'"),
-    "a number in quotes": (LEAST.replace("3.0", '"3.0"'), r"no number: flash\.read_bandwidth\.value, line 5.*got '3.0"),
-    "another version": (LEAST.replace("schema_version: 1", "schema_version: 2"), r"another version: schema_version, line 1.*got '2'"),
+    "a deep key twice": (
+        LEAST.replace("value: 4", "value: 4, value: 5"),
+        r"a key stands twice: links\.device\.value",
+    ),
+    "a version in quotes": (
+        LEAST.replace("schema_version: 1", 'schema_version: "1"'),
+        r"another version: schema_version, line 1.*got '1'",
+    ),
+    "a number in quotes": (
+        LEAST.replace("3.0", '"3.0"'),
+        r"no number: flash\.read_bandwidth\.value, line 5.*got '3.0",
+    ),
+    "another version": (
+        LEAST.replace("schema_version: 1", "schema_version: 2"),
+        r"another version: schema_version, line 1.*got '2'",
+    ),
     "no version": (LEAST.partition("\n")[2], r"another version.*got nothing"),
-    "a tag": (LEAST.replace("a drive", "!!python/object/apply:os.getpid []"), r"reference or a tag"),
+    "a tag": (
+        LEAST.replace("a drive", "!!python/object/apply:os.getpid []"),
+        r"reference or a tag",
+    ),
     "a plain tag": (LEAST.replace("a drive", "!!str drive"), r"reference or a tag"),
     "an alias": (LEAST.replace("title: a drive", "title: &a [*a]"), r"reference or a tag"),
     "a merge": (LEAST + "power:\n  <<: {device: null}\n", r"a key is no name"),
@@ -210,16 +316,40 @@ WRONG = {
     "deep mappings": ("{a: " * 3000 + "1" + "}" * 3000, r"nested too deeply"),
     "control characters": ("name: \x00", r"no YAML"),
     "no verbs": (LEAST + "accelerator: {verbs: []}\n", r"accelerator\.verbs.*a list of attend"),
-    "a verb that is none": (LEAST + "accelerator: {verbs: [attent]}\n", r"accelerator\.verbs\.0.*did you mean attend"),
-    "a verb twice": (LEAST + "accelerator: {verbs: [search, search]}\n", r"a word stands twice: accelerator\.verbs"),
+    "a verb that is none": (
+        LEAST + "accelerator: {verbs: [attent]}\n",
+        r"accelerator\.verbs\.0.*did you mean attend",
+    ),
+    "a verb twice": (
+        LEAST + "accelerator: {verbs: [search, search]}\n",
+        r"a word stands twice: accelerator\.verbs",
+    ),
     "verbs as text": (LEAST + "accelerator: {verbs: attend}\n", r"accelerator\.verbs.*a list"),
-    "a set-up that is none": (LEAST + "accelerator: {verbs: [search], set_up: async}\n", r"did you mean asynchronous|accelerator\.set_up"),
-    "attends without a block": (LEAST + ATTENDS.replace("block_tokens", "units"), r"lacks a field: accelerator\.block_tokens"),
-    "attends without kernels": (LEAST + ATTENDS.replace("{1: {", "{} #"), r"lacks a field: accelerator\.rates"),
-    "no group": (LEAST + ATTENDS.replace("rates: {1:", "rates: {0:"), r"a group that is none: accelerator\.rates\.0"),
-    "half a token": (LEAST + ATTENDS.replace("value: 128", "value: 128.5", 1), r"block_tokens\.value.*a whole number"),
+    "a set-up that is none": (
+        LEAST + "accelerator: {verbs: [search], set_up: async}\n",
+        r"did you mean asynchronous|accelerator\.set_up",
+    ),
+    "attends without a block": (
+        LEAST + ATTENDS.replace("block_tokens", "units"),
+        r"lacks a field: accelerator\.block_tokens",
+    ),
+    "attends without kernels": (
+        LEAST + ATTENDS.replace("{1: {", "{} #"),
+        r"lacks a field: accelerator\.rates",
+    ),
+    "no group": (
+        LEAST + ATTENDS.replace("rates: {1:", "rates: {0:"),
+        r"a group that is none: accelerator\.rates\.0",
+    ),
+    "half a token": (
+        LEAST + ATTENDS.replace("value: 128", "value: 128.5", 1),
+        r"block_tokens\.value.*a whole number",
+    ),
     "a mask above zero": (LEAST + ATTENDS.replace("-1e4", "1e4"), r"mask_value\.value.*below 0"),
-    "a port of how many": (LEAST.replace("links:", f"links:\n  switch_port: {FIGURE}"), r"lacks a field: links\.devices_per_port"),
+    "a port of how many": (
+        LEAST.replace("links:", f"links:\n  switch_port: {FIGURE}"),
+        r"lacks a field: links\.devices_per_port",
+    ),
 }
 
 
@@ -261,7 +391,26 @@ def test_damage_is_a_typed_error() -> None:
     text = LEAST + ATTENDS
     for _ in range(400):
         place = rng.randrange(len(text))
-        piece = rng.choice(["", "\n", " ", ":", "{", "]", "'", "&a ", "!!int ", "-", "1e99", "\t", "null", "?", "%", "é"])
+        piece = rng.choice(
+            [
+                "",
+                "\n",
+                " ",
+                ":",
+                "{",
+                "]",
+                "'",
+                "&a ",
+                "!!int ",
+                "-",
+                "1e99",
+                "\t",
+                "null",
+                "?",
+                "%",
+                "é",
+            ]
+        )
         damaged = text[:place] + piece + text[place + rng.randrange(4) :]
         try:
             parsed(damaged)

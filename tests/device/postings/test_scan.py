@@ -1,4 +1,5 @@
-"""The verb `scan`: its command byte for byte, best records and partial scores beside plain NumPy, tickets that are cancelled, refusals."""
+"""The verb `scan`: its command byte for byte, best records and partial scores beside plain NumPy,
+tickets that are cancelled, refusals."""
 
 from __future__ import annotations
 
@@ -11,7 +12,18 @@ import pytest
 
 import espnx
 from espnx import errors
-from espnx.device.postings import LIST, PARTIAL, SCAN, SCAN_REPLY, WEIGHT, Rule, ScanCommand, ScanLists, SsdPostingsDevice, Weights
+from espnx.device.postings import (
+    LIST,
+    PARTIAL,
+    SCAN,
+    SCAN_REPLY,
+    WEIGHT,
+    Rule,
+    ScanCommand,
+    ScanLists,
+    SsdPostingsDevice,
+    Weights,
+)
 from espnx.postings import BM25, VARIANTS, build_split
 from espnx.postings.split.parts import PartLists, read_parts
 from espnx.storage import FaultRule, NativeEngine
@@ -34,12 +46,16 @@ def lists_in(directory: Path) -> PartLists:
 
 def reads_of_opening(directory: Path) -> int:
     rule = FaultRule("delay", operation="read", value=0)
-    with NativeEngine("posix", rules=[rule]) as engine, SsdPostingsDevice(lists_in(directory), engine=engine):
+    with (
+        NativeEngine("posix", rules=[rule]) as engine,
+        SsdPostingsDevice(lists_in(directory), engine=engine),
+    ):
         return engine.stats().fault_hits
 
 
 def asked(lists: PartLists, terms: list[str], bm25: BM25) -> tuple[ScanLists, Weights]:
-    """What a host asks of a device that has all records: addresses from its dictionary, weights as the search of one index has them."""
+    """What a host asks of a device that has all records: addresses from its dictionary, weights as
+    the search of one index has them."""
     names = [term.encode() for term in terms]
     held = lists.segment.dictionary
     numbers = numbers_of(lists.segment, terms)
@@ -48,7 +64,10 @@ def asked(lists: PartLists, terms: list[str], bm25: BM25) -> tuple[ScanLists, We
     places["offset"], places["size"], places["term"] = offset // 64, size // 64, numbers
     places["postings"], places["name"] = held.df[numbers], [len(name) for name in names]
     idf = [bm25.idf(int(df), len(DOCUMENTS)) for df in held.df[numbers]]
-    weights["weight"], weights["absent"] = np.array(idf, np.float32), [plain_absent(bm25, each) for each in idf]
+    weights["weight"], weights["absent"] = (
+        np.array(idf, np.float32),
+        [plain_absent(bm25, each) for each in idf],
+    )
     rule = Rule(bm25.number, bm25.k1, bm25.b, bm25.delta, AVERAGE)
     constant = float(np.array([plain_absent(bm25, each) for each in idf], np.float32).sum())
     return ScanLists(places, b"".join(names)), Weights(weights, constant, rule)
@@ -67,14 +86,18 @@ def test_the_best_and_partial_scores_are_plain_bm25(directory: Path, variant: st
         every = device.scan(where, weights, 5000).finish()
         assert every["score"].tobytes() == scores.tobytes()
         allowed = np.arange(len(DOCUMENTS)) % 3 == 1
-        some = device.scan(where, weights, 20, allowed=np.packbits(allowed, bitorder="little")).finish()
+        some = device.scan(
+            where, weights, 20, allowed=np.packbits(allowed, bitorder="little")
+        ).finish()
         assert some["number"].tolist() == numbers[allowed[numbers]][:20].tolist()
         partial = device.scan(where, weights, 0).finish()
     assert partial.dtype == PARTIAL
     sums, at = np.zeros(len(DOCUMENTS), np.float32), 0
     for term, count in zip(terms, where.places["postings"].tolist(), strict=True):
         part = partial[at : at + count]
-        assert part["number"].tolist() == [i for i, document in enumerate(DOCUMENTS) if term in document]
+        assert part["number"].tolist() == [
+            i for i, document in enumerate(DOCUMENTS) if term in document
+        ]
         sums[part["number"]] += part["score"]
         at += count
     assert at == len(partial)
@@ -86,7 +109,11 @@ def test_nothing_asked_is_nothing_found(directory: Path) -> None:
         empty = ScanLists(np.zeros(0, LIST), b"")
         for k in (0, 5):
             ticket = device.scan(empty, Weights(np.zeros(0, WEIGHT)), k)
-            assert (len(ticket.finish()), ticket.command.data_len, ticket.command.flash_bytes) == (0, 0, 0)
+            assert (len(ticket.finish()), ticket.command.data_len, ticket.command.flash_bytes) == (
+                0,
+                0,
+                0,
+            )
         assert device.stats().bytes_moved == 0
 
 
@@ -98,20 +125,40 @@ def test_the_command_says_what_it_asks(directory: Path) -> None:
             ticket = device.scan(where, weights, k, allowed=some)
             command, reply = ticket.command, ticket.finish()
             payload = command.payload
-            assert len(payload) == command.payload_bytes == 64 + 2 * 36 + 7 + (0 if some is None else 38)
+            assert (
+                len(payload)
+                == command.payload_bytes
+                == 64 + 2 * 36 + 7 + (0 if some is None else 38)
+            )
             again = ScanCommand.parse(payload)
             assert again.payload == payload
             assert (again.k, again.weights.rule, again.opcode) == (k, weights.rule, SCAN)
-            assert device.scan(again.lists, again.weights, again.k, allowed=again.allowed).finish().tobytes() == reply.tobytes()
-            assert reply.nbytes <= command.data_len == (12 * min(7, where.n_postings) if k else 8 * where.n_postings)
-            begin, size = where.places["offset"].astype(int) * 64, where.places["size"].astype(int) * 64
-            assert command.flash_bytes == sum(4096 * ((b + s - 1) // 4096 - b // 4096 + 1) for b, s in zip(begin, size, strict=True))
+            assert (
+                device.scan(again.lists, again.weights, again.k, allowed=again.allowed)
+                .finish()
+                .tobytes()
+                == reply.tobytes()
+            )
+            assert (
+                reply.nbytes
+                <= command.data_len
+                == (12 * min(7, where.n_postings) if k else 8 * where.n_postings)
+            )
+            begin, size = (
+                where.places["offset"].astype(int) * 64,
+                where.places["size"].astype(int) * 64,
+            )
+            assert command.flash_bytes == sum(
+                4096 * ((b + s - 1) // 4096 - b // 4096 + 1)
+                for b, s in zip(begin, size, strict=True)
+            )
             assert ticket.stats.bytes_asked == size.sum()
         assert device.stats().bytes_asked == 6 * size.sum()
 
 
 @pytest.mark.parametrize(
-    ("offset", "size", "pages"), [(0, 1, 1), (0, 64, 1), (0, 65, 2), (63, 1, 1), (63, 2, 2), (127, 66, 3), (128, 64, 1)]
+    ("offset", "size", "pages"),
+    [(0, 1, 1), (0, 64, 1), (0, 65, 2), (63, 1, 1), (63, 2, 2), (127, 66, 3), (128, 64, 1)],
 )
 def test_a_list_is_read_in_whole_pages(offset: int, size: int, pages: int) -> None:
     places = np.zeros(2, LIST)
@@ -136,7 +183,9 @@ def test_bytes_that_are_no_command(directory: Path) -> None:
                 data[at] = random.integers(256)
             try:
                 command = ScanCommand.parse(bytes(data))
-                device.scan(command.lists, command.weights, command.k, allowed=command.allowed).finish()
+                device.scan(
+                    command.lists, command.weights, command.k, allowed=command.allowed
+                ).finish()
                 ran += 1
             except errors.EspnxError:
                 continue
@@ -146,7 +195,8 @@ def test_bytes_that_are_no_command(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda where, weights: {"k": -1}, "k"), (lambda where, weights: {"k": 1 << 25}, "k"),
+        (lambda where, weights: {"k": -1}, "k"),
+        (lambda where, weights: {"k": 1 << 25}, "k"),
         (lambda where, weights: {"weights": Weights(weights.lists[:1])}, "weights of lists"),
         (lambda where, weights: {"weights": Weights(np.zeros(2))}, "weights of lists"),
         (lambda where, weights: {"deadline_s": float("nan")}, "deadline_s"),
@@ -154,7 +204,7 @@ def test_bytes_that_are_no_command(directory: Path) -> None:
         (lambda where, weights: {"allowed": np.zeros(300, bool)}, "allowed"),
         (lambda where, weights: {"allowed": np.zeros(38, np.uint8), "k": 0}, "allowed"),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_are_refused(directory: Path, change: object, match: str) -> None:
     with SsdPostingsDevice(lists := lists_in(directory)) as device:
         where, weights = asked(lists, ["w0", "w3"], BM25())
@@ -174,9 +224,12 @@ def test_lists_that_lie_elsewhere_are_refused(directory: Path) -> None:
     with SsdPostingsDevice(lists := lists_in(directory)) as device:
         where, weights = asked(lists, ["w0", "w3"], BM25())
         for name, value, kind in (
-            ("offset", 1 << 30, errors.InvalidInputError), ("size", 1 << 30, errors.InvalidInputError),
-            ("size", 0, errors.InvalidInputError), ("term", 7, errors.ChecksumError), ("offset", 1, errors.ChecksumError),
-        ):  # fmt: skip
+            ("offset", 1 << 30, errors.InvalidInputError),
+            ("size", 1 << 30, errors.InvalidInputError),
+            ("size", 0, errors.InvalidInputError),
+            ("term", 7, errors.ChecksumError),
+            ("offset", 1, errors.ChecksumError),
+        ):
             places = where.places.copy()
             places[name][0] = value
             with pytest.raises(kind):
@@ -190,7 +243,13 @@ def test_lists_that_lie_elsewhere_are_refused(directory: Path) -> None:
 @pytest.mark.parametrize("k", [5, 0])
 @pytest.mark.parametrize("how", ["cancel", "forget", "close"])
 def test_who_waits_is_woken(directory: Path, k: int, how: str) -> None:
-    rule = FaultRule(fault="delay", operation="read", nth=1 + reads_of_opening(directory), count=1, value=1_000_000_000)
+    rule = FaultRule(
+        fault="delay",
+        operation="read",
+        nth=1 + reads_of_opening(directory),
+        count=1,
+        value=1_000_000_000,
+    )
     with NativeEngine("posix", rules=[rule]) as engine:
         device = SsdPostingsDevice(lists := lists_in(directory), engine=engine)
         where, weights = asked(lists, ["w0", "w3"], BM25())
@@ -220,8 +279,17 @@ def test_who_waits_is_woken(directory: Path, k: int, how: str) -> None:
 
 
 def test_a_deadline(directory: Path) -> None:
-    rule = FaultRule(fault="delay", operation="read", nth=1 + reads_of_opening(directory), count=1, value=1_000_000_000)
-    with NativeEngine("posix", rules=[rule]) as engine, SsdPostingsDevice(lists := lists_in(directory), engine=engine) as device:
+    rule = FaultRule(
+        fault="delay",
+        operation="read",
+        nth=1 + reads_of_opening(directory),
+        count=1,
+        value=1_000_000_000,
+    )
+    with (
+        NativeEngine("posix", rules=[rule]) as engine,
+        SsdPostingsDevice(lists := lists_in(directory), engine=engine) as device,
+    ):
         where, weights = asked(lists, ["w0", "w3"], BM25())
         with pytest.raises(errors.DeadlineExceededError):
             device.scan(where, weights, 3, deadline_s=0.1).finish()

@@ -1,4 +1,5 @@
-"""Traces: what they hold of a generation and a search, that recording changes nothing, that a replay asks the same, what is no trace."""
+"""Traces: what they hold of a generation and a search, that recording changes nothing, that a
+replay asks the same, what is no trace."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from tests.retrieval.common import queries
 def generate(devices: list[NearStorageDevice], **options: Any) -> tuple[list[int], dict[str, Any]]:
     model = enabled("llama")
     with espnx.KVCache(model.config, device=devices, spill_interval=4, **options) as cache:
-        found = model.generate(**prompt([40, 9]), past_key_values=cache, max_new_tokens=12, do_sample=False)
+        found = model.generate(
+            **prompt([40, 9]), past_key_values=cache, max_new_tokens=12, do_sample=False
+        )
         return found.flatten().tolist(), cache.stats()
 
 
@@ -49,8 +52,14 @@ def test_a_generation(generated: tuple[Path, dict[str, Any]]) -> None:
     verbs = Counter(each.verb for each in trace.commands)
     assert verbs["attend"] == verbs["ahead"] - sum(1 for each in unused(trace))
     assert {"put", "ahead", "attend"} <= set(verbs)
-    assert sum(each.size_bytes for each in trace.commands if each.verb == "put") == stats["bytes_written"]
-    assert sum(each.size_bytes for each in trace.commands if each.verb == "attend") == stats["bytes_asked"]
+    assert (
+        sum(each.size_bytes for each in trace.commands if each.verb == "put")
+        == stats["bytes_written"]
+    )
+    assert (
+        sum(each.size_bytes for each in trace.commands if each.verb == "attend")
+        == stats["bytes_asked"]
+    )
     asked = {each.number: each for each in trace.commands if each.verb == "ahead"}
     for each in trace.commands:
         assert each.took_s >= 0 <= each.host_s <= each.at_s
@@ -62,13 +71,20 @@ def test_a_generation(generated: tuple[Path, dict[str, Any]]) -> None:
 
 
 def unused(trace: Trace) -> list[Any]:
-    consumed = {each.detail.whole("waits_for") for each in trace.commands if each.verb in ("attend", "visit")}
+    consumed = {
+        each.detail.whole("waits_for")
+        for each in trace.commands
+        if each.verb in ("attend", "visit")
+    }
     return [each for each in trace.commands if each.verb == "ahead" and each.number not in consumed]
 
 
 @pytest.mark.parametrize("with_host", [True, False])
-def test_a_replayed_generation(generated: tuple[Path, dict[str, Any]], tmp_path: Path, with_host: bool) -> None:
-    """The same commands of the same sizes: a recorded replay is the same trace, but for the times."""
+def test_a_replayed_generation(
+    generated: tuple[Path, dict[str, Any]], tmp_path: Path, with_host: bool
+) -> None:
+    """The same commands of the same sizes: a recorded replay is the same trace, but for the
+    times."""
     trace = read_trace(generated[0])
     again = espnx.device.open("ssd", [tmp_path / "c", tmp_path / "d"])
     with TraceWriter(tmp_path / "again", "a replay", again) as writer:
@@ -82,7 +98,9 @@ def test_a_replayed_generation(generated: tuple[Path, dict[str, Any]], tmp_path:
         assert asked(second, device) == asked(trace, device)
     assert found.recorded_s == trace.wall_s
     assert found.replayed_s > 0
-    assert {verb: times.count for verb, times in found.verbs.items()} == Counter(each.verb for each in trace.commands)
+    assert {verb: times.count for verb, times in found.verbs.items()} == Counter(
+        each.verb for each in trace.commands
+    )
 
 
 def test_x_rows_are_visited(tmp_path: Path) -> None:
@@ -90,7 +108,9 @@ def test_x_rows_are_visited(tmp_path: Path) -> None:
     with TraceWriter(tmp_path / "trace", "a test", devices) as writer:
         generate(recorded(devices, writer), x_rows=1)
     trace = read_trace(tmp_path / "trace")
-    assert any(each.verb == "visit" and each.detail.real("host_in_s") >= 0 for each in trace.commands)
+    assert any(
+        each.verb == "visit" and each.detail.real("host_in_s") >= 0 for each in trace.commands
+    )
     replay(trace, espnx.device.open("ssd", [tmp_path / "b"]))
 
 
@@ -101,10 +121,22 @@ def test_a_kept_cache(tmp_path: Path) -> None:
         devices = espnx.device.open("ssd", [tmp_path / "a"])
         with (
             TraceWriter(tmp_path / f"trace{run}", "a test", devices) as writer,
-            espnx.KVCache(model.config, device=recorded(devices, writer), name="kept", x_rows=0) as cache,
+            espnx.KVCache(
+                model.config, device=recorded(devices, writer), name="kept", x_rows=0
+            ) as cache,
         ):
-            text = ids["input_ids"] if run == 0 else torch.cat([cache.tokens, ids["input_ids"][:, :3]], dim=1)  # type: ignore[list-item]
-            model.generate(text, past_key_values=cache, max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(text))
+            text = (
+                ids["input_ids"]
+                if run == 0
+                else torch.cat([cache.tokens, ids["input_ids"][:, :3]], dim=1)
+            )  # type: ignore[list-item]
+            model.generate(
+                text,
+                past_key_values=cache,
+                max_new_tokens=3,
+                do_sample=False,
+                attention_mask=torch.ones_like(text),
+            )
     trace = read_trace(tmp_path / "trace1")
     assert any(each.verb == "restore" and each.size_bytes for each in trace.commands)
     replay(trace, espnx.device.open("ssd", [tmp_path / "b"]))
@@ -119,7 +151,9 @@ def test_a_search(spread: tuple[Path, list[Path]], tmp_path: Path) -> None:
         espnx.open(path, None, device=recorded(devices, writer)) as index,
     ):
         for options in ({}, {"cascade": 20}, {"prefetch_step": (0.1, 0.5)}):
-            wanted, found = (each.search(queries(4), k=30, candidates=80, **options) for each in (plain, index))
+            wanted, found = (
+                each.search(queries(4), k=30, candidates=80, **options) for each in (plain, index)
+            )
             assert [result.hits for result in found] == [result.hits for result in wanted]
         index.search(queries(1)[0], k=3)
     trace = read_trace(tmp_path / "trace")
@@ -133,7 +167,9 @@ def test_a_search(spread: tuple[Path, list[Path]], tmp_path: Path) -> None:
         found = replay(trace, devices, {RECORDS: tiers})
         moved = index.device.stats().bytes_asked - before
     assert found.verbs["maxsim"].count == len(asked)
-    assert moved == sum(each.size_bytes for each in trace.commands if each.verb in ("maxsim", "read"))
+    assert moved == sum(
+        each.size_bytes for each in trace.commands if each.verb in ("maxsim", "read")
+    )
     for wrong in ((), tiers[:1]):
         with pytest.raises(errors.InvalidInputError, match="records that a trace asks for"):
             replay(trace, devices, {RECORDS: wrong})
@@ -146,8 +182,13 @@ def test_a_recorded_device_is_a_device(check: Any, folder: Path) -> None:
         check(recorded(devices, writer)[0].open_rows)
     trace = read_trace(folder / "trace")
     assert {each.failed for each in trace.commands} <= {
-        "", "InvalidInputError", "TransferCancelledError", "EngineClosedError", "NotConformingError", "StateError",
-    }  # fmt: skip
+        "",
+        "InvalidInputError",
+        "TransferCancelledError",
+        "EngineClosedError",
+        "NotConformingError",
+        "StateError",
+    }
 
 
 def test_what_is_not_recorded_passes(tmp_path: Path) -> None:
@@ -173,12 +214,23 @@ def test_an_error_is_written(tmp_path: Path) -> None:
 
 HEAD = '{"espnx_trace":2,"program":"p","devices":[{"name":"ssd","kind":"plain","path":"/x"}]}\n'
 OLD_HEAD = HEAD.replace("2", "1", 1)
-LINE: dict[str, Any] = {"n": 0, "device": 0, "verb": "flush", "part": 0, "at_s": 0.0, "took_s": 0.0, "host_s": 0.0, "after": -1}
+LINE: dict[str, Any] = {
+    "n": 0,
+    "device": 0,
+    "verb": "flush",
+    "part": 0,
+    "at_s": 0.0,
+    "took_s": 0.0,
+    "host_s": 0.0,
+    "after": -1,
+}
 
 
 def lines(*given: dict[str, Any], end: int | None = None) -> str:
     """Of commands, and of the end."""
-    return HEAD + "".join(json.dumps(each) + "\n" for each in (*given, {"end": len(given) if end is None else end}))
+    return HEAD + "".join(
+        json.dumps(each) + "\n" for each in (*given, {"end": len(given) if end is None else end})
+    )
 
 
 LATER = {**LINE, "n": 1, "at_s": 1.0, "after": 0}
@@ -187,18 +239,28 @@ LATER = {**LINE, "n": 1, "at_s": 1.0, "after": 0}
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "no trace"), ("{}\n", "no trace"), ('{"espnx_trace":7}\n', "version of a trace"), (HEAD[:-1], "without an end"),
-        (HEAD + "no json\n", "line 2"), (HEAD + "[]\n", "an object"), (lines(LINE | {"device": 1}), "device"),
-        (lines(LINE | {"at_s": -1.0}), "at_s"), (lines(LINE | {"took_s": "x"}), "took_s"),
-        (lines(LINE, LINE), "no other line"), (HEAD + json.dumps(LINE)[:-3], "without an end"),
-        (HEAD, "a trace without an end"), (lines(LINE)[: -len('{"end": 1}\n')], "a trace without an end"),
-        (lines(LINE, LATER, end=1), "2, as many as there are"), (lines(LATER, LINE), "after"),
+        ("", "no trace"),
+        ("{}\n", "no trace"),
+        ('{"espnx_trace":7}\n', "version of a trace"),
+        (HEAD[:-1], "without an end"),
+        (HEAD + "no json\n", "line 2"),
+        (HEAD + "[]\n", "an object"),
+        (lines(LINE | {"device": 1}), "device"),
+        (lines(LINE | {"at_s": -1.0}), "at_s"),
+        (lines(LINE | {"took_s": "x"}), "took_s"),
+        (lines(LINE, LINE), "no other line"),
+        (HEAD + json.dumps(LINE)[:-3], "without an end"),
+        (HEAD, "a trace without an end"),
+        (lines(LINE)[: -len('{"end": 1}\n')], "a trace without an end"),
+        (lines(LINE, LATER, end=1), "2, as many as there are"),
+        (lines(LATER, LINE), "after"),
         (lines({**LATER, "after": -1}, LINE), "took_s"),
-        (lines(LINE, LATER) + json.dumps(LATER) + "\n", "the last line"), (lines(LINE | {"after": 1000000000}), "after"),
+        (lines(LINE, LATER) + json.dumps(LATER) + "\n", "the last line"),
+        (lines(LINE | {"after": 1000000000}), "after"),
         (lines(LINE | {"took_s": 2.0}, LATER | {"took_s": 2.0}), "after"),
         (lines({key: value for key, value in LINE.items() if key != "after"}), "after"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_trace(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "trace").write_text(text)
     with pytest.raises(errors.FormatError, match=says):
@@ -208,20 +270,33 @@ def test_what_is_no_trace(tmp_path: Path, text: str, says: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        {"verb": "burn"}, {"verb": "put"}, {"verb": "put", "segments": [{"number": 0}]}, {"verb": "release", "segment": 3},
+        {"verb": "burn"},
+        {"verb": "put"},
+        {"verb": "put", "segments": [{"number": 0}]},
+        {"verb": "release", "segment": 3},
         {"verb": "join", "of": [], "segments": []},
-        {"verb": "attend", "ticket": 9}, {"verb": "ahead", "ticket": 0, "views": [[0, 0, 0]]}, {"verb": "maxsim", "part": 3, "places": [1]},
+        {"verb": "attend", "ticket": 9},
+        {"verb": "ahead", "ticket": 0, "views": [[0, 0, 0]]},
+        {"verb": "maxsim", "part": 3, "places": [1]},
         {
             "verb": "put",
             "segments": [
                 {
-                    "number": 0, "n_rows": 1 << 40, "heads": [0, 2, 1],
-                    "layout": {"format": "fp16", "d": 64, "dv": 64, "is_shared": False, "least_rows": 1},
+                    "number": 0,
+                    "n_rows": 1 << 40,
+                    "heads": [0, 2, 1],
+                    "layout": {
+                        "format": "fp16",
+                        "d": 64,
+                        "dv": 64,
+                        "is_shared": False,
+                        "least_rows": 1,
+                    },
                 }
             ],
         },
     ],
-)  # fmt: skip
+)
 def test_lines_that_cannot_be_asked(tmp_path: Path, line: dict[str, Any]) -> None:
     """A typed error, and nothing is asked for that memory cannot hold."""
     (tmp_path / "trace").write_text(lines(LINE | line))
@@ -236,27 +311,40 @@ def test_shapes_that_are_none(generated: tuple[Path, dict[str, Any]], tmp_path: 
     put = next(number for number, line in enumerate(written) if '"verb":"put"' in line)
     attend, rows = json.loads(written[at]), json.loads(written[put])
     rows["segments"][0]["heads"] = [0, 2]
-    for number, forged in ((at, attend | {"queries": [1, 2]}), (at, attend | {"queries": []}), (put, rows)):
-        (tmp_path / "forged").write_text("\n".join([*written[:number], json.dumps(forged), *written[number + 1 :]]) + "\n")
+    for number, forged in (
+        (at, attend | {"queries": [1, 2]}),
+        (at, attend | {"queries": []}),
+        (put, rows),
+    ):
+        (tmp_path / "forged").write_text(
+            "\n".join([*written[:number], json.dumps(forged), *written[number + 1 :]]) + "\n"
+        )
         with pytest.raises(errors.FormatError, match=r"queries|heads"):
-            replay(read_trace(tmp_path / "forged"), espnx.device.open("ssd", [tmp_path / "a", tmp_path / "b"]))
+            replay(
+                read_trace(tmp_path / "forged"),
+                espnx.device.open("ssd", [tmp_path / "a", tmp_path / "b"]),
+            )
 
 
 def test_every_line_counts(generated: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """A trace that ends after any of its lines but the last is refused; one of the version before was not."""
+    """A trace that ends after any of its lines but the last is refused; one of the version before
+    was not."""
     written = generated[0].read_text().splitlines(keepends=True)
     assert read_trace(generated[0]).is_whole
     for count in range(1, len(written), 7):
         (tmp_path / "cut").write_text("".join(written[:count]))
         with pytest.raises(errors.FormatError, match="without an end"):
             read_trace(tmp_path / "cut")
-    (tmp_path / "old").write_text("".join([written[0].replace('"espnx_trace":2', '"espnx_trace":1'), *written[1:-1]]))
+    (tmp_path / "old").write_text(
+        "".join([written[0].replace('"espnx_trace":2', '"espnx_trace":1'), *written[1:-1]])
+    )
     old = read_trace(tmp_path / "old")
     assert (old.is_whole, len(old.commands)) == (False, len(written) - 2)
 
 
 def test_lines_stand_in_the_order_of_ends(tmp_path: Path) -> None:
-    """One whose result is taken late is not late in the trace, and one that nobody takes is there, too."""
+    """One whose result is taken late is not late in the trace, and one that nobody takes is there,
+    too."""
     with TraceWriter(tmp_path / "trace", "a test", []) as writer:
         first, second, third = (writer.begin(0, "flush") for _ in range(3))
         writer.begin(0, "flush")

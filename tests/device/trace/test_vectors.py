@@ -1,4 +1,5 @@
-"""Traces of clusters and of walks over graphs: which were measured, which nodes were read, and what failed; results are the device's."""
+"""Traces of clusters and of walks over graphs: which were measured, which nodes were read, and what
+failed; results are the device's."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def test_walks(folder: Path, tmp_path: Path, name: str) -> None:
         walked = recorded(devices, writer)[0].open_graph(graph)
         for seed in range(3):
             ticket = walked.search(query_of(seed), 20, 5)
-            assert ticket.finish()[0].tolist() == [node for _, node in expected_walk(graph, query_of(seed), 20, 5, 4)[0]]
+            assert ticket.finish()[0].tolist() == [
+                node for _, node in expected_walk(graph, query_of(seed), 20, 5, 4)[0]
+            ]
             ticket.finish()  # written once
             rounds = [each.nodes.tolist() for each in ticket.rounds]
             assert ticket.stats.bytes_asked == ticket.walk.bytes_asked
@@ -51,9 +54,20 @@ def test_walks(folder: Path, tmp_path: Path, name: str) -> None:
         assert walked.stats().stored_bytes > 0
         walked.close()
     opened, *walks, refused, ended = lines_of(tmp_path / "trace")
-    assert (opened["verb"], opened["nodes"], opened["metric"], opened["files"]) == ("open_graph", 200, "l2", [str(graph.path)])
+    assert (opened["verb"], opened["nodes"], opened["metric"], opened["files"]) == (
+        "open_graph",
+        200,
+        "l2",
+        [str(graph.path)],
+    )
     assert [each["verb"] for each in walks] == ["search"] * 3
-    assert (walks[-1]["rounds"], walks[-1]["L"], walks[-1]["k"], walks[-1]["beam"], walks[-1]["part"]) == (rounds, 20, 5, 4, opened["part"])
+    assert (
+        walks[-1]["rounds"],
+        walks[-1]["L"],
+        walks[-1]["k"],
+        walks[-1]["beam"],
+        walks[-1]["part"],
+    ) == (rounds, 20, 5, 4, opened["part"])
     assert walks[-1]["bytes"] == sum(walks[-1]["round_bytes"])
     assert sum(walks[-1]["round_requests"]) == walked_requests
     assert (refused["failed"], ended["failed"]) == ("InvalidInputError", "cancelled")
@@ -63,7 +77,9 @@ def test_walks(folder: Path, tmp_path: Path, name: str) -> None:
         replay(trace, devices)
     with TraceWriter(tmp_path / "again", "a replay", devices) as writer:
         replay(trace, recorded(devices, writer), {GRAPHS: [graph]})
-    assert [each["rounds"] for each in lines_of(tmp_path / "again")[1:]] == [each["rounds"] for each in walks]
+    assert [each["rounds"] for each in lines_of(tmp_path / "again")[1:]] == [
+        each["rounds"] for each in walks
+    ]
     devices[0].close()
 
 
@@ -116,11 +132,25 @@ def test_clusters(tmp_path: Path) -> None:
     assert (refused["failed"], ended["failed"]) == ("InvalidInputError", "cancelled")
     written = (tmp_path / "trace").read_text()
     with TraceWriter(tmp_path / "again", "a replay", devices) as writer:
-        replay(read_trace(tmp_path / "trace"), recorded(devices, writer), {CLUSTERS: [tmp_path / "clusters"]})
+        replay(
+            read_trace(tmp_path / "trace"),
+            recorded(devices, writer),
+            {CLUSTERS: [tmp_path / "clusters"]},
+        )
     again = lines_of(tmp_path / "again")
-    assert [(each["clusters"], each["payload"]) for each in again[1:]] == [(each["clusters"], each["payload"]) for each in measured]
+    assert [(each["clusters"], each["payload"]) for each in again[1:]] == [
+        (each["clusters"], each["payload"]) for each in measured
+    ]
     # Of traces of before nobody knows the query; the same vectors are measured.
-    lines = [{key: value for key, value in json.loads(line).items() if key not in ("payload", "metric")} for line in written.splitlines()]
+    lines = [
+        {key: value for key, value in json.loads(line).items() if key not in ("payload", "metric")}
+        for line in written.splitlines()
+    ]
     (tmp_path / "trace").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    assert replay(read_trace(tmp_path / "trace"), devices, {CLUSTERS: [tmp_path / "clusters"]}).verbs["distances"].count == 2
+    assert (
+        replay(read_trace(tmp_path / "trace"), devices, {CLUSTERS: [tmp_path / "clusters"]})
+        .verbs["distances"]
+        .count
+        == 2
+    )
     devices[0].close()

@@ -10,7 +10,11 @@ from espnx.device.vectors.encoding import HOST_CORES, encode_on_host, forward_fl
 
 def test_the_host_encodes() -> None:
     texts = ["a", "bb", "ccc"]
-    done = encode_on_host(lambda given: [len(each) for each in given], texts, flop=forward_flop(parameters=22_000_000, tokens=6))
+    done = encode_on_host(
+        lambda given: [len(each) for each in given],
+        texts,
+        flop=forward_flop(parameters=22_000_000, tokens=6),
+    )
     assert done.value == [1, 2, 3]
     assert (done.computed_on, done.kind, done.flop) == (HOST_CORES, "measured", 264e6)
     assert done.seconds >= 0

@@ -1,4 +1,5 @@
-"""Several micro-batches per visit of a layer: the same tokens, caches filled as without, and what cannot be split."""
+"""Several micro-batches per visit of a layer: the same tokens, caches filled as without, and what
+cannot be split."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from espnx.integrations.transformers.enable import enable_kv_cache
 from tests.integrations.streamed.models import CONFIGS, GREEDY, IDS, LAYERS, MASK, least
 
 
-@pytest.mark.parametrize(("name", "n"), [*((name, 2) for name in CONFIGS), ("llama", 1), ("llama", 3), ("windows", 5), ("mixtral", 9)])
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [*((name, 2) for name in CONFIGS), ("llama", 1), ("llama", 3), ("windows", 5), ("mixtral", 9)],
+)
 def test_micro_batches_change_no_token(name: str, n: int, folders: Any, expected: Any) -> None:
     model, tokens = expected[name]
     with micro_batches(model, n):
@@ -33,7 +37,9 @@ def test_micro_batches_change_no_token(name: str, n: int, folders: Any, expected
 def test_micro_batches_read_weights_once(folders: Any, expected: Any) -> None:
     model = load_streamed(folders["mixtral"], least(folders["mixtral"]))
     seen = []
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[0]))
+    model.model.layers[0].mlp.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].shape[0])
+    )
     with micro_batches(model, 3):
         got = model.generate(IDS, attention_mask=MASK, **GREEDY)
     assert torch.equal(got, expected["mixtral"][1])
@@ -45,13 +51,19 @@ def test_micro_batches_with_beams(expected: Any) -> None:
     model, _ = expected["llama"]
     beams = {**GREEDY, "num_beams": 3}
     want = model.generate(IDS, attention_mask=MASK, **beams)
-    with micro_batches(model, 4):  # 15 rows in parts of 4, 4, 4 and 3: beams of a prompt in two parts
+    # 15 rows in parts of 4, 4, 4 and 3: beams of a prompt in two parts
+    with micro_batches(model, 4):
         assert torch.equal(model.generate(IDS, attention_mask=MASK, **beams), want)
     caches = GroupedCache([DynamicCache(config=model.config) for _ in range(5)])
     with micro_batches(model, 5):
-        assert torch.equal(model.generate(IDS, attention_mask=MASK, past_key_values=caches, **beams), want)
+        assert torch.equal(
+            model.generate(IDS, attention_mask=MASK, past_key_values=caches, **beams), want
+        )
     caches = GroupedCache([DynamicCache(config=model.config) for _ in range(4)])
-    with micro_batches(model, 4), pytest.raises(errors.InvalidInputError, match="leaves its micro-batch"):
+    with (
+        micro_batches(model, 4),
+        pytest.raises(errors.InvalidInputError, match="leaves its micro-batch"),
+    ):
         model.generate(IDS, attention_mask=MASK, past_key_values=caches, **beams)
 
 
@@ -59,11 +71,17 @@ def test_micro_batches_with_caches_on_ssd(folders: Any, expected: Any, tmp_path:
     model = enable_kv_cache(load_streamed(folders["qwen3"], least(folders["qwen3"])))
     caches = [KVCache(model.config, tmp_path) for _ in range(2)]
     with micro_batches(model, 2):
-        got = model.generate(IDS, attention_mask=MASK, past_key_values=GroupedCache(caches), **GREEDY)
+        got = model.generate(
+            IDS, attention_mask=MASK, past_key_values=GroupedCache(caches), **GREEDY
+        )
     assert torch.equal(got, expected["qwen3"][1])
     assert [cache.stats()["sequences"] for cache in caches] == [3, 2]
     assert [cache.tokens.shape[0] for cache in caches] == [3, 2]
-    with KVCache(model.config, tmp_path) as one, micro_batches(model, 2), pytest.raises(errors.InvalidInputError, match="GroupedCache"):
+    with (
+        KVCache(model.config, tmp_path) as one,
+        micro_batches(model, 2),
+        pytest.raises(errors.InvalidInputError, match="GroupedCache"),
+    ):
         model.generate(IDS, past_key_values=one, **GREEDY)
     for cache in caches:
         cache.close()
@@ -116,9 +134,14 @@ def test_a_part_that_fails_leaves_no_trace(expected: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "ssd"])
-def test_a_part_that_fails_is_taken_out_of_every_cache(kind: str, expected: Any, tmp_path: Path) -> None:
+def test_a_part_that_fails_is_taken_out_of_every_cache(
+    kind: str, expected: Any, tmp_path: Path
+) -> None:
     model = enable_kv_cache(expected["qwen3"][0])
-    make: Any = {"dynamic": lambda: DynamicCache(config=model.config), "ssd": lambda: KVCache(model.config, tmp_path)}[kind]
+    make: Any = {
+        "dynamic": lambda: DynamicCache(config=model.config),
+        "ssd": lambda: KVCache(model.config, tmp_path),
+    }[kind]
     caches = GroupedCache([make(), make()])
     calls = []
 
@@ -135,8 +158,12 @@ def test_a_part_that_fails_is_taken_out_of_every_cache(kind: str, expected: Any,
         with pytest.raises(RuntimeError, match="fourth"):
             model(IDS[:, :1], past_key_values=caches)
         hook.remove()
-        assert [cache.get_seq_length(layer) for cache in caches.caches for layer in range(LAYERS)] == [IDS.shape[1]] * 2 * LAYERS
-        torch.testing.assert_close(model(IDS[:, :1], past_key_values=caches).logits, want, rtol=0, atol=1e-5)
+        assert [
+            cache.get_seq_length(layer) for cache in caches.caches for layer in range(LAYERS)
+        ] == [IDS.shape[1]] * 2 * LAYERS
+        torch.testing.assert_close(
+            model(IDS[:, :1], past_key_values=caches).logits, want, rtol=0, atol=1e-5
+        )
 
 
 def test_what_micro_batches_cannot_split(expected: Any) -> None:

@@ -1,4 +1,5 @@
-"""Models whose weights stay in their files: the tokens of the resident model, the budget, damage, failing reads."""
+"""Models whose weights stay in their files: the tokens of the resident model, the budget, damage,
+failing reads."""
 
 from __future__ import annotations
 
@@ -26,24 +27,37 @@ from tests.integrations.streamed.models import CONFIGS, GREEDY, IDS, LAYERS, MAS
 
 def in_memory(model: PreTrainedModel) -> int:
     """Bytes of weights that a model's tensors and its stream's buffers hold."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.state_dict().values() if not t.is_meta}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in model.state_dict().values()
+        if not t.is_meta
+    }
     return sum(storages.values()) + model.espnx_weights.buffer_bytes
 
 
 @pytest.mark.parametrize("kind", ["", "-sharded"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tokens_and_logits_are_the_resident_models(name: str, kind: str, folders: Any, expected: Any) -> None:
+def test_tokens_and_logits_are_the_resident_models(
+    name: str, kind: str, folders: Any, expected: Any
+) -> None:
     reference, tokens = expected[name]
     folder = folders[name + kind]
     smallest = least(folder)
     for memory in (smallest, smallest + 200_000, "1GiB"):
         model = load_streamed(folder, memory)
         with torch.no_grad():
-            assert torch.equal(model(IDS, attention_mask=MASK).logits, reference(IDS, attention_mask=MASK).logits)
+            assert torch.equal(
+                model(IDS, attention_mask=MASK).logits, reference(IDS, attention_mask=MASK).logits
+            )
         assert torch.equal(model.generate(IDS, attention_mask=MASK, **GREEDY), tokens)
         stats = model.espnx_stats()
         assert stats["layers_resident"] + stats["layers_streamed"] == LAYERS
-        assert in_memory(model) == stats["resident_bytes"] + stats["buffer_bytes"] <= stats["planned_bytes"] <= stats["budget_bytes"]
+        assert (
+            in_memory(model)
+            == stats["resident_bytes"] + stats["buffer_bytes"]
+            <= stats["planned_bytes"]
+            <= stats["budget_bytes"]
+        )
         passes = 1 + GREEDY["max_new_tokens"]
         assert passes * stats["layers_streamed"] == stats["layer_reads"]
         assert stats["bytes_asked"] >= passes * stats["bytes_per_pass"]
@@ -80,16 +94,26 @@ def test_dtype_converts_each_layer_when_it_arrives(name: str, folders: Any) -> N
 
 
 def test_the_files_dtype_stays(folders: Any, tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_pretrained(folders["opt"], dtype=torch.float16).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(folders["opt"], dtype=torch.float16).save_pretrained(
+        tmp_path
+    )
     model = load_streamed(tmp_path, "1GiB")
     assert {p.dtype for p in model.parameters()} == {torch.float16}
 
 
-@pytest.mark.parametrize(("name", "options"), [("llama", {}), ("opt", {"x_rows": 0}), ("opt", {"x_rows": 2}), ("opt", {})])
-def test_kv_cache_on_ssd(name: str, options: Any, folders: Any, expected: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("llama", {}), ("opt", {"x_rows": 0}), ("opt", {"x_rows": 2}), ("opt", {})],
+)
+def test_kv_cache_on_ssd(
+    name: str, options: Any, folders: Any, expected: Any, tmp_path: Path
+) -> None:
     model = enable_kv_cache(load_streamed(folders[name], least(folders[name])))
     with KVCache(model.config, tmp_path, **options) as cache:
-        assert torch.equal(model.generate(IDS, attention_mask=MASK, past_key_values=cache, **GREEDY), expected[name][1])
+        assert torch.equal(
+            model.generate(IDS, attention_mask=MASK, past_key_values=cache, **GREEDY),
+            expected[name][1],
+        )
 
 
 class Broken:
@@ -103,9 +127,16 @@ class Broken:
 
 
 def test_a_read_that_fails_in_enable(folders: Any, expected: Any) -> None:
-    """It is the disk's error, not a model that is not supported; the model is as before and can be enabled."""
+    """It is the disk's error, not a model that is not supported; the model is as before and can be
+    enabled."""
     place = find_tensors(folders["llama"])["model.layers.3.mlp.up_proj.weight"]
-    broken = Broken(begin_bytes=place.offset_bytes + 8192, end_bytes=place.offset_bytes + 8193, nth=1, count=1, fault="error")
+    broken = Broken(
+        begin_bytes=place.offset_bytes + 8192,
+        end_bytes=place.offset_bytes + 8193,
+        nth=1,
+        count=1,
+        fault="error",
+    )
     model = load_streamed(folders["llama"], least(folders["llama"]), engine=broken)
     with pytest.raises(errors.ReadError) as caught:
         enable_kv_cache(model)
@@ -113,11 +144,17 @@ def test_a_read_that_fails_in_enable(folders: Any, expected: Any) -> None:
     assert model.config._attn_implementation != "espnx"
     enable_kv_cache(model)
     with torch.no_grad():
-        torch.testing.assert_close(model(IDS).logits, expected["llama"][0](IDS).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            model(IDS).logits, expected["llama"][0](IDS).logits, rtol=0, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(
-    ("rule", "error"), [({"fault": "error"}, errors.ReadError), ({"fault": "short", "value": 0}, errors.ShortReadError)]
+    ("rule", "error"),
+    [
+        ({"fault": "error"}, errors.ReadError),
+        ({"fault": "short", "value": 0}, errors.ShortReadError),
+    ],
 )
 @pytest.mark.parametrize("cached", ["none", "dynamic", "ssd"])
 def test_a_failing_read_is_typed_and_the_model_goes_on(
@@ -126,11 +163,22 @@ def test_a_failing_read_is_typed_and_the_model_goes_on(
     folder = folders["llama"]
     place = find_tensors(folder)["model.layers.3.mlp.up_proj.weight"]
     begin = place.offset_bytes + 8192
-    # The fourth visit of layer 3 fails, after two of `enable_kv_cache` and one pass, whatever it is tried: `short` is continued 16 times.
-    broken = Broken(begin_bytes=begin, end_bytes=begin + 1, nth=4, count=1 if rule["fault"] == "error" else 40, **rule)
+    # The fourth visit of layer 3 fails, after two of `enable_kv_cache` and one pass, whatever it is
+    # tried: `short` is continued 16 times.
+    broken = Broken(
+        begin_bytes=begin,
+        end_bytes=begin + 1,
+        nth=4,
+        count=1 if rule["fault"] == "error" else 40,
+        **rule,
+    )
     model = enable_kv_cache(load_streamed(folder, least(folder), engine=broken))
     reference, tokens = expected["llama"]
-    cache = {"none": lambda: None, "dynamic": DynamicCache, "ssd": lambda: KVCache(model.config, tmp_path)}[cached]()
+    cache = {
+        "none": lambda: None,
+        "dynamic": DynamicCache,
+        "ssd": lambda: KVCache(model.config, tmp_path),
+    }[cached]()
     with torch.no_grad():
         model(IDS, past_key_values=cache, use_cache=cache is not None)
         with pytest.raises(error) as caught:
@@ -142,7 +190,9 @@ def test_a_failing_read_is_typed_and_the_model_goes_on(
             if rule["fault"] == "error":
                 got = model(tokens[:, 9:10], past_key_values=cache).logits
                 past = reference(IDS, use_cache=True).past_key_values
-                torch.testing.assert_close(got, reference(tokens[:, 9:10], past_key_values=past).logits, rtol=0, atol=1e-5)
+                torch.testing.assert_close(
+                    got, reference(tokens[:, 9:10], past_key_values=past).logits, rtol=0, atol=1e-5
+                )
         if rule["fault"] == "error":
             assert torch.equal(model.generate(IDS, attention_mask=MASK, **GREEDY), tokens)
 
@@ -151,7 +201,9 @@ def test_a_layer_that_fails_gives_its_buffer_back(folders: Any, expected: Any) -
     model = load_streamed(folders["llama"], least(folders["llama"]))
     whole = model.generate(IDS, attention_mask=MASK, **GREEDY)
     held = model.espnx_weights.buffer_bytes
-    hook = model.model.layers[2].mlp.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+    hook = model.model.layers[2].mlp.register_forward_pre_hook(
+        lambda *_: (_ for _ in ()).throw(RuntimeError("no memory"))
+    )
     with pytest.raises(RuntimeError, match="no memory"):
         model.generate(IDS, attention_mask=MASK, **GREEDY)
     hook.remove()
@@ -202,7 +254,11 @@ def rename(header: Any, data: bytes) -> bytes:
 
 
 def leave_over(header: Any, data: bytes) -> bytes:
-    header["model.layers.9.extra"] = {"dtype": "F32", "shape": [2], "data_offsets": [len(data), len(data) + 8]}
+    header["model.layers.9.extra"] = {
+        "dtype": "F32",
+        "shape": [2],
+        "data_offsets": [len(data), len(data) + 8],
+    }
     return data + bytes(8)
 
 
@@ -217,7 +273,10 @@ def set_dtype(header: Any, data: bytes) -> bytes:
 
 
 def overlap(header: Any, data: bytes) -> bytes:
-    first, second = header["model.layers.1.mlp.up_proj.weight"], header["model.layers.1.mlp.gate_proj.weight"]
+    first, second = (
+        header["model.layers.1.mlp.up_proj.weight"],
+        header["model.layers.1.mlp.gate_proj.weight"],
+    )
     first["data_offsets"] = second["data_offsets"]
     return data
 
@@ -228,7 +287,11 @@ def wrong_size(header: Any, data: bytes) -> bytes:
 
 
 DAMAGE = {
-    "missing tensor": (rename, errors.FormatError, "missing: model.norm.weight|no place for: model.norm.weights"),
+    "missing tensor": (
+        rename,
+        errors.FormatError,
+        "missing: model.norm.weight|no place for: model.norm.weights",
+    ),
     "extra tensor": (leave_over, errors.FormatError, "no place for: model.layers.9.extra"),
     "wrong shape": (transpose, errors.FormatError, "shape of model.layers.1.mlp.up_proj"),
     "unknown dtype": (set_dtype, errors.FormatError, "'F4'"),
@@ -251,7 +314,14 @@ def test_damage_is_found_before_anything_is_read(kind: str, folders: Any, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\1\2\3", struct.pack("<Q", 2**40), struct.pack("<Q", 4) + b"{}{}", struct.pack("<Q", 2) + b"[]"]
+    "content",
+    [
+        b"",
+        b"\1\2\3",
+        struct.pack("<Q", 2**40),
+        struct.pack("<Q", 4) + b"{}{}",
+        struct.pack("<Q", 2) + b"[]",
+    ],
 )
 def test_what_is_no_safetensors_file(content: bytes, folders: Any, tmp_path: Path) -> None:
     folder = copied(folders["llama"], tmp_path / "model")
@@ -266,8 +336,14 @@ def test_index_and_shards_must_agree(folders: Any, tmp_path: Path) -> None:
     whole = json.loads(index.read_text())
     for places, message in [
         ({**whole["weight_map"], "model.norm.weight": "../model.safetensors"}, "plain file name"),
-        ({**whole["weight_map"], "model.norm.weight": "model-00099-of-00099.safetensors"}, "no file"),
-        ({**whole["weight_map"], "model.nothing": next(iter(whole["weight_map"].values()))}, "no model.nothing"),
+        (
+            {**whole["weight_map"], "model.norm.weight": "model-00099-of-00099.safetensors"},
+            "no file",
+        ),
+        (
+            {**whole["weight_map"], "model.nothing": next(iter(whole["weight_map"].values()))},
+            "no model.nothing",
+        ),
         ({}, "no weight_map"),
         ([], "field weight_map"),
     ]:
@@ -281,7 +357,9 @@ def test_index_and_shards_must_agree(folders: Any, tmp_path: Path) -> None:
     index.write_text(json.dumps(whole))
     (folder / "model-extra.safetensors").write_bytes((folder / shard).read_bytes())
     name = next(name for name, file in whole["weight_map"].items() if file == shard)
-    index.write_text(json.dumps({"weight_map": {**whole["weight_map"], name: "model-extra.safetensors"}}))
+    index.write_text(
+        json.dumps({"weight_map": {**whole["weight_map"], name: "model-extra.safetensors"}})
+    )
     with pytest.raises(errors.FormatError, match="a second time"):
         load_streamed(folder, "1GiB")
 
@@ -306,7 +384,9 @@ def test_experts_that_lack_a_part(folders: Any, tmp_path: Path) -> None:
     folder = copied(folders["mixtral"], tmp_path / "model")
 
     def drop(header: Any, data: bytes) -> bytes:
-        header["model.layers.4.block_sparse_moe.experts.7.w1.weight"] = header.pop("model.layers.4.block_sparse_moe.experts.1.w1.weight")
+        header["model.layers.4.block_sparse_moe.experts.7.w1.weight"] = header.pop(
+            "model.layers.4.block_sparse_moe.experts.1.w1.weight"
+        )
         header["model.layers.4.block_sparse_moe.experts.1.w2.weight"]["shape"].reverse()
         return data
 
@@ -316,9 +396,15 @@ def test_experts_that_lack_a_part(folders: Any, tmp_path: Path) -> None:
 
 
 def test_peak_memory_of_a_model_several_times_its_budget(tmp_path: Path) -> None:
-    """In a process of its own: RSS grows by no more than the budget and what one forward pass computes with."""
+    """In a process of its own: RSS grows by no more than the budget and what one forward pass
+    computes with."""
     config = transformers.LlamaConfig(
-        hidden_size=384, intermediate_size=1536, num_hidden_layers=16, num_attention_heads=6, num_key_value_heads=6, vocab_size=97
+        hidden_size=384,
+        intermediate_size=1536,
+        num_hidden_layers=16,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        vocab_size=97,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path, max_shard_size="50MB")
     gc.collect()
@@ -335,10 +421,13 @@ model.generate(torch.arange(8)[None], max_new_tokens=3, do_sample=False, pad_tok
 stats = model.espnx_stats()
 print(peak() - before, stats["bytes_per_pass"], stats["budget_bytes"], stats["layers_resident"])
 """
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     grown, streamed, budget, resident = map(int, done.stdout.split())
     assert streamed > 4 * budget
     assert resident > 0
-    # Beside the budget: Python objects of the model, modules imported late, the engine's rings and buffers; 18 MiB where it was measured.
+    # Beside the budget: Python objects of the model, modules imported late, the engine's rings and
+    # buffers; 18 MiB where it was measured.
     assert grown < budget + (40 << 20)

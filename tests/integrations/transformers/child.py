@@ -1,4 +1,5 @@
-"""Generation with a KV cache whose device stalls, in a process that tests interrupt or kill (a job of forks.py)."""
+"""Generation with a KV cache whose device stalls, in a process that tests interrupt or kill (a job
+of forks.py)."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ LENGTHS = [21, 20]
 
 
 def interrupted(storage: list[str], stalled: str, result: str) -> int:
-    """Makes the file `stalled` when a read hangs. On Ctrl-C it goes on with the same cache and writes to `result`, as JSON, how it came
-    out."""
+    """Makes the file `stalled` when a read hangs. On Ctrl-C it goes on with the same cache and
+    writes to `result`, as JSON, how it came out."""
     wanted = expected("llama", LENGTHS)
     made: list[FaultyEngine] = []
 
@@ -37,17 +38,30 @@ def interrupted(storage: list[str], stalled: str, result: str) -> int:
         interrupted = False
         for _ in range(4):
             try:
-                got = generate(enabled("llama"), inputs, cache, max_new_tokens=wanted.shape[1] - inputs["input_ids"].shape[1])
+                got = generate(
+                    enabled("llama"),
+                    inputs,
+                    cache,
+                    max_new_tokens=wanted.shape[1] - inputs["input_ids"].shape[1],
+                )
                 break
             except KeyboardInterrupt:
                 interrupted = True
                 ids = cache.tokens
                 assert ids is not None
                 if cache.get_seq_length() == ids.shape[1]:
-                    cache.crop(-1)  # between two passes: the next token is not known yet, and something must be fed
-                more = torch.ones(len(ids), ids.shape[1] - inputs["input_ids"].shape[1], dtype=torch.long)
-                inputs = {"input_ids": ids, "attention_mask": torch.cat([inputs["attention_mask"], more], dim=1)}
+                    # between two passes: the next token is not known yet, and something must be fed
+                    cache.crop(-1)
+                more = torch.ones(
+                    len(ids), ids.shape[1] - inputs["input_ids"].shape[1], dtype=torch.long
+                )
+                inputs = {
+                    "input_ids": ids,
+                    "attention_mask": torch.cat([inputs["attention_mask"], more], dim=1),
+                }
     for each in made:
         each.close(grace_s=0.01)
-    Path(result).write_text(json.dumps({"equal": torch.equal(got, wanted), "interrupted": interrupted}))
+    Path(result).write_text(
+        json.dumps({"equal": torch.equal(got, wanted), "interrupted": interrupted})
+    )
     return 0

@@ -1,4 +1,5 @@
-"""Children that keep caches, which tests kill at any moment: the jobs of tests/forks.py, and what must be generated."""
+"""Children that keep caches, which tests kill at any moment: the jobs of tests/forks.py, and what
+must be generated."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ from tests.retrieval.common import memory_folder
 
 LENGTHS, NEW = [21, 20], 24
 LOSSY_LENGTHS = [300, 280]  # more than a block of int8 rows
-OWNERS: dict[str, Any] = {"engine": NativeEngine, "os": os, "kept": kept, "module": module, "folders": folders}
+OWNERS: dict[str, Any] = {
+    "engine": NativeEngine,
+    "os": os,
+    "kept": kept,
+    "module": module,
+    "folders": folders,
+}
 
 
 def lengths_of(lossy: str | None) -> list[int]:
@@ -36,10 +43,14 @@ def lengths_of(lossy: str | None) -> list[int]:
 
 @functools.cache
 def wanted(name: str, lossy: str | None = None) -> torch.Tensor:
-    """What is generated without an interruption: by the framework, or, where rows are lossy, with a cache that is not kept."""
+    """What is generated without an interruption: by the framework, or, where rows are lossy, with a
+    cache that is not kept."""
     if lossy is None:
         return expected(name, LENGTHS, max_new_tokens=NEW)
-    with tempfile.TemporaryDirectory() as folder, KVCache(enabled(name).config, folder, format=lossy, x_rows=0) as cache:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        KVCache(enabled(name).config, folder, format=lossy, x_rows=0) as cache,
+    ):
         return generate(enabled(name), prompt(LOSSY_LENGTHS), cache, max_new_tokens=NEW)
 
 
@@ -51,9 +62,17 @@ def inputs(ids: torch.Tensor, lossy: str | None = None) -> dict[str, torch.Tenso
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def go_on(name: str, cache: KVCache, *, until: int = NEW, step: int = NEW, lossy: str | None = None, **options: Any) -> None:
-    """Generates on from what the cache holds, up to `until` new tokens; saves after every `step`. Any other token than without an
-    interruption is an error."""
+def go_on(
+    name: str,
+    cache: KVCache,
+    *,
+    until: int = NEW,
+    step: int = NEW,
+    lossy: str | None = None,
+    **options: Any,
+) -> None:
+    """Generates on from what the cache holds, up to `until` new tokens; saves after every `step`.
+    Any other token than without an interruption is an error."""
     right, longest = wanted(name, lossy), max(lengths_of(lossy))
     held = cache.get_seq_length()
     if held:
@@ -92,9 +111,22 @@ def run(job: dict[str, Any]) -> int:
     if "at" in job:
         owner, function, nth, after = job["at"]
         killed_at(OWNERS[owner], function, nth, after)
-    options = {"x_rows": job.get("x_rows", 0), "format": lossy, "spill_interval": job.get("spill_interval")}
-    with KVCache(enabled(name).config, job["storage"], name=job.get("name", "c"), **options) as cache:
-        go_on(name, cache, until=job.get("until", NEW), step=job.get("step", NEW), lossy=lossy, **job.get("generate", {}))
+    options = {
+        "x_rows": job.get("x_rows", 0),
+        "format": lossy,
+        "spill_interval": job.get("spill_interval"),
+    }
+    with KVCache(
+        enabled(name).config, job["storage"], name=job.get("name", "c"), **options
+    ) as cache:
+        go_on(
+            name,
+            cache,
+            until=job.get("until", NEW),
+            step=job.get("step", NEW),
+            lossy=lossy,
+            **job.get("generate", {}),
+        )
         if "hold" in job:
             Path(job["hold"]).touch()
             time.sleep(60)
@@ -104,7 +136,14 @@ def run(job: dict[str, Any]) -> int:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     extents._GROW_BYTES = 1 << 20  # see tests/conftest.py
-    load("espnx.cli", "espnx.device", "espnx.integrations.generate", "espnx.integrations.transformers", "espnx.kv", "espnx.ops")
+    load(
+        "espnx.cli",
+        "espnx.device",
+        "espnx.integrations.generate",
+        "espnx.integrations.transformers",
+        "espnx.kv",
+        "espnx.ops",
+    )
     for name in ("llama", "opt"):
         enabled(name), wanted(name)
     serve(run)

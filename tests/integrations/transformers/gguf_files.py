@@ -20,16 +20,29 @@ def tensors(seed: int = 0) -> dict[str, np.ndarray]:
     found = {"token_embd.weight": draw(VOCABULARY, HIDDEN), "output_norm.weight": 1 + draw(HIDDEN)}
     for layer in range(LAYERS):
         shapes = {
-            "attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,), "attn_q": (HIDDEN, HIDDEN), "attn_k": (KV_HEADS * D, HIDDEN),
-            "attn_v": (KV_HEADS * D, HIDDEN), "attn_output": (HIDDEN, HIDDEN), "ffn_gate": (WIDE, HIDDEN), "ffn_up": (WIDE, HIDDEN),
+            "attn_norm": (HIDDEN,),
+            "ffn_norm": (HIDDEN,),
+            "attn_q": (HIDDEN, HIDDEN),
+            "attn_k": (KV_HEADS * D, HIDDEN),
+            "attn_v": (KV_HEADS * D, HIDDEN),
+            "attn_output": (HIDDEN, HIDDEN),
+            "ffn_gate": (WIDE, HIDDEN),
+            "ffn_up": (WIDE, HIDDEN),
             "ffn_down": (HIDDEN, WIDE),
-        }  # fmt: skip
+        }
         found |= {f"blk.{layer}.{name}.weight": draw(*shape) for name, shape in shapes.items()}
     return found
 
 
-def write(path: Path, weights: dict[str, np.ndarray], *, quantised: str | None = None, architecture: str = "llama") -> Path:
-    """A file of a Llama with a byte-pair tokenizer of single letters. `quantised`: a type of gguf's that matrices are kept in."""
+def write(
+    path: Path,
+    weights: dict[str, np.ndarray],
+    *,
+    quantised: str | None = None,
+    architecture: str = "llama",
+) -> Path:
+    """A file of a Llama with a byte-pair tokenizer of single letters. `quantised`: a type of gguf's
+    that matrices are kept in."""
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)

@@ -1,4 +1,5 @@
-"""A long prompt and some steps through a KV cache, in a process of its own: says what its memory came to, where a limit may end it."""
+"""A long prompt and some steps through a KV cache, in a process of its own: says what its memory
+came to, where a limit may end it."""
 
 from __future__ import annotations
 
@@ -27,9 +28,17 @@ def main(storage: str, group: str, size_bytes: int) -> None:
     """`group`: of the memory group to join, or empty. `size_bytes`: of K and V."""
     tokens = size_bytes // TOKEN_BYTES
     config = transformers.LlamaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=HEADS, head_dim=HEAD_DIM, max_position_embeddings=tokens + STEPS, pad_token_id=0, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=tokens + STEPS,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
     torch.manual_seed(0)
     model = espnx.enable_kv_cache(transformers.LlamaForCausalLM(config).eval()).model
     ids = torch.randint(1, 97, (BATCH, tokens))
@@ -47,7 +56,16 @@ def main(storage: str, group: str, size_bytes: int) -> None:
             for _ in range(STEPS):
                 model(ids[:, :1], past_key_values=cache)
             stats = cache.stats()
-            print(json.dumps({"prefill": found, "decode": resident_bytes() - before, "stored": stored, "stats": stats}))
+            print(
+                json.dumps(
+                    {
+                        "prefill": found,
+                        "decode": resident_bytes() - before,
+                        "stored": stored,
+                        "stats": stats,
+                    }
+                )
+            )
 
 
 if __name__ == "__main__":

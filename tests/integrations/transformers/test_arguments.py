@@ -1,4 +1,5 @@
-"""`generate` with each argument that it documents: what the framework returns, with a `KVCache` and without, or a refusal by name."""
+"""`generate` with each argument that it documents: what the framework returns, with a `KVCache` and
+without, or a refusal by name."""
 
 from __future__ import annotations
 
@@ -11,8 +12,20 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import CompileConfig, MaxLengthCriteria, MinLengthLogitsProcessor, TextStreamer, WatermarkingConfig
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation import (
+    CompileConfig,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    TextStreamer,
+    WatermarkingConfig,
+)
 
 from espnx import errors
 from espnx.integrations.transformers.attention import espnx_attention
@@ -27,9 +40,13 @@ def _tokenizer() -> transformers.PreTrainedTokenizerFast:
     """A token for each printable character."""
     words = ["[PAD]", "[UNK]", *map(chr, range(32, 127))]
     assert len(words) == VOCABULARY
-    model = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="[UNK]"))
+    model = tokenizers.Tokenizer(
+        tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="[UNK]")
+    )
     model.decoder = tokenizers.decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=model, pad_token="[PAD]", unk_token="[UNK]", bos_token="[UNK]")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token="[PAD]", unk_token="[UNK]", bos_token="[UNK]"
+    )
 
 
 def _assistant() -> dict[str, Any]:
@@ -48,21 +65,34 @@ def _sampled(**options: Any) -> Callable[[], dict[str, Any]]:
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     # of `generate`
     "inputs": dict,
-    "generation_config": _with(generation_config=GenerationConfig(max_new_tokens=9, do_sample=False, pad_token_id=0)),
-    "logits_processor": lambda: {"logits_processor": LogitsProcessorList([MinLengthLogitsProcessor(30, 5)])},
-    "stopping_criteria": lambda: {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(24)])},
+    "generation_config": _with(
+        generation_config=GenerationConfig(max_new_tokens=9, do_sample=False, pad_token_id=0)
+    ),
+    "logits_processor": lambda: {
+        "logits_processor": LogitsProcessorList([MinLengthLogitsProcessor(30, 5)])
+    },
+    "stopping_criteria": lambda: {
+        "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(24)])
+    },
     "prefix_allowed_tokens_fn": _with(prefix_allowed_tokens_fn=lambda _, ids: [5, 6, int(ids[-1])]),
     "synced_gpus": _with(synced_gpus=False),
     "assistant_model": _assistant,
     "streamer": lambda: {"streamer": TextStreamer(_tokenizer())},
-    "negative_prompt_ids": lambda: {"guidance_scale": 1.5, "negative_prompt_ids": prompt([7], 3)["input_ids"]},
+    "negative_prompt_ids": lambda: {
+        "guidance_scale": 1.5,
+        "negative_prompt_ids": prompt([7], 3)["input_ids"],
+    },
     "negative_prompt_attention_mask": lambda: {
-        "guidance_scale": 1.5, "negative_prompt_ids": prompt([7], 3)["input_ids"], "negative_prompt_attention_mask": torch.ones(1, 7),
+        "guidance_scale": 1.5,
+        "negative_prompt_ids": prompt([7], 3)["input_ids"],
+        "negative_prompt_attention_mask": torch.ones(1, 7),
     },
     "custom_generate": _with(custom_generate=transformers.GenerationMixin._sample),
     "tokenizer": lambda: {"tokenizer": _tokenizer()},
     "assistant_tokenizer": lambda: {
-        "assistant_model": make("llama", seed=5, vocab_size=98), "tokenizer": _tokenizer(), "assistant_tokenizer": _tokenizer(),
+        "assistant_model": make("llama", seed=5, vocab_size=98),
+        "tokenizer": _tokenizer(),
+        "assistant_tokenizer": _tokenizer(),
     },
     # of `GenerationConfig`
     "max_length": _with(max_length=29, max_new_tokens=None),
@@ -96,7 +126,9 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "forced_bos_token_id": _with(forced_bos_token_id=7),
     "forced_eos_token_id": _with(forced_eos_token_id=7),
     "remove_invalid_values": _with(remove_invalid_values=True),
-    "exponential_decay_length_penalty": _with(exponential_decay_length_penalty=(3, 1.5), eos_token_id=44),
+    "exponential_decay_length_penalty": _with(
+        exponential_decay_length_penalty=(3, 1.5), eos_token_id=44
+    ),
     "suppress_tokens": _with(suppress_tokens=[44, 45]),
     "begin_suppress_tokens": _with(begin_suppress_tokens=[44, 45]),
     "sequence_bias": _with(sequence_bias=[[[44], -5.0]]),
@@ -116,8 +148,12 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "decoder_start_token_id": _with(decoder_start_token_id=2),
     "is_assistant": _with(is_assistant=True),
     "num_assistant_tokens": lambda: _assistant() | {"num_assistant_tokens": 3},
-    "num_assistant_tokens_schedule": lambda: _assistant() | {"num_assistant_tokens_schedule": "heuristic"},
-    "assistant_confidence_threshold": lambda: _assistant() | {"assistant_confidence_threshold": 0.1},
+    "num_assistant_tokens_schedule": lambda: (
+        _assistant() | {"num_assistant_tokens_schedule": "heuristic"}
+    ),
+    "assistant_confidence_threshold": lambda: (
+        _assistant() | {"assistant_confidence_threshold": 0.1}
+    ),
     "prompt_lookup_num_tokens": _with(prompt_lookup_num_tokens=3),
     "max_matching_ngram_size": _with(prompt_lookup_num_tokens=3, max_matching_ngram_size=1),
     "assistant_early_exit": _with(assistant_early_exit=1),
@@ -136,9 +172,10 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "constraints": lambda: _BEAMS | {"constraints": []},
     "force_words_ids": lambda: _BEAMS | {"force_words_ids": [[5]]},
     "prefill_chunk_size": _with(prefill_chunk_size=7),
-}  # fmt: skip
+}
 
-#: What an enabled model refuses that another generates with: with a `KVCache`, and (True) without one.
+#: What an enabled model refuses that another generates with: with a `KVCache`, and (True) without
+#: one.
 REFUSED = {
     ("use_cache", False): "use_cache=False",
     ("cache_implementation", False): "Passing both",
@@ -149,13 +186,19 @@ REFUSED = {
     ("continuous_batching_config", True): "continuous batching",
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of what is deprecated, or of no use without another argument
+# of what is deprecated, or of no use without another argument
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_no_argument_is_left_out() -> None:
     """A version of the framework that brings another is noticed here."""
-    of_generate = set(inspect.signature(transformers.GenerationMixin.generate).parameters) - {"self", "kwargs"}
-    of_config = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - {"transformers_version"}
+    of_generate = set(inspect.signature(transformers.GenerationMixin.generate).parameters) - {
+        "self",
+        "kwargs",
+    }
+    of_config = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - {
+        "transformers_version"
+    }
     assert of_generate | of_config <= set(CALLS), sorted((of_generate | of_config) - set(CALLS))
 
 
@@ -168,14 +211,20 @@ def tried(model: PreTrainedModel, options: dict[str, Any], cache: Any) -> torch.
     elif not any(call.get(name) for name in ("do_sample", "custom_generate")):
         call["do_sample"] = False
     try:
-        got = model.generate(prompt([20])["input_ids"], attention_mask=torch.ones(1, 20, dtype=torch.long), past_key_values=cache, **call)
+        got = model.generate(
+            prompt([20])["input_ids"],
+            attention_mask=torch.ones(1, 20, dtype=torch.long),
+            past_key_values=cache,
+            **call,
+        )
     except Exception as error:
         return error
     return got if isinstance(got, torch.Tensor) else got.sequences
 
 
 def cases() -> Iterator[Any]:
-    """Every argument with a cache of ours; without one those that are refused then, and every fourth, in `make sweep` all."""
+    """Every argument with a cache of ours; without one those that are refused then, and every
+    fourth, in `make sweep` all."""
     for number, name in enumerate(CALLS):
         yield pytest.param(name, False, id=f"{name}-KVCache")
         marks = () if number % 4 == 0 or (name, True) in REFUSED else (pytest.mark.sweep,)
@@ -190,7 +239,11 @@ def test_the_frameworks_tokens_or_a_refusal(folder: Path, name: str, without: bo
             assert isinstance(found, (errors.InvalidInputError, ValueError)), found
             assert REFUSED[name, without] in str(found)
             return
-        wanted = tried(plain("llama"), CALLS[name](), None if without else DynamicCache(config=plain("llama").config))
+        wanted = tried(
+            plain("llama"),
+            CALLS[name](),
+            None if without else DynamicCache(config=plain("llama").config),
+        )
         if isinstance(wanted, Exception):  # the framework refuses it itself, whatever the model
             assert type(found) is type(wanted), found
             assert not isinstance(found, errors.EspnxError)
@@ -200,7 +253,9 @@ def test_the_frameworks_tokens_or_a_refusal(folder: Path, name: str, without: bo
             assert without or cache.get_seq_length() >= found.shape[1] - 2
 
 
-@pytest.mark.parametrize("value", [3, 0.5, True, "left", torch.ones(2), [torch.ones(2)], {"a": 1.0}, lambda score: score])
+@pytest.mark.parametrize(
+    "value", [3, 0.5, True, "left", torch.ones(2), [torch.ones(2)], {"a": 1.0}, lambda score: score]
+)
 def test_arguments_that_may_change_attention(value: Any) -> None:
     rows = torch.ones(1, 2, 4, 8)
     with pytest.raises(errors.InvalidInputError, match="got novelty; expected plain"):
@@ -210,4 +265,6 @@ def test_arguments_that_may_change_attention(value: Any) -> None:
 @pytest.mark.parametrize("value", [None, _tokenizer(), object(), [], {"a": None}])
 def test_arguments_that_cannot_change_attention(value: Any) -> None:
     rows = torch.ones(1, 2, 4, 8)
-    assert torch.isfinite(espnx_attention(torch.nn.Module(), rows, rows, rows, None, novelty=value)[0]).all()
+    assert torch.isfinite(
+        espnx_attention(torch.nn.Module(), rows, rows, rows, None, novelty=value)[0]
+    ).all()

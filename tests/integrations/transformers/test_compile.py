@@ -1,4 +1,5 @@
-"""Models under `torch.compile`: the framework's logits and tokens, in both orders of compiling and enabling."""
+"""Models under `torch.compile`: the framework's logits and tokens, in both orders of compiling and
+enabling."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ PARTS = ((0, 30), (30, 31), (31, 41))
 
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Graphs are kept by code, not by model. What the compiler traces is written down for no reader: pytest would keep all of it."""
+    """Graphs are kept by code, not by model. What the compiler traces is written down for no
+    reader: pytest would keep all of it."""
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
     torch.compiler.reset()
     yield
@@ -37,20 +39,31 @@ def in_place(model: PreTrainedModel, **how: Any) -> Callable[..., Any]:
     return model
 
 
-def check(name: str, run: Callable[..., Any], cache: Any, *, atol: float = 1e-4, **more: Any) -> None:
+def check(
+    name: str, run: Callable[..., Any], cache: Any, *, atol: float = 1e-4, **more: Any
+) -> None:
     """Chunks and steps of padded prompts: the logits of the model that is not compiled."""
     inputs, theirs = prompt([41, 35]), DynamicCache(config=plain(name).config)
     seen = inputs["attention_mask"].bool()
     with torch.no_grad():
         for begin, end in PARTS:
-            said = {"input_ids": inputs["input_ids"][:, begin:end], "attention_mask": inputs["attention_mask"][:, :end]}
+            said = {
+                "input_ids": inputs["input_ids"][:, begin:end],
+                "attention_mask": inputs["attention_mask"][:, :end],
+            }
             wanted = plain(name)(**said, past_key_values=theirs).logits[seen[:, begin:end]]
             found = run(**said, past_key_values=cache, **more).logits[seen[:, begin:end]]
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=atol * float(wanted.abs().max()))
+            torch.testing.assert_close(
+                found, wanted, rtol=1e-4, atol=atol * float(wanted.abs().max())
+            )
 
 
-@pytest.mark.parametrize(("compiled", "enabled_first", "x_rows"), [(whole, False, 2), (in_place, True, 0)])
-def test_logits(folder: Path, compiled: Callable[..., Any], enabled_first: bool, x_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("compiled", "enabled_first", "x_rows"), [(whole, False, 2), (in_place, True, 0)]
+)
+def test_logits(
+    folder: Path, compiled: Callable[..., Any], enabled_first: bool, x_rows: int
+) -> None:
     model = make("llama")
     if enabled_first:
         espnx.enable_kv_cache(model)
@@ -78,23 +91,33 @@ def test_generate(folder: Path) -> None:
 
 
 def test_without_a_cache_of_ours() -> None:
-    """A compiled model cannot look whether its positions are those of packed sequences, and masks them as if they were."""
+    """A compiled model cannot look whether its positions are those of packed sequences, and masks
+    them as if they were."""
     model = espnx.enable_kv_cache(make("llama"))
     run, ids = whole(model, backend="eager"), prompt([41])["input_ids"]
     with torch.no_grad():
         wanted = plain("llama")(ids).logits
-        torch.testing.assert_close(run(ids, use_cache=False).logits, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+        torch.testing.assert_close(
+            run(ids, use_cache=False).logits,
+            wanted,
+            rtol=1e-4,
+            atol=1e-4 * float(wanted.abs().max()),
+        )
         with pytest.raises(espnx.errors.InvalidInputError, match="packed"):
             run(ids, position_ids=torch.arange(41)[None] % 20, use_cache=False)
 
 
-@torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=16, fail_on_recompile_limit_hit=True)
+@torch._dynamo.config.patch(
+    allow_unspec_int_on_nn_module=True, recompile_limit=16, fail_on_recompile_limit_hit=True
+)
 def test_many_layers_are_compiled_once(folder: Path) -> None:
     """With the settings that docs/kv-cache.md names: no layer is compiled anew for its number."""
     model = espnx.enable_kv_cache(make("llama", num_hidden_layers=20))
     run, ids = whole(model, backend="eager"), prompt([20])["input_ids"]
     with KVCache(model.config, folder, x_rows=0) as cache, torch.no_grad():
-        logits = torch.cat([run(part, past_key_values=cache).logits for part in ids.split([18, 2], dim=1)], dim=1)
+        logits = torch.cat(
+            [run(part, past_key_values=cache).logits for part in ids.split([18, 2], dim=1)], dim=1
+        )
         wanted = model(ids).logits
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
@@ -103,9 +126,13 @@ def test_one_graph_cannot_be(folder: Path) -> None:
     model = espnx.enable_kv_cache(make("llama"))
     run = whole(model, backend="eager", fullgraph=True)
     with (
-        KVCache(model.config, folder, x_rows=0) as cache, torch.no_grad(),
-        pytest.raises(torch._dynamo.exc.Unsupported, match=r"rows on SSD is no part of a graph.*fullgraph=False"),
-    ):  # fmt: skip
+        KVCache(model.config, folder, x_rows=0) as cache,
+        torch.no_grad(),
+        pytest.raises(
+            torch._dynamo.exc.Unsupported,
+            match=r"rows on SSD is no part of a graph.*fullgraph=False",
+        ),
+    ):
         run(prompt([20])["input_ids"], past_key_values=cache)
     with KVCache(model.config, folder, x_rows=0) as cache, torch.no_grad():
         assert torch.isfinite(model(prompt([20])["input_ids"], past_key_values=cache).logits).all()
@@ -130,13 +157,20 @@ def test_a_compiled_pass_that_breaks_off(folder: Path) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
-@pytest.mark.skipif(not os.environ.get("ESPNX_INDUCTOR"), reason="ESPNX_INDUCTOR is not set: the C++ compiler takes a minute")
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own modules, when inductor is first imported
+@pytest.mark.skipif(
+    not os.environ.get("ESPNX_INDUCTOR"),
+    reason="ESPNX_INDUCTOR is not set: the C++ compiler takes a minute",
+)
+# of torch's own modules, when inductor is first imported
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_the_default_backend(folder: Path) -> None:
-    """Compiled by inductor, with the memory of one pass used again in the next where the device has graphs of its own."""
+    """Compiled by inductor, with the memory of one pass used again in the next where the device has
+    graphs of its own."""
     model = espnx.enable_kv_cache(make("llama", num_hidden_layers=1))
     run, ids = whole(model, mode="reduce-overhead", dynamic=True), prompt([20, 20])["input_ids"]
     with KVCache(model.config, folder, x_rows=0) as cache, torch.no_grad():
-        logits = torch.cat([run(part, past_key_values=cache).logits for part in ids.split([18, 2], dim=1)], dim=1)
+        logits = torch.cat(
+            [run(part, past_key_values=cache).logits for part in ids.split([18, 2], dim=1)], dim=1
+        )
         wanted = model(ids).logits
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))

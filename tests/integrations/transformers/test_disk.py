@@ -18,7 +18,8 @@ from tests.storage.common import until
 from tests.storage.machine import MIB, command, file_system, fill, free_bytes, mounted
 
 LENGTHS = [21, 20, 5]
-TOKEN_BYTES = 2 * 2 * 2 * 128 * 4  # of one token of one sequence: K and V, two layers, two heads of 128 values
+# of one token of one sequence: K and V, two layers, two heads of 128 values
+TOKEN_BYTES = 2 * 2 * 2 * 128 * 4
 
 
 @pytest.mark.root
@@ -32,7 +33,11 @@ def test_no_room_for_the_capacity(tmp_path: Path) -> None:
             generate(enabled("llama"), prompt(LENGTHS), cache)
         error = caught.value
         assert error.needed_bytes > error.free_bytes
-        assert len(LENGTHS) * 1000 * TOKEN_BYTES <= error.needed_bytes < 1.1 * len(LENGTHS) * 1000 * TOKEN_BYTES
+        assert (
+            len(LENGTHS) * 1000 * TOKEN_BYTES
+            <= error.needed_bytes
+            < 1.1 * len(LENGTHS) * 1000 * TOKEN_BYTES
+        )
         assert 5 * MIB < error.free_bytes <= 6 * MIB
         assert error.path is not None
         assert str(where) in error.path
@@ -40,14 +45,17 @@ def test_no_room_for_the_capacity(tmp_path: Path) -> None:
         assert cache.get_seq_length() == 0
         assert free_bytes(where) > 5 * MIB, "what could not be had in full was kept in part"
         command("mount", "-o", "remount,size=40m", where)
-        assert torch.equal(generate(enabled("llama"), prompt(LENGTHS), cache), expected("llama", LENGTHS))
+        assert torch.equal(
+            generate(enabled("llama"), prompt(LENGTHS), cache), expected("llama", LENGTHS)
+        )
 
 
 @pytest.mark.root
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
 @pytest.mark.parametrize("room_tokens", [0, 20, 28, 40])
 def test_the_disk_is_full_on_the_way(tmp_path: Path, kind: str, room_tokens: int) -> None:
-    """Of the prompt, of the first tokens, of later ones. Room made, the same cache goes on to the same tokens."""
+    """Of the prompt, of the first tokens, of later ones. Room made, the same cache goes on to the
+    same tokens."""
     model, inputs, total = enabled("llama"), prompt(LENGTHS), max(LENGTHS) + 30
     with file_system(kind, tmp_path, 8 * MIB) as where, KVCache(model.config, where) as cache:
         ballast = fill(where, room_tokens * len(LENGTHS) * TOKEN_BYTES + 8192)
@@ -58,21 +66,39 @@ def test_the_disk_is_full_on_the_way(tmp_path: Path, kind: str, room_tokens: int
         assert error.needed_bytes > error.free_bytes >= 0
         assert error.needed_bytes <= 8 * max(LENGTHS) * len(LENGTHS) * TOKEN_BYTES
         assert torch.equal(so_far, expected("llama", LENGTHS)[:, : so_far.shape[1]])
-        assert cache.get_seq_length() == (so_far.shape[1] - 1 if so_far.shape[1] > max(LENGTHS) else 0)
+        assert cache.get_seq_length() == (
+            so_far.shape[1] - 1 if so_far.shape[1] > max(LENGTHS) else 0
+        )
         assert so_far.shape[1] >= min(room_tokens, max(LENGTHS))
         ballast.unlink()
         if kind == "ext4":
             os.sync()
-        mask = torch.cat([inputs["attention_mask"], torch.ones(3, so_far.shape[1] - max(LENGTHS), dtype=torch.long)], dim=1)
-        got = generate(model, {"input_ids": so_far, "attention_mask": mask}, cache, max_new_tokens=total - so_far.shape[1])
+        mask = torch.cat(
+            [
+                inputs["attention_mask"],
+                torch.ones(3, so_far.shape[1] - max(LENGTHS), dtype=torch.long),
+            ],
+            dim=1,
+        )
+        got = generate(
+            model,
+            {"input_ids": so_far, "attention_mask": mask},
+            cache,
+            max_new_tokens=total - so_far.shape[1],
+        )
         assert torch.equal(got, expected("llama", LENGTHS))
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_ctrl_c_while_the_device_stalls(tmp_path: Path, folder: Path, processes: Forks, devices: int) -> None:
-    """Seen at once, though the device's deadline is a minute and a half away; the same cache then goes on to the same tokens."""
+def test_ctrl_c_while_the_device_stalls(
+    tmp_path: Path, folder: Path, processes: Forks, devices: int
+) -> None:
+    """Seen at once, though the device's deadline is a minute and a half away; the same cache then
+    goes on to the same tokens."""
     stalled, result = tmp_path / "stalled", tmp_path / "result"
-    child = processes.start(storage=[folder / str(i) for i in range(devices)], stalled=stalled, result=result)
+    child = processes.start(
+        storage=[folder / str(i) for i in range(devices)], stalled=stalled, result=result
+    )
     assert until(stalled.exists, 60)
     os.kill(child, signal.SIGINT)
     assert processes.wait(child) == 0
@@ -83,7 +109,9 @@ def test_ctrl_c_while_the_device_stalls(tmp_path: Path, folder: Path, processes:
 
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path, processes: Forks) -> None:
-    child = processes.start(storage=[tmp_path / "a"], stalled=tmp_path / "stalled", result=tmp_path / "result")
+    child = processes.start(
+        storage=[tmp_path / "a"], stalled=tmp_path / "stalled", result=tmp_path / "result"
+    )
     assert until((tmp_path / "stalled").exists, 60)
     os.kill(child, signal.SIGKILL)
     assert processes.wait(child) == -signal.SIGKILL

@@ -17,7 +17,9 @@ ASKED_BY_PEFT = {"max_cache_len"}
 
 
 def test_only_what_users_call_is_public() -> None:
-    assert {name for name in vars(KVCache) if not name.startswith("_")} - set(dir(Cache)) == OWN | ASKED_BY_PEFT
+    assert {name for name in vars(KVCache) if not name.startswith("_")} - set(
+        dir(Cache)
+    ) == OWN | ASKED_BY_PEFT
 
 
 def test_what_it_says_of_itself(folder: Path) -> None:

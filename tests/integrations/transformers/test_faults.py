@@ -1,4 +1,5 @@
-"""Devices that fail under `generate`: a typed error with the tokens so far, and the same cache then goes on to the same tokens."""
+"""Devices that fail under `generate`: a typed error with the tokens so far, and the same cache then
+goes on to the same tokens."""
 
 from __future__ import annotations
 
@@ -33,8 +34,11 @@ def engines(rules: list[FaultRule]) -> tuple[Callable[[], FaultyEngine], list[Fa
     return make_engine, made
 
 
-def to_the_end(name: str, cache: KVCache, *, limit: int = 3, after: Callable[[], None] | None = None) -> tuple[torch.Tensor, list[Any]]:
-    """Generates; after an error again, from the tokens that came with it. What came out, and the errors."""
+def to_the_end(
+    name: str, cache: KVCache, *, limit: int = 3, after: Callable[[], None] | None = None
+) -> tuple[torch.Tensor, list[Any]]:
+    """Generates; after an error again, from the tokens that came with it. What came out, and the
+    errors."""
     said, caught = prompt(LENGTHS), list[Any]()
     total = max(LENGTHS) + NEW
     while True:
@@ -50,7 +54,10 @@ def to_the_end(name: str, cache: KVCache, *, limit: int = 3, after: Callable[[],
             assert held <= cache.get_seq_length() < max(so_far.shape[1], 1)
             if so_far.shape[1] > ids.shape[1]:
                 more = torch.ones(len(ids), so_far.shape[1] - ids.shape[1], dtype=torch.long)
-                said = {"input_ids": so_far, "attention_mask": torch.cat([said["attention_mask"], more], dim=1)}
+                said = {
+                    "input_ids": so_far,
+                    "attention_mask": torch.cat([said["attention_mask"], more], dim=1),
+                }
             if after is not None:
                 after()
 
@@ -72,15 +79,23 @@ def wanted(name: str) -> torch.Tensor:
         ("error", "write", errno.EIO),
         ("error", "write", errno.ENOSPC),
     ],
-)  # fmt: skip
-def test_every_call_fails_once(folder: Path, name: str, x_rows: int, fault: str, operation: str, value: int, step: int) -> None:
+)
+def test_every_call_fails_once(
+    folder: Path, name: str, x_rows: int, fault: str, operation: str, value: int, step: int
+) -> None:
     """Every fifth of them at most."""
     failures = 0
     for nth in range(1, 200, 5 * step):
-        make_engine, made = engines([FaultRule(fault, operation=operation, nth=nth, count=1, value=value)])
-        with KVCache(enabled(name).config, folder, engine=make_engine, x_rows=x_rows, spill_interval=8) as cache:
+        make_engine, made = engines(
+            [FaultRule(fault, operation=operation, nth=nth, count=1, value=value)]
+        )
+        with KVCache(
+            enabled(name).config, folder, engine=make_engine, x_rows=x_rows, spill_interval=8
+        ) as cache:
             got, caught = to_the_end(name, cache)
-            assert torch.equal(got, wanted(name)), f"{fault} in the {nth}th {operation}: other tokens"
+            assert torch.equal(got, wanted(name)), (
+                f"{fault} in the {nth}th {operation}: other tokens"
+            )
         hits = made[0].stats().fault_hits
         made[0].close()
         assert len(caught) <= hits
@@ -105,7 +120,9 @@ def test_a_device_that_is_broken_for_good(folder: Path, operation: str, nth: int
     lengths: list[int] = []
     with KVCache(enabled("llama").config, folder, engine=make_engine) as cache:
         with pytest.raises((errors.ReadError, errors.WriteError)) as caught:
-            to_the_end("llama", cache, limit=2, after=lambda: lengths.append(cache.get_seq_length()))
+            to_the_end(
+                "llama", cache, limit=2, after=lambda: lengths.append(cache.get_seq_length())
+            )
         assert made[0].stats().fault_hits >= 3
         assert [*lengths, cache.get_seq_length()] == lengths[:1] * 3
         assert lengths[0] < caught.value.sequences.shape[1]  # type: ignore[attr-defined]
@@ -128,18 +145,25 @@ def test_a_stalled_device(folder: Path, operation: str) -> None:
 
     def caught(deadline_s: float) -> list[type] | None:
         make_engine, made = engines([FaultRule("never", operation=operation, nth=2, count=1)])
-        with KVCache(enabled("llama").config, folder, engine=make_engine, deadline_s=deadline_s) as cache:
+        with KVCache(
+            enabled("llama").config, folder, engine=make_engine, deadline_s=deadline_s
+        ) as cache:
             got, errors_of_it = to_the_end("llama", cache)
             assert torch.equal(got, wanted("llama"))
         made[0].close(grace_s=0.01)
-        return [type(error) for error in errors_of_it] if len(errors_of_it) == 1 else None  # others were late, too
+        # others were late, too
+        return [type(error) for error in errors_of_it] if len(errors_of_it) == 1 else None
 
     assert patiently(caught, 0.5) == [errors.DeadlineExceededError]
 
 
 def test_late_answers_change_nothing(folder: Path) -> None:
-    make_engine, made = engines([FaultRule("delay", operation="*", value=3_000_000, probability=0.5)])
-    with KVCache(enabled("llama").config, folder, engine=make_engine, read_ahead_bytes=4096) as cache:
+    make_engine, made = engines(
+        [FaultRule("delay", operation="*", value=3_000_000, probability=0.5)]
+    )
+    with KVCache(
+        enabled("llama").config, folder, engine=make_engine, read_ahead_bytes=4096
+    ) as cache:
         assert torch.equal(to_the_end("llama", cache)[0], wanted("llama"))
     made[0].close()
 
@@ -151,7 +175,12 @@ def test_the_directory_is_removed(folder: Path) -> None:
         some = generate(enabled("llama"), inputs, cache, max_new_tokens=4)
         shutil.rmtree(folder / "rows")
         mask = torch.cat([inputs["attention_mask"], torch.ones(3, 4, dtype=torch.long)], dim=1)
-        got = generate(enabled("llama"), {"input_ids": some, "attention_mask": mask}, cache, max_new_tokens=NEW - 4)
+        got = generate(
+            enabled("llama"),
+            {"input_ids": some, "attention_mask": mask},
+            cache,
+            max_new_tokens=NEW - 4,
+        )
         assert torch.equal(got, wanted("llama"))
 
 
@@ -211,7 +240,9 @@ def test_nan_in_k(folder: Path, n: int) -> None:
     got, right = torch.stack(ours), torch.stack(whole)
     assert torch.equal(got.isnan(), right.isnan())
     assert bool(got[:, 0].isnan().all())
-    torch.testing.assert_close(got[:, 1], right[:, 1], rtol=1e-3, atol=1e-4 * float(right[:, 1].abs().max()))
+    torch.testing.assert_close(
+        got[:, 1], right[:, 1], rtol=1e-3, atol=1e-4 * float(right[:, 1].abs().max())
+    )
 
 
 def test_two_threads(folder: Path) -> None:
@@ -237,9 +268,15 @@ def test_two_threads(folder: Path) -> None:
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for storage in (tmp_path / "file", tmp_path / "file" / "below", [tmp_path / "fine", "/proc/nowhere"]):
+    for storage in (
+        tmp_path / "file",
+        tmp_path / "file" / "below",
+        [tmp_path / "fine", "/proc/nowhere"],
+    ):
         before = open_descriptors()
-        with pytest.raises((errors.WriteError, errors.InvalidInputError), match=r"file|/proc/nowhere"):
+        with pytest.raises(
+            (errors.WriteError, errors.InvalidInputError), match=r"file|/proc/nowhere"
+        ):
             KVCache(plain("llama").config, storage)
         assert until(lambda known=before: len(open_descriptors()) <= len(known))
     assert not list((tmp_path / "fine").iterdir())
@@ -247,7 +284,8 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("x_rows", [0, 1])
 def test_an_error_of_the_model_between_two_layers(folder: Path, x_rows: int) -> None:
-    """Layers before it have taken in a token that those behind it have not: the next pass begins where both agree."""
+    """Layers before it have taken in a token that those behind it have not: the next pass begins
+    where both agree."""
     model = enabled("llama")
     inputs = prompt([24])
     ids = inputs["input_ids"]

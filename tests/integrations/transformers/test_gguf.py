@@ -1,4 +1,5 @@
-"""Models in GGUF files: the weights that the file says, the tokens of the same model made by hand, and files that are not whole."""
+"""Models in GGUF files: the weights that the file says, the tokens of the same model made by hand,
+and files that are not whole."""
 
 from __future__ import annotations
 
@@ -23,22 +24,36 @@ from espnx.integrations.transformers.gguf import find_gguf, load_gguf
 from tests.integrations.transformers import gguf_files
 
 needs_gguf = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("gguf", "accelerate"))), reason="gguf or accelerate is not installed (extra [gguf])"
+    not all(map(importlib.util.find_spec, ("gguf", "accelerate"))),
+    reason="gguf or accelerate is not installed (extra [gguf])",
 )
-PROMPTS = torch.randint(1, gguf_files.VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1))
-NEW: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+PROMPTS = torch.randint(
+    1, gguf_files.VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1)
+)
+NEW: dict[str, Any] = {
+    "max_new_tokens": 12,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
 
 #: Names in a GGUF file -> names in the framework, for layer {}.
 _NAMES = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-}  # fmt: skip
+}
 
 
 def by_hand(path: Path) -> LlamaForCausalLM:
-    """The file's tensors, dequantised by gguf itself, in a Llama. llama.cpp keeps the rows of Q and K with the halves of each rotation
-    interleaved; the framework has one half after the other."""
+    """The file's tensors, dequantised by gguf itself, in a Llama. llama.cpp keeps the rows of Q and
+    K with the halves of each rotation interleaved; the framework has one half after the other."""
     import gguf
 
     def halves(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -50,14 +65,24 @@ def by_hand(path: Path) -> LlamaForCausalLM:
         _, layer, kind, *_ = [*tensor.name.split("."), "", ""]
         if kind in ("attn_q", "attn_k"):
             values = halves(values, gguf_files.HEADS if kind == "attn_q" else gguf_files.KV_HEADS)
-        outside = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+        outside = {
+            "token_embd.weight": "model.embed_tokens.weight",
+            "output_norm.weight": "model.norm.weight",
+        }
         name = outside.get(tensor.name) or f"model.layers.{layer}.{_NAMES[kind]}.weight"
         state[name] = torch.from_numpy(np.array(values))
     config = LlamaConfig(
-        vocab_size=gguf_files.VOCABULARY, hidden_size=gguf_files.HIDDEN, intermediate_size=gguf_files.WIDE,
-        num_hidden_layers=gguf_files.LAYERS, num_attention_heads=gguf_files.HEADS, num_key_value_heads=gguf_files.KV_HEADS,
-        rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=True, max_position_embeddings=512,
-    )  # fmt: skip
+        vocab_size=gguf_files.VOCABULARY,
+        hidden_size=gguf_files.HIDDEN,
+        intermediate_size=gguf_files.WIDE,
+        num_hidden_layers=gguf_files.LAYERS,
+        num_attention_heads=gguf_files.HEADS,
+        num_key_value_heads=gguf_files.KV_HEADS,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+    )
     model = LlamaForCausalLM(config)
     report = model.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]})
     assert not report.missing_keys
@@ -75,11 +100,14 @@ def test_the_same_dequantised_model(tmp_path: Path, quantised: str | None) -> No
     assert all(torch.equal(mine[name], values) for name, values in expected.named_parameters())
     assert len(mine) == len(dict(expected.named_parameters()))
     assert tokenizer.decode(tokenizer("hello").input_ids) == "hello"
-    reference = expected.generate(PROMPTS, past_key_values=DynamicCache(config=expected.config), **NEW)
+    reference = expected.generate(
+        PROMPTS, past_key_values=DynamicCache(config=expected.config), **NEW
+    )
     enable_kv_cache(model)
     with KVCache(model.config, tmp_path / "kv", name="kept") as cache:
         assert torch.equal(model.generate(PROMPTS, past_key_values=cache, **NEW), reference)
-    with KVCache(model.config, tmp_path / "kv", name="kept") as cache:  # its fingerprint is that of an ordinary model
+    # its fingerprint is that of an ordinary model
+    with KVCache(model.config, tmp_path / "kv", name="kept") as cache:
         assert cache.reuse_prefix(PROMPTS) == PROMPTS.shape[1] - 1
         assert torch.equal(model.generate(PROMPTS, past_key_values=cache, **NEW), reference)
 
@@ -91,9 +119,14 @@ def test_it_is_saved_and_streamed_as_any_other(tmp_path: Path) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     model.save_pretrained(tmp_path / "folder")
     tokenizer.save_pretrained(tmp_path / "folder")
-    assert "quantization_config" not in json.loads((tmp_path / "folder" / "config.json").read_text())
+    assert "quantization_config" not in json.loads(
+        (tmp_path / "folder" / "config.json").read_text()
+    )
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype="auto")
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True)
+    )
     streamed = load_streamed(tmp_path / "folder", memory="320KiB")
     with torch.no_grad():
         assert torch.equal(streamed(PROMPTS).logits, model(PROMPTS).logits)
@@ -104,18 +137,38 @@ def test_it_is_saved_and_streamed_as_any_other(tmp_path: Path) -> None:
 def test_generate_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = gguf_files.write(tmp_path / "tiny.gguf", gguf_files.tensors())
     (tmp_path / "prompts.txt").write_text("hello\nworld\n")
-    words = ["generate", "--prompts", str(tmp_path / "prompts.txt"), "--storage", str(tmp_path / "kv"), "--max-new-tokens", "5"]
+    words = [
+        "generate",
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+        "--storage",
+        str(tmp_path / "kv"),
+        "--max-new-tokens",
+        "5",
+    ]
     assert main([*words, "--model", str(file)]) == 0
-    lines = [json.loads(line) for line in (tmp_path / "prompts.txt.out.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "prompts.txt.out.jsonl").read_text().splitlines()
+    ]
     expected = by_hand(file)
-    for line, text in zip(sorted(lines, key=lambda line: line["id"]), ("hello", "world"), strict=True):
+    for line, text in zip(
+        sorted(lines, key=lambda line: line["id"]), ("hello", "world"), strict=True
+    ):
         ids = torch.tensor([load_gguf(file)[1](text).input_ids])
-        made = expected.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=0)[0, ids.shape[1] :].tolist()
+        made = expected.generate(
+            ids, max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=0
+        )[0, ids.shape[1] :].tolist()
         assert line["tokens"] == made
-    assert main([*words, "--model", str(tmp_path), "--out", str(tmp_path / "of-folder")]) == 0  # which means the same file
+    # which means the same file
+    assert main([*words, "--model", str(tmp_path), "--out", str(tmp_path / "of-folder")]) == 0
     of_folder = [json.loads(line) for line in (tmp_path / "of-folder").read_text().splitlines()]
-    assert [(line["id"], line["tokens"]) for line in of_folder] == [(line["id"], line["tokens"]) for line in lines]
-    assert main([*words, "--model", str(file), "--memory", "1MiB", "--out", str(tmp_path / "other")]) == 2
+    assert [(line["id"], line["tokens"]) for line in of_folder] == [
+        (line["id"], line["tokens"]) for line in lines
+    ]
+    assert (
+        main([*words, "--model", str(file), "--memory", "1MiB", "--out", str(tmp_path / "other")])
+        == 2
+    )
     assert "save_pretrained" in capsys.readouterr().err
 
 
@@ -131,12 +184,18 @@ def test_the_fingerprint_of_a_file_is_of_all_its_bytes(tmp_path: Path) -> None:
 
 
 @needs_gguf
-@pytest.mark.parametrize("damage", ["cut", "garbage", "empty", "a tensor less", "architecture", "longer than it is"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "garbage", "empty", "a tensor less", "architecture", "longer than it is"]
+)
 def test_files_that_are_not_whole(tmp_path: Path, damage: str) -> None:
     weights = gguf_files.tensors()
     if damage == "a tensor less":
         del weights["blk.1.ffn_up.weight"]
-    file = gguf_files.write(tmp_path / "tiny.gguf", weights, architecture="nobodys" if damage == "architecture" else "llama")
+    file = gguf_files.write(
+        tmp_path / "tiny.gguf",
+        weights,
+        architecture="nobodys" if damage == "architecture" else "llama",
+    )
     whole = file.read_bytes()
     if damage == "cut":
         file.write_bytes(whole[: len(whole) // 2])
@@ -166,7 +225,9 @@ def test_which_file_is_meant(tmp_path: Path) -> None:
         load_gguf(tmp_path)
 
 
-def test_without_the_packages_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_packages_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.gguf").touch()
     monkeypatch.setattr(gguf_models.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(errors.MissingDependencyError, match=r"no gguf, accelerate.*espnx\[gguf\]"):

@@ -1,4 +1,5 @@
-"""Forward passes that must not go wrong silently: interrupted ones, those of other models, batches, threads and masks."""
+"""Forward passes that must not go wrong silently: interrupted ones, those of other models, batches,
+threads and masks."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any, **more: Any) -
         return model(ids, past_key_values=cache, **more).logits
 
 
-def interrupted(model: PreTrainedModel, layer: int, ids: torch.Tensor, cache: Any, error: type[BaseException]) -> None:
+def interrupted(
+    model: PreTrainedModel, layer: int, ids: torch.Tensor, cache: Any, error: type[BaseException]
+) -> None:
     """A pass that ends after a layer."""
 
     def stop(*_: Any) -> None:
@@ -38,8 +41,11 @@ def interrupted(model: PreTrainedModel, layer: int, ids: torch.Tensor, cache: An
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 @pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("mistral", 2), ("gemma3", 4)])
-def test_a_pass_that_is_interrupted_was_none(folder: Path, name: str, layers: int, error: type[BaseException]) -> None:
-    """After any layer, in the first pass and in a later one, for layers on SSD and layers in memory."""
+def test_a_pass_that_is_interrupted_was_none(
+    folder: Path, name: str, layers: int, error: type[BaseException]
+) -> None:
+    """After any layer, in the first pass and in a later one, for layers on SSD and layers in
+    memory."""
     ids = prompt([41, 41])["input_ids"]
     reference = DynamicCache(config=plain(name).config)
     first, second = (logits(plain(name), part, reference) for part in (ids[:, :40], ids[:, 40:]))
@@ -47,16 +53,22 @@ def test_a_pass_that_is_interrupted_was_none(folder: Path, name: str, layers: in
         with KVCache(enabled(name).config, folder, x_rows=0) as cache:
             interrupted(enabled(name), layer, ids[:, :40], cache, error)
             assert cache.get_seq_length() == 0
-            torch.testing.assert_close(logits(enabled(name), ids[:, :40], cache), first, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                logits(enabled(name), ids[:, :40], cache), first, rtol=1e-4, atol=1e-4
+            )
             interrupted(enabled(name), layer, ids[:, 40:], cache, error)
             assert cache.get_seq_length() == 40
-            torch.testing.assert_close(logits(enabled(name), ids[:, 40:], cache), second, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                logits(enabled(name), ids[:, 40:], cache), second, rtol=1e-4, atol=1e-4
+            )
             assert cache.get_seq_length() == 41
 
 
 def test_another_batch_after_an_interrupted_prefill(folder: Path) -> None:
     with KVCache(enabled("llama").config, folder, x_rows=0) as cache:
-        interrupted(enabled("llama"), 0, prompt([20, 20, 20])["input_ids"], cache, KeyboardInterrupt)
+        interrupted(
+            enabled("llama"), 0, prompt([20, 20, 20])["input_ids"], cache, KeyboardInterrupt
+        )
         assert torch.equal(generate(enabled("llama"), prompt([20]), cache), expected("llama", [20]))
 
 
@@ -78,7 +90,9 @@ def test_attention_that_was_set_to_another(folder: Path) -> None:
 def test_attention_that_does_not_ask(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody's own function under our name."""
     model = enable_kv_cache(make("llama"))
-    monkeypatch.setitem(AttentionInterface._global_mapping, "espnx", AttentionInterface._global_mapping["sdpa"])
+    monkeypatch.setitem(
+        AttentionInterface._global_mapping, "espnx", AttentionInterface._global_mapping["sdpa"]
+    )
     with KVCache(model.config, folder, x_rows=0) as cache:
         with pytest.raises(errors.StateError, match="did not ask"):
             logits(model, prompt([20])["input_ids"], cache)
@@ -88,7 +102,10 @@ def test_attention_that_does_not_ask(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_a_model_that_was_not_enabled(folder: Path) -> None:
     """At once, not after the prompt; and nothing is left that an enabled model would trip over."""
     ids = prompt([20])["input_ids"]
-    with KVCache(plain("llama").config, folder) as cache, pytest.raises(errors.StateError, match="not enabled"):
+    with (
+        KVCache(plain("llama").config, folder) as cache,
+        pytest.raises(errors.StateError, match="not enabled"),
+    ):
         logits(plain("llama"), ids, cache)
     logits(enabled("llama"), ids, None)
 
@@ -121,7 +138,12 @@ def test_two_threads(folder: Path) -> None:
 
     def other() -> None:
         inside.wait(60)
-        for use in (lambda: logits(model, ids, cache), cache.reset, lambda: cache.crop(-1), lambda: cache.reuse_prefix(ids)):
+        for use in (
+            lambda: logits(model, ids, cache),
+            cache.reset,
+            lambda: cache.crop(-1),
+            lambda: cache.reuse_prefix(ids),
+        ):
             try:
                 use()
             except errors.StateError as error:
@@ -150,7 +172,8 @@ def test_two_threads(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_masks(folder: Path, name: str) -> None:
-    """What is longer than the tokens so far counts from the first token, as with the framework; what is shorter says too little."""
+    """What is longer than the tokens so far counts from the first token, as with the framework;
+    what is shorter says too little."""
     ids = prompt([41, 41])["input_ids"]
     long = torch.ones(2, 100, dtype=torch.long)
     long[:, :3] = 0
@@ -167,13 +190,22 @@ def test_masks(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("x_rows", [0, 2])
 def test_inference_mode_around_everything(folder: Path, x_rows: int) -> None:
-    """Rows that are reordered, cropped, kept and opened in inference mode can be added to, in it and outside of it."""
+    """Rows that are reordered, cropped, kept and opened in inference mode can be added to, in it
+    and outside of it."""
     said, model = prompt([41, 41]), enabled("llama")
-    ids, wanted = said["input_ids"], logits(plain("llama"), said["input_ids"], DynamicCache(config=plain("llama").config))
+    ids, wanted = (
+        said["input_ids"],
+        logits(plain("llama"), said["input_ids"], DynamicCache(config=plain("llama").config)),
+    )
     beams = plain("llama").generate(**said, num_beams=3, max_new_tokens=6, do_sample=False)
     with torch.inference_mode():
         with KVCache(model.config, folder, x_rows=0) as cache:
-            assert torch.equal(model.generate(**said, num_beams=3, max_new_tokens=6, do_sample=False, past_key_values=cache), beams)
+            assert torch.equal(
+                model.generate(
+                    **said, num_beams=3, max_new_tokens=6, do_sample=False, past_key_values=cache
+                ),
+                beams,
+            )
         with KVCache(model.config, folder, name="kept", x_rows=x_rows) as cache:
             logits(model, ids[:, :12], cache)
             cache.batch_repeat_interleave(1 if x_rows else 2)
@@ -227,12 +259,26 @@ def test_masks_follow_their_sequences(folder: Path) -> None:
 def test_options_out_of_range(folder: Path) -> None:
     config = enabled("llama").config
     for options in (
-        {"x_rows": -1}, {"x_rows": "all"}, {"x_rows": 1.0}, {"capacity_tokens": -5}, {"capacity_tokens": "x"}, {"threads": -1},
-        {"spill_interval": 1.5}, {"spill_interval": 0}, {"read_ahead_bytes": "much"}, {"read_ahead_bytes": -1}, {"format": "int4"},
-    ):  # fmt: skip
+        {"x_rows": -1},
+        {"x_rows": "all"},
+        {"x_rows": 1.0},
+        {"capacity_tokens": -5},
+        {"capacity_tokens": "x"},
+        {"threads": -1},
+        {"spill_interval": 1.5},
+        {"spill_interval": 0},
+        {"read_ahead_bytes": "much"},
+        {"read_ahead_bytes": -1},
+        {"format": "int4"},
+    ):
         with pytest.raises(errors.InvalidInputError):
             KVCache(config, folder, **options)  # type: ignore[arg-type]
-    for more in ({"read_ahead_bytes": 0}, {"deadline_s": 0}, {"deadline_s": "3"}, {"deadline_s": float("nan")}):
+    for more in (
+        {"read_ahead_bytes": 0},
+        {"deadline_s": 0},
+        {"deadline_s": "3"},
+        {"deadline_s": float("nan")},
+    ):
         with pytest.raises(errors.InvalidInputError, match=next(iter(more))):
             KVCache(config, folder, **more)
     for storage in (None, 5, "", [], [folder, ""]):

@@ -27,7 +27,9 @@ class Buffered(NativeEngine):
 def test_paths_of_all_directories(tmp_path: Path, order: tuple[int, int]) -> None:
     with NativeEngine("posix") as direct, Buffered() as buffered:
         engines = [(direct, buffered)[i] for i in order]
-        with KVCache(enabled("llama").config, [tmp_path / "a", tmp_path / "b"], engine=lambda: engines.pop(0)) as cache:
+        with KVCache(
+            enabled("llama").config, [tmp_path / "a", tmp_path / "b"], engine=lambda: engines.pop(0)
+        ) as cache:
             generate(enabled("llama"), prompt([20, 20]), cache, max_new_tokens=2)
             stats = cache.stats()
         (tmp_path / "probe").touch()
@@ -35,5 +37,8 @@ def test_paths_of_all_directories(tmp_path: Path, order: tuple[int, int]) -> Non
     if path == "posix (buffered)":
         assert stats["effective_path"] == path
     else:
-        assert stats["effective_path"] in ("mixed: posix 1, posix (buffered) 1", "mixed: posix (buffered) 1, posix 1")
+        assert stats["effective_path"] in (
+            "mixed: posix 1, posix (buffered) 1",
+            "mixed: posix (buffered) 1, posix 1",
+        )
     assert stats["fallback_reason"] == "no io_uring here"

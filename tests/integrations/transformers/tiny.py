@@ -1,5 +1,6 @@
-"""Tiny random decoders for the tests of KV caches, of every attention that transformers' models have; wide heads, so that few tokens fill
-blocks and most of what is attended over was read from disk."""
+"""Tiny random decoders for the tests of KV caches, of every attention that transformers' models
+have; wide heads, so that few tokens fill blocks and most of what is attended over was read from
+disk."""
 
 from __future__ import annotations
 
@@ -15,24 +16,49 @@ PAD = 0
 
 #: Heads of 128 values: a block of fp32 rows holds 8 tokens.
 _SHARED: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 512, "initializer_range": 0.25,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.25,
+}
 _OPT: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "max_position_embeddings": 512, "init_std": 0.15, "dropout": 0.0,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "word_embed_proj_dim": 256,
+    "ffn_dim": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 512,
+    "init_std": 0.15,
+    "dropout": 0.0,
+}
 _GPT2: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "n_embd": 256, "n_inner": 96, "n_layer": 2, "n_head": 2, "n_positions": 512, "initializer_range": 0.15,
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "n_embd": 256,
+    "n_inner": 96,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 512,
+    "initializer_range": 0.15,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 _EIGHT = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": None}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _SHARED),
     "qwen2": ("Qwen2", _SHARED),
     "qwen3": ("Qwen3", _SHARED),
-    "mixtral": ("Mixtral", _SHARED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mixtral": (
+        "Mixtral",
+        _SHARED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
     "mistral": ("Mistral", _SHARED | {"sliding_window": 12}),
     "gemma3": (
         "Gemma3",
@@ -71,13 +97,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+def make(
+    name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> PreTrainedModel:
     """A model of that kind, the same every time, in evaluation mode."""
     family, options = CONFIGS[name]
     kind = "TextConfig" if family == "Gemma3" else "Config"
     config = getattr(transformers, family + kind)(**_EIGHT | options | changes)
     torch.manual_seed(seed)
-    model_class = getattr(transformers, {"OPT": "OPTForCausalLM", "GPT2": "GPT2LMHeadModel"}.get(family, family + "ForCausalLM"))
+    model_class = getattr(
+        transformers,
+        {"OPT": "OPTForCausalLM", "GPT2": "GPT2LMHeadModel"}.get(family, family + "ForCausalLM"),
+    )
     with torch.random.fork_rng():
         model = model_class(config).to(dtype).eval()
     model.generation_config.update(pad_token_id=PAD, eos_token_id=None, bos_token_id=1)
@@ -109,16 +140,33 @@ def prompt(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: Any, *, seed: int = 0, **options: Any) -> torch.Tensor:
+def generate(
+    model: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    cache: Any,
+    *,
+    seed: int = 0,
+    **options: Any,
+) -> torch.Tensor:
     """Token ids, prompts included."""
     torch.manual_seed(seed)
-    return model.generate(**inputs, past_key_values=cache, **{"max_new_tokens": 30, "do_sample": False} | options)
+    return model.generate(
+        **inputs, past_key_values=cache, **{"max_new_tokens": 30, "do_sample": False} | options
+    )
 
 
 @functools.cache
-def _known(name: str, lengths: tuple[int, ...], seed: int, options: tuple[tuple[str, Any], ...]) -> torch.Tensor:
+def _known(
+    name: str, lengths: tuple[int, ...], seed: int, options: tuple[tuple[str, Any], ...]
+) -> torch.Tensor:
     model = plain(name)
-    return generate(model, prompt(list(lengths), seed), DynamicCache(config=model.config), seed=seed, **dict(options))
+    return generate(
+        model,
+        prompt(list(lengths), seed),
+        DynamicCache(config=model.config),
+        seed=seed,
+        **dict(options),
+    )
 
 
 def expected(name: str, lengths: list[int], *, seed: int = 0, **options: Any) -> torch.Tensor:

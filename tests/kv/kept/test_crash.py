@@ -1,5 +1,5 @@
-"""kill -9 while a kept cache is filled and saved, at random moments and at every place where a file changes: whoever opens it then finds
-the last state that was saved, or nothing, and never a mix."""
+"""kill -9 while a kept cache is filled and saved, at random moments and at every place where a file
+changes: whoever opens it then finds the last state that was saved, or nothing, and never a mix."""
 
 from __future__ import annotations
 
@@ -25,13 +25,20 @@ from tests.retrieval.common import memory_folder
 from tests.sweeps import in_steps
 
 LONGEST, STEP = max(LENGTHS), 4
-#: Lengths of the states that a process saves: after every 4 new tokens, the last of which is not in the cache.
+#: Lengths of the states that a process saves: after every 4 new tokens, the last of which is not in
+#: the cache.
 STATES = {0} | {LONGEST - 1 + n for n in range(STEP, NEW + 1, STEP)} | {LONGEST + NEW - 1}
 
 
-@pytest.mark.parametrize(("name", "devices", "options"), [("llama", 1, {}), ("opt", 2, {"x_rows": 1, "spill_interval": 1})])
-def test_killed_at_random(folder: Path, processes: Forks, name: str, devices: int, options: dict[str, int]) -> None:
-    """Each time going on from what the last one left, until the end is reached; then from the beginning again."""
+@pytest.mark.parametrize(
+    ("name", "devices", "options"),
+    [("llama", 1, {}), ("opt", 2, {"x_rows": 1, "spill_interval": 1})],
+)
+def test_killed_at_random(
+    folder: Path, processes: Forks, name: str, devices: int, options: dict[str, int]
+) -> None:
+    """Each time going on from what the last one left, until the end is reached; then from the
+    beginning again."""
     rng, storage = random.Random(devices), [folder / str(i) for i in range(devices)]
     job = {"model": name, "storage": storage, "step": STEP, **options}
     begun = time.monotonic()
@@ -50,7 +57,8 @@ def test_killed_at_random(folder: Path, processes: Forks, name: str, devices: in
         now = held(name, storage) if all(path.exists() for path in storage) else 0
         assert now in STATES
         assert now >= last, "a saved state is gone"
-        limit_s *= 0.6 if code == 0 else 1.2 if now == last else 1  # however fast this machine is, most kills come on the way
+        # however fast this machine is, most kills come on the way
+        limit_s *= 0.6 if code == 0 else 1.2 if now == last else 1
         last = now
         seen.add(now)
         kills += code != 0
@@ -64,18 +72,30 @@ def test_killed_at_random(folder: Path, processes: Forks, name: str, devices: in
 def begun(processes: Forks) -> Iterator[Path]:
     """A cache with the first state saved."""
     with memory_folder() as path:
-        job = {"model": "llama", "storage": [path], "step": STEP, "until": STEP, "spill_interval": 1}
+        job = {
+            "model": "llama",
+            "storage": [path],
+            "step": STEP,
+            "until": STEP,
+            "spill_interval": 1,
+        }
         assert processes.wait(processes.start(**job)) == 0
         yield path
 
 
 @in_steps(2)
 def test_killed_at_every_change(folder: Path, processes: Forks, begun: Path, step: int) -> None:
-    """In about 24 (or 12) of the states that the files pass through. A state was saved: that one is found, or a later one; the next process
-    goes on in the same files."""
+    """In about 24 (or 12) of the states that the files pass through. A state was saved: that one is
+    found, or a later one; the next process goes on in the same files."""
 
     def job(name: str) -> dict[str, Any]:
-        return {"model": "llama", "storage": [folder / name], "step": STEP, "spill_interval": 1, "until": 3 * STEP}
+        return {
+            "model": "llama",
+            "storage": [folder / name],
+            "step": STEP,
+            "spill_interval": 1,
+            "until": 3 * STEP,
+        }
 
     shutil.copytree(begun, folder / "noted")
     reached = moments(processes, folder / "moments", [folder / "noted"], **job("noted"))
@@ -97,7 +117,9 @@ def test_killed_at_every_change(folder: Path, processes: Forks, begun: Path, ste
 
 def test_killed_before_anything_was_saved(folder: Path, processes: Forks) -> None:
     """What it wrote is found, counted, and gone when the name is used again."""
-    code = processes.wait(processes.start(model="llama", storage=[folder], at=["module", "save", 1, False]))
+    code = processes.wait(
+        processes.start(model="llama", storage=[folder], at=["module", "save", 1, False])
+    )
     assert code == -signal.SIGKILL
     (entry,) = entries(folder)
     assert (entry.name, entry.model, entry.is_open) == ("c", "unsaved", False)
@@ -112,7 +134,9 @@ def test_what_a_killed_process_wrote_later_is_cut_off(folder: Path, processes: F
     job = {"model": "llama", "storage": [folder]}
     assert processes.wait(processes.start(**job, until=4)) == 0
     size = (folder / "c" / "rows.bin").stat().st_size
-    assert processes.wait(processes.start(**job, at=["module", "save", 1, False])) == -signal.SIGKILL
+    assert (
+        processes.wait(processes.start(**job, at=["module", "save", 1, False])) == -signal.SIGKILL
+    )
     assert (folder / "c" / "rows.bin").stat().st_size > size
     with KVCache(enabled("llama").config, folder, name="c") as cache:
         cache.store.places.open(torch.device("cpu"))  # as the first rows do

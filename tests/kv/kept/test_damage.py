@@ -1,4 +1,5 @@
-"""Kept caches whose files are damaged, or belong to another model: a typed error that says what and where, never other tokens."""
+"""Kept caches whose files are damaged, or belong to another model: a typed error that says what and
+where, never other tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ DAMAGE = (errors.ChecksumError, errors.FormatError, errors.TruncatedFileError)
 def whole() -> Iterator[Path]:
     """A sound cache of two directories, the first sequence kept as X."""
     with memory_folder() as path:
-        with KVCache(enabled("llama").config, [path / "a", path / "b"], name="c", x_rows=1, spill_interval=8) as cache:
+        with KVCache(
+            enabled("llama").config, [path / "a", path / "b"], name="c", x_rows=1, spill_interval=8
+        ) as cache:
             go_on("llama", cache, until=9)
         yield path
 
@@ -44,7 +47,8 @@ def storage(folder: Path, whole: Path) -> list[Path]:
 
 
 def found(storage: list[Path]) -> errors.StorageError | None:
-    """What `verify` says, None: nothing. Opening and going on says the same, or, where blocks nobody asks for are damaged, all is right."""
+    """What `verify` says, None: nothing. Opening and going on says the same, or, where blocks
+    nobody asks for are damaged, all is right."""
     said = None
     try:
         assert verify(storage, "c") > 0
@@ -76,10 +80,15 @@ def spots(size: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["MANIFEST.json", "state"])
 def test_a_flipped_bit_in_what_is_not_rows(storage: list[Path], kind: str) -> None:
-    """Of the manifest all that is not white space; of the state (tables, checksums, rows in memory, tokens) everything."""
+    """Of the manifest all that is not white space; of the state (tables, checksums, rows in memory,
+    tokens) everything."""
     (path,) = [path for path in (storage[0] / "c").iterdir() if path.name.startswith(kind)]
     sound = path.read_bytes()
-    fields = [sound.find(f'"{name}"'.encode()) for name in json.loads(sound)] if kind == "MANIFEST.json" else []
+    fields = (
+        [sound.find(f'"{name}"'.encode()) for name in json.loads(sound)]
+        if kind == "MANIFEST.json"
+        else []
+    )
     for at in [*spots(len(sound)), *(at + skip for at in fields for skip in (1, 4))]:
         if sound[at : at + 1].isspace():
             continue
@@ -101,7 +110,9 @@ def test_a_flipped_bit_in_every_block(storage: list[Path], device: int) -> None:
     is_used = [False] * (len(sound) // 4096)
     with KVCache(enabled("llama").config, storage, name="c") as cache:
         for place in (cache.store.striped.place(each) for each in _segments(cache.store, device)):
-            for block in range(place.offset_bytes // 4096, (place.offset_bytes + place.size_bytes) // 4096):
+            for block in range(
+                place.offset_bytes // 4096, (place.offset_bytes + place.size_bytes) // 4096
+            ):
                 is_used[block] = True
     assert sum(is_used) > len(is_used) // 2
     for block in range(0, len(sound), 4096):
@@ -116,11 +127,18 @@ def test_a_flipped_bit_in_every_block(storage: list[Path], device: int) -> None:
         layers.add(str(caught.value).split(" in ")[0])
         assert caught.value.path == str(path)
         assert caught.value.offset_bytes is not None
-        assert caught.value.offset_bytes <= at < caught.value.offset_bytes + (caught.value.size_bytes or 4096)
+        assert (
+            caught.value.offset_bytes
+            <= at
+            < caught.value.offset_bytes + (caught.value.size_bytes or 4096)
+        )
         path.write_bytes(sound)
     assert len(layers) == 4 if device == 0 else layers
     flip(path, 4096 * is_used.index(True) + 5)
-    with pytest.raises(errors.ChecksumError) as caught, KVCache(enabled("llama").config, storage, name="c") as cache:
+    with (
+        pytest.raises(errors.ChecksumError) as caught,
+        KVCache(enabled("llama").config, storage, name="c") as cache,
+    ):
         go_on("llama", cache)
     assert caught.value.path == str(path)
 
@@ -181,7 +199,11 @@ def rewrite(storage: list[Path], change: Callable[[dict[str, Any]], None]) -> No
     del fields["checksum"]
     change(fields)
     canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    path.write_text(json.dumps(fields | {"checksum": "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()}))
+    path.write_text(
+        json.dumps(
+            fields | {"checksum": "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()}
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,10 +246,19 @@ def trained(name: str) -> Any:
 OTHERS: list[tuple[Callable[[], Any], str]] = [
     (lambda: changed(), "model.layers.1.self_attn.k_proj.weight"),
     (lambda: changed(name="model.embed_tokens.weight"), "model.embed_tokens.weight"),
-    (lambda: changed(name="model.layers.0.self_attn.v_proj.weight"), "model.layers.0.self_attn.v_proj.weight"),
+    (
+        lambda: changed(name="model.layers.0.self_attn.v_proj.weight"),
+        "model.layers.0.self_attn.v_proj.weight",
+    ),
     (lambda: trained("model.layers.0.mlp.down_proj.weight"), "model.layers.0.mlp.down_proj.weight"),
-    (lambda: trained("model.layers.0.self_attn.o_proj.weight"), "model.layers.0.self_attn.o_proj.weight"),
-    (lambda: trained("model.layers.1.input_layernorm.weight"), "model.layers.1.input_layernorm.weight"),
+    (
+        lambda: trained("model.layers.0.self_attn.o_proj.weight"),
+        "model.layers.0.self_attn.o_proj.weight",
+    ),
+    (
+        lambda: trained("model.layers.1.input_layernorm.weight"),
+        "model.layers.1.input_layernorm.weight",
+    ),
     (lambda: changed(rope_theta=5000.0), "config"),
     (lambda: changed(rms_norm_eps=1e-3), "config"),
     (lambda: changed(dtype=torch.bfloat16), "dtype"),
@@ -241,7 +272,9 @@ def test_another_model(storage: list[Path], number: int) -> None:
     model, key = OTHERS[number][0](), OTHERS[number][1]
     with KVCache(model.config, storage, name="c") as cache:
         for _ in range(2):
-            with pytest.raises(errors.ForeignFileError, match=rf"another model \({re.escape(key)}\)") as caught:
+            with pytest.raises(
+                errors.ForeignFileError, match=rf"another model \({re.escape(key)}\)"
+            ) as caught:
                 model(input_ids=torch.ones(2, 1, dtype=torch.long), past_key_values=cache)
             assert caught.value.path == str(storage[0] / "c")
             assert cache.get_seq_length() == LONGEST + 8
@@ -262,18 +295,24 @@ def test_the_same_model_elsewhere(storage: list[Path], tmp_path: Path) -> None:
         again.lm_head.weight.mul_(2)
     said = inputs(wanted("llama")[:, : LONGEST + 9])
     with KVCache(again.config, storage, name="c") as cache:
-        assert torch.equal(generate(again, said, cache, max_new_tokens=9), wanted("llama")[:, : LONGEST + 18])
+        assert torch.equal(
+            generate(again, said, cache, max_new_tokens=9), wanted("llama")[:, : LONGEST + 18]
+        )
 
 
 def test_a_link_in_place_of_a_file(storage: list[Path], folder: Path) -> None:
-    """An archive may hold links: what is written must not go where they lead, nor what they lead to be removed."""
+    """An archive may hold links: what is written must not go where they lead, nor what they lead to
+    be removed."""
     (folder / "victim").write_text("mine")
     for name in ("rows.bin", "LOCK", "LAST_USED", "PART", "MANIFEST.json.new"):
         path = storage[0] / "c" / name
         aside = path.read_bytes() if path.exists() else None
         path.unlink(missing_ok=True)
         path.symlink_to(folder / "victim")
-        for call in (lambda: verify(storage, "c"), lambda: KVCache(enabled("llama").config, storage, name="c")):
+        for call in (
+            lambda: verify(storage, "c"),
+            lambda: KVCache(enabled("llama").config, storage, name="c"),
+        ):
             with pytest.raises((errors.FormatError, errors.WriteError)):
                 call()
         path.unlink()
@@ -281,7 +320,10 @@ def test_a_link_in_place_of_a_file(storage: list[Path], folder: Path) -> None:
             path.write_bytes(aside)
     shutil.move(storage[0] / "c", folder / "elsewhere")
     (storage[0] / "c").symlink_to(folder / "elsewhere")
-    for call in (lambda: remove(storage, "c"), lambda: KVCache(enabled("llama").config, storage, name="c")):
+    for call in (
+        lambda: remove(storage, "c"),
+        lambda: KVCache(enabled("llama").config, storage, name="c"),
+    ):
         with pytest.raises(errors.StorageError):
             call()
     assert (folder / "victim").read_text() == "mine"
@@ -289,13 +331,19 @@ def test_a_link_in_place_of_a_file(storage: list[Path], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("make_other", [lambda path: path.symlink_to(path), os.mkfifo, os.mkdir])
-def test_something_else_in_place_of_the_lock_file(storage: list[Path], make_other: Callable[[Path], None]) -> None:
+def test_something_else_in_place_of_the_lock_file(
+    storage: list[Path], make_other: Callable[[Path], None]
+) -> None:
     """The error says so, and how to go on; a list waits for nobody."""
     lock = storage[0] / "c" / "LOCK"
     lock.unlink()
     make_other(lock)
     assert [entry.name for entry in entries(storage)] == ["c"]
-    for call in (lambda: verify(storage, "c"), lambda: remove(storage, "c"), lambda: KVCache(enabled("llama").config, storage, name="c")):
+    for call in (
+        lambda: verify(storage, "c"),
+        lambda: remove(storage, "c"),
+        lambda: KVCache(enabled("llama").config, storage, name="c"),
+    ):
         with pytest.raises(errors.FormatError, match="lock file is not a plain file") as raised:
             call()
         assert "remove it" in str(raised.value)
@@ -304,7 +352,8 @@ def test_something_else_in_place_of_the_lock_file(storage: list[Path], make_othe
 
 
 def test_a_copy_of_the_first_folder_alone(storage: list[Path], folder: Path) -> None:
-    """It names rows that are the original's: it is refused, and removing it removes nothing of the original."""
+    """It names rows that are the original's: it is refused, and removing it removes nothing of the
+    original."""
     with KVCache(enabled("llama").config, storage, name="c") as cache:
         go_on("llama", cache, until=10)
     shutil.copytree(storage[0], folder / "copy")
@@ -327,4 +376,8 @@ def test_somebodys_files_beside(storage: list[Path]) -> None:
     with KVCache(enabled("llama").config, storage, name="c") as cache:
         go_on("llama", cache, until=10)
     remove(storage, "c")
-    assert sorted(path.name for path in (storage[0] / "c").iterdir()) == ["MANIFEST.jsonl", "state-of-the-art.pdf", "thesis.tex"]
+    assert sorted(path.name for path in (storage[0] / "c").iterdir()) == [
+        "MANIFEST.jsonl",
+        "state-of-the-art.pdf",
+        "thesis.tex",
+    ]

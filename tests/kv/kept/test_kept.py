@@ -1,4 +1,5 @@
-"""Kept caches: another process continues one exactly, and a new prompt reuses what it begins with."""
+"""Kept caches: another process continues one exactly, and a new prompt reuses what it begins
+with."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ LONGEST = max(LENGTHS)
         ("gpt2", 1, {"x_rows": 1, "generate": {"prefill_chunk_size": 18}}),
     ],
 )
-def test_another_process_continues(folder: Path, processes: Forks, name: str, devices: int, options: dict[str, Any]) -> None:
+def test_another_process_continues(
+    folder: Path, processes: Forks, name: str, devices: int, options: dict[str, Any]
+) -> None:
     """Three: one that answers nothing but the prompt, one that goes on, and this one."""
     longest = max(lengths_of(options.get("format")))
     storage, lossy = [folder / str(i) for i in range(devices)], options.get("format")
@@ -43,7 +46,9 @@ def test_another_process_continues(folder: Path, processes: Forks, name: str, de
     with KVCache(enabled(name).config, storage, name="c", format=lossy) as cache:
         assert cache.get_seq_length() == longest + 9 - 1
         assert cache.store.x_rows == options.get("x_rows", 0)
-        assert [path.endswith("/c/rows.bin") for path in cache.store.places.data_files] == [True] * devices
+        assert [path.endswith("/c/rows.bin") for path in cache.store.places.data_files] == [
+            True
+        ] * devices
         go_on(name, cache, lossy=lossy)
         assert cache.stats()["bytes_asked"] > 0
         held = cache.get_seq_length()
@@ -54,7 +59,8 @@ def test_another_process_continues(folder: Path, processes: Forks, name: str, de
 
 @pytest.mark.parametrize(("made", "asked"), [("int8", None), (None, "int8"), ("fp16", None)])
 def test_another_format_is_refused(folder: Path, made: str | None, asked: str | None) -> None:
-    """Lossy rows are not continued by who asked for exact ones, nor the other way round; what was kept stays."""
+    """Lossy rows are not continued by who asked for exact ones, nor the other way round; what was
+    kept stays."""
     with KVCache(enabled("llama").config, folder, name="c", format=made, x_rows=0) as cache:
         go_on("llama", cache, until=1)
         length = cache.get_seq_length()
@@ -72,9 +78,14 @@ def test_layers_in_memory_are_refused(folder: Path) -> None:
     KVCache(enabled("llama").config, folder, name="c").close()
 
 
-@pytest.fixture(scope="module", params=[("llama", 0), ("llama", 1), ("opt", 2)], ids=["llama-0", "llama-1", "opt-2"])
+@pytest.fixture(
+    scope="module",
+    params=[("llama", 0), ("llama", 1), ("opt", 2)],
+    ids=["llama-0", "llama-1", "opt-2"],
+)
 def kept(request: pytest.FixtureRequest) -> Iterator[tuple[str, Path]]:
-    """A model, and its cache "c" of 29 tokens: 21 asked, 9 answered but for the last. Left padding. To be copied."""
+    """A model, and its cache "c" of 29 tokens: 21 asked, 9 answered but for the last. Left padding.
+    To be copied."""
     name, x_rows = request.param
     with memory_folder() as where:
         with KVCache(enabled(name).config, where, name="c", x_rows=x_rows) as cache:
@@ -95,7 +106,9 @@ def answer(name: str, said: dict[str, torch.Tensor], n: int = 9) -> torch.Tensor
 
 
 @pytest.mark.parametrize("common", [1, 7, 8, 9, 20, 26, 28])
-def test_the_longest_common_prefix_is_reused(folder: Path, kept: tuple[str, Path], common: int) -> None:
+def test_the_longest_common_prefix_is_reused(
+    folder: Path, kept: tuple[str, Path], common: int
+) -> None:
     """With another token after `common`, and a longer prompt."""
     name, _ = kept
     copied(kept, folder)
@@ -113,37 +126,52 @@ def test_the_longest_common_prefix_is_reused(folder: Path, kept: tuple[str, Path
 
 @pytest.mark.parametrize("kept", [("llama", 0)], indirect=True, ids=["llama-0"])
 @pytest.mark.parametrize("asked", [2, 8, 16, 21, 28, 29, 30])
-def test_prompts_that_begin_like_the_cache(folder: Path, kept: tuple[str, Path], asked: int) -> None:
+def test_prompts_that_begin_like_the_cache(
+    folder: Path, kept: tuple[str, Path], asked: int
+) -> None:
     """Shorter, as long, longer by one: at least the last token is read again."""
     copied(kept, folder)
     said = inputs(wanted("llama"))
     said = {key: value[:, :asked] for key, value in said.items()}
     with KVCache(enabled("llama").config, folder, name="c") as cache:
         assert match(cache, said) == min(asked - 1, 29)
-        assert torch.equal(generate(enabled("llama"), said, cache, max_new_tokens=9), answer("llama", said))
+        assert torch.equal(
+            generate(enabled("llama"), said, cache, max_new_tokens=9), answer("llama", said)
+        )
 
 
 def test_prompts_with_nothing_in_common(folder: Path) -> None:
-    """The same batch size; another padding at the front makes other positions, so nothing is reused either."""
+    """The same batch size; another padding at the front makes other positions, so nothing is reused
+    either."""
     with KVCache(enabled("llama").config, folder, name="c", x_rows=0) as cache:
         go_on("llama", cache, until=9)
         other = prompt([30, 30], 8)
         assert match(cache, other) == 0
-        assert torch.equal(generate(enabled("llama"), other, cache, max_new_tokens=9), answer("llama", other))
-        padded = {"input_ids": other["input_ids"].clone(), "attention_mask": other["attention_mask"].clone()}
+        assert torch.equal(
+            generate(enabled("llama"), other, cache, max_new_tokens=9), answer("llama", other)
+        )
+        padded = {
+            "input_ids": other["input_ids"].clone(),
+            "attention_mask": other["attention_mask"].clone(),
+        }
         padded["attention_mask"][0, :3] = 0
         assert match(cache, padded) == 0
-        assert torch.equal(generate(enabled("llama"), padded, cache, max_new_tokens=9), answer("llama", padded))
+        assert torch.equal(
+            generate(enabled("llama"), padded, cache, max_new_tokens=9), answer("llama", padded)
+        )
     with KVCache(enabled("llama").config, folder, name="c") as cache:
         assert match(cache, padded) == 29
         assert match(cache, {key: value[:, :1] for key, value in padded.items()}) == 0
     with KVCache(enabled("llama").config, folder, name="c") as cache:
         assert (cache.get_seq_length(), match(cache, other)) == (0, 0), "the empty state was saved"
-        assert torch.equal(generate(enabled("llama"), other, cache, max_new_tokens=9), answer("llama", other))
+        assert torch.equal(
+            generate(enabled("llama"), other, cache, max_new_tokens=9), answer("llama", other)
+        )
 
 
 def test_saving_in_between(folder: Path) -> None:
-    """Beams, a crop, a reset: each state is the one that is found; space that a saved state needs is not used before the next save."""
+    """Beams, a crop, a reset: each state is the one that is found; space that a saved state needs
+    is not used before the next save."""
     model, lengths = enabled("llama"), [21, 20]
     with KVCache(model.config, folder, name="c", x_rows=0, spill_interval=1) as cache:
         with pytest.raises(errors.StoreBusyError, match="open"):
@@ -157,7 +185,10 @@ def test_saving_in_between(folder: Path) -> None:
         cache.crop(-15)
         cache.save()
         held = cache.get_seq_length()
-        said = {"input_ids": kept[:, : held + 1], "attention_mask": inputs(kept[:2])["attention_mask"][:, : held + 1]}
+        said = {
+            "input_ids": kept[:, : held + 1],
+            "attention_mask": inputs(kept[:2])["attention_mask"][:, : held + 1],
+        }
         said["attention_mask"] = said["attention_mask"].repeat_interleave(3, dim=0)
         after = generate(model, said, cache, max_new_tokens=9)
         assert torch.equal(after, answer("llama", said))
@@ -173,7 +204,11 @@ def test_a_state_that_is_not_saved_again_stays(folder: Path) -> None:
     model = enabled("llama")
     with KVCache(model.config, folder, name="c", x_rows=0) as cache:
         go_on("llama", cache, until=9)
-        copies = {path.name: path.read_bytes() for path in (folder / "c").iterdir() if path.name.startswith(("state", "MANIFEST"))}
+        copies = {
+            path.name: path.read_bytes()
+            for path in (folder / "c").iterdir()
+            if path.name.startswith(("state", "MANIFEST"))
+        }
         size = (folder / "c" / "rows.bin").stat().st_size
         rows = (folder / "c" / "rows.bin").read_bytes()
         for seed in range(3):
@@ -190,7 +225,8 @@ def test_a_state_that_is_not_saved_again_stays(folder: Path) -> None:
 
 
 def test_a_pass_that_fails_in_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two layers: some have its tokens and others not. What is kept is the state before it."""
+    """Between two layers: some have its tokens and others not. What is kept is the state before
+    it."""
     from espnx.integrations.transformers.enable import enable_kv_cache
 
     model = enable_kv_cache(make("llama"))
@@ -208,14 +244,17 @@ def test_a_pass_that_fails_in_the_model(folder: Path, monkeypatch: pytest.Monkey
                 patch.setattr(torch.nn.functional, "silu", fail)
                 generate(model, inputs(right[:, : LONGEST if first else LONGEST + 9]), cache)
         with KVCache(model.config, folder, name=name) as cache:
-            assert [cache.store.length(layer) for layer in range(2)] == [0 if first else LONGEST + 8] * 2
+            assert [cache.store.length(layer) for layer in range(2)] == [
+                0 if first else LONGEST + 8
+            ] * 2
             go_on("llama", cache)
 
 
 @pytest.mark.parametrize("chosen", [[1, 2], [2, 2, 1], [0, 2]])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt"])
 def test_a_selection_of_sequences(folder: Path, name: str, chosen: list[int]) -> None:
-    """Also one that leaves no sequence kept as X: it opens again, as `verify` says, and goes on as the framework's own cache does."""
+    """Also one that leaves no sequence kept as X: it opens again, as `verify` says, and goes on as
+    the framework's own cache does."""
     model, ids = enabled(name), prompt([40, 40, 40])["input_ids"]
     theirs = DynamicCache(config=model.config)
     index = torch.tensor(chosen)
@@ -226,9 +265,15 @@ def test_a_selection_of_sequences(folder: Path, name: str, chosen: list[int]) ->
             each(ids[index, :5], past_key_values=own)
     assert verify(folder, "c") > 0
     with torch.no_grad(), KVCache(model.config, folder, name="c") as cache:
-        assert (cache.get_seq_length(), cache.store.sequences, cache.store.x_rows) == (45, len(chosen), chosen.count(0))
+        assert (cache.get_seq_length(), cache.store.sequences, cache.store.x_rows) == (
+            45,
+            len(chosen),
+            chosen.count(0),
+        )
         right = plain(name)(ids[index, 5:9], past_key_values=theirs).logits
-        assert torch.allclose(model(ids[index, 5:9], past_key_values=cache).logits, right, atol=1e-3)
+        assert torch.allclose(
+            model(ids[index, 5:9], past_key_values=cache).logits, right, atol=1e-3
+        )
     assert verify(folder, "c") > 0
 
 
@@ -250,7 +295,10 @@ def test_nothing_was_done(folder: Path) -> None:
             assert cache.get_seq_length() == 0
             cache.save()
     assert not (folder / "c" / "MANIFEST.json").exists()
-    with KVCache(plain("llama").config, folder) as cache, pytest.raises(errors.StateError, match="name"):
+    with (
+        KVCache(plain("llama").config, folder) as cache,
+        pytest.raises(errors.StateError, match="name"),
+    ):
         cache.save()
     for bad in ("", "a/b", "..", ".x", "a b", "x" * 129, "c\n"):
         with pytest.raises(errors.InvalidInputError, match="name of a cache"):

@@ -1,4 +1,5 @@
-"""A library of kept caches: listed, verified and removed by name, and held below a size, the least recently used going first."""
+"""A library of kept caches: listed, verified and removed by name, and held below a size, the least
+recently used going first."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def folder() -> Iterator[Path]:
         yield path
 
 
-def keep(storage: Path | list[Path], name: str, used_s: int | None = None, **options: object) -> int:
+def keep(
+    storage: Path | list[Path], name: str, used_s: int | None = None, **options: object
+) -> int:
     """A cache of 8 new tokens, last used so many seconds after 1970. Its size."""
     with KVCache(enabled("llama").config, storage, name=name, **{"x_rows": 0} | options) as cache:  # type: ignore[arg-type]
         go_on("llama", cache, until=8)
@@ -55,9 +58,15 @@ def test_entries(folder: Path) -> None:
         first, second = entries(folder)
     assert (first.name, first.last_used_s, first.is_open) == ("sooner", 1000.0, False)
     assert (second.name, second.is_open) == ("later", True)
-    assert (first.model, first.sequences, first.tokens, first.directories) == ("LlamaForCausalLM", 2, LONGEST + 7, 1)
+    assert (first.model, first.sequences, first.tokens, first.directories) == (
+        "LlamaForCausalLM",
+        2,
+        LONGEST + 7,
+        1,
+    )
     used = sum(path.stat().st_blocks * 512 for path in (folder / "sooner").iterdir())
-    rows = 2 * 2 * 2 * 2 * 24 * 128 * 4  # K and V, layers, sequences, heads, tokens in whole blocks, values, bytes
+    # K and V, layers, sequences, heads, tokens in whole blocks, values, bytes
+    rows = 2 * 2 * 2 * 2 * 24 * 128 * 4
     assert size == first.size_bytes == used
     assert rows <= size < 1.6 * rows
     with pytest.raises(errors.StoreNotFoundError):
@@ -70,7 +79,10 @@ def test_sequences_kept_as_x_count(folder: Path) -> None:
 
 
 def test_the_least_recently_used_go(folder: Path) -> None:
-    sizes = {name: keep(folder, name, used_s) for name, used_s in (("b", 3000), ("a", 1000), ("d", 4000), ("c", 2000))}
+    sizes = {
+        name: keep(folder, name, used_s)
+        for name, used_s in (("b", 3000), ("a", 1000), ("d", 4000), ("c", 2000))
+    }
     total = sum(sizes.values())
     assert evict(folder, total) == []
     assert evict(folder, total - 1) == ["a"]
@@ -149,7 +161,11 @@ def test_caches_that_are_damaged_or_newer(folder: Path) -> None:
     (folder / "a" / "MANIFEST.json").write_text("{")
     manifest = folder / "b" / "MANIFEST.json"
     manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2'))
-    assert [(entry.name, entry.model) for entry in entries(folder)] == [("a", "damaged"), ("b", "damaged"), ("c", "LlamaForCausalLM")]
+    assert [(entry.name, entry.model) for entry in entries(folder)] == [
+        ("a", "damaged"),
+        ("b", "damaged"),
+        ("c", "LlamaForCausalLM"),
+    ]
     for name in "ab":
         with pytest.raises(errors.FormatError):
             verify(folder, name)
@@ -185,11 +201,21 @@ def test_several_directories(folder: Path) -> None:
 
 def test_verify_leaves_everything_as_it_is(folder: Path) -> None:
     keep(folder, "c")
-    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in (folder / "c").iterdir() if path.name != "LOCK"}
+    before = {
+        path.name: (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in (folder / "c").iterdir()
+        if path.name != "LOCK"
+    }
     rows = sum(len(data) for name, (data, _) in before.items() if name == "rows.bin")
     assert 0 < verify(folder, "c") <= rows
-    after = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in (folder / "c").iterdir() if path.name != "LOCK"}
-    assert {name: data for name, (data, _) in after.items()} == {name: data for name, (data, _) in before.items()}
+    after = {
+        path.name: (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in (folder / "c").iterdir()
+        if path.name != "LOCK"
+    }
+    assert {name: data for name, (data, _) in after.items()} == {
+        name: data for name, (data, _) in before.items()
+    }
     assert after["LAST_USED"] == before["LAST_USED"]
     with KVCache(enabled("llama").config, folder, name="c"), pytest.raises(errors.StoreBusyError):
         verify(folder, "c")
@@ -218,7 +244,8 @@ def test_a_lock_that_is_held_for_a_moment(folder: Path) -> None:
 
 
 def test_threads_that_list_open_and_evict(folder: Path) -> None:
-    """Listing takes each lock for a moment; nobody who opens a cache is refused for it, and nobody sees an entry half."""
+    """Listing takes each lock for a moment; nobody who opens a cache is refused for it, and nobody
+    sees an entry half."""
     enabled("llama")
     keep(folder, "a")
     stop, failed = threading.Event(), list[BaseException]()
@@ -253,7 +280,8 @@ def test_threads_that_list_open_and_evict(folder: Path) -> None:
 
 
 def test_owners_and_removers_of_one_name(folder: Path) -> None:
-    """Removal takes the lock file with it; whoever waited for that file's lock must not own the name beside its next maker."""
+    """Removal takes the lock file with it; whoever waited for that file's lock must not own the
+    name beside its next maker."""
     owners, failed = list[int](), list[BaseException]()
 
     def watched(body: Callable[[], None]) -> Callable[[], None]:

@@ -1,4 +1,5 @@
-"""Kept caches that share folders, and saves that fail: typed errors, and the state that was saved before is still there."""
+"""Kept caches that share folders, and saves that fail: typed errors, and the state that was saved
+before is still there."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ LONGEST, STEP = max(LENGTHS), 4
 
 
 def test_one_process_at_a_time(folder: Path, processes: Forks) -> None:
-    """The other is told who has it; the lock goes with its process, however that ends. Folders that are shared in part are locked too."""
+    """The other is told who has it; the lock goes with its process, however that ends. Folders that
+    are shared in part are locked too."""
     storage = [folder / "a", folder / "b"]
     child = processes.start(model="llama", storage=storage, hold=folder / "held", step=STEP)
     assert until((folder / "held").exists, 30)
@@ -53,8 +55,16 @@ def test_other_directories(folder: Path, wrong: str) -> None:
     a, b, c = (folder / word for word in "abc")
     with KVCache(enabled("llama").config, [a, b], name="c", x_rows=0) as cache:
         go_on("llama", cache, until=9)
-    storage = {"fewer": [a], "more": [a, b, c], "swapped": [b, a], "other first": [c, b], "other last": [a, c]}[wrong]
-    with pytest.raises((errors.ForeignFileError, errors.TruncatedFileError), match=r"director|too soon"):
+    storage = {
+        "fewer": [a],
+        "more": [a, b, c],
+        "swapped": [b, a],
+        "other first": [c, b],
+        "other last": [a, c],
+    }[wrong]
+    with pytest.raises(
+        (errors.ForeignFileError, errors.TruncatedFileError), match=r"director|too soon"
+    ):
         KVCache(enabled("llama").config, storage, name="c")
     with KVCache(enabled("llama").config, [a, b], name="c") as cache:
         assert cache.get_seq_length() == LONGEST + 8
@@ -64,13 +74,19 @@ def test_other_directories(folder: Path, wrong: str) -> None:
 @in_steps(2)
 @pytest.mark.parametrize("operation", ["write", "sync", "rename", "truncate"])
 def test_a_save_that_fails(folder: Path, operation: str, step: int) -> None:
-    """At every call. The state before is found, or the new one where only its last flush failed; a later save works."""
+    """At every call. The state before is found, or the new one where only its last flush failed; a
+    later save works."""
     failures = 0
     for nth in range(1, 30, step):
         made: list[FaultyEngine] = []
 
         def make_engine(nth: int = nth, made: list[FaultyEngine] = made) -> FaultyEngine:
-            made.append(FaultyEngine([FaultRule("error", operation=operation, nth=nth, count=1, value=28)], pool_bytes=1 << 20))
+            made.append(
+                FaultyEngine(
+                    [FaultRule("error", operation=operation, nth=nth, count=1, value=28)],
+                    pool_bytes=1 << 20,
+                )
+            )
             return made[-1]
 
         shutil.rmtree(folder / "c", ignore_errors=True)
@@ -121,7 +137,8 @@ def test_a_directory_that_may_only_be_read(tmp_path: Path) -> None:
 @pytest.mark.root
 @pytest.mark.parametrize("room_bytes", [0, 9000, 70_000])
 def test_a_full_disk(tmp_path: Path, room_bytes: int) -> None:
-    """While it is saved, or before; the state before stays, and with room made the same cache goes on and is saved."""
+    """While it is saved, or before; the state before stays, and with room made the same cache goes
+    on and is saved."""
     with mounted("tmpfs", "espnx", tmp_path / "tmpfs", "size=6m") as where:
         cache = KVCache(enabled("llama").config, where, name="c", x_rows=0)
         go_on("llama", cache, until=4)
@@ -164,7 +181,11 @@ def test_a_close_that_failed_can_be_repeated(folder: Path, monkeypatch: pytest.M
     logits = enabled("llama")(wanted("llama")[:, held : held + 1], past_key_values=cache).logits
     assert torch.isfinite(logits).all()
     with monkeypatch.context() as patch:
-        patch.setattr(kept, "write_manifest", failing(errors.DiskFullError("full", needed_bytes=2, free_bytes=1)))
+        patch.setattr(
+            kept,
+            "write_manifest",
+            failing(errors.DiskFullError("full", needed_bytes=2, free_bytes=1)),
+        )
         with pytest.raises(errors.DiskFullError):
             cache.close()
     cache.close()
@@ -215,9 +236,11 @@ def test_a_cache_that_could_not_be_opened_leaves_nothing(folder: Path) -> None:
     (folder / "file").touch()
     config = enabled("llama").config
     for storage, options in (
-        ([folder, folder / "file"], {}), (folder, {"engine": "no such engine"}), (folder, {"capacity_tokens": 0}),
+        ([folder, folder / "file"], {}),
+        (folder, {"engine": "no such engine"}),
+        (folder, {"capacity_tokens": 0}),
         ([folder, folder / "b"], {"engine": "no such engine"}),
-    ):  # fmt: skip
+    ):
         with pytest.raises(errors.EspnxError):
             KVCache(config, storage, name="c", **options)  # type: ignore[arg-type]
         assert not (folder / "c").exists()

@@ -1,4 +1,5 @@
-"""The compiled accelerator equals its reference to the bit, at every level and number of threads, and both lie within the bound."""
+"""The compiled accelerator equals its reference to the bit, at every level and number of threads,
+and both lie within the bound."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ from espnx.ops.accelerator import (
     accelerator_scores_reference,
 )
 from espnx.ops.accelerator.reference import exponential, logarithm, statistics
-from tests.ops.accelerator.cases import SCALE, Case, assert_same_bits, assert_within_bound, make_case
+from tests.ops.accelerator.cases import (
+    SCALE,
+    Case,
+    assert_same_bits,
+    assert_within_bound,
+    make_case,
+)
 
 LEVELS = pytest.mark.parametrize("cpu_level", ["portable", "avx2", "avx512"], indirect=True)
 
@@ -30,8 +37,11 @@ LEVELS = pytest.mark.parametrize("cpu_level", ["portable", "avx2", "avx512"], in
 @pytest.mark.parametrize("n_rows", [0, 1, 31, 32, 33, 96, 127, 128, 129, 300])
 @pytest.mark.parametrize("waiting", [0, 7])
 def test_lengths(cpu_level: str, n_rows: int, waiting: int) -> None:
-    """Around the padding and the blocks; some rows of a sequence, or all of them, wait on the host."""
-    case = make_case([n_rows, n_rows + 17], n=2, heads=2, cuts=(5, 40, 141), waiting=min(waiting, n_rows))
+    """Around the padding and the blocks; some rows of a sequence, or all of them, wait on the
+    host."""
+    case = make_case(
+        [n_rows, n_rows + 17], n=2, heads=2, cuts=(5, 40, 141), waiting=min(waiting, n_rows)
+    )
     got = case.run()
     assert_same_bits(got, case.reference())
     assert_within_bound(got, case)
@@ -48,7 +58,8 @@ def test_thousands_of_rows(cpu_level: str) -> None:
 @LEVELS
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 11])
 def test_groups(cpu_level: str, n: int) -> None:
-    """More than 5 queries take several passes, and a query's result does not depend on who shares its pass."""
+    """More than 5 queries take several passes, and a query's result does not depend on who shares
+    its pass."""
     case = make_case([150], n=n, heads=2)
     got = case.run()
     assert_same_bits(got, case.reference())
@@ -72,14 +83,18 @@ def test_every_number_of_threads() -> None:
         {"last_position": torch.tensor([0, 131, -1, 290])},
         {"visible": (torch.arange(3 * 400) % 3 > 0).to(torch.uint8).view(3, 400)},
         {"visible": torch.zeros(3, 400, dtype=torch.uint8)},
-        {"first_visible": torch.tensor([4, 5, 6]), "last_position": torch.tensor([3, 200, 250, 299]),
-         "visible": (torch.arange(3 * 400) % 7 > 0).to(torch.uint8).view(3, 400)},
+        {
+            "first_visible": torch.tensor([4, 5, 6]),
+            "last_position": torch.tensor([3, 200, 250, 299]),
+            "visible": (torch.arange(3 * 400) % 7 > 0).to(torch.uint8).view(3, 400),
+        },
     ],
     ids=["first", "last", "visible", "nothing", "all"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("waiting", [0, 40])
 def test_masks(cpu_level: str, masks: dict[str, Any], waiting: int) -> None:
-    """Whole blocks that are hidden, queries that see nothing (0 and -inf), buffered rows that are hidden."""
+    """Whole blocks that are hidden, queries that see nothing (0 and -inf), buffered rows that are
+    hidden."""
     case = make_case([290, 290, 290], n=4, waiting=waiting, **masks)
     got = case.run()
     assert_same_bits(got, case.reference())
@@ -88,8 +103,12 @@ def test_masks(cpu_level: str, masks: dict[str, Any], waiting: int) -> None:
 
 @LEVELS
 def test_what_hidden_rows_hold_has_no_effect(cpu_level: str) -> None:
-    plain = make_case([200], n=3, last_position=torch.tensor([199, 90, 150]), first_visible=torch.tensor([10]))
-    broken = make_case([200], n=3, last_position=torch.tensor([199, 90, 150]), first_visible=torch.tensor([10]))
+    plain = make_case(
+        [200], n=3, last_position=torch.tensor([199, 90, 150]), first_visible=torch.tensor([10])
+    )
+    broken = make_case(
+        [200], n=3, last_position=torch.tensor([199, 90, 150]), first_visible=torch.tensor([10])
+    )
     view = broken.buffer[3:].clone().view(torch.float16).view(-1, 2, 16, DIM)
     view[0, :, :10] = torch.tensor([torch.inf, torch.nan]).half().repeat(DIM // 2)
     broken.buffer[3:] = view.flatten().view(torch.uint8)
@@ -99,14 +118,17 @@ def test_what_hidden_rows_hold_has_no_effect(cpu_level: str) -> None:
     broken.buffer[3:] = view.flatten().view(torch.uint8)
     got = broken.run()
     assert_same_bits(got, broken.reference())
-    assert_same_bits((got[0][:, :, 1:], got[1][:, :, 1:]), tuple(each[:, :, 1:] for each in plain.run()))  # type: ignore[arg-type]
+    assert_same_bits(
+        (got[0][:, :, 1:], got[1][:, :, 1:]), tuple(each[:, :, 1:] for each in plain.run())
+    )  # type: ignore[arg-type]
     assert not bool(got[0][0, 0, 0, 7].isfinite())  # it sees the row
 
 
 @LEVELS
 @pytest.mark.parametrize("what", ["largest", "smallest", "mixed"])
 def test_the_limits_of_fp16(cpu_level: str, what: str) -> None:
-    """Products of the largest values stay finite in fp32, and results are no NaN; subnormals count."""
+    """Products of the largest values stay finite in fp32, and results are no NaN; subnormals
+    count."""
     case = make_case([40], n=2)
     values = {"largest": 65504.0, "smallest": 2.0**-24, "mixed": 1024.0}[what]
     sign = torch.ones(DIM)
@@ -127,7 +149,12 @@ def test_the_limits_of_fp16(cpu_level: str, what: str) -> None:
 
 
 def _with_rows(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Case:
-    blocks = torch.stack([k.view(-1, 8, DIM), v.view(-1, 8, DIM)], dim=1).contiguous().view(torch.uint8).flatten()
+    blocks = (
+        torch.stack([k.view(-1, 8, DIM), v.view(-1, 8, DIM)], dim=1)
+        .contiguous()
+        .view(torch.uint8)
+        .flatten()
+    )
     pieces = torch.tensor([[0, 0, 0, len(k), 0]])
     return Case(q, [[k]], [[v]], [torch.arange(len(k))], blocks, pieces, 8)
 
@@ -136,7 +163,8 @@ def _with_rows(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("where", ["k", "v", "q", "scores"])
 def test_what_is_not_finite_shows(cpu_level: str, value: float, where: str) -> None:
-    """It never becomes a plausible number: infinite or NaN, in the columns or queries that meet it."""
+    """It never becomes a plausible number: infinite or NaN, in the columns or queries that meet
+    it."""
     case = make_case([200], n=2, waiting=8)
     buffered = case.buffered
     assert buffered is not None
@@ -180,7 +208,10 @@ def test_scores_beyond_the_mask_say_so(cpu_level: str) -> None:
 def test_scores_of_the_host_are_those_of_the_accelerator() -> None:
     """A row that waits gives the bits that it gives when it is stored."""
     for waiting in (1, 5, 130, 200):
-        stored, handed = make_case([200], n=6, heads=2), make_case([200], n=6, heads=2, waiting=waiting)
+        stored, handed = (
+            make_case([200], n=6, heads=2),
+            make_case([200], n=6, heads=2, waiting=waiting),
+        )
         assert_same_bits(handed.run(), stored.run())
 
 
@@ -198,13 +229,17 @@ def test_scores(cpu_level: str, n: int, t: int) -> None:
 
 def test_exponential_and_logarithm() -> None:
     """Within what the bound takes them for."""
-    x = -np.concatenate([np.linspace(0, 110, 200_001), np.logspace(-30, 5, 2001)]).astype(np.float32)
+    x = -np.concatenate([np.linspace(0, 110, 200_001), np.logspace(-30, 5, 2001)]).astype(
+        np.float32
+    )
     exact, found = np.exp(x.astype(np.longdouble)), exponential(x)
     assert bool((np.abs(found - exact) <= exact * (2.0**-24 * (1 + 2.0**-15)) + 2.0**-150).all())
     assert exponential(np.asarray([-0.0, 0.0, -np.inf], np.float32)).tolist() == [1, 1, 0]
     assert np.isnan(exponential(np.asarray([np.nan], np.float32))).all()
     for each in (1.0, 1.5, 1e-30, 2.0, 3.0e38, 128.0, 1.4142135):
-        assert abs(logarithm(np.float32(each)) - np.log(np.float64(np.float32(each)))) <= 2.0**-40 * max(1, abs(np.log(each)))
+        assert abs(
+            logarithm(np.float32(each)) - np.log(np.float64(np.float32(each)))
+        ) <= 2.0**-40 * max(1, abs(np.log(each)))
     assert np.isnan(logarithm(np.float32(np.nan)))
 
 
@@ -220,7 +255,13 @@ def test_wrong_arguments() -> None:
     case = make_case([100], n=2, waiting=4)
     buffered = case.buffered
     assert buffered is not None
-    good = {"query": case.q, "buffer": case.buffer, "pieces": case.pieces, "block_rows": 16, "buffered": buffered}
+    good = {
+        "query": case.q,
+        "buffer": case.buffer,
+        "pieces": case.pieces,
+        "block_rows": 16,
+        "buffered": buffered,
+    }
     accelerator(**good)  # type: ignore[arg-type]
     for change, match in (
         ({"query": case.q.float()}, "query"),
@@ -254,7 +295,9 @@ def test_pieces_lie_inside_the_buffer() -> None:
     case = make_case([100], gap_bytes=0)
     shown = torch.ones(1, 100, dtype=torch.uint8)
     accelerator(case.q, case.buffer, case.pieces, block_rows=16, visible=shown)
-    for column, values in enumerate(((1, -1), (1, -1), (1, -1, 1 << 62), (113, -1, 1 << 62), (1, -1, 1 << 62))):
+    for column, values in enumerate(
+        ((1, -1), (1, -1), (1, -1, 1 << 62), (113, -1, 1 << 62), (1, -1, 1 << 62))
+    ):
         for value in values:
             wrong = case.pieces.clone()
             wrong[0, column] = value
@@ -271,7 +314,9 @@ def test_opcheck() -> None:
     required = (case.q, case.buffer, case.pieces, 16, SCALE)
     torch.library.opcheck(torch.ops.espnx.accelerator.default, required)
     masks = (torch.tensor([1]), torch.ones(1, 40, dtype=torch.uint8), torch.tensor([30, 39]))
-    torch.library.opcheck(torch.ops.espnx.accelerator.default, (*required, *masks, buffered.scores, buffered.v, 36, 2))
+    torch.library.opcheck(
+        torch.ops.espnx.accelerator.default, (*required, *masks, buffered.scores, buffered.v, 36, 2)
+    )
     torch.library.opcheck(torch.ops.espnx.accelerator_scores.default, (case.q, case.q, SCALE, 2))
 
 
@@ -280,8 +325,14 @@ def test_the_extension_checks_what_it_is_given() -> None:
     case = make_case([40], n=2)
     native, masks = load_extension(), (None, None, None)
     with pytest.raises(ValueError, match="come together"):
-        native.accelerator(case.q, case.buffer, case.pieces, 16, SCALE, *masks, torch.zeros(1, 1, 2, 4), None, 0, 1)
+        native.accelerator(
+            case.q, case.buffer, case.pieces, 16, SCALE, *masks, torch.zeros(1, 1, 2, 4), None, 0, 1
+        )
     with pytest.raises(ValueError, match="pieces"):
-        native.accelerator(case.q, case.buffer, case.pieces.float(), 16, SCALE, *masks, None, None, 0, 1)
+        native.accelerator(
+            case.q, case.buffer, case.pieces.float(), 16, SCALE, *masks, None, None, 0, 1
+        )
     with pytest.raises(IndexError, match="piece 0"):
-        native.accelerator(case.q, case.buffer[:-1], case.pieces, 16, SCALE, *masks, None, None, 0, 1)
+        native.accelerator(
+            case.q, case.buffer[:-1], case.pieces, 16, SCALE, *masks, None, None, 0, 1
+        )

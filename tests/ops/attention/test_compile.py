@@ -1,4 +1,5 @@
-"""Compiles the Triton kernel of attention for sm_80 and sm_90 ahead of time, which needs no GPU, and looks at what came out."""
+"""Compiles the Triton kernel of attention for sm_80 and sm_90 ahead of time, which needs no GPU,
+and looks at what came out."""
 
 from __future__ import annotations
 
@@ -8,10 +9,22 @@ import pytest
 
 pytest.importorskip("triton", reason="triton has no wheel for this machine's processor")
 
-from tests.ops.attention.variants import CAPABILITIES, TABLE, TESTED, VARIANTS, Variant, compiled, resources, row_key
+from tests.ops.attention.variants import (
+    CAPABILITIES,
+    TABLE,
+    TESTED,
+    VARIANTS,
+    Variant,
+    compiled,
+    resources,
+    row_key,
+)
 
 SHARED_BYTES_MAX = {80: 163 * 1024, 90: 227 * 1024}
-STORED = {tuple(row[name] for name in ("sm", *Variant._fields)): row for row in json.loads(TABLE.read_text())["rows"]}
+STORED = {
+    tuple(row[name] for name in ("sm", *Variant._fields)): row
+    for row in json.loads(TABLE.read_text())["rows"]
+}
 
 
 @pytest.mark.usefixtures("triton_cache")
@@ -22,12 +35,18 @@ def test_compiled_ahead_of_time(capability: int, variant: Variant) -> None:
     assert kernel.asm["cubin"][:4] == b"\x7fELF"
     assert kernel.metadata.shared <= SHARED_BYTES_MAX[capability]
     uses_tensor_cores = "tf32" in kernel.asm["ptx"]
-    assert uses_tensor_cores == (variant.format != "fp32"), "16 bits and fewer belong on tensor cores; fp32 must not be rounded to TF32"
+    assert uses_tensor_cores == (variant.format != "fp32"), (
+        "16 bits and fewer belong on tensor cores; fp32 must not be rounded to TF32"
+    )
     found, stored = resources(kernel), STORED[capability, *variant]
     assert found["stack_bytes"] <= stored["stack_bytes"], "spills more than it did; see variants.py"
     assert found["shared_bytes"] <= stored["shared_bytes"]
 
 
 def test_the_table_has_every_variant_and_none_lives_on_spills() -> None:
-    assert list(STORED) == [tuple(row_key(variant, capability).values()) for variant in VARIANTS for capability in CAPABILITIES]
+    assert list(STORED) == [
+        tuple(row_key(variant, capability).values())
+        for variant in VARIANTS
+        for capability in CAPABILITIES
+    ]
     assert all(row["stack_bytes"] <= 1280 for row in STORED.values())

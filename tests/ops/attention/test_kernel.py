@@ -1,6 +1,7 @@
 """The Triton version of attention in Triton's interpreter, against the reference.
 
-Triton decides between interpreter and compiler when it is imported, so one of the tests here runs the others' file in a process of its own.
+Triton decides between interpreter and compiler when it is imported, so one of the tests here runs
+the others' file in a process of its own.
 """
 
 from __future__ import annotations
@@ -21,14 +22,24 @@ from tests.ops.attention.test_attention import FORMATS, Case, assert_close, caus
 pytest.importorskip("triton", reason="triton has no wheel for this machine's processor")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Triton 3.6 needs NumPy below 2.4 for its interpreter, and there it warns.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-# Tensor cores add with truncation and take products in three TF32 parts, off by 2^-21 at most; so do two results that are merged.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Conversion of an array with ndim > 0:DeprecationWarning"
+)
+# Tensor cores add with truncation and take products in three TF32 parts, off by 2^-21 at most; so
+# do two results that are merged.
 PRECISION = {"unit": 2.0**-23, "product_error": 2.0**-20}
 
 
 def run(case: Case, n_splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     scale = case.query.shape[-1] ** -0.5 if case.scale is None else case.scale
-    rows: tuple[Any, ...] = (case.block_rows, case.format, scale, case.dv, case.visible, case.last_position)
+    rows: tuple[Any, ...] = (
+        case.block_rows,
+        case.format,
+        scale,
+        case.dv,
+        case.visible,
+        case.last_position,
+    )
     return attention_triton(*case.args, *rows, n_splits=n_splits)
 
 
@@ -59,7 +70,9 @@ def interpreted_not_finite(fmt: str) -> None:
     if fmt == "int8":
         return
     for value in (torch.nan, torch.inf, -torch.inf):
-        case = causal(make_case(n_rows=[20], q_len=3, d=16, n_kv=1, fmt=fmt, block_rows=32, gap_bytes=0))
+        case = causal(
+            make_case(n_rows=[20], q_len=3, d=16, n_kv=1, fmt=fmt, block_rows=32, gap_bytes=0)
+        )
         rows = case.buffer.view(case_dtype(case)).view(2, 32, 16)
         rows[1, 18, 5] = value  # of V, seen by the last two of three queries
         o, lse = run(case)
@@ -74,8 +87,12 @@ def case_dtype(case: Case) -> torch.dtype:
 
 
 @FORMATS
-@pytest.mark.parametrize("part", [interpreted_decode, interpreted_prefill, interpreted_x_rows, interpreted_not_finite])
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning")
+@pytest.mark.parametrize(
+    "part", [interpreted_decode, interpreted_prefill, interpreted_x_rows, interpreted_not_finite]
+)
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"
+)
 @pytest.mark.skipif(not IS_INTERPRETED, reason="[triton] runs in the interpreter's own process")
 def test_interpreted(part: Any, fmt: str) -> None:
     part(fmt)
@@ -83,9 +100,26 @@ def test_interpreted(part: Any, fmt: str) -> None:
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="[triton] starts the interpreter's process")
 def test_in_the_interpreter(pytestconfig: pytest.Config, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-o", f"cache_dir={tmp_path}", "-k", "test_interpreted", __file__]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-o",
+        f"cache_dir={tmp_path}",
+        "-k",
+        "test_interpreted",
+        __file__,
+    ]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONUNBUFFERED": "1"}
-    finished = subprocess.run(command, cwd=pytestconfig.rootpath, env=environment, capture_output=True, text=True, timeout=110)
+    finished = subprocess.run(
+        command,
+        cwd=pytestconfig.rootpath,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "16 passed" in finished.stdout
 
@@ -108,6 +142,9 @@ def test_on_a_gpu(fmt: str) -> None:
         make_case(n_rows=[0, 1, 33, 1300], group=4, d=128, fmt=fmt, gap_bytes=16),
         causal(make_case(n_rows=[2100, 145], q_len=70, n_kv=1, d=64, fmt=fmt, gap_bytes=4)),
     ):
-        there = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in vars(case).items()}
+        there = {
+            name: value.cuda() if isinstance(value, torch.Tensor) else value
+            for name, value in vars(case).items()
+        }
         o, lse = run(Case(**there))
         assert_close(case, (o.cpu(), lse.cpu()), **PRECISION)

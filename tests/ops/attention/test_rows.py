@@ -1,4 +1,5 @@
-"""Attention over rows in memory: the compiled version and the plain one, with every mask and change of scores, alone and together."""
+"""Attention over rows in memory: the compiled version and the plain one, with every mask and change
+of scores, alone and together."""
 
 from __future__ import annotations
 
@@ -10,15 +11,27 @@ import torch
 
 from espnx import errors
 from espnx.device.row_layout import RowLayout
-from espnx.ops.attention import Queries, RowsInMemory, add_sinks, attend_rows, attend_rows_reference, merge
+from espnx.ops.attention import (
+    Queries,
+    RowsInMemory,
+    add_sinks,
+    attend_rows,
+    attend_rows_reference,
+    merge,
+)
 from tests.device.rows import assert_right, normal, queries
 
 N_SEQUENCES, N_HEADS = 2, 2
 
 
-def some(d: int, dv: int, n: int, n_rows: int, seed: int, *, scale: float = 1.0) -> tuple[RowLayout, RowsInMemory, torch.Generator]:
+def some(
+    d: int, dv: int, n: int, n_rows: int, seed: int, *, scale: float = 1.0
+) -> tuple[RowLayout, RowsInMemory, torch.Generator]:
     rng = torch.Generator().manual_seed(seed)
-    k, v = (normal(N_SEQUENCES, N_HEADS, n_rows + 5, width, rng=rng).mul(scale).half() for width in (d, dv))
+    k, v = (
+        normal(N_SEQUENCES, N_HEADS, n_rows + 5, width, rng=rng).mul(scale).half()
+        for width in (d, dv)
+    )
     return RowLayout("fp16", d, dv), RowsInMemory(k, v, 3, n_rows, 70), rng
 
 
@@ -26,19 +39,30 @@ def changes(names: tuple[str, ...], n: int, n_rows: int, rng: torch.Generator) -
     """Of queries that stand among the rows' last positions."""
     position = 70 + torch.randint(n_rows // 2, n_rows + 3, (n,), generator=rng)
     every = {
-        "last_position": position, "window": 1 + n_rows // 3, "soft_cap": 3.0, "slopes": torch.rand(N_HEADS, n, generator=rng),
-        "first_visible": torch.tensor([75, 70 + n_rows // 2]), "visible": (torch.rand(2, 80 + n_rows, generator=rng) < 0.7).byte(),
-    }  # fmt: skip
+        "last_position": position,
+        "window": 1 + n_rows // 3,
+        "soft_cap": 3.0,
+        "slopes": torch.rand(N_HEADS, n, generator=rng),
+        "first_visible": torch.tensor([75, 70 + n_rows // 2]),
+        "visible": (torch.rand(2, 80 + n_rows, generator=rng) < 0.7).byte(),
+    }
     return {"position": position, **{name: every[name] for name in names}}
 
 
 NAMES = ("last_position", "window", "soft_cap", "slopes", "first_visible", "visible")
 
 
-@pytest.mark.parametrize("names", [*itertools.chain(*(itertools.combinations(NAMES, count) for count in (0, 1, 2))), NAMES])
-@pytest.mark.parametrize(("d", "dv", "n", "n_rows"), [(64, 64, 1, 300), (40, 72, 5, 129), (16, 8, 37, 200), (128, 128, 9, 1)])
+@pytest.mark.parametrize(
+    "names",
+    [*itertools.chain(*(itertools.combinations(NAMES, count) for count in (0, 1, 2))), NAMES],
+)
+@pytest.mark.parametrize(
+    ("d", "dv", "n", "n_rows"),
+    [(64, 64, 1, 300), (40, 72, 5, 129), (16, 8, 37, 200), (128, 128, 9, 1)],
+)
 def test_like_the_reference(names: tuple[str, ...], d: int, dv: int, n: int, n_rows: int) -> None:
-    """Few queries and many, tiles that are not full, scores that the cap bends (a deviation of 3)."""
+    """Few queries and many, tiles that are not full, scores that the cap bends (a deviation of
+    3)."""
     layout, rows, rng = some(d, dv, n, n_rows, seed=n, scale=3.0)
     look = queries(layout, N_SEQUENCES, N_HEADS, n, rng, **changes(names, n, n_rows, rng))
     assert_right(attend_rows(look, rows, threads=2), [], look, rows)
@@ -66,18 +90,31 @@ def test_a_change_is_seen() -> None:
 
 def test_a_cap_leaves_infinities_and_nan_as_they_are() -> None:
     look = Queries(torch.ones(1, 1, 1, 8), 8, soft_cap=2.0)
-    for value, expected in ((torch.inf, 2.0), (-torch.inf, -2.0), (torch.nan, torch.nan), (1e30, 2.0), (0.0, 0.0), (-0.25, -1.52318831)):
+    for value, expected in (
+        (torch.inf, 2.0),
+        (-torch.inf, -2.0),
+        (torch.nan, torch.nan),
+        (1e30, 2.0),
+        (0.0, 0.0),
+        (-0.25, -1.52318831),
+    ):
         k = torch.zeros(1, 1, 1, 8)
         k[..., 0] = value * 8 if value == -0.25 else value
         _, lse = attend_rows(look, RowsInMemory(k, torch.ones(1, 1, 1, 8), 0, 1, 0))
-        torch.testing.assert_close(lse.item(), expected, rtol=0, atol=8 * 2.0**-24 * 2, equal_nan=True)
+        torch.testing.assert_close(
+            lse.item(), expected, rtol=0, atol=8 * 2.0**-24 * 2, equal_nan=True
+        )
 
 
 def test_nothing_to_see() -> None:
     look = queries(RowLayout("fp16", 16, 8), 1, 2, 3, torch.Generator())
     for attend in (attend_rows, attend_rows_reference):
         o, lse = attend(look, None)
-        assert (o.shape, bool(o.any()), bool((lse == -torch.inf).all())) == ((1, 2, 3, 8), False, True)
+        assert (o.shape, bool(o.any()), bool((lse == -torch.inf).all())) == (
+            (1, 2, 3, 8),
+            False,
+            True,
+        )
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -88,11 +125,25 @@ def test_sinks(parts: int) -> None:
     o, lse = attend_rows(look, None)
     for i in range(parts):
         begin, end = 90 * i // parts, 90 * (i + 1) // parts
-        o, lse = merge(o, lse, *attend_rows(look, RowsInMemory(rows.k, rows.v, rows.skip + begin, end - begin, 70 + begin)))
+        o, lse = merge(
+            o,
+            lse,
+            *attend_rows(
+                look, RowsInMemory(rows.k, rows.v, rows.skip + begin, end - begin, 70 + begin)
+            ),
+        )
     found, sums = add_sinks(o, lse, sinks)
     k, v = (each.double() for each in rows.counting)
-    scores = torch.cat([look.q.double() @ k.transpose(-1, -2), sinks.double()[None, :, :, None].expand(N_SEQUENCES, -1, -1, 1)], dim=-1)
-    torch.testing.assert_close(found.double(), scores.softmax(-1)[..., :-1] @ v, rtol=1e-5, atol=1e-6)
+    scores = torch.cat(
+        [
+            look.q.double() @ k.transpose(-1, -2),
+            sinks.double()[None, :, :, None].expand(N_SEQUENCES, -1, -1, 1),
+        ],
+        dim=-1,
+    )
+    torch.testing.assert_close(
+        found.double(), scores.softmax(-1)[..., :-1] @ v, rtol=1e-5, atol=1e-6
+    )
     torch.testing.assert_close(sums.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-6)
     nothing, alone = add_sinks(*attend_rows(look, None), sinks)
     assert not nothing.any()
@@ -102,21 +153,31 @@ def test_sinks(parts: int) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"window": 4}, "no position"), ({"slopes": torch.ones(2, 3)}, "no position"),
+        ({"window": 4}, "no position"),
+        ({"slopes": torch.ones(2, 3)}, "no position"),
         ({"window": 0, "position": torch.arange(3)}, "at least 1"),
-        ({"soft_cap": 0.0}, "above 0"), ({"slopes": torch.ones(3, 2), "position": torch.arange(3)}, "KV heads"),
+        ({"soft_cap": 0.0}, "above 0"),
+        ({"slopes": torch.ones(3, 2), "position": torch.arange(3)}, "KV heads"),
     ],
-)  # fmt: skip
+)
 def test_queries_that_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(errors.InvalidInputError, match=message):
         queries(RowLayout("fp16", 16, 8), 1, 2, 3, torch.Generator(), **wrong)
 
 
 def test_rows_that_are_refused() -> None:
-    look, k, v = queries(RowLayout("fp16", 16, 8), 1, 2, 3, torch.Generator()), torch.zeros(1, 2, 9, 16), torch.zeros(1, 2, 9, 8)
+    look, k, v = (
+        queries(RowLayout("fp16", 16, 8), 1, 2, 3, torch.Generator()),
+        torch.zeros(1, 2, 9, 16),
+        torch.zeros(1, 2, 9, 8),
+    )
     for rows in (
-        RowsInMemory(k[:, :1], v, 0, 9, 0), RowsInMemory(k, k, 0, 9, 0), RowsInMemory(k, v.half(), 0, 9, 0), RowsInMemory(k, v, 3, 7, 0),
-        RowsInMemory(k, v, -1, 3, 0), RowsInMemory(k.transpose(1, 2), v, 0, 2, 0),
-    ):  # fmt: skip
+        RowsInMemory(k[:, :1], v, 0, 9, 0),
+        RowsInMemory(k, k, 0, 9, 0),
+        RowsInMemory(k, v.half(), 0, 9, 0),
+        RowsInMemory(k, v, 3, 7, 0),
+        RowsInMemory(k, v, -1, 3, 0),
+        RowsInMemory(k.transpose(1, 2), v, 0, 2, 0),
+    ):
         with pytest.raises(errors.InvalidInputError, match="rows in memory"):
             attend_rows(look, rows)

@@ -10,7 +10,14 @@ import torch
 from espnx.errors import InvalidInputError
 from espnx.ops._native import load_ops
 from espnx.ops.attention import ROW_FORMATS, merge
-from tests.ops.attention.test_attention import FORMATS, LEVELS, Case, assert_close, causal, make_case
+from tests.ops.attention.test_attention import (
+    FORMATS,
+    LEVELS,
+    Case,
+    assert_close,
+    causal,
+    make_case,
+)
 
 
 @LEVELS
@@ -45,7 +52,9 @@ def place_of(case: Case, row: int, *, of_v: bool) -> slice:
     """The bytes of one K or V row of the first head of the first sequence, which is not int8."""
     item = ROW_FORMATS[case.format].itemsize
     d = case.query.shape[-1]
-    begin = int(case.table[0, 0, row // case.block_rows]) + item * (case.block_rows * d if of_v else 0)
+    begin = int(case.table[0, 0, row // case.block_rows]) + item * (
+        case.block_rows * d if of_v else 0
+    )
     width = item * (case.dv if of_v else d)
     return slice(begin + row % case.block_rows * width, begin + (row % case.block_rows + 1) * width)
 
@@ -56,7 +65,8 @@ def place_of(case: Case, row: int, *, of_v: bool) -> slice:
 @pytest.mark.parametrize("of_v", [False, True])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite(cpu_level: str, fmt: str, q_len: int, of_v: bool, value: float) -> None:
-    """The queries that see the row are changed as in plain PyTorch; the others, of the same tile, not at all."""
+    """The queries that see the row are changed as in plain PyTorch; the others, of the same tile,
+    not at all."""
     case = causal(make_case(n_rows=[150], q_len=q_len, d=24, n_kv=1, fmt=fmt))
     row = 150 - q_len + 2
     before = case.run()
@@ -79,7 +89,8 @@ def test_what_is_not_finite(cpu_level: str, fmt: str, q_len: int, of_v: bool, va
 @FORMATS
 @pytest.mark.parametrize("q_len", [1, 20])
 def test_hidden_rows_may_hold_anything(cpu_level: str, fmt: str, q_len: int) -> None:
-    """Padding between and behind visible rows: bytes of 0xFF are NaN in every format that has one."""
+    """Padding between and behind visible rows: bytes of 0xFF are NaN in every format that has
+    one."""
     case = make_case(n_rows=[40], q_len=q_len, d=24, n_kv=1, fmt=fmt)
     case.visible = torch.ones(1, 40, dtype=torch.uint8)
     case.visible[0, 3::4] = 0
@@ -90,7 +101,9 @@ def test_hidden_rows_may_hold_anything(cpu_level: str, fmt: str, q_len: int) -> 
             case.buffer[scales + 4 * row : scales + 4 * row + 4] = 0xFF
     else:
         for row in range(3, 40, 4):
-            case.buffer[place_of(case, row, of_v=False)] = case.buffer[place_of(case, row, of_v=True)] = 0xFF
+            case.buffer[place_of(case, row, of_v=False)] = case.buffer[
+                place_of(case, row, of_v=True)
+            ] = 0xFF
     after = case.run()
     assert torch.equal(before[0], after[0])
     assert torch.equal(before[1], after[1])
@@ -146,13 +159,21 @@ def test_blocks_lie_inside_the_buffer() -> None:
         for call in (case.run, case.reference):
             with pytest.raises(InvalidInputError, match="outside the buffer") as caught:
                 call()
-            assert str(caught.value.got).startswith(f"block 2 of sequence 1, head 1 (offset_bytes {offset}, ")
+            assert str(caught.value.got).startswith(
+                f"block 2 of sequence 1, head 1 (offset_bytes {offset}, "
+            )
 
 
 def test_no_copy_of_the_buffer_and_one_kv_head_for_all() -> None:
     """A table may be expanded: every sequence looks at the same blocks (a shared prefix)."""
     case = make_case(n_rows=[48], n_kv=1, group=4, q_len=2)
-    shared = Case(**{**vars(case), "query": case.query.expand(3, -1, -1, -1), "table": case.table.expand(3, -1, -1)})
+    shared = Case(
+        **{
+            **vars(case),
+            "query": case.query.expand(3, -1, -1, -1),
+            "table": case.table.expand(3, -1, -1),
+        }
+    )
     shared.n_rows = case.n_rows.expand(3)
     o, lse = shared.run()
     assert torch.equal(o[0], o[2])
@@ -177,7 +198,9 @@ def test_shapes_without_data() -> None:
     query = torch.empty(2, 8, 5, 64, device=meta, dtype=torch.bfloat16)
     buffer = torch.empty(10**15, dtype=torch.uint8, device=meta)
     for dv, expected in ((40, 40), (0, 64)):
-        o, lse = torch.ops.espnx.attention(query, buffer, table, table[:, 0, 0], 32, "fp16", 1.0, dv)
+        o, lse = torch.ops.espnx.attention(
+            query, buffer, table, table[:, 0, 0], 32, "fp16", 1.0, dv
+        )
         assert (o.shape, lse.shape) == ((2, 8, 5, expected), (2, 8, 5))
         assert o.dtype == lse.dtype == torch.float32
     assert torch._C._dispatch_has_kernel_for_dispatch_key("espnx::attention", "CUDA")

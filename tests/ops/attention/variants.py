@@ -1,6 +1,7 @@
 """The attention kernel's variants, compiled ahead of time, and what each takes of a multiprocessor.
 
-``python -m tests.ops.attention.variants`` compiles all of them and writes the table that test_compile.py compares some with.
+``python -m tests.ops.attention.variants`` compiles all of them and writes the table that
+test_compile.py compares some with.
 """
 
 from __future__ import annotations
@@ -31,7 +32,19 @@ TYPES = {
     "last_position_ptr": "*i64",
     "o_ptr": "*fp32",
     "lse_ptr": "*fp32",
-    **dict.fromkeys(("n_kv", "n_queries", "q_len", "n_blocks", "block_rows", "split_rows", "visible_stride", "has_last"), "i32"),
+    **dict.fromkeys(
+        (
+            "n_kv",
+            "n_queries",
+            "q_len",
+            "n_blocks",
+            "block_rows",
+            "split_rows",
+            "visible_stride",
+            "has_last",
+        ),
+        "i32",
+    ),
 }
 
 
@@ -65,22 +78,42 @@ VARIANTS = (
 def compiled(variant: Variant, capability: int) -> Any:
     """The variant as Triton compiles it for such a GPU; none is needed."""
     fmt, d, dv, n_queries, align_bytes = variant
-    constants = {**row_constants(fmt, d, dv), **launch_shape(n_queries, d, dv or d, fmt), "ALIGN_BYTES": align_bytes}
+    constants = {
+        **row_constants(fmt, d, dv),
+        **launch_shape(n_queries, d, dv or d, fmt),
+        "ALIGN_BYTES": align_bytes,
+    }
     signature = {name: TYPES.get(name, "constexpr") for name in attention_kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(attention_kernel.arg_names) if name.endswith("_ptr")}
-    source = ASTSource(fn=attention_kernel, signature=signature, constexprs=constants, attrs=aligned)
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(attention_kernel.arg_names)
+        if name.endswith("_ptr")
+    }
+    source = ASTSource(
+        fn=attention_kernel, signature=signature, constexprs=constants, attrs=aligned
+    )
     options = {"enable_fp_fusion": True, "num_stages": 1}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def resources(kernel: Any) -> dict[str, int]:
-    """Registers of a thread, its stack in bytes (what is spilled goes there), shared memory of a block in bytes."""
+    """Registers of a thread, its stack in bytes (what is spilled goes there), shared memory of a
+    block in bytes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        done = subprocess.run([CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [CUOBJDUMP, "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     found = {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", done.stdout)}
-    return {"registers": found["REG"], "stack_bytes": found["STACK"], "shared_bytes": int(kernel.metadata.shared)}
+    return {
+        "registers": found["REG"],
+        "stack_bytes": found["STACK"],
+        "shared_bytes": int(kernel.metadata.shared),
+    }
 
 
 def row_key(variant: Variant, capability: int) -> dict[str, Any]:
@@ -91,7 +124,9 @@ def main() -> None:
     rows = []
     for variant in VARIANTS:
         for capability in CAPABILITIES:
-            rows.append({**row_key(variant, capability), **resources(compiled(variant, capability))})
+            rows.append(
+                {**row_key(variant, capability), **resources(compiled(variant, capability))}
+            )
             print(rows[-1], flush=True)
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
     TABLE.write_text(f'{{"triton": {json.dumps(triton.__version__)}, "rows": [\n{lines}\n]}}\n')

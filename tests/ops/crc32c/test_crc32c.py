@@ -11,7 +11,16 @@ from espnx.ops._native import load_extension, load_ops
 from espnx.ops.crc32c.shifts import X_TO_0, multiply, power_of_x
 
 SCSI_READ = bytes.fromhex(
-    "01c00000" + "00" * 12 + "14000000" + "00000400" + "00000014" + "00000018" + "28000000" + "00000000" + "02000000" + "00000000"
+    "01c00000"
+    + "00" * 12
+    + "14000000"
+    + "00000400"
+    + "00000014"
+    + "00000018"
+    + "28000000"
+    + "00000000"
+    + "02000000"
+    + "00000000"
 )
 VECTORS = [  # RFC 3720, appendix B.4, and the check value of the CRC catalogue
     (b"", 0x00000000),
@@ -25,7 +34,9 @@ VECTORS = [  # RFC 3720, appendix B.4, and the check value of the CRC catalogue
 
 
 def random_bytes(n: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 @pytest.mark.parametrize(("data", "expected"), VECTORS)
@@ -41,11 +52,26 @@ def test_every_size_at_every_alignment(cpu_level: str) -> None:
     sizes = torch.arange(301).repeat_interleave(16)
     offsets = torch.arange(16).repeat(301)
     for seed in (0, 0xDEADBEEF):
-        assert torch.equal(crc32c_ranges(buffer, offsets, sizes, seed), crc32c_ranges_reference(buffer, offsets, sizes, seed))
+        assert torch.equal(
+            crc32c_ranges(buffer, offsets, sizes, seed),
+            crc32c_ranges_reference(buffer, offsets, sizes, seed),
+        )
 
 
 @pytest.mark.parametrize(
-    "size", [383, 384, 385, 4096, 24 * 1024 - 1, 24 * 1024, 24 * 1024 + 383, 24 * 1024 + 384, 24 * 1024 + 391, 100_003]
+    "size",
+    [
+        383,
+        384,
+        385,
+        4096,
+        24 * 1024 - 1,
+        24 * 1024,
+        24 * 1024 + 383,
+        24 * 1024 + 384,
+        24 * 1024 + 391,
+        100_003,
+    ],
 )
 def test_sizes_around_the_chunks_of_the_hardware_version(cpu_level: str, size: int) -> None:
     buffer = random_bytes(size + 3)
@@ -121,7 +147,8 @@ def test_ranges_may_overlap_repeat_and_be_empty(cpu_level: str) -> None:
 
 @pytest.mark.parametrize("compute", [crc32c_ranges, crc32c_ranges_reference])
 @pytest.mark.parametrize(
-    ("offset", "size"), [(-1, 1), (0, 101), (100, 1), (101, 0), (0, -1), (2**63 - 1, 1), (1, 2**63 - 1), (-(2**63), 0)]
+    ("offset", "size"),
+    [(-1, 1), (0, 101), (100, 1), (101, 0), (0, -1), (2**63 - 1, 1), (1, 2**63 - 1), (-(2**63), 0)],
 )
 def test_a_range_outside_the_buffer(compute: object, offset: int, size: int) -> None:
     with pytest.raises(InvalidInputError, match="outside the buffer") as raised:
@@ -144,9 +171,12 @@ def test_polynomials() -> None:
     assert multiply(X_TO_0, 0x12345678) == 0x12345678
     assert power_of_x(1) == X_TO_0 >> 1
     assert multiply(power_of_x(1000), power_of_x(2345)) == power_of_x(3345)
-    # Appending zero bytes to a register is a multiplication: the register is the CRC without its final xor.
+    # Appending zero bytes to a register is a multiplication: the register is the CRC without its
+    # final xor.
     before = crc32c_reference(b"espnx") ^ 0xFFFFFFFF
-    assert crc32c_reference(b"espnx" + bytes(37)) ^ 0xFFFFFFFF == multiply(before, power_of_x(8 * 37))
+    assert crc32c_reference(b"espnx" + bytes(37)) ^ 0xFFFFFFFF == multiply(
+        before, power_of_x(8 * 37)
+    )
 
 
 def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:

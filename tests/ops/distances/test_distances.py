@@ -1,4 +1,5 @@
-"""Distances on the CPU, at every instruction set: whole numbers bit for bit, floats within the derived bound, and what is refused."""
+"""Distances on the CPU, at every instruction set: whole numbers bit for bit, floats within the
+derived bound, and what is refused."""
 
 from __future__ import annotations
 
@@ -25,12 +26,15 @@ REAL = ("fp16", "fp32", "bf16")
 def random_vectors(n: int, d: int, fmt: str, seed: int = 0) -> torch.Tensor:
     make = torch.Generator().manual_seed(seed)
     if fmt in WHOLE:
-        return torch.randint(0, 256, (n, d), generator=make, dtype=torch.uint8).view(VECTOR_FORMATS[fmt])
+        return torch.randint(0, 256, (n, d), generator=make, dtype=torch.uint8).view(
+            VECTOR_FORMATS[fmt]
+        )
     return torch.randn(n, d, generator=make).to(VECTOR_FORMATS[fmt])
 
 
 def scattered(vectors: torch.Tensor, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(buffer, offset_bytes) with the vectors at odd places, in another order, among bytes of all ones."""
+    """(buffer, offset_bytes) with the vectors at odd places, in another order, among bytes of all
+    ones."""
     n, size = len(vectors), vectors.shape[1] * vectors.itemsize
     make = torch.Generator().manual_seed(seed)
     slots = torch.randperm(n, generator=make)
@@ -43,13 +47,17 @@ def scattered(vectors: torch.Tensor, seed: int = 0) -> tuple[torch.Tensor, torch
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("fmt", WHOLE)
-def test_whole_numbers_equal_the_reference_bit_for_bit(fmt: str, metric: str, cpu_level: str) -> None:
+def test_whole_numbers_equal_the_reference_bit_for_bit(
+    fmt: str, metric: str, cpu_level: str
+) -> None:
     for d in DIMS:
         for n in (1, 3, 4, 9, 70) if d in (3, 128) else (9,):
             vectors = random_vectors(n + 1, d, fmt, seed=d)
             buffer, offset = scattered(vectors[1:], seed=d)
             found = distances(vectors[0], buffer, offset, fmt, metric)
-            assert torch.equal(found, distances_reference(vectors[0], buffer, offset, fmt, metric)), (d, n)
+            assert torch.equal(
+                found, distances_reference(vectors[0], buffer, offset, fmt, metric)
+            ), (d, n)
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -60,12 +68,17 @@ def test_floats_are_within_the_bound(fmt: str, metric: str, cpu_level: str) -> N
         query = random_vectors(1, d, "fp32", seed=d + 1)[0]
         buffer, offset = scattered(vectors, seed=d)
         expected = distances_reference(query, buffer, offset, fmt, metric)
-        assert_scores_close(distances(query, buffer, offset, fmt, metric), expected, distances_bound(query, vectors, metric))
+        assert_scores_close(
+            distances(query, buffer, offset, fmt, metric),
+            expected,
+            distances_bound(query, vectors, metric),
+        )
 
 
 @pytest.mark.parametrize("fmt", WHOLE)
 def test_the_largest_sums_do_not_overflow(fmt: str, cpu_level: str) -> None:
-    """255^2 in each of 32768 dimensions: more than half of int32's range; and 128^2, the largest product of int8."""
+    """255^2 in each of 32768 dimensions: more than half of int32's range; and 128^2, the largest
+    product of int8."""
     low, high = (0, 255) if fmt == "uint8" else (-128, 127)
     dtype = VECTOR_FORMATS[fmt]
     rows = torch.stack([torch.full((DIM_MAX,), low), torch.full((DIM_MAX,), high)]).to(dtype)
@@ -80,13 +93,22 @@ def test_the_largest_sums_do_not_overflow(fmt: str, cpu_level: str) -> None:
 @pytest.mark.parametrize("fmt", REAL)
 def test_infinities_and_nans_go_through(fmt: str, cpu_level: str) -> None:
     vectors = torch.zeros(5, 33, dtype=VECTOR_FORMATS[fmt])
-    vectors[1, 32], vectors[2, 0], vectors[3, 31], vectors[4, 5] = torch.inf, -torch.inf, torch.nan, 2.0**-14
+    vectors[1, 32], vectors[2, 0], vectors[3, 31], vectors[4, 5] = (
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+        2.0**-14,
+    )
     query = torch.ones(33)
     buffer, offset = scattered(vectors)
     for metric in METRICS:
         expected = distances_reference(query, buffer, offset, fmt, metric)
-        assert_scores_close(distances(query, buffer, offset, fmt, metric), expected, torch.full((5,), 1e-4))
-    assert distances(torch.zeros(33), buffer, offset[:1], fmt, "ip").signbit().tolist() == [False], "0, not -0"
+        assert_scores_close(
+            distances(query, buffer, offset, fmt, metric), expected, torch.full((5,), 1e-4)
+        )
+    assert distances(torch.zeros(33), buffer, offset[:1], fmt, "ip").signbit().tolist() == [
+        False
+    ], "0, not -0"
 
 
 @pytest.mark.parametrize("fmt", VECTOR_FORMATS)
@@ -110,25 +132,45 @@ def test_nothing_to_measure() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"query": torch.zeros(4)}, r"query against uint8 vectors; got torch.float32 \[4\]; expected a tensor, torch.uint8 \[d\] or"),
-        ({"query": torch.zeros(0, dtype=torch.uint8)}, "dimension of vectors; got 0; expected 1 to 32768"),
-        ({"query": torch.zeros(DIM_MAX + 1, dtype=torch.uint8)}, "dimension of vectors; got 32769; expected 1 to 32768"),
+        (
+            {"query": torch.zeros(4)},
+            (
+                r"query against uint8 vectors; got torch.float32 \[4\]; expected a tensor, "
+                r"torch.uint8 \[d\] or"
+            ),
+        ),
+        (
+            {"query": torch.zeros(0, dtype=torch.uint8)},
+            "dimension of vectors; got 0; expected 1 to 32768",
+        ),
+        (
+            {"query": torch.zeros(DIM_MAX + 1, dtype=torch.uint8)},
+            "dimension of vectors; got 32769; expected 1 to 32768",
+        ),
         ({"query": torch.zeros(2, 2, 2, dtype=torch.uint8)}, r"got torch.uint8 \[2, 2, 2\]"),
         ({"buffer": torch.zeros(20)}, "distances buffer"),
-        ({"buffer": torch.zeros(40, dtype=torch.uint8)[::2]}, r"distances buffer; got torch.uint8 \[20\], strided"),
+        (
+            {"buffer": torch.zeros(40, dtype=torch.uint8)[::2]},
+            r"distances buffer; got torch.uint8 \[20\], strided",
+        ),
         ({"offset_bytes": torch.zeros(3)}, "distances offset_bytes"),
-        ({"offset_bytes": torch.tensor([0, 17])}, "vector 1 at 17, 4 bytes; expected vectors within the buffer's 20 bytes"),
+        (
+            {"offset_bytes": torch.tensor([0, 17])},
+            "vector 1 at 17, 4 bytes; expected vectors within the buffer's 20 bytes",
+        ),
         ({"offset_bytes": torch.tensor([-1])}, "vector 0 at -1"),
         ({"offset_bytes": torch.tensor([2**63 - 1])}, "vector 0 at 9223372036854775807"),
         ({"format": "fp8"}, "format of vectors; got 'fp8'; expected uint8, int8, fp16, fp32, bf16"),
         ({"metric": "cosine"}, "metric of distances; got 'cosine'; expected l2 or ip"),
         ({"threads": 0}, "distances threads"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(change: dict[str, object], message: str) -> None:
     arguments = {
-        "query": torch.zeros(4, dtype=torch.uint8), "buffer": torch.zeros(20, dtype=torch.uint8), "offset_bytes": torch.tensor([0, 16]),
-    }  # fmt: skip
+        "query": torch.zeros(4, dtype=torch.uint8),
+        "buffer": torch.zeros(20, dtype=torch.uint8),
+        "offset_bytes": torch.tensor([0, 16]),
+    }
     assert distances(**arguments).tolist() == [0, 0]
     with pytest.raises(errors.InvalidInputError, match=message):
         distances(**{**arguments, **change})  # type: ignore[arg-type]
@@ -163,7 +205,8 @@ for level in range(load_extension().set_cpu_level(-1) + 1):
         for d in range(1, 70):
             for n in (1, 5, 8):
                 end = page - d * dtype.itemsize
-                query, both_ends = torch.zeros(d, dtype=query_dtype(fmt)), torch.tensor([0] * n + [end] * n)
+                query = torch.zeros(d, dtype=query_dtype(fmt))
+                both_ends = torch.tensor([0] * n + [end] * n)
                 distances(query, middle, both_ends, fmt)
 print("survived", flush=True)
 shifted = (ctypes.c_uint8 * page).from_address(address + page + 1)
@@ -174,16 +217,27 @@ print("the guard does not guard", flush=True)
 
 
 def test_vectors_at_both_ends_of_readable_memory(pytestconfig: pytest.Config) -> None:
-    """No byte beyond a vector is read. At last the program reads one too many on purpose, and dies of it: the guard works."""
+    """No byte beyond a vector is read. At last the program reads one too many on purpose, and dies
+    of it: the guard works."""
     paths = [str(pytestconfig.rootpath), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    finished = subprocess.run([sys.executable, "-c", GUARDED], env=environment, capture_output=True, text=True, timeout=100)
+    finished = subprocess.run(
+        [sys.executable, "-c", GUARDED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert finished.stdout == "survived\n", finished.stderr
     assert finished.returncode == -signal.SIGSEGV
 
 
 def test_the_extension_refuses_what_python_would_not_hand_it() -> None:
-    query, buffer, at = torch.zeros(4, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), torch.tensor([0])
+    query, buffer, at = (
+        torch.zeros(4, dtype=torch.uint8),
+        torch.zeros(8, dtype=torch.uint8),
+        torch.tensor([0]),
+    )
     for arguments in (
         (query, buffer, at, "bf16", "l2", 1),
         (query, buffer, at, "uint8", "l1", 1),

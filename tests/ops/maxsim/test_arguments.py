@@ -1,4 +1,5 @@
-"""What MaxSim refuses, and what it says: the fast op, the reference and the Triton launcher alike."""
+"""What MaxSim refuses, and what it says: the fast op, the reference and the Triton launcher
+alike."""
 
 from __future__ import annotations
 
@@ -53,7 +54,13 @@ def test_a_record_outside_the_buffer(score: Score, offset_bytes: int, n_tokens: 
 @pytest.mark.parametrize("score", [maxsim, maxsim_reference])
 def test_a_record_may_end_where_the_buffer_does(score: Score) -> None:
     buffer = torch.zeros(10 * ROW, dtype=torch.uint8)
-    scores = score(torch.zeros(5, 16), buffer, torch.tensor([0, 9 * ROW, 10 * ROW]), torch.tensor([10, 1, 0]), "fp16")
+    scores = score(
+        torch.zeros(5, 16),
+        buffer,
+        torch.tensor([0, 9 * ROW, 10 * ROW]),
+        torch.tensor([10, 1, 0]),
+        "fp16",
+    )
     assert scores.tolist() == [0.0, 0.0, -torch.inf]
 
 
@@ -92,12 +99,16 @@ BAD = [
 
 @EVERY_VERSION
 @pytest.mark.parametrize(("name", "value"), BAD)
-def test_wrong_shapes_dtypes_and_devices_name_the_argument(score: Score, name: str, value: torch.Tensor) -> None:
+def test_wrong_shapes_dtypes_and_devices_name_the_argument(
+    score: Score, name: str, value: torch.Tensor
+) -> None:
     with pytest.raises(InvalidInputError, match=f"maxsim {name}"):
         score(*{**GOOD, name: value}.values(), "fp16")
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, value in BAD if not value.is_meta])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, value in BAD if not value.is_meta]
+)
 def test_the_op_itself_refuses_what_the_function_does(name: str, value: torch.Tensor) -> None:
     load_ops()
     with pytest.raises(ValueError, match=name):
@@ -108,7 +119,10 @@ def test_the_op_itself_refuses_what_the_function_does(name: str, value: torch.Te
 def test_unknown_format(score: Score) -> None:
     with pytest.raises(InvalidInputError, match="unknown token format") as raised:
         score(*GOOD.values(), "fp8")
-    assert raised.value.expected == "fp32 or fp16 or bf16 or int8 or bit1 or residual1 or residual2 or residual4"
+    assert (
+        raised.value.expected
+        == "fp32 or fp16 or bf16 or int8 or bit1 or residual1 or residual2 or residual4"
+    )
 
 
 @pytest.mark.parametrize("threads", [0, -1])
@@ -118,15 +132,23 @@ def test_threads(threads: int) -> None:
 
 
 def test_python_and_cpp_agree_on_formats() -> None:
-    """A buffer of exactly 3 rows takes 3 tokens of the format and not 4, and every name that Python knows is known to C++."""
+    """A buffer of exactly 3 rows takes 3 tokens of the format and not 4, and every name that Python
+    knows is known to C++."""
     load_ops()
     for name, token in FORMATS.items():
         buffer = torch.zeros(3 * token.token_row_bytes(24), dtype=torch.uint8)
         begin, codebook = torch.tensor([0]), codebook_for(name, 24)
         tables = (None, None) if codebook is None else (codebook.centroids, codebook.bucket_weights)
-        assert torch.ops.espnx.maxsim(torch.zeros(1, 24), buffer, begin, torch.tensor([3]), name, 0, *tables).item() == 0
+        assert (
+            torch.ops.espnx.maxsim(
+                torch.zeros(1, 24), buffer, begin, torch.tensor([3]), name, 0, *tables
+            ).item()
+            == 0
+        )
         with pytest.raises(IndexError):
-            torch.ops.espnx.maxsim(torch.zeros(1, 24), buffer, begin, torch.tensor([4]), name, 0, *tables)
+            torch.ops.espnx.maxsim(
+                torch.zeros(1, 24), buffer, begin, torch.tensor([4]), name, 0, *tables
+            )
     with pytest.raises(ValueError, match="unknown token format"):
         torch.ops.espnx.maxsim(torch.zeros(1, 24), buffer, begin, torch.tensor([3]), "fp8")
 
@@ -149,7 +171,9 @@ BAD_TABLES = [
 
 
 @pytest.mark.parametrize(("fmt", "tables"), BAD_TABLES)
-def test_tables_that_do_not_fit(fmt: str, tables: tuple[torch.Tensor | None, torch.Tensor | None]) -> None:
+def test_tables_that_do_not_fit(
+    fmt: str, tables: tuple[torch.Tensor | None, torch.Tensor | None]
+) -> None:
     """The op itself and the launcher, which get tensors instead of a Codebook."""
     load_ops()
     with pytest.raises(ValueError, match=r"centroids|bucket_weights"):
@@ -170,7 +194,8 @@ def test_codebooks_that_do_not_fit(score: Score) -> None:
     with pytest.raises(InvalidInputError, match="another codebook"):
         score(*GOOD.values(), "residual2", codebook=codebook_for("residual2", 24))
     elsewhere = codebook_for("residual2", 16)
-    for name in ("centroids", "bucket_cutoffs", "bucket_weights"):  # as a codebook on a GPU would look
+    # as a codebook on a GPU would look
+    for name in ("centroids", "bucket_cutoffs", "bucket_weights"):
         object.__setattr__(elsewhere, name, getattr(elsewhere, name).to("meta"))
     with pytest.raises(InvalidInputError, match="maxsim codebook") as raised:
         score(*GOOD.values(), "residual2", codebook=elsewhere)

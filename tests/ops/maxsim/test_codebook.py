@@ -1,4 +1,5 @@
-"""Codebooks: what they refuse, and k-means and quantiles that find structure which is known to be there."""
+"""Codebooks: what they refuse, and k-means and quantiles that find structure which is known to be
+there."""
 
 from __future__ import annotations
 
@@ -14,20 +15,31 @@ GOOD = (torch.zeros(5, 16), torch.tensor([-1.0, 0.0, 1.0]), torch.zeros(4))
 
 
 def unit(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.nn.functional.normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)), dim=-1)
+    return torch.nn.functional.normalize(
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed)), dim=-1
+    )
 
 
-def clustered(n_clusters: int, m: int, d: int, noise: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def clustered(
+    n_clusters: int, m: int, d: int, noise: float, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens around random directions, and those directions."""
     centres = unit(n_clusters, d, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     chosen = torch.randint(n_clusters, (m,), generator=generator)
-    return torch.nn.functional.normalize(centres[chosen] + noise * torch.randn(m, d, generator=generator) / d**0.5, dim=1), centres
+    return torch.nn.functional.normalize(
+        centres[chosen] + noise * torch.randn(m, d, generator=generator) / d**0.5, dim=1
+    ), centres
 
 
 def test_facts() -> None:
     codebook = Codebook(*GOOD)
-    assert (codebook.nbits, codebook.d, codebook.n_centroids, codebook.format) == (2, 16, 5, "residual2")
+    assert (codebook.nbits, codebook.d, codebook.n_centroids, codebook.format) == (
+        2,
+        16,
+        5,
+        "residual2",
+    )
     assert codebook.to("cpu").bucket_cutoffs.tolist() == [-1, 0, 1]
     strided = Codebook(torch.arange(80.0).view(16, 5).T, *GOOD[1:])
     assert strided.centroids.is_contiguous()
@@ -74,7 +86,9 @@ def test_samples_that_cannot_be_fitted(sample: torch.Tensor, nbits: int, n_centr
         Codebook.fit(sample, nbits, n_centroids)
 
 
-def test_nearest_is_the_largest_dot_product_and_the_first_of_equals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearest_is_the_largest_dot_product_and_the_first_of_equals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tokens, centroids = unit(100, 16), unit(9, 16, seed=1)
     centroids[5] = centroids[2]
     expected = (tokens @ centroids.T).argmax(dim=1)
@@ -92,7 +106,10 @@ def test_centroids_have_length_1_and_come_again(n_centroids: int) -> None:
     assert torch.allclose(first.centroids.norm(dim=1), torch.ones(n_centroids))
     for name in ("centroids", "bucket_cutoffs", "bucket_weights"):
         assert torch.equal(getattr(first, name), getattr(second, name))
-    assert not torch.equal(first.centroids, Codebook.fit(sample, 2, n_centroids, seed=8).centroids) or n_centroids == 1
+    assert (
+        not torch.equal(first.centroids, Codebook.fit(sample, 2, n_centroids, seed=8).centroids)
+        or n_centroids == 1
+    )
 
 
 def test_k_means_finds_clusters() -> None:
@@ -150,7 +167,9 @@ def test_more_bits_lose_less() -> None:
 def test_equal_tokens_make_a_codebook_of_equal_weights() -> None:
     sample = unit(1, 16).expand(100, 16).contiguous()
     codebook = Codebook.fit(sample, 4, 3)
-    decoded = token_format("residual4").decode(token_format("residual4").encode(sample, codebook), 16, codebook)
+    decoded = token_format("residual4").decode(
+        token_format("residual4").encode(sample, codebook), 16, codebook
+    )
     assert (decoded - sample).abs().max() < 1e-6
 
 

@@ -20,7 +20,9 @@ COUNTS = (0, 1, 63, 300, 2, 13)
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("d", [8, 24, 32, 96, 128, 384])
-def test_equals_the_reference_bit_for_bit_where_fp32_is_exact(cpu_level: str, fmt: str, d: int) -> None:
+def test_equals_the_reference_bit_for_bit_where_fp32_is_exact(
+    cpu_level: str, fmt: str, d: int
+) -> None:
     records = scatter([integers(count, d, seed=count) for count in COUNTS], fmt)
     for n_query_tokens in (0, 1, 2, 3, 5, 16, 17, 32, 37):
         query = integers(n_query_tokens, d, seed=99)
@@ -30,8 +32,13 @@ def test_equals_the_reference_bit_for_bit_where_fp32_is_exact(cpu_level: str, fm
 
 
 @pytest.mark.parametrize("fmt", [*FORMATS, *CODED])
-@pytest.mark.parametrize(("n_query_tokens", "d"), [(1, 8), (3, 8), (1, 128), (2, 24), (5, 96), (32, 32), (37, 128), (32, 384), (17, 520)])
-def test_stays_within_the_derived_bound(cpu_level: str, fmt: str, n_query_tokens: int, d: int) -> None:
+@pytest.mark.parametrize(
+    ("n_query_tokens", "d"),
+    [(1, 8), (3, 8), (1, 128), (2, 24), (5, 96), (32, 32), (37, 128), (32, 384), (17, 520)],
+)
+def test_stays_within_the_derived_bound(
+    cpu_level: str, fmt: str, n_query_tokens: int, d: int
+) -> None:
     records = scatter([normals(count, d, seed=count) for count in COUNTS], fmt)
     query = normals(n_query_tokens, d, seed=99)
     scores = maxsim(query, *records.args, codebook=records.codebook)
@@ -60,18 +67,24 @@ def test_the_longest_document(cpu_level: str, fmt: str) -> None:
 @pytest.mark.parametrize("fmt", CODED)
 def test_coded_rows_of_every_token_count(cpu_level: str, fmt: str) -> None:
     """Up to two chunks of 48 tokens, and ends of tiles of 16 and of 12."""
-    records = scatter([normals(count, 40, seed=count) for count in [*range(36), 47, 48, 49, 95, 96, 97]], fmt)
+    records = scatter(
+        [normals(count, 40, seed=count) for count in [*range(36), 47, 48, 49, 95, 96, 97]], fmt
+    )
     for n_query_tokens in (3, 16, 24):
         query = normals(n_query_tokens, 40, seed=99)
         expected = maxsim_reference(query, *records.args, codebook=records.codebook)
         assert_scores_close(
-            maxsim(query, *records.args, codebook=records.codebook), expected, maxsim_bound(query, records, cpu_level=cpu_level)
+            maxsim(query, *records.args, codebook=records.codebook),
+            expected,
+            maxsim_bound(query, records, cpu_level=cpu_level),
         )
 
 
 @pytest.mark.parametrize("fmt", CODED)
 @pytest.mark.parametrize("n_query_tokens", [1, 5, 37])
-def test_a_batch_of_queries_against_coded_rows(cpu_level: str, fmt: str, n_query_tokens: int) -> None:
+def test_a_batch_of_queries_against_coded_rows(
+    cpu_level: str, fmt: str, n_query_tokens: int
+) -> None:
     records = scatter([normals(count, 24, seed=count) for count in COUNTS], fmt)
     queries = normals(3, n_query_tokens, 24, seed=99)
     scores = maxsim(queries, *records.args, codebook=records.codebook)
@@ -81,7 +94,9 @@ def test_a_batch_of_queries_against_coded_rows(cpu_level: str, fmt: str, n_query
 
 @pytest.mark.parametrize("n_query_tokens", [1, 5, 37])
 @pytest.mark.parametrize("n_queries", [0, 1, 3])
-def test_a_batch_of_queries_is_each_query_alone(cpu_level: str, n_queries: int, n_query_tokens: int) -> None:
+def test_a_batch_of_queries_is_each_query_alone(
+    cpu_level: str, n_queries: int, n_query_tokens: int
+) -> None:
     records = scatter([integers(count, 24, seed=count) for count in COUNTS])
     queries = integers(n_queries, n_query_tokens, 24, seed=99)
     scores = maxsim(queries, *records.args)
@@ -94,7 +109,9 @@ def test_a_batch_of_queries_is_each_query_alone(cpu_level: str, n_queries: int, 
 @pytest.mark.parametrize("shape", [(5, 16), (2, 5, 16), (0, 16)])
 def test_no_documents(cpu_level: str, shape: tuple[int, ...]) -> None:
     nothing = torch.empty(0, dtype=torch.int64)
-    assert maxsim(torch.zeros(shape), torch.empty(0, dtype=torch.uint8), nothing, nothing).shape == (*shape[:-2], 0)
+    assert maxsim(
+        torch.zeros(shape), torch.empty(0, dtype=torch.uint8), nothing, nothing
+    ).shape == (*shape[:-2], 0)
 
 
 @pytest.mark.parametrize("misalignment_bytes", range(16))
@@ -116,7 +133,15 @@ def test_any_address(cpu_level: str, misalignment_bytes: int) -> None:
             query = normals(n_query_tokens, 24, seed=1)
             expected = maxsim(query, *encoded.args, codebook=encoded.codebook)
             assert torch.equal(
-                maxsim(query, buffer, torch.tensor([misalignment_bytes]), encoded.n_tokens, fmt, codebook=encoded.codebook), expected
+                maxsim(
+                    query,
+                    buffer,
+                    torch.tensor([misalignment_bytes]),
+                    encoded.n_tokens,
+                    fmt,
+                    codebook=encoded.codebook,
+                ),
+                expected,
             )
 
 
@@ -141,7 +166,9 @@ def test_strided_arguments(cpu_level: str) -> None:
 
 @pytest.mark.parametrize("n_query_tokens", [1, 5, 17, 37])
 @pytest.mark.parametrize("where", [0, 6, 11, 12, 28])
-def test_a_nan_in_a_document_makes_its_score_nan_and_no_other(cpu_level: str, n_query_tokens: int, where: int) -> None:
+def test_a_nan_in_a_document_makes_its_score_nan_and_no_other(
+    cpu_level: str, n_query_tokens: int, where: int
+) -> None:
     documents = [integers(29, 24, seed=seed) for seed in range(3)]
     documents[1][where, 23] = torch.nan
     records = scatter(documents)
@@ -179,11 +206,16 @@ def test_16_bit_values_of_every_kind_are_decoded_exactly(cpu_level: str) -> None
     query = torch.zeros(1, 8)
     query[0, 3] = 1.0
     offset_bytes = torch.arange(65536) * 16
-    scores = maxsim(query, rows.view(torch.uint8).view(-1), offset_bytes, torch.ones_like(offset_bytes))
+    scores = maxsim(
+        query, rows.view(torch.uint8).view(-1), offset_bytes, torch.ones_like(offset_bytes)
+    )
     expected = patterns.view(torch.float16).float()
-    # A sum of zeros and one infinity is that infinity only if no zero meets it: 0 * 0 elsewhere, 1 * value here.
+    # A sum of zeros and one infinity is that infinity only if no zero meets it: 0 * 0 elsewhere, 1
+    # * value here.
     assert torch.equal(scores.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
-    scores = maxsim(query, rows.view(torch.uint8).view(-1), offset_bytes, torch.ones_like(offset_bytes), "bf16")
+    scores = maxsim(
+        query, rows.view(torch.uint8).view(-1), offset_bytes, torch.ones_like(offset_bytes), "bf16"
+    )
     expected = patterns.view(torch.bfloat16).float()
     assert torch.equal(scores.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
 
@@ -200,7 +232,9 @@ def test_threads_change_nothing(cpu_level: str, threads: int, fmt: str) -> None:
     records = many_records(fmt)
     query = normals(32, 32, seed=2000)
     alone = maxsim(query, *records.args, threads=1, codebook=records.codebook)
-    assert torch.equal(maxsim(query, *records.args, threads=threads, codebook=records.codebook), alone)
+    assert torch.equal(
+        maxsim(query, *records.args, threads=threads, codebook=records.codebook), alone
+    )
     torch.set_num_threads(threads)  # the op's default; the fixture puts it back
     assert torch.equal(maxsim(query, *records.args, codebook=records.codebook), alone)
 
@@ -231,7 +265,9 @@ def test_whole_numbers_are_the_same_at_every_level_that_uses_them(fmt: str) -> N
 def test_the_largest_whole_numbers_do_not_overflow(cpu_level: str) -> None:
     """Every product is as large as it can be, a code that no encoder writes (-128) included."""
     d = 512
-    row = torch.cat([torch.tensor([1.0]).view(torch.uint8), torch.full((d,), 0x80, dtype=torch.uint8)])
+    row = torch.cat(
+        [torch.tensor([1.0]).view(torch.uint8), torch.full((d,), 0x80, dtype=torch.uint8)]
+    )
     one, zero = torch.tensor([1]), torch.tensor([0])
     for sign in (1.0, -1.0):
         query = torch.full((5, d), sign)
@@ -254,7 +290,8 @@ def test_queries_that_whole_numbers_cannot_hold(cpu_level: str, peak: float) -> 
 
 @pytest.mark.parametrize("scale", [torch.nan, torch.inf, -torch.inf, 3e38, 0.0, -1.0])
 def test_scales_of_every_kind(cpu_level: str, scale: float) -> None:
-    """A scale that no encoder writes changes its own document's score as the reference says, and no other."""
+    """A scale that no encoder writes changes its own document's score as the reference says, and no
+    other."""
     records = scatter([normals(60, 32, seed=seed) for seed in range(3)], "int8")
     place = records.offset_bytes[1].item() + 50 * token_row_bytes("int8", 32)
     records.buffer[place : place + 4] = torch.tensor([scale]).view(torch.uint8)
@@ -274,7 +311,9 @@ def test_a_centroid_that_does_not_exist(cpu_level: str, fmt: str, number: int, r
     records = scatter([normals(100, 32, seed=seed) for seed in range(40)], fmt)
     for document in (31, 7):
         place = records.offset_bytes[document].item() + row * token_row_bytes(fmt, 32)
-        records.buffer[place : place + 4] = torch.tensor([number], dtype=torch.int32).view(torch.uint8)
+        records.buffer[place : place + 4] = torch.tensor([number], dtype=torch.int32).view(
+            torch.uint8
+        )
     for n_query_tokens in (1, 5):
         query = normals(n_query_tokens, 32, seed=1)
         with pytest.raises(InvalidInputError, match="unknown centroid") as raised:
@@ -299,10 +338,14 @@ def test_values_far_from_one(cpu_level: str, fmt: str, value: float) -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(
-    ("query_value", "document_value"), [(1 + 2.0**-9 + 2.0**-20, 1.0), (1 + 2.0**-13, 1 + 2.0**-10), (1 + 2.0**-9, 1 + 2.0**-10)]
+    ("query_value", "document_value"),
+    [(1 + 2.0**-9 + 2.0**-20, 1.0), (1 + 2.0**-13, 1 + 2.0**-10), (1 + 2.0**-9, 1 + 2.0**-10)],
 )
-def test_the_last_bits_of_a_query_count(cpu_level: str, fmt: str, query_value: float, document_value: float) -> None:
-    """The large parts cancel between two query tokens, and what the last bits make is left, exactly."""
+def test_the_last_bits_of_a_query_count(
+    cpu_level: str, fmt: str, query_value: float, document_value: float
+) -> None:
+    """The large parts cancel between two query tokens, and what the last bits make is left,
+    exactly."""
     query, document = torch.zeros(3, 8), torch.zeros(1, 8)
     query[:2, 5] = torch.tensor([query_value, -1.0])
     document[0, 5] = document_value

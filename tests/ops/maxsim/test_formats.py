@@ -1,4 +1,5 @@
-"""Token formats: bytes of rows against independent statements of their layout, errors of quantisation, and what cannot be stored."""
+"""Token formats: bytes of rows against independent statements of their layout, errors of
+quantisation, and what cannot be stored."""
 
 from __future__ import annotations
 
@@ -18,7 +19,16 @@ FLOATS = ["fp32", "fp16", "bf16"]
 
 @pytest.mark.parametrize(
     ("name", "row_bytes"),
-    [("fp32", 512), ("fp16", 256), ("bf16", 256), ("int8", 132), ("bit1", 16), ("residual1", 20), ("residual2", 36), ("residual4", 68)],
+    [
+        ("fp32", 512),
+        ("fp16", 256),
+        ("bf16", 256),
+        ("int8", 132),
+        ("bit1", 16),
+        ("residual1", 20),
+        ("residual2", 36),
+        ("residual4", 68),
+    ],
 )
 def test_sizes_and_kinds(name: str, row_bytes: int) -> None:
     token = token_format(name)
@@ -55,7 +65,8 @@ def test_int8_codes_stay_when_they_are_decoded_and_encoded_again() -> None:
     again = token.encode(token.decode(rows, 24))
     assert torch.equal(again.view(2000, -1)[:, 4:], rows.view(2000, -1)[:, 4:])
     scales, scales_again = (
-        table.view(2000, -1)[:, :4].clone(memory_format=torch.contiguous_format).view(torch.int32) for table in (rows, again)
+        table.view(2000, -1)[:, :4].clone(memory_format=torch.contiguous_format).view(torch.int32)
+        for table in (rows, again)
     )
     assert (scales - scales_again).abs().max() <= 1
 
@@ -74,7 +85,14 @@ def test_floats() -> None:
 
 def test_int8_rows_byte_by_byte() -> None:
     """Against a statement of its own with struct, one value at a time."""
-    tokens = torch.cat([normals(20, 16, seed=3), torch.zeros(1, 16), torch.full((1, 16), 1e-44), torch.full((1, 16), -3e38)])
+    tokens = torch.cat(
+        [
+            normals(20, 16, seed=3),
+            torch.zeros(1, 16),
+            torch.full((1, 16), 1e-44),
+            torch.full((1, 16), -3e38),
+        ]
+    )
     rows = FORMATS["int8"].encode(tokens).view(len(tokens), -1)
     for token, row in zip(tokens.numpy(), rows, strict=True):
         scale = np.float32(np.abs(token).max()) / np.float32(127)
@@ -96,16 +114,22 @@ def test_bit1_rows_byte_by_byte() -> None:
     assert decoded[0, :3].sign().tolist() == [1, 1, -1]
 
 
-def colbert_rows(tokens: np.ndarray, centroids: np.ndarray, cutoffs: np.ndarray, nbits: int) -> tuple[np.ndarray, np.ndarray]:
-    """What ColBERTv2's residual codec stores (``compress_into_codes`` and ``binarize``): centroid numbers, and packed residuals."""
+def colbert_rows(
+    tokens: np.ndarray, centroids: np.ndarray, cutoffs: np.ndarray, nbits: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """What ColBERTv2's residual codec stores (``compress_into_codes`` and ``binarize``): centroid
+    numbers, and packed residuals."""
     numbers = (centroids @ tokens.T).argmax(axis=0)
     codes = np.searchsorted(cutoffs, tokens - centroids[numbers], side="left").astype(np.uint8)
     bits = (codes[:, :, None] >> np.arange(nbits, dtype=np.uint8)) & 1
     return numbers, np.packbits(bits.reshape(-1)).reshape(len(tokens), -1)
 
 
-def colbert_values(numbers: np.ndarray, packed: np.ndarray, centroids: np.ndarray, weights: np.ndarray, nbits: int) -> np.ndarray:
-    """What it makes of them (``decompress``), a byte at a time: bits turned around within each code, then looked up."""
+def colbert_values(
+    numbers: np.ndarray, packed: np.ndarray, centroids: np.ndarray, weights: np.ndarray, nbits: int
+) -> np.ndarray:
+    """What it makes of them (``decompress``), a byte at a time: bits turned around within each
+    code, then looked up."""
     values = []
     for number, row in zip(numbers, packed, strict=True):
         digits = "".join(f"{byte:08b}" for byte in row)
@@ -120,9 +144,13 @@ def colbert_values(numbers: np.ndarray, packed: np.ndarray, centroids: np.ndarra
 def test_residual_rows_are_those_of_colbert(nbits: int, d: int) -> None:
     token, codebook = token_format(f"residual{nbits}"), codebook_for(f"residual{nbits}", d)
     tokens = normals(300, d, seed=5)
-    tokens[0] = codebook.centroids[7] + codebook.bucket_cutoffs[0]  # a residual that is (nearly) a cutoff
+    # a residual that is (nearly) a cutoff
+    tokens[0] = codebook.centroids[7] + codebook.bucket_cutoffs[0]
     rows = token.encode(tokens, codebook).view(300, -1).numpy()
-    centroids, cutoffs, weights = (table.numpy() for table in (codebook.centroids, codebook.bucket_cutoffs, codebook.bucket_weights))
+    centroids, cutoffs, weights = (
+        table.numpy()
+        for table in (codebook.centroids, codebook.bucket_cutoffs, codebook.bucket_weights)
+    )
     numbers, packed = colbert_rows(tokens.numpy(), centroids, cutoffs, nbits)
     assert np.array_equal(rows[:, :4].copy().view("<i4")[:, 0], numbers)
     assert np.array_equal(rows[:, 4:], packed)
@@ -132,9 +160,18 @@ def test_residual_rows_are_those_of_colbert(nbits: int, d: int) -> None:
 
 @RESIDUAL
 def test_residual_bits_of_a_known_row(nbits: int) -> None:
-    """ColBERT's layout written out by hand: a code's lowest bit first, the first bit of eight a byte's highest."""
-    codes = {1: [1, 0, 0, 0, 1, 1, 0, 1], 2: [0, 1, 2, 3, 3, 0, 0, 2], 4: [1, 8, 0, 15, 4, 2, 7, 9]}[nbits]
-    packed = {1: [0b10001101], 2: [0b00100111, 0b11000001], 4: [0b10000001, 0b00001111, 0b00100100, 0b11101001]}[nbits]
+    """ColBERT's layout written out by hand: a code's lowest bit first, the first bit of eight a
+    byte's highest."""
+    codes = {
+        1: [1, 0, 0, 0, 1, 1, 0, 1],
+        2: [0, 1, 2, 3, 3, 0, 0, 2],
+        4: [1, 8, 0, 15, 4, 2, 7, 9],
+    }[nbits]
+    packed = {
+        1: [0b10001101],
+        2: [0b00100111, 0b11000001],
+        4: [0b10000001, 0b00001111, 0b00100100, 0b11101001],
+    }[nbits]
     token = token_format(f"residual{nbits}")
     codebook = codebook_for(token.name, 8, n_centroids=1)
     residuals = codebook.bucket_weights[torch.tensor([codes])]
@@ -143,7 +180,9 @@ def test_residual_bits_of_a_known_row(nbits: int) -> None:
 
 
 @RESIDUAL
-def test_residuals_of_many_tokens_do_not_depend_on_the_chunk(nbits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_residuals_of_many_tokens_do_not_depend_on_the_chunk(
+    nbits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     token, codebook = token_format(f"residual{nbits}"), codebook_for(f"residual{nbits}", 16)
     tokens = normals(70, 16, seed=6)
     rows = token.encode(tokens, codebook)
@@ -159,7 +198,9 @@ def test_a_residual_row_that_is_zero_stays_zero() -> None:
     codebook.centroids.zero_()
     codebook.bucket_weights.zero_()
     token = token_format("residual1")
-    assert torch.equal(token.decode(token.encode(torch.zeros(1, 8), codebook), 8, codebook), torch.zeros(1, 8))
+    assert torch.equal(
+        token.decode(token.encode(torch.zeros(1, 8), codebook), 8, codebook), torch.zeros(1, 8)
+    )
 
 
 @pytest.mark.parametrize("name", ["int8", "bit1", "residual2"])

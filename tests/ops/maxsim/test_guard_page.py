@@ -1,4 +1,5 @@
-"""No byte beyond a record is read: records that end where readable memory ends, in a process that may crash."""
+"""No byte beyond a record is read: records that end where readable memory ends, in a process that
+may crash."""
 
 from __future__ import annotations
 
@@ -48,9 +49,16 @@ print("the guard does not guard", flush=True)
 
 
 def test_records_at_both_ends_of_readable_memory(pytestconfig: pytest.Config) -> None:
-    """At last the program reads one byte too many on purpose, and dies of it, which shows that the guard works."""
+    """At last the program reads one byte too many on purpose, and dies of it, which shows that the
+    guard works."""
     paths = [str(pytestconfig.rootpath), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    finished = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=100)
+    finished = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert finished.stdout == "survived\n", finished.stderr
     assert finished.returncode == -signal.SIGSEGV

@@ -1,4 +1,5 @@
-"""Posting lists scored in place, at every instruction set, beside the reference that reads them byte by byte: the same bits."""
+"""Posting lists scored in place, at every instruction set, beside the reference that reads them
+byte by byte: the same bits."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ def numbers(n: int, below: int, make: torch.Generator) -> torch.Tensor:
     return torch.randperm(below, generator=make)[:n].sort().values
 
 
-def encoded(kind: str, sizes: list[tuple[int, int]], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(buffer, lists) of lists of so many postings each, of which so many are a layer of their own."""
+def encoded(
+    kind: str, sizes: list[tuple[int, int]], seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(buffer, lists) of lists of so many postings each, of which so many are a layer of their
+    own."""
     make = torch.Generator().manual_seed(seed)
     encoder = load_extension().ListEncoder(SALT, KINDS.index(kind))
     buffer, lists, at = [torch.full((64,), 255, dtype=torch.uint8)], [], 64
@@ -46,7 +50,9 @@ def encoded(kind: str, sizes: list[tuple[int, int]], seed: int = 0) -> tuple[tor
     return torch.cat(buffer), torch.tensor(lists, dtype=torch.int64).view(-1, 4)
 
 
-def arguments(kind: str, sizes: list[tuple[int, int]], **rules: object) -> tuple[tuple[object, ...], dict[str, torch.Tensor]]:
+def arguments(
+    kind: str, sizes: list[tuple[int, int]], **rules: object
+) -> tuple[tuple[object, ...], dict[str, torch.Tensor]]:
     buffer, lists = encoded(kind, sizes)
     make = torch.Generator().manual_seed(5)
     weights = torch.rand(len(sizes), 2, generator=make, dtype=torch.float64) + 0.1
@@ -93,7 +99,9 @@ def test_filters(cpu_level: str) -> None:
 
 def test_long_lists_and_many_windows(cpu_level: str) -> None:
     """Of every record, and of many: the best are those of a sum over all."""
-    (buffer, lists, weights, rules, k), _ = arguments("impact", [(N_RECORDS, 0), (120_001, 0), (50_000, 20_000)])
+    (buffer, lists, weights, rules, k), _ = arguments(
+        "impact", [(N_RECORDS, 0), (120_001, 0), (50_000, 20_000)]
+    )
     sums, has = torch.zeros(N_RECORDS), torch.zeros(N_RECORDS, dtype=torch.bool)
     for place, (offset, size, first, term) in enumerate(lists.tolist()):  # type: ignore[attr-defined]
         name = torch.full((term % 9,), 65, dtype=torch.uint8)
@@ -157,7 +165,13 @@ def test_opcheck() -> None:
     load_ops()
     (buffer, lists, weights, rules, k), options = arguments("count", [(3, 0), (400, 0)])
     last = (rules.salt, 0, rules.n_records, k, 1, 1.5, 0.5, 0.0)  # type: ignore[attr-defined]
-    torch.library.opcheck(torch.ops.espnx.postings.default, (buffer, lists, weights, options["lengths"], options["norms"], None, *last))
+    torch.library.opcheck(
+        torch.ops.espnx.postings.default,
+        (buffer, lists, weights, options["lengths"], options["norms"], None, *last),
+    )
     meta = [each.to("meta") for each in (buffer, lists, weights)]  # type: ignore[attr-defined]
     found = torch.ops.espnx.postings(*meta, None, None, None, SALT, 1, 5, 7, 0, 1.5, 0.5, 0.0)
-    assert [(each.shape, each.dtype) for each in found] == [((7,), torch.int64), ((7,), torch.float32)]
+    assert [(each.shape, each.dtype) for each in found] == [
+        ((7,), torch.int64),
+        ((7,), torch.float32),
+    ]

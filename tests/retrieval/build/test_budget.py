@@ -1,4 +1,5 @@
-"""The memory that a build may use: what is the process's own counts, and a limit that nobody gave refuses nothing."""
+"""The memory that a build may use: what is the process's own counts, and a limit that nobody gave
+refuses nothing."""
 
 from __future__ import annotations
 
@@ -56,8 +57,16 @@ def test_without_a_limit_nothing_is_refused(folder: Path, monkeypatch: pytest.Mo
 def test_a_limit_that_was_given_holds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said before lists are filled; the documents are kept for a larger one."""
     with monkeypatch.context() as patch:
-        patch.setattr(arrange, "assign", lambda *args: args[-1].require(1 << 40, "the first stage does not fit the memory budget", "more"))
-        with pytest.raises(errors.InvalidInputError, match=r"first stage does not fit.*expected about 1 TiB"):
+        patch.setattr(
+            arrange,
+            "assign",
+            lambda *args: args[-1].require(
+                1 << 40, "the first stage does not fit the memory budget", "more"
+            ),
+        )
+        with pytest.raises(
+            errors.InvalidInputError, match=r"first stage does not fit.*expected about 1 TiB"
+        ):
             build(folder / "s", corpus(60), memory="4GiB")
     assert build(folder / "s", corpus(60), memory="8GiB").resumed_documents == 60
     check_store(folder / "s", corpus(60))
@@ -65,9 +74,14 @@ def test_a_limit_that_was_given_holds(folder: Path, monkeypatch: pytest.MonkeyPa
 
 def test_numbers_of_numpy_are_numbers(folder: Path) -> None:
     report = build(
-        folder / "s", corpus(60), nlist=np.int64(3), pca=np.int32(4), memory=np.int64(1 << 32), cls_weight=np.float32(2),
+        folder / "s",
+        corpus(60),
+        nlist=np.int64(3),
+        pca=np.int32(4),
+        memory=np.int64(1 << 32),
+        cls_weight=np.float32(2),
         dims=(np.int64(16), np.int64(8)),
-    )  # fmt: skip
+    )
     assert report.first_stage["nlist"] == 3
     with espnx.open(folder / "s") as index:
         assert index.store.manifest.cls_weight == 2.0
@@ -77,7 +91,13 @@ def test_documents_whose_tensors_could_be_asked_for_gradients(folder: Path) -> N
     """Their values are what counts."""
     plain = corpus(30)
     given = [
-        espnx.Document(d.id, d.text, espnx.Encoded(d.vectors.cls.clone().requires_grad_(), d.vectors.tokens.clone().requires_grad_()))
+        espnx.Document(
+            d.id,
+            d.text,
+            espnx.Encoded(
+                d.vectors.cls.clone().requires_grad_(), d.vectors.tokens.clone().requires_grad_()
+            ),
+        )
         for d in plain
         if d.vectors
     ]
@@ -89,7 +109,10 @@ def test_documents_whose_tensors_could_be_asked_for_gradients(folder: Path) -> N
 @pytest.mark.parametrize("fmt", ["fp16", "int8", "bit1", "residual2"])
 def test_documents_without_tokens(folder: Path, fmt: str) -> None:
     """Some, or all."""
-    for name, documents in (("some", corpus(30, tokens=(0, 1))), ("all", corpus(30, tokens=(0, 0)))):
+    for name, documents in (
+        ("some", corpus(30, tokens=(0, 1))),
+        ("all", corpus(30, tokens=(0, 0))),
+    ):
         build(folder / name, documents, format=fmt, coarse="bit1")
         with espnx.open(folder / name) as index:
             assert index.store.verify() == 30

@@ -14,12 +14,24 @@ import espnx
 from espnx import errors
 from espnx.retrieval.build.builder import segment_bytes
 from espnx.retrieval.store.record import MAX_TOKENS
-from tests.retrieval.common import D_CLS, DIM, EVERYTHING, assert_ranks_as_written, build, check_store, corpus, leftovers, queries
+from tests.retrieval.common import (
+    D_CLS,
+    DIM,
+    EVERYTHING,
+    assert_ranks_as_written,
+    build,
+    check_store,
+    corpus,
+    leftovers,
+    queries,
+)
 
 BLOCK = 4096
 
 
-def document(identifier: object, text: str = "t", n_tokens: int = 2, seed: int = 0) -> espnx.Document:
+def document(
+    identifier: object, text: str = "t", n_tokens: int = 2, seed: int = 0
+) -> espnx.Document:
     twin = corpus(1, tokens=(n_tokens, n_tokens), seed=seed)[0]
     return espnx.Document(identifier, text, twin.vectors)  # type: ignore[arg-type]
 
@@ -28,7 +40,10 @@ def document(identifier: object, text: str = "t", n_tokens: int = 2, seed: int =
 def test_corpora_of_every_size(folder: Path, count: int) -> None:
     documents = corpus(count)
     report = build(folder / "s", documents)
-    assert (report.documents, report.tokens) == (count, sum(len(d.vectors.tokens) for d in documents if d.vectors))
+    assert (report.documents, report.tokens) == (
+        count,
+        sum(len(d.vectors.tokens) for d in documents if d.vectors),
+    )
     check_store(folder / "s", documents)
     assert leftovers(folder / "s") == ({"gen-000001"} if count else set())
 
@@ -37,9 +52,19 @@ def test_an_empty_corpus_finds_nothing(folder: Path) -> None:
     report = build(folder / "s", [])
     assert (report.documents, report.record_bytes, report.first_stage["nlist"]) == (0, 0, 0)
     with espnx.open(folder / "s") as index:
-        for options in ({}, {"prefetch_step": 0}, {"rerank": 0}, {"k": 1, "candidates": 1, "nprobe": 1}):
+        for options in (
+            {},
+            {"prefetch_step": 0},
+            {"rerank": 0},
+            {"k": 1, "candidates": 1, "nprobe": 1},
+        ):
             result = index.search(queries(1)[0], **options)
-            assert (result.hits, result.candidates, result.bytes_asked, result.hit_rate) == ([], 0, 0, 0)
+            assert (result.hits, result.candidates, result.bytes_asked, result.hit_rate) == (
+                [],
+                0,
+                0,
+                0,
+            )
 
 
 def test_the_longest_and_the_empty(folder: Path) -> None:
@@ -47,32 +72,58 @@ def test_the_longest_and_the_empty(folder: Path) -> None:
     rng = np.random.default_rng(0)
     documents = corpus(20)
     for position, n_tokens in ((3, MAX_TOKENS), (7, 0), (11, 1)):
-        long = espnx.Encoded(documents[position].vectors.cls, torch.from_numpy(rng.normal(size=(n_tokens, DIM)).astype(np.float32)))
+        long = espnx.Encoded(
+            documents[position].vectors.cls,
+            torch.from_numpy(rng.normal(size=(n_tokens, DIM)).astype(np.float32)),
+        )
         documents[position] = espnx.Document(f"doc-{position}", f"text of {position}", long)
     build(folder / "s", documents)
     check_store(folder / "s", documents)
     with espnx.open(folder / "s") as index:
         query = queries(1)[0]
-        scores = {hit.id: hit.score for hit in index.search(query, k=20, candidates=20, nprobe=EVERYTHING).hits}
-        assert scores["doc-7"] == pytest.approx(float(query.cls @ documents[7].vectors.cls), rel=1e-2)
+        scores = {
+            hit.id: hit.score
+            for hit in index.search(query, k=20, candidates=20, nprobe=EVERYTHING).hits
+        }
+        assert scores["doc-7"] == pytest.approx(
+            float(query.cls @ documents[7].vectors.cls), rel=1e-2
+        )
 
 
 def test_one_token_too_many(folder: Path) -> None:
     tokens = torch.zeros(MAX_TOKENS + 1, DIM)
     with pytest.raises(errors.InvalidInputError, match=r"'too-long'.*65536 tokens.*at most 65535"):
-        build(folder / "s", [*corpus(2), espnx.Document("too-long", "", espnx.Encoded(torch.zeros(D_CLS), tokens))])
+        build(
+            folder / "s",
+            [*corpus(2), espnx.Document("too-long", "", espnx.Encoded(torch.zeros(D_CLS), tokens))],
+        )
 
 
 def test_ids_and_texts(folder: Path) -> None:
-    """Ints, strings, both of the same face, extremes, and text of every script; all come back as they were."""
+    """Ints, strings, both of the same face, extremes, and text of every script; all come back as
+    they were."""
     ids = [1, "1", 0, -1, 2**63 - 1, -(2**63), "", "ключ", "a'b\"c", "x" * 5000, "\ufeff"]
-    texts = ["", "one", "zero", "-", "largest", "\x00", "", "текст 文本 🙂 \n \u2028", "'; DROP TABLE docs", "y" * 100_000, "\ufeff"]
+    texts = [
+        "",
+        "one",
+        "zero",
+        "-",
+        "largest",
+        "\x00",
+        "",
+        "текст 文本 🙂 \n \u2028",
+        "'; DROP TABLE docs",
+        "y" * 100_000,
+        "\ufeff",
+    ]
     given = list(zip(ids, texts, strict=True))
     documents = [document(identifier, text, seed=i) for i, (identifier, text) in enumerate(given)]
     build(folder / "s", documents)
     with espnx.open(folder / "s") as index:
         hits = index.search(queries(1)[0], k=99, candidates=99, nprobe=EVERYTHING).hits
-    assert {(type(hit.id), hit.id): hit.text for hit in hits} == {(type(identifier), identifier): text for identifier, text in given}
+    assert {(type(hit.id), hit.id): hit.text for hit in hits} == {
+        (type(identifier), identifier): text for identifier, text in given
+    }
 
 
 @pytest.mark.parametrize(("first", "second"), [("a", "a"), (7, 7), ("", "")])
@@ -126,18 +177,25 @@ def test_forms_of_a_document(folder: Path) -> None:
     build(folder / "s", forms, encoder=encoder, dims=None)
     assert seen == ["pair", "mapping", "Title beir", "document", "x"]
     with espnx.open(folder / "s", encoder) as index:
-        assert {hit.id: hit.text for hit in index.search("q").hits} == dict(zip("abcde", seen[:5], strict=True))
+        assert {hit.id: hit.text for hit in index.search("q").hits} == dict(
+            zip("abcde", seen[:5], strict=True)
+        )
 
 
 def test_resident_memory(store: Path) -> None:
     with espnx.open(store) as index:
-        assert index.store.resident_bytes <= 2 * 300 + 8 * (-(-300 // 64)) + 16 * len(index.store.segments)
+        assert index.store.resident_bytes <= 2 * 300 + 8 * (-(-300 // 64)) + 16 * len(
+            index.store.segments
+        )
         assert index.store.resident_bytes <= 8 * 300
 
 
 @pytest.mark.parametrize("candidates", [5, 50, 1000])
-def test_nprobe_is_the_least_that_finds_enough(folder: Path, monkeypatch: pytest.MonkeyPatch, candidates: int) -> None:
-    """The least, to a sixteenth, with which the documents find 98 % of their exhaustive candidates."""
+def test_nprobe_is_the_least_that_finds_enough(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, candidates: int
+) -> None:
+    """The least, to a sixteenth, with which the documents find 98 % of their exhaustive
+    candidates."""
     monkeypatch.setattr("espnx.retrieval.first_stage.ivf.stage.CANDIDATES", candidates)
     monkeypatch.setattr("espnx.retrieval.first_stage.ivf.probing._SAMPLE", 64)
     count = 600
@@ -145,22 +203,39 @@ def test_nprobe_is_the_least_that_finds_enough(folder: Path, monkeypatch: pytest
     with espnx.open(folder / "s") as index:
         nprobe, stage = index.default_nprobe, index.first_stage
         sample = np.sort(np.random.default_rng(1).choice(count, size=64, replace=False))
-        vectors = [document.vectors.cls.numpy() for document in np.array(corpus(count, tokens=(1, 1)), dtype=object)[sample]]
+        vectors = [
+            document.vectors.cls.numpy()
+            for document in np.array(corpus(count, tokens=(1, 1)), dtype=object)[sample]
+        ]
 
         def found(lists: int) -> list[set[int]]:
-            return [set(stage.start(vector[None], min(candidates, count), lists).complete()[0][0].tolist()) for vector in vectors]
+            return [
+                set(
+                    stage.start(vector[None], min(candidates, count), lists)
+                    .complete()[0][0]
+                    .tolist()
+                )
+                for vector in vectors
+            ]
 
         exhaustive = found(32)
         wanted = 0.98 * sum(map(len, exhaustive))
         assert sum(len(a & b) for a, b in zip(found(nprobe), exhaustive, strict=True)) >= wanted
         if nprobe > 1:
-            assert sum(len(a & b) for a, b in zip(found(nprobe - max(1, nprobe // 16)), exhaustive, strict=True)) < wanted
+            assert (
+                sum(
+                    len(a & b)
+                    for a, b in zip(found(nprobe - max(1, nprobe // 16)), exhaustive, strict=True)
+                )
+                < wanted
+            )
         if candidates == 50:
             assert 1 < nprobe < 32, "the case decides nothing"
 
 
 def test_lists_lie_together(store: Path, documents: list[espnx.Document]) -> None:
-    """Record numbers follow the inverted lists; in the file, too, and no record touches a block too many."""
+    """Record numbers follow the inverted lists; in the file, too, and no record touches a block too
+    many."""
     with espnx.open(store) as index:
         ivf = index.first_stage.index
         members = [sorted(ivf.invlists.get_ids(i) and _ids(ivf, i)) for i in range(ivf.nlist)]
@@ -183,7 +258,9 @@ def _ids(ivf: object, number: int) -> list[int]:
 
 @pytest.mark.parametrize("segment_bytes", [1, 20_000, 60_000])
 @pytest.mark.parametrize("run_bytes", [1, 3000, 50_000])
-def test_many_segments(folder: Path, small_segments: Callable[[int, int], None], segment_bytes: int, run_bytes: int) -> None:
+def test_many_segments(
+    folder: Path, small_segments: Callable[[int, int], None], segment_bytes: int, run_bytes: int
+) -> None:
     small_segments(segment_bytes, run_bytes)
     documents = corpus(500, tokens=(0, 60))
     build(folder / "s", documents)
@@ -191,15 +268,24 @@ def test_many_segments(folder: Path, small_segments: Callable[[int, int], None],
         segments = index.store.segments
         assert len(segments) > 2
         assert all(segment.first_record % 64 == 0 for segment in segments)
-        assert [segment.first_record + segment.records for segment in segments] == [*(s.first_record for s in segments[1:]), 500]
-        assert all(os.path.getsize(folder / "s" / segment.path) == segment.size_bytes for segment in segments)
+        assert [segment.first_record + segment.records for segment in segments] == [
+            *(s.first_record for s in segments[1:]),
+            500,
+        ]
+        assert all(
+            os.path.getsize(folder / "s" / segment.path) == segment.size_bytes
+            for segment in segments
+        )
         if segment_bytes == 1 and run_bytes < 50_000:
             assert [segment.records for segment in segments] == [64] * 7 + [52]
     check_store(folder / "s", documents)
 
 
-def test_several_directories(folder: Path, monkeypatch: pytest.MonkeyPatch, small_segments: Callable[[int, int], None]) -> None:
-    """Segments go round the directories, made where they are missing; the store opens from anywhere; replacing it cleans up."""
+def test_several_directories(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, small_segments: Callable[[int, int], None]
+) -> None:
+    """Segments go round the directories, made where they are missing; the store opens from
+    anywhere; replacing it cleans up."""
     small_segments(8192, 4096)
     monkeypatch.chdir(folder)
     documents = corpus(400)

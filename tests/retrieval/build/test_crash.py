@@ -1,4 +1,5 @@
-"""kill -9 during a build, at random moments and at every place where something changes on disk: the published store never notices."""
+"""kill -9 during a build, at random moments and at every place where something changes on disk: the
+published store never notices."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def test_killed_at_random(folder: Path, processes: Forks) -> None:
         code = processes.wait(child)
         assert code in (0, -signal.SIGKILL)
         kills += code != 0
-        limit_s *= 0.6 if code == 0 else 1  # however fast this machine is now, most kills come on the way
+        # however fast this machine is now, most kills come on the way
+        limit_s *= 0.6 if code == 0 else 1
         if check_either(folder / "s", count, seed):
             build(folder / "s", OLD, replace=True, restart=True)
         if kills == 10:
@@ -66,7 +68,8 @@ def test_killed_at_random(folder: Path, processes: Forks) -> None:
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["beside", "elsewhere"])
 def test_killed_at_every_change(folder: Path, processes: Forks, elsewhere: bool) -> None:
-    """In every sixth state that the files pass through, other ones where the data goes to another directory."""
+    """In every sixth state that the files pass through, other ones where the data goes to another
+    directory."""
     count, seed, new = 200, 3, corpus(200, seed=3)
 
     def job(name: str) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Disks that are really full, read-only, or without O_DIRECT: small file systems of the kernel's own."""
+"""Disks that are really full, read-only, or without O_DIRECT: small file systems of the kernel's
+own."""
 
 from __future__ import annotations
 
@@ -19,14 +20,20 @@ DOCUMENTS = corpus(1000, tokens=(40, 120))  # 1.3 MB of records
 
 
 #: What is free when the build begins, and where it must then fail.
-ROOM = {"no room at all": 0, "for a little": 40 * 1024, "for some vectors": 700 * 1024, "for the spool alone": 6 * MIB}
+ROOM = {
+    "no room at all": 0,
+    "for a little": 40 * 1024,
+    "for some vectors": 700 * 1024,
+    "for the spool alone": 6 * MIB,
+}
 
 
 @pytest.mark.root
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
 @pytest.mark.parametrize("room", ROOM)
 def test_a_full_disk(tmp_path: Path, kind: str, room: str) -> None:
-    """Bytes needed and free are told, nothing is published, and once there is room the same call goes on."""
+    """Bytes needed and free are told, nothing is published, and once there is room the same call
+    goes on."""
     with file_system(kind, tmp_path, 40 * MIB) as where:
         ballast = fill(where, ROOM[room])
         path = where / "s"
@@ -50,9 +57,13 @@ def test_a_full_disk(tmp_path: Path, kind: str, room: str) -> None:
 @pytest.mark.root
 @pytest.mark.parametrize("place", ["assign", "tune", "fills", "finish_part", "write_manifest"])
 def test_a_disk_that_fills_up_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_segments: Callable[[int, int], None], place: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    small_segments: Callable[[int, int], None],
+    place: str,
 ) -> None:
-    """Somebody else takes the room while the build runs over a published store: that one stays whole."""
+    """Somebody else takes the room while the build runs over a published store: that one stays
+    whole."""
     small_segments(100_000, 10_000)
     with file_system("tmpfs", tmp_path, 40 * MIB) as where:
         path = where / "s"
@@ -90,7 +101,12 @@ def test_too_small_for_the_records(tmp_path: Path) -> None:
         assert 4 * MIB < caught.value.needed_bytes < 20 * MIB
         assert 0 < caught.value.free_bytes <= 4 * MIB
         command("mount", "-o", "remount,size=40m", small)
-        assert build(tmp_path / "s", DOCUMENTS, directories=[tmp_path / "large", small]).resumed_documents == 1000
+        assert (
+            build(
+                tmp_path / "s", DOCUMENTS, directories=[tmp_path / "large", small]
+            ).resumed_documents
+            == 1000
+        )
         check_store(tmp_path / "s", DOCUMENTS)
 
 

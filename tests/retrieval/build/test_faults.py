@@ -1,8 +1,10 @@
-"""Every I/O call of a build, and of opening and searching, fails in turn: N = 1, 2, 3, ... until a run sees no fault.
+"""Every I/O call of a build, and of opening and searching, fails in turn: N = 1, 2, 3, ... until a
+run sees no fault.
 
-A run may end in the right result or in a typed error that names the place, and in nothing else. After a build that failed, the same
-call with a sound engine goes on and the store ranks as its documents say. Nothing half-built is ever published; what a lying device
-bent or lost on the way is found by the build, by opening, by searching or by verifying.
+A run may end in the right result or in a typed error that names the place, and in nothing else.
+After a build that failed, the same call with a sound engine goes on and the store ranks as its
+documents say. Nothing half-built is ever published; what a lying device bent or lost on the way is
+found by the build, by opening, by searching or by verifying.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from tests.sweeps import in_steps
 DOCUMENTS = corpus(30, tokens=(0, 9))
 OLDER = corpus(12, seed=4)
 SETTINGS: dict[str, Any] = {"nlist": 2, "pca": 8}
-EVERY, TRANSFERS, CHANGES = "*", "[rw][er][ai]*", "[!or]*"  # all; read and write; write, truncate, sync, sync_directory
+# all; read and write; write, truncate, sync, sync_directory
+EVERY, TRANSFERS, CHANGES = "*", "[rw][er][ai]*", "[!or]*"
 
 
 class Impatient(NativeEngine):
@@ -57,7 +60,9 @@ class Kind:
     limit_s: float = 30.0
 
     def rule(self, nth: int) -> FaultRule:
-        return FaultRule(self.fault, operation=self.operation, nth=nth, count=self.count, value=self.value)
+        return FaultRule(
+            self.fault, operation=self.operation, nth=nth, count=self.count, value=self.value
+        )
 
 
 KINDS = {
@@ -83,7 +88,8 @@ def check_error(error: errors.StorageError, folder: Path) -> None:
 
 
 def resume(path: Path) -> None:
-    """The same call again; where a lying device bent the build's own notes, the message says restart, and that works."""
+    """The same call again; where a lying device bent the build's own notes, the message says
+    restart, and that works."""
     try:
         build(path, DOCUMENTS, replace=True, **SETTINGS)
     except errors.StorageError as error:
@@ -102,19 +108,23 @@ def one_build(path: Path, kind: Kind, nth: int, known: Path) -> tuple[bool, int]
     except errors.StorageError as error:
         check_error(error, path)
         ended_well = False
-        if kind.fault == "never" and not engine.stats().fault_hits:  # a busy machine: the limit is short
+        # a busy machine: the limit is short
+        if kind.fault == "never" and not engine.stats().fault_hits:
             engine.close(grace_s=0.001)
             raise
     stats = engine.stats()
     assert ended_well or (stats.fault_hits > 0 and not kind.harmless)
-    assert kind.fault == "never" or until(lambda: (engine.stats().in_flight, engine.stats().quarantined_buffers) == (0, 0))
+    assert kind.fault == "never" or until(
+        lambda: (engine.stats().in_flight, engine.stats().quarantined_buffers) == (0, 0)
+    )
     engine.close(grace_s=0.001)
     if ended_well:
         try:
             check_projected(path, DOCUMENTS)
             return True, stats.fault_hits
         except errors.StorageError as error:
-            # A manifest is read back before it takes the place of the one that was right (a bit bent twice is straight again).
+            # A manifest is read back before it takes the place of the one that was right (a bit
+            # bent twice is straight again).
             if not kind.lies or (kind.count == 1 and str(error.path).endswith("MANIFEST.json")):
                 raise
             check_error(error, path)
@@ -133,7 +143,9 @@ def generation(path: Path) -> int:
 
 
 def everything(index: espnx.Index, deadline_s: float = 30.0) -> list[Hit]:
-    return index.search(queries(1)[0], k=EVERYTHING, candidates=EVERYTHING, nprobe=EVERYTHING, deadline_s=deadline_s).hits
+    return index.search(
+        queries(1)[0], k=EVERYTHING, candidates=EVERYTHING, nprobe=EVERYTHING, deadline_s=deadline_s
+    ).hits
 
 
 RIGHT: dict[int, list[tuple[object, float, str]]] = {}
@@ -200,7 +212,9 @@ def one_search(path: Path, kind: Kind, nth: int, limit_s: float) -> tuple[bool, 
         with espnx.open(path, engine=engine) as index:
             for _ in range(2):
                 try:
-                    assert [(hit.id, hit.score, hit.text) for hit in everything(index, limit_s)] == right
+                    assert [
+                        (hit.id, hit.score, hit.text) for hit in everything(index, limit_s)
+                    ] == right
                 except errors.StorageError as error:
                     check_error(error, path)
                     assert kind.count == -1 or ended_well, "one fault failed two searches"
@@ -223,7 +237,9 @@ def test_every_call_of_opening_and_searching(newer: Path, name: str) -> None:
     outcomes = []
     step = 2 if kind.fault == "never" else 1
     for nth in range(1, 200, step):
-        ended_well, hits = patiently(lambda limit_s, nth=nth: one_search(newer, kind, nth, limit_s), kind.limit_s)
+        ended_well, hits = patiently(
+            lambda limit_s, nth=nth: one_search(newer, kind, nth, limit_s), kind.limit_s
+        )
         outcomes.append(ended_well)
         if hits == 0:
             break
@@ -237,7 +253,8 @@ def test_every_call_of_opening_and_searching(newer: Path, name: str) -> None:
 
 @pytest.fixture
 def plain(known: Path) -> Iterator[espnx.Index]:
-    """The sixth read of data files fails, and no other: how many more a search begins before it hears of it, nobody can say."""
+    """The sixth read of data files fails, and no other: how many more a search begins before it
+    hears of it, nobody can say."""
     engine = Impatient(FaultRule("error", operation="read", path="*segment*", nth=6, count=1))
     with espnx.open(known.parent / "plain", engine=engine) as index:
         yield index
@@ -254,11 +271,18 @@ def test_batches_after_a_failure(plain: espnx.Index) -> None:
     assert sorted(alone) == sorted(document.id for document in DOCUMENTS)
 
 
-def test_a_failed_search_calls_its_prefetch_off(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reads of the critical path fail while the prefetch hangs: nobody waits half a minute for it afterwards."""
+def test_a_failed_search_calls_its_prefetch_off(
+    known: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reads of the critical path fail while the prefetch hangs: nobody waits half a minute for
+    it afterwards."""
     vectors = 4096  # where the headers of data files end
-    hangs = FaultRule("never", operation="read", path="*segment*", begin_bytes=vectors, nth=1, count=1)
-    fails = FaultRule("error", operation="read", path="*segment*", begin_bytes=vectors, nth=2, count=1)
+    hangs = FaultRule(
+        "never", operation="read", path="*segment*", begin_bytes=vectors, nth=1, count=1
+    )
+    fails = FaultRule(
+        "error", operation="read", path="*segment*", begin_bytes=vectors, nth=2, count=1
+    )
     engine = NativeEngine(rules=[hangs, fails])
     maxsim = Tier.maxsim
 
@@ -278,14 +302,22 @@ def test_a_failed_search_calls_its_prefetch_off(known: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("place", ["prefetch", "header"])
 def test_a_failure_lets_go_at_once(known: Path, place: str) -> None:
-    """Files are closed when the error is gone, not when the next garbage collection happens to come."""
+    """Files are closed when the error is gone, not when the next garbage collection happens to
+    come."""
     begin, end = (4096, 2**62) if place == "prefetch" else (0, 4096)
-    engine = NativeEngine(rules=[FaultRule("error", operation="read", path="*segment*", begin_bytes=begin, end_bytes=end)])
+    engine = NativeEngine(
+        rules=[
+            FaultRule("error", operation="read", path="*segment*", begin_bytes=begin, end_bytes=end)
+        ]
+    )
     before = open_descriptors()
     gc.disable()
     try:
         for _ in range(3):
-            with contextlib.suppress(errors.ReadError), espnx.open(known.parent / "plain", engine=engine) as index:
+            with (
+                contextlib.suppress(errors.ReadError),
+                espnx.open(known.parent / "plain", engine=engine) as index,
+            ):
                 index.search(queries(1)[0], nprobe=EVERYTHING, prefetch_step=1.0)
                 pytest.fail("no fault was seen")
         assert until(lambda: open_descriptors() <= before), open_descriptors() - before

@@ -1,4 +1,5 @@
-"""Arguments that do not fit are refused, with a message that says which and what would do; encoders that misbehave do no harm."""
+"""Arguments that do not fit are refused, with a message that says which and what would do; encoders
+that misbehave do no harm."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def index(store: Path) -> Iterator[Index]:
 
 
 def query(cls: Any = None, tokens: Any = None) -> espnx.Encoded:
-    return espnx.Encoded(torch.ones(D_CLS) if cls is None else cls, torch.ones(2, DIM) if tokens is None else tokens)
+    return espnx.Encoded(
+        torch.ones(D_CLS) if cls is None else cls, torch.ones(2, DIM) if tokens is None else tokens
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,9 +48,15 @@ def query(cls: Any = None, tokens: Any = None) -> espnx.Encoded:
         ([query(), torch.ones(D_CLS)], "a query; got Tensor"),
         (
             torch.ones(3, DIM),
-            rf"a query; got Tensor of shape \[3, {DIM}\].*Fix: espnx.Encoded\(cls=..., tokens=...\), cls of shape \[{D_CLS}\]",
+            (
+                rf"a query; got Tensor of shape \[3, {DIM}\].*Fix: espnx.Encoded\(cls=..., "
+                rf"tokens=...\), cls of shape \[{D_CLS}\]"
+            ),
         ),
-        (np.ones((3, DIM)), rf"a query; got ndarray of shape \[3, {DIM}\].*tokens of shape \[n, {DIM}\]"),
+        (
+            np.ones((3, DIM)),
+            rf"a query; got ndarray of shape \[3, {DIM}\].*tokens of shape \[n, {DIM}\]",
+        ),
         (None, "a query; got NoneType"),
         (5, "a query; got int"),
         (espnx.Encoded(None, torch.ones(2, DIM)), "query vectors"),  # type: ignore[arg-type]
@@ -65,12 +74,29 @@ def test_queries_that_do_not_fit(index: Index, bad: Any, said: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"k": 0}, {"k": -1}, {"candidates": 0}, {"candidates": -5}, {"rerank": -1}, {"nprobe": 0}, {"nprobe": -1}, {"nprobe": "all"},
-        {"nprobe": 1.5}, {"prefetch_step": -0.1}, {"prefetch_step": 1.1}, {"prefetch_step": float("nan")},
-        {"cls_weight": float("nan")}, {"cls_weight": float("inf")}, {"cls_weight": "1"}, {"cls_weight": 1e300}, {"cls_weight": True},
-        {"deadline_s": "1"}, {"deadline_s": None}, {"deadline_s": 0}, {"deadline_s": float("inf")},
+        {"k": 0},
+        {"k": -1},
+        {"candidates": 0},
+        {"candidates": -5},
+        {"rerank": -1},
+        {"nprobe": 0},
+        {"nprobe": -1},
+        {"nprobe": "all"},
+        {"nprobe": 1.5},
+        {"prefetch_step": -0.1},
+        {"prefetch_step": 1.1},
+        {"prefetch_step": float("nan")},
+        {"cls_weight": float("nan")},
+        {"cls_weight": float("inf")},
+        {"cls_weight": "1"},
+        {"cls_weight": 1e300},
+        {"cls_weight": True},
+        {"deadline_s": "1"},
+        {"deadline_s": None},
+        {"deadline_s": 0},
+        {"deadline_s": float("inf")},
     ],
-)  # fmt: skip
+)
 def test_search_options_out_of_range(index: Index, options: dict[str, Any]) -> None:
     with pytest.raises(errors.InvalidInputError) as caught:
         index.search(query(), **options)
@@ -82,18 +108,28 @@ def test_search_options_out_of_range(index: Index, options: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     "options",
     [
-        {"threads": "2"}, {"threads": 0}, {"threads": 1.5}, {"threads": 10**6}, {"threads": True}, {"compute": None}, {"compute": 1.5},
-        {"cost": 3}, {"coarse": "disk"}, {"first_stage_on": None},
+        {"threads": "2"},
+        {"threads": 0},
+        {"threads": 1.5},
+        {"threads": 10**6},
+        {"threads": True},
+        {"compute": None},
+        {"compute": 1.5},
+        {"cost": 3},
+        {"coarse": "disk"},
+        {"first_stage_on": None},
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_what_an_index_is_not_opened_with(store: Path, options: dict[str, Any]) -> None:
     with pytest.raises(errors.InvalidInputError, match=next(iter(options))):
         espnx.open(store, **options)
 
 
 def test_a_coarse_tier_in_memory_that_is_not_there(store: Path) -> None:
-    with pytest.raises(errors.InvalidInputError, match=r"coarse='ram'; got a store without a coarse tier.*bit1"):
+    with pytest.raises(
+        errors.InvalidInputError, match=r"coarse='ram'; got a store without a coarse tier.*bit1"
+    ):
         espnx.open(store, coarse="ram")
 
 
@@ -105,7 +141,10 @@ def test_a_weight_for_cls_vectors_that_are_not_there(folder: Path) -> None:
         for options in ({}, {"cascade": 5}):
             with pytest.raises(errors.InvalidInputError, match="cls_weight; got 2"):
                 index.search(wanted, cls_weight=2.0, **options)
-            assert index.search(wanted, cls_weight=0.0, **options).hits == index.search(wanted, **options).hits
+            assert (
+                index.search(wanted, cls_weight=0.0, **options).hits
+                == index.search(wanted, **options).hits
+            )
 
 
 def test_an_index_that_is_closed(store: Path) -> None:
@@ -173,10 +212,22 @@ def test_documents_that_do_not_fit(folder: Path, part: str, value: float) -> Non
     [
         (None, "documents; got NoneType"),
         (5, "documents; got int"),
-        ([espnx.Document(1, "", (torch.ones(D_CLS), torch.ones(2, DIM)))], "vectors of document 1; got tuple"),  # type: ignore[arg-type]
-        ([espnx.Document(1, "", espnx.Encoded(torch.ones(D_CLS), None))], "vectors of document 1; got NoneType"),  # type: ignore[arg-type]
-        ([espnx.Document(1, "", espnx.Encoded(None, torch.ones(2, DIM)))], "vectors of document 1; got NoneType"),  # type: ignore[arg-type]
-        ([espnx.Document(1, "", espnx.Encoded(torch.ones(D_CLS), torch.tensor(1.0)))], "vectors of document 1"),
+        (
+            [espnx.Document(1, "", (torch.ones(D_CLS), torch.ones(2, DIM)))],
+            "vectors of document 1; got tuple",
+        ),  # type: ignore[arg-type]
+        (
+            [espnx.Document(1, "", espnx.Encoded(torch.ones(D_CLS), None))],
+            "vectors of document 1; got NoneType",
+        ),  # type: ignore[arg-type]
+        (
+            [espnx.Document(1, "", espnx.Encoded(None, torch.ones(2, DIM)))],
+            "vectors of document 1; got NoneType",
+        ),  # type: ignore[arg-type]
+        (
+            [espnx.Document(1, "", espnx.Encoded(torch.ones(D_CLS), torch.tensor(1.0)))],
+            "vectors of document 1",
+        ),
     ],
 )
 def test_what_is_no_document(folder: Path, documents: Any, said: str) -> None:
@@ -218,8 +269,11 @@ class OddError(Exception):
     pass
 
 
-def test_what_an_encoder_raises_passes_through(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unchanged. Nothing is left to go on with: once mended, the encoder may make other vectors under the same name."""
+def test_what_an_encoder_raises_passes_through(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unchanged. Nothing is left to go on with: once mended, the encoder may make other vectors
+    under the same name."""
     monkeypatch.setattr("espnx.retrieval.build.builder.CHECKPOINT_S", 0.0)
     calls = 0
 
@@ -252,14 +306,23 @@ def test_a_generator_that_raises_midway(folder: Path, monkeypatch: pytest.Monkey
     check_store(folder / "s", documents)
 
 
-@pytest.mark.parametrize("change", [lambda made: made[:-1], lambda made: [*made, made[0]], lambda made: []])
+@pytest.mark.parametrize(
+    "change", [lambda made: made[:-1], lambda made: [*made, made[0]], lambda made: []]
+)
 def test_an_encoder_that_returns_another_number(folder: Path, change: Any) -> None:
     """Pairing off would give texts the vectors of their neighbours."""
     with pytest.raises(errors.InvalidInputError, match=r"scripted@1: encode .* results"):
-        build(folder / "s", TEXTS, encoder=Scripted(lambda texts: change(Scripted.right(texts))), dims=None)
+        build(
+            folder / "s",
+            TEXTS,
+            encoder=Scripted(lambda texts: change(Scripted.right(texts))),
+            dims=None,
+        )
     build(folder / "s", TEXTS[:50], encoder=Scripted(), dims=None)
     with (
-        espnx.open(folder / "s", Scripted(encode_queries=lambda texts: change(Scripted.right(texts)))) as index,
+        espnx.open(
+            folder / "s", Scripted(encode_queries=lambda texts: change(Scripted.right(texts)))
+        ) as index,
         pytest.raises(errors.InvalidInputError, match="encode 2 texts"),
     ):
         index.search(["a", "bb"])
@@ -269,7 +332,9 @@ def test_another_encoder_than_the_stores(folder: Path) -> None:
     build(folder / "s", TEXTS[:50], encoder=Scripted(), dims=None)
     other = Scripted()
     other.name = "scripted@2"
-    with pytest.raises(errors.InvalidInputError, match="another encoder; got scripted@2; expected scripted@1"):
+    with pytest.raises(
+        errors.InvalidInputError, match="another encoder; got scripted@2; expected scripted@1"
+    ):
         espnx.open(folder / "s", other)
     with espnx.open(folder / "s", Scripted()) as index:
         assert len(index.search(["xx", queries(1)[0]], k=4)) == 2
@@ -282,9 +347,13 @@ def test_texts_alone_are_numbered(folder: Path, given: Any) -> None:
     with espnx.open(folder / "s", Scripted()) as index:
         assert index.get([0, 1, 2]) == texts
         assert set(index) == {0, 1, 2}
-    with pytest.raises(errors.InvalidInputError, match="text of document 1; got tuple; expected a str"):
+    with pytest.raises(
+        errors.InvalidInputError, match="text of document 1; got tuple; expected a str"
+    ):
         build(folder / "t", given(["red", ("b", "green")]), encoder=Scripted(), dims=None)
-    with pytest.raises(errors.InvalidInputError, match=r"document 0; got str.*Fix: enumerate\(texts\)"):
+    with pytest.raises(
+        errors.InvalidInputError, match=r"document 0; got str.*Fix: enumerate\(texts\)"
+    ):
         espnx.add(folder / "s", ["a fourth"], Scripted())
     with espnx.open(folder / "s", Scripted()) as index:
         assert len(index) == 3
@@ -297,16 +366,31 @@ def test_what_yields_ids_is_no_list_of_texts(folder: Path, given: Any) -> None:
     assert not (folder / "s").exists()
 
 
-def test_progress_is_told_of_the_first_documents_before_the_first_batch_is_done(folder: Path) -> None:
+def test_progress_is_told_of_the_first_documents_before_the_first_batch_is_done(
+    folder: Path,
+) -> None:
     told: list[tuple[str, int, int | None]] = []
-    build(folder / "s", TEXTS[:100], encoder=Scripted(), dims=None, progress=lambda *each: told.append(each))
+    build(
+        folder / "s",
+        TEXTS[:100],
+        encoder=Scripted(),
+        dims=None,
+        progress=lambda *each: told.append(each),
+    )
     assert [done for phase, done, _ in told if phase == "spool"] == [0, 16, 100]
 
 
 def test_batches_cut_by_bytes_and_number() -> None:
-    """A batch holds at most so many documents, and at most so many bytes of expected vectors unless it is a single document."""
-    long = [espnx.Document(i, "", espnx.Encoded(torch.zeros(8), torch.zeros(n, 8))) for i, n in enumerate([1, 10, 1, 1, 50, 1, 0, 0])]
-    sizes = [[len(d.vectors.tokens) for d in batch if d.vectors] for batch in batches(long, 3, 12 * 8 * 4, 8)]
+    """A batch holds at most so many documents, and at most so many bytes of expected vectors unless
+    it is a single document."""
+    long = [
+        espnx.Document(i, "", espnx.Encoded(torch.zeros(8), torch.zeros(n, 8)))
+        for i, n in enumerate([1, 10, 1, 1, 50, 1, 0, 0])
+    ]
+    sizes = [
+        [len(d.vectors.tokens) for d in batch if d.vectors]
+        for batch in batches(long, 3, 12 * 8 * 4, 8)
+    ]
     assert sizes == [[1, 10, 1], [1], [50], [1, 0, 0]]
 
 

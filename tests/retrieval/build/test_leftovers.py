@@ -1,4 +1,5 @@
-"""What a build that fails, or a path that was mistyped, leaves behind: nothing, unless there is something to go on with."""
+"""What a build that fails, or a path that was mistyped, leaves behind: nothing, unless there is
+something to go on with."""
 
 from __future__ import annotations
 
@@ -48,18 +49,27 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path, failure: str, place: str)
         build(tmp_path / "s", DOCUMENTS, directories=[tmp_path / "data"])
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises((errors.InvalidInputError, KeyboardInterrupt)):
-        build(tmp_path / "s", documents(), replace=True, **{"directories": [tmp_path / "data"], **options})
+        build(
+            tmp_path / "s",
+            documents(),
+            replace=True,
+            **{"directories": [tmp_path / "data"], **options},
+        )
     assert sorted(tmp_path.rglob("*")) == before
     if place == "a store":
         check_store(tmp_path / "s", DOCUMENTS)
 
 
-def test_what_can_be_gone_on_with_stays_and_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_be_gone_on_with_stays_and_the_error_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("espnx.retrieval.build.builder.CHECKPOINT_S", 0.0)
     monkeypatch.setattr("espnx.retrieval.build.builder.BATCH_DOCUMENTS", 5)
     with pytest.raises(KeyboardInterrupt) as caught:
         build(tmp_path / "s", _interrupted())
-    assert caught.value.__notes__ == [f"20 documents are kept in {tmp_path / 's' / 'building'}: the same build goes on with them"]
+    assert caught.value.__notes__ == [
+        f"20 documents are kept in {tmp_path / 's' / 'building'}: the same build goes on with them"
+    ]
     steps: list[tuple[str, int, int | None]] = []
     report = build(tmp_path / "s", DOCUMENTS, progress=lambda *step: steps.append(step))
     assert report.resumed_documents == 20
@@ -73,7 +83,9 @@ def _keep(directory: Path) -> object:
 
 CALLS: dict[str, Callable[[Path], object]] = {
     "build": lambda path: espnx.build(path, DOCUMENTS, dims=(D_CLS, DIM)),
-    "data of a build": lambda path: espnx.build(path.parents[1] / "s", DOCUMENTS, dims=(D_CLS, DIM), directories=[path]),
+    "data of a build": lambda path: espnx.build(
+        path.parents[1] / "s", DOCUMENTS, dims=(D_CLS, DIM), directories=[path]
+    ),
     "train": lambda path: espnx.train(path, DOCUMENTS, dims=(D_CLS, DIM)),
     "rows": lambda path: SsdCache(path, 1),
     "a kept cache": _keep,
@@ -83,7 +95,10 @@ CALLS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_mistyped_mount_point_is_no_new_directory(tmp_path: Path, call: str) -> None:
-    with pytest.raises(errors.InvalidInputError, match=r"got no directory .*nvme_typo; .*is the drive mounted\?.*mkdir -p .*nvme_typo"):
+    with pytest.raises(
+        errors.InvalidInputError,
+        match=r"got no directory .*nvme_typo; .*is the drive mounted\?.*mkdir -p .*nvme_typo",
+    ):
         CALLS[call](tmp_path / "nvme_typo" / "x")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "nvme").mkdir()

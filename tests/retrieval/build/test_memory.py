@@ -1,4 +1,5 @@
-"""A build keeps to its memory budget, whatever the corpus: measured by the kernel, in a process of its own."""
+"""A build keeps to its memory budget, whatever the corpus: measured by the kernel, in a process of
+its own."""
 
 from __future__ import annotations
 
@@ -16,9 +17,20 @@ COUNT, MEAN_TOKENS = 3200, 250
 
 @pytest.mark.parametrize("pca", [None, 64])
 def test_a_build_keeps_to_its_budget(tmp_path: Path, processes: Forks, pca: int | None) -> None:
-    """Vectors of more than twice the room, some documents a sixth of it each; the peak of resident memory stays below the limit."""
+    """Vectors of more than twice the room, some documents a sixth of it each; the peak of resident
+    memory stays below the limit."""
     result = tmp_path / "result"
-    assert processes.run(path=tmp_path, result=result, room_mib=ROOM_MIB, count=COUNT, mean_tokens=MEAN_TOKENS, pca=pca) == 0
+    assert (
+        processes.run(
+            path=tmp_path,
+            result=result,
+            room_mib=ROOM_MIB,
+            count=COUNT,
+            mean_tokens=MEAN_TOKENS,
+            pca=pca,
+        )
+        == 0
+    )
     seen = json.loads(result.read_text())
     vectors_bytes = seen["records"] * (DIM // (pca or DIM))
     assert vectors_bytes > 2 * (ROOM_MIB << 20)

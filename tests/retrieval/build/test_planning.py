@@ -27,7 +27,9 @@ from tests.retrieval.common import D_CLS, DIM, build, corpus
         (700, 40, {"pca": 4, "pooling": "muvera", "directories": ["other"]}),
     ],
 )
-def test_it_is_what_a_build_makes(folder: Path, count: int, tokens: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_what_a_build_makes(
+    folder: Path, count: int, tokens: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "directories" in options:
         (folder / "other").mkdir()
         options = options | {"directories": [folder / "other"]}
@@ -45,12 +47,15 @@ def test_it_is_what_a_build_makes(folder: Path, count: int, tokens: int, options
     plan = plan_index(count, tokens, (D_CLS, DIM), chosen)
     with espnx.open(folder / "s") as index:
         store = index.store
-        assert plan.memory["metadata_bytes"] == pytest.approx(store.resident_bytes, abs=4096 if "residual2" in options.values() else 0)
+        assert plan.memory["metadata_bytes"] == pytest.approx(
+            store.resident_bytes, abs=4096 if "residual2" in options.values() else 0
+        )
         assert plan.memory["first_stage_bytes"] == store.first_stage_bytes
     records = sum(size for name, size in plan.disk.items() if name.endswith("_records_bytes"))
     assert records == report.record_bytes
     assert plan.disk["total_bytes"] == records + plan.disk["first_stage_bytes"]
-    assert plan.disk["spool_bytes"] == pytest.approx(sum(spooled.values()), abs=4096)  # in whole blocks
+    # in whole blocks
+    assert plan.disk["spool_bytes"] == pytest.approx(sum(spooled.values()), abs=4096)
 
 
 def test_more_than_are_laid_out_take_as_much_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,8 +68,14 @@ def test_more_than_are_laid_out_take_as_much_each(monkeypatch: pytest.MonkeyPatc
     assert large.memory["metadata_bytes"] == pytest.approx(2.125 * 10**9, rel=0.01)
 
 
-def test_times_follow_from_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "read_speed", lambda path: weights_speed.ReadSpeed(1e6, 1, "posix", written_bytes_per_s=5e5))
+def test_times_follow_from_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        planning,
+        "read_speed",
+        lambda path: weights_speed.ReadSpeed(1e6, 1, "posix", written_bytes_per_s=5e5),
+    )
     monkeypatch.setattr(planning, "gemm_speed", lambda dtype, rows: 1e9)
     plan = plan_index(5000, 20, (0, 32), storage=tmp_path)
     build, seconds = plan.build, plan.seconds
@@ -72,10 +83,16 @@ def test_times_follow_from_what_was_measured(tmp_path: Path, monkeypatch: pytest
     lists = round(4 * 5000**0.5)
     lists = min(lists, 5000 // 39)
     assert build["arrange_operations"] == 2 * 32 * lists * (5000 + 10 * min(5000, 64 * lists))
-    assert seconds["arrange"] == pytest.approx(4 * 32 * 5000 / 1e6 + build["arrange_operations"] / 1e9)
-    assert seconds["write"] == pytest.approx(build["write_read_bytes"] / 1e6 + plan.disk["total_bytes"] / 5e5)
+    assert seconds["arrange"] == pytest.approx(
+        4 * 32 * 5000 / 1e6 + build["arrange_operations"] / 1e9
+    )
+    assert seconds["write"] == pytest.approx(
+        build["write_read_bytes"] / 1e6 + plan.disk["total_bytes"] / 5e5
+    )
     monkeypatch.setattr(planning, "encoding_speed", lambda encoder, tokens: 10.0)
-    encoder = espnx.FunctionEncoder(lambda texts: [(None, [[0.0] * 32])] * len(texts), "toy@1", d_cls=0, dim=32)
+    encoder = espnx.FunctionEncoder(
+        lambda texts: [(None, [[0.0] * 32])] * len(texts), "toy@1", d_cls=0, dim=32
+    )
     timed = plan_index(5000, 20, (0, 32), storage=tmp_path, encoder=encoder)
     assert timed.seconds == seconds | {"spool": 500.0}
     assert timed.speeds["encoded_documents_per_s"] == 10.0
@@ -100,7 +117,10 @@ def test_an_encoder_is_measured_on_texts_of_that_length(monkeypatch: pytest.Monk
     assert {len(text.split()) for text in met} == {7}
 
 
-@pytest.mark.parametrize("wrong", [{"documents": 0}, {"tokens": 0}, {"tokens": 65536}, {"dims": (0, 0)}, {"documents": 1.5}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"documents": 0}, {"tokens": 0}, {"tokens": 65536}, {"dims": (0, 0)}, {"documents": 1.5}],
+)
 def test_numbers_out_of_range(wrong: dict[str, Any]) -> None:
     given = {"documents": 10, "tokens": 10, "dims": (0, 8), **wrong}
     with pytest.raises(errors.InvalidInputError):

@@ -1,4 +1,5 @@
-"""Interrupted, repeated, concurrent builds: what is kept, what is refused, and that readers never notice."""
+"""Interrupted, repeated, concurrent builds: what is kept, what is refused, and that readers never
+notice."""
 
 from __future__ import annotations
 
@@ -19,7 +20,17 @@ from espnx.retrieval.first_stage.ivf.stage import IvfStage
 from espnx.retrieval.versions import part_writer, publish
 from espnx.storage import ownership
 from espnx.storage.lock import DirectoryLock
-from tests.retrieval.common import D_CLS, DIM, EVERYTHING, assert_ranks_as_written, build, check_store, corpus, leftovers, queries
+from tests.retrieval.common import (
+    D_CLS,
+    DIM,
+    EVERYTHING,
+    assert_ranks_as_written,
+    build,
+    check_store,
+    corpus,
+    leftovers,
+    queries,
+)
 from tests.storage.common import in_child, open_descriptors
 
 DOCUMENTS = corpus(700)
@@ -29,7 +40,9 @@ class StopError(Exception):
     pass
 
 
-def interrupt(path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str], at: int, **options: Any) -> None:
+def interrupt(
+    path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str], at: int, **options: Any
+) -> None:
     """Builds until the `at`-th call of a function, which then raises."""
     owner, name = where
     original, calls = getattr(owner, name), itertools.count(1)
@@ -67,11 +80,18 @@ PLACES: dict[str, tuple[tuple[Any, str], int]] = {
 PROJECTED = ["training", "measuring", "third data file"]
 
 
-@pytest.mark.parametrize(("place", "pca"), [*((place, None) for place in PLACES), *((place, 4) for place in PROJECTED)])
+@pytest.mark.parametrize(
+    ("place", "pca"), [*((place, None) for place in PLACES), *((place, 4) for place in PROJECTED)]
+)
 def test_interrupted_anywhere(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, small_segments: Callable[[int, int], None], place: str, pca: int | None
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    small_segments: Callable[[int, int], None],
+    place: str,
+    pca: int | None,
 ) -> None:
-    """Over a published store: that one stays as it was; the same call then goes on, and leaves nothing behind."""
+    """Over a published store: that one stays as it was; the same call then goes on, and leaves
+    nothing behind."""
     build(folder / "s", DOCUMENTS[:90])
     small_segments(20_000, 4096)
     before = open_descriptors()
@@ -79,7 +99,11 @@ def test_interrupted_anywhere(
     assert open_descriptors() <= before
     check_store(folder / "s", DOCUMENTS[:90])
     report = build(folder / "s", iter(DOCUMENTS), replace=True, pca=pca)
-    assert report.resumed_documents == {"first document": 0, "second batch": 256, "last batch": 512}.get(place, 700)
+    assert report.resumed_documents == {
+        "first document": 0,
+        "second batch": 256,
+        "last batch": 512,
+    }.get(place, 700)
     assert leftovers(folder / "s") == {"gen-000002"}
     with espnx.open(folder / "s") as index:
         assert index.store.verify() == 700
@@ -106,10 +130,15 @@ def test_finished_data_files_are_not_written_again(
     before = written()
     build(folder / "s", DOCUMENTS)
     assert len(before) == 3
-    assert [name for name, when in sorted(before.items()) if written()[name] == when] == ["segment-00000.bin", "segment-00001.bin"]
+    assert [name for name, when in sorted(before.items()) if written()[name] == when] == [
+        "segment-00000.bin",
+        "segment-00001.bin",
+    ]
 
 
-def test_restart_discards_everything(folder: Path, monkeypatch: pytest.MonkeyPatch, small_segments: Callable[[int, int], None]) -> None:
+def test_restart_discards_everything(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, small_segments: Callable[[int, int], None]
+) -> None:
     small_segments(20_000, 4096)
     directories = [folder / "a", folder / "b"]
     interrupt(folder / "s", monkeypatch, *PLACES["third data file"], directories=directories)
@@ -119,11 +148,15 @@ def test_restart_discards_everything(folder: Path, monkeypatch: pytest.MonkeyPat
     check_store(folder / "s", DOCUMENTS[:100])
     with espnx.open(folder / "s") as index:
         used = {Path(segment.path).parent for segment in index.store.segments}
-    assert set(folder.glob("[ab]/espnx-*/gen-*")) == used, "the data of the discarded build is still there"
+    assert set(folder.glob("[ab]/espnx-*/gen-*")) == used, (
+        "the data of the discarded build is still there"
+    )
     assert len(list(folder.glob("[ab]/espnx-*"))) == 2
 
 
-def test_resumed_from_another_directory(folder: Path, monkeypatch: pytest.MonkeyPatch, small_segments: Callable[[int, int], None]) -> None:
+def test_resumed_from_another_directory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, small_segments: Callable[[int, int], None]
+) -> None:
     small_segments(20_000, 4096)
     monkeypatch.chdir(folder)
     interrupt(Path("s"), monkeypatch, *PLACES["third data file"], directories=["data"])
@@ -133,7 +166,8 @@ def test_resumed_from_another_directory(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_published_but_not_tidied_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed right after publication: the state of that build must not become the next one's, which would write into the live files."""
+    """Killed right after publication: the state of that build must not become the next one's, which
+    would write into the live files."""
     build(folder / "s", DOCUMENTS[:50])
     with monkeypatch.context() as patch:
         patch.setattr(ownership, "remove_directory", lambda *args: None)
@@ -182,7 +216,9 @@ def test_a_strangers_directory_is_left_alone(folder: Path) -> None:
 
 def test_a_store_is_not_replaced_unasked(folder: Path) -> None:
     build(folder / "s", DOCUMENTS[:50])
-    with pytest.raises(errors.InvalidInputError, match=r"already holds a store.*add to it.*replace"):
+    with pytest.raises(
+        errors.InvalidInputError, match=r"already holds a store.*add to it.*replace"
+    ):
         build(folder / "s", DOCUMENTS)
     check_store(folder / "s", DOCUMENTS[:50])
     manifest = folder / "s" / "MANIFEST.json"
@@ -200,7 +236,9 @@ def test_nothing_published(folder: Path) -> None:
         assert str(path) in str(caught.value)
 
 
-def test_a_reader_keeps_its_version(folder: Path, small_segments: Callable[[int, int], None]) -> None:
+def test_a_reader_keeps_its_version(
+    folder: Path, small_segments: Callable[[int, int], None]
+) -> None:
     """Opened before, never used: after the replacement it still has its files, texts included."""
     small_segments(8192, 4096)
     build(folder / "s", DOCUMENTS[:200], directories=[folder / "data"])
@@ -221,7 +259,9 @@ def test_opened_while_being_replaced(folder: Path) -> None:
         while not stop.is_set():
             try:
                 with espnx.open(folder / "s") as index:
-                    result = index.search(queries(1)[0], k=EVERYTHING, candidates=EVERYTHING, nprobe=EVERYTHING)
+                    result = index.search(
+                        queries(1)[0], k=EVERYTHING, candidates=EVERYTHING, nprobe=EVERYTHING
+                    )
                     assert len(result.hits) in (60, 61)
             except (errors.EspnxError, AssertionError) as error:
                 failures.append(error)
@@ -240,10 +280,15 @@ def test_opened_while_being_replaced(folder: Path) -> None:
 def test_a_second_writer_is_told(folder: Path) -> None:
     def documents() -> Iterator[espnx.Document]:
         yield from DOCUMENTS[:10]
-        for write in (lambda: build(folder / "s", DOCUMENTS), lambda: in_child(lambda: second(folder / "s"))):
+        for write in (
+            lambda: build(folder / "s", DOCUMENTS),
+            lambda: in_child(lambda: second(folder / "s")),
+        ):
             with pytest.raises((errors.StoreBusyError, AssertionError)) as caught:
                 write()
-            assert "StoreBusyError" in repr(caught.value) or isinstance(caught.value, errors.StoreBusyError)
+            assert "StoreBusyError" in repr(caught.value) or isinstance(
+                caught.value, errors.StoreBusyError
+            )
             assert f"process {os.getpid()}" in str(caught.value)
         yield from DOCUMENTS[10:20]
 
@@ -271,21 +316,37 @@ def test_a_lock_dies_with_its_process(folder: Path) -> None:
 
 #: What STATE.json says of a build that was asked for nothing.
 _LATER = {
-    "kind": "'build'", "format": "'fp16'", "pca": "None", "cls_weight": "1.0", "coarse": "None", "centroids": "None",
-    "first_stage_code": "'sq8'", "nlist": "None",
+    "kind": "'build'", "format": "'fp16'", "pca": "None", "cls_weight": "1.0", "coarse": "None",
+    "centroids": "None", "first_stage_code": "'sq8'", "nlist": "None",
 }  # fmt: skip
 _SPOOLED = {
-    "encoder": "None", "d_cls": "16", "dim": "8", "spool": "'fp16'", "codebook": "None", "trained": "None", "first_stages": "'ivf'",
-    "language": "'english'", "sparse_encoder": "None", "pooling": "None",
-}  # fmt: skip
+    "encoder": "None",
+    "d_cls": "16",
+    "dim": "8",
+    "spool": "'fp16'",
+    "codebook": "None",
+    "trained": "None",
+    "first_stages": "'ivf'",
+    "language": "'english'",
+    "sparse_encoder": "None",
+    "pooling": "None",
+}
 
 
 @pytest.mark.parametrize(
     ("options", "spooled", "later"),
     [
         ({}, {}, {}),
-        ({"first_stages": {"ivf": {"code": "flat", "nlist": 5}}}, {}, {"first_stage_code": "'flat'", "nlist": "5"}),
-        ({"first_stages": "graph", "nlist": 3, "cls_weight": 2}, {"first_stages": "'graph'"}, {"nlist": "3", "cls_weight": "2"}),
+        (
+            {"first_stages": {"ivf": {"code": "flat", "nlist": 5}}},
+            {},
+            {"first_stage_code": "'flat'", "nlist": "5"},
+        ),
+        (
+            {"first_stages": "graph", "nlist": 3, "cls_weight": 2},
+            {"first_stages": "'graph'"},
+            {"nlist": "3", "cls_weight": "2"},
+        ),
         ({"language": "german"}, {"language": "'german'"}, {}),
         (
             {"first_stages": ["ivf", "bm25"], "language": "none", "pooling": "mean"},
@@ -297,9 +358,14 @@ _SPOOLED = {
     ids=repr,
 )
 def test_what_tells_builds_apart(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], spooled: dict[str, str], later: dict[str, str]
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    spooled: dict[str, str],
+    later: dict[str, str],
 ) -> None:
-    """In these words, whatever the options look like in a program: an interrupted build may be of another version of espnx."""
+    """In these words, whatever the options look like in a program: an interrupted build may be of
+    another version of espnx."""
 
     def stop(*args: Any) -> None:
         raise StopError
@@ -308,4 +374,8 @@ def test_what_tells_builds_apart(
     with pytest.raises(StopError):
         espnx.build(folder / "s", DOCUMENTS[:60], dims=(D_CLS, DIM), **options)
     state = json.loads((folder / "s" / "building" / "STATE.json").read_bytes().rpartition(b"\n")[0])
-    assert state["settings"] == {"spooled": _SPOOLED | spooled, "later": _LATER | later, "directories": []}
+    assert state["settings"] == {
+        "spooled": _SPOOLED | spooled,
+        "later": _LATER | later,
+        "directories": [],
+    }

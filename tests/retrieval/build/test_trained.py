@@ -1,4 +1,5 @@
-"""What is trained once and shared by several stores: their rankings merge into that of one store, and nothing else is taken for it."""
+"""What is trained once and shared by several stores: their rankings merge into that of one store,
+and nothing else is taken for it."""
 
 from __future__ import annotations
 
@@ -12,11 +13,27 @@ import pytest
 import espnx
 from espnx import errors
 from espnx.retrieval.build.training import TRAINED_OPTIONS
-from tests.retrieval.common import D_CLS, DIM, EVERYTHING, build, check_store, corpus, queries, sign_manifest, toy_encoder
+from tests.retrieval.common import (
+    D_CLS,
+    DIM,
+    EVERYTHING,
+    build,
+    check_store,
+    corpus,
+    queries,
+    sign_manifest,
+    toy_encoder,
+)
 
 DOCUMENTS = corpus(400, tokens=(1, 12))
 #: Lossy in every way that is trained.
-LOSSY: dict[str, Any] = {"format": "residual2", "pca": 4, "coarse": "bit1", "first_stage_code": "sq8", "nlist": 6}
+LOSSY: dict[str, Any] = {
+    "format": "residual2",
+    "pca": 4,
+    "coarse": "bit1",
+    "first_stage_code": "sq8",
+    "nlist": 6,
+}
 
 
 def train(path: Path, documents: list[espnx.Document] = DOCUMENTS, **options: Any) -> espnx.Trained:
@@ -31,30 +48,50 @@ def ranking(path: Path, query: espnx.Encoded) -> list[tuple[float, str]]:
         return [(-hit.score, str(hit.id)) for hit in hits]
 
 
-@pytest.mark.parametrize("options", [{}, LOSSY, {"format": "fp32", "pooling": "muvera"}], ids=["fp16", "lossy", "muvera"])
+@pytest.mark.parametrize(
+    "options", [{}, LOSSY, {"format": "fp32", "pooling": "muvera"}], ids=["fp16", "lossy", "muvera"]
+)
 def test_eight_stores_rank_as_one(folder: Path, options: dict[str, Any]) -> None:
     trained = train(folder / "trained", **options)
     espnx.build(folder / "whole", DOCUMENTS, trained=trained)
     for number in range(8):
-        espnx.build(folder / f"part-{number}", DOCUMENTS[number::8], trained=espnx.Trained.load(folder / "trained"))
+        espnx.build(
+            folder / f"part-{number}",
+            DOCUMENTS[number::8],
+            trained=espnx.Trained.load(folder / "trained"),
+        )
     espnx.compact(folder / "part-3")
     espnx.delete(folder / "part-4", [DOCUMENTS[4].id])
     espnx.add(folder / "part-4", [DOCUMENTS[4]])
     for query in queries(4):
-        merged = sorted(hit for number in range(8) for hit in ranking(folder / f"part-{number}", query))
+        merged = sorted(
+            hit for number in range(8) for hit in ranking(folder / f"part-{number}", query)
+        )
         assert merged == sorted(ranking(folder / "whole", query))
-    spaces = {json.loads((path / "MANIFEST.json").read_text())["score_space"] for path in (folder / "whole", *folder.glob("part-*"))}
+    spaces = {
+        json.loads((path / "MANIFEST.json").read_text())["score_space"]
+        for path in (folder / "whole", *folder.glob("part-*"))
+    }
     assert len(spaces) == 1
-    alone = build(folder / "alone", DOCUMENTS[::8], **{"first_stage_code": "sq8", "nlist": None, **options})
+    alone = build(
+        folder / "alone", DOCUMENTS[::8], **{"first_stage_code": "sq8", "nlist": None, **options}
+    )
     assert alone.documents == 50
     assert json.loads((folder / "alone" / "MANIFEST.json").read_text())["score_space"] not in spaces
-    if options is LOSSY:  # what sharing is for: trained on its own documents, a store gives other scores
-        assert sorted(ranking(folder / "alone", queries(1)[0])) != sorted(ranking(folder / "part-0", queries(1)[0]))
+    # what sharing is for: trained on its own documents, a store gives other scores
+    if options is LOSSY:
+        assert sorted(ranking(folder / "alone", queries(1)[0])) != sorted(
+            ranking(folder / "part-0", queries(1)[0])
+        )
 
 
 def test_saved_and_loaded(folder: Path) -> None:
     trained = train(folder / "trained", **LOSSY)
-    assert {entry.name for entry in (folder / "trained").iterdir()} == {"MANIFEST.json", "trained.safetensors", "LOCK"}
+    assert {entry.name for entry in (folder / "trained").iterdir()} == {
+        "MANIFEST.json",
+        "trained.safetensors",
+        "LOCK",
+    }
     again = espnx.Trained.load(folder / "trained")
     assert again.id == trained.id
     assert again.model.keys() == trained.model.keys()
@@ -72,23 +109,40 @@ def test_saved_and_loaded(folder: Path) -> None:
 
 
 def test_which_stores_share_a_score_space(folder: Path) -> None:
-    """Those of one named encoder and the same settings do, trained together or not, where nothing lossy was trained."""
+    """Those of one named encoder and the same settings do, trained together or not, where nothing
+    lossy was trained."""
 
     def space(name: str, **options: Any) -> str:
-        espnx.build(folder / name, [(i, f"text {i}") for i in range(30)], toy_encoder(), **{"nlist": 3, **options})
+        espnx.build(
+            folder / name,
+            [(i, f"text {i}") for i in range(30)],
+            toy_encoder(),
+            **{"nlist": 3, **options},
+        )
         with espnx.open(folder / name) as index:
             return str(index.store.manifest.score_space)
 
     one = space("one")
     assert space("two", first_stage_code="flat", nlist=1, coarse="bit1") == one
-    others = [space("a", format="fp32"), space("b", cls_weight=2.0), space("c", pca=4), space("d", format="residual2")]
+    others = [
+        space("a", format="fp32"),
+        space("b", cls_weight=2.0),
+        space("c", pca=4),
+        space("d", format="residual2"),
+    ]
     build(folder / "e", DOCUMENTS[:30])
     build(folder / "f", DOCUMENTS[:30])
-    brought = [json.loads((folder / name / "MANIFEST.json").read_text())["score_space"] for name in "ef"]
-    assert len({one, *others, *brought}) == 7, "vectors of an unknown encoder are comparable inside one store alone"
+    brought = [
+        json.loads((folder / name / "MANIFEST.json").read_text())["score_space"] for name in "ef"
+    ]
+    assert len({one, *others, *brought}) == 7, (
+        "vectors of an unknown encoder are comparable inside one store alone"
+    )
 
 
-def test_resumed_with_the_same_and_with_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_with_the_same_and_with_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from espnx.retrieval.build import builder
 
     trained, other = train(folder / "a"), train(folder / "b", format="fp32")
@@ -102,10 +156,20 @@ def test_resumed_with_the_same_and_with_another(folder: Path, monkeypatch: pytes
             with pytest.raises(KeyboardInterrupt):
                 espnx.build(folder / "s", DOCUMENTS[:100], trained=trained, replace=True)
         if resumed:
-            assert espnx.build(folder / "s", DOCUMENTS[:100], trained=again, replace=True).resumed_documents == resumed
+            assert (
+                espnx.build(
+                    folder / "s", DOCUMENTS[:100], trained=again, replace=True
+                ).resumed_documents
+                == resumed
+            )
         else:
             with pytest.warns(UserWarning, match="other settings"):
-                assert espnx.build(folder / "s", DOCUMENTS[:100], trained=again, replace=True).resumed_documents == resumed
+                assert (
+                    espnx.build(
+                        folder / "s", DOCUMENTS[:100], trained=again, replace=True
+                    ).resumed_documents
+                    == resumed
+                )
         check_store(folder / "s", DOCUMENTS[:100], fmt=again.schema.format)
 
 
@@ -133,8 +197,20 @@ def test_no_documents(folder: Path) -> None:
 
 def test_what_does_not_fit(folder: Path) -> None:
     trained = train(folder / "t")
-    given = {"format": "fp16", "coarse": "bit1", "pca": 4, "pooling": "mean", "nlist": 2, "centroids": 2}
-    given |= {"first_stages": "ivf", "first_stage_code": "flat", "language": "german", "sparse_encoder": "splade-tiny"}
+    given = {
+        "format": "fp16",
+        "coarse": "bit1",
+        "pca": 4,
+        "pooling": "mean",
+        "nlist": 2,
+        "centroids": 2,
+    }
+    given |= {
+        "first_stages": "ivf",
+        "first_stage_code": "flat",
+        "language": "german",
+        "sparse_encoder": "splade-tiny",
+    }
     assert set(given) == set(TRAINED_OPTIONS)
     for name, value in given.items():
         with pytest.raises(errors.InvalidInputError, match=f"option '{name}' beside trained="):
@@ -154,12 +230,25 @@ def test_what_does_not_fit(folder: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"id": "0" * 32}, {"id": "x"}, {"format": "fp16"}, {"format": "fp99"}, {"dim": 8}, {"dim": 3}, {"dim": -1}, {"is_normalised": None},
-        {"coarse": "fp16"}, {"coarse": "int8"}, {"coarse": None}, {"first_stage": {}}, {"encoder": {"d_cls": 16}},
-        {"tensors": {"size_bytes": 1, "crc32c": 0}}, {"tensors": {"size_bytes": 2**61, "crc32c": 0}}, {"tensors": []},
+        {"id": "0" * 32},
+        {"id": "x"},
+        {"format": "fp16"},
+        {"format": "fp99"},
+        {"dim": 8},
+        {"dim": 3},
+        {"dim": -1},
+        {"is_normalised": None},
+        {"coarse": "fp16"},
+        {"coarse": "int8"},
+        {"coarse": None},
+        {"first_stage": {}},
+        {"encoder": {"d_cls": 16}},
+        {"tensors": {"size_bytes": 1, "crc32c": 0}},
+        {"tensors": {"size_bytes": 2**61, "crc32c": 0}},
+        {"tensors": []},
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_manifests_that_cannot_be(folder: Path, change: dict[str, Any]) -> None:
     train(folder / "t", **LOSSY)
     sign_manifest(folder / "t", lambda fields: fields.update(change))

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 import espnx
-from espnx.retrieval.first_stage.ivf.arrays import decoded, empty_index, enter, list_codes, list_numbers, sort_lists, train_arrays
+from espnx.retrieval.first_stage.ivf.arrays import (
+    decoded,
+    empty_index,
+    enter,
+    list_codes,
+    list_numbers,
+    sort_lists,
+    train_arrays,
+)
 from espnx.retrieval.first_stage.ivf.cells import CELL_RECORDS, cell_order
 from tests.retrieval.common import D_CLS, DIM, build
 
@@ -17,11 +25,14 @@ PAGE_RECORDS = 10
 
 
 def clumps(count: int, size: int, dim: int = 16, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(vectors near `count` centres, `size` of each, in random order; the number of each one's centre)."""
+    """(vectors near `count` centres, `size` of each, in random order; the number of each one's
+    centre)."""
     rng = np.random.default_rng(seed)
     which = rng.permutation(np.repeat(np.arange(count), size))
     centres = rng.standard_normal((count, dim))
-    return (centres[which] + 0.05 * rng.standard_normal((len(which), dim))).astype(np.float32), which
+    return (centres[which] + 0.05 * rng.standard_normal((len(which), dim))).astype(
+        np.float32
+    ), which
 
 
 def pages(order: np.ndarray, wanted: np.ndarray) -> int:
@@ -30,7 +41,20 @@ def pages(order: np.ndarray, wanted: np.ndarray) -> int:
     return len(np.unique(place[wanted] // PAGE_RECORDS))
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, CELL_RECORDS, CELL_RECORDS + 1, 2 * CELL_RECORDS - 1, 2 * CELL_RECORDS + 1, 137, 1000])
+@pytest.mark.parametrize(
+    "count",
+    [
+        0,
+        1,
+        2,
+        CELL_RECORDS,
+        CELL_RECORDS + 1,
+        2 * CELL_RECORDS - 1,
+        2 * CELL_RECORDS + 1,
+        137,
+        1000,
+    ],
+)
 def test_every_row_is_there_once(count: int) -> None:
     vectors = np.random.default_rng(count).standard_normal((count, 5)).astype(np.float32)
     assert np.array_equal(np.sort(cell_order(vectors)), np.arange(count))
@@ -40,8 +64,11 @@ def test_neighbours_lie_on_few_pages() -> None:
     vectors, which = clumps(40, 2 * PAGE_RECORDS)
     order = cell_order(vectors)
     touched = [pages(order, np.flatnonzero(which == clump)) for clump in range(40)]
-    as_they_came = [pages(np.arange(len(which)), np.flatnonzero(which == clump)) for clump in range(40)]
-    assert np.mean(touched) <= 4 < 15 <= np.mean(as_they_came)  # of two pages at best, three where none is aligned
+    as_they_came = [
+        pages(np.arange(len(which)), np.flatnonzero(which == clump)) for clump in range(40)
+    ]
+    # of two pages at best, three where none is aligned
+    assert np.mean(touched) <= 4 < 15 <= np.mean(as_they_came)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 1e-30, 1e18])
@@ -58,7 +85,9 @@ def test_lists_keep_their_entries(code: str) -> None:
         enter(each, [vectors])
     sort_lists(index)
     for (numbers, codes), (expected, plain_codes) in zip(
-        zip(list_numbers(index), list_codes(index), strict=True), zip(list_numbers(plain), list_codes(plain), strict=True), strict=True
+        zip(list_numbers(index), list_codes(index), strict=True),
+        zip(list_numbers(plain), list_codes(plain), strict=True),
+        strict=True,
     ):
         rows, plain_rows = codes.reshape(len(numbers), -1), plain_codes.reshape(len(expected), -1)
         back = np.argsort(numbers)
@@ -74,7 +103,8 @@ def test_a_compacted_store_has_cells_again(tmp_path: Path) -> None:
     cls, which = clumps(20, 2 * PAGE_RECORDS, D_CLS)
     cls /= np.linalg.norm(cls, axis=1, keepdims=True)
     documents = [
-        espnx.Document(number, "", espnx.Encoded(torch.from_numpy(vector), torch.ones(1, DIM))) for number, vector in enumerate(cls)
+        espnx.Document(number, "", espnx.Encoded(torch.from_numpy(vector), torch.ones(1, DIM)))
+        for number, vector in enumerate(cls)
     ]
     build(tmp_path / "store", documents[:200], nlist=2)
     for begin in range(200, 400, 20):

@@ -1,4 +1,5 @@
-"""What a store asks of a first stage, of every kind alike: one that stands in these tests alone does all that inverted lists do."""
+"""What a store asks of a first stage, of every kind alike: one that stands in these tests alone
+does all that inverted lists do."""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ from espnx.retrieval.first_stage.graph.stage import GraphStage
 from espnx.retrieval.first_stage.interface import Documents, Entries, StoredEntries
 from espnx.retrieval.first_stage.ivf.stage import IvfStage
 from espnx.retrieval.first_stage.several import SeveralStages
-from tests.retrieval.common import EVERYTHING, assert_ranks_as_written, build, corpus, queries, replace_section, section_places
+from tests.retrieval.common import (
+    EVERYTHING,
+    assert_ranks_as_written,
+    build,
+    corpus,
+    queries,
+    replace_section,
+    section_places,
+)
 from tests.retrieval.stages import ExactStage, InMemoryDocuments, InMemoryEntries, LoadedExact
 
 DOCUMENTS = corpus(260)
@@ -42,7 +51,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def check(path: Path, kind: str, documents: list[espnx.Document]) -> None:
-    """The store says of what kind it is, verifies, and ranks all that is alive, and some of it, as the documents say."""
+    """The store says of what kind it is, verifies, and ranks all that is alive, and some of it, as
+    the documents say."""
     with espnx.open(path) as index:
         assert index.store.manifest.first_stage.kind == kind
         assert isinstance(index.first_stage, LoadedExact) == (kind == "exact")
@@ -50,14 +60,25 @@ def check(path: Path, kind: str, documents: list[espnx.Document]) -> None:
         assert_ranks_as_written(index, documents)
         some = [document.id for document in documents[::3]]
         for step in (0, 0.3):
-            found = index.search(queries(1)[0], k=EVERYTHING, candidates=EVERYTHING, include=some, exclude=some[:5], prefetch_step=step)
+            found = index.search(
+                queries(1)[0],
+                k=EVERYTHING,
+                candidates=EVERYTHING,
+                include=some,
+                exclude=some[:5],
+                prefetch_step=step,
+            )
             assert {hit.id for hit in found} == set(some[5:])
-        rates = [index.search(query, k=9, candidates=20, prefetch_step=1.0).hit_rate for query in queries(2)]
+        rates = [
+            index.search(query, k=9, candidates=20, prefetch_step=1.0).hit_rate
+            for query in queries(2)
+        ]
         assert rates == [1.0, 1.0] or not documents
 
 
 def test_a_life(folder: Path, kind: str) -> None:
-    """Built, added to until parts merge, replaced, deleted from, compacted, emptied, and filled again."""
+    """Built, added to until parts merge, replaced, deleted from, compacted, emptied, and filled
+    again."""
     path = folder / "s"
     report = build(path, DOCUMENTS[:150], first_stages=NAMED.get(kind, kind), coarse="bit1")
     assert report.first_stage["kind"] == kind
@@ -83,7 +104,9 @@ def test_a_life(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["train", "add", "tune"])
-def test_interrupted_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, place: str) -> None:
+def test_interrupted_and_resumed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, place: str
+) -> None:
     stage = registry._class_of(kind)
 
     def stop(*args: Any) -> Any:
@@ -93,11 +116,15 @@ def test_interrupted_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, 
         patch.setattr(stage, place, stop)
         with pytest.raises(KeyboardInterrupt):
             build(folder / "s", DOCUMENTS, first_stages=NAMED.get(kind, kind))
-    assert build(folder / "s", DOCUMENTS, first_stages=NAMED.get(kind, kind)).resumed_documents == len(DOCUMENTS)
+    assert build(
+        folder / "s", DOCUMENTS, first_stages=NAMED.get(kind, kind)
+    ).resumed_documents == len(DOCUMENTS)
     check(folder / "s", kind, DOCUMENTS)
 
 
-def test_resumed_where_its_entries_are_there(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_resumed_where_its_entries_are_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     """What the second pass left is taken, not made again; and not taken where it is damaged."""
 
     def stop(*args: Any) -> Any:
@@ -115,7 +142,9 @@ def test_resumed_where_its_entries_are_there(folder: Path, monkeypatch: pytest.M
     order.write_bytes(whole)
     with monkeypatch.context() as patch:
         patch.setattr(registry._class_of(kind), "add", stop)
-        assert build(folder / "s", DOCUMENTS, first_stages=NAMED.get(kind, kind)).resumed_documents == len(DOCUMENTS)
+        assert build(
+            folder / "s", DOCUMENTS, first_stages=NAMED.get(kind, kind)
+        ).resumed_documents == len(DOCUMENTS)
     check(folder / "s", kind, DOCUMENTS)
 
 
@@ -123,7 +152,13 @@ def test_the_text_of_a_query_arrives(folder: Path, monkeypatch: pytest.MonkeyPat
     """A stage that looks words up needs what was asked, not its vectors."""
     from tests.retrieval.common import toy_encoder
 
-    build(folder / "s", [(i, f"text {i}") for i in range(20)], encoder=toy_encoder(), dims=None, first_stages="exact")
+    build(
+        folder / "s",
+        [(i, f"text {i}") for i in range(20)],
+        encoder=toy_encoder(),
+        dims=None,
+        first_stages="exact",
+    )
     seen: list[str | None] = []
     whole = LoadedExact.start
 
@@ -154,14 +189,18 @@ def test_texts_of_documents_can_be_read(folder: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("wrong", [[0, 0], [0], [0, 1, 2], [-1, 0], [1, 2]])
-def test_an_order_that_loses_or_repeats_documents(folder: Path, monkeypatch: pytest.MonkeyPatch, wrong: list[int]) -> None:
+def test_an_order_that_loses_or_repeats_documents(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, wrong: list[int]
+) -> None:
     """Whatever a first stage says: no document is lost and none is stored twice."""
     build(folder / "s", DOCUMENTS[:20], first_stages="exact")
     espnx.add(folder / "s", DOCUMENTS[20:22])
     before = (folder / "s" / "MANIFEST.json").read_bytes()
 
     def entries(self: ExactStage, *args: Any) -> Entries:
-        return Entries([np.array(wrong)], {"vectors": [np.zeros((len(wrong), self.vector_dim), "f4")]})
+        return Entries(
+            [np.array(wrong)], {"vectors": [np.zeros((len(wrong), self.vector_dim), "f4")]}
+        )
 
     def compacted(self: ExactStage, parts: list[StoredEntries], gone: np.ndarray) -> Any:
         return self, entries(self)
@@ -183,22 +222,38 @@ def test_a_section_of_another_size(folder: Path, kind: str) -> None:
     """Found when the store is opened, and by verify."""
     build(folder / "s", DOCUMENTS[:20], first_stages=NAMED.get(kind, kind))
     file = next((folder / "s").glob("gen-*/part.bin"))
-    name = {"ivf": "stage.codes", "exact": "stage.vectors", "graph": "stage.vectors", "several": "stage.ivf.codes"}[kind]
+    name = {
+        "ivf": "stage.codes",
+        "exact": "stage.vectors",
+        "graph": "stage.vectors",
+        "several": "stage.ivf.codes",
+    }[kind]
     place = section_places(file)[name]
-    replace_section(folder / "s", file, name, file.read_bytes()[place.offset_bytes : place.offset_bytes + place.size_bytes - 4])
+    replace_section(
+        folder / "s",
+        file,
+        name,
+        file.read_bytes()[place.offset_bytes : place.offset_bytes + place.size_bytes - 4],
+    )
     with pytest.raises(errors.FormatError, match="do not fit the part"):
         espnx.open(folder / "s")
 
 
 @pytest.mark.parametrize("name", ["", "Codes", "a.b.c", "../x", "seventeenletters_"])
 def test_names_of_sections(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(ExactStage, "add", lambda self, documents, order=None: Entries([np.arange(2)], {name: [np.zeros(3)]}))
+    monkeypatch.setattr(
+        ExactStage,
+        "add",
+        lambda self, documents, order=None: Entries([np.arange(2)], {name: [np.zeros(3)]}),
+    )
     with pytest.raises(errors.InvalidInputError, match="section of a first stage"):
         build(folder / "s", DOCUMENTS[:2], first_stages="exact")
 
 
 def test_kinds_that_are_unknown_or_taken(folder: Path) -> None:
-    with pytest.raises(errors.InvalidInputError, match=r"first-stage kind.*bm25, exact, graph, ivf or splade"):
+    with pytest.raises(
+        errors.InvalidInputError, match=r"first-stage kind.*bm25, exact, graph, ivf or splade"
+    ):
         build(folder / "s", DOCUMENTS[:2], first_stages="hnsw")
     with pytest.raises(errors.InvalidInputError, match="first-stage kind 'ivf'"):
         registry.register("ivf", "somebody", "Else")
@@ -212,13 +267,20 @@ def test_kinds_that_are_unknown_or_taken(folder: Path) -> None:
 def stages() -> dict[str, Any]:
     of = DocumentVector(None, 16)
     ivf, graph = IvfStage(of, "flat", wanted_lists=5), GraphStage(of)
-    return {"exact": ExactStage(16), "ivf": ivf, "graph": graph, "several": SeveralStages.of([graph, ivf])}
+    return {
+        "exact": ExactStage(16),
+        "ivf": ivf,
+        "graph": graph,
+        "several": SeveralStages.of([graph, ivf]),
+    }
 
 
 def test_alone(kind: str, stages: dict[str, Any]) -> None:
-    """Without any store: entries of two parts, merged without those that are gone, find what NumPy finds."""
+    """Without any store: entries of two parts, merged without those that are gone, find what NumPy
+    finds."""
     rng = np.random.default_rng(0)
-    vectors = rng.normal(size=(200, 16)).astype("f2").astype("f4")  # what every kind stores as it is
+    # what every kind stores as it is
+    vectors = rng.normal(size=(200, 16)).astype("f2").astype("f4")
     stage = stages[kind].train(InMemoryDocuments(vectors), 1 << 30)
     first = InMemoryEntries(stage.add(InMemoryDocuments(vectors[:130])))
     second = InMemoryEntries(stage.add(InMemoryDocuments(vectors[130:])), first_number=192)
@@ -234,7 +296,10 @@ def test_alone(kind: str, stages: dict[str, Any]) -> None:
     query = espnx.Encoded(queries(1)[0].cls, queries(1)[0].tokens)
     wanted = of_record[alive] @ query.cls.numpy()
     best = alive[np.lexsort((alive, -wanted))][:40]
-    for loaded, number_of in ((stage.load([merged]), merged.order), (changed.load([compacted]), compacted.order)):
+    for loaded, number_of in (
+        (stage.load([merged]), merged.order),
+        (changed.load([compacted]), compacted.order),
+    ):
         numbers, scores = loaded.start([loaded.prepare(query)], 40, EVERYTHING).complete()[0]
         assert number_of[numbers].tolist() == best.tolist()
         assert np.allclose(scores, np.sort(wanted)[::-1][:40], atol=1e-4)

@@ -1,4 +1,5 @@
-"""Fusion against plain Python over dictionaries, on random lists; ties; and what is no list of candidates."""
+"""Fusion against plain Python over dictionaries, on random lists; ties; and what is no list of
+candidates."""
 
 from __future__ import annotations
 
@@ -23,17 +24,22 @@ def oracle(stages, method, weights, rrf_k=60):
                 part = weights[stage] * (1 / (rrf_k + rank))
             else:
                 least, greatest = min(values), max(values)
-                part = weights[stage] * ((value - least) / (greatest - least) if greatest > least else 1.0)
+                part = weights[stage] * (
+                    (value - least) / (greatest - least) if greatest > least else 1.0
+                )
             parts.setdefault(number, [0.0] * len(stages))[stage] = part
             ranks.setdefault(number, [-1] * len(stages))[stage] = rank
             scores.setdefault(number, [math.nan] * len(stages))[stage] = value
-    made = [(number, sum(sorted(each)), ranks[number], scores[number]) for number, each in parts.items()]
+    made = [
+        (number, sum(sorted(each)), ranks[number], scores[number]) for number, each in parts.items()
+    ]
     return sorted(made, key=lambda item: (-item[1], item[0]))
 
 
 def random_stage(rng, size, universe, levels):
     numbers = rng.choice(universe, size=size, replace=False).astype(np.int64)
-    scores = rng.integers(-levels, levels, size=size).astype(np.float32) / 4  # few levels: scores tie
+    # few levels: scores tie
+    scores = rng.integers(-levels, levels, size=size).astype(np.float32) / 4
     return numbers, -np.sort(-scores)
 
 
@@ -43,20 +49,22 @@ def test_against_dictionaries(method, seed):
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 5))
     universe = np.unique(rng.integers(0, 40 if seed % 2 else 1 << 40, 40))
-    stages = [random_stage(rng, int(rng.integers(0, len(universe) + 1)), universe, 6) for _ in range(count)]
+    stages = [
+        random_stage(rng, int(rng.integers(0, len(universe) + 1)), universe, 6)
+        for _ in range(count)
+    ]
     weights = [1.0] * count if seed % 3 else rng.uniform(0, 2, count).tolist()
     fused = fuse(stages, method, weights=weights)
     wanted = oracle(stages, method, weights)
     assert fused.numbers.tolist() == [item[0] for item in wanted]
     assert fused.scores.tolist() == [item[1] for item in wanted]
     assert fused.ranks.tolist() == [item[2] for item in wanted]
-    np.testing.assert_array_equal(fused.stage_scores, np.array([item[3] for item in wanted], np.float32).reshape(-1, count))
-    assert [array.dtype for array in (fused.numbers, fused.scores, fused.ranks, fused.stage_scores)] == [
-        np.int64,
-        np.float64,
-        np.int32,
-        np.float32,
-    ]
+    np.testing.assert_array_equal(
+        fused.stage_scores, np.array([item[3] for item in wanted], np.float32).reshape(-1, count)
+    )
+    assert [
+        array.dtype for array in (fused.numbers, fused.scores, fused.ranks, fused.stage_scores)
+    ] == [np.int64, np.float64, np.int32, np.float32]
 
 
 def test_reciprocal_ranks_by_hand():
@@ -71,7 +79,8 @@ def test_reciprocal_ranks_by_hand():
 
 
 def test_equal_sums_by_the_lower_number():
-    ranks = np.array([[1, 2, 3], [3, 1, 2], [2, 3, 1]])  # the same three ranks in every order: sums in the order of stages would differ
+    # the same three ranks in every order: sums in the order of stages would differ
+    ranks = np.array([[1, 2, 3], [3, 1, 2], [2, 3, 1]])
     numbers = np.array([30, 20, 10])
     stages = []
     for stage in range(3):
@@ -86,7 +95,9 @@ def test_weights_and_depth():
     first, second = ((np.array([number]), np.ones(1, np.float32)) for number in (1, 2))
     assert fuse([first, second]).numbers.tolist() == [1, 2]
     assert fuse([first, second], weights=[1, 2]).numbers.tolist() == [2, 1]
-    assert fuse([first, second], weights=[0, 1]).numbers.tolist() == [2, 1], "a stage that does not count still brings its candidates"
+    assert fuse([first, second], weights=[0, 1]).numbers.tolist() == [2, 1], (
+        "a stage that does not count still brings its candidates"
+    )
     assert fuse([first], rrf_k=0).scores.tolist() == [1.0]
     huge = np.array([3e38, -3e38], np.float32)  # whose difference float32 does not hold
     assert fuse([(np.array([1, 2]), huge)], "weighted").scores.tolist() == [1.0, 0.0]

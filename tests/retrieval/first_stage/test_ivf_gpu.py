@@ -1,4 +1,5 @@
-"""A first stage on a GPU, with FAISS's GPU index replaced by one that has its limits: the pieces merge to the whole."""
+"""A first stage on a GPU, with FAISS's GPU index replaced by one that has its limits: the pieces
+merge to the whole."""
 
 from __future__ import annotations
 
@@ -53,11 +54,16 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 @pytest.mark.parametrize("nprobe", [1, 4, 5, 6, 17])
 def test_pieces_make_the_whole(folder: Path, pretended: SimpleNamespace, nprobe: int) -> None:
     build(folder / "s", corpus(400), nlist=17)
-    with espnx.open(folder / "s", first_stage_on="cuda") as index, espnx.open(folder / "s") as plain:
+    with (
+        espnx.open(folder / "s", first_stage_on="cuda") as index,
+        espnx.open(folder / "s") as plain,
+    ):
         wanted = queries(7)
         for options in ({"prefetch_step": 0}, {"prefetch_step": (0.1, 0.5)}):
             on_gpu = index.search(wanted, k=30, candidates=60, nprobe=nprobe, **options)
-            assert [r.hits for r in on_gpu] == [r.hits for r in plain.search(wanted, k=30, candidates=60, nprobe=nprobe, **options)]
+            assert [r.hits for r in on_gpu] == [
+                r.hits for r in plain.search(wanted, k=30, candidates=60, nprobe=nprobe, **options)
+            ]
         calls = pretended.index.calls
         assert calls > 0
         some = [f"doc-{i}" for i in range(150)]

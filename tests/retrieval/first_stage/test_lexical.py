@@ -1,4 +1,5 @@
-"""BM25 and sparse vectors as first stages: held against bm25s and against products of dense matrices, over a store's whole life."""
+"""BM25 and sparse vectors as first stages: held against bm25s and against products of dense
+matrices, over a store's whole life."""
 
 from __future__ import annotations
 
@@ -28,8 +29,17 @@ def some_text(rng: np.random.Generator, most: int = 30) -> str:
     return " ".join(WORDS[int(80 * rng.random() ** 3)] for _ in range(int(rng.integers(0, most))))
 
 
-DOCUMENTS = [replace(document, text=some_text(np.random.default_rng(i))) for i, document in enumerate(corpus(400))]
-ASKED = [*(some_text(np.random.default_rng(10_000 + i), 7) for i in range(12)), "", "nobody wrote this", "word0", "word0 word0 word3"]
+DOCUMENTS = [
+    replace(document, text=some_text(np.random.default_rng(i)))
+    for i, document in enumerate(corpus(400))
+]
+ASKED = [
+    *(some_text(np.random.default_rng(10_000 + i), 7) for i in range(12)),
+    "",
+    "nobody wrote this",
+    "word0",
+    "word0 word0 word3",
+]
 
 
 class Counting:
@@ -40,7 +50,9 @@ class Counting:
     def encode_documents(self, texts: list[str]) -> list[SparseVector]:
         made = []
         for text in texts:
-            numbers, counts = np.unique([WORDS.index(word) for word in text.split() if word in WORDS], return_counts=True)
+            numbers, counts = np.unique(
+                [WORDS.index(word) for word in text.split() if word in WORDS], return_counts=True
+            )
             made.append(SparseVector(numbers.astype(np.int32), counts.astype(np.float32)))
         return made
 
@@ -62,7 +74,12 @@ def bm25_of(documents: list[espnx.Document], text: str) -> dict[Any, float]:
 
 def products_of(documents: list[espnx.Document], text: str) -> dict[Any, float]:
     asked = {word: text.split().count(word) for word in text.split()}
-    sums = {document.id: float(sum(count * document.text.split().count(word) for word, count in asked.items())) for document in documents}
+    sums = {
+        document.id: float(
+            sum(count * document.text.split().count(word) for word, count in asked.items())
+        )
+        for document in documents
+    }
     return {name: score for name, score in sums.items() if score > 0}
 
 
@@ -70,27 +87,45 @@ def check(path: Path, documents: list[espnx.Document]) -> None:
     with espnx.open(path, toy_encoder()) as index:
         assert index.store.verify() == len(documents)
         for kind, said, tolerance in (("bm25", bm25_of, 1e-6), ("splade", products_of, 2e-2)):
-            results = [index.search(text, k=500, candidates=500, rerank=0, first_stage=kind) for text in ASKED]
+            results = [
+                index.search(text, k=500, candidates=500, rerank=0, first_stage=kind)
+                for text in ASKED
+            ]
             for text, found in zip(ASKED, results, strict=True):
                 wanted = said(documents, text)
                 assert {hit.id for hit in found} == set(wanted), (kind, text)
-                assert [hit.score for hit in found] == pytest.approx([wanted[hit.id] for hit in found], rel=tolerance), (kind, text)
+                assert [hit.score for hit in found] == pytest.approx(
+                    [wanted[hit.id] for hit in found], rel=tolerance
+                ), (kind, text)
             together = index.search(ASKED, k=500, candidates=500, rerank=0, first_stage=kind)
             assert [each.hits for each in together] == [each.hits for each in results]
             for steps in (0.2, (0.1, 0.6)):
-                early = index.search(ASKED[0], k=500, candidates=500, first_stage=kind, prefetch_step=steps)
-                assert early.hits == index.search(ASKED[0], k=500, candidates=500, first_stage=kind, prefetch_step=0).hits
+                early = index.search(
+                    ASKED[0], k=500, candidates=500, first_stage=kind, prefetch_step=steps
+                )
+                assert (
+                    early.hits
+                    == index.search(
+                        ASKED[0], k=500, candidates=500, first_stage=kind, prefetch_step=0
+                    ).hits
+                )
         some = [document.id for document in documents[::3]]
         found = index.search("word0 word1", k=500, rerank=0, first_stage="bm25", include=some)
         scores = bm25_of(documents, "word0 word1")
-        assert {hit.id: hit.score for hit in found} == pytest.approx({name: scores[name] for name in some if name in scores}, rel=1e-6)
+        assert {hit.id: hit.score for hit in found} == pytest.approx(
+            {name: scores[name] for name in some if name in scores}, rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("named", [("ivf", "bm25", "splade"), ("bm25", "splade")])
 def test_a_life(folder: Path, monkeypatch: pytest.MonkeyPatch, named: tuple[str, ...]) -> None:
-    """Scores are those of the documents that are there, after every change, as if they had been built at once."""
+    """Scores are those of the documents that are there, after every change, as if they had been
+    built at once."""
     path = folder / "s"
-    monkeypatch.setattr("espnx.retrieval.first_stage.lexical.stage.remembered_sparse_encoder", lambda name: Counting())
+    monkeypatch.setattr(
+        "espnx.retrieval.first_stage.lexical.stage.remembered_sparse_encoder",
+        lambda name: Counting(),
+    )
     build(path, DOCUMENTS[:250], first_stages=named, sparse_encoder=Counting())
     check(path, DOCUMENTS[:250])
     for number in range(250, 265):
@@ -123,16 +158,28 @@ def test_words_alone_need_no_vectors(folder: Path) -> None:
         whole = [index.search(text, k=60, first_stage="bm25", rerank=0).hits for text in ASKED]
         assert any(whole)
     with espnx.open(folder / "s", None) as index:
-        assert [index.search(text, k=60, first_stage="bm25", rerank=0).hits for text in ASKED] == whole
-        assert [result.hits for result in index.search(ASKED, k=60, first_stage="bm25", rerank=0)] == whole
-        for options in ({"rerank": None}, {"rerank": 0, "explain": True}, {"rerank": 0, "first_stage": ("bm25", "ivf")}):
+        assert [
+            index.search(text, k=60, first_stage="bm25", rerank=0).hits for text in ASKED
+        ] == whole
+        assert [
+            result.hits for result in index.search(ASKED, k=60, first_stage="bm25", rerank=0)
+        ] == whole
+        for options in (
+            {"rerank": None},
+            {"rerank": 0, "explain": True},
+            {"rerank": 0, "first_stage": ("bm25", "ivf")},
+        ):
             with pytest.raises(errors.InvalidInputError, match="no encoder"):
                 index.search(ASKED[0], **{"first_stage": "bm25", **options})
 
 
 def test_other_words(folder: Path) -> None:
-    """Without a language words stand as they are written; one that has no stemmer is refused before anything is encoded."""
-    documents = [replace(DOCUMENTS[0], text="the running horses"), replace(DOCUMENTS[1], text="a horse runs")]
+    """Without a language words stand as they are written; one that has no stemmer is refused before
+    anything is encoded."""
+    documents = [
+        replace(DOCUMENTS[0], text="the running horses"),
+        replace(DOCUMENTS[1], text="a horse runs"),
+    ]
     for language, found in (("english", 2), ("none", 1)):
         path = folder / language
         build(path, documents, first_stages="bm25", language=language)
@@ -142,15 +189,22 @@ def test_other_words(folder: Path) -> None:
         build(folder / "t", documents, first_stages="bm25", language="klingon")
 
 
-@pytest.mark.parametrize("section", ["stage.bm25.dict", "stage.bm25.lengths", "stage.bm25.lists", "stage.bm25.terms"])
+@pytest.mark.parametrize(
+    "section", ["stage.bm25.dict", "stage.bm25.lengths", "stage.bm25.lists", "stage.bm25.terms"]
+)
 def test_damage(folder: Path, section: str) -> None:
-    """Found when the store is opened, or by the search that comes across it; a store that verifies has none."""
+    """Found when the store is opened, or by the search that comes across it; a store that verifies
+    has none."""
     from tests.retrieval.common import section_places
 
     build(folder / "s", DOCUMENTS[:200], first_stages=("ivf", "bm25"))
     file = next((folder / "s").glob("gen-*/part.bin"))
     place, data = section_places(file)[section], bytearray(file.read_bytes())
-    for at in (place.offset_bytes + place.size_bytes // 2, place.offset_bytes, place.offset_bytes + place.size_bytes - 9):
+    for at in (
+        place.offset_bytes + place.size_bytes // 2,
+        place.offset_bytes,
+        place.offset_bytes + place.size_bytes - 9,
+    ):
         damaged = bytearray(data)
         damaged[at] ^= 0x10
         file.write_bytes(damaged)
@@ -161,7 +215,8 @@ def test_damage(folder: Path, section: str) -> None:
 
 
 def test_given_to_a_store_that_is_there(folder: Path) -> None:
-    """Posting lists beside what it has, over the same records; the rankings of what it had stay, and it may grow on."""
+    """Posting lists beside what it has, over the same records; the rankings of what it had stay,
+    and it may grow on."""
     path = folder / "s"
     build(path, DOCUMENTS[:200], first_stages="ivf")
     espnx.add(path, DOCUMENTS[200:260])
@@ -174,17 +229,25 @@ def test_given_to_a_store_that_is_there(folder: Path) -> None:
         with pytest.raises(errors.InvalidInputError, match="first stage to add"):
             espnx.add_first_stage(path, kind)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("espnx.retrieval.first_stage.lexical.stage.remembered_sparse_encoder", lambda name: Counting())
+        patch.setattr(
+            "espnx.retrieval.first_stage.lexical.stage.remembered_sparse_encoder",
+            lambda name: Counting(),
+        )
         check(path, DOCUMENTS[30:260])
         espnx.add(path, DOCUMENTS[260:])
         check(path, DOCUMENTS[30:])
     espnx.delete(path, [document.id for document in DOCUMENTS[260:]])
     with espnx.open(path, toy_encoder()) as index:
-        assert [(hit.id, hit.score) for hit in index.search(queries(1)[0], k=20, first_stage="ivf")] == before
+        assert [
+            (hit.id, hit.score) for hit in index.search(queries(1)[0], k=20, first_stage="ivf")
+        ] == before
 
 
-def test_what_was_spilled_goes_with_what_it_was_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs that did not fit in memory lie beside what is being written; what a killed build has left of them, the next one removes."""
+def test_what_was_spilled_goes_with_what_it_was_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs that did not fit in memory lie beside what is being written; what a killed build has
+    left of them, the next one removes."""
     monkeypatch.setattr("espnx.retrieval.first_stage.lexical.stage._MEMORY_BYTES", 1 << 18)
     path = folder / "s"
     killed: list[Path] = []
@@ -207,11 +270,14 @@ def test_what_was_spilled_goes_with_what_it_was_for(folder: Path, monkeypatch: p
     assert not list(path.glob("**/spool-*"))
     assert not generation.exists()
     with espnx.open(path, toy_encoder()) as index:
-        assert {hit.id for hit in index.search("word0", k=400, rerank=0, first_stage="bm25")} == set(bm25_of(DOCUMENTS[:300], "word0"))
+        assert {
+            hit.id for hit in index.search("word0", k=400, rerank=0, first_stage="bm25")
+        } == set(bm25_of(DOCUMENTS[:300], "word0"))
 
 
 def test_a_model_that_no_store_remembers(folder: Path) -> None:
-    """One out of a folder has to be named wherever texts are encoded; another one is refused, and so is one where nothing encodes."""
+    """One out of a folder has to be named wherever texts are encoded; another one is refused, and
+    so is one where nothing encodes."""
     path = folder / "s"
     build(path, DOCUMENTS[:120], first_stages=("splade", "bm25"), sparse_encoder=Counting())
 
@@ -240,7 +306,9 @@ def test_a_model_that_no_store_remembers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("named", ["bm25", "graph", ("bm25", "graph"), ("graph", "bm25")])
-def test_a_deadline_reaches_the_reads_of_first_stages(folder: Path, monkeypatch: pytest.MonkeyPatch, named: str | tuple[str, ...]) -> None:
+def test_a_deadline_reaches_the_reads_of_first_stages(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, named: str | tuple[str, ...]
+) -> None:
     monkeypatch.setattr(graph, "FLAT_MAX", 40)  # or there would be no graph
     build(folder / "s", DOCUMENTS[:150], first_stages=("graph", "bm25"))
     seen: dict[str, set[float]] = {}

@@ -1,5 +1,6 @@
-"""A first stage with two options that another package brings, in two files (package/): built by name and from the command line, searched,
-changed, and opened again by a process that knows of it from its installation alone."""
+"""A first stage with two options that another package brings, in two files (package/): built by
+name and from the command line, searched, changed, and opened again by a process that knows of it
+from its installation alone."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ with espnx.open("s") as index:
     assert (stage.kind, stage.dims, stage.metric) == ("near", 5, "cosine")
     assert index.store.verify() == len(documents)
     for query in queries(3):
-        found = [hit.id for hit in index.search(query, k=EVERYTHING, candidates=10, rerank=0, first_stage="near")]
+        hits = index.search(query, k=EVERYTHING, candidates=10, rerank=0, first_stage="near")
+        found = [hit.id for hit in hits]
         vectors = np.stack([document.vectors.cls.numpy()[:5] for document in documents])
         scores = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)) @ query.cls.numpy()[:5]
         assert found[:10] == [documents[i].id for i in np.argsort(-scores)[:10]], (found, scores)
@@ -59,14 +61,24 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, target = folder / "source", folder / "site"
     shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("__pycache__"))
     assert sorted(each.name for each in source.iterdir()) == ["near_stage.py", "pyproject.toml"]
-    words = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(target), str(source)]
+    words = [
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--target",
+        str(target),
+        str(source),
+    ]
     subprocess.run([sys.executable, "-m", "pip", *words], check=True, timeout=300)
     return target
 
 
 @pytest.fixture
 def run(installed: Path, folder: Path, open_forks: Callable[[str], Forks]) -> Callable[..., str]:
-    """Runs a program where the package is installed, in a process of its own, and returns what it printed."""
+    """Runs a program where the package is installed, in a process of its own, and returns what it
+    printed."""
 
     def run(program: str, code: int = 0) -> str:
         out, err = folder / "stdout", folder / "stderr"
@@ -89,19 +101,37 @@ def test_built_changed_and_opened_again(run: Callable[..., str]) -> None:
 
 def test_from_the_command_line(run: Callable[..., str], folder: Path) -> None:
     texts = ["a red house", "a blue boat", "some green grass", "the red car", "a boat at sea"]
-    (folder / "c.jsonl").write_text("".join(json.dumps({"id": f"d{i}", "text": text}) + "\n" for i, text in enumerate(texts)))
+    (folder / "c.jsonl").write_text(
+        "".join(json.dumps({"id": f"d{i}", "text": text}) + "\n" for i, text in enumerate(texts))
+    )
     asked = ("index", "build", "s", "--corpus", "c.jsonl", "--first-stages", "near,bm25")
-    assert "dims (default None), metric (default 'dot')" in run(command(*asked, "--stage-option", "near.dimms=5"), code=2)
+    assert "dims (default None), metric (default 'dot')" in run(
+        command(*asked, "--stage-option", "near.dimms=5"), code=2
+    )
     assert "a whole number" in run(command(*asked, "--stage-option", "near.dims=0"), code=2)
     assert "a number" in run(command(*asked, "--stage-option", "near.dims=five"), code=2)
-    assert "expected of --first-stages" in run(command(*asked, "--stage-option", "ivf.nlist=5"), code=2)
-    run(command(*asked, "--stage-option", "near.dims=100", "--stage-option", "near.metric=cosine", "--stage-option", "bm25.language=none"))
+    assert "expected of --first-stages" in run(
+        command(*asked, "--stage-option", "ivf.nlist=5"), code=2
+    )
+    run(
+        command(
+            *asked,
+            "--stage-option",
+            "near.dims=100",
+            "--stage-option",
+            "near.metric=cosine",
+            "--stage-option",
+            "bm25.language=none",
+        )
+    )
     said = run(command("index", "info", "s"))
     assert all(word in said for word in ("near", "dims 100", "metric cosine")), said
     assert "d1" in run(command("search", "s", "a boat", "--first-stage", "near"))
 
 
-def test_what_a_build_was_told_is_a_part_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_build_was_told_is_a_part_of_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Named as module:class: an interrupted build goes on where the options are the same."""
     monkeypatch.syspath_prepend(str(PACKAGE))
     monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))
@@ -136,14 +166,19 @@ def test_what_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         build(folder / "s", documents, first_stages={named: 5})
     with pytest.raises(errors.InvalidInputError, match="each kind once"):
         build(folder / "s", documents, first_stages={named: {}, "near": {}})
-    with pytest.raises(errors.InvalidInputError, match="got rows; expected none: it has no options"):
+    with pytest.raises(
+        errors.InvalidInputError, match="got rows; expected none: it has no options"
+    ):
         build(folder / "s", documents, first_stages={"graph": {"rows": 5}})
-    with pytest.raises(errors.InvalidInputError, match=r"nlist.*once: it is the option nlist of first stage ivf"):
+    with pytest.raises(
+        errors.InvalidInputError, match=r"nlist.*once: it is the option nlist of first stage ivf"
+    ):
         build(folder / "s", documents, first_stages={"ivf": {"nlist": 5}}, nlist=5)
     with pytest.raises(errors.InvalidInputError, match="at most 16, those of the vectors"):
         build(folder / "s", documents, first_stages={named: {"dims": 17}})
     assert not (folder / "s" / "MANIFEST.json").exists()
     build(folder / "s", documents, first_stages={named: {"dims": 2}})
     del registry._KINDS["near"]
-    with pytest.raises(errors.FormatError, match=r"first_stage\.kind"):  # a store names no module, and none is imported for it
+    # a store names no module, and none is imported for it
+    with pytest.raises(errors.FormatError, match=r"first_stage\.kind"):
         espnx.open(folder / "s")

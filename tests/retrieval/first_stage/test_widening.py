@@ -1,4 +1,5 @@
-"""Filters and deletions far from a query: as many hits as may be found, and the nearest of them, whatever lists the rest lies in."""
+"""Filters and deletions far from a query: as many hits as may be found, and the nearest of them,
+whatever lists the rest lies in."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ def documents() -> list[espnx.Document]:
     made = []
     for i in range(CLUSTERS * EACH):
         cls = torch.from_numpy(centre(i % CLUSTERS) + 0.3 * rng.normal(size=DIM)).float()
-        made.append(espnx.Document(i, "", espnx.Encoded(cls, torch.from_numpy(rng.normal(size=(2, DIM))).float())))
+        made.append(
+            espnx.Document(
+                i, "", espnx.Encoded(cls, torch.from_numpy(rng.normal(size=(2, DIM))).float())
+            )
+        )
     return made
 
 
@@ -59,12 +64,21 @@ def ids(index: espnx.Index, query: espnx.Encoded = QUERY, **options: Any) -> lis
     return [hit.id for hit in index.search(query, **options).hits]
 
 
-@pytest.mark.parametrize("restricted", [{"include": FAR}, {"exclude": NEAR}, {"include": [*FAR, *NEAR[:50]], "exclude": NEAR}])
-@pytest.mark.parametrize(("k", "candidates"), [(10, 10), (10, 100), (100, 100), (EVERYTHING, EVERYTHING)])
+@pytest.mark.parametrize(
+    "restricted",
+    [{"include": FAR}, {"exclude": NEAR}, {"include": [*FAR, *NEAR[:50]], "exclude": NEAR}],
+)
+@pytest.mark.parametrize(
+    ("k", "candidates"), [(10, 10), (10, 100), (100, 100), (EVERYTHING, EVERYTHING)]
+)
 @pytest.mark.parametrize("nprobe", [1, 3, "auto"])
-def test_as_many_hits_as_may_be_found(index: espnx.Index, restricted: dict[str, Any], k: int, candidates: int, nprobe: Any) -> None:
+def test_as_many_hits_as_may_be_found(
+    index: espnx.Index, restricted: dict[str, Any], k: int, candidates: int, nprobe: Any
+) -> None:
     for step in (0, 0.3):
-        found = ids(index, k=k, candidates=candidates, nprobe=nprobe, prefetch_step=step, **restricted)
+        found = ids(
+            index, k=k, candidates=candidates, nprobe=nprobe, prefetch_step=step, **restricted
+        )
         assert len(set(found)) == len(found) == min(k, len(FAR))
         assert set(found) <= set(FAR)
     if k == EVERYTHING:
@@ -72,7 +86,8 @@ def test_as_many_hits_as_may_be_found(index: espnx.Index, restricted: dict[str, 
 
 
 def test_lists_without_an_allowed_document_do_not_count(index: espnx.Index) -> None:
-    """The candidates with nprobe = 3 are the best of the three nearest lists that hold any, not of whichever are nearest."""
+    """The candidates with nprobe = 3 are the best of the three nearest lists that hold any, not of
+    whichever are nearest."""
     stage = index.first_stage
     allowed = index._versions.newest.filters.allowed(FAR, None)
     assert allowed is not None
@@ -98,11 +113,15 @@ def test_a_batch_widens_each_query_by_itself(index: espnx.Index) -> None:
     wanted = [QUERY, OTHER, QUERY, OTHER]
     options: dict[str, Any] = {"k": 40, "candidates": 40, "nprobe": 2, "include": FAR}
     together = index.search(wanted, **options)
-    assert [result.hits for result in together] == [index.search(query, **options).hits for query in wanted]
+    assert [result.hits for result in together] == [
+        index.search(query, **options).hits for query in wanted
+    ]
     assert {len(result.hits) for result in together} == {40}
 
 
-def test_without_a_filter_lists_are_as_many_as_k_needs(index: espnx.Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_filter_lists_are_as_many_as_k_needs(
+    index: espnx.Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who names a number of lists gets just those while they hold k documents."""
     scanned: list[tuple[int, ...]] = []
     whole = LoadedIvf.scan
@@ -116,7 +135,9 @@ def test_without_a_filter_lists_are_as_many_as_k_needs(index: espnx.Index, monke
     assert scanned == [(1, 1)]
     assert len(ids(index, k=100, nprobe=1, prefetch_step=0)) == 100
     assert 100 / (2 * EACH) <= scanned[1][1] <= 10
-    assert len(ids(index, k=EVERYTHING, nprobe=1, candidates=3)) == len(DOCUMENTS), "at least k candidates"
+    assert len(ids(index, k=EVERYTHING, nprobe=1, candidates=3)) == len(DOCUMENTS), (
+        "at least k candidates"
+    )
 
 
 def test_deleted_and_compacted(folder: Path) -> None:
@@ -139,19 +160,30 @@ def test_deleted_and_compacted(folder: Path) -> None:
 
 
 def test_added_parts_and_deletions_from_all(folder: Path) -> None:
-    """Records of a list lie in several places; the count of each list is that of a look at every entry."""
+    """Records of a list lie in several places; the count of each list is that of a look at every
+    entry."""
     path = folder / "s"
     build(path, DOCUMENTS[:101], dims=(DIM, DIM), nlist=7)
     espnx.add(path, DOCUMENTS[101:300])
     espnx.add(path, DOCUMENTS[300:330])
     espnx.delete(path, range(0, 330, 3))
     with espnx.open(path) as index:
-        for include, exclude in ((None, None), (None, range(50)), (range(40, 320), range(100, 130)), ([], None), (None, range(330))):
+        for include, exclude in (
+            (None, None),
+            (None, range(50)),
+            (range(40, 320), range(100, 130)),
+            ([], None),
+            (None, range(330)),
+        ):
             allowed = index._versions.newest.filters.allowed(include, exclude)
             assert allowed is not None
             bits = np.unpackbits(allowed.bitmap, bitorder="little")
             wanted = [int(bits[members(index.first_stage, number)].sum()) for number in range(7)]
             assert index.first_stage.counts(allowed).in_lists.tolist() == wanted
             assert allowed.count == sum(wanted)
-            alive = {i for i in range(330) if i % 3 and i in (include or range(330)) and i not in (exclude or ())}
+            alive = {
+                i
+                for i in range(330)
+                if i % 3 and i in (include or range(330)) and i not in (exclude or ())
+            }
             assert allowed.count == (0 if include == [] else len(alive))

@@ -1,4 +1,5 @@
-"""Batches: each query ranks as it does alone, shared records are read once, cutting bounds the memory, faults leave nothing."""
+"""Batches: each query ranks as it does alone, shared records are read once, cutting bounds the
+memory, faults leave nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from tests.retrieval.common import DIM, EVERYTHING, build, corpus, queries
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 64])
-@pytest.mark.parametrize("options", [{}, {"rerank": 7}, {"rerank": 0}, {"prefetch_step": 0.3}, {"prefetch_step": (0.05, 0.2, 0.6)}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"rerank": 7}, {"rerank": 0}, {"prefetch_step": 0.3}, {"prefetch_step": (0.05, 0.2, 0.6)}],
+)
 def test_a_batch_ranks_as_its_queries_alone(store: Path, size: int, options: dict) -> None:
     wanted = queries(size, seed=size)
     with espnx.open(store) as index:
@@ -26,7 +30,9 @@ def test_a_batch_ranks_as_its_queries_alone(store: Path, size: int, options: dic
     assert [result.hits for result in together] == [result.hits for result in alone]
 
 
-def test_the_same_query_many_times_is_read_once(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_query_many_times_is_read_once(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(batches, "_BATCHES", 1)
     query = queries(1)[0]
     with espnx.open(store) as index:
@@ -38,18 +44,30 @@ def test_the_same_query_many_times_is_read_once(store: Path, monkeypatch: pytest
     assert all(result.hits == one.hits for result in many)
 
 
-def test_later_steps_share_what_others_read_before(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_steps_share_what_others_read_before(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What one query learns at a late step may be under way for another since an early one."""
     monkeypatch.setattr(batches, "_BATCHES", 1)
     wanted = queries(12, seed=4)
     with espnx.open(store) as index:
         options = {"k": 30, "candidates": 120, "nprobe": EVERYTHING}
         together = index.search(wanted, prefetch_step=(0.25, 0.5, 0.75), **options)
-        union = {hit.number for query in wanted for hit in index.search(query, **{**options, "k": 120}).hits}
-        assert [result.hits for result in together] == [index.search(query, **options).hits for query in wanted]
+        union = {
+            hit.number
+            for query in wanted
+            for hit in index.search(query, **{**options, "k": 120}).hits
+        }
+        assert [result.hits for result in together] == [
+            index.search(query, **options).hits for query in wanted
+        ]
         asked = sum(result.bytes_asked for result in together)
         all_of_them = int(index.store.full.schema.sizes(index.store.n_tokens).sum())
-        assert int(index.store.full.schema.sizes(index.store.n_tokens[sorted(union)]).sum()) <= asked <= all_of_them
+        assert (
+            int(index.store.full.schema.sizes(index.store.n_tokens[sorted(union)]).sum())
+            <= asked
+            <= all_of_them
+        )
 
 
 def test_batches_bound_the_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,16 +81,23 @@ def test_batches_bound_the_memory(folder: Path, monkeypatch: pytest.MonkeyPatch)
         assert index.search(queries(30), rerank=0, k=1)[0].queries_together > 3
 
 
-def test_batches_count_coarse_records_and_candidates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_count_coarse_records_and_candidates(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build(folder / "s", corpus(400, tokens=(20, 40)), coarse="bit1")
     with espnx.open(folder / "s") as index:
         assert index.store.coarse is not None
         coarse_bytes = 200 * index.store.coarse.size_bytes // 400
         monkeypatch.setattr(batches, "_BATCH_BYTES", 3 * coarse_bytes)
-        assert {result.queries_together for result in index.search(queries(60), k=1, candidates=200, cascade=1)} <= {1, 2}
+        assert {
+            result.queries_together
+            for result in index.search(queries(60), k=1, candidates=200, cascade=1)
+        } <= {1, 2}
         for options in ({}, {"exclude": ["doc-1"]}):
             monkeypatch.setattr(batches, "_BATCH_BYTES", 5 * 12 * (200 + ties._MORE + 4))
-            results = index.search(queries(60), k=1, candidates=200, rerank=0, nprobe=EVERYTHING, **options)
+            results = index.search(
+                queries(60), k=1, candidates=200, rerank=0, nprobe=EVERYTHING, **options
+            )
             assert {result.queries_together for result in results} == {5}
 
 
@@ -93,7 +118,9 @@ def test_a_failing_read_fails_the_batch_and_leaves_the_index_usable(store: Path)
         with pytest.raises(errors.ReadError):
             for _ in range(40):
                 index.search(wanted, k=5, candidates=60)
-        assert [r.hits for r in index.search(wanted, k=5)] == [index.search(query, k=5).hits for query in wanted]
+        assert [r.hits for r in index.search(wanted, k=5)] == [
+            index.search(query, k=5).hits for query in wanted
+        ]
         assert engine.stats().in_flight == 0
 
 
@@ -115,8 +142,10 @@ def test_costs_of_a_batch_add_up(store: Path) -> None:
         for result in results:  # the texts of the hits, which are no record's costs
             index.store.texts.get([hit.number for hit in result.hits])
         texts = index._native.stats()
-    assert sum(result.requests for result in results) == (after.requests - before.requests) - (texts.requests - after.requests)
-    assert sum(result.bytes_moved for result in results) == (after.bytes_moved - before.bytes_moved) - (
-        texts.bytes_moved - after.bytes_moved
+    assert sum(result.requests for result in results) == (after.requests - before.requests) - (
+        texts.requests - after.requests
     )
+    assert sum(result.bytes_moved for result in results) == (
+        after.bytes_moved - before.bytes_moved
+    ) - (texts.bytes_moved - after.bytes_moved)
     assert all(np.isfinite(result.timings.total_s) for result in results)

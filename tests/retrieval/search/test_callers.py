@@ -1,4 +1,5 @@
-"""Many callers at once, on one index: each gets what it would get alone; closing, publishing and compacting disturb nobody."""
+"""Many callers at once, on one index: each gets what it would get alone; closing, publishing and
+compacting disturb nobody."""
 
 from __future__ import annotations
 
@@ -31,8 +32,15 @@ def test_mixed_searches(store: Path, callers: int) -> None:
         alone = [index.search(query, **options).hits for query, options in jobs]
         with ThreadPoolExecutor(callers) as pool:
             for _ in range(2):
-                assert list(pool.map(lambda job: index.search(job[0], **job[1]).hits, jobs)) == alone
-            batches = list(pool.map(lambda options: index.search([query for query, _ in jobs[::5]], **options), OPTIONS))
+                assert (
+                    list(pool.map(lambda job: index.search(job[0], **job[1]).hits, jobs)) == alone
+                )
+            batches = list(
+                pool.map(
+                    lambda options: index.search([query for query, _ in jobs[::5]], **options),
+                    OPTIONS,
+                )
+            )
     for number, results in enumerate(batches):
         assert [result.hits for result in results] == alone[number::5]
 
@@ -65,11 +73,14 @@ def test_a_reader_keeps_its_version_through_add_delete_and_compact(folder: Path)
     assert not wrong
     with espnx.open(folder / "s") as index:
         assert index.store.count == 210
-        assert {hit.id for hit in index.search(query, k=300, candidates=300, nprobe=100).hits} == {d.id for d in documents[50:]}
+        assert {hit.id for hit in index.search(query, k=300, candidates=300, nprobe=100).hits} == {
+            d.id for d in documents[50:]
+        }
 
 
 def test_closed_while_others_search(store: Path) -> None:
-    """Searches under way end as they would have; those that wait for their turn, and later ones, say that the index is closed."""
+    """Searches under way end as they would have; those that wait for their turn, and later ones,
+    say that the index is closed."""
     query = queries(1)[0]
     with espnx.open(store) as plain:
         wanted = plain.search(query, k=20, exclude=["doc-1"]).hits
@@ -79,7 +90,11 @@ def test_closed_while_others_search(store: Path) -> None:
         found: list[object] = []
         started = threading.Barrier(7)
 
-        def search(index: espnx.Index = index, found: list[object] = found, started: threading.Barrier = started) -> None:
+        def search(
+            index: espnx.Index = index,
+            found: list[object] = found,
+            started: threading.Barrier = started,
+        ) -> None:
             started.wait()
             try:
                 while True:
@@ -112,7 +127,9 @@ def test_close_waits_for_a_search(store: Path, monkeypatch: pytest.MonkeyPatch) 
         return whole(numbers)
 
     monkeypatch.setattr(index.store.texts, "get", get)
-    searching = threading.Thread(target=lambda: found.append(len(index.search(queries(1)[0], k=3).hits)))
+    searching = threading.Thread(
+        target=lambda: found.append(len(index.search(queries(1)[0], k=3).hits))
+    )
     searching.start()
     inside.wait()
     closing = threading.Thread(target=index.close)

@@ -47,7 +47,10 @@ class Device:
         return SimpleNamespace(request_count=requests, bytes_moved=moved, wait=wait)
 
 
-@pytest.mark.parametrize("truth", [DeviceCost(1e-4, 9e-6, 1.5e9), DeviceCost(2e-5, 1e-6, 7e9), DeviceCost(1e-3, 1e-4, 2e8)])
+@pytest.mark.parametrize(
+    "truth",
+    [DeviceCost(1e-4, 9e-6, 1.5e9), DeviceCost(2e-5, 1e-6, 7e9), DeviceCost(1e-3, 1e-4, 2e8)],
+)
 def test_measuring_finds_the_truth(truth: DeviceCost, monkeypatch: pytest.MonkeyPatch) -> None:
     found = cost.measure(Device(truth, monkeypatch), 200_000)
     assert found.bytes_per_s == pytest.approx(truth.bytes_per_s, rel=0.15)
@@ -61,14 +64,22 @@ def test_measured_on_a_real_store(store: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(cost, "_RECORDS", 100)
         found = cost.measure(index.store.full, index.store.count)
         assert found != DeviceCost(), "nothing was measured"
-        assert 0 < found.latency_s < found.read_s(1, 4096) < found.read_s(100, 4096) < found.read_s(100, 1 << 30)
+        assert (
+            0
+            < found.latency_s
+            < found.read_s(1, 4096)
+            < found.read_s(100, 4096)
+            < found.read_s(100, 1 << 30)
+        )
         given = DeviceCost(1, 2, 3)
         with espnx.open(store, cost=given) as other:
             assert other.cost is given
             assert other.search(queries(1)[0], k=3).hits == index.search(queries(1)[0], k=3).hits
 
 
-def test_numbers_that_are_nobodys_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_are_nobodys_are_not_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between the parts of a store are numbers without a record: measuring is of the base."""
     monkeypatch.setattr(cost, "_LEAST_BYTES", 0)
     monkeypatch.setattr(cost, "_RECORDS", 20)

@@ -1,4 +1,5 @@
-"""The encoder of an index and of an addition: given, described, remembered by the store, or none."""
+"""The encoder of an index and of an addition: given, described, remembered by the store, or
+none."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return seen
 
 
-def test_the_one_that_the_store_remembers_is_loaded_with_the_first_text(store: Path, loads: list[tuple[str, str]]) -> None:
+def test_the_one_that_the_store_remembers_is_loaded_with_the_first_text(
+    store: Path, loads: list[tuple[str, str]]
+) -> None:
     with espnx.open(store) as index:
         index.search(toy_encoder().encode_queries(["red"])[0])
         assert loads == []
@@ -64,7 +67,10 @@ def test_many_threads_load_it_once(store: Path, loads: list[tuple[str, str]]) ->
 
 def test_one_out_of_a_folder_has_to_be_named(store: Path) -> None:
     with espnx.open(store) as index:
-        with pytest.raises(errors.InvalidInputError, match=r"folder is not known; got a store built with toy@1.*encoder=FOLDER"):
+        with pytest.raises(
+            errors.InvalidInputError,
+            match=r"folder is not known; got a store built with toy@1.*encoder=FOLDER",
+        ):
             index.search("red")
         index.use_encoder(toy_encoder())
         assert index.search("red").hits[0].id == "a"
@@ -72,18 +78,29 @@ def test_one_out_of_a_folder_has_to_be_named(store: Path) -> None:
 
 def test_a_store_without_one(tmp_path: Path, loads: list[tuple[str, str]]) -> None:
     vectors = toy_encoder().encode_documents([text for _, text in TEXTS])
-    documents = [espnx.Document(name, text, vector) for (name, text), vector in zip(TEXTS, vectors, strict=True)]
+    documents = [
+        espnx.Document(name, text, vector)
+        for (name, text), vector in zip(TEXTS, vectors, strict=True)
+    ]
     espnx.build(tmp_path / "s", documents, dims=(toy_encoder().d_cls, toy_encoder().dim))
-    with espnx.open(tmp_path / "s") as index, pytest.raises(errors.InvalidInputError, match="documents brought their vectors"):
+    with (
+        espnx.open(tmp_path / "s") as index,
+        pytest.raises(errors.InvalidInputError, match="documents brought their vectors"),
+    ):
         index.search("red")
-    with espnx.open(tmp_path / "s", None) as index, pytest.raises(errors.InvalidInputError, match="got encoder=None"):
+    with (
+        espnx.open(tmp_path / "s", None) as index,
+        pytest.raises(errors.InvalidInputError, match="got encoder=None"),
+    ):
         index.search("red")
     with pytest.raises(errors.InvalidInputError, match="'c' has no vectors"):
         espnx.add(tmp_path / "s", [("c", "red")])
     assert loads == []
 
 
-def test_a_description_stands_for_an_encoder_everywhere(tmp_path: Path, loads: list[tuple[str, str]]) -> None:
+def test_a_description_stands_for_an_encoder_everywhere(
+    tmp_path: Path, loads: list[tuple[str, str]]
+) -> None:
     espnx.train(tmp_path / "trained", TEXTS, "toy")
     espnx.build(tmp_path / "s", TEXTS, "toy", trained=espnx.Trained.load(tmp_path / "trained"))
     espnx.add(tmp_path / "s", [("c", "red red")], Path("toy"))
@@ -94,7 +111,9 @@ def test_a_description_stands_for_an_encoder_everywhere(tmp_path: Path, loads: l
     assert {spec for spec, _ in loads} == {"toy"}
 
 
-def test_additions_take_what_the_store_remembers(tmp_path: Path, store: Path, loads: list[tuple[str, str]]) -> None:
+def test_additions_take_what_the_store_remembers(
+    tmp_path: Path, store: Path, loads: list[tuple[str, str]]
+) -> None:
     vectors = toy_encoder().encode_documents(["blue"])[0]
     espnx.add(store, [espnx.Document("c", "blue", vectors)])
     assert loads == [], "nothing had to be encoded"
@@ -119,7 +138,10 @@ def test_what_is_no_encoder(store: Path, tmp_path: Path, given: Any) -> None:
 
 
 def test_names_that_lead_nowhere(store: Path) -> None:
-    with pytest.raises(errors.InvalidInputError, match=r"got 'colbert-ir/colbertv2.0'.*hf download colbert-ir/colbertv2.0 --local-dir"):
+    with pytest.raises(
+        errors.InvalidInputError,
+        match=r"got 'colbert-ir/colbertv2.0'.*hf download colbert-ir/colbertv2.0 --local-dir",
+    ):
         espnx.open(store, "colbert-ir/colbertv2.0")
     with pytest.raises(errors.InvalidInputError, match=r"got 'nowhere'.*config.json$"):
         espnx.load_encoder("nowhere")
@@ -131,6 +153,13 @@ def test_another_encoder(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = espnx.FunctionEncoder(lambda texts: [], "other@1", d_cls=2, dim=2)
     monkeypatch.setattr("espnx.encoders.load_named", lambda name, **options: other)
     with espnx.open(store) as index:
-        for call in (lambda: index.search("red"), lambda: index.use_encoder(other), lambda: espnx.add(store, [("c", "red")])):
-            with pytest.raises(errors.InvalidInputError, match="built with another encoder; got other@1; expected toy@1"):
+        for call in (
+            lambda: index.search("red"),
+            lambda: index.use_encoder(other),
+            lambda: espnx.add(store, [("c", "red")]),
+        ):
+            with pytest.raises(
+                errors.InvalidInputError,
+                match="built with another encoder; got other@1; expected toy@1",
+            ):
                 call()

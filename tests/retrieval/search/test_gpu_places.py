@@ -53,7 +53,11 @@ def pretended_pinned(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 @pytest.mark.usefixtures("four_gpus")
 def test_the_number_of_the_gpu_is_found_once() -> None:
     assert search._device("cuda") == torch.device("cuda", 3)
-    assert search._device("cuda:1") == search._device(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert (
+        search._device("cuda:1")
+        == search._device(torch.device("cuda", 1))
+        == torch.device("cuda", 1)
+    )
     assert search._device("cpu") == search._device("cpu:0") == torch.device("cpu")
     for wrong in ("meta", "abacus", 5.5, None):
         with pytest.raises(errors.InvalidInputError, match="cpu or cuda"):
@@ -61,7 +65,10 @@ def test_the_number_of_the_gpu_is_found_once() -> None:
 
 
 @pytest.mark.usefixtures("four_gpus")
-@pytest.mark.parametrize(("engine", "device", "expected"), [("gds", "cuda:1", 1), ("gds-compat", "cuda", 3), ("auto", "cuda:1", None)])
+@pytest.mark.parametrize(
+    ("engine", "device", "expected"),
+    [("gds", "cuda:1", 1), ("gds-compat", "cuda", 3), ("auto", "cuda:1", None)],
+)
 def test_the_engine_reads_into_the_gpu_that_scores(
     store: Path, monkeypatch: pytest.MonkeyPatch, engine: str, device: str, expected: int | None
 ) -> None:
@@ -74,14 +81,26 @@ def test_the_engine_reads_into_the_gpu_that_scores(
     monkeypatch.setattr(search, "open_engine", open_engine)
     with pytest.raises(errors.PathUnavailableError, match="pretended"):
         espnx.open(store, engine=engine, compute=device)
-    assert asked == [(engine, {} if expected is None else {"device": torch.device("cuda", expected)})]
+    assert asked == [
+        (engine, {} if expected is None else {"device": torch.device("cuda", expected)})
+    ]
 
 
 @pytest.mark.usefixtures("four_gpus")
-@pytest.mark.parametrize(("device", "expected"), [(torch.device("cuda", 2), 2), (torch.device("cpu"), 3)])
+@pytest.mark.parametrize(
+    ("device", "expected"), [(torch.device("cuda", 2), 2), (torch.device("cpu"), 3)]
+)
 def test_the_first_stage_is_on_the_gpu_that_scores(device: torch.device, expected: int) -> None:
-    assert open_version._gpu_of_first_stage(open_version.OpenOptions(device, 2, "cuda", 0, "ssd", None)) == expected
-    assert open_version._gpu_of_first_stage(open_version.OpenOptions(device, 2, "cpu", 0, "ssd", None)) is None
+    assert (
+        open_version._gpu_of_first_stage(
+            open_version.OpenOptions(device, 2, "cuda", 0, "ssd", None)
+        )
+        == expected
+    )
+    assert (
+        open_version._gpu_of_first_stage(open_version.OpenOptions(device, 2, "cpu", 0, "ssd", None))
+        is None
+    )
 
 
 def vectors(query: espnx.Encoded) -> QueryVectors:
@@ -97,7 +116,9 @@ def kept_on(store: Path, compute: torch.device) -> Iterator[EmbeddingStore]:
         device.close()
 
 
-def test_workers_score_on_the_callers_stream(store: Path, monkeypatch: pytest.MonkeyPatch, pretended_pinned: list[torch.device]) -> None:
+def test_workers_score_on_the_callers_stream(
+    store: Path, monkeypatch: pytest.MonkeyPatch, pretended_pinned: list[torch.device]
+) -> None:
     gpu = torch.device("cuda", 1)
     current = threading.local()
     seen: list[tuple[str, Any]] = []
@@ -112,7 +133,9 @@ def test_workers_score_on_the_callers_stream(store: Path, monkeypatch: pytest.Mo
         seen.append((threading.current_thread().name, getattr(current, "stream", None)))
         args[-1][:] = 0
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of the caller", device))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: ("stream of the caller", device)
+    )
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *args, **options: tensor)
     monkeypatch.setattr(gpu_records, "score_pairs", score_pairs)
@@ -132,7 +155,8 @@ def test_records_on_their_way_to_a_gpu_lie_packed_in_pinned_memory(
 ) -> None:
     numbers, elsewhere = np.array([3, 4, 7, 120, 299]), torch.device("meta")
     monkeypatch.setattr(gpu_records, "score_pairs", lambda *args: None)
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *args, **options: tensor)  # what crosses stays where it is
+    # what crosses stays where it is
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *args, **options: tensor)
     with kept_on(store, elsewhere) as kept:
         full = kept.full
         ticket = full.maxsim(numbers, [vectors(queries(1)[0])])
@@ -147,7 +171,9 @@ def test_records_on_their_way_to_a_gpu_lie_packed_in_pinned_memory(
         assert len(pretended_pinned) == 1
 
 
-def test_a_buffer_crosses_once(store: Path, monkeypatch: pytest.MonkeyPatch, pretended_pinned: list[torch.device]) -> None:
+def test_a_buffer_crosses_once(
+    store: Path, monkeypatch: pytest.MonkeyPatch, pretended_pinned: list[torch.device]
+) -> None:
     """Also for queries that want its records after it was asked for."""
     elsewhere, scored = torch.device("meta"), list[torch.Tensor]()
 
@@ -158,7 +184,9 @@ def test_a_buffer_crosses_once(store: Path, monkeypatch: pytest.MonkeyPatch, pre
     monkeypatch.setattr(gpu_records, "score_pairs", score_pairs)
     monkeypatch.setattr(RecordLayout, "check", lambda *_: None)
     with kept_on(store, elsewhere) as kept:
-        scores = TierScoring(kept.full, [vectors(query) for query in queries(3)], gap_bytes=0, deadline_s=5)
+        scores = TierScoring(
+            kept.full, [vectors(query) for query in queries(3)], gap_bytes=0, deadline_s=5
+        )
         scores.ask([np.arange(20), np.arange(0), np.arange(0)])
         scores.ask([np.arange(20), np.arange(10), np.arange(0)])
         scores.ask([np.arange(20), np.arange(10), np.arange(20)])
@@ -205,10 +233,14 @@ def test_records_read_by_a_gpu_are_kept_too(ring: Any) -> None:
     assert OnGpu.crossed == [int(full.schema.sizes(full.n_tokens[numbers[:6]]).sum())]
     found, scores = hot.score(numbers, query)
     assert found.tolist() == [True] * 6 + [False] * 4
-    assert np.array_equal(scores, record_score.score(full, memory, positions[:6], numbers[:6], query))
+    assert np.array_equal(
+        scores, record_score.score(full, memory, positions[:6], numbers[:6], query)
+    )
 
 
-def test_only_records_that_are_wanted_cross(ring: Any, monkeypatch: pytest.MonkeyPatch, pretended_pinned: list[torch.device]) -> None:
+def test_only_records_that_are_wanted_cross(
+    ring: Any, monkeypatch: pytest.MonkeyPatch, pretended_pinned: list[torch.device]
+) -> None:
     hot, full = ring
     numbers = np.arange(20)
     memory, positions = read(full, numbers)
@@ -217,7 +249,9 @@ def test_only_records_that_are_wanted_cross(ring: Any, monkeypatch: pytest.Monke
     wanted = np.array([1, 7, 19, 40])
     crossed: list[torch.Tensor] = []
 
-    def score(tier: Any, given: torch.Tensor, at: torch.Tensor, which: np.ndarray, query: Any) -> np.ndarray:
+    def score(
+        tier: Any, given: torch.Tensor, at: torch.Tensor, which: np.ndarray, query: Any
+    ) -> np.ndarray:
         crossed.append(given)
         assert which.tolist() == [1, 7, 19]
         assert at.tolist() == [0, *np.cumsum(full.schema.sizes(full.n_tokens[which]))[:-1].tolist()]
@@ -226,7 +260,12 @@ def test_only_records_that_are_wanted_cross(ring: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(hot_module, "score", score)
     elsewhere = SimpleNamespace(tokens=torch.empty(2, DIM, device="meta"))
     assert hot.score(wanted, elsewhere)[0].tolist() == [True, True, True, False]
-    assert (crossed[0].device.type, crossed[0].nbytes) == ("meta", int(full.schema.sizes(full.n_tokens[wanted[:3]]).sum()))
+    assert (crossed[0].device.type, crossed[0].nbytes) == (
+        "meta",
+        int(full.schema.sizes(full.n_tokens[wanted[:3]]).sum()),
+    )
     assert crossed[0].nbytes < hot.budget_bytes
-    gathered, at = hot._gathered(wanted[:3], hot._place[wanted[:3]] % hot.budget_bytes, torch.device("cpu"))
+    gathered, at = hot._gathered(
+        wanted[:3], hot._place[wanted[:3]] % hot.budget_bytes, torch.device("cpu")
+    )
     full.check(gathered, at, wanted[:3])

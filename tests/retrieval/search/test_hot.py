@@ -1,4 +1,5 @@
-"""Hot documents: the same ranking with any budget, never more memory than that, and fewer reads for what is wanted often."""
+"""Hot documents: the same ranking with any budget, never more memory than that, and fewer reads for
+what is wanted often."""
 
 from __future__ import annotations
 
@@ -17,15 +18,22 @@ from tests.retrieval.common import queries
 def test_any_budget_ranks_alike(store: Path, hot: int | str) -> None:
     with espnx.open(store) as plain, espnx.open(store, hot=hot) as index:
         for query in queries(8) * 3:
-            assert index.search(query, k=300, candidates=200).hits == plain.search(query, k=300, candidates=200).hits
+            assert (
+                index.search(query, k=300, candidates=200).hits
+                == plain.search(query, k=300, candidates=200).hits
+            )
         together = index.search(queries(8), k=50, candidates=200)
-        assert [result.hits for result in together] == [plain.search(query, k=50, candidates=200).hits for query in queries(8)]
+        assert [result.hits for result in together] == [
+            plain.search(query, k=50, candidates=200).hits for query in queries(8)
+        ]
 
 
 def test_enough_memory_means_no_reads(store: Path) -> None:
     with espnx.open(store, hot="16MiB") as index:
         query = queries(1)[0]
-        first, second, third = (index.search(query, k=10, candidates=100, prefetch_step=0) for _ in range(3))
+        first, second, third = (
+            index.search(query, k=10, candidates=100, prefetch_step=0) for _ in range(3)
+        )
         assert first.requests > 0
         assert second.requests > 0
         assert (third.requests, third.bytes_moved, third.hot, third.hits) == (0, 0, 100, first.hits)
@@ -59,7 +67,12 @@ def test_threads_on_a_ring_that_comes_round_all_the_time(store: Path) -> None:
         alone = [plain.search(query, k=60, candidates=80).hits for query in wanted]
         with ThreadPoolExecutor(8) as pool:
             for _ in range(6):
-                assert [result.hits for result in pool.map(lambda query: index.search(query, k=60, candidates=80), wanted)] == alone
+                assert [
+                    result.hits
+                    for result in pool.map(
+                        lambda query: index.search(query, k=60, candidates=80), wanted
+                    )
+                ] == alone
 
 
 @pytest.mark.parametrize("hot", [-1, "many", None, 1.5, True])

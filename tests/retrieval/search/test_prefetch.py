@@ -1,4 +1,5 @@
-"""The policy takes what is predicted and then what is measured to be fastest, and notices when that changes."""
+"""The policy takes what is predicted and then what is measured to be fastest, and notices when that
+changes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from espnx.retrieval.search.prefetch import NO_PREFETCH, STRATEGIES, PrefetchPol
 RATES = {0.05: 0.5, 0.1: 0.7, 0.3: 0.95, 0.5: 0.99}
 
 
-def drive(policy: PrefetchPolicy, time_of: Callable[[Steps], float], first_stage_s: float, searches: int) -> Counter[Steps]:
+def drive(
+    policy: PrefetchPolicy, time_of: Callable[[Steps], float], first_stage_s: float, searches: int
+) -> Counter[Steps]:
     chosen: Counter[Steps] = Counter()
     for _ in range(searches):
         steps, _ = policy.choose("kind")
@@ -27,13 +30,18 @@ def test_begins_without_a_prefetch() -> None:
 
 @pytest.mark.parametrize("best", STRATEGIES)
 def test_settles_on_the_fastest_of_those_that_are_close(best: Steps) -> None:
-    chosen = drive(PrefetchPolicy(RATES), lambda steps: 10e-3 if steps == best else 11e-3, 8e-3, 400)
+    chosen = drive(
+        PrefetchPolicy(RATES), lambda steps: 10e-3 if steps == best else 11e-3, 8e-3, 400
+    )
     assert chosen[best] > 330, chosen
 
 
 def test_leaves_alone_what_cannot_win() -> None:
-    """A first stage of no length hides nothing: the prefetch is predicted to be slower, and never tried."""
-    chosen = drive(PrefetchPolicy({0.3: 0.2}), lambda steps: 2e-3 if not steps else 1e-9, 0.01e-3, 200)
+    """A first stage of no length hides nothing: the prefetch is predicted to be slower, and never
+    tried."""
+    chosen = drive(
+        PrefetchPolicy({0.3: 0.2}), lambda steps: 2e-3 if not steps else 1e-9, 0.01e-3, 200
+    )
     assert set(chosen) <= {NO_PREFETCH, (0.1,), (0.3,), (0.05, 0.1, 0.2, 0.4)}
     assert PrefetchPolicy({}).choose("k")[0] == NO_PREFETCH
 

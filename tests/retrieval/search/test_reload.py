@@ -1,4 +1,5 @@
-"""An open index that goes over to the newest version: at once, for all searches that begin later, and for none that began before."""
+"""An open index that goes over to the newest version: at once, for all searches that begin later,
+and for none that began before."""
 
 from __future__ import annotations
 
@@ -61,17 +62,24 @@ def test_old_versions_are_let_go(folder: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_one_that_cannot_be_searched_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_be_searched_changes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build(folder / "s", DOCUMENTS[:50])
     with espnx.open(folder / "s") as index:
         index.use_encoder(toy_encoder())
-        other = espnx.FunctionEncoder(lambda texts: toy_encoder().encode_documents(texts), "other@1", d_cls=16, dim=8)
+        other = espnx.FunctionEncoder(
+            lambda texts: toy_encoder().encode_documents(texts), "other@1", d_cls=16, dim=8
+        )
         espnx.build(folder / "s", [("x", "y")], other, replace=True)
         with pytest.raises(errors.InvalidInputError, match="another encoder"):
             index.reload()
         assert len(found(index)) == 50
         build(folder / "s", DOCUMENTS[:60], replace=True)
-        monkeypatch.setattr("espnx.retrieval.search.open_version.Filters", lambda *_: (_ for _ in ()).throw(errors.ReadError("injected")))
+        monkeypatch.setattr(
+            "espnx.retrieval.search.open_version.Filters",
+            lambda *_: (_ for _ in ()).throw(errors.ReadError("injected")),
+        )
         with pytest.raises(errors.ReadError, match="injected"):
             index.reload()
         monkeypatch.undo()
@@ -80,7 +88,9 @@ def test_one_that_cannot_be_searched_changes_nothing(folder: Path, monkeypatch: 
         assert len(found(index)) == 60
 
 
-def test_a_search_under_way_keeps_its_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_under_way_keeps_its_version(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its files are open until it has ended, and closed then."""
     build(folder / "s", DOCUMENTS[:50])
     with espnx.open(folder / "s") as index:
@@ -119,7 +129,8 @@ def test_ids_are_of_one_version(folder: Path) -> None:
 
 
 def test_every_search_is_of_one_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads search, list and reload while versions come; each version is all of the documents below a limit."""
+    """Threads search, list and reload while versions come; each version is all of the documents
+    below a limit."""
     build(folder / "s", DOCUMENTS[:100])
     allowed = {frozenset(document.id for document in DOCUMENTS[:end]) for end in range(100, 141, 4)}
     wrong: list[Any] = []
@@ -132,8 +143,15 @@ def test_every_search_is_of_one_version(folder: Path, monkeypatch: pytest.Monkey
         def search() -> None:
             try:
                 while not stop.is_set():
-                    several = [frozenset(hit.id for hit in result) for result in index.search([QUERY, QUERY], k=EVERYTHING)]
-                    if several[0] != several[1] or several[0] not in allowed or frozenset(index) not in allowed:
+                    several = [
+                        frozenset(hit.id for hit in result)
+                        for result in index.search([QUERY, QUERY], k=EVERYTHING)
+                    ]
+                    if (
+                        several[0] != several[1]
+                        or several[0] not in allowed
+                        or frozenset(index) not in allowed
+                    ):
                         wrong.append(several)
             except BaseException as error:
                 wrong.append(error)
@@ -145,7 +163,9 @@ def test_every_search_is_of_one_version(folder: Path, monkeypatch: pytest.Monkey
             except BaseException as error:
                 wrong.append(error)
 
-        threads = [threading.Thread(target=task) for task in (search, search, search, reload, reload)]
+        threads = [
+            threading.Thread(target=task) for task in (search, search, search, reload, reload)
+        ]
         for thread in threads:
             thread.start()
         for end in range(104, 141, 4):

@@ -1,4 +1,5 @@
-"""Equal scores are ordered by document id: a store split in eight, merged by score, gives the ranking of the whole one."""
+"""Equal scores are ordered by document id: a store split in eight, merged by score, gives the
+ranking of the whole one."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ PARTS = 8
 
 @pytest.fixture(scope="module")
 def duplicates() -> list[espnx.Document]:
-    """Forty vectors, eleven documents of each, whose ids are in no order that the vectors or their arrival have."""
+    """Forty vectors, eleven documents of each, whose ids are in no order that the vectors or their
+    arrival have."""
     names: list[Any] = [*range(-20, 200), *(f"d{i:03}" for i in range(220))]
     random.Random(3).shuffle(names)
     kinds = [document.vectors for document in corpus(40, tokens=(1, 9))]
@@ -28,22 +30,34 @@ def duplicates() -> list[espnx.Document]:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("options", [{}, {"rerank": 0}, {"rerank": 100}, {"cascade": 100}], ids=repr)
+@pytest.mark.parametrize(
+    "options", [{}, {"rerank": 0}, {"rerank": 100}, {"cascade": 100}], ids=repr
+)
 @pytest.mark.parametrize("k", [1, 7, 15, 440])
-def test_eight_parts_rank_as_one(tmp_path_factory: pytest.TempPathFactory, duplicates: list[espnx.Document], k: int, options: Any) -> None:
+def test_eight_parts_rank_as_one(
+    tmp_path_factory: pytest.TempPathFactory, duplicates: list[espnx.Document], k: int, options: Any
+) -> None:
     folder = tmp_path_factory.getbasetemp() / "ties"
     if not folder.exists():
         folder.mkdir()
         build(folder / "whole", duplicates, coarse="int8", nlist=1, format="fp32")
         for part in range(PARTS):
-            build(folder / str(part), duplicates[part::PARTS], coarse="int8", nlist=1, format="fp32")
-    if options:  # which are scored exactly is another choice in a part than in the whole: all of each, so that they are one
+            build(
+                folder / str(part), duplicates[part::PARTS], coarse="int8", nlist=1, format="fp32"
+            )
+    # which are scored exactly is another choice in a part than in the whole: all of each, so that
+    # they are one
+    if options:
         options = {name: 0 if not count else EVERYTHING for name, count in options.items()}
     for query in queries(3):
         wanted = search(folder / "whole", query, k, options)
-        parts = [hit for part in range(PARTS) for hit in search(folder / str(part), query, k, options)]
+        parts = [
+            hit for part in range(PARTS) for hit in search(folder / str(part), query, k, options)
+        ]
         merged = sorted(parts, key=lambda hit: (-hit.score, id_order(hit.id)))[:k]
-        assert [(hit.id, hit.score, hit.text) for hit in merged] == [(hit.id, hit.score, hit.text) for hit in wanted]
+        assert [(hit.id, hit.score, hit.text) for hit in merged] == [
+            (hit.id, hit.score, hit.text) for hit in wanted
+        ]
         assert k < 2 or len({hit.score for hit in wanted}) < len(wanted), "no tie was seen"
 
 
@@ -80,4 +94,13 @@ def test_numbers_come_before_texts(tmp_path: Path) -> None:
     vectors = espnx.Encoded(torch.ones(16), torch.ones(2, 8))
     names: list[Any] = ["10", "b", 10, 9, -3, "a", "\u00e4", "Z"]
     build(tmp_path / "s", [espnx.Document(name, "", vectors) for name in names], nlist=1)
-    assert [hit.id for hit in search(tmp_path / "s", vectors, 8, {})] == [-3, 9, 10, "10", "Z", "a", "b", "\u00e4"]
+    assert [hit.id for hit in search(tmp_path / "s", vectors, 8, {})] == [
+        -3,
+        9,
+        10,
+        "10",
+        "Z",
+        "a",
+        "b",
+        "\u00e4",
+    ]

@@ -1,4 +1,5 @@
-"""What an index says of its documents beside ranking them: their number, ids and texts; and what may be asked of it in which shape."""
+"""What an index says of its documents beside ranking them: their number, ids and texts; and what
+may be asked of it in which shape."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from tests.retrieval.common import DIM, EVERYTHING, build, corpus, queries, toy_
 @pytest.fixture
 def changed(folder: Path) -> Path:
     """1,200 documents in three parts, ids of both kinds, some deleted and one replaced."""
-    documents = [espnx.Document(i if i % 2 else f"doc-{i}", f"text {i}", d.vectors) for i, d in enumerate(corpus(1200, tokens=(1, 2)))]
+    documents = [
+        espnx.Document(i if i % 2 else f"doc-{i}", f"text {i}", d.vectors)
+        for i, d in enumerate(corpus(1200, tokens=(1, 2)))
+    ]
     build(folder / "s", documents[:1100])
     espnx.add(folder / "s", documents[1100:1190])
     espnx.add(folder / "s", documents[1190:])
@@ -36,13 +40,31 @@ def test_length_membership_ids_and_texts(changed: Path) -> None:
         assert all(hit.id in expected for hit in index.search(queries(1)[0], k=EVERYTHING))
         for identifier in ("doc-0", 5, np.int64(5), torch.tensor(5), 7, 1199):
             assert identifier in index
-        for identifier in ("doc-1", "5", 1, "doc-1198", "doc-100", 2**70, None, 5.5, b"doc-0", ["doc-0"], True):
+        for identifier in (
+            "doc-1",
+            "5",
+            1,
+            "doc-1198",
+            "doc-100",
+            2**70,
+            None,
+            5.5,
+            b"doc-0",
+            ["doc-0"],
+            True,
+        ):
             assert identifier not in index
         assert index.get("doc-0") == "text 0"
         assert index.get(np.int64(5)) == "text 5"
         assert index.get(7) == "another text"
         assert index.get("5") is None
-        assert index.get(["doc-0", 3, "doc-0", 1197, "nobody"]) == ["text 0", None, "text 0", "text 1197", None]
+        assert index.get(["doc-0", 3, "doc-0", 1197, "nobody"]) == [
+            "text 0",
+            None,
+            "text 0",
+            "text 1197",
+            None,
+        ]
         assert index.get(np.array([5, 1])) == ["text 5", None]
         assert index.get([]) == []
         for wrong in (None, 5.5, [None], b"doc-0"):
@@ -82,17 +104,30 @@ def test_named_queries_give_named_results(store: Path) -> None:
     with espnx.open(store) as index:
         found = index.search(wanted, k=3)
         assert list(found) == list(wanted)
-        assert [result.hits for result in found.values()] == [result.hits for result in index.search(list(wanted.values()), k=3)]
+        assert [result.hits for result in found.values()] == [
+            result.hits for result in index.search(list(wanted.values()), k=3)
+        ]
         assert index.search({}) == {}
         with pytest.raises(errors.InvalidInputError, match="a query"):
             index.search({"a": 5})  # type: ignore[dict-item]
     with espnx.open(store) as index:
         assert index.store.manifest.encoder.name is None, "any encoder will do"
         index.use_encoder(toy_encoder())
-        assert index.search({"q": "text of 3"}, k=2)["q"].hits == index.search("text of 3", k=2).hits
+        assert (
+            index.search({"q": "text of 3"}, k=2)["q"].hits == index.search("text of 3", k=2).hits
+        )
 
 
-@pytest.mark.parametrize("number", [np.int64, np.int32, np.uint8, lambda value: torch.tensor(value), lambda value: np.array(value)])
+@pytest.mark.parametrize(
+    "number",
+    [
+        np.int64,
+        np.int32,
+        np.uint8,
+        lambda value: torch.tensor(value),
+        lambda value: np.array(value),
+    ],
+)
 def test_numbers_of_numpy_and_torch(store: Path, number: Any) -> None:
     query = queries(1)[0]
     with espnx.open(store, threads=number(2), hot=number(100)) as index:
@@ -100,12 +135,25 @@ def test_numbers_of_numpy_and_torch(store: Path, number: Any) -> None:
         given = {name: number(value) for name, value in plain.items()}
         for extra in ({}, {"rerank": 10}):
             asked = {name: number(value) for name, value in extra.items()}
-            assert index.search(query, **given, **asked).hits == index.search(query, **plain, **extra).hits
-        options = {"prefetch_step": np.float32(0.5), "cls_weight": np.float32(0.5), "deadline_s": np.float64(5)}
+            assert (
+                index.search(query, **given, **asked).hits
+                == index.search(query, **plain, **extra).hits
+            )
+        options = {
+            "prefetch_step": np.float32(0.5),
+            "cls_weight": np.float32(0.5),
+            "deadline_s": np.float64(5),
+        }
         expected = index.search(query, prefetch_step=0.5, cls_weight=0.5, deadline_s=5.0).hits
         assert index.search(query, **options).hits == expected
         for name in ("k", "candidates", "rerank", "nprobe"):
-            for wrong in (np.float64(3.0), np.bool_(True), torch.tensor(True), np.array([3]), number(0) if name != "rerank" else None):
+            for wrong in (
+                np.float64(3.0),
+                np.bool_(True),
+                torch.tensor(True),
+                np.array([3]),
+                number(0) if name != "rerank" else None,
+            ):
                 if wrong is not None:
                     with pytest.raises(errors.InvalidInputError):
                         index.search(query, **{name: wrong})
@@ -113,7 +161,9 @@ def test_numbers_of_numpy_and_torch(store: Path, number: Any) -> None:
 
 def test_vectors_that_require_grad(store: Path) -> None:
     query = queries(1)[0]
-    learning = espnx.Encoded(query.cls.clone().requires_grad_(), query.tokens.clone().requires_grad_() * 1)
+    learning = espnx.Encoded(
+        query.cls.clone().requires_grad_(), query.tokens.clone().requires_grad_() * 1
+    )
     with espnx.open(store) as index:
         assert index.search(learning, k=3).hits == index.search(query, k=3).hits
         assert index.search(espnx.Encoded(learning.cls, torch.empty(0, DIM)), k=3).hits

@@ -1,4 +1,5 @@
-"""Every kind of damage to every file of a store: a typed error that names the file, or bytes that mean nothing. Never a wrong hit."""
+"""Every kind of damage to every file of a store: a typed error that names the file, or bytes that
+mean nothing. Never a wrong hit."""
 
 from __future__ import annotations
 
@@ -18,16 +19,20 @@ from espnx.retrieval.store import part_file
 from espnx.retrieval.store.store import EmbeddingStore
 from espnx.storage import NativeEngine, manifest
 from espnx.storage.documents import rows as part_texts
-from tests.retrieval.common import D_CLS, EVERYTHING, build, corpus, memory_folder, queries, replace_section, rows_of_part, section_places
+from tests.retrieval.common import (
+    D_CLS,
+    EVERYTHING,
+    build,
+    corpus,
+    memory_folder,
+    queries,
+    replace_section,
+    rows_of_part,
+    section_places,
+)
 
 DIM = 16
-FILES = [
-    "MANIFEST.json",
-    "part.bin",
-    "segment-00000.bin",
-    "segment-00001.bin",
-    "segment-00002.bin",
-]
+FILES = ["MANIFEST.json", "part.bin", "segment-00000.bin", "segment-00001.bin", "segment-00002.bin"]
 Ranking = list[tuple[object, float, str]]
 
 
@@ -39,7 +44,8 @@ def engine() -> Iterator[NativeEngine]:
 
 @pytest.fixture(scope="module")
 def whole() -> Iterator[Path]:
-    """A projected store of three data files, and beside it another one ("other") and the one before it ("older")."""
+    """A projected store of three data files, and beside it another one ("other") and the one before
+    it ("older")."""
     from espnx.retrieval.build import builder as building
 
     cut, pieces = building.segment_bytes, building.pieces
@@ -70,7 +76,9 @@ def find(store: Path, name: str) -> Path:
 
 def ranking(store: Path, engine: NativeEngine) -> Ranking:
     with espnx.open(store, engine=engine) as index:
-        hits = index.search(queries(1, dim=DIM)[0], k=EVERYTHING, candidates=EVERYTHING, nprobe=EVERYTHING).hits
+        hits = index.search(
+            queries(1, dim=DIM)[0], k=EVERYTHING, candidates=EVERYTHING, nprobe=EVERYTHING
+        ).hits
     return [(hit.id, hit.score, hit.text) for hit in hits]
 
 
@@ -108,10 +116,13 @@ BLUNT: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", BLUNT)
-def test_blunt_damage(victim: Path, engine: NativeEngine, right: Ranking, name: str, damage: str) -> None:
+def test_blunt_damage(
+    victim: Path, engine: NativeEngine, right: Ranking, name: str, damage: str
+) -> None:
     path = find(victim, name)
     BLUNT[damage](path)
-    if damage == "one byte short" and name == "MANIFEST.json":  # the last byte is the newline after the JSON
+    # the last byte is the newline after the JSON
+    if damage == "one byte short" and name == "MANIFEST.json":
         assert ranking(victim, engine) == right
         return
     for attempt in (ranking, verify):
@@ -131,7 +142,11 @@ def positions(path: Path, store: Path, engine: NativeEngine) -> list[int]:
     if path.name == "part.bin":
         for place in section_places(path).values():
             last = place.offset_bytes + place.size_bytes - 1
-            chosen |= {place.offset_bytes, last, *(rng.randrange(place.offset_bytes, last + 1) for _ in range(6))}
+            chosen |= {
+                place.offset_bytes,
+                last,
+                *(rng.randrange(place.offset_bytes, last + 1) for _ in range(6)),
+            }
     elif path.suffix == ".bin":
         inside, between = regions(path, store, engine)
         for begin, _, cls_end, end in rng.sample(inside, 5):
@@ -157,17 +172,28 @@ def between_sections(path: Path) -> set[int]:
     return dead
 
 
-def regions(path: Path, store: Path, engine: NativeEngine) -> tuple[list[tuple[int, int, int, int]], list[int]]:
-    """(begin, after the header, after CLS, end) of each record with tokens in a data file, and the bytes that belong to no record."""
+def regions(
+    path: Path, store: Path, engine: NativeEngine
+) -> tuple[list[tuple[int, int, int, int]], list[int]]:
+    """(begin, after the header, after CLS, end) of each record with tokens in a data file, and the
+    bytes that belong to no record."""
     with EmbeddingStore(store, engine) as opened:
-        number = next(i for i, segment in enumerate(opened.segments) if segment.path.endswith(path.name))
+        number = next(
+            i for i, segment in enumerate(opened.segments) if segment.path.endswith(path.name)
+        )
         segment, offset, size = opened.full.locate(range(opened.count))  # type: ignore[arg-type]
-        mine = [(int(at), int(at) + int(length)) for which, at, length in zip(segment, offset, size, strict=True) if which == number]
+        mine = [
+            (int(at), int(at) + int(length))
+            for which, at, length in zip(segment, offset, size, strict=True)
+            if which == number
+        ]
         fixed = opened.schema.fixed_bytes
     dead = set(range(4096, path.stat().st_size))
     for begin, end in mine:
         dead -= set(range(begin, end))
-    return [(begin, begin + 16, begin + fixed, end) for begin, end in mine if end - begin > fixed], sorted(dead)
+    return [
+        (begin, begin + 16, begin + fixed, end) for begin, end in mine if end - begin > fixed
+    ], sorted(dead)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -204,7 +230,8 @@ def test_a_bit_anywhere(victim: Path, engine: NativeEngine, right: Ranking, name
 
 
 def test_texts_and_ids_piece_by_piece(victim: Path, engine: NativeEngine, right: Ranking) -> None:
-    """Whatever is made of damaged rows and tables, no hit has a wrong id or text, and no id is found under a wrong number, or is not."""
+    """Whatever is made of damaged rows and tables, no hit has a wrong id or text, and no id is
+    found under a wrong number, or is not."""
     path = find(victim, "part.bin")
     original = path.read_bytes()
     rng = random.Random(1)
@@ -215,14 +242,20 @@ def test_texts_and_ids_piece_by_piece(victim: Path, engine: NativeEngine, right:
         length = rng.choice([1, 2, 16, 300, 4096])
         at = place.offset_bytes + rng.randrange(place.size_bytes)
         end = min(at + length, place.offset_bytes + place.size_bytes)
-        bent[at:end] = rng.choice([rng.randbytes(end - at), bytes(end - at), original[4096 : 4096 + end - at]])
+        bent[at:end] = rng.choice(
+            [rng.randbytes(end - at), bytes(end - at), original[4096 : 4096 + end - at]]
+        )
         path.write_bytes(bent)
         try:
             assert ranking(victim, engine) == right
             with EmbeddingStore(victim, engine) as opened:
-                numbers = opened.texts.numbers([f"doc-{n}" for n in range(150)] + ["nobody"]).tolist()
+                numbers = opened.texts.numbers(
+                    [f"doc-{n}" for n in range(150)] + ["nobody"]
+                ).tolist()
                 assert sorted(numbers) == [-1, *range(150)]
-                assert [f"doc-{n}" for n in range(150)] == [identifier for identifier, _ in opened.texts.get(numbers[:-1])]
+                assert [f"doc-{n}" for n in range(150)] == [
+                    identifier for identifier, _ in opened.texts.get(numbers[:-1])
+                ]
         except errors.StorageError as error:
             assert_names(error, path)
             noticed += 1
@@ -231,7 +264,9 @@ def test_texts_and_ids_piece_by_piece(victim: Path, engine: NativeEngine, right:
 
 @pytest.mark.parametrize("name", ["part.bin", "segment-00001.bin"])
 @pytest.mark.parametrize("origin", ["other", "older"])
-def test_a_file_of_another_store(victim: Path, whole: Path, engine: NativeEngine, name: str, origin: str) -> None:
+def test_a_file_of_another_store(
+    victim: Path, whole: Path, engine: NativeEngine, name: str, origin: str
+) -> None:
     """Same documents, same sizes, all checksums intact: it still is not this store's file."""
     path = find(victim, name)
     foreign = find(whole / origin, name)
@@ -242,23 +277,29 @@ def test_a_file_of_another_store(victim: Path, whole: Path, engine: NativeEngine
 
 
 def test_two_rows_exchanged(victim: Path, engine: NativeEngine) -> None:
-    """Ids, texts and their checksums intact, under another number: as a bit in the table of rows would leave them."""
+    """Ids, texts and their checksums intact, under another number: as a bit in the table of rows
+    would leave them."""
     path = find(victim, "part.bin")
     rows, whole = rows_of_part(path), path.read_bytes()
     sizes = [len(row.data) for row in rows]
-    first, second = next((a, b) for a in range(150) for b in range(a + 1, 150) if sizes[a] == sizes[b])
+    first, second = next(
+        (a, b) for a in range(150) for b in range(a + 1, 150) if sizes[a] == sizes[b]
+    )
     bent = bytearray(whole)
     for source, target in ((first, second), (second, first)):
         at = rows[target].offset_bytes
         bent[at : at + sizes[target]] = rows[source].data
     path.write_bytes(bent)
-    with pytest.raises(errors.ChecksumError, match=rf"damaged text of record ({first}|{second})") as caught:
+    with pytest.raises(
+        errors.ChecksumError, match=rf"damaged text of record ({first}|{second})"
+    ) as caught:
         ranking(victim, engine)
     assert_names(caught.value, path)
 
 
 def test_a_row_bent_before_its_section_was_summed(victim: Path, engine: NativeEngine) -> None:
-    """The sum of the section was taken of damaged bytes and says nothing: every row is looked at, by verify too."""
+    """The sum of the section was taken of damaged bytes and says nothing: every row is looked at,
+    by verify too."""
     path = find(victim, "part.bin")
     place = section_places(path)["rows"]
     rows = bytearray(path.read_bytes()[place.offset_bytes : place.offset_bytes + place.size_bytes])
@@ -279,7 +320,12 @@ def test_an_id_that_is_not_found(victim: Path, engine: NativeEngine) -> None:
     block = bytearray(path.read_bytes()[place.offset_bytes : place.offset_bytes + place.size_bytes])
     block[0] ^= 1  # of the first hash
     data = bytes(block[:4080])
-    replace_section(victim, path, "ids", data + part_texts._TAIL.pack(part_texts._block_sum(0, data, 150, salt.salt), 150))
+    replace_section(
+        victim,
+        path,
+        "ids",
+        data + part_texts._TAIL.pack(part_texts._block_sum(0, data, 150, salt.salt), 150),
+    )
     with pytest.raises(errors.FormatError, match=r"id of record \d+ is not found"):
         verify(victim, engine)
 
@@ -294,7 +340,9 @@ def test_two_data_files_exchanged(victim: Path, engine: NativeEngine) -> None:
     (victim / "x").rename(second)
     with pytest.raises(errors.StorageError) as caught:
         ranking(victim, engine)
-    assert_names(caught.value, first if sizes[0] <= sizes[1] else second) if sizes[0] != sizes[1] else None
+    assert_names(caught.value, first if sizes[0] <= sizes[1] else second) if sizes[0] != sizes[
+        1
+    ] else None
 
 
 def test_a_data_file_of_another_number(victim: Path, engine: NativeEngine) -> None:
@@ -302,7 +350,14 @@ def test_a_data_file_of_another_number(victim: Path, engine: NativeEngine) -> No
     path = find(victim, "segment-00000.bin")
     with EmbeddingStore(victim, engine) as opened:
         each, manifest = opened.segments[0], opened.manifest
-        facts = part_file.FileFacts(manifest.store_id, manifest.generation, 1, each.first_record, each.records, each.size_bytes)
+        facts = part_file.FileFacts(
+            manifest.store_id,
+            manifest.generation,
+            1,
+            each.first_record,
+            each.records,
+            each.size_bytes,
+        )
         wrong = part_file.file_header(facts, {})
     path.write_bytes(wrong + path.read_bytes()[4096:])
     with pytest.raises(errors.FormatError, match="does not fit the manifest") as caught:
@@ -313,7 +368,9 @@ def test_a_data_file_of_another_number(victim: Path, engine: NativeEngine) -> No
 def twins(store: Path, engine: NativeEngine) -> tuple[Path, list[tuple[int, int, int]]]:
     """Two records of one length in the first data file: (number, offset, size)."""
     with EmbeddingStore(store, engine) as opened:
-        _, offset, size = (part.tolist() for part in opened.full.locate(range(opened.segments[0].records)))  # type: ignore[arg-type]
+        _, offset, size = (
+            part.tolist() for part in opened.full.locate(range(opened.segments[0].records))
+        )  # type: ignore[arg-type]
         by_size: dict[int, list[tuple[int, int, int]]] = {}
         for number, (at, length) in enumerate(zip(offset, size, strict=True)):
             by_size.setdefault(length, []).append((number, at, length))
@@ -335,10 +392,15 @@ def test_two_records_exchanged(victim: Path, engine: NativeEngine) -> None:
 
 
 @pytest.mark.parametrize("origin", ["other", "older"])
-def test_a_record_of_another_store(victim: Path, whole: Path, engine: NativeEngine, origin: str) -> None:
+def test_a_record_of_another_store(
+    victim: Path, whole: Path, engine: NativeEngine, origin: str
+) -> None:
     """The same document under the same number: only the salt tells."""
     path, [(_, at, size), _] = twins(victim, engine)
-    data, foreign = bytearray(path.read_bytes()), find(whole / origin, "segment-00000.bin").read_bytes()
+    data, foreign = (
+        bytearray(path.read_bytes()),
+        find(whole / origin, "segment-00000.bin").read_bytes(),
+    )
     assert data[at + 4 : at + size] == foreign[at + 4 : at + size]
     data[at : at + size] = foreign[at : at + size]
     path.write_bytes(data)
@@ -358,7 +420,9 @@ def test_a_record_of_another_store(victim: Path, whole: Path, engine: NativeEngi
         ("store_id", "0" * 32, "another store"),
     ],
 )
-def test_a_signed_manifest_of_another_kind(victim: Path, engine: NativeEngine, field: str, value: object, said: str) -> None:
+def test_a_signed_manifest_of_another_kind(
+    victim: Path, engine: NativeEngine, field: str, value: object, said: str
+) -> None:
     path = victim / "MANIFEST.json"
     fields = json.loads(path.read_text())
     del fields["checksum"]
@@ -368,7 +432,10 @@ def test_a_signed_manifest_of_another_kind(victim: Path, engine: NativeEngine, f
         ranking(victim, engine)
 
 
-@pytest.mark.parametrize("text", ["[]", "null", "1", '"x"', "{}", "[" * 100_000, '{"magic": "espnx-embedding-store"}', "\udcff"])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "null", "1", '"x"', "{}", "[" * 100_000, '{"magic": "espnx-embedding-store"}', "\udcff"],
+)
 def test_a_manifest_that_is_other_json(victim: Path, engine: NativeEngine, text: str) -> None:
     path = victim / "MANIFEST.json"
     path.write_bytes(text.encode(errors="surrogateescape"))

@@ -1,4 +1,5 @@
-"""Damage to stores in every record format, in both tiers: a typed error that names the place, from search and from verify, or no effect."""
+"""Damage to stores in every record format, in both tiers: a typed error that names the place, from
+search and from verify, or no effect."""
 
 from __future__ import annotations
 
@@ -24,7 +25,16 @@ from espnx.retrieval.store.store import EmbeddingStore
 from espnx.retrieval.store.tier import Tier
 from espnx.storage import NativeEngine
 from espnx.storage.files import crc32c
-from tests.retrieval.common import D_CLS, EVERYTHING, build, corpus, memory_folder, queries, replace_section, section_places
+from tests.retrieval.common import (
+    D_CLS,
+    EVERYTHING,
+    build,
+    corpus,
+    memory_folder,
+    queries,
+    replace_section,
+    section_places,
+)
 
 DIM, COUNT = 32, 24
 #: Each format of the records with one of the coarse tier, so that all of both occur.
@@ -33,7 +43,10 @@ COARSE = {
     "bit1": "residual4", "residual1": "bit1", "residual2": "residual1", "residual4": "int8",
 }  # fmt: skip
 RESIDUAL_TIERS = [
-    (fmt, tier) for fmt, coarse in COARSE.items() for tier, name in (("full", fmt), ("coarse", coarse)) if name.startswith("residual")
+    (fmt, tier)
+    for fmt, coarse in COARSE.items()
+    for tier, name in (("full", fmt), ("coarse", coarse))
+    if name.startswith("residual")
 ]
 QUERY = queries(1, dim=DIM)[0]
 FILES = {"full": "segment-00000.bin", "coarse": "coarse-00000.bin"}
@@ -106,14 +119,19 @@ class Victim:
                 attempt()
             error = caught.value
             assert type(error) is kind, error
-            assert (error.path, error.offset_bytes, error.size_bytes) == (str(self.file), *self.place(number))
+            assert (error.path, error.offset_bytes, error.size_bytes) == (
+                str(self.file),
+                *self.place(number),
+            )
             assert f"record {number} is not what was written" in str(error)
             assert str(self.file) in str(error)
 
 
 def search(index: espnx.Index, tier: str, **options: Any) -> list[Hit]:
     cascade = {} if tier == "full" else {"cascade": 5}
-    return index.search(QUERY, **{"k": COUNT, "candidates": EVERYTHING, "nprobe": EVERYTHING, **cascade, **options}).hits
+    return index.search(
+        QUERY, **{"k": COUNT, "candidates": EVERYTHING, "nprobe": EVERYTHING, **cascade, **options}
+    ).hits
 
 
 def overwrite(path: Path, data: bytes) -> None:
@@ -127,12 +145,19 @@ def overwrite(path: Path, data: bytes) -> None:
 def stores() -> Iterator[Path]:
     with memory_folder() as path:
         for fmt, coarse in COARSE.items():
-            options: dict[str, Any] = {"dims": (D_CLS, DIM), "format": fmt, "coarse": coarse, "nlist": 2}
+            options: dict[str, Any] = {
+                "dims": (D_CLS, DIM),
+                "format": fmt,
+                "coarse": coarse,
+                "nlist": 2,
+            }
             build(path / fmt, corpus(COUNT, dim=DIM, tokens=(1, 9)), **options)
         yield path
 
 
-@pytest.fixture(scope="module", params=[(fmt, tier) for fmt in COARSE for tier in FILES], ids="-".join)
+@pytest.fixture(
+    scope="module", params=[(fmt, tier) for fmt in COARSE for tier in FILES], ids="-".join
+)
 def victim(request: pytest.FixtureRequest, stores: Path) -> Iterator[Victim]:
     yield from opened(stores, *request.param)
 
@@ -159,11 +184,31 @@ def flip(at: int, bit: int = 0) -> Callable[[bytearray], None]:
 def test_a_bit_anywhere_in_a_record(victim: Victim) -> None:
     """Header byte by byte, CLS vector, rows from the first to the last byte, padding."""
     schema = victim.tier.schema
-    padded = next((n for n in range(COUNT) if schema.fixed_bytes + victim.n_tokens(n) * schema.row_bytes < victim.place(n)[1]), 1)
+    padded = next(
+        (
+            n
+            for n in range(COUNT)
+            if schema.fixed_bytes + victim.n_tokens(n) * schema.row_bytes < victim.place(n)[1]
+        ),
+        1,
+    )
     for number in {0, padded, COUNT - 1}:
         begin, size = victim.place(number)
-        rows, rows_end = schema.fixed_bytes, schema.fixed_bytes + victim.n_tokens(number) * schema.row_bytes
-        inside = {*range(16), 16, rows - 1, rows, rows + 3, (rows + rows_end) // 2, rows_end - 1, rows_end, size - 1} - {size}
+        rows, rows_end = (
+            schema.fixed_bytes,
+            schema.fixed_bytes + victim.n_tokens(number) * schema.row_bytes,
+        )
+        inside = {
+            *range(16),
+            16,
+            rows - 1,
+            rows,
+            rows + 3,
+            (rows + rows_end) // 2,
+            rows_end - 1,
+            rows_end,
+            size - 1,
+        } - {size}
         for at in sorted(inside):
             with victim.bent(flip(begin + at, bit=at)):
                 victim.assert_noticed(number, errors.ChecksumError)
@@ -171,7 +216,9 @@ def test_a_bit_anywhere_in_a_record(victim: Victim) -> None:
 
 def test_bytes_that_belong_to_no_record(victim: Victim) -> None:
     places = [victim.place(number) for number in range(COUNT)]
-    dead = set(range(4096, victim.file.stat().st_size)) - {at for begin, size in places for at in range(begin, begin + size)}
+    dead = set(range(4096, victim.file.stat().st_size)) - {
+        at for begin, size in places for at in range(begin, begin + size)
+    }
     for at in random.Random(1).sample(sorted(dead), 3):
         with victim.bent(flip(at)):
             assert victim.search() == victim.right
@@ -187,13 +234,20 @@ def test_a_header_that_lies_under_a_right_checksum(victim: Victim) -> None:
     def said(header: bytes) -> str:
         n_tokens, fmt, magic, claimed = struct.unpack("<HBBQ", header)
         other = "" if fmt == own else rf" in format {fmt} \(\w+\)"
-        return f"record {claimed} with {n_tokens} tokens{other}" + ("" if magic == 0xE5 else f", marked {magic:#04x}")
+        return f"record {claimed} with {n_tokens} tokens{other}" + (
+            "" if magic == 0xE5 else f", marked {magic:#04x}"
+        )
 
-    lies = [struct.pack("<HBBQ", *fields) for fields in (
-        *((tokens + wrong, own, 0xE5, number) for wrong in (-1, 1, 60_000)),
-        *((tokens, other, 0xE5, number) for other in (*range(10), 255) if other != own),
-        (tokens, own, 0xE4, number), (tokens, own, 0xE5, number + 1), (tokens, own, 0xE5, number + (1 << 32)),
-    )]  # fmt: skip
+    lies = [
+        struct.pack("<HBBQ", *fields)
+        for fields in (
+            *((tokens + wrong, own, 0xE5, number) for wrong in (-1, 1, 60_000)),
+            *((tokens, other, 0xE5, number) for other in (*range(10), 255) if other != own),
+            (tokens, own, 0xE4, number),
+            (tokens, own, 0xE5, number + 1),
+            (tokens, own, 0xE5, number + (1 << 32)),
+        )
+    ]
     for lie in lies:
 
         def change(data: bytearray, lie: bytes = lie) -> None:
@@ -202,7 +256,10 @@ def test_a_header_that_lies_under_a_right_checksum(victim: Victim) -> None:
 
         with victim.bent(change):
             victim.assert_noticed(number, errors.StaleDataError)
-            with pytest.raises(errors.StaleDataError, match=rf"got {said(lie)}; expected {said(right)} in format {own} \(\w+\)"):
+            with pytest.raises(
+                errors.StaleDataError,
+                match=rf"got {said(lie)}; expected {said(right)} in format {own} \(\w+\)",
+            ):
                 victim.verify()
 
 
@@ -225,7 +282,8 @@ def test_two_records_exchanged(victim: Victim) -> None:
 
 
 def test_damage_that_no_query_touches(victim: Victim) -> None:
-    """One record is rubbish: searches that do not need it go on, those that do are refused, whatever is read in passing."""
+    """One record is rubbish: searches that do not need it go on, those that do are refused,
+    whatever is read in passing."""
     number = victim.right[7].number
     at, size = victim.place(number)
     without = victim.search(exclude=[victim.right[7].id])
@@ -252,11 +310,18 @@ def test_damage_that_no_query_touches(victim: Victim) -> None:
 
 def test_everything_damaged_but_what_a_query_wants(victim: Victim) -> None:
     chosen = victim.right[2:5]
-    spared = {at for hit in chosen for begin, size in [victim.place(hit.number)] for at in range(begin, begin + size)}
+    spared = {
+        at
+        for hit in chosen
+        for begin, size in [victim.place(hit.number)]
+        for at in range(begin, begin + size)
+    }
     wanted = victim.search(include=[hit.id for hit in chosen])
 
     def change(data: bytearray) -> None:
-        data[4096:] = bytes(byte if at in spared else byte ^ 0xFF for at, byte in enumerate(data[4096:], 4096))
+        data[4096:] = bytes(
+            byte if at in spared else byte ^ 0xFF for at, byte in enumerate(data[4096:], 4096)
+        )
 
     with victim.bent(change):
         assert victim.search(include=[hit.id for hit in chosen]) == wanted
@@ -270,7 +335,9 @@ def test_everything_damaged_but_what_a_query_wants(victim: Victim) -> None:
 @pytest.mark.parametrize("kept", ["header", "half", "nothing"])
 def test_a_file_truncated_under_an_open_index(victim: Victim, kept: str) -> None:
     size = victim.file.stat().st_size
-    keep = {"header": 4096, "half": 4096 + (victim.place(COUNT - 1)[0] - 4096) // 2, "nothing": 0}[kept]
+    keep = {"header": 4096, "half": 4096 + (victim.place(COUNT - 1)[0] - 4096) // 2, "nothing": 0}[
+        kept
+    ]
 
     def change(data: bytearray) -> None:
         del data[keep:]
@@ -283,18 +350,31 @@ def test_a_file_truncated_under_an_open_index(victim: Victim, kept: str) -> None
     assert victim.file.stat().st_size == size
 
 
-@pytest.mark.parametrize("change", ["a byte", "a block", "the records", "everything", "a byte too many", "missing"])
+@pytest.mark.parametrize(
+    "change", ["a byte", "a block", "the records", "everything", "a byte too many", "missing"]
+)
 def test_a_truncated_file_is_not_opened(victim: Victim, engine: NativeEngine, change: str) -> None:
     size, aside = victim.file.stat().st_size, victim.file.with_suffix(".aside")
     shutil.copyfile(victim.file, aside)
     if change == "missing":
         victim.file.rename(victim.file.with_suffix(".gone"))
     else:
-        lost = {"a byte": 1, "a block": 4096, "the records": size - 4096, "everything": size, "a byte too many": -1}[change]
+        lost = {
+            "a byte": 1,
+            "a block": 4096,
+            "the records": size - 4096,
+            "everything": size,
+            "a byte too many": -1,
+        }[change]
         os.truncate(victim.file, size - lost)
     try:
-        for attempt in (lambda: espnx.open(victim.path, engine=engine), lambda: EmbeddingStore(victim.path, engine)):
-            with pytest.raises(errors.FormatError if change == "missing" else errors.TruncatedFileError) as caught:
+        for attempt in (
+            lambda: espnx.open(victim.path, engine=engine),
+            lambda: EmbeddingStore(victim.path, engine),
+        ):
+            with pytest.raises(
+                errors.FormatError if change == "missing" else errors.TruncatedFileError
+            ) as caught:
                 attempt()
             assert caught.value.path == str(victim.file)
     finally:
@@ -316,7 +396,11 @@ def unknown_centroid(victim: Victim, number: int, value: int) -> Callable[[bytea
 
     def change(data: bytearray) -> None:
         schema = victim.tier.schema
-        at = victim.place(number)[0] + schema.fixed_bytes + (victim.n_tokens(number) - 1) * schema.row_bytes
+        at = (
+            victim.place(number)[0]
+            + schema.fixed_bytes
+            + (victim.n_tokens(number) - 1) * schema.row_bytes
+        )
         struct.pack_into("<i", data, at, value)
         victim.seal(data, number)
 
@@ -334,17 +418,29 @@ def test_a_row_that_names_an_unknown_centroid(residual: Victim, value: int | str
     assert book is not None
     number = residual.right[7].number
     without = residual.search(exclude=[residual.right[7].id])
-    with residual.bent(unknown_centroid(residual, number, book.n_centroids if isinstance(value, str) else value)):
-        attempts: list[Callable[[], Any]] = [residual.search, residual.verify, lambda: search_from_ram(residual)]
+    with residual.bent(
+        unknown_centroid(residual, number, book.n_centroids if isinstance(value, str) else value)
+    ):
+        attempts: list[Callable[[], Any]] = [
+            residual.search,
+            residual.verify,
+            lambda: search_from_ram(residual),
+        ]
         if residual.tier_name == "full":
             attempts.append(lambda: search(residual.index, "full", rerank=0, explain=True))
         for attempt in attempts:
-            with pytest.raises(errors.FormatError, match=f"record {number} names a centroid") as caught:
+            with pytest.raises(
+                errors.FormatError, match=f"record {number} names a centroid"
+            ) as caught:
                 attempt()
             error = caught.value
-            assert (error.path, error.offset_bytes, error.size_bytes) == (str(residual.file), *residual.place(number))
+            assert (error.path, error.offset_bytes, error.size_bytes) == (
+                str(residual.file),
+                *residual.place(number),
+            )
         assert residual.search(exclude=[residual.right[7].id]) == without
-    with residual.bent(unknown_centroid(residual, number, book.n_centroids - 1)):  # the last one there is
+    # the last one there is
+    with residual.bent(unknown_centroid(residual, number, book.n_centroids - 1)):
         assert residual.verify() == COUNT
         assert len(residual.search()) == COUNT
 
@@ -359,7 +455,12 @@ def rewritten(store: Path, change: Callable[[Tensors], None]) -> Iterator[None]:
     before, place = (meta.read_bytes(), top.read_bytes()), section_places(meta)["model"]
     tensors = dict(load(before[0][place.offset_bytes : place.offset_bytes + place.size_bytes]))
     change(tensors)
-    replace_section(store, meta, "model", save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}))
+    replace_section(
+        store,
+        meta,
+        "model",
+        save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}),
+    )
     try:
         yield
     finally:
@@ -368,7 +469,8 @@ def rewritten(store: Path, change: Callable[[Tensors], None]) -> Iterator[None]:
 
 
 def assert_not_used(victim: Victim, engine: NativeEngine, match: str, file: Path) -> None:
-    """Neither search nor verify of the store, opened anew, does anything but raise, and name the file."""
+    """Neither search nor verify of the store, opened anew, does anything but raise, and name the
+    file."""
 
     def searched(where: str) -> None:
         with espnx.open(victim.path, engine=engine, coarse=where) as index:
@@ -390,7 +492,9 @@ def test_a_codebook_tensor_missing(residual: Victim, engine: NativeEngine, name:
         del tensors[f"{residual.tier_name}.{name}"]
 
     with rewritten(residual.path, change):
-        assert_not_used(residual, engine, f"codebook of the {residual.tier_name} records missing", residual.meta)
+        assert_not_used(
+            residual, engine, f"codebook of the {residual.tier_name} records missing", residual.meta
+        )
 
 
 MALFORMED: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
@@ -399,7 +503,10 @@ MALFORMED: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "20 dimensions": ("centroids", lambda tensor: tensor[:, :20]),
     "float64": ("centroids", lambda tensor: tensor.astype(np.float64)),
     "float16": ("bucket_weights", lambda tensor: tensor.astype(np.float16)),
-    "NaN": ("centroids", lambda tensor: np.where(np.arange(tensor.shape[1]) == 3, np.nan, tensor).astype(np.float32)),
+    "NaN": (
+        "centroids",
+        lambda tensor: np.where(np.arange(tensor.shape[1]) == 3, np.nan, tensor).astype(np.float32),
+    ),
     "infinite": ("bucket_weights", lambda tensor: tensor * np.float32(np.inf)),
     "too few weights": ("bucket_weights", lambda tensor: tensor[:-1]),
     "too many cutoffs": ("bucket_cutoffs", lambda tensor: np.r_[tensor, tensor[-1:]]),
@@ -408,7 +515,9 @@ MALFORMED: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
 
 
 @pytest.mark.parametrize("what", MALFORMED)
-def test_a_codebook_tensor_of_another_shape(residual: Victim, engine: NativeEngine, what: str) -> None:
+def test_a_codebook_tensor_of_another_shape(
+    residual: Victim, engine: NativeEngine, what: str
+) -> None:
     name, bend = MALFORMED[what]
 
     def change(tensors: Tensors) -> None:
@@ -426,14 +535,18 @@ def other_buckets(tensors: Tensors, tier: str) -> None:
 
 
 def other_dim(tensors: Tensors, tier: str, dim: int) -> None:
-    tensors[f"{tier}.centroids"] = np.resize(tensors[f"{tier}.centroids"], (500, dim)).astype(np.float32)
+    tensors[f"{tier}.centroids"] = np.resize(tensors[f"{tier}.centroids"], (500, dim)).astype(
+        np.float32
+    )
 
 
 MISFITS: dict[str, Callable[[Tensors, str], None]] = {
     "other codes": other_buckets,
     "24 dimensions": lambda tensors, tier: other_dim(tensors, tier, 24),
     "40 dimensions": lambda tensors, tier: other_dim(tensors, tier, 40),
-    "a single centroid": lambda tensors, tier: tensors.update({f"{tier}.centroids": tensors[f"{tier}.centroids"][:1]}),
+    "a single centroid": lambda tensors, tier: tensors.update(
+        {f"{tier}.centroids": tensors[f"{tier}.centroids"][:1]}
+    ),
 }
 
 
@@ -442,9 +555,16 @@ def test_a_codebook_of_other_records(residual: Victim, engine: NativeEngine, wha
     """Right in itself, and not what these records were coded with: nothing is scored by it."""
     with rewritten(residual.path, lambda tensors: MISFITS[what](tensors, residual.tier_name)):
         if what == "a single centroid":  # whole, and of the right shape: the records tell
-            assert_not_used(residual, engine, "names a centroid that is not in the codebook", residual.file)
+            assert_not_used(
+                residual, engine, "names a centroid that is not in the codebook", residual.file
+            )
         else:
-            assert_not_used(residual, engine, f"codebook of the {residual.tier_name}.*rows of another codebook", residual.meta)
+            assert_not_used(
+                residual,
+                engine,
+                f"codebook of the {residual.tier_name}.*rows of another codebook",
+                residual.meta,
+            )
     with espnx.open(residual.path, engine=engine) as index:
         assert search(index, residual.tier_name) == residual.right
 
@@ -465,7 +585,10 @@ def test_a_bit_of_a_codebook(residual: Victim, engine: NativeEngine) -> None:
         flip(at, at)(data)
         overwrite(meta, bytes(data))
         try:
-            for attempt in (lambda: espnx.open(residual.path, engine=engine), lambda: EmbeddingStore(residual.path, engine)):
+            for attempt in (
+                lambda: espnx.open(residual.path, engine=engine),
+                lambda: EmbeddingStore(residual.path, engine),
+            ):
                 with pytest.raises(errors.ChecksumError) as caught:
                     attempt()
                 assert caught.value.path == str(meta)

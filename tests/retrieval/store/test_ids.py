@@ -1,4 +1,5 @@
-"""Ids in every form that they come in mean the same everywhere: filters, deletions, documents. What can be no id is refused."""
+"""Ids in every form that they come in mean the same everywhere: filters, deletions, documents. What
+can be no id is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ class Name(enum.StrEnum):
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[espnx.Index]:
     """Ids are 0, 1, 2, ..."""
     path = tmp_path_factory.mktemp("ids") / "s"
-    build(path, [espnx.Document(i, document.text, document.vectors) for i, document in enumerate(corpus(COUNT))])
+    build(
+        path,
+        [
+            espnx.Document(i, document.text, document.vectors)
+            for i, document in enumerate(corpus(COUNT))
+        ],
+    )
     with espnx.open(path) as opened:
         yield opened
 
@@ -40,11 +47,20 @@ def found(index: espnx.Index, **options: Any) -> set[Any]:
 @pytest.mark.parametrize(
     "ids",
     [
-        [1, 3, 5], (1, 3, 5), {1, 3, 5}, range(1, 6, 2), {1: "a", 3: "b", 5: "c"}, np.array([1, 3, 5]), np.array([1, 3, 5], np.uint8),
-        torch.tensor([1, 3, 5]), list(np.array([5, 3, 1])), list(torch.tensor([5, 3, 1])), [np.int32(1), 3, torch.tensor(5), 3],
+        [1, 3, 5],
+        (1, 3, 5),
+        {1, 3, 5},
+        range(1, 6, 2),
+        {1: "a", 3: "b", 5: "c"},
+        np.array([1, 3, 5]),
+        np.array([1, 3, 5], np.uint8),
+        torch.tensor([1, 3, 5]),
+        list(np.array([5, 3, 1])),
+        list(torch.tensor([5, 3, 1])),
+        [np.int32(1), 3, torch.tensor(5), 3],
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_every_kind_of_collection(index: espnx.Index, ids: Any) -> None:
     assert found(index, include=ids) == {1, 3, 5}
     assert found(index, exclude=ids) == set(range(COUNT)) - {1, 3, 5}
@@ -54,11 +70,29 @@ def test_every_kind_of_collection(index: espnx.Index, ids: Any) -> None:
 @pytest.mark.parametrize(
     "ids",
     [
-        [True], [np.True_], [1.0], np.array([1.0]), [None], [b"1"], [{}], ["\ud800"], [2**63], [-(2**63) - 1], np.array([2**63], np.uint64),
-        [[1]], np.array([[1]]), 5, "1", b"1", None, np.int64(1), np.array(1), torch.tensor(1),
+        [True],
+        [np.True_],
+        [1.0],
+        np.array([1.0]),
+        [None],
+        [b"1"],
+        [{}],
+        ["\ud800"],
+        [2**63],
+        [-(2**63) - 1],
+        np.array([2**63], np.uint64),
+        [[1]],
+        np.array([[1]]),
+        5,
+        "1",
+        b"1",
+        None,
+        np.int64(1),
+        np.array(1),
+        torch.tensor(1),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_what_cannot_be_ids(index: espnx.Index, ids: Any, folder: Path) -> None:
     with pytest.raises(errors.InvalidInputError, match="id"):
         espnx.delete(folder / "no store", ids)
@@ -83,17 +117,27 @@ def test_documents_and_deletions(folder: Path) -> None:
         assert found(index) == {-(2**63), 2**63 - 1}
 
 
-def test_searches_without_a_filter_map_no_ids(index: espnx.Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searches_without_a_filter_map_no_ids(
+    index: espnx.Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
     with espnx.open(index.store.path) as plain:
         monkeypatch.setattr(plain.store.texts, "numbers", asked.append)
         assert len(found(plain)) == COUNT
         assert asked == []
-        assert set(vars(plain._versions.newest.filters)) == {"_store"}, "a search without a filter made what only filters need"
+        assert set(vars(plain._versions.newest.filters)) == {"_store"}, (
+            "a search without a filter made what only filters need"
+        )
 
 
 def test_an_id_is_what_python_has() -> None:
-    for value, wanted in ((np.int8(-1), -1), (np.str_("a"), "a"), (Name.ONE, "one"), (torch.tensor(2), 2), (7, 7)):
+    for value, wanted in (
+        (np.int8(-1), -1),
+        (np.str_("a"), "a"),
+        (Name.ONE, "one"),
+        (torch.tensor(2), 2),
+        (7, 7),
+    ):
         made = document_id(value)
         assert made == wanted
         assert type(made) is type(wanted)

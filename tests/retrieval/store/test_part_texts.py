@@ -1,4 +1,5 @@
-"""Ids and texts of a part: groups of rows of any size, read in any order; tables that say something else than the rows."""
+"""Ids and texts of a part: groups of rows of any size, read in any order; tables that say something
+else than the rows."""
 
 from __future__ import annotations
 
@@ -19,9 +20,13 @@ COUNT = 300
 
 
 def texts() -> list[str]:
-    """Short ones by the dozen, empty ones, and some that are larger than a group or than several."""
+    """Short ones by the dozen, empty ones, and some that are larger than a group or than
+    several."""
     rng = random.Random(1)
-    sizes = [rng.choice([0, 1, 7, 60, 60, 60, 900, 4000, 4084, 4096, 20_000]) if n > 150 else 5 for n in range(COUNT)]
+    sizes = [
+        rng.choice([0, 1, 7, 60, 60, 60, 900, 4000, 4084, 4096, 20_000]) if n > 150 else 5
+        for n in range(COUNT)
+    ]
     return [("é" * size)[:size] for size in sizes]
 
 
@@ -30,7 +35,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, str
     path = tmp_path_factory.mktemp("texts") / "s"
     vectors = [document.vectors for document in corpus(COUNT)]
     ids = [n if n % 3 else f"doc-{n}" * (1 + n % 5) for n in range(COUNT)]
-    build(path, [espnx.Document(i, text, each) for i, text, each in zip(ids, texts(), vectors, strict=True)])
+    build(
+        path,
+        [
+            espnx.Document(i, text, each)
+            for i, text, each in zip(ids, texts(), vectors, strict=True)
+        ],
+    )
     return path, dict(zip(ids, texts(), strict=True))
 
 
@@ -41,7 +52,9 @@ def part(path: Path) -> Path:
 def groups(path: Path) -> tuple[list[int], list[int]]:
     """(records, bytes) of each group."""
     place = section_places(part(path))["groups"]
-    table = np.frombuffer(place.path.read_bytes()[place.offset_bytes : place.offset_bytes + place.size_bytes], "<i8").reshape(2, -1)
+    table = np.frombuffer(
+        place.path.read_bytes()[place.offset_bytes : place.offset_bytes + place.size_bytes], "<i8"
+    ).reshape(2, -1)
     records, sizes = np.diff(table).tolist()
     return records, sizes
 
@@ -59,7 +72,10 @@ def test_groups(store: tuple[Path, dict[Any, str]]) -> None:
 
 
 def test_groups_of_short_rows(tmp_path: Path) -> None:
-    build(tmp_path / "s", [espnx.Document(n, "", document.vectors) for n, document in enumerate(corpus(COUNT))])
+    build(
+        tmp_path / "s",
+        [espnx.Document(n, "", document.vectors) for n, document in enumerate(corpus(COUNT))],
+    )
     records, sizes = groups(tmp_path / "s")
     assert records == [64, 64, 64, 64, 44]
     assert sizes == [count * (4 + 12 + 8) for count in records]
@@ -82,22 +98,34 @@ def test_any_order(store: tuple[Path, dict[Any, str]], engine: str) -> None:
         assert found == list(range(COUNT))
 
 
-def test_one_read_for_all_hits(store: tuple[Path, dict[Any, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_read_for_all_hits(
+    store: tuple[Path, dict[Any, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with NativeEngine("posix") as own, EmbeddingStore(store[0], own) as opened:
         opened.texts.get([0])  # the table comes with the first
         reads = list[Any]()
         read = own.read
-        monkeypatch.setattr(own, "read", lambda plan, **options: reads.append(plan) or read(plan, **options))
+        monkeypatch.setattr(
+            own, "read", lambda plan, **options: reads.append(plan) or read(plan, **options)
+        )
         opened.texts.get([5, 299, 17, 160, 5])
         assert len(reads) == 1
 
 
-@pytest.mark.parametrize("change", ["shorter", "odd", "swapped", "shifted", "beyond", "negative", "empty"])
-def test_a_table_that_does_not_fit(store: tuple[Path, dict[Any, str]], tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize(
+    "change", ["shorter", "odd", "swapped", "shifted", "beyond", "negative", "empty"]
+)
+def test_a_table_that_does_not_fit(
+    store: tuple[Path, dict[Any, str]], tmp_path: Path, change: str
+) -> None:
     """Whole in itself, with every checksum right: no wrong text comes of it."""
     victim = tmp_path / "s"
     build(
-        victim, [espnx.Document(n, text, document.vectors) for n, (text, document) in enumerate(zip(texts(), corpus(COUNT), strict=True))]
+        victim,
+        [
+            espnx.Document(n, text, document.vectors)
+            for n, (text, document) in enumerate(zip(texts(), corpus(COUNT), strict=True))
+        ],
     )
     place = section_places(part(victim))["groups"]
     data = place.path.read_bytes()[place.offset_bytes : place.offset_bytes + place.size_bytes]
@@ -110,7 +138,13 @@ def test_a_table_that_does_not_fit(store: tuple[Path, dict[Any, str]], tmp_path:
         table[:, -1] += 1
     elif change == "negative":
         table[0, 1] = -1
-    bent = {"shorter": table[:, :-1].tobytes(), "odd": data[:-8], "empty": b""}.get(change, table.tobytes())
+    bent = {"shorter": table[:, :-1].tobytes(), "odd": data[:-8], "empty": b""}.get(
+        change, table.tobytes()
+    )
     replace_section(victim, part(victim), "groups", bent)
-    with NativeEngine("auto") as own, EmbeddingStore(victim, own) as opened, pytest.raises((errors.FormatError, errors.ChecksumError)):
+    with (
+        NativeEngine("auto") as own,
+        EmbeddingStore(victim, own) as opened,
+        pytest.raises((errors.FormatError, errors.ChecksumError)),
+    ):
         opened.texts.get(range(COUNT))

@@ -1,4 +1,5 @@
-"""Where records lie and how they are checked, against plain Python that shares nothing with the compiled code."""
+"""Where records lie and how they are checked, against plain Python that shares nothing with the
+compiled code."""
 
 from __future__ import annotations
 
@@ -15,11 +16,19 @@ from espnx.retrieval.store.record import MAX_TOKENS, check_document, pack
 from espnx.storage.native import load_native
 from tests.storage.common import BLOCK, crc32c
 
-SHAPES = [("fp16", 8, 8), ("fp32", 8, 8), ("fp16", 24, 32), ("fp16", 384, 128), ("fp32", 384, 128), ("fp16", 2040, 8)]
+SHAPES = [
+    ("fp16", 8, 8),
+    ("fp32", 8, 8),
+    ("fp16", 24, 32),
+    ("fp16", 384, 128),
+    ("fp32", 384, 128),
+    ("fp16", 2040, 8),
+]
 
 
 def place(free_at: int, size: int) -> int:
-    """The rule of the format, in blocks: right behind the last record, or at the next block if that spares one."""
+    """The rule of the format, in blocks: right behind the last record, or at the next block if that
+    spares one."""
     touched = (free_at + size - 1) // BLOCK - free_at // BLOCK + 1
     return free_at if touched <= -(-size // BLOCK) else -(-free_at // BLOCK) * BLOCK
 
@@ -31,7 +40,11 @@ def record_size(schema: RecordSchema, n_tokens: int) -> int:
 
 def random_counts(rng: np.random.Generator, count: int) -> np.ndarray:
     kind = rng.choice(3, size=count, p=[0.8, 0.15, 0.05])
-    small, medium, large = rng.integers(0, 40, count), rng.integers(0, 700, count), rng.choice([0, 1, MAX_TOKENS - 1, MAX_TOKENS], count)
+    small, medium, large = (
+        rng.integers(0, 40, count),
+        rng.integers(0, 700, count),
+        rng.choice([0, 1, MAX_TOKENS - 1, MAX_TOKENS], count),
+    )
     return np.choose(kind, [small, medium, large]).astype(np.uint16)
 
 
@@ -42,7 +55,9 @@ def test_no_record_touches_a_block_too_many(shape: tuple[str, int, int], begin: 
     counts = random_counts(np.random.default_rng(begin), 500)
     offsets, end = schema.lay_out(counts, begin)
     free_at = begin
-    for n_tokens, offset, size in zip(counts.tolist(), offsets.tolist(), schema.sizes(counts).tolist(), strict=True):
+    for n_tokens, offset, size in zip(
+        counts.tolist(), offsets.tolist(), schema.sizes(counts).tolist(), strict=True
+    ):
         assert size == record_size(schema, n_tokens)
         assert offset == place(free_at, size)
         assert (offset + size - 1) // BLOCK - offset // BLOCK + 1 <= -(-size // BLOCK)
@@ -85,13 +100,19 @@ def test_locate(shape: tuple[str, int, int], count: int) -> None:
         schema.fixed_bytes,
         schema.row_bytes,
     )
-    for ours, theirs in zip(found, (segment[wanted], offset[wanted], schema.sizes(counts[wanted])), strict=True):
+    for ours, theirs in zip(
+        found, (segment[wanted], offset[wanted], schema.sizes(counts[wanted])), strict=True
+    ):
         assert np.array_equal(ours.numpy(), theirs)
 
 
 @pytest.mark.parametrize("number", [-1, 65, 2**40])
 def test_locate_outside(number: int) -> None:
-    counts, groups, begins = torch.zeros(65, dtype=torch.uint16), torch.tensor([4096, 8192]), torch.tensor([0])
+    counts, groups, begins = (
+        torch.zeros(65, dtype=torch.uint16),
+        torch.tensor([4096, 8192]),
+        torch.tensor([0]),
+    )
     with pytest.raises(errors.InvalidInputError, match=str(number)):
         load_native().locate_records(torch.tensor([0, number]), counts, groups, begins, 32, 16)
 
@@ -109,7 +130,8 @@ def test_bytes_of_a_record(fmt: str) -> None:
         f"<32{letter}", *document.cls.tolist(), *document.tokens.flatten().tolist()
     )
     body = body.ljust(record_size(schema, 3) - 4, b"\0")
-    # Seeding with a checksum is going on after the bytes that had it: x bytes whose CRC32C is the salt, found by running the register.
+    # Seeding with a checksum is going on after the bytes that had it: x bytes whose CRC32C is the
+    # salt, found by running the register.
     assert memory[36 : 32 + 4 + len(body)].tobytes() == body
     assert struct.unpack_from("<I", memory, 32)[0] == seeded_crc32c(body, salt)
     assert not memory[:32].any()
@@ -136,8 +158,12 @@ def test_damage_tells_bent_from_misplaced() -> None:
     seal(memory, schema, offsets, counts, 10, salt)
     right, positions = np.arange(10, 13), torch.from_numpy(offsets)
 
-    def found(numbers: np.ndarray = right, n_tokens: np.ndarray = counts, with_salt: int = salt) -> list[tuple[int, str]]:
-        return damage(torch.from_numpy(memory.copy()), schema, positions, numbers, n_tokens, with_salt)
+    def found(
+        numbers: np.ndarray = right, n_tokens: np.ndarray = counts, with_salt: int = salt
+    ) -> list[tuple[int, str]]:
+        return damage(
+            torch.from_numpy(memory.copy()), schema, positions, numbers, n_tokens, with_salt
+        )
 
     assert found() == []
     assert [index for index, _ in found(with_salt=98)] == [0, 1, 2]
@@ -173,12 +199,26 @@ def test_what_is_no_document(cls: torch.Tensor, tokens: torch.Tensor, said: str)
 
 
 def test_limits_that_fit() -> None:
-    check_document(Encoded(torch.full((8,), 65504.0), torch.full((65_535, 8), -65504.0)), RecordSchema("fp16", 8, 8), 1)
-    check_document(Encoded(torch.full((8,), 3e38), torch.empty(0, 8)), RecordSchema("fp32", 8, 8), 1)
+    check_document(
+        Encoded(torch.full((8,), 65504.0), torch.full((65_535, 8), -65504.0)),
+        RecordSchema("fp16", 8, 8),
+        1,
+    )
+    check_document(
+        Encoded(torch.full((8,), 3e38), torch.empty(0, 8)), RecordSchema("fp32", 8, 8), 1
+    )
 
 
 @pytest.mark.parametrize(
-    "shape", [("fp8", 8, 8), ("fp16", 8, 0), ("fp16", 8, -8), ("fp16", -8, 8), ("fp16", 65_544, 8), ("fp16", 8, 65_544)]
+    "shape",
+    [
+        ("fp8", 8, 8),
+        ("fp16", 8, 0),
+        ("fp16", 8, -8),
+        ("fp16", -8, 8),
+        ("fp16", 65_544, 8),
+        ("fp16", 8, 65_544),
+    ],
 )
 def test_what_is_no_schema(shape: tuple[str, int, int]) -> None:
     with pytest.raises(errors.InvalidInputError):

@@ -1,4 +1,5 @@
-"""Every device for records gives the reference's scores, finds damage, and ends what nobody wants: over every engine, and without one."""
+"""Every device for records gives the reference's scores, finds damage, and ends what nobody wants:
+over every engine, and without one."""
 
 from __future__ import annotations
 
@@ -29,10 +30,14 @@ DEVICES: dict[str, Callable[[ExitStack], RecordDevice]] = {
     "uring or what there is": lambda opened: SsdRecordDevice(opened.enter_context(NativeEngine())),
     "posix": lambda opened: SsdRecordDevice(opened.enter_context(NativeEngine("posix"))),
     "memory": lambda opened: SsdRecordDevice(opened.enter_context(NativeEngine("memory"))),
-    "no window, one worker": lambda opened: SsdRecordDevice(opened.enter_context(NativeEngine()), window_bytes=1, workers=1),
+    "no window, one worker": lambda opened: SsdRecordDevice(
+        opened.enter_context(NativeEngine()), window_bytes=1, workers=1
+    ),
     "no workers": lambda opened: SsdRecordDevice(opened.enter_context(NativeEngine()), workers=0),
     "late": lambda opened: SsdRecordDevice(
-        opened.enter_context(FaultyEngine([FaultRule("delay", path="*segment*", value=2_000_000, probability=0.5)]))
+        opened.enter_context(
+            FaultyEngine([FaultRule("delay", path="*segment*", value=2_000_000, probability=0.5)])
+        )
     ),
     "tensor ops": lambda opened: TensorRecordDevice(opened.enter_context(NativeEngine()), CPU),
     "near storage": lambda opened: NullRecordDevice(),
@@ -57,25 +62,39 @@ def record_query(query: espnx.Encoded, cls_weight: float = 2.0) -> RecordQuery:
     return RecordQuery(query.cls.reshape(1, -1), query.tokens, cls_weight)
 
 
-def assert_scored(kept: EmbeddingStore, documents: list[espnx.Document], numbers: np.ndarray, query: espnx.Encoded, scores: Any) -> None:
+def assert_scored(
+    kept: EmbeddingStore,
+    documents: list[espnx.Document],
+    numbers: np.ndarray,
+    query: espnx.Encoded,
+    scores: Any,
+) -> None:
     wanted, bounds = exact_scores(documents, query, 2.0, "fp16")
     assert len(numbers) == len(scores)
-    for (identifier, _), score in zip(kept.texts.get(numbers.tolist()), scores.tolist(), strict=True):
+    for (identifier, _), score in zip(
+        kept.texts.get(numbers.tolist()), scores.tolist(), strict=True
+    ):
         assert abs(score - wanted[identifier]) <= bounds[identifier]
 
 
 @pytest.mark.parametrize("is_urgent", [True, False])
-def test_scores_are_the_references(kept: EmbeddingStore, documents: list[espnx.Document], is_urgent: bool) -> None:
+def test_scores_are_the_references(
+    kept: EmbeddingStore, documents: list[espnx.Document], is_urgent: bool
+) -> None:
     query = queries(1)[0]
     for numbers in (np.arange(300), np.array([299, 3, 4, 70]), np.arange(0)):
         ticket = kept.full.maxsim(numbers, [record_query(query)], is_urgent=is_urgent)
         assert_scored(kept, documents, numbers, query, ticket.finish())
-        assert ticket.stats.bytes_asked == int(kept.full.schema.sizes(kept.full.n_tokens[numbers]).sum())
+        assert ticket.stats.bytes_asked == int(
+            kept.full.schema.sizes(kept.full.n_tokens[numbers]).sum()
+        )
         assert not len(numbers) or ticket.finished_at <= time.perf_counter()
 
 
 @pytest.mark.parametrize("is_urgent", [True, False])
-def test_scores_as_they_arrive(kept: EmbeddingStore, documents: list[espnx.Document], is_urgent: bool) -> None:
+def test_scores_as_they_arrive(
+    kept: EmbeddingStore, documents: list[espnx.Document], is_urgent: bool
+) -> None:
     query, numbers = queries(1)[0], np.arange(0, 300, 2)
     ticket = kept.full.maxsim(numbers, [record_query(query)], is_urgent=is_urgent)
     seen, finished = list[int](), False
@@ -89,11 +108,16 @@ def test_scores_as_they_arrive(kept: EmbeddingStore, documents: list[espnx.Docum
     assert (len(items), finished) == (0, True)
 
 
-def test_several_queries_share_what_is_read(kept: EmbeddingStore, documents: list[espnx.Document]) -> None:
+def test_several_queries_share_what_is_read(
+    kept: EmbeddingStore, documents: list[espnx.Document]
+) -> None:
     three, numbers = queries(3), np.arange(40)
     first = Pairs(np.array([0, 0, 1, 5, 39]), np.array([0, 2, 1, 1, 0]))
     later = Pairs(np.array([0, 5, 5, 38]), np.array([1, 0, 2, 2]))
-    requests = [kept.full.maxsim(numbers, [record_query(q) for q in three], first, is_urgent=urgent) for urgent in (False, True, False)]
+    requests = [
+        kept.full.maxsim(numbers, [record_query(q) for q in three], first, is_urgent=urgent)
+        for urgent in (False, True, False)
+    ]
     for ticket in reversed(requests):
         ticket.add(later)
         scores = ticket.finish()
@@ -101,25 +125,45 @@ def test_several_queries_share_what_is_read(kept: EmbeddingStore, documents: lis
         for at, pairs in ((0, first), (5, later)):
             for i in range(len(pairs)):
                 one = numbers[pairs.item[i : i + 1]]
-                assert_scored(kept, documents, one, three[pairs.query[i]], scores[at + i : at + i + 1])
+                assert_scored(
+                    kept, documents, one, three[pairs.query[i]], scores[at + i : at + i + 1]
+                )
 
 
 def test_a_whole_search_is_the_same(store: Path, device: RecordDevice) -> None:
-    """First stage, prefetch, exact scores, filters, batches: with this device, and with the plain SSD."""
+    """First stage, prefetch, exact scores, filters, batches: with this device, and with the plain
+    SSD."""
     with espnx.open(store) as plain, espnx.open(store, device=device) as index:
         assert index.device is device
-        for options in ({}, {"rerank": 20}, {"prefetch_step": (0.1, 0.5)}, {"exclude": ["doc-3", "doc-8"]}, {"explain": True}):
-            wanted, found = (each.search(queries(5), k=30, candidates=80, **options) for each in (plain, index))
+        for options in (
+            {},
+            {"rerank": 20},
+            {"prefetch_step": (0.1, 0.5)},
+            {"exclude": ["doc-3", "doc-8"]},
+            {"explain": True},
+        ):
+            wanted, found = (
+                each.search(queries(5), k=30, candidates=80, **options) for each in (plain, index)
+            )
             assert [result.hits for result in found] == [result.hits for result in wanted]
-            assert plain.search(queries(1)[0], **options).hits == index.search(queries(1)[0], **options).hits
+            assert (
+                plain.search(queries(1)[0], **options).hits
+                == index.search(queries(1)[0], **options).hits
+            )
         assert index.store.verify() == 300
 
 
 def test_a_cascade_is_the_same(tmp_path: Path, device: RecordDevice) -> None:
     build(tmp_path / "s", corpus(200), coarse="int8")
     for coarse in ("ssd", "ram"):
-        with espnx.open(tmp_path / "s", coarse=coarse) as plain, espnx.open(tmp_path / "s", device=device, coarse=coarse) as index:
-            found, wanted = (each.search(queries(4), k=150, candidates=150, cascade=20) for each in (index, plain))
+        with (
+            espnx.open(tmp_path / "s", coarse=coarse) as plain,
+            espnx.open(tmp_path / "s", device=device, coarse=coarse) as index,
+        ):
+            found, wanted = (
+                each.search(queries(4), k=150, candidates=150, cascade=20)
+                for each in (index, plain)
+            )
             assert [result.hits for result in found] == [result.hits for result in wanted]
 
 
@@ -141,19 +185,31 @@ def test_damage_is_found_and_named(tmp_path: Path, device: RecordDevice, is_urge
         data[int(offset[0]) + 20] ^= 4
         path.write_bytes(data)
         with EmbeddingStore(tmp_path / "s", native, device) as opened:
-            ticket = opened.full.maxsim(np.arange(60), [record_query(queries(1)[0])], is_urgent=is_urgent)
-            with pytest.raises(errors.ChecksumError, match=rf"record 37 is not what was written.*{path.name}"):
+            ticket = opened.full.maxsim(
+                np.arange(60), [record_query(queries(1)[0])], is_urgent=is_urgent
+            )
+            with pytest.raises(
+                errors.ChecksumError, match=rf"record 37 is not what was written.*{path.name}"
+            ):
                 ticket.finish()
-            again = opened.full.maxsim(np.arange(37), [record_query(queries(1)[0])], is_urgent=is_urgent)
+            again = opened.full.maxsim(
+                np.arange(37), [record_query(queries(1)[0])], is_urgent=is_urgent
+            )
             assert len(again.finish()) == 37
 
 
 @pytest.fixture(params=["ssd", "tensor ops"])
-def stuck(request: pytest.FixtureRequest, store: Path) -> Iterator[tuple[EmbeddingStore, RecordDevice]]:
+def stuck(
+    request: pytest.FixtureRequest, store: Path
+) -> Iterator[tuple[EmbeddingStore, RecordDevice]]:
     """The first read of records never ends."""
     rule = FaultRule("never", operation="read", path="*segment*", begin_bytes=4096, nth=1, count=1)
     engine = FaultyEngine([rule])
-    device: RecordDevice = SsdRecordDevice(engine, workers=2) if request.param == "ssd" else TensorRecordDevice(engine, CPU, workers=2)
+    device: RecordDevice = (
+        SsdRecordDevice(engine, workers=2)
+        if request.param == "ssd"
+        else TensorRecordDevice(engine, CPU, workers=2)
+    )
     with NativeEngine() as native:
         with EmbeddingStore(store, native, device) as opened:
             yield opened, device
@@ -163,9 +219,13 @@ def stuck(request: pytest.FixtureRequest, store: Path) -> Iterator[tuple[Embeddi
 
 @pytest.mark.parametrize("is_urgent", [True, False])
 @pytest.mark.parametrize("everything", [True, False])
-def test_cancelled_from_another_thread(stuck: tuple[EmbeddingStore, RecordDevice], is_urgent: bool, everything: bool) -> None:
+def test_cancelled_from_another_thread(
+    stuck: tuple[EmbeddingStore, RecordDevice], is_urgent: bool, everything: bool
+) -> None:
     kept, device = stuck
-    ticket = kept.full.maxsim(np.arange(0, 300, 9), [record_query(queries(1)[0])], is_urgent=is_urgent)
+    ticket = kept.full.maxsim(
+        np.arange(0, 300, 9), [record_query(queries(1)[0])], is_urgent=is_urgent
+    )
     killer = threading.Timer(0.2, device.forget if everything else ticket.cancel)
     killer.start()
     with pytest.raises(errors.TransferCancelledError):
@@ -177,7 +237,9 @@ def test_cancelled_from_another_thread(stuck: tuple[EmbeddingStore, RecordDevice
 
 @pytest.mark.parametrize("is_urgent", [True, False])
 def test_the_deadline(stuck: tuple[EmbeddingStore, RecordDevice], is_urgent: bool) -> None:
-    ticket = stuck[0].full.maxsim(np.arange(0, 300, 9), [record_query(queries(1)[0])], is_urgent=is_urgent, deadline_s=0.1)
+    ticket = stuck[0].full.maxsim(
+        np.arange(0, 300, 9), [record_query(queries(1)[0])], is_urgent=is_urgent, deadline_s=0.1
+    )
     with pytest.raises(errors.DeadlineExceededError):
         ticket.finish()
 
@@ -193,13 +255,16 @@ def test_next_gives_up_when_it_was_told_to(stuck: tuple[EmbeddingStore, RecordDe
 
 
 def test_the_window_holds_reads_back(store: Path) -> None:
-    """What nobody waits for begins as room comes free, in any order of asking; who waits need not wait for the others."""
+    """What nobody waits for begins as room comes free, in any order of asking; who waits need not
+    wait for the others."""
     with NativeEngine() as native:
         device = SsdRecordDevice(native, window_bytes=1, workers=1)
         with EmbeddingStore(store, native, device) as kept:
             query = record_query(queries(1)[0])
             before = native.stats().bytes_asked
-            tickets = [kept.full.maxsim(np.arange(i, 300, 7), [query], is_urgent=False) for i in range(7)]
+            tickets = [
+                kept.full.maxsim(np.arange(i, 300, 7), [query], is_urgent=False) for i in range(7)
+            ]
             wanted = [kept.full.maxsim(np.arange(i, 300, 7), [query]).finish() for i in range(7)]
             for i in (6, 2, 0, 1, 5, 3):
                 assert np.array_equal(tickets[i].finish(), wanted[i])
@@ -230,7 +295,9 @@ def test_a_failed_read_fails_its_ticket_alone(store: Path) -> None:
         device = SsdRecordDevice(engine)
         with EmbeddingStore(store, native, device) as kept:
             query = record_query(queries(1)[0])
-            tickets = [kept.full.maxsim(np.arange(i, 300, 30), [query], is_urgent=False) for i in range(3)]
+            tickets = [
+                kept.full.maxsim(np.arange(i, 300, 30), [query], is_urgent=False) for i in range(3)
+            ]
             outcomes, told = list[int](), list[str]()
             for ticket in tickets:
                 try:

@@ -1,4 +1,5 @@
-"""Vectors of any number of dimensions: padded in records and queries, with the scores of the vectors themselves."""
+"""Vectors of any number of dimensions: padded in records and queries, with the scores of the
+vectors themselves."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ def unit_documents(count: int, d_cls: int, dim: int, seed: int = 0) -> list[espn
     """Tokens of length 1, none in some documents."""
     rng = torch.Generator().manual_seed(seed)
     return [
-        espnx.Document(i, f"text {i}", espnx.Encoded(torch.randn(d_cls, generator=rng), normalize(torch.randn(i % 5, dim, generator=rng))))
+        espnx.Document(
+            i,
+            f"text {i}",
+            espnx.Encoded(
+                torch.randn(d_cls, generator=rng), normalize(torch.randn(i % 5, dim, generator=rng))
+            ),
+        )
         for i in range(count)
     ]
 
@@ -42,11 +49,15 @@ def as_stored(tokens: torch.Tensor, fmt: str, book: Codebook | None) -> torch.Te
     assert book is not None
     centroids = book.centroids[:, :dim]
     near = centroids[(tokens @ centroids.T).argmax(1)]
-    return normalize(near + book.bucket_weights[torch.bucketize(tokens - near, book.bucket_cutoffs)])
+    return normalize(
+        near + book.bucket_weights[torch.bucketize(tokens - near, book.bucket_cutoffs)]
+    )
 
 
 def scores_of(index: Index, query: espnx.Encoded, **options: int) -> dict[object, float]:
-    hits = index.search(query, k=EVERYTHING, candidates=EVERYTHING, nprobe=EVERYTHING, **options).hits
+    hits = index.search(
+        query, k=EVERYTHING, candidates=EVERYTHING, nprobe=EVERYTHING, **options
+    ).hits
     return {hit.id: hit.score for hit in hits}
 
 
@@ -111,26 +122,49 @@ def test_zeros_of_a_codebook_are_decoded_to_zeros(nbits: int) -> None:
     """To the bit, whatever the cutoffs, also where several are the same."""
     rng = np.random.default_rng(nbits)
     for turn in range(60):
-        weights = np.sort(rng.choice([-0.5, -0.1, 0.0, 0.1, 0.3], 2**nbits) if turn % 2 else rng.normal(size=2**nbits)).astype(np.float32)
-        cutoffs = np.sort((weights[1:] + weights[:-1]) / 2 if turn % 3 else rng.choice(weights, 2**nbits - 1)).astype(np.float32)
+        weights = np.sort(
+            rng.choice([-0.5, -0.1, 0.0, 0.1, 0.3], 2**nbits)
+            if turn % 2
+            else rng.normal(size=2**nbits)
+        ).astype(np.float32)
+        cutoffs = np.sort(
+            (weights[1:] + weights[:-1]) / 2 if turn % 3 else rng.choice(weights, 2**nbits - 1)
+        ).astype(np.float32)
         book = Codebook(torch.randn(7, 5), torch.from_numpy(cutoffs), torch.from_numpy(weights))
         schema = RecordSchema(f"residual{nbits}", 0, 5)
         tokens = normalize(torch.randn(9, 5))
         padded = schema.pad_codebook(book)
         whole = RecordSchema(f"residual{nbits}", 0, 8).decode(schema.encode(tokens, padded), padded)
         assert torch.equal(whole[:, 5:], torch.zeros(9, 3))
-        assert torch.allclose(schema.decode(schema.encode(tokens, padded), padded), as_stored(tokens, f"residual{nbits}", book), atol=1e-6)
+        assert torch.allclose(
+            schema.decode(schema.encode(tokens, padded), padded),
+            as_stored(tokens, f"residual{nbits}", book),
+            atol=1e-6,
+        )
 
 
 def test_rows_that_are_coded_already_must_fit(folder: Path) -> None:
     book = Codebook(torch.randn(3, 12), torch.tensor([0.0]), torch.tensor([-0.1, 0.1]))
     with pytest.raises(errors.InvalidInputError, match="multiple of 8"):
-        build(folder / "s", [espnx.Document(1, "", rows=np.zeros((1, 6), np.uint8))], dims=(0, 12), format="residual1", codebook=book)
+        build(
+            folder / "s",
+            [espnx.Document(1, "", rows=np.zeros((1, 6), np.uint8))],
+            dims=(0, 12),
+            format="residual1",
+            codebook=book,
+        )
 
 
 def test_the_encoder_of_a_functions_docstring(folder: Path) -> None:
-    encoder = espnx.FunctionEncoder(lambda texts: [([1.0, 0.0], [[0.0, 1.0]] * len(t.split())) for t in texts], "toy@1", d_cls=2, dim=2)
-    espnx.build(folder / "s", [("a", "two words"), ("b", ""), ("c", "three words here")][::2], encoder)
+    encoder = espnx.FunctionEncoder(
+        lambda texts: [([1.0, 0.0], [[0.0, 1.0]] * len(t.split())) for t in texts],
+        "toy@1",
+        d_cls=2,
+        dim=2,
+    )
+    espnx.build(
+        folder / "s", [("a", "two words"), ("b", ""), ("c", "three words here")][::2], encoder
+    )
     with espnx.open(folder / "s", encoder) as index:
         assert [hit.score for hit in index.search("any word").hits] == [3.0, 3.0]
 
@@ -144,9 +178,18 @@ def unit_rows(count: int, dim: int, rank: int, seed: int) -> torch.Tensor:
 
 def test_projected_unit_vectors_keep_their_length(folder: Path) -> None:
     """Documents of the build, those added, and queries; a flag in the manifest says so."""
-    documents = [espnx.Document(i, "", espnx.Encoded(torch.ones(8), unit_rows(3, 24, 4, i))) for i in range(40)]
+    documents = [
+        espnx.Document(i, "", espnx.Encoded(torch.ones(8), unit_rows(3, 24, 4, i)))
+        for i in range(40)
+    ]
     build(folder / "s", documents[:30], dims=(8, 24), pca=8, format="fp32")
-    espnx.add(folder / "s", [*documents[30:], espnx.Document("long", "", espnx.Encoded(torch.ones(8), 5 * unit_rows(2, 24, 4, 99)))])
+    espnx.add(
+        folder / "s",
+        [
+            *documents[30:],
+            espnx.Document("long", "", espnx.Encoded(torch.ones(8), 5 * unit_rows(2, 24, 4, 99))),
+        ],
+    )
     with espnx.open(folder / "s") as index:
         assert index.store.manifest.is_normalised is True
         projection = index.store.projection
@@ -158,7 +201,9 @@ def test_projected_unit_vectors_keep_their_length(folder: Path) -> None:
         for document in documents:
             assert document.vectors is not None
             kept = normalize(document.vectors.tokens @ projection.components)
-            assert found[document.id] == pytest.approx(float((shown @ kept.T).amax(1).sum()), abs=1e-4)
+            assert found[document.id] == pytest.approx(
+                float((shown @ kept.T).amax(1).sum()), abs=1e-4
+            )
         kept = 5 * normalize(unit_rows(2, 24, 4, 99) @ projection.components)
         assert found["long"] == pytest.approx(float((shown @ kept.T).amax(1).sum()), abs=1e-4)
         espnx.compact(folder / "s")
@@ -167,14 +212,23 @@ def test_projected_unit_vectors_keep_their_length(folder: Path) -> None:
 
 
 def test_projected_vectors_of_any_length_are_not_scaled(folder: Path) -> None:
-    documents = [espnx.Document(i, "", espnx.Encoded(torch.ones(8), 1.01 * unit_rows(3, 24, 4, i))) for i in range(30)]
+    documents = [
+        espnx.Document(i, "", espnx.Encoded(torch.ones(8), 1.01 * unit_rows(3, 24, 4, i)))
+        for i in range(30)
+    ]
     build(folder / "s", documents, dims=(8, 24), pca=8)
     with espnx.open(folder / "s") as index:
         assert index.store.manifest.is_normalised is False
     one = torch.eye(24)[:1]
     from espnx.retrieval.store.projection import Projection
 
-    fitted = Projection.fit(iter([torch.cat([unit_rows(50, 8, 4, 1), torch.zeros(50, 16)], 1), torch.zeros(1, 24)]), 24, 8)
+    fitted = Projection.fit(
+        iter([torch.cat([unit_rows(50, 8, 4, 1), torch.zeros(50, 16)], 1), torch.zeros(1, 24)]),
+        24,
+        8,
+    )
     assert fitted.is_normalised, "a token of zeros is of no length"
     assert torch.equal(fitted(torch.zeros(2, 24)), torch.zeros(2, 8))
-    assert float(fitted(one.roll(20, 1)).norm()) < 1e-4, "what a projection leaves of a vector outside it is noise, and stays small"
+    assert float(fitted(one.roll(20, 1)).norm()) < 1e-4, (
+        "what a projection leaves of a vector outside it is noise, and stays small"
+    )

@@ -1,4 +1,5 @@
-"""Add, delete, compact: after every change the store ranks as its live documents say, bit for bit as a store built of them anew."""
+"""Add, delete, compact: after every change the store ranks as its live documents say, bit for bit
+as a store built of them anew."""
 
 from __future__ import annotations
 
@@ -22,7 +23,16 @@ from espnx.retrieval.build import builder as building
 from espnx.retrieval.build import compact as compacting
 from espnx.retrieval.versions import segments
 from espnx.storage.lock import DirectoryLock
-from tests.retrieval.common import D_CLS, EVERYTHING, assert_ranking, corpus, exact_scores, leftovers, queries, toy_encoder
+from tests.retrieval.common import (
+    D_CLS,
+    EVERYTHING,
+    assert_ranking,
+    corpus,
+    exact_scores,
+    leftovers,
+    queries,
+    toy_encoder,
+)
 from tests.retrieval.common import build as build_store
 
 DIM = 16
@@ -40,11 +50,17 @@ def ids_of(documents: Iterable[espnx.Document]) -> list[str]:
 
 
 def ranking_of(index: espnx.Index, wanted: Sequence[espnx.Encoded] | None = None) -> Ranking:
-    """Score and text by id for some queries, re-ranked and as the first stage has it, once the order of the hits was found right."""
+    """Score and text by id for some queries, re-ranked and as the first stage has it, once the
+    order of the hits was found right."""
     rankings = []
-    for query, rerank in itertools.product(queries(3, dim=DIM) if wanted is None else wanted, (None, 0)):
+    for query, rerank in itertools.product(
+        queries(3, dim=DIM) if wanted is None else wanted, (None, 0)
+    ):
         hits = index.search(query, **EVERY, rerank=rerank).hits
-        assert [hit.id for hit in hits] == [hit.id for hit in sorted(hits, key=lambda hit: (-hit.score, isinstance(hit.id, str), hit.id))]
+        assert [hit.id for hit in hits] == [
+            hit.id
+            for hit in sorted(hits, key=lambda hit: (-hit.score, isinstance(hit.id, str), hit.id))
+        ]
         rankings.append({hit.id: (hit.score, hit.text) for hit in hits})
         assert len(rankings[-1]) == len(hits), "a document occurs twice"
     return rankings
@@ -65,12 +81,21 @@ def without(found: Ranking, gone: Iterable[Any]) -> Ranking:
 
 
 def assert_tidy(path: Path) -> None:
-    """Every file in the store's directory is one that the manifest names, and the other way round."""
+    """Every file in the store's directory is one that the manifest names, and the other way
+    round."""
     manifest = json.loads((path / "MANIFEST.json").read_text())
     named = {part["path"] for part in manifest["parts"]}
-    named |= {segment["path"] for part in manifest["parts"] for tier in part["segments"].values() for segment in tier}
+    named |= {
+        segment["path"]
+        for part in manifest["parts"]
+        for tier in part["segments"].values()
+        for segment in tier
+    }
     named |= {manifest["deleted"]["path"]} if manifest["deleted"] else set()
-    found = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {"MANIFEST.json", "LOCK"}
+    found = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {
+        "MANIFEST.json",
+        "LOCK",
+    }
     assert found == {name for name in named if not name.startswith("/")}
     assert leftovers(path) == {name.split("/")[0] for name in named if not name.startswith("/")}
 
@@ -89,8 +114,11 @@ def check(path: Path, documents: Sequence[espnx.Document], fmt: str = "fp16") ->
 
 @pytest.mark.parametrize("fmt", ["fp16", "fp32"])
 @pytest.mark.parametrize("sizes", [(70, 50, 1), (64, 64, 64), (1, 130, 63)])
-def test_every_step_ranks_as_the_documents_say(folder: Path, fmt: str, sizes: tuple[int, ...]) -> None:
-    """Build, add, add, delete from every part, compact: each as a brute force over the documents, and as a store built of them."""
+def test_every_step_ranks_as_the_documents_say(
+    folder: Path, fmt: str, sizes: tuple[int, ...]
+) -> None:
+    """Build, add, add, delete from every part, compact: each as a brute force over the documents,
+    and as a store built of them."""
     path, first, second = folder / "s", sizes[0], sizes[0] + sizes[1]
     build(path, DOCUMENTS[:first], format=fmt)
     for number, (begin, end) in enumerate([(first, second), (second, sum(sizes))]):
@@ -110,7 +138,12 @@ def test_every_step_ranks_as_the_documents_say(folder: Path, fmt: str, sizes: tu
             assert not {hit.id for hit in hits} & set(gone)
         assert index.search(queries(1, dim=DIM)[0], include=gone).hits == []
     compacted = espnx.compact(path)
-    assert (compacted.documents, compacted.dropped, compacted.parts, compacted.generation) == (len(alive), len(gone), 3, 5)
+    assert (compacted.documents, compacted.dropped, compacted.parts, compacted.generation) == (
+        len(alive),
+        len(gone),
+        3,
+        5,
+    )
     assert compacted.size_bytes == sum(file.stat().st_size for file in path.rglob("*.bin"))
     assert check(path, alive, fmt) == left
     build(folder / "fresh", alive, format=fmt)
@@ -135,9 +168,12 @@ def test_deleting_more_and_more(folder: Path) -> None:
 
 
 def test_ids_stay(folder: Path) -> None:
-    """Numbers and words, also where they look alike; the smallest and the largest; none changes its document."""
+    """Numbers and words, also where they look alike; the smallest and the largest; none changes its
+    document."""
     ids: list[Any] = [7, "7", 0, "", -(2**63), 2**63 - 1, "ä/ö", "doc 1", *range(1000, 1060)]
-    documents = [espnx.Document(i, f"text of {i!r}", DOCUMENTS[n].vectors) for n, i in enumerate(ids)]
+    documents = [
+        espnx.Document(i, f"text of {i!r}", DOCUMENTS[n].vectors) for n, i in enumerate(ids)
+    ]
     path = folder / "s"
     build(path, documents[:3])
     for begin, end in [(3, 6), (6, len(ids))]:
@@ -151,7 +187,9 @@ def test_ids_stay(folder: Path) -> None:
         with espnx.open(path) as index:
             for document in alive:
                 hits = index.search(queries(1, dim=DIM)[0], include=[document.id]).hits
-                assert [(hit.id, type(hit.id), hit.text) for hit in hits] == [(document.id, type(document.id), document.text)]
+                assert [(hit.id, type(hit.id), hit.text) for hit in hits] == [
+                    (document.id, type(document.id), document.text)
+                ]
         espnx.compact(path)
 
 
@@ -177,7 +215,9 @@ def test_what_is_refused(folder: Path) -> None:
     espnx.add(path, DOCUMENTS[40:60])
     espnx.delete(path, ["doc-1", "doc-41"])
     bad = espnx.Document("bad", "", espnx.Encoded(torch.zeros(D_CLS), torch.zeros(1, DIM + 8)))
-    nan = espnx.Document("nan", "", espnx.Encoded(torch.full((D_CLS,), torch.nan), torch.zeros(1, DIM)))
+    nan = espnx.Document(
+        "nan", "", espnx.Encoded(torch.full((D_CLS,), torch.nan), torch.zeros(1, DIM))
+    )
     for taken in ("doc-0", "doc-59"):
         again = [*new, espnx.Document(taken, "", new[0].vectors)]
         refused(path, lambda again=again: espnx.add(path, again), f"'{taken}' is in the store")  # type: ignore[misc]
@@ -194,7 +234,11 @@ def test_what_is_refused(folder: Path) -> None:
 
 
 def test_where_no_store_is(folder: Path) -> None:
-    changes: list[Callable[[Path], object]] = [lambda p: espnx.add(p, DOCUMENTS[:1]), lambda p: espnx.delete(p, ["a"]), espnx.compact]
+    changes: list[Callable[[Path], object]] = [
+        lambda p: espnx.add(p, DOCUMENTS[:1]),
+        lambda p: espnx.delete(p, ["a"]),
+        espnx.compact,
+    ]
     for change in changes:
         with pytest.raises(errors.StoreNotFoundError):
             change(folder / "nothing")
@@ -218,7 +262,11 @@ def test_an_interrupted_build_is_not_thrown_away(folder: Path) -> None:
     build(path, DOCUMENTS[:5])
     with pytest.raises(KeyError, match="caller's own"):
         build(path, DOCUMENTS[:30], replace=True, progress=fails)
-    for change in (lambda: espnx.add(path, DOCUMENTS[5:6]), lambda: espnx.delete(path, ["doc-0"]), lambda: espnx.compact(path)):
+    for change in (
+        lambda: espnx.add(path, DOCUMENTS[5:6]),
+        lambda: espnx.delete(path, ["doc-0"]),
+        lambda: espnx.compact(path),
+    ):
         with pytest.raises(errors.InvalidInputError, match="interrupted build"):
             change()
     build(path, DOCUMENTS[:30], replace=True)
@@ -226,12 +274,18 @@ def test_an_interrupted_build_is_not_thrown_away(folder: Path) -> None:
 
 
 def test_an_id_again(folder: Path) -> None:
-    """A deleted id may come back, with other vectors; three times; each time the latest is found."""
+    """A deleted id may come back, with other vectors; three times; each time the latest is
+    found."""
     path = folder / "s"
     build(path, DOCUMENTS[:20])
     for number in range(3):
         espnx.delete(path, ["doc-3", "doc-4"])
-        again = [espnx.Document(f"doc-{3 + i}", f"version {number}", DOCUMENTS[100 + 2 * number + i].vectors) for i in range(2)]
+        again = [
+            espnx.Document(
+                f"doc-{3 + i}", f"version {number}", DOCUMENTS[100 + 2 * number + i].vectors
+            )
+            for i in range(2)
+        ]
         espnx.add(path, again)
         alive = [*DOCUMENTS[:3], *again, *DOCUMENTS[5:20]]
         check(path, alive)
@@ -251,14 +305,19 @@ def test_nothing_to_delete_or_compact(folder: Path) -> None:
     espnx.add(path, DOCUMENTS[1:2])
     for generation in (4, 5):
         report = espnx.compact(path)
-        assert (report.documents, report.dropped, report.generation) == (65, 5 - generation, generation)
+        assert (report.documents, report.dropped, report.generation) == (
+            65,
+            5 - generation,
+            generation,
+        )
         assert check(path, DOCUMENTS[:65]) == whole
     assert (report.parts, report.size_bytes) == (1, report.size_bytes_before)
 
 
 @pytest.mark.parametrize("tier", [None, "bit1"])
 def test_deleting_everything(folder: Path, tier: str | None) -> None:
-    """Nothing is found, and what is added then is; compacted away too, though there are no lists left: they are trained anew."""
+    """Nothing is found, and what is added then is; compacted away too, though there are no lists
+    left: they are trained anew."""
     path, query = folder / "s", queries(1, dim=DIM)[0]
     build(path, DOCUMENTS[:70], coarse=tier)
     assert espnx.delete(path, ids_of(DOCUMENTS[:70])) == 70
@@ -282,13 +341,19 @@ def test_deleting_everything(folder: Path, tier: str | None) -> None:
     espnx.add(path, DOCUMENTS[70:72])
     check(path, DOCUMENTS[:72])
     manifest = json.loads((path / "MANIFEST.json").read_text())
-    assert (manifest["store_id"], manifest["coarse"] and manifest["coarse"]["format"]) == (store_id, tier)
+    assert (manifest["store_id"], manifest["coarse"] and manifest["coarse"]["format"]) == (
+        store_id,
+        tier,
+    )
     build(path, DOCUMENTS[:3], replace=True)
     check(path, DOCUMENTS[:3])
 
 
 def twins(documents: Sequence[espnx.Document]) -> list[espnx.Document]:
-    return [espnx.Document(f"twin of {document.id}", document.text, document.vectors) for document in documents]
+    return [
+        espnx.Document(f"twin of {document.id}", document.text, document.vectors)
+        for document in documents
+    ]
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -311,14 +376,17 @@ def stored(index: espnx.Index, documents: Sequence[espnx.Document]) -> list[espn
         assert document.vectors is not None
         tokens = document.vectors.tokens
         tokens = tokens if index.store.projection is None else index.store.projection(tokens)
-        shown = fmt.decode(fmt.encode(tokens, index.store.full.codebook), schema.dim, index.store.full.codebook)
+        shown = fmt.decode(
+            fmt.encode(tokens, index.store.full.codebook), schema.dim, index.store.full.codebook
+        )
         cls = document.vectors.cls.half().float()
         result.append(espnx.Document(document.id, document.text, espnx.Encoded(cls, shown)))
     return result
 
 
 def coarse_scores(path: Path, query: espnx.Encoded) -> dict[Any, float]:
-    """By id, of the coarse tier, of all documents but the one that it thinks best: that one is re-ranked."""
+    """By id, of the coarse tier, of all documents but the one that it thinks best: that one is
+    re-ranked."""
     with espnx.open(path) as index:
         if index.store.coarse is None:
             return {}
@@ -329,12 +397,17 @@ def coarse_scores(path: Path, query: espnx.Encoded) -> dict[Any, float]:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_formats_and_settings(folder: Path, name: str) -> None:
-    """An addition is written as the build wrote: the same vectors score the same, in both tiers. Compacting changes no score."""
+    """An addition is written as the build wrote: the same vectors score the same, in both tiers.
+    Compacting changes no score."""
     path, settings = folder / "s", SETTINGS[name]
     base = [d for d in DOCUMENTS[:120] if d.vectors is not None and len(d.vectors.tokens)]
     wanted = queries(3, dim=DIM)
     if name == "no CLS":
-        base = [espnx.Document(d.id, d.text, espnx.Encoded(torch.empty(0), d.vectors.tokens)) for d in base if d.vectors]
+        base = [
+            espnx.Document(d.id, d.text, espnx.Encoded(torch.empty(0), d.vectors.tokens))
+            for d in base
+            if d.vectors
+        ]
         wanted = [espnx.Encoded(torch.empty(0), query.tokens) for query in wanted]
     build(path, base, **settings)
     before, coarse = ranking(path, wanted), coarse_scores(path, wanted[0])
@@ -343,7 +416,11 @@ def test_formats_and_settings(folder: Path, name: str) -> None:
     for own, grown in zip(before, ranking(path, wanted), strict=True):
         assert grown == own | {f"twin of {key}": value for key, value in own.items()}
     found = coarse_scores(path, wanted[0])
-    assert all(found.get(prefix + key, score) == score for key, score in coarse.items() for prefix in ("", "twin of "))
+    assert all(
+        found.get(prefix + key, score) == score
+        for key, score in coarse.items()
+        for prefix in ("", "twin of ")
+    )
     assert len(found) == (2 * len(coarse) + 1 if coarse else 0)
     gone = ids_of(base[::2]) + ids_of(twins(base)[1::3])
     alive = [document for document in [*base, *twins(base)] if document.id not in gone]
@@ -360,8 +437,9 @@ def test_formats_and_settings(folder: Path, name: str) -> None:
             shown = query if matrix is None else espnx.Encoded(query.cls, matrix(query.tokens))
             scores, bounds = exact_scores(exact, shown, settings.get("cls_weight", 1.0), "fp32")
             assert scores.keys() == ranked.keys()
-            # Codes have 2 gamma(1.5 d + Lq + 4) in place of gamma(d + Lq + 1), at most four times as much for d = 16 (docs/tolerances.md).
-            # The projection's sums may be taken in another order: a token may round to the neighbouring value.
+            # Codes have 2 gamma(1.5 d + Lq + 4) in place of gamma(d + Lq + 1), at most four times
+            # as much for d = 16 (docs/tolerances.md). The projection's sums may be taken in another
+            # order: a token may round to the neighbouring value.
             slack = 0.0 if matrix is None else 2.0**-10 * float(query.tokens.norm(dim=1).sum()) * 3
             for key, (score, _) in ranked.items():
                 assert abs(score - scores[key]) <= 4 * bounds[key] + slack
@@ -372,7 +450,8 @@ def contents(index: espnx.Index, cascade: int | None = None) -> list[Any]:
 
 
 def test_readers_keep_their_version(folder: Path) -> None:
-    """Whatever happens in the same process meanwhile; whether they read before the change or only after it."""
+    """Whatever happens in the same process meanwhile; whether they read before the change or only
+    after it."""
     path, versions = folder / "s", list[espnx.Index]()
     build(path, DOCUMENTS[:80], coarse="bit1")
     right = []
@@ -399,11 +478,16 @@ def test_readers_keep_their_version(folder: Path) -> None:
 
 
 def test_searches_while_the_store_changes(folder: Path) -> None:
-    """Four threads search an old reader, and open new ones, without a pause: hits of one version, whole."""
+    """Four threads search an old reader, and open new ones, without a pause: hits of one version,
+    whole."""
     path = folder / "s"
     build(path, DOCUMENTS[:100])
     changed, done = [DOCUMENTS[100:130], DOCUMENTS[130:140]], threading.Event()
-    allowed = [set(ids_of(DOCUMENTS[:100])), set(ids_of(DOCUMENTS[:130])), set(ids_of(DOCUMENTS[50:130]))]
+    allowed = [
+        set(ids_of(DOCUMENTS[:100])),
+        set(ids_of(DOCUMENTS[:130])),
+        set(ids_of(DOCUMENTS[50:130])),
+    ]
     with espnx.open(path) as old:
         right = contents(old)
 
@@ -436,20 +520,34 @@ def test_searches_while_the_store_changes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("tier", [None, "bit1"])
-def test_several_directories(folder: Path, monkeypatch: pytest.MonkeyPatch, tier: str | None) -> None:
-    """Data files of a few kilobytes, in turn in three directories; what is compacted away leaves all of them."""
+def test_several_directories(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tier: str | None
+) -> None:
+    """Data files of a few kilobytes, in turn in three directories; what is compacted away leaves
+    all of them."""
     whole = segments.pieces
     for module in (building, compacting):
         monkeypatch.setattr(module, "segment_bytes", lambda total_bytes, devices: 4096 * devices)
-        monkeypatch.setattr(module, "pieces", lambda order, sizes, limit_bytes, room: whole(order, sizes, 4096, room))
+        monkeypatch.setattr(
+            module,
+            "pieces",
+            lambda order, sizes, limit_bytes, room: whole(order, sizes, 4096, room),
+        )
     path, places = folder / "s", [folder / name for name in ("x", "y", "z [1]")]
 
     def data() -> set[str]:
         """Data files there are, which must be those that the manifest names."""
         found = {str(file) for place in places for file in place.rglob("*.bin")}
         parts = json.loads((path / "MANIFEST.json").read_text())["parts"]
-        assert found == {segment["path"] for part in parts for each in part["segments"].values() for segment in each}
-        assert {str(made) for place in places for made in place.glob("espnx-*/gen-*")} == {str(Path(file).parent) for file in found}
+        assert found == {
+            segment["path"]
+            for part in parts
+            for each in part["segments"].values()
+            for segment in each
+        }
+        assert {str(made) for place in places for made in place.glob("espnx-*/gen-*")} == {
+            str(Path(file).parent) for file in found
+        }
         return found
 
     build(path, DOCUMENTS, directories=places, coarse=tier)
@@ -474,12 +572,24 @@ def test_several_directories(folder: Path, monkeypatch: pytest.MonkeyPatch, tier
     assert data() == set()
 
 
-def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for call in ("load_encoder", "load_named"):
         monkeypatch.setattr(f"espnx.encoders.{call}", lambda name, **options: toy_encoder())
     path, lines, more = tmp_path / "s", tmp_path / "corpus.jsonl", tmp_path / "ids"
-    espnx.build(path, [(f"d{n}", f"old {n}") for n in range(10)], toy_encoder(), nlist=2, directories=[tmp_path / "x"])
-    lines.write_text("\n".join(json.dumps({"_id": f"n{n}", "title": "new", "text": f"one {n}"}) for n in range(5)))
+    espnx.build(
+        path,
+        [(f"d{n}", f"old {n}") for n in range(10)],
+        toy_encoder(),
+        nlist=2,
+        directories=[tmp_path / "x"],
+    )
+    lines.write_text(
+        "\n".join(
+            json.dumps({"_id": f"n{n}", "title": "new", "text": f"one {n}"}) for n in range(5)
+        )
+    )
     more.write_text("d2\n\nn4\n")
 
     def run(*words: Any) -> dict[str, Any]:
@@ -498,7 +608,9 @@ def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         hits = index.search("new one 3", **EVERY).hits
         assert index.store.verify() == 12
     assert (hits[0].id, hits[0].text) == ("n3", "new one 3")
-    assert {hit.id for hit in hits} == {f"d{n}" for n in (0, *range(3, 10))} | {f"n{n}" for n in range(4)}
+    assert {hit.id for hit in hits} == {f"d{n}" for n in (0, *range(3, 10))} | {
+        f"n{n}" for n in range(4)
+    }
     assert main(["index", "delete", str(path), "d1"]) != 0
     assert "no such document" in capsys.readouterr().err
     assert main(["index", "delete", str(path), "d1", "--int"]) != 0

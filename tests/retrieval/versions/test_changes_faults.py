@@ -1,7 +1,9 @@
-"""Add, delete and compact when things go wrong: kill -9, failing and lying devices, full disks, damaged files, the caller's own exceptions.
+"""Add, delete and compact when things go wrong: kill -9, failing and lying devices, full disks,
+damaged files, the caller's own exceptions.
 
-After each there is the old version or the new one, whole, and the next change works. Scores do not depend on how a store came about, so
-what any version must rank is known exactly, from one store that holds every document there ever is.
+After each there is the old version or the new one, whole, and the next change works. Scores do not
+depend on how a store came about, so what any version must rank is known exactly, from one store
+that holds every document there ever is.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ from espnx.storage import NativeEngine
 from tests.forks import Forks
 from tests.kills import killed, moments
 from tests.retrieval.build.test_faults import KINDS, Impatient, Kind, check_error
-from tests.retrieval.common import EVERYTHING, assert_ranking, exact_scores, memory_folder, section_places, toy_encoder
+from tests.retrieval.common import (
+    EVERYTHING,
+    assert_ranking,
+    exact_scores,
+    memory_folder,
+    section_places,
+    toy_encoder,
+)
 from tests.retrieval.store.test_damage import BLUNT, assert_names
 from tests.retrieval.versions.test_changes import assert_tidy
 from tests.storage.common import open_descriptors, until
@@ -45,7 +54,11 @@ CHANGES: dict[str, Callable[..., object]] = {
     "delete": lambda path, **options: espnx.delete(path, ["doc-4", "doc-26"], **options),
     "compact": lambda path, **options: espnx.compact(path, **options),
 }
-AFTER = {"add": BASE | {identifier for identifier, _ in ALL[30:40]}, "delete": BASE - {"doc-4", "doc-26"}, "compact": BASE}
+AFTER = {
+    "add": BASE | {identifier for identifier, _ in ALL[30:40]},
+    "delete": BASE - {"doc-4", "doc-26"},
+    "compact": BASE,
+}
 SCORES: dict[str, float] = {}
 
 
@@ -54,7 +67,10 @@ def found(path: Path, engine: NativeEngine | str = "auto") -> tuple[int, dict[An
     with espnx.open(path, engine=engine) as index:
         hits = index.search(QUERY, k=EVERYTHING, candidates=EVERYTHING, nprobe=EVERYTHING).hits
         assert index.store.verify() == index.store.count == len(hits)
-        assert [hit.id for hit in hits] == [hit.id for hit in sorted(hits, key=lambda hit: (-hit.score, isinstance(hit.id, str), hit.id))]
+        assert [hit.id for hit in hits] == [
+            hit.id
+            for hit in sorted(hits, key=lambda hit: (-hit.score, isinstance(hit.id, str), hit.id))
+        ]
         assert all(hit.text == dict(ALL)[str(hit.id)] for hit in hits)
         return index.store.manifest.generation, {hit.id: hit.score for hit in hits}
 
@@ -68,14 +84,16 @@ def check(path: Path, alive: Iterable[str], engine: NativeEngine | str = "auto")
 
 
 def settled(path: Path, name: str, engine: NativeEngine | str = "auto") -> bool:
-    """Whether the change was published: generation 4 and what it should hold, or generation 3 and what there was."""
+    """Whether the change was published: generation 4 and what it should hold, or generation 3 and
+    what there was."""
     generation, scores = found(path, engine)
     assert (generation, scores) in ((3, right(BASE)), (4, right(AFTER[name])))
     return generation == 4
 
 
 def go_on(path: Path, name: str, published: bool, turn: int, engine: NativeEngine) -> None:
-    """Other changes work, in any order; the one that failed does too; at the end nothing is left of it."""
+    """Other changes work, in any order; the one that failed does too; at the end nothing is left of
+    it."""
     alive = set(AFTER[name] if published else BASE)
     for step in range(3 if turn % 2 else 1):
         if (step + turn) % 3 == 0:
@@ -104,7 +122,10 @@ def known() -> Iterator[Path]:
         with espnx.open(folder / "all") as index:
             hits = index.search(QUERY, k=EVERYTHING, candidates=EVERYTHING, nprobe=EVERYTHING).hits
         written = [
-            espnx.Document(i, text, vectors) for (i, text), vectors in zip(ALL, ENCODER.encode_documents([t for _, t in ALL]), strict=True)
+            espnx.Document(i, text, vectors)
+            for (i, text), vectors in zip(
+                ALL, ENCODER.encode_documents([t for _, t in ALL]), strict=True
+            )
         ]
         assert_ranking(hits, *exact_scores(written, QUERY, 1.0, "fp16"))
         SCORES.update({str(hit.id): hit.score for hit in hits})
@@ -125,16 +146,31 @@ def sound() -> Iterator[NativeEngine]:
 def words(folder: Path, path: Path, name: str) -> dict[str, Any]:
     """The change as a job for another process, by the command line."""
     lines = folder / "corpus.jsonl"
-    lines.write_text("\n".join(json.dumps({"id": identifier, "text": text}) for identifier, text in ALL[30:40]))
-    argv = {"add": ["--corpus", str(lines), "--encoder", "toy"], "delete": ["doc-4", "doc-26"], "compact": list[str]()}[name]
-    return {"argv": ["index", name, str(path), *argv], "stdout": folder / "out", "stderr": folder / "err"}
+    lines.write_text(
+        "\n".join(json.dumps({"id": identifier, "text": text}) for identifier, text in ALL[30:40])
+    )
+    argv = {
+        "add": ["--corpus", str(lines), "--encoder", "toy"],
+        "delete": ["doc-4", "doc-26"],
+        "compact": list[str](),
+    }[name]
+    return {
+        "argv": ["index", name, str(path), *argv],
+        "stdout": folder / "out",
+        "stderr": folder / "err",
+    }
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_killed_at_every_change(folder: Path, known: Path, processes: Forks, sound: NativeEngine, name: str) -> None:
-    """In each state that the files pass through, about ten for a deletion and twenty for a compaction."""
+def test_killed_at_every_change(
+    folder: Path, known: Path, processes: Forks, sound: NativeEngine, name: str
+) -> None:
+    """In each state that the files pass through, about ten for a deletion and twenty for a
+    compaction."""
     shutil.copytree(known, folder / "noted")
-    reached = moments(processes, folder / "moments", [folder / "noted"], **words(folder, folder / "noted", name))
+    reached = moments(
+        processes, folder / "moments", [folder / "noted"], **words(folder, folder / "noted", name)
+    )
     outcomes = []
     for turn, moment in enumerate(reached):
         path = folder / f"{moment}"
@@ -149,7 +185,9 @@ def test_killed_at_every_change(folder: Path, known: Path, processes: Forks, sou
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_killed_at_random(folder: Path, known: Path, processes: Forks, sound: NativeEngine, name: str) -> None:
+def test_killed_at_random(
+    folder: Path, known: Path, processes: Forks, sound: NativeEngine, name: str
+) -> None:
     rng, kills = random.Random(name), 0
     shutil.copytree(known, folder / "clean")
     begun = time.monotonic()
@@ -171,7 +209,9 @@ def test_killed_at_random(folder: Path, known: Path, processes: Forks, sound: Na
     assert kills == 3
 
 
-def one_change(path: Path, known: Path, name: str, kind: Kind, nth: int, sound: NativeEngine) -> tuple[bool, int]:
+def one_change(
+    path: Path, known: Path, name: str, kind: Kind, nth: int, sound: NativeEngine
+) -> tuple[bool, int]:
     """Whether it ended well, and how many faults it saw."""
     shutil.copytree(known, path)
     engine, ended_well, said = Impatient(kind.rule(nth), kind.limit_s), True, ""
@@ -187,7 +227,8 @@ def one_change(path: Path, known: Path, name: str, kind: Kind, nth: int, sound: 
     try:
         published = settled(path, name, sound)
     except errors.StorageError as error:
-        # What a device lost or bent while it said that all was well is found, and is the new version's alone.
+        # What a device lost or bent while it said that all was well is found, and is the new
+        # version's alone.
         assert kind.lies
         assert ended_well
         check_error(error, path)
@@ -209,8 +250,11 @@ def one_change(path: Path, known: Path, name: str, kind: Kind, nth: int, sound: 
 @in_steps(2)
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("fault", KINDS)
-def test_every_call_of_a_change(folder: Path, known: Path, sound: NativeEngine, name: str, fault: str, step: int) -> None:
-    """Every fourth in turn for an error (of an addition; every third of the rest), and every eleventh or seventh for the other kinds."""
+def test_every_call_of_a_change(
+    folder: Path, known: Path, sound: NativeEngine, name: str, fault: str, step: int
+) -> None:
+    """Every fourth in turn for an error (of an addition; every third of the rest), and every
+    eleventh or seventh for the other kinds."""
     kind, single = KINDS[fault], fault == "EIO once"
     step *= (4 if single else 11) if name == "add" else 3 if single else 7
     before, outcomes = open_descriptors(), []
@@ -226,7 +270,8 @@ def test_every_call_of_a_change(folder: Path, known: Path, sound: NativeEngine, 
     assert until(lambda: len(open_descriptors()) <= len(before)), open_descriptors() - before
 
 
-CORPUS = [(f"doc-{n}", " ".join(f"word{n * k % 97}" for k in range(1, 90))) for n in range(160)]  # 240 kB of records
+# 240 kB of records
+CORPUS = [(f"doc-{n}", " ".join(f"word{n * k % 97}" for k in range(1, 90))) for n in range(160)]
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +307,8 @@ GROWN = {"add": 157, "delete": 76, "compact": 77}
 
 
 def disk_is_full(where: Path, name: str, before: dict[str, float]) -> None:
-    """Said with bytes needed and free; the store stays; once there is room the change works, and leaves nothing but itself."""
+    """Said with bytes needed and free; the store stays; once there is room the change works, and
+    leaves nothing but itself."""
     path = where / "s"
     with pytest.raises(errors.DiskFullError) as caught:
         GROWTH[name](path)
@@ -280,7 +326,15 @@ def disk_is_full(where: Path, name: str, before: dict[str, float]) -> None:
 
 @pytest.mark.root
 @pytest.mark.parametrize(
-    ("name", "room"), [("add", 0), ("add", 40 << 10), ("add", 200 << 10), ("delete", 0), ("compact", 0), ("compact", 60 << 10)]
+    ("name", "room"),
+    [
+        ("add", 0),
+        ("add", 40 << 10),
+        ("add", 200 << 10),
+        ("delete", 0),
+        ("compact", 0),
+        ("compact", 60 << 10),
+    ],
 )
 def test_a_full_disk(tmp_path: Path, half: Path, name: str, room: int) -> None:
     with small_disk(tmp_path, half) as (where, before):
@@ -298,8 +352,12 @@ LATER = [
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(("name", "owner", "place"), LATER, ids=[f"{name}-{place}" for name, _, place in LATER])
-def test_a_disk_that_fills_up_later(tmp_path: Path, half: Path, monkeypatch: pytest.MonkeyPatch, name: str, owner: Any, place: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "owner", "place"), LATER, ids=[f"{name}-{place}" for name, _, place in LATER]
+)
+def test_a_disk_that_fills_up_later(
+    tmp_path: Path, half: Path, monkeypatch: pytest.MonkeyPatch, name: str, owner: Any, place: str
+) -> None:
     with small_disk(tmp_path, half) as (where, before):
         original = getattr(owner, place)
 
@@ -373,15 +431,31 @@ def test_an_older_bitmap(victim: Path) -> None:
 
 
 def test_damage_is_not_compacted(victim: Path, sound: NativeEngine) -> None:
-    """A record's bytes are checked before they get a checksum of the new part; so are texts and lists. Deleted ones may be anything."""
+    """A record's bytes are checked before they get a checksum of the new part; so are texts and
+    lists. Deleted ones may be anything."""
     with espnx.open(victim, engine=sound) as index:
         numbers = index.store.texts.numbers(["doc-2", "doc-27", "doc-8"])
         segment, offset, size = index.store.full.locate(numbers)
         files = index.store.full.files
-        places = [(Path(files[int(s)].path), int(o) + int(n) - 20) for s, o, n in zip(segment, offset, size, strict=True)]
-    added, base = (section_places(victim / name / "part.bin") for name in ("gen-000002", "gen-000001"))
-    sections = [added["stage.codes"], added["rows"], added["meta"], base["meta"], base["model"], base["stage.codes"]]
-    for path, at in [*places[:2], *((each.path, each.offset_bytes + each.size_bytes - 1) for each in sections)]:
+        places = [
+            (Path(files[int(s)].path), int(o) + int(n) - 20)
+            for s, o, n in zip(segment, offset, size, strict=True)
+        ]
+    added, base = (
+        section_places(victim / name / "part.bin") for name in ("gen-000002", "gen-000001")
+    )
+    sections = [
+        added["stage.codes"],
+        added["rows"],
+        added["meta"],
+        base["meta"],
+        base["model"],
+        base["stage.codes"],
+    ]
+    for path, at in [
+        *places[:2],
+        *((each.path, each.offset_bytes + each.size_bytes - 1) for each in sections),
+    ]:
         whole = path.read_bytes()
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
         manifest = (victim / "MANIFEST.json").read_bytes()
@@ -406,7 +480,9 @@ class Own(BaseException):
 @pytest.mark.parametrize("kind", [Own, KeyError])
 @pytest.mark.parametrize("place", ["iterator", "encoder"])
 @pytest.mark.parametrize("after", [0, 1, 300])
-def test_an_exception_of_the_callers(folder: Path, kind: type[BaseException], place: str, after: int) -> None:
+def test_an_exception_of_the_callers(
+    folder: Path, kind: type[BaseException], place: str, after: int
+) -> None:
     """It arrives as it is; store and ranking stay, and the same addition works without it."""
     path, whole, calls = folder / "s", ENCODER, 0
 
@@ -423,11 +499,21 @@ def test_an_exception_of_the_callers(folder: Path, kind: type[BaseException], pl
                 raise kind("caller's own")
             yield f"new {number}", f"one of {number % 7}"
 
-    espnx.build(path, [(f"old {n}", f"some words {n % 5}") for n in range(20)], whole, nlist=2, first_stage_code="flat")
+    espnx.build(
+        path,
+        [(f"old {n}", f"some words {n % 5}") for n in range(20)],
+        whole,
+        nlist=2,
+        first_stage_code="flat",
+    )
     with espnx.open(path, encoder=whole) as index:
         right = index.search("words of 3", k=30, nprobe=EVERYTHING).hits
         with pytest.raises(kind, match="caller's own"):
-            espnx.add(path, documents(), espnx.FunctionEncoder(encode, whole.name, d_cls=whole.d_cls, dim=whole.dim))
+            espnx.add(
+                path,
+                documents(),
+                espnx.FunctionEncoder(encode, whole.name, d_cls=whole.d_cls, dim=whole.dim),
+            )
         assert_tidy(path)
         assert index.search("words of 3", k=30, nprobe=EVERYTHING).hits == right
     with espnx.open(path, encoder=whole) as index:
@@ -436,7 +522,9 @@ def test_an_exception_of_the_callers(folder: Path, kind: type[BaseException], pl
     espnx.add(path, [(f"new {number}", f"one of {number % 7}") for number in range(310)], whole)
     with espnx.open(path, encoder=whole) as index:
         assert index.store.verify() == 330
-        assert {hit.id for hit in index.search("one of 3", k=20, nprobe=EVERYTHING).hits} <= {f"new {n}" for n in range(3, 310, 7)}
+        assert {hit.id for hit in index.search("one of 3", k=20, nprobe=EVERYTHING).hits} <= {
+            f"new {n}" for n in range(3, 310, 7)
+        }
     assert_tidy(path)
 
 
@@ -447,6 +535,10 @@ def test_another_encoder(folder: Path) -> None:
     with pytest.raises(errors.InvalidInputError, match="another encoder"):
         espnx.add(folder / "s", [("c", "three")], other)
     with pytest.raises(errors.InvalidInputError, match="0 results"):
-        espnx.add(folder / "s", [("c", "three")], espnx.FunctionEncoder(lambda texts: [], whole.name, d_cls=whole.d_cls, dim=whole.dim))
+        espnx.add(
+            folder / "s",
+            [("c", "three")],
+            espnx.FunctionEncoder(lambda texts: [], whole.name, d_cls=whole.d_cls, dim=whole.dim),
+        )
     assert espnx.add(folder / "s", [("c", "three")], whole).documents == 1
     assert_tidy(folder / "s")

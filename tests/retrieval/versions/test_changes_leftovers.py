@@ -1,5 +1,6 @@
-"""What a change leaves behind: nothing where it failed or had nothing to do, nothing of a killed one's files in the next version, and
-a word where only the last flush failed. Every directory given for data stays known."""
+"""What a change leaves behind: nothing where it failed or had nothing to do, nothing of a killed
+one's files in the next version, and a word where only the last flush failed. Every directory given
+for data stays known."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ CHANGES: dict[str, Callable[..., object]] = {
     "delete": lambda path, **options: espnx.delete(path, ["doc-3"], **options),
     "compact": lambda path, **options: espnx.compact(path, **options),
 }
-AFTER = {"add": DOCUMENTS[:50], "delete": [*DOCUMENTS[:3], *DOCUMENTS[4:40]], "compact": DOCUMENTS[:40]}
+AFTER = {
+    "add": DOCUMENTS[:50],
+    "delete": [*DOCUMENTS[:3], *DOCUMENTS[4:40]],
+    "compact": DOCUMENTS[:40],
+}
 each_change = pytest.mark.parametrize("name", CHANGES)
 
 
@@ -45,14 +50,23 @@ def test_nothing_to_add(folder: Path) -> None:
     manifest = (path / "MANIFEST.json").read_bytes()
     for nothing in ([], iter(())):
         report = espnx.add(path, nothing)
-        assert (report.documents, report.tokens, report.record_bytes, report.generation) == (0, 0, 0, 1)
+        assert (report.documents, report.tokens, report.record_bytes, report.generation) == (
+            0,
+            0,
+            0,
+            1,
+        )
         assert (path / "MANIFEST.json").read_bytes() == manifest
         check(path, DOCUMENTS[:40])
     assert espnx.add(path, DOCUMENTS[40:42]).generation == 2
     check(path, DOCUMENTS[:42])
 
 
-PLACES = {"add": (adding, "finish_part"), "delete": (draft, "publish"), "compact": (compacting, "finish_part")}
+PLACES = {
+    "add": (adding, "finish_part"),
+    "delete": (draft, "publish"),
+    "compact": (compacting, "finish_part"),
+}
 
 
 @each_change
@@ -74,7 +88,9 @@ def test_a_failure_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch,
 
 @each_change
 @pytest.mark.parametrize("removable", [True, False])
-def test_a_killed_ones_files(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, removable: bool) -> None:
+def test_a_killed_ones_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, removable: bool
+) -> None:
     """They are removed first; where that fails, the next version has a directory of its own."""
     path = folder / "s"
     build(path, DOCUMENTS[:40])
@@ -114,7 +130,12 @@ def test_published_but_not_flushed(folder: Path, name: str) -> None:
     path = folder / "s"
     build(path, DOCUMENTS[:40])
     before = leftovers(path)
-    with Unflushed() as engine, pytest.raises(errors.WriteError, match="it is published, but not known to survive") as caught:
+    with (
+        Unflushed() as engine,
+        pytest.raises(
+            errors.WriteError, match="it is published, but not known to survive"
+        ) as caught,
+    ):
         CHANGES[name](path, engine=engine)
     assert (caught.value.errno, caught.value.path) == (errno.EIO, str(path))
     with Unflushed() as engine, pytest.raises(errors.WriteError, match="cannot flush"):
@@ -136,13 +157,18 @@ def test_a_build_published_but_not_flushed(folder: Path) -> None:
 
 
 def test_damaged_lists_of_a_later_part(folder: Path) -> None:
-    """The files of the parts before it are closed before the engine is: a generator finalised later would say so, to nobody."""
+    """The files of the parts before it are closed before the engine is: a generator finalised later
+    would say so, to nobody."""
     path = folder / "s"
     build(path, DOCUMENTS[:40])
     espnx.add(path, DOCUMENTS[40:50])
     lists = path / "gen-000002" / "part.bin"
     whole, place = lists.read_bytes(), section_places(lists)["stage.codes"]
-    lists.write_bytes(whole[: place.offset_bytes] + bytes([whole[place.offset_bytes] ^ 1]) + whole[place.offset_bytes + 1 :])
+    lists.write_bytes(
+        whole[: place.offset_bytes]
+        + bytes([whole[place.offset_bytes] ^ 1])
+        + whole[place.offset_bytes + 1 :]
+    )
     with pytest.raises(errors.ChecksumError) as caught:
         espnx.open(path)
     assert caught.value.path == str(lists)
@@ -150,7 +176,23 @@ def test_damaged_lists_of_a_later_part(folder: Path) -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("ids", [[None], [b"x"], 5, ["\udc80"], [[1]], [True], [1.0], None, b"doc-0", [2**63], [-(2**63) - 1], [10**5000]])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [None],
+        [b"x"],
+        5,
+        ["\udc80"],
+        [[1]],
+        [True],
+        [1.0],
+        None,
+        b"doc-0",
+        [2**63],
+        [-(2**63) - 1],
+        [10**5000],
+    ],
+)
 def test_what_is_no_id(folder: Path, ids: Any) -> None:
     build(folder / "s", [espnx.Document(1, "one", DOCUMENTS[0].vectors), *DOCUMENTS[1:5]])
     with pytest.raises(errors.InvalidInputError, match="id"):
@@ -168,7 +210,12 @@ def test_a_directory_that_was_not_needed(folder: Path) -> None:
     path, places = folder / "s", [folder / "x", folder / "y"]
 
     def used() -> set[Path]:
-        segments = [each for part in live(path)["parts"] for tier in part["segments"].values() for each in tier]
+        segments = [
+            each
+            for part in live(path)["parts"]
+            for tier in part["segments"].values()
+            for each in tier
+        ]
         named = {Path(segment["path"]).parent for segment in segments}
         assert {made for place in places for made in place.glob("*/gen-*")} == named
         assert all(list(place.glob("*/OWNER.json")) for place in places)

@@ -32,13 +32,22 @@ def free_files(count: int) -> Iterator[None]:
 def test_with_64_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "FLAT_MAX", 40)
     documents, begin = corpus(sum(SIZES), tokens=(1, 2)), SIZES[0]
-    espnx.build(tmp_path / "s", documents[:begin], dims=(D_CLS, DIM), first_stages=("graph", "bm25"), coarse="bit1")
+    espnx.build(
+        tmp_path / "s",
+        documents[:begin],
+        dims=(D_CLS, DIM),
+        first_stages=("graph", "bm25"),
+        coarse="bit1",
+    )
     for size in SIZES[1:]:
         espnx.add(tmp_path / "s", documents[begin : begin + size])
         begin += size
     with espnx.open(tmp_path / "s") as index:
         assert len(index.store.parts) == len(SIZES)
-    with free_files(12), pytest.raises(errors.ReadError, match=r"Too many open files.*ulimit -n") as caught:
+    with (
+        free_files(12),
+        pytest.raises(errors.ReadError, match=r"Too many open files.*ulimit -n") as caught,
+    ):
         espnx.compact(tmp_path / "s")
     assert "espnx index compact" not in str(caught.value), "that is what was run"
     with free_files(12), pytest.raises(errors.StorageError, match="espnx index compact"):

@@ -18,7 +18,10 @@ def test_missing_ids(folder: Path) -> None:
         espnx.delete(folder / "s", ["doc-1", "nobody"])
     with espnx.open(folder / "s") as index:
         assert len(index) == 20
-        assert espnx.delete(folder / "s", ["doc-1", "nobody", 7, "doc-2", "doc-1"], missing_ok=True) == 2
+        assert (
+            espnx.delete(folder / "s", ["doc-1", "nobody", 7, "doc-2", "doc-1"], missing_ok=True)
+            == 2
+        )
         assert index.reload() is True
         assert (len(index), "doc-1" in index, "doc-3" in index) == (18, False, True)
         for ids in (["doc-1"], ["nobody"], []):

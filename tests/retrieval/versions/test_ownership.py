@@ -1,4 +1,5 @@
-"""Only what a store made itself is removed: not what a hostile manifest names, not the data that a copy shares with the original."""
+"""Only what a store made itself is removed: not what a hostile manifest names, not the data that a
+copy shares with the original."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ each_change = pytest.mark.parametrize("name", CHANGES)
 def contents(folder: Path) -> dict[str, bytes | str]:
     """Every file of a directory, byte for byte."""
     return {
-        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else ""
+        str(path.relative_to(folder)): os.readlink(path)
+        if path.is_symlink()
+        else path.read_bytes()
+        if path.is_file()
+        else ""
         for path in folder.rglob("*")
     }
 
@@ -46,7 +51,12 @@ def change_manifest(path: Path, change: Callable[[dict[str, Any]], None]) -> Non
 
 
 def segments(fields: dict[str, Any]) -> list[dict[str, Any]]:
-    return [segment for part in fields["parts"] for tier in part["segments"].values() for segment in tier]
+    return [
+        segment
+        for part in fields["parts"]
+        for tier in part["segments"].values()
+        for segment in tier
+    ]
 
 
 @pytest.fixture
@@ -72,25 +82,37 @@ def names_it(decoy: Path) -> dict[str, Callable[[dict[str, Any]], None]]:
 
     def like_ours(fields: dict[str, Any]) -> None:
         fields["directories"], fields["store_id"] = [str(decoy)], "0" * 32
-        segments(fields)[0]["path"] = str(decoy / "espnx-000000000000" / "gen-000001" / "segment-00000.bin")
+        segments(fields)[0]["path"] = str(
+            decoy / "espnx-000000000000" / "gen-000001" / "segment-00000.bin"
+        )
 
     def above(fields: dict[str, Any]) -> None:
         segments(fields)[0]["path"] = "../decoy/gen-000001/segment-00000.bin"
 
     def winding(fields: dict[str, Any]) -> None:
         fields["directories"] = [str(decoy)]
-        segments(fields)[0]["path"] = f"{decoy}/espnx-{fields['store_id'][:12]}/../gen-000001/segment-00000.bin"
+        segments(fields)[0]["path"] = (
+            f"{decoy}/espnx-{fields['store_id'][:12]}/../gen-000001/segment-00000.bin"
+        )
 
     def part(fields: dict[str, Any]) -> None:
         fields["parts"][0]["directory"] = "../decoy/gen-000001"
 
     def deleted(fields: dict[str, Any]) -> None:
-        fields["deleted"] = {"path": "../decoy/gen-000001/segment-00000.bin", "crc32c": 0, "size_bytes": 4, "records": 1}
+        fields["deleted"] = {
+            "path": "../decoy/gen-000001/segment-00000.bin",
+            "crc32c": 0,
+            "size_bytes": 4,
+            "records": 1,
+        }
 
     def only_declared(fields: dict[str, Any]) -> None:
         fields["directories"] = [str(decoy)]
 
-    return {each.__name__: each for each in (absolute, declared, like_ours, above, winding, part, deleted, only_declared)}
+    return {
+        each.__name__: each
+        for each in (absolute, declared, like_ours, above, winding, part, deleted, only_declared)
+    }
 
 
 @pytest.mark.parametrize("kind", names_it(Path()))
@@ -112,12 +134,16 @@ def test_a_manifest_that_names_other_directories(folder: Path, decoy: Path, kind
 
 @each_change
 def test_links_lead_nowhere(folder: Path, decoy: Path, name: str) -> None:
-    """An archive may hold links: in place of directories that are removed, and of files that are written."""
+    """An archive may hold links: in place of directories that are removed, and of files that are
+    written."""
     before = contents(decoy)
     for link, target in [
-        ("gen-000007", decoy / "gen-000001"), ("building", decoy / "building"), ("LOCK", decoy / "building" / "thesis.tex"),
-        ("MANIFEST.json.new", decoy / "building" / "thesis.tex"), ("gen-000002", decoy / "gen-000001"),
-    ]:  # fmt: skip
+        ("gen-000007", decoy / "gen-000001"),
+        ("building", decoy / "building"),
+        ("LOCK", decoy / "building" / "thesis.tex"),
+        ("MANIFEST.json.new", decoy / "building" / "thesis.tex"),
+        ("gen-000002", decoy / "gen-000001"),
+    ]:
         build(folder / "s", DOCUMENTS)
         (folder / "s" / link).unlink(missing_ok=True)
         (folder / "s" / link).symlink_to(target)
@@ -129,7 +155,9 @@ def test_links_lead_nowhere(folder: Path, decoy: Path, name: str) -> None:
         shutil.rmtree(folder / "s")
 
 
-def test_a_state_that_names_other_directories(folder: Path, decoy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_names_other_directories(
+    folder: Path, decoy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of an interrupted build that came with an archive."""
 
     def stops(phase: str, done: int, total: int | None) -> None:
@@ -147,7 +175,8 @@ def test_a_state_that_names_other_directories(folder: Path, decoy: Path, monkeyp
 
 @each_change
 def test_a_copy_that_shares_data(folder: Path, name: str) -> None:
-    """It can be searched, and says what it is; whatever is asked of it, the original stays whole."""
+    """It can be searched, and says what it is; whatever is asked of it, the original stays
+    whole."""
     build(folder / "s", DOCUMENTS, directories=[folder / "x", folder / "y"])
     shutil.copytree(folder / "s", folder / "copy")
     before = contents(folder / "x") | contents(folder / "y")
@@ -220,7 +249,10 @@ def test_detach(folder: Path, into: list[str], damaged: bool) -> None:
     assert (report.files, report.directories) == (2, [str(folder / name) for name in into])
     after = contents(folder / "x") | contents(folder / "y")
     assert {name: after[name] for name in before} == before
-    for change in (lambda: espnx.add(folder / "copy", corpus(60)[50:]), lambda: espnx.compact(folder / "copy")):
+    for change in (
+        lambda: espnx.add(folder / "copy", corpus(60)[50:]),
+        lambda: espnx.compact(folder / "copy"),
+    ):
         change()
         after = contents(folder / "x") | contents(folder / "y")
         assert {name: after[name] for name in before} == before

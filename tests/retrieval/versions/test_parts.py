@@ -1,4 +1,5 @@
-"""Parts: what an addition writes and opens, when parts become one, and that whatever was done ranks as the documents that are left."""
+"""Parts: what an addition writes and opens, when parts become one, and that whatever was done ranks
+as the documents that are left."""
 
 from __future__ import annotations
 
@@ -44,10 +45,16 @@ def assert_few(counts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("counts", "groups"),
     [
-        ([], []), ([5], []), ([1] * 8, []), ([1] * 9, [range(9)]), ([64, *[8] * 8, *[1] * 9], [range(1, 18)]), ([1, 9], [range(2)]),
-        ([1, 1, 70, 1], [range(3)]), ([100, 20, 3], []),
+        ([], []),
+        ([5], []),
+        ([1] * 8, []),
+        ([1] * 9, [range(9)]),
+        ([64, *[8] * 8, *[1] * 9], [range(1, 18)]),
+        ([1, 9], [range(2)]),
+        ([1, 1, 70, 1], [range(3)]),
+        ([100, 20, 3], []),
     ],
-)  # fmt: skip
+)
 def test_what_is_merged(counts: list[int], groups: list[range]) -> None:
     assert groups_to_merge(counts) == groups
 
@@ -71,7 +78,8 @@ def directory_bytes(path: Path) -> int:
 
 
 def test_what_one_document_costs(folder: Path) -> None:
-    """Bytes that an addition leaves, and descriptors that an open index takes, do not grow with the store or the number of additions."""
+    """Bytes that an addition leaves, and descriptors that an open index takes, do not grow with the
+    store or the number of additions."""
     path = folder / "s"
     build(path, DOCUMENTS[:500])
     with NativeEngine() as engine:
@@ -85,7 +93,9 @@ def test_what_one_document_costs(folder: Path) -> None:
             assert report.documents == 1, number
         before = len(os.listdir("/proc/self/fd"))
         with EmbeddingStore(path, engine) as store:
-            assert len(os.listdir("/proc/self/fd")) - before == len(store.parts) + 1, "a file for each part, and the base's records"
+            assert len(os.listdir("/proc/self/fd")) - before == len(store.parts) + 1, (
+                "a file for each part, and the base's records"
+            )
     check_store(path, DOCUMENTS[:600])
     assert not report.compacting_pays
     espnx.delete(path, [str(document.id) for document in DOCUMENTS[:200]])
@@ -94,7 +104,8 @@ def test_what_one_document_costs(folder: Path) -> None:
 
 @pytest.mark.parametrize(("seed", "tier"), [(0, None), (1, None), (2, "int8")])
 def test_random_changes(folder: Path, seed: int, tier: str | None) -> None:
-    """Hundreds of documents added, replaced and deleted in any order: a store of many levels, always that of its live documents."""
+    """Hundreds of documents added, replaced and deleted in any order: a store of many levels,
+    always that of its live documents."""
     rng, path = random.Random(seed), folder / "s"
     alive = {str(document.id): document for document in DOCUMENTS[:20]}
     build(path, alive.values(), coarse=tier)
@@ -103,13 +114,19 @@ def test_random_changes(folder: Path, seed: int, tier: str | None) -> None:
         for turn in range(40):
             what = rng.random()
             if what < 0.6:
-                new = [each for _, each in zip(range(rng.choice([1, 1, 1, 3, 12, 40])), fresh, strict=False)]
+                new = [
+                    each
+                    for _, each in zip(range(rng.choice([1, 1, 1, 3, 12, 40])), fresh, strict=False)
+                ]
                 espnx.add(path, iter(new), engine=engine)
                 alive |= {str(document.id): document for document in new}
             elif what < 0.8 and alive:
                 chosen = rng.sample(sorted(alive), min(len(alive), rng.choice([1, 5])))
                 others = rng.sample(DOCUMENTS, len(chosen))
-                again = [espnx.Document(i, f"turn {turn}", each.vectors) for i, each in zip(chosen, others, strict=True)]
+                again = [
+                    espnx.Document(i, f"turn {turn}", each.vectors)
+                    for i, each in zip(chosen, others, strict=True)
+                ]
                 report = espnx.add(path, again, replace=True, engine=engine)
                 assert (report.documents, report.replaced) == (len(again), len(again))
                 alive |= {str(document.id): document for document in again}
@@ -129,20 +146,26 @@ def test_random_changes(folder: Path, seed: int, tier: str | None) -> None:
 
 
 def check(path: Path, documents: Iterable[espnx.Document], engine: NativeEngine) -> None:
-    """The store verifies, ranks as these documents say, and finds each by its id and nothing else."""
+    """The store verifies, ranks as these documents say, and finds each by its id and nothing
+    else."""
     known = list(documents)
     with espnx.open(path, engine=engine) as index:
         assert index.store.verify() == len(known)
         assert_ranks_as_written(index, known)
         numbers = index.store.texts.numbers([document.id for document in known])
         assert len(set(numbers.tolist())) == len(known)
-        assert [text for _, text in index.store.texts.get(numbers.tolist())] == [document.text for document in known]
-        others = sorted({str(document.id) for document in DOCUMENTS} - {str(document.id) for document in known})
+        assert [text for _, text in index.store.texts.get(numbers.tolist())] == [
+            document.text for document in known
+        ]
+        others = sorted(
+            {str(document.id) for document in DOCUMENTS} - {str(document.id) for document in known}
+        )
         assert (index.store.texts.numbers([*others, 7, "nobody"]) == -1).all()
 
 
 def test_an_id_twice_in_one_addition(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the first one is by then: in the batch, or in a part that this addition has written. Nothing is published."""
+    """Wherever the first one is by then: in the batch, or in a part that this addition has written.
+    Nothing is published."""
     build(folder / "s", DOCUMENTS[:20])
     manifest = (folder / "s" / "MANIFEST.json").read_bytes()
     for replace in (False, True):
@@ -154,14 +177,17 @@ def test_an_id_twice_in_one_addition(folder: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("bits", [0, 1, 4])
 def test_ids_of_the_same_hash(folder: Path, monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
-    """Ids are compared themselves: with as few as one hash for all of them, over several blocks, each is found and no other."""
+    """Ids are compared themselves: with as few as one hash for all of them, over several blocks,
+    each is found and no other."""
     whole = part_texts.id_hash
     monkeypatch.setattr(part_texts, "id_hash", lambda identifier: whole(identifier) % 2**bits)
     build(folder / "s", DOCUMENTS[:260])
     espnx.add(folder / "s", DOCUMENTS[260:280])
     with NativeEngine() as engine, EmbeddingStore(folder / "s", engine) as store:
         numbers = store.texts.numbers([document.id for document in DOCUMENTS[:280]])
-        assert [identifier for identifier, _ in store.texts.get(numbers.tolist())] == [document.id for document in DOCUMENTS[:280]]
+        assert [identifier for identifier, _ in store.texts.get(numbers.tolist())] == [
+            document.id for document in DOCUMENTS[:280]
+        ]
         assert store.texts.numbers(["doc-280", 1, ""]).tolist() == [-1, -1, -1]
         assert store.verify() == 280
 
@@ -189,7 +215,8 @@ espnx.open(path).close()
 
 
 def test_few_files_may_be_open(folder: Path, small_segments: object) -> None:
-    """What changes a store opens a few of its files at a time: also one of many, where few may be open, can be added to and compacted."""
+    """What changes a store opens a few of its files at a time: also one of many, where few may be
+    open, can be added to and compacted."""
     small_segments(1, 4096)  # type: ignore[operator]
     build(folder / "s", DOCUMENTS[:600], nlist=4)
     with NativeEngine() as engine, EmbeddingStore(folder / "s", engine) as store:
@@ -211,7 +238,9 @@ def test_too_many_files_says_what_helps(folder: Path, monkeypatch: pytest.Monkey
         return original(self, path, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(NativeEngine, "open", refuse)
-    with pytest.raises(errors.ReadError, match=r"Too many open files.*ulimit -n.*espnx index compact"):
+    with pytest.raises(
+        errors.ReadError, match=r"Too many open files.*ulimit -n.*espnx index compact"
+    ):
         espnx.open(folder / "s")
 
 

@@ -1,4 +1,5 @@
-"""`add(replace=True)`: documents take the place of those with their ids, in one version, or nothing changes."""
+"""`add(replace=True)`: documents take the place of those with their ids, in one version, or nothing
+changes."""
 
 from __future__ import annotations
 
@@ -40,10 +41,13 @@ def test_replaced_in_one_version(folder: Path) -> None:
     numbers = [0, 5, 69, 80]  # the last is new
     report = espnx.add(path, map(renewed, numbers), replace=True)
     assert (report.documents, report.generation, generation(path)) == (4, 2, 2)
-    expected = [document for i, document in enumerate(OLD[:70]) if i not in numbers] + [renewed(number) for number in numbers]
+    expected = [document for i, document in enumerate(OLD[:70]) if i not in numbers] + [
+        renewed(number) for number in numbers
+    ]
     check(path, expected)
     espnx.delete(path, ["doc-1"])
-    espnx.add(path, [renewed(1), renewed(5)], replace=True)  # of a deleted id; and a replaced one, once more
+    # of a deleted id; and a replaced one, once more
+    espnx.add(path, [renewed(1), renewed(5)], replace=True)
     check(path, [*(document for document in expected if document.id != "doc-1"), renewed(1)])
     espnx.compact(path)
     check(path, [*(document for document in expected if document.id != "doc-1"), renewed(1)])
@@ -60,12 +64,19 @@ def test_new_documents_alone_delete_nothing(folder: Path) -> None:
 def bad() -> espnx.Document:
     vectors = renewed(3).vectors
     assert vectors is not None
-    return espnx.Document("doc-3", "", espnx.Encoded(torch.full_like(vectors.cls, torch.nan), vectors.tokens))
+    return espnx.Document(
+        "doc-3", "", espnx.Encoded(torch.full_like(vectors.cls, torch.nan), vectors.tokens)
+    )
 
 
 @pytest.mark.parametrize(
     "documents",
-    [lambda: [renewed(2), bad()], lambda: [renewed(2), renewed(3), renewed(2)], lambda: [renewed(2), ("x", "no vectors")], lambda: [5]],
+    [
+        lambda: [renewed(2), bad()],
+        lambda: [renewed(2), renewed(3), renewed(2)],
+        lambda: [renewed(2), ("x", "no vectors")],
+        lambda: [5],
+    ],
     ids=["NaN", "twice", "no vectors", "no document"],
 )
 def test_refused_as_a_whole(folder: Path, documents: Callable[[], list[Any]]) -> None:
@@ -78,7 +89,9 @@ def test_refused_as_a_whole(folder: Path, documents: Callable[[], list[Any]]) ->
 
 
 @pytest.mark.parametrize("place", ["finish_part", "publish"])
-def test_a_failure_leaves_the_old_ones(folder: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_a_failure_leaves_the_old_ones(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     build(folder / "s", OLD[:70])
 
     def fail(*args: Any, **options: Any) -> None:

@@ -1,4 +1,5 @@
-"""Building in a directory that is somebody else's: refused, and not a file of it is touched. What a killed build left is no stranger's."""
+"""Building in a directory that is somebody else's: refused, and not a file of it is touched. What a
+killed build left is no stranger's."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ STRANGERS: list[list[str]] = [
 
 
 @pytest.mark.parametrize("files", STRANGERS, ids=" ".join)
-@pytest.mark.parametrize("options", [{}, {"restart": True}, {"restart": True, "replace": True}], ids=repr)
+@pytest.mark.parametrize(
+    "options", [{}, {"restart": True}, {"restart": True, "replace": True}], ids=repr
+)
 def test_left_alone(folder: Path, files: list[str], options: dict[str, Any]) -> None:
     for name in files:
         (folder / name).parent.mkdir(exist_ok=True)
@@ -44,7 +47,11 @@ def test_beside_a_manifest_that_is_no_stores(folder: Path) -> None:
     assert (folder / "building" / "plan.dwg").read_text() == "mine"
 
 
-@pytest.mark.parametrize("files", [[], ["STATE.json.new"], ["records.bin", "texts.sqlite", "texts.sqlite-journal"]], ids=repr)
+@pytest.mark.parametrize(
+    "files",
+    [[], ["STATE.json.new"], ["records.bin", "texts.sqlite", "texts.sqlite-journal"]],
+    ids=repr,
+)
 def test_killed_before_its_first_state(folder: Path, files: list[str]) -> None:
     (folder / "s" / "building").mkdir(parents=True)
     (folder / "s" / "gen-000001").mkdir()

@@ -1,4 +1,5 @@
-"""What the tests of the `gds` engine share: an engine factory on the stub, files with known bytes, plans with every kind of item."""
+"""What the tests of the `gds` engine share: an engine factory on the stub, files with known bytes,
+plans with every kind of item."""
 
 from __future__ import annotations
 
@@ -20,12 +21,21 @@ MakeEngine = Callable[..., GdsEngine]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[MakeEngine]:
-    """Builds engines on a stub; afterwards nothing forbidden may have been done and nothing may be left behind."""
+    """Builds engines on a stub; afterwards nothing forbidden may have been done and nothing may be
+    left behind."""
     built: list[GdsEngine] = []
 
-    def build(stub: CuFileStub | None = None, path: str = "gds-compat", **options: Any) -> GdsEngine:
+    def build(
+        stub: CuFileStub | None = None, path: str = "gds-compat", **options: Any
+    ) -> GdsEngine:
         options.setdefault("arena_bytes", 1024 * KIB)
-        engine = GdsEngine(path, bindings=stub or CuFileStub(), memory=options.pop("memory", None) or HostMemory(), poison=True, **options)
+        engine = GdsEngine(
+            path,
+            bindings=stub or CuFileStub(),
+            memory=options.pop("memory", None) or HostMemory(),
+            poison=True,
+            **options,
+        )
         built.append(engine)
         return engine
 
@@ -37,7 +47,9 @@ def make(tmp_path: Path) -> Iterator[MakeEngine]:
         assert not stub.violations, stub.violations
 
 
-def write_file(folder: Path, size_bytes: int, seed: int = 0, name: str = "data") -> tuple[Path, bytes]:
+def write_file(
+    folder: Path, size_bytes: int, seed: int = 0, name: str = "data"
+) -> tuple[Path, bytes]:
     data = random.Random(seed).randbytes(size_bytes)
     path = folder / name
     path.write_bytes(data)
@@ -49,12 +61,19 @@ def stub_of(engine: GdsEngine) -> CuFileStub:
 
 
 def items_of(memory: torch.Tensor, position: torch.Tensor, sizes: list[int]) -> list[bytes]:
-    return [bytes(memory[p : p + s].cpu().numpy()) if s else b"" for p, s in zip(position.tolist(), sizes, strict=True)]
+    return [
+        bytes(memory[p : p + s].cpu().numpy()) if s else b""
+        for p, s in zip(position.tolist(), sizes, strict=True)
+    ]
 
 
-def random_plan(seed: int, file_bytes: int, count: int, largest: int) -> tuple[list[int], list[int]]:
+def random_plan(
+    seed: int, file_bytes: int, count: int, largest: int
+) -> tuple[list[int], list[int]]:
     rng = random.Random(seed)
-    sizes = [rng.choice([0, 1, 7, 512, 4096, 4097, rng.randrange(largest + 1)]) for _ in range(count)]
+    sizes = [
+        rng.choice([0, 1, 7, 512, 4096, 4097, rng.randrange(largest + 1)]) for _ in range(count)
+    ]
     offsets = [rng.randrange(file_bytes - size + 1) for size in sizes]
     if count > 3:
         offsets[0], sizes[0] = file_bytes - 13, 13  # the end of the file

@@ -1,8 +1,9 @@
-"""``cuda.bindings.cufile`` without a GPU: the same functions on the same C structures, reading real files into host memory.
+"""``cuda.bindings.cufile`` without a GPU: the same functions on the same C structures, reading real
+files into host memory.
 
-Entries complete when they are told to (`Rule`), their bytes arrive at that moment and not before, and everything a caller must not do is
-noted in `CuFileStub.violations`: memory that is not registered, a handle given up under a read, two submissions of one batch, a busy batch
-destroyed.
+Entries complete when they are told to (`Rule`), their bytes arrive at that moment and not before,
+and everything a caller must not do is noted in `CuFileStub.violations`: memory that is not
+registered, a handle given up under a read, two submissions of one batch, a busy batch destroyed.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ class Rule:
     """What happens to matching entries; the first rule that matches counts.
 
     Attributes:
-        fault: ``error`` (value = the entry's negative return), ``status`` (value = CUfileStatus_t), ``short`` (value = bytes moved),
-            ``never`` (until `CuFileStub.release`), ``late`` (value = polls it stays pending), ``twice`` (reported in two polls), ``flip``
-            (value = bit), ``hold`` (bytes and event wait for `CuFileStub.release`, as for ``never``, but cancelling drops it).
+        fault: ``error`` (value = the entry's negative return), ``status`` (value = CUfileStatus_t),
+            ``short`` (value = bytes moved), ``never`` (until `CuFileStub.release`), ``late`` (value
+            = polls it stays pending), ``twice`` (reported in two polls), ``flip`` (value = bit),
+            ``hold`` (bytes and event wait for `CuFileStub.release`, as for ``never``, but
+            cancelling drops it).
         match: of the entry's file offset and size.
         nth, count: fires from the nth match on (from 1), `count` times (-1: for ever).
     """
@@ -86,7 +89,12 @@ class HostArray:
 
     def __init__(self, owner: object, pointer: int, size_bytes: int):
         self.owner = owner
-        self.__array_interface__ = {"shape": (size_bytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+        self.__array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
 
 
 class StubFence:
@@ -107,7 +115,8 @@ class HostMemory:
 
     Attributes:
         busy: streams whose kernels have not run.
-        looks, done_at_look: how often fences were asked, and at which time of these every kernel has run (0: never by itself).
+        looks, done_at_look: how often fences were asked, and at which time of these every kernel
+            has run (0: never by itself).
         limit_bytes: how much there is.
     """
 
@@ -125,7 +134,9 @@ class HostMemory:
     def allocate(self, size_bytes: int) -> torch.Tensor:
         free_bytes = self.limit_bytes - sum(each.numel() for each in self.allocated)
         if size_bytes > free_bytes:
-            raise OutOfMemoryError("memory of the stub", needed_bytes=size_bytes, free_bytes=free_bytes)
+            raise OutOfMemoryError(
+                "memory of the stub", needed_bytes=size_bytes, free_bytes=free_bytes
+            )
         memory = torch.full((size_bytes,), 0xEE, dtype=torch.uint8)
         self.allocated.append(memory)
         return memory
@@ -152,16 +163,26 @@ class CuFileStub:
     Attributes:
         direct: what the machine can do.
         order: in which entries complete (``fifo``, ``lifo``, ``random``).
-        refuse: function name -> what it fails with, always: a CUfileOpError, or an errno, as the bindings show them.
+        refuse: function name -> what it fails with, always: a CUfileOpError, or an errno, as the
+            bindings show them.
         passing: the same, once for each number in the list; what was asked for has not been done.
-        batches: whether submitted batches are taken at all; `batch_bit`: what the feature flags say of that.
+        batches: whether submitted batches are taken at all; `batch_bit`: what the feature flags say
+            of that.
         few_is_error: a status call fails where fewer entries than asked for have ended in its time.
         counts_opens: whether opening the driver again makes another user of it, or an error.
     """
 
     cuFileError = cuFileError  # noqa: N815
 
-    def __init__(self, *, direct: bool = False, max_batch: int = 128, order: str = "fifo", rules: Iterable[Rule] = (), seed: int = 0):
+    def __init__(
+        self,
+        *,
+        direct: bool = False,
+        max_batch: int = 128,
+        order: str = "fifo",
+        rules: Iterable[Rule] = (),
+        seed: int = 0,
+    ):
         self.direct, self.max_batch, self.order, self.rules = direct, max_batch, order, list(rules)
         self.allow_compat = True
         self.force_compat = False
@@ -177,7 +198,8 @@ class CuFileStub:
         self.open_count = 0
         self.handles: dict[int, int] = {}
         self.regions: dict[int, int] = {}
-        self._without: set[int] = set()  # what could not be registered; in compatibility mode it can be read into all the same
+        # what could not be registered; in compatibility mode it can be read into all the same
+        self._without: set[int] = set()
         self._batches: dict[int, StubBatch] = {}
         self._next = 100
         self._level = 0
@@ -229,10 +251,15 @@ class CuFileStub:
 
     def driver_close(self) -> None:
         self._note("driver_close")
-        self._require(not any(batch.busy() for batch in self._batches.values()), "driver closed under reads")
+        self._require(
+            not any(batch.busy() for batch in self._batches.values()), "driver closed under reads"
+        )
         self.open_count -= 1
         given_up = self.open_count > 0 or {"handle_deregister", "buf_deregister"} & set(self.refuse)
-        self._require(bool(given_up) or not (self.handles or self.regions), "driver closed with files or memory registered")
+        self._require(
+            bool(given_up) or not (self.handles or self.regions),
+            "driver closed with files or memory registered",
+        )
 
     def driver_get_properties(self, pointer: int) -> None:
         raw = np.zeros(14, dtype=np.uint32)
@@ -272,14 +299,19 @@ class CuFileStub:
             raise cuFileError(5008)
         with self.changed:
             self._next += 1
-            # A descriptor of its own, without O_DIRECT: the stub copies through memory that is not aligned.
+            # A descriptor of its own, without O_DIRECT: the stub copies through memory that is not
+            # aligned.
             self.handles[self._next] = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
             return self._next
 
     def handle_deregister(self, handle: int) -> None:
         self._note("handle_deregister", handle)
         with self.changed:
-            busy = any(entry.handle == handle for batch in self._batches.values() for entry in batch.waiting)
+            busy = any(
+                entry.handle == handle
+                for batch in self._batches.values()
+                for entry in batch.waiting
+            )
             self._require(not busy, "handle given up under a read")
             os.close(self.handles.pop(handle))
 
@@ -293,7 +325,11 @@ class CuFileStub:
 
     def buf_deregister(self, pointer: int) -> None:
         self._note("buf_deregister", pointer)
-        inside = (pointer <= e.pointer < pointer + self.regions[pointer] for b in self._batches.values() for e in b.waiting)
+        inside = (
+            pointer <= e.pointer < pointer + self.regions[pointer]
+            for b in self._batches.values()
+            for e in b.waiting
+        )
         self._require(not any(inside), "memory given up under a read")
         del self.regions[pointer]
 
@@ -313,9 +349,12 @@ class CuFileStub:
 
     def _inside(self, base: int, base_offset: int, size: int) -> int:
         pointer = base + base_offset
-        within = base in self.regions and base_offset >= 0 and base_offset + size <= self.regions[base]
+        within = (
+            base in self.regions and base_offset >= 0 and base_offset + size <= self.regions[base]
+        )
         self._require(
-            within or (base in self._without and self.allow_compat), f"{size} bytes at {base_offset} are not inside registered memory"
+            within or (base in self._without and self.allow_compat),
+            f"{size} bytes at {base_offset} are not inside registered memory",
         )
         return pointer
 
@@ -339,17 +378,28 @@ class CuFileStub:
         with self.changed:
             for p in raw:
                 self._require(
-                    p["mode"] == 1 and p["opcode"] == 0 and int(p["handle"]) in self.handles, "entry is not a read of an open file"
+                    p["mode"] == 1 and p["opcode"] == 0 and int(p["handle"]) in self.handles,
+                    "entry is not a read of an open file",
                 )
                 offset, size = int(p["file_offset"]), int(p["size"])
-                entry = Entry(int(p["handle"]), self._inside(int(p["base"]), int(p["base_offset"]), size), offset, size, int(p["cookie"]))
+                entry = Entry(
+                    int(p["handle"]),
+                    self._inside(int(p["base"]), int(p["base_offset"]), size),
+                    offset,
+                    size,
+                    int(p["cookie"]),
+                )
                 entry.rule = next((rule for rule in self.rules if rule.fires(offset, size)), None)
-                entry.polls_left = entry.rule.value if entry.rule and entry.rule.fault == "late" else 0
+                entry.polls_left = (
+                    entry.rule.value if entry.rule and entry.rule.fault == "late" else 0
+                )
                 entry.reports = 2 if entry.rule and entry.rule.fault == "twice" else 1
                 batch.waiting.append(entry)
             self.changed.notify_all()
 
-    def batch_io_get_status(self, number: int, least: int, count_pointer: int, events_pointer: int, timeout_pointer: int) -> None:
+    def batch_io_get_status(
+        self, number: int, least: int, count_pointer: int, events_pointer: int, timeout_pointer: int
+    ) -> None:
         self._note("batch_io_get_status", number)
         seconds, nanoseconds = (ctypes.c_int64 * 2).from_address(timeout_pointer)
         count = ctypes.c_uint32.from_address(count_pointer)
@@ -370,7 +420,9 @@ class CuFileStub:
                 if entry.is_over:  # told again; nothing is moved again
                     event["status"], event["ret"] = d.COMPLETE, entry.size
                 else:
-                    event["status"], event["ret"] = (d.CANCELED, 0) if dropped else self._perform(entry)
+                    event["status"], event["ret"] = (
+                        (d.CANCELED, 0) if dropped else self._perform(entry)
+                    )
                 entry.is_over = True
                 entry.reports -= 1
                 if entry.reports == 0:
@@ -402,7 +454,11 @@ class CuFileStub:
             return d.FAILED, -rule.value
         if rule is not None and rule.fault == "status":
             return rule.value, entry.size  # a count that means nothing: the entry did not complete
-        size = min(entry.size, rule.value) if rule is not None and rule.fault == "short" else entry.size
+        size = (
+            min(entry.size, rule.value)
+            if rule is not None and rule.fault == "short"
+            else entry.size
+        )
         data = bytearray(os.pread(self.handles[entry.handle], size, entry.offset))
         if rule is not None and rule.fault == "flip" and data:
             data[rule.value // 8 % len(data)] ^= 1 << rule.value % 8

@@ -1,4 +1,5 @@
-"""What the `gds` engine reads, where it puts it and how long it keeps it, on emulated bindings (cufile_stub.py); and on a GPU."""
+"""What the `gds` engine reads, where it puts it and how long it keeps it, on emulated bindings
+(cufile_stub.py); and on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ import torch
 from espnx import errors
 from espnx.ops import crc32c_ranges
 from espnx.storage import FileHandle, NativeEngine, Plan, open_engine
-from tests.storage.gds.common import KIB, MakeEngine, items_of, make, random_plan, stub_of, until, write_file
+from tests.storage.gds.common import (
+    KIB,
+    MakeEngine,
+    items_of,
+    make,
+    random_plan,
+    stub_of,
+    until,
+    write_file,
+)
 from tests.storage.gds.cufile_stub import CuFileStub, HostMemory, Rule
 
 __all__ = ["make"]  # a fixture is found by its name in this module
@@ -23,16 +33,26 @@ __all__ = ["make"]  # a fixture is found by its name in this module
 @pytest.mark.parametrize("order", ["fifo", "lifo", "random"])
 @pytest.mark.parametrize("gap_bytes", [0, 16 * KIB])
 @pytest.mark.parametrize("batch_size", [3, 128])
-def test_reads_are_exact(make: MakeEngine, tmp_path: Path, order: str, gap_bytes: int, batch_size: int) -> None:
-    """Unaligned items, empty ones, the file's odd end, more entries than one batch holds, completions in any order."""
+def test_reads_are_exact(
+    make: MakeEngine, tmp_path: Path, order: str, gap_bytes: int, batch_size: int
+) -> None:
+    """Unaligned items, empty ones, the file's odd end, more entries than one batch holds,
+    completions in any order."""
     path, data = write_file(tmp_path, 700_001)
-    engine = make(CuFileStub(order=order, seed=gap_bytes), batch_size=batch_size, batch_bytes=64 * KIB, large_bytes=32 * KIB)
+    engine = make(
+        CuFileStub(order=order, seed=gap_bytes),
+        batch_size=batch_size,
+        batch_bytes=64 * KIB,
+        large_bytes=32 * KIB,
+    )
     file = engine.open(path)
     offsets, sizes = random_plan(batch_size, len(data), 150, 100_000 if gap_bytes else 9000)
     future = engine.read(Plan.of(file, offsets, sizes), gap_bytes=gap_bytes)
     seen = torch.cat(list(future)).tolist()
     assert sorted(seen) == list(range(150))
-    assert items_of(future.memory, future.position_bytes, sizes) == [data[o : o + s] for o, s in zip(offsets, sizes, strict=True)]
+    assert items_of(future.memory, future.position_bytes, sizes) == [
+        data[o : o + s] for o, s in zip(offsets, sizes, strict=True)
+    ]
     assert future.done()
     assert future.bytes_asked == sum(sizes)
     assert engine.stats().in_flight == 0
@@ -44,26 +64,35 @@ def test_planning_is_the_native_engine_s(make: MakeEngine, tmp_path: Path) -> No
     offsets, sizes = random_plan(5, len(data), 80, 5000)
     engine = make(batch_bytes=64 * KIB)
     with NativeEngine("posix", request_bytes=64 * KIB) as native:
-        theirs = native.read(Plan.of(native.open(path, direct=False), offsets, sizes), gap_bytes=4096)
+        theirs = native.read(
+            Plan.of(native.open(path, direct=False), offsets, sizes), gap_bytes=4096
+        )
         ours = engine.read(Plan.of(engine.open(path, direct=False), offsets, sizes), gap_bytes=4096)
         theirs.wait()
         ours.wait()
         assert torch.equal(ours.position_bytes, theirs.position_bytes)
         assert ours.request_count == theirs.request_count
         assert ours.bytes_moved == theirs.bytes_moved
-        assert items_of(ours.memory, ours.position_bytes, sizes) == items_of(theirs.memory, theirs.position_bytes, sizes)
+        assert items_of(ours.memory, ours.position_bytes, sizes) == items_of(
+            theirs.memory, theirs.position_bytes, sizes
+        )
 
 
 def test_exactly_the_submitted_reads_are_made(make: MakeEngine, tmp_path: Path) -> None:
-    """300 separate blocks are 128 + 128 + 44 entries: no batch is filled up with reads nobody asked for."""
+    """300 separate blocks are 128 + 128 + 44 entries: no batch is filled up with reads nobody asked
+    for."""
     path, data = write_file(tmp_path, 600 * 4096)
     engine = make(arena_bytes=4096 * KIB)
     file = engine.open(path)
     stub_of(engine).calls.clear()
     offsets = [2 * i * 4096 for i in range(300)]
     future = engine.read(Plan.of(file, offsets, [4096] * 300))
-    assert items_of(future.wait(), future.position_bytes, [4096] * 300) == [data[o : o + 4096] for o in offsets]
-    submitted = [arguments[1] for name, arguments in stub_of(engine).calls if name == "batch_io_submit"]
+    assert items_of(future.wait(), future.position_bytes, [4096] * 300) == [
+        data[o : o + 4096] for o in offsets
+    ]
+    submitted = [
+        arguments[1] for name, arguments in stub_of(engine).calls if name == "batch_io_submit"
+    ]
     assert submitted == [128, 128, 44]
     assert engine.stats().bytes_moved == 300 * 4096
     assert stub_of(engine).count("buf_register") == 0  # nothing is registered per read
@@ -75,7 +104,9 @@ def test_driver_s_batch_limit_is_kept(make: MakeEngine, tmp_path: Path) -> None:
     engine = make(CuFileStub(max_batch=5), batch_size=128)
     offsets = [2 * i * 4096 for i in range(17)]
     future = engine.read(Plan.of(engine.open(path), offsets, [10] * 17))
-    assert items_of(future.wait(), future.position_bytes, [10] * 17) == [data[o : o + 10] for o in offsets]
+    assert items_of(future.wait(), future.position_bytes, [10] * 17) == [
+        data[o : o + 10] for o in offsets
+    ]
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [0, 0, 0]])
@@ -97,15 +128,21 @@ def test_large_items_are_read_in_pieces_of_their_own(make: MakeEngine, tmp_path:
     stub_of(engine).calls.clear()
     offsets, sizes = [5, 100, 999_000], [1_000_003 - 5, 700_001, 3]
     future = engine.read(Plan.of(file, offsets, sizes))
-    assert items_of(future.wait(), future.position_bytes, sizes) == [data[o : o + s] for o, s in zip(offsets, sizes, strict=True)]
+    assert items_of(future.wait(), future.position_bytes, sizes) == [
+        data[o : o + s] for o, s in zip(offsets, sizes, strict=True)
+    ]
     largest = max(arguments[1] for name, arguments in stub_of(engine).calls if name == "read")
     assert largest == 128 * KIB
 
 
 def test_without_batches_reads_are_made_one_by_one(make: MakeEngine, tmp_path: Path) -> None:
-    """Libraries older than the batches' compatibility mode refuse them at submission, or do not offer them at all."""
+    """Libraries older than the batches' compatibility mode refuse them at submission, or do not
+    offer them at all."""
     path, data = write_file(tmp_path, 50_000)
-    for prepare in (lambda stub: setattr(stub, "batches", False), lambda stub: stub.refuse.update(batch_io_submit=5049)):
+    for prepare in (
+        lambda stub: setattr(stub, "batches", False),
+        lambda stub: stub.refuse.update(batch_io_submit=5049),
+    ):
         stub = CuFileStub()
         prepare(stub)
         engine = make(stub)
@@ -136,10 +173,26 @@ def bad_plans(file: FileHandle) -> list[tuple[Plan, Any, type[Exception]]]:
         (Plan.of(file, [0], [-5]), None, errors.InvalidInputError),
         (Plan.of(file, [2**62], [2**62]), None, errors.InvalidInputError),
         (Plan.of(file, [0, 95], [5, 6]), None, errors.TruncatedFileError),
-        (Plan(torch.tensor([7]), torch.tensor([0]), torch.tensor([1])), None, errors.InvalidInputError),
-        (Plan(torch.tensor([-1]), torch.tensor([0]), torch.tensor([1])), None, errors.InvalidInputError),
-        (Plan(torch.tensor([0]), torch.tensor([0, 1]), torch.tensor([1])), None, errors.InvalidInputError),
-        (Plan(torch.tensor([0]), torch.tensor([0.0]), torch.tensor([1])), None, errors.InvalidInputError),
+        (
+            Plan(torch.tensor([7]), torch.tensor([0]), torch.tensor([1])),
+            None,
+            errors.InvalidInputError,
+        ),
+        (
+            Plan(torch.tensor([-1]), torch.tensor([0]), torch.tensor([1])),
+            None,
+            errors.InvalidInputError,
+        ),
+        (
+            Plan(torch.tensor([0]), torch.tensor([0, 1]), torch.tensor([1])),
+            None,
+            errors.InvalidInputError,
+        ),
+        (
+            Plan(torch.tensor([0]), torch.tensor([0.0]), torch.tensor([1])),
+            None,
+            errors.InvalidInputError,
+        ),
         (Plan.of(file, [0], [5]), out, errors.InvalidInputError),
         (Plan.of(file, [0], [5], [96]), out, errors.InvalidInputError),
         (Plan.of(file, [0], [5], [-1]), out, errors.InvalidInputError),
@@ -193,7 +246,13 @@ def test_higher_priority_goes_first(make: MakeEngine, tmp_path: Path) -> None:
 
 def test_many_threads(make: MakeEngine, tmp_path: Path) -> None:
     paths = [write_file(tmp_path, 300_007, seed=i, name=f"f{i}") for i in range(2)]
-    engine = make(CuFileStub(order="random"), batch_size=7, arena_bytes=256 * KIB, batch_bytes=32 * KIB, large_bytes=16 * KIB)
+    engine = make(
+        CuFileStub(order="random"),
+        batch_size=7,
+        arena_bytes=256 * KIB,
+        batch_bytes=32 * KIB,
+        large_bytes=16 * KIB,
+    )
     files = [engine.open(path) for path, _ in paths]
     failures: list[BaseException] = []
 
@@ -241,7 +300,9 @@ def test_memory_comes_back_when_nobody_can_see_it(make: MakeEngine, tmp_path: Pa
     assert engine._pool.held_bytes() == 0
 
 
-def test_memory_is_not_used_again_before_queued_kernels_have_run(make: MakeEngine, tmp_path: Path) -> None:
+def test_memory_is_not_used_again_before_queued_kernels_have_run(
+    make: MakeEngine, tmp_path: Path
+) -> None:
     path, _ = write_file(tmp_path, 100_000)
     memory = HostMemory()
     engine = make(memory=memory, arena_bytes=64 * KIB)
@@ -303,7 +364,9 @@ def test_closing_the_engine(make: MakeEngine, tmp_path: Path) -> None:
 def test_on_the_gpu(tmp_path: Path, batch_bytes: int) -> None:
     """Whatever path this machine's cuFile takes, the bytes in GPU memory are the file's."""
     path, data = write_file(tmp_path, 3_000_001)
-    with open_engine("gds-compat", batch_bytes=batch_bytes, large_bytes=256 * KIB, arena_bytes=32 * 1024 * KIB) as engine:
+    with open_engine(
+        "gds-compat", batch_bytes=batch_bytes, large_bytes=256 * KIB, arena_bytes=32 * 1024 * KIB
+    ) as engine:
         file = engine.open(path)
         offsets, sizes = random_plan(1, len(data), 400, 30_000)
         offsets, sizes = [*offsets, 1], [*sizes, 3_000_000]
@@ -313,11 +376,15 @@ def test_on_the_gpu(tmp_path: Path, batch_bytes: int) -> None:
             future = engine.read(Plan.of(file, offsets, sizes, crc32c=crcs), gap_bytes=8192)
             memory = future.wait()
             assert memory.is_cuda
-            assert items_of(memory, future.position_bytes, sizes) == [data[o : o + s] for o, s in zip(offsets, sizes, strict=True)]
+            assert items_of(memory, future.position_bytes, sizes) == [
+                data[o : o + s] for o, s in zip(offsets, sizes, strict=True)
+            ]
         places = np.concatenate([[0], np.cumsum(sizes)[:-1]]).tolist()
         out = torch.empty(sum(sizes), dtype=torch.uint8, device="cuda")
         engine.read(Plan.of(file, offsets, sizes, places), out).wait()
-        assert bytes(out.cpu().numpy()) == b"".join(data[o : o + s] for o, s in zip(offsets, sizes, strict=True))
+        assert bytes(out.cpu().numpy()) == b"".join(
+            data[o : o + s] for o, s in zip(offsets, sizes, strict=True)
+        )
 
 
 @pytest.mark.gpu
@@ -328,6 +395,8 @@ def test_gds_on_the_gpu_is_direct_or_refused(tmp_path: Path) -> None:
             file = engine.open(path)
             assert file.effective == "gds"
             future = engine.read(Plan.of(file, [7], [100_000 - 7]))
-            assert items_of(future.wait(), future.position_bytes, [100_000 - 7]) == [data[7:100_000]]
+            assert items_of(future.wait(), future.position_bytes, [100_000 - 7]) == [
+                data[7:100_000]
+            ]
     except errors.PathUnavailableError as error:
         assert "gds-compat" in str(error)  # noqa: PT017 - either outcome is right; silence would not be

@@ -1,4 +1,5 @@
-"""The `gds` engine when entries fail, come short, come twice or never come, on emulated bindings (cufile_stub.py)."""
+"""The `gds` engine when entries fail, come short, come twice or never come, on emulated bindings
+(cufile_stub.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ __all__ = ["make"]  # a fixture is found by its name in this module
     ],
 )
 @pytest.mark.parametrize("batches", [True, False])
-def test_failed_entry_is_named(make: MakeEngine, tmp_path: Path, rule: Rule, number: int | None, words: str, batches: bool) -> None:
+def test_failed_entry_is_named(
+    make: MakeEngine, tmp_path: Path, rule: Rule, number: int | None, words: str, batches: bool
+) -> None:
     path, data = write_file(tmp_path, 100_000)
     stub = CuFileStub(rules=[rule])
     stub.batches = batches
@@ -40,7 +43,11 @@ def test_failed_entry_is_named(make: MakeEngine, tmp_path: Path, rule: Rule, num
     future = engine.read(Plan.of(file, [0, 8200, 40_000], [10, 10, 10]))
     with pytest.raises(errors.ReadError) as caught:
         future.wait()
-    assert (caught.value.path, caught.value.offset_bytes, caught.value.size_bytes) == (str(path), 8192, 4096)
+    assert (caught.value.path, caught.value.offset_bytes, caught.value.size_bytes) == (
+        str(path),
+        8192,
+        4096,
+    )
     if batches:
         assert caught.value.errno == number
         assert words in str(caught.value)
@@ -55,7 +62,9 @@ def test_failed_entry_is_named(make: MakeEngine, tmp_path: Path, rule: Rule, num
 
 @pytest.mark.parametrize("moved", [1, 4095, 4096, 5000, 8192])
 @pytest.mark.parametrize("batches", [True, False])
-def test_short_reads_go_on_from_the_last_whole_block(make: MakeEngine, tmp_path: Path, moved: int, batches: bool) -> None:
+def test_short_reads_go_on_from_the_last_whole_block(
+    make: MakeEngine, tmp_path: Path, moved: int, batches: bool
+) -> None:
     path, data = write_file(tmp_path, 100_000)
     stub = CuFileStub(rules=[Rule("short", moved, match=lambda o, s: s > 8192, count=3)])
     stub.batches = batches
@@ -63,11 +72,15 @@ def test_short_reads_go_on_from_the_last_whole_block(make: MakeEngine, tmp_path:
     file = engine.open(path)
     assert file.direct
     future = engine.read(Plan.of(file, [100, 90_000], [60_000, 10_000]))
-    assert items_of(future.wait(), future.position_bytes, [60_000, 10_000]) == [data[100:60_100], data[90_000:]]
+    assert items_of(future.wait(), future.position_bytes, [60_000, 10_000]) == [
+        data[100:60_100],
+        data[90_000:],
+    ]
     assert engine.stats().retries == 3
     offsets = [arguments[2] for name, arguments in stub.calls if name == "read"]
     assert all(offset % 4096 == 0 for offset in offsets)
-    assert future.bytes_moved == 61_440 + 100_000 - 86_016  # each byte once, whatever was read again
+    # each byte once, whatever was read again
+    assert future.bytes_moved == 61_440 + 100_000 - 86_016
 
 
 def test_short_for_ever_is_given_up(make: MakeEngine, tmp_path: Path) -> None:
@@ -112,19 +125,35 @@ def test_checksums(make: MakeEngine, tmp_path: Path) -> None:
     crcs = crc32c_ranges(joined, torch.tensor(offsets), torch.tensor(sizes))
     crcs[3] = 12345  # the empty item has no bytes to be wrong
     future = engine.read(Plan.of(file, offsets, sizes, crc32c=crcs))
-    assert items_of(future.wait(), future.position_bytes, sizes) == [data[o : o + s] for o, s in zip(offsets, sizes, strict=True)]
+    assert items_of(future.wait(), future.position_bytes, sizes) == [
+        data[o : o + s] for o, s in zip(offsets, sizes, strict=True)
+    ]
     stub_of(engine).rules.append(Rule("flip", 8 * 1000 + 3, match=lambda o, s: o == 8192))
     with pytest.raises(errors.ChecksumError) as caught:
         engine.read(Plan.of(file, offsets, sizes, crc32c=crcs)).wait()
-    assert (caught.value.offset_bytes, caught.value.size_bytes, caught.value.path) == (8193, 9000, str(path))
+    assert (caught.value.offset_bytes, caught.value.size_bytes, caught.value.path) == (
+        8193,
+        9000,
+        str(path),
+    )
 
 
 def test_an_entry_reported_twice_counts_once(make: MakeEngine, tmp_path: Path) -> None:
     path, data = write_file(tmp_path, 100_000)
-    engine = make(CuFileStub(rules=[Rule("twice", match=lambda o, s: o == 0, nth=2), Rule("late", 5, match=lambda o, s: o == 40_960)]))
+    engine = make(
+        CuFileStub(
+            rules=[
+                Rule("twice", match=lambda o, s: o == 0, nth=2),
+                Rule("late", 5, match=lambda o, s: o == 40_960),
+            ]
+        )
+    )
     file = engine.open(path)
     future = engine.read(Plan.of(file, [0, 41_000], [10, 10]))
-    assert items_of(future.wait(), future.position_bytes, [10, 10]) == [data[:10], data[41_000:41_010]]
+    assert items_of(future.wait(), future.position_bytes, [10, 10]) == [
+        data[:10],
+        data[41_000:41_010],
+    ]
     assert engine.stats().in_flight == 0
     assert engine.stats().bytes_moved == future.bytes_moved == 2 * 4096
 
@@ -147,12 +176,16 @@ def test_completions_arrive_while_others_are_out(make: MakeEngine, tmp_path: Pat
     assert future.next()[0].tolist() == [1]
 
 
-def test_deadline_puts_memory_in_quarantine_until_the_read_completes(make: MakeEngine, tmp_path: Path) -> None:
+def test_deadline_puts_memory_in_quarantine_until_the_read_completes(
+    make: MakeEngine, tmp_path: Path
+) -> None:
     path, data = write_file(tmp_path, 400_000)
     stub = CuFileStub(rules=[Rule("never", match=lambda o, s: o == 40_960)])
-    engine = make(stub, arena_bytes=16 * KIB)  # three blocks are out: the next read of two cannot lie there
+    # three blocks are out: the next read of two cannot lie there
+    engine = make(stub, arena_bytes=16 * KIB)
     file = engine.open(path)
-    future = engine.read(Plan.of(file, [0, 41_000, 80_000], [10, 10, 10]), deadline_s=1.0)  # by then all three are with the device
+    # by then all three are with the device
+    future = engine.read(Plan.of(file, [0, 41_000, 80_000], [10, 10, 10]), deadline_s=1.0)
     with pytest.raises(errors.DeadlineExceededError) as caught:
         future.wait()
     assert (caught.value.path, caught.value.offset_bytes) == (str(path), 40_960)
@@ -164,9 +197,11 @@ def test_deadline_puts_memory_in_quarantine_until_the_read_completes(make: MakeE
     del future, caught  # the traceback would keep the future alive
     gc.collect()
 
-    again = engine.read(Plan.of(file, [41_000 + 100_000, 300_000], [4000, 4000]))  # the engine is still usable ...
+    # the engine is still usable ...
+    again = engine.read(Plan.of(file, [41_000 + 100_000, 300_000], [4000, 4000]))
     memory = again.wait()
-    assert not pointer <= memory.data_ptr() < pointer + 12_288  # ... and does not touch what the device may still write to
+    # ... and does not touch what the device may still write to
+    assert not pointer <= memory.data_ptr() < pointer + 12_288
     before = bytes(memory.numpy())
     stub.release()
     until(lambda: engine.stats().quarantined_buffers == 0)
@@ -223,7 +258,9 @@ def test_timeout_inside_cufile_is_no_completion(make: MakeEngine, tmp_path: Path
 
 
 @pytest.mark.parametrize("call", ["batch_io_set_up", "batch_io_submit", "batch_io_get_status"])
-def test_failing_calls_fail_the_read_and_spare_the_engine(make: MakeEngine, tmp_path: Path, call: str) -> None:
+def test_failing_calls_fail_the_read_and_spare_the_engine(
+    make: MakeEngine, tmp_path: Path, call: str
+) -> None:
     path, data = write_file(tmp_path, 100_000)
     stub = CuFileStub()
     engine = make(stub)
@@ -235,6 +272,7 @@ def test_failing_calls_fail_the_read_and_spare_the_engine(make: MakeEngine, tmp_
     stub.refuse.clear()
     again = engine.read(Plan.of(file, [41_000], [10]))
     assert items_of(again.wait(), again.position_bytes, [10]) == [data[41_000:41_010]]
-    stuck = 0 if call == "batch_io_set_up" else 1  # nobody knows what became of these: their memory is never used again
+    # nobody knows what became of these: their memory is never used again
+    stuck = 0 if call == "batch_io_set_up" else 1
     assert engine.stats().quarantined_buffers == stuck
     engine.close(grace_s=0.05)

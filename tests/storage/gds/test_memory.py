@@ -1,4 +1,5 @@
-"""Device memory of the `gds` engine: where it comes from, when it may be used again, and what happens when there is no more."""
+"""Device memory of the `gds` engine: where it comes from, when it may be used again, and what
+happens when there is no more."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Runtime:
 def in_a_child(run: Any) -> int:
     """The exit code of `run` in a forked child: 0 unless it raises."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: the child does next to nothing
+        # of forks beside threads: the child does next to nothing
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         try:
@@ -93,16 +95,27 @@ def test_no_memory_is_said_with_figures() -> None:
         Allocation(Runtime(broken=999), 0, 10)
 
 
-def test_torch_s_own_allocator_is_not_asked_but_for_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory may be of a kind that cannot be registered (expandable segments). What it keeps for later is free memory, though."""
+def test_torch_s_own_allocator_is_not_asked_but_for_what_it_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its memory may be of a kind that cannot be registered (expandable segments). What it keeps
+    for later is free memory, though."""
     memory = object.__new__(CudaMemory)
     memory.device, memory._runtime = torch.device("cuda", 2), Runtime(1000)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     cached = [7500]
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(memory._runtime, "free_bytes", 1000 + cached.pop()))
-    monkeypatch.setattr(torch, "empty", lambda *args, **options: pytest.fail("memory of torch's allocator"))
+    monkeypatch.setattr(
+        torch.cuda,
+        "empty_cache",
+        lambda: setattr(memory._runtime, "free_bytes", 1000 + cached.pop()),
+    )
+    monkeypatch.setattr(
+        torch, "empty", lambda *args, **options: pytest.fail("memory of torch's allocator")
+    )
     seen: list[tuple[Any, int, int]] = []
-    monkeypatch.setattr(memory, "wrap", lambda owner, pointer, size_bytes: seen.append((owner, pointer, size_bytes)))
+    monkeypatch.setattr(
+        memory, "wrap", lambda owner, pointer, size_bytes: seen.append((owner, pointer, size_bytes))
+    )
     memory.allocate(8000)
     owner, pointer, size_bytes = seen.pop()
     assert (owner.pointer, size_bytes, memory._runtime.device) == (pointer, 8000, 2)
@@ -141,7 +154,9 @@ def test_no_event_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> 
     assert [stream.recorded for stream in streams] == [1, 1]
 
 
-def test_results_that_go_in_a_child_process_touch_no_device(make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_that_go_in_a_child_process_touch_no_device(
+    make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, _ = write_file(tmp_path, 100_000)
     memory = HostMemory()
     engine = make(memory=memory)
@@ -157,7 +172,9 @@ def test_results_that_go_in_a_child_process_touch_no_device(make: MakeEngine, tm
     assert in_a_child(check) == 0
 
 
-def test_memory_that_kernels_still_read_is_waited_for_before_more_is_taken(make: MakeEngine, tmp_path: Path) -> None:
+def test_memory_that_kernels_still_read_is_waited_for_before_more_is_taken(
+    make: MakeEngine, tmp_path: Path
+) -> None:
     path, data = write_file(tmp_path, 100_000)
     memory = HostMemory()
     engine = make(memory=memory, arena_bytes=64 * KIB)
@@ -184,7 +201,8 @@ def test_out_of_memory(make: MakeEngine, tmp_path: Path, monkeypatch: pytest.Mon
     assert caught.value.needed_bytes == 128 * KIB
     assert engine.stats().in_flight == 0
     del held, caught  # the traceback would keep it alive
-    memory.busy, memory.looks, memory.done_at_look = {"default"}, 0, 50  # kernels read it still: there is no other memory to wait for
+    # kernels read it still: there is no other memory to wait for
+    memory.busy, memory.looks, memory.done_at_look = {"default"}, 0, 50
     gc.collect()
     future = engine.read(Plan.of(file, [1], [60_000]))
     assert items_of(future.wait(), future.position_bytes, [60_000]) == [data[1:60_001]]

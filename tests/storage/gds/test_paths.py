@@ -1,4 +1,5 @@
-"""Which path the `gds` engine takes and what it says when it cannot: files, driver, registration, missing packages."""
+"""Which path the `gds` engine takes and what it says when it cannot: files, driver, registration,
+missing packages."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ def test_opening_files(make: MakeEngine, tmp_path: Path) -> None:
     path.chmod(0o444)
     engine = make()
     file = engine.open(path)
-    assert (file.path, file.size_bytes, file.requested, file.effective) == (str(path), 5000, "gds-compat", "gds-compat")
+    assert (file.path, file.size_bytes, file.requested, file.effective) == (
+        str(path),
+        5000,
+        "gds-compat",
+        "gds-compat",
+    )
     assert (file.direct, file.alignment_bytes) == (True, 4096)
     buffered = engine.open(path, direct=False)
     assert (buffered.effective, buffered.alignment_bytes) == ("gds-compat (buffered)", 1)
@@ -54,9 +60,16 @@ def test_first_read_of_a_file_fails(make: MakeEngine, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("requested", "direct", "effective"),
-    [("gds", True, "gds"), ("gds", False, None), ("gds-compat", True, "gds"), ("gds-compat", False, "gds-compat")],
+    [
+        ("gds", True, "gds"),
+        ("gds", False, None),
+        ("gds-compat", True, "gds"),
+        ("gds-compat", False, "gds-compat"),
+    ],
 )
-def test_effective_path(make: MakeEngine, tmp_path: Path, requested: str, direct: bool, effective: str | None) -> None:
+def test_effective_path(
+    make: MakeEngine, tmp_path: Path, requested: str, direct: bool, effective: str | None
+) -> None:
     path, data = write_file(tmp_path, 5000)
     stub = CuFileStub(direct=direct)
     if effective is None:
@@ -76,7 +89,8 @@ def test_effective_path(make: MakeEngine, tmp_path: Path, requested: str, direct
 
 
 def test_driver_that_another_library_opened(make: MakeEngine, tmp_path: Path) -> None:
-    """Then compatibility mode cannot be switched off, and statistics have to show that reads are direct."""
+    """Then compatibility mode cannot be switched off, and statistics have to show that reads are
+    direct."""
     path, _ = write_file(tmp_path, 5000)
     stub = CuFileStub(direct=True)
     stub.open_count = 1
@@ -95,7 +109,9 @@ def test_driver_that_another_library_opened(make: MakeEngine, tmp_path: Path) ->
         assert stub.handles == {}
 
 
-def test_the_driver_stays_open_when_the_library_that_opened_it_leaves(make: MakeEngine, tmp_path: Path) -> None:
+def test_the_driver_stays_open_when_the_library_that_opened_it_leaves(
+    make: MakeEngine, tmp_path: Path
+) -> None:
     path, data = write_file(tmp_path, 5000)
     for counts in (True, False):
         stub = CuFileStub()
@@ -132,7 +148,8 @@ def test_two_engines_share_the_driver(make: MakeEngine) -> None:
 
 
 def test_memory_that_cannot_be_registered(make: MakeEngine, tmp_path: Path) -> None:
-    """Direct reads need it; in compatibility mode cuFile has buffers of its own, and the engine says so."""
+    """Direct reads need it; in compatibility mode cuFile has buffers of its own, and the engine
+    says so."""
     path, data = write_file(tmp_path, 5000)
     stub = CuFileStub(direct=True)
     stub.register_fails = True
@@ -148,7 +165,15 @@ def test_memory_that_cannot_be_registered(make: MakeEngine, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "options",
-    [{"path": "uring"}, {"batch_size": 0}, {"batches": 0}, {"threads": 0}, {"batch_bytes": 1000}, {"large_bytes": 0}, {"arena_bytes": 1}],
+    [
+        {"path": "uring"},
+        {"batch_size": 0},
+        {"batches": 0},
+        {"threads": 0},
+        {"batch_bytes": 1000},
+        {"large_bytes": 0},
+        {"arena_bytes": 1},
+    ],
 )
 def test_options_out_of_range(make: MakeEngine, options: dict[str, Any]) -> None:
     with pytest.raises(errors.InvalidInputError):
@@ -196,7 +221,8 @@ def test_no_gpu_is_said_in_one_sentence() -> None:
 
 def test_importing_storage_imports_no_cuda() -> None:
     code = (
-        "import sys, torch; before = set(sys.modules)\n"  # torch itself imports cuda.bindings where they are
+        # torch itself imports cuda.bindings where they are
+        "import sys, torch; before = set(sys.modules)\n"
         "import espnx.storage; added = set(sys.modules) - before\n"
         "print([m for m in added if m.split('.')[0] in ('cuda', 'cupy') or '.gds' in m])"
     )
@@ -207,16 +233,28 @@ def test_importing_storage_imports_no_cuda() -> None:
 def test_structures_are_those_of_the_bindings() -> None:
     """Our layouts of the C structures against the installed bindings', field by field."""
     cufile = pytest.importorskip(
-        "cuda.bindings.cufile", reason="cuda-bindings is not installed (pip install espnx[gds])", exc_type=ImportError
+        "cuda.bindings.cufile",
+        reason="cuda-bindings is not installed (pip install espnx[gds])",
+        exc_type=ImportError,
     )
     flat = cufile.io_params_dtype
     inner = flat["u"]["batch"]
     at = {name: flat.fields[name][1] for name in ("mode", "fh", "opcode", "cookie")}
-    at |= {name: flat.fields["u"][1] + inner.fields[name][1] for name in ("dev_ptr_base", "file_offset", "dev_ptr_offset", "size_")}
-    names = {"mode": "mode", "base": "dev_ptr_base", "file_offset": "file_offset", "base_offset": "dev_ptr_offset"}
+    at |= {
+        name: flat.fields["u"][1] + inner.fields[name][1]
+        for name in ("dev_ptr_base", "file_offset", "dev_ptr_offset", "size_")
+    }
+    names = {
+        "mode": "mode",
+        "base": "dev_ptr_base",
+        "file_offset": "file_offset",
+        "base_offset": "dev_ptr_offset",
+    }
     names |= {"size": "size_", "handle": "fh", "opcode": "opcode", "cookie": "cookie"}
     ours = gds_driver._PARAMS
-    assert {name: ours.fields[name][1] for name in names} == {name: at[theirs] for name, theirs in names.items()}
+    assert {name: ours.fields[name][1] for name in names} == {
+        name: at[theirs] for name, theirs in names.items()
+    }
     assert ours.itemsize == flat.itemsize
     assert [gds_driver.EVENTS.fields[name][1] for name in ("cookie", "status", "ret")] == [0, 8, 16]
     assert gds_driver.EVENTS.itemsize == cufile.io_events_dtype.itemsize
@@ -225,18 +263,29 @@ def test_structures_are_those_of_the_bindings() -> None:
         cufile.descr_dtype.fields[n][1] for n in ("type", "handle", "fs_ops")
     ]
     stats = cufile.stats_level1_dtype
-    counters = {"nvfs_submit": gds_driver._NVFS_AT, "p2p_submit": gds_driver._P2P_AT, "posix_enqueued": gds_driver._POSIX_AT}
+    counters = {
+        "nvfs_submit": gds_driver._NVFS_AT,
+        "p2p_submit": gds_driver._P2P_AT,
+        "posix_enqueued": gds_driver._POSIX_AT,
+    }
     counters |= {"aio_submit": gds_driver._AIO_AT, "iouring_submit": gds_driver._IO_URING_AT}
     assert {name: stats.fields[f"batch_{name}_ops"][1] for name in counters} == counters
     assert stats.itemsize < gds_driver._STATS_BYTES
-    codes = {"DRIVER_ALREADY_OPEN": gds_driver.DRIVER_ALREADY_OPEN, "IO_NOT_SUPPORTED": 5008, "BATCH_NOCOMPAT_ERROR": 5049}
+    codes = {
+        "DRIVER_ALREADY_OPEN": gds_driver.DRIVER_ALREADY_OPEN,
+        "IO_NOT_SUPPORTED": 5008,
+        "BATCH_NOCOMPAT_ERROR": 5049,
+    }
     assert {name: int(getattr(cufile.OpError, name)) for name in codes} == codes
     statuses = ("WAITING", "PENDING", "INVALID", "CANCELED", "COMPLETE", "TIMEOUT", "FAILED")
-    assert [int(getattr(cufile.Status, name)) for name in statuses] == [getattr(gds_driver, name) for name in statuses]
+    assert [int(getattr(cufile.Status, name)) for name in statuses] == [
+        getattr(gds_driver, name) for name in statuses
+    ]
 
 
 def test_a_plan_of_another_engine(make: MakeEngine, tmp_path: Path) -> None:
-    """Files of two engines never have the same number, whatever the engines are: a plan for one reads nothing of the other's."""
+    """Files of two engines never have the same number, whatever the engines are: a plan for one
+    reads nothing of the other's."""
     ours, data = write_file(tmp_path, 5000)
     other = tmp_path / "other"
     other.write_bytes(bytes(5000))
@@ -244,7 +293,12 @@ def test_a_plan_of_another_engine(make: MakeEngine, tmp_path: Path) -> None:
     with NativeEngine("posix") as native:
         files = one.open(ours), two.open(other), native.open(other)
         assert len({file.number for file in files}) == 3
-        foreign: list[tuple[Engine, FileHandle]] = [(two, files[0]), (one, files[1]), (one, files[2]), (native, files[0])]
+        foreign: list[tuple[Engine, FileHandle]] = [
+            (two, files[0]),
+            (one, files[1]),
+            (one, files[2]),
+            (native, files[0]),
+        ]
         for engine, file in foreign:
             with pytest.raises(errors.InvalidInputError, match=str(file.number)):
                 engine.read(Plan.of(file, [0], [100]))

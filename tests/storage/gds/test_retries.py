@@ -1,4 +1,5 @@
-"""The `gds` engine where cuFile asks for patience, has no batches or fails any call at any time, on emulated bindings."""
+"""The `gds` engine where cuFile asks for patience, has no batches or fails any call at any time, on
+emulated bindings."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def test_what_passes_is_asked_again(make: MakeEngine, tmp_path: Path, call: str,
     stub.passing[call] = [code] * 3
     offsets = [i * 12_000 for i in range(8)]
     future = engine.read(Plan.of(file, offsets, [10] * 8))
-    assert items_of(future.wait(), future.position_bytes, [10] * 8) == [data[o : o + 10] for o in offsets]
+    assert items_of(future.wait(), future.position_bytes, [10] * 8) == [
+        data[o : o + 10] for o in offsets
+    ]
     assert stub.passing[call] == []
     until(lambda: engine.stats().in_flight == 0)
     stats = engine.stats()
@@ -49,7 +52,8 @@ def test_a_first_read_is_patient_too(make: MakeEngine, tmp_path: Path, call: str
 
 @pytest.mark.parametrize("call", ["batch_io_set_up", "batch_io_submit", "batch_io_get_status"])
 def test_patience_ends_with_the_deadline(make: MakeEngine, tmp_path: Path, call: str) -> None:
-    """The error says what cuFile said, nothing spins meanwhile, and when cuFile comes round nothing is left behind."""
+    """The error says what cuFile said, nothing spins meanwhile, and when cuFile comes round nothing
+    is left behind."""
     path, data = write_file(tmp_path, 100_000)
     stub = CuFileStub()
     engine = make(stub)
@@ -68,7 +72,9 @@ def test_patience_ends_with_the_deadline(make: MakeEngine, tmp_path: Path, call:
     assert items_of(again.wait(), again.position_bytes, [10]) == [data[41_000:41_010]]
 
 
-def test_reads_that_nobody_waits_for_end_at_their_deadline(make: MakeEngine, tmp_path: Path) -> None:
+def test_reads_that_nobody_waits_for_end_at_their_deadline(
+    make: MakeEngine, tmp_path: Path
+) -> None:
     path, _ = write_file(tmp_path, 100_000)
     stub = CuFileStub()
     engine = make(stub)
@@ -81,19 +87,24 @@ def test_reads_that_nobody_waits_for_end_at_their_deadline(make: MakeEngine, tmp
     until(lambda: engine.stats().quarantined_buffers == 0)
 
 
-def test_a_library_that_calls_too_few_completions_an_error(make: MakeEngine, tmp_path: Path) -> None:
+def test_a_library_that_calls_too_few_completions_an_error(
+    make: MakeEngine, tmp_path: Path
+) -> None:
     path, data = write_file(tmp_path, 100_000)
     stub = CuFileStub(rules=[Rule("late", 6, match=lambda o, s: o > 0)])
     stub.few_is_error = True
     engine = make(stub)
     offsets = [0, 41_000, 80_000]
     future = engine.read(Plan.of(engine.open(path), offsets, [10] * 3))
-    assert items_of(future.wait(), future.position_bytes, [10] * 3) == [data[o : o + 10] for o in offsets]
+    assert items_of(future.wait(), future.position_bytes, [10] * 3) == [
+        data[o : o + 10] for o in offsets
+    ]
     assert engine.stats().failures == 0
 
 
 def test_completions_nobody_looked_at_are_in_time(make: MakeEngine, tmp_path: Path) -> None:
-    """While the interpreter compiles a kernel, the I/O thread may not get its turn until the deadline is over."""
+    """While the interpreter compiles a kernel, the I/O thread may not get its turn until the
+    deadline is over."""
     path, data = write_file(tmp_path, 100_000)
     stub = CuFileStub(rules=[Rule("hold", match=lambda o, s: o == 8192)])
     engine = make(stub)
@@ -115,13 +126,24 @@ def test_batches_are_tried_whatever_the_feature_flags_say(make: MakeEngine, tmp_
         stub.batch_bit = bit
         engine = make(stub)
         future = engine.read(Plan.of(engine.open(path), [1, 20_000], [10, 10]))
-        assert items_of(future.wait(), future.position_bytes, [10, 10]) == [data[1:11], data[20_000:20_010]]
+        assert items_of(future.wait(), future.position_bytes, [10, 10]) == [
+            data[1:11],
+            data[20_000:20_010],
+        ]
         assert stub.count("read") == 0
         assert "no batches" not in engine.fallback_reason
 
 
 @pytest.mark.parametrize(
-    "call", ["batch_io_destroy", "batch_io_cancel", "handle_deregister", "buf_deregister", "driver_close", "get_stats_level"]
+    "call",
+    [
+        "batch_io_destroy",
+        "batch_io_cancel",
+        "handle_deregister",
+        "buf_deregister",
+        "driver_close",
+        "get_stats_level",
+    ],
 )
 def test_refused_clean_up_harms_nobody(make: MakeEngine, tmp_path: Path, call: str) -> None:
     path, data = write_file(tmp_path, 100_000)
@@ -140,27 +162,51 @@ def test_refused_clean_up_harms_nobody(make: MakeEngine, tmp_path: Path, call: s
     engine.close()
 
 
-CALLS = ("batch_io_set_up", "batch_io_submit", "batch_io_get_status", "batch_io_cancel", "batch_io_destroy", "read", "buf_register")
+CALLS = (
+    "batch_io_set_up",
+    "batch_io_submit",
+    "batch_io_get_status",
+    "batch_io_cancel",
+    "batch_io_destroy",
+    "read",
+    "buf_register",
+)
 CODES = (*PASSING, 5008, 5022, 5030, 5044, 5049, errno.EIO)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_call_fails_at_any_time(make: MakeEngine, tmp_path: Path, seed: int) -> None:
-    """Random programs: right bytes or a typed error, no deadlock, memory given back or counted as in quarantine."""
+    """Random programs: right bytes or a typed error, no deadlock, memory given back or counted as
+    in quarantine."""
     rng = random.Random(seed)
     path, data = write_file(tmp_path, 200_000, seed)
     stub = CuFileStub(order=rng.choice(["fifo", "lifo", "random"]), seed=seed)
     memory = HostMemory()
-    engine = make(stub, memory=memory, batch_size=3, batches=2, threads=2, batch_bytes=16 * KIB, large_bytes=16 * KIB, arena_bytes=64 * KIB)
+    engine = make(
+        stub,
+        memory=memory,
+        batch_size=3,
+        batches=2,
+        threads=2,
+        batch_bytes=16 * KIB,
+        large_bytes=16 * KIB,
+        arena_bytes=64 * KIB,
+    )
     file = engine.open(path)
     ended = 0
     for step in range(40):
         stub.passing[rng.choice(CALLS)] = [rng.choice(CODES) for _ in range(rng.randrange(4))]
         fault = rng.choice(["error", "short", "late", "twice", "none"])
-        stub.rules[:] = [Rule(fault, rng.choice([errno.EIO, errno.EAGAIN, 3]), nth=rng.randrange(1, 4), count=1)]
+        stub.rules[:] = [
+            Rule(fault, rng.choice([errno.EIO, errno.EAGAIN, 3]), nth=rng.randrange(1, 4), count=1)
+        ]
         offsets, sizes = random_plan(100 * seed + step, len(data), rng.randrange(1, 12), 40_000)
         try:
-            future = engine.read(Plan.of(file, offsets, sizes), gap_bytes=rng.choice([0, 8192]), deadline_s=rng.choice([0.02, 5.0]))
+            future = engine.read(
+                Plan.of(file, offsets, sizes),
+                gap_bytes=rng.choice([0, 8192]),
+                deadline_s=rng.choice([0.02, 5.0]),
+            )
             if rng.random() < 0.2:
                 future.cancel()
             found = items_of(future.wait(), future.position_bytes, sizes)
@@ -174,7 +220,12 @@ def test_any_call_fails_at_any_time(make: MakeEngine, tmp_path: Path, seed: int)
     stub.rules.clear()
     # What remains is what calls failed for good of, whose entries may be with the device, or not.
     flights = engine._loop._flights.active
-    until(lambda: engine.stats().in_flight == sum(flight.count() for flight in flights) and stub.busy() <= engine.stats().in_flight)
+    until(
+        lambda: (
+            engine.stats().in_flight == sum(flight.count() for flight in flights)
+            and stub.busy() <= engine.stats().in_flight
+        )
+    )
     assert all(flight.cancelled for flight in flights)
     assert engine.stats().quarantined_buffers <= len(flights)
     future = engine.read(Plan.of(file, [5], [50_000]))  # the engine is still usable

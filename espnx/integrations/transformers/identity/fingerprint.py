@@ -1,8 +1,10 @@
 """What a kept cache must agree with: the model whose K and V it holds.
 
-Every byte of every tensor counts, in memory or in the files that it is streamed from (`weights.sums`). A tensor's checksum is remembered
-as long as it is the same tensor, unchanged: PyTorch counts the changes made to it in place. Writes that bypass that count (through `.data`,
-NumPy) are seen where they change one of about 4,096 values that are looked at each time; by a new process always.
+Every byte of every tensor counts, in memory or in the files that it is streamed from
+(`weights.sums`). A tensor's checksum is remembered as long as it is the same tensor, unchanged:
+PyTorch counts the changes made to it in place. Writes that bypass that count (through `.data`,
+NumPy) are seen where they change one of about 4,096 values that are looked at each time; by a new
+process always.
 """
 
 from __future__ import annotations
@@ -43,40 +45,56 @@ _IRRELEVANT = (
 
 KINDS = ("whole", "sampled")
 
-#: By the identity of a tensor: itself, where it lay, how often it had been changed, and its checksum then.
+#: By the identity of a tensor: itself, where it lay, how often it had been changed, and its
+#: checksum then.
 _known: dict[int, tuple[weakref.ref[torch.Tensor], tuple[Any, ...], int]] = {}
 
 
 def fingerprint(model: torch.nn.Module, kind: str = "whole") -> dict[str, Any]:
-    """Of a transformers model: its config, and what its modules make K and V with, as `model_parts` finds it: a CRC32C of each tensor, and
-    one of the settings of each module, without the output head, which comes after K and V.
+    """Of a transformers model: its config, and what its modules make K and V with, as `model_parts`
+    finds it: a CRC32C of each tensor, and one of the settings of each module, without the output
+    head, which comes after K and V.
 
     Args:
-        kind: ``whole``: all bytes; ``sampled``: about 4,096 values of each, which sees another training and not every change.
+        kind: ``whole``: all bytes; ``sampled``: about 4,096 values of each, which sees another
+            training and not every change.
 
-    Streamed weights (`load_streamed`) are read from their files and count as if they lay in memory: whatever part of a model is streamed,
-    it has the same fingerprint.
+    Streamed weights (`load_streamed`) are read from their files and count as if they lay in memory:
+    whatever part of a model is streamed, it has the same fingerprint.
 
     Raises:
-        InvalidInputError: something cannot be known, and is named: a weight whose bytes are nowhere (on the meta device, as of models that
-            other packages offload), or packed in a way that nobody can read; a hook or a replaced forward pass of somebody else.
+        InvalidInputError: something cannot be known, and is named: a weight whose bytes are nowhere
+            (on the meta device, as of models that other packages offload), or packed in a way that
+            nobody can read; a hook or a replaced forward pass of somebody else.
         ReadError, ...: of weights that are streamed.
     """
     stored, sums, settings = _stored(model), dict[str, int](), dict[str, int]()
     for part in parts_of(model):
         settings[_another(part.name, settings)] = crc32c(part.settings.encode())
         for name, tensor, owner in part.tensors:
-            sums[_another(name, sums)] = _sum_of(name, tensor, kind, stored.get((id(owner), name.rpartition(".")[2])))
-    dtypes = {str(tensor.dtype) for name, tensor in model.named_parameters() if "lm_head" not in name.split(".")}
+            sums[_another(name, sums)] = _sum_of(
+                name, tensor, kind, stored.get((id(owner), name.rpartition(".")[2]))
+            )
+    dtypes = {
+        str(tensor.dtype)
+        for name, tensor in model.named_parameters()
+        if "lm_head" not in name.split(".")
+    }
     config = json.dumps(_relevant(model.config.to_dict()), sort_keys=True, default=str)
     return {
-        "model": type(model).__name__, "config": hashlib.sha256(config.encode()).hexdigest(), "kind": kind,
-        "adapters": ", ".join(active_adapters(model)), "weights": sums, "modules": settings, "dtype": ", ".join(sorted(dtypes)),
-    }  # fmt: skip
+        "model": type(model).__name__,
+        "config": hashlib.sha256(config.encode()).hexdigest(),
+        "kind": kind,
+        "adapters": ", ".join(active_adapters(model)),
+        "weights": sums,
+        "modules": settings,
+        "dtype": ", ".join(sorted(dtypes)),
+    }
 
 
 def _another(name: str, taken: Container[str]) -> str:
-    """A name of its own for what shares one: wrappers inside wrappers, tensors that a state dict lists once more."""
+    """A name of its own for what shares one: wrappers inside wrappers, tensors that a state dict
+    lists once more."""
     while name in taken:
         name += "'"
     return name
@@ -85,12 +103,15 @@ def _another(name: str, taken: Container[str]) -> str:
 def _relevant(config: Any) -> Any:
     """Of a config and of those inside it."""
     if isinstance(config, dict):
-        return {str(key): _relevant(value) for key, value in config.items() if key not in _IRRELEVANT}
+        return {
+            str(key): _relevant(value) for key, value in config.items() if key not in _IRRELEVANT
+        }
     return config
 
 
 def _stored(model: torch.nn.Module) -> dict[tuple[int, str], Callable[..., int]]:
-    """The function that makes the checksum of each streamed weight, by the identity of its module and its name there."""
+    """The function that makes the checksum of each streamed weight, by the identity of its module
+    and its name there."""
     found = dict[tuple[int, str], Callable[..., int]]()
     for layer in model.modules():
         for name, make in getattr(layer, "espnx_streamed", {}).items():
@@ -109,9 +130,11 @@ def _sum_of(name: str, tensor: torch.Tensor, kind: str, stored: Callable[..., in
         found = stored(is_whole=kind == "whole")
     else:
         raise errors.InvalidInputError(
-            "fingerprint of a model, for a kept cache", got=f"{name} on the meta device, without bytes",
-            expected="weights in memory, or streamed by load_streamed", fix="a cache without a name",
-        )  # fmt: skip
+            "fingerprint of a model, for a kept cache",
+            got=f"{name} on the meta device, without bytes",
+            expected="weights in memory, or streamed by load_streamed",
+            fix="a cache without a name",
+        )
     return crc32c(found.to_bytes(4, "little"), described)
 
 
@@ -133,15 +156,30 @@ def compare(kept: dict[str, Any], now: dict[str, Any], path: str) -> None:
     fix = "choose another name, or remove the cache (`espnx cache rm`)"
     for key in ("model", "dtype", "config", "adapters", "kind"):
         if kept.get(key) != now[key]:
-            what = "was kept with another fingerprint" if key == "kind" else f"holds K and V of another model ({key})"
-            raise errors.ForeignFileError(f"the cache {what}", path=path, got=kept.get(key) or "none", expected=now[key] or "none", fix=fix)
+            what = (
+                "was kept with another fingerprint"
+                if key == "kind"
+                else f"holds K and V of another model ({key})"
+            )
+            raise errors.ForeignFileError(
+                f"the cache {what}",
+                path=path,
+                got=kept.get(key) or "none",
+                expected=now[key] or "none",
+                fix=fix,
+            )
     for key, what in (("weights", "weights"), ("modules", "settings of modules")):
         before, after = kept.get(key), now[key]
         if before != after:
             known = before if isinstance(before, dict) else {}
-            changed = sorted(name for name in known.keys() | after.keys() if known.get(name) != after.get(name))
+            changed = sorted(
+                name for name in known.keys() | after.keys() if known.get(name) != after.get(name)
+            )
             shown = [name or "the model" for name in changed[:3]]
             raise errors.ForeignFileError(
-                f"the cache holds K and V of another model ({shown[0]})", path=path,
-                got=f"{len(changed)} that differ: {', '.join(shown)}", expected=f"the same {what}", fix=fix,
-            )  # fmt: skip
+                f"the cache holds K and V of another model ({shown[0]})",
+                path=path,
+                got=f"{len(changed)} that differ: {', '.join(shown)}",
+                expected=f"the same {what}",
+                fix=fix,
+            )

@@ -1,8 +1,8 @@
 """What a model makes K and V with: the tensors and the settings of each module, as they count now.
 
-Parameters and buffers are not all of it. Adapters are loaded and not used; quantised modules pack weights that only `state_dict` shows;
-scalings and epsilons are plain attributes; ropes rewrite their buffers for the text at hand; hooks and replaced forward passes compute
-what nobody can know.
+Parameters and buffers are not all of it. Adapters are loaded and not used; quantised modules pack
+weights that only `state_dict` shows; scalings and epsilons are plain attributes; ropes rewrite
+their buffers for the text at hand; hooks and replaced forward passes compute what nobody can know.
 """
 
 from __future__ import annotations
@@ -25,13 +25,23 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from .... import errors
 
 _HEAD = "lm_head"  # comes after K and V
-#: Attributes of modules that say how they are run, and not what they compute. `training` counts where it does: see `_is_random`.
+#: Attributes of modules that say how they are run, and not what they compute. `training` counts
+#: where it does: see `_is_random`.
 _IRRELEVANT = frozenset(
-    {"training", "gradient_checkpointing", "config", "generation_config", "peft_config", "warnings_issued", "name_or_path"}
+    {
+        "training",
+        "gradient_checkpointing",
+        "config",
+        "generation_config",
+        "peft_config",
+        "warnings_issued",
+        "name_or_path",
+    }
 )
 #: Packages whose own hooks leave a module's output as it is: they look on, or move tensors.
 _ONLOOKERS = ("espnx", "transformers", "accelerate")
-#: Packages whose hooks and forward passes are known by their names: what they compute with are tensors and settings of modules.
+#: Packages whose hooks and forward passes are known by their names: what they compute with are
+#: tensors and settings of modules.
 _KNOWN = (*_ONLOOKERS, "torch", "peft")
 
 
@@ -40,8 +50,8 @@ class Part:
     """A module's share.
 
     Attributes:
-        name: of the module. A wrapper that changes nothing (an adapter that is off, a compiled module) is passed over, and what it wraps
-            has its name.
+        name: of the module. A wrapper that changes nothing (an adapter that is off, a compiled
+            module) is passed over, and what it wraps has its name.
         settings: its class, its plain attributes, the hooks that are known by name.
         tensors: by name and, of a parameter or a buffer, the module that owns it.
     """
@@ -55,20 +65,27 @@ def parts_of(model: torch.nn.Module) -> Iterator[Part]:
     """Every module of a model but its output head.
 
     Raises:
-        InvalidInputError: a hook, a forward pass or a packed weight that cannot be known; the message names it.
+        InvalidInputError: a hook, a forward pass or a packed weight that cannot be known; the
+            message names it.
     """
-    hooks = [*hooks_of_all._global_forward_pre_hooks.values(), *hooks_of_all._global_forward_hooks.values()]
+    hooks = [
+        *hooks_of_all._global_forward_pre_hooks.values(),
+        *hooks_of_all._global_forward_hooks.values(),
+    ]
     yield Part("every module", f"hooks {_named(hooks, 'a module')}", [])
     yield from _walk(model, "", (), frozenset())
 
 
-def _walk(module: torch.nn.Module, name: str, above: tuple[torch.nn.Module, ...], off: Container[str]) -> Iterator[Part]:
+def _walk(
+    module: torch.nn.Module, name: str, above: tuple[torch.nn.Module, ...], off: Container[str]
+) -> Iterator[Part]:
     """`off`: the adapters whose entries do not count."""
     if any(module is each for each in above):
         return
     above, children = (*above, module), dict(module._modules.items())
     functions = _functions(module, name)
-    if type(module).__qualname__ == "OptimizedModule" and "_orig_mod" in children:  # of torch.compile
+    # of torch.compile
+    if type(module).__qualname__ == "OptimizedModule" and "_orig_mod" in children:
         yield from _walk(children["_orig_mod"], name, above, off)
         return
     own, switches = name, ""
@@ -87,7 +104,12 @@ def _walk(module: torch.nn.Module, name: str, above: tuple[torch.nn.Module, ...]
     yield Part(own, f"{type(module).__qualname__}{switches} {functions} {settings}", tensors)
     for key, child in children.items():
         if child is not None and key != _HEAD and key not in off:
-            yield from _walk(child, _joined(name, key), above, off if adapters or _is_table(child) else frozenset())
+            yield from _walk(
+                child,
+                _joined(name, key),
+                above,
+                off if adapters or _is_table(child) else frozenset(),
+            )
 
 
 def _joined(name: str, key: object) -> str:
@@ -99,7 +121,13 @@ def _joined(name: str, key: object) -> str:
 
 def is_adapter(module: torch.nn.Module) -> bool:
     """Whether a module of PEFT's wraps another (its names, so that PEFT need not be there)."""
-    names = ("adapter_layer_names", "active_adapters", "disable_adapters", "merged_adapters", "_get_available_adapters")
+    names = (
+        "adapter_layer_names",
+        "active_adapters",
+        "disable_adapters",
+        "merged_adapters",
+        "_get_available_adapters",
+    )
     return all(hasattr(type(module), name) for name in names)
 
 
@@ -109,7 +137,8 @@ class _Adapters:
 
     Attributes:
         base: the name of what it wraps.
-        count: whether it changes what is computed. It does not while it is off, nor once its adapters are merged into the weights.
+        count: whether it changes what is computed. It does not while it is off, nor once its
+            adapters are merged into the weights.
         off: adapters that are loaded and not active.
         settings: which are active.
     """
@@ -125,25 +154,50 @@ class _Adapters:
             return None
         layer: Any = module
         loaded = {str(name) for name in layer._get_available_adapters()}
-        active, is_off, merged = [str(name) for name in layer.active_adapters], bool(layer.disable_adapters), list(layer.merged_adapters)
+        active, is_off, merged = (
+            [str(name) for name in layer.active_adapters],
+            bool(layer.disable_adapters),
+            list(layer.merged_adapters),
+        )
         used = [name for name in active if name in loaded]
-        base = next((name for name in ("base_layer", "original_module") if module._modules.get(name) is not None), None)
-        if base is None and "token_adapter" in module._modules:  # it passes all on to another adapter
+        base = next(
+            (
+                name
+                for name in ("base_layer", "original_module")
+                if module._modules.get(name) is not None
+            ),
+            None,
+        )
+        # it passes all on to another adapter
+        if base is None and "token_adapter" in module._modules:
             return cls("token_adapter", False, frozenset(), "")
-        if is_off and merged:  # the next forward pass takes them out of the weights: all that it may do so with counts
+        # the next forward pass takes them out of the weights: all that it may do so with counts
+        if is_off and merged:
             return cls(base, True, frozenset(), f"off, merged {merged}")
-        return cls(base, bool(used) and not is_off and not merged, frozenset(loaded - set(used)), f"active {used}")
+        return cls(
+            base,
+            bool(used) and not is_off and not merged,
+            frozenset(loaded - set(used)),
+            f"active {used}",
+        )
 
 
 def active_adapters(model: torch.nn.Module) -> list[str]:
     """Those of PEFT's adapters that some module uses."""
-    found = (each for module in model.modules() if (each := _Adapters.of(module)) is not None and each.count)
+    found = (
+        each
+        for module in model.modules()
+        if (each := _Adapters.of(module)) is not None and each.count
+    )
     return sorted({each.settings for each in found})
 
 
 def _is_table(module: torch.nn.Module) -> bool:
     """Whether its entries are named by somebody else: by adapters, where one holds it."""
-    return isinstance(module, (torch.nn.ModuleDict, torch.nn.ParameterDict)) or type(module).__name__ == "BufferDict"
+    return (
+        isinstance(module, (torch.nn.ModuleDict, torch.nn.ParameterDict))
+        or type(module).__name__ == "BufferDict"
+    )
 
 
 # --- values ---
@@ -160,7 +214,13 @@ def _values(module: torch.nn.Module, off: Container[str]) -> Iterator[tuple[str,
     for key, value in vars(module).items():
         if key in methods:
             continue  # see `_functions`
-        if key[:1] != "_" and key not in _IRRELEVANT and not key.startswith("espnx_") and key not in made and key not in held:
+        if (
+            key[:1] != "_"
+            and key not in _IRRELEVANT
+            and not key.startswith("espnx_")
+            and key not in made
+            and key not in held
+        ):
             yield from _leaves(value, key, off)
     if module.training and _is_random(module):
         yield "training", "True"
@@ -178,9 +238,11 @@ def _packed(value: Any, name: str, module: torch.nn.Module) -> Iterator[tuple[st
     for key, leaf in _leaves(value, name):
         if isinstance(leaf, _Unknown):
             raise errors.InvalidInputError(
-                f"fingerprint of {type(module).__name__}, for a kept cache", got=f"{key} of type {leaf} in its state_dict",
-                expected="tensors, numbers, strings", fix="a cache without a name",
-            )  # fmt: skip
+                f"fingerprint of {type(module).__name__}, for a kept cache",
+                got=f"{key} of type {leaf} in its state_dict",
+                expected="tensors, numbers, strings",
+                fix="a cache without a name",
+            )
         yield key, leaf
 
 
@@ -189,14 +251,18 @@ class _Unknown(str):
 
 
 def _leaves(value: Any, name: str, off: Container[str] = ()) -> Iterator[tuple[str, Any]]:
-    """(name, tensor or description) of what a value consists of; `off`: entries of a dict at the top that do not count."""
+    """(name, tensor or description) of what a value consists of; `off`: entries of a dict at the
+    top that do not count."""
     if isinstance(value, torch.Tensor):
         yield from _plain_tensors(value, name)
     elif isinstance(value, np.ndarray) and value.dtype != object:
         yield f"{name}.dtype", f"{value.dtype} {value.shape}"
         yield name, torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
     elif isinstance(value, Mapping):
-        counting = sorted((item for item in value.items() if str(item[0]) not in off), key=lambda item: str(item[0]))
+        counting = sorted(
+            (item for item in value.items() if str(item[0]) not in off),
+            key=lambda item: str(item[0]),
+        )
         for key, each in counting:
             yield from _leaves(each, f"{name}.{key}")
     elif isinstance(value, (list, tuple)):
@@ -220,7 +286,10 @@ def _described(value: Any) -> str:
     if isinstance(value, np.generic):
         return repr(value.item())
     if isinstance(value, functools.partial):
-        return f"{_described(value.func)} of {_described(value.args)} {_described(sorted(value.keywords.items()))}"
+        return (
+            f"{_described(value.func)} of {_described(value.args)} "
+            f"{_described(sorted(value.keywords.items()))}"
+        )
     if isinstance(value, (list, tuple)):
         return str([_described(each) for each in value])
     name = getattr(value, "__qualname__", None)
@@ -228,7 +297,8 @@ def _described(value: Any) -> str:
 
 
 def _plain_tensors(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, Any]]:
-    """The bytes of a tensor, as tensors that are nothing but bytes; what else it is made of, in words."""
+    """The bytes of a tensor, as tensors that are nothing but bytes; what else it is made of, in
+    words."""
     kind: Any = type(tensor)
     if hasattr(kind, "__tensor_flatten__"):  # torchao, quanto, DTensor
         inner, rest = tensor.__tensor_flatten__()
@@ -238,9 +308,11 @@ def _plain_tensors(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, Any]]
         yield from _leaves(rest, f"{name}.settings")
     elif isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin) or _is_wrapper(tensor):
         raise errors.InvalidInputError(
-            "fingerprint of a model, for a kept cache", got=f"{name}, a {kind.__qualname__}", expected="tensors whose bytes can be read",
+            "fingerprint of a model, for a kept cache",
+            got=f"{name}, a {kind.__qualname__}",
+            expected="tensors whose bytes can be read",
             fix="a cache without a name",
-        )  # fmt: skip
+        )
     elif tensor.is_quantized:
         yield f"{name}.codes", tensor.int_repr()
         if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
@@ -259,27 +331,39 @@ def _plain_tensors(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, Any]]
 def _is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether its operations are its own, and its bytes not there to be read."""
     kind: Any = type(tensor)
-    return kind.__torch_dispatch__ not in (torch.Tensor.__torch_dispatch__, torch.nn.Parameter.__torch_dispatch__)
+    return kind.__torch_dispatch__ not in (
+        torch.Tensor.__torch_dispatch__,
+        torch.nn.Parameter.__torch_dispatch__,
+    )
 
 
 def _is_random(module: torch.nn.Module) -> bool:
     """Whether a module computes something else in training."""
     if isinstance(module, _DropoutNd):
         return module.p > 0
-    chances = (value for key, value in vars(module).items() if any(word in key for word in ("drop", "jitter", "noise")))
-    return isinstance(module, _NormBase) or any(isinstance(value, float) and value > 0 for value in chances)
+    chances = (
+        value
+        for key, value in vars(module).items()
+        if any(word in key for word in ("drop", "jitter", "noise"))
+    )
+    return isinstance(module, _NormBase) or any(
+        isinstance(value, float) and value > 0 for value in chances
+    )
 
 
 # --- ropes ---
 
 
 def _made_by_ropes(module: torch.nn.Module) -> set[str]:
-    """The names of what a rotary embedding made of its config for the text that it saw last: frequencies that are exactly what transformers
-    makes, and how long that text was. What the config makes counts, as `original_inv_freq` and by the config."""
+    """The names of what a rotary embedding made of its config for the text that it saw last:
+    frequencies that are exactly what transformers makes, and how long that text was. What the
+    config makes counts, as `original_inv_freq` and by the config."""
     kinds = getattr(module, "rope_type", None)
     found = set[str]()
     for prefix, layer_type, kind in (
-        [(f"{key}_", key, value) for key, value in kinds.items()] if isinstance(kinds, dict) else [("", None, kinds)]
+        [(f"{key}_", key, value) for key, value in kinds.items()]
+        if isinstance(kinds, dict)
+        else [("", None, kinds)]
     ):
         if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
             found |= {f"{prefix}max_seq_len_cached", "max_seq_len_cached"}
@@ -293,14 +377,23 @@ def _made_by_ropes(module: torch.nn.Module) -> set[str]:
 
 def _frequencies(module: Any, prefix: str, layer_type: str | None, kind: str) -> list[torch.Tensor]:
     """Those that a rope's buffer holds after a text."""
-    original, now = getattr(module, f"{prefix}original_inv_freq", None), getattr(module, f"{prefix}inv_freq", None)
+    original, now = (
+        getattr(module, f"{prefix}original_inv_freq", None),
+        getattr(module, f"{prefix}inv_freq", None),
+    )
     if original is None or now is None or kind not in ROPE_INIT_FUNCTIONS:
         return []
-    length = getattr(module, f"{prefix}max_seq_len_cached", getattr(module, "max_seq_len_cached", None))
+    length = getattr(
+        module, f"{prefix}max_seq_len_cached", getattr(module, "max_seq_len_cached", None)
+    )
     if kind == "longrope":
         parameters = module.config.rope_parameters
-        length = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"] + 1
-    made, _ = ROPE_INIT_FUNCTIONS[kind](module.config, now.device, seq_len=length, layer_type=layer_type)
+        length = (parameters if layer_type is None else parameters[layer_type])[
+            "original_max_position_embeddings"
+        ] + 1
+    made, _ = ROPE_INIT_FUNCTIONS[kind](
+        module.config, now.device, seq_len=length, layer_type=layer_type
+    )
     return [original, made]
 
 
@@ -312,7 +405,8 @@ def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _functions(module: torch.nn.Module, name: str) -> str:
-    """The names of a module's forward pass, of methods that were replaced, of its hooks. Raises InvalidInputError for what is not known."""
+    """The names of a module's forward pass, of methods that were replaced, of its hooks. Raises
+    InvalidInputError for what is not known."""
     kind: Any = type(module)
     replaced = list[str]()
     for key in _replaced(module):
@@ -328,7 +422,11 @@ def _functions(module: torch.nn.Module, name: str) -> str:
 
 def _replaced(module: torch.nn.Module) -> list[str]:
     """Public methods that a module has of its own, in place of its class's."""
-    return [key for key, value in vars(module).items() if key[:1] != "_" and callable(value) and callable(getattr(type(module), key, None))]
+    return [
+        key
+        for key, value in vars(module).items()
+        if key[:1] != "_" and callable(value) and callable(getattr(type(module), key, None))
+    ]
 
 
 def _unbound(function: Any) -> Any:
@@ -336,9 +434,12 @@ def _unbound(function: Any) -> Any:
 
 
 def _peeled(function: Any, own: Any = None) -> Any:
-    """What a wrapper calls in the end: torch.compile's and accelerate's forward passes lead to the module's own."""
+    """What a wrapper calls in the end: torch.compile's and accelerate's forward passes lead to the
+    module's own."""
     while function is not None and _unbound(function) is not own and _package(function) in _KNOWN:
-        inner = getattr(function, "_torchdynamo_orig_callable", None) or getattr(function, "__wrapped__", None)
+        inner = getattr(function, "_torchdynamo_orig_callable", None) or getattr(
+            function, "__wrapped__", None
+        )
         if inner is None:
             break
         function = inner
@@ -352,10 +453,12 @@ def _named(functions: Sequence[Callable[..., Any]], name: str, what: str = "a ho
         package = _package(each)
         if package not in _KNOWN:
             raise errors.InvalidInputError(
-                f"fingerprint of a model, for a kept cache: {name or 'the model'} has {what} whose effect cannot be known",
-                got=_described(each), expected=f"hooks and forward passes of {', '.join(_KNOWN)}, or none",
+                f"fingerprint of a model, for a kept cache: {name or 'the model'} has {what} whose "
+                "effect cannot be known",
+                got=_described(each),
+                expected=f"hooks and forward passes of {', '.join(_KNOWN)}, or none",
                 fix="remove it, or use a cache without a name",
-            )  # fmt: skip
+            )
         if package not in _ONLOOKERS:
             found.append(_described(each))
     return found

@@ -1,4 +1,5 @@
-"""Candidates from the graphs of a store's parts: walks over all of them at once, and small parts looked at in memory."""
+"""Candidates from the graphs of a store's parts: walks over all of them at once, and small parts
+looked at in memory."""
 
 from __future__ import annotations
 
@@ -35,9 +36,15 @@ class FlatPart:
         self._stored = vectors
         self._wide = vectors.astype(np.float32)
 
-    def search(self, queries: np.ndarray, candidates: int, allowed: Allowed | None) -> list[Candidates]:
+    def search(
+        self, queries: np.ndarray, candidates: int, allowed: Allowed | None
+    ) -> list[Candidates]:
         """The best of each query, exactly."""
-        rows = np.arange(self.count) if allowed is None else _filter(allowed, self.first_number, self.count).rows()
+        rows = (
+            np.arange(self.count)
+            if allowed is None
+            else _filter(allowed, self.first_number, self.count).rows()
+        )
         scores = queries @ self._wide[rows].T
         return [top(rows + self.first_number, each, candidates) for each in scores]
 
@@ -65,10 +72,23 @@ class GraphPart:
         self._filters: WeakKeyDictionary[Allowed, RowFilter] = WeakKeyDictionary()
         self._filtering = threading.Lock()
 
-    def start(self, queries: np.ndarray, candidates: int, list_size: int, allowed: Allowed | None, deadline_s: float) -> GraphSearch:
+    def start(
+        self,
+        queries: np.ndarray,
+        candidates: int,
+        list_size: int,
+        allowed: Allowed | None,
+        deadline_s: float,
+    ) -> GraphSearch:
         k = min(candidates, self.count)
         include = None if allowed is None else self._filter(allowed)
-        return self.index.start(queries, k, list_size=min(LIST_SIZE_MAX, max(k, list_size)), include=include, deadline_s=deadline_s)
+        return self.index.start(
+            queries,
+            k,
+            list_size=min(LIST_SIZE_MAX, max(k, list_size)),
+            include=include,
+            deadline_s=deadline_s,
+        )
 
     def _filter(self, allowed: Allowed) -> RowFilter:
         with self._filtering:
@@ -102,7 +122,8 @@ class LoadedGraph:
     Args:
         parts: ascending by record number; closed with this.
         vector: makes the first-stage vector of a query, float32 [dim].
-        list_size: measured for `DEFAULT_CANDIDATES`; a search for more takes as many times a longer list.
+        list_size: measured for `DEFAULT_CANDIDATES`; a search for more takes as many times a longer
+            list.
         pages_per_candidate, hit_rates: as measured.
     """
 
@@ -130,10 +151,16 @@ class LoadedGraph:
         return self._vector(query)
 
     def start(
-        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0,
+        self,
+        queries: Sequence[Any],
+        candidates: int,
+        effort: int | None = None,
+        allowed: Allowed | None = None,
+        at_least: int = 0,
         deadline_s: float = 30.0,
-    ) -> GraphStageSearch:  # fmt: skip
-        """`queries`: float32 [dim] each. A walk finds as many as there are, up to `candidates`, so `at_least` is kept."""
+    ) -> GraphStageSearch:
+        """`queries`: float32 [dim] each. A walk finds as many as there are, up to `candidates`, so
+        `at_least` is kept."""
         list_size = self._list_size(candidates, effort)
         wide = np.ascontiguousarray(queries, dtype=np.float32)
         pages = max(1, math.ceil(self._pages_per_candidate * list_size))
@@ -141,11 +168,19 @@ class LoadedGraph:
 
     def _list_size(self, candidates: int, effort: int | None) -> int:
         if effort is None:
-            effort = math.ceil(max(candidates, 10) * max(1.0, self.auto_effort / DEFAULT_CANDIDATES))
+            effort = math.ceil(
+                max(candidates, 10) * max(1.0, self.auto_effort / DEFAULT_CANDIDATES)
+            )
         return min(LIST_SIZE_MAX, max(effort, candidates))
 
-    def search_bytes(self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int) -> int:
-        return 24 * candidates * len(self.parts) + _WALK_BYTES + 16 * self._list_size(candidates, effort)
+    def search_bytes(
+        self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int
+    ) -> int:
+        return (
+            24 * candidates * len(self.parts)
+            + _WALK_BYTES
+            + 16 * self._list_size(candidates, effort)
+        )
 
     def exhaustive(self, queries: np.ndarray, candidates: int) -> list[Candidates]:
         """The best of all vectors, exactly: every one is read."""
@@ -158,7 +193,8 @@ class LoadedGraph:
         return best
 
     def vectors(self, numbers: np.ndarray) -> np.ndarray:
-        """float32 [m, dim]: of records by number counted over all parts, without what lies between them; ascending."""
+        """float32 [m, dim]: of records by number counted over all parts, without what lies between
+        them; ascending."""
         found, first = [np.empty((0, 0), np.float32)][:0], 0
         for part in self.parts:
             inside = numbers[(numbers >= first) & (numbers < first + part.count)] - first
@@ -192,12 +228,22 @@ class GraphStageSearch:
         if candidates and len(queries):
             # Walks first: they read while the small parts are looked at.
             self._walks = [
-                (part, part.start(queries, candidates, list_size, allowed, deadline_s)) for part in parts if isinstance(part, GraphPart)
-            ]  # fmt: skip
-            flat = [part.search(queries, candidates, allowed) for part in parts if isinstance(part, FlatPart)]
+                (part, part.start(queries, candidates, list_size, allowed, deadline_s))
+                for part in parts
+                if isinstance(part, GraphPart)
+            ]
+            flat = [
+                part.search(queries, candidates, allowed)
+                for part in parts
+                if isinstance(part, FlatPart)
+            ]
         else:
             flat = []
-        self._flat = [list(of_query) for of_query in zip(*flat, strict=True)] if flat else [[] for _ in queries]
+        self._flat = (
+            [list(of_query) for of_query in zip(*flat, strict=True)]
+            if flat
+            else [[] for _ in queries]
+        )
 
     def advance(self, share: float) -> list[Candidates]:
         pages = max(1, math.ceil(share * self._expected_pages)) if share < 1 else _ALL_PAGES
@@ -208,22 +254,27 @@ class GraphStageSearch:
         for part, walk in self._walks:
             walked = walk.finish()
             self.pages += int(walked.pages.sum()) + walked.shared_pages
-            requests, moved_bytes = int((walked.pages + walked.code_pages).sum()) + walked.shared_pages, walked.total_bytes
+            requests, moved_bytes = (
+                int((walked.pages + walked.code_pages).sum()) + walked.shared_pages,
+                walked.total_bytes,
+            )
             self.reads += StageReads(requests, moved_bytes, moved_bytes)
             each.append(_found(part, walked.ids, walked.distances))
         return self._together(each)
 
     def _together(self, walked: list[list[Candidates]]) -> list[Candidates]:
         return [
-            _merged([*flat, *(found[i] for found in walked)], self._candidates) for i, flat in enumerate(self._flat)
-        ]  # fmt: skip
+            _merged([*flat, *(found[i] for found in walked)], self._candidates)
+            for i, flat in enumerate(self._flat)
+        ]
 
 
 def _found(part: GraphPart, ids: np.ndarray, distances: np.ndarray) -> list[Candidates]:
     """As candidates: by inner product the distance is the product, negated."""
     return [
-        (rows[rows >= 0] + part.first_number, -far[rows >= 0]) for rows, far in zip(ids, distances, strict=True)
-    ]  # fmt: skip
+        (rows[rows >= 0] + part.first_number, -far[rows >= 0])
+        for rows, far in zip(ids, distances, strict=True)
+    ]
 
 
 def _merged(each: Sequence[Candidates], count: int) -> Candidates:
@@ -237,7 +288,9 @@ def _merged(each: Sequence[Candidates], count: int) -> Candidates:
 def _filter(allowed: Allowed, first_number: int, count: int) -> RowFilter:
     """Of the rows of a part. Parts begin at multiples of 64 records, so at whole bytes."""
     first = first_number >> 3
-    mask = np.unpackbits(allowed.bitmap[first : first + -(-count // 8)], count=count, bitorder="little").astype(bool)
+    mask = np.unpackbits(
+        allowed.bitmap[first : first + -(-count // 8)], count=count, bitorder="little"
+    ).astype(bool)
     padded = np.zeros(count, bool)
     padded[: len(mask)] = mask
     return RowFilter.of(padded)

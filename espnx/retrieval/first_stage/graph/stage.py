@@ -1,7 +1,9 @@
-"""A first stage that stays on SSD: a graph of the documents' vectors (espnx/graph), whose pages a search reads as it walks.
+"""A first stage that stays on SSD: a graph of the documents' vectors (espnx/graph), whose pages a
+search reads as it walks.
 
-Memory hardly grows with the number of documents; instead a candidate costs about a read, so a search takes few of them. A part of a store
-has a graph of its own. A small one has none: its vectors are looked at one by one, in memory, until parts are merged.
+Memory hardly grows with the number of documents; instead a candidate costs about a read, so a
+search takes few of them. A part of a store has a graph of its own. A small one has none: its
+vectors are looked at one by one, in memory, until parts are merged.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from .search import DEFAULT_CANDIDATES, FlatPart, GraphPart, LoadedGraph
 
 log = logging.getLogger(__name__)
 
-#: Sections of a part: what the graph's manifest says, and what its files hold; or the vectors alone.
+#: Sections of a part: what the graph's manifest says, and what its files hold; or the vectors
+#: alone.
 MANIFEST, VECTORS = "graph", "vectors"
 _FILES = (NODES, ROWS, CODES, CODEBOOK, ENTRIES)
 #: Parts of fewer documents have no graph: a walk over one would read as much as there is.
@@ -52,11 +55,13 @@ _FIX = "restore the store from a copy, or build it again"
 class GraphStage:
     """See `FirstStage`. Similarities are inner products with vectors as float16.
 
-    Where it decides the order of the records, they lie as the graph's nodes do: neighbours beside one another.
+    Where it decides the order of the records, they lie as the graph's nodes do: neighbours beside
+    one another.
 
     Attributes:
         of: the vector of a document that the graph holds.
-        list_size: of a walk for `DEFAULT_CANDIDATES` that finds 98 % of the exhaustive ones; 0 before it is measured.
+        list_size: of a walk for `DEFAULT_CANDIDATES` that finds 98 % of the exhaustive ones; 0
+            before it is measured.
         pages_per_candidate: that such a walk reads, for each candidate of its list.
         steps: share of a walk's pages -> share of its candidates that are known by then.
     """
@@ -76,7 +81,10 @@ class GraphStage:
     def new(cls, settings: NoSettings, pooling: str | None, d_cls: int, dim: int) -> GraphStage:
         """Raises InvalidInputError for settings that do not fit the dimensions."""
         stage = cls(DocumentVector.new(pooling, d_cls, dim))
-        choose_layout(1, stage.vector_dim, "fp16", max_degree=_MAX_DEGREE, codes="inline", code_bytes=None)  # refuses what no page holds
+        # refuses what no page holds
+        choose_layout(
+            1, stage.vector_dim, "fp16", max_degree=_MAX_DEGREE, codes="inline", code_bytes=None
+        )
         return stage
 
     @classmethod
@@ -85,7 +93,12 @@ class GraphStage:
         pages = fields.real("pages_per_candidate")
         if not 0 < pages < math.inf:
             fields.refuse("pages_per_candidate", "a number above 0")
-        return cls(DocumentVector.parse(fields, d_cls, dim), fields.whole("list_size", 0, 1 << 20), pages, parse_steps(fields))
+        return cls(
+            DocumentVector.parse(fields, d_cls, dim),
+            fields.whole("list_size", 0, 1 << 20),
+            pages,
+            parse_steps(fields),
+        )
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -98,10 +111,16 @@ class GraphStage:
     @staticmethod
     def in_words(description: Mapping[str, Any]) -> str:
         """What `describe` says, and what it means for a search."""
-        list_size, words = int(description["list_size"]), [f"graph of {description['vector']} vectors, {description['dim']} dimensions"]
+        list_size, words = (
+            int(description["list_size"]),
+            [f"graph of {description['vector']} vectors, {description['dim']} dimensions"],
+        )
         if list_size:
             pages = math.ceil(list_size * description["pages_per_candidate"])
-            words.append(f"walks for {DEFAULT_CANDIDATES} candidates keep {list_size:,} and read about {pages:,} pages")
+            words.append(
+                f"walks for {DEFAULT_CANDIDATES} candidates keep {list_size:,} and read about "
+                f"{pages:,} pages"
+            )
         if list_size >= _LONG * DEFAULT_CANDIDATES:
             words.append("long ones, as where many documents have almost the same vector")
         return ", ".join(words)
@@ -134,12 +153,16 @@ class GraphStage:
     # --- entries ---
 
     def add_bytes(self, count: int) -> int:
-        # Vectors as float16 and, with the dimension that inner products need, as float32; edges with room to grow, and a copy of them.
+        # Vectors as float16 and, with the dimension that inner products need, as float32; edges
+        # with room to grow, and a copy of them.
         each = 2 * self.vector_dim + 4 * (self.vector_dim + 1) + 4 * _MAX_DEGREE * 3
-        return count * each + rotation_fit_bytes(count, self.vector_dim, self._code_bytes(count), use_opq=True)
+        return count * each + rotation_fit_bytes(
+            count, self.vector_dim, self._code_bytes(count), use_opq=True
+        )
 
     def build_operations(self, count: int) -> int:
-        # Each walk measures about as many vectors as its list has candidates times a third of a node's neighbours.
+        # Each walk measures about as many vectors as its list has candidates times a third of a
+        # node's neighbours.
         return 2 * count * self.vector_dim * 100 * _MAX_DEGREE // 3
 
     def add(self, documents: Documents, order: np.ndarray | None = None) -> Entries:
@@ -154,20 +177,27 @@ class GraphStage:
         """Raises InvalidInputError for a value that float16 does not hold."""
         if block.size and (most := float(np.abs(block).max())) > _FP16_MAX:
             raise errors.InvalidInputError(
-                "a first-stage vector's value", got=f"{most:g}", expected=f"at most {_FP16_MAX:g}", fix="scale the vectors, or use ivf"
+                "a first-stage vector's value",
+                got=f"{most:g}",
+                expected=f"at most {_FP16_MAX:g}",
+                fix="scale the vectors, or use ivf",
             )
         return block
 
-    def merge(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> Entries:
+    def merge(
+        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+    ) -> Entries:
         numbers, rows = self._alive(parts, gone)
         return _entries(rows, numbers, order)
 
     def compact(
         self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
-    ) -> tuple[GraphStage, Entries]:  # fmt: skip
+    ) -> tuple[GraphStage, Entries]:
         return self.fresh(), self.merge(parts, gone, order)
 
-    def _alive(self, parts: Sequence[StoredEntries], gone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _alive(
+        self, parts: Sequence[StoredEntries], gone: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(numbers of the records that are alive, their vectors), by number."""
         numbers, vectors = [np.empty(0, np.int64)], [np.empty((0, self.vector_dim), np.float16)]
         for part in parts:
@@ -176,7 +206,9 @@ class GraphStage:
                     own = part.first_number + rows
                     known = own < 8 * len(gone)
                     alive = np.ones(len(own), bool)
-                    alive[known] = (gone[own[known] >> 3] >> (own[known] & 7).astype(np.uint8)) & 1 == 0
+                    alive[known] = (
+                        gone[own[known] >> 3] >> (own[known] & 7).astype(np.uint8)
+                    ) & 1 == 0
                     numbers.append(own[alive])
                     vectors.append(found[alive])
         return np.concatenate(numbers), np.concatenate(vectors)
@@ -188,50 +220,82 @@ class GraphStage:
             self._opened(part, threads=1).close()
 
     def load(
-        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: np.ndarray | None = None,
+        self,
+        parts: Sequence[StoredEntries],
+        *,
+        threads: int = 1,
+        gpu: int | None = None,
+        gone: np.ndarray | None = None,
         path: str = "auto",
-    ) -> LoadedGraph:  # fmt: skip
+    ) -> LoadedGraph:
         if gpu is not None:
-            raise errors.PathUnavailableError("a graph on a GPU", got="first_stage_on='cuda'", expected="'cpu'")
+            raise errors.PathUnavailableError(
+                "a graph on a GPU", got="first_stage_on='cuda'", expected="'cpu'"
+            )
         with ExitStack() as opened:
             # The base is where most walks go; what was added since is smaller by far.
             each: list[GraphPart | FlatPart] = []
             for part in parts:
                 each.append(self._opened(part, threads=1 if each else threads, path=path))
                 opened.callback(each[-1].close)
-            loaded = LoadedGraph(each, self.of.of_query, self.list_size, self.pages_per_candidate, self.steps)
+            loaded = LoadedGraph(
+                each, self.of.of_query, self.list_size, self.pages_per_candidate, self.steps
+            )
             opened.pop_all()
             return loaded
 
-    def _opened(self, part: StoredEntries, threads: int, path: str = "auto") -> GraphPart | FlatPart:
+    def _opened(
+        self, part: StoredEntries, threads: int, path: str = "auto"
+    ) -> GraphPart | FlatPart:
         if part.count < FLAT_MAX:
             size_bytes = part.count * self.vector_dim * 2
             if part.size_bytes(VECTORS) != size_bytes:
                 raise errors.FormatError(
-                    "vectors do not fit the part", path=part.path, got=part.size_bytes(VECTORS), expected=size_bytes, fix=_FIX
+                    "vectors do not fit the part",
+                    path=part.path,
+                    got=part.size_bytes(VECTORS),
+                    expected=size_bytes,
+                    fix=_FIX,
                 )
-            return FlatPart(part.first_number, part.read(VECTORS).view("<f2").reshape(part.count, self.vector_dim))
+            return FlatPart(
+                part.first_number,
+                part.read(VECTORS).view("<f2").reshape(part.count, self.vector_dim),
+            )
         try:
             manifest = json.loads(part.read(MANIFEST).tobytes())
         except ValueError as error:
-            raise errors.FormatError("what a graph says of itself", path=part.path, got=str(error), fix=_FIX) from error
+            raise errors.FormatError(
+                "what a graph says of itself", path=part.path, got=str(error), fix=_FIX
+            ) from error
         if not isinstance(manifest, dict):
-            raise errors.FormatError("what a graph says of itself", path=part.path, got=type(manifest).__name__, fix=_FIX)
+            raise errors.FormatError(
+                "what a graph says of itself", path=part.path, got=type(manifest).__name__, fix=_FIX
+            )
         codes = () if manifest.get("inline_pq") == manifest.get("max_degree") else (CODES,)
-        regions = {section_of(name): part.place(section_of(name)) for name in (NODES, ROWS, CODEBOOK, ENTRIES, *codes)}
-        index = GraphIndex(GraphSections(part.path, manifest, regions), threads=threads, engine=path)
+        regions = {
+            section_of(name): part.place(section_of(name))
+            for name in (NODES, ROWS, CODEBOOK, ENTRIES, *codes)
+        }
+        index = GraphIndex(
+            GraphSections(part.path, manifest, regions), threads=threads, engine=path
+        )
         layout = index.facts.layout
         if (layout.n, layout.dim, index.facts.metric) != (part.count, self.vector_dim, "ip"):
             index.close()
             raise errors.FormatError(
-                "a graph that does not fit its part", path=part.path, got=f"{layout.n} vectors of {layout.dim}, {index.facts.metric}",
-                expected=f"{part.count} of {self.vector_dim}, ip", fix=_FIX,
-            )  # fmt: skip
+                "a graph that does not fit its part",
+                path=part.path,
+                got=f"{layout.n} vectors of {layout.dim}, {index.facts.metric}",
+                expected=f"{part.count} of {self.vector_dim}, ip",
+                fix=_FIX,
+            )
         return GraphPart(part.first_number, index)
 
     def tune(self, loaded: LoadedStage, documents: Documents | None) -> GraphStage:
         if not isinstance(loaded, LoadedGraph):
-            raise errors.InvalidInputError("tune", got=type(loaded).__name__, expected="what this stage has loaded")
+            raise errors.InvalidInputError(
+                "tune", got=type(loaded).__name__, expected="what this stage has loaded"
+            )
         count = loaded.count
         vectors = loaded.vectors if documents is None else documents.vector_sample
         sample = distinct_sample(count, self.vector_dim, vectors)
@@ -245,11 +309,15 @@ class GraphStage:
                 break
         pages = max(1.0, search.pages / max(1, len(sample)))
         tuned = replace(self, list_size=list_size, pages_per_candidate=pages / list_size)
-        again = LoadedGraph(loaded.parts, self.of.of_query, list_size, tuned.pages_per_candidate, {}).start(list(sample), wanted)
+        again = LoadedGraph(
+            loaded.parts, self.of.of_query, list_size, tuned.pages_per_candidate, {}
+        ).start(list(sample), wanted)
         steps = {}
         for step in STEPS:
             early = again.advance(step)
-            known = sum(len(np.intersect1d(a, b)) for (a, _), (b, _) in zip(early, found, strict=True))
+            known = sum(
+                len(np.intersect1d(a, b)) for (a, _), (b, _) in zip(early, found, strict=True)
+            )
             steps[step] = known / max(1, sum(len(numbers) for numbers, _ in found))
         again.complete()
         if list_size >= _LONG * wanted and list_size < count:
@@ -261,10 +329,13 @@ class GraphStage:
             return 4 * records * self.vector_dim
         code_bytes = self._code_bytes(records)
         is_rotated = may_rotate(records, self.vector_dim, code_bytes, use_opq=True)
-        return codebook_bytes(self.vector_dim, is_rotated=is_rotated) + 1000 * (4 + code_bytes)  # and entry points
+        # and entry points
+        return codebook_bytes(self.vector_dim, is_rotated=is_rotated) + 1000 * (4 + code_bytes)
 
     def _code_bytes(self, count: int) -> int:
-        return choose_layout(count, self.vector_dim, "fp16", max_degree=_MAX_DEGREE, codes="inline", code_bytes=None).code_bytes
+        return choose_layout(
+            count, self.vector_dim, "fp16", max_degree=_MAX_DEGREE, codes="inline", code_bytes=None
+        ).code_bytes
 
 
 def _entries(rows: np.ndarray, numbers: np.ndarray, order: np.ndarray | None) -> Entries:
@@ -274,7 +345,9 @@ def _entries(rows: np.ndarray, numbers: np.ndarray, order: np.ndarray | None) ->
         by_number = np.argsort(numbers, kind="stable")
         places = by_number[np.searchsorted(numbers[by_number], found)]
         return Entries([found], {VECTORS: [rows[places].astype("<f2")]})
-    options = GraphOptions(metric="ip", max_degree=_MAX_DEGREE, vector_dtype="float16", threads=torch.get_num_threads())
+    options = GraphOptions(
+        metric="ip", max_degree=_MAX_DEGREE, vector_dtype="float16", threads=torch.get_num_threads()
+    )
     graph, row_of = make_graph(rows, "the first stage", options)
     if order is None:
         order = numbers[row_of]
@@ -285,4 +358,6 @@ def _entries(rows: np.ndarray, numbers: np.ndarray, order: np.ndarray | None) ->
     # The manifest is known at once: what its sums are of is in memory.
     manifest = json.dumps(files.facts.manifest()).encode()
     sections: dict[str, Any] = {MANIFEST: [np.frombuffer(manifest, np.uint8)]}
-    return Entries([order], sections | {section_of(name): pieces for name, pieces in files.contents.items()})
+    return Entries(
+        [order], sections | {section_of(name): pieces for name, pieces in files.contents.items()}
+    )

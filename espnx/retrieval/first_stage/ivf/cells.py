@@ -1,17 +1,20 @@
-"""The order of records inside a list: like beside like, so that a page holds several of those that one query wants.
+"""The order of records inside a list: like beside like, so that a page holds several of those that
+one query wants.
 
-Small records (the coarse tier of a cascade) share a page with eight or ten others. A query's candidates are the nearest of a list, not
-all of it, and in the order in which documents came they lie on nearly as many pages as there are candidates. So a list is halved along
-the direction in which its vectors differ most, then each half, down to cells of a few records: whatever the records' size, pages then hold
-neighbours. No page is aligned to a cell, and nothing on disk says where one begins. A file of its own: any stage that has vectors can
-lay its records out so.
+Small records (the coarse tier of a cascade) share a page with eight or ten others. A query's
+candidates are the nearest of a list, not all of it, and in the order in which documents came they
+lie on nearly as many pages as there are candidates. So a list is halved along the direction in
+which its vectors differ most, then each half, down to cells of a few records: whatever the records'
+size, pages then hold neighbours. No page is aligned to a cell, and nothing on disk says where one
+begins. A file of its own: any stage that has vectors can lay its records out so.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-#: Records of a cell, at most: fewer than the smallest that share a page. Inside a cell they stay as they came.
+#: Records of a cell, at most: fewer than the smallest that share a page. Inside a cell they stay as
+#: they came.
 CELL_RECORDS = 8
 _ALIKE = 1e-6  # of their values: what remains is the rounding of a mean
 _ITERATIONS = 8  # of the power method: a rough direction halves as well as an exact one
@@ -32,7 +35,8 @@ def cell_order(vectors: np.ndarray) -> np.ndarray:
 
 
 def _halves(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Rows by the half they belong to, each ascending, the first a whole number of cells; None where all vectors are alike."""
+    """Rows by the half they belong to, each ascending, the first a whole number of cells; None
+    where all vectors are alike."""
     centred = vectors - vectors.mean(axis=0)
     spread = np.abs(centred).max()
     if spread <= _ALIKE * np.abs(vectors).max():

@@ -1,4 +1,5 @@
-"""The first stage that a build takes unless told otherwise: an inverted file (FAISS) over one vector a document."""
+"""The first stage that a build takes unless told otherwise: an inverted file (FAISS) over one
+vector a document."""
 
 from __future__ import annotations
 
@@ -39,10 +40,12 @@ from .gpu import GpuLoadedIvf
 from .probing import RECALL, describe_steps, distinct_sample, measure, parse_steps
 from .search import ListRuns, LoadedIvf
 
-#: Sections of a part: numbers of the lists that hold records, ascending, how many each holds, and the codes in the order of the records.
+#: Sections of a part: numbers of the lists that hold records, ascending, how many each holds, and
+#: the codes in the order of the records.
 LISTS, SIZES, CODES = "lists", "sizes", "codes"
 _LISTS_MAX = 1 << 27
-# A sample is held once as it was read and once by FAISS, and product quantisation takes what the centroids leave of it beside that.
+# A sample is held once as it was read and once by FAISS, and product quantisation takes what the
+# centroids leave of it beside that.
 _SAMPLE_SHARE = 4
 _ROWS_PER_LIST = 64  # FAISS asks for 39, and uses 256 at most
 _ROWS = 8192  # vectors at a time: small beside any budget, large enough for BLAS
@@ -62,22 +65,28 @@ class IvfSettings:
     nlist: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.code, str) or (self.code not in CODE_NAMES and re.fullmatch(r"pq[0-9]+", self.code) is None):
-            raise errors.InvalidInputError("first-stage code", got=repr(self.code), expected=f"{', '.join(CODE_NAMES)} or pqM")
+        if not isinstance(self.code, str) or (
+            self.code not in CODE_NAMES and re.fullmatch(r"pq[0-9]+", self.code) is None
+        ):
+            raise errors.InvalidInputError(
+                "first-stage code", got=repr(self.code), expected=f"{', '.join(CODE_NAMES)} or pqM"
+            )
         if self.nlist is not None:
             check_whole("nlist", self.nlist, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class IvfStage:
-    """See `FirstStage`. Records lie in the order of their lists, so that what is fetched together lies together.
+    """See `FirstStage`. Records lie in the order of their lists, so that what is fetched together
+    lies together.
 
     Attributes:
         of: the vector that lists hold of each document.
         code: of the lists, see `ivf_arrays.CODES`.
         wanted_lists: to train; None chooses from the number of documents.
         trained: centroids and parameters of the code; empty before.
-        nprobe, steps: how many lists find 98 % of the exhaustive candidates, and how soon they are known (see `probing.measure`).
+        nprobe, steps: how many lists find 98 % of the exhaustive candidates, and how soon they are
+            known (see `probing.measure`).
     """
 
     kind: ClassVar[str] = "ivf"
@@ -98,7 +107,9 @@ class IvfStage:
     @classmethod
     def new(cls, settings: IvfSettings, pooling: str | None, d_cls: int, dim: int) -> IvfStage:
         """Raises InvalidInputError for settings that do not fit the dimensions."""
-        return cls(DocumentVector.new(pooling, d_cls, dim), settings.code, wanted_lists=settings.nlist)
+        return cls(
+            DocumentVector.new(pooling, d_cls, dim), settings.code, wanted_lists=settings.nlist
+        )
 
     @classmethod
     def parse(cls, fields: Fields, d_cls: int, dim: int) -> IvfStage:
@@ -110,7 +121,13 @@ class IvfStage:
             code_bytes(code, of.dim)
         except errors.InvalidInputError as error:
             fields.refuse("code", error.expected)
-        return cls(of, code, nlist, nprobe=fields.whole("nprobe", 0, max(nlist, 1)), steps=parse_steps(fields))
+        return cls(
+            of,
+            code,
+            nlist,
+            nprobe=fields.whole("nprobe", 0, max(nlist, 1)),
+            steps=parse_steps(fields),
+        )
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -143,23 +160,37 @@ class IvfStage:
 
     def train(self, documents: Documents, memory_bytes: int) -> IvfStage:
         count, lists = len(documents), self.lists_of(len(documents))
-        wanted = min(count, max(_ROWS_PER_LIST * lists, 256), max(256, memory_bytes // _SAMPLE_SHARE // (4 * self.dim)))
-        chosen = np.sort(np.random.default_rng(0).choice(count, size=wanted, replace=False)).astype(np.int64)
+        wanted = min(
+            count,
+            max(_ROWS_PER_LIST * lists, 256),
+            max(256, memory_bytes // _SAMPLE_SHARE // (4 * self.dim)),
+        )
+        chosen = np.sort(np.random.default_rng(0).choice(count, size=wanted, replace=False)).astype(
+            np.int64
+        )
         sample = documents.vector_sample(chosen)
         lists = min(lists, len(sample))
-        return replace(self, nlist=lists, trained=train_arrays(sample, lists, self.code), nprobe=0, steps={})
+        return replace(
+            self, nlist=lists, trained=train_arrays(sample, lists, self.code), nprobe=0, steps={}
+        )
 
     def arrays(self) -> dict[str, np.ndarray]:
         return dict(self.trained)
 
     def with_arrays(self, arrays: Mapping[str, np.ndarray], path: str) -> IvfStage:
-        for name, shape in ((CENTROIDS, (self.nlist, self.dim)), (PARAMETERS, (parameter_values(self.code, self.dim),))):
+        for name, shape in (
+            (CENTROIDS, (self.nlist, self.dim)),
+            (PARAMETERS, (parameter_values(self.code, self.dim),)),
+        ):
             found = arrays.get(name)
             if found is None or found.dtype != np.float32 or found.shape != shape:
                 raise errors.FormatError(
-                    f"{name} of the first stage do not fit", path=path, got=None if found is None else f"{found.dtype} {found.shape}",
-                    expected=f"float32 {shape}", fix=_FIX,
-                )  # fmt: skip
+                    f"{name} of the first stage do not fit",
+                    path=path,
+                    got=None if found is None else f"{found.dtype} {found.shape}",
+                    expected=f"float32 {shape}",
+                    fix=_FIX,
+                )
         return replace(self, trained={name: arrays[name] for name in (CENTROIDS, PARAMETERS)})
 
     # --- entries ---
@@ -177,7 +208,8 @@ class IvfStage:
 
     def build_operations(self, count: int) -> int:
         lists = self.lists_of(count)
-        compared = count + KMEANS_ROUNDS * min(count, _ROWS_PER_LIST * lists)  # vectors with every centroid
+        # vectors with every centroid
+        compared = count + KMEANS_ROUNDS * min(count, _ROWS_PER_LIST * lists)
         return 2 * compared * lists * self.dim
 
     def add(self, documents: Documents, order: np.ndarray | None = None) -> Entries:
@@ -188,18 +220,27 @@ class IvfStage:
         lists = np.flatnonzero(sizes)
         return Entries(list_numbers(index), _sections(lists, sizes[lists], list_codes(index)))
 
-    def merge(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> Entries:
+    def merge(
+        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+    ) -> Entries:
         return self._merged(parts, gone)[1]
 
-    def compact(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> tuple[IvfStage, Entries]:
-        """Lists that hold nothing alive are left out; records of several parts come into the order of their cells."""
+    def compact(
+        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+    ) -> tuple[IvfStage, Entries]:
+        """Lists that hold nothing alive are left out; records of several parts come into the order
+        of their cells."""
         kept, entries = self._merged(parts, gone, numbered_anew=True)
         trained = {**self.trained, CENTROIDS: self.trained[CENTROIDS][kept]}
         return replace(self, nlist=len(kept), trained=trained, nprobe=0, steps={}), entries
 
-    def _merged(self, parts: Sequence[StoredEntries], gone: np.ndarray, *, numbered_anew: bool = False) -> tuple[np.ndarray, Entries]:
+    def _merged(
+        self, parts: Sequence[StoredEntries], gone: np.ndarray, *, numbered_anew: bool = False
+    ) -> tuple[np.ndarray, Entries]:
         """(lists that hold anything, ascending; entries). Holds the codes and 40 bytes a record."""
-        numbers = np.concatenate([np.arange(part.first_number, part.first_number + part.count) for part in parts])
+        numbers = np.concatenate(
+            [np.arange(part.first_number, part.first_number + part.count) for part in parts]
+        )
         lists = np.concatenate([np.repeat(*self._lists(part)) for part in parts])
         known = numbers < 8 * len(gone)
         alive = np.ones(len(numbers), dtype=bool)
@@ -210,9 +251,13 @@ class IvfStage:
         kept, sizes = runs_of(lists)
         if not numbered_anew:
             return kept, Entries([numbers], _sections(kept, sizes, self._codes(parts, numbers)))
-        codes = np.concatenate([np.empty((0, self.code_bytes), np.uint8), *self._codes(parts, numbers)])
+        codes = np.concatenate(
+            [np.empty((0, self.code_bytes), np.uint8), *self._codes(parts, numbers)]
+        )
         order = order_of_lists(self._empty_index(), sizes, codes)
-        return kept, Entries([numbers[order]], _sections(np.arange(len(kept)), sizes, iter([codes[order]])))
+        return kept, Entries(
+            [numbers[order]], _sections(np.arange(len(kept)), sizes, iter([codes[order]]))
+        )
 
     def _codes(self, parts: Sequence[StoredEntries], numbers: np.ndarray) -> Iterator[np.ndarray]:
         """Of some records, uint8, in their order."""
@@ -231,19 +276,38 @@ class IvfStage:
         yield out
 
     def _lists(self, part: StoredEntries) -> tuple[np.ndarray, np.ndarray]:
-        """(numbers int32, sizes int64) of the lists of a part. Raises FormatError for what cannot be."""
+        """(numbers int32, sizes int64) of the lists of a part. Raises FormatError for what cannot
+        be."""
 
         def refuse(what: str, got: object, expected: object) -> None:
             raise errors.FormatError(what, path=part.path, got=got, expected=expected, fix=_FIX)
 
         for name, row_bytes in ((LISTS, 4), (SIZES, 8)):
-            if part.size_bytes(name) % row_bytes or part.size_bytes(name) > row_bytes * min(self.nlist, part.count):
-                refuse(f"{name} of the first stage", f"{part.size_bytes(name)} bytes", f"at most {self.nlist} lists of {row_bytes} bytes")
+            if part.size_bytes(name) % row_bytes or part.size_bytes(name) > row_bytes * min(
+                self.nlist, part.count
+            ):
+                refuse(
+                    f"{name} of the first stage",
+                    f"{part.size_bytes(name)} bytes",
+                    f"at most {self.nlist} lists of {row_bytes} bytes",
+                )
         if part.size_bytes(CODES) != part.count * self.code_bytes:
-            refuse("codes do not fit the part", part.size_bytes(CODES), part.count * self.code_bytes)
+            refuse(
+                "codes do not fit the part", part.size_bytes(CODES), part.count * self.code_bytes
+            )
         lists, sizes = part.read(LISTS).view("<i4"), part.read(SIZES).view("<i8")
-        if len(lists) != len(sizes) or not len(lists) or lists[0] < 0 or lists[-1] >= self.nlist or (np.diff(lists) <= 0).any():
-            refuse("lists do not fit the first stage", f"{len(lists)} lists", f"numbers below {self.nlist}, ascending")
+        if (
+            len(lists) != len(sizes)
+            or not len(lists)
+            or lists[0] < 0
+            or lists[-1] >= self.nlist
+            or (np.diff(lists) <= 0).any()
+        ):
+            refuse(
+                "lists do not fit the first stage",
+                f"{len(lists)} lists",
+                f"numbers below {self.nlist}, ascending",
+            )
         if (sizes < 1).any() or sizes.max() > part.count or int(sizes.sum()) != part.count:
             refuse("lists do not fit the part", int(sizes.sum()), part.count)
         return lists, sizes
@@ -255,9 +319,14 @@ class IvfStage:
     # --- search ---
 
     def load(
-        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: np.ndarray | None = None,
+        self,
+        parts: Sequence[StoredEntries],
+        *,
+        threads: int = 1,
+        gpu: int | None = None,
+        gone: np.ndarray | None = None,
         path: str = "auto",
-    ) -> LoadedIvf:  # fmt: skip
+    ) -> LoadedIvf:
         index, known = None, [self._lists(part) for part in parts]
         if parts:
             index, total = self._empty_index(), np.zeros(self.nlist, dtype=np.int64)
@@ -268,24 +337,48 @@ class IvfStage:
                 codes = part.windows(CODES)
                 try:
                     filling.add(lists, sizes, codes, part.first_number)
-                finally:  # now, not whenever it is collected: whatever it reads from may be closed by then
+                finally:
+                    # now, not whenever it is collected: whatever it reads from may be closed by
+                    # then
                     codes.close()
         searched = index, self._runs(parts, known), self.of.of_query, self.nprobe, self.steps
-        return LoadedIvf(*searched, threads) if gpu is None else GpuLoadedIvf(*searched, threads=threads, device=gpu)
+        return (
+            LoadedIvf(*searched, threads)
+            if gpu is None
+            else GpuLoadedIvf(*searched, threads=threads, device=gpu)
+        )
 
-    def _runs(self, parts: Sequence[StoredEntries], known: Sequence[tuple[np.ndarray, np.ndarray]]) -> ListRuns:
+    def _runs(
+        self, parts: Sequence[StoredEntries], known: Sequence[tuple[np.ndarray, np.ndarray]]
+    ) -> ListRuns:
         empty = np.empty(0, np.int64)
-        ends = [part.first_number + np.cumsum(sizes) for part, (_, sizes) in zip(parts, known, strict=True)]
+        ends = [
+            part.first_number + np.cumsum(sizes)
+            for part, (_, sizes) in zip(parts, known, strict=True)
+        ]
         begins = [end - sizes for end, (_, sizes) in zip(ends, known, strict=True)]
         lists = [lists.astype(np.int64) for lists, _ in known]
-        return ListRuns(np.concatenate([empty, *lists]), np.concatenate([empty, *begins]), np.concatenate([empty, *ends]), self.nlist)
+        return ListRuns(
+            np.concatenate([empty, *lists]),
+            np.concatenate([empty, *begins]),
+            np.concatenate([empty, *ends]),
+            self.nlist,
+        )
 
     def tune(self, loaded: LoadedStage, documents: Documents | None) -> IvfStage:
         if not isinstance(loaded, LoadedIvf):
-            raise errors.InvalidInputError("tune", got=type(loaded).__name__, expected="what this stage has loaded")
+            raise errors.InvalidInputError(
+                "tune", got=type(loaded).__name__, expected="what this stage has loaded"
+            )
         count = loaded.index.ntotal
-        vectors = (lambda chosen: reconstructed(loaded.index, chosen)) if documents is None else documents.vector_sample
-        nprobe, steps = measure(loaded, distinct_sample(count, self.dim, vectors), min(CANDIDATES, count), RECALL)
+        vectors = (
+            (lambda chosen: reconstructed(loaded.index, chosen))
+            if documents is None
+            else documents.vector_sample
+        )
+        nprobe, steps = measure(
+            loaded, distinct_sample(count, self.dim, vectors), min(CANDIDATES, count), RECALL
+        )
         return replace(self, nprobe=nprobe, steps=steps)
 
     def lists_of(self, records: int) -> int:
@@ -295,12 +388,15 @@ class IvfStage:
     def resident_bytes(self, records: int) -> int:
         trained = sum(array.nbytes for array in self.trained.values())
         if not self.trained:
-            trained = 4 * (self.lists_of(records) * self.dim + parameter_values(self.code, self.dim))
+            trained = 4 * (
+                self.lists_of(records) * self.dim + parameter_values(self.code, self.dim)
+            )
         return trained + records * (self.code_bytes + 8)
 
 
 def choose_nlist(records: int) -> int:
-    """4 sqrt(n), FAISS's own rule of thumb, bounded so that every centroid has the 39 training points FAISS asks for."""
+    """4 sqrt(n), FAISS's own rule of thumb, bounded so that every centroid has the 39 training
+    points FAISS asks for."""
     return max(1, min(round(4 * records**0.5), records // 39))
 
 

@@ -1,4 +1,5 @@
-"""Candidates from posting lists: a query's lists are read from its start on, and what the first of them say is known before the rest."""
+"""Candidates from posting lists: a query's lists are read from its start on, and what the first of
+them say is known before the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from ..interface import CANDIDATES, Allowed, Candidates, StageReads
 
 #: From the text of a query to its terms: as often as they come, or each with a weight.
 Words = Callable[[str], Sequence[str] | Mapping[int, float]]
-_STATES_MAX = 4  # queries of a search whose lists are read at once; more are searched together, in one call
+# queries of a search whose lists are read at once; more are searched together, in one call
+_STATES_MAX = 4
 _FOUND_BYTES = 12
 
 
@@ -40,7 +42,14 @@ class LoadedLexical:
     finds_equals = True
     hit_rates: Mapping[float, float] = {}
 
-    def __init__(self, engine: NativeEngine, segments: Sequence[Segment], words: Words, kind: str, gone: np.ndarray | None = None):
+    def __init__(
+        self,
+        engine: NativeEngine,
+        segments: Sequence[Segment],
+        words: Words,
+        kind: str,
+        gone: np.ndarray | None = None,
+    ):
         self.engine, self.segments, self._words, self._kind = engine, list(segments), words, kind
         self._search = PostingsSearch(engine, _collection(engine, self.segments, gone))
         self._filters: WeakKeyDictionary[Allowed, list[np.ndarray]] = WeakKeyDictionary()
@@ -50,26 +59,44 @@ class LoadedLexical:
         """Raises InvalidInputError for a query that is given as vectors."""
         if text is None:
             raise errors.InvalidInputError(
-                f"a query of {self._kind}", got="vectors", expected="its text", fix='first_stage="ivf", or give the text'
+                f"a query of {self._kind}",
+                got="vectors",
+                expected="its text",
+                fix='first_stage="ivf", or give the text',
             )
         return self._words(text)
 
     def start(
-        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0,
+        self,
+        queries: Sequence[Any],
+        candidates: int,
+        effort: int | None = None,
+        allowed: Allowed | None = None,
+        at_least: int = 0,
         deadline_s: float = 30.0,
-    ) -> LexicalSearch:  # fmt: skip
+    ) -> LexicalSearch:
         candidates = min(candidates, K_MAX, sum(map(len, self.segments)))
-        return LexicalSearch(self._search, list(queries), candidates, None if allowed is None else self._filter(allowed), deadline_s)
+        return LexicalSearch(
+            self._search,
+            list(queries),
+            candidates,
+            None if allowed is None else self._filter(allowed),
+            deadline_s,
+        )
 
     def _filter(self, allowed: Allowed) -> list[np.ndarray]:
         """The bits of each segment. Parts begin at multiples of 64 records, so at whole bytes."""
         with self._filtering:
             found = self._filters.get(allowed)
             if found is None:
-                found = self._filters[allowed] = [_bits(allowed, segment) for segment in self.segments]
+                found = self._filters[allowed] = [
+                    _bits(allowed, segment) for segment in self.segments
+                ]
             return found
 
-    def search_bytes(self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int) -> int:
+    def search_bytes(
+        self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int
+    ) -> int:
         return _FOUND_BYTES * candidates + (1 << 20)  # windows of accumulators, and lists that wait
 
     def close(self) -> None:
@@ -81,7 +108,14 @@ class LoadedLexical:
 class LexicalSearch:
     """See `StageSearch`."""
 
-    def __init__(self, search: PostingsSearch, queries: list[Any], candidates: int, allowed: list[np.ndarray] | None, deadline_s: float):
+    def __init__(
+        self,
+        search: PostingsSearch,
+        queries: list[Any],
+        candidates: int,
+        allowed: list[np.ndarray] | None,
+        deadline_s: float,
+    ):
         self._search, self._queries, self._candidates = search, queries, candidates
         self._options: dict[str, Any] = {"allowed": allowed, "deadline_s": deadline_s}
         self._states: list[PostingsState] = []
@@ -90,7 +124,9 @@ class LexicalSearch:
             self._begin()
 
     def _begin(self) -> None:
-        self._states = [self._search.begin(query, self._candidates, **self._options) for query in self._queries]
+        self._states = [
+            self._search.begin(query, self._candidates, **self._options) for query in self._queries
+        ]
 
     def advance(self, share: float) -> list[Candidates]:
         if not self._states and self._candidates:
@@ -102,20 +138,28 @@ class LexicalSearch:
             return [_NOTHING for _ in self._queries]
         if self._states:
             found = [state.complete() for state in self._states]
-            self.reads = StageReads(*np.sum([state.costs for state in self._states], axis=0).tolist())
+            self.reads = StageReads(
+                *np.sum([state.costs for state in self._states], axis=0).tolist()
+            )
             return found
         batch = self._search.search(self._queries, self._candidates, **self._options)
-        self.reads = StageReads(int(batch.requests.sum()), int(batch.bytes_asked.sum()), int(batch.bytes_moved.sum()))
+        self.reads = StageReads(
+            int(batch.requests.sum()), int(batch.bytes_asked.sum()), int(batch.bytes_moved.sum())
+        )
         return [
-            (numbers[numbers >= 0], scores[numbers >= 0]) for numbers, scores in zip(batch.numbers, batch.scores, strict=True)
-        ]  # fmt: skip
+            (numbers[numbers >= 0], scores[numbers >= 0])
+            for numbers, scores in zip(batch.numbers, batch.scores, strict=True)
+        ]
 
 
 _NOTHING: Candidates = (np.empty(0, np.int64), np.empty(0, np.float32))
 
 
-def _collection(engine: NativeEngine, segments: list[Segment], gone: np.ndarray | None) -> Collection:
-    """The segments, with what deleted records take from the totals: their terms are read out of the lists once."""
+def _collection(
+    engine: NativeEngine, segments: list[Segment], gone: np.ndarray | None
+) -> Collection:
+    """The segments, with what deleted records take from the totals: their terms are read out of the
+    lists once."""
     if gone is None or not segments or segments[0].lengths is None:
         return Collection(segments)
     deleted = np.flatnonzero(np.unpackbits(gone, bitorder="little"))
@@ -123,7 +167,12 @@ def _collection(engine: NativeEngine, segments: list[Segment], gone: np.ndarray 
     count = sum_lengths = 0
     terms = []
     for segment in segments:
-        here = deleted[(deleted >= segment.first_number) & (deleted < segment.first_number + len(segment))] - segment.first_number
+        here = (
+            deleted[
+                (deleted >= segment.first_number) & (deleted < segment.first_number + len(segment))
+            ]
+            - segment.first_number
+        )
         count += len(here)
         if segment.lengths is not None:
             sum_lengths += int(segment.length_table[segment.lengths.codes[here]].sum())

@@ -1,7 +1,9 @@
-"""First stages that look words up: BM25 (`bm25`) and learned sparse vectors (`splade`), by posting lists that stay on SSD (postings/).
+"""First stages that look words up: BM25 (`bm25`) and learned sparse vectors (`splade`), by posting
+lists that stay on SSD (postings/).
 
-Lists are of the records' own numbers, in the order in which records lie, so what one list names lies together. In memory are dictionary and
-lengths. Statistics are of all parts and of what is alive, so scores are those of an index that was built at once of what is there.
+Lists are of the records' own numbers, in the order in which records lie, so what one list names
+lies together. In memory are dictionary and lengths. Statistics are of all parts and of what is
+alive, so scores are those of an index that was built at once of what is there.
 """
 
 from __future__ import annotations
@@ -22,12 +24,27 @@ from ....postings.analyzer import Analyzer
 from ....postings.build.builder import SegmentBuilder
 from ....postings.compaction import merged_sections
 from ....postings.format import parse_analyzer
-from ....postings.stored.layout import COUNT, DICTIONARY, FORWARD, IMPACT, LENGTHS, LISTS, PLACES, TERMS
+from ....postings.stored.layout import (
+    COUNT,
+    DICTIONARY,
+    FORWARD,
+    IMPACT,
+    LENGTHS,
+    LISTS,
+    PLACES,
+    TERMS,
+)
 from ....postings.stored.segment import Segment
 from ....storage import NativeEngine
 from ....storage.parse import Fields
 from ...encoder import Encoded
-from ...sparse_encoder import SparseEncoder, SparseEncoderLike, check_same_sparse_encoder, remembered_sparse_encoder, sparse_encoder_of
+from ...sparse_encoder import (
+    SparseEncoder,
+    SparseEncoderLike,
+    check_same_sparse_encoder,
+    remembered_sparse_encoder,
+    sparse_encoder_of,
+)
 from ..interface import Documents, Entries, LoadedStage, StoredEntries
 from .search import LoadedLexical, Words
 
@@ -41,8 +58,8 @@ class Bm25Settings:
     """The options of BM25.
 
     Attributes:
-        language: of the texts: its stemmer (PyStemmer) cuts their endings off, and of English stop words are left out; ``none``: words as
-            they stand.
+        language: of the texts: its stemmer (PyStemmer) cuts their endings off, and of English stop
+            words are left out; ``none``: words as they stand.
     """
 
     language: str = "english"
@@ -53,7 +70,8 @@ class SpladeSettings:
     """The options of learned sparse vectors.
 
     Attributes:
-        sparse_encoder: the model, or a description as `espnx.load_sparse_encoder` takes it; None: ``splade-tiny``.
+        sparse_encoder: the model, or a description as `espnx.load_sparse_encoder` takes it; None:
+            ``splade-tiny``.
     """
 
     sparse_encoder: SparseEncoderLike | None = None
@@ -72,7 +90,11 @@ class _Lexical(ABC):
     @property
     def _section_names(self) -> tuple[str, ...]:
         """In the order in which they are written."""
-        return (LISTS, TERMS, LENGTHS, DICTIONARY) if self.postings_kind == COUNT else (LISTS, TERMS, FORWARD, PLACES, DICTIONARY)
+        return (
+            (LISTS, TERMS, LENGTHS, DICTIONARY)
+            if self.postings_kind == COUNT
+            else (LISTS, TERMS, FORWARD, PLACES, DICTIONARY)
+        )
 
     @property
     def in_place(self) -> frozenset[str]:
@@ -102,9 +124,17 @@ class _Lexical(ABC):
         sections = self._sections(documents, order)
         return Entries([order], {name: _next_of(sections, name) for name in self._section_names})
 
-    def _sections(self, documents: Documents, order: np.ndarray) -> Iterator[tuple[str, Iterable[np.ndarray]]]:
+    def _sections(
+        self, documents: Documents, order: np.ndarray
+    ) -> Iterator[tuple[str, Iterable[np.ndarray]]]:
         with NativeEngine() as engine:
-            builder = SegmentBuilder(engine, documents.scratch, kind=self.postings_kind, analyzer=self.analyzer, memory_bytes=_MEMORY_BYTES)
+            builder = SegmentBuilder(
+                engine,
+                documents.scratch,
+                kind=self.postings_kind,
+                analyzer=self.analyzer,
+                memory_bytes=_MEMORY_BYTES,
+            )
             try:
                 self._fill(builder, documents.texts(order))
                 yield from builder.sections()
@@ -120,14 +150,20 @@ class _Lexical(ABC):
     def _fill(self, builder: SegmentBuilder, texts: Iterator[str]) -> None:
         """Hands every text over, as terms or as weights."""
 
-    def merge(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> Entries:
+    def merge(
+        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+    ) -> Entries:
         if order is None:
-            numbers = np.concatenate([np.arange(part.first_number, part.first_number + part.count) for part in parts])
+            numbers = np.concatenate(
+                [np.arange(part.first_number, part.first_number + part.count) for part in parts]
+            )
             order = numbers[~_is_gone(numbers, gone)]
         sections = self._merged_sections(parts, order)
         return Entries([order], {name: _next_of(sections, name) for name in self._section_names})
 
-    def _merged_sections(self, parts: Sequence[StoredEntries], order: np.ndarray) -> Iterator[tuple[str, Iterable[np.ndarray]]]:
+    def _merged_sections(
+        self, parts: Sequence[StoredEntries], order: np.ndarray
+    ) -> Iterator[tuple[str, Iterable[np.ndarray]]]:
         places = np.full(parts[-1].first_number + parts[-1].count, -1, np.int64)
         places[order] = np.arange(len(order))
         directory = parts[0].path.rpartition("/")[0]
@@ -136,14 +172,24 @@ class _Lexical(ABC):
             try:
                 segments += (self._segment(engine, part) for part in parts)
                 yield from merged_sections(
-                    engine, directory, segments, np.flatnonzero(places < 0), salt=secrets.randbits(32), kind=self.postings_kind,
-                    n_records=len(order), memory_bytes=_MEMORY_BYTES, progress=None, places=places,
-                )  # fmt: skip
+                    engine,
+                    directory,
+                    segments,
+                    np.flatnonzero(places < 0),
+                    salt=secrets.randbits(32),
+                    kind=self.postings_kind,
+                    n_records=len(order),
+                    memory_bytes=_MEMORY_BYTES,
+                    progress=None,
+                    places=places,
+                )
             finally:
                 for segment in segments:
                     segment.close()
 
-    def compact(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> tuple[Any, Entries]:
+    def compact(
+        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+    ) -> tuple[Any, Entries]:
         return self, self.merge(parts, gone, order)
 
     def check(self, parts: Sequence[StoredEntries]) -> None:
@@ -157,16 +203,23 @@ class _Lexical(ABC):
         if (len(segment), segment.dictionary.kind) != (part.count, self.postings_kind):
             segment.close()
             raise errors.FormatError(
-                f"posting lists of {self.kind} do not fit the part", path=part.path,
-                got=f"{len(segment)} records, kind {segment.dictionary.kind}", expected=f"{part.count} records, kind {self.postings_kind}",
+                f"posting lists of {self.kind} do not fit the part",
+                path=part.path,
+                got=f"{len(segment)} records, kind {segment.dictionary.kind}",
+                expected=f"{part.count} records, kind {self.postings_kind}",
                 fix="restore the store from a copy, or build it again",
-            )  # fmt: skip
+            )
         return segment
 
     def load(
-        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: np.ndarray | None = None,
+        self,
+        parts: Sequence[StoredEntries],
+        *,
+        threads: int = 1,
+        gpu: int | None = None,
+        gone: np.ndarray | None = None,
         path: str = "auto",
-    ) -> LoadedLexical:  # fmt: skip
+    ) -> LoadedLexical:
         engine = NativeEngine(path)
         segments = list[Segment]()
         try:
@@ -203,7 +256,8 @@ class Bm25Stage(_Lexical):
 
     @classmethod
     def new(cls, settings: Bm25Settings, pooling: str | None, d_cls: int, dim: int) -> Bm25Stage:
-        """Raises InvalidInputError for a language that has no stemmer, MissingDependencyError without PyStemmer."""
+        """Raises InvalidInputError for a language that has no stemmer, MissingDependencyError
+        without PyStemmer."""
         return cls(Analyzer.of(settings.language))
 
     @classmethod
@@ -253,11 +307,15 @@ class SpladeStage(_Lexical):
     given: SparseEncoder | None = None
 
     @classmethod
-    def new(cls, settings: SpladeSettings, pooling: str | None, d_cls: int, dim: int) -> SpladeStage:
+    def new(
+        cls, settings: SpladeSettings, pooling: str | None, d_cls: int, dim: int
+    ) -> SpladeStage:
         """Raises InvalidInputError without a sparse encoder, and what loading it raises."""
         encoder = sparse_encoder_of(settings.sparse_encoder or "splade-tiny")
         if encoder is None:
-            raise errors.InvalidInputError("sparse_encoder", got="None", expected="one, for a first stage of splade")
+            raise errors.InvalidInputError(
+                "sparse_encoder", got="None", expected="one, for a first stage of splade"
+            )
         return cls(encoder.name, encoder)
 
     @classmethod
@@ -270,7 +328,8 @@ class SpladeStage(_Lexical):
 
     @cached_property
     def encoder(self) -> SparseEncoder:
-        """Raises what `espnx.load_sparse_encoder` raises, where it is the one that the store remembers."""
+        """Raises what `espnx.load_sparse_encoder` raises, where it is the one that the store
+        remembers."""
         if self.given is not None:
             return self.given
         loaded = remembered_sparse_encoder(self.encoder_name)
@@ -290,7 +349,9 @@ class SpladeStage(_Lexical):
     def _fill(self, builder: SegmentBuilder, texts: Iterator[str]) -> None:
         while some := list(islice(texts, _ENCODED_AT_ONCE)):
             for vector in self.encoder.encode_documents(some):
-                builder.add_vector(dict(zip(vector.terms.tolist(), vector.weights.tolist(), strict=True)))
+                builder.add_vector(
+                    dict(zip(vector.terms.tolist(), vector.weights.tolist(), strict=True))
+                )
 
     def _words(self) -> Words:
         def words(text: str) -> dict[int, float]:
@@ -313,11 +374,18 @@ def _is_gone(numbers: np.ndarray, gone: np.ndarray) -> np.ndarray:
     return found
 
 
-def _next_of(sections: Iterator[tuple[str, Iterable[np.ndarray]]], name: str) -> Iterator[np.ndarray]:
-    """The content of the next section, which is the one of that name: all are taken in their order, each once."""
+def _next_of(
+    sections: Iterator[tuple[str, Iterable[np.ndarray]]], name: str
+) -> Iterator[np.ndarray]:
+    """The content of the next section, which is the one of that name: all are taken in their order,
+    each once."""
     for found, content in sections:
         if found != name:
-            raise errors.StateError("sections of posting lists", got=found, expected=f"{name}: each once, in their order")
+            raise errors.StateError(
+                "sections of posting lists",
+                got=found,
+                expected=f"{name}: each once, in their order",
+            )
         yield from content
         if name == DICTIONARY:
             next(sections, None)  # the last one: what was opened is closed

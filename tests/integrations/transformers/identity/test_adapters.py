@@ -1,4 +1,5 @@
-"""Whose K and V a kept cache holds, where PEFT's adapters are loaded: those that are active count, and no others."""
+"""Whose K and V a kept cache holds, where PEFT's adapters are loaded: those that are active count,
+and no others."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ from tests.integrations.transformers.identity.test_model_parts import are_equal,
 from tests.integrations.transformers.tiny import generate, make, prompt
 
 peft = pytest.importorskip("peft")
-pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]  # PEFT's own
+# PEFT's own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 TARGETS = ["q_proj", "k_proj", "v_proj"]
 LORA = {"r": 4, "target_modules": TARGETS, "init_lora_weights": False}
@@ -29,11 +34,15 @@ KINDS: dict[str, Callable[[], Any]] = {
     "dora": lambda: peft.LoraConfig(**LORA, use_dora=True),
     "with an embedding": lambda: peft.LoraConfig(**LORA, modules_to_save=["embed_tokens"]),
     "with tokens": lambda: peft.LoraConfig(**LORA, trainable_token_indices=[1, 5, 7]),
-    "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[], init_ia3_weights=False),
+    "ia3": lambda: peft.IA3Config(
+        target_modules=["k_proj", "v_proj"], feedforward_modules=[], init_ia3_weights=False
+    ),
     "loha": lambda: peft.LoHaConfig(r=4, target_modules=TARGETS, init_weights=False),
     "lokr": lambda: peft.LoKrConfig(r=4, target_modules=TARGETS, init_weights=False),
     "oft": lambda: peft.OFTConfig(oft_block_size=4, target_modules=TARGETS, init_weights=False),
-    "fourier": lambda: peft.FourierFTConfig(n_frequency=50, target_modules=TARGETS, init_weights=False),
+    "fourier": lambda: peft.FourierFTConfig(
+        n_frequency=50, target_modules=TARGETS, init_weights=False
+    ),
     "norms": lambda: peft.LNTuningConfig(target_modules=["input_layernorm"]),
     "vera": lambda: peft.VeraConfig(r=4, target_modules=TARGETS, init_weights=False),
     "shira": lambda: peft.ShiraConfig(r=4, target_modules=TARGETS, init_weights=False),
@@ -53,7 +62,9 @@ def adapted(kind: str) -> tuple[PreTrainedModel, list[Any]]:
     for name, parameter in model.named_parameters():
         if ".one" in name or ".two" in name:
             parameter.data += 0.05 * torch.randn_like(parameter)
-    return model.eval(), [module for module in model.modules() if hasattr(type(module), "adapter_layer_names")]
+    return model.eval(), [
+        module for module in model.modules() if hasattr(type(module), "adapter_layer_names")
+    ]
 
 
 def use(layers: list[Any], *names: str) -> None:
@@ -71,16 +82,21 @@ def add(model: PreTrainedModel, adapter: str) -> None:
 
 def scale(layers: list[Any], by: float) -> None:
     for layer in layers:
-        if isinstance(scaling := vars(layer).get("scaling"), dict) and isinstance(scaling.get("one"), float):
+        if isinstance(scaling := vars(layer).get("scaling"), dict) and isinstance(
+            scaling.get("one"), float
+        ):
             scaling["one"] *= by
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_switch_of_adapters(kind: str) -> None:
-    """Two states of a model whose K or V differ have other fingerprints; what is loaded and not used has none."""
+    """Two states of a model whose K or V differ have other fingerprints; what is loaded and not
+    used has none."""
     model, layers = adapted(kind)
     use(layers)
-    states: list[tuple[str, dict[str, Any], list[torch.Tensor]]] = [("none loaded", fingerprint(make("llama")), rows_of(make("llama")))]
+    states: list[tuple[str, dict[str, Any], list[torch.Tensor]]] = [
+        ("none loaded", fingerprint(make("llama")), rows_of(make("llama")))
+    ]
 
     def note(title: str) -> None:
         states.append((title, fingerprint(model), rows_of(model)))
@@ -120,9 +136,15 @@ def test_adapters_beside_it_change_nothing() -> None:
     def holding(*names: str) -> PreTrainedModel:
         model = make("llama")
         for name in names:
-            config = peft.LoraConfig(**LORA) if name == "one" else peft.LoraConfig(r=2, target_modules=["v_proj", "o_proj"], lora_alpha=3)
+            config = (
+                peft.LoraConfig(**LORA)
+                if name == "one"
+                else peft.LoraConfig(r=2, target_modules=["v_proj", "o_proj"], lora_alpha=3)
+            )
             model.add_adapter(config, name)
-        for layer in (module for module in model.modules() if hasattr(type(module), "adapter_layer_names")):
+        for layer in (
+            module for module in model.modules() if hasattr(type(module), "adapter_layer_names")
+        ):
             for name, parameter in layer.named_parameters():
                 if ".one." in name:
                     parameter.data.fill_(0.01)
@@ -154,7 +176,12 @@ def test_merged_adapters_are_weights() -> None:
         layer.merge()
     merged = fingerprint(model)
     use(layers)  # the next forward pass takes them out again
-    assert len({str(each) for each in (active, merged, fingerprint(model), fingerprint(make("llama")))}) == 4
+    assert (
+        len(
+            {str(each) for each in (active, merged, fingerprint(model), fingerprint(make("llama")))}
+        )
+        == 4
+    )
     assert fingerprint(model)["adapters"] == "off, merged ['one']"
 
 
@@ -169,9 +196,16 @@ def test_a_kept_cache_of_an_adapter(folder: Path) -> None:
     inputs = prompt([30, 30])
     with KVCache(model.config, folder, name="k", x_rows=0) as cache:
         generate(model, inputs, cache, max_new_tokens=4)
-    for change in (lambda: model.set_adapter("two"), lambda: model.set_adapter(["one", "two"]), model.disable_adapters):
+    for change in (
+        lambda: model.set_adapter("two"),
+        lambda: model.set_adapter(["one", "two"]),
+        model.disable_adapters,
+    ):
         change()
-        with KVCache(model.config, folder, name="k") as cache, pytest.raises(errors.ForeignFileError, match="adapters") as raised:
+        with (
+            KVCache(model.config, folder, name="k") as cache,
+            pytest.raises(errors.ForeignFileError, match="adapters") as raised,
+        ):
             generate(model, inputs, cache)
         assert "active ['one']" in str(raised.value)
         model.enable_adapters()

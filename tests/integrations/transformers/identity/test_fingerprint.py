@@ -47,14 +47,19 @@ def merged(model: torch.nn.Module) -> None:
         (merged, "model.layers.0.self_attn.q_proj.weight"),
     ],
 )
-def test_a_changed_model_is_refused(folder: Path, change: Callable[[torch.nn.Module], None], name: str) -> None:
+def test_a_changed_model_is_refused(
+    folder: Path, change: Callable[[torch.nn.Module], None], name: str
+) -> None:
     """In the same process, which remembers the checksums of before."""
     model = make("llama")
     enabled_model = enable_kv_cache(model)
     with KVCache(model.config, folder, name="one") as cache:
         generate(enabled_model, prompt(LENGTHS), cache)
     change(model)
-    with KVCache(model.config, folder, name="one") as cache, pytest.raises(errors.ForeignFileError, match=name):
+    with (
+        KVCache(model.config, folder, name="one") as cache,
+        pytest.raises(errors.ForeignFileError, match=name),
+    ):
         generate(enabled_model, prompt(LENGTHS), cache)
 
 
@@ -83,7 +88,10 @@ def test_sampled_by_name_alone(folder: Path) -> None:
     model = enabled("llama")
     with KVCache(model.config, folder, name="one", fingerprint="sampled") as cache:
         generate(model, prompt(LENGTHS), cache)
-    with KVCache(model.config, folder, name="one") as cache, pytest.raises(errors.ForeignFileError, match="another fingerprint"):
+    with (
+        KVCache(model.config, folder, name="one") as cache,
+        pytest.raises(errors.ForeignFileError, match="another fingerprint"),
+    ):
         generate(model, prompt(LENGTHS), cache)
     with KVCache(model.config, folder, name="one", fingerprint="sampled") as cache:
         cache.reset()

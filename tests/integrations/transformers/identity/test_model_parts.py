@@ -26,7 +26,10 @@ Change = Callable[[PreTrainedModel], Any]
 
 def rows_of(model: PreTrainedModel, length: int = 12) -> list[torch.Tensor]:
     """K and V of every layer, by the framework's own cache."""
-    ids, cache = torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(0)), DynamicCache(config=model.config)
+    ids, cache = (
+        torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(0)),
+        DynamicCache(config=model.config),
+    )
     torch.manual_seed(0)
     with torch.no_grad():
         model(ids, past_key_values=cache)
@@ -85,9 +88,14 @@ def swapped(model: PreTrainedModel) -> None:
         lambda model: setattr(attention(model), "scaling", 1.0),
         lambda model: setattr(model.model.rotary_emb, "attention_scaling", 1.5),
         lambda model: model.model.rotary_emb.half(),
-        relu, function, another_class, normalised, of_another_layer, swapped,
+        relu,
+        function,
+        another_class,
+        normalised,
+        of_another_layer,
+        swapped,
     ],
-)  # fmt: skip
+)
 def test_a_change_of_what_is_no_weight(change: Change) -> None:
     model = make("llama")
     before, rows = fingerprint(model), rows_of(model)
@@ -119,11 +127,18 @@ def offloaded(model: PreTrainedModel) -> None:
     accelerate.hooks.add_hook_to_module(mlp(model), accelerate.hooks.AlignDevicesHook("cpu"))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch", "ignore:.*gradient_checkpointing_enable:FutureWarning"
+)
 @pytest.mark.parametrize(
     "change",
     [
-        enable_kv_cache, looked_on, compiled, tied, offloaded, copy.deepcopy,
+        enable_kv_cache,
+        looked_on,
+        compiled,
+        tied,
+        offloaded,
+        copy.deepcopy,
         lambda model: model.train(),
         lambda model: model.requires_grad_(False),
         lambda model: model.gradient_checkpointing_enable(),
@@ -131,7 +146,7 @@ def offloaded(model: PreTrainedModel) -> None:
         lambda model: model.generation_config.update(temperature=3.0),
         lambda model: model.lm_head.register_forward_hook(lambda *args: None),
     ],
-)  # fmt: skip
+)
 def test_a_change_that_changes_neither_k_nor_v(change: Change) -> None:
     model = make("llama")
     before = fingerprint(model)
@@ -169,7 +184,9 @@ def replaced(model: PreTrainedModel) -> None:
 
 
 def hidden(model: PreTrainedModel) -> None:
-    mlp(model).register_forward_hook(torch.compiler.disable(lambda module, args, output: output + 1))
+    mlp(model).register_forward_hook(
+        torch.compiler.disable(lambda module, args, output: output + 1)
+    )
 
 
 def method(model: PreTrainedModel) -> None:
@@ -201,7 +218,11 @@ def test_what_cannot_be_known_is_refused_a_name(folder: Path, change: Change, na
     model = make("llama")
     change(enable_kv_cache(model))
     ids = torch.ones(1, 3, dtype=torch.int64)
-    with KVCache(model.config, folder, name="one") as cache, pytest.raises(errors.InvalidInputError, match=name) as raised, torch.no_grad():
+    with (
+        KVCache(model.config, folder, name="one") as cache,
+        pytest.raises(errors.InvalidInputError, match=name) as raised,
+        torch.no_grad(),
+    ):
         model(ids, past_key_values=cache)
     assert raised.value.fix is not None
     assert "without a name" in raised.value.fix
@@ -222,7 +243,10 @@ def test_a_hook_on_every_module_is_refused() -> None:
 # --- packed weights ---
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization.*:DeprecationWarning", "ignore:.*quantized tensor creation:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.ao.quantization.*:DeprecationWarning",
+    "ignore:.*quantized tensor creation:UserWarning",
+)
 @pytest.mark.parametrize("dtype", [torch.qint8, torch.float16])
 def test_weights_that_are_packed_when_quantised(dtype: torch.dtype) -> None:
     """They are neither parameters nor buffers."""
@@ -240,7 +264,9 @@ def test_weights_that_are_packed_when_quantised(dtype: torch.dtype) -> None:
     rows_of(model)
     assert watch.is_unchanged()
     for projection in ("k_proj", "o_proj"):
-        other, after = quantised(lambda model, name=projection: getattr(attention(model), name).weight.data.mul_(-1))  # type: ignore[misc]
+        other, after = quantised(
+            lambda model, name=projection: getattr(attention(model), name).weight.data.mul_(-1)
+        )  # type: ignore[misc]
         assert not are_equal(rows_of(other), rows_of(model))
         assert after != before
     k_proj = attention(model).k_proj
@@ -253,7 +279,10 @@ class Listed(nn.Linear):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         weight: Any = self.weight
-        destination[f"{prefix}weight.codes"], destination[f"{prefix}weight.scale"] = weight.codes, weight.scale
+        destination[f"{prefix}weight.codes"], destination[f"{prefix}weight.scale"] = (
+            weight.codes,
+            weight.scale,
+        )
 
 
 class Shut(torch.Tensor):
@@ -267,10 +296,15 @@ class Shut(torch.Tensor):
         self.codes, self.scale, self.low = codes, scale, low
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.ops.aten.detach.default:
             return cls(args[0].codes, args[0].scale, args[0].low)
-        plain = [(each.codes + each.low) * each.scale if isinstance(each, Shut) else each for each in args]
+        plain = [
+            (each.codes + each.low) * each.scale if isinstance(each, Shut) else each
+            for each in args
+        ]
         return function(*plain, **(kwargs or {}))
 
 
@@ -287,7 +321,9 @@ def test_weights_that_are_more_than_one_tensor(kind: str, listed: type[nn.Linear
     def of(codes: int, scale: float, low: int, subclass: type[Shut] = Codes) -> PreTrainedModel:
         model = make("llama")
         weight = torch.full((256, 64), codes, dtype=torch.int8)
-        attention(model).k_proj.weight = nn.Parameter(subclass(weight, torch.tensor(scale), low), requires_grad=False)
+        attention(model).k_proj.weight = nn.Parameter(
+            subclass(weight, torch.tensor(scale), low), requires_grad=False
+        )
         attention(model).k_proj.__class__ = listed
         return model
 
@@ -303,14 +339,24 @@ def test_weights_that_are_more_than_one_tensor(kind: str, listed: type[nn.Linear
 # --- ropes ---
 
 ROPES: dict[str, dict[str, Any]] = {
-    "default": {}, "linear": {"factor": 2.0}, "dynamic": {"factor": 2.0},
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
     "yarn": {"factor": 2.0, "original_max_position_embeddings": 64},
     "longrope": {
-        "factor": 4.0, "short_factor": [1.0] * 64, "long_factor": [2.0] * 64, "original_max_position_embeddings": 64,
+        "factor": 4.0,
+        "short_factor": [1.0] * 64,
+        "long_factor": [2.0] * 64,
+        "original_max_position_embeddings": 64,
     },
-    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
     "proportional": {"partial_rotary_factor": 0.5},
-}  # fmt: skip
+}
 
 
 def test_every_kind_of_rope_is_tried() -> None:
@@ -319,7 +365,11 @@ def test_every_kind_of_rope_is_tried() -> None:
 
 def roped(kind: str) -> PreTrainedModel:
     maximum = 64 if kind == "dynamic" else 256
-    return make("llama", max_position_embeddings=maximum, rope_parameters={"rope_type": kind, "rope_theta": 1e4} | ROPES[kind])
+    return make(
+        "llama",
+        max_position_embeddings=maximum,
+        rope_parameters={"rope_type": kind, "rope_theta": 1e4} | ROPES[kind],
+    )
 
 
 @pytest.mark.parametrize("kind", ROPES)

@@ -1,6 +1,8 @@
-"""A first stage that another package brings: keeps the first dimensions of every document's vector in memory, and looks at all of them.
+"""A first stage that another package brings: keeps the first dimensions of every document's vector
+in memory, and looks at all of them.
 
-With encoders whose first dimensions tell the most (Matryoshka), a quarter of the dimensions finds nearly the same candidates.
+With encoders whose first dimensions tell the most (Matryoshka), a quarter of the dimensions finds
+nearly the same candidates.
 """
 
 from __future__ import annotations
@@ -44,14 +46,21 @@ class NearSettings:
 
     def __post_init__(self) -> None:
         if self.dims is not None and (not isinstance(self.dims, int) or self.dims < 1):
-            raise errors.InvalidInputError("dims of near", got=repr(self.dims), expected="a whole number of at least 1, or None")
+            raise errors.InvalidInputError(
+                "dims of near",
+                got=repr(self.dims),
+                expected="a whole number of at least 1, or None",
+            )
         if self.metric not in _METRICS:
-            raise errors.InvalidInputError("metric of near", got=repr(self.metric), expected=" or ".join(_METRICS))
+            raise errors.InvalidInputError(
+                "metric of near", got=repr(self.metric), expected=" or ".join(_METRICS)
+            )
 
 
 @dataclass(frozen=True, eq=False)
 class NearStage:
-    """See `FirstStage`. Nothing is trained; records lie as documents came, or as another stage says.
+    """See `FirstStage`. Nothing is trained; records lie as documents came, or as another stage
+    says.
 
     Attributes:
         of: the vector of a document.
@@ -73,7 +82,11 @@ class NearStage:
     def new(cls, settings: NearSettings, pooling: str | None, d_cls: int, dim: int) -> NearStage:
         of = DocumentVector.new(pooling, d_cls, dim)
         if settings.dims is not None and settings.dims > of.dim:
-            raise errors.InvalidInputError("dims of near", got=settings.dims, expected=f"at most {of.dim}, those of the vectors")
+            raise errors.InvalidInputError(
+                "dims of near",
+                got=settings.dims,
+                expected=f"at most {of.dim}, those of the vectors",
+            )
         return cls(of, settings.dims or of.dim, settings.metric)
 
     @classmethod
@@ -92,10 +105,13 @@ class NearStage:
         return self.of.of_document(document)
 
     def kept(self, vectors: np.ndarray) -> np.ndarray:
-        """Of vectors [..., vector_dim]: float32 [..., dims], of length 1 where the metric wants that."""
+        """Of vectors [..., vector_dim]: float32 [..., dims], of length 1 where the metric wants
+        that."""
         rows = np.ascontiguousarray(vectors[..., : self.dims], dtype="<f4")
         if self.metric == "cosine":
-            rows = rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), np.float32(1e-12))
+            rows = rows / np.maximum(
+                np.linalg.norm(rows, axis=-1, keepdims=True), np.float32(1e-12)
+            )
         return rows
 
     def fresh(self) -> NearStage:
@@ -124,29 +140,44 @@ class NearStage:
 
     def add(self, documents: Documents, order: np.ndarray | None = None) -> Entries:
         if order is None:
-            return Entries([np.arange(len(documents))], {"vectors": map(self.kept, documents.vectors(_ROWS))})
+            return Entries(
+                [np.arange(len(documents))], {"vectors": map(self.kept, documents.vectors(_ROWS))}
+            )
         runs = (order[first : first + _ROWS] for first in range(0, len(order), _ROWS))
         return Entries([order], {"vectors": (self.kept(_sampled(documents, run)) for run in runs)})
 
-    def merge(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> Entries:
+    def merge(
+        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+    ) -> Entries:
         numbers, vectors = self._all(parts)
         if order is None:
             dead = np.flatnonzero(np.unpackbits(gone, bitorder="little"))
             order = numbers[~np.isin(numbers, dead)]
         return Entries([order], {"vectors": [vectors[np.searchsorted(numbers, order)]]})
 
-    def compact(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> tuple[NearStage, Entries]:
+    def compact(
+        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+    ) -> tuple[NearStage, Entries]:
         return self, self.merge(parts, gone, order)
 
     def check(self, parts: Sequence[StoredEntries]) -> None:
         for part in parts:
             if part.size_bytes("vectors") != 4 * self.dims * part.count:
-                raise errors.FormatError("vectors of near do not fit the part", path=part.path, got=part.size_bytes("vectors"))
+                raise errors.FormatError(
+                    "vectors of near do not fit the part",
+                    path=part.path,
+                    got=part.size_bytes("vectors"),
+                )
 
     def load(
-        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: np.ndarray | None = None,
+        self,
+        parts: Sequence[StoredEntries],
+        *,
+        threads: int = 1,
+        gpu: int | None = None,
+        gone: np.ndarray | None = None,
         path: str = "auto",
-    ) -> LoadedNear:  # fmt: skip
+    ) -> LoadedNear:
         self.check(parts)
         return LoadedNear(self, *self._all(parts))
 
@@ -154,7 +185,9 @@ class NearStage:
         """Numbers of all records, ascending, and their vectors."""
         numbers = [np.arange(part.first_number, part.first_number + part.count) for part in parts]
         vectors = [part.read("vectors").view("<f4").reshape(-1, self.dims) for part in parts]
-        return np.concatenate([np.empty(0, np.int64), *numbers]), np.concatenate([np.empty((0, self.dims), np.float32), *vectors])
+        return np.concatenate([np.empty(0, np.int64), *numbers]), np.concatenate(
+            [np.empty((0, self.dims), np.float32), *vectors]
+        )
 
 
 def _sampled(documents: Documents, numbers: np.ndarray) -> np.ndarray:
@@ -183,13 +216,24 @@ class LoadedNear:
         return self.stage.kept(self.stage.of.of_query(query))
 
     def start(
-        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0,
+        self,
+        queries: Sequence[Any],
+        candidates: int,
+        effort: int | None = None,
+        allowed: Allowed | None = None,
+        at_least: int = 0,
         deadline_s: float = 30.0,
-    ) -> NearSearch:  # fmt: skip
-        some = slice(None) if allowed is None else np.unpackbits(allowed.bitmap, bitorder="little")[self.numbers].astype(bool)
+    ) -> NearSearch:
+        some = (
+            slice(None)
+            if allowed is None
+            else np.unpackbits(allowed.bitmap, bitorder="little")[self.numbers].astype(bool)
+        )
         return NearSearch(self.numbers[some], self.vectors[some], queries, candidates)
 
-    def search_bytes(self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int) -> int:
+    def search_bytes(
+        self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int
+    ) -> int:
         return 12 * len(self.numbers)
 
     def close(self) -> None: ...
