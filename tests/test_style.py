@@ -263,7 +263,7 @@ def run_linter(module: str, command: list[str]) -> None:
             '"""Doc."""\ndef f():\n    try:\n        f()\n    except (ValueError, Exception):\n'
             "        return None"
         ),
-        '"""Doc."""\ndef f():\n' + "    x = 1\n" * FUNCTION_LINES_MAX,
+        '"""Doc."""\ndef f():\n' + "    x = 1\n" * (FUNCTION_LINES_MAX + 1),
     ],
 )
 def test_python_rules_report(bad: str) -> None:

@@ -107,6 +107,11 @@ def configure(parser: ArgumentParser) -> None:
         default="0,0.3,auto",
         help="each a system: 0, 0.3, 0.05+0.1+0.2, auto (default: 0,0.3,auto)",
     )
+    _add_searching(parser)
+
+
+def _add_searching(parser: ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--nprobe",
         metavar="N",

@@ -12,7 +12,8 @@ from __future__ import annotations
 from .build import GraphReport, build
 from .diskann import ExportReport, ImportReport, export_diskann, import_diskann
 from .format import METRICS, GraphShare, RecallPoint
-from .index import GraphIndex, Neighbours
+from .index import GraphIndex
+from .neighbours import Neighbours
 from .private import PrivateGraphs, build_private
 from .stored import StoredGraph
 from .vectors import Vectors, read_vectors

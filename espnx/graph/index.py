@@ -15,14 +15,11 @@ from .. import errors
 from ..checks import check_finite, check_path, check_whole, plain
 from ..forks import check_own
 from ..ops._native import load_extension
-from ..ops.distances import distances
 from ..sizes import format_size
 from ..storage import FaultRule, NativeEngine, Plan
 from ..suggestions import suggests_keywords
-from .codebook import Codebook
 from .filters import FilterReader, NodeFilter, RowFilter, row_mask
 from .format import (
-    CODES,
     NODES,
     ROWS,
     GraphFacts,
@@ -32,12 +29,13 @@ from .format import (
     read_codes,
     read_graph,
 )
-from .layout import CODE_PAGE_BYTES
+from .native import native_view
+from .neighbours import Neighbours, measure, nearest
 from .options import SQUARES_MAX
 from .vectors import as_array
 
 if TYPE_CHECKING:
-    from .. import _C
+    pass
 
 LIST_SIZE_MAX = 1 << 20
 THREADS_MAX = 256
@@ -56,58 +54,6 @@ _NEAR_OF_FAR = 4
 WALK_PAGES, REGION_PAGES = 2, 8
 _MEASURING_S = 3600.0  # for searches of a build
 _REBUILD = "restore the graph from a copy, or build it again"
-
-
-@dataclass(frozen=True, eq=False)
-class Neighbours:
-    """What a search of q queries found.
-
-    Attributes:
-        ids: int64 [q, k]: rows of the input that the graph was built from, the nearest first, ties
-            by row; -1 where there are fewer.
-        distances: float32 [q, k]: ``l2``: squared; ``ip``: the inner product, negated; ``cosine``:
-            one minus the cosine. Infinity where there is no vector.
-        pages: int64 [q]: of nodes that were read.
-        code_pages: int64 [q]: of codes that were read, 4096 bytes each, where codes are paged.
-        measured: int64 [q]: vectors whose distance was measured.
-        estimated: int64 [q]: codes whose distance was.
-        seconds: float32 [q]: from the query's turn to its end; with many under way, others' work is
-            in it.
-        page_bytes: of a page of nodes.
-        shared_pages: of nodes that were read once for all queries: where all that a filter allows
-            were measured, or for its entry points.
-        filter_bytes: of the file of rows that were read for a filter, unless it is one of the last
-            that the graph was searched with.
-    """
-
-    ids: np.ndarray
-    distances: np.ndarray
-    pages: np.ndarray
-    code_pages: np.ndarray
-    measured: np.ndarray
-    estimated: np.ndarray
-    seconds: np.ndarray
-    page_bytes: int
-    shared_pages: int = 0
-    filter_bytes: int = 0
-
-    @property
-    def bytes_read(self) -> np.ndarray:
-        """int64 [q]: for each query alone."""
-        return self.pages * self.page_bytes + self.code_pages * CODE_PAGE_BYTES
-
-    @property
-    def total_bytes(self) -> int:
-        """That the whole search has read."""
-        return int(self.bytes_read.sum()) + self.shared_pages * self.page_bytes + self.filter_bytes
-
-    def __repr__(self) -> str:
-        q, k = self.ids.shape
-        shared = f", {self.shared_pages} for all" if self.shared_pages else ""
-        return (
-            f"<Neighbours: {q} queries, k {k}, {self.pages.mean() if q else 0:.1f} pages a "
-            f"query{shared}>"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +195,7 @@ class GraphIndex:
         self._requested, self._process = engine, os.getpid()
         native = load_extension()
         self._native = native.GraphSearcher(
-            _native_view(self.facts, codes),
+            native_view(self.facts, codes),
             native.GraphSearchOptions(
                 path=engine,
                 direct=direct,
@@ -675,10 +621,10 @@ class GraphIndex:
         at_once, parts = max(1, _DISTANCES_AT_ONCE // len(rows)), []
         for first in range(0, len(queries), at_once):
             part = slice(first, first + at_once)
-            measured = _measure(queries[part], vectors, self.facts.metric)
+            measured = measure(queries[part], vectors, self.facts.metric)
             far = np.concatenate([best[0][part], measured], axis=1)
             parts.append(
-                _nearest(
+                nearest(
                     far,
                     np.concatenate([best[1][part], np.broadcast_to(rows, measured.shape)], axis=1),
                     k,
@@ -839,71 +785,3 @@ class GraphIndex:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _native_view(facts: GraphFacts, codes: np.ndarray | None) -> _C.GraphView:
-    """A graph as the native searcher sees it. `codes`: uint8 [n, code_bytes] of all nodes, where
-    they are in memory."""
-    layout = facts.layout
-    native = load_extension()
-    paged = CODES if layout.paged_codes else NODES  # or none are read
-    return native.GraphView(
-        pages=(facts.path(NODES), facts.begin_bytes(NODES)),
-        code_pages=(facts.path(paged), facts.begin_bytes(paged)),
-        layout=native.PageLayout(
-            n=layout.n,
-            dim=layout.dim,
-            format="fp32" if layout.format == "pq" else layout.format,
-            degree=layout.max_degree,
-            code_bytes=layout.code_bytes,
-            inline_codes=layout.inline_pq,
-            paged_codes=layout.codes_in == "paged",
-            disk_pq_bytes=0 if facts.disk_codebook is None else facts.disk_codebook.code_bytes,
-            page_bytes=layout.page_bytes,
-            nodes_per_page=layout.nodes_per_page,
-            salt=facts.salt,
-        ),
-        metric="ip" if facts.metric == "ip" else "l2",
-        book=_native_codebook(facts.codebook),
-        disk_book=None if facts.disk_codebook is None else _native_codebook(facts.disk_codebook),
-        codes=None if codes is None else torch.from_numpy(codes.copy()),
-        entries=torch.from_numpy(facts.entries),
-        entry_codes=torch.from_numpy(facts.entry_codes.copy()),
-    )
-
-
-def _native_codebook(book: Codebook) -> _C.Codebook:
-    rotation = None if book.rotation is None else torch.from_numpy(book.rotation)
-    return load_extension().Codebook(
-        parts=book.begin.tolist(), centroids=torch.from_numpy(book.centroids), rotation=rotation
-    )
-
-
-def _nearest(far: np.ndarray, ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k nearest of each row, [q, at most k], ties by id: only those that may be among them are
-    sorted."""
-    if far.shape[1] > k:
-        limit = np.partition(far, k - 1, axis=1)[:, k - 1]
-        chosen = [np.flatnonzero(row <= most) for row, most in zip(far, limit, strict=True)]
-    else:
-        chosen = [np.arange(far.shape[1])] * len(far)
-    order = [
-        these[np.lexsort((ids_of[these], row[these]))[:k]]
-        for row, ids_of, these in zip(far, ids, chosen, strict=True)
-    ]
-    places = np.array(order, np.int64).reshape(len(far), min(k, far.shape[1]))
-    return np.take_along_axis(far, places, axis=1), np.take_along_axis(ids, places, axis=1)
-
-
-def _measure(queries: torch.Tensor, vectors: np.ndarray, metric: str) -> np.ndarray:
-    """float32 [q, m]: distances to all of the vectors, [m, dim]."""
-    formats = {"uint8": "uint8", "int8": "int8", "float16": "fp16", "float32": "fp32"}
-    name = formats[vectors.dtype.name]
-    memory = torch.from_numpy(vectors.reshape(-1).view(np.uint8))
-    offset = torch.arange(len(vectors)) * (vectors.shape[1] * vectors.itemsize)
-    own = (
-        queries.to(torch.uint8 if name == "uint8" else torch.int8)
-        if name in ("uint8", "int8")
-        else queries
-    )
-    return distances(own, memory, offset, name, "ip" if metric == "ip" else "l2").numpy()

@@ -20,7 +20,8 @@ from ..storage.replacing import check_target
 from .build import GraphReport, build
 from .filters import row_mask
 from .format import GraphShare
-from .index import GraphIndex, Neighbours
+from .index import GraphIndex
+from .neighbours import Neighbours
 from .vectors import read_vectors
 from .write import KIND
 

@@ -44,7 +44,8 @@ from .stored.segment import Segment
 NEXT = f"{MANIFEST}.next"
 _NUMBERED = re.compile(r"[sd]([0-9]{1,15})\.")
 _OWN = re.compile(
-    rf"s[0-9]{{1,15}}\.{SUFFIX}|d[0-9]{{1,15}}\.{REMOVED}|spool-[0-9a-f]{{8}}-f?[0-9]+\.tmp|{re.escape(MANIFEST)}(\.new|\.next|\.next\.new)"
+    rf"s[0-9]{{1,15}}\.{SUFFIX}|d[0-9]{{1,15}}\.{REMOVED}|spool-[0-9a-f]{{8}}-f?[0-9]+\.tmp|"
+    rf"{re.escape(MANIFEST)}(\.new|\.next|\.next\.new)"
 )
 #: Of the weights that are written: where more of them are below half a step, a report is not
 #: enough.

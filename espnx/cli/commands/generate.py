@@ -79,6 +79,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="prompts at a time, of like length (default: %(default)s)",
     )
+    _add_sampling(parser)
+    _add_caching(parser)
+    add_device_options(parser)
+    add_json_option(parser)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-new-tokens",
         type=_whole_number(1),
@@ -106,6 +113,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="of sampling (default: %(default)s)",
     )
+
+
+def _add_caching(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefill-chunk",
         type=_whole_number(1),
@@ -144,8 +154,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto, uring, posix, or settings such as nvme.toml (default: %(default)s)",
     )
-    add_device_options(parser)
-    add_json_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -186,8 +186,8 @@ def run_build(args: argparse.Namespace) -> int:
     with ProgressLine() as progress, warnings.catch_warnings():
         with progress.loading(f"encoder {args.encoder}"):
             from ... import build, load_encoder
-            from ...retrieval.build.builder import check_place
             from ...retrieval.build.options import BuildOptions
+            from ...retrieval.build.place import check_place
 
             options["first_stages"] = _first_stages(args)
             BuildOptions.given(**options)

@@ -15,7 +15,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -25,12 +25,11 @@ from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
 from ... import errors
-from ...checks import check_callable, check_path
+from ...checks import check_callable
 from ...ops.maxsim import Codebook
 from ...storage import NativeEngine
-from ...storage.files import check_given_directory, crc32c, make_directory, read_file, write_file
-from ...storage.lock import LOCK_NAME, DirectoryLock
-from ...storage.native import free_bytes, given_engine
+from ...storage.files import crc32c, make_directory, read_file, write_file
+from ...storage.native import free_bytes
 from ...storage.parse import Fields
 from ...storage.replacing import check_target
 from ...suggestions import suggests_keywords
@@ -56,6 +55,7 @@ from .budget import MemoryBudget
 from .codebooks import codebook_sum
 from .documents import Document, batches, check_documents, count_hint, decode_rows, encode
 from .options import BuildOptions, FirstStages, checked_dims, given_options
+from .place import check_place, locked
 from .reports import BuildReport
 from .resuming import confirm
 from .spool import DISCARD, Spool, SpoolWriter, cut, digests, spool_salt, trim
@@ -685,7 +685,7 @@ def build(
     )
     if trained is not None:
         check_trained(trained, recipe)
-    with _locked(path, engine, chosen.directories) as (where, owned):
+    with locked(path, engine, chosen.directories) as (where, owned):
         return Builder(where, makes, chosen, owned, recipe, progress, trained=trained).run(
             documents, restart, replace
         )
@@ -749,7 +749,7 @@ def train(
     recipe = Recipe.of(
         chosen, _checked_dims(makes, dims, None), makes.name if makes else None, codebook=None
     )
-    with _locked(path, engine) as (where, owned):
+    with locked(path, engine) as (where, owned):
         return Builder(where, makes, chosen, owned, recipe, progress, kind="train").train(
             documents, restart, replace
         )
@@ -767,42 +767,3 @@ def _checked_dims(
             "build needs an encoder, or dims=(d_cls, dim) and documents with vectors"
         )
     return checked_dims(dims)
-
-
-def check_place(path: str | os.PathLike[str], directories: Sequence[str], *, replace: bool) -> None:
-    """What can be told of where a build is to write before a model is loaded. Raises
-    InvalidInputError, ReadError."""
-    where = check_path("path of a store", path)
-    for directory in (where, *directories):
-        check_given_directory(directory)
-    if os.path.isdir(where):
-        check_target(where, under_way.KIND, replace=replace)
-
-
-@contextmanager
-def _locked(
-    path: str | os.PathLike[str], engine: NativeEngine | None, directories: Sequence[str] = ()
-) -> Iterator[tuple[str, NativeEngine]]:
-    """A directory that this process alone writes to, made if need be, and an engine. A call that
-    fails and has nothing to go on with leaves nothing, neither there nor in the directories of
-    data."""
-    where = check_path("path of a store", path)
-    for directory in (where, *directories):
-        check_given_directory(directory)
-    made = [directory for directory in (where, *directories) if not os.path.lexists(directory)]
-    with given_engine(engine) as owned:
-        make_directory(where)
-        had_lock = os.path.lexists(os.path.join(where, LOCK_NAME))
-        with DirectoryLock(where):
-            try:
-                yield where, owned
-            except BaseException:
-                if not had_lock:
-                    with suppress(OSError):
-                        # which the next call goes on with
-                        if not os.path.lexists(os.path.join(where, BUILDING)):
-                            os.unlink(os.path.join(where, LOCK_NAME))
-                for directory in reversed(made):
-                    with suppress(OSError):  # it holds what the next call goes on with
-                        os.rmdir(directory)
-                raise

@@ -1,0 +1,53 @@
+"""A graph as the native searcher sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..ops._native import load_extension
+from .codebook import Codebook
+from .format import CODES, NODES, GraphFacts
+
+if TYPE_CHECKING:
+    from .. import _C
+
+
+def native_view(facts: GraphFacts, codes: np.ndarray | None) -> _C.GraphView:
+    """A graph as the native searcher sees it. `codes`: uint8 [n, code_bytes] of all nodes, where
+    they are in memory."""
+    layout = facts.layout
+    native = load_extension()
+    paged = CODES if layout.paged_codes else NODES  # or none are read
+    return native.GraphView(
+        pages=(facts.path(NODES), facts.begin_bytes(NODES)),
+        code_pages=(facts.path(paged), facts.begin_bytes(paged)),
+        layout=native.PageLayout(
+            n=layout.n,
+            dim=layout.dim,
+            format="fp32" if layout.format == "pq" else layout.format,
+            degree=layout.max_degree,
+            code_bytes=layout.code_bytes,
+            inline_codes=layout.inline_pq,
+            paged_codes=layout.codes_in == "paged",
+            disk_pq_bytes=0 if facts.disk_codebook is None else facts.disk_codebook.code_bytes,
+            page_bytes=layout.page_bytes,
+            nodes_per_page=layout.nodes_per_page,
+            salt=facts.salt,
+        ),
+        metric="ip" if facts.metric == "ip" else "l2",
+        book=native_codebook(facts.codebook),
+        disk_book=None if facts.disk_codebook is None else native_codebook(facts.disk_codebook),
+        codes=None if codes is None else torch.from_numpy(codes.copy()),
+        entries=torch.from_numpy(facts.entries),
+        entry_codes=torch.from_numpy(facts.entry_codes.copy()),
+    )
+
+
+def native_codebook(book: Codebook) -> _C.Codebook:
+    rotation = None if book.rotation is None else torch.from_numpy(book.rotation)
+    return load_extension().Codebook(
+        parts=book.begin.tolist(), centroids=torch.from_numpy(book.centroids), rotation=rotation
+    )
