@@ -1,4 +1,4 @@
-"""A graph as the native searcher sees it."""
+"""A graph as the native searcher sees it; a file of its own, since its fields are those of C++."""
 
 from __future__ import annotations
 
