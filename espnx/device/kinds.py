@@ -19,7 +19,7 @@ import torch
 from .. import errors
 from ..storage import Engine
 from ..storage.native import host_engine
-from .around import PartAround
+from .around import PartAround, topologies_of
 from .clusters.commands import DistancesCommand
 from .command import Command, Watch
 from .cost.distances import distances
@@ -27,6 +27,7 @@ from .cost.maxsim import maxsim
 from .cost.scan import scan
 from .cost.search import search
 from .cost.work import Work
+from .crew import Clock, clock_of
 from .interface import KeptRecords
 from .model.spec import Accelerator
 from .postings.command import ScanCommand
@@ -123,6 +124,16 @@ class RecordsAround(PartAround):
     def __init__(self, inner: Any, make: Front):
         super().__init__(inner)
         self._make = make
+
+    @property
+    def clock(self) -> Clock | None:
+        """See `clock_of`: of what is put in front, else of the inner one."""
+        return clock_of(self._make) or clock_of(self._inner)
+
+    @property
+    def topologies(self) -> Sequence[Any]:
+        """See `topologies_of`."""
+        return topologies_of(self._make, self._inner)
 
     def keep_records(self, layout: RecordLayout) -> KeptRecords:
         """See `RecordDevice`."""

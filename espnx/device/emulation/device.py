@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ... import errors
@@ -83,12 +84,7 @@ class EmulatedDevice(NearStorageDevice):
         if kind is GRAPHS:
             check_latency(self.topology.spec)
 
-        def paced(part: Any, stored: Any) -> Any:
-            guard = Guard(self.topology, self.number, self.path, self._faults)
-            facts = stored, self.topology, self.number, kind.verbs
-            return kind.around(PacedPart, part, *facts, near_storage=self.near_storage, guard=guard)
-
-        return kind.front(kind.open(self.path, *what, **options), paced)
+        return kind.front(kind.open(self.path, *what, **options), _Pacing(self, kind, self._faults))
 
     def refuses(self, call: str) -> str:
         """See `NearStorageDevice`."""
@@ -159,6 +155,31 @@ class EmulatedDevice(NearStorageDevice):
             self._users.remove(self)
             if not self._users:
                 self.topology.close()
+
+
+@dataclass(frozen=True)
+class _Pacing:
+    """Puts a paced part in front of one that was opened."""
+
+    device: EmulatedDevice
+    kind: PartKind
+    faults: Faults
+
+    def __call__(self, part: Any, stored: Any) -> Any:
+        device = self.device
+        guard = Guard(device.topology, device.number, device.path, self.faults)
+        facts = stored, device.topology, device.number, self.kind.verbs
+        return self.kind.around(
+            PacedPart, part, *facts, near_storage=device.near_storage, guard=guard
+        )
+
+    @property
+    def topology(self) -> Topology:
+        return self.device.topology
+
+    @property
+    def clock(self) -> Clock | None:
+        return self.device.clock
 
 
 class Emulation:

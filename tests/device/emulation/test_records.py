@@ -4,7 +4,7 @@ rate; what ends a request ends it."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,10 @@ import torch
 
 import espnx
 from espnx import errors
+from espnx.device.around import topologies_of
 from espnx.device.cost.work import GROUP_BYTES
+from espnx.device.crew import clock_of
+from espnx.device.emulation.device import Emulation
 from espnx.device.emulation.paced import PacedPart
 from espnx.device.emulation.topology import Topology
 from espnx.device.interface import Pairs, RecordQuery
@@ -206,3 +209,15 @@ def test_an_index_on_devices_by_name(tmp_path: Path, n: int) -> None:
         assert [result.hits for result in found] == [result.hits for result in wanted]
     for each in devices:
         each.close()
+
+
+def test_records_of_a_device_have_its_clock(tmp_path: Path) -> None:
+    """Whoever hands work on them to threads must hold it."""
+    (device,) = Emulation("smartssd").together([tmp_path], stretch=0)
+    with (
+        closing(device),
+        NativeEngine() as engine,
+        closing(device.open_records(engine, torch.device("cpu"))) as records,
+    ):
+        assert clock_of(records) is device.clock is not None
+        assert topologies_of(records) == [device.topology]

@@ -19,8 +19,8 @@ from espnx.device import record_score
 from espnx.device.gpu import records as gpu_records
 from espnx.device.gpu.records import TensorRecordDevice
 from espnx.device.record_layout import RecordLayout
+from espnx.retrieval.search import devices as search_devices
 from espnx.retrieval.search import hot_records as hot_module
-from espnx.retrieval.search import index as search
 from espnx.retrieval.search import open_version
 from espnx.retrieval.search.hot_records import HotRecords
 from espnx.retrieval.search.scoring import QueryVectors, TierScoring
@@ -52,16 +52,20 @@ def pretended_pinned(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 @pytest.mark.usefixtures("four_gpus")
 def test_the_number_of_the_gpu_is_found_once() -> None:
-    assert search._device("cuda") == torch.device("cuda", 3)
+    assert search_devices._torch_device("cuda") == torch.device("cuda", 3)
     assert (
-        search._device("cuda:1")
-        == search._device(torch.device("cuda", 1))
+        search_devices._torch_device("cuda:1")
+        == search_devices._torch_device(torch.device("cuda", 1))
         == torch.device("cuda", 1)
     )
-    assert search._device("cpu") == search._device("cpu:0") == torch.device("cpu")
+    assert (
+        search_devices._torch_device("cpu")
+        == search_devices._torch_device("cpu:0")
+        == torch.device("cpu")
+    )
     for wrong in ("meta", "abacus", 5.5, None):
         with pytest.raises(errors.InvalidInputError, match="cpu or cuda"):
-            search._device(wrong)  # type: ignore[arg-type]
+            search_devices._torch_device(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -78,7 +82,7 @@ def test_the_engine_reads_into_the_gpu_that_scores(
         asked.append((path, options))
         raise errors.PathUnavailableError("pretended")
 
-    monkeypatch.setattr(search, "open_engine", open_engine)
+    monkeypatch.setattr(search_devices, "open_engine", open_engine)
     with pytest.raises(errors.PathUnavailableError, match="pretended"):
         espnx.open(store, engine=engine, compute=device)
     assert asked == [
