@@ -55,6 +55,12 @@ def configure(parser: ArgumentParser) -> None:
     add("--spill", metavar="N,...", default="1,4,16,64,256", help="intervals of --show spill (default: 1,4,16,64,256)")
     add("--x-rows", metavar="N,...", default="0", help="sequences that keep X instead of K, V: numbers, auto; each a system (default: 0)")
     add("--baseline", metavar="B,...", help=f"{', '.join(BASELINES)} (default: dynamic,memmap,fio)")
+    _configure_process(parser)
+
+
+def _configure_process(parser: ArgumentParser) -> None:
+    """How espnx runs, and what its process may use."""
+    add = parser.add_argument
     add("--read-ahead", metavar="SIZE", help="of espnx (default: its own)")
     add("--threads", type=int, metavar="N", help="of espnx (default: as many as PyTorch uses)")
     add("--engine", default="auto", help="of espnx: auto, uring, posix (default: auto)")

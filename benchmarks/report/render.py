@@ -24,7 +24,9 @@ from ..harness.result import KINDS, Row, load, rows_of
 from . import columns, headlines, plots, training
 
 BLOCK = re.compile(
-    r"(<!-- bench:(?P<case>[\w-]+)(?::(?P<view>[\w-]+))?(?P<filters>(?: [\w-]+=[^\s>]+)*) -->\n).*?(<!-- /bench -->)", re.DOTALL
+    r"(<!-- bench:(?P<case>[\w-]+)(?::(?P<view>[\w-]+))?(?P<filters>(?: [\w-]+=[^\s>]+)*) -->\n)"
+    r".*?(<!-- /bench -->)",
+    re.DOTALL,
 )
 MACHINE = re.compile(r"(<!-- machine -->\n).*?(<!-- /machine -->)", re.DOTALL)
 RESULTS = "benchmarks/results"

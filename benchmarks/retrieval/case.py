@@ -32,6 +32,17 @@ def configure(parser: ArgumentParser) -> None:
     add("--path", metavar="DIR", default=".", help="a directory on the disk to measure; corpora are kept there (default: the current one)")
     add("--show", metavar="S,...", default="table", help=f"what to measure: {', '.join(SHOWS)} (default: table)")
     add("--corpus", metavar="C,...", default="B", help="A, B, C, or the folder of a store that is there (default: B)")
+    _configure_corpus(parser)
+    _configure_systems(parser)
+    _configure_store(parser)
+    add("--queries", type=int, default=100, metavar="N", help="measured queries (default: 100)")
+    add("--record", metavar="DIR", help="table: espnx a second time, which writes a trace into DIR (espnx-recorded.trace)")
+    add("--engine", default="auto", help="of the record reads: auto, uring, posix (default: auto)")
+
+
+def _configure_corpus(parser: ArgumentParser) -> None:
+    """What the corpora are made of."""
+    add = parser.add_argument
     add("--docs", metavar="N,...", default="1000000", help="documents of A, B, C; all but sizes take the first number (default: 1000000)")
     add("--base", type=int, default=60_000, metavar="N", help="real documents that A is made of (default: 60000)")
     add("--dataset", metavar="DIR", help="a labelled collection: corpus.jsonl, queries.jsonl, qrels.tsv (formats, cascade)")
@@ -43,6 +54,11 @@ def configure(parser: ArgumentParser) -> None:
         metavar="D",
         help="dimensions that the dataset's token vectors are projected to, for comparison (default: 128)",
     )
+
+
+def _configure_systems(parser: ArgumentParser) -> None:
+    """What is beside what, and how each searches."""
+    add = parser.add_argument
     add("--memory", metavar="M,...", default="ample", help="limit of each process: ample, or sizes such as 1GiB (root; default: ample)")
     add("--baseline", metavar="B,...", default="memory,mmap-1,mmap-2,mmap-8,mmap-willneed", help="memory, mmap-N, mmap-willneed, swap")
     add("--prefetch-step", metavar="P,...", default="0,0.3,auto", help="each a system: 0, 0.3, 0.05+0.1+0.2, auto (default: 0,0.3,auto)")
@@ -51,6 +67,11 @@ def configure(parser: ArgumentParser) -> None:
     add("--rerank", metavar="N,...", default="all,64", help="how many are scored exactly: all, or numbers (default: all,64)")
     add("--batch", metavar="N,...", default="1", help="queries of a search (default: 1; batches: 1,4,12,48,192)")
     add("--threads", type=int, metavar="N", help="of the first stage, in every system (default: the index's own choice)")
+
+
+def _configure_store(parser: ArgumentParser) -> None:
+    """How the records are stored."""
+    add = parser.add_argument
     add("--first-stage-code", default="sq8", help="code of the corpora's first stage: flat, sq8, sq6, pq32 (default: sq8)")
     add("--format", metavar="F,...", help="record formats, or all (other measurements take the first; default: fp16)")
     add(
@@ -61,9 +82,6 @@ def configure(parser: ArgumentParser) -> None:
     )
     add("--cascade", metavar="N,...", default="64", help="full records scored after all coarse ones (cascade, formats; default: 64)")
     add("--layout", metavar="L,...", default="list,id", help="order of the records, for --show layout: list, id (default: both)")
-    add("--queries", type=int, default=100, metavar="N", help="measured queries (default: 100)")
-    add("--record", metavar="DIR", help="table: espnx a second time, which writes a trace into DIR (espnx-recorded.trace)")
-    add("--engine", default="auto", help="of the record reads: auto, uring, posix (default: auto)")
 
 
 def run(args: Namespace, say: Say) -> list[Row]:

@@ -101,12 +101,13 @@ def test_a_collection_over_several_devices(tmp_path: Path, capsys: pytest.Captur
         found = strict_json(capsys.readouterr().out)
         assert [hit["number"] for hit in found["results"][0]["hits"]] == [1, 0, 2]
         assert found["device"] is None
-        assert main(["postings", "search", parts[0], "logs", *where[1:], "--device", "ragx", "--stretch", "0", "--record", trace]) == 0
+        emulated = ["postings", "search", parts[0], "logs", *where[1:], "--device", "ragx", "--stretch", "0"]
+        assert main([*emulated, "--record", trace]) == 0
         out = capsys.readouterr().out
         assert f"2 devices, by {placement}: " in out
         assert "2 x ragx, emulated: " in out
         assert "espnx bench device --show postings --device ragx" in out
-        assert main(["postings", "search", parts[0], "logs", *where[1:], "--device", "ragx", "--stretch", "0", "--json", "-"]) == 0
+        assert main([*emulated, "--json", "-"]) == 0
         device = strict_json(capsys.readouterr().out)["device"]
         assert (device["devices"], device["virtual_s"], device["flash_bytes"] % 4096) == (2, None, 0)
         assert device["modelled_s"] > 0

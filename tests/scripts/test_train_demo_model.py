@@ -87,8 +87,6 @@ def test_the_same_seed_gives_the_same_weights_also_when_interrupted(data: Any, t
 def test_it_learns_and_what_it_wrote_reloads(
     prepared: Path, data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     small = {
         field: getattr(TINY, field)
         for field in ("vocabulary", "hidden", "layers", "heads", "kv_heads", "batch_tokens", "learning_rate", "recall_samples")
@@ -122,6 +120,11 @@ def test_it_learns_and_what_it_wrote_reloads(
     assert [point["context"] for point in record["curve"]] == [32, 64, 256]  # steps 1, 20 and 40: short first, full at the end
     assert f"{record['results']['parameters']:,}" in table
     assert "exact recall at 128 tokens" in table
+    check_reloaded(out, data)
+
+
+def check_reloaded(out: Path, data: Any) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert (model.dtype, model.config.max_position_embeddings, tokenizer.eos_token_id) == (torch.bfloat16, 256, 0)

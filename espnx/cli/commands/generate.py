@@ -53,10 +53,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=_whole_number(1), default=4, metavar="N", help="prompts at a time, of like length (default: %(default)s)"
     )
+    _configure_tokens(parser)
+    _configure_cache(parser)
+    add_device_options(parser)
+    add_json_option(parser)
+
+
+def _configure_tokens(parser: argparse.ArgumentParser) -> None:
+    """How many are generated, and how each is chosen."""
     parser.add_argument("--max-new-tokens", type=_whole_number(1), default=64, metavar="N", help="default: %(default)s")
     parser.add_argument("--num-beams", type=_whole_number(1), default=1, metavar="N", help="beam search (default: none)")
     parser.add_argument("--temperature", type=at_least_0, default=0.0, metavar="T", help="sample (default: take the likeliest token)")
     parser.add_argument("--seed", type=_whole_number(0, 2**63 - 1), default=0, help="of sampling (default: %(default)s)")
+
+
+def _configure_cache(parser: argparse.ArgumentParser) -> None:
+    """What the cache stores, and what the model may use."""
     parser.add_argument(
         "--prefill-chunk", type=_whole_number(1), metavar="N", help="read prompts N tokens at a time, to bound memory (default: at once)"
     )
@@ -72,8 +84,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="SIZE", help="stream weights that do not fit into so much (default: load them all)")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: that of the checkpoint")
     parser.add_argument("--engine", default="auto", help="auto, uring, posix, or settings such as nvme.toml (default: %(default)s)")
-    add_device_options(parser)
-    add_json_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:

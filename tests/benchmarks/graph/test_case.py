@@ -41,7 +41,8 @@ class StaticDiskIndex:
         ids = far.argsort(axis=1)[:, :k_neighbors]
         stats = {"mean_ios": complexity + 8.0}
         near = np.take_along_axis(far, ids, 1)
-        return SimpleNamespace(identifiers=ids.astype(np.uint32), distances=near, search_stats=stats)
+        ids = ids.astype(np.uint32)
+        return SimpleNamespace(identifiers=ids, distances=near, search_stats=stats)
     def search(self, query, k_neighbors, complexity):
         found = self.batch_search(query[None], k_neighbors, complexity, 1)
         return SimpleNamespace(identifiers=found.identifiers[0], distances=found.distances[0])

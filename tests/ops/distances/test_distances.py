@@ -163,7 +163,8 @@ for level in range(load_extension().set_cpu_level(-1) + 1):
         for d in range(1, 70):
             for n in (1, 5, 8):
                 end = page - d * dtype.itemsize
-                query, both_ends = torch.zeros(d, dtype=query_dtype(fmt)), torch.tensor([0] * n + [end] * n)
+                query = torch.zeros(d, dtype=query_dtype(fmt))
+                both_ends = torch.tensor([0] * n + [end] * n)
                 distances(query, middle, both_ends, fmt)
 print("survived", flush=True)
 shifted = (ctypes.c_uint8 * page).from_address(address + page + 1)

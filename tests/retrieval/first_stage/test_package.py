@@ -45,7 +45,8 @@ with espnx.open("s") as index:
     assert (stage.kind, stage.dims, stage.metric) == ("near", 5, "cosine")
     assert index.store.verify() == len(documents)
     for query in queries(3):
-        found = [hit.id for hit in index.search(query, k=EVERYTHING, candidates=10, rerank=0, first_stage="near")]
+        hits = index.search(query, k=EVERYTHING, candidates=10, rerank=0, first_stage="near")
+        found = [hit.id for hit in hits]
         vectors = np.stack([document.vectors.cls.numpy()[:5] for document in documents])
         scores = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)) @ query.cls.numpy()[:5]
         assert found[:10] == [documents[i].id for i in np.argsort(-scores)[:10]], (found, scores)
