@@ -37,6 +37,7 @@ LIMITS_S = {
     "attention": 120,
     "kv": 180,
 }
+OUTPUT_SHOWN = 60_000  # characters of a check that failed
 OK, FAILED, NO_GPU = 0, 1, 3
 
 
@@ -90,7 +91,7 @@ def run_check(
                 pass
             process.wait()
         log.seek(0)
-        output = log.read().decode(errors="replace")[-4000:]
+        output = log.read().decode(errors="replace")[-OUTPUT_SHOWN:]
     rows, failures = [], []
     if results.exists():
         found = json.loads(results.read_text())
@@ -221,6 +222,8 @@ def _run_all(names: Sequence[str], work: Path, out: Path) -> int:
         f"{machine['gpu']}, driver {machine['driver']}, CUDA {machine['cuda']}, torch "
         f"{machine['torch']}"
     )
+    dirty = _first_line(["git", "status", "--porcelain"]) is not None
+    commit = _first_line(["git", "rev-parse", "HEAD"])
     rows: list[dict[str, Any]] = []
     failed: dict[str, list[str]] = {}
     for name in names:
@@ -246,15 +249,9 @@ def _run_all(names: Sequence[str], work: Path, out: Path) -> int:
             for failure in failures:
                 say(f"  failure: {failure}")
             print(output, file=sys.stderr)
-    dirty = _first_line(["git", "status", "--porcelain"]) is not None
-    document = make_document(
-        "gpu_check",
-        _first_line(["git", "rev-parse", "HEAD"]),
-        dirty,
-        machine,
-        [_row(row) for row in rows],
-    )
-    out.write_text(render_json(document))
+        # After each check: a machine that is lent for a while may be gone before the last.
+        document = make_document("gpu_check", commit, dirty, machine, [_row(row) for row in rows])
+        out.write_text(render_json(document))
     say(f"{len(names) - len(failed)} of {len(names)} checks passed; results in {out}")
     return FAILED if failed else OK
 
