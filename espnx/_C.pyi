@@ -549,7 +549,7 @@ class Extension:
         """Puts one in force, in this process; -1: the best."""
 
 class Vamana:
-    """csrc/graph/vamana.hpp."""
+    """csrc/graph/build/vamana.hpp."""
 
     def __init__(
         self,

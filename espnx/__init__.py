@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from .models import demo_model
     from .postings import Postings
     from .retrieval.build.builder import build, train
-    from .retrieval.build.changes import add, add_first_stage, compact, delete
-    from .retrieval.build.detach import detach
+    from .retrieval.build.changes.change import add, add_first_stage, compact, delete
+    from .retrieval.build.changes.detach import detach
     from .retrieval.build.documents import Document
     from .retrieval.build.reports import AddReport, BuildReport, CompactReport, DetachReport
     from .retrieval.build.trained import Trained

@@ -113,7 +113,7 @@ def folder() -> Iterator[Path]:
 def small_row_files() -> Iterator[None]:
     """Files of rows grow by 1 MiB and not by 64: in a file system in memory, what is reserved is
     zeroed."""
-    from espnx.device import extents
+    from espnx.device.rows import extents
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extents, "_GROW_BYTES", 1 << 20)

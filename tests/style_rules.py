@@ -155,7 +155,7 @@ def cpp_complaints(
     if match := TORCH_HEADER.search(text):
         yield (
             text.count("\n", 0, match.start()) + 1,
-            "what is compiled against one torch serves no other: csrc/bindings/tensor.hpp",
+            "what is compiled against one torch serves no other: csrc/bindings/tensor/tensor.hpp",
         )
     if not may_use_python and (match := PYTHON_HEADER.search(text)):
         yield text.count("\n", 0, match.start()) + 1, "Python stays in csrc/bindings"

@@ -75,7 +75,7 @@ def test_the_walk_sees_the_package() -> None:
         ("espnx.storage.native", "from espnx import Index"),
         ("espnx.ops.maxsim.api", "import espnx.storage"),
         ("espnx.ops.maxsim.api", "from ...storage.engine import Plan"),
-        ("espnx.device.ssd_rows", "from espnx.kv import cache"),
+        ("espnx.device.rows.ssd", "from espnx.kv import cache"),
         ("espnx.retrieval.build.builder", "import espnx.kv.layout"),
         ("espnx.retrieval.build.builder", "from espnx import _C"),
         ("espnx.retrieval.build.builder", "import tokenizers"),
@@ -117,7 +117,7 @@ def test_the_checker_reports(module: str, source: str) -> None:
             ),
         ),
         ("espnx.ops.quantise", "import faiss"),
-        ("espnx.device.ssd_records", "from ..storage.native import NativeEngine, load_native"),
+        ("espnx.device.records.ssd", "from ..storage.native import NativeEngine, load_native"),
         ("espnx.retrieval.first_stage.ivf.arrays", "from ...ops.quantise import load_faiss"),
         ("espnx.storage.gds.engine", "import cupy\nfrom cuda.bindings import cufile"),
         (

@@ -57,8 +57,8 @@ def test_few_that_know_a_small_part_come_before_many_that_know_what_all_know() -
 
 
 def test_a_compiled_file_is_of_the_room_that_calls_it() -> None:
-    assert reach.sources("csrc/io/queue.cpp", GRAPH) == {"espnx/storage/native.py"}
-    assert nearest(GRAPH, "csrc/io/queue.cpp") == ["tests/storage/test_native.py"]
+    assert reach.sources("csrc/io/queue/queue.cpp", GRAPH) == {"espnx/storage/native.py"}
+    assert nearest(GRAPH, "csrc/io/queue/queue.cpp") == ["tests/storage/test_native.py"]
     assert reach.sources("csrc/bindings/ops.cpp", GRAPH) == {"espnx/storage/native.py"}
 
 

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "io/engine.hpp"
-#include "tensor.hpp"
+#include "bindings/tensor/tensor.hpp"
 
 namespace espnx::python {
 

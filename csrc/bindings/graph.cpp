@@ -7,9 +7,9 @@
 #include <tuple>
 
 #include "bindings.hpp"
-#include "graph/pack.hpp"
+#include "graph/build/pack.hpp"
 #include "graph/search.hpp"
-#include "graph/vamana.hpp"
+#include "graph/build/vamana.hpp"
 
 namespace espnx::python {
 namespace {

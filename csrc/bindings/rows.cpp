@@ -40,7 +40,7 @@ device::RowGeometry to_geometry(const py::dict& d) {
   return geometry;
 }
 
-// RowSegment as Python says it (SEGMENT_READ of espnx/device/row_file.py): in place of the pointer
+// RowSegment as Python says it (SEGMENT_READ of espnx/device/rows/file.py): in place of the pointer
 // which of `sums` its checksums lie in, and from where on.
 struct SegmentRead {
   int64_t file, offset_bytes, sequence, first_head, head_step, n_heads, n_blocks, n_rows,

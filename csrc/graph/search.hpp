@@ -15,9 +15,9 @@
 
 #include "io/buffer.hpp"
 #include "io/failure.hpp"
-#include "io/faulty_queue.hpp"
+#include "io/queue/faulty_queue.hpp"
 #include "io/file.hpp"
-#include "io/queue.hpp"
+#include "io/queue/queue.hpp"
 #include "page_cache.hpp"
 #include "walk.hpp"
 

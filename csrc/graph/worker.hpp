@@ -5,7 +5,7 @@
 #include <chrono>
 #include <optional>
 
-#include "io/own_queue.hpp"
+#include "io/queue/own_queue.hpp"
 #include "search.hpp"
 
 namespace espnx::graph {

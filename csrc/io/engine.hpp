@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "buffer.hpp"
-#include "faulty_queue.hpp"
-#include "queue.hpp"
+#include "io/queue/faulty_queue.hpp"
+#include "io/queue/queue.hpp"
 #include "transfer.hpp"
 
 namespace espnx::io {

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "failure.hpp"
-#include "queue.hpp"
+#include "io/queue/queue.hpp"
 
 namespace espnx::io {
 

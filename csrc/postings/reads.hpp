@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "io/engine.hpp"
-#include "io/own_queue.hpp"
+#include "io/queue/own_queue.hpp"
 
 namespace espnx::postings {
 

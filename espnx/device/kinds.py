@@ -31,9 +31,9 @@ from .crew import Clock, clock_of
 from .interface import KeptRecords
 from .model.spec import Accelerator
 from .postings.command import ScanCommand
-from .record_commands import MaxsimCommand, ReadCommand
-from .record_layout import RecordLayout
-from .row_commands import ROW_COMMANDS, RowSpace
+from .records.commands import MaxsimCommand, ReadCommand
+from .records.layout import RecordLayout
+from .rows.commands import ROW_COMMANDS, RowSpace
 from .vectors.interface import SearchCommand
 
 #: What a command costs on a device that stores such things, whose accelerator has the verb (None:
@@ -146,7 +146,7 @@ def _plain_records(path: str, engine: Engine, compute: torch.device) -> Any:
         from .gpu.records import TensorRecordDevice
 
         return TensorRecordDevice(engine, compute)
-    from .ssd_records import SsdRecordDevice
+    from .records.ssd import SsdRecordDevice
 
     native = host_engine(engine)
     if native is None:
@@ -177,7 +177,7 @@ def _plain_lists(path: str, *args: Any, **options: Any) -> Any:
 
 
 def _plain_rows(path: str, directory: str | None = None, **options: Any) -> Any:
-    from .ssd_rows import SsdRowDevice
+    from .rows.ssd import SsdRowDevice
 
     return SsdRowDevice(directory or path, **options)
 

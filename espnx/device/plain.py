@@ -7,7 +7,7 @@ from typing import Any
 
 from .kinds import KINDS, ROWS, PartKind
 from .near_storage import NearStorageDevice
-from .ssd_rows import SsdRowDevice
+from .rows.ssd import SsdRowDevice
 
 
 class PlainDevice(NearStorageDevice):

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from .build import GraphReport, build
-from .diskann import ExportReport, ImportReport, export_diskann, import_diskann
+from .diskann.conversion import ExportReport, ImportReport, export_diskann, import_diskann
 from .format import METRICS, GraphShare, RecallPoint
 from .index import GraphIndex
 from .neighbours import Neighbours

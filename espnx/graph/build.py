@@ -20,7 +20,7 @@ from ..storage.native import given_engine
 from ..suggestions import suggests_keywords
 from .bounded import Seconds, build_bounded
 from .bounded.budget import available_bytes, fit_bytes, member_bytes, plan_parts, resident_bytes
-from .codebook import Codebook, train_codebook
+from .codes.codebook import Codebook, train_codebook
 from .edges import build_edges, check_device
 from .format import GraphFacts, GraphShare
 from .layout import PageLayout, choose_layout, shorter_codes_hint
@@ -149,8 +149,8 @@ def build(
             in their place, whose distances searches return, and which limit what they find:
             `GraphReport.recall_ceiling` says how much.
         disk_pq_bytes: of such a code (DiskANN's pq_disk_bytes), 1 to a byte a dimension.
-        use_opq: codes are of rotated vectors (`espnx.graph.rotation`) where a sample shows that
-            these say more (`train_codebook`).
+        use_opq: codes are of rotated vectors (`espnx.graph.codes.rotation`) where a sample shows
+            that these say more (`train_codebook`).
         num_entry_points: where searches may begin; they take the nearest by its code.
         threads: of the build; None: as many as torch uses. With one the same input gives the same
             graph.

@@ -33,8 +33,8 @@ from ..storage.files import Region, crc32c, read_region
 from ..storage.manifest import NAME, read_manifest
 from ..storage.parse import Fields, check_file_size
 from ..storage.replacing import versioned
-from .codebook import Codebook, codebook_bytes, unpack_codebook
-from .coding import VectorCoding
+from .codes.codebook import Codebook, codebook_bytes, unpack_codebook
+from .codes.coding import VectorCoding
 from .layout import (
     CODE_PAGE_BYTES,
     HEADER,

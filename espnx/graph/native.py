@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..ops._native import load_extension
-from .codebook import Codebook
+from .codes.codebook import Codebook
 from .format import CODES, NODES, GraphFacts
 
 if TYPE_CHECKING:

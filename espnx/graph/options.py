@@ -9,7 +9,7 @@ import numpy as np
 from .. import errors
 from ..checks import check_finite, check_whole
 from ..ops.distances import DIM_MAX, VECTOR_FORMATS, vector_bytes
-from .coding import from_bfloat16, to_bfloat16
+from .codes.coding import from_bfloat16, to_bfloat16
 from .format import METRICS, N_MAX
 from .layout import CODES_IN, MAX_DEGREE_MAX
 from .vectors import Vectors

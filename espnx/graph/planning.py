@@ -9,7 +9,7 @@ from ..checks import check_whole
 from ..errors import InvalidInputError
 from ..ops.distances import DIM_MAX, VECTOR_FORMATS
 from .bounded.budget import fit_bytes, least_bytes, member_bytes
-from .codebook import codebook_bytes, may_rotate
+from .codes.codebook import codebook_bytes, may_rotate
 from .format import N_MAX
 from .layout import CODES_IN, MAX_DEGREE_MAX, choose_layout, shorter_codes_hint
 from .options import GraphOptions

@@ -21,8 +21,8 @@ from ..storage.lock import DirectoryLock
 from ..storage.manifest import NAME, read_manifest, write_manifest
 from ..storage.replacing import StoreKind, VersionedFiles, check_target, writing_to
 from ..storage.work import WORK, check_work, is_own_work, job_of, remove_work
-from .codebook import Codebook
-from .coding import VectorCoding
+from .codes.codebook import Codebook
+from .codes.coding import VectorCoding
 from .format import (
     CODEBOOK,
     CODES,

@@ -24,7 +24,7 @@ import torch
 from ..checks import check_whole
 from ..errors import InvalidInputError
 from ..retrieval.build.builder import build
-from ..retrieval.build.changes import add, delete
+from ..retrieval.build.changes.change import add, delete
 from ..retrieval.build.documents import Document
 from ..retrieval.encoder import Encoded
 from ..retrieval.search.index import Index

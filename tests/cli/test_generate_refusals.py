@@ -21,7 +21,7 @@ from espnx.integrations.generate import model_folder
 from espnx.integrations.generate.generate import until_end
 from espnx.integrations.generate.model_folder import model_fingerprint
 from espnx.integrations.generate.prompt_files import Prompt, append, read_done, read_prompts
-from espnx.integrations.transformers.positions import learned_positions
+from espnx.integrations.transformers.forward.positions import learned_positions
 from espnx.weights.safetensors_files import read_header
 from tests.cli.generating import NEW, PROMPTS, check, options, results, run, save, wanted, write
 from tests.integrations.transformers.tiny import VOCABULARY, make

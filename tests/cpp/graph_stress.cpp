@@ -16,9 +16,9 @@
 #include <thread>
 
 #include "cpu/crc32c.hpp"
-#include "graph/pack.hpp"
+#include "graph/build/pack.hpp"
 #include "graph/search.hpp"
-#include "graph/vamana.hpp"
+#include "graph/build/vamana.hpp"
 
 namespace {
 

@@ -10,7 +10,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "io/queue.hpp"
+#include "io/queue/queue.hpp"
 
 namespace espnx::io {
 

@@ -20,8 +20,8 @@ from espnx.device.interface import (
     RecordQuery,
     RecordTicket,
 )
-from espnx.device.record_layout import RecordLayout
-from espnx.device.record_score import score
+from espnx.device.records.layout import RecordLayout
+from espnx.device.records.score import score
 from espnx.storage import FileHandle, Future, NativeEngine
 
 

@@ -18,7 +18,7 @@ from espnx.device.conformance.known_rows import (
     put,
     queries,
 )
-from espnx.device.ssd_rows import SsdRowDevice
+from espnx.device.rows.ssd import SsdRowDevice
 
 __all__ = [
     "Kept",

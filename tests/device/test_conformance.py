@@ -15,7 +15,7 @@ from espnx.device import registry
 from espnx.device.conformance.row_checks import CHECKS, LAYOUTS, Open, rng
 from espnx.device.interface import PIECE, RowDevice
 from espnx.device.registry import device_names, open_device
-from espnx.device.row_file import SEGMENT_READ
+from espnx.device.rows.file import SEGMENT_READ
 from espnx.storage import FaultRule, FaultyEngine
 from espnx.storage.native import load_native
 from tests.device.rows import assert_right, attend, put, queries

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from espnx import errors
-from espnx.device import extents
-from espnx.device.extents import Extents
+from espnx.device.rows import extents
+from espnx.device.rows.extents import Extents
 from espnx.storage import FaultRule, FaultyEngine, NativeEngine
 from espnx.storage.engine import FileHandle
 from tests.storage.machine import mounted

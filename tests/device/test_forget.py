@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.device.row_file import RowFileDevice
-from espnx.device.row_layout import RowLayout
+from espnx.device.rows.file import RowFileDevice
+from espnx.device.rows.layout import RowLayout
 from espnx.storage import FaultRule, FaultyEngine
 from tests.device.gpu.rows import WAYS, opened_gpu
 from tests.device.rows import Seen, assert_right, attend, opened, put, queries
@@ -110,7 +110,7 @@ from pathlib import Path
 import torch
 import espnx.kv.striping
 from espnx.kv.striping import StripedDevices
-from espnx.device.ssd_rows import SsdRowDevice
+from espnx.device.rows.ssd import SsdRowDevice
 from espnx.storage import FaultRule, FaultyEngine
 from tests.device.rows import assert_right, draw, queries
 from tests.kv.test_striping import LAYOUT, seen_of, uses_of

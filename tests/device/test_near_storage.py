@@ -15,7 +15,7 @@ from espnx.device.clusters import write_clusters
 from espnx.device.clusters.commands import DistancesCommand
 from espnx.device.interface import RecordDevice, RecordQuery
 from espnx.device.near_storage import NearStorageDevice
-from espnx.device.row_commands import FlushCommand
+from espnx.device.rows.commands import FlushCommand
 from espnx.device.several import SeveralRecordDevices
 from espnx.device.trace.recording import recorded
 from espnx.device.trace.writer import TraceWriter

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.device.row_layout import RowLayout
-from espnx.device.ssd_rows import SsdRowDevice
+from espnx.device.rows.layout import RowLayout
+from espnx.device.rows.ssd import SsdRowDevice
 from espnx.storage import FaultRule, FaultyEngine
 from tests.device.rows import Kept, assert_right, attend, opened, put, queries
 from tests.storage.common import patiently, until

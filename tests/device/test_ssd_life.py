@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.device.row_layout import RowLayout
-from espnx.device.ssd_rows import SsdRowDevice
+from espnx.device.rows.layout import RowLayout
+from espnx.device.rows.ssd import SsdRowDevice
 from espnx.storage import FaultRule, FaultyEngine, NativeEngine
 from tests.device.rows import assert_right, attend, draw, opened, put, queries
 from tests.storage.common import open_descriptors, until

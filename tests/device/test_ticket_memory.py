@@ -9,8 +9,8 @@ import torch
 
 from espnx.benchmarks.machine.memory import rss_bytes
 from espnx.device.interface import SegmentView
-from espnx.device.row_layout import RowLayout
-from espnx.device.ssd_rows import SsdRowDevice
+from espnx.device.rows.layout import RowLayout
+from espnx.device.rows.ssd import SsdRowDevice
 
 
 def test_tickets_of_long_rows(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 
 import espnx.graph
 from espnx import errors
-from espnx.graph.codebook import train_codebook
+from espnx.graph.codes.codebook import train_codebook
 from espnx.graph.layout import choose_layout
 from espnx.ops._native import load_extension
 from espnx.storage import FaultRule, FaultyEngine

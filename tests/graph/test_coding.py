@@ -14,7 +14,7 @@ import torch
 import espnx.graph
 from espnx import errors
 from espnx.cli.main import main
-from espnx.graph.coding import VectorCoding, from_bfloat16, to_bfloat16
+from espnx.graph.codes.coding import VectorCoding, from_bfloat16, to_bfloat16
 from espnx.graph.format import DISK_CODEBOOK
 from espnx.graph.planning import plan_graph
 from espnx.storage.manifest import NAME

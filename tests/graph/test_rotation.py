@@ -11,10 +11,10 @@ import pytest
 
 import espnx
 from espnx import errors
-from espnx.graph.codebook import codebook_bytes, may_rotate, train_codebook, unpack_codebook
+from espnx.graph.codes.codebook import codebook_bytes, may_rotate, train_codebook, unpack_codebook
+from espnx.graph.codes.rotation import fit_rotation
 from espnx.graph.format import CODEBOOK, DISK_CODEBOOK, MAGIC, VERSION
 from espnx.graph.planning import plan_graph
-from espnx.graph.rotation import fit_rotation
 from espnx.storage import NativeEngine
 from espnx.storage.manifest import NAME, read_manifest, write_manifest
 from tests.graph.conftest import exact, recall_of
@@ -129,7 +129,7 @@ def test_not_of_vectors_that_have_no_directions() -> None:
 
 
 def test_encoding_goes_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    from espnx.graph import codebook as module
+    from espnx.graph.codes import codebook as module
 
     vectors = latent(301, 32, 8)
     book = train_codebook(vectors, 8)

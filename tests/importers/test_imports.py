@@ -225,7 +225,7 @@ def test_inspect():
 
 
 def test_adding_to_an_imported_store(tmp_path, checkpoint):
-    from espnx.retrieval.build.changes import add, delete
+    from espnx.retrieval.build.changes.change import add, delete
 
     encoder = ColBERTEncoder(checkpoint)
     import_index(tiny.DATA / "colbert-index-2", tmp_path / "store", encoder=encoder)

@@ -12,7 +12,7 @@ pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])"
 
 from espnx.integrations.pylate import EspnxIndex, rerank
 from espnx.retrieval.build.builder import build
-from espnx.retrieval.build.changes import compact
+from espnx.retrieval.build.changes.change import compact
 from tests.encoders import tiny
 
 DOCUMENTS = tiny.clouds(40)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from espnx.integrations.transformers.attention import attend_in_memory
-from espnx.integrations.transformers.masks import Mask
+from espnx.integrations.transformers.forward.attention import attend_in_memory
+from espnx.integrations.transformers.forward.masks import Mask
 from espnx.kv.prefill import chunk_attention
 
 N = 1200

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.device.ssd_rows import SsdRowDevice
+from espnx.device.rows.ssd import SsdRowDevice
 from espnx.kv import schedule, shown
 from espnx.kv.schedule import SMALL_BYTES, Costs, Shape, choose, decide, predict, read_rate
 from espnx.ops.attention import Queries, RowsInMemory, attend_rows

@@ -13,8 +13,8 @@ import torch
 
 from espnx import errors
 from espnx.device.interface import Segment, SegmentView
-from espnx.device.row_layout import RowLayout
-from espnx.device.ssd_rows import SsdRowDevice
+from espnx.device.rows.layout import RowLayout
+from espnx.device.rows.ssd import SsdRowDevice
 from espnx.kv.striping import StripedDevices, StripedSegment
 from espnx.ops.attention import Queries, RowsInMemory
 from espnx.storage import FaultRule, FaultyEngine

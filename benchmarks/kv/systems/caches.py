@@ -18,7 +18,7 @@ from transformers import Cache, DynamicCache, StaticCache
 from espnx.device.registry import open_device
 from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.enable import enable_kv_cache
-from espnx.integrations.transformers.projections import LayerInput
+from espnx.integrations.transformers.forward.projections import LayerInput
 from espnx.kv.attention import Span, Step
 from espnx.kv.cache import SsdCache
 from espnx.kv.read_ahead import Arrived

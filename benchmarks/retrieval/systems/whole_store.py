@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from espnx import errors
-from espnx.device.record_layout import HEADER_BYTES
-from espnx.device.record_score import score
+from espnx.device.records.layout import HEADER_BYTES
+from espnx.device.records.score import score
 from espnx.ops.maxsim import maxsim_reference
 from espnx.retrieval.encoder import Encoded
 from espnx.retrieval.first_stage.ivf.search import LoadedIvf

@@ -13,7 +13,7 @@ from ..crew import Clock
 from ..kinds import GRAPHS, KINDS, ROWS, PartKind
 from ..model.spec import DeviceSpec, load_spec
 from ..near_storage import NearStorageDevice
-from ..ssd_rows import SsdRowDevice
+from ..rows.ssd import SsdRowDevice
 from ..vectors.encoding import Encoding, encode_on_host
 from .costs import check_latency, figures_of
 from .faults import DeviceFault, Faults, Guard

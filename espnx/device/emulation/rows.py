@@ -26,10 +26,10 @@ from ..cost.work import page_reads
 from ..crew import Clock
 from ..interface import PIECE, READ_AHEAD_BYTES, Capabilities, Segment, SegmentView, Show
 from ..model.spec import Accelerator, DeviceSpec
-from ..row_file import SEGMENT_READ
-from ..row_layout import RowLayout
-from ..ssd_rows import SsdRowDevice
-from ..writes import Writing
+from ..rows.file import SEGMENT_READ
+from ..rows.layout import RowLayout
+from ..rows.ssd import SsdRowDevice
+from ..rows.writes import Writing
 from .faults import Faults, Guard
 from .row_line import PacedReads, RowLine
 from .topology import Topology, Transfer

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..interface import PIECE
-from ..row_layout import RowLayout
+from ..rows.layout import RowLayout
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from ...ops.attention import Queries, RowsInMemory
 from ...storage import NativeEngine, Plan
 from ...storage.engine import FileHandle
 from ..interface import Capabilities, FilePath, Show
-from ..row_file import UNIT_BYTES, RowFileDevice
-from ..row_layout import RowLayout
-from ..ssd_rows import block_sums
-from ..writes import Write
+from ..rows.file import UNIT_BYTES, RowFileDevice
+from ..rows.layout import RowLayout
+from ..rows.ssd import block_sums
+from ..rows.writes import Write
 from .attention import GroupAttention
 from .plan import RowReads
 from .readers import GDS_PATHS, Reader, host_memory, open_reader

@@ -9,7 +9,7 @@ from pathlib import Path
 from ... import errors
 from ...ops.distances import vector_bytes
 from ...sizes import format_size
-from ..codebook import rotation_fit_bytes
+from ..codes.codebook import rotation_fit_bytes
 from ..layout import PageLayout
 from ..options import GraphOptions
 
@@ -20,7 +20,7 @@ _BUFFERS_BYTES = 48 << 20
 _BYTES_PER_VECTOR = 20
 # k-means makes parts of unequal size, and what has no room in its nearest part goes to the next.
 _ROOM = 1.25
-_SLACK = 1.3  # csrc/graph/vamana.cpp has the same one
+_SLACK = 1.3  # csrc/graph/build/vamana.cpp has the same one
 #: Parts that each vector belongs to, where there is more than one.
 OVERLAP = 2
 

@@ -17,8 +17,8 @@ from ...ops.centroids import fit_means
 from ...storage import FileHandle, NativeEngine, Plan
 from ...storage.files import crc32c
 from ...storage.work import WorkFolder
-from ..codebook import Codebook, codebook_bytes, train_codebook, unpack_codebook
-from ..coding import VectorCoding
+from ..codes.codebook import Codebook, codebook_bytes, train_codebook, unpack_codebook
+from ..codes.coding import VectorCoding
 from ..format import (
     CODEBOOK,
     CODES,

@@ -11,7 +11,7 @@ import torch
 
 from ...ops._native import load_extension
 from ...storage.work import WorkFolder
-from ..codebook import Codebook
+from ..codes.codebook import Codebook
 from ..edges import build_edges
 from ..layout import PageLayout
 from ..options import GraphOptions, measured_rows

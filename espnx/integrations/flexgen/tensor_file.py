@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from ... import errors
-from ...device.extents import Extents
-from ...device.ssd_rows import block_sums
+from ...device.rows.extents import Extents
+from ...device.rows.ssd import block_sums
 from ...storage import NativeEngine, Plan
 from ...storage.files import BLOCK_BYTES, aligned_empty, make_given_directory, write_error
 

@@ -13,7 +13,7 @@ import torch
 from ... import errors
 from ..transformers.cache import KVCache
 from ..transformers.enable import enable_kv_cache
-from ..transformers.positions import check_positions, learned_positions
+from ..transformers.forward.positions import check_positions, learned_positions
 from .prompt_files import Prompt, append, read_done, sort_results
 
 #: How many times as long as its prompts are on average padding may make a batch.

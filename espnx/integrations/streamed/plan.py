@@ -19,11 +19,11 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ... import errors
 from ...device.interface import READ_AHEAD_BYTES
-from ...device.row_layout import RowLayout, format_of
+from ...device.rows.layout import RowLayout, format_of
 from ...weights.layers import LayerWeights, Share, share
 from ...weights.safetensors_files import StoredTensor, find_tensors
 from ...weights.speed import gemm_speed, memory_speed, read_speed, read_speed_of
-from ..transformers.positions import check_positions, learned_positions
+from ..transformers.forward.positions import check_positions, learned_positions
 from .model import ModelWeights, empty_model, main_dtype, match, read_config
 
 _TAIL_BLOCKS = 3  # rows in memory: room for two blocks that wait, and half as much again

@@ -16,9 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ... import errors
-from .attention import NAME
 from .cache import KVCache
 from .cache_argument import CACHE_NAMES, cache_in, cache_name
+from .forward.attention import NAME
 
 
 def watch_generation(model: PreTrainedModel) -> None:

@@ -17,7 +17,7 @@ from ... import errors
 from ...device.interface import RowDevice
 from ...kv.cache import SsdCache
 from ...kv.schedule import Decision, Shape, decide
-from .projections import LayerInput, Rotations, Source
+from .forward.projections import LayerInput, Rotations, Source
 
 log = logging.getLogger(__name__)
 

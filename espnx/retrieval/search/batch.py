@@ -22,14 +22,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...device.interface import DeviceStats
-from ...device.record_score import score
+from ...device.records.score import score
 from ..first_stage.interface import Allowed, Candidates, StageReads
 from ..first_stage.ties import settled
 from ..store.tier import Tier
 from .chosen_stage import ChosenStage
 from .gate import SearchGate
 from .hits import ScoredCandidates, hits_of
-from .open_version import OpenVersion
+from .opened.version import OpenVersion
 from .options import SearchOptions
 from .prefetch import NO_PREFETCH, Steps
 from .result import SearchResult, Timings

@@ -26,8 +26,8 @@ from ..sparse_encoder import SparseEncoderLike, sparse_encoder_of
 from .batch import search_in_batches
 from .devices import compute_of, watched
 from .lookup import check_judged_known
-from .open_index import OpenIndex
-from .open_version import OpenOptions
+from .opened.index import OpenIndex
+from .opened.version import OpenOptions
 from .options import SearchKeywords, SearchOptions
 from .query_encoder import Queries, Query, QueryEncoder, listed
 from .read_cost import DeviceCost

@@ -20,7 +20,7 @@ from ..encoder import (
     remembered_encoder,
 )
 from ..store.manifest import EncoderEntry, Manifest
-from .open_versions import OpenVersions
+from .opened.versions import OpenVersions
 
 Query = str | Encoded
 Queries = list[str] | list[Encoded] | list[Query] | tuple[Query, ...]

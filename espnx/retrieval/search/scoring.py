@@ -15,7 +15,7 @@ import numpy as np
 
 from ...device.interface import DeviceStats, Pairs, RecordQuery, RecordTicket
 from ..store.tier import Tier
-from .hot_records import HotRecords
+from .opened.hot_records import HotRecords
 
 
 @dataclass(frozen=True)

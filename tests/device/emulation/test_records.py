@@ -23,7 +23,7 @@ from espnx.device.emulation.topology import Topology
 from espnx.device.interface import Pairs, RecordQuery
 from espnx.device.kinds import RECORDS
 from espnx.device.model.spec import Accelerator, DeviceSpec
-from espnx.device.ssd_records import SsdRecordDevice
+from espnx.device.records.ssd import SsdRecordDevice
 from espnx.retrieval.search.index import Index
 from espnx.storage import NativeEngine
 from tests.device.emulation.test_topology import MB, spec

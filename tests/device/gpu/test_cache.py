@@ -14,7 +14,7 @@ from espnx import errors
 from espnx.device.gpu.rows import GpuRowDevice
 from espnx.device.interface import RowDevice
 from espnx.device.plain import GpuDevice, PlainDevice
-from espnx.device.ssd_rows import SsdRowDevice
+from espnx.device.rows.ssd import SsdRowDevice
 from espnx.kv import places
 from espnx.kv.cache import SsdCache
 from espnx.kv.kept.state import load, save

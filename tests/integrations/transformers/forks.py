@@ -14,7 +14,7 @@ from typing import Any
 import numpy.ctypeslib  # noqa: F401 - as what `load` imports: for all children
 import torch
 
-from espnx.device import extents
+from espnx.device.rows import extents
 from espnx.integrations.transformers import kept as module
 from espnx.integrations.transformers.cache import KVCache
 from espnx.kv.kept import folders

@@ -28,8 +28,8 @@ from transformers.generation import (
 )
 
 from espnx import errors
-from espnx.integrations.transformers.attention import espnx_attention
 from espnx.integrations.transformers.cache import KVCache
+from espnx.integrations.transformers.forward.attention import espnx_attention
 from tests.integrations.transformers.tiny import VOCABULARY, enabled, make, plain, prompt
 
 _SAMPLE: dict[str, Any] = {"do_sample": True}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import espnx
-from espnx.integrations.transformers import attention
+from espnx.integrations.transformers.forward import attention
 from espnx.kv.scores import PLAIN
 from tests.integrations.transformers.tiny import enabled, expected, generate, prompt
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import espnx
 from espnx import errors
-from espnx.integrations.transformers.masks import Mask, meaning, padding_mask
+from espnx.integrations.transformers.forward.masks import Mask, meaning, padding_mask
 
 _BASE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -154,7 +154,7 @@ def test_blocks_that_are_chosen() -> None:
 
 
 def test_an_argument_that_is_not_known() -> None:
-    from espnx.integrations.transformers.attention import espnx_attention
+    from espnx.integrations.transformers.forward.attention import espnx_attention
 
     q = torch.randn(1, 2, 3, 16)
     espnx_attention(

@@ -13,7 +13,7 @@ import torch
 import espnx
 from espnx import errors
 from espnx.ops.maxsim import maxsim_reference, token_format
-from espnx.retrieval.search.ram_tier import RamTier
+from espnx.retrieval.search.opened.ram_tier import RamTier
 from espnx.storage import FaultRule, FaultyEngine
 from tests.retrieval.common import (
     EVERYTHING,

@@ -50,7 +50,7 @@ def test_memory_that_cannot_be_had(store: Path, monkeypatch: pytest.MonkeyPatch)
     def fail(*args: Any, **options: Any) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr("espnx.retrieval.search.hot_records.torch.empty", fail)
+    monkeypatch.setattr("espnx.retrieval.search.opened.hot_records.torch.empty", fail)
     with pytest.raises(errors.InvalidInputError, match="hot"):
         espnx.open(store, hot="1KiB")
 

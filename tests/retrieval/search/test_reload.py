@@ -14,7 +14,7 @@ import pytest
 
 import espnx
 from espnx import errors
-from espnx.retrieval.search.open_version import OpenVersion
+from espnx.retrieval.search.opened.version import OpenVersion
 from tests.retrieval.common import EVERYTHING, build, corpus, queries, toy_encoder
 
 DOCUMENTS = corpus(140, tokens=(1, 3))
@@ -77,7 +77,7 @@ def test_one_that_cannot_be_searched_changes_nothing(
         assert len(found(index)) == 50
         build(folder / "s", DOCUMENTS[:60], replace=True)
         monkeypatch.setattr(
-            "espnx.retrieval.search.open_version.Filters",
+            "espnx.retrieval.search.opened.version.Filters",
             lambda *_: (_ for _ in ()).throw(errors.ReadError("injected")),
         )
         with pytest.raises(errors.ReadError, match="injected"):

@@ -18,7 +18,7 @@ import espnx
 from espnx import errors
 from espnx.device.gpu.records import TensorRecordDevice
 from espnx.device.interface import Pairs, RecordDevice, RecordQuery
-from espnx.device.ssd_records import SsdRecordDevice
+from espnx.device.records.ssd import SsdRecordDevice
 from espnx.retrieval.store.store import EmbeddingStore
 from espnx.storage import FaultRule, FaultyEngine, NativeEngine
 from tests.device.null_records import NullRecordDevice

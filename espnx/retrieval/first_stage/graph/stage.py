@@ -21,7 +21,7 @@ import torch
 
 from .... import errors
 from ....graph.build import make_graph
-from ....graph.codebook import codebook_bytes, may_rotate, rotation_fit_bytes
+from ....graph.codes.codebook import codebook_bytes, may_rotate, rotation_fit_bytes
 from ....graph.format import CODEBOOK, CODES, ENTRIES, NODES, ROWS, GraphSections, section_of
 from ....graph.index import GraphIndex
 from ....graph.layout import choose_layout

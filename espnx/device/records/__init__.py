@@ -1,0 +1,1 @@
+"""Embedding records on a device: their layout, the files that hold them, their scores."""

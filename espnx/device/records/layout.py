@@ -1,0 +1,437 @@
+"""The embedding record: one document's vectors as they lie on SSD, packed and checked.
+
+Layout (little-endian; the written specification is docs/store-format.md)::
+
+    0   uint32  CRC32C of everything after this field, seeded with the store's salt
+    4   uint16  number of tokens
+    6   uint8   format
+    7   uint8   0xE5
+    8   uint64  record number
+    16  CLS vector, d_cls values
+    ..  token vectors, n_tokens x dim values
+    ..  zeros up to a multiple of 16 bytes
+
+The salt differs from store to store and from one generation of a store to the next, and the record
+carries its own number: so bytes that are intact but belong elsewhere (another store, an older
+version, another record left in a recycled buffer) are found out too. CLS and tokens lie together
+because they are used together (ESPN, section 4.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ... import errors
+from ...ops.crc32c import crc32c_ranges
+from ...ops.maxsim import Codebook, token_format, token_row_bytes
+from ...ops.maxsim.limits import DIM_MAX, DIM_MULTIPLE
+from ...ops.maxsim.residual import CODE_BYTES
+from ...storage import Plan
+from ...storage.engine import FileHandle
+from ...storage.native import load_native
+
+HEADER_BYTES = 16
+ALIGN_BYTES = 16
+_ROWS_AT_ONCE = 4096  # looked at: bounds the memory that a check takes
+_MAGIC = 0xE5
+#: The byte in the header. Numbers are never used again.
+FORMAT_NUMBERS = {
+    "fp32": 1,
+    "fp16": 2,
+    "bf16": 3,
+    "int8": 4,
+    "bit1": 5,
+    "residual1": 6,
+    "residual2": 7,
+    "residual4": 8,
+}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_HEADER = np.dtype(
+    [("crc32c", "<u4"), ("n_tokens", "<u2"), ("format", "u1"), ("magic", "u1"), ("number", "<u8")]
+)
+_REBUILD = "restore the store from a copy, or build it again"
+
+
+@dataclass(frozen=True)
+class RecordSchema:
+    """What all records of a store have in common.
+
+    Args:
+        format: how token vectors are kept, a name of `espnx.ops.maxsim.FORMATS`.
+        d_cls: length of the CLS vector; 0: records hold none.
+        dim: length of a token vector.
+
+    The kernels take vectors of a multiple of 8 values. Others are stored with zeros after them, and
+    queries get zeros too, so that no score is another one (`encode`, `decode`, `query_tokens` and
+    `query_cls` are the only places that know).
+    """
+
+    format: str
+    d_cls: int
+    dim: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.format, str) or self.format not in FORMAT_NUMBERS:
+            raise errors.InvalidInputError(
+                "unknown record format", got=repr(self.format), expected=" or ".join(FORMAT_NUMBERS)
+            )
+        for name, value, least in (("d_cls", self.d_cls, 0), ("dim", self.dim, 1)):
+            if not least <= value <= DIM_MAX:
+                raise errors.InvalidInputError(
+                    f"{name} of a record", got=value, expected=f"{least} to {DIM_MAX}"
+                )
+
+    @property
+    def stored_dim(self) -> int:
+        """Values of a stored token vector, zeros included."""
+        return _padded(self.dim)
+
+    @property
+    def stored_d_cls(self) -> int:
+        """Values of a stored CLS vector, zeros included."""
+        return _padded(self.d_cls)
+
+    @property
+    def format_number(self) -> int:
+        """As the header of a record names it."""
+        return FORMAT_NUMBERS[self.format]
+
+    @property
+    def cls_format(self) -> str:
+        """Of the CLS vector: that of the tokens where it is a plain number, else fp16, since one
+        exact CLS vector costs little."""
+        return self.format if token_format(self.format).is_lossless_float else "fp16"
+
+    @property
+    def cls_bytes(self) -> int:
+        return token_row_bytes(self.cls_format, self.stored_d_cls) if self.d_cls else 0
+
+    @property
+    def row_bytes(self) -> int:
+        """One token."""
+        return token_row_bytes(self.format, self.stored_dim)
+
+    @property
+    def largest(self) -> float:
+        """The largest value that the format can hold; codes are scaled, so they hold what fp32
+        does."""
+        return float(torch.finfo(DTYPES[self.cls_format]).max)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Header and CLS vector: where the tokens begin."""
+        return HEADER_BYTES + self.cls_bytes
+
+    def encode(self, tokens: torch.Tensor, codebook: Codebook | None = None) -> torch.Tensor:
+        """Token vectors, float32 [n, dim], as rows, uint8 [n * row_bytes]. `codebook`: padded
+        (`pad_codebook`)."""
+        return token_format(self.format).encode(pad(tokens, self.stored_dim), codebook)
+
+    def decode(self, rows: torch.Tensor, codebook: Codebook | None = None) -> torch.Tensor:
+        """The opposite: what rows stand for, float32 [n, dim]."""
+        values = token_format(self.format).decode(rows, self.stored_dim, codebook)
+        return (
+            values
+            if self.stored_dim == self.dim
+            else (values[:, : self.dim] * self._scale).contiguous()
+        )
+
+    def query_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """A query's token vectors, float32 [n, dim], as the kernels score stored rows with them."""
+        return tokens if self.stored_dim == self.dim else pad(tokens, self.stored_dim) * self._scale
+
+    def query_cls(self, cls: torch.Tensor) -> torch.Tensor:
+        """The same of CLS vectors, float32 [n, d_cls]."""
+        return pad(cls, self.stored_d_cls)
+
+    @property
+    def _scale(self) -> float:
+        """Signs are read as vectors of length 1, zeros included, which have no sign of their
+        own."""
+        return float((self.stored_dim / self.dim) ** 0.5) if self.format == "bit1" else 1.0
+
+    def pad_codebook(self, codebook: Codebook) -> Codebook:
+        """A codebook of `dim` values as rows need it. A code has no 0, so all zeros get the same
+        one, and centroids what undoes it."""
+        if self.stored_dim == codebook.d:
+            return codebook
+        weights, code = codebook.bucket_weights, 0
+        # The code of a value that is itself the weight of that code: one that encoding gives and
+        # decoding takes away, to the bit.
+        while (found := int(torch.bucketize(weights[code], codebook.bucket_cutoffs))) != code:
+            code = found
+        rest = weights[code].neg().expand(codebook.n_centroids, self.stored_dim - codebook.d)
+        return Codebook(
+            torch.cat([codebook.centroids, rest], dim=1), codebook.bucket_cutoffs, weights
+        )
+
+    def sizes(self, n_tokens: np.ndarray) -> np.ndarray:
+        """int64 [n]: size of each record in bytes."""
+        raw = self.fixed_bytes + n_tokens.astype(np.int64) * self.row_bytes
+        return (raw + ALIGN_BYTES - 1) // ALIGN_BYTES * ALIGN_BYTES
+
+    def lay_out(self, n_tokens: np.ndarray, begin_bytes: int) -> tuple[np.ndarray, int]:
+        """Offsets of consecutive records from `begin_bytes`, and the first free byte after them.
+
+        No record touches more 4 KiB blocks than it must, and none leaves a hole unless it would.
+        """
+        offsets, end = load_native().lay_out_records(
+            torch.from_numpy(np.ascontiguousarray(n_tokens)),
+            self.fixed_bytes,
+            self.row_bytes,
+            begin_bytes,
+        )
+        return offsets.numpy(), end
+
+
+def _padded(values: int) -> int:
+    return -(-values // DIM_MULTIPLE) * DIM_MULTIPLE
+
+
+def pad(vectors: torch.Tensor, dim: int) -> torch.Tensor:
+    """Zeros after the values of each row, up to `dim`."""
+    return (
+        vectors
+        if vectors.shape[-1] == dim
+        else torch.nn.functional.pad(vectors, (0, dim - vectors.shape[-1]))
+    )
+
+
+def locate_records(
+    numbers: np.ndarray,
+    n_tokens: np.ndarray,
+    group_offset_bytes: torch.Tensor,
+    segment_begin: torch.Tensor,
+    schema: RecordSchema,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(data file, offset_bytes, size_bytes) of record numbers, int64 [m] each. Raises
+    InvalidInputError for numbers outside.
+
+    `n_tokens`, `group_offset_bytes` and `segment_begin` as in `RecordLayout`.
+    """
+    wanted = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
+    segment, offset_bytes, size_bytes = load_native().locate_records(
+        wanted,
+        torch.from_numpy(n_tokens),
+        group_offset_bytes,
+        segment_begin,
+        schema.fixed_bytes,
+        schema.row_bytes,
+    )
+    return segment, offset_bytes, size_bytes
+
+
+class RecordLayout:
+    """Where the records of one kind lie, and how to tell that one is whole and the right one.
+
+    Args:
+        schema: of all of them.
+        n_tokens: uint16 [n], tokens of each document.
+        group_offset_bytes: int64, offset of records 0, 64, 128, ... in their data files.
+        segment_begin: int64, first record of each data file.
+        files: the data files.
+        salt: seeds the records' checksums.
+        codebook: of residual formats.
+    """
+
+    def __init__(
+        self,
+        schema: RecordSchema,
+        n_tokens: np.ndarray,
+        group_offset_bytes: torch.Tensor,
+        segment_begin: torch.Tensor,
+        files: Sequence[FileHandle],
+        *,
+        salt: int,
+        codebook: Codebook | None = None,
+    ):
+        self.schema, self.n_tokens, self.salt, self.codebook = schema, n_tokens, salt, codebook
+        self.group_offset_bytes, self.segment_begin, self.files = (
+            group_offset_bytes,
+            segment_begin,
+            files,
+        )
+        self.file_numbers = torch.tensor([file.number for file in files], dtype=torch.int64)
+
+    @property
+    def size_bytes(self) -> int:
+        """On disk."""
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Offsets and file numbers, beside the token counts that all kinds of records of a store
+        share."""
+        return self.group_offset_bytes.nbytes + self.segment_begin.nbytes + self.file_numbers.nbytes
+
+    def locate(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(data file, offset_bytes, size_bytes) of record numbers, int64 [m] each. Raises
+        InvalidInputError outside the store."""
+        return locate_records(
+            numbers, self.n_tokens, self.group_offset_bytes, self.segment_begin, self.schema
+        )
+
+    def plan(self, numbers: np.ndarray) -> Plan:
+        """A read of whole records."""
+        segment, offset_bytes, size_bytes = self.locate(numbers)
+        file = self.file_numbers[segment] if len(self.file_numbers) else segment
+        return Plan(file=file, offset_bytes=offset_bytes, size_bytes=size_bytes)
+
+    def check(self, memory: torch.Tensor, positions: torch.Tensor, numbers: np.ndarray) -> None:
+        """Raises ChecksumError or StaleDataError, naming file, offset and length, unless every
+        record is whole and the right one; FormatError likewise where one names a centroid that the
+        codebook has not."""
+        n_tokens = self.n_tokens[numbers]
+        found = damage(memory, self.schema, positions, numbers, n_tokens, self.salt)
+        if found:
+            index, what = found[0]
+            expected = f"record {numbers[index]} with {n_tokens[index]} tokens"
+            raise (errors.ChecksumError if what.startswith("CRC32C") else errors.StaleDataError)(
+                f"record {numbers[index]} is not what was written"
+                + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""),
+                **self._where(numbers[index : index + 1]),
+                got=what,
+                expected=f"{expected} in format {self.schema.format_number} ({self.schema.format})",
+                fix="run `espnx index verify`; " + _REBUILD,
+            )
+        if self.codebook is None:
+            return
+        unknown = unknown_centroid(
+            memory, self.schema, positions, n_tokens, self.codebook.n_centroids
+        )
+        if unknown is not None:
+            raise errors.FormatError(
+                f"record {numbers[unknown[0]]} names a centroid that is not in the codebook",
+                **self._where(numbers[unknown[0] : unknown[0] + 1]),
+                got=unknown[1],
+                expected=f"0 to {self.codebook.n_centroids - 1}",
+                fix=_REBUILD,
+            )
+
+    def _where(self, number: np.ndarray) -> dict[str, Any]:
+        """Of one record, as errors name it."""
+        segment, offset_bytes, size_bytes = self.locate(number)
+        path = self.files[int(segment[0])].path
+        return {
+            "path": path,
+            "offset_bytes": int(offset_bytes[0]),
+            "size_bytes": int(size_bytes[0]),
+        }
+
+
+def _headers(memory: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    return memory[offsets[:, None] + np.arange(HEADER_BYTES)].view(_HEADER).reshape(-1)
+
+
+def seal(
+    memory: np.ndarray,
+    schema: RecordSchema,
+    offsets: np.ndarray,
+    n_tokens: np.ndarray,
+    first_number: int,
+    salt: int,
+) -> None:
+    """Fills in the headers of records whose vectors are in place, numbered from `first_number`."""
+    if not offsets.size:
+        return
+    header = np.zeros(offsets.size, dtype=_HEADER)
+    header["n_tokens"], header["format"], header["magic"] = n_tokens, schema.format_number, _MAGIC
+    header["number"] = first_number + np.arange(offsets.size)
+    where = offsets[:, None] + np.arange(HEADER_BYTES)
+    memory[where] = header.view(np.uint8).reshape(-1, HEADER_BYTES)
+    header["crc32c"] = _checksums(
+        torch.from_numpy(memory), torch.from_numpy(offsets), schema.sizes(n_tokens), salt
+    )
+    memory[where[:, :4]] = header["crc32c"].reshape(-1, 1).view(np.uint8)
+
+
+def _checksums(
+    memory: torch.Tensor, offsets: torch.Tensor, sizes: np.ndarray, salt: int
+) -> np.ndarray:
+    return (
+        crc32c_ranges(memory, offsets + 4, torch.from_numpy(sizes) - 4, seed=salt)
+        .cpu()
+        .numpy()
+        .astype(np.uint32)
+    )
+
+
+def damage(
+    memory: torch.Tensor,
+    schema: RecordSchema,
+    positions: torch.Tensor,
+    numbers: np.ndarray,
+    n_tokens: np.ndarray,
+    salt: int,
+) -> list[tuple[int, str]]:
+    """Checks records in an I/O buffer (CPU or GPU): (index, what is wrong) of each that is not what
+    it must be."""
+    if not numbers.size:
+        return []
+    if memory.is_cuda:
+        where = (positions[:, None] + torch.arange(HEADER_BYTES)).to(memory.device)
+        header = memory[where].cpu().numpy().view(_HEADER).reshape(-1)
+    else:
+        header = _headers(memory.numpy(), positions.numpy())
+    found = _checksums(memory, positions, schema.sizes(n_tokens), salt)
+    intact = found == header["crc32c"]
+    right = (
+        (header["number"] == numbers)
+        & (header["n_tokens"] == n_tokens)
+        & (header["magic"] == _MAGIC)
+    )
+    right &= header["format"] == schema.format_number
+    bad = np.flatnonzero(~(intact & right)).tolist()
+    reasons = []
+    for i in bad:
+        if not intact[i]:
+            reasons.append(
+                (i, f"CRC32C {found[i]:08x} where the record says {header['crc32c'][i]:08x}")
+            )
+        else:
+            reasons.append((i, _in_words(header[i], schema)))
+    return reasons
+
+
+def _in_words(header: np.void, schema: RecordSchema) -> str:
+    """What the header of a record says of it: its format only where it is another one."""
+    said, names = (
+        f"record {header['number']} with {header['n_tokens']} tokens",
+        {known: name for name, known in FORMAT_NUMBERS.items()},
+    )
+    if header["format"] != schema.format_number:
+        said += f" in format {header['format']} ({names.get(int(header['format']), 'unknown')})"
+    return said if header["magic"] == _MAGIC else f"{said}, marked {header['magic']:#04x}"
+
+
+def unknown_centroid(
+    memory: torch.Tensor,
+    schema: RecordSchema,
+    positions: torch.Tensor,
+    n_tokens: np.ndarray,
+    n_centroids: int,
+) -> tuple[int, int] | None:
+    """(index, centroid number) of the first of residual records in an I/O buffer that names a
+    centroid which the codebook has not."""
+    ends = np.cumsum(n_tokens, dtype=np.int64)
+    for items in np.split(np.arange(len(ends)), np.flatnonzero(np.diff(ends // _ROWS_AT_ONCE)) + 1):
+        counts = torch.from_numpy(n_tokens[items].astype(np.int64))
+        item = torch.repeat_interleave(counts)
+        row = torch.arange(len(item)) - (counts.cumsum(0) - counts)[item]
+        begin = (
+            positions[torch.from_numpy(items)][item] + schema.fixed_bytes + row * schema.row_bytes
+        )
+        codes = (
+            memory[(begin[:, None] + torch.arange(CODE_BYTES)).to(memory.device)]
+            .view(torch.int32)
+            .view(-1)
+        )
+        bad = ((codes < 0) | (codes >= n_centroids)).nonzero().cpu()
+        if len(bad):
+            return int(items[item[bad[0, 0]]]), int(codes[bad[0, 0]])
+    return None

@@ -1,0 +1,1 @@
+"""Codes of vectors: codebooks, rotations, and how vectors are encoded by both."""

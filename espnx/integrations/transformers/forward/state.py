@@ -1,0 +1,254 @@
+"""What a cache and its layers share of forward passes: the hooks of an enabled model tell of them
+here, stored layers ask here."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedModel
+
+from .... import errors
+from ....kv.cache import SsdCache
+from ....kv.visibility import Visibility
+from ..kept import KeptState
+from ..layers import StoredLayer, empty, restore, sequences_of, states_of
+from ..schedule import XRows
+from ..text import Text
+from .attention import NAME, awaited
+from .passes import ForwardPass, PassGuard, PassTimes
+from .projections import LayerInput, Source
+
+
+class PassState:
+    """The forward passes of one cache, and what is known of the tokens that they brought.
+
+    Args:
+        layers: of the cache.
+        store: the rows of those that are stored.
+        x_rows: how many sequences keep X.
+        kept: where the cache has a name.
+
+    Attributes:
+        store, x: as given.
+        stored, in_memory: the two kinds of layers.
+        text: the tokens in the cache.
+    """
+
+    def __init__(
+        self, layers: Sequence[Any], store: SsdCache, x_rows: XRows, kept: KeptState | None
+    ):
+        self.store, self.x, self._kept = store, x_rows, kept
+        self.stored = [layer for layer in layers if isinstance(layer, StoredLayer)]
+        self.in_memory = [layer for layer in layers if not isinstance(layer, StoredLayer)]
+        for layer in self.stored:
+            layer.join(self)
+        self.text = Text()
+        self._unused = states_of(self.in_memory)
+        self._of_framework = Cache(layers=list(layers))
+        self._guard = PassGuard()
+        # of the pass under way
+        self._masks: tuple[torch.Tensor | None, int, Visibility] | None = None
+        # of the model that was checked last
+        self._core: Callable[[], torch.nn.Module | None] = lambda: None
+
+    @property
+    def times(self) -> PassTimes:
+        """Of the passes so far."""
+        return self._guard.times
+
+    def length(self, layer: int = 0) -> int:
+        """Tokens in the cache, without those of the pass under way. `layer`: counts where no layer
+        is stored."""
+        # what the pass has added to some of its layers counts when it ends
+        if (held := self._guard.held) is not None:
+            return held
+        if not self.stored:
+            return self._of_framework.get_seq_length(layer)
+        return min(self.store.length(each.number) for each in self.stored)
+
+    # --- what hooks tell ---
+
+    def begin(
+        self, model: PreTrainedModel, ids: torch.Tensor | None, sequences: int | None
+    ) -> None:
+        """A forward pass of a model begins, over these new tokens (None: not known) of this many
+        sequences (None: not known).
+
+        Raises:
+            StateError: the model does not attend through espnx, or the cache is being used by
+                another thread.
+            InvalidInputError: the model has other layers, the cache holds another batch, or another
+                process made it.
+            ForeignFileError: a kept cache is of another model.
+        """
+        self.store.check_process()  # before anything waits for a thread or a lock of the parent's
+        with self._guard.lock:
+            if self._guard.is_inside(model):
+                return
+            self.abort()
+            self.check_model(model, sequences)
+            held = self.length()
+            if held == 0:
+                self.x.choose(model, ids)
+            self.store.begin(held)
+            self.x.rotations.crop(held)
+            self._guard.begin(
+                ForwardPass(model, held, self.text.hidden, states_of(self.in_memory)), ids
+            )
+            self.text.extend(ids, held)
+
+    def check_model(self, model: PreTrainedModel, sequences: int | None) -> None:
+        """Raises what `begin` raises of the model and the batch."""
+        text = model.config.get_text_config(decoder=True)
+        if text._attn_implementation != NAME:
+            raise errors.StateError(
+                f"attention of {type(model).__name__}",
+                got=repr(text._attn_implementation),
+                expected=repr(NAME),
+                fix="espnx.enable_kv_cache(model)",
+            )
+        held, n_layers = (
+            self.store.sequences if self.length() else 0,
+            len(self._of_framework.layers),
+        )
+        if held and sequences not in (None, held):
+            raise errors.InvalidInputError(
+                "sequences of the batch",
+                got=sequences,
+                expected=f"{held}, as in the cache",
+                fix="reset()",
+            )
+        core = model.base_model
+        if core is not self._core() and (got := len(text.per_layer_config)) != n_layers:
+            raise errors.InvalidInputError(
+                f"layers of {type(model).__name__}",
+                got=got,
+                expected=f"{n_layers}, as in the config that the cache was made with",
+            )
+        if self._kept is not None:
+            self._kept.check(model)
+        self._core = weakref.ref(core)
+
+    def end(self, model: torch.nn.Module, *, failed: bool) -> None:
+        """The model has returned, or an error ended it; where one is inside another, the outer
+        one's end counts.
+
+        Raises StateError: attention did not ask for the K and V of a layer.
+        """
+        if not self._guard.is_of(model):
+            return
+        unanswered = next((layer for layer in self.stored if layer.pending is not None), None)
+        try:
+            if unanswered is not None and not failed:
+                unanswered.check_answered()
+        finally:
+            if failed or unanswered is not None:
+                self.abort()
+        for layer in self.stored:
+            layer.end_pass()
+        self.store.end()
+        self._guard.end()
+
+    def abort(self) -> None:
+        """Takes a pass that has not come to its end out of all layers. Raises StateError while
+        another thread runs it."""
+        with self._guard.lock:
+            begun = self._guard.abort()
+            if begun is None:
+                return
+            awaited.layer = None
+            for layer in self.stored:
+                layer.forget_pass()
+            if begun.held:
+                self.store.crop(begun.held)
+            else:
+                self.store.clear()
+            restore(self.in_memory, begun.in_memory)
+            self.text.hidden, self._masks = begun.hidden, None
+
+    # --- what stored layers ask (`layers.LayerHost`) ---
+
+    def reach(self) -> None:
+        """A layer is given K and V. Raises StateError where no pass has begun."""
+        self._guard.reach()
+
+    def visibility(self, mask: torch.Tensor | None, n_sequences: int, positions: int) -> Visibility:
+        """Which positions the new tokens may attend to, by the padding mask [sequences, positions]
+        (None: all)."""
+        known = self._masks
+        # the first layer of the pass; all others have the same
+        if known is None or known[0] is not mask or known[1] != positions:
+            known = self._masks = (mask, positions, Visibility.of(mask, n_sequences, positions))
+            self.text.hidden = known[2].hidden
+        return known[2]
+
+    def made_of(
+        self, layer_input: LayerInput | None, k: torch.Tensor, v: torch.Tensor, past: int
+    ) -> Source | None:
+        """What these K and V of new tokens were projected from, after `past` others; None where X
+        rows are not kept."""
+        return self.x.source(layer_input, k, v, past) if self.store.x_rows else None
+
+    def fail(self, error: BaseException) -> None:
+        """The pass cannot go on. The error is told the tokens so far."""
+        self.abort()
+        if self.text.tokens is not None:
+            error.sequences = self.text.tokens  # type: ignore[attr-defined]
+
+    # --- what becomes of the batch ---
+
+    @property
+    def sequences(self) -> int:
+        """In the batch, by stored layers, or where there are none by those in memory; 0 while
+        nothing is cached."""
+        return self.store.sequences or next((n for n in map(sequences_of, self.in_memory) if n), 0)
+
+    def select(self, sequences: list[int]) -> None:
+        """Sequence i becomes what `sequences[i]` was, in every layer or, whatever raises, in
+        none."""
+        self.abort()
+        if sequences == list(range(self.sequences)):
+            return
+        self.store.check_select(sequences)
+        with self._all_or_none():
+            for layer in self.in_memory:
+                layer.reorder_cache(torch.tensor(sequences, dtype=torch.int64))
+            self.store.select(sequences)
+        self.x.rotations.select(sequences)
+        self.text.select(sequences)
+        self._masks = None
+
+    def crop(self, held: int, tokens: int) -> None:
+        """Of `held` tokens the last ones are forgotten, in every layer or, whatever raises, in
+        none."""
+        with self._all_or_none():
+            for layer in self.in_memory:
+                layer.crop(-tokens)
+            self.store.crop(held - tokens)
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """A change of every layer. What is half changed where an error comes is forgotten: no layer
+        goes on with another's tokens."""
+        before = states_of(self.in_memory)
+        try:
+            yield
+        except errors.InvalidInputError:  # refused: stored rows are as they were
+            restore(self.in_memory, before)
+            raise
+        except BaseException:
+            self.abort()
+            self.clear()
+            raise
+
+    def clear(self) -> None:
+        """Nothing is left of the text, in any layer."""
+        self.store.clear()
+        self.x.clear()
+        self.text.clear()
+        self._masks = None
+        empty(self.in_memory, self._unused)

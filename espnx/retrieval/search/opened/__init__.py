@@ -1,0 +1,1 @@
+"""What of a store is open, version by version: first stages, tables, records in memory."""
