@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import espnx
 from espnx.device.interface import RowDevice, SegmentView
-from espnx.device.rows.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from espnx.ops.attention import Queries, merge
 
 N_KV, GROUP, D = 2, 2, 128  # KV heads, query heads of each, values of a row

@@ -16,7 +16,7 @@ _NEW_TOKENS = 24
 def check_attention(work: Path, rows: Rows, failures: list[str]) -> None:
     """The attention kernel against float64 over odd shapes, and its bytes per second beside the
     memory's."""
-    from espnx.device.rows.layout import DTYPES
+    from espnx.device.row_layout import DTYPES
 
     for fmt in DTYPES:
         for heads, group, d, dv, n in (
@@ -49,7 +49,7 @@ def attention_error(
 ) -> float:
     """Largest error over its bound (docs/tolerances.md): sums of d and of n products in fp32, in
     exponents the largest score counts."""
-    from espnx.device.rows.layout import RowLayout
+    from espnx.device.row_layout import RowLayout
     from espnx.ops import attention
 
     layout = RowLayout(fmt, d, dv)

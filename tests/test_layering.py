@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.layers import circles, module_graph, modules, own_graph, room_graph, 
 
 ROOT = Path(__file__).resolve().parent.parent
 HELPS = ("--help", "index --help", *(f"{key} --help" for key in COMMANDS))
+FILES_MAX = 15  # of a room, beside its front page
 HEAVY = ("torch", "numpy", "faiss", "triton", "safetensors", "transformers", "rich")
 
 
@@ -186,3 +188,15 @@ def test_light_entry_points_import_nothing_heavy(statement: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
+@pytest.mark.parametrize("top", ["benchmarks", "csrc", "espnx", "kernels"])
+def test_rooms_are_small(top: str) -> None:
+    """A folder whose files no longer fit on a screen is several."""
+    files = Counter(
+        path.parent.relative_to(ROOT).as_posix()
+        for path in (ROOT / top).rglob("*.*")
+        if path.suffix in (".py", ".cpp", ".hpp") and path.name != "__init__.py"
+    )
+    assert files
+    assert not {room: count for room, count in files.items() if count > FILES_MAX}

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import espnx
-from espnx.device.records.layout import RecordSchema
+from espnx.device.record_layout import RecordSchema
 from espnx.errors import DiskFullError, InvalidInputError
 from espnx.retrieval.encoder import Encoded
 from espnx.retrieval.store.store import MAGIC, VERSION

@@ -35,7 +35,7 @@ from espnx.device.interface import RowDevice, SegmentView
 from espnx.device.model.disk import batches, disk_spec, measure_disk
 from espnx.device.model.spec import DeviceSpec
 from espnx.device.plain import SsdDevice
-from espnx.device.rows.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from espnx.errors import EspnxError
 from espnx.storage import NativeEngine
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from espnx.device.rows.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from espnx.kv.x_rows import Projection, Recomputer, absorb, release
 from espnx.ops.attention import Queries, RowsInMemory, attend_rows
 

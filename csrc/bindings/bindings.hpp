@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "io/engine.hpp"
 #include "bindings/tensor/tensor.hpp"
+#include "io/engine.hpp"
 
 namespace espnx::python {
 

@@ -8,8 +8,8 @@
 
 #include "bindings.hpp"
 #include "graph/build/pack.hpp"
-#include "graph/search.hpp"
 #include "graph/build/vamana.hpp"
+#include "graph/search.hpp"
 
 namespace espnx::python {
 namespace {

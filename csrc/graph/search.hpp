@@ -15,8 +15,8 @@
 
 #include "io/buffer.hpp"
 #include "io/failure.hpp"
-#include "io/queue/faulty_queue.hpp"
 #include "io/file.hpp"
+#include "io/queue/faulty_queue.hpp"
 #include "io/queue/queue.hpp"
 #include "page_cache.hpp"
 #include "walk.hpp"

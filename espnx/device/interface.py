@@ -20,8 +20,8 @@ import torch
 
 from ..ops.attention import Queries, RowsInMemory
 from ..storage import Engine, FileHandle, Future
-from .records.layout import RecordLayout
-from .rows.layout import RowLayout
+from .record_layout import RecordLayout
+from .row_layout import RowLayout
 
 #: A piece of what `RowDevice.visit` shows: rows of one head of one sequence, in whole blocks.
 #: `offset_bytes`: of the first block, in the bytes shown; `n_rows` count, the first of them at

@@ -31,8 +31,8 @@ from .crew import Clock, clock_of
 from .interface import KeptRecords
 from .model.spec import Accelerator
 from .postings.command import ScanCommand
+from .record_layout import RecordLayout
 from .records.commands import MaxsimCommand, ReadCommand
-from .records.layout import RecordLayout
 from .rows.commands import ROW_COMMANDS, RowSpace
 from .vectors.interface import SearchCommand
 

@@ -24,7 +24,7 @@ from .command import Command, Watch
 from .interface import Capabilities, DeviceStats, FilePath, Pairs, RecordDevice
 from .kinds import RECORDS
 from .near_storage import NearStorageDevice
-from .records.layout import RecordLayout
+from .record_layout import RecordLayout
 
 _POLL_S = 0.001
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import errors
-from ..device.rows.layout import RowLayout, format_of
+from ..device.row_layout import RowLayout, format_of
 from ..forks import check_own
 from .attention import CHUNK_TOKENS, Attention, Step
 from .options import CacheOptions

@@ -14,7 +14,7 @@ from .. import errors
 from ..checks import check_callable, check_whole
 from ..device.interface import READ_AHEAD_BYTES
 from ..device.registry import Devices
-from ..device.rows.layout import DTYPES
+from ..device.row_layout import DTYPES
 from ..sizes import parse_size
 
 

@@ -9,7 +9,7 @@ import torch
 
 from .. import errors
 from ..device.interface import SegmentView
-from ..device.rows.layout import RowLayout
+from ..device.row_layout import RowLayout
 from ..ops.attention import RowsInMemory
 from .striping import StripedDevices, StripedSegment
 

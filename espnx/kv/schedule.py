@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..device.interface import RowDevice, Segment, SegmentView
-from ..device.rows.layout import RowLayout, format_of
+from ..device.row_layout import RowLayout, format_of
 from ..ops.attention import Queries, RowsInMemory, attend_rows
 from ..ops.crc32c import crc32c
 from .x_rows import Projection, Recomputer

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ..device.rows.layout import RowLayout
+from ..device.row_layout import RowLayout
 from ..ops.attention import Queries, RowsInMemory, attend_rows, merge
 
 

@@ -24,7 +24,7 @@ from ..device.interface import (
     SegmentView,
     Show,
 )
-from ..device.rows.layout import RowLayout
+from ..device.row_layout import RowLayout
 from ..device.several import files_of, stats_of, together
 from ..ops.attention import Queries, RowsInMemory
 

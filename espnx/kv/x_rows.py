@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import errors
-from ..device.rows.layout import RowLayout
+from ..device.row_layout import RowLayout
 from ..ops.attention import Queries, RowsInMemory
 from .shown import ShownAttention, unpacked
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..device.records.layout import HEADER_BYTES
+from ..device.record_layout import HEADER_BYTES
 from ..ops.maxsim import maxsim_reference
 from ..storage.documents.ids import id_order
 from .encoder import Encoded

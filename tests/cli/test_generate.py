@@ -16,7 +16,7 @@ import pytest
 from espnx.integrations.generate import generate as generation
 from espnx.integrations.generate.generate import batches
 from espnx.integrations.generate.prompt_files import read_prompts
-from espnx.integrations.transformers import schedule as scheduling
+from espnx.integrations.transformers.forward import schedule as scheduling
 from espnx.kv.schedule import Decision
 from tests.cli.documents import strict_json
 from tests.cli.generating import LENGTHS, NEW, PROMPTS, check, options, results, run, save, write

@@ -19,7 +19,7 @@ import pytest
 import espnx
 from espnx.cli.index_options import FORMATS, POOLINGS
 from espnx.cli.main import main
-from espnx.device.records.layout import FORMAT_NUMBERS
+from espnx.device.record_layout import FORMAT_NUMBERS
 from espnx.errors import InvalidInputError
 
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")

@@ -17,8 +17,8 @@
 
 #include "cpu/crc32c.hpp"
 #include "graph/build/pack.hpp"
-#include "graph/search.hpp"
 #include "graph/build/vamana.hpp"
+#include "graph/search.hpp"
 
 namespace {
 

@@ -20,7 +20,7 @@ from espnx.device.interface import (
     RecordQuery,
     RecordTicket,
 )
-from espnx.device.records.layout import RecordLayout
+from espnx.device.record_layout import RecordLayout
 from espnx.device.records.score import score
 from espnx.storage import FileHandle, Future, NativeEngine
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from espnx import errors
+from espnx.device.row_layout import RowLayout
 from espnx.device.rows.file import RowFileDevice
-from espnx.device.rows.layout import RowLayout
 from espnx.storage import FaultRule, FaultyEngine
 from tests.device.gpu.rows import WAYS, opened_gpu
 from tests.device.rows import Seen, assert_right, attend, opened, put, queries

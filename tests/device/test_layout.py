@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.device.rows.layout import PAGE_BYTES, RowLayout, format_of
+from espnx.device.row_layout import PAGE_BYTES, RowLayout, format_of
 
 FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 WIDTHS = [8, 24, 40, 64, 96, 128, 136, 256, 1032]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from espnx import errors
 from espnx.device.interface import SegmentView
-from espnx.device.rows.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from espnx.ops.attention import Queries, RowsInMemory
 from tests.device.rows import Seen, assert_right, attend, draw, normal, opened, put, queries
 

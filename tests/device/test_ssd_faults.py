@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.device.rows.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from espnx.device.rows.ssd import SsdRowDevice
 from espnx.storage import FaultRule, FaultyEngine
 from tests.device.rows import Kept, assert_right, attend, opened, put, queries

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.device.rows.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from espnx.device.rows.ssd import SsdRowDevice
 from espnx.storage import FaultRule, FaultyEngine, NativeEngine
 from tests.device.rows import assert_right, attend, draw, opened, put, queries

@@ -9,7 +9,7 @@ import torch
 
 from espnx.benchmarks.machine.memory import rss_bytes
 from espnx.device.interface import SegmentView
-from espnx.device.rows.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from espnx.device.rows.ssd import SsdRowDevice
 
 

@@ -18,7 +18,7 @@ from espnx.device.conformance.verify import Check, Outcome, verify
 from espnx.device.example.ram_device import RamRows
 from espnx.device.interface import SegmentView
 from espnx.device.near_storage import NearStorageDevice
-from espnx.device.rows.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from tests.forks import forking
 
 HERE = "tests.device.test_verify"

@@ -13,7 +13,7 @@ import torch
 
 from espnx import errors
 from espnx.device.interface import Segment, SegmentView
-from espnx.device.rows.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from espnx.device.rows.ssd import SsdRowDevice
 from espnx.kv.striping import StripedDevices, StripedSegment
 from espnx.ops.attention import Queries, RowsInMemory

@@ -10,7 +10,7 @@ import torch
 
 from espnx import errors
 from espnx.device.interface import SegmentView
-from espnx.device.rows.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from espnx.device.rows.ssd import SsdRowDevice
 from espnx.kv.x_rows import Projection, Recomputer, absorb, release
 from espnx.ops.attention import Queries, merge

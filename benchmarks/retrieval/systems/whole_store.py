@@ -23,14 +23,14 @@ import numpy as np
 import torch
 
 from espnx import errors
-from espnx.device.records.layout import HEADER_BYTES
+from espnx.device.record_layout import HEADER_BYTES
 from espnx.device.records.score import score
 from espnx.ops.maxsim import maxsim_reference
 from espnx.retrieval.encoder import Encoded
 from espnx.retrieval.first_stage.ivf.search import LoadedIvf
 from espnx.retrieval.search.hits import ScoredCandidates, rank
 from espnx.retrieval.search.index import Index
-from espnx.retrieval.search.scoring import QueryVectors
+from espnx.retrieval.search.opened.scoring import QueryVectors
 
 from .addressable import AddressableStore
 

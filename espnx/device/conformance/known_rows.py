@@ -13,7 +13,7 @@ import torch
 
 from ...ops.attention import Queries, RowsInMemory, attend_rows_reference, merge
 from ..interface import PIECE, RowDevice, Segment, SegmentView
-from ..rows.layout import RowLayout
+from ..row_layout import RowLayout
 from .requirement import require
 
 U = 2.0**-24  # unit roundoff of fp32

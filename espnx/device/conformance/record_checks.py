@@ -14,7 +14,7 @@ from ... import errors
 from ...storage import Engine, FaultyEngine, NativeEngine
 from ..interface import KeptRecords, Pairs, RecordQuery
 from ..near_storage import NearStorageDevice
-from ..records.layout import HEADER_BYTES, RecordLayout, RecordSchema, seal
+from ..record_layout import HEADER_BYTES, RecordLayout, RecordSchema, seal
 from .faults import fault_checks
 from .requirement import in_threads, raises, require
 

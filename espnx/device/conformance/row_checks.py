@@ -28,7 +28,7 @@ from ...ops.attention import Queries, RowsInMemory
 from ...storage import FaultRule, FaultyEngine
 from ..interface import RowDevice
 from ..near_storage import NearStorageDevice
-from ..rows.layout import RowLayout
+from ..row_layout import RowLayout
 from .faults import fault_checks
 from .known_rows import (
     Kept,

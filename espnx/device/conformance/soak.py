@@ -22,7 +22,7 @@ import torch
 from ... import errors
 from ...ops.attention import Queries, RowsInMemory
 from ..interface import RowDevice
-from ..rows.layout import RowLayout
+from ..row_layout import RowLayout
 from .known_rows import Kept, Seen, ShownRows, assert_right, draw, kept, normal, queries
 from .requirement import require
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..model.spec import Accelerator
+from ..record_layout import RecordLayout
 from ..records.commands import MaxsimCommand
-from ..records.layout import RecordLayout
 from .work import COMPUTE, Group, Leg, Work, groups_of, page_reads
 
 _SCORE_BYTES = 8  # a float32, and the record's number

@@ -26,8 +26,8 @@ from ..cost.work import page_reads
 from ..crew import Clock
 from ..interface import PIECE, READ_AHEAD_BYTES, Capabilities, Segment, SegmentView, Show
 from ..model.spec import Accelerator, DeviceSpec
+from ..row_layout import RowLayout
 from ..rows.file import SEGMENT_READ
-from ..rows.layout import RowLayout
 from ..rows.ssd import SsdRowDevice
 from ..rows.writes import Writing
 from .faults import Faults, Guard

@@ -24,7 +24,7 @@ from espnx.device.interface import (
     Show,
 )
 from espnx.device.near_storage import NearStorageDevice
-from espnx.device.rows.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from espnx.ops.attention import Queries, RowsInMemory, attend_rows_reference, merge
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...ops.attention.running import RunningAttention, matrix_attention
-from ..rows.layout import RowLayout
+from ..row_layout import RowLayout
 from .plan import Chains, RowReads
 
 _TILE_BYTES = 64 << 20  # of rows or scores in float32, where matrix products make them

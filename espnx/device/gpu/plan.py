@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..interface import PIECE
-from ..rows.layout import RowLayout
+from ..row_layout import RowLayout
 
 
 @dataclass(frozen=True)

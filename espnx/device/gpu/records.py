@@ -18,8 +18,8 @@ from ...storage import Engine, Future
 from ...storage.native import host_engine
 from ..command import Part
 from ..interface import DeviceStats, Pairs, RecordQuery
+from ..record_layout import RecordLayout
 from ..records.files import RecordFiles
-from ..records.layout import RecordLayout
 from ..records.score import pairs_of_items, score_pairs
 from .readers import host_memory
 

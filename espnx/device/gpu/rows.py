@@ -18,8 +18,8 @@ from ...ops.attention import Queries, RowsInMemory
 from ...storage import NativeEngine, Plan
 from ...storage.engine import FileHandle
 from ..interface import Capabilities, FilePath, Show
+from ..row_layout import RowLayout
 from ..rows.file import UNIT_BYTES, RowFileDevice
-from ..rows.layout import RowLayout
 from ..rows.ssd import block_sums
 from ..rows.writes import Write
 from .attention import GroupAttention

@@ -13,7 +13,7 @@ from ...storage import Future
 from ...storage.parse import Fields
 from ..command import Command
 from ..interface import Pairs, RecordQuery
-from .layout import RecordLayout
+from ..record_layout import RecordLayout
 
 #: Of the queries of one request, in values: what a trace asks for is made in memory.
 VALUES_MAX = 1 << 31

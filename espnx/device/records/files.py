@@ -10,7 +10,7 @@ import torch
 
 from ...storage import Engine, FileHandle
 from ..interface import Capabilities, FilePath
-from .layout import RecordLayout
+from ..record_layout import RecordLayout
 
 
 class RecordFiles:

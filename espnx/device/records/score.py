@@ -11,7 +11,7 @@ import torch
 
 from ...ops.maxsim import Codebook, maxsim
 from ..interface import Pairs, RecordQuery
-from .layout import HEADER_BYTES, RecordSchema
+from ..record_layout import HEADER_BYTES, RecordSchema
 
 
 class Scorable(Protocol):

@@ -16,8 +16,8 @@ from ...storage import Engine, Future, NativeEngine
 from ...storage.native import load_native
 from ..command import Part
 from ..interface import DeviceStats, Pairs, RecordQuery
+from ..record_layout import RecordLayout
 from .files import RecordFiles
-from .layout import RecordLayout
 
 if TYPE_CHECKING:
     from ..._C import KeptRecords as CompiledRecords

@@ -17,7 +17,7 @@ from ...storage.parse import Fields
 from ..around import Around
 from ..command import Command, Done, Watch
 from ..interface import RowDevice, Segment, SegmentPlace, SegmentView, Show, Space
-from .layout import DTYPES, RowLayout
+from ..row_layout import DTYPES, RowLayout
 
 #: Of one command, in values: what a trace asks for is made in memory.
 VALUES_MAX = 1 << 31

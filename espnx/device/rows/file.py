@@ -30,8 +30,8 @@ from ..interface import (
     SegmentView,
     Show,
 )
+from ..row_layout import RowLayout
 from ..sums import SumsMemory
-from .layout import RowLayout
 from .space import FileSegment, FileSpace, own
 from .writes import PutWrite, Write, Writing
 

@@ -17,8 +17,8 @@ from ...storage import Plan
 from ...storage.engine import FileHandle
 from ...storage.native import load_native
 from ..interface import PIECE, Capabilities, FilePath, Show
+from ..row_layout import RowLayout
 from .file import UNIT_BYTES, RowFileDevice
-from .layout import RowLayout
 from .writes import Writing
 
 

@@ -19,7 +19,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ... import errors
 from ...device.interface import READ_AHEAD_BYTES
-from ...device.rows.layout import RowLayout, format_of
+from ...device.row_layout import RowLayout, format_of
 from ...weights.layers import LayerWeights, Share, share
 from ...weights.safetensors_files import StoredTensor, find_tensors
 from ...weights.speed import gemm_speed, memory_speed, read_speed, read_speed_of

@@ -32,12 +32,12 @@ from ...kv.striping import Storage, directories_of
 from ...sizes import parse_size
 from ...storage.engine import paths_of, reasons_of
 from ...suggestions import CALL_FRAMES, suggests_keywords
+from .forward.layers import StoredLayer, bytes_of, layers_of, why_not_cropped
+from .forward.schedule import XRows
 from .forward.state import PassState
 from .graphs import outside_graphs
 from .identity import fingerprint as fingerprints
 from .kept import KeptState
-from .layers import StoredLayer, bytes_of, layers_of, why_not_cropped
-from .schedule import XRows
 from .summary import summary
 
 log = logging.getLogger(__name__)

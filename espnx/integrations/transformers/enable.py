@@ -19,17 +19,17 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 
 from ... import errors
-from ...device.rows.layout import RowLayout, format_of
+from ...device.row_layout import RowLayout, format_of
 from ...forks import compute_alone
 from ...kv.scores import PLAIN, ScoreRules
 from .cache import KVCache
 from .cache_argument import cache_in, cache_name
 from .forward.attention import NAME, attend_in_memory, awaited, espnx_attention, tag
+from .forward.layers import StoredLayer, layers_of
 from .forward.masks import Mask, padding_mask
 from .forward.projections import LayerInput, Rotations, attention_modules
 from .generation import watch_generation
 from .graphs import outside_graphs
-from .layers import StoredLayer, layers_of
 
 _TOKENS = 4
 Model = TypeVar("Model", bound=torch.nn.Module)

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ... import errors
-from ...device.rows.layout import format_of
+from ...device.row_layout import format_of
 from ...kv.cache import SsdCache
 from ...kv.kept.folders import KeptName
 from ...kv.kept.library import evict

@@ -15,7 +15,7 @@ import torch
 
 from ... import errors
 from ...device.interface import SegmentPlace
-from ...device.rows.layout import DTYPES, PAGE_BYTES, RowLayout
+from ...device.row_layout import DTYPES, PAGE_BYTES, RowLayout
 from ...storage import NativeEngine
 from ...storage.manifest import NAME as MANIFEST
 from ...storage.manifest import read_manifest

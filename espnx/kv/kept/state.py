@@ -19,7 +19,7 @@ from safetensors.torch import save as save_tensors
 
 from ... import errors
 from ...device.interface import SegmentPlace
-from ...device.rows.layout import format_of
+from ...device.row_layout import format_of
 from ...ops.crc32c import crc32c
 from ...storage.files import read_file, replace_file
 from ...storage.manifest import write_manifest

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from ...device.records.layout import RecordSchema
+from ...device.record_layout import RecordSchema
 from ...ops.maxsim import Codebook
 from ...storage.files import crc32c
 from ..store.projection import Projection

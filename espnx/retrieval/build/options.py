@@ -9,7 +9,7 @@ from typing import Any
 
 from ... import errors
 from ...checks import check_finite, check_whole, plain
-from ...device.records.layout import FORMAT_NUMBERS
+from ...device.record_layout import FORMAT_NUMBERS
 from ..first_stage.pooling import POOLINGS
 from ..first_stage.registry import kind_named, kinds
 from ..first_stage.settings import make_settings, settings_class

@@ -18,7 +18,7 @@ import torch
 
 from ... import errors
 from ...checks import check_whole
-from ...device.records.layout import RecordSchema
+from ...device.record_layout import RecordSchema
 from ...ops.maxsim import token_format
 from ...weights.speed import gemm_speed, read_speed
 from ..encoder import Encoder

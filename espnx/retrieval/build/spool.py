@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ... import errors
-from ...device.records.layout import RecordSchema, damage, locate_records, seal
+from ...device.record_layout import RecordSchema, damage, locate_records, seal
 from ...ops.maxsim import Codebook
 from ...storage import NativeEngine, Plan
 from ...storage.files import WINDOW_BYTES, StreamWriter, crc32c, read_range, read_windows, regroup

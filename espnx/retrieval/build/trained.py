@@ -23,7 +23,7 @@ from safetensors.numpy import save as save_safetensors
 
 from ... import errors
 from ...checks import check_path
-from ...device.records.layout import FORMAT_NUMBERS, RecordSchema
+from ...device.record_layout import FORMAT_NUMBERS, RecordSchema
 from ...ops.maxsim import Codebook
 from ...storage import NativeEngine
 from ...storage.files import crc32c, read_file, write_file

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ... import errors
-from ...device.records.layout import RecordSchema
+from ...device.record_layout import RecordSchema
 from ...ops.maxsim import Codebook, token_format
 from ..first_stage.interface import FirstStage
 from ..first_stage.registry import kinds_of, new_stage

@@ -29,11 +29,11 @@ from ..store.tier import Tier
 from .chosen_stage import ChosenStage
 from .gate import SearchGate
 from .hits import ScoredCandidates, hits_of
+from .opened.scoring import QueryVectors, TierScoring
 from .opened.version import OpenVersion
 from .options import SearchOptions
 from .prefetch import NO_PREFETCH, Steps
 from .result import SearchResult, Timings
-from .scoring import QueryVectors, TierScoring
 
 log = logging.getLogger(__name__)
 

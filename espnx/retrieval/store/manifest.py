@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ... import errors
-from ...device.records.layout import FORMAT_NUMBERS, RecordSchema
+from ...device.record_layout import FORMAT_NUMBERS, RecordSchema
 from ...ops.maxsim.limits import DIM_MAX
 from ...storage import NativeEngine
 from ...storage.manifest import NAME as MANIFEST_NAME

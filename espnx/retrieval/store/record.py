@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ... import errors
-from ...device.records.layout import DTYPES, HEADER_BYTES, RecordSchema, pad
+from ...device.record_layout import DTYPES, HEADER_BYTES, RecordSchema, pad
 from ..encoder import Encoded
 
 MAX_TOKENS = 65535

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ...device.records.layout import HEADER_BYTES, RecordSchema
+from ...device.record_layout import HEADER_BYTES, RecordSchema
 from ...ops.maxsim import Codebook, token_format
 from .projection import Projection
 from .record import cls_rows, cls_values

@@ -19,7 +19,7 @@ import torch
 
 from ... import errors
 from ...device.interface import RecordDevice
-from ...device.records.layout import RecordSchema
+from ...device.record_layout import RecordSchema
 from ...device.registry import open_records
 from ...ops.maxsim import Codebook, token_format
 from ...sizes import format_size

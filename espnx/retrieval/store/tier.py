@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ...device.interface import Pairs, RecordDevice, RecordQuery, RecordTicket
-from ...device.records.layout import RecordLayout, RecordSchema
+from ...device.record_layout import RecordLayout, RecordSchema
 from ...ops.maxsim import Codebook
 from ...storage.engine import DEFAULT_DEADLINE_S, FileHandle, Future
 

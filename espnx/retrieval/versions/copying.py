@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ... import errors
-from ...device.records.layout import HEADER_BYTES, RecordLayout
+from ...device.record_layout import HEADER_BYTES, RecordLayout
 from ...storage import Plan
 from ...storage.documents.ids import DocumentId
 from ...storage.engine import FileHandle

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from ...device.records.layout import RecordSchema, seal
+from ...device.record_layout import RecordSchema, seal
 from ...storage import NativeEngine
 from ..store.part import GROUP_RECORDS, Segment
 from ..store.part_file import FileWriter

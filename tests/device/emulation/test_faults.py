@@ -16,7 +16,7 @@ from espnx.device.conformance.known_rows import assert_right, attend, put, queri
 from espnx.device.conformance.row_checks import rng
 from espnx.device.emulation.faults import DeviceFault, Faults
 from espnx.device.interface import RecordQuery
-from espnx.device.rows.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from tests.device.clusters.made import make, pairs
 from tests.retrieval.common import build, corpus
 from tests.retrieval.common import queries as encoded

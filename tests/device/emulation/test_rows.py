@@ -19,7 +19,7 @@ from espnx.device.emulation.rows import EmulatedRowDevice, capabilities_of
 from espnx.device.interface import SegmentView
 from espnx.device.model.spec import load_spec
 from espnx.device.registry import device_names, open_device
-from espnx.device.rows.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from espnx.device.rows.ssd import SsdRowDevice
 from espnx.kv.striping import StripedDevices
 from espnx.ops.accelerator import DIM, accelerator_bound, accelerator_reference

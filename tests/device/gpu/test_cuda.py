@@ -11,7 +11,7 @@ import torch
 
 from espnx import errors
 from espnx.device.gpu.rows import GpuRowDevice
-from espnx.device.rows.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from espnx.ops.attention import Queries, RowsInMemory
 from tests.device.gpu.test_device import LAYOUTS, queries, rng, some_rows, some_tail
 from tests.device.rows import assert_right, attend

@@ -12,7 +12,7 @@ import torch
 from espnx import errors
 from espnx.device.gpu import attention as group_attention
 from espnx.device.gpu.rows import GpuRowDevice
-from espnx.device.rows.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from espnx.device.rows.ssd import SsdRowDevice
 from espnx.ops.attention import RowsInMemory, attention_reference, running
 from tests.device.gpu.rows import WAYS, opened_gpu

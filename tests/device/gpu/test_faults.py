@@ -13,7 +13,7 @@ from espnx import errors
 from espnx.device.gpu import rows as gpu
 from espnx.device.gpu import stream as tensor_stream
 from espnx.device.gpu.rows import GpuRowDevice
-from espnx.device.rows.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from espnx.ops.attention import running
 from espnx.storage import FaultRule, FaultyEngine
 from tests.device.gpu.rows import WAYS, opened_gpu

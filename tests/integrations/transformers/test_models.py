@@ -14,9 +14,9 @@ from transformers.pytorch_utils import Conv1D
 
 import espnx
 from espnx import errors
-from espnx.integrations.transformers import schedule as scheduling
 from espnx.integrations.transformers.cache import KVCache
-from espnx.integrations.transformers.schedule import dense_seconds
+from espnx.integrations.transformers.forward import schedule as scheduling
+from espnx.integrations.transformers.forward.schedule import dense_seconds
 from espnx.kv.schedule import Decision
 from tests.integrations.transformers.tiny import enabled, expected, generate, make, prompt
 

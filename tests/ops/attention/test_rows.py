@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.device.rows.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from espnx.ops.attention import (
     Queries,
     RowsInMemory,

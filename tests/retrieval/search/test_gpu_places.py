@@ -17,13 +17,13 @@ import espnx
 from espnx import errors
 from espnx.device.gpu import records as gpu_records
 from espnx.device.gpu.records import TensorRecordDevice
+from espnx.device.record_layout import RecordLayout
 from espnx.device.records import score as record_score
-from espnx.device.records.layout import RecordLayout
 from espnx.retrieval.search import devices as search_devices
 from espnx.retrieval.search.opened import hot_records as hot_module
 from espnx.retrieval.search.opened import version as open_version
 from espnx.retrieval.search.opened.hot_records import HotRecords
-from espnx.retrieval.search.scoring import QueryVectors, TierScoring
+from espnx.retrieval.search.opened.scoring import QueryVectors, TierScoring
 from espnx.retrieval.store.store import EmbeddingStore
 from espnx.storage import NativeEngine
 from tests.retrieval.common import DIM, queries

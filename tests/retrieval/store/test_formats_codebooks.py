@@ -14,7 +14,7 @@ import torch
 
 import espnx
 from espnx import errors
-from espnx.device.records.layout import RecordSchema, unknown_centroid
+from espnx.device.record_layout import RecordSchema, unknown_centroid
 from espnx.ops.maxsim import Codebook, token_format
 from espnx.retrieval.reference import InMemoryReference
 from espnx.storage import manifest

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.device.records.layout import RecordSchema, damage, seal
+from espnx.device.record_layout import RecordSchema, damage, seal
 from espnx.retrieval.encoder import Encoded
 from espnx.retrieval.store.record import MAX_TOKENS, check_document, pack
 from espnx.storage.native import load_native

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 import espnx
 from espnx import errors
-from espnx.device.records.layout import RecordSchema
+from espnx.device.record_layout import RecordSchema
 from espnx.ops.maxsim import Codebook
 from espnx.retrieval.search.index import Index
 from tests.retrieval.common import EVERYTHING, build

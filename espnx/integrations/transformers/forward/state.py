@@ -15,12 +15,12 @@ from .... import errors
 from ....kv.cache import SsdCache
 from ....kv.visibility import Visibility
 from ..kept import KeptState
-from ..layers import StoredLayer, empty, restore, sequences_of, states_of
-from ..schedule import XRows
 from ..text import Text
 from .attention import NAME, awaited
+from .layers import StoredLayer, empty, restore, sequences_of, states_of
 from .passes import ForwardPass, PassGuard, PassTimes
 from .projections import LayerInput, Source
+from .schedule import XRows
 
 
 class PassState:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .... import errors
-from ....device.records.layout import RecordSchema
+from ....device.record_layout import RecordSchema
 from ....ops.maxsim import Codebook
 from ....storage.documents.ids import DocumentId
 from ...encoder import Encoder, remembered_encoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ....device.records.layout import RecordSchema
+from ....device.record_layout import RecordSchema
 from ...store.tier import Tier
 
 _RECORDS_AT_ONCE = 16384

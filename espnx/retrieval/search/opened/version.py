@@ -31,9 +31,9 @@ from ..chosen_stage import ChosenStage
 from ..filters import Filters
 from ..options import SearchOptions
 from ..read_cost import DeviceCost, measure
-from ..scoring import QueryVectors
 from .hot_records import HotRecords
 from .ram_tier import RamTier
+from .scoring import QueryVectors
 
 log = logging.getLogger(__name__)
 

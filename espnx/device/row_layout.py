@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ... import errors
+from .. import errors
 
 PAGE_BYTES = 4096
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}

@@ -22,13 +22,13 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from ... import errors
-from ...kv.attention import Step
-from ...kv.cache import SsdCache
-from ...kv.scores import PLAIN, ScoreRules
-from ...kv.visibility import Visibility
-from .forward.attention import awaited, tag
-from .forward.projections import LayerInput, Source
+from .... import errors
+from ....kv.attention import Step
+from ....kv.cache import SsdCache
+from ....kv.scores import PLAIN, ScoreRules
+from ....kv.visibility import Visibility
+from .attention import awaited, tag
+from .projections import LayerInput, Source
 
 #: Kinds that the framework keeps in memory. Not those that attend to chosen tokens or to chunks.
 _IN_MEMORY = ("sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "dummy")

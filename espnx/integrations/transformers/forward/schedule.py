@@ -13,11 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ... import errors
-from ...device.interface import RowDevice
-from ...kv.cache import SsdCache
-from ...kv.schedule import Decision, Shape, decide
-from .forward.projections import LayerInput, Rotations, Source
+from .... import errors
+from ....device.interface import RowDevice
+from ....kv.cache import SsdCache
+from ....kv.schedule import Decision, Shape, decide
+from .projections import LayerInput, Rotations, Source
 
 log = logging.getLogger(__name__)
 

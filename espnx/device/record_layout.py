@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import errors
-from ...ops.crc32c import crc32c_ranges
-from ...ops.maxsim import Codebook, token_format, token_row_bytes
-from ...ops.maxsim.limits import DIM_MAX, DIM_MULTIPLE
-from ...ops.maxsim.residual import CODE_BYTES
-from ...storage import Plan
-from ...storage.engine import FileHandle
-from ...storage.native import load_native
+from .. import errors
+from ..ops.crc32c import crc32c_ranges
+from ..ops.maxsim import Codebook, token_format, token_row_bytes
+from ..ops.maxsim.limits import DIM_MAX, DIM_MULTIPLE
+from ..ops.maxsim.residual import CODE_BYTES
+from ..storage import Plan
+from ..storage.engine import FileHandle
+from ..storage.native import load_native
 
 HEADER_BYTES = 16
 ALIGN_BYTES = 16

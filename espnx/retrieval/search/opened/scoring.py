@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ...device.interface import DeviceStats, Pairs, RecordQuery, RecordTicket
-from ..store.tier import Tier
-from .opened.hot_records import HotRecords
+from ....device.interface import DeviceStats, Pairs, RecordQuery, RecordTicket
+from ...store.tier import Tier
+from .hot_records import HotRecords
 
 
 @dataclass(frozen=True)
