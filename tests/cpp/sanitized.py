@@ -20,7 +20,7 @@ DRIVERS = ROOT / "tests" / "cpp"
 SANITIZERS = ["thread", "address,undefined"]
 KEPT_S = 30 * 86_400  # an object that nobody has asked for
 ENGINE = [
-    *sorted(CSRC.glob("io/*.cpp")),
+    *sorted(CSRC.glob("io/**/*.cpp")),
     CSRC / "cpu" / "crc32c.cpp",
     CSRC / "cpu" / "cpu_level.cpp",
 ]

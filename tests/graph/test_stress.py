@@ -11,7 +11,7 @@ from tests.cpp.sanitized import CSRC, ENGINE, SANITIZERS, build, run
 
 SOURCES = [
     *ENGINE,
-    *sorted((CSRC / "graph").glob("*.cpp")),
+    *sorted((CSRC / "graph").rglob("*.cpp")),
     *sorted((CSRC / "cpu" / "distances").glob("*.cpp")),
 ]
 
