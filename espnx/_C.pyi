@@ -550,8 +550,8 @@ class Extension:
         n_before: int,
         n_until: int,
     ) -> dict[str, Any]:
-        """csrc/simulate/queues.hpp. `parts`: (places, latency in seconds, bytes a second). `routes`:
-        (part, bytes, step until whose end the place is kept) of each step."""
+        """csrc/simulate/queues.hpp. `parts`: (places, latency in seconds, bytes a second).
+        `routes`: (part, bytes, step until whose end the place is kept) of each step."""
 
     @staticmethod
     def cpu_level() -> int:
