@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from typing import Any
 
 import numpy as np
@@ -143,6 +145,37 @@ def test_random_systems_as_simpy_has_them(seed: int) -> None:
         env.process(command(number))
     env.run()
     assert walk(**case).ended_s == pytest.approx(ended_s, rel=1e-12)
+
+
+def test_poisson_arrivals_wait_as_queueing_theory_says() -> None:
+    """M/D/1: rho s / 2 (1 - rho). The mean of n waits that hang together over about 1 / (1 - rho)^2
+    of them."""
+    n, rho = 400_000, 0.6
+    rng = np.random.default_rng(3)
+    at_s = np.cumsum(rng.exponential(1 / rho, n))
+    done = walk([Part(1, 1.0)], [[Step(0)]], np.zeros(n), np.arange(n), at_s=at_s)
+    waits_s = done.ended_s - done.begun_s - 1.0
+    error_s = 5 * waits_s.std() / np.sqrt(n * (1 - rho) ** 2)
+    assert waits_s.mean() == pytest.approx(rho / (2 * (1 - rho)), abs=error_s)
+    assert error_s < 0.03
+
+
+def test_ctrl_c_ends_a_walk() -> None:
+    """Of 40 million events, long before they have happened."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    begin = time.process_time()
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            walk([Part(4, 1.0)], [[Step(0)] * 2000], np.zeros(20_000), np.arange(20_000) % 4)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.process_time() - begin < 2
 
 
 def test_what_must_not_be() -> None:
