@@ -28,9 +28,9 @@ from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 CSRC = Path("csrc")
-# By folder: results of accelerator and postings are fixed to the bit, and a fused multiply-add has
-# one rounding less.
-FLAGS_OF = {str(CSRC / "cpu" / name): ["-ffp-contract=off"] for name in ("accelerator", "postings")}
+# By folder: results of these are fixed to the bit, and a fused multiply-add has one rounding less.
+FIXED_TO_THE_BIT = ("cpu/accelerator", "cpu/postings", "simulate")
+FLAGS_OF = {str(CSRC / name): ["-ffp-contract=off"] for name in FIXED_TO_THE_BIT}
 SETUP = "setup.py"
 URING_PROBE = """
 #include <linux/io_uring.h>

@@ -541,6 +541,19 @@ class Extension:
         """As `espnx.ops.accelerator.accelerator_scores`."""
 
     @staticmethod
+    def walk_queues(
+        parts: Sequence[tuple[int, float, float]],
+        routes: Sequence[Sequence[tuple[int, float, int]]],
+        route: Tensor,
+        client: Tensor,
+        at_s: Sequence[float],
+        n_before: int,
+        n_until: int,
+    ) -> dict[str, Any]:
+        """csrc/simulate/queues.hpp. `parts`: (places, latency in seconds, bytes a second).
+        `routes`: (part, bytes, step until whose end the place is kept) of each step."""
+
+    @staticmethod
     def cpu_level() -> int:
         """The instruction set in force: 0 portable, 1 AVX2, 2 AVX-512, 3 VNNI, 4 AMX."""
 

@@ -23,6 +23,7 @@ RANK = {
     "device": 2,
     "graph": 3,
     "postings": 3,
+    "simulate": 3,
     "retrieval": 4,
     "kv": 4,
     "encoders": 5,
@@ -46,7 +47,7 @@ BASE_MODULES = {
 }
 # The package's front page and `python -m espnx` only pass on what is below.
 FACADES = {"", "__main__"}
-NATIVE_USERS = {"storage", "ops", "device", "graph", "postings", "cli"}
+NATIVE_USERS = {"storage", "ops", "device", "graph", "postings", "simulate", "cli"}
 KERNEL_USERS = {"ops"}
 # What a layer may see of `device`: the interface, the registry and what is told of rows, not the
 # devices behind them. Layers that are not here may import any of it.
@@ -64,6 +65,7 @@ THIRD_PARTY = {
     "device": {"torch", "numpy", "yaml"},
     "graph": {"torch", "numpy", "pyarrow"},
     "postings": {"torch", "numpy"},
+    "simulate": {"torch", "numpy"},
     "retrieval": {"torch", "numpy", "faiss", "safetensors", "ir_measures"},
     "kv": {"torch", "numpy", "safetensors"},
     "encoders": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "gensim"},

@@ -129,6 +129,9 @@ void bind_links(py::module_& m);
 // Clusters of vectors: reading them, and measuring distances as they arrive.
 void bind_clusters(py::module_& m);
 
+// Queues without a wall clock.
+void bind_simulate(py::module_& m);
+
 // Graphs of vectors: building and searching them.
 void bind_graph(py::module_& m);
 

@@ -346,6 +346,7 @@ PYBIND11_MODULE(_C, m) {
   bind_graph(m);
   bind_rounds(m);
   bind_postings(m);
+  bind_simulate(m);
   bind_ops(m);
   m.def("pack_plan", &pack_plan);
   m.def("reserve_file_numbers", &io::reserve_file_numbers);

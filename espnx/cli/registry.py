@@ -334,6 +334,18 @@ COMMANDS = {
             "/mnt/nvme": (""),
         },
     ),
+    "simulate": Command(
+        ".simulate",
+        "what near-storage devices that are not here would bring, and how far to believe it",
+        {
+            "simulate --system cosmos --workload sift --threads 32": (
+                "rates, what bounds them, where a command's time goes"
+            ),
+            "simulate --validation --json validation.json": (
+                "what a paper has measured, predicted, with ranges"
+            ),
+        },
+    ),
     "bench": Command(
         ".bench",
         "measure, beside baselines, in the same run",
