@@ -86,7 +86,7 @@ def test_the_walk_sees_the_package() -> None:
         ("espnx.kv.cache", "from ..device.ssd_rows import SsdRowDevice"),
         ("espnx.kv.kept.state", "from ...device.gpu.rows import GpuRowDevice"),
         ("espnx.encoders.minilm", "from espnx.cli import main"),
-        ("espnx.cli.commands.doctor", "import faiss"),
+        ("espnx.cli.commands.machine.doctor", "import faiss"),
         ("espnx.benchmarks.io", "import espnx.cli.output"),
         ("espnx.retrieval.build.builder", "from espnx.benchmarks.harness import registry"),
         ("espnx.retrieval.build.builder", "import benchmarks.harness.registry"),

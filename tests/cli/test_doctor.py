@@ -27,7 +27,7 @@ from espnx.cli.checks import (
     software,
     speed,
 )
-from espnx.cli.commands.doctor import render_checks
+from espnx.cli.commands.machine.doctor import render_checks
 from espnx.cli.main import main
 from tests.cli.documents import strict_json
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from espnx.cli import host
-from espnx.cli.commands import env
+from espnx.cli.commands.machine import env
 
 ROOT = Path(__file__).resolve().parents[2]
 MOUNTINFO = r"""22 1 259:1 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p1 rw
@@ -83,8 +83,8 @@ def test_works_when_torch_is_broken(broken_torch: dict[str, str]) -> None:
 
 def test_is_standard_library_only() -> None:
     code = (
-        "import sys; import espnx.cli.commands.env; print([m for m in ('torch', 'numpy', 'rich', "
-        "'faiss') if m in sys.modules])"
+        "import sys; import espnx.cli.commands.machine.env; "
+        "print([m for m in ('torch', 'numpy', 'rich', 'faiss') if m in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -188,7 +188,7 @@ def test_results_that_no_other_test_looks_at(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("espnx.cli.commands.env.torch_facts", dict)  # a process of its own
+    monkeypatch.setattr("espnx.cli.commands.machine.env.torch_facts", dict)  # a process of its own
     monkeypatch.chdir(tmp_path)
     assert main([*words, "--json", "-"]) == 0
     strict_json(capsys.readouterr().out)

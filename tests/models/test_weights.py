@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from espnx.cli.commands import weights
+from espnx.cli.commands.machine import weights
 from espnx.cli.main import main
 from espnx.encoders import minilm, splade
 from tests.cli.documents import check

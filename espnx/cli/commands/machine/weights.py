@@ -15,9 +15,9 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from importlib import metadata, util
 
-from ...errors import InvalidInputError, MissingDependencyError
-from ...tables import render_table
-from ..output import add_json_option, emit, json_document
+from ....errors import InvalidInputError, MissingDependencyError
+from ....tables import render_table
+from ...output import add_json_option, emit, json_document
 
 
 @dataclass(frozen=True)

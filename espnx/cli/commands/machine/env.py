@@ -14,10 +14,10 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from ..._version import __version__
-from ...origin import source_state
-from .. import host
-from ..output import add_json_option, emit, json_document
+from ...._version import __version__
+from ....origin import source_state
+from ... import host
+from ...output import add_json_option, emit, json_document
 
 PACKAGES = [
     "espnx",

@@ -7,11 +7,11 @@ import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from ...errors import EspnxError, InvalidInputError
-from ...tables import render_table
-from .. import host
-from ..checks import FAIL, PASS, WARN, Check, disk, gpu, run_checks, software, speed
-from ..output import add_json_option, emit, json_document
+from ....errors import EspnxError, InvalidInputError
+from ....tables import render_table
+from ... import host
+from ...checks import FAIL, PASS, WARN, Check, disk, gpu, run_checks, software, speed
+from ...output import add_json_option, emit, json_document
 
 _SPEEDS = {"read_bytes_per_s": 1e6, "reads_4k_per_s": 1.0}
 

@@ -1,0 +1,1 @@
+"""Commands about this machine: what works on it, what it has, what is installed."""
