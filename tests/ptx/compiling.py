@@ -99,7 +99,7 @@ class Slots:
         self, n_threads: int, specials: Mapping[str, np.ndarray]
     ) -> dict[int, np.ndarray]:
         """The values of slots that nobody writes."""
-        found = {
+        found: dict[int, np.ndarray] = {
             slot: np.full(n_threads, bits, dtype=STORED[self.literal_bits[slot]])
             for slot, bits in self.literals.items()
         }

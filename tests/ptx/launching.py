@@ -62,7 +62,8 @@ class Launched:
         self.n_steps = 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return functools.partial(self._launch, (*grid, 1, 1)[:3])
+        x, y, z = (*grid, 1, 1)[:3]
+        return functools.partial(self._launch, (x, y, z))
 
     def _launch(self, grid: tuple[int, int, int], *args: Any, **named: Any) -> None:
         options = {name: named.pop(name) for name in OPTIONS if name in named}
@@ -88,10 +89,11 @@ class Launched:
             tuple(sorted(named.items())),
             tuple(sorted(options.items())),
         )
+        make = executable
         if self.change is not None:
-            ptx = self.change(ptx)
+            make, ptx = Executable, self.change(ptx)
         self._run(
-            executable(ptx, shared_bytes),
+            make(ptx, shared_bytes),
             grid,
             [values[name] for name, _ in signature.items() if name not in named],
         )

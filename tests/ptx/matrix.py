@@ -75,6 +75,12 @@ def _slots_of(operand: object, kind: str, slots: Slots) -> list[int]:
     return [slots.source(each, kind) for each in operand]
 
 
+def _targets(operand: object, slots: Slots) -> list[int]:
+    if not isinstance(operand, tuple):
+        raise Unknown(f"{operand}")
+    return [slots.target(each) for each in operand]
+
+
 @builds("mma")
 def product(instruction: Instruction, slots: Slots) -> Step:
     """A warp's D = A B + C, 16 x 8."""
@@ -88,7 +94,7 @@ def product(instruction: Instruction, slots: Slots) -> Step:
     depth = 8 * halves
     d, *rest = instruction.operands
     a, b, c = (_slots_of(each, "b32", slots) for each in rest)
-    targets = [slots.target(each) for each in d]
+    targets = _targets(d, slots)
     places = _c_places(8)
     c_of = _inverse(places)
 
@@ -131,7 +137,7 @@ def load_matrix(instruction: Instruction, slots: Slots) -> Step:
     """Lane l gets of each matrix row l / 4, columns 2 (l % 4) and the next."""
     count, is_transposed = _part(instruction, "ldmatrix")
     names, operand = instruction.operands
-    targets = [slots.target(each) for each in names]  # type: ignore[union-attr]
+    targets = _targets(names, slots)
     place = Place(operand, slots, "shared")
 
     def step(block: Block) -> None:
@@ -218,7 +224,7 @@ def wide_product(instruction: Instruction, slots: Slots) -> Step:
     if not is_transposed and signs not in (["1", "1", "0"], ["1", "1", "0", "0"], ["1", "1"]):
         raise Unknown(instruction.text)
     shape = (16, 2 * n) if is_transposed else (n, 32)
-    targets = [slots.target(each) for each in d]
+    targets = _targets(d, slots)
     left = _left(a, halves, slots)
     right, scale_slot = slots.source(b, "b64"), slots.source(scale, "pred")
     places = _c_places(n)

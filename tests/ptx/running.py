@@ -46,20 +46,16 @@ class Executable:
             Fault: what a GPU need not forgive.
         """
         n_threads, n_steps = self.program.n_threads, 0
-        places = {
+        specials: dict[str, np.ndarray] = {
             "%tid.x": np.arange(n_threads, dtype=np.uint32),
             "%laneid": np.arange(n_threads, dtype=np.uint32) % WARP,
-            "%ntid.x": np.uint32(n_threads),
-            **{f"%nctaid.{axis}": np.uint32(n) for axis, n in zip("xyz", grid, strict=True)},
+            "%ntid.x": np.array(n_threads, dtype=np.uint32),
+            **parameters,
         }
-        values = self.slots.constants(
-            n_threads,
-            {
-                **dict.fromkeys(("%ctaid.x", "%ctaid.y", "%ctaid.z"), np.uint32(0)),
-                **places,
-                **parameters,
-            },
-        )
+        for axis, n in zip("xyz", grid, strict=True):
+            specials[f"%nctaid.{axis}"] = np.array(n, dtype=np.uint32)
+            specials[f"%ctaid.{axis}"] = np.array(0, dtype=np.uint32)
+        values = self.slots.constants(n_threads, specials)
         with np.errstate(all="ignore"):
             for number, at in enumerate(itertools.product(*(range(n) for n in grid[::-1]))):
                 for axis, place in zip("zyx", at, strict=True):
