@@ -85,6 +85,16 @@ def test_nan_and_infinity(fmt: str, n_query_tokens: int) -> None:
     assert torch.equal(run(query, records).nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
 
 
+@pytest.mark.parametrize("scale", [torch.nan, torch.inf, -1.0, 0.0])
+def test_scales_of_every_kind(scale: float) -> None:
+    records = scatter([normals(70, 16, seed=seed) for seed in range(3)], "int8", align_bytes=16)
+    place = records.offset_bytes[1].item() + 69 * token_format("int8").token_row_bytes(16)
+    records.buffer[place : place + 4] = torch.tensor([scale]).view(torch.uint8)
+    query = normals(5, 16, seed=9)
+    expected = maxsim_reference(query, *records.args)
+    assert torch.allclose(run(query, records), expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("fmt", ["residual1", "residual2", "residual4"])
 @pytest.mark.parametrize("number", [-1, 13, 2**31 - 1])
 def test_a_centroid_that_does_not_exist(fmt: str, number: int) -> None:
