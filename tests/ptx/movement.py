@@ -215,14 +215,14 @@ def reduce(instruction: Instruction, slots: Slots) -> Step:
 @builds("bar")
 def barrier(instruction: Instruction, slots: Slots) -> Step:
     """Of the block, or of each warp: here they meet."""
-    if instruction.text.split() == ["bar.sync", "0"]:
+    if (instruction.opcode, instruction.operands) == ("bar.sync", ("0",)):
 
         def block_step(block: Block) -> None:
             block.check_whole("a barrier of the block is reached")
             block.shared.block_barrier()
 
         return block_step
-    if instruction.text.split() == ["bar.warp.sync", "-1"]:
+    if (instruction.opcode, instruction.operands) == ("bar.warp.sync", ("-1",)):
 
         def warp_step(block: Block) -> None:
             block.check_whole("a barrier of warps is reached")

@@ -71,12 +71,7 @@ class Executable:
         steps, end, count, at = self.steps, len(self.steps), 0, 0
         while True:
             if at == end:
-                if not block.fragments:
-                    return count
-                if block.copies:
-                    block.end_copies(0)
-                at = _next_fragment(block, None, end)
-                continue
+                return count
             try:
                 following = steps[at](block)
             except Fault as fault:
@@ -88,18 +83,18 @@ class Executable:
                 ) from None
             at = at + 1 if following is None else following
             if block.fragments:
-                at = _next_fragment(block, at, end)
+                at = _next_fragment(block, at)
             count += 1
             if count > STEPS_MAX:
                 raise Fault("endless", f"block {block.number} takes more than {STEPS_MAX} steps")
 
 
-def _next_fragment(block: Block, at: int | None, end: int) -> int:
+def _next_fragment(block: Block, at: int) -> int:
     """Of the threads that have parted, those at the lowest instruction go on; those at the same one
     go on together."""
-    if at is not None and block.active is not None:
-        before = block.fragments.get(at)
-        block.fragments[at] = block.active if before is None else block.active | before
+    assert block.active is not None
+    before = block.fragments.get(at)
+    block.fragments[at] = block.active if before is None else block.active | before
     lowest = min(block.fragments)
     active = block.fragments.pop(lowest)
     block.active = None if active.all() else active
@@ -118,7 +113,7 @@ def _step(instruction: Instruction, slots: Slots) -> Step:
     if instruction.guard is None:
         return plain
     guard, is_negated = slots.source(instruction.guard, "pred"), instruction.is_negated
-    return (_branching if word == "bra" else _guarded)(plain, guard, is_negated)
+    return (_branching if word in ("bra", "ret", "exit") else _guarded)(plain, guard, is_negated)
 
 
 def _holding(block: Block, guard: int, is_negated: bool) -> np.ndarray:
