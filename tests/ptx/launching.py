@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ class Launched:
             tuple(sorted(named.items())),
             tuple(sorted(options.items())),
         )
-        make = executable
+        make: Callable[[str, int], Executable] = executable
         if self.change is not None:
             make, ptx = Executable, self.change(ptx)
         self._run(

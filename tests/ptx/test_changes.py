@@ -29,15 +29,22 @@ def scores(fmt: str, n_query_tokens: int, d: int) -> None:
     assert records.offset_bytes[1] > records.offset_bytes[0]
     query = normals(n_query_tokens, d, seed=9)
     bound = maxsim_bound(query, records, tensor_cores=True)
-    found = maxsim_triton(query, *records.args)
-    assert_scores_close(found, maxsim_reference(query, *records.args), bound)
+    codebook = records.codebook
+    tables = () if codebook is None else (codebook.centroids, codebook.bucket_weights)
+    found = maxsim_triton(query, *records.args, 0, *tables)
+    expected = maxsim_reference(query, *records.args, codebook=codebook)
+    assert_scores_close(found, expected, bound)
 
 
 def attends(fmt: str, group: int, d: int) -> None:
     """Tiles of which one holds an infinity, and a sequence of one row."""
     for n_rows in (70, 1):
         case = make_case(n_rows=[n_rows], n_kv=1, group=group, d=d, fmt=fmt, gap_bytes=0)
-        case.buffer.view(case_dtype(case)).view(-1, 2, 16, d)[0, 1, 0, 5] = torch.inf
+        if fmt == "int8":
+            v_scales = case.buffer[4 * d + 16 * d :]
+            v_scales[:4] = torch.tensor([torch.inf]).view(torch.uint8)
+        else:
+            case.buffer.view(case_dtype(case)).view(-1, 2, 16, d)[0, 1, 0, 5] = torch.inf
         assert_close(case, run(case), **PRECISION)
 
 
@@ -51,9 +58,15 @@ def sums(unit: int) -> None:
 
 PROGRAMS: dict[str, Callable[[], None]] = {
     "maxsim fp16": lambda: scores("fp16", 1, 24),
+    "maxsim bf16": lambda: scores("bf16", 1, 24),
+    "maxsim int8": lambda: scores("int8", 1, 24),
+    "maxsim bit1": lambda: scores("bit1", 1, 24),
+    "maxsim residual2": lambda: scores("residual2", 1, 24),
     "maxsim fp32": lambda: scores("fp32", 1, 24),
     "maxsim fp16, four warps at a time": lambda: scores("fp16", 65, 64),
     "attention fp16": lambda: attends("fp16", 3, 24),
+    "attention bf16": lambda: attends("bf16", 3, 24),
+    "attention int8": lambda: attends("int8", 3, 24),
     "attention fp32": lambda: attends("fp32", 3, 24),
     "crc32c of words": lambda: sums(4),
     "crc32c of bytes": lambda: sums(1),
@@ -94,7 +107,7 @@ def why_a_mask_is_not_needed(program: str, text: str) -> str | None:
 
 
 @pytest.mark.slow
-@in_steps(8)
+@in_steps(12)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_one_less_is_noticed(program: str, step: int, launch: Callable[..., Any]) -> None:
     texts: list[str] = []

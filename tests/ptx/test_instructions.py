@@ -169,8 +169,8 @@ def test_a_product_of_fp16() -> None:
     lane = np.arange(N) % 32
     for i in range(4):
         found = run("\n".join([*body, zeros, product, f"mov.b32 %r9, %r{50 + i};"]))
-        row, column = lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2
-        assert (found.view(np.float32) == row + 16 * (2 * column + 1)).all()
+        rows, columns = lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2
+        assert (found.view(np.float32) == rows + 16 * (2 * columns + 1)).all()
 
 
 def test_tf32_operands_lose_13_bits() -> None:
