@@ -28,7 +28,7 @@ def test_decode(fmt: str, n_splits: int, gap_bytes: int) -> None:
     assert_close(case, run(case, n_splits=n_splits), **PRECISION)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @FORMATS
 @pytest.mark.parametrize("d", [16, 64, 128, 256])
 @pytest.mark.parametrize("group", [1, 20, 64])

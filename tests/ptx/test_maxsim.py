@@ -37,7 +37,7 @@ def element_bytes(fmt: str) -> int:
     return token_format(fmt).alignment_bytes
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("is_aligned", [True, False])
 @pytest.mark.parametrize(("n_query_tokens", "d"), [(1, 8), (5, 24), (32, 128), (70, 64)])
