@@ -1,5 +1,5 @@
 """What every test shares: what this machine has, a folder in memory, poisoned memory for tests of
-ops, and a count of what was skipped."""
+ops, compiled kernels that are kept, and a count of what was skipped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import functools
 import gc
 import importlib.util
 import os
+import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from tests.reach import SECONDS_KEY
 from tests.sweeps import mark_samples
 
 TESTS = Path(__file__).parent
+KEPT_S = 30 * 86_400  # what Triton compiled
 # OpenMP's threads wait for the next piece of work by spinning, which takes the core from the other
 # processes of a parallel run: a third of the time without it. The libraries read this when they are
 # loaded; processes that tests start inherit it.
@@ -107,6 +110,17 @@ def folder() -> Iterator[Path]:
 
     with memory_folder() as path:
         yield path
+
+
+@pytest.fixture
+def triton_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are kept between runs, for a month, by the hash that Triton makes of their source,
+    constants, options and compilers."""
+    folder = request.config.cache.mkdir("triton")
+    for kernel in folder.iterdir():
+        if kernel.stat().st_mtime < time.time() - KEPT_S:
+            shutil.rmtree(kernel, ignore_errors=True)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -13,9 +13,9 @@ from tests.sweeps import covering, parameters
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
-#: Folders that mirror no room: data, C++ programs, the scripts' tests, and what goes through
-#: several rooms at once.
-OTHERS = {"data", "cpp", "scripts", "mutations", "examples"}
+#: Folders that mirror no room: data, C++ programs, the scripts' tests, compiled GPU code, and what
+#: goes through several rooms at once.
+OTHERS = {"data", "cpp", "scripts", "mutations", "examples", "ptx"}
 FILES_MAX = 16
 
 

@@ -1,9 +1,7 @@
-"""Runs a test once per instruction set of the CPU kernels; keeps what Triton compiled."""
+"""Runs a test once per instruction set of the CPU kernels."""
 
 from __future__ import annotations
 
-import shutil
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 
 from espnx.ops._native import load_extension
 
-KEPT_S = 30 * 86_400
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "vnni": 3, "amx": 4}
 
 
@@ -28,14 +25,3 @@ def cpu_level(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
     torch.set_num_threads(threads)
     load_extension().set_cpu_level(-1)
-
-
-@pytest.fixture
-def triton_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are kept between runs, for a month, by the hash that Triton makes of their source,
-    constants, options and compilers."""
-    folder = request.config.cache.mkdir("triton")
-    for kernel in folder.iterdir():
-        if kernel.stat().st_mtime < time.time() - KEPT_S:
-            shutil.rmtree(kernel, ignore_errors=True)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))

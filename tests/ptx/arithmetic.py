@@ -1,0 +1,297 @@
+"""Instructions that compute with a thread's own registers.
+
+Approximate ones (``ex2.approx``, ``div.full``) are exact here but for one rounding; a fused
+multiply-add rounds a sum in fp64 once more to fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.ptx.block import Block
+from tests.ptx.compiling import Slots, Step, Unknown, as_bits, as_type, bits_of, builds, dtype_of
+from tests.ptx.program import Fault, Instruction
+
+Function = Callable[..., np.ndarray]
+
+
+def _shift(left: bool) -> Function:
+    def shift(value: np.ndarray, by: np.ndarray) -> np.ndarray:
+        bits = 8 * value.dtype.itemsize
+        near = np.minimum(by, bits - 1).astype(value.dtype)
+        if left:
+            return np.where(by < bits, value << near, 0).astype(value.dtype)
+        moved = value >> near
+        return (
+            moved if value.dtype.kind == "i" else np.where(by < bits, moved, 0).astype(moved.dtype)
+        )
+
+    return shift
+
+
+def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Towards zero."""
+    if a.dtype.kind == "f":
+        return a / b
+    if (b == 0).any():
+        raise Fault("division", "by zero")
+    if a.dtype.kind == "u":
+        return a // b
+    whole = a // b
+    return whole + ((whole < 0) & (whole * b != a)).astype(a.dtype)
+
+
+def _remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return a - _divide(a, b) * b
+
+
+TWO: dict[str, Function] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "div": _divide,
+    "rem": _remainder,
+    "shl": _shift(True),
+    "shr": _shift(False),
+}
+ONE: dict[str, Function] = {
+    "neg": np.negative,
+    "abs": np.abs,
+    "not": np.invert,
+    "ex2": np.exp2,
+    "sqrt": np.sqrt,
+    "lg2": np.log2,
+    "rcp": np.reciprocal,
+}
+COMPARE: dict[str, Function] = {
+    "eq": np.equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "ne": lambda a, b: (a != b) & (a == a) & (b == b),
+    "num": lambda a, b: (a == a) & (b == b),
+    "nan": lambda a, b: (a != a) | (b != b),
+    "equ": lambda a, b: ~((a != b) & (a == a) & (b == b)),
+    "neu": np.not_equal,
+    "ltu": lambda a, b: ~(a >= b),
+    "leu": lambda a, b: ~(a > b),
+    "gtu": lambda a, b: ~(a <= b),
+    "geu": lambda a, b: ~(a < b),
+}
+UNSIGNED_COMPARE = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
+
+
+def _known(parts: list[str], *allowed: str) -> str:
+    """The type at the end of an opcode whose other words are allowed."""
+    if not set(parts[1:-1]) <= set(allowed):
+        raise Unknown(".".join(parts))
+    return parts[-1]
+
+
+def _flushed(value: np.ndarray) -> np.ndarray:
+    """Numbers below fp32's normal range as zeros."""
+    tiny = np.abs(value) < np.finfo(np.float32).tiny
+    return np.where(tiny, np.copysign(np.float32(0), value), value)
+
+
+def _apply(instruction: Instruction, slots: Slots, kinds: list[str], function: Function) -> Step:
+    """A function of registers of these types, the result in a register of the target's width."""
+    operands = instruction.operands
+    if len(operands) != len(kinds) + 1 or not isinstance(operands[0], str):
+        raise Unknown(instruction.opcode)
+    target = slots.target(operands[0])
+    bits = slots.program.register_bits(operands[0])
+    sources = [
+        (slots.source(each, kind), dtype_of(kind))
+        for each, kind in zip(operands[1:], kinds, strict=True)
+    ]
+    flushes = "ftz" in instruction.parts and kinds[0] == "f32"
+    if flushes:
+        plain = function
+
+        def function(*values: np.ndarray) -> np.ndarray:
+            return _flushed(plain(*(_flushed(each) for each in values)))
+
+    if len(sources) == 2:
+        (first, first_type), (second, second_type) = sources
+
+        def step_of_two(block: Block) -> None:
+            a = as_type(block.look(first), first_type)
+            b = as_type(block.look(second), second_type)
+            missing = block.unknown((first, second)) if block.missing else None
+            block.put(target, as_bits(function(a, b), bits), missing)
+
+        return step_of_two
+
+    def step(block: Block) -> None:
+        values = (as_type(block.look(slot), dtype) for slot, dtype in sources)
+        missing = block.unknown(slot for slot, _ in sources)
+        block.put(target, as_bits(function(*values), bits), missing)
+
+    return step
+
+
+@builds(*TWO)
+def two(instruction: Instruction, slots: Slots) -> Step:
+    word = instruction.parts[0]
+    kind = _known(instruction.parts, "rn", "full", "approx", "ftz")
+    second = "u32" if word in ("shl", "shr") else kind
+    return _apply(instruction, slots, [kind, second], TWO[word])
+
+
+@builds(*ONE)
+def one(instruction: Instruction, slots: Slots) -> Step:
+    word, kind = instruction.parts[0], instruction.parts[-1]
+    if kind == "f16x2" and word == "abs":
+        return _apply(instruction, slots, ["b32"], lambda value: value & np.uint32(0x7FFF7FFF))
+    _known(instruction.parts, "rn", "approx", "ftz")
+    return _apply(instruction, slots, [kind], ONE[word])
+
+
+@builds("min", "max")
+def extremes(instruction: Instruction, slots: Slots) -> Step:
+    """A number beside a NaN is the result, unless the instruction says NaN."""
+    is_min, keeps_nan = instruction.parts[0] == "min", "NaN" in instruction.parts
+    kind = _known(instruction.parts, "NaN", "ftz")
+    plain = np.minimum if is_min else np.maximum
+    function = plain if kind[0] != "f" or keeps_nan else np.fmin if is_min else np.fmax
+    return _apply(instruction, slots, [kind, kind], function)
+
+
+@builds("mul")
+def multiply(instruction: Instruction, slots: Slots) -> Step:
+    kind = _known(instruction.parts, "rn", "ftz", "lo", "wide", "hi")
+    if "wide" in instruction.parts:
+        return _apply(instruction, slots, [kind, kind], _wide)
+    if "hi" in instruction.parts:
+        if kind not in ("u32", "s32"):
+            raise Unknown(instruction.opcode)
+        return _apply(
+            instruction, slots, [kind, kind], lambda a, b: (_wide(a, b) >> 32).astype(a.dtype)
+        )
+    return _apply(instruction, slots, [kind, kind], np.multiply)
+
+
+def _wide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    double = f"{a.dtype.kind}{2 * a.dtype.itemsize}"
+    return a.astype(double) * b.astype(double)
+
+
+@builds("mad")
+def multiply_add(instruction: Instruction, slots: Slots) -> Step:
+    kind = _known(instruction.parts, "lo", "wide")
+    if "wide" in instruction.parts:
+        wide = f"{kind[0]}{2 * int(kind[1:])}"
+        return _apply(instruction, slots, [kind, kind, wide], lambda a, b, c: _wide(a, b) + c)
+    return _apply(instruction, slots, [kind, kind, kind], lambda a, b, c: a * b + c)
+
+
+@builds("fma")
+def fused(instruction: Instruction, slots: Slots) -> Step:
+    if _known(instruction.parts, "rn", "ftz") != "f32":
+        raise Unknown(instruction.opcode)
+
+    def function(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        return (a.astype(np.float64) * b + c).astype(np.float32)
+
+    return _apply(instruction, slots, ["f32"] * 3, function)
+
+
+@builds("setp")
+def compare(instruction: Instruction, slots: Slots) -> Step:
+    if len(instruction.parts) != 3:
+        raise Unknown(instruction.opcode)
+    _, relation, kind = instruction.parts
+    relation = UNSIGNED_COMPARE.get(relation, relation)
+    if relation not in COMPARE:
+        raise Unknown(instruction.opcode)
+    return _apply(instruction, slots, [kind, kind], COMPARE[relation])
+
+
+@builds("selp")
+def select(instruction: Instruction, slots: Slots) -> Step:
+    kind = _known(instruction.parts)
+    target = slots.target(instruction.operands[0])
+    first, second = (slots.source(each, kind) for each in instruction.operands[1:3])
+    choice, dtype = slots.source(instruction.operands[3], "pred"), dtype_of(kind)
+
+    def step(block: Block) -> None:
+        takes_first = block.get(choice)
+        value = np.where(takes_first, block.look(first), block.look(second))
+        missing = None
+        if block.missing:
+            none = np.zeros(block.n_threads, dtype=bool)
+            one, other = (block.missing.get(each, none) for each in (first, second))
+            missing = np.where(takes_first, one, other)
+        block.put(target, value.astype(f"u{dtype.itemsize}", copy=False), missing)
+
+    return step
+
+
+@builds("bfe")
+def extract(instruction: Instruction, slots: Slots) -> Step:
+    """So many bits from a place on; of a signed type the highest of them is the sign."""
+    kind = _known(instruction.parts)
+    if kind not in ("u32", "s32"):
+        raise Unknown(instruction.opcode)
+    is_signed = kind == "s32"
+
+    def function(value: np.ndarray, place: np.ndarray, count: np.ndarray) -> np.ndarray:
+        at, n = (each.astype(np.int64) & 0xFF for each in (place, count))
+        wide = value.astype(np.int64) & 0xFFFFFFFF
+        bits = (wide >> np.minimum(at, 32)) & ((1 << np.minimum(n, 32)) - 1)
+        sign = (bits >> np.maximum(n - 1, 0)) & 1 if is_signed else np.int64(0)
+        return (bits - (sign << n)).astype(np.int64).astype(np.uint32)
+
+    return _apply(instruction, slots, [kind, "u32", "u32"], function)
+
+
+@builds("prmt")
+def permute(instruction: Instruction, slots: Slots) -> Step:
+    """Four bytes of eight, chosen by a hexadecimal digit each."""
+    if instruction.opcode != "prmt.b32":
+        raise Unknown(instruction.opcode)
+
+    def function(a: np.ndarray, b: np.ndarray, choice: np.ndarray) -> np.ndarray:
+        both = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
+        found = np.zeros_like(both)
+        for i in range(4):
+            digit = (choice.astype(np.uint64) >> np.uint64(4 * i)) & np.uint64(15)
+            byte = (both >> (np.uint64(8) * (digit & np.uint64(7)))) & np.uint64(255)
+            sign = np.where(byte >> np.uint64(7), np.uint64(255), np.uint64(0))
+            found |= np.where(digit & np.uint64(8), sign, byte) << np.uint64(8 * i)
+        return found.astype(np.uint32)
+
+    return _apply(instruction, slots, ["b32"] * 3, function)
+
+
+def rounded_to_tf32(value: np.ndarray) -> np.ndarray:
+    """To 10 bits of mantissa, ties away from zero; NaN stays NaN."""
+    bits = value.view(np.uint32)
+    rounded = (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+    return np.where(np.isnan(value), np.uint32(0x7FFFE000), rounded)
+
+
+@builds("cvt")
+def convert(instruction: Instruction, slots: Slots) -> Step:
+    *rounding, to, of = instruction.parts[1:]
+    if rounding == ["rna"] and (to, of) == ("tf32", "f32"):
+        return _apply(instruction, slots, ["f32"], rounded_to_tf32)
+    if rounding == ["rn"] and (to, of) == ("f16x2", "f32"):
+        return _apply(instruction, slots, ["f32", "f32"], _halves)
+    rounds = to[0] == "f" and (of[0] != "f" or bits_of(to) < bits_of(of))
+    if rounding != (["rn"] if rounds else []) or (to[0] != "f" and of[0] == "f"):
+        raise Unknown(instruction.opcode)
+    dtype: Any = dtype_of(to)
+    return _apply(instruction, slots, [of], lambda value: value.astype(dtype))
+
+
+def _halves(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    bits = [each.astype(np.float16).view(np.uint16).astype(np.uint32) for each in (high, low)]
+    return (bits[0] << np.uint32(16)) | bits[1]

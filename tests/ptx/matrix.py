@@ -1,0 +1,284 @@
+"""Instructions of a warp, or of four, on matrices: loads and stores of 8 x 8 parts, and products.
+
+With ``group = lane / 4`` and ``quad = lane % 4``, a thread holds of A, in 32-bit register i, row
+``group + 8 (i % 2)``, of B column ``group``, of C and D row ``group + 8 (i / 2)`` and column ``2
+quad + i % 2``. Products of fp16 and tf32 values are summed in fp32; of a tf32 operand the lowest 13
+bits count for nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.ptx.block import Block, Products
+from tests.ptx.compiling import Slots, Step, Unknown, builds
+from tests.ptx.movement import Place
+from tests.ptx.program import Instruction
+from tests.ptx.shared_memory import WARP
+
+LANE = np.arange(WARP)
+GROUP, QUAD = LANE // 4, LANE % 4
+TF32 = np.uint32(0xFFFFE000)
+PART_BYTES = 16  # a row of an 8 x 8 matrix of 16 bits
+DESCRIPTOR_START, DESCRIPTOR_LEADING, DESCRIPTOR_STRIDE, DESCRIPTOR_SWIZZLE = 0, 16, 32, 62
+SWIZZLES = {1: (128, 7), 2: (64, 3), 3: (32, 1)}  # bytes of a row, and which of its bits are mixed
+
+
+def _inverse(places: np.ndarray) -> np.ndarray:
+    """Of each place of a matrix, which of a warp's values stands there."""
+    found = np.empty(places.size, dtype=np.int64)
+    found[places.ravel()] = np.arange(places.size)
+    return found
+
+
+def _a_places(halves: int) -> np.ndarray:
+    """[lane, register, half] in a matrix of 16 rows; a register holds so many values."""
+    i, h = np.arange(4)[:, None], np.arange(halves)
+    rows = GROUP[:, None, None] + 8 * (i % 2)
+    columns = halves * QUAD[:, None, None] + 4 * halves * (i // 2) + h
+    return rows * 8 * halves + columns
+
+
+def _b_places(halves: int) -> np.ndarray:
+    """[lane, register, half] in a matrix of 8 columns."""
+    i, h = np.arange(2)[:, None], np.arange(halves)
+    rows = halves * QUAD[:, None, None] + 4 * halves * i + h
+    return rows * 8 + GROUP[:, None, None]
+
+
+def _c_places(columns: int) -> np.ndarray:
+    """[lane, register] in a matrix of 16 rows and so many columns."""
+    i = np.arange(columns // 2)
+    rows = GROUP[:, None] + 8 * (i // 2 % 2)
+    return rows * columns + 8 * (i // 4) + 2 * QUAD[:, None] + i % 2
+
+
+A_OF = {halves: _inverse(_a_places(halves)) for halves in (1, 2)}
+B_OF = {halves: _inverse(_b_places(halves)) for halves in (1, 2)}
+
+
+def _values(registers: list[np.ndarray], halves: int) -> np.ndarray:
+    """A warp's operands, fp32 [warps, lane x register x half]."""
+    bits = np.stack(registers, axis=1)
+    found = (
+        bits.view(np.float16).astype(np.float32) if halves == 2 else (bits & TF32).view(np.float32)
+    )
+    return found.reshape(-1, WARP * found.shape[1])
+
+
+def _slots_of(operand: object, kind: str, slots: Slots) -> list[int]:
+    if not isinstance(operand, tuple):
+        raise Unknown(f"{operand}")
+    return [slots.source(each, kind) for each in operand]
+
+
+def _targets(operand: object, slots: Slots) -> list[int]:
+    if not isinstance(operand, tuple):
+        raise Unknown(f"{operand}")
+    return [slots.target(each) for each in operand]
+
+
+@builds("mma")
+def product(instruction: Instruction, slots: Slots) -> Step:
+    """A warp's D = A B + C, 16 x 8."""
+    shapes = {
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": 2,
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32": 1,
+    }
+    if instruction.opcode not in shapes:
+        raise Unknown(instruction.opcode)
+    halves = shapes[instruction.opcode]
+    depth = 8 * halves
+    d, *rest = instruction.operands
+    a, b, c = (_slots_of(each, "b32", slots) for each in rest)
+    targets = _targets(d, slots)
+    places = _c_places(8)
+    c_of = _inverse(places)
+
+    def step(block: Block) -> None:
+        block.check_whole_warps()
+        left = _values([block.get(each) for each in a], halves)[:, A_OF[halves]]
+        right = _values([block.get(each) for each in b], halves)[:, B_OF[halves]]
+        added = np.stack([block.get(each) for each in c], axis=1).view(np.float32)
+        whole = left.reshape(-1, 16, depth) @ right.reshape(-1, depth, 8)
+        whole += added.reshape(-1, 128)[:, c_of].reshape(-1, 16, 8)
+        _spread(block, targets, whole.reshape(-1, 128)[:, places])
+
+    return step
+
+
+def _spread(block: Block, targets: list[int], whole: np.ndarray) -> None:
+    """[warps, lane, register] to registers."""
+    bits = whole.reshape(block.n_threads, -1).view(np.uint32)
+    for i, each in enumerate(targets):
+        block.put(each, np.ascontiguousarray(bits[:, i]))
+
+
+def _part(instruction: Instruction, word: str) -> tuple[int, bool]:
+    """How many 8 x 8 matrices, and whether they are transposed."""
+    pattern = word + r"\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16"
+    found = re.fullmatch(pattern, instruction.opcode)
+    if found is None:
+        raise Unknown(instruction.opcode)
+    return int(found[1]), bool(found[2])
+
+
+def _row_threads(block: Block, count: int) -> np.ndarray:
+    """The threads whose addresses name the rows: of matrix j lanes 8 j to 8 j + 7."""
+    block.check_whole(f"{count} matrices are moved")
+    return block.threads[block.threads % WARP < 8 * count]
+
+
+@builds("ldmatrix")
+def load_matrix(instruction: Instruction, slots: Slots) -> Step:
+    """Lane l gets of each matrix row l / 4, columns 2 (l % 4) and the next."""
+    count, is_transposed = _part(instruction, "ldmatrix")
+    names, operand = instruction.operands
+    targets = _targets(names, slots)
+    place = Place(operand, slots, "shared")
+
+    def step(block: Block) -> None:
+        threads = _row_threads(block, count)
+        rows = block.shared.read(place.of(block)[threads], PART_BYTES, threads)
+        parts = rows.view(np.uint16).reshape(-1, count, 8, 8)
+        if is_transposed:
+            parts = parts.transpose(0, 1, 3, 2)
+        found = np.ascontiguousarray(parts).view(np.uint32)  # [warps, matrix, row, pair]
+        for i, each in enumerate(targets):
+            block.put(each, found[:, i].reshape(block.n_threads))
+
+    return step
+
+
+@builds("stmatrix")
+def store_matrix(instruction: Instruction, slots: Slots) -> Step:
+    count, is_transposed = _part(instruction, "stmatrix")
+    operand, names = instruction.operands
+    sources = _slots_of(names, "b32", slots)
+    place = Place(operand, slots, "shared")
+
+    def step(block: Block) -> None:
+        threads = _row_threads(block, count)
+        pairs = np.stack([block.get(each).reshape(-1, WARP) for each in sources], axis=1)
+        parts = np.ascontiguousarray(pairs).view(np.uint16).reshape(-1, count, 8, 8)
+        if is_transposed:
+            parts = np.ascontiguousarray(parts.transpose(0, 1, 3, 2))
+        rows = parts.view(np.uint8).reshape(-1, PART_BYTES)
+        block.shared.write(place.of(block)[threads], rows, threads)
+
+    return step
+
+
+def _tile(block: Block, descriptor: int, shape: tuple[int, int], group: Products) -> np.ndarray:
+    """A matrix in shared memory, uint8 [rows, bytes], where a descriptor says.
+
+    Its rows lie in groups of 8, each a stride from the next; 16 bytes of a row are mixed by the
+    row's number. Where a row is longer than one group is wide, its rest lies in further groups.
+    """
+    kind = descriptor >> DESCRIPTOR_SWIZZLE & 3
+    if kind not in SWIZZLES:
+        raise Unknown("matrices that are not swizzled")
+    width, mask = SWIZZLES[kind]
+    start, leading, stride = (
+        (descriptor >> place & 0x3FFF) << 4
+        for place in (DESCRIPTOR_START, DESCRIPTOR_LEADING, DESCRIPTOR_STRIDE)
+    )
+    row, column = np.arange(shape[0])[:, None], np.arange(0, shape[1], PART_BYTES)
+    plain = start + row // 8 * stride + row % 8 * width
+    plain = plain + column // width * leading + column % width
+    addresses = plain ^ ((plain >> 7 & mask) << 4)
+    data, held = block.shared.product_begins(addresses.ravel(), PART_BYTES)
+    group.held.append(held)
+    return data.reshape(shape)
+
+
+def _uniform(values: np.ndarray) -> int:
+    if (values != values[0]).any():
+        raise Unknown("a descriptor that is not the same in all threads")
+    return int(values[0])
+
+
+@builds("wgmma")
+def wide_product(instruction: Instruction, slots: Slots) -> Step:
+    """Four warps' D = A B + D, 64 x N, asynchronous: its registers hold D after its group has been
+    waited for."""
+    simple: dict[str, Step] = {
+        "wgmma.fence.sync.aligned": lambda block: block.check_whole("wgmma.fence"),
+        "wgmma.commit_group.sync.aligned": _commit_products,
+    }
+    if instruction.opcode in simple:
+        return simple[instruction.opcode]
+    if instruction.opcode == "wgmma.wait_group.sync.aligned":
+        n_left = int(str(instruction.operands[0]))
+        return lambda block: block.end_products(n_left)
+    pattern = r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(16\.f32\.f16\.f16|8\.f32\.tf32\.tf32)"
+    found = re.fullmatch(pattern, instruction.opcode)
+    if found is None:
+        raise Unknown(instruction.opcode)
+    n, halves = int(found[1]), 2 if found[2].startswith("16") else 1
+    d, a, b, scale, *signs = instruction.operands
+    is_transposed = signs == ["1", "1", "1"] and halves == 2
+    if not is_transposed and signs not in (["1", "1", "0"], ["1", "1", "0", "0"], ["1", "1"]):
+        raise Unknown(instruction.text)
+    shape = (16, 2 * n) if is_transposed else (n, 32)
+    targets = _targets(d, slots)
+    left = _left(a, halves, slots)
+    right, scale_slot = slots.source(b, "b64"), slots.source(scale, "pred")
+    places = _c_places(n)
+    d_of = _inverse(places)
+
+    def step(block: Block) -> None:
+        block.check_whole("wgmma")
+        group = block.open_products
+        values = _numbers(_tile(block, _uniform(block.get(right)), shape, group), halves)
+        whole = left(block, group) @ (values if is_transposed else values.T)
+        if block.get(scale_slot).any():
+            bits = np.stack([_awaited(block, each, group) for each in targets], axis=1)
+            whole += bits.view(np.float32).reshape(4, -1)[:, d_of].reshape(64, n)
+        result = whole.reshape(4, -1)[:, places].reshape(block.n_threads, -1).view(np.uint32)
+        for i, each in enumerate(targets):
+            block.registers[each] = np.ascontiguousarray(result[:, i])
+            block.missing.pop(each, None)
+            block.late[each] = group
+            group.slots.add(each)
+
+    return step
+
+
+def _left(operand: object, halves: int, slots: Slots) -> Callable[[Block, Products], np.ndarray]:
+    """A, fp32 [64, depth], from registers or from shared memory."""
+    if isinstance(operand, tuple):
+        sources = _slots_of(operand, "b32", slots)
+
+        def from_registers(block: Block, group: Products) -> np.ndarray:
+            values = _values([block.get(each) for each in sources], halves)
+            return values[:, A_OF[halves]].reshape(64, 8 * halves)
+
+        return from_registers
+    slot = slots.source(str(operand), "b64")
+
+    def from_shared(block: Block, group: Products) -> np.ndarray:
+        return _numbers(_tile(block, _uniform(block.get(slot)), (64, 32), group), halves)
+
+    return from_shared
+
+
+def _numbers(rows: np.ndarray, halves: int) -> np.ndarray:
+    if halves == 2:
+        return np.ascontiguousarray(rows).view(np.float16).astype(np.float32)
+    return (np.ascontiguousarray(rows).view(np.uint32) & TF32).view(np.float32)
+
+
+def _awaited(block: Block, slot: int, group: Products) -> np.ndarray:
+    """A sum that products of the same shape go on with needs no wait between them."""
+    value = block.registers[slot]
+    return block.get(slot) if value is None or slot not in block.late else value
+
+
+def _commit_products(block: Block) -> None:
+    block.check_whole("a group of products")
+    block.products.append(block.open_products)
+    block.open_products = Products()

@@ -1,0 +1,110 @@
+"""Attention as it is compiled for sm_90, executed, against the reference in fp64 within the bounds
+of docs/tolerances.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from espnx.ops.attention import cuda
+from tests.ops.attention.test_attention import FORMATS, assert_close, causal, make_case
+from tests.ops.attention.test_kernel import PRECISION, case_dtype, run
+from tests.ptx.program import Fault
+from tests.ptx.sparse import BEYOND, moved
+
+pytestmark = pytest.mark.usefixtures("launch")
+
+
+@FORMATS
+@pytest.mark.parametrize("n_splits", [1, 3])
+@pytest.mark.parametrize("gap_bytes", [4, 16])
+def test_decode(fmt: str, n_splits: int, gap_bytes: int) -> None:
+    """Blocks at multiples of an element and of 16 bytes; sequences of no row, one, and odd
+    numbers."""
+    case = make_case(n_rows=[0, 1, 33, 130], group=4, d=24, dv=40, fmt=fmt, gap_bytes=gap_bytes)
+    assert_close(case, run(case, n_splits=n_splits), **PRECISION)
+
+
+@pytest.mark.sampled(1)
+@FORMATS
+@pytest.mark.parametrize("d", [16, 64, 128, 256])
+@pytest.mark.parametrize("group", [1, 20, 64])
+def test_widths_and_queries(fmt: str, d: int, group: int) -> None:
+    """From 64 queries on four warps multiply at a time."""
+    case = make_case(n_rows=[45], n_kv=1, group=group, d=d, block_rows=32, fmt=fmt, gap_bytes=0)
+    assert_close(case, run(case), **PRECISION)
+
+
+@FORMATS
+def test_prefill(fmt: str) -> None:
+    case = causal(make_case(n_rows=[100, 45], q_len=40, n_kv=1, d=32, fmt=fmt, gap_bytes=16))
+    case.visible = torch.ones(2, 100, dtype=torch.uint8)
+    case.visible[0, :70:3] = 0
+    case.visible[1] = 0
+    assert_close(case, run(case), **PRECISION)
+    assert_close(case, run(case, n_splits=2), **PRECISION)
+
+
+@pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp32"])
+def test_x_rows(fmt: str) -> None:
+    case = make_case(n_rows=[50], n_kv=1, d=256, dv=0, q_len=5, fmt=fmt, gap_bytes=0)
+    assert_close(case, run(case), **PRECISION)
+
+
+@FORMATS
+def test_offsets_beyond_32_bits(fmt: str) -> None:
+    near = make_case(n_rows=[33], d=24, fmt=fmt, gap_bytes=16)
+    expected = run(near)
+    near.buffer, near.table = moved(near.buffer), near.table + BEYOND
+    assert all(torch.equal(*pair) for pair in zip(run(near), expected, strict=True))
+
+
+@pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("group", [1, 24])
+def test_not_finite(fmt: str, value: float, group: int) -> None:
+    """Infinities and NaNs of V reach the queries that see them, and no others."""
+    case = causal(
+        make_case(
+            n_rows=[20], q_len=3, d=16, n_kv=1, group=group, fmt=fmt, block_rows=32, gap_bytes=0
+        )
+    )
+    rows = case.buffer.view(case_dtype(case)).view(2, 32, 16)
+    rows[1, 18, 5] = value  # of V, seen by the last two of three queries
+    o, lse = run(case)
+    assert_close(case, (o, lse), **PRECISION)
+    assert o[0, 0, :, 5].isfinite().tolist() == [True, False, False]
+    rows[0, 19] = torch.nan  # of K, seen by the last
+    assert run(case)[1][0, 0].isnan().tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_not_finite_scales(value: float) -> None:
+    """Of an int8 V row, which the second of two queries sees."""
+    case = causal(
+        make_case(n_rows=[20], q_len=2, d=16, n_kv=1, fmt="int8", block_rows=32, gap_bytes=0)
+    )
+    begin = 4 * 16 + 32 * 16 + 4 * 19
+    case.buffer[begin : begin + 4] = torch.tensor([value]).view(torch.uint8)
+    o, lse = run(case)
+    assert_close(case, (o, lse), **PRECISION)
+    assert o[0, 0].isfinite().all(dim=-1).tolist() == [True, False]
+
+
+def test_what_the_launcher_refuses_would_be_a_fault(
+    launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks at an address that is not what the variant promises, and one that ends beyond its
+    buffer."""
+    case = make_case(n_rows=[20], d=64, gap_bytes=2)
+    monkeypatch.setattr(cuda, "_alignment", lambda *args: 16)
+    with pytest.raises(Fault, match="misaligned"):
+        run(case)
+    monkeypatch.setattr(cuda, "check_inside", lambda *args: None)
+    case = make_case(n_rows=[32], d=64, gap_bytes=0)
+    case.buffer = case.buffer[:-2].clone()
+    with pytest.raises(Fault, match=r"bytes at byte .* of buffer_ptr"):
+        run(case)

@@ -1,0 +1,158 @@
+"""Each barrier, wait, fence and mask of compiled kernels is taken out, and that is noticed: by the
+executor, or by a wrong result. Those that no launch of such a program needs are listed here."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from espnx.ops import crc32c_ranges_reference, maxsim_reference
+from espnx.ops.crc32c.cuda import crc32c_triton
+from espnx.ops.maxsim.cuda import maxsim_triton
+from tests.ops.attention.test_attention import assert_close, make_case
+from tests.ops.attention.test_kernel import PRECISION, case_dtype, run
+from tests.ops.records import normals, scatter
+from tests.ops.tolerances import assert_scores_close, maxsim_bound
+from tests.ptx.changes import Change, changes
+from tests.sweeps import in_steps
+
+
+def scores(fmt: str, n_query_tokens: int, d: int) -> None:
+    """Three tiles of tokens, and at the buffer's end a document of one: there every mask of a row
+    or a column matters."""
+    records = scatter([normals(n, d, seed=n) for n in (130, 1)], fmt, align_bytes=16)
+    assert records.offset_bytes[1] > records.offset_bytes[0]
+    query = normals(n_query_tokens, d, seed=9)
+    bound = maxsim_bound(query, records, tensor_cores=True)
+    codebook = records.codebook
+    tables = () if codebook is None else (codebook.centroids, codebook.bucket_weights)
+    found = maxsim_triton(query, *records.args, 0, *tables)
+    expected = maxsim_reference(query, *records.args, codebook=codebook)
+    assert_scores_close(found, expected, bound)
+
+
+def attends(fmt: str, group: int, d: int) -> None:
+    """Tiles of which one holds an infinity, and a sequence of one row."""
+    for n_rows in (70, 1):
+        case = make_case(n_rows=[n_rows], n_kv=1, group=group, d=d, fmt=fmt, gap_bytes=0)
+        if fmt == "int8":
+            v_scales = case.buffer[4 * d + 16 * d :]
+            v_scales[:4] = torch.tensor([torch.inf]).view(torch.uint8)
+        else:
+            case.buffer.view(case_dtype(case)).view(-1, 2, 16, d)[0, 1, 0, 5] = torch.inf
+        assert_close(case, run(case), **PRECISION)
+
+
+def sums(unit: int) -> None:
+    """Several rounds, and less than one."""
+    sizes, offsets = torch.tensor([258, 1]) * unit, torch.tensor([0, 258]) * unit
+    buffer = torch.arange(259 * unit).to(torch.uint8)
+    expected = crc32c_ranges_reference(buffer, offsets, sizes, 7)
+    assert torch.equal(crc32c_triton(buffer, offsets, sizes, 7), expected)
+
+
+PROGRAMS: dict[str, Callable[[], None]] = {
+    "maxsim fp16": lambda: scores("fp16", 1, 24),
+    "maxsim bf16": lambda: scores("bf16", 1, 24),
+    "maxsim int8": lambda: scores("int8", 1, 24),
+    "maxsim bit1": lambda: scores("bit1", 1, 24),
+    "maxsim residual2": lambda: scores("residual2", 1, 24),
+    "maxsim fp32": lambda: scores("fp32", 1, 24),
+    "maxsim fp16, four warps at a time": lambda: scores("fp16", 65, 64),
+    "attention fp16": lambda: attends("fp16", 3, 24),
+    "attention bf16": lambda: attends("bf16", 3, 24),
+    "attention int8": lambda: attends("int8", 3, 24),
+    "attention fp32": lambda: attends("fp32", 3, 24),
+    "crc32c of words": lambda: sums(4),
+    "crc32c of bytes": lambda: sums(1),
+}
+BETWEEN_COPIES = (
+    "it stands between copies into other buffers, and one before them follows all reads"
+)
+#: Of each program's barriers and waits, by their order: why nothing happens without it.
+UNNEEDED: dict[str, dict[tuple[str, int], str]] = {
+    "maxsim fp16": {("barrier", 1): BETWEEN_COPIES},
+    "maxsim bf16": {("barrier", 1): BETWEEN_COPIES},
+    "maxsim int8": {("barrier", 1): BETWEEN_COPIES},
+    "maxsim bit1": {("barrier", 1): BETWEEN_COPIES},
+    "maxsim residual2": {("barrier", 4): BETWEEN_COPIES},
+    "maxsim fp32": {
+        (
+            "barrier",
+            0,
+        ): "a query of 16 tokens or fewer is one tile: no sums follow those of another",
+        ("barrier", 3): "nothing has been read since the barrier that ends the tile before",
+        ("barrier", 4): BETWEEN_COPIES,
+        ("barrier", 7): "the last barrier within the loop follows all that is read",
+    },
+    "maxsim fp16, four warps at a time": {
+        ("barrier", 6): BETWEEN_COPIES,
+        (
+            "barrier",
+            8,
+        ): "of three buffers copies fill the one that was read before the last barrier",
+        ("wait", 3): "the next product's wait covers it, and nothing looks at its sums before",
+    },
+}
+
+
+def why_a_mask_is_not_needed(program: str, text: str) -> str | None:
+    if "st.shared" in text or re.search(r"st\.global\.b\d", text):
+        return "threads that the mask leaves out hold the same value as the one that stores it"
+    if "ld.shared" in text:
+        return "what further lanes load has been written, and none of it is used"
+    if "ld.global" in text and program.startswith("attention"):
+        return (
+            "blocks are whole, so rows that do not count lie in the buffer, and no query sees them"
+        )
+    if "cp.async" in text and program == "maxsim residual2":
+        return "rows that are not there name the first centroid and weight; none of it is used"
+    return None
+
+
+@in_steps(6)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_one_less_is_noticed(program: str, step: int, launch: Callable[..., Any]) -> None:
+    texts: list[str] = []
+
+    def kept(ptx: str) -> str:
+        texts.append(ptx)
+        return ptx
+
+    launch(kept)
+    PROGRAMS[program]()
+    (ptx,) = set(texts)
+    turn: Counter[str] = Counter()
+    tried, found = [], {}
+    for i, change in enumerate(changes(ptx)):
+        key = (change.kind, turn[change.kind])
+        turn[change.kind] += 1
+        if i % step:
+            continue
+        tried.append(key)
+        launch(change)
+        is_mask = change.kind == "mask"
+        if not _is_noticed(PROGRAMS[program]) and not (
+            is_mask and why_a_mask_is_not_needed(program, change.before)
+        ):
+            found[key] = change
+    assert tried
+    expected = set(tried) & set(UNNEEDED.get(program, {}))
+    assert set(found) == expected, _listed(found)
+
+
+def _is_noticed(check: Callable[[], None]) -> bool:
+    try:
+        check()
+    except AssertionError:  # the executor's faults are, too
+        return True
+    return False
+
+
+def _listed(found: dict[tuple[str, int], Change]) -> str:
+    return "\n".join(f"{key}: line {each.line}: {each.before}" for key, each in found.items())
