@@ -20,7 +20,7 @@ from espnx import errors
 from espnx.cli.main import main
 from espnx.ops.maxsim import token_format
 from espnx.retrieval.build import builder as building
-from espnx.retrieval.build.changes.change import compact as compacting
+from espnx.retrieval.build.changes import compact as compacting
 from espnx.retrieval.versions import segments
 from espnx.storage.lock import DirectoryLock
 from tests.retrieval.common import (

@@ -23,8 +23,8 @@ import pytest
 
 import espnx
 from espnx import errors
-from espnx.retrieval.build.changes.change import adding
-from espnx.retrieval.build.changes.change import compact as compacting
+from espnx.retrieval.build.changes import adding
+from espnx.retrieval.build.changes import compact as compacting
 from espnx.retrieval.versions import publish
 from espnx.storage import NativeEngine
 from tests.forks import Forks

@@ -16,8 +16,8 @@ import pytest
 
 import espnx
 from espnx import errors
-from espnx.retrieval.build.changes.change import adding
-from espnx.retrieval.build.changes.change import compact as compacting
+from espnx.retrieval.build.changes import adding
+from espnx.retrieval.build.changes import compact as compacting
 from espnx.retrieval.versions import draft, generations
 from espnx.storage import NativeEngine, ownership
 from tests.retrieval.common import leftovers, section_places

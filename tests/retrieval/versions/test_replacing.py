@@ -13,7 +13,7 @@ import torch
 
 import espnx
 from espnx import errors
-from espnx.retrieval.build.changes.change import adding
+from espnx.retrieval.build.changes import adding
 from espnx.retrieval.versions import draft
 from tests.retrieval.common import assert_ranks_as_written, build, corpus, leftovers
 
