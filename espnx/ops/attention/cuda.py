@@ -37,6 +37,11 @@ def launch_shape(n_queries: int, d: int, dv: int, fmt: str) -> dict[str, int]:
     }
 
 
+def launch_options(fmt: str, d: int, dv: int) -> dict[str, int]:
+    """Stages of the loop over tiles: how many of them are loaded ahead."""
+    return {"num_stages": 1 if fmt == "fp32" or max(d, dv) > 128 else 3, "num_warps": 4}
+
+
 def row_constants(fmt: str, d: int, dv: int) -> dict[str, Any]:
     """What the kernel is told about rows; ``dv = 0`` for X rows."""
     return {
@@ -86,7 +91,7 @@ def attention_triton(
         visible,
     )
     align_bytes = _alignment(buffer, block_offset_bytes, n_rows, block_rows, fmt)
-    n_kv = block_offset_bytes.shape[1]
+    n_kv, n_blocks = block_offset_bytes.shape[1:]
     n_heads, n_queries, width = batch * n_kv, heads // n_kv * q_len, dv or d
     shape = launch_shape(n_queries, d, width, fmt)
     q_blocks = -(-n_queries // shape["BLOCK_Q"])
@@ -122,14 +127,16 @@ def attention_triton(
             n_kv,
             n_queries,
             q_len,
-            block_offset_bytes.shape[2],
+            n_blocks,
             block_rows,
             split_rows,
             0 if visible is None else visible.shape[1],
             int(last_position is not None),
             ALIGN_BYTES=align_bytes,
+            IN_BLOCK=fmt == "int8"
+            and block_rows % (4 if n_blocks == 1 else shape["BLOCK_T"]) == 0,
             enable_fp_fusion=True,
-            num_stages=1,
+            **launch_options(fmt, d, width),
             **row_constants(fmt, d, dv),
             **shape,
         )

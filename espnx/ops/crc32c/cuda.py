@@ -12,6 +12,7 @@ from .checks import check_inside, check_ranges
 from .shifts import kernel_tables
 
 LANES = 128
+WARPS = 4
 
 
 def crc32c_triton(
@@ -39,6 +40,7 @@ def crc32c_triton(
             register - (1 << 32) if register >> 31 else register,
             LANES=LANES,
             WORDS=is_aligned,
+            num_warps=WARPS,
             enable_fp_fusion=True,
         )
     return crcs
