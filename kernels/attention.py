@@ -81,14 +81,14 @@ def _not_finite(p, values, seen):
 
 
 @triton.jit
-def _rescaled(best, total, scores):
+def _rescaled(best, total, scores, SHIFT: tl.constexpr):
     """Online softmax: (the new peaks, the new sums, what older sums are worth now, the scores'
-    weights)."""
+    weights, e^SHIFT at most)."""
     above = tl.maximum(best, tl.max(scores, axis=1))
     # A query that has seen no row yet has no peak to subtract.
     peak = tl.where(above == float("-inf"), 0.0, above)
     alpha = tl.exp(best - peak)
-    p = tl.exp(scores - peak[:, None])
+    p = tl.exp(scores - (peak - SHIFT)[:, None])
     return above, total * alpha + tl.sum(p, axis=1), alpha, p
 
 
@@ -123,21 +123,36 @@ def _in_fp16(values):
 
 
 @triton.jit
-def _in_bf16(values):
-    """float32 in three bf16 parts, which add up to it."""
-    first = values.to(tl.bfloat16)
-    rest = values - first.to(tl.float32)
-    second = rest.to(tl.bfloat16)
-    return first, second, (rest - second.to(tl.float32)).to(tl.bfloat16)
+def _as_fp16(rows, FORMAT: tl.constexpr):
+    """fp16 rows as they are; int8 rows by their bits, since converting integers is slow:
+    1024 + n is fp16's 0x6400 + n."""
+    if FORMAT == "int8":
+        bits = ((rows.to(tl.int16) & 0xFF) ^ 0x6480).to(tl.int16)
+        rows = bits.to(tl.float16, bitcast=True) - 1152.0
+    return rows
 
 
 @triton.jit
-def _dot_bf16(a, b):
+def _in_bf16(values):
+    """float32 in three bf16 parts, which add up to it: its leading bits, those of what they miss,
+    and so on."""
+    bits = values.to(tl.int32, bitcast=True)
+    rest = values - (bits & -65536).to(tl.float32, bitcast=True)
+    rest_bits = rest.to(tl.int32, bitcast=True)
+    third = rest - (rest_bits & -65536).to(tl.float32, bitcast=True)
+    first = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return first, (rest_bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), third.to(
+        tl.bfloat16
+    )
+
+
+@triton.jit
+def _dot_bf16(a, b, added):
     """Their product; NumPy, which interprets kernels, has no bf16."""
     if INTERPRETED:
-        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), added, input_precision="ieee")
     else:
-        product = tl.dot(a, b)
+        product = tl.dot(a, b, added)
     return product
 
 
@@ -148,52 +163,53 @@ def _scores(query, parts, rows, scales, FORMAT: tl.constexpr, PRECISION: tl.cons
         if FORMAT == "int8":
             # The tile's rows have their block's scales, which the query takes instead.
             parts = _in_fp16(query * scales[None, :])
-        keys = tl.trans(rows.to(tl.float16))
-        product = tl.dot(parts[0], keys)
-        # An infinity meets a zero in the second part and would turn into NaN.
-        both = product + tl.dot(parts[1], keys) * (1.0 / 2048.0)
-        scores = tl.where(tl.abs(product) < float("inf"), both, product) * parts[2][:, None]
+        keys = tl.trans(_as_fp16(rows, FORMAT))
+        scores = tl.dot(parts[0], keys) * parts[2][:, None]
+        scores += tl.dot(parts[1], keys) * (parts[2] * (1.0 / 2048.0))[:, None]
     elif FORMAT == "bf16":
         keys = tl.trans(rows)
-        product = _dot_bf16(parts[0], keys)
-        both = product + (_dot_bf16(parts[1], keys) + _dot_bf16(parts[2], keys))
-        scores = tl.where(tl.abs(product) < float("inf"), both, product)
+        scores = _dot_bf16(parts[2], keys, _dot_bf16(parts[1], keys, None))
+        scores = _dot_bf16(parts[0], keys, scores)
     else:
         scores = tl.dot(query, tl.trans(rows), input_precision=PRECISION)
     return scores
 
 
 @triton.jit
-def _weighed(p, rows, scales, FORMAT: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums ``[Q, DV]`` of a tile's V rows, as they are stored, with weights of at most 1."""
+def _weighed(sums, p, rows, scales, FORMAT: tl.constexpr, PRECISION: tl.constexpr):
+    """``sums`` and those ``[Q, DV]`` of a tile's V rows, as they are stored, with weights of at
+    most e^9."""
     if FORMAT == "fp16" or FORMAT == "int8":
-        factor = 1.0
         if FORMAT == "int8":
             peak_bits = tl.max(tl.abs(scales), axis=0).to(tl.int32, bitcast=True)
             exponent = tl.minimum(tl.maximum(peak_bits >> 23, 1), 253)
-            factor = (exponent << 23).to(tl.float32, bitcast=True)
             p *= (scales * ((254 - exponent) << 23).to(tl.float32, bitcast=True))[None, :]
-        # Weights down to 2^-28 (below 2^-14 fp16 loses bits): what they miss is in the second part.
-        scaled = p * 16384.0
-        high = scaled.to(tl.float16)
-        low = ((scaled - high.to(tl.float32)) * 2048.0).to(tl.float16)
-        values = rows.to(tl.float16)
-        sums = (tl.dot(high, values) + tl.dot(low, values) * (1.0 / 2048.0)) * (factor / 16384.0)
+            # of at most 2
+            p *= 0.5
+        # Weights below fp16's normal range lose bits: what they miss is in the second part.
+        high = p.to(tl.float16)
+        low = ((p - high.to(tl.float32)) * 2048.0).to(tl.float16)
+        values = _as_fp16(rows, FORMAT)
+        if FORMAT == "int8":
+            factor = (exponent << 23).to(tl.float32, bitcast=True) * 2.0
+            sums += (tl.dot(high, values) + tl.dot(low, values) * (1.0 / 2048.0)) * factor
+        else:
+            sums = tl.dot(high, values, sums) + tl.dot(low, values) * (1.0 / 2048.0)
     elif FORMAT == "bf16":
         parts = _in_bf16(p)
-        sums = _dot_bf16(parts[0], rows) + (_dot_bf16(parts[1], rows) + _dot_bf16(parts[2], rows))
+        sums = _dot_bf16(parts[2], rows, _dot_bf16(parts[1], rows, sums))
+        sums = _dot_bf16(parts[0], rows, sums)
     else:
-        sums = tl.dot(p, rows, input_precision=PRECISION)
+        sums = tl.dot(p, rows, sums, input_precision=PRECISION)
     return sums
 
 
 @triton.jit
 def _stored_tile(
-    base, begin, in_block, is_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
+    base, begin, in_block, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
 ):
-    """Rows of a tile as they are stored, ``[T, BLOCK]``; zeros where there are none."""
+    """Rows of a tile as they are stored, ``[T, BLOCK]``; zeros in columns that are not there."""
     column = tl.arange(0, BLOCK)
-    mask = is_row[:, None] & (column < WIDTH)[None, :]
     if FORMAT == "fp16":
         first = (base + begin).to(tl.pointer_type(tl.float16))
     elif FORMAT == "bf16":
@@ -202,9 +218,12 @@ def _stored_tile(
         first = (base + begin).to(tl.pointer_type(tl.int8))
     else:
         first = (base + begin).to(tl.pointer_type(tl.float32))
-    return tl.load(
-        first[:, None] + (in_block[:, None] * WIDTH + column[None, :]), mask=mask, other=0
-    )
+    place = first[:, None] + (in_block[:, None] * WIDTH + column[None, :])
+    if WIDTH == BLOCK:
+        rows = tl.load(place)
+    else:
+        rows = tl.load(place, mask=(column < WIDTH)[None, :], other=0)
+    return rows
 
 
 @triton.jit
@@ -220,7 +239,6 @@ def _block_of(begin, lane, block_rows, inverse):
 @triton.jit
 def _attend(
     query,
-    is_query,
     last,
     buffer_ptr,
     offset_ptr,
@@ -244,12 +262,15 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """(Peaks, sums of weights, weighed sums of V) over rows ``begin`` to ``end``.
+    """(Peaks, sums of weights, weighed sums of V) over rows ``begin`` to ``end``, of those that a
+    query sees: up to ``last``.
 
-    Without CAREFUL, a value of V that is not finite makes all sums of its column so, also those of
-    queries that do not see its row.
+    Without CAREFUL, a value that is not finite makes all sums of its row or column so, also those
+    of queries that do not see its row.
     """
     IS_PLAIN: tl.constexpr = not CAREFUL and (FORMAT != "int8" or IN_BLOCK)
+    # Weights of fp16 values are fp16, too: the larger they are, the fewer leave its range.
+    SHIFT: tl.constexpr = 9.0 if IS_PLAIN and (FORMAT == "fp16" or FORMAT == "int8") else 0.0
     best = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_Q], dtype=tl.float32)
     sums = tl.zeros([BLOCK_Q, BLOCK_DV], dtype=tl.float32)
@@ -261,17 +282,17 @@ def _attend(
     elif FORMAT == "bf16" and IS_PLAIN:
         parts = _in_bf16(query)
     for tile in tl.range(begin, end, BLOCK_T, num_stages=1 if CAREFUL else None):
-        t = tile + lane
-        is_row = t < end
-        is_visible = tl.load(visible_ptr + t, mask=is_row & has_visible, other=1) != 0
-        seen = is_query[:, None] & (is_row & is_visible)[None, :] & (t[None, :] <= last[:, None])
+        # Rows after the last are the last one once more, which nobody sees.
+        t = tl.minimum(tile + lane, end - 1)
+        is_visible = tl.load(visible_ptr + t, mask=has_visible, other=1) != 0
+        seen = tl.where(is_visible, tile + lane, 2147483647)[None, :] <= last[:, None]
         if IN_BLOCK:
             offset = tl.load(offset_ptr + tile // block_rows)
             base = buffer_ptr + tl.multiple_of(offset, ALIGN_BYTES) + tl.zeros_like(lane)
-            in_block = tile % block_rows + lane
+            in_block = tile % block_rows + (t - tile)
         else:
-            block, in_block = _block_of(tile, lane, block_rows, inverse)
-            offset = tl.load(offset_ptr + block, mask=is_row, other=0)
+            block, in_block = _block_of(tile, t - tile, block_rows, inverse)
+            offset = tl.load(offset_ptr + block)
             base = buffer_ptr + tl.multiple_of(offset, ALIGN_BYTES)
         if IS_PLAIN:
             scales = 0.0
@@ -279,22 +300,23 @@ def _attend(
                 at = tl.arange(0, BLOCK_D)
                 first = (buffer_ptr + tl.multiple_of(offset, 4)).to(tl.pointer_type(tl.float32))
                 scales = tl.load(first + at, mask=at < D, other=0.0)
-            rows = _stored_tile(base, K_BEGIN, in_block, is_row, D, BLOCK_D, FORMAT)
+            rows = _stored_tile(base, K_BEGIN, in_block, D, BLOCK_D, FORMAT)
             products = _scores(query, parts, rows, scales, FORMAT, PRECISION)
         else:
-            rows = _rows_tile(base, K_BEGIN, 0, in_block, is_row, D, BLOCK_D, FORMAT, False)
+            rows = _rows_tile(base, K_BEGIN, 0, in_block, lane < BLOCK_T, D, BLOCK_D, FORMAT, False)
             products = tl.dot(query, tl.trans(rows), input_precision=PRECISION)
-        best, total, alpha, p = _rescaled(best, total, tl.where(seen, products, float("-inf")))
+        scores = tl.where(seen, products, float("-inf"))
+        best, total, alpha, p = _rescaled(best, total, scores, SHIFT)
         if IS_PLAIN:
             scales = 0.0
             if FORMAT == "int8":
                 first = (base + v_scale_begin).to(tl.pointer_type(tl.float32))
-                scales = tl.load(first + in_block, mask=is_row, other=0.0)
-            values = _stored_tile(base, v_begin, in_block, is_row, DV, BLOCK_DV, FORMAT)
-            sums = sums * alpha[:, None] + _weighed(p, values, scales, FORMAT, PRECISION)
+                scales = tl.load(first + in_block)
+            values = _stored_tile(base, v_begin, in_block, DV, BLOCK_DV, FORMAT)
+            sums = _weighed(sums * alpha[:, None], p, values, scales, FORMAT, PRECISION)
         else:
             values = _rows_tile(
-                base, v_begin, v_scale_begin, in_block, is_row, DV, BLOCK_DV, FORMAT, True
+                base, v_begin, v_scale_begin, in_block, lane < BLOCK_T, DV, BLOCK_DV, FORMAT, True
             )
             if CAREFUL:
                 finite = tl.where(tl.abs(values) < float("inf"), values, 0.0)
@@ -302,7 +324,7 @@ def _attend(
                 sums += _not_finite(p, values, seen)
             else:
                 sums = sums * alpha[:, None] + tl.dot(p, values, input_precision=PRECISION)
-    return best, total, sums
+    return best - SHIFT, total, sums
 
 
 @triton.jit
@@ -388,11 +410,11 @@ def attention_kernel(
         v_begin = tl.multiple_of(v_begin, 16)
     begin = split * split_rows
     end = tl.minimum(begin + split_rows, n_rows)
+    last = tl.minimum(tl.maximum(last, -1), end - 1).to(tl.int32)
     offset_ptr = block_offset_bytes_ptr + head * n_blocks
     sequence_visible_ptr = visible_ptr + sequence * visible_stride
     best, total, sums = _attend(
         query,
-        is_query,
         last,
         buffer_ptr,
         offset_ptr,
@@ -420,7 +442,6 @@ def attention_kernel(
         # Rare: a value of V is not finite. Who sees it is found out tile by tile.
         best, total, sums = _attend(
             query,
-            is_query,
             last,
             buffer_ptr,
             offset_ptr,
@@ -435,7 +456,7 @@ def attention_kernel(
             D,
             DV,
             FORMAT,
-            PRECISION,
+            "ieee" if FORMAT == "fp32" else PRECISION,
             ALIGN_BYTES,
             False,
             True,

@@ -49,7 +49,7 @@ def row_constants(fmt: str, d: int, dv: int) -> dict[str, Any]:
         "D": d,
         "DV": dv or d,
         "FORMAT": fmt,
-        "PRECISION": "ieee" if fmt == "fp32" else "tf32x3",
+        "PRECISION": "tf32x3",
         "IS_X": dv == 0,
         "ITEM_BYTES": ROW_FORMATS[fmt].itemsize,
     }
