@@ -141,8 +141,10 @@ def _in_bf16(values):
     rest_bits = rest.to(tl.int32, bitcast=True)
     third = rest - (rest_bits & -65536).to(tl.float32, bitcast=True)
     first = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return first, (rest_bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), third.to(
-        tl.bfloat16
+    return (
+        first,
+        (rest_bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        third.to(tl.bfloat16),
     )
 
 
@@ -178,27 +180,25 @@ def _scores(query, parts, rows, scales, FORMAT: tl.constexpr, PRECISION: tl.cons
 @triton.jit
 def _weighed(sums, p, rows, scales, FORMAT: tl.constexpr, PRECISION: tl.constexpr):
     """``sums`` and those ``[Q, DV]`` of a tile's V rows, as they are stored, with weights of at
-    most e^9."""
+    most e^9, or twice that."""
     if FORMAT == "fp16" or FORMAT == "int8":
         if FORMAT == "int8":
             peak_bits = tl.max(tl.abs(scales), axis=0).to(tl.int32, bitcast=True)
             exponent = tl.minimum(tl.maximum(peak_bits >> 23, 1), 253)
             p *= (scales * ((254 - exponent) << 23).to(tl.float32, bitcast=True))[None, :]
-            # of at most 2
-            p *= 0.5
         # Weights below fp16's normal range lose bits: what they miss is in the second part.
         high = p.to(tl.float16)
         low = ((p - high.to(tl.float32)) * 2048.0).to(tl.float16)
         values = _as_fp16(rows, FORMAT)
         if FORMAT == "int8":
-            factor = (exponent << 23).to(tl.float32, bitcast=True) * 2.0
+            factor = (exponent << 23).to(tl.float32, bitcast=True)
             sums += (tl.dot(high, values) + tl.dot(low, values) * (1.0 / 2048.0)) * factor
         else:
-            sums = tl.dot(high, values, sums) + tl.dot(low, values) * (1.0 / 2048.0)
+            sums += tl.dot(high, values) + tl.dot(low, values) * (1.0 / 2048.0)
     elif FORMAT == "bf16":
         parts = _in_bf16(p)
-        sums = _dot_bf16(parts[2], rows, _dot_bf16(parts[1], rows, sums))
-        sums = _dot_bf16(parts[0], rows, sums)
+        rest = _dot_bf16(parts[2], rows, _dot_bf16(parts[1], rows, None))
+        sums += _dot_bf16(parts[0], rows, rest)
     else:
         sums = tl.dot(p, rows, sums, input_precision=PRECISION)
     return sums

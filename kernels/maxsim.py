@@ -53,9 +53,7 @@ def _dot_split(rows, parts):
 @triton.jit
 def _query_parts(query_rows, is_query, k, D: tl.constexpr, FORMAT: tl.constexpr):
     """Values k of a query tile as `_plain_tile` takes them."""
-    query = tl.load(
-        query_rows + k[None, :], mask=is_query[:, None] & (k < D)[None, :], other=0.0
-    )
+    query = tl.load(query_rows + k[None, :], mask=is_query[:, None] & (k < D)[None, :], other=0.0)
     if FORMAT == "fp16" or FORMAT == "int8" or FORMAT == "bit1":
         parts = _in_fp16(query)
     else:
@@ -120,7 +118,9 @@ def _plain_tile(rows, k, in_doc, parts, FORMAT: tl.constexpr):
         codes = tl.load(
             (rows + 4).to(tl.pointer_type(tl.int8))[:, None] + k[None, :], mask=in_doc, other=0
         )
-        products = _dot_split(codes.to(tl.float16), parts)
+        # By their bits, since converting integers is slow: 1024 + n is fp16's 0x6400 + n.
+        bits = ((codes.to(tl.int16) & 0xFF) ^ 0x6480).to(tl.int16)
+        products = _dot_split(bits.to(tl.float16, bitcast=True) - 1152.0, parts)
     else:
         tl.static_assert(FORMAT == "bit1")
         packed = tl.load(rows[:, None] + (k // 8)[None, :], mask=in_doc, other=0).to(tl.int32)
@@ -140,8 +140,38 @@ def _residual_values(rows, k, in_doc, centroids, is_known, weight_ptr, NBITS: tl
 
 
 @triton.jit
-def _products(
+def _with_scales(products, rows, is_token, FORMAT: tl.constexpr, SIGN_VALUE: tl.constexpr):
+    """Products of `_plain_tile` times what their rows are to be multiplied by."""
+    if FORMAT == "int8":
+        products *= tl.load(rows.to(tl.pointer_type(tl.float32)), mask=is_token, other=0.0)[:, None]
+    elif FORMAT == "bit1":
+        products *= SIGN_VALUE
+    return products
+
+
+@triton.jit
+def _whole_products(
     parts,
+    rows,
+    is_token,
+    D: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SIGN_VALUE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """`_products` of a query of one tile, in the parts of all its values."""
+    products = tl.zeros([BLOCK_T, BLOCK_Q], dtype=tl.float32)
+    for i in tl.static_range(0, (D + BLOCK_D - 1) // BLOCK_D):
+        k = i * BLOCK_D + tl.arange(0, BLOCK_D)
+        in_doc = is_token[:, None] & (k < D)[None, :]
+        products += _plain_tile(rows, k, in_doc, parts[3 * i : 3 * i + 3], FORMAT)
+    return _with_scales(products, rows, is_token, FORMAT, SIGN_VALUE)
+
+
+@triton.jit
+def _products(
     query_rows,
     is_query,
     rows,
@@ -155,10 +185,8 @@ def _products(
     BLOCK_Q: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
 ):
-    """Products ``[T, Q]`` of document tokens with query tokens, whole rows; ``parts`` of the query
-    where all of it is one tile."""
+    """Products ``[T, Q]`` of document tokens with query tokens, whole rows."""
     NBITS: tl.constexpr = 4 if FORMAT == "residual4" else (2 if FORMAT == "residual2" else 1)
     IS_RESIDUAL: tl.constexpr = (
         FORMAT == "residual1" or FORMAT == "residual2" or FORMAT == "residual4"
@@ -169,78 +197,36 @@ def _products(
         is_known = (number >= 0) & (number < n_centroids)
         centroids = centroid_ptr + number.to(tl.int64)[:, None] * D
         squares = tl.zeros([BLOCK_T], dtype=tl.float32)
-    if IS_WHOLE:
-        for i in tl.static_range(0, (D + BLOCK_D - 1) // BLOCK_D):
-            k = i * BLOCK_D + tl.arange(0, BLOCK_D)
-            in_doc = is_token[:, None] & (k < D)[None, :]
-            products += _plain_tile(rows, k, in_doc, parts[3 * i : 3 * i + 3], FORMAT)
-    else:
-        for k_begin in range(0, D, BLOCK_D):
-            k = k_begin + tl.arange(0, BLOCK_D)
-            tile_parts = _query_parts(query_rows, is_query, k, D, FORMAT)
-            in_doc = is_token[:, None] & (k < D)[None, :]
-            if IS_RESIDUAL:
-                values = _residual_values(rows, k, in_doc, centroids, is_known, weight_ptr, NBITS)
-                squares += tl.sum(values * values, axis=1)
-                products += tl.dot(values, tile_parts[0], input_precision="ieee")
-            else:
-                products += _plain_tile(rows, k, in_doc, tile_parts, FORMAT)
-    if FORMAT == "int8":
-        products *= tl.load(rows.to(tl.pointer_type(tl.float32)), mask=is_token, other=0.0)[:, None]
-    elif FORMAT == "bit1":
-        products *= SIGN_VALUE
-    elif IS_RESIDUAL:
+    for k_begin in range(0, D, BLOCK_D):
+        k = k_begin + tl.arange(0, BLOCK_D)
+        parts = _query_parts(query_rows, is_query, k, D, FORMAT)
+        in_doc = is_token[:, None] & (k < D)[None, :]
+        if IS_RESIDUAL:
+            values = _residual_values(rows, k, in_doc, centroids, is_known, weight_ptr, NBITS)
+            squares += tl.sum(values * values, axis=1)
+            products += tl.dot(values, parts[0], input_precision="ieee")
+        else:
+            products += _plain_tile(rows, k, in_doc, parts, FORMAT)
+    if IS_RESIDUAL:
         products /= tl.maximum(tl.sqrt(squares), 1e-12)[:, None]
+    else:
+        products = _with_scales(products, rows, is_token, FORMAT, SIGN_VALUE)
     return products
 
 
 @triton.jit
-def _best_products(
-    parts,
-    query_rows,
-    is_query,
-    first_row,
-    n_tokens,
-    centroid_ptr,
-    weight_ptr,
-    n_centroids,
-    D: tl.constexpr,
-    FORMAT: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    SIGN_VALUE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-):
-    """The largest product of each query token of a tile, NaN where one is."""
-    best = tl.full([BLOCK_T, BLOCK_Q], float("-inf"), dtype=tl.float32)
-    # The maximum drops NaNs, so they are counted beside it.
-    nans = tl.zeros([BLOCK_T, BLOCK_Q], dtype=tl.int32)
-    for t_begin in range(0, n_tokens, BLOCK_T):
-        t = t_begin + tl.arange(0, BLOCK_T)
-        is_token = t < n_tokens
-        rows = first_row + t.to(tl.int64) * ROW_BYTES
-        products = _products(
-            parts,
-            query_rows,
-            is_query,
-            rows,
-            is_token,
-            centroid_ptr,
-            weight_ptr,
-            n_centroids,
-            D,
-            FORMAT,
-            SIGN_VALUE,
-            BLOCK_Q,
-            BLOCK_T,
-            BLOCK_D,
-            IS_WHOLE,
-        )
-        nans += (is_token[:, None] & (products != products)).to(tl.int32)
-        best = tl.maximum(best, tl.where(is_token[:, None], products, float("-inf")))
-    return tl.where(tl.max(nans, axis=0) > 0, float("nan"), tl.max(best, axis=0))
+def _taken(best, nans, products, is_token):
+    """``best`` and ``nans`` with a tile's products. The maximum drops NaNs, so they are counted
+    beside it."""
+    nans += (is_token[:, None] & (products != products)).to(tl.int32)
+    return tl.maximum(best, tl.where(is_token[:, None], products, float("-inf"))), nans
+
+
+@triton.jit
+def _score(best, nans, is_query):
+    """The sum of the largest products of a tile of query tokens, NaN where one of theirs is."""
+    largest = tl.where(tl.max(nans, axis=0) > 0, float("nan"), tl.max(best, axis=0))
+    return tl.sum(tl.where(is_query, largest, 0.0), axis=0)
 
 
 @triton.jit(do_not_specialize=["n_docs", "n_queries", "Lq", "n_centroids"])
@@ -267,38 +253,63 @@ def maxsim_kernel(
     IS_WHOLE: tl.constexpr,
 ):
     query_index = (tl.program_id(0) % n_queries).to(tl.int64)
-    parts = ()
+    first = tl.program_id(0) // n_queries
+    stride = tl.num_programs(0) // n_queries
+    scores = score_ptr + query_index * n_docs
+    lane = tl.arange(0, BLOCK_T)
+    q = tl.arange(0, BLOCK_Q)
     if IS_WHOLE:
-        q = tl.arange(0, BLOCK_Q)
+        # The query stays, and where the next document is, is read while one is multiplied.
+        parts = ()
         query_rows = query_ptr + (query_index * Lq + q)[:, None] * D
         for i in tl.static_range(0, (D + BLOCK_D - 1) // BLOCK_D):
             k = i * BLOCK_D + tl.arange(0, BLOCK_D)
             parts = parts + _query_parts(query_rows, q < Lq, k, D, FORMAT)
-    n_programs = tl.num_programs(0) // n_queries
-    for doc in tl.range(tl.program_id(0) // n_queries, n_docs, n_programs, num_stages=1):
-        n_tokens = tl.load(n_tokens_ptr + doc).to(tl.int32)
-        first_row = buffer_ptr + tl.multiple_of(tl.load(offset_bytes_ptr + doc), ALIGN_BYTES)
-        total = 0.0
-        for q_begin in range(0, Lq, BLOCK_Q):
-            q = q_begin + tl.arange(0, BLOCK_Q)
-            is_query = q < Lq
-            best = _best_products(
-                parts,
-                query_ptr + (query_index * Lq + q)[:, None] * D,
-                is_query,
-                first_row,
-                n_tokens,
-                centroid_ptr,
-                weight_ptr,
-                n_centroids,
-                D,
-                FORMAT,
-                ROW_BYTES,
-                SIGN_VALUE,
-                BLOCK_Q,
-                BLOCK_T,
-                BLOCK_D,
-                IS_WHOLE,
-            )
-            total += tl.sum(tl.where(is_query, best, 0.0), axis=0)
-        tl.store(score_ptr + query_index * n_docs + doc, total)
+        next_tokens = tl.load(n_tokens_ptr + first)
+        next_offset = tl.multiple_of(tl.load(offset_bytes_ptr + first), ALIGN_BYTES)
+        for doc in tl.range(first, n_docs, stride, num_stages=1):
+            n_tokens = next_tokens.to(tl.int32)
+            first_row = buffer_ptr + next_offset
+            further = tl.minimum(doc + stride, n_docs - 1)
+            next_tokens = tl.load(n_tokens_ptr + further)
+            next_offset = tl.multiple_of(tl.load(offset_bytes_ptr + further), ALIGN_BYTES)
+            best = tl.full([BLOCK_T, BLOCK_Q], float("-inf"), dtype=tl.float32)
+            nans = tl.zeros([BLOCK_T, BLOCK_Q], dtype=tl.int32)
+            for t_begin in range(0, n_tokens, BLOCK_T):
+                is_token = t_begin + lane < n_tokens
+                rows = first_row + (t_begin + lane).to(tl.int64) * ROW_BYTES
+                products = _whole_products(
+                    parts, rows, is_token, D, FORMAT, SIGN_VALUE, BLOCK_Q, BLOCK_T, BLOCK_D
+                )
+                best, nans = _taken(best, nans, products, is_token)
+            tl.store(scores + doc, _score(best, nans, q < Lq))
+    else:
+        for doc in tl.range(first, n_docs, stride, num_stages=1):
+            n_tokens = tl.load(n_tokens_ptr + doc).to(tl.int32)
+            first_row = buffer_ptr + tl.multiple_of(tl.load(offset_bytes_ptr + doc), ALIGN_BYTES)
+            total = 0.0
+            for q_begin in range(0, Lq, BLOCK_Q):
+                is_query = q_begin + q < Lq
+                query_rows = query_ptr + (query_index * Lq + q_begin + q)[:, None] * D
+                best = tl.full([BLOCK_T, BLOCK_Q], float("-inf"), dtype=tl.float32)
+                nans = tl.zeros([BLOCK_T, BLOCK_Q], dtype=tl.int32)
+                for t_begin in range(0, n_tokens, BLOCK_T):
+                    is_token = t_begin + lane < n_tokens
+                    products = _products(
+                        query_rows,
+                        is_query,
+                        first_row + (t_begin + lane).to(tl.int64) * ROW_BYTES,
+                        is_token,
+                        centroid_ptr,
+                        weight_ptr,
+                        n_centroids,
+                        D,
+                        FORMAT,
+                        SIGN_VALUE,
+                        BLOCK_Q,
+                        BLOCK_T,
+                        BLOCK_D,
+                    )
+                    best, nans = _taken(best, nans, products, is_token)
+                total += _score(best, nans, is_query)
+            tl.store(scores + doc, total)

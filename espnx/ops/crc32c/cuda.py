@@ -11,8 +11,7 @@ from .._native import load_kernel
 from .checks import check_inside, check_ranges
 from .shifts import kernel_tables
 
-LANES = 128
-WARPS = 4
+LANES, WARPS = 64, 1  # fastest on an H200 for ranges of 4 KiB
 
 
 def crc32c_triton(

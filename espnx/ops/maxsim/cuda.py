@@ -17,8 +17,8 @@ from .residual import ResidualFormat
 _BLOCK_D = {"fp16": 128, "int8": 128, "bit1": 128, "bf16": 64}
 _BLOCK_D_OF_FP32 = 32
 _PROGRAMS_MAX = 2**31 - 1  # the largest CUDA grid
+_WHOLE = ("fp16", "int8", "bit1")
 _WHOLE_QUERY_MAX = 16384  # values of a query that are kept in shared memory, in two parts
-_PROGRAMS_WANTED = 132 * 8
 
 
 def launch_shape(n_query_tokens: int, d: int, tokens_max: int, fmt: str) -> dict[str, Any]:
@@ -28,26 +28,32 @@ def launch_shape(n_query_tokens: int, d: int, tokens_max: int, fmt: str) -> dict
     fp32 products are plain multiply-adds, one instruction each, so their blocks are kept short
     along d.
     """
+    is_short = fmt == "fp32" or (fmt == "fp16" and d <= 128)
     block_q = min(max(16, 1 << (n_query_tokens - 1).bit_length()), 64)
     block_d = min(max(16, d & -d), _BLOCK_D.get(fmt, _BLOCK_D_OF_FP32))
     return {
         "BLOCK_Q": block_q,
-        "BLOCK_T": 16 if tokens_max <= 16 else 64,
+        "BLOCK_T": 16 if tokens_max <= 16 else 32 if is_short else 64,
         "BLOCK_D": block_d,
-        "IS_WHOLE": not fmt.startswith("residual")
-        and n_query_tokens <= block_q
-        and block_q * d <= _WHOLE_QUERY_MAX,
+        "IS_WHOLE": fmt in _WHOLE and n_query_tokens <= block_q and block_q * d <= _WHOLE_QUERY_MAX,
     }
 
 
 def launch_options(d: int, fmt: str) -> dict[str, int]:
-    """Stages of the loop over tiles: how many of them are loaded ahead."""
-    return {"num_stages": 2, "num_warps": 4}
+    """Warps, stages of the loop over tiles, and registers: what was fastest on an H200."""
+    if fmt == "fp16" and d <= 128:
+        options = {"num_stages": 2, "num_warps": 2, "maxnreg": 128}
+    elif fmt in _WHOLE:
+        options = {"num_stages": 1, "num_warps": 4} | ({"maxnreg": 128} if d <= 128 else {})
+    else:
+        options = {"num_stages": 2, "num_warps": 4}
+    return options
 
 
-def programs(n_docs: int, n_queries: int) -> int:
+def programs(n_docs: int, n_queries: int, d: int) -> int:
     """The grid: programs take documents in turns, each for one query that it prepares once."""
-    return n_queries * min(n_docs, max(_PROGRAMS_WANTED // n_queries, 1))
+    wanted = 132 * (8 if d <= 128 else 2)  # a whole number for each multiprocessor of an H200
+    return n_queries * min(n_docs, max(wanted // n_queries, 1))
 
 
 def row_constants(token: TokenFormat, d: int) -> dict[str, Any]:
@@ -94,7 +100,7 @@ def maxsim_triton(
         return scores.copy_(torch.where(counts > 0, 0.0, -torch.inf))
     kernel: Any = load_kernel("maxsim")
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
-        kernel.maxsim_kernel[(programs(n, n_queries),)](
+        kernel.maxsim_kernel[(programs(n, n_queries, d),)](
             query.contiguous(),
             buffer,
             offset_bytes.to(query.device, non_blocking=True).contiguous(),
