@@ -426,7 +426,7 @@ def check_search(work: Path, rows: Rows, failures: list[str]) -> None:
     try:
         load_faiss()
     except MissingDependencyError as error:
-        rows.append(row("gpu-search", {"refused": str(error)}, "espnx", []))
+        rows.append(row("search", {"refused": str(error)}, "espnx", []))
         return
     d_cls, dim, n, k = 64, 128, 4000, 20
     generator = torch.Generator().manual_seed(7)

@@ -40,12 +40,12 @@ def launch_shape(n_queries: int, d: int, dv: int, fmt: str) -> dict[str, int]:
     }
 
 
-def launch_options(fmt: str, d: int, dv: int) -> dict[str, int]:
+def launch_options(n_queries: int, d: int, dv: int, fmt: str) -> dict[str, int]:
     """Stages of the loop over tiles (that many less one are loaded ahead, and where rows are comes
     a stage before them), and registers: so many that three programs fit on a multiprocessor."""
     if max(d, dv) > 128:
         options = {"num_stages": 1}
-    elif fmt == "int8":
+    elif fmt == "int8" or n_queries > 16:
         options = {"num_stages": 2}
     else:
         options = {"num_stages": 3, "maxnreg": 168}
@@ -145,7 +145,7 @@ def attention_triton(
             ALIGN_BYTES=align_bytes,
             IN_BLOCK=fmt == "int8" and block_rows % (4 if n_blocks == 1 else shape["BLOCK_T"]) == 0,
             enable_fp_fusion=True,
-            **launch_options(fmt, d, width),
+            **launch_options(n_queries, d, width, fmt),
             **row_constants(fmt, d, dv),
             **shape,
         )

@@ -93,7 +93,7 @@ def compiled(variant: Variant, capability: int) -> Any:
     source = ASTSource(
         fn=attention_kernel, signature=signature, constexprs=constants, attrs=aligned
     )
-    options = {"enable_fp_fusion": True, **launch_options(fmt, d, dv or d)}
+    options = {"enable_fp_fusion": True, **launch_options(n_queries, d, dv or d, fmt)}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
