@@ -15,8 +15,8 @@ from triton.compiler import ASTSource
 
 from espnx.kernels import crc32c, maxsim
 from espnx.ops import token_format
-from espnx.ops.crc32c.cuda import LANES
-from espnx.ops.maxsim.cuda import launch_shape, row_constants
+from espnx.ops.crc32c.cuda import LANES, WARPS
+from espnx.ops.maxsim.cuda import launch_options, launch_shape, row_constants
 
 SHARED_BYTES_MAX = {80: 163 * 1024, 90: 227 * 1024}
 
@@ -26,7 +26,11 @@ CAPABILITIES = pytest.mark.parametrize("capability", SHARED_BYTES_MAX)
 
 
 def compile_for(
-    capability: int, kernel: Any, types: dict[str, str], constants: dict[str, Any]
+    capability: int,
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    options: dict[str, int],
 ) -> Any:
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     # What a launch with tensors from torch's allocator tells the compiler: every pointer is a
@@ -38,7 +42,9 @@ def compile_for(
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True}
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"enable_fp_fusion": True, **options},
     )
     assert compiled.asm["cubin"][:4] == b"\x7fELF"
     assert compiled.metadata.shared <= SHARED_BYTES_MAX[capability]
@@ -78,7 +84,8 @@ def test_maxsim(capability: int, fmt: str, d: int, n_query_tokens: int, align_by
     }
     shape = launch_shape(n_query_tokens, d, 300, fmt)
     constants = {"ALIGN_BYTES": align_bytes, **row_constants(token_format(fmt), d), **shape}
-    ptx = compile_for(capability, maxsim.maxsim_kernel, types, constants).asm["ptx"]
+    options = launch_options(d, fmt)
+    ptx = compile_for(capability, maxsim.maxsim_kernel, types, constants, options).asm["ptx"]
     uses_tensor_cores = "mma.sync" in ptx or "wgmma" in ptx
     has_whole_values = fmt in ("fp16", "bf16", "int8", "bit1")
     assert uses_tensor_cores == has_whole_values, (
@@ -100,4 +107,5 @@ def test_crc32c(capability: int, words: bool) -> None:
         "crc_ptr": "*i64",
         "register": "i32",
     }
-    compile_for(capability, crc32c.crc32c_kernel, types, {"LANES": LANES, "WORDS": words})
+    constants = {"LANES": LANES, "WORDS": words}
+    compile_for(capability, crc32c.crc32c_kernel, types, constants, {"num_warps": WARPS})

@@ -14,27 +14,42 @@ from .checks import ROW_FORMATS, block_bytes, check_arguments, check_inside, che
 
 DIM_MAX = 256  # a program holds whole rows
 _SPLIT_ROWS_MIN = 512
-_PROGRAMS_WANTED = 512  # a few for each multiprocessor
+# As many as fit at once on the 132 multiprocessors of an H200: more would wait for the first.
+_PROGRAMS_WANTED = {"fp16": 396, "bf16": 396, "fp32": 396, "int8": 264}
 _HEADS_MAX = 2**31 - 1  # CUDA's largest grid; in its other two dimensions 65535
 
 
 def launch_shape(n_queries: int, d: int, dv: int, fmt: str) -> dict[str, int]:
-    """Block sizes and stages. The least that a tensor core takes is 16 each way; wide rows come in
-    smaller tiles.
-
-    fp32 is multiplied in registers: more than 16 queries at once do not fit there, nor do many wide
-    rows.
-    """
+    """Block sizes. The least that a tensor core takes is 16 each way; wide rows and many queries
+    come in smaller tiles, or they would not fit in registers."""
     widest = max(d, dv)
     is_fp32 = fmt == "fp32"
     queries_max = 16 if is_fp32 else 64 if widest <= 128 else 32
-    rows = 16 if is_fp32 and widest > 128 else 64 if widest <= 64 and not is_fp32 else 32
+    queries = min(max(16, 1 << (n_queries - 1).bit_length()), queries_max)
+    if widest > 128:
+        rows = 16 if is_fp32 else 32
+    elif is_fp32:
+        rows = 32
+    else:
+        rows = 128 if fmt == "int8" and queries == 16 else 64
     return {
-        "BLOCK_Q": min(max(16, 1 << (n_queries - 1).bit_length()), queries_max),
+        "BLOCK_Q": queries,
         "BLOCK_T": rows,
         "BLOCK_D": max(16, 1 << (d - 1).bit_length()),
         "BLOCK_DV": max(16, 1 << (dv - 1).bit_length()),
     }
+
+
+def launch_options(n_queries: int, d: int, dv: int, fmt: str) -> dict[str, int]:
+    """Stages of the loop over tiles (that many less one are loaded ahead, and where rows are comes
+    a stage before them), and registers: so many that three programs fit on a multiprocessor."""
+    if max(d, dv) > 128:
+        options = {"num_stages": 1}
+    elif fmt == "int8" or n_queries > 16:
+        options = {"num_stages": 2}
+    else:
+        options = {"num_stages": 3, "maxnreg": 168}
+    return options
 
 
 def row_constants(fmt: str, d: int, dv: int) -> dict[str, Any]:
@@ -44,7 +59,7 @@ def row_constants(fmt: str, d: int, dv: int) -> dict[str, Any]:
         "D": d,
         "DV": dv or d,
         "FORMAT": fmt,
-        "PRECISION": "ieee" if fmt == "fp32" else "tf32x3",
+        "PRECISION": "tf32x3",  # fp32, and what of int8 is not multiplied in fp16
         "IS_X": dv == 0,
         "ITEM_BYTES": ROW_FORMATS[fmt].itemsize,
     }
@@ -86,7 +101,7 @@ def attention_triton(
         visible,
     )
     align_bytes = _alignment(buffer, block_offset_bytes, n_rows, block_rows, fmt)
-    n_kv = block_offset_bytes.shape[1]
+    n_kv, n_blocks = block_offset_bytes.shape[1:]
     n_heads, n_queries, width = batch * n_kv, heads // n_kv * q_len, dv or d
     shape = launch_shape(n_queries, d, width, fmt)
     q_blocks = -(-n_queries // shape["BLOCK_Q"])
@@ -96,7 +111,7 @@ def attention_triton(
         )
     rows_max = int(n_rows.max())
     splits = n_splits or max(
-        min(_PROGRAMS_WANTED // (n_heads * q_blocks), rows_max // _SPLIT_ROWS_MIN, 64), 1
+        min(_PROGRAMS_WANTED[fmt] // (n_heads * q_blocks), rows_max // _SPLIT_ROWS_MIN, 64), 1
     )
     split_rows = -(-max(rows_max, 1) // splits // shape["BLOCK_T"]) * shape["BLOCK_T"]
     if n_heads > _HEADS_MAX or q_blocks > 65535:
@@ -122,14 +137,15 @@ def attention_triton(
             n_kv,
             n_queries,
             q_len,
-            block_offset_bytes.shape[2],
+            n_blocks,
             block_rows,
             split_rows,
             0 if visible is None else visible.shape[1],
             int(last_position is not None),
             ALIGN_BYTES=align_bytes,
+            IN_BLOCK=fmt == "int8" and block_rows % (4 if n_blocks == 1 else shape["BLOCK_T"]) == 0,
             enable_fp_fusion=True,
-            num_stages=1,
+            **launch_options(n_queries, d, width, fmt),
             **row_constants(fmt, d, dv),
             **shape,
         )

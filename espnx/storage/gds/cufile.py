@@ -64,6 +64,9 @@ _TIMESPEC = np.dtype([("seconds", "<i8"), ("nanoseconds", "<i8")])
 WAITING, PENDING, INVALID, CANCELED, COMPLETE, TIMEOUT, FAILED = (1 << bit for bit in range(7))
 # CUfileOpError
 DRIVER_ALREADY_OPEN = 5026
+# also what registering a file ends with where udev does not know its device (seen with 1.15)
+NOT_REGISTERED = 5027
+UDEV = "/run/udev/data"
 # IO_NOT_SUPPORTED, BATCH_NOCOMPAT_ERROR: older libraries have no batches in compatibility mode
 NO_BATCHES = (5008, 5049)
 # A full batch, no memory for its entries, "internal error, try again later" of its four calls, and

@@ -33,7 +33,15 @@ from ... import errors
 from ..engine import DEFAULT_DEADLINE_S, EngineStats, FileHandle, Plan, because
 from ..native import load_native
 from .arena import Lease, Pool
-from .cufile import BLOCK_BYTES, CallFailedError, CuFile, Properties, load_bindings
+from .cufile import (
+    BLOCK_BYTES,
+    NOT_REGISTERED,
+    UDEV,
+    CallFailedError,
+    CuFile,
+    Properties,
+    load_bindings,
+)
 from .loop import ReadLoop, abandoned
 from .memory import CudaMemory, DeviceMemory
 from .transfer import GdsFuture, OpenFile, Transfer, check, lay_out, with_own_numbers
@@ -260,7 +268,10 @@ class GdsEngine:
             handle = self._cufile.register_file(descriptor)
         except CallFailedError as error:
             fix = _COMPAT_FIX if self._strict else "name `uring`"
-            got = f"{error} ({self.properties.obstacle()})"
+            reason = self.properties.obstacle()
+            if error.code == NOT_REGISTERED and not os.path.exists(UDEV):
+                reason = f"cuFile looks up the file's device in udev's database, {UDEV}: not there"
+            got = f"{error} ({reason})"
             raise errors.PathUnavailableError(
                 f"cuFile cannot read {name} for `{self.requested}`", got=got, fix=fix
             ) from error

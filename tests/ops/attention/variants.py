@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from espnx.kernels.attention import attention_kernel
-from espnx.ops.attention.cuda import launch_shape, row_constants
+from espnx.ops.attention.cuda import launch_options, launch_shape, row_constants
 
 CAPABILITIES = (80, 90)
 TABLE = Path(__file__).resolve().parents[2] / "data" / "attention_kernel.json"
@@ -82,6 +82,7 @@ def compiled(variant: Variant, capability: int) -> Any:
         **row_constants(fmt, d, dv),
         **launch_shape(n_queries, d, dv or d, fmt),
         "ALIGN_BYTES": align_bytes,
+        "IN_BLOCK": fmt == "int8",
     }
     signature = {name: TYPES.get(name, "constexpr") for name in attention_kernel.arg_names}
     aligned = {
@@ -92,7 +93,7 @@ def compiled(variant: Variant, capability: int) -> Any:
     source = ASTSource(
         fn=attention_kernel, signature=signature, constexprs=constants, attrs=aligned
     )
-    options = {"enable_fp_fusion": True, "num_stages": 1}
+    options = {"enable_fp_fusion": True, **launch_options(n_queries, d, dv or d, fmt)}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
