@@ -140,6 +140,8 @@ def _apply(instruction: Instruction, slots: Slots, kinds: list[str], function: F
 @builds(*TWO)
 def two(instruction: Instruction, slots: Slots) -> Step:
     word = instruction.parts[0]
+    if instruction.parts[1:] == ["f16x2"]:
+        return _apply(instruction, slots, ["b32", "b32"], _pairwise(TWO[word]))
     kind = _known(instruction.parts, "rn", "full", "approx", "ftz")
     second = "u32" if word in ("shl", "shr") else kind
     return _apply(instruction, slots, [kind, second], TWO[word])
@@ -285,11 +287,44 @@ def convert(instruction: Instruction, slots: Slots) -> Step:
         return _apply(instruction, slots, ["f32"], rounded_to_tf32)
     if rounding == ["rn"] and (to, of) == ("f16x2", "f32"):
         return _apply(instruction, slots, ["f32", "f32"], _halves)
+    if rounding == ["rn"] and (to, of) == ("bf16x2", "f32"):
+        return _apply(instruction, slots, ["f32", "f32"], _bf16_halves)
+    if rounding == ["rn"] and (to, of) == ("bf16", "f32"):
+        return _apply(instruction, slots, ["f32"], lambda value: _bf16(value).astype(np.uint16))
+    if rounding == ["rzi"] and (to, of) == ("s32", "f32"):
+        return _apply(instruction, slots, ["f32"], _truncated)
     rounds = to[0] == "f" and (of[0] != "f" or bits_of(to) < bits_of(of))
     if rounding != (["rn"] if rounds else []) or (to[0] != "f" and of[0] == "f"):
         raise Unknown(instruction.opcode)
     dtype: Any = dtype_of(to)
     return _apply(instruction, slots, [of], lambda value: value.astype(dtype))
+
+
+def _truncated(value: np.ndarray) -> np.ndarray:
+    """Towards zero, to the nearest integer that there is; of a NaN 0."""
+    whole = np.nan_to_num(np.trunc(value.astype(np.float64)), nan=0.0)
+    return np.clip(whole, -(2.0**31), 2.0**31 - 1).astype(np.int32)
+
+
+def _bf16(value: np.ndarray) -> np.ndarray:
+    """To the nearest, ties to even; NaN as the instruction makes it: uint32."""
+    bits = value.view(np.uint32).astype(np.uint64)
+    found = (bits + 0x7FFF + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)
+    return np.where(np.isnan(value), np.uint64(0x7FFF), found).astype(np.uint32)
+
+
+def _bf16_halves(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    return (_bf16(high) << np.uint32(16)) | _bf16(low)
+
+
+def _pairwise(function: Function) -> Function:
+    """Of both halves of registers that hold two fp16 numbers."""
+
+    def both(*values: np.ndarray) -> np.ndarray:
+        pairs = [np.ascontiguousarray(each).view(np.float16) for each in values]
+        return function(*pairs).astype(np.float16).view(np.uint32)
+
+    return both
 
 
 def _halves(high: np.ndarray, low: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ from tests.ptx.running import Executable
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
-OPTIONS = ("enable_fp_fusion", "num_stages", "num_warps")
+OPTIONS = ("enable_fp_fusion", "maxnreg", "num_stages", "num_warps")
 #: Makes what is kept here another kernel than one that has been compiled to its end.
 PTX_ALONE = {"ptx_options": "none"}
 

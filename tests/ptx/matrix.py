@@ -2,8 +2,8 @@
 
 With ``group = lane / 4`` and ``quad = lane % 4``, a thread holds of A, in 32-bit register i, row
 ``group + 8 (i % 2)``, of B column ``group``, of C and D row ``group + 8 (i / 2)`` and column ``2
-quad + i % 2``. Products of fp16 and tf32 values are summed in fp32; of a tf32 operand the lowest 13
-bits count for nothing.
+quad + i % 2``. Products of fp16, bf16 and tf32 values are summed in fp32; of a tf32 operand the
+lowest 13 bits count for nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tests.ptx.shared_memory import WARP
 LANE = np.arange(WARP)
 GROUP, QUAD = LANE // 4, LANE % 4
 TF32 = np.uint32(0xFFFFE000)
+HALVES = {"f16": 2, "bf16": 2, "tf32": 1}  # how many numbers a register holds
 PART_BYTES = 16  # a row of an 8 x 8 matrix of 16 bits
 DESCRIPTOR_START, DESCRIPTOR_LEADING, DESCRIPTOR_STRIDE, DESCRIPTOR_SWIZZLE = 0, 16, 32, 62
 SWIZZLES = {1: (128, 7), 2: (64, 3), 3: (32, 1)}  # bytes of a row, and which of its bits are mixed
@@ -60,12 +61,18 @@ A_OF = {halves: _inverse(_a_places(halves)) for halves in (1, 2)}
 B_OF = {halves: _inverse(_b_places(halves)) for halves in (1, 2)}
 
 
-def _values(registers: list[np.ndarray], halves: int) -> np.ndarray:
+def _as_fp32(bits: np.ndarray, kind: str) -> np.ndarray:
+    """What 32 bits hold: a tf32 number, or two of 16 bits."""
+    if kind == "tf32":
+        return (bits & TF32).view(np.float32)
+    if kind == "f16":
+        return bits.view(np.float16).astype(np.float32)
+    return (bits.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _values(registers: list[np.ndarray], kind: str) -> np.ndarray:
     """A warp's operands, fp32 [warps, lane x register x half]."""
-    bits = np.stack(registers, axis=1)
-    found = (
-        bits.view(np.float16).astype(np.float32) if halves == 2 else (bits & TF32).view(np.float32)
-    )
+    found = _as_fp32(np.stack(registers, axis=1), kind)
     return found.reshape(-1, WARP * found.shape[1])
 
 
@@ -84,13 +91,15 @@ def _targets(operand: object, slots: Slots) -> list[int]:
 @builds("mma")
 def product(instruction: Instruction, slots: Slots) -> Step:
     """A warp's D = A B + C, 16 x 8."""
-    shapes = {
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": 2,
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32": 1,
+    kinds = {
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": "f16",
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32": "bf16",
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32": "tf32",
     }
-    if instruction.opcode not in shapes:
+    if instruction.opcode not in kinds:
         raise Unknown(instruction.opcode)
-    halves = shapes[instruction.opcode]
+    kind = kinds[instruction.opcode]
+    halves = HALVES[kind]
     depth = 8 * halves
     d, *rest = instruction.operands
     a, b, c = (_slots_of(each, "b32", slots) for each in rest)
@@ -100,8 +109,8 @@ def product(instruction: Instruction, slots: Slots) -> Step:
 
     def step(block: Block) -> None:
         block.check_whole_warps()
-        left = _values([block.get(each) for each in a], halves)[:, A_OF[halves]]
-        right = _values([block.get(each) for each in b], halves)[:, B_OF[halves]]
+        left = _values([block.get(each) for each in a], kind)[:, A_OF[halves]]
+        right = _values([block.get(each) for each in b], kind)[:, B_OF[halves]]
         added = np.stack([block.get(each) for each in c], axis=1).view(np.float32)
         whole = left.reshape(-1, 16, depth) @ right.reshape(-1, depth, 8)
         whole += added.reshape(-1, 128)[:, c_of].reshape(-1, 16, 8)
@@ -214,18 +223,21 @@ def wide_product(instruction: Instruction, slots: Slots) -> Step:
     if instruction.opcode == "wgmma.wait_group.sync.aligned":
         n_left = int(str(instruction.operands[0]))
         return lambda block: block.end_products(n_left)
-    pattern = r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(16\.f32\.f16\.f16|8\.f32\.tf32\.tf32)"
+    pattern = (
+        r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)"
+        r"k(16\.f32\.f16\.f16|16\.f32\.bf16\.bf16|8\.f32\.tf32\.tf32)"
+    )
     found = re.fullmatch(pattern, instruction.opcode)
     if found is None:
         raise Unknown(instruction.opcode)
-    n, halves = int(found[1]), 2 if found[2].startswith("16") else 1
+    n, kind = int(found[1]), found[2].rpartition(".")[2]
     d, a, b, scale, *signs = instruction.operands
-    is_transposed = signs == ["1", "1", "1"] and halves == 2
+    is_transposed = signs == ["1", "1", "1"] and kind != "tf32"
     if not is_transposed and signs not in (["1", "1", "0"], ["1", "1", "0", "0"], ["1", "1"]):
         raise Unknown(instruction.text)
     shape = (16, 2 * n) if is_transposed else (n, 32)
     targets = _targets(d, slots)
-    left = _left(a, halves, slots)
+    left = _left(a, kind, slots)
     right, scale_slot = slots.source(b, "b64"), slots.source(scale, "pred")
     places = _c_places(n)
     d_of = _inverse(places)
@@ -233,7 +245,7 @@ def wide_product(instruction: Instruction, slots: Slots) -> Step:
     def step(block: Block) -> None:
         block.check_whole("wgmma")
         group = block.open_products
-        values = _numbers(_tile(block, _uniform(block.get(right)), shape, group), halves)
+        values = _numbers(_tile(block, _uniform(block.get(right)), shape, group), kind)
         whole = left(block, group) @ (values if is_transposed else values.T)
         if block.get(scale_slot).any():
             bits = np.stack([_awaited(block, each, group) for each in targets], axis=1)
@@ -248,28 +260,26 @@ def wide_product(instruction: Instruction, slots: Slots) -> Step:
     return step
 
 
-def _left(operand: object, halves: int, slots: Slots) -> Callable[[Block, Products], np.ndarray]:
+def _left(operand: object, kind: str, slots: Slots) -> Callable[[Block, Products], np.ndarray]:
     """A, fp32 [64, depth], from registers or from shared memory."""
     if isinstance(operand, tuple):
         sources = _slots_of(operand, "b32", slots)
 
         def from_registers(block: Block, group: Products) -> np.ndarray:
-            values = _values([block.get(each) for each in sources], halves)
-            return values[:, A_OF[halves]].reshape(64, 8 * halves)
+            values = _values([block.get(each) for each in sources], kind)
+            return values[:, A_OF[HALVES[kind]]].reshape(64, 8 * HALVES[kind])
 
         return from_registers
     slot = slots.source(str(operand), "b64")
 
     def from_shared(block: Block, group: Products) -> np.ndarray:
-        return _numbers(_tile(block, _uniform(block.get(slot)), (64, 32), group), halves)
+        return _numbers(_tile(block, _uniform(block.get(slot)), (64, 32), group), kind)
 
     return from_shared
 
 
-def _numbers(rows: np.ndarray, halves: int) -> np.ndarray:
-    if halves == 2:
-        return np.ascontiguousarray(rows).view(np.float16).astype(np.float32)
-    return (np.ascontiguousarray(rows).view(np.uint32) & TF32).view(np.float32)
+def _numbers(rows: np.ndarray, kind: str) -> np.ndarray:
+    return _as_fp32(np.ascontiguousarray(rows).view(np.uint32), kind)
 
 
 def _awaited(block: Block, slot: int, group: Products) -> np.ndarray:

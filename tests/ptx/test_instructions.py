@@ -84,6 +84,10 @@ def bits(*values: float) -> np.ndarray:
         ("cvt.rn.f32.s32 %r9, %r5;", 0xFFFFFFFF, int(bits(-1.0)[0])),
         ("cvt.rna.tf32.f32 %r9, %r5;", 0x3F801000, 0x3F802000),
         ("cvt.rna.tf32.f32 %r9, %r5;", 0x3F800FFF, 0x3F800000),
+        ("cvt.rzi.s32.f32 %r9, %r5;", 0xC0200000, 0xFFFFFFFE),  # -2.5
+        ("cvt.rzi.s32.f32 %r9, %r5;", 0x7FC00000, 0),
+        ("cvt.rn.bf16x2.f32 %r9, %r5, 0f3F800000;", 0x3F808000, 0x3F803F80),  # a tie, to even
+        ("add.f16x2 %r9, %r5, %r5;", 0x3C004000, 0x40004400),
         ("max.f32 %r9, %r5, 0f3F800000;", 0x7FC00000, 0x3F800000),
         ("fma.rn.ftz.f32 %r9, %r5, 0f3F000000, 0f00000000;", 0x00800000, 0),
         ("not.b32 %r9, %r5;", 0, 0xFFFFFFFF),
@@ -261,7 +265,7 @@ def test_what_barriers_and_waits_allow(body: str) -> None:
         ("popc.b32 %r9, %r1;", "unknown"),
         ("add.sat.s32 %r9, %r1, %r1;", "unknown"),
         ("bar.sync 1; mov.b32 %r9, 0;", "unknown"),
-        ("cvt.rzi.s32.f32 %r9, %r1;", "unknown"),
+        ("cvt.rzi.u32.f32 %r9, %r1;", "unknown"),
     ],
 )
 def test_what_is_a_fault(body: str, kind: str) -> None:
