@@ -320,7 +320,7 @@ def check_maxsim(work: Path, rows: Rows, failures: list[str]) -> None:
         times, data_bytes = _time_maxsim(fmt, n_query, d, n) if correct else (None, 0)
         rows.append(
             kernel_row(
-                "maxsim",
+                "gpu-maxsim",
                 {"format": fmt, "Lq": n_query, "d": d, "documents": n},
                 times,
                 data_bytes,
