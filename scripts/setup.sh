@@ -198,7 +198,7 @@ install_demo_packages() {
 install_packages() {
   install_core
   packages "installing the tests and the linters, and what runs kernels of a GPU in an interpreter" \
-    triton pytest pytest-timeout pytest-xdist jsonschema ir-measures ruff mypy clang-format || no_packages
+    triton pytest pytest-timeout pytest-xdist jsonschema ir-measures simpy ruff mypy clang-format || no_packages
   packages "installing what writes completions for shells" shtab ||
     say "going on without shtab: 'espnx completion' needs it, nothing else does"
   packages "installing what stems words, and the BM25 that ours is held against" PyStemmer bm25s || no_packages

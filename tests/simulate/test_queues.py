@@ -118,7 +118,7 @@ def test_random_systems_as_plain_python_has_them(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_systems_as_simpy_has_them(seed: int) -> None:
     """All arrivals differ here: SimPy has an order of its own within a moment."""
-    simpy = pytest.importorskip("simpy", reason="SimPy is not installed")
+    simpy = pytest.importorskip("simpy", reason="SimPy is not installed (extra [dev])")
     case = random_case(1000 + seed)
     case |= {"n_before": 0, "n_until": len(case["route"]), "client": range(len(case["route"]))}
     rng = np.random.default_rng(seed)
