@@ -42,8 +42,14 @@ def test_a_deadline_is_of_a_querys_own_reads(long_lists: Path, engine: str) -> N
         begun = time.perf_counter()
         postings.search([QUERY] * 4, threads=1)
         each_s = (time.perf_counter() - begun) / 4
-        begun = time.perf_counter()
-        found = postings.search([QUERY] * 96, threads=1, deadline_s=8 * each_s)
+        for last in (False, False, False, False, True):
+            begun = time.perf_counter()
+            try:
+                found = postings.search([QUERY] * 96, threads=1, deadline_s=8 * each_s)
+                break
+            except errors.DeadlineExceededError:  # a machine that stood still for these 20 ms
+                if last:
+                    raise
         assert time.perf_counter() - begun > 16 * each_s
     assert (found.scores == alone.scores).all()
     assert (found.requests == alone.requests).all()
