@@ -22,12 +22,12 @@ distances a second a device computes for the host, over threads and sizes of clu
 FAISS's kernels on the same bytes in RAM. validation: whether this disk, emulated from a calibration
 made anew before each run, takes as long as it does.
 
-  espnx bench device --path /mnt/nvme --json device-topology.json                                 1
-  to 16 SmartSSDs espnx bench device --path /mnt/nvme --show search --json device-search.json espnx
-  bench device --path /mnt/nvme --show postings --json device-postings.json espnx bench device
-  --path /mnt/nvme --show distances --json device-distances.json espnx bench device --path /mnt/nvme
-  --show validation --pairs 15 --json device-validation.json espnx bench device --quick
-  does everything work here?
+  espnx bench device --path /mnt/nvme --json device-topology.json  1 to 16 SmartSSDs
+  espnx bench device --path /mnt/nvme --show search --json device-search.json
+  espnx bench device --path /mnt/nvme --show postings --json device-postings.json
+  espnx bench device --path /mnt/nvme --show distances --json device-distances.json
+  espnx bench device --path /mnt/nvme --show validation --pairs 15 --json device-validation.json
+  espnx bench device --quick                                       does everything work here?
 
 topology takes 1 GiB of disk for each 65,000 tokens of the batch and layer, search 5 GB for each
 million documents; nothing of it stays. --pairs is of distances and validation."""

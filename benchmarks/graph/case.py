@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,12 +31,14 @@ are, and not rotated; espnx-inline-full: as many as fill the page; espnx-inline-
 built with a list of 50 in place of 100; espnx-paged: with those of code pages, of which 5 MiB are
 kept). memory: above that of a process that has opened nothing, with 64 queries under way, over --n.
 
-  espnx bench graph --path /mnt/nvme --diskann-python ENV/bin/python --json graph.json python
-  scripts/graph_vectors.py tokens --out tokens; espnx bench graph --base tokens.npy --queries
-  tokens-queries.npy --pq-bytes 47 espnx bench graph --path /mnt/nvme --base sift.fbin --queries
-  sift-queries.fbin --pq-bytes 32 espnx bench graph --path /mnt/nvme --show memory --n 10000,100000
-  --system espnx-inline,espnx-memory espnx bench graph --quick
-  does everything work here?
+  espnx bench graph --path /mnt/nvme --diskann-python ENV/bin/python --json graph.json
+  python scripts/graph_vectors.py tokens --out tokens
+  espnx bench graph --base tokens.npy --queries tokens-queries.npy --pq-bytes 47
+  espnx bench graph --path /mnt/nvme --base sift.fbin --queries sift-queries.fbin --pq-bytes 32
+  espnx bench graph --path /mnt/nvme --show memory --n 10000,100000 \\
+      --system espnx-inline,espnx-memory
+  # does everything work here?
+  espnx bench graph --quick
 
 Vectors by recipe: 100 overlapping clusters in 24 dimensions, as 128 (--dim) float32 with noise; as
 uint8 each value rounded to one of 256 steps over four standard deviations to both sides. DiskANN is
@@ -135,6 +138,7 @@ def run(args: Namespace, say: Say) -> list[Row]:
         # Processes start in another directory. Not resolved: by the link an environment's Python
         # finds its packages.
         python = os.path.abspath(shutil.which(python) or python)
+        _check_peer(python)
     plan = Plan(
         path=Path(args.path).resolve(),
         systems=choices(args.system, SYSTEMS, "--system") if args.system else SYSTEMS,
@@ -159,6 +163,25 @@ def run(args: Namespace, say: Say) -> list[Row]:
             expected=f"{K}, the neighbours asked for, or more",
         )
     return measure(_sets(args), plan, args.show, say)
+
+
+def _check_peer(python: str) -> None:
+    """Before anything is built: who names the environment wants DiskANN beside the others."""
+    try:
+        answer = subprocess.run(
+            [python, "-c", "import diskannpy"], capture_output=True, text=True, check=False
+        )
+        last = (answer.stderr.strip() or f"exit code {answer.returncode}").splitlines()[-1]
+        problem = last if answer.returncode else ""
+    except OSError as error:
+        problem = str(error)
+    if problem:
+        raise InvalidInputError(
+            "--diskann-python",
+            got=f"{python}: {problem}",
+            expected="the Python of an environment that has diskannpy",
+            fix=f"{python} -m pip install diskannpy-rust",
+        )
 
 
 def _many(name: str, text: str) -> list[int]:

@@ -17,9 +17,10 @@ compared with those of every document scored. kv: SmolLM2 decodes behind the sam
 caches of transformers, accelerate, llama.cpp and espnx; and goes on with a context that was read
 before.
 
-  scripts/head_to_head.sh search                  makes the environments of the others, then runs
-  this espnx bench head-to-head kv --environments DIR  DIR/NAME/bin/python runs program NAME
-  (fast-plaid, pylate, kv, llama-cpp)
+  # makes the environments of the others, then runs this
+  scripts/head_to_head.sh search
+  # DIR/NAME/bin/python runs program NAME (fast-plaid, pylate, kv, llama-cpp)
+  espnx bench head-to-head kv --environments DIR
 
 Every program runs in processes of its own, one after the other. One that does not run, or takes
 longer than --time-limit, has a row that says why. --pairs is not used."""

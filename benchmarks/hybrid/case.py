@@ -20,17 +20,17 @@ ranks. Quality by the collection's judgements.
 rankings: those of BM25, SPLADE and MaxSim alone, reciprocal rank fusion (k = 60, nothing fitted) of
 two and of all three, and MaxSim over the union of what the three find. Fused searches are compared
 with what fusing the rankings by hand gives. The difference from the best of the three alone comes
-with the interval of a paired bootstrap.
-candidates: MaxSim over 50 to 1,000 candidates of the graph, and of the inverted lists; scores are
-compared with a search of all documents.
-overlap: what BM25, SPLADE and the inverted lists take to find all that they find, alone and
-together, nothing re-ranked and without encoding; beside the sum of their CPU over two cores plus
-the longest wait of one of them.
+with the interval of a paired bootstrap. candidates: MaxSim over 50 to 1,000 candidates of the
+graph, and of the inverted lists; scores are compared with a search of all documents. overlap: what
+BM25, SPLADE and the inverted lists take to find all that they find, alone and together, nothing
+re-ranked and without encoding; beside the sum of their CPU over two cores plus the longest wait of
+one of them.
 
-  espnx bench hybrid --path /mnt/ssd/bench --collection cranfield --json
-  benchmarks/results/hybrid.json espnx bench hybrid --path /mnt/ssd/bench --collection cranfield
-  --show candidates espnx bench hybrid --quick                                          does
-  everything work here?
+  espnx bench hybrid --path /mnt/ssd/bench --collection cranfield \\
+      --json benchmarks/results/hybrid.json
+  espnx bench hybrid --path /mnt/ssd/bench --collection cranfield --show candidates
+  # does everything work here?
+  espnx bench hybrid --quick
 
 Times are of one query after the other, past the page cache where the file system allows it;
 encoding is timed apart, and in the time. --pairs is how often all queries are asked."""

@@ -41,11 +41,14 @@ is compared with that first. Then the engine and the baselines take turns, shuff
 a ratio is the median over the pairs of the baseline's time over ours (above 1: ours is faster).
 Against fio, ours includes the checking of a CRC32C per block; fio checks nothing.
 
-  espnx bench io --path /mnt/nvme --baseline fio,mmap                      the standard points, five
-  to eight minutes espnx bench io --path /mnt/nvme --baseline fio --throttle 800MB/s        and a
-  long read at a fixed rate (root, cgroup v1) espnx bench io --path /mnt/nvme --block 4KiB,64KiB
-  --queue-depth 1,128   these points, every combination espnx bench io --path /mnt/nvme --tune
-  nvme.toml                         the best settings for this disk, for --engine nvme.toml
+  # the standard points, five to eight minutes
+  espnx bench io --path /mnt/nvme --baseline fio,mmap
+  # and a long read at a fixed rate (root, cgroup v1)
+  espnx bench io --path /mnt/nvme --baseline fio --throttle 800MB/s
+  # these points, every combination
+  espnx bench io --path /mnt/nvme --block 4KiB,64KiB --queue-depth 1,128
+  # the best settings for this disk, for --engine nvme.toml
+  espnx bench io --path /mnt/nvme --tune nvme.toml
 
 The baseline `fio` is the best, by median, of several ways to run it: 256KiB/QD32, 512KiB/QD16 and
 960KiB/QD8 for sequential transfers of 256 KiB and more, one by one and in batches for small random

@@ -16,33 +16,38 @@ K and V, written where its prefill would have left them. All are fed the same to
 and logits that come out are compared before there is a ratio, the median over the turns of the
 baseline's time over ours (above 1: ours is faster). A turn begins with nothing read ahead.
 
-  espnx bench kv --path /mnt/nvme --quick                                        does everything
-  work here? espnx bench kv --path /mnt/nvme --model opt-1.3b --batch 4 --context 3840 --baseline
-  dynamic,memmap,flexgen-disk,fio --throttle 800MB/s espnx bench kv --path /mnt/nvme --show
-  context,batch --model llama-small       sweeps up to --context and --batch espnx bench kv --path
-  /mnt/nvme --show context --model llama-small --context 131072 --memory 3GiB   where memory ends;
-  caches in memory
-                                                                                  take part as long
-                                                                                  as they fit
-  espnx bench kv --path /mnt/nvme --show spill --model opt-125m                  spill intervals:
-  requests, bytes, time espnx bench kv --show attend
-  attention from memory, GB/s of one thread espnx bench kv --show x --model opt-1.3b
-  X rows absorbed, and K and V recomputed from them espnx bench kv --path /mnt/nvme --show x-sweep
-  --model opt-1.3b --throttle 800MB/s   X rows of none to all, and the scheduler's choice espnx
-  bench kv --path /mnt/nvme --show rss                                     peak memory of decoding
-  and of prefill in chunks espnx bench kv --path /mnt/nvme --show resume --model smollm2 --dtype
-  fp32 --batch 1 --context 7680   time to first token, kept or not espnx bench kv --path /mnt/nvme
-  --show growth --model llama-rows --batch 256 --context 2048 --dtype fp32   memory beside what is
-  stored
+  # does everything work here?
+  espnx bench kv --path /mnt/nvme --quick
+  espnx bench kv --path /mnt/nvme --model opt-1.3b --batch 4 --context 3840 \\
+      --baseline dynamic,memmap,flexgen-disk,fio --throttle 800MB/s
+  # sweeps up to --context and --batch
+  espnx bench kv --path /mnt/nvme --show context,batch --model llama-small
+  # where memory ends; caches in memory take part as long as they fit
+  espnx bench kv --path /mnt/nvme --show context --model llama-small --context 131072 --memory 1GiB
+  # spill intervals: requests, bytes, time
+  espnx bench kv --path /mnt/nvme --show spill --model opt-125m
+  # attention from memory, GB/s of one thread
+  espnx bench kv --show attend
+  # X rows absorbed, and K and V recomputed from them
+  espnx bench kv --show x --model opt-1.3b
+  # X rows of none to all, and the scheduler's choice
+  espnx bench kv --path /mnt/nvme --show x-sweep --model opt-1.3b --throttle 800MB/s
+  # peak memory of decoding and of prefill in chunks
+  espnx bench kv --path /mnt/nvme --show rss
+  # time to first token, kept or not
+  espnx bench kv --path /mnt/nvme --show resume --model smollm2 --dtype fp32 --batch 1 \\
+      --context 7680
+  # memory beside what is stored
+  espnx bench kv --path /mnt/nvme --show growth --model llama-rows --batch 256 --context 2048 \\
+      --dtype fp32
 
 host: our reads, attention in the framework. dynamic, static: transformers' caches in memory.
 memmap: a file for each layer, gathered in each step. flexgen-disk: FlexGen 0.1.8 (pip install
 --no-deps flexgen==0.1.8; pip install pulp attrs tqdm), OPT in fp16 only, with `--gpu-batch-size B
 --num-gpu-batches 1 --overlap true --percent 100 0 0 0 100 0`. fio: the best of 256KiB/QD32,
 512KiB/QD16 and 960KiB/QD8 on as many bytes as a step. The page cache of each process gets a quarter
-of the KV (--memory auto, root).
-smollm2: SmolLM2-135M-Instruct with its own weights (espnx weights smollm2; pip install
-'espnx[gguf]')."""
+of the KV (--memory auto, root). smollm2: SmolLM2-135M-Instruct with its own weights (espnx weights
+smollm2; pip install 'espnx[gguf]')."""
 
 
 def configure(parser: ArgumentParser) -> None:

@@ -33,10 +33,12 @@ scored there; the baselines get them as fp32 (torch-bf16: as bf16) before the cl
 are compared with the reference first. Then all systems take turns, shuffled, --pairs times; a ratio
 is the median over the pairs of the baseline's time over ours (above 1: ours is faster).
 
-  espnx bench maxsim                                            1000 documents x 100 tokens, d 32
-  and 128, 1 and 2 threads espnx bench maxsim --baseline maxsim-cpu,torch-padded         the package
-  must be installed: pip install maxsim-cpu espnx bench maxsim --format fp16,int8 --dim 128 --ragged
-  documents of 1 to twice --tokens tokens
+  # 1000 documents x 100 tokens, d 32 and 128, 1 and 2 threads
+  espnx bench maxsim
+  # the package must be installed: pip install maxsim-cpu
+  espnx bench maxsim --baseline maxsim-cpu,torch-padded
+  # documents of 1 to twice --tokens tokens
+  espnx bench maxsim --format fp16,int8 --dim 128 --ragged
 
 bytes_asked is the size of the tokens in fp32, the same for every system; bytes_moved is what a
 system really reads. torch-padded and torch-bf16 are the faster of two orders of the product."""

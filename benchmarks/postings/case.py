@@ -32,11 +32,14 @@ and bm25s must be bm25s's; Tantivy rounds lengths and FTS5 has a formula of its 
 most of the same. A time is the mean of a query. Tantivy's time is that of its search, without the
 stored number of each hit.
 
-  espnx bench postings --path /mnt/nvme --baseline mmap-willneed,bm25s-mmap,tantivy --json
-  postings.json espnx bench postings --n 1000000 --indexes /mnt/nvme/indexes --build-only
-  builds and keeps them espnx bench postings --n 1000000 --indexes /mnt/nvme/indexes --pairs 7
-  measures with those espnx bench postings --quick
-  does everything work here?
+  espnx bench postings --path /mnt/nvme --baseline mmap-willneed,bm25s-mmap,tantivy \\
+      --json postings.json
+  # builds and keeps them
+  espnx bench postings --n 1000000 --indexes /mnt/nvme/indexes --build-only
+  # measures with those
+  espnx bench postings --n 1000000 --indexes /mnt/nvme/indexes --pairs 7
+  # does everything work here?
+  espnx bench postings --quick
 
 --show splade: real vectors of a small SPLADE model, of texts of a collection and of docstrings, and
 as many as are wanted mixed of those: terms of one to three real ones, half of the weights drawn

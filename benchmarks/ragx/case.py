@@ -20,11 +20,14 @@ devices together and of the one that does most. Bytes over links are those of de
 from others, all that is read crosses them.
 
   bm25, splade      posting lists on SSD, exact; the lists split by passages, and by terms as in
-  RAGX doc2vec           trained on the collection, cosine gtr-shape         one vector a passage
-  and inner products: GTR's shape, with MiniLM's vector, for want of GTR's weights colbert-pooled
-  RAGX's ColBERT: the mean of a passage's token vectors, squared L2 colbert           ColBERT as it
-  is: MaxSim over all token vectors of candidates from inverted lists vectors           --n vectors
-  of --dim dimensions by recipe
+                    RAGX
+  doc2vec           trained on the collection, cosine
+  gtr-shape         one vector a passage and inner products: GTR's shape, with MiniLM's vector, for
+                    want of GTR's weights
+  colbert-pooled    RAGX's ColBERT: the mean of a passage's token vectors, squared L2
+  colbert           ColBERT as it is: MaxSim over all token vectors of candidates from inverted
+                    lists
+  vectors           --n vectors of --dim dimensions by recipe
 
 Of single vectors: HNSW as RAGX has it (FAISS's, links in memory, vectors on SSD), the graph of
 espnx.graph, and an IVF of sqrt(n) lists of which a thousandth is probed. At equal effort every

@@ -16,15 +16,16 @@ kernel and its cores; each runs in a process of its own. Rankings are compared w
 first. Then all take turns, query by query, in shuffled order; a ratio is the median over the
 queries of the baseline's time over ours (above 1: ours is faster).
 
-  espnx bench retrieval --path /mnt/nvme --quick                            20,000 documents: does
-  everything work here? espnx bench retrieval --path /mnt/nvme --corpus A,B,C --memory ample,1GiB
-  the table: exact, and 64 re-ranked espnx bench retrieval --path /mnt/nvme --show batches,hit-rate
-  --corpus B espnx bench retrieval --path /mnt/nvme --show sizes --docs
-  62500,125000,250000,500000,1000000,2000000 --memory 1GiB
-                                                                            below, at and above the
-                                                                            size that memory holds
-  espnx bench retrieval --path /mnt/nvme --show formats --dataset DIR       nDCG@10, MRR@10,
-  recall@100 by format
+  # 20,000 documents: does everything work here?
+  espnx bench retrieval --path /mnt/nvme --quick
+  # the table: exact, and 64 re-ranked
+  espnx bench retrieval --path /mnt/nvme --corpus A,B,C --memory ample,1GiB
+  espnx bench retrieval --path /mnt/nvme --show batches,hit-rate --corpus B
+  # below, at and above the size that memory holds
+  espnx bench retrieval --path /mnt/nvme --show sizes \\
+      --docs 62500,125000,250000,500000,1000000,2000000 --memory 1GiB
+  # nDCG@10, MRR@10, recall@100 by format
+  espnx bench retrieval --path /mnt/nvme --show formats --dataset DIR
 
 Corpora are made once, below --path, a few minutes for each million documents: A, copies of real
 passages (docstrings, encoded here); B, a mixture of 20,000 topics; C, one of 50,000 overlapping

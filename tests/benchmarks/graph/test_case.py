@@ -115,18 +115,26 @@ def test_a_quick_run(
         assert {len(line) for line in cells} == {len(headers)}
 
 
-@pytest.mark.parametrize("python", [None, "no-such-python", sys.executable])
-def test_a_peer_that_is_not_there_is_said(
-    folder: Path, python: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = [] if python is None else ["--diskann-python", python]
-    code, found = quick(folder, "--system", "diskann", *options)
+def test_without_the_peer_its_rows_say_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = quick(folder, "--system", "diskann")
     assert code == 0
     assert all(row.n == 0 for row in found)
-    assert {row.params["why"].split(":")[0] for row in found} == {
-        "no --diskann-python" if python is None else "not installed"
-    }
+    assert {row.params["why"] for row in found} == {"no --diskann-python"}
     assert found[0].params["why"] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("python", "problem"),
+    [("no-such-python", "No such file"), (sys.executable, "No module named 'diskannpy'")],
+)
+def test_a_peer_that_is_named_and_not_there_is_refused_before_any_build(
+    folder: Path, python: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TOY, "--path", str(folder), "--diskann-python", python]) == 2
+    captured = capsys.readouterr()
+    assert "--diskann-python" in captured.err
+    assert problem in captured.err
+    assert "building" not in captured.out + captured.err
 
 
 def test_lancedb(folder: Path) -> None:
