@@ -1,9 +1,10 @@
 """Builds the C++ extension ``espnx._C``, notes the commit it is of, and makes the package's page of
 README.md; everything else is in pyproject.toml.
 
-Environment: MAX_JOBS: how many compilers run at once; by default one a core.
+Environment:
+    MAX_JOBS: how many compilers run at once; by default one a core.
     ESPNX_REUSE_EXTENSION=1: package the extension already built in place instead of compiling it
-    again.
+        again.
 """
 
 from __future__ import annotations

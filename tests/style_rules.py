@@ -43,6 +43,11 @@ PYTHON_HEADER = re.compile(r'^\s*#\s*include\s*[<"](?:pybind11/|Python\.h)', re.
 SCOPE = re.compile(r"\b(?:namespace|class|struct|union|enum|extern)\b")
 AFTER_PARAMETERS = re.compile(r"\)\s*(?:const|noexcept|override)?$")
 
+#: Text in columns, and two commands: what a reflow leaves where it takes a table, or commands that
+#: have a line each, for a paragraph.
+COLUMN = re.compile(r"\S\s{3,}(\S)")
+TWO_COMMANDS = re.compile(r"\bpython \S+/.*\bpython \S+/")
+
 #: What tells a linter or a type checker something about its line stands behind it, however long.
 PRAGMA = re.compile(r"\s+#\s*(?:type: ignore|noqa)\b.*$")
 
@@ -104,6 +109,27 @@ def python_complaints(text: str, *, package: bool, may_print: bool) -> Iterator[
                 yield node.lineno, "torch.load unpickles what it finds without weights_only=True"
             if name == "print" and not may_print:
                 yield node.lineno, "print outside the command line"
+
+
+def docstring_complaints(text: str) -> Iterator[Complaint]:
+    """Rules for the docstrings of a Python file: what stands in columns lines up with the line
+    before it or behind it, and a command has a line of its own."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            continue
+        docstring = ast.get_docstring(node, clean=False)
+        if docstring is None:
+            continue
+        first = node.body[0].lineno
+        lines = docstring.splitlines()
+        words = [{match.start() for match in re.finditer(r"(?<!\S)\S", line)} for line in lines]
+        for number, line in enumerate(lines):
+            beside = set().union(*words[max(0, number - 1) : number], *words[number + 1 :][:1])
+            columns = {match.start(1) for match in COLUMN.finditer(line)}
+            if columns - beside and not line.lstrip().startswith((">>>", "...")):
+                yield first + number, "columns that line up with nothing: a table run together?"
+            if TWO_COMMANDS.search(line):
+                yield first + number, "two commands on a line"
 
 
 def is_small_part(module: str, text: str, importers: int) -> bool:

@@ -27,6 +27,7 @@ from tests.style_rules import (
     SMALL_LINES,
     cpp_complaints,
     cpp_functions,
+    docstring_complaints,
     is_small_part,
     python_complaints,
     source_complaints,
@@ -92,6 +93,7 @@ def complaints(path: Path) -> Iterator[str]:
         found += python_complaints(
             text, package=package, may_print=not package or name.startswith("espnx/cli/")
         )
+        found += docstring_complaints(text)
     if path.suffix in CPP:
         has_header = path.suffix == ".cpp" and path.with_suffix(".hpp").exists()
         found += cpp_complaints(
@@ -276,6 +278,26 @@ def test_python_rules_are_silent() -> None:
         "except OSError:\n    pass\n"
     )
     assert not list(python_complaints(good, package=True, may_print=False))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "rows      where each begins ids       their blocks\n    fences    of each",
+        "python scripts/a.py first python\n    scripts/b.py    second",
+        "python scripts/a.py first python scripts/b.py second",
+    ],
+)
+def test_docstring_rules_report(bad: str) -> None:
+    assert len(list(docstring_complaints(f'"""Doc.\n\n    {bad}\n"""\n'))) == 1
+
+
+def test_docstring_rules_are_silent() -> None:
+    good = (
+        "rows      where each begins\n    ids       their blocks, of which there may be many, so\n"
+        "              this goes on\n\n    >>> import espnx      # doctest: +SKIP"
+    )
+    assert not list(docstring_complaints(f'"""Doc.\n\n    {good}\n"""\n'))
 
 
 @pytest.mark.parametrize(

@@ -57,16 +57,22 @@ class Verb:
 
 @dataclass(frozen=True, eq=False)
 class PartKind:
-    """Attributes: name: of the kind, in checks and in errors. keeps: what such a part keeps, in
-    words. opens: the call of a device that opens one, where it has one of its own. verbs: by name.
+    """Attributes:
+    name: of the kind, in checks and in errors.
+    keeps: what such a part keeps, in words.
+    opens: the call of a device that opens one, where it has one of its own.
+    verbs: by name.
     open: a plain one, which this machine computes on: (directory of the device, what, options) ->
-    the part. stored: what costs and traces must know of what an open part keeps. says: the line of
-    a trace that says what a part is; empty: none does. facts: of that line, beside ``files``.
-    files: of that line, by what a part stores; None: what `path_report` names. is_open: a replay is
-    given such parts, not what they are opened of. fronts: puts something in front of an open part,
-    or of the parts that it opens in turn. mixins: of what stands in front of such a part, beside
-    its calls. checks: by name: (device) -> None, or what it has to say; they raise
-    NotConformingError (`espnx device verify`).
+        the part.
+    stored: what costs and traces must know of what an open part keeps.
+    says: the line of a trace that says what a part is; empty: none does.
+    facts: of that line, beside ``files``.
+    files: of that line, by what a part stores; None: what `path_report` names.
+    is_open: a replay is given such parts, not what they are opened of.
+    fronts: puts something in front of an open part, or of the parts that it opens in turn.
+    mixins: of what stands in front of such a part, beside its calls.
+    checks: by name: (device) -> None, or what it has to say; they raise NotConformingError
+        (`espnx device verify`).
     """
 
     name: str

@@ -4,9 +4,9 @@ A block holds `block_rows` consecutive tokens of one (sequence, KV head) and is 
 KiB pages, so that no page is written twice. Blocks are what checksums cover; many of them make one
 read::
 
-    K rows [block_rows, d] | V rows [block_rows, dv] | zeros              fp32, fp16, bf16
-    X rows [block_rows, d] | zeros                                        as K and V; see below
-    K scales fp32 [d] | K int8 | V scales fp32 [block_rows] | V int8 | zeros              int8
+    fp32, fp16, bf16   K rows [block_rows, d] | V rows [block_rows, dv] | zeros
+    X, as K and V      X rows [block_rows, d] | zeros
+    int8               K scales fp32 [d] | K int8 | V scales fp32 [block_rows] | V int8 | zeros
 
 X is the input of the projections, kept instead of both K and V. int8 has scales of K by channel, of
 V by token (KIVI, section 3.2).

@@ -82,7 +82,9 @@ class EspnxLM(HFLM):
 
     Raises:
         InvalidInputError: an option is out of range, or the model's attention is none that espnx
-        computes. What a `KVCache` raises, from the evaluation.
+            computes.
+
+    An evaluation raises what a `KVCache` does.
     """
 
     def __init__(

@@ -18,8 +18,7 @@ from .search import check_store
 if TYPE_CHECKING:
     from ...importers.corpus import Corpus
 
-#: Known here, so that a wrong one is told before PyTorch is imported. Of the coarse records those
-#: from int8 on. Those that are called as the options of `espnx.build` are.
+#: Those that are called as the options of `espnx.build` are.
 _BUILD_OPTIONS = (
     "format", "pca", "language", "sparse_encoder", "first_stage_code", "coarse", "pooling", "nlist",
     "cls_weight", "memory",

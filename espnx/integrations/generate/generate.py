@@ -98,8 +98,10 @@ def generate_file(
     Raises:
         InvalidInputError: `out` holds other results; a prompt has no tokens, or more than the model
             has positions. Nothing was generated.
-        WriteError, DiskFullError: results cannot be written. What a `KVCache` raises; the results
-        of whole batches are written then, and the next run goes on after them.
+        WriteError, DiskFullError: results cannot be written.
+
+    And what a `KVCache` raises; the results of whole batches are written then, and the next run
+    goes on after them.
     """
     enable_kv_cache(model)
     done = set() if out is None else read_done(out, settings, prompts)

@@ -143,8 +143,9 @@ def micro_batches(model: PreTrainedModel, n: int) -> Iterator[None]:
         model: a decoder, streamed or not.
         n: parts; they differ by at most one row.
 
-    Raises (from a forward pass): InvalidInputError: a cache or an argument that cannot be split;
-        attention weights or router logits are asked for.
+    Raises (from a forward pass):
+        InvalidInputError: a cache or an argument that cannot be split; attention weights or router
+            logits are asked for.
     """
     if n < 1:
         raise errors.InvalidInputError("micro_batches", got=n, expected="at least 1")

@@ -5,8 +5,8 @@ Of them stays in memory, once it was needed, where each group of rows begins, an
 255 ids. Sections of a file that holds records beside them, a part of a store:
 
     rows      groups of about 4 KiB: where each row of the group ends, then the rows: CRC32C, kind
-    of the id, size of the id, id, text groups    int64, first record and offset of each group, and
-    of what would be the next
+              of the id, size of the id, id, text
+    groups    int64, first record and offset of each group, and of what would be the next
     ids       blocks of 4 KiB: (hash of the id, record) ascending by hash, and the block's CRC32C
     fences    uint64, the first hash of each block
 """
