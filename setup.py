@@ -55,8 +55,8 @@ def kernel_headers_know_io_uring() -> bool:
 
 
 def pybind11_headers() -> str:
-    """Of the package, which pip brings for an isolated build. A torch carries them, too: where it
-    is installed, nothing need be fetched."""
+    """The headers of the package, which pip brings for an isolated build. A torch carries them,
+    too: where it is installed, nothing need be fetched."""
     if importlib.util.find_spec("pybind11"):
         import pybind11
 

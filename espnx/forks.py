@@ -24,8 +24,8 @@ _process = os.getpid()
 
 
 def compute_alone() -> None:
-    """In a forked child PyTorch, FAISS and tokenizers take one thread from here on; anywhere else
-    nothing happens.
+    """Has PyTorch, FAISS and tokenizers take one thread from here on in a forked child; does
+    nothing anywhere else.
 
     It is the thread that called fork() which may not share its work: others, which the child has
     started, get new ones to share with.

@@ -336,7 +336,7 @@ def _v_begins(
     IS_X: tl.constexpr,
     ITEM_BYTES: tl.constexpr,
 ):
-    """Where the V rows of a block begin, and their scales."""
+    """Finds where the V rows of a block begin, and their scales."""
     v_scale_begin = K_BEGIN + block_rows * D * ITEM_BYTES
     v_begin = v_scale_begin
     if FORMAT == "int8":

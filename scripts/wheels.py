@@ -67,7 +67,7 @@ def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
 
 
 def interpreters(version: str) -> Iterator[Path]:
-    """Where that Python may be: on the path, or among those of pyenv."""
+    """Yields where that Python may be: on the path, or among those of pyenv."""
     if version == OWN:
         yield Path(sys.executable)
     if found := shutil.which(f"python{version}"):

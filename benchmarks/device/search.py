@@ -124,8 +124,8 @@ def with_maxsim(spec: DeviceSpec, rate: Figure | None) -> DeviceSpec:
 
 
 def _hits_of_plain(work: Work, partitions: Sequence[Path], queries: Sequence[Encoded]) -> Hits:
-    """Of the timed searches, on this machine's disk without emulation, one partition after the
-    other."""
+    """The hits of the timed searches, on this machine's disk without emulation, one partition after
+    the other."""
     with ExitStack() as opened:
         indexes = [opened.enter_context(espnx.open(each, None)) for each in partitions]
         found = [

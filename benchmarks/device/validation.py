@@ -160,7 +160,7 @@ class _OnDisk:
         return found
 
     def seconds(self) -> dict[str, float]:
-        """Of each work on the disk: a read or a batch, a walk, a step; medians of this run."""
+        """Seconds of each work on the disk (a read or a batch, a walk, a step): this run's medians."""
         found = {}
         times = batches(self._engine, self._file, list(_READS.values()), self._work.run_s)
         for name, each in zip(_READS, times, strict=True):
@@ -264,7 +264,7 @@ def _visit(
 def _rows(
     name: str, measured: Sequence[float], emulated: Sequence[float], size_bytes: int, path: str
 ) -> list[Row]:
-    """Of one work. The emulated row says how it compares: by medians, and pair by pair."""
+    """The rows of one work. The emulated one says how it compares: by medians, and pair by pair."""
     of_measured = statistics.median(emulated) / statistics.median(measured)
     paired = statistics.median(each / other for each, other in zip(emulated, measured, strict=True))
     made = []

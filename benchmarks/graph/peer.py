@@ -51,7 +51,7 @@ class DiskAnn(Opened):
         )
 
     def index(self, threads: int, beamwidth: int, queries: np.ndarray) -> Any:
-        """For queries of that kind, opened the first time."""
+        """The index for queries of that kind, opened the first time."""
         key = threads, beamwidth
         if key not in self._indexes:
             self._indexes[key] = self._library.StaticDiskIndex(
@@ -69,7 +69,7 @@ class DiskAnn(Opened):
 
 
 class Session(Service):
-    """Of DiskANN."""
+    """A worker's session with DiskANN."""
 
     def build(
         self, system: str, base: str, folder: str, pq_bytes: int, threads: int

@@ -77,7 +77,7 @@ class FaissIndex(Opened):
 
 
 class Session(Service):
-    """Of one system."""
+    """A worker's session with one system."""
 
     def build(
         self, system: str, base: str, folder: str, pq_bytes: int, threads: int

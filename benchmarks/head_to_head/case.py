@@ -154,7 +154,7 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def by_recall(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Of each index on each corpus the least effort that reaches the recall asked for, else the
+    """The least effort of each index on each corpus that reaches the recall asked for, else the
     most that it reached."""
     headers = [
         "corpus",

@@ -75,7 +75,7 @@ def windows(text: str) -> list[str]:
 
 
 def docstrings() -> Iterator[str]:
-    """Of the installed packages, in the order of their paths."""
+    """Yields docstrings of the installed packages, in the order of their paths."""
     for path in sorted(Path(sysconfig.get_path("purelib")).rglob("*.py")):
         try:
             tree = ast.parse(path.read_bytes())

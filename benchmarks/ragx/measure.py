@@ -24,7 +24,7 @@ from .parts import Point, Retriever, ask, at_recall, shares_of
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a run: the options of case.py."""
+    """Settings of a run: the options of case.py."""
 
     path: str
     collection: str | None

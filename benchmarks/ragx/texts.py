@@ -140,8 +140,8 @@ def _of_tokens(
 
 
 def _doc2vec(texts: Texts, k: int) -> Vectors:
-    """Of length 1, so that squared L2 orders as the cosine does, which its encoder is measured to
-    need."""
+    """Vectors of length 1, so that squared L2 orders as the cosine does, which its encoder is
+    measured to need."""
     model = Doc2VecEncoder.train(texts.passages)
     base, asked = (
         model.vectors(list(some), is_query=False).numpy()
@@ -151,8 +151,9 @@ def _doc2vec(texts: Texts, k: int) -> Vectors:
 
 
 def _of_length_1(rows: np.ndarray) -> np.ndarray:
-    """Without those of length 0, of texts that have no known word: they would be at distance 1 from
-    everything, nearer than most, and every link of a graph would lead to them."""
+    """Scales rows to length 1, and leaves out those of length 0, of texts that have no known word:
+    they would be at distance 1 from everything, nearer than most, and every link of a graph would
+    lead to them."""
     length = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
     there = length[:, 0] > 0
     return np.ascontiguousarray(rows[there] / length[there], dtype=np.float32)

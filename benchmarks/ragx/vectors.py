@@ -59,7 +59,7 @@ class Vectors:
         )
 
     def recall(self, ids: Sequence[np.ndarray]) -> float:
-        """Of what is as near as the k-th nearest; of equally near ones any will do."""
+        """The share of what is as near as the k-th nearest; of equally near ones any will do."""
         limits = self.farthest + 1e-9 * np.abs(self.farthest)
         return sum(
             int((self.distances(i, each) <= limits[i]).sum()) for i, each in enumerate(ids)

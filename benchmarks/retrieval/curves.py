@@ -223,6 +223,6 @@ def show_index_memory(options: Options, prepared: Prepared, say: Say) -> list[Ro
 
 
 def _ask_alone(do: str, **arguments: Any) -> dict[str, Any]:
-    """Of a process that has done nothing else."""
+    """Asks a process that has done nothing else."""
     with Worker("retrieval", do) as worker:
         return worker.ask(do, **arguments)

@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def json_of(argv: Sequence[str]) -> str | None:
-    """Where the words of a command line want JSON to go, whatever else they say."""
+    """The file that a command line wants JSON in, whatever else it says; None: none."""
     for word, following in zip(argv, [*argv[1:], None], strict=True):
         if word == "--json":
             return following

@@ -20,7 +20,7 @@ def topologies_of(*devices: object) -> list[Any]:
 
 
 class Around:
-    """In front of a part, or of a ticket: what it does not say itself, the inner one says."""
+    """Stands in front of a part or a ticket: what it does not say itself, the inner one says."""
 
     def __init__(self, inner: Any):
         self._inner = inner

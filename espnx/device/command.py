@@ -82,7 +82,7 @@ class Command:
 
     @property
     def n_results(self) -> int:
-        """Of all items together."""
+        """Results of all items together."""
         return 0 if self.items is None else len(self.items)
 
     def share(self, places: np.ndarray) -> tuple[Command, np.ndarray]:

@@ -43,7 +43,7 @@ class Clock(Protocol):
 
 
 def clock_of(device: object) -> Clock | None:
-    """Of a device that has one (its attribute ``clock``), where callers move it."""
+    """The ``clock`` of a device that has one which callers move; else None."""
     clock: Clock | None = getattr(device, "clock", None)
     return clock
 
@@ -107,7 +107,7 @@ class Job(Generic[T]):
 
 
 def wait(jobs: Iterable[Job[Any]]) -> None:
-    """Until all have ended, whatever they raised."""
+    """Waits until all have ended, whatever they raised."""
     for job in jobs:
         try:
             job.result()

@@ -98,13 +98,13 @@ class RecordSchema:
 
     @property
     def format_number(self) -> int:
-        """As the header of a record names it."""
+        """The number of the format in the header of a record."""
         return FORMAT_NUMBERS[self.format]
 
     @property
     def cls_format(self) -> str:
-        """Of the CLS vector: that of the tokens where it is a plain number, else fp16, since one
-        exact CLS vector costs little."""
+        """The format of the CLS vector: that of the tokens where it is a plain number, else fp16,
+        since one exact CLS vector costs little."""
         return self.format if token_format(self.format).is_lossless_float else "fp16"
 
     @property
@@ -227,7 +227,7 @@ def locate_records(
 
 
 class RecordLayout:
-    """Where the records of one kind lie, and how to tell that one is whole and the right one.
+    """The places of records of one kind, and how to tell that one is whole and the right one.
 
     Args:
         schema: of all of them.
@@ -260,7 +260,7 @@ class RecordLayout:
 
     @property
     def size_bytes(self) -> int:
-        """On disk."""
+        """Bytes on disk."""
         return sum(file.size_bytes for file in self.files)
 
     @property
@@ -314,7 +314,7 @@ class RecordLayout:
             )
 
     def _where(self, number: np.ndarray) -> dict[str, Any]:
-        """Of one record, as errors name it."""
+        """The place of one record, as errors name it."""
         segment, offset_bytes, size_bytes = self.locate(number)
         path = self.files[int(segment[0])].path
         return {

@@ -80,7 +80,7 @@ class RowLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Of one token: K and V, scales and padding not counted."""
+        """Bytes of one token: K and V, scales and padding not counted."""
         return (self.d if self.is_shared else self.d + self.dv) * self.dtype.itemsize
 
     @cached_property
@@ -123,7 +123,7 @@ class RowLayout:
         return -(-rows // self.block_rows)
 
     def geometry(self) -> dict[str, Any]:
-        """As the compiled part wants it."""
+        """The layout as the compiled part wants it."""
         return {
             "format": self.format,
             "d": self.d,

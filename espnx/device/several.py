@@ -49,14 +49,14 @@ def together(
 
 
 def stats_of(parts: Iterable[Any]) -> DeviceStats:
-    """Of several parts, or tickets, together."""
+    """The stats of several parts, or tickets, together."""
     return sum(
         (part.stats() if callable(part.stats) else part.stats for part in parts), DeviceStats()
     )
 
 
 def files_of(parts: Iterable[Any]) -> list[FilePath]:
-    """Of several parts, each once."""
+    """The files of several parts, each once."""
     return list({file.path: file for part in parts for file in part.path_report()}.values())
 
 

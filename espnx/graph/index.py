@@ -71,7 +71,7 @@ class _Walk:
 
 @dataclass(frozen=True)
 class _Effort:
-    """Of walks with a filter.
+    """What a walk with a filter takes.
 
     Attributes:
         list_size: candidates that they keep. far_list_size: those of one around which others are
@@ -87,7 +87,7 @@ class _Effort:
     worth_pages: int = WALK_PAGES
 
     def is_dearer_than_all(self, n_queries: int, all_pages: int, count: int) -> bool:
-        """Than measuring all allowed rows for all queries at a time."""
+        """Whether walks cost more than measuring all allowed rows for all queries at a time."""
         measuring = n_queries * count / _DISTANCES_PER_PAGE
         return (
             all_pages <= self.worth_pages * self.far_pages
@@ -470,8 +470,8 @@ class GraphIndex:
         )
 
     def _effort(self, nodes: NodeFilter, recall: float | None) -> _Effort | None:
-        """Of walks that were measured to find that share where so many rows are allowed; None:
-        there are none."""
+        """What walks take that were measured to find that share where so many rows are allowed;
+        None: there are none."""
         wanted, share = _RECALL if recall is None else recall, nodes.rows.count / max(1, len(self))
         at = next(
             (i for i, each in enumerate(self.facts.filtered) if _ALIKE * each.share <= share), None
@@ -576,7 +576,7 @@ class GraphIndex:
         return row_mask(rows, len(self), name)
 
     def _measure_all(self, walk: _Walk, nodes: NodeFilter, filter_bytes: int) -> Neighbours:
-        """Of all rows that may be found, each read once."""
+        """Reads all rows that may be found, each once, and measures them."""
         begun, q, k = time.monotonic(), len(walk.wide), walk.k
         far, ids = self._nearest_of(walk.wide, k, self._filters.blocks(nodes, walk.deadline_s))
         ids = np.pad(ids, ((0, 0), (0, k - ids.shape[1])), constant_values=-1)

@@ -23,7 +23,7 @@ SQUARES_MAX = 2.0**125
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """Of a build, as `espnx.graph.build` describes them."""
+    """The options of a build, as `espnx.graph.build` describes them."""
 
     metric: str = "l2"
     max_degree: int = 64

@@ -131,7 +131,7 @@ class EspnxLM(HFLM):
 
     @contextmanager
     def _cache(self) -> Iterator[KVCache]:
-        """For one batch."""
+        """Opens a cache for one batch."""
         with ExitStack() as opened:
             devices = None
             if self._storage_device is not None:

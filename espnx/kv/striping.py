@@ -124,7 +124,7 @@ class StripedDevices:
         self._kept = []
 
     def place(self, each: StripedSegment) -> SegmentPlace:
-        """Where a segment lies, to be written down."""
+        """The place of a segment, to be written down."""
         if isinstance(each.segment, SegmentPlace):
             return each.segment
         return self.devices[each.device].space.place(each.segment)
@@ -173,9 +173,9 @@ class StripedDevices:
     def memory(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """For rows that wait, uninitialised: on the host, a device's own. Rows outlive the mode in
-        which they come: tensors of inference mode could not be written to outside of it. Raises
-        OutOfMemoryError."""
+        """Memory for rows that wait, uninitialised: on the host, a device's own. Rows outlive the
+        mode in which they come: tensors of inference mode could not be written to outside of it.
+        Raises OutOfMemoryError."""
         with torch.inference_mode(False):
             if device.type != "cpu" or not self.devices:
                 return torch.empty(shape, dtype=dtype, device=device)
@@ -293,11 +293,11 @@ class StripedDevices:
             device.flush()
 
     def stats(self) -> DeviceStats:
-        """Of all devices together."""
+        """The stats of all devices together."""
         return stats_of(self.devices)
 
     def path_report(self) -> list[FilePath]:
-        """Of all files of all devices."""
+        """The paths of all files of all devices."""
         return files_of(self.devices)
 
     def close(self) -> None:
@@ -315,6 +315,6 @@ def _attend_on(
     queries: Queries,
     tail: RowsInMemory | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In a thread of the pool, whose current CUDA stream is not the caller's."""
+    """Attends in a thread of the pool, whose current CUDA stream is not the caller's."""
     with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
         return device.attend(ticket, queries, tail)

@@ -99,7 +99,7 @@ class Postings:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], **options: Any) -> Postings:
-        """As the class itself."""
+        """Opens postings; arguments and errors are those of the class."""
         return cls(path, **options)
 
     @classmethod
@@ -208,8 +208,8 @@ class Postings:
         return given
 
     def ids(self) -> Iterator[DocumentId]:
-        """Of all records, in the order of their numbers; without ids, these. Raises what a read
-        raises."""
+        """Yields the ids of all records, in the order of their numbers; without ids, these. Raises
+        what a read raises."""
         if self.facts.has_documents:
             yield from (identifier for _, (identifier, _) in self._documents.rows())
             return
@@ -259,12 +259,12 @@ class Postings:
 
     @property
     def memory_bytes(self) -> int:
-        """Of dictionaries and lengths."""
+        """Bytes of dictionaries and lengths."""
         return sum(segment.memory_bytes for segment in self._segments)
 
     @property
     def n_terms(self) -> int:
-        """Of all segments, each for itself."""
+        """Terms of all segments, each counted for itself."""
         return sum(len(segment.dictionary) for segment in self._segments)
 
     @property

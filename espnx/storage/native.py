@@ -354,7 +354,8 @@ class NativeEngine:
 
     @property
     def mapped_bytes(self) -> int:
-        """Of memory that is mapped for reads, writes and `memory`: in use, or kept for the next."""
+        """Bytes of memory that is mapped for reads, writes and `memory`: in use, or kept for the
+        next."""
         return self._native.mapped_bytes
 
     def stats(self) -> EngineStats:

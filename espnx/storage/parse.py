@@ -61,8 +61,9 @@ def check_plain_file(path: str | os.PathLike[str]) -> int:
 
 
 def check_file_size(path: str | os.PathLike[str], expected_bytes: int, what: str, fix: str) -> None:
-    """Before memory is taken for it. Raises FileMissingError, ReadError, TruncatedFileError,
-    FormatError unless a file of that size is there; `what`: it is, for messages."""
+    """Checks a file's size before memory is taken for it. Raises FileMissingError, ReadError,
+    TruncatedFileError, FormatError unless a file of that size is there; `what`: it is, for
+    messages."""
     try:
         size_bytes = check_plain_file(path)
     except FileNotFoundError:
@@ -153,7 +154,7 @@ class Fields:
         return value
 
     def text(self, name: str, *, most: int = 4096) -> str:
-        """At most so many characters, that UTF-8 can hold, none of them NUL."""
+        """A text of at most so many characters that UTF-8 can hold, none of them NUL."""
         return self._text(name, self._values.get(name), most)
 
     def _text(self, name: str, value: Any, most: int) -> str:

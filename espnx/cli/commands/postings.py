@@ -406,7 +406,7 @@ def run_search(args: argparse.Namespace) -> int:
 
 
 def _results(queries: dict[str, Any], found: Found) -> list[dict[str, Any]]:
-    """For JSON, while the postings are open."""
+    """What was found, for JSON, while the postings are open."""
     return [
         {
             "id": name,

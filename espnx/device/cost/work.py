@@ -49,7 +49,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Work:
-    """Of a command.
+    """What a command has a device do.
 
     Attributes:
         legs: that are known when it is sent.

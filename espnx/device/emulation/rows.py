@@ -262,8 +262,8 @@ class EmulatedRowDevice(Part, Around):
     def _attend_on_host(
         self, mine: _Ticket, queries: Queries, tail: RowsInMemory | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Without an accelerator: the rows pass the links, and the host attends as it does beside a
-        plain SSD."""
+        """Attends without an accelerator: the rows pass the links, and the host attends as it does
+        beside a plain SSD."""
         asked_s = self._topology.now()
         ((ticket, _),) = mine.parts
         o, lse = self._inner.attend(ticket, queries, tail)
@@ -471,7 +471,8 @@ class _HeldWrite(_PacedWrite):
 
 
 def capabilities_of(spec: DeviceSpec, *, near_storage: bool) -> Capabilities:
-    """Of the rows on a device: without an accelerator that attends, those of a plain SSD.
+    """The capabilities of rows on a device: without an accelerator that attends, those of a plain
+    SSD.
 
     Raises InvalidInputError where it attends, and not as `espnx.ops.accelerator` does."""
     if not near_storage or spec.accelerator is None or not spec.has("attend"):
@@ -515,7 +516,7 @@ def _counting(queries: Queries, tail: RowsInMemory) -> frozenset[tuple[int, int]
 def _attend_tail(
     queries: Queries, tail: RowsInMemory, threads: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """On the host, of the heads whose rows count."""
+    """Attends over the tail on the host, for the heads whose rows count."""
     o, lse = attend_rows(queries, replace(tail, counts=None), threads=threads)
     if tail.counts is not None:
         o, lse = (

@@ -84,7 +84,7 @@ class LinkUse:
 
 @dataclass(frozen=True)
 class Times:
-    """Where time went, in virtual seconds since the start.
+    """How much time went where, in virtual seconds since the start.
 
     Attributes:
         now_s: all of it.
@@ -341,7 +341,7 @@ class Topology:
 
     @property
     def clock(self) -> Self | None:
-        """For a `Crew`: this, where callers move the clock; None where the wall does."""
+        """The clock that a `Crew` asks: this, where callers move it; None where the wall does."""
         return None if self.stretch else self
 
     @property
@@ -393,7 +393,7 @@ class Topology:
         }
 
     def times(self) -> Times:
-        """Where time went so far. Waits that have not ended are not in it."""
+        """How much time went where so far. Waits that have not ended are not in it."""
         return Times(*self._clock.times())
 
     def close(self) -> None:

@@ -112,7 +112,7 @@ class SsdGraphDevice(Part):
             self._walked = self._walked + stats
 
     def walk_stats(self) -> WalkStats:
-        """Of all walks that have ended."""
+        """Totals of all walks that have ended."""
         return self._walked
 
     def path_report(self) -> Sequence[FilePath]:

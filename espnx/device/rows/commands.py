@@ -308,7 +308,7 @@ ROW_COMMANDS: tuple[type[_RowCommand], ...] = (
 
 
 class RowSpace:
-    """Of what stands in front of rows: their space, whose `restore` is a command, too."""
+    """The space of a part that stands in front of rows: its `restore` is a command, too."""
 
     _inner: Any
 
@@ -334,7 +334,7 @@ class _SpaceAround(Around):
 
 
 def _number(segment: Segment, memo: dict[Any, Any]) -> int:
-    """Of a segment in the trace; `memo` keeps it, so that no other has its `id`."""
+    """The number of a segment in the trace; `memo` keeps it, so that no other has its `id`."""
     if id(segment) not in memo:
         memo[id(segment)] = memo.setdefault("count", 0), segment
         memo["count"] += 1

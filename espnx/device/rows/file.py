@@ -342,7 +342,7 @@ class RowFileDevice(Part, ABC):
             self._writing_bytes -= size_bytes
 
     def _wait(self, segment: FileSegment) -> None:
-        """Until the segment's rows are in the file. Raises what its write raised."""
+        """Waits until the segment's rows are in the file. Raises what its write raised."""
         if segment.writing is not None:
             segment.writing.wait()
             self._give_back(segment.writing.settle())

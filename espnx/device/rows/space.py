@@ -78,7 +78,7 @@ class FileSpace:
 
     @property
     def used_bytes(self) -> int:
-        """By segments, and by what is pinned."""
+        """Bytes that segments use, or that are pinned."""
         return self.extents.used_bytes
 
     def take(self, size_bytes: int) -> int:

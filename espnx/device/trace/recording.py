@@ -48,7 +48,7 @@ class RecordedDevice(NearStorageDevice):
 
     @property
     def topology(self) -> Topology | None:
-        """Of an emulated device."""
+        """The topology of an emulated device."""
         return getattr(self._inner, "topology", None)
 
     @property

@@ -154,7 +154,7 @@ class Ticket(Protocol):
 
     @property
     def stats(self) -> DeviceStats:
-        """Of this request."""
+        """What this request moved and took."""
 
 
 class DistanceTicket(Ticket, Protocol):
@@ -308,7 +308,7 @@ class Graph(Protocol):
 
     @property
     def format(self) -> str:
-        """Of the vectors in the nodes, a key of `espnx.ops.distances.VECTOR_FORMATS`."""
+        """The format of the vectors in the nodes, a key of `espnx.ops.distances.VECTOR_FORMATS`."""
 
     @property
     def dim(self) -> int:
@@ -316,7 +316,7 @@ class Graph(Protocol):
 
     @property
     def metric(self) -> str:
-        """By which the graph was built: ``l2`` or ``ip``."""
+        """The metric by which the graph was built: ``l2`` or ``ip``."""
 
     def open(self, engine: Engine) -> Sequence[FileHandle]:
         """Opens its files, which plans name from then on. The device closes them."""
@@ -325,7 +325,7 @@ class Graph(Protocol):
         """int64 [m]: the nodes at which a walk begins; none where there are no nodes."""
 
     def plan(self, nodes: np.ndarray) -> Plan:
-        """Where the bytes of each node lie, item for item, with their checksums where there are
+        """The places of the bytes of each node, item for item, with their checksums where there are
         some; several may lie in one page."""
 
     def parse(self, nodes: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray) -> Nodes:

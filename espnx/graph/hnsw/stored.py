@@ -39,8 +39,8 @@ _REBUILD = "restore the directory from a copy, or build it again"
 
 @dataclass(frozen=True)
 class Slots:
-    """Where vectors lie. A *unit* is what is read, and has a checksum: a page, or the pages of one
-    long vector.
+    """The places of vectors. A *unit* is what is read, and has a checksum: a page, or the pages of
+    one long vector.
 
     Attributes:
         n: vectors.
@@ -123,7 +123,7 @@ class HnswGraph:
 
     @property
     def memory_bytes(self) -> int:
-        """That stay in host memory."""
+        """Bytes that stay in host memory."""
         return self.links.memory_bytes + int(self._sums.nbytes)
 
     def open(self, engine: Engine) -> Sequence[FileHandle]:

@@ -152,7 +152,7 @@ def generate_file(
 def _into_order(
     report: Report, out: str | os.PathLike[str] | None, prompts: Sequence[Prompt]
 ) -> None:
-    """Of the prompts; batches came by length."""
+    """Puts the lines in the order of the prompts; batches came by length."""
     order = {prompt.id: number for number, prompt in enumerate(prompts)}
     report.results.sort(key=lambda line: order[line["id"]])
     if out is not None and report.prompts:

@@ -137,7 +137,8 @@ class GroupedCache(Cache):
 
 @contextmanager
 def micro_batches(model: PreTrainedModel, n: int) -> Iterator[None]:
-    """Within it, every layer of a model takes a batch in `n` parts (or as many as there are rows).
+    """Has every layer of a model take a batch in `n` parts (or as many as there are rows), as long
+    as it is open.
 
     Args:
         model: a decoder, streamed or not.

@@ -22,8 +22,8 @@ from .forward.attention import NAME
 
 
 def watch_generation(model: PreTrainedModel) -> None:
-    """From here on what the model generates with a `KVCache` is looked at. Models that do not
-    generate have nothing to watch."""
+    """Looks from here on at what the model generates with a `KVCache`. Models that do not generate
+    have nothing to watch."""
     watched = {
         "generate": _generate,
         "prepare_inputs_for_generation": _prepare,

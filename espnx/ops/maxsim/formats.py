@@ -61,8 +61,8 @@ class FloatFormat(TokenFormat):
         return d * self.dtype.itemsize
 
     def encode(self, tokens: torch.Tensor, codebook: Codebook | None = None) -> torch.Tensor:
-        """As `TokenFormat.encode`; a finite value that is too large for the format is refused,
-        infinities and NaNs are kept."""
+        """Does what `TokenFormat.encode` says; a finite value that is too large for the format is
+        refused, infinities and NaNs are kept."""
         self.check_codebook(tokens.shape[-1], codebook)
         # in one dimension, since an empty tensor may have any strides in two
         stored = tokens.to(self.dtype).contiguous().reshape(-1)

@@ -38,7 +38,7 @@ class SpoolEstimate:
     size_bytes: int
 
     def summary(self) -> str:
-        """In a line."""
+        """The estimate in a line."""
         spool = (
             f"about {format_size(self.size_bytes)} of spool"
             if self.size_bytes

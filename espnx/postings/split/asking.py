@@ -48,7 +48,7 @@ class Asked:
         return found
 
     def commands(self, query: int) -> dict[int, ScanCommand]:
-        """By part, for those that have a list of the query."""
+        """A command for each part that has a list of the query."""
         found = {}
         for part, allowed in enumerate(self._filters):
             rows = self.rows(query, part)

@@ -324,7 +324,7 @@ class _Turns:
         self.n_records += len(counts)
 
     def largest_weights(self) -> LargestWeights:
-        """Of the records of all."""
+        """The largest weight of each term in the records of all parts."""
         for builder in self.builders:
             builder.sort_rest()
         return functools.reduce(
@@ -349,7 +349,7 @@ def _even_homes(whole: Segment, n_parts: int) -> np.ndarray:
 
 
 def _only(postings: TermPostings, wanted: np.ndarray) -> TermPostings:
-    """Of these terms those that are wanted, bool [n]."""
+    """The postings of those of these terms that are wanted, bool [n]."""
     of_posting = np.repeat(wanted, postings.counts)
     names = [
         name for name, is_wanted in zip(postings.names, wanted.tolist(), strict=True) if is_wanted

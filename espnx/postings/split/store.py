@@ -125,12 +125,12 @@ class SplitPostings:
 
     @property
     def devices(self) -> Sequence[PostingsDevice]:
-        """Of the parts, in their order."""
+        """The devices of the parts, in their order."""
         return self._devices
 
     @property
     def memory_bytes(self) -> Sequence[int]:
-        """Of the dictionary and the lengths of each part."""
+        """Bytes of the dictionary and the lengths of each part."""
         return [each.segment.memory_bytes for each in self._parts]
 
     def search(
@@ -200,8 +200,8 @@ class SplitPostings:
     def _replies(
         self, asked: Asked, deadline_s: float
     ) -> Iterator[tuple[int, dict[int, tuple[ScanTicket, np.ndarray]]]]:
-        """Of each query, what every device that has a list of it gave back. Reads of several
-        queries run ahead."""
+        """Yields what every device that has a list of a query gave back, query by query. Reads of
+        several queries run ahead."""
         under_way = deque[tuple[int, dict[int, tuple[ScanTicket, Job[np.ndarray]]]]]()
         following = 0
         with Crew(self._devices) as crew:

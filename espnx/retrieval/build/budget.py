@@ -73,12 +73,13 @@ class MemoryBudget:
         return left
 
     def record_bytes(self) -> int:
-        """Of records that are held at a time while they are copied or encoded. Raises what `left`
-        does."""
+        """Bytes of records that may be held at a time while they are copied or encoded. Raises what
+        `left` does."""
         return min(_RECORDS_MOST_BYTES, max(_RECORDS_LEAST_BYTES, self.left() // _RECORDS_SHARE))
 
     def encoded_bytes(self) -> int:
-        """Of an encoder's float32 vectors that are asked for at a time. Raises what `left` does."""
+        """Bytes of an encoder's float32 vectors that may be asked for at a time. Raises what `left`
+        does."""
         return self.left() // _ENCODED_SHARE
 
     def require(self, need_bytes: int, what: str, fix: str) -> None:

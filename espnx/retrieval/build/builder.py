@@ -544,7 +544,7 @@ class Builder:
     def _manifest(
         self, entry: PartEntry | None, arranged: Arranged, model: Mapping[str, np.ndarray]
     ) -> Manifest:
-        """Of a store of one part, or of none."""
+        """The manifest of a store of one part, or of none."""
         recipe, schema = self.recipe, self.recipe.schema
         encoder = EncoderEntry(recipe.encoder, recipe.spooled.d_cls, recipe.spooled.dim)
         cls_weight = self.options.cls_weight if schema.d_cls else 0.0

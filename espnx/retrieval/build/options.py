@@ -111,8 +111,8 @@ class BuildOptions:
 
     @classmethod
     def given(cls, **keywords: Any) -> BuildOptions:
-        """Of keywords of `espnx.build`, those of `STAGE_KEYWORDS` among them; None: not given.
-        Raises InvalidInputError."""
+        """Makes options of keywords of `espnx.build`, those of `STAGE_KEYWORDS` among them; None:
+        not given. Raises InvalidInputError."""
         chosen = given_options(**keywords)
         own = {name: chosen.pop(name) for name in STAGE_KEYWORDS if name in chosen}
         stages, unused = (

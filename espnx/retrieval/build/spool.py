@@ -87,7 +87,7 @@ def trim(engine: NativeEngine, directory: str, state: BuildState) -> None:
 
 
 def digests(engine: NativeEngine, directory: str, state: BuildState) -> Iterator[bytes]:
-    """Of the documents in the spool, in order; checked."""
+    """Yields the digests of the documents in the spool, in order; checked."""
     if not state.documents:
         return
     windows = spool_windows(

@@ -113,7 +113,7 @@ class StoredEntries(Protocol):
     def count(self) -> int: ...
 
     def size_bytes(self, name: str) -> int:
-        """Of a section."""
+        """Bytes of a section."""
         ...
 
     def read(self, name: str) -> np.ndarray:
@@ -126,14 +126,14 @@ class StoredEntries(Protocol):
         ...
 
     def place(self, name: str) -> Region:
-        """Where a section of `FirstStage.in_place` lies, for searches that read parts of it. They
+        """The place of a section of `FirstStage.in_place`, for searches that read parts of it. They
         check what they read."""
         ...
 
 
 @dataclass(frozen=True)
 class NoSettings:
-    """Of a stage that has no options of its own."""
+    """The settings of a stage that has no options of its own."""
 
 
 class FirstStage(Protocol):
@@ -175,7 +175,7 @@ class FirstStage(Protocol):
         ...
 
     def vector(self, document: Encoded) -> torch.Tensor:
-        """Of a document: float32 [vector_dim]."""
+        """The vector of a document: float32 [vector_dim]."""
         ...
 
     def fresh(self) -> Self:
@@ -206,7 +206,7 @@ class FirstStage(Protocol):
         ...
 
     def add(self, documents: Documents, order: np.ndarray | None = None) -> Entries:
-        """Of a part of these documents. Nothing is trained.
+        """Makes the entries of a part of these documents. Nothing is trained.
 
         `order`: int64, as `Entries.order`, where another stage has decided it; given to a stage
         that `follows` alone."""
@@ -215,7 +215,8 @@ class FirstStage(Protocol):
     def merge(
         self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
     ) -> Entries:
-        """Of one part of the records of some that are alive. Order: record numbers.
+        """Makes the entries of one part of the records of some that are alive. Order: record
+        numbers.
 
         `gone`: bitmap of deleted records, as `Allowed.bitmap`; records beyond its end are alive.
         May hold 60 bytes a record and the
@@ -225,8 +226,8 @@ class FirstStage(Protocol):
     def compact(
         self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
     ) -> tuple[Self, Entries]:
-        """As `merge`, of all parts of a store, for its new base: what nothing alive needs any more
-        may be left out of what was trained."""
+        """Merges all parts of a store for its new base, as `merge` does: what nothing alive needs
+        any more may be left out of what was trained."""
         ...
 
     def check(self, parts: Sequence[StoredEntries]) -> None:
@@ -370,5 +371,5 @@ class StageSearch(Protocol):
 
     @property
     def reads(self) -> StageReads:
-        """Of all of it, once it is complete; nothing, of a stage in memory."""
+        """What all of it has read, once it is complete; nothing, of a stage in memory."""
         ...

@@ -249,7 +249,8 @@ def and_another(stage: FirstStage, other: FirstStage) -> SeveralStages:
 def entries_of_another(
     stage: FirstStage, entries: Entries, other: FirstStage, made: Entries
 ) -> Entries:
-    """Of `and_another`, from what `stage` made and what `other` made in its order."""
+    """Makes the entries of `and_another`, from what `stage` made and what `other` made in its
+    order."""
     own = {
         name if isinstance(stage, SeveralStages) else f"{stage.kind}.{name}": pieces
         for name, pieces in entries.sections.items()

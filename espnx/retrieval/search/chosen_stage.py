@@ -61,7 +61,7 @@ class ChosenStage:
     def by_stage(
         self, search: StageSearch, final: list[Candidates]
     ) -> list[Mapping[str, Candidates]]:
-        """Of each query what each stage has found, once the search is complete."""
+        """What each stage has found for each query, once the search is complete."""
         return (
             search.found
             if isinstance(search, FusedSearch)

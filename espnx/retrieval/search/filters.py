@@ -13,7 +13,7 @@ from ..store.store import EmbeddingStore
 
 
 class Filters:
-    """Of a store. Thread-safe. What it keeps is made by the first search that needs it."""
+    """The filters of a store, each made by the first search that needs it. Thread-safe."""
 
     def __init__(self, store: EmbeddingStore):
         self._store = store

@@ -141,7 +141,7 @@ class Index(OpenIndex):
 
     @property
     def encoder(self) -> Encoder | None:
-        """Of queries given as text; None: there is none.
+        """The encoder of queries given as text; None: there is none.
 
         Raises what `espnx.load_encoder` raises, where it is the one that the store remembers and
         was not wanted before.

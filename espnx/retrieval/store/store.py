@@ -95,9 +95,9 @@ class StoreTexts:
         return result
 
     def first_of(self, numbers: np.ndarray, count: int) -> np.ndarray:
-        """Of record numbers, int64 [m], each once, the `count` that come first: by id, and where
-        they are more than `_BY_ID_MAX`, whose ids would take long to read, by the ids' hashes. So
-        neither depends on how records lie."""
+        """The `count` record numbers that come first of some, int64 [m], each once: by id, and
+        where they are more than `_BY_ID_MAX`, whose ids would take long to read, by the ids'
+        hashes. So neither depends on how records lie."""
         if len(numbers) <= _BY_ID_MAX:
             ids = [identifier for identifier, _ in self.get(numbers.tolist())]
             order = sorted(range(len(ids)), key=lambda place: id_order(ids[place]))
@@ -119,7 +119,7 @@ class StoreTexts:
         return self._parts[0].texts([self._parts[0].first_number])[0][0] if self._parts else None
 
     def count(self) -> int:
-        """Of all parts, what was deleted included."""
+        """Records of all parts, what was deleted included."""
         return sum(part.count for part in self._parts)
 
 
@@ -207,8 +207,8 @@ class Version:
 
     @cached_property
     def first_stage(self) -> FirstStage:
-        """With what was trained; of a store without records, its settings alone. Raises
-        FormatError."""
+        """The first stage with what was trained; of a store without records, its settings alone.
+        Raises FormatError."""
         if not self.parts:
             return self.manifest.first_stage
         arrays = {
@@ -226,7 +226,7 @@ class Version:
 
     @cached_property
     def projection(self) -> Projection | None:
-        """From the encoder's dimensions to the records'."""
+        """The projection from the encoder's dimensions to the records'."""
         shape, is_normalised = (
             (self.manifest.encoder.dim, self.manifest.schema.dim),
             self.manifest.is_normalised is True,
@@ -253,7 +253,7 @@ class Version:
 
     @property
     def data_bytes(self) -> int:
-        """Of all data files on disk."""
+        """Bytes of all data files on disk."""
         return sum(part.entry.data_bytes for part in self.parts)
 
     @property
@@ -310,7 +310,7 @@ class EmbeddingStore(Version):
 
     @property
     def schema(self) -> RecordSchema:
-        """Of the full records."""
+        """The schema of the full records."""
         return self.full.schema
 
     @property

@@ -23,7 +23,7 @@ DELETED_NAME = "deleted.bin"
 
 
 def place_of_base(path: str, store_id: str, generation: int) -> tuple[PartPlace, str]:
-    """Where the file of a base goes that holds everything but its records: into the store's own
+    """The place of the file of a base that holds everything but its records: in the store's own
     directory."""
     directory = generations.name(generation)
     inside = os.path.join(directory, PART_NAME)
@@ -71,7 +71,7 @@ class Draft:
             self.replaced += len(numbers)
 
     def place(self, first_number: int | None = None) -> tuple[PartPlace, str]:
-        """Where a new part goes, after all others or at `first_number`; and the path to write its
+        """The place of a new part, after all others or at `first_number`; and the path to write its
         file to."""
         self.generation = generations.following(self._path, self.generation)
         if first_number is None:

@@ -339,7 +339,7 @@ class GraphStage:
 
 
 def _entries(rows: np.ndarray, numbers: np.ndarray, order: np.ndarray | None) -> Entries:
-    """Of a part: `rows`, float16 [n, dim], are of these document or record numbers."""
+    """The entries of a part: `rows`, float16 [n, dim], are of these document or record numbers."""
     if len(rows) < FLAT_MAX:
         found = numbers if order is None else order
         by_number = np.argsort(numbers, kind="stable")

@@ -197,7 +197,7 @@ class IvfStage:
 
     @property
     def code_bytes(self) -> int:
-        """Of one vector."""
+        """Bytes of one vector."""
         return code_bytes(self.code, self.dim)
 
     def _empty_index(self) -> Any:
@@ -260,7 +260,7 @@ class IvfStage:
         )
 
     def _codes(self, parts: Sequence[StoredEntries], numbers: np.ndarray) -> Iterator[np.ndarray]:
-        """Of some records, uint8, in their order."""
+        """Yields the codes of some records, uint8, in their order."""
         size = self.code_bytes
         out = np.empty((len(numbers), size), dtype=np.uint8)
         order = np.argsort(numbers, kind="stable")
@@ -382,7 +382,7 @@ class IvfStage:
         return replace(self, nprobe=nprobe, steps=steps)
 
     def lists_of(self, records: int) -> int:
-        """That training on so many makes."""
+        """Lists that training on so many records makes."""
         return min(self.wanted_lists or choose_nlist(records), records)
 
     def resident_bytes(self, records: int) -> int:

@@ -89,7 +89,7 @@ class _Lexical(ABC):
 
     @property
     def _section_names(self) -> tuple[str, ...]:
-        """In the order in which they are written."""
+        """The names of the sections, in the order in which they are written."""
         return (
             (LISTS, TERMS, LENGTHS, DICTIONARY)
             if self.postings_kind == COUNT
@@ -144,7 +144,7 @@ class _Lexical(ABC):
     @property
     @abstractmethod
     def analyzer(self) -> Analyzer:
-        """That cuts the texts; of weights it cuts none."""
+        """The analyzer that cuts the texts; of weights it cuts none."""
 
     @abstractmethod
     def _fill(self, builder: SegmentBuilder, texts: Iterator[str]) -> None:
@@ -234,7 +234,7 @@ class _Lexical(ABC):
 
     @abstractmethod
     def _words(self) -> Words:
-        """From the text of a query to its terms."""
+        """What makes terms of the text of a query."""
 
     def tune(self, loaded: LoadedStage, documents: Documents | None) -> Any:
         return self
