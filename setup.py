@@ -170,7 +170,7 @@ class BuildPackage(build_py):
 
 
 class SourceArchive(sdist):
-    """With the same note: what is built from it later knows no git."""
+    """A source archive with the same note: what is built from it later knows no git."""
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)

@@ -2,7 +2,7 @@
 it has none.
 
 PyTorch and FAISS share work among threads by GNU OpenMP, and tokenizers by a pool of its own; in a
-child both wait for the parent's threads, for ever. So where a child begins to compute, its first
+child both wait for the parent's threads, forever. So where a child begins to compute, its first
 thread does so alone, as workers of PyTorch's DataLoader do. The program may raise the number again
 (`torch.set_num_threads`) where its parent had computed nothing. Whatever computes calls
 `compute_alone` first, and what belongs to one process `check_own`.

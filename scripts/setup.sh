@@ -161,7 +161,7 @@ packages() {
 
 no_packages() {
   if [ "${ESPNX_SYSTEM_SITE:-0}" = 1 ]; then
-    say "going on with what the surrounding Python has; 'espnx doctor' says what is missing"
+    say "continuing with what the surrounding Python has; 'espnx doctor' says what is missing"
     return 0
   fi
   die "Python packages could not be installed. Is there a network? pip's own settings apply (pip.conf, PIP_INDEX_URL). Log: $PWD/$LOG"

@@ -27,7 +27,6 @@ from tests.style_rules import (
     SMALL_LINES,
     cpp_complaints,
     cpp_functions,
-    docstring_complaints,
     is_small_part,
     python_complaints,
     source_complaints,
@@ -91,9 +90,11 @@ def complaints(path: Path) -> Iterator[str]:
     if path.suffix == ".py":
         package = name.startswith(("espnx/", "kernels/"))
         found += python_complaints(
-            text, package=package, may_print=not package or name.startswith("espnx/cli/")
+            text,
+            package=package,
+            may_print=not package or name.startswith("espnx/cli/"),
+            is_test=name.startswith("tests/"),
         )
-        found += docstring_complaints(text)
     if path.suffix in CPP:
         has_header = path.suffix == ".cpp" and path.with_suffix(".hpp").exists()
         found += cpp_complaints(
@@ -283,13 +284,20 @@ def test_python_rules_are_silent() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        "rows      where each begins ids       their blocks\n    fences    of each",
-        "python scripts/a.py first python\n    scripts/b.py    second",
-        "python scripts/a.py first python scripts/b.py second",
+        "Doc.\n\n    rows      where each begins ids       their blocks\n    fences    of each",
+        "Doc.\n\n    python scripts/a.py first python\n    scripts/b.py    second",
+        "Doc.\n\n    python scripts/a.py first python scripts/b.py second",
     ],
 )
 def test_docstring_rules_report(bad: str) -> None:
-    assert len(list(docstring_complaints(f'"""Doc.\n\n    {bad}\n"""\n'))) == 1
+    assert len(list(python_complaints(f'"""{bad}\n"""\n', package=True, may_print=False))) == 1
+
+
+@pytest.mark.parametrize("is_test", [False, True])
+def test_fragments_are_reported(is_test: bool) -> None:
+    fragment = '"""Doc."""\ndef n_rows():\n    """Of each sequence."""\n'
+    found = python_complaints(fragment, package=True, may_print=False, is_test=is_test)
+    assert bool(list(found)) is not is_test
 
 
 def test_docstring_rules_are_silent() -> None:
@@ -297,12 +305,21 @@ def test_docstring_rules_are_silent() -> None:
         "rows      where each begins\n    ids       their blocks, of which there may be many, so\n"
         "              this goes on\n\n    >>> import espnx      # doctest: +SKIP"
     )
-    assert not list(docstring_complaints(f'"""Doc.\n\n    {good}\n"""\n'))
+    text = f'"""Doc.\n\n    {good}\n"""\n'
+    assert not list(python_complaints(text, package=True, may_print=False))
 
 
 @pytest.mark.parametrize(
     "bad",
-    ["x" * (LINE_MAX + 1), "see /wo" + "rk/place", "# TO" + "DO: later", "x ", "cd /ro" + "ot/x"],
+    [
+        "x" * (LINE_MAX + 1),
+        "see /wo" + "rk/place",
+        "# TO" + "DO: later",
+        "x ",
+        "cd /ro" + "ot/x",
+        "waits for" + " ever",
+        "an option that the path has" + " not, or",
+    ],
 )
 def test_text_rules_report(bad: str) -> None:
     assert len(list(text_complaints(bad))) == 1

@@ -160,7 +160,7 @@ class _OnDisk:
         return found
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each work on the disk (a read or a batch, a walk, a step): this run's medians."""
+        """Seconds of each work (a read or a batch, a walk, a step) on the disk, medians."""
         found = {}
         times = batches(self._engine, self._file, list(_READS.values()), self._work.run_s)
         for name, each in zip(_READS, times, strict=True):

@@ -14,7 +14,7 @@ from ..harness.result import Row
 DESCRIPTION = """search: indexes of the same token vectors (a collection that minilm encodes, and
 ColBERT-shaped random ones): espnx, fast-plaid, PyLate's PLAID; each at several efforts, its answers
 compared with those of every document scored. kv: SmolLM2 decodes behind the same prompt with the
-caches of transformers, accelerate, llama.cpp and espnx; and goes on with a context that was read
+caches of transformers, accelerate, llama.cpp and espnx; and continues with a context that was read
 before.
 
   scripts/head_to_head.sh search                  makes the environments of the others, then runs

@@ -54,7 +54,7 @@ class Vectors:
 
     @classmethod
     def of(cls, encoded: Sequence[Any]) -> Vectors:
-        """Of `SparseVector` objects."""
+        """Takes `SparseVector` objects."""
         counts = [len(each.terms) for each in encoded]
         terms, weights = (
             np.concatenate([np.asarray(getattr(each, name)) for each in encoded])

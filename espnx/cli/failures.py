@@ -59,8 +59,8 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help().strip() + options
 
     def meant_by(self, words: Sequence[str]) -> list[str]:
-        """A question for each option among the words of a command line that there is not, where one
-        looks like it."""
+        """A question for each unknown option among the words of a command line that looks like one
+        there is."""
         known, found = self._option_string_actions, list[str]()
         for word in itertools.takewhile(lambda word: word != "--", words):
             name = word.partition("=")[0]

@@ -285,7 +285,7 @@ class RecordLayout:
     def check(self, memory: torch.Tensor, positions: torch.Tensor, numbers: np.ndarray) -> None:
         """Raises ChecksumError or StaleDataError, naming file, offset and length, unless every
         record is whole and the right one; FormatError likewise where one names a centroid that the
-        codebook has not."""
+        codebook does not have."""
         n_tokens = self.n_tokens[numbers]
         found = damage(memory, self.schema, positions, numbers, n_tokens, self.salt)
         if found:
@@ -417,7 +417,7 @@ def unknown_centroid(
     n_centroids: int,
 ) -> tuple[int, int] | None:
     """(index, centroid number) of the first of residual records in an I/O buffer that names a
-    centroid which the codebook has not."""
+    centroid which the codebook does not have."""
     ends = np.cumsum(n_tokens, dtype=np.int64)
     for items in np.split(np.arange(len(ends)), np.flatnonzero(np.diff(ends // _ROWS_AT_ONCE)) + 1):
         counts = torch.from_numpy(n_tokens[items].astype(np.int64))

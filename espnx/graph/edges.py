@@ -41,7 +41,7 @@ def build_edges(
         progress: (nodes done, of how many); a GPU tells it when all are done.
 
     Raises:
-        InvalidInputError: a degree that cuVS has not.
+        InvalidInputError: a degree that cuVS does not have.
         MissingDependencyError, PathUnavailableError: no cuVS, no GPU.
     """
     view = torch.from_numpy(rows.view(np.uint8) if rows.dtype == np.int8 else rows)

@@ -60,7 +60,7 @@ class EspnxIndex:
 
     Raises:
         what opening the store raises; InvalidInputError where the store's documents have a CLS
-        vector, which PyLate's have not.
+        vector, which PyLate's do not have.
     """
 
     is_end_to_end_index = True

@@ -218,8 +218,7 @@ class StripedDevices:
         return tickets
 
     def lacks(self, queries: Queries, layout: RowLayout) -> tuple[str, ...]:
-        """What some device would need to attend with these queries, and has not; empty: all of them
-        take them."""
+        """What some device lacks to attend with these queries; empty: all take them."""
         return tuple(
             dict.fromkeys(
                 name

@@ -155,7 +155,7 @@ class Deletions:
             ):
                 _refuse(
                     path,
-                    f"terms of {name} that it has not",
+                    f"terms of {name} that it does not have",
                     f"ascending ones below {len(segment.dictionary)}",
                 )
 

@@ -223,7 +223,7 @@ class Postings:
 
     def get(self, ids: DocumentId | Iterable[DocumentId]) -> str | list[str | None] | None:
         """The text of a record, or of several (a list, in their order), by id, or by number where
-        there are no ids; None for one that there is not.
+        there are no ids; None for an unknown one.
 
         Raises InvalidInputError where texts are not kept, and for what can be no id; and what a
         read raises.

@@ -1,5 +1,5 @@
 """Changes to postings that stand alone: each publishes a version, by its manifest, when all of it
-is on storage. Searches that are open go on with the one that they have."""
+is on storage. Searches that are open continue with the one that they have."""
 
 from __future__ import annotations
 

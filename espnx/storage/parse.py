@@ -39,7 +39,7 @@ def parse_object(
 
 def check_plain_file(path: str | os.PathLike[str]) -> int:
     """Size in bytes of a file that is neither a link nor a device nor a pipe: those could make a
-    reader wait for ever, and a writer write elsewhere. Raises FormatError; FileNotFoundError,
+    reader wait forever, and a writer write elsewhere. Raises FormatError; FileNotFoundError,
     PermissionError, ...: as the operating system says."""
     found = os.lstat(path)
     if not stat.S_ISREG(found.st_mode):

@@ -166,7 +166,7 @@ def test_a_deadline_is_of_each_query_and_not_of_the_batch(graph: Path, queries: 
 def test_searches_go_on_after_reads_that_never_end(
     graph: Path, queries: np.ndarray, walks: int
 ) -> None:
-    """Each takes a place with the queue for ever, and no walk's place; nor does anybody wait for it
+    """Each takes a place with the queue forever, and no walk's place; nor does anybody wait for it
     again."""
     lost = FaultRule("never", operation="read", nth=1, count=min(walks, 40))
     with (

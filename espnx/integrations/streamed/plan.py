@@ -271,8 +271,8 @@ def _step(
 def _resume(
     model: PreTrainedModel, plan: ModelPlan, shape: KVShape, batch: int, tokens: int
 ) -> dict[str, Any]:
-    """What computing prompts of so many tokens anew takes. Only the last token needs the head; a token
-    attends to those before it and to itself."""
+    """What computing prompts of so many tokens anew takes. Only the last token needs the head; a
+    token attends to those before it and to itself."""
     used = _Used.of(model, batch)
     dense = 2 * batch * ((used.by_token - used.head) * tokens + used.head)
     attention = (

@@ -55,7 +55,7 @@ def _generate(own: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_text(cache: KVCache, model: PreTrainedModel, input_ids: torch.Tensor) -> None:
-    """Whether a text [sequences, n], which a model is to go on with, begins with what is cached,
+    """Whether a text [sequences, n], which a model is to continue, begins with what is cached,
     and is longer.
 
     Raises InvalidInputError; where the model is another one, what `PassState.check_model` raises.

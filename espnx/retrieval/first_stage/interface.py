@@ -341,7 +341,7 @@ class StageReads:
 
     Attributes:
         requests, bytes_asked: of all queries together. bytes_moved: whole blocks, and what was read
-            in vain.
+            for nothing.
     """
 
     requests: int = 0

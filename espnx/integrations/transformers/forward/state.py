@@ -232,7 +232,7 @@ class PassState:
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
         """A change of every layer. What is half changed where an error comes is forgotten: no layer
-        goes on with another's tokens."""
+        continues with another's tokens."""
         before = states_of(self.in_memory)
         try:
             yield

@@ -72,7 +72,7 @@ def write_compacted(
     """Writes and publishes the next version: all that is alive as a base. Holds what the first
     stage needs to merge its entries, 60 bytes a document, and a few MB of records at a time; a few
     of the store's files are open at a time, however many it has. `also`: a first stage of texts
-    that the store has not, and is to have."""
+    that the store is to have, and does not have."""
     before = version.manifest
     generation = generations.following(version.path, before.generation)
     stage, parts = version.first_stage.fresh(), tuple[PartEntry, ...]()
