@@ -34,11 +34,11 @@ class Found:
 @dataclass(frozen=True)
 class Setting:
     """How a search goes. Attributes: list_size: candidates (L; efSearch of HNSW, nprobe of lists).
-    beamwidth: None: the system's own."""
+    beam_width: None: the system's own."""
 
     list_size: int
     threads: int
-    beamwidth: int | None
+    beam_width: int | None
 
 
 class Opened(ABC):

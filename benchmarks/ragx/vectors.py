@@ -143,7 +143,7 @@ class _WalkedPart:
 
     def ask(self, effort: int, k: int) -> list[Found]:
         queries = [torch.from_numpy(query) for query in self._data.queries]
-        tickets = [self._device.search(query, effort, k, beam=1) for query in queries]
+        tickets = [self._device.search(query, effort, k, beam_width=1) for query in queries]
         found = list[Found]()
         for query, ticket in zip(queries, tickets, strict=True):
             ids, far = ticket.finish()
@@ -190,7 +190,7 @@ class _GraphPart:
         self._data, self._index = data, index
 
     def ask(self, effort: int, k: int) -> list[Found]:
-        found = self._index.search(self._data.queries, k, list_size=effort, beamwidth=1)
+        found = self._index.search(self._data.queries, k, list_size=effort, beam_width=1)
         answers = list[Found]()
         for i, query in enumerate(self._data.queries):
             there = found.ids[i] >= 0

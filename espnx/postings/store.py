@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import errors
 from ..checks import check_path, check_whole, plain
-from ..sizes import format_size
+from ..sizes import BUILD_BYTES, format_size
 from ..storage import FaultRule, NativeEngine
 from ..storage.documents.ids import DocumentId, document_ids
 from ..storage.manifest import open_current
@@ -21,7 +21,7 @@ from ..suggestions import suggests_keywords
 from .adding import built_segment
 from .analyzer import Analyzer
 from .bm25 import BM25
-from .build.builder import MEMORY_BYTES, SegmentBuilder
+from .build.builder import SegmentBuilder
 from .build.records import CsrArrays, Records
 from .build.resume import RUNS_VERSION, KeptRuns
 from .build.writer import Progress
@@ -116,7 +116,7 @@ class Postings:
         exact: bool = False,
         analyzer: Analyzer | str | None = None,
         bm25: BM25 | str | Mapping[str, Any] | None = None,
-        memory_bytes: int = MEMORY_BYTES,
+        memory_bytes: int = BUILD_BYTES,
         replace: bool = False,
         progress: Progress | None = None,
     ) -> PostingsReport:

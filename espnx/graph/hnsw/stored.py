@@ -69,8 +69,8 @@ class HnswGraph:
     numbers of vectors, from 0.
 
     In memory are the links, 8 m bytes a vector and a little more for the layers above, and 4 bytes
-    for each page of vectors. A search with ``beam=1`` finds what FAISS finds with ``efSearch`` = L,
-    where no two distances are equal.
+    for each page of vectors. A search with ``beam_width=1`` finds what FAISS finds with
+    ``efSearch=list_size``, where no two distances are equal.
 
     Args:
         path: of a directory that `build_hnsw` or `write_hnsw` has made.

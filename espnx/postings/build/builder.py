@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ... import errors
+from ...sizes import BUILD_BYTES
 from ...storage import NativeEngine
 from ...suggestions import suggests_keywords
 from ..analyzer import Analyzer
@@ -23,7 +24,6 @@ from .resume import InputDigest, KeptRuns, RunFacts
 from .spool import Run, TermPostings, join, merge_runs, remove_run, sort_postings
 from .writer import Progress, SectionContent, SegmentWriter
 
-MEMORY_BYTES = 512 << 20
 # of memory, while a run is sorted; in Python's own dictionaries
 BYTES_A_TOKEN, BYTES_A_TERM = 48, 600
 _BYTES_A_MERGED_POSTING = 64
@@ -74,7 +74,7 @@ class SegmentBuilder:
         *,
         kind: int = COUNT,
         analyzer: Analyzer | None = None,
-        memory_bytes: int = MEMORY_BYTES,
+        memory_bytes: int = BUILD_BYTES,
         progress: Progress | None = None,
         kept: KeptRuns | None = None,
         salt: int | None = None,

@@ -8,12 +8,12 @@ import os
 
 from ... import errors
 from ...checks import check_whole
-from ...sizes import format_size, parse_size
+from ...sizes import BUILD_BYTES, format_size, parse_size
 
 _MARGIN_BYTES = 56 << 20  # SQLite, Python objects, what the allocator keeps between two trims
 _LEAST_BYTES = 32 << 20
 _FLOOR_BYTES = 64 << 20
-_DEFAULT_BYTES = 1 << 30
+_DEFAULT_BYTES = 1 << 30  # of the process, or more where it holds much already
 # Records that are copied are there as they were read, decoded in float32 (up to four times as
 # much), and as they are written: an eighth takes most of what is left. More than 32 MiB at a time
 # makes nothing faster, and less than 1 MiB makes reads small.
@@ -37,16 +37,16 @@ class MemoryBudget:
     """What a build may still take.
 
     Args:
-        total: bytes, or a size such as ``1GiB``; None: 1 GiB, or what the process holds now and
-            half a GiB where that is more. That limit, which nobody gave, steers how much is taken
-            at a time and refuses nothing.
+        total: bytes, or a size such as ``1GiB``; None: `BUILD_BYTES` beside what the process holds
+            now, 1 GiB at least. That limit, which nobody gave, steers how much is taken at a time
+            and refuses nothing.
     """
 
     def __init__(self, total: int | str | None):
         self.is_given = total is not None
         if total is None:
             self.trim()
-            self.total_bytes = max(_DEFAULT_BYTES, resident_bytes() + _DEFAULT_BYTES // 2)
+            self.total_bytes = max(_DEFAULT_BYTES, resident_bytes() + BUILD_BYTES)
             return
         if not isinstance(total, str):
             check_whole("memory", total, 0)
