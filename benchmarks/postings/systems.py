@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from espnx.ops.postings import Rules, postings
-from espnx.postings import BM25, Postings, PostingsSearch
+from espnx.postings import BM25, Postings
 from espnx.postings.search.plan import QueryPlan
+from espnx.postings.search.search import PostingsSearch
 
 from ..harness.runner import Sample
 from ..machine import page_cache
