@@ -37,8 +37,8 @@ _WARM_UP = 1
 _SOURCE = "{}, taken for MaxSim, which nobody has measured on such a device"
 
 
-def _flops(gflops: float, of: str) -> Figure:
-    return Figure(gflops * 1e9, gflops, "GFLOPS", _SOURCE.format(of), "assumed")
+def _flops(gflops: float, model: str) -> Figure:
+    return Figure(gflops * 1e9, gflops, "GFLOPS", _SOURCE.format(model), "assumed")
 
 
 #: What the devices' accelerators do in a second; None: there are none, and records go to the host.

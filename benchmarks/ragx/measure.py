@@ -84,7 +84,7 @@ def _retrievers(settings: Settings, say: Say) -> Iterator[tuple[Retriever, int]]
         data = vectors.by_recipe(
             settings.n, settings.dim, settings.queries, settings.k, settings.seed
         )
-        for kind in vectors.of(data, "vectors", settings.ef):
+        for kind in vectors.retrievers(data, "vectors", settings.ef):
             yield kind, len(data.base)
 
 

@@ -81,7 +81,7 @@ def retrievers(
     if "doc2vec" in wanted:
         say(f"training Doc2Vec on {len(texts.passages):,} passages")
         data = _doc2vec(texts, k)
-        for each in vectors.of(data, "doc2vec", ef):
+        for each in vectors.retrievers(data, "doc2vec", ef):
             yield each, len(data.base)
     if not {"gtr-shape", "colbert-pooled", "colbert"} & set(wanted):
         return
@@ -129,11 +129,13 @@ def _of_tokens(
             np.stack([each.cls.numpy() for each in some]).astype(np.float32)
             for some in (passages, queries)
         )
-        for each in vectors.of(Vectors(name, base, asked, "ip", k), "gtr-shape", ef):
+        for each in vectors.retrievers(Vectors(name, base, asked, "ip", k), "gtr-shape", ef):
             yield each, len(base)
     if "colbert-pooled" in wanted:
         base = _of_length_1(pooled(passages))
-        for each in vectors.of(Vectors(name, base, pooled(queries), "l2", k), "colbert-pooled", ef):
+        for each in vectors.retrievers(
+            Vectors(name, base, pooled(queries), "l2", k), "colbert-pooled", ef
+        ):
             yield each, len(base)
     if "colbert" in wanted:
         yield MaxSim(name, passages, queries, candidates, k), len(passages)

@@ -252,7 +252,7 @@ class _IvfPart:
         self._device.close()
 
 
-def of(data: Vectors, name: str, ef: int) -> list[Retriever]:
+def retrievers(data: Vectors, name: str, ef: int) -> list[Retriever]:
     """All three over these vectors."""
     return [Hnsw(name, data, ef), OwnGraph(name, data, ef), Ivf(name, data)]
 

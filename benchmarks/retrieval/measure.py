@@ -76,7 +76,7 @@ def batches_of(
 def ask(
     fleet: Fleet, system: System, point: Point, queries: Sequence[int], **changes: Any
 ) -> Answer:
-    return fleet.of(system).ask(
+    return fleet.worker_of(system).ask(
         "search", queries=list(queries), options={**point.options, **system.options, **changes}
     )
 

@@ -127,7 +127,7 @@ def show_callers(options: Options, prepared: Prepared, say: Say) -> list[Row]:
                         numbers = [
                             queries[i % len(queries)] for i in range(max(len(queries), 8 * callers))
                         ]
-                        answer = fleet.of(system).ask(
+                        answer = fleet.worker_of(system).ask(
                             "callers",
                             queries=numbers,
                             options={**point.options, **system.options},

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from .. import errors
-from ..device.crew import Crew, wait
 from ..device.interface import (
     DeviceStats,
     FilePath,
@@ -26,6 +25,7 @@ from ..device.interface import (
 )
 from ..device.row_layout import RowLayout
 from ..device.several import files_of, stats_of, together
+from ..device.workers import Workers, wait
 from ..ops.attention import Queries, RowsInMemory
 
 Storage = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -235,9 +235,9 @@ class StripedDevices:
             return self.devices[0].attend(tickets[0], queries, tail)
         tails = self._tails(tickets[0], queries, tail)
         stream = torch.cuda.current_stream(queries.q.device) if queries.q.is_cuda else None
-        with Crew(self.devices) as crew:
+        with Workers(self.devices) as workers:
             jobs = [
-                crew.submit(self._pool, _attend_on, stream, device, ticket, queries, own)
+                workers.submit(self._pool, _attend_on, stream, device, ticket, queries, own)
                 for device, ticket, own in zip(self.devices, tickets, tails, strict=True)
             ]
             try:

@@ -18,18 +18,18 @@ from ...ops.accelerator import DIM, LSE_LEAST, Buffered, accelerator, accelerato
 from ...ops.accelerator.checks import BLOCK, MASK, PAD_TO
 from ...ops.attention import Queries, RowsInMemory, attend_rows, merge
 from ...storage import Plan
-from ..around import Around
 from ..command import Part
 from ..cost import rows as cost
 from ..cost.rows import HandOver, HeadRows, check_memory
 from ..cost.work import page_reads
-from ..crew import Clock
 from ..interface import PIECE, READ_AHEAD_BYTES, Capabilities, Segment, SegmentView, Show
 from ..model.spec import Accelerator, DeviceSpec
 from ..row_layout import RowLayout
 from ..rows.file import SEGMENT_READ
 from ..rows.ssd import SsdRowDevice
 from ..rows.writes import Writing
+from ..workers import Clock
+from ..wrapper import Wrapper
 from .faults import Faults, Guard
 from .row_line import PacedReads, RowLine
 from .topology import Topology, Transfer
@@ -53,7 +53,7 @@ class _Ticket:
     paced: PacedReads
 
 
-class EmulatedRowDevice(Part, Around):
+class EmulatedRowDevice(Part, Wrapper):
     """See `espnx.device.interface.RowDevice`. What it attends over are fp16 rows of 128 values, by
     a plain softmax; results are those of `espnx.ops.accelerator`. Rows of a head that lie on one
     device give the same bits however many devices there are.

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from ...sizes import format_size
-from ..around import topologies_of
 from ..model.spec import DeviceSpec, presets
+from ..wrapper import topologies_of
 from .costs import FlashCosts
 from .report import HOST_SHARE_MAX, Report, report
 from .topology import Times, Topology

@@ -14,10 +14,10 @@ import torch
 
 from ...ops.attention import Queries, RowsInMemory
 from ...storage.parse import Fields
-from ..around import Around
 from ..command import Command, Done, Watch
 from ..interface import RowDevice, Segment, SegmentPlace, SegmentView, Show, Space
 from ..row_layout import DTYPES, RowLayout
+from ..wrapper import Wrapper
 
 #: Of one command, in values: what a trace asks for is made in memory.
 VALUES_MAX = 1 << 31
@@ -318,7 +318,7 @@ class RowSpace:
         return _SpaceAround(self._inner.space, self)
 
 
-class _SpaceAround(Around):
+class _SpaceAround(Wrapper):
     """See `espnx.device.interface.Space`."""
 
     def __init__(self, inner: Space, rows: Any):

@@ -57,7 +57,7 @@ class Collection:
         #: The compiled part's view of the segments' terms.
         self.dictionaries = load_native().PostingsDictionaries()
         for i, segment in enumerate(self.segments):
-            held, (gone, gone_df) = (
+            held, (numbers, df) = (
                 segment.dictionary,
                 removed_terms[i] if removed_terms else (_NONE, _NONE),
             )
@@ -69,8 +69,8 @@ class Collection:
                 held.df.data,
                 layer,
                 steps,
-                gone.data,
-                gone_df.data,
+                numbers.data,
+                df.data,
                 held.kind,
             )
 

@@ -100,8 +100,8 @@ def begin(
     restart: bool,
     store_id: str | None = None,
 ) -> tuple[BuildState, str | None]:
-    """The state of the build to run, new or resumed, and why an interrupted one is not gone on
-    with, or not with all of it. What no build or store refers to is removed."""
+    """The state of the build to run, new or resumed, and why an interrupted one is not
+    continued, or not all of it. What no build or store refers to is removed."""
     building = os.path.join(path, BUILDING)
     state = None if restart else read_state(engine, building)
     if state is not None and live is not None and state.generation <= live.generation:

@@ -49,6 +49,15 @@ class Allowed:
     count: int
 
 
+def alive(numbers: np.ndarray, deleted: np.ndarray) -> np.ndarray:
+    """Whether each of some records is alive, bool. `deleted`: bitmap of deleted records, as
+    `Allowed.bitmap`; records beyond its end are alive."""
+    found = np.ones(len(numbers), bool)
+    known = numbers < 8 * len(deleted)
+    found[known] = (deleted[numbers[known] >> 3] >> (numbers[known] & 7).astype(np.uint8)) & 1 == 0
+    return found
+
+
 @dataclass(frozen=True)
 class Entries:
     """What a stage makes of documents, or of the parts that it merges. Whoever takes it reads
@@ -213,18 +222,14 @@ class FirstStage(Protocol):
         ...
 
     def merge(
-        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], deleted: np.ndarray, order: np.ndarray | None = None
     ) -> Entries:
-        """Makes the entries of one part of the records of some that are alive. Order: record
-        numbers.
-
-        `gone`: bitmap of deleted records, as `Allowed.bitmap`; records beyond its end are alive.
-        May hold 60 bytes a record and the
-        sections. `order`: see `add`; of record numbers."""
+        """Makes the entries of one part of the records of some that are `alive`. May hold 60 bytes
+        a record and the sections. `order`: see `add`; of record numbers."""
         ...
 
     def compact(
-        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], deleted: np.ndarray, order: np.ndarray | None = None
     ) -> tuple[Self, Entries]:
         """Merges all parts of a store for its new base, as `merge` does: what nothing alive needs
         any more may be left out of what was trained."""
@@ -240,7 +245,7 @@ class FirstStage(Protocol):
         *,
         threads: int = 1,
         gpu: int | None = None,
-        gone: np.ndarray | None = None,
+        deleted: np.ndarray | None = None,
         path: str = "auto",
     ) -> LoadedStage:
         """Entries of all parts of a store; none of an empty one.
@@ -248,7 +253,7 @@ class FirstStage(Protocol):
         Args:
             threads: that may work at a time for one search; the caller's is one of them.
             gpu: number of the one to search on; None for the CPU.
-            gone: bitmap of deleted records, see `merge`; None: there is none. Searches are told
+            deleted: bitmap of deleted records, see `merge`; None: there is none. Searches are told
                 what they may find: this is for similarities that depend on what else is there.
             path: of the reads of sections in place: ``auto``, ``uring``, ``posix`` or ``memory``.
 

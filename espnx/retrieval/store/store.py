@@ -178,11 +178,11 @@ class Version:
                 expected=f"CRC32C {entry.crc32c:08x}",
                 fix=REBUILD,
             )
-        gone = np.unpackbits(
+        deleted = np.unpackbits(
             np.frombuffer(data, dtype=np.uint8), bitorder="little", count=entry.records
         )
         bitmap = np.zeros(-(-self.end_number // 8), dtype=np.uint8)  # what was added since is alive
-        packed = np.packbits(gone, bitorder="little")
+        packed = np.packbits(deleted, bitorder="little")
         bitmap[: len(packed)] = packed
         return bitmap
 
@@ -221,7 +221,7 @@ class Version:
     def load_first_stage(self, *, threads: int = 1, gpu: int | None = None) -> LoadedStage:
         """Ready to be searched. Raises what `FirstStage.load` does."""
         return self.first_stage.load(
-            self.parts, threads=threads, gpu=gpu, gone=self.deleted, path=self.engine.requested
+            self.parts, threads=threads, gpu=gpu, deleted=self.deleted, path=self.engine.requested
         )
 
     @cached_property
@@ -438,12 +438,12 @@ class EmbeddingStore(Version):
             part.verify()
         self.first_stage.check(self.parts)
         total = sum(part.count for part in self.parts)
-        gone = 0 if self.deleted is None else int(np.unpackbits(self.deleted).sum())
-        if total - gone != self.count:
+        n_deleted = 0 if self.deleted is None else int(np.unpackbits(self.deleted).sum())
+        if total - n_deleted != self.count:
             raise errors.FormatError(
                 "records do not add up",
                 path=self.path,
-                got=total - gone,
+                got=total - n_deleted,
                 expected=self.count,
                 fix=REBUILD,
             )

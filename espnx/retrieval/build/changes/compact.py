@@ -110,9 +110,9 @@ def _write_base(
     roots = generations.data_directories(version.path, directories, place.store_id, generation)
     _check_disk(version, roots)
     limit_bytes = budget.record_bytes()
-    gone = np.empty(0, np.uint8) if version.deleted is None else version.deleted
-    stage, entries = version.first_stage.compact(version.parts, gone)
-    order = merged_order(entries, live_numbers(version.parts, gone))
+    deleted = np.empty(0, np.uint8) if version.deleted is None else version.deleted
+    stage, entries = version.first_stage.compact(version.parts, deleted)
+    order = merged_order(entries, live_numbers(version.parts, deleted))
     if also is not None:
         made = also.add(
             _LiveDocuments(version, order, os.path.dirname(path)), np.arange(len(order))

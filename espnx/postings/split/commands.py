@@ -17,7 +17,7 @@ from .parts import PartLists
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class SplitCommands:
     """Commands of a batch of queries.
 
     Attributes:
@@ -63,13 +63,13 @@ class Asked:
         return found
 
 
-def asked_of(
+def split_commands(
     plan: QueryPlan,
     parts: Sequence[PartLists],
     k: int,
     split: SplitFacts,
     allowed: np.ndarray | None,
-) -> Asked:
+) -> SplitCommands:
     """What a plan over the segments of all parts asks of each.
 
     Args:
@@ -101,7 +101,7 @@ def asked_of(
         if collection.kind == COUNT
         else Rule()
     )
-    return Asked(
+    return SplitCommands(
         n_queries,
         plan.constants(),
         k if split.placement == "passages" else 0,
