@@ -1,9 +1,10 @@
 """Builds the C++ extension ``espnx._C``, notes the commit it is of, and makes the package's page of
 README.md; everything else is in pyproject.toml.
 
-Environment: MAX_JOBS: how many compilers run at once; by default one a core.
+Environment:
+    MAX_JOBS: how many compilers run at once; by default one a core.
     ESPNX_REUSE_EXTENSION=1: package the extension already built in place instead of compiling it
-    again.
+        again.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def kernel_headers_know_io_uring() -> bool:
 
 
 def pybind11_headers() -> str:
-    """Of the package, which pip brings for an isolated build. A torch carries them, too: where it
-    is installed, nothing need be fetched."""
+    """The headers of the package, which pip brings for an isolated build. A torch carries them,
+    too: where it is installed, nothing need be fetched."""
     if importlib.util.find_spec("pybind11"):
         import pybind11
 
@@ -169,7 +170,7 @@ class BuildPackage(build_py):
 
 
 class SourceArchive(sdist):
-    """With the same note: what is built from it later knows no git."""
+    """A source archive with the same note: what is built from it later knows no git."""
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)

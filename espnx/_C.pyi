@@ -604,7 +604,7 @@ class RoundWalk:
         n_nodes: int,
         k: int,
         list_size: int,
-        beam: int,
+        beam_width: int,
         by_codes: bool,
         upper_layers: int | None,
     ) -> None: ...
@@ -699,7 +699,7 @@ class GraphSearcher:
         k: int,
         list_size: int,
         far_list_size: int,
-        beam: int,
+        beam_width: int,
         stop_beyond: float,
         filter: dict[str, Any] | None,  # noqa: A002
         absent: Tensor | None,

@@ -157,8 +157,8 @@ class StorageError(EspnxError, OSError):
 
 @contextmanager
 def while_compacting() -> Iterator[None]:
-    """Where a store is being compacted, an error because of too many open files does not advise to
-    compact it."""
+    """Keeps an error because of too many open files from advising to compact the store, which is
+    under way."""
     try:
         yield
     except StorageError as error:

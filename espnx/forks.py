@@ -2,7 +2,7 @@
 it has none.
 
 PyTorch and FAISS share work among threads by GNU OpenMP, and tokenizers by a pool of its own; in a
-child both wait for the parent's threads, for ever. So where a child begins to compute, its first
+child both wait for the parent's threads, forever. So where a child begins to compute, its first
 thread does so alone, as workers of PyTorch's DataLoader do. The program may raise the number again
 (`torch.set_num_threads`) where its parent had computed nothing. Whatever computes calls
 `compute_alone` first, and what belongs to one process `check_own`.
@@ -24,8 +24,8 @@ _process = os.getpid()
 
 
 def compute_alone() -> None:
-    """In a forked child PyTorch, FAISS and tokenizers take one thread from here on; anywhere else
-    nothing happens.
+    """Has PyTorch, FAISS and tokenizers take one thread from here on in a forked child; does
+    nothing anywhere else.
 
     It is the thread that called fork() which may not share its work: others, which the child has
     started, get new ones to share with.

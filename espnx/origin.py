@@ -61,8 +61,8 @@ def read_record(package: Path) -> dict[str, Any]:
 
 
 def make_record(root: Path) -> dict[str, Any]:
-    """Of the tree that is being built: a clone, or a source archive, which brings the record of the
-    clone that it was made of."""
+    """Records which tree is being built: a clone, or a source archive, which brings the record of
+    the clone that it was made of."""
     state = git_state(root) or {
         name: read_record(root / "espnx").get(name) for name in ("commit", "dirty")
     }

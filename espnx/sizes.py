@@ -11,6 +11,8 @@ _UNITS = {"": 1, "B": 1, "byte": 1, "bytes": 1}
 for _power, _letter in enumerate("KMGTP", 1):
     _UNITS |= {f"{_letter}iB": 1024**_power, f"{_letter}B": 1000**_power, _letter: 1024**_power}
 _BY_LOWER_CASE = {unit.lower(): factor for unit, factor in _UNITS.items()}
+#: What a build takes beside what the process holds, unless it is told otherwise.
+BUILD_BYTES = 512 << 20
 _MOST_BYTES = 1 << 62  # what is added to one still fits the 64 bits in which C++ counts
 
 

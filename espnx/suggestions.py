@@ -1,4 +1,4 @@
-"""What was meant by what there is not: a mistyped command, option or keyword argument, or a model
+"""What was meant by an unknown name: a mistyped command, option or keyword argument, or a model
 of a hub in place of a folder."""
 
 from __future__ import annotations

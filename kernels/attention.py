@@ -11,8 +11,8 @@ buffer   uint8 ``[bytes]``; block b of a head begins at byte ``block_offset_byte
          V's scales (int8 alone) at 0 and V_SCALE_BEGIN
 n_rows   int64 ``[n_sequences]``; visible uint8 ``[n_sequences, visible_stride]``, none where that
          is 0; last_position int64 ``[n_sequences, q_len]``, none unless has_last
-o        float32 ``[n_splits, n_heads, n_queries, DV]``, lse float32 ``[n_splits, n_heads,
-n_queries]``
+o        float32 ``[n_splits, n_heads, n_queries, DV]``
+lse      float32 ``[n_splits, n_heads, n_queries]``
 
 One program takes BLOCK_Q queries of one head over one of n_splits parts of its rows, in tiles of
 BLOCK_T. The parts are merged afterwards. Addresses are 64 bits wide.
@@ -336,7 +336,7 @@ def _v_begins(
     IS_X: tl.constexpr,
     ITEM_BYTES: tl.constexpr,
 ):
-    """Where the V rows of a block begin, and their scales."""
+    """Finds where the V rows of a block begin, and their scales."""
     v_scale_begin = K_BEGIN + block_rows * D * ITEM_BYTES
     v_begin = v_scale_begin
     if FORMAT == "int8":

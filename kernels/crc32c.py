@@ -7,10 +7,13 @@ by a constant, four look-ups. At the end lane i's register is multiplied by its 
 range's end, and all are XORed. A range is one program's work, whatever its size: meant for many
 records or blocks, not for one huge file.
 
-buffer        uint8 ``[bytes]`` offset_bytes, size_bytes   int64 ``[n]`` round_shift   int32 ``[4,
-256]``, lane_shift int32 ``[LANES]``: bit patterns, see ``espnx.ops.crc32c.shifts`` crc
-int64 ``[n]`` register      the register before the first byte, ``seed ^ 0xFFFFFFFF``, as a signed
-32-bit number
+buffer                    uint8 ``[bytes]``
+offset_bytes, size_bytes  int64 ``[n]``
+round_shift, lane_shift   int32 ``[4, 256]`` and ``[LANES]``: bit patterns, see
+                          ``espnx.ops.crc32c.shifts``
+crc                       int64 ``[n]``
+register                  the register before the first byte, ``seed ^ 0xFFFFFFFF``, as a signed
+                          32-bit number
 
 WORDS: every range begins at a multiple of 4 bytes and is a multiple of 4 long, so that words are
 loaded whole.

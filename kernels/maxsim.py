@@ -1,13 +1,13 @@
 """MaxSim over token rows in place in a byte buffer.
 
-``score[q, i] = sum over t < Lq of  max over j < n_tokens[i] of  <query[q, t], row j of document
-i>``
+``score[q, i] = sum over t < Lq of  max over j < n_tokens[i] of <query[q, t], row j of document i>``
 
-query    float32 ``[n_queries, Lq, D]`` buffer   uint8 ``[bytes]``; row j of document i begins at
-byte ``offset_bytes[i] + j * row bytes`` centroid float32 ``[n_centroids, D]``, and weight float32
-``[2^N]``: of residual formats, unused by others scores   float32 ``[n_queries, n_docs]``; -inf
-without tokens, NaN where a product with a document's row is NaN, or where a row names a
-         centroid that does not exist
+query     float32 ``[n_queries, Lq, D]``
+buffer    uint8 ``[bytes]``; row j of document i begins at byte ``offset_bytes[i] + j * row bytes``
+centroid  float32 ``[n_centroids, D]``, and weight float32 ``[2^N]``: of residual formats, unused by
+          others
+scores    float32 ``[n_queries, n_docs]``; -inf without tokens, NaN where a product with a
+          document's row is NaN, or where a row names a centroid that does not exist
 
 One program scores one document for one query, in tiles of BLOCK_Q query tokens x BLOCK_T document
 tokens, up to the document's real length. Programs of one document are neighbours, so its bytes come

@@ -74,7 +74,7 @@ def shared_keys(documents: Sequence[Sequence[Mapping[str, Any]]]) -> set[str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """In which a worktree's own code runs."""
+    """The environment in which a worktree's own code runs."""
     return {
         **os.environ,
         "PYTHONPATH": str(folder),
@@ -177,8 +177,8 @@ def measure(sides: Mapping[str, Side], pairs: int, order: random.Random) -> dict
 def measure_workers(
     folders: Mapping[str, Path], command: Sequence[str], pairs: int, order: random.Random
 ) -> dict[str, list[Times]]:
-    """As `measure`, of programs that stay. Raises SystemExit where they find different results in a
-    turn."""
+    """Measures programs that stay, as `measure` does. Raises SystemExit where they find different
+    results in a turn."""
     workers = {name: Worker(folder, command) for name, folder in folders.items()}
     found: dict[str, list[Times]] = {name: [] for name in folders}
     try:

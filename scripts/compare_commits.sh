@@ -2,28 +2,29 @@
 # Two commits side by side: each in a worktree with an extension of its own, run in turn, in
 # shuffled order, compared pair by pair.
 #
-#   scripts/compare_commits.sh [OPTIONS] A B CASE [ARGS...]      a case of `espnx bench`, with its
-#   arguments
-#   scripts/compare_commits.sh [OPTIONS] A B -- COMMAND...       any command, by its time; it runs
-#   in the worktree's root
-#   scripts/compare_commits.sh [OPTIONS] A B --worker FILE [ARGS...]    a Python file that opens
-#   what it needs once for all turns, and
-#       then for each line on its standard input does the turn of that number and writes one line of
-#       JSON:
+#   scripts/compare_commits.sh [OPTIONS] A B CASE [ARGS...]
+#       a case of `espnx bench`, with its arguments
+#   scripts/compare_commits.sh [OPTIONS] A B -- COMMAND...
+#       any command, by its time; it runs in the worktree's root
+#   scripts/compare_commits.sh [OPTIONS] A B --worker FILE [ARGS...]
+#       a Python file that opens what it needs once for all turns, and then for each line on its
+#       standard input does the turn of that number and writes one line of JSON:
 #       {"seconds": {POINT: SECONDS, ...}, "results": what has to be the same on every side}.
 #       scripts/compare_searches.py is one.
 #
 #   --pairs N        how often each side runs (default: 30)
 #   --own-spread     A runs twice in every turn, in two worktrees: what two equal commits differ by,
-#   beside what A and B do
+#                    beside what A and B do
 #   --bar R          end with 1 if at some point the whole interval lies above R
-#   --a WORDS, --b WORDS    more words for one side alone, where an option changed its name; the
-#   commits share their folders otherwise
+#   --a WORDS, --b WORDS
+#                    more words for one side alone, where an option changed its name; the commits
+#                    share their folders otherwise
 #   --seed N         of the order and of the bootstrap (default: 1)
 #   --json FILE      also write every time and every ratio
 #
-#   scripts/compare_commits.sh --own-spread HEAD~20 HEAD kv --path /mnt/nvme --batch 4 --context
-#   3840
+# For example:
+#
+#   scripts/compare_commits.sh --own-spread HEAD~20 HEAD kv --path /mnt/nvme --context 3840
 #
 # Works from the clone alone, with its .venv; nothing is fetched, and what was made for the
 # comparison is removed at the end, except for compiled extensions, which .cache/compare keeps by

@@ -3,8 +3,8 @@
 searches it from SSD; then a language model reads what was found, with its KV cache on SSD:
 SmolLM2-135M-Instruct where it is installed, else the small model of this repository.
 
-make demo                          (or: .venv/bin/python scripts/demo.py [--documents N]
-[--directory DIR] [--model DIR])
+    make demo
+    .venv/bin/python scripts/demo.py [--documents N] [--directory DIR] [--model DIR]
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Answer:
 
 
 class Watch(BaseStreamer):
-    """Of `generate`: when the prompt and each token came."""
+    """Watches `generate`: when the prompt and each token came."""
 
     def __init__(self) -> None:
         self.times = list[float]()
@@ -134,8 +134,8 @@ def compare(model: Any, expected: Answer, found: Answer) -> tuple[bool, str]:
 
 
 def resume(job: Mapping[str, Any]) -> dict[str, Any]:
-    """In the new process, which has loaded the model: the second question computed anew in memory,
-    and from the kept cache."""
+    """Does what the new process does, once it has loaded the model: the second question computed
+    anew in memory, and from the kept cache."""
     model, tokenizer = load(job["model"])
     # what is set up at a model's first pass, neither way pays for
     model(torch.tensor([job["prompt"][:1]]))
@@ -198,7 +198,7 @@ def first_question(
 
 
 def second_question(folder: Path, question: str, prompt: Sequence[int], storage: str) -> bool:
-    """In a new process; prints what happened, and returns whether both ways gave the same
+    """Asks in a new process; prints what happened, and returns whether both ways gave the same
     tokens."""
     job = {"model": str(folder), "storage": storage, "prompt": list(prompt)}
     done = subprocess.run(

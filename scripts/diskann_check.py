@@ -86,7 +86,7 @@ class Check:
         name = f"ours_{dtype}_{codes}"
         options = {
             "max_degree": 32,
-            "search_list_size": 64,
+            "list_size": 64,
             "vector_dtype": dtype,
             "codes": codes,
             "pq_bytes": 16,

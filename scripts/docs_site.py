@@ -41,7 +41,7 @@ def target_of(link: str, place: Path) -> Path | None:
 
 
 def page_of(path: Path) -> str:
-    """Of a file or folder of this tree, on the site: ``source/examples/01_search.py.md``."""
+    """The site's page of a file or folder of this tree: ``source/examples/01_search.py.md``."""
     return f"{SHOWN}/{path.relative_to(ROOT).as_posix()}.md"
 
 

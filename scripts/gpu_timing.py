@@ -73,8 +73,8 @@ def device_times_s(call: Callable[[int], Any], runs: int = 30) -> list[float]:
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """Of one op: `kernel_s` of the bare kernel on the device, `call_s` of whole calls, from the
-    arguments to the result that is there."""
+    """Times of one op: `kernel_s` of the bare kernel on the device, `call_s` of whole calls, from
+    the arguments to the result that is there."""
 
     kernel_s: list[float]
     call_s: list[float]

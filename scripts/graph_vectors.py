@@ -2,13 +2,15 @@
 """Real vectors for `espnx bench graph`, of what every machine has: docstrings of installed
 packages, and photographs that packages ship.
 
-    python scripts/graph_vectors.py tokens --out tokens            tokens.npy, tokens-queries.npy:
-    384 float32 of MiniLM (espnx[minilm]) python scripts/graph_vectors.py docstrings --out
-    docstrings    one vector a docstring: the mean of its tokens, of length 1 python
-    scripts/graph_vectors.py patches --out patches          28 x 28 grey pixels, uint8 (pip install
-    scikit-image scikit-learn)
+    python scripts/graph_vectors.py tokens --out tokens
+        384 float32 of MiniLM for each token (espnx[minilm])
+    python scripts/graph_vectors.py docstrings --out docstrings
+        one vector a docstring: the mean of its tokens, of length 1
+    python scripts/graph_vectors.py patches --out patches
+        28 x 28 grey pixels, uint8 (pip install scikit-image scikit-learn)
 
-Queries are drawn as the vectors are, from texts and pictures that none of the vectors is of.
+Each writes NAME.npy, and NAME-queries.npy: drawn as the vectors are, from texts and pictures that
+none of the vectors is of.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 # espnx beside other programs, on the same corpus, or with the same model and prompt:
 # docs/measured/head-to-head.md shows what came out.
 #
-#   scripts/head_to_head.sh search [--collection DIR] [OPTIONS]    fast-plaid, PyLate's PLAID; DIR:
-#   a labelled collection, as BEIR has them
-#   scripts/head_to_head.sh kv [OPTIONS]                           caches of transformers,
-#   accelerate's offload of weights, llama.cpp
-#   scripts/head_to_head.sh search|kv --prepare                    makes the environments alone, and
-#   measures nothing
+#   scripts/head_to_head.sh search [--collection DIR] [OPTIONS]
+#       fast-plaid, PyLate's PLAID; DIR: a labelled collection, as BEIR has them
+#   scripts/head_to_head.sh kv [OPTIONS]
+#       caches of transformers, accelerate's offload of weights, llama.cpp
+#   scripts/head_to_head.sh search|kv --prepare
+#       makes the environments alone, and measures nothing
 #
 # Makes an environment for each of them in .cache/head-to-head, once (7 GB for search, as
 # fast-plaid's torch brings CUDA; 2 GB for kv; a C++ compiler and a quarter of an hour for llama.cpp

@@ -1,11 +1,14 @@
 """Makes the fixtures of the tests of late-interaction encoders and imports, with the packages that
 they are compared to.
 
-    python scripts/make_late_interaction_fixtures.py colbert        # colbert-ai 0.2.22,
-    transformers 4.49 (it does not run with 5) python scripts/make_late_interaction_fixtures.py
-    pylate         # pylate 1.6.0 python scripts/make_late_interaction_fixtures.py fast-plaid     #
-    fast-plaid 1.7.0 and the torch that it pins python scripts/make_late_interaction_fixtures.py
-    pylate-index   # pylate 1.6.0 with fast-plaid 1.4.6, and the torch that that pins
+    python scripts/make_late_interaction_fixtures.py colbert
+    python scripts/make_late_interaction_fixtures.py pylate
+    python scripts/make_late_interaction_fixtures.py fast-plaid
+    python scripts/make_late_interaction_fixtures.py pylate-index
+
+with, in this order, colbert-ai 0.2.22 and transformers 4.49 (it does not run with 5); pylate 1.6.0;
+fast-plaid 1.7.0 and the torch that it pins; pylate 1.6.0 with fast-plaid 1.4.6 and the torch that
+that pins.
 
 Writes under tests/data. Models have two layers and weights made from their names
 (tests/encoders/tiny.py), so the folders are kept without them. What names the machine or the time

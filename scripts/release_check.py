@@ -2,8 +2,8 @@
 """Before a release: README's page exactly as it is read, in a fresh clone and environment, compiled
 as pip compiles for a user; then what a release says of itself.
 
-make release-check                 (or: .venv/bin/python scripts/release_check.py [--editable]
-[--keep DIR])
+    make release-check
+    .venv/bin/python scripts/release_check.py [--editable] [--keep DIR]
 
 The lines of README's section Install run as they stand, its Python and shell blocks are pasted in
 the clone's root and in an empty folder, both twice, and must print what the page shows. Takes the

@@ -5,15 +5,14 @@
 #
 #   bash scripts/setup.sh        what everything needs
 #   bash scripts/setup.sh demo   what the demo needs, and no more: no tests, linters or peers; its
-#   encoder and language model (180 MB)
+#                                encoder and language model (180 MB)
 #
 # The seconds of each part stand in .cache/setup/seconds, for the demo to print; a part that was
 # there already takes none.
 #
 #   PYTHON=python3.12      which Python to build on
 #   ESPNX_SYSTEM_SITE=1    see the packages of the surrounding Python (an image with torch inside,
-#   perhaps without a network) and
-#                          install only what is missing there
+#                          perhaps without a network) and install only what is missing there
 #   MAX_JOBS=2             how many compilers at once
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -162,7 +161,7 @@ packages() {
 
 no_packages() {
   if [ "${ESPNX_SYSTEM_SITE:-0}" = 1 ]; then
-    say "going on with what the surrounding Python has; 'espnx doctor' says what is missing"
+    say "continuing with what the surrounding Python has; 'espnx doctor' says what is missing"
     return 0
   fi
   die "Python packages could not be installed. Is there a network? pip's own settings apply (pip.conf, PIP_INDEX_URL). Log: $PWD/$LOG"

@@ -2,8 +2,8 @@
 """Trains the small language model of the demos: a Llama of 6.7 million parameters, in less than an
 hour on two cores.
 
-    python scripts/train_demo_model.py --out espnx/models/demo python scripts/train_demo_model.py
-    --out espnx/models/demo --resume      (goes on from the last checkpoint)
+    python scripts/train_demo_model.py --out espnx/models/demo
+    python scripts/train_demo_model.py --out espnx/models/demo --resume  (from the last checkpoint)
 
 The text is the documentation of the installed Python libraries (scripts/docstrings.py), cut by a
 byte-pair vocabulary trained on it. A share of the sequences is there so that a long context has

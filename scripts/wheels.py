@@ -2,7 +2,8 @@
 """A wheel for each Python that is to be had on this machine, in dist/; each is installed in a fresh
 environment and tried.
 
-make wheel                         (or: .venv/bin/python scripts/wheels.py [3.11 ...])
+    make wheel
+    .venv/bin/python scripts/wheels.py [3.11 ...]
 
 The wheel of this Python takes the extension that `make setup` compiled; the others compile their
 own, some minutes each, as `pip install .` does. A Python that is not there is skipped and named. No
@@ -66,7 +67,7 @@ def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
 
 
 def interpreters(version: str) -> Iterator[Path]:
-    """Where that Python may be: on the path, or among those of pyenv."""
+    """Yields where that Python may be: on the path, or among those of pyenv."""
     if version == OWN:
         yield Path(sys.executable)
     if found := shutil.which(f"python{version}"):

@@ -3,9 +3,10 @@ what tests/test_forks.py runs.
 
 They are jobs of tests/forks.py, so that each parent begins with everything imported and no thread:
 
-    what="prepare", folder=F                             writes what the calls open what="run",
-    folder=F, first=[A, B], then=[C], out=O  makes the first calls, then forks once for each of the
-    others; [] are all of them
+    what="prepare", folder=F
+        writes what the calls open
+    what="run", folder=F, first=[A, B], then=[C], out=O
+        makes the first calls, then forks once for each of the others; [] are all of them
 
 A run writes a line of JSON for each outcome: [who, call, how, what it returned]. A child that does
 not answer in time is killed and HANGS.

@@ -51,7 +51,9 @@ NATIVE_USERS = {"storage", "ops", "device", "graph", "postings", "simulate", "cl
 KERNEL_USERS = {"ops"}
 # What a layer may see of `device`: the interface, the registry and what is told of rows, not the
 # devices behind them. Layers that are not here may import any of it.
-DEVICE_SEEN_BY = {"kv": {"crew", "interface", "near_storage", "registry", "row_layout", "several"}}
+DEVICE_SEEN_BY = {
+    "kv": {"workers", "interface", "near_storage", "registry", "row_layout", "several"}
+}
 # Rooms of one layer that know nothing of one another: what both need lies beside them.
 STRANGERS = {"espnx.retrieval.build", "espnx.retrieval.search"}
 

@@ -27,7 +27,7 @@ SMALL_FILES = {
     "espnx.ops.distances.api": "of an op",
     "espnx.ops.distances.reference": "of an op",
     "espnx.ops.maxsim.reference": "of an op",
-    "espnx.retrieval.build.resuming": "what of an interrupted build is gone on with",
+    "espnx.retrieval.build.resuming": "what of an interrupted build is continued",
     "espnx.retrieval.search.explain": "why a document scores what it scores",
     "espnx.retrieval.search.lookup": "documents by id",
     "espnx.benchmarks.io.table": "of a case",
@@ -42,6 +42,24 @@ PYTHON_HEADER = re.compile(r'^\s*#\s*include\s*[<"](?:pybind11/|Python\.h)', re.
 
 SCOPE = re.compile(r"\b(?:namespace|class|struct|union|enum|extern)\b")
 AFTER_PARAMETERS = re.compile(r"\)\s*(?:const|noexcept|override)?$")
+
+#: Text in columns, and two commands: what a reflow leaves where it takes a table, or commands that
+#: have a line each, for a paragraph.
+COLUMN = re.compile(r"\S\s{3,}(\S)")
+WORD = re.compile(r"(?<!\S)\S")
+TWO_COMMANDS = re.compile(r"\bpython \S+/.*\bpython \S+/")
+
+#: A docstring that begins so only finishes the name above it ("Of each sequence.").
+FRAGMENT = re.compile(r"(?:Of|Where|As|For|That|In|By|From|With|Than|To|On|At|Until)\b")
+#: Not English, or not any more; what to say instead.
+PHRASES = {
+    re.compile(r"\bfor" + r" ever\b", re.I): "forever",
+    re.compile(r"\b(?:go|goes|going|gone|went) on" + r" with\b", re.I): "continue",
+    re.compile(r"\b(?:is|are) vo" + r"id\b"): "invalid",
+    re.compile(r"\bin va" + r"in\b"): "for nothing",
+    re.compile(r"\b(?:that|which) (?:\w+ )?\w+ (?:has|have)" + r" not[.,;]"): "does not have",
+    re.compile(r"\bthat there (?:is|are)" + r" not\b"): "unknown",
+}
 
 #: What tells a linter or a type checker something about its line stands behind it, however long.
 PRAGMA = re.compile(r"\s+#\s*(?:type: ignore|noqa)\b.*$")
@@ -63,6 +81,10 @@ def text_complaints(text: str, *, line_max: int | None = LINE_MAX) -> Iterator[C
             yield number, "a loose end without an anchor"
         if line != line.rstrip():
             yield number, "white space at the end of the line"
+    for phrase, instead in PHRASES.items():
+        for match in phrase.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            yield line, f"{match.group()!r}: say {instead!r}"
 
 
 def source_complaints(text: str) -> Iterator[Complaint]:
@@ -75,13 +97,17 @@ def source_complaints(text: str) -> Iterator[Complaint]:
             yield number, "a banner comment"
 
 
-def python_complaints(text: str, *, package: bool, may_print: bool) -> Iterator[Complaint]:
+def python_complaints(
+    text: str, *, package: bool, may_print: bool, is_test: bool = False
+) -> Iterator[Complaint]:
     """Rules for a Python file. ``package``: it belongs to espnx/ or kernels/, where input is judged
     by exceptions, never by assert."""
     tree = ast.parse(text)
     if ast.get_docstring(tree) is None:
         yield 1, "no docstring that says what the file is"
     for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _docstring(node, is_test=is_test)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - _body(node).lineno + 1
             if length > FUNCTION_LINES_MAX:
@@ -136,6 +162,29 @@ def _handler(node: ast.ExceptHandler) -> Iterator[Complaint]:
     )
     if broad and idle:
         yield node.lineno, "every failure is swallowed without a word"
+
+
+def _docstring(
+    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, *, is_test: bool
+) -> Iterator[Complaint]:
+    """Rules for a docstring: it begins with what the thing is or does (in tests the name is the
+    sentence's beginning), what stands in columns lines up with the line before it or behind it, and
+    a command has a line of its own."""
+    docstring = ast.get_docstring(node, clean=False)
+    if docstring is None:
+        return
+    first = node.body[0].lineno
+    if not is_test and not isinstance(node, ast.Module) and FRAGMENT.match(docstring):
+        yield first, "a docstring that only finishes the name"
+    lines = docstring.splitlines()
+    for number, line in enumerate(lines):
+        columns = {match.start(1) for match in COLUMN.finditer(line)}
+        if columns and not line.lstrip().startswith((">>>", "...")):
+            beside = lines[max(0, number - 1) : number] + lines[number + 1 :][:1]
+            if columns - {match.start() for each in beside for match in WORD.finditer(each)}:
+                yield first + number, "columns that line up with nothing: a table run together?"
+        if TWO_COMMANDS.search(line):
+            yield first + number, "two commands on a line"
 
 
 def _body(node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.stmt:

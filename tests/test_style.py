@@ -90,7 +90,10 @@ def complaints(path: Path) -> Iterator[str]:
     if path.suffix == ".py":
         package = name.startswith(("espnx/", "kernels/"))
         found += python_complaints(
-            text, package=package, may_print=not package or name.startswith("espnx/cli/")
+            text,
+            package=package,
+            may_print=not package or name.startswith("espnx/cli/"),
+            is_test=name.startswith("tests/"),
         )
     if path.suffix in CPP:
         has_header = path.suffix == ".cpp" and path.with_suffix(".hpp").exists()
@@ -280,7 +283,43 @@ def test_python_rules_are_silent() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    ["x" * (LINE_MAX + 1), "see /wo" + "rk/place", "# TO" + "DO: later", "x ", "cd /ro" + "ot/x"],
+    [
+        "Doc.\n\n    rows      where each begins ids       their blocks\n    fences    of each",
+        "Doc.\n\n    python scripts/a.py first python\n    scripts/b.py    second",
+        "Doc.\n\n    python scripts/a.py first python scripts/b.py second",
+    ],
+)
+def test_docstring_rules_report(bad: str) -> None:
+    assert len(list(python_complaints(f'"""{bad}\n"""\n', package=True, may_print=False))) == 1
+
+
+@pytest.mark.parametrize("is_test", [False, True])
+def test_fragments_are_reported(is_test: bool) -> None:
+    fragment = '"""Doc."""\ndef n_rows():\n    """Of each sequence."""\n'
+    found = python_complaints(fragment, package=True, may_print=False, is_test=is_test)
+    assert bool(list(found)) is not is_test
+
+
+def test_docstring_rules_are_silent() -> None:
+    good = (
+        "rows      where each begins\n    ids       their blocks, of which there may be many, so\n"
+        "              this goes on\n\n    >>> import espnx      # doctest: +SKIP"
+    )
+    text = f'"""Doc.\n\n    {good}\n"""\n'
+    assert not list(python_complaints(text, package=True, may_print=False))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "x" * (LINE_MAX + 1),
+        "see /wo" + "rk/place",
+        "# TO" + "DO: later",
+        "x ",
+        "cd /ro" + "ot/x",
+        "waits for" + " ever",
+        "an option that the path has" + " not, or",
+    ],
 )
 def test_text_rules_report(bad: str) -> None:
     assert len(list(text_complaints(bad))) == 1

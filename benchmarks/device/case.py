@@ -213,7 +213,7 @@ def run(args: Namespace, say: Say) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Of rows of one --show: those of the first."""
+    """A table of rows of one --show: those of the first."""
     from . import distances, postings, search, topology, validation
 
     tables = {

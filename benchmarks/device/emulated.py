@@ -65,7 +65,7 @@ def timed(
     before: Mapping[str, LinkUse],
     after: Mapping[str, LinkUse],
 ) -> Timed:
-    """Of a run of so many steps, and of what had passed the links before and after."""
+    """Times of a run of so many steps, and of what had passed the links before and after."""
     busy_s = {link: (use.busy_s - before[link].busy_s) / len(times) for link, use in after.items()}
     by = max(busy_s, key=lambda link: busy_s[link])
     traffic = defaultdict[str, float](float)
@@ -94,7 +94,7 @@ def opened(
 
 
 def trace_file(folder: Path | None, n_devices: int, system: str) -> Path | None:
-    """Of one system with so many devices: of its last run, whose times stand in the rows."""
+    """The trace of the last run of one system with so many devices, whose times are in the rows."""
     return None if folder is None else folder / f"{n_devices}-{system}.trace"
 
 
@@ -157,7 +157,7 @@ def row(
     is_correct: bool,
     metrics: Mapping[str, float],
 ) -> Row:
-    """Of one system at one number of devices. Wrong results have no times and no ratio."""
+    """The row of one system at one number of devices. Wrong results have no times and no ratio."""
     ordered, moved = run.times, round(run.traffic.get("device_flash_read_bytes", 0.0))
     made = Row(
         "device",
@@ -197,8 +197,8 @@ TRAFFIC = {
 
 
 def cells(row: Row, *own: str) -> list[str]:
-    """Of a row: its time beside its bound and its baseline, `own` columns, traffic, how it was
-    emulated."""
+    """The cells of a row: its time beside its bound and its baseline, `own` columns, traffic, how
+    it was emulated."""
     found, is_timed = row.metrics, row.median_s is not None
     took_s = row.median_s or 0.0
     return [
@@ -216,7 +216,7 @@ def cells(row: Row, *own: str) -> list[str]:
 
 
 def headers(unit: str, *own: str) -> list[str]:
-    """Of `cells`; `unit`: what was timed."""
+    """The headers of `cells`; `unit`: what was timed."""
     return [
         "devices",
         "system",

@@ -37,8 +37,8 @@ _WARM_UP = 1
 _SOURCE = "{}, taken for MaxSim, which nobody has measured on such a device"
 
 
-def _flops(gflops: float, of: str) -> Figure:
-    return Figure(gflops * 1e9, gflops, "GFLOPS", _SOURCE.format(of), "assumed")
+def _flops(gflops: float, model: str) -> Figure:
+    return Figure(gflops * 1e9, gflops, "GFLOPS", _SOURCE.format(model), "assumed")
 
 
 #: What the devices' accelerators do in a second; None: there are none, and records go to the host.
@@ -124,8 +124,8 @@ def with_maxsim(spec: DeviceSpec, rate: Figure | None) -> DeviceSpec:
 
 
 def _hits_of_plain(work: Work, partitions: Sequence[Path], queries: Sequence[Encoded]) -> Hits:
-    """Of the timed searches, on this machine's disk without emulation, one partition after the
-    other."""
+    """The hits of the timed searches, on this machine's disk without emulation, one partition after
+    the other."""
     with ExitStack() as opened:
         indexes = [opened.enter_context(espnx.open(each, None)) for each in partitions]
         found = [

@@ -124,7 +124,7 @@ class _Run:
 
 
 class _Decoder(EspnxDecoder):
-    """On devices, which are among its options."""
+    """Decodes on devices, which are among its options."""
 
     def make_cache(self) -> Cache:
         enable_kv_cache(self.model)
@@ -164,7 +164,7 @@ def measure(
 
 
 def _logits_in_memory(work: Work, weights: Path) -> torch.Tensor:
-    """Of every timed step, by the framework's own cache: float32 [steps, batch, vocabulary]."""
+    """Logits of each timed step by the framework's cache: float32 [steps, batch, vocabulary]."""
     decoder = HFDecoder(work.task, weights, weights, {})
     decoder.seed()
     return _decode(decoder, work)

@@ -127,7 +127,7 @@ class _OnDisk:
             self._file = self._engine.open(str(folder / "reads.bin"))
             self.path = self._file.effective
             base = rng.standard_normal((work.vectors, 64)).astype(np.float32)
-            espnx.graph.build(base, folder / "graph", max_degree=32, search_list_size=50, threads=2)
+            espnx.graph.build(base, folder / "graph", max_degree=32, list_size=50, threads=2)
             self._graph = espnx.graph.StoredGraph(folder / "graph")
             self._walked = opened.enter_context(SsdGraphDevice(self._graph, engine=self._engine))
             self._queries = [
@@ -154,13 +154,13 @@ class _OnDisk:
         """The rounds of each walk: nodes, and bytes that were read for them."""
         found = []
         for query in self._queries:
-            ticket = self._walked.search(query, _L, _K, beam=beam)
+            ticket = self._walked.search(query, _L, _K, beam_width=beam)
             ticket.finish()
             found.append([(each.nodes, each.bytes_moved) for each in ticket.rounds])
         return found
 
     def seconds(self) -> dict[str, float]:
-        """Of each work on the disk: a read or a batch, a walk, a step; medians of this run."""
+        """Seconds of each work (a read or a batch, a walk, a step) on the disk, medians."""
         found = {}
         times = batches(self._engine, self._file, list(_READS.values()), self._work.run_s)
         for name, each in zip(_READS, times, strict=True):
@@ -212,7 +212,7 @@ class _OnDisk:
         try:
             for query, rounds in zip(self._queries, self._rounds[beam], strict=True):
                 begun_s = device.topology.now()
-                ticket = walked.search(query, _L, _K, beam=beam)
+                ticket = walked.search(query, _L, _K, beam_width=beam)
                 ticket.finish()
                 if [each.nodes.tolist() for each in ticket.rounds] != [
                     nodes.tolist() for nodes, _ in rounds
@@ -264,7 +264,7 @@ def _visit(
 def _rows(
     name: str, measured: Sequence[float], emulated: Sequence[float], size_bytes: int, path: str
 ) -> list[Row]:
-    """Of one work. The emulated row says how it compares: by medians, and pair by pair."""
+    """The rows of one work. The emulated one says how it compares: by medians, and pair by pair."""
     of_measured = statistics.median(emulated) / statistics.median(measured)
     paired = statistics.median(each / other for each, other in zip(emulated, measured, strict=True))
     made = []

@@ -202,7 +202,7 @@ def _sets(args: Namespace) -> Iterator[Data]:
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Of rows of one show: those of the first."""
+    """A table of rows of one show: those of the first."""
     from .rows import memory_table, summary_table, sweep_table
 
     show = rows[0].params["show"] if rows else "summary"

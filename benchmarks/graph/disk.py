@@ -14,8 +14,8 @@ _DEPTH, _SECONDS = 64, 1
 
 
 def random_reads_per_s(folder: Path) -> float | None:
-    """Of 4 KiB each, 64 under way, past the page cache, for a second, of the largest file in a
-    folder. None: no fio, or it cannot."""
+    """Reads of 4 KiB a second, 64 under way, past the page cache, of the largest file in a folder,
+    measured for a second. None: no fio, or it cannot."""
     fio = shutil.which("fio")
     files = [path for path in folder.rglob("*") if path.is_file()]
     if fio is None or not files:

@@ -33,7 +33,7 @@ class DiskAnn(Opened):
         self._indexes: dict[tuple[int, int], Any] = {}
 
     def search(self, queries: np.ndarray, k: int, setting: Setting) -> Found:
-        index = self.index(setting.threads, setting.beamwidth or 1, queries)
+        index = self.index(setting.threads, setting.beam_width or 1, queries)
         if len(queries) == 1:
             one = index.search(queries[0], k_neighbors=k, complexity=setting.list_size)
             return Found(one.identifiers[None], one.distances[None])
@@ -50,14 +50,14 @@ class DiskAnn(Opened):
             nodes, found.distances, reads, None if reads is None else reads * PEER_PAGE_BYTES
         )
 
-    def index(self, threads: int, beamwidth: int, queries: np.ndarray) -> Any:
-        """For queries of that kind, opened the first time."""
-        key = threads, beamwidth
+    def index(self, threads: int, beam_width: int, queries: np.ndarray) -> Any:
+        """The index for queries of that kind, opened the first time."""
+        key = threads, beam_width
         if key not in self._indexes:
             self._indexes[key] = self._library.StaticDiskIndex(
                 index_directory=self._folder,
                 num_threads=threads,
-                beam_width=beamwidth,
+                beam_width=beam_width,
                 distance_metric="l2",
                 vector_dtype=queries.dtype.type,
                 dimensions=queries.shape[1],
@@ -69,7 +69,7 @@ class DiskAnn(Opened):
 
 
 class Session(Service):
-    """Of DiskANN."""
+    """A worker's session with DiskANN."""
 
     def build(
         self, system: str, base: str, folder: str, pq_bytes: int, threads: int

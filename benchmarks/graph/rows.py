@@ -64,8 +64,8 @@ class Built:
 
 
 def at_recall(points: Sequence[tuple[float, float]], recall: float) -> float | None:
-    """Of (recall, value) by ascending effort the value at which a recall is reached, between two
-    points by a straight line; the first value where the least effort reaches it, None where none
+    """The value at which a recall is reached, between two points of (recall, value) by ascending
+    effort by a straight line; the first value where the least effort reaches it, None where none
     does."""
     if points and points[0][0] >= recall:
         return points[0][1]
@@ -105,7 +105,7 @@ def _percentile(share: float) -> Callable[[Sequence[Point]], float | None]:
 def queries_per_s(
     curve: Mapping[int, Sequence[Point]], recall: float, n_queries: int
 ) -> list[float]:
-    """Of each pass at that recall; empty where it is not reached."""
+    """Queries a second of each pass at that recall; empty where it is not reached."""
     n_passes = len(next(iter(curve.values())))
     found = [
         at_recall(
@@ -313,7 +313,8 @@ def _alone_cell(row: Row) -> str:
 
 
 def _bytes_over_peer(row: Row) -> str:
-    """Of runs that were written before it was, too: the peer reads pages of 4 KiB."""
+    """The ratio of bytes to the peer's, which reads pages of 4 KiB; also for runs that were written
+    before the ratio was."""
     metrics = row.metrics
     if "bytes_read_over_peer" not in metrics and {"reads", "bytes_read", "reads_over_peer"} <= set(
         metrics

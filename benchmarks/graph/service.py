@@ -34,11 +34,11 @@ class Found:
 @dataclass(frozen=True)
 class Setting:
     """How a search goes. Attributes: list_size: candidates (L; efSearch of HNSW, nprobe of lists).
-    beamwidth: None: the system's own."""
+    beam_width: None: the system's own."""
 
     list_size: int
     threads: int
-    beamwidth: int | None
+    beam_width: int | None
 
 
 class Opened(ABC):
@@ -72,7 +72,7 @@ class Service(ABC):
 
     @abstractmethod
     def open(self, system: str, folder: str, threads: int, in_flight: int) -> Opened:
-        """As soon as this returns, its searches can be timed."""
+        """Opens a system; as soon as this returns, its searches can be timed."""
 
     def handle(self, command: Mapping[str, Any]) -> dict[str, Any]:
         do, rest = command["do"], {name: value for name, value in command.items() if name != "do"}
@@ -122,8 +122,8 @@ class Service(ABC):
         return time.perf_counter() - begun, found
 
     def _search(self, opened: Opened, setting: Setting, least_s: float = 0.0) -> dict[str, Any]:
-        """Of all queries; again of as many copies of them in one batch as take `least_s`, where
-        once is over sooner."""
+        """Searches for all queries; again for as many copies of them in one batch as take
+        `least_s`, where once is over sooner."""
         before, cpu_s, times = read_counters(), time.process_time(), 1
         seconds, found = self._timed(opened, self._queries, setting)
         moved_bytes = (read_counters() - before).device_read_bytes

@@ -38,7 +38,7 @@ class EspnxGraph(Opened):
         if setting.threads not in self._graphs:
             self._graphs[setting.threads] = self._open(setting.threads)
         found = self._graphs[setting.threads].search(
-            queries, k, list_size=setting.list_size, beamwidth=setting.beamwidth
+            queries, k, list_size=setting.list_size, beam_width=setting.beam_width
         )
         reads = found.pages.sum() + found.code_pages.sum()
         return Found(found.ids, found.distances, float(reads), float(found.bytes_read.sum()))
@@ -77,7 +77,7 @@ class FaissIndex(Opened):
 
 
 class Session(Service):
-    """Of one system."""
+    """A worker's session with one system."""
 
     def build(
         self, system: str, base: str, folder: str, pq_bytes: int, threads: int
@@ -90,7 +90,7 @@ class Session(Service):
                 codes=_CODES.get(system, "inline"),
                 pq_bytes=wanted,
                 threads=threads,
-                search_list_size=LIST_SIZES.get(system, 100),
+                list_size=LIST_SIZES.get(system, 100),
                 use_opq=system not in UNROTATED,
             )
             return {"pq_bytes": report.pq_bytes}

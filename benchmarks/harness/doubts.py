@@ -54,7 +54,7 @@ def is_unsteady(row: Row) -> bool:
 
 
 def _point(row: Row, *, but: Sequence[str] = ()) -> str:
-    """Where a row was measured, as a key."""
+    """The point at which a row was measured, as a key."""
     params: dict[str, Any] = {name: value for name, value in row.params.items() if name not in but}
     return json.dumps([row.case, params], sort_keys=True, default=str)
 

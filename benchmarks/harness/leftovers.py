@@ -20,12 +20,12 @@ STORE, NOTES = "store", ("queries.safetensors", "CORPUS.json")
 
 
 def found(directory: Path, cases: Mapping[str, Case]) -> list[Path]:
-    """Of all cases, ascending."""
+    """The leftovers of all cases, ascending."""
     return sorted({path for case in cases.values() for path in case.leaves(directory)})
 
 
 def size_bytes(path: Path) -> int:
-    """On disk, of a file or of all files of a folder."""
+    """Bytes on disk, of a file or of all files of a folder."""
     return sum(file.stat().st_blocks * 512 for file in _files(path))
 
 

@@ -17,7 +17,7 @@ SUFFIX = "-recorded"
 
 
 def trace_folder(path: str | None) -> Path | None:
-    """Where ``--record`` says. Raises InvalidInputError."""
+    """The folder that ``--record`` names. Raises InvalidInputError."""
     if path is not None and not Path(path).is_dir():
         raise InvalidInputError(
             "--record",

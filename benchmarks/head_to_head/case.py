@@ -14,7 +14,7 @@ from ..harness.result import Row
 DESCRIPTION = """search: indexes of the same token vectors (a collection that minilm encodes, and
 ColBERT-shaped random ones): espnx, fast-plaid, PyLate's PLAID; each at several efforts, its answers
 compared with those of every document scored. kv: SmolLM2 decodes behind the same prompt with the
-caches of transformers, accelerate, llama.cpp and espnx; and goes on with a context that was read
+caches of transformers, accelerate, llama.cpp and espnx; and continues with a context that was read
 before.
 
   # makes the environments of the others, then runs this
@@ -155,7 +155,7 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def by_recall(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Of each index on each corpus the least effort that reaches the recall asked for, else the
+    """The least effort of each index on each corpus that reaches the recall asked for, else the
     most that it reached."""
     headers = [
         "corpus",

@@ -108,7 +108,7 @@ def _resumed(
 
 
 def _asked(args: Namespace, job: dict[str, Any], scratch: Path, say: Say) -> dict[str, Any]:
-    """In a directory of its own for what is stored, which the resuming process finds again."""
+    """Asks in a directory of its own for what is stored, which the resuming process finds again."""
     say(f"{job['system']}: {job['do']}")
     storage = scratch / job["system"]
     storage.mkdir(exist_ok=True)

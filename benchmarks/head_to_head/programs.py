@@ -129,7 +129,7 @@ def row_of(
     *,
     correct: bool = True,
 ) -> Row:
-    """Of an answer with ``seconds``, ``path`` and ``moved_bytes``, or of one with ``why``."""
+    """The row of an answer: ``seconds``, ``path`` and ``moved_bytes``, or a ``why``."""
     seconds = [] if "why" in answer else answer["seconds"]
     path = answer.get("path", "none")
     is_cold = path.startswith(("uring", "posix")) and "buffered" not in path
@@ -153,7 +153,7 @@ def row_of(
 
 
 def shown(row: Row) -> str:
-    """For the terminal."""
+    """A row for the terminal."""
     return (
         f"  {row.system}: {row.params['why']}"
         if row.median_s is None

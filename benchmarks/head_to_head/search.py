@@ -29,7 +29,8 @@ RECALL = 0.95  # of the exact best 10, that rows of the page reach
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where its vectors lie, and what is known of its queries. Documents are their numbers."""
+    """A corpus: where its vectors lie, and what is known of its queries. Documents are their
+    numbers."""
 
     name: str
     documents: int

@@ -76,7 +76,7 @@ def run(args: Namespace, say: Say) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Of rows of one show: those of the first."""
+    """A table of rows of one show: those of the first."""
     from .candidates import candidates_table
     from .overlap import overlap_table
 

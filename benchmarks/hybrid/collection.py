@@ -25,7 +25,7 @@ class Collection:
     name: str
 
     def params(self, index: espnx.Index) -> dict[str, Any]:
-        """Of every row."""
+        """Parameters of every row."""
         encoder = index.store.manifest.encoder.name  # which says, too, where it computes in bf16
         return {
             "collection": self.name,

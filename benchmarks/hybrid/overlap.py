@@ -41,7 +41,7 @@ class Clocked:
 
 @dataclass
 class _Times:
-    """Of each query, without encoding."""
+    """Times of each query, without encoding."""
 
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)

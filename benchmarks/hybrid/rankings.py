@@ -24,12 +24,11 @@ DEPTH = 1000
 
 @dataclass(frozen=True)
 class _System:
-    """What a ranking is asked with; `of`: fused afterwards from the rankings of these systems, not
-    asked."""
+    """What a ranking is asked with; `parts`: fused afterwards from these systems' rankings."""
 
     name: str
     options: Mapping[str, Any] | None
-    of: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
 
 SYSTEMS = (
@@ -72,7 +71,7 @@ def _ranked(
     """Hits by query, and the results of every time that they were asked."""
     if system.options is None:
         return {
-            query: _fused_by_hand([rankings[name][query] for name in system.of])
+            query: _fused_by_hand([rankings[name][query] for name in system.parts])
             for query in given.queries
         }, []
     depth = min(DEPTH, len(index))

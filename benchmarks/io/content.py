@@ -88,7 +88,7 @@ class Content:
 
     def __init__(self, seed: int):
         self.seed = seed
-        # The raw stream of a bit generator is fixed for ever; distributions drawn from it may
+        # The raw stream of a bit generator is fixed forever; distributions drawn from it may
         # change with numpy's version.
         pool = (
             np.random.PCG64(seed)

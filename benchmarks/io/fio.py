@@ -68,7 +68,7 @@ def require_fio() -> str:
 
 
 def version() -> str | None:
-    """As fio says it, or None where there is none."""
+    """The version that fio says, or None where there is none."""
     found = shutil.which("fio")
     return (
         subprocess.run([found, "--version"], capture_output=True, text=True).stdout.strip()

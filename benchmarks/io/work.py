@@ -130,8 +130,8 @@ class Work:
         return dataclasses.replace(self, items=max(1, min(items, self.capacity)))
 
     def for_seconds(self, seconds: float, bytes_per_s: float) -> Work:
-        """As many items as take about that long; sequential runs in whole steps, where the file has
-        that many."""
+        """The work of as many items as take about that long; sequential runs in whole steps, where
+        the file has that many."""
         sized = self.with_items(round(seconds * bytes_per_s / self.point.block_bytes))
         if self.point.pattern == "random":
             return sized
@@ -141,8 +141,8 @@ class Work:
         return sized if whole == 0 else self.with_items(whole // self.point.block_bytes)
 
     def start_bytes(self, turn: int) -> int:
-        """Where a sequential run of that number begins; another place for each, because what was
-        read a moment ago may lie in a cache."""
+        """The byte at which a sequential run of that number begins; another place for each, because
+        what was read a moment ago may lie in a cache."""
         room = (self.data.size_bytes - self.bytes_asked) // self.point.block_bytes
         return (
             int(np.random.default_rng([self.seed, turn]).integers(room + 1))

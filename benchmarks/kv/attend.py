@@ -35,7 +35,7 @@ _CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 
 class AttendWork:
-    """In the worker: rows in memory, and ways to go over all of them. The process keeps to one
+    """A worker's rows in memory, and ways to go over all of them. The process keeps to one
     processor from then on."""
 
     def __init__(self, heads: int, groups: int, d: int, size_bytes: int, dtype: str, seed: int):

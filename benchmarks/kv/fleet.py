@@ -51,8 +51,8 @@ class Spec:
 
 @dataclass(frozen=True)
 class Limit:
-    """Of the memory of each process: ``ample`` (none), ``auto`` (what it allocates and a quarter of
-    the KV for page cache), or bytes."""
+    """A limit of the memory of each process: ``ample`` (none), ``auto`` (what it allocates and a
+    quarter of the KV for page cache), or bytes."""
 
     kind: str
     size_bytes: int = 0
@@ -185,7 +185,7 @@ class Fleet(Workers):
 
 
 def folder_in(parent: Path) -> tempfile.TemporaryDirectory[str]:
-    """Of this benchmark's own; it goes at the end."""
+    """A folder of this benchmark's own; it goes at the end."""
     return tempfile.TemporaryDirectory(
         prefix="espnx-bench-kv-", dir=parent, ignore_cleanup_errors=True
     )

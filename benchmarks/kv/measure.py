@@ -62,7 +62,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of a system, beside the reference.
+    """What is said of a system, beside the reference.
 
     Attributes:
         problem: None when all is right.

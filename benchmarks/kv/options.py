@@ -108,7 +108,7 @@ class Options:
         return found
 
     def params(self, show: str, task: Task) -> dict[str, Any]:
-        """Of a row."""
+        """Parameters of a row."""
         return {
             "show": show,
             "model": task.name,

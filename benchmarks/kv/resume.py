@@ -52,8 +52,8 @@ def text_tokens(tokenizer: Any, count: int) -> torch.Tensor:
 
 
 class ResumeWork:
-    """In the worker: one model, a context, and the three ways to the first token of an answer.
-    Every turn asks another question.
+    """A worker's model, a context, and the three ways to the first token of an answer. Every turn
+    asks another question.
 
     Args:
         task: `context` is the longest; its steps are the turns.

@@ -78,8 +78,8 @@ class Session:
         return {"fraction": held / sum(sizes) if files else 0.0}
 
     def do_rows_file(self) -> Answer:
-        """Where another process finds the largest file that this one keeps rows in, though it has
-        no name, and its bytes up to the first hole. No path where there is none."""
+        """Says where another process finds the largest file that this one keeps rows in, though it
+        has no name, and its bytes up to the first hole. No path where there is none."""
         storage, found = f"{self._storage}{os.sep}", dict[str, int]()
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # the descriptor of the listing itself
@@ -96,7 +96,7 @@ class Session:
             }
 
     def do_warm_up(self, count: int, keep: list[int], folder: str) -> Answer:
-        """As `steps`, and says how much memory of its own the process had at most."""
+        """Does as `steps`, and says how much memory of its own the process had at most."""
         with sampled(anonymous_bytes) as peak:
             answer = self.do_steps(count, keep, folder)
         return {**answer, "peak_bytes": max(peak)}

@@ -86,8 +86,9 @@ def show_batch(options: Options, say: Say) -> list[Row]:
 
 
 def _with_what_fits(options: Options, batch: int, context: int, say: Say) -> Options:
-    """Without the caches in memory that would need more of it than `--memory` allows, or than there
-    is: K and V, an eighth for what is copied when they grow, and the process itself."""
+    """The options without the caches in memory that would need more of it than `--memory` allows,
+    or than there is: K and V, an eighth for what is copied when they grow, and the process itself.
+    """
     room = options.limit.size_bytes or available_bytes()
     need = (
         options.task(options.plan(), batch=batch, context=context).kv_bytes(context) * 9 // 8

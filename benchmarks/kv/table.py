@@ -60,7 +60,8 @@ def _bound(row: Row) -> str:
 
 
 def _x_rows(row: Row) -> str:
-    """With a mark where the scheduler would have it so: what decides for itself has done so."""
+    """The X rows, with a mark where the scheduler would have it so: what decides for itself has
+    done so."""
     is_choice = bool(row.metrics.get("is_scheduled")) or (
         "x_rows" in row.metrics and row.system.endswith("-auto")
     )

@@ -25,7 +25,7 @@ _TOKENS, _QUICK_TOKENS = 3840, 96
 
 
 class XWork:
-    """In the worker: X rows of one layer, and two ways to attend over them with one query for each
+    """A worker's X rows of one layer, and two ways to attend over them with one query for each
     sequence."""
 
     def __init__(

@@ -19,15 +19,15 @@ _PEAK = {1: "memory.max_usage_in_bytes", 2: "memory.peak"}
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Where a group of ours can be made: the version of its interface, and the directory."""
+    """A version of the interface, and a directory in which a group of ours can be made."""
 
     version: int
     parent: Path
 
 
 def find_hierarchy(mounts: str, own: str, root: Path = Path("/")) -> Hierarchy:
-    """From the text of /proc/self/mounts and /proc/self/cgroup; `root` is put before every path
-    (for tests).
+    """Finds it in the text of /proc/self/mounts and /proc/self/cgroup; `root` is put before every
+    path (for tests).
 
     Version 1: the caller's own group, whose limits go on to hold. Version 2: the nearest group
     above the caller that hands the memory controller down, because a group with processes may not.

@@ -13,7 +13,8 @@ def status_bytes() -> dict[str, int]:
 
 
 def available_bytes() -> int:
-    """Of the machine, for new processes: without what others hold, with the page cache."""
+    """Bytes of the machine's memory for new processes: without what others hold, with the page
+    cache."""
     found = re.search(
         r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE
     )

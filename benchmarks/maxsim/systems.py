@@ -61,8 +61,8 @@ class Corpus:
 
     @property
     def fp32_bytes(self) -> int:
-        """Of the tokens. Every system is asked for as much, so that times per byte compare as times
-        do."""
+        """Bytes of the tokens in fp32. Every system is asked for as much, so that times per byte
+        compare as times do."""
         return self.tokens.numel() * 4
 
     def reference(self) -> torch.Tensor:
@@ -167,8 +167,8 @@ class EspnxSystem(CallSystem):
         )
 
     def expected(self) -> torch.Tensor:
-        """Of the stored values: what a format loses is another matter than whether its kernel is
-        right."""
+        """The scores of the stored values: what a format loses is another matter than whether its
+        kernel is right."""
         return maxsim_reference(
             self.corpus.query,
             self.buffer,

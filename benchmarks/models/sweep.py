@@ -30,7 +30,7 @@ _WINDOW_FIELDS = ("sliding_window", "attention_window_size", "attention_chunk_si
 
 
 def names() -> list[str]:
-    """Of the causal models that the installed transformers maps."""
+    """The causal models that the installed transformers maps."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

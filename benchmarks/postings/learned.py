@@ -54,7 +54,7 @@ class Vectors:
 
     @classmethod
     def of(cls, encoded: Sequence[Any]) -> Vectors:
-        """Of `SparseVector` objects."""
+        """Takes `SparseVector` objects."""
         counts = [len(each.terms) for each in encoded]
         terms, weights = (
             np.concatenate([np.asarray(getattr(each, name)) for each in encoded])
@@ -75,7 +75,7 @@ def windows(text: str) -> list[str]:
 
 
 def docstrings() -> Iterator[str]:
-    """Of the installed packages, in the order of their paths."""
+    """Yields docstrings of the installed packages, in the order of their paths."""
     for path in sorted(Path(sysconfig.get_path("purelib")).rglob("*.py")):
         try:
             tree = ast.parse(path.read_bytes())

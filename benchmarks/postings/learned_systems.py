@@ -40,7 +40,7 @@ class Learned(Asked):
 
 
 def recall(found: Sequence[np.ndarray], best: Sequence[np.ndarray]) -> float:
-    """Of the best records of all queries the share that was found; -1 is no record."""
+    """The share that was found of the best records of all queries; -1 is no record."""
     known = [set(each[each >= 0].tolist()) for each in best]
     hits = sum(
         len(known_here & set(here.tolist())) for here, known_here in zip(found, known, strict=True)
@@ -49,8 +49,8 @@ def recall(found: Sequence[np.ndarray], best: Sequence[np.ndarray]) -> float:
 
 
 class EspnxLearned(Learned):
-    """Of espnx, by one of its ways to search; of two steps how many terms give candidates, and how
-    many, are in the name."""
+    """One of espnx's ways to search; of two steps how many terms give candidates, and how many, are
+    in the name."""
 
     group = "espnx"
     requested_path = "auto"
@@ -157,8 +157,8 @@ class Sindi(InMemory):
 
 
 def _sindi_options(longest: int, n_terms: int) -> str:
-    """Of VSAG's guide the pruned index with quantised lists, which re-ranks by vectors in float32.
-    `longest`: terms of a vector."""
+    """Options from VSAG's guide: the pruned index with quantised lists, which re-ranks by vectors
+    in float32. `longest`: terms of a vector."""
     inner = {
         "use_reorder": True,
         "use_quantization": True,
@@ -242,7 +242,7 @@ def _build_seismic(vectors: Vectors, path: Path) -> None:
 
 
 def open_learned(name: str, folder: Path, *asked: Any) -> Learned:
-    """Of a system whose files are there."""
+    """Opens a system whose files are there."""
     if name in ("sindi", "seismic"):
         return (Sindi if name == "sindi" else Seismic)(folder / name, *asked)
     return EspnxLearned(name, folder / "splade", *asked)

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from espnx.ops.postings import Rules, postings
-from espnx.postings import BM25, Postings, PostingsSearch
+from espnx.postings import BM25, Postings
 from espnx.postings.search.plan import QueryPlan
+from espnx.postings.search.search import PostingsSearch
 
 from ..harness.runner import Sample
 from ..machine import page_cache
@@ -54,7 +55,7 @@ class Asked(ABC):
 
     @abstractmethod
     def files(self) -> list[Path]:
-        """That it reads."""
+        """The files that it reads."""
 
     @abstractmethod
     def ask(self, query: list[str]) -> tuple[Any, np.ndarray]:
@@ -141,7 +142,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 class EspnxSystem(Asked):
-    """As a user calls it, one query at a time."""
+    """espnx as a user calls it, one query at a time."""
 
     name = group = "espnx"
     requested_path = "auto"
@@ -308,7 +309,7 @@ class TantivySystem(Asked):
 
 
 def tantivy_schema() -> Any:
-    """Of an index: words as they come, with counts; a number."""
+    """The schema of an index: words as they come, with counts; a number."""
     import tantivy
 
     builder = tantivy.SchemaBuilder()
@@ -362,7 +363,7 @@ _PACKAGES |= {"sindi": ("pyvsag",), "seismic": ("seismic",)}
 
 
 def packages_of(name: str) -> tuple[str, ...]:
-    """That a system needs beside espnx."""
+    """The packages that a system needs beside espnx."""
     return _PACKAGES.get(name, ())
 
 
@@ -405,7 +406,7 @@ def build(name: str, folder: Path, passages: Passages) -> None:
 
 
 def open_system(name: str, folder: Path, *asked: Any) -> Asked:
-    """Of a system whose files are there."""
+    """Opens a system whose files are there."""
     if name == "espnx":
         return EspnxSystem(folder / "espnx", *asked)
     if name == "mmap-willneed":

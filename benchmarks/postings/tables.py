@@ -58,7 +58,7 @@ def _verdict(row: Row) -> str:
 
 
 def sizes(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Of espnx: what an index takes on disk and in memory."""
+    """A table of what an index of espnx takes on disk and in memory."""
     headers = [
         "passages",
         "postings of a query, mean",

@@ -52,7 +52,7 @@ class MaxSim:
         return Private(parts, shares)
 
     def recall(self, ids: Sequence[np.ndarray]) -> float:
-        """Of passages that score as the k-th best does, but for the rounding of fp16."""
+        """The share of passages that score as the k-th best does, but for the rounding of fp16."""
         found = 0
         for exact, each in zip(self._exact, ids, strict=True):
             limit = np.partition(exact, -self._k)[-self._k]

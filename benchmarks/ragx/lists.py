@@ -79,7 +79,7 @@ class Lists:
         return _SplitSpread(SplitPostings(paths), self._queries, order)
 
     def recall(self, ids: Sequence[np.ndarray]) -> float:
-        """Of passages that score as the k-th best does, of those that score at all."""
+        """The share of passages that score as the k-th best does, of those that score at all."""
         found = wanted = 0
         for scores, each in zip(self._scores, ids, strict=True):
             there = min(self._k, int((scores > 0).sum()))

@@ -24,7 +24,7 @@ from .parts import Point, Retriever, ask, at_recall, shares_of
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a run: the options of case.py."""
+    """Settings of a run: the options of case.py."""
 
     path: str
     collection: str | None
@@ -84,7 +84,7 @@ def _retrievers(settings: Settings, say: Say) -> Iterator[tuple[Retriever, int]]
         data = vectors.by_recipe(
             settings.n, settings.dim, settings.queries, settings.k, settings.seed
         )
-        for kind in vectors.of(data, "vectors", settings.ef):
+        for kind in vectors.retrievers(data, "vectors", settings.ef):
             yield kind, len(data.base)
 
 

@@ -56,7 +56,7 @@ class Part(Protocol):
     """The index of one device's share."""
 
     def ask(self, effort: int, k: int) -> list[Found]:
-        """For each query of the collection, with ids of the share: its rows from 0."""
+        """What is found for each query of the collection; ids are the share's rows from 0."""
 
     def close(self) -> None: ...
 
@@ -65,7 +65,7 @@ class Spread(Protocol):
     """A collection on all of its devices."""
 
     def ask(self, effort: int, k: int) -> list[Answer]:
-        """For each query of the collection."""
+        """What is found for each query of the collection."""
 
     def close(self) -> None: ...
 
@@ -116,7 +116,7 @@ class Retriever(Protocol):
     least: int
 
     def build(self, folder: Path, shares: Sequence[np.ndarray]) -> Spread:
-        """On one device for each share, int64 rows of the collection, ascending."""
+        """Builds on one device for each share, int64 rows of the collection, ascending."""
 
     def recall(self, ids: Sequence[np.ndarray]) -> float:
         """The share of this retriever's exact result that was found."""

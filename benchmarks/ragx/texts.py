@@ -81,7 +81,7 @@ def retrievers(
     if "doc2vec" in wanted:
         say(f"training Doc2Vec on {len(texts.passages):,} passages")
         data = _doc2vec(texts, k)
-        for each in vectors.of(data, "doc2vec", ef):
+        for each in vectors.retrievers(data, "doc2vec", ef):
             yield each, len(data.base)
     if not {"gtr-shape", "colbert-pooled", "colbert"} & set(wanted):
         return
@@ -129,19 +129,21 @@ def _of_tokens(
             np.stack([each.cls.numpy() for each in some]).astype(np.float32)
             for some in (passages, queries)
         )
-        for each in vectors.of(Vectors(name, base, asked, "ip", k), "gtr-shape", ef):
+        for each in vectors.retrievers(Vectors(name, base, asked, "ip", k), "gtr-shape", ef):
             yield each, len(base)
     if "colbert-pooled" in wanted:
         base = _of_length_1(pooled(passages))
-        for each in vectors.of(Vectors(name, base, pooled(queries), "l2", k), "colbert-pooled", ef):
+        for each in vectors.retrievers(
+            Vectors(name, base, pooled(queries), "l2", k), "colbert-pooled", ef
+        ):
             yield each, len(base)
     if "colbert" in wanted:
         yield MaxSim(name, passages, queries, candidates, k), len(passages)
 
 
 def _doc2vec(texts: Texts, k: int) -> Vectors:
-    """Of length 1, so that squared L2 orders as the cosine does, which its encoder is measured to
-    need."""
+    """Vectors of length 1, so that squared L2 orders as the cosine does, which its encoder is
+    measured to need."""
     model = Doc2VecEncoder.train(texts.passages)
     base, asked = (
         model.vectors(list(some), is_query=False).numpy()
@@ -151,8 +153,9 @@ def _doc2vec(texts: Texts, k: int) -> Vectors:
 
 
 def _of_length_1(rows: np.ndarray) -> np.ndarray:
-    """Without those of length 0, of texts that have no known word: they would be at distance 1 from
-    everything, nearer than most, and every link of a graph would lead to them."""
+    """Scales rows to length 1, and leaves out those of length 0, of texts that have no known word:
+    they would be at distance 1 from everything, nearer than most, and every link of a graph would
+    lead to them."""
     length = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
     there = length[:, 0] > 0
     return np.ascontiguousarray(rows[there] / length[there], dtype=np.float32)

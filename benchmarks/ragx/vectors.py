@@ -59,7 +59,7 @@ class Vectors:
         )
 
     def recall(self, ids: Sequence[np.ndarray]) -> float:
-        """Of what is as near as the k-th nearest; of equally near ones any will do."""
+        """The share of what is as near as the k-th nearest; of equally near ones any will do."""
         limits = self.farthest + 1e-9 * np.abs(self.farthest)
         return sum(
             int((self.distances(i, each) <= limits[i]).sum()) for i, each in enumerate(ids)
@@ -143,7 +143,7 @@ class _WalkedPart:
 
     def ask(self, effort: int, k: int) -> list[Found]:
         queries = [torch.from_numpy(query) for query in self._data.queries]
-        tickets = [self._device.search(query, effort, k, beam=1) for query in queries]
+        tickets = [self._device.search(query, effort, k, beam_width=1) for query in queries]
         found = list[Found]()
         for query, ticket in zip(queries, tickets, strict=True):
             ids, far = ticket.finish()
@@ -190,7 +190,7 @@ class _GraphPart:
         self._data, self._index = data, index
 
     def ask(self, effort: int, k: int) -> list[Found]:
-        found = self._index.search(self._data.queries, k, list_size=effort, beamwidth=1)
+        found = self._index.search(self._data.queries, k, list_size=effort, beam_width=1)
         answers = list[Found]()
         for i, query in enumerate(self._data.queries):
             there = found.ids[i] >= 0
@@ -252,7 +252,7 @@ class _IvfPart:
         self._device.close()
 
 
-def of(data: Vectors, name: str, ef: int) -> list[Retriever]:
+def retrievers(data: Vectors, name: str, ef: int) -> list[Retriever]:
     """All three over these vectors."""
     return [Hnsw(name, data, ef), OwnGraph(name, data, ef), Ivf(name, data)]
 

@@ -81,6 +81,6 @@ def _table(headers: Sequence[str], cells: Cells, chosen: Sequence[int]) -> list[
 
 
 def _fold(title: str, lines: Sequence[str]) -> list[str]:
-    """As GitHub and the site open it: with empty lines around what is Markdown, which the site is
-    told that it is."""
+    """Folds lines as GitHub and the site open them: with empty lines around what is Markdown, which
+    the site is told that it is."""
     return ['<details markdown="1">', f"<summary>{title}</summary>", "", *lines, "", "</details>"]

@@ -30,7 +30,7 @@ def searching(found: Sequence[Found]) -> Any:
 
 
 def brought(found: Sequence[Found], systems: Sequence[str]) -> dict[str, dict[int, float]]:
-    """By system and number of drives, the time without an accelerator over that with it. Of the
+    """The time without an accelerator over that with it, by system and number of drives. Of the
     first spec."""
     ratios: dict[str, dict[int, float]] = {system: {} for system in systems}
     for row in (each.row for each in alike(found, "spec")):

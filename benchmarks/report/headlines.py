@@ -49,7 +49,7 @@ def fill(text: str, results: Mapping[Path, Mapping[str, Any]]) -> str:
 
 
 def _found(files: Mapping[Path, Sequence[Row]]) -> list[tuple[Path, Line]]:
-    """Of each headline the first file that has it."""
+    """The first file that has each headline."""
     found = []
     for headline in ALL:
         lines = ((path, headline(rows)) for path, rows in files.items())

@@ -21,7 +21,7 @@ ESPNX, MEMORY, MMAP, WILLNEED, OTHER = "#0b8f6a", "#4a7fc1", "#c9603f", "#a8781f
 
 @dataclass(frozen=True)
 class Look:
-    """Of a system: its name, and its line."""
+    """How a system is drawn: its name, and its line."""
 
     name: str
     colour: str
@@ -50,7 +50,8 @@ SYSTEMS = {
 
 
 def use_style() -> None:
-    """From here on, of every figure of this process. Raises ImportError without matplotlib."""
+    """Sets the style of every figure of this process from here on. Raises ImportError without
+    matplotlib."""
     import matplotlib
     import matplotlib.style
 
@@ -161,7 +162,7 @@ def _apart(heights: Sequence[float]) -> list[float]:
 
 
 def _top(group: Sequence[float]) -> float:
-    """Where the highest label of some that touch stands: about the mean of their points."""
+    """The height of the highest label of some that touch: about the mean of their points."""
     return sum(group) / len(group) + _LABEL_SHARE * (len(group) - 1) / 2
 
 

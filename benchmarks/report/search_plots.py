@@ -75,7 +75,7 @@ def _of(look: Look) -> tuple[str, str]:
 
 
 def _recall(rows: Sequence[Row]) -> str:
-    """Of the largest records, where it was measured."""
+    """The recall of the largest records, where it was measured."""
     last = max(rows, key=lambda row: row.metrics["record_bytes"])
     return f" ({last.metrics['recall@10']:.3f})" if "recall@10" in last.metrics else ""
 

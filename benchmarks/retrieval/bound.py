@@ -47,7 +47,7 @@ class BoundMeter:
 
     def _of(self, system: System, query: int, answer: dict[str, Any]) -> dict[str, float]:
         # Of the process that did the search: the same files, engine and memory limit.
-        pieces = self._fleet.of(system).ask(
+        pieces = self._fleet.worker_of(system).ask(
             "pieces", query=query, options=self._point.options, steps=answer["steps"]
         )
         maxsim_s = self._fleet.process("memory").ask(
@@ -76,7 +76,7 @@ def batch_threshold(
     bandwidth and bytes are those of the prefetch's reads, replayed.
     """
     parts = [
-        fleet.of(system).ask("pieces", query=query, options=point.options, steps=[step])
+        fleet.worker_of(system).ask("pieces", query=query, options=point.options, steps=[step])
         for query in queries
     ]
     budget_s = statistics.median(part["rest_s"] for part in parts)

@@ -49,7 +49,7 @@ def show_layout(options: Options, prepared: Prepared, say: Say) -> list[Row]:
         for rerank in options.reranks:
             point = Point(prepared, None, nprobe, options.candidates, rerank, 1, options.threads)
             reads = _read_layouts(
-                fleet.of(AUTO), point, [*warm[:_UNCOUNTED], *queries], variants, options.seed
+                fleet.worker_of(AUTO), point, [*warm[:_UNCOUNTED], *queries], variants, options.seed
             )
             path = str(fleet.facts(AUTO)["effective_path"])
             rows += [_layout_row(point, name, reads, fixed, path) for name, _, fixed in variants]
@@ -115,7 +115,7 @@ def show_hit_rate(options: Options, prepared: Prepared, say: Say) -> list[Row]:
     queries, warm = split_queries(options.queries)
     rows: list[Row] = []
     with Fleet(prepared, [AUTO], None, options.threads, options.engine) as fleet:
-        worker = fleet.of(AUTO)
+        worker = fleet.worker_of(AUTO)
         for recall in HIT_RATE_RECALLS:
             nprobe = resolve_nprobe(replace(options, nprobe=str(recall)), fleet, [*queries, *warm])
             point = Point(prepared, None, nprobe, options.candidates, None, 1, options.threads)
@@ -223,6 +223,6 @@ def show_index_memory(options: Options, prepared: Prepared, say: Say) -> list[Ro
 
 
 def _ask_alone(do: str, **arguments: Any) -> dict[str, Any]:
-    """Of a process that has done nothing else."""
+    """Asks a process that has done nothing else."""
     with Worker("retrieval", do) as worker:
         return worker.ask(do, **arguments)

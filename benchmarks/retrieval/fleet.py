@@ -98,7 +98,7 @@ class Fleet(Workers):
                     )
             self._stack = stack.pop_all()
 
-    def of(self, system: System) -> Worker:
+    def worker_of(self, system: System) -> Worker:
         return self._workers[system.process_name]
 
     def process(self, name: str) -> Worker:

@@ -52,7 +52,7 @@ def split_queries(count: int) -> tuple[list[int], list[int]]:
 def batches_of(
     queries: Sequence[int], size: int, turns: int | None, rng: random.Random
 ) -> list[list[int]]:
-    """As many whole batches as there are; or `turns` of them, going round, in another order each
+    """The whole batches that there are; or `turns` of them, going round, in another order each
     time. No batch has a query twice.
 
     Raises InvalidInputError where a batch is larger.
@@ -76,7 +76,7 @@ def batches_of(
 def ask(
     fleet: Fleet, system: System, point: Point, queries: Sequence[int], **changes: Any
 ) -> Answer:
-    return fleet.of(system).ask(
+    return fleet.worker_of(system).ask(
         "search", queries=list(queries), options={**point.options, **system.options, **changes}
     )
 

@@ -169,7 +169,7 @@ def resolve_nprobe(options: Options, fleet: Fleet, queries: list[int]) -> int:
             "nprobe", got=repr(text), expected="auto, a whole number, or a recall such as 0.95"
         )
     return int(
-        fleet.of(system).ask(
+        fleet.worker_of(system).ask(
             "nprobe_for", queries=queries, candidates=options.candidates, recall=recall
         )["nprobe"]
     )

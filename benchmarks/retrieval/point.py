@@ -41,7 +41,7 @@ class Point:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of every search."""
+        """Options of every search."""
         return {
             "k": self.k,
             "candidates": self.candidates,
@@ -50,7 +50,7 @@ class Point:
         }
 
     def params(self, show: str) -> dict[str, Any]:
-        """As the rows have them."""
+        """Parameters as the rows have them."""
         return {
             "show": show,
             "corpus": self.prepared.name,
@@ -152,8 +152,8 @@ AUTO = espnx_systems(["auto"])[0]
 
 
 def cascade_systems(counts: Sequence[int]) -> list[System]:
-    """For each number of full records: a cascade whose coarse tier lies on SSD, and one whose
-    coarse tier lies in RAM."""
+    """Two cascades for each number of full records: one whose coarse tier lies on SSD, and one
+    whose coarse tier lies in RAM."""
     systems = []
     for count in counts:
         for place in ("ssd", "ram"):

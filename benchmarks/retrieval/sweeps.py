@@ -127,7 +127,7 @@ def show_callers(options: Options, prepared: Prepared, say: Say) -> list[Row]:
                         numbers = [
                             queries[i % len(queries)] for i in range(max(len(queries), 8 * callers))
                         ]
-                        answer = fleet.of(system).ask(
+                        answer = fleet.worker_of(system).ask(
                             "callers",
                             queries=numbers,
                             options={**point.options, **system.options},
@@ -229,8 +229,8 @@ def show_sizes(options: Options, say: Say) -> list[Row]:
 def recalls(
     point: Point, fleet: Fleet, measured: Mapping[str, Measured], queries: Sequence[int]
 ) -> dict[str, float]:
-    """By system, the mean share of the best hits that it found of those of an exact search of every
-    list; without those that are wrong."""
+    """The mean share of the best hits, those of an exact search of every list, that each system
+    found; without those that are wrong."""
     lists = int(fleet.facts(MEMORY)["first_stage"]["nlist"])
     best = [
         _numbers(ask(fleet, MEMORY, replace(point, nprobe=lists), [query])) for query in queries
@@ -247,5 +247,5 @@ def recalls(
 
 
 def _numbers(answer: Mapping[str, Any]) -> np.ndarray:
-    """Of the hits of one query."""
+    """The numbers of the hits of one query."""
     return np.array([number for number, _ in answer["hits"][0]], dtype=np.int64)

@@ -196,7 +196,7 @@ class PyGraphSearch {
  public:
   PyGraphSearch(std::shared_ptr<GraphSearcher> searcher, const Tensor& queries,
                 const Tensor& queries_f32, int64_t k, int64_t list_size, int64_t far_list_size,
-                int64_t beam, float stop_beyond, const std::optional<py::dict>& filter,
+                int64_t beam_width, float stop_beyond, const std::optional<py::dict>& filter,
                 const std::optional<Tensor>& absent, double deadline_s)
       : searcher_(std::move(searcher)) {
     const graph::PageLayout& layout = searcher_->view().layout;
@@ -208,11 +208,12 @@ class PyGraphSearch {
         contiguous<const float>(queries_f32, Dtype::float32, "queries_f32", "float32");
     if (queries_f32.numel() != queries.numel()) invalid("queries_f32 must be the same queries");
     request_.query_bytes = layout.dim * (is_whole(layout.format) ? 1 : 4);
-    if (k < 1 || list_size < k || far_list_size < list_size || beam < 1 || !(stop_beyond >= 0) ||
-        !(deadline_s > 0)) {
-      invalid("k must be 1 or more, list_size k or more, far_list_size not less, beam 1 or more");
+    if (k < 1 || list_size < k || far_list_size < list_size || beam_width < 1 ||
+        !(stop_beyond >= 0) || !(deadline_s > 0)) {
+      invalid(
+          "k must be 1 or more, list_size k or more, far_list_size not less, beam_width 1 or more");
     }
-    request_.walk.k = k, request_.walk.list_size = list_size, request_.walk.beam = beam;
+    request_.walk.k = k, request_.walk.list_size = list_size, request_.walk.beam_width = beam_width;
     request_.walk.far_list_size = far_list_size, request_.walk.stop_beyond = stop_beyond;
     request_.deadline_s = deadline_s;
     keeps_ = {queries.keep(), queries_f32.keep()};
@@ -424,12 +425,12 @@ class PyGraphSearcher {
   }
 
   std::unique_ptr<PyGraphSearch> start(const Tensor& queries, const Tensor& queries_f32, int64_t k,
-                                       int64_t list_size, int64_t far_list_size, int64_t beam,
+                                       int64_t list_size, int64_t far_list_size, int64_t beam_width,
                                        float stop_beyond, const std::optional<py::dict>& filter,
                                        const std::optional<Tensor>& absent, double deadline_s) {
     check();
     return std::make_unique<PyGraphSearch>(searcher_, queries, queries_f32, k, list_size,
-                                           far_list_size, beam, stop_beyond, filter, absent,
+                                           far_list_size, beam_width, stop_beyond, filter, absent,
                                            deadline_s);
   }
 
@@ -495,7 +496,7 @@ void bind_graph(py::module_& m) {
            py::arg("options"))
       .def("start", &PyGraphSearcher::start, py::kw_only(), py::arg("queries"),
            py::arg("queries_f32"), py::arg("k"), py::arg("list_size"), py::arg("far_list_size"),
-           py::arg("beam"), py::arg("stop_beyond"), py::arg("filter"), py::arg("absent"),
+           py::arg("beam_width"), py::arg("stop_beyond"), py::arg("filter"), py::arg("absent"),
            py::arg("deadline_s"))
       .def("close", &PyGraphSearcher::close)
       .def_property_readonly("path", &PyGraphSearcher::path);

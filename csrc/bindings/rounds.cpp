@@ -55,13 +55,13 @@ class PySource : public graph::NodeSource {
 
 class PyRoundWalk {
  public:
-  PyRoundWalk(int64_t n_nodes, int64_t k, int64_t list_size, int64_t beam, bool by_codes,
+  PyRoundWalk(int64_t n_nodes, int64_t k, int64_t list_size, int64_t beam_width, bool by_codes,
               std::optional<int64_t> upper_layers)
-      : n_nodes_(n_nodes), walk_({k, list_size, beam, by_codes, upper_layers}) {
+      : n_nodes_(n_nodes), walk_({k, list_size, beam_width, by_codes, upper_layers}) {
     if (n_nodes < 0 || n_nodes > std::numeric_limits<uint32_t>::max())
       invalid("a graph has at most 2^32 - 1 nodes");
-    if (k < 1 || list_size < k || beam < 1 || upper_layers.value_or(0) < 0) {
-      invalid("k must be 1 or more, list_size k or more, beam 1 or more");
+    if (k < 1 || list_size < k || beam_width < 1 || upper_layers.value_or(0) < 0) {
+      invalid("k must be 1 or more, list_size k or more, beam_width 1 or more");
     }
   }
 
@@ -117,8 +117,8 @@ class PyRoundWalk {
 void bind_rounds(py::module_& m) {
   py::class_<PyRoundWalk>(m, "RoundWalk")
       .def(py::init<int64_t, int64_t, int64_t, int64_t, bool, std::optional<int64_t>>(),
-           py::kw_only(), py::arg("n_nodes"), py::arg("k"), py::arg("list_size"), py::arg("beam"),
-           py::arg("by_codes"), py::arg("upper_layers"))
+           py::kw_only(), py::arg("n_nodes"), py::arg("k"), py::arg("list_size"),
+           py::arg("beam_width"), py::arg("by_codes"), py::arg("upper_layers"))
       .def("run", &PyRoundWalk::run)
       .def("unknown", &PyRoundWalk::unknown)
       .def("arrived", &PyRoundWalk::arrived);

@@ -72,11 +72,11 @@ ClusterStream::ClusterStream(std::shared_ptr<io::Engine> engine, int64_t window_
                              int max_workers)
     : engine_(std::move(engine)),
       window_bytes_(window_bytes),
-      crew_(max_workers, [this](const std::weak_ptr<ClusterTicket>& ticket) { work(ticket); }) {}
+      workers_(max_workers, [this](const std::weak_ptr<ClusterTicket>& ticket) { work(ticket); }) {}
 
 ClusterStream::~ClusterStream() {
   clear();
-  crew_.stop();
+  workers_.stop();
 }
 
 ClusterStream::Ticket ClusterStream::push(ClusterRequest request) {
@@ -102,13 +102,13 @@ ClusterStream::Ticket ClusterStream::push(ClusterRequest request) {
 
 void ClusterStream::start_workers(const Ticket& ticket, int64_t total_bytes) {
   const auto helpers =
-      std::min(crew_.max_workers(), static_cast<size_t>(total_bytes / kBytesPerHelper));
+      std::min(workers_.max_workers(), static_cast<size_t>(total_bytes / kBytesPerHelper));
   std::lock_guard lock(mutex_);
   live_.erase(
       std::remove_if(live_.begin(), live_.end(), [](const auto& each) { return each.expired(); }),
       live_.end());
   live_.push_back(ticket);
-  for (size_t i = 0; i < helpers; ++i) crew_.add(ticket);
+  for (size_t i = 0; i < helpers; ++i) workers_.add(ticket);
 }
 
 void ClusterStream::submit_more(ClusterTicket& ticket) {
@@ -354,7 +354,7 @@ void ClusterStream::clear() {
       if (Ticket ticket = each.lock()) all.push_back(std::move(ticket));
     }
   }
-  crew_.clear();
+  workers_.clear();
   for (const Ticket& ticket : all) forget(*ticket);
 }
 

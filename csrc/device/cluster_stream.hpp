@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "cpu/distances/distances.hpp"
-#include "crew.hpp"
 #include "io/engine.hpp"
+#include "worker_pool.hpp"
 
 namespace espnx::device {
 
@@ -99,7 +99,7 @@ class ClusterStream {
   std::vector<std::weak_ptr<ClusterTicket>> live_;
   int64_t under_way_bytes_ = 0;
   Costs stats_;
-  Crew<std::weak_ptr<ClusterTicket>> crew_;  // in its line a ticket for each thread that is to help
+  WorkerPool<std::weak_ptr<ClusterTicket>> workers_;  // in line a ticket for each helper
 };
 
 }  // namespace espnx::device

@@ -72,11 +72,11 @@ RecordStream::RecordStream(std::shared_ptr<io::Engine> engine, int64_t window_by
                            int max_workers)
     : engine_(std::move(engine)),
       window_bytes_(window_bytes),
-      crew_(max_workers, [this](const Ticket& ticket) { work(ticket); }) {}
+      workers_(max_workers, [this](const Ticket& ticket) { work(ticket); }) {}
 
 RecordStream::~RecordStream() {
   clear();
-  crew_.stop();
+  workers_.stop();
 }
 
 RecordStream::Ticket RecordStream::push(RecordRequest request) {
@@ -123,7 +123,7 @@ void RecordStream::submit(const Ticket& ticket) {
   if (wanted.is_urgent) return;
   ahead_bytes_ += ticket->total_bytes;
   ticket->is_counted = true;
-  crew_.add(ticket);
+  workers_.add(ticket);
 }
 
 void RecordStream::pump() {

@@ -13,9 +13,9 @@
 #include <optional>
 #include <vector>
 
-#include "crew.hpp"
 #include "io/engine.hpp"
 #include "record_score.hpp"
+#include "worker_pool.hpp"
 
 namespace espnx::device {
 
@@ -121,7 +121,7 @@ class RecordStream {
   std::vector<std::weak_ptr<RecordTicket>> live_;
   int64_t ahead_bytes_ = 0;
   Stats stats_;
-  Crew<Ticket> crew_;  // scores what is submitted and not urgent
+  WorkerPool<Ticket> workers_;  // scores what is submitted and not urgent
 };
 
 }  // namespace espnx::device

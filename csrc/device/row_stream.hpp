@@ -62,12 +62,12 @@ class RowStream {
 
   // Folds the rows of the ticket at the front into the queries' states with `n_threads` threads.
   // Throws FailureError (a checksum that does not fit among them); the ticket is gone then, and the
-  // states are void. `interrupted` is asked every now and then, in the caller's thread.
+  // states are invalid. `interrupted` is asked every now and then, in the caller's thread.
   void attend(int64_t ticket, const RowQueries& queries, int n_threads,
               const std::function<bool()>& interrupted);
 
   // Shows the reads of the ticket at the front, checked, one after the other, in the caller's
-  // thread. The memory is void afterwards.
+  // thread. The memory is invalid afterwards.
   void visit(int64_t ticket,
              const std::function<void(const RowPlan&, const RowUnit&, const char*)>& see,
              const std::function<bool()>& interrupted);

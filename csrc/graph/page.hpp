@@ -2,9 +2,9 @@
 // after the other.
 //
 //   page   crc32c of what follows: u32 | number of the page: u32 | salt of the graph: u64 | nodes |
-//   zeros node   vector, or a code in its place | row of the vector in the input: u32 | neighbours:
-//   u16 | zero: u16 | u32 [R] | codes of the first
-//          neighbours, code_bytes each
+//          zeros
+//   node   vector, or a code in its place | row of the vector in the input: u32 |
+//          neighbours: u16 | zero: u16 | u32 [R] | codes of the first neighbours, code_bytes each
 //
 // and where codes are paged, pages of them: the same header, codes of successive nodes, zeros.
 #pragma once

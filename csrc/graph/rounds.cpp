@@ -129,7 +129,7 @@ void RoundWalk::add_measured() {
 std::vector<uint32_t> RoundWalk::take() {
   const auto is_over = [](uint32_t) { return false; };
   std::vector<uint32_t> taken;
-  while (static_cast<int64_t>(taken.size()) < options_.beam) {
+  while (static_cast<int64_t>(taken.size()) < options_.beam_width) {
     const Candidate* nearest = candidates_.nearest_waiting(is_over);
     if (nearest == nullptr) break;
     taken.push_back(nearest->node);

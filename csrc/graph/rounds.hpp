@@ -28,7 +28,7 @@ namespace espnx::graph {
 struct RoundOptions {
   int64_t k = 10;
   int64_t list_size = 100;  // L
-  int64_t beam = 1;         // W: candidates that are expanded in a round
+  int64_t beam_width = 1;   // W: candidates that are expanded in a round
   bool by_codes = false;
   std::optional<int64_t> upper_layers;  // of a graph that may have some
 };

@@ -192,7 +192,7 @@ std::optional<Want> GraphWalk::next_page() {
   code_pages_.erase(std::remove_if(code_pages_.begin(), code_pages_.end(), is_given_up),
                     code_pages_.end());
   if (!code_pages_.empty()) return std::nullopt;
-  if (static_cast<int64_t>(under_way_.size()) >= options_.beam) return std::nullopt;
+  if (static_cast<int64_t>(under_way_.size()) >= options_.beam_width) return std::nullopt;
   const int64_t page = wanted_page();
   if (page < 0) return std::nullopt;
   under_way_.push_back(page);

@@ -42,7 +42,7 @@ struct WalkOptions {
   // Where a filter allows some rows alone: L of a query around which others are allowed than
   // elsewhere.
   int64_t far_list_size = 100;
-  int64_t beam = 1;  // W: pages under way at a time
+  int64_t beam_width = 1;  // W: pages under way at a time
   // Ends when the nearest candidate left is farther than the k-th nearest vector by this share of
   // its distance, squared. Infinity: never before the list is done.
   float stop_beyond = std::numeric_limits<float>::infinity();

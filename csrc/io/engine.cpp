@@ -20,7 +20,7 @@ Failure make_failure(Kind kind, int error, std::string what) {
   return failure;
 }
 
-// Memory that a device may still write to after the engine is gone. Reachable for ever, on purpose.
+// Memory that a device may still write to after the engine is gone. Reachable forever, on purpose.
 void abandon(std::shared_ptr<Transfer> transfer) {
   static std::mutex mutex;  // engines may close at the same time
   static auto* transfers = new std::vector<std::shared_ptr<Transfer>>();
@@ -262,7 +262,7 @@ void Engine::close(double grace_s) {
 }
 
 // After fork(), in the child: a lock may be held and a condition variable slept on by threads that
-// are not here, so that locking the one or destroying the other would wait for ever. What contains
+// are not here, so that locking the one or destroying the other would wait forever. What contains
 // them is left where it is.
 void Engine::forget() {
   stopping_ = true;

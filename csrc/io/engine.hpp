@@ -1,7 +1,8 @@
 // The storage engine: one I/O thread, one queue, one completion routine, whatever the queue is.
 //
-//   caller threads -- submit(Transfer) --> active list --> I/O thread: fills the queue, reaps it,
-//   retries, fails --> Transfer --> caller
+//   caller threads -- submit(Transfer) --> active list
+//     --> I/O thread: fills the queue, reaps it, retries, fails
+//     --> Transfer --> caller
 #pragma once
 
 #include <atomic>

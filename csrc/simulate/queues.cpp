@@ -63,7 +63,7 @@ void check_circle(const std::vector<std::vector<int64_t>>& held_for) {
       const int64_t other = held_for[part][next++];
       if (state[other] == under_way)
         refuse("places that are held", "a circle through " + name_of("part", other),
-               "parts in one order: commands would wait for one another for ever");
+               "parts in one order: commands would wait for one another forever");
       if (state[other] == fresh) {
         state[other] = under_way;
         stack.emplace_back(other, 0);

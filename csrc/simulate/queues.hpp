@@ -58,7 +58,7 @@ struct Outcome {
 //
 // Throws io::FailureError: a part without places or with a latency or rate below 0, a route that
 // names no part, a way of holding places in a circle (in which commands could wait for one another
-// for ever), a command without a route, a window that is none.
+// forever), a command without a route, a window that is none.
 Outcome walk(const std::vector<Part>& parts, const std::vector<Route>& routes,
              const Commands& commands, int64_t n_before, int64_t n_until,
              const std::function<bool()>& interrupted);

@@ -59,8 +59,8 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help().strip() + options
 
     def meant_by(self, words: Sequence[str]) -> list[str]:
-        """A question for each option among the words of a command line that there is not, where one
-        looks like it."""
+        """A question for each unknown option among the words of a command line that looks like one
+        there is."""
         known, found = self._option_string_actions, list[str]()
         for word in itertools.takewhile(lambda word: word != "--", words):
             name = word.partition("=")[0]
@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def json_of(argv: Sequence[str]) -> str | None:
-    """Where the words of a command line want JSON to go, whatever else they say."""
+    """The file that a command line wants JSON in, whatever else it says; None: none."""
     for word, following in zip(argv, [*argv[1:], None], strict=True):
         if word == "--json":
             return following

@@ -20,12 +20,12 @@ _JSON, _OTHER_JSON = "cannot write JSON", "name another file after --json"
 
 
 def add_memory_option(parser: ArgumentParser) -> None:
-    """Of what builds and changes an index, see `BuildOptions.memory`."""
-    said = (
-        "what the process may use, such as 2GiB (default: 1GiB, or half a GiB beside what it holds "
-        "where that is more)"
+    """Adds ``--memory`` to what builds or changes an index, see `BuildOptions.memory`."""
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="of the process, such as 2GiB (default: 512MiB beside what it holds, 1GiB at least)",
     )
-    parser.add_argument("--memory", metavar="SIZE", help=said)
 
 
 def add_json_option(parser: ArgumentParser) -> None:

@@ -4,7 +4,7 @@ through which it comes.
 A part has a call for each verb (`distances`, `scan`, `put`); a command is such a call, with its
 arguments. Whatever stands in front of parts (emulation, traces, several devices as one) sees
 commands alone, and is written once for all verbs; its own calls make commands again
-(`espnx.device.kinds.PartKind.around`).
+(`espnx.device.kinds.PartKind.wrap`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Command:
 
     @property
     def n_results(self) -> int:
-        """Of all items together."""
+        """Results of all items together."""
         return 0 if self.items is None else len(self.items)
 
     def share(self, places: np.ndarray) -> tuple[Command, np.ndarray]:

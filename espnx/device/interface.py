@@ -139,13 +139,13 @@ class Device(Protocol):
 
     @property
     def compute(self) -> torch.device:
-        """In whose memory results are computed."""
+        """The device of torch in whose memory results are computed."""
 
     @property
     def capabilities(self) -> Capabilities: ...
 
     def path_report(self) -> Sequence[FilePath]:
-        """Of every file that is open. **Any thread.**"""
+        """The path of every file that is open. **Any thread.**"""
 
     def stats(self) -> DeviceStats:
         """**Any thread.**"""
@@ -176,23 +176,23 @@ class Segment:
 
     @property
     def n_blocks(self) -> int:
-        """Of each head."""
+        """Blocks of each head."""
         return self.layout.blocks(self.n_rows)
 
     @property
     def size_bytes(self) -> int:
-        """On the device, in whole blocks."""
+        """Bytes on the device, in whole blocks."""
         return len(self.heads) * self.n_blocks * self.layout.block_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """That stay in host memory as long as the segment does."""
+        """Bytes that stay in host memory as long as the segment does."""
         return 0
 
 
 @dataclass(eq=False, slots=True)
 class SegmentPlace(Segment):
-    """Where a segment lies, in values that can be written down, and from which `Space.restore`
+    """The place of a segment, in values that can be written down, and from which `Space.restore`
     makes it again.
 
     Attributes:
@@ -224,14 +224,14 @@ class Space(Protocol):
 
     @property
     def path(self) -> str:
-        """Of the data file; empty where there is none."""
+        """The path of the data file; empty where there is none."""
 
     def reserve(self, size_bytes: int) -> None:
         """Makes sure that there is room for so much beside what is stored. Raises DiskFullError
         with bytes needed and free."""
 
     def place(self, segment: Segment) -> SegmentPlace:
-        """Where a segment lies. Raises InvalidInputError where nothing is kept
+        """The place of a segment. Raises InvalidInputError where nothing is kept
         (`Capabilities.keeps`)."""
 
     def restore(self, places: Sequence[SegmentPlace]) -> list[Segment]:
@@ -383,7 +383,7 @@ class RecordTicket(Protocol):
 
     @property
     def stats(self) -> DeviceStats:
-        """Of this request; it waited where the thread that asks did."""
+        """What this request moved and took; it waited where the thread that asks did."""
 
     @property
     def finished_at(self) -> float:
@@ -428,7 +428,7 @@ class RecordDevice(Device, Protocol):
 
     @property
     def engine(self) -> Engine | None:
-        """That its files are opened by, where others may share them; else None."""
+        """The engine that its files are opened by, where others may share them; else None."""
 
     def open(self, path: str) -> FileHandle:
         """A data file of records."""

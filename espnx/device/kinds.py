@@ -19,7 +19,6 @@ import torch
 from .. import errors
 from ..storage import Engine
 from ..storage.native import host_engine
-from .around import PartAround, topologies_of
 from .clusters.commands import DistancesCommand
 from .command import Command, Watch
 from .cost.distances import distances
@@ -27,7 +26,6 @@ from .cost.maxsim import maxsim
 from .cost.scan import scan
 from .cost.search import search
 from .cost.work import Work
-from .crew import Clock, clock_of
 from .interface import KeptRecords
 from .model.spec import Accelerator
 from .postings.command import ScanCommand
@@ -35,6 +33,8 @@ from .record_layout import RecordLayout
 from .records.commands import MaxsimCommand, ReadCommand
 from .rows.commands import ROW_COMMANDS, RowSpace
 from .vectors.interface import SearchCommand
+from .workers import Clock, clock_of
+from .wrapper import PartWrapper, topologies_of
 
 #: What a command costs on a device that stores such things, whose accelerator has the verb (None:
 #: the host computes).
@@ -57,16 +57,22 @@ class Verb:
 
 @dataclass(frozen=True, eq=False)
 class PartKind:
-    """Attributes: name: of the kind, in checks and in errors. keeps: what such a part keeps, in
-    words. opens: the call of a device that opens one, where it has one of its own. verbs: by name.
+    """Attributes:
+    name: of the kind, in checks and in errors.
+    keeps: what such a part keeps, in words.
+    opens: the call of a device that opens one, where it has one of its own.
+    verbs: by name.
     open: a plain one, which this machine computes on: (directory of the device, what, options) ->
-    the part. stored: what costs and traces must know of what an open part keeps. says: the line of
-    a trace that says what a part is; empty: none does. facts: of that line, beside ``files``.
-    files: of that line, by what a part stores; None: what `path_report` names. is_open: a replay is
-    given such parts, not what they are opened of. fronts: puts something in front of an open part,
-    or of the parts that it opens in turn. mixins: of what stands in front of such a part, beside
-    its calls. checks: by name: (device) -> None, or what it has to say; they raise
-    NotConformingError (`espnx device verify`).
+        the part.
+    stored: what costs and traces must know of what an open part keeps.
+    says: the line of a trace that says what a part is; empty: none does.
+    facts: of that line, beside ``files``.
+    files: of that line, by what a part stores; None: what `path_report` names.
+    is_open: a replay is given such parts, not what they are opened of.
+    fronts: puts something in front of an open part, or of the parts that it opens in turn.
+    mixins: of what stands in front of such a part, beside its calls.
+    checks: by name: (device) -> None, or what it has to say; they raise NotConformingError
+        (`espnx device verify`).
     """
 
     name: str
@@ -92,19 +98,19 @@ class PartKind:
         """What `make` puts in front of a part that was opened."""
         return make(part, self.stored(part)) if self.fronts is None else self.fronts(part, make)
 
-    def around(self, around: Any, *args: Any, **options: Any) -> Any:
+    def wrap(self, wrapper: Any, *args: Any, **options: Any) -> Any:
         """Something that stands in front of parts of this kind, made with a call for each verb,
         which makes a command."""
-        return _with_calls(around, self)(*args, **options)
+        return _with_calls(wrapper, self)(*args, **options)
 
 
 @functools.cache
-def _with_calls(around: Any, kind: PartKind) -> Any:
+def _with_calls(wrapper: Any, kind: PartKind) -> Any:
     calls = {name: _call(verb.command) for name, verb in kind.verbs.items()}
     return type(
-        f"{around.__name__}Of{kind.name.title()}",
-        (*kind.mixins, around),
-        {"__doc__": around.__doc__, **calls},
+        f"{wrapper.__name__}Of{kind.name.title()}",
+        (*kind.mixins, wrapper),
+        {"__doc__": wrapper.__doc__, **calls},
     )
 
 
@@ -117,7 +123,7 @@ def _call(command: Any) -> Callable[..., Any]:
     return call
 
 
-class RecordsAround(PartAround):
+class RecordsAround(PartWrapper):
     """See `espnx.device.interface.RecordDevice`. Something stands in front of all records that it
     keeps."""
 

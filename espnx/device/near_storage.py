@@ -115,16 +115,16 @@ class NearStorageDevice:
         return found
 
     def open_records(self, engine: Engine, compute: torch.device) -> RecordDevice:
-        """For records that `engine` reads, scored on `compute`. The engine stays the caller's.
-        Raises InvalidInputError."""
+        """Opens records that `engine` reads, to be scored on `compute`. The engine stays the
+        caller's. Raises InvalidInputError."""
         found: RecordDevice = self.open_part(RECORDS, engine, compute)
         return found
 
     def open_clusters(
         self, directory: str | os.PathLike[str], *, engine: Any = "auto", threads: int | None = None
     ) -> ClusterDevice:
-        """For distances of the vectors of clusters that lie in `directory`
-        (`espnx.device.clusters.write_clusters`).
+        """Opens the clusters in `directory` (`espnx.device.clusters.write_clusters`), for distances
+        of their vectors.
 
         Args:
             engine: the path that bytes are to take, or a storage engine.
@@ -136,14 +136,14 @@ class NearStorageDevice:
         return found
 
     def open_graph(self, graph: Graph, *, engine: Any = "auto") -> GraphDevice:
-        """For walks over a graph whose files lie on the device. Raises InvalidInputError; what
-        opening the files does."""
+        """Opens a graph whose files lie on the device, for walks over it. Raises InvalidInputError;
+        what opening the files does."""
         found: GraphDevice = self.open_part(GRAPHS, graph, engine=engine)
         return found
 
     def open_postings(self, lists: PostingLists, *, engine: Any = "auto") -> PostingsDevice:
-        """For scans of posting lists whose files lie on the device. Raises InvalidInputError; what
-        opening the files does."""
+        """Opens posting lists whose files lie on the device, for scans. Raises InvalidInputError;
+        what opening the files does."""
         found: PostingsDevice = self.open_part(POSTINGS, lists, engine=engine)
         return found
 

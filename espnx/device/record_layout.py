@@ -98,13 +98,13 @@ class RecordSchema:
 
     @property
     def format_number(self) -> int:
-        """As the header of a record names it."""
+        """The number of the format in the header of a record."""
         return FORMAT_NUMBERS[self.format]
 
     @property
     def cls_format(self) -> str:
-        """Of the CLS vector: that of the tokens where it is a plain number, else fp16, since one
-        exact CLS vector costs little."""
+        """The format of the CLS vector: that of the tokens where it is a plain number, else fp16,
+        since one exact CLS vector costs little."""
         return self.format if token_format(self.format).is_lossless_float else "fp16"
 
     @property
@@ -227,7 +227,7 @@ def locate_records(
 
 
 class RecordLayout:
-    """Where the records of one kind lie, and how to tell that one is whole and the right one.
+    """The places of records of one kind, and how to tell that one is whole and the right one.
 
     Args:
         schema: of all of them.
@@ -260,7 +260,7 @@ class RecordLayout:
 
     @property
     def size_bytes(self) -> int:
-        """On disk."""
+        """Bytes on disk."""
         return sum(file.size_bytes for file in self.files)
 
     @property
@@ -285,7 +285,7 @@ class RecordLayout:
     def check(self, memory: torch.Tensor, positions: torch.Tensor, numbers: np.ndarray) -> None:
         """Raises ChecksumError or StaleDataError, naming file, offset and length, unless every
         record is whole and the right one; FormatError likewise where one names a centroid that the
-        codebook has not."""
+        codebook does not have."""
         n_tokens = self.n_tokens[numbers]
         found = damage(memory, self.schema, positions, numbers, n_tokens, self.salt)
         if found:
@@ -314,7 +314,7 @@ class RecordLayout:
             )
 
     def _where(self, number: np.ndarray) -> dict[str, Any]:
-        """Of one record, as errors name it."""
+        """The place of one record, as errors name it."""
         segment, offset_bytes, size_bytes = self.locate(number)
         path = self.files[int(segment[0])].path
         return {
@@ -417,7 +417,7 @@ def unknown_centroid(
     n_centroids: int,
 ) -> tuple[int, int] | None:
     """(index, centroid number) of the first of residual records in an I/O buffer that names a
-    centroid which the codebook has not."""
+    centroid which the codebook does not have."""
     ends = np.cumsum(n_tokens, dtype=np.int64)
     for items in np.split(np.arange(len(ends)), np.flatnonzero(np.diff(ends // _ROWS_AT_ONCE)) + 1):
         counts = torch.from_numpy(n_tokens[items].astype(np.int64))

@@ -41,12 +41,12 @@ Devices = str | NearStorageDevice | Sequence[NearStorageDevice]
 
 
 def device_names() -> list[str]:
-    """Of all devices that can be opened here by name."""
+    """The names of all devices that can be opened here."""
     return sorted(_known())
 
 
 def _known() -> dict[str, EntryPoint]:
-    """By name; nobody replaces ours."""
+    """All devices by name; a plug-in does not replace one of ours."""
     emulated = (EntryPoint(name, _EMULATION, GROUP) for name in presets())
     return {each.name: each for each in (*entry_points(group=GROUP), *emulated, *_OWN)}
 
@@ -177,8 +177,8 @@ def open_device(
 
 
 def devices_in(device: Devices, directories: Sequence[str]) -> list[NearStorageDevice]:
-    """For each directory its device: opened by name, or as given. Raises InvalidInputError where
-    they are not as many, or lie elsewhere."""
+    """A device for each directory: opened by name, or as given. Raises InvalidInputError where they
+    are not as many, or lie elsewhere."""
     if isinstance(device, str):
         return open_together(device, directories)
     found = given_devices(device)
@@ -216,7 +216,8 @@ def given_devices(
 
 
 def directories_on(device: Devices | None) -> list[str]:
-    """Where devices keep what they are given. Raises InvalidInputError unless they are open."""
+    """The directories in which devices keep what they are given. Raises InvalidInputError unless
+    they are open."""
     if device is None or isinstance(device, str):
         raise errors.InvalidInputError(
             "storage",

@@ -4,9 +4,9 @@ A block holds `block_rows` consecutive tokens of one (sequence, KV head) and is 
 KiB pages, so that no page is written twice. Blocks are what checksums cover; many of them make one
 read::
 
-    K rows [block_rows, d] | V rows [block_rows, dv] | zeros              fp32, fp16, bf16
-    X rows [block_rows, d] | zeros                                        as K and V; see below
-    K scales fp32 [d] | K int8 | V scales fp32 [block_rows] | V int8 | zeros              int8
+    fp32, fp16, bf16   K rows [block_rows, d] | V rows [block_rows, dv] | zeros
+    X, as K and V      X rows [block_rows, d] | zeros
+    int8               K scales fp32 [d] | K int8 | V scales fp32 [block_rows] | V int8 | zeros
 
 X is the input of the projections, kept instead of both K and V. int8 has scales of K by channel, of
 V by token (KIVI, section 3.2).
@@ -80,7 +80,7 @@ class RowLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Of one token: K and V, scales and padding not counted."""
+        """Bytes of one token: K and V, scales and padding not counted."""
         return (self.d if self.is_shared else self.d + self.dv) * self.dtype.itemsize
 
     @cached_property
@@ -123,7 +123,7 @@ class RowLayout:
         return -(-rows // self.block_rows)
 
     def geometry(self) -> dict[str, Any]:
-        """As the compiled part wants it."""
+        """The layout as the compiled part wants it."""
         return {
             "format": self.format,
             "d": self.d,

@@ -19,12 +19,12 @@ import torch
 from .. import errors
 from ..ops.attention import merge
 from ..storage import Engine, FileHandle
-from .around import topologies_of
 from .command import Command, Watch
 from .interface import Capabilities, DeviceStats, FilePath, Pairs, RecordDevice
 from .kinds import RECORDS
 from .near_storage import NearStorageDevice
 from .record_layout import RecordLayout
+from .wrapper import topologies_of
 
 _POLL_S = 0.001
 
@@ -49,14 +49,14 @@ def together(
 
 
 def stats_of(parts: Iterable[Any]) -> DeviceStats:
-    """Of several parts, or tickets, together."""
+    """The stats of several parts, or tickets, together."""
     return sum(
         (part.stats() if callable(part.stats) else part.stats for part in parts), DeviceStats()
     )
 
 
 def files_of(parts: Iterable[Any]) -> list[FilePath]:
-    """Of several parts, each once."""
+    """The files of several parts, each once."""
     return list({file.path: file for part in parts for file in part.path_report()}.values())
 
 
@@ -68,7 +68,7 @@ def is_in(path: str, directory: str) -> bool:
 
 class SeveralParts:
     """Parts of one kind, each of which keeps its own of some items. Made by
-    `espnx.device.kinds.PartKind.around`.
+    `espnx.device.kinds.PartKind.wrap`.
 
     Args:
         parts: one of each device.
@@ -304,6 +304,6 @@ class SeveralRecordDevices(SeveralParts):
             found: np.ndarray = of_file[file] if len(of_file) else file
             return found
 
-        return RECORDS.around(
+        return RECORDS.wrap(
             SeveralParts, [device.keep_records(layout) for device in self._parts], owners
         )

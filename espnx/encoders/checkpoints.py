@@ -206,7 +206,8 @@ def _check_size(folder: Path, config: Any, files: Iterable[Path]) -> None:
 
 
 def _shapes(path: Path) -> list[list[int]]:
-    """Of the tensors of a safetensors file, from its head. Raises what safetensors raises."""
+    """The shapes of the tensors of a safetensors file, from its head. Raises what safetensors
+    raises."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -254,7 +255,7 @@ def positions(config: Any, tokenizer: Any) -> int:
 
 
 def wordpieces(tokenizer: Any, texts: list[str]) -> Iterator[list[int]]:
-    """For every text its ids without special tokens, not truncated; a special token that is written
+    """Yields each text's ids without special tokens, not truncated; a special token that is written
     in a text is text."""
     for begin in range(0, len(texts), _TOKENIZE_AT_ONCE):
         # verbose=False: it would warn of texts that are longer than the model, which is what

@@ -165,8 +165,8 @@ class ColBERTerEncoder(LateInteractionEncoder):
 
 
 def _distinct(ids: list[int], words: list[int | None]) -> list[int]:
-    """For each position that belongs to a word, the number of the distinct word, which is known by
-    its pieces."""
+    """The number of the distinct word, which is known by its pieces, for each position that belongs
+    to a word."""
     pieces: dict[int, tuple[int, ...]] = {}
     inside = [(number, word) for number, word in zip(ids, words, strict=True) if word is not None]
     for number, word in inside:

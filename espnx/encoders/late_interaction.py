@@ -126,7 +126,7 @@ class LateInteractionEncoder(ABC):
         return max(length, min(-(-length // LENGTH_STEP) * LENGTH_STEP, self.positions))
 
     def _forward(self, layouts: list[Layout]) -> Iterator[Tensor]:
-        """For each layout of n positions what `project` made of them, float32 ``[n, anything]`` on
+        """Yields what `project` made of each layout of n positions, float32 ``[n, anything]`` on
         the CPU."""
         longest = self._padded(max(len(layout.ids) for layout in layouts))
         ids = torch.full(

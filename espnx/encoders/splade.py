@@ -203,8 +203,8 @@ class SpladeEncoder:
         return min(-(-len(window.ids) // LENGTH_STEP) * LENGTH_STEP, self.window_tokens)
 
     def _largest(self, windows: list[Window]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each window the terms with a positive logit, ascending, and the largest logit of
-        each."""
+        """Yields the terms of each window with a positive logit, ascending, and the largest logit
+        of each."""
         longest = max(map(self._padded, windows))
         ids = torch.full(
             (len(windows), longest), self._tokenizer.pad_token_id or 0, dtype=torch.int64
@@ -308,8 +308,8 @@ def _model_kind(folder: Path) -> str:
 
 
 def _model_folder(folder: Path) -> Path:
-    """Where the model of a folder lies: there, or where sentence-transformers puts it. Raises
-    InvalidInputError for another pooling."""
+    """The folder of the model: the one given, or where sentence-transformers puts it in there.
+    Raises InvalidInputError for another pooling."""
     listing = folder / "modules.json"
     if not listing.is_file():
         return folder

@@ -14,7 +14,7 @@ from ..errors import ChecksumError, MissingDependencyError
 
 @dataclass(frozen=True)
 class Wheel:
-    """Where a package keeps a model.
+    """A package that brings a model.
 
     Attributes:
         encoder: whose model it is, for messages.
@@ -36,8 +36,8 @@ class Wheel:
     dependencies: str
 
     def folder(self) -> Path:
-        """Where the installed package keeps the model. Raises MissingDependencyError where it is
-        not installed."""
+        """The folder in which the installed package keeps the model. Raises MissingDependencyError
+        where it is not installed."""
         spec = importlib.util.find_spec(self.package)  # finds, does not import
         if spec is None or spec.origin is None:
             raise MissingDependencyError(

@@ -68,7 +68,7 @@ class WindowedEncoder(ABC):
 
     @abstractmethod
     def wordpieces(self, texts: list[str]) -> Iterator[list[int]]:
-        """For every text its ids without special tokens, not truncated."""
+        """Yields each text's ids without special tokens, not truncated."""
 
     @abstractmethod
     def hidden(self, ids: Tensor, mask: Tensor | None) -> Tensor:

@@ -100,7 +100,7 @@ def build(
     *,
     metric: str = "l2",
     max_degree: int = 64,
-    search_list_size: int = 100,
+    list_size: int = 100,
     alpha: float = 1.2,
     codes: str = "inline",
     inline_pq: int | None = None,
@@ -134,7 +134,7 @@ def build(
         path: a new directory, or an empty one, or one that an interrupted build has left.
         metric: ``l2``, ``ip`` (the largest inner product is nearest) or ``cosine``.
         max_degree: neighbours of a node, R; 1 to 1024.
-        search_list_size: candidates of the walks that find neighbours, L.
+        list_size: candidates of the walks that find neighbours, L.
         alpha: a neighbour is left out where another one is nearer to it by this factor; 1 to 4.
         codes: where the codes of product quantisation lie by which a walk chooses: ``inline``,
             beside each node its neighbours' (AiSAQ's performance mode: memory does not grow with
@@ -179,7 +179,7 @@ def build(
     options = GraphOptions(
         metric,
         max_degree,
-        search_list_size,
+        list_size,
         alpha,
         codes,
         inline_pq,

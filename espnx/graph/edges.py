@@ -41,7 +41,7 @@ def build_edges(
         progress: (nodes done, of how many); a GPU tells it when all are done.
 
     Raises:
-        InvalidInputError: a degree that cuVS has not.
+        InvalidInputError: a degree that cuVS does not have.
         MissingDependencyError, PathUnavailableError: no cuVS, no GPU.
     """
     view = torch.from_numpy(rows.view(np.uint8) if rows.dtype == np.int8 else rows)
@@ -50,7 +50,7 @@ def build_edges(
             vectors=view,
             format=format,
             degree=options.max_degree,
-            list_size=options.search_list_size,
+            list_size=options.list_size,
             alpha=options.alpha,
             passes=1,
             saturate=True,
@@ -67,7 +67,7 @@ def build_edges(
         neighbours=torch.from_numpy(neighbours),
         counts=torch.from_numpy(counts),
         medoid=_medoid(rows),
-        list_size=options.search_list_size,
+        list_size=options.list_size,
     )
 
 
@@ -93,7 +93,7 @@ def _edges_by_cuvs(rows: np.ndarray, options: GraphOptions) -> tuple[np.ndarray,
     """(neighbours uint32 [n, max_degree], zeros behind the last; counts int64 [n]). cuVS's Python
     hands its graph out as a file alone."""
     vamana, place = load_cuvs("neighbors.vamana"), cuda_device(options.device)
-    candidates = max(options.search_list_size, options.max_degree + 1)
+    candidates = max(options.list_size, options.max_degree + 1)
     with torch.cuda.device(place), tempfile.TemporaryDirectory() as folder:
         vectors = torch.from_numpy(
             rows.astype(np.float32) if rows.dtype == np.float16 else rows

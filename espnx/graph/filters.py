@@ -47,7 +47,7 @@ class RowFilter:
 
     @classmethod
     def of(cls, mask: np.ndarray) -> RowFilter:
-        """Of bool [n]."""
+        """Packs a mask, bool [n]."""
         return cls(torch.from_numpy(np.packbits(mask, bitorder="little")), int(mask.sum()))
 
     def mask(self, n: int) -> np.ndarray:
@@ -112,12 +112,12 @@ class NodeFilter:
 
     @property
     def n_pages(self) -> int:
-        """That have a node which may be found."""
+        """Pages that have a node which may be found."""
         return int(np.count_nonzero(self.page_mask))
 
     def native(self, seeds: Seeds) -> dict[str, Any]:
-        """As the native searcher takes it: a walk and what was read to begin it read no more than
-        all pages that have such a node."""
+        """The filter as the native searcher takes it: a walk and what was read to begin it read no
+        more than all pages that have such a node."""
         return {
             "rows": self.rows.bits,
             "nodes": self.nodes,

@@ -171,12 +171,12 @@ class GraphFacts:
 
     @property
     def coding(self) -> VectorCoding:
-        """Of vectors in nodes."""
+        """The coding of vectors in nodes."""
         return VectorCoding(self.layout.format, self.disk_codebook)
 
     @property
     def memory_bytes(self) -> int:
-        """That stay in memory, codes among them where they do."""
+        """Bytes that stay in memory, codes among them where they do."""
         codes = self.layout.codes_bytes if self.layout.codes_in == "memory" else 0
         books = sum(
             book.size_bytes for book in (self.codebook, self.disk_codebook) if book is not None
@@ -194,15 +194,15 @@ class GraphFacts:
         return rotated_files(self.codebook, self.disk_codebook)
 
     def path(self, name: str) -> str:
-        """Of one of its files, or of that which it lies in."""
+        """The path of one of its files, or of that which it lies in."""
         return self.regions[name].path
 
     def begin_bytes(self, name: str) -> int:
-        """Where it begins there."""
+        """The byte at which it begins there."""
         return self.regions[name].offset_bytes
 
     def manifest(self) -> dict[str, Any]:
-        """For `write_manifest`."""
+        """The facts as `write_manifest` takes them."""
         layout = asdict(self.layout)
         if self.disk_codebook is None:
             del layout["disk_pq_bytes"]
@@ -256,7 +256,7 @@ def in_directory(
     codebook: Codebook,
     disk_codebook: Codebook | None,
 ) -> dict[str, Region]:
-    """Where the files of a graph lie that has a directory of its own."""
+    """The places of the files of a graph that has a directory of its own."""
     return _whole_files(
         directory, generation, file_sizes(layout, n_entries, rotated_files(codebook, disk_codebook))
     )
@@ -373,7 +373,7 @@ def _read_rotated(fields: Fields, *, has_disk_codebook: bool) -> list[str]:
 
 
 def _read_parts(fields: Fields, name: str, count: int, dim: int) -> np.ndarray:
-    """Where the parts of a code of `count` bytes begin."""
+    """The begins of the parts of a code of `count` bytes."""
     parts = np.array(fields.wholes(name, 0, dim, count=count + 1), np.int64)
     if len(parts) != count + 1 or parts[0] != 0 or parts[-1] != dim or (np.diff(parts) < 1).any():
         fields.refuse(name, f"{count + 1} growing numbers from 0 to {dim}")

@@ -41,7 +41,7 @@ LIST_SIZE_MAX = 1 << 20
 THREADS_MAX = 256
 _RECALL = 0.95
 _UNMEASURED = 320  # candidates of a walk where the build measured no list
-_ALONE_BEAMWIDTH = 4
+_ALONE_BEAM_WIDTH = 4
 _DISTANCES_AT_ONCE = 1 << 22
 # That cost about as much as reading a page, summing it, and estimating how far its neighbours are.
 _DISTANCES_PER_PAGE = 256
@@ -64,14 +64,14 @@ class _Walk:
     native: torch.Tensor
     wide: torch.Tensor
     k: int
-    beamwidth: int
+    beam_width: int
     stop_beyond: float
     deadline_s: float
 
 
 @dataclass(frozen=True)
 class _Effort:
-    """Of walks with a filter.
+    """What a walk with a filter takes.
 
     Attributes:
         list_size: candidates that they keep. far_list_size: those of one around which others are
@@ -87,7 +87,7 @@ class _Effort:
     worth_pages: int = WALK_PAGES
 
     def is_dearer_than_all(self, n_queries: int, all_pages: int, count: int) -> bool:
-        """Than measuring all allowed rows for all queries at a time."""
+        """Whether walks cost more than measuring all allowed rows for all queries at a time."""
         measuring = n_queries * count / _DISTANCES_PER_PAGE
         return (
             all_pages <= self.worth_pages * self.far_pages
@@ -307,7 +307,7 @@ class GraphIndex:
         *,
         list_size: int | None = None,
         recall: float | None = None,
-        beamwidth: int | None = None,
+        beam_width: int | None = None,
         stop_beyond: float | None = None,
         include: Any = None,
         exclude: Any = None,
@@ -324,7 +324,7 @@ class GraphIndex:
             recall: instead of it: the smallest list that was measured, at build, to find that share
                 of the ten nearest of new queries like the graph's vectors. Neither: 0.95, or the
                 longest list that was measured.
-            beamwidth: pages of a query that are under way at a time, W. None: 1 where many queries
+            beam_width: pages of a query that are under way at a time, W. None: 1 where many queries
                 keep the queue full, and the result depends on nothing that time decides; 4 for so
                 few that it would be idle.
             stop_beyond: ends a walk when its nearest candidate is farther than its k-th result by
@@ -343,7 +343,7 @@ class GraphIndex:
             k,
             list_size=list_size,
             recall=recall,
-            beamwidth=beamwidth,
+            beam_width=beam_width,
             stop_beyond=stop_beyond,
             include=include,
             exclude=exclude,
@@ -357,7 +357,7 @@ class GraphIndex:
         *,
         list_size: int | None = None,
         recall: float | None = None,
-        beamwidth: int | None = None,
+        beam_width: int | None = None,
         stop_beyond: float | None = None,
         include: Any = None,
         exclude: Any = None,
@@ -366,7 +366,7 @@ class GraphIndex:
         """Begins a search, which goes on by itself: what it has found so far can be asked for.
         Arguments and errors: see `search`."""
         native, wide = self._queries(queries)
-        k, list_size, beamwidth = plain(k), plain(list_size), plain(beamwidth)
+        k, list_size, beam_width = plain(k), plain(list_size), plain(beam_width)
         recall, stop_beyond, deadline_s = plain(recall), plain(stop_beyond), plain(deadline_s)
         check_whole("k, neighbours wanted", k, 1, LIST_SIZE_MAX)
         if list_size is not None and recall is not None:
@@ -375,9 +375,9 @@ class GraphIndex:
             )
         if list_size is not None:
             check_whole("list_size, candidates of a walk", list_size, k, LIST_SIZE_MAX)
-        if beamwidth is None:
-            beamwidth = 1 if len(native) >= 2 * _ALONE_BEAMWIDTH else _ALONE_BEAMWIDTH
-        check_whole("beamwidth", beamwidth, 1, 64)
+        if beam_width is None:
+            beam_width = 1 if len(native) >= 2 * _ALONE_BEAM_WIDTH else _ALONE_BEAM_WIDTH
+        check_whole("beam_width", beam_width, 1, 64)
         check_finite("stop_beyond", 0.0 if stop_beyond is None else stop_beyond)
         check_finite("deadline_s", deadline_s)
         if (stop_beyond is not None and stop_beyond < 0) or deadline_s <= 0:
@@ -395,7 +395,7 @@ class GraphIndex:
             native,
             wide,
             k,
-            beamwidth,
+            beam_width,
             float("inf") if stop_beyond is None else float(stop_beyond),
             float(deadline_s),
         )
@@ -460,7 +460,7 @@ class GraphIndex:
                 k=walk.k,
                 list_size=list_size,
                 far_list_size=far_list_size or list_size,
-                beam=walk.beamwidth,
+                beam_width=walk.beam_width,
                 stop_beyond=walk.stop_beyond,
                 filter=filtered,
                 absent=absent,
@@ -470,8 +470,8 @@ class GraphIndex:
         )
 
     def _effort(self, nodes: NodeFilter, recall: float | None) -> _Effort | None:
-        """Of walks that were measured to find that share where so many rows are allowed; None:
-        there are none."""
+        """What walks take that were measured to find that share where so many rows are allowed;
+        None: there are none."""
         wanted, share = _RECALL if recall is None else recall, nodes.rows.count / max(1, len(self))
         at = next(
             (i for i, each in enumerate(self.facts.filtered) if _ALIKE * each.share <= share), None
@@ -576,7 +576,7 @@ class GraphIndex:
         return row_mask(rows, len(self), name)
 
     def _measure_all(self, walk: _Walk, nodes: NodeFilter, filter_bytes: int) -> Neighbours:
-        """Of all rows that may be found, each read once."""
+        """Reads all rows that may be found, each once, and measures them."""
         begun, q, k = time.monotonic(), len(walk.wide), walk.k
         far, ids = self._nearest_of(walk.wide, k, self._filters.blocks(nodes, walk.deadline_s))
         ids = np.pad(ids, ((0, 0), (0, k - ids.shape[1])), constant_values=-1)

@@ -36,7 +36,7 @@ _SHORTER_MOST, _SMALLER = 4, 2 / 3
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Where nodes lie in pages.
+    """The places of nodes in pages.
 
     Attributes:
         n: nodes; their numbers go page by page.
@@ -64,13 +64,13 @@ class PageLayout:
 
     @property
     def vector_bytes(self) -> int:
-        """Of what a node holds of its vector."""
+        """Bytes of what a node holds of its vector."""
         return held_bytes(self.format, self.dim, self.disk_pq_bytes)
 
     @property
     def row_format(self) -> str:
-        """Of vectors outside of nodes, a key of `espnx.ops.distances.VECTOR_FORMATS`: float32 in
-        place of bfloat16, which NumPy has not, and of codes."""
+        """The format of vectors outside of nodes, a key of `espnx.ops.distances.VECTOR_FORMATS`:
+        float32 in place of codes, and of bfloat16, which NumPy does not have."""
         return "fp32" if self.format in ("bf16", "pq") else self.format
 
     @property
@@ -91,12 +91,12 @@ class PageLayout:
 
     @property
     def codes_per_page(self) -> int:
-        """Where codes are paged."""
+        """Codes that a page holds where they are paged."""
         return (CODE_PAGE_BYTES - HEADER.itemsize) // self.code_bytes
 
     @property
     def codes_bytes(self) -> int:
-        """Of the file of codes; 0: there is none."""
+        """Bytes of the file of codes; 0: there is none."""
         if self.codes_in == "inline":
             return 0
         return (
@@ -107,7 +107,7 @@ class PageLayout:
 
     @property
     def node_bytes(self) -> int:
-        """Of one node."""
+        """Bytes of one node."""
         return node_bytes(self.vector_bytes, self.max_degree, self.inline_pq * self.code_bytes)
 
     @property
@@ -121,13 +121,13 @@ class PageLayout:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file of pages."""
+        """Bytes of the file of pages."""
         return self.n_pages * self.page_bytes
 
     @property
     def node_dtype(self) -> np.dtype:
-        """Of a node, without holes: ``vector`` (as `VectorCoding.encode` makes it), ``row``,
-        ``n_neighbours``, ``zero``, ``neighbours``; ``codes`` where they are inline."""
+        """The layout of a node, without holes: ``vector`` (as `VectorCoding.encode` makes it),
+        ``row``, ``n_neighbours``, ``zero``, ``neighbours``; ``codes`` where they are inline."""
         whole: dict[str, np.dtype] = {"pq": np.dtype(np.uint8), "bf16": np.dtype(np.uint16)}
         held = whole.get(self.format, self.row_dtype).newbyteorder("<")
         fields: list[tuple] = [
@@ -143,17 +143,17 @@ class PageLayout:
 
 
 def code_salt(salt: int) -> int:
-    """Of pages of codes, so that no page of nodes is taken for one."""
+    """The salt of pages of codes, so that no page of nodes is taken for one."""
     return salt ^ (2**64 - 1)
 
 
 def held_bytes(format: str, dim: int, disk_pq_bytes: int) -> int:  # noqa: A002
-    """Of what a node holds of its vector."""
+    """Bytes of what a node holds of its vector."""
     return disk_pq_bytes if format == "pq" else vector_bytes(format, dim)
 
 
 def node_bytes(held: int, max_degree: int, codes_bytes: int) -> int:
-    """Of a node in which a vector and codes take so many bytes."""
+    """Bytes of a node in which a vector and codes take so many bytes."""
     return held + NODE_FIXED_BYTES + 4 * max_degree + codes_bytes
 
 

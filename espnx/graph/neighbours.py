@@ -51,7 +51,7 @@ class Neighbours:
 
     @property
     def total_bytes(self) -> int:
-        """That the whole search has read."""
+        """Bytes that the whole search has read."""
         return int(self.bytes_read.sum()) + self.shared_pages * self.page_bytes + self.filter_bytes
 
     def __repr__(self) -> str:

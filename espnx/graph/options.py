@@ -23,11 +23,11 @@ SQUARES_MAX = 2.0**125
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """Of a build, as `espnx.graph.build` describes them."""
+    """The options of a build, as `espnx.graph.build` describes them."""
 
     metric: str = "l2"
     max_degree: int = 64
-    search_list_size: int = 100
+    list_size: int = 100
     alpha: float = 1.2
     codes: str = "inline"
     inline_pq: int | None = None
@@ -62,7 +62,7 @@ def check_options(options: GraphOptions, source: Vectors) -> str:
                 expected="max_degree where all codes are inline",
                 fix='codes="paged" or "memory"',
             )
-    check_whole("search_list_size", options.search_list_size, 1, 1 << 16)
+    check_whole("list_size", options.list_size, 1, 1 << 16)
     check_finite("alpha", options.alpha)
     if not 1 <= options.alpha <= _ALPHA_MAX:
         raise errors.InvalidInputError("alpha", got=options.alpha, expected=f"1 to {_ALPHA_MAX:g}")

@@ -181,8 +181,8 @@ class PrivateGraphs:
 
 
 def _in_order(graphs: Sequence[GraphIndex]) -> list[GraphIndex]:
-    """By the number of their shares. Raises InvalidInputError unless they are all those of one
-    collection, each once."""
+    """The graphs by the number of their shares. Raises InvalidInputError unless they are all those
+    of one collection, each once."""
     found: dict[str, list[tuple[int, int, GraphIndex]]] = {}
     for graph in graphs:
         share = graph.facts.share

@@ -89,7 +89,7 @@ def add_recall(
 
 
 def row_blocks(rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """For `add_recall`, of vectors in memory."""
+    """Yields vectors in memory as `add_recall` takes them."""
     for first in range(0, len(rows), RECALL_BLOCK_ROWS):
         part = rows[first : first + RECALL_BLOCK_ROWS]
         yield np.arange(first, first + len(part)), part
@@ -181,8 +181,8 @@ class _Filtered:
     def _points(
         self, trials: Sequence[_Trial], lists: Sequence[int], list_size: int | None = None
     ) -> list[RecallPoint]:
-        """Of lists that grow, as long as a search reads less than measuring all would. `list_size`:
-        that a query near what is allowed needs; None: all are."""
+        """Measures lists that grow, as long as a search reads less than measuring all would.
+        `list_size`: that a query near what is allowed needs; None: all are."""
         filters = [
             RowFilter(torch.from_numpy(each.bits), int(np.unpackbits(each.bits).sum()))
             for each in trials
@@ -306,7 +306,7 @@ def _others(nearest: np.ndarray, rows: np.ndarray, k: int) -> list[set[int]]:
 
 
 def _share_found(found: np.ndarray | list[set[int]], exact: list[set[int]]) -> float:
-    """Of what is nearest to each query the share that was found."""
+    """The share that was found of what is nearest to each query."""
     pairs = [(set(ours), true) for ours, true in zip(found, exact, strict=True)]
     return sum(len(ours & true) for ours, true in pairs) / max(
         1, sum(len(true) for _, true in pairs)

@@ -120,7 +120,7 @@ class StoredGraph:
         )
 
     def estimator(self, query: torch.Tensor) -> Estimate:
-        """By the codes of product quantisation."""
+        """Estimates distances to a query by the codes of product quantisation."""
         table = self._table(query)
 
         def estimate(nodes: np.ndarray, codes: np.ndarray | None) -> np.ndarray:

@@ -82,7 +82,7 @@ def read_vectors(source: Any, *, column: str | None = None) -> Vectors:
 
 
 def as_array(given: Any) -> np.ndarray:
-    """NumPy's view of an array or tensor, on any device; bfloat16, which NumPy has not, as float32.
+    """NumPy's view of an array or tensor, on any device; bfloat16, which NumPy lacks, as float32.
     Raises InvalidInputError for masked values."""
     if np.ma.is_masked(given):
         raise errors.InvalidInputError(

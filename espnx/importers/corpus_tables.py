@@ -23,7 +23,7 @@ _ROWS = 1024
 
 
 def count_rows(path: str, kind: str) -> int:
-    """Of a file, from what it says of itself. `kind`: ``parquet`` or ``arrow``."""
+    """The rows of a file, from what it says of itself. `kind`: ``parquet`` or ``arrow``."""
     with _opened(path, kind) as file:
         if kind == "parquet":
             return int(file.metadata.num_rows)

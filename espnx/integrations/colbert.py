@@ -150,7 +150,7 @@ class Searcher:
         filter_fn: FilterFunction | None = None,
         pids: Sequence[DocumentId] | None = None,
     ) -> Found:
-        """As `search`, for one query's vectors, ``[1, n, dim]`` or ``[n, dim]``."""
+        """Searches as `search` does, for one query's vectors, ``[1, n, dim]`` or ``[n, dim]``."""
         if (
             not isinstance(Q, torch.Tensor)
             or Q.dim() not in (2, 3)

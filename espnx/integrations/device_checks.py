@@ -199,7 +199,7 @@ def _normal(rng: np.random.Generator, *size: int) -> torch.Tensor:
 
 
 def _named(*checks: _Plain) -> dict[str, _Plain]:
-    """By their names in words."""
+    """The checks by their names in words."""
     return {check.__name__.replace("_", " "): check for check in checks}
 
 

@@ -82,7 +82,9 @@ class EspnxLM(HFLM):
 
     Raises:
         InvalidInputError: an option is out of range, or the model's attention is none that espnx
-        computes. What a `KVCache` raises, from the evaluation.
+            computes.
+
+    An evaluation raises what a `KVCache` does.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class EspnxLM(HFLM):
 
     @contextmanager
     def _cache(self) -> Iterator[KVCache]:
-        """For one batch."""
+        """Opens a cache for one batch."""
         with ExitStack() as opened:
             devices = None
             if self._storage_device is not None:

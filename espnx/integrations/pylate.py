@@ -60,7 +60,7 @@ class EspnxIndex:
 
     Raises:
         what opening the store raises; InvalidInputError where the store's documents have a CLS
-        vector, which PyLate's have not.
+        vector, which PyLate's do not have.
     """
 
     is_end_to_end_index = True
@@ -203,15 +203,15 @@ class EspnxIndex:
     def retrieve(
         self, queries_embeddings: Any, k: int = 10, subset: Any = None, **_: Any
     ) -> list[list[RerankResult]]:
-        """As ``pylate.retrieve.ColBERT(index).retrieve``; k_token, device and batch_size mean
-        nothing here."""
+        """Does what ``pylate.retrieve.ColBERT(index).retrieve`` does; k_token, device and
+        batch_size mean nothing here."""
         return self(queries_embeddings, k=k, subset=subset)
 
     def rerank(
         self, documents_ids: Sequence[Sequence[DocumentId]], queries_embeddings: Any
     ) -> list[list[RerankResult]]:
-        """As ``pylate.rank.rerank``, of documents of this index, whose vectors are scored where
-        they are. See `rerank`."""
+        """Does what ``pylate.rank.rerank`` does, with documents of this index, whose vectors are
+        scored where they are. See `rerank`."""
         return rerank(documents_ids, queries_embeddings, self)
 
     def close(self) -> None:
@@ -238,8 +238,8 @@ def rerank(
     documents_embeddings: EspnxIndex | Index | Sequence[Sequence[Any]],
     device: str | None = None,
 ) -> list[list[RerankResult]]:
-    """As ``pylate.rank.rerank``: the given documents of each query by MaxSim, best first, equal
-    ones in the order given.
+    """Does what ``pylate.rank.rerank`` does: the given documents of each query by MaxSim, best
+    first, equal ones in the order given.
 
     Args:
         documents_ids: for each query, ids of documents.

@@ -63,7 +63,7 @@ class Step:
     rules: ScoreRules = PLAIN
 
     def part(self, begin: int, end: int) -> Step:
-        """Of some of the sequences."""
+        """The step of some of the sequences."""
         x = None if self.x is None else self.x[begin:end]
         q, k, v = (rows[begin:end] for rows in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v, visibility=self.visibility.part(begin, end), x=x)
@@ -71,15 +71,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Span:
-    """Where the queries of a pass stand: the first one's position; and the last position that each
-    of them sees, int64 [n], or None for all that there is."""
+    """The positions of the queries of a pass: the first one's; and the last position that each of
+    them sees, int64 [n], or None for all that there is."""
 
     first: int
     last: torch.Tensor | None = None
 
     @classmethod
     def of_new(cls, first: int, n: int) -> Span:
-        """Of n tokens that see what came before each of them, and themselves."""
+        """The span of n tokens that see what came before each of them, and themselves."""
         return cls(first, first + torch.arange(n) if n > 1 else None)
 
 

@@ -81,7 +81,7 @@ class SsdCache:
 
     @property
     def sequences(self) -> int:
-        """In the batch; 0 while nothing is cached."""
+        """Sequences of the batch; 0 while nothing is cached."""
         for pair in zip(self.x, self.kv, strict=True):
             if count := sum(rows.sequences for rows in pair if rows is not None):
                 return count
@@ -89,7 +89,7 @@ class SsdCache:
 
     @property
     def memory_bytes(self) -> int:
-        """Of rows that wait in memory, and of checksums."""
+        """Bytes of rows that wait in memory, and of checksums."""
         return sum(rows.memory_bytes for rows in self.every)
 
     # --- forward passes ---

@@ -120,7 +120,7 @@ class Places:
 
     @property
     def data_files(self) -> list[str]:
-        """Of a kept cache: one for each directory."""
+        """The data files of a kept cache: one for each directory."""
         return [
             os.path.join(directory, name) for directory, name in self._files if name is not None
         ]

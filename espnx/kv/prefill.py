@@ -123,8 +123,8 @@ def _masked(
     hidden: torch.Tensor | None,
     rules: ScoreRules = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With any hidden tokens, or with a log-sum-exp where no fused kernel gives one: some hundred
-    queries at a time."""
+    """Attends with any hidden tokens, or with a log-sum-exp where no fused kernel gives one: some
+    hundred queries at a time."""
     groups, n = q.shape[1] // k.shape[1], q.shape[2]
     keys, values = (rows.float().repeat_interleave(groups, dim=1) for rows in (k, v))
     outputs, sums = [], []

@@ -234,7 +234,7 @@ class LayerRows:
         return all(self._striped.is_written(each) for parts in run.parts for each in parts)
 
     def views(self, end: int, sequences: range) -> list[list[SegmentView]]:
-        """For each device, the segments that hold the tokens before `end` of some sequences, which
+        """The segments on each device that hold the tokens before `end` of some sequences, which
         are numbered from 0."""
         found: list[list[SegmentView]] = [[] for _ in range(self._striped.count)]
         for run in self.runs:
@@ -371,7 +371,7 @@ class LayerRows:
 
     @property
     def memory_bytes(self) -> int:
-        """Of rows in memory, and of checksums."""
+        """Bytes of rows in memory, and of checksums."""
         rows = {id(self._k): self._k, id(self._v): self._v}.values()
         sums = {
             id(each): each.segment.memory_bytes
@@ -383,5 +383,5 @@ class LayerRows:
 
 
 def _places(run: StoredRun) -> list[list[tuple[int, range]]]:
-    """Of each sequence: on which device which heads lie."""
+    """The device and the heads of each part, by sequence."""
     return [[(each.device, each.segment.heads) for each in parts] for parts in run.parts]

@@ -193,8 +193,8 @@ def read_rate(device: RowDevice) -> float:
 
 
 def _recompute_seconds(shape: Shape, compute: torch.device, threads: int) -> float:
-    """Of one token's X row: both projections, a rotation, attention, as rows of one read are
-    treated."""
+    """Seconds for one token's X row: both projections, a rotation, attention, as rows of one read
+    are treated."""
     layout = RowLayout(format_of(shape.dtype), shape.hidden, shape.hidden, is_shared=True)
     made_as: dict[str, Any] = {"dtype": shape.dtype, "device": compute}
     n = max(16, _SHOWN_BYTES // layout.row_bytes)
@@ -224,7 +224,7 @@ def _attend_seconds(
     *,
     is_shared: bool,
 ) -> float:
-    """Of one token's rows, all heads: attention from memory."""
+    """Seconds for one token's rows, all heads: attention from memory."""
     n = max(64, _ROWS_BYTES // (heads * d * shape.dtype.itemsize * (1 if is_shared else 2)))
     k = torch.zeros(1, heads, n, d, dtype=shape.dtype, device=compute)
     v = k if is_shared else torch.zeros_like(k)
@@ -235,8 +235,8 @@ def _attend_seconds(
 
 
 def _check_seconds(threads: int) -> float:
-    """Of one byte's part in the checksum of its block, which every thread computes of what it
-    attends to."""
+    """Seconds for one byte's part in the checksum of its block, which every thread computes of what
+    it attends to."""
     block = torch.zeros(_SHOWN_BYTES, dtype=torch.uint8)
     return (
         _best(lambda: crc32c(block), block.device)

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class ScoreRules:
-    """In the order in which they apply.
+    """What is done to scores, in the order in which it is done.
 
     Attributes:
         soft_cap: a score s becomes soft_cap * tanh(s / soft_cap); None: it stays.

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from .. import errors
-from ..device.crew import Crew, wait
 from ..device.interface import (
     DeviceStats,
     FilePath,
@@ -26,6 +25,7 @@ from ..device.interface import (
 )
 from ..device.row_layout import RowLayout
 from ..device.several import files_of, stats_of, together
+from ..device.workers import Workers, wait
 from ..ops.attention import Queries, RowsInMemory
 
 Storage = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -124,7 +124,7 @@ class StripedDevices:
         self._kept = []
 
     def place(self, each: StripedSegment) -> SegmentPlace:
-        """Where a segment lies, to be written down."""
+        """The place of a segment, to be written down."""
         if isinstance(each.segment, SegmentPlace):
             return each.segment
         return self.devices[each.device].space.place(each.segment)
@@ -173,9 +173,9 @@ class StripedDevices:
     def memory(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """For rows that wait, uninitialised: on the host, a device's own. Rows outlive the mode in
-        which they come: tensors of inference mode could not be written to outside of it. Raises
-        OutOfMemoryError."""
+        """Memory for rows that wait, uninitialised: on the host, a device's own. Rows outlive the
+        mode in which they come: tensors of inference mode could not be written to outside of it.
+        Raises OutOfMemoryError."""
         with torch.inference_mode(False):
             if device.type != "cpu" or not self.devices:
                 return torch.empty(shape, dtype=dtype, device=device)
@@ -218,8 +218,7 @@ class StripedDevices:
         return tickets
 
     def lacks(self, queries: Queries, layout: RowLayout) -> tuple[str, ...]:
-        """What some device would need to attend with these queries, and has not; empty: all of them
-        take them."""
+        """What some device lacks to attend with these queries; empty: all take them."""
         return tuple(
             dict.fromkeys(
                 name
@@ -236,9 +235,9 @@ class StripedDevices:
             return self.devices[0].attend(tickets[0], queries, tail)
         tails = self._tails(tickets[0], queries, tail)
         stream = torch.cuda.current_stream(queries.q.device) if queries.q.is_cuda else None
-        with Crew(self.devices) as crew:
+        with Workers(self.devices) as workers:
             jobs = [
-                crew.submit(self._pool, _attend_on, stream, device, ticket, queries, own)
+                workers.submit(self._pool, _attend_on, stream, device, ticket, queries, own)
                 for device, ticket, own in zip(self.devices, tickets, tails, strict=True)
             ]
             try:
@@ -293,11 +292,11 @@ class StripedDevices:
             device.flush()
 
     def stats(self) -> DeviceStats:
-        """Of all devices together."""
+        """The stats of all devices together."""
         return stats_of(self.devices)
 
     def path_report(self) -> list[FilePath]:
-        """Of all files of all devices."""
+        """The paths of all files of all devices."""
         return files_of(self.devices)
 
     def close(self) -> None:
@@ -315,6 +314,6 @@ def _attend_on(
     queries: Queries,
     tail: RowsInMemory | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In a thread of the pool, whose current CUDA stream is not the caller's."""
+    """Attends in a thread of the pool, whose current CUDA stream is not the caller's."""
     with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
         return device.attend(ticket, queries, tail)

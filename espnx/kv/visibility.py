@@ -11,7 +11,7 @@ from .. import errors
 
 @dataclass(frozen=True)
 class Visibility:
-    """Of one forward pass.
+    """What the queries of one forward pass see.
 
     Attributes:
         first_visible: int64 [sequences]: padding on the left ends there; None: no padding on the
@@ -25,7 +25,7 @@ class Visibility:
     hidden: torch.Tensor | None = None
 
     def part(self, begin: int, end: int) -> Visibility:
-        """Of some of the sequences."""
+        """The visibility of some of the sequences."""
         return Visibility(
             *(
                 None if each is None else each[begin:end]

@@ -17,8 +17,8 @@ _before: tuple[Any, ...] = ()
 
 
 def _after_fork() -> None:
-    """In a child: threads of the parent that were within stay within for ever, and one may have had
-    the lock."""
+    """Forgets threads in a child: those of the parent that were within would stay within for good,
+    and one may have had the lock."""
     global _lock, _users
     _lock, users, _users = threading.Lock(), _users, 0
     if users:
@@ -30,9 +30,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @contextmanager
 def whole_float32() -> Iterator[None]:
-    """Within it, float32 matrix products of this process are not rounded to TF32 or bfloat16,
-    whatever `torch.set_float32_matmul_precision` or `torch.backends` allow; then what was set
-    before holds again.
+    """Keeps float32 matrix products of this process from being rounded to TF32 or bfloat16 as long
+    as it is open, whatever `torch.set_float32_matmul_precision` or `torch.backends` allow; then
+    what was set before holds again.
 
     torch keeps one setting for all threads: the first to come sets it, the last to go restores it.
     Products of other threads are meanwhile as exact as ours.

@@ -107,9 +107,8 @@ class Analyzer:
 
     @classmethod
     def of(cls, language: str) -> Analyzer:
-        """As an index's first stage of ``bm25`` cuts texts of a language: ``english``: without the
-        stop words of English, and stemmed; another Snowball language: stemmed; ``none``: as they
-        are.
+        """Cuts texts of a language as the first stage ``bm25`` does: ``english``: without
+        stop words, and stemmed; another Snowball language: stemmed; ``none``: as they are.
 
         Raises InvalidInputError for a language that has no stemmer, MissingDependencyError without
         PyStemmer.
@@ -124,7 +123,7 @@ class Analyzer:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """For a manifest."""
+        """The fields that a manifest holds."""
         return asdict(self) | {
             "stop_words": self.stop_words
             if isinstance(self.stop_words, str)

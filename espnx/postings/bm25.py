@@ -55,7 +55,7 @@ class BM25:
 
     @property
     def number(self) -> int:
-        """As the compiled part counts variants."""
+        """The number of the variant in the compiled part."""
         return VARIANTS.index(self.variant)
 
     def idf(self, df: int, n_records: int) -> float:
@@ -97,8 +97,8 @@ class BM25:
 
     @property
     def absent_part(self) -> float:
-        """Of a term's idf: what it gives to records that do not have it; scores of those that do
-        are summed less that."""
+        """The part of a term's idf that it gives to records that do not have it; scores of those
+        that do are summed less that."""
         if self.variant not in _WITH_ABSENT:
             return 0.0
         # 0 / 0: no occurrence is worth nothing

@@ -21,8 +21,8 @@ _BYTES_A_MERGED_POSTING = 64
 
 @dataclass
 class Rounding:
-    """Of weights in one byte, so far: postings that were written, and how many of them were below
-    half a step, and are one."""
+    """How weights were rounded to one byte so far: postings that were written, and how many of them
+    were below half a step, and are one."""
 
     n_postings: int = 0
     n_raised: int = 0
@@ -96,7 +96,7 @@ def _kept(segment: Segment, deleted: np.ndarray) -> np.ndarray:
 
 
 def _here(segment: Segment, numbers: np.ndarray) -> np.ndarray:
-    """Of these numbers, ascending, the segment's own records."""
+    """The segment's own records among these numbers, ascending."""
     begin, end = np.searchsorted(
         numbers, [segment.first_number, segment.first_number + len(segment)]
     )
@@ -146,7 +146,7 @@ def _merge(
 
 
 def _renumbered(postings: TermPostings, places: np.ndarray) -> TermPostings:
-    """With other numbers of records, ascending again within a term."""
+    """The postings with other numbers of records, ascending again within a term."""
     records = places[postings.records].astype(np.uint32)
     of_term = np.repeat(np.arange(len(postings.counts), dtype=np.uint64), postings.counts)
     order = np.argsort(of_term << np.uint64(32) | records, kind="stable")

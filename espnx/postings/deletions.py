@@ -23,7 +23,7 @@ _NONE: RemovedTerms = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 @dataclass(frozen=True, eq=False)
 class Removed:
-    """Of a segment whose lists have postings of deleted records.
+    """What was deleted from a segment whose lists still have postings of it.
 
     Attributes:
         salt: of the segment.
@@ -54,11 +54,11 @@ class Deletions:
 
     @property
     def sum_lengths(self) -> int:
-        """Of those, in terms."""
+        """Terms of the deleted records."""
         return sum(each.sum_lengths for each in self.removed.values())
 
     def terms_of(self, segment: str) -> RemovedTerms:
-        """Of those of a segment."""
+        """Terms of the deleted records of a segment."""
         return self.removed[segment].terms if segment in self.removed else _NONE
 
     def without(self, segments: Collection[str]) -> Deletions:
@@ -155,7 +155,7 @@ class Deletions:
             ):
                 _refuse(
                     path,
-                    f"terms of {name} that it has not",
+                    f"terms of {name} that it does not have",
                     f"ascending ones below {len(segment.dictionary)}",
                 )
 

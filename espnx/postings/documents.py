@@ -20,7 +20,7 @@ Row = tuple[DocumentId, str]
 
 
 class Documents:
-    """Of segments, ascending by number. Every method may be called from any thread.
+    """The documents of segments, ascending by number. Every method may be called from any thread.
 
     Args:
         segments: each with its file, open for as long as this is used, and its salt.
@@ -41,8 +41,8 @@ class Documents:
         self._ends = np.array([facts.end_number for facts, _, _ in self._parts], np.int64)
 
     def get(self, numbers: Sequence[int] | np.ndarray) -> list[Row]:
-        """Of each record, in the order asked. Raises ChecksumError, FormatError, and what a read
-        raises."""
+        """The row of each record, in the order asked. Raises ChecksumError, FormatError, and what a
+        read raises."""
         wanted = np.asarray(numbers, np.int64)
         of = np.searchsorted(self._ends, wanted, side="right")
         found = list[Row]()
@@ -92,8 +92,8 @@ class Documents:
         return not bool(self._deletions.is_deleted(np.array([number]))[0])
 
     def rows(self) -> Iterator[tuple[int, Row]]:
-        """Of all records that are not deleted, ascending by number, some at a time. Raises as
-        `get`."""
+        """Yields the rows of all records that are not deleted, ascending by number, some at a time.
+        Raises as `get`."""
         for facts, file, texts in self._parts:
             for first in range(facts.first_number, facts.end_number, _AT_ONCE):
                 numbers = np.arange(first, min(first + _AT_ONCE, facts.end_number))

@@ -64,13 +64,13 @@ class Draft:
 
     @property
     def deletions(self) -> Deletions:
-        """Of the next version."""
+        """The deletions of the next version."""
         return self._deletions if self._deletions is not None else self._stored_deletions
 
     _deletions: Deletions | None = None  # where they are others than the version has that is there
 
     def new_name(self) -> str:
-        """Of a segment: no file of that name is of any use."""
+        """A name for a segment: no file of that name is of any use."""
         self._generation += 1
         return f"s{self._generation}"
 
@@ -174,7 +174,7 @@ class Draft:
     def _rows(
         self, chosen: Sequence[SegmentFacts], segments: Sequence[Segment], deletions: Deletions
     ) -> Iterator[Row]:
-        """Of each number; nothing is left of those that were deleted."""
+        """Yields the row of each number; nothing is left of those that were deleted."""
         number = chosen[0].first_number
         for found, row in documents_of(self.engine, chosen, segments, deletions).rows():
             yield from ((gone, "") for gone in range(number, found))

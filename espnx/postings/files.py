@@ -76,7 +76,7 @@ class PostingsReport:
     n_segments: int = 1
 
     def summary(self) -> str:
-        """In a line."""
+        """The report in a line."""
         each = f"{self.size_bytes / self.n_postings:.2f} bytes each" if self.n_postings else "none"
         replaced = (
             f" ({self.n_replaced:,} of them in the place of older ones)" if self.n_replaced else ""
@@ -227,7 +227,7 @@ def documents_of(
 def report_of(
     engine: NativeEngine, directory: str, facts: Facts, segment: SegmentFacts, rounding: Rounding
 ) -> PostingsReport:
-    """Of a segment that was written."""
+    """The report of a segment that was written."""
     found = open_segment(engine, directory, facts, segment)
     try:
         held = found.dictionary

@@ -74,11 +74,11 @@ class SegmentFacts:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file."""
+        """Bytes of the file."""
         return max(each.offset_bytes + each.size_bytes for each in self.sections.values())
 
     def regions(self, directory: str) -> dict[str, Region]:
-        """Where its sections lie."""
+        """The places of its sections."""
         path = os.path.join(directory, self.file_name)
         return {
             name: Region(path, each.offset_bytes, each.size_bytes)
@@ -86,7 +86,7 @@ class SegmentFacts:
         }
 
     def fields(self) -> dict[str, Any]:
-        """For a manifest."""
+        """The fields that a manifest holds."""
         sections = {name: [each.size_bytes, each.crc32c] for name, each in self.sections.items()}
         return {
             "name": self.name,
@@ -97,14 +97,14 @@ class SegmentFacts:
 
 
 def section_offset(name: str, end_bytes: int) -> int:
-    """Where a section begins in a file whose sections end there so far."""
+    """The byte at which a section begins in a file whose sections end there so far."""
     alignment = ALIGNMENT.get(name, 64)
     return -(-end_bytes // alignment) * alignment
 
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """Of a directory that holds one part of a collection which is split over several.
+    """The place of a directory in a collection which is split over several.
 
     Attributes:
         collection: 32 hexadecimal digits, the same in all parts.
@@ -284,8 +284,8 @@ def check_whole_collection(facts: Facts, directory: str) -> None:
 
 
 def parse_analyzer(fields: Fields) -> Analyzer:
-    """Of its fields and their digest, as a manifest has them. Raises FormatError, and
-    InvalidInputError for what no analyzer has."""
+    """Makes an analyzer of its fields and their digest, as a manifest has them. Raises FormatError,
+    and InvalidInputError for what no analyzer has."""
     is_named = isinstance(fields.values().get("stop_words"), str)
     words = (
         fields.text("stop_words") if is_named else tuple(fields.texts("stop_words", count=100_000))

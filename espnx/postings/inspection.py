@@ -111,7 +111,7 @@ def _explain(
 
 
 def _value(engine: NativeEngine, segment: Segment, term: int, data: bytes, record: int) -> float:
-    """Of a record in a list: a count, an impact or a float; 0: it is not there."""
+    """The value of a record in a list: a count, an impact or a float; 0: it is not there."""
     wanted = np.zeros(-(-len(segment) // 8), np.uint8)
     wanted[record // 8] = 1 << (record % 8)
     part = next(read_lists(engine, segment, term, term + 1, kept=wanted))

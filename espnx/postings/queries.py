@@ -26,8 +26,8 @@ _EXPECTED = (
 
 
 def terms_of(queries: Query | Sequence[Query], analyzer: Analyzer) -> list[QueryTerms]:
-    """Of a query alone (a text, a tuple of terms, a mapping), or of each of several. Raises
-    InvalidInputError."""
+    """The terms of a query alone (a text, a tuple of terms, a mapping), or of each of several.
+    Raises InvalidInputError."""
     if is_tokenized(queries):
         return list(words_of(queries))
     if isinstance(queries, (str, Mapping, tuple)):
@@ -58,7 +58,7 @@ def _shown(value: object) -> str:
 
 
 def analyzer_of(given: Analyzer | str | None) -> Analyzer:
-    """Of a language's name what `Analyzer.of` makes of it. Raises InvalidInputError."""
+    """An analyzer as given, or the one for a language's name. Raises InvalidInputError."""
     if given is None:
         return Analyzer()
     if isinstance(given, str):
@@ -71,8 +71,8 @@ def analyzer_of(given: Analyzer | str | None) -> Analyzer:
 
 
 def bm25_of(given: BM25 | str | Mapping[str, Any] | None) -> BM25:
-    """Of a variant's name, or of some of the fields, with the others as they are by default. Raises
-    InvalidInputError."""
+    """The BM25 of a variant's name, or of some of the fields, with the others as they are by
+    default. Raises InvalidInputError."""
     if given is None:
         return BM25()
     if isinstance(given, str):
@@ -93,7 +93,7 @@ def bm25_of(given: BM25 | str | Mapping[str, Any] | None) -> BM25:
 
 
 def directories_of(given: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """Of a collection that is split over several. Raises InvalidInputError."""
+    """The directories of a collection that is split over several. Raises InvalidInputError."""
     what = "directories of a collection"
     if isinstance(given, (str, bytes, os.PathLike)) or not isinstance(given, Iterable):
         raise errors.InvalidInputError(what, got=_shown(given), expected="all of them, in a list")

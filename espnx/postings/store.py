@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import errors
 from ..checks import check_path, check_whole, plain
-from ..sizes import format_size
+from ..sizes import BUILD_BYTES, format_size
 from ..storage import FaultRule, NativeEngine
 from ..storage.documents.ids import DocumentId, document_ids
 from ..storage.manifest import open_current
@@ -21,7 +21,7 @@ from ..suggestions import suggests_keywords
 from .adding import built_segment
 from .analyzer import Analyzer
 from .bm25 import BM25
-from .build.builder import MEMORY_BYTES, SegmentBuilder
+from .build.builder import SegmentBuilder
 from .build.records import CsrArrays, Records
 from .build.resume import RUNS_VERSION, KeptRuns
 from .build.writer import Progress
@@ -99,7 +99,7 @@ class Postings:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], **options: Any) -> Postings:
-        """As the class itself."""
+        """Opens postings; arguments and errors are those of the class."""
         return cls(path, **options)
 
     @classmethod
@@ -116,7 +116,7 @@ class Postings:
         exact: bool = False,
         analyzer: Analyzer | str | None = None,
         bm25: BM25 | str | Mapping[str, Any] | None = None,
-        memory_bytes: int = MEMORY_BYTES,
+        memory_bytes: int = BUILD_BYTES,
         replace: bool = False,
         progress: Progress | None = None,
     ) -> PostingsReport:
@@ -208,8 +208,8 @@ class Postings:
         return given
 
     def ids(self) -> Iterator[DocumentId]:
-        """Of all records, in the order of their numbers; without ids, these. Raises what a read
-        raises."""
+        """Yields the ids of all records, in the order of their numbers; without ids, these. Raises
+        what a read raises."""
         if self.facts.has_documents:
             yield from (identifier for _, (identifier, _) in self._documents.rows())
             return
@@ -223,7 +223,7 @@ class Postings:
 
     def get(self, ids: DocumentId | Iterable[DocumentId]) -> str | list[str | None] | None:
         """The text of a record, or of several (a list, in their order), by id, or by number where
-        there are no ids; None for one that there is not.
+        there are no ids; None for an unknown one.
 
         Raises InvalidInputError where texts are not kept, and for what can be no id; and what a
         read raises.
@@ -259,12 +259,12 @@ class Postings:
 
     @property
     def memory_bytes(self) -> int:
-        """Of dictionaries and lengths."""
+        """Bytes of dictionaries and lengths."""
         return sum(segment.memory_bytes for segment in self._segments)
 
     @property
     def n_terms(self) -> int:
-        """Of all segments, each for itself."""
+        """Terms of all segments, each counted for itself."""
         return sum(len(segment.dictionary) for segment in self._segments)
 
     @property

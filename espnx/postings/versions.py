@@ -1,5 +1,5 @@
 """Changes to postings that stand alone: each publishes a version, by its manifest, when all of it
-is on storage. Searches that are open go on with the one that they have."""
+is on storage. Searches that are open continue with the one that they have."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import numpy as np
 
 from .. import errors
 from ..checks import check_whole, plain
+from ..sizes import BUILD_BYTES
 from ..storage.documents.ids import DocumentId, require_known
 from ..storage.work import remove_work
 from ..suggestions import suggests_keywords
 from .adding import built_segment
-from .build.builder import MEMORY_BYTES, SegmentBuilder
+from .build.builder import SegmentBuilder
 from .build.records import CsrArrays, Records
 from .build.writer import Progress
 from .draft import Draft, changing
@@ -36,7 +37,7 @@ def add(
     vectors: Iterable[Any] | CsrArrays | None = None,
     ids: Iterable[DocumentId] | None = None,
     replace: bool = False,
-    memory_bytes: int = MEMORY_BYTES,
+    memory_bytes: int = BUILD_BYTES,
     progress: Progress | None = None,
 ) -> PostingsReport:
     """Appends records, numbered from the end. Totals are summed over segments when a query is
@@ -191,7 +192,7 @@ def _numbers(draft: Draft, records: Any, *, missing_ok: bool) -> np.ndarray:
 def compact(
     path: str | os.PathLike[str],
     *,
-    memory_bytes: int = MEMORY_BYTES,
+    memory_bytes: int = BUILD_BYTES,
     progress: Progress | None = None,
 ) -> PostingsReport | None:
     """Merges all segments into one, without what was deleted. Numbers of records stay.

@@ -146,7 +146,8 @@ class Cosmos:
         return System(name, tuple(groups), {"distances": tuple(way)})
 
     def sizes(self, cluster_bytes: int) -> dict[str, float]:
-        """Of a command about one cluster. Raises InvalidInputError: it is larger than a page."""
+        """The sizes of a command about one cluster. Raises InvalidInputError: it is larger than a
+        page."""
         if not 0 < cluster_bytes <= self.page_bytes:
             raise InvalidInputError(
                 "a cluster", got=f"{cluster_bytes} bytes", expected=f"1 to {self.page_bytes}"

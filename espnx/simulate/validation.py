@@ -132,7 +132,7 @@ def _asked() -> Iterator[tuple[str, Workload]]:
 def _values(
     figures: Mapping[str, float], set_up_s: float, mix_window: int, *, without: str | None = None
 ) -> dict[str, float]:
-    """Of each id, in the order in which they are listed."""
+    """The value of each id, in the order in which they are listed."""
     rates: dict[tuple[str, str], float] = {}
     for name, workload in _asked():
         window = STRESS_WINDOW if workload.in_order else mix_window

@@ -59,7 +59,7 @@ def open_engine(
 
     Raises:
         PathUnavailableError: the named path cannot be had here.
-        InvalidInputError: no such path; an option that the path has not, or that is out of range.
+        InvalidInputError: no such path; an option that is not the path's, or is out of range.
     """
     if path not in PATHS and not is_file(path):
         raise InvalidInputError(

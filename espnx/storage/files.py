@@ -256,8 +256,8 @@ def read_range(
 
 
 def read_region(engine: NativeEngine, region: Region) -> np.ndarray:
-    """As `read_range`, of a file that is opened for it. Raises TruncatedFileError where it ends
-    before."""
+    """Reads as `read_range` does, from a file that is opened for it. Raises TruncatedFileError
+    where it ends before."""
     file = engine.open(region.path)
     try:
         return read_range(engine, file, region.offset_bytes, region.size_bytes)

@@ -14,7 +14,7 @@ PARTS_PER_LEVEL = 8
 
 
 def level(count: int) -> int:
-    """Of a part of so many records: 0 for 1 to 7, 1 for 8 to 63, ..."""
+    """The level of a part of so many records: 0 for 1 to 7, 1 for 8 to 63, ..."""
     return (max(1, count).bit_length() - 1) // 3
 
 

@@ -163,7 +163,7 @@ class FaultRule:
             sync_directory, rename, unlink.
         path: glob over the file's path.
         begin_bytes, end_bytes: the request must overlap this range of the file.
-        nth, count: fires from the nth match on (from 1), `count` times (-1: for ever).
+        nth, count: fires from the nth match on (from 1), `count` times (-1: forever).
         probability: of firing, per match, from the engine's seed.
     """
 
@@ -354,7 +354,8 @@ class NativeEngine:
 
     @property
     def mapped_bytes(self) -> int:
-        """Of memory that is mapped for reads, writes and `memory`: in use, or kept for the next."""
+        """Bytes of memory that is mapped for reads, writes and `memory`: in use, or kept for the
+        next."""
         return self._native.mapped_bytes
 
     def stats(self) -> EngineStats:

@@ -39,7 +39,7 @@ def parse_object(
 
 def check_plain_file(path: str | os.PathLike[str]) -> int:
     """Size in bytes of a file that is neither a link nor a device nor a pipe: those could make a
-    reader wait for ever, and a writer write elsewhere. Raises FormatError; FileNotFoundError,
+    reader wait forever, and a writer write elsewhere. Raises FormatError; FileNotFoundError,
     PermissionError, ...: as the operating system says."""
     found = os.lstat(path)
     if not stat.S_ISREG(found.st_mode):
@@ -61,8 +61,9 @@ def check_plain_file(path: str | os.PathLike[str]) -> int:
 
 
 def check_file_size(path: str | os.PathLike[str], expected_bytes: int, what: str, fix: str) -> None:
-    """Before memory is taken for it. Raises FileMissingError, ReadError, TruncatedFileError,
-    FormatError unless a file of that size is there; `what`: it is, for messages."""
+    """Checks a file's size before memory is taken for it. Raises FileMissingError, ReadError,
+    TruncatedFileError, FormatError unless a file of that size is there; `what`: it is, for
+    messages."""
     try:
         size_bytes = check_plain_file(path)
     except FileNotFoundError:
@@ -153,7 +154,7 @@ class Fields:
         return value
 
     def text(self, name: str, *, most: int = 4096) -> str:
-        """At most so many characters, that UTF-8 can hold, none of them NUL."""
+        """A text of at most so many characters that UTF-8 can hold, none of them NUL."""
         return self._text(name, self._values.get(name), most)
 
     def _text(self, name: str, value: Any, most: int) -> str:

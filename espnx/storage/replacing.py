@@ -109,7 +109,7 @@ def writing_to(
 
 
 def magic_of(path: str) -> str | None:
-    """Of a manifest; None where what is there does not begin as one. Raises OSError."""
+    """The magic of a manifest; None where what is there does not begin as one. Raises OSError."""
     try:
         check_plain_file(path)
     except errors.FormatError:

@@ -25,7 +25,7 @@ _SIZE_MAX = 1 << 16
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Of `NativeEngine`, whose arguments these are; None: its default."""
+    """Settings of a `NativeEngine`, whose arguments these are; None: its default."""
 
     path: str = "auto"
     queue_depth: int | None = None
@@ -43,7 +43,7 @@ class EngineSettings:
                 check_whole(f"{name} of engine settings", value, 0)
 
     def text(self, comment: str = "") -> str:
-        """As a file has them. `comment`: before them."""
+        """The settings as a file has them. `comment`: before them."""
         lines = [f"# {line}" for line in comment.splitlines()] + [f"[{SECTION}]"]
         given = {name: value for name, value in asdict(self).items() if value is not None}
         return "\n".join(

@@ -52,7 +52,7 @@ def check_work(directory: str | os.PathLike[str]) -> None:
 
 
 def job_of(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Of the build whose ``work`` is there; empty where none is, or nobody can read it."""
+    """The job of the build whose ``work`` is there; empty where none is, or it cannot be read."""
     try:
         found = (
             json.loads((Path(directory) / WORK / _JOB).read_text())
@@ -116,7 +116,7 @@ class WorkFolder:
         return (self._root / step).is_dir()
 
     def file(self, step: str, name: str) -> Path:
-        """Of a finished step."""
+        """A file of a finished step."""
         return self._root / step / name
 
     @contextmanager

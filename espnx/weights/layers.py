@@ -138,7 +138,7 @@ class LayerWeights:
         return sum(weight.size_bytes for weight in self.weights if not weight.is_view)
 
     def place(self, source: StoredTensor) -> int:
-        """Where a tensor begins in the buffer."""
+        """The byte of the buffer at which a tensor begins."""
         for extent in self.extents:
             if (
                 extent.path == source.path

@@ -42,7 +42,7 @@ class ReadSpeed:
 
 
 def read_speed(directory: str | os.PathLike[str], probe_bytes: int | None = None) -> ReadSpeed:
-    """Of a directory's disk: writes a temporary file of at most 256 MiB, reads it in large
+    """Measures a directory's disk: writes a temporary file of at most 256 MiB, reads it in large
     requests, and removes it.
 
     Raises:
@@ -71,7 +71,7 @@ def read_speed(directory: str | os.PathLike[str], probe_bytes: int | None = None
 
 
 def read_speed_of(paths: Sequence[str], most_bytes: int | None = None) -> ReadSpeed:
-    """Of files that are there, read from their beginnings, in all at most 256 MiB. Raises
+    """Measures reads of files that are there, from their beginnings, in all at most 256 MiB. Raises
     ReadError."""
     left = PROBE_BYTES if most_bytes is None else most_bytes
     with NativeEngine(pool_bytes=1 << 20) as engine:

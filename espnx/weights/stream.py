@@ -79,8 +79,8 @@ class WeightFiles:
         return self._files[path]
 
     def identity(self, path: str) -> FileIdentity:
-        """Of the file that is read, as it is now; of one that another has replaced under its name,
-        as it was when it was opened."""
+        """The identity of the file that is read, as it is now; of one that another has replaced
+        under its name, as it was when it was opened."""
         self.file(path)
         opened = self._identities[path]
         try:

@@ -30,8 +30,8 @@ _known: dict[Hashable, int] = {}
 
 
 def sum_of(data: torch.Tensor) -> int:
-    """Of a tensor's bytes in memory: the CRC32C of the sums of its pieces, which on a GPU are made
-    there."""
+    """The sum of a tensor's bytes in memory: the CRC32C of the sums of its pieces, which on a GPU
+    are made there."""
     flat = data.contiguous().reshape(-1).view(torch.uint8)
     begins = torch.arange(0, flat.numel(), _PIECE_BYTES)
     sizes = (flat.numel() - begins).clamp_max(_PIECE_BYTES)

@@ -1,4 +1,4 @@
-"""A language model decodes, and goes on with a context that was read before, in one way: a process
+"""A language model decodes, and continues a context that was read before, in one way: a process
 of `espnx bench head-to-head`, in the environment of the program that is measured.
 
 The job is JSON on standard input: what to `do` (decode, keep, resume), the `system`, `model` (a

@@ -136,7 +136,7 @@ def test_an_interrupted_build_and_its_ways_out(
     write_corpus(corpus, 300)
     code, out, _ = run(capsys, *words, "--format", "fp32")
     assert code == 0
-    assert "from the interrupted build" not in out, "what ended in a bad line is not gone on with"
+    assert "from the interrupted build" not in out, "what ended in a bad line is not continued"
     assert run(capsys, *words, "--format", "fp32", "--replace", "--restart")[0] == 0
 
 

@@ -1,9 +1,10 @@
 // Many threads, one engine, every kind of trouble; built with the thread or the address sanitizer
 // by tests/cpp/test_engine_stress.py.
 //
-//   engine_stress PATH SEED ROUNDS FOLDER     PATH: uring, posix, memory, hostile (the thread pool
-//   behind HostileQueue), or pressure (uring over a kernel that refuses, again and again, and for
-//   long)
+//   engine_stress PATH SEED ROUNDS FOLDER
+//
+// PATH: uring, posix, memory, hostile (the thread pool behind HostileQueue), or pressure (uring
+// over a kernel that refuses, again and again, and for long).
 //
 // The bytes of the files follow from their offsets, so each reader checks what it gets. Exit code
 // 0: every transfer ended in the right bytes or in a failure that may happen, and nothing was left

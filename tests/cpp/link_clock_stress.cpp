@@ -76,7 +76,7 @@ void send(LinkClock& clock, unsigned seed, int n_transfers, std::atomic<int64_t>
 void wait_for_closing(LinkClock& clock, const LinkTicket& never) {
   try {
     end_of(clock, never);
-    fail("what takes for ever has ended");
+    fail("what takes forever has ended");
   } catch (const espnx::io::FailureError& error) {
     if (error.failure.kind != espnx::io::Kind::closed) throw;
   }

@@ -72,7 +72,7 @@ def test_reads_that_fail(
 @pytest.mark.parametrize("kind", ["ssd", "gpu"])
 @pytest.mark.parametrize("next_kind", ["ssd", "gpu"])
 def test_rows_that_are_kept(folder: Path, kind: str, next_kind: str) -> None:
-    """Another device, of either kind, goes on with them; their places are not used before another
+    """Another device, of either kind, continues with them; their places are not used before another
     state is published."""
     device = open_rows(kind, folder, compute=CPU, name="rows")
     stored = [put(device, PLAIN, 2, range(2), 70, rng(i))[i] for i in range(2)]

@@ -105,7 +105,7 @@ def test_wakes_whoever_waits(kind: str, folder: Path) -> None:
 
 INTERRUPTED = """
 import os, signal, sys, threading
-from espnx.device import crew
+from espnx.device import workers
 from pathlib import Path
 import torch
 import espnx.kv.striping
@@ -139,7 +139,7 @@ def wait(jobs):
     if not interrupters:
         interrupters.append(threading.Thread(target=interrupt))
         interrupters[0].start()
-    return crew.wait(jobs)
+    return workers.wait(jobs)
 
 espnx.kv.striping.wait = wait
 try:

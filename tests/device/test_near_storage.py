@@ -198,9 +198,9 @@ def test_a_command_is_its_call(tmp_path: Path, name: str) -> None:
         clusters, walked = asked.open_clusters(tmp_path / "clusters"), asked.open_graph(graph)
         by_door = clusters.submit(DistancesCommand(query, [2, 0], metric="ip")).finish()  # type: ignore[attr-defined]
         assert np.array_equal(by_door, clusters.distances(query, [2, 0], metric="ip").finish())
-        found = walked.submit(SearchCommand(query_of(1), 20, 5, beam=2)).finish()  # type: ignore[attr-defined]
+        found = walked.submit(SearchCommand(query_of(1), 20, 5, beam_width=2)).finish()  # type: ignore[attr-defined]
         assert [each.tolist() for each in found] == [
-            each.tolist() for each in walked.search(query_of(1), 20, 5, beam=2).finish()
+            each.tolist() for each in walked.search(query_of(1), 20, 5, beam_width=2).finish()
         ]
         rows = asked.open_rows()
         rows.submit(FlushCommand()).finish()  # type: ignore[attr-defined]

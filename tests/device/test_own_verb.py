@@ -143,7 +143,7 @@ def test_striped(tmp_path: Path, on: str) -> None:
         device.open_part(ITEMS, stored(tmp_path / str(i), list(range(i, 600, 3))))
         for i, device in enumerate(devices)
     ]
-    every = ITEMS.around(SeveralParts, parts, lambda numbers: numbers % 3)
+    every = ITEMS.wrap(SeveralParts, parts, lambda numbers: numbers % 3)
     some = [599, 0, 7, 300, 44, 2]
     assert every.checksum(some).finish().tolist() == [SUMS[i] for i in some]
     ticket, named, is_all = every.checksum(some), list[int](), False

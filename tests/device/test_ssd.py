@@ -207,7 +207,7 @@ def test_visit(folder: Path, kind: str) -> None:
 
 
 def test_an_error_of_the_visitor(folder: Path) -> None:
-    """Is the caller's; every ticket is void, and the rows are as they were."""
+    """Is the caller's; every ticket is invalid, and the rows are as they were."""
     layout, rng = LAYOUTS["fp16"], torch.Generator().manual_seed(6)
     with opened(folder) as device:
         stored = put(device, layout, 1, range(1), 100, rng)[0].use(0)

@@ -74,8 +74,8 @@ def first_failure(
 @pytest.mark.parametrize("visits", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_each_read_fails_in_turn(folder: Path, path: str, threads: int, visits: bool) -> None:
-    """EIO in read 1, 2, ...: the pass raises, all tickets are void, and the same passes again are
-    right."""
+    """EIO in read 1, 2, ...: the pass raises, all tickets are invalid, and the same passes again
+    are right."""
     for nth in range(1, 20):
         rule = FaultRule("error", operation="read", nth=nth, count=1, value=EIO)
         with faulty(folder, rule, path, threads=threads) as (device, engine):
@@ -104,7 +104,7 @@ def test_each_read_fails_in_turn(folder: Path, path: str, threads: int, visits: 
 
 @pytest.mark.parametrize("value", [0, 1, 4096, 5000])
 def test_short_reads(folder: Path, path: str, value: int) -> None:
-    """Once: the rest is asked for. For ever: an error, in time."""
+    """Once: the rest is asked for. Forever: an error, in time."""
     with faulty(
         folder, FaultRule("short", operation="read", nth=1, count=2, value=value), path
     ) as (device, engine):
@@ -308,7 +308,7 @@ def test_a_full_disk_in_put(folder: Path) -> None:
 
 
 def test_releasing_what_may_still_be_written(folder: Path) -> None:
-    """A write that does not end keeps its place for ever: nothing else may come to lie there."""
+    """A write that does not end keeps its place forever: nothing else may come to lie there."""
 
     def attempt(deadline_s: float) -> bool:
         with faulty(

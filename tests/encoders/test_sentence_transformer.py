@@ -222,7 +222,7 @@ def test_a_graph_and_a_store_of_one_vector_a_text(tmp_path):
         metric="ip",
         vector_dtype="float32",
         max_degree=16,
-        search_list_size=32,
+        list_size=32,
     )
     with graph.open(tmp_path / "graph") as opened:
         found = opened.search(

@@ -59,7 +59,7 @@ def graph(
         base,
         path,
         max_degree=16,
-        search_list_size=40,
+        list_size=40,
         codes=request.param,
         num_entry_points=20,
         threads=1,

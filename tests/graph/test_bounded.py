@@ -42,7 +42,7 @@ def build_in_parts(monkeypatch: pytest.MonkeyPatch) -> Build:
         monkeypatch.setattr(budget, "member_bytes", lambda layout, options: 1000)
         memory = budget._BUFFERS_BYTES + budget._BYTES_PER_VECTOR * len(vectors) + 1000 * rows
         return espnx.graph.build(
-            vectors, path, memory=memory, **({"max_degree": 16, "search_list_size": 40} | options)
+            vectors, path, memory=memory, **({"max_degree": 16, "list_size": 40} | options)
         )
 
     return build
@@ -68,7 +68,7 @@ def test_a_graph_in_parts_finds_as_much(
         codes=codes,
         metric=metric,
         max_degree=16,
-        search_list_size=40,
+        list_size=40,
         num_entry_points=20,
     )
     true = exact(base.astype(np.float16), queries, 10, metric)
@@ -259,7 +259,7 @@ torch.addmm(torch.ones(1, 8), torch.ones(8, 8), torch.ones(8, 8)); load_extensio
 room_mib = 112 if sys.argv[4] == "rotated" else 64  # 48 for principal directions
 limit = resident_bytes() + (room_mib << 20)
 options = {"codes": sys.argv[3], "use_opq": sys.argv[4] == "rotated", "memory": limit, "threads": 2}
-report = espnx.graph.build(sys.argv[1], sys.argv[2], max_degree=12, search_list_size=12, **options)
+report = espnx.graph.build(sys.argv[1], sys.argv[2], max_degree=12, list_size=12, **options)
 # ru_maxrss would count the process that started this
 peak_kib = re.search("VmHWM:\\s+(\\d+)", open("/proc/self/status").read()).group(1)
 print(int(peak_kib) * 1024, limit, report.parts)
@@ -442,7 +442,7 @@ def test_another_column_is_another_build(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "memory": "8GiB",
         "max_degree": 8,
-        "search_list_size": 20,
+        "list_size": 20,
         "vector_dtype": "float32",
     }
     with pytest.raises(KeyboardInterrupt):

@@ -132,7 +132,7 @@ def test_damaged_sources(
         {"metric": "hamming"},
         {"max_degree": 0},
         {"max_degree": 1025},
-        {"search_list_size": 0},
+        {"list_size": 0},
         {"alpha": 0.9},
         {"alpha": float("nan")},
         {"codes": "nowhere"},
@@ -478,12 +478,7 @@ def test_vectors_without_a_direction_have_no_cosine(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codes", ["paged", "memory"])
 def test_codes_longer_than_a_page_of_codes(tmp_path: Path, codes: str) -> None:
     base = np.random.default_rng(0).standard_normal((60, 4096)).astype(np.float32)
-    options: dict[str, Any] = {
-        "codes": codes,
-        "pq_bytes": 4090,
-        "max_degree": 8,
-        "search_list_size": 10,
-    }
+    options: dict[str, Any] = {"codes": codes, "pq_bytes": 4090, "max_degree": 8, "list_size": 10}
     if codes == "paged":
         with pytest.raises(errors.InvalidInputError, match="at most 4080"):
             espnx.graph.build(base, tmp_path / "g", **options)

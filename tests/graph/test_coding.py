@@ -23,7 +23,7 @@ from tests.graph.test_search import codes_of, plain_walk
 
 SMALL: dict[str, Any] = {
     "max_degree": 16,
-    "search_list_size": 40,
+    "list_size": 40,
     "num_entry_points": 20,
     "threads": 1,
     "pq_bytes": 12,
@@ -83,7 +83,7 @@ def test_bfloat16(
         assert np.allclose(
             index.vectors(np.arange(len(base))), rounded, rtol=2**-7 if metric == "cosine" else 0
         )
-        found = index.search(queries, 5, list_size=60, beamwidth=1)
+        found = index.search(queries, 5, list_size=60, beam_width=1)
         held = index.vectors(np.arange(len(base)))
         assert recall_of(found.ids, exact(held, queries, 5, metric)) > 0.95
         wide = (
@@ -128,7 +128,7 @@ def test_codes_in_place_of_vectors(
         assert index.facts.disk_codebook.rotation is not None
         held = decoded(index, base)
         assert index.vectors(np.arange(len(base))) == pytest.approx(held, abs=1e-5)
-        found = index.search(queries, 5, list_size=60, beamwidth=1)
+        found = index.search(queries, 5, list_size=60, beam_width=1)
         far = np.square(held[found.ids].astype(np.float64) - queries[:, None]).sum(axis=-1)
         assert found.distances == pytest.approx(far, rel=1e-5)
         for i, query in enumerate(queries[:12]):
@@ -298,12 +298,12 @@ def test_a_bfloat16_graph_goes_to_devices_and_diskann(
 
     espnx.graph.build(base[:600], tmp_path / "g", vector_dtype="bfloat16", **SMALL)
     with espnx.graph.open(tmp_path / "g") as index:
-        expected = index.search(queries, 5, list_size=40, beamwidth=1)
+        expected = index.search(queries, 5, list_size=40, beam_width=1)
     device = espnx.device.open("ssd", path=tmp_path)
     with device.open_graph(espnx.graph.StoredGraph(tmp_path / "g")) as graph:
         for query, ids in zip(queries[:5], expected.ids, strict=False):
             assert (
-                graph.search(torch.from_numpy(query), L=40, k=5).finish()[0].tolist()
+                graph.search(torch.from_numpy(query), list_size=40, k=5).finish()[0].tolist()
                 == ids.tolist()
             )
     device.close()

@@ -135,7 +135,7 @@ def test_a_graph_by_cuvs(
         tmp_path / "g",
         device="cuda",
         max_degree=32,
-        search_list_size=60,
+        list_size=60,
         metric=metric,
         memory=memory,
     )

@@ -82,7 +82,7 @@ def test_a_page_at_another_place_or_of_another_graph(
         base,
         other,
         max_degree=16,
-        search_list_size=40,
+        list_size=40,
         codes=codes,
         threads=1,
         pq_bytes=8 if codes == "inline" else 12,
@@ -120,9 +120,9 @@ def test_reads_that_fail(
             index.search(
                 queries, 5, list_size=30, deadline_s=0.3 if rule.fault == "never" else 30.0
             )
-        again = index.search(queries, 5, list_size=30, beamwidth=1)
+        again = index.search(queries, 5, list_size=30, beam_width=1)
     with espnx.graph.open(graph) as index:
-        assert np.array_equal(again.ids, index.search(queries, 5, list_size=30, beamwidth=1).ids)
+        assert np.array_equal(again.ids, index.search(queries, 5, list_size=30, beam_width=1).ids)
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_reads_that_take_several_turns(
     graph: Path, queries: np.ndarray, rules: list[FaultRule]
 ) -> None:
     with espnx.graph.open(graph) as index, espnx.graph.open(graph, rules=rules) as faulty:
-        expected = index.search(queries, 5, list_size=30, beamwidth=1)
+        expected = index.search(queries, 5, list_size=30, beam_width=1)
         assert np.array_equal(
-            faulty.search(queries, 5, list_size=30, beamwidth=1).ids, expected.ids
+            faulty.search(queries, 5, list_size=30, beam_width=1).ids, expected.ids
         )
 
 
@@ -157,16 +157,16 @@ def test_a_deadline_is_of_each_query_and_not_of_the_batch(graph: Path, queries: 
         espnx.graph.open(graph) as plain,
     ):
         begun = time.monotonic()
-        found = index.search(asked, 5, list_size=5, beamwidth=1, deadline_s=deadline_s)
+        found = index.search(asked, 5, list_size=5, beam_width=1, deadline_s=deadline_s)
         assert time.monotonic() - begun > deadline_s, "a batch that is too short says nothing"
-        assert np.array_equal(found.ids, plain.search(asked, 5, list_size=5, beamwidth=1).ids)
+        assert np.array_equal(found.ids, plain.search(asked, 5, list_size=5, beam_width=1).ids)
 
 
 @pytest.mark.parametrize("walks", [1, 64])
 def test_searches_go_on_after_reads_that_never_end(
     graph: Path, queries: np.ndarray, walks: int
 ) -> None:
-    """Each takes a place with the queue for ever, and no walk's place; nor does anybody wait for it
+    """Each takes a place with the queue forever, and no walk's place; nor does anybody wait for it
     again."""
     lost = FaultRule("never", operation="read", nth=1, count=min(walks, 40))
     with (
@@ -177,8 +177,8 @@ def test_searches_go_on_after_reads_that_never_end(
             index.search(queries[:40], 5, list_size=30, deadline_s=0.3)
         begun = time.monotonic()
         for query in queries[:10]:
-            found = index.search(query, 5, list_size=30, beamwidth=1, deadline_s=20.0)
-            assert np.array_equal(found.ids, plain.search(query, 5, list_size=30, beamwidth=1).ids)
+            found = index.search(query, 5, list_size=30, beam_width=1, deadline_s=20.0)
+            assert np.array_equal(found.ids, plain.search(query, 5, list_size=30, beam_width=1).ids)
         assert time.monotonic() - begun < 10, "every step waits for reads that never end"
 
 
@@ -186,9 +186,9 @@ def test_a_query_alone_does_not_wait_behind_a_batch(graph: Path, queries: np.nda
     slow = FaultRule("delay", operation="read", probability=1.0, value=2_000_000)
     with espnx.graph.open(graph, threads=1, walks=1, rules=[slow]) as index:
         batch = index.start(
-            np.resize(queries, (40, queries.shape[1])), 5, list_size=30, beamwidth=1
+            np.resize(queries, (40, queries.shape[1])), 5, list_size=30, beam_width=1
         )
-        index.search(queries[0], 5, list_size=10, beamwidth=1)
+        index.search(queries[0], 5, list_size=10, beam_width=1)
         ids, _ = batch.partial(0)
         assert (ids[-1] < 0).all(), "the batch was over first"
 
@@ -197,7 +197,7 @@ def test_early_results_are_of_pages_that_have_arrived(graph: Path, queries: np.n
     slow = FaultRule("delay", operation="read", probability=1.0, value=2_000_000)
     with espnx.graph.open(graph, threads=1, walks=8, rules=[slow]) as index:
         search = index.start(
-            np.resize(queries, (60, queries.shape[1])), 5, list_size=30, beamwidth=1
+            np.resize(queries, (60, queries.shape[1])), 5, list_size=30, beam_width=1
         )
         ids, far = search.partial(1)
         assert (ids[:, 0] >= 0).all()

@@ -26,10 +26,12 @@ def test_a_device_walks_over_a_stored_graph(
         return
     true = exact(base.astype(np.float16), queries, 10)
     with SsdGraphDevice(espnx.graph.StoredGraph(graph)) as device, espnx.graph.open(graph) as index:
-        tickets = [device.search(torch.from_numpy(query), 60, 10, beam=1) for query in queries]
+        tickets = [
+            device.search(torch.from_numpy(query), 60, 10, beam_width=1) for query in queries
+        ]
         found = np.stack([ticket.finish()[0] for ticket in tickets])
         hops = np.mean([ticket.walk.hops for ticket in tickets])
-        own = index.search(queries, 10, list_size=60, beamwidth=1)
+        own = index.search(queries, 10, list_size=60, beam_width=1)
         whole = device.search(torch.from_numpy(queries[0]), 3000, 5).finish()
     # The device expands a page's other nodes when they become candidates by their codes, the
     # searcher by their vectors.
@@ -58,7 +60,7 @@ def test_private_graphs_find_what_one_finds(
 ) -> None:
     paths = [tmp_path / str(number) for number in range(count)]
     reports = espnx.graph.build_private(
-        base, paths, max_degree=16, search_list_size=40, num_entry_points=20
+        base, paths, max_degree=16, list_size=40, num_entry_points=20
     )
     assert sum(each.n for each in reports) == len(base)
     true = exact(base.astype(np.float16), queries, 10)
@@ -80,7 +82,7 @@ def test_filters_of_private_graphs_are_of_the_whole_input(
     """As numbers and as a mask; where one graph has none of the rows, where few are measured, where
     most are walked over."""
     paths = [tmp_path / str(number) for number in range(count)]
-    espnx.graph.build_private(base, paths, max_degree=16, search_list_size=40, num_entry_points=20)
+    espnx.graph.build_private(base, paths, max_degree=16, list_size=40, num_entry_points=20)
     stored, rows = base.astype(np.float16), np.arange(len(base))
     with espnx.graph.PrivateGraphs(paths) as graphs:
         for included in (np.array([2999, 5]), rows[::7], rows[rows % 50 != 0], rows[:900]):

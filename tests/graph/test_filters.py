@@ -43,7 +43,7 @@ def ten(
         vectors,
         path,
         max_degree=64 if request.param == "inline" else 24,
-        search_list_size=50,
+        list_size=50,
         codes=request.param,
         seed=3,
     )
@@ -115,13 +115,13 @@ def test_one_query_at_a_time(ten: Path, vectors: np.ndarray, labels: np.ndarray)
     with espnx.graph.open(ten, code_cache_bytes=0) as index:
         nodes = np.fromfile(index.facts.path(ROWS), "<u4")
         free = np.mean(
-            [index.search(query[None], 10, recall=0.95, beamwidth=1).pages[0] for query in queries]
+            [index.search(query[None], 10, recall=0.95, beam_width=1).pages[0] for query in queries]
         )
         for name, allowed in filters.items():
             rows, pages = np.flatnonzero(allowed), []
             all_pages = len(np.unique(nodes[allowed] // index.facts.layout.nodes_per_page))
             found = [
-                index.search(query[None], 10, recall=0.95, beamwidth=1, include=allowed)
+                index.search(query[None], 10, recall=0.95, beam_width=1, include=allowed)
                 for query in queries
             ]
             for each in found:
@@ -142,7 +142,7 @@ def test_a_few_rows_that_lie_apart_from_most(tmp_path: Path) -> None:
     vectors = (
         2 * random.standard_normal((10, 32))[labels] + random.standard_normal((n, 32))
     ).astype(np.float16)
-    espnx.graph.build(vectors, tmp_path / "g", max_degree=24, search_list_size=40, seed=3)
+    espnx.graph.build(vectors, tmp_path / "g", max_degree=24, list_size=40, seed=3)
     wide, queries = vectors.astype(np.float32), vectors[random.permutation(n)[:60]]
     with espnx.graph.open(tmp_path / "g") as index:
         for label in range(0, 10, 2):
@@ -151,7 +151,7 @@ def test_a_few_rows_that_lie_apart_from_most(tmp_path: Path) -> None:
             )
             rows = np.flatnonzero((labels == label) | (far <= np.sort(far)[20]))
             found = [
-                index.search(query[None], 10, recall=0.95, include=rows, beamwidth=1).ids
+                index.search(query[None], 10, recall=0.95, include=rows, beam_width=1).ids
                 for query in queries
             ]
             assert (
@@ -189,7 +189,7 @@ def test_walks_read_no_more_than_measuring_all_would(
         for name, allowed in regions(vectors, labels).items():
             all_pages = len(np.unique(nodes[allowed] // per_page))
             found = [
-                index.search(query[None], 10, list_size=list_size, include=allowed, beamwidth=1)
+                index.search(query[None], 10, list_size=list_size, include=allowed, beam_width=1)
                 for query in queries[:10]
             ]
             found.append(index.search(queries, 10, list_size=list_size, include=allowed))
@@ -209,7 +209,7 @@ def test_results_do_not_depend_on_threads(
     ):
         for allowed in regions(vectors, labels).values():
             a, b = (
-                index.search(queries, 10, list_size=14, include=allowed, beamwidth=1)
+                index.search(queries, 10, list_size=14, include=allowed, beam_width=1)
                 for index in (alone, many)
             )
             assert np.array_equal(a.ids, b.ids)
@@ -320,11 +320,7 @@ def test_vectors_that_are_all_alike(tmp_path: Path, codes: str) -> None:
     """No vector lies outside any region of them: there is nothing to measure regions by, and a
     filter finds what it allows."""
     espnx.graph.build(
-        np.ones((4200, 8), np.float32),
-        tmp_path / "g",
-        max_degree=16,
-        search_list_size=32,
-        codes=codes,
+        np.ones((4200, 8), np.float32), tmp_path / "g", max_degree=16, list_size=32, codes=codes
     )
     with espnx.graph.open(tmp_path / "g") as index:
         for allowed in (np.arange(3), np.arange(600), np.arange(0, 4200, 7)):

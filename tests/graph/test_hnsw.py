@@ -47,7 +47,7 @@ def searched(
     """(ids, distances, distances measured): by a device, one node expanded at a time, as FAISS
     does."""
     with SsdGraphDevice(graph) as device:
-        tickets = [device.search(torch.from_numpy(query), ef, k, beam=1) for query in queries]
+        tickets = [device.search(torch.from_numpy(query), ef, k, beam_width=1) for query in queries]
         found = [ticket.finish() for ticket in tickets]
         for ticket in tickets:
             assert len(ticket.rounds) == ticket.walk.hops
@@ -110,7 +110,7 @@ def test_a_wider_beam_takes_fewer_rounds(
     with SsdGraphDevice(HnswGraph(tmp_path / "hnsw")) as device:
         for beam in (1, 4):
             tickets = [
-                device.search(torch.from_numpy(query), 40, 10, beam=beam) for query in queries
+                device.search(torch.from_numpy(query), 40, 10, beam_width=beam) for query in queries
             ]
             recall[beam] = recall_of(np.stack([ticket.finish()[0] for ticket in tickets]), true)
             hops[beam] = sum(ticket.walk.hops for ticket in tickets)
@@ -165,7 +165,7 @@ def test_links_of_ones_own(tmp_path: Path) -> None:
     )
     write_hnsw(tmp_path / "hnsw", base, links)
     with SsdGraphDevice(HnswGraph(tmp_path / "hnsw")) as device:
-        ticket = device.search(torch.tensor([41, 0], dtype=torch.uint8), 2, 1, beam=1)
+        ticket = device.search(torch.tensor([41, 0], dtype=torch.uint8), 2, 1, beam_width=1)
         ids, far = ticket.finish()
     assert (ids.tolist(), far.tolist()) == ([4], [1.0])
     assert [each.nodes.tolist() for each in ticket.rounds] == [[0], [4], [3, 5], [6]]

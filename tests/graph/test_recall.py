@@ -29,13 +29,11 @@ def test_new_queries_find_what_a_build_says(kind: str, codes: str, tmp_path: Pat
     base, queries = drawn(kind, N, random), drawn(kind, FRESH, random)
     # Short codes and few neighbours: where a walk goes by the query's own node makes most of a
     # difference.
-    espnx.graph.build(
-        base, tmp_path / "g", codes=codes, pq_bytes=6, max_degree=16, search_list_size=40
-    )
+    espnx.graph.build(base, tmp_path / "g", codes=codes, pq_bytes=6, max_degree=16, list_size=40)
     true = exact(base, queries, 10)
     with espnx.graph.open(tmp_path / "g") as index:
         for point in index.facts.recall:
-            found = index.search(queries, 10, list_size=point.list_size, beamwidth=1)
+            found = index.search(queries, 10, list_size=point.list_size, beam_width=1)
             by_chance = 0.02 + 0.1 * (1 - point.recall)  # 200 queries were measured
             assert -by_chance <= recall_of(found.ids, true) - point.recall <= by_chance + 0.03, (
                 point

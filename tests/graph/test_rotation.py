@@ -161,7 +161,7 @@ def test_fewer_pages_at_the_same_recall(tmp_path: Path, metric: str, memory: str
     # Of one thread: the same graph in every run.
     options = {
         "max_degree": 24,
-        "search_list_size": 50,
+        "list_size": 50,
         "pq_bytes": 4,
         "metric": metric,
         "memory": memory,

@@ -108,7 +108,7 @@ def test_walk_is_the_plain_one(graph: Path, queries: np.ndarray, list_size: int)
     k = min(5, list_size)
     with espnx.graph.open(graph) as index:
         assert index.facts.codebook.rotation is not None
-        found = index.search(queries, k, list_size=list_size, beamwidth=1)
+        found = index.search(queries, k, list_size=list_size, beam_width=1)
         codes = codes_of(index.facts)
         for i, query in enumerate(queries[:20]):
             rows, pages = plain_walk(index.facts, codes, query, k, list_size)
@@ -131,7 +131,7 @@ def test_walk_with_some_codes_inline_is_the_plain_one(
 ) -> None:
     options = {
         "max_degree": 16,
-        "search_list_size": 40,
+        "list_size": 40,
         "num_entry_points": 20,
         "threads": 1,
         "pq_bytes": 12,
@@ -147,7 +147,7 @@ def test_walk_with_some_codes_inline_is_the_plain_one(
         assert layout.inline_pq == inline_pq
         assert layout.codes_in == ("inline" if inline_pq == 16 else codes)
         index.verify()
-        found = index.search(queries, 5, list_size=20, beamwidth=1)
+        found = index.search(queries, 5, list_size=20, beam_width=1)
         for i, query in enumerate(queries[:12]):
             rows, pages = plain_walk(index.facts, codes_of(index.facts), query, 5, 20)
             assert found.ids[i].tolist() == rows
@@ -155,7 +155,7 @@ def test_walk_with_some_codes_inline_is_the_plain_one(
         if codes == "paged" and inline_pq == 15:
             assert (
                 found.code_pages.mean()
-                < other.search(queries, 5, list_size=20, beamwidth=1).code_pages.mean()
+                < other.search(queries, 5, list_size=20, beam_width=1).code_pages.mean()
             )
         assert ("beside each node" in index.summary()) == (inline_pq in (1, 5, 7, 15))
 
@@ -165,13 +165,7 @@ def test_as_many_codes_inline_as_a_page_holds(
 ) -> None:
     wide = np.tile(base, (1, 5))  # 120 dimensions
     espnx.graph.build(
-        wide,
-        tmp_path / "g",
-        codes="memory",
-        inline_pq=-1,
-        pq_bytes=60,
-        max_degree=64,
-        search_list_size=64,
+        wide, tmp_path / "g", codes="memory", inline_pq=-1, pq_bytes=60, max_degree=64, list_size=64
     )
     with espnx.graph.open(tmp_path / "g") as index:
         layout = index.facts.layout
@@ -209,12 +203,12 @@ def test_results_do_not_depend_on_who_else_searches(graph: Path, queries: np.nda
         espnx.graph.open(graph, threads=1, walks=1) as alone,
         espnx.graph.open(graph, threads=3, walks=7) as many,
     ):
-        expected = alone.search(queries, 10, list_size=30, beamwidth=1)
+        expected = alone.search(queries, 10, list_size=30, beam_width=1)
         found = dict[int, np.ndarray]()
 
         def search(number: int) -> None:
             part = queries[number * 10 : number * 10 + 10]
-            found[number] = many.search(part, 10, list_size=30, beamwidth=1).ids
+            found[number] = many.search(part, 10, list_size=30, beam_width=1).ids
 
         threads = [threading.Thread(target=search, args=(number,)) for number in range(6)]
         for each in threads:
@@ -224,22 +218,22 @@ def test_results_do_not_depend_on_who_else_searches(graph: Path, queries: np.nda
     assert np.array_equal(np.concatenate([found[number] for number in range(6)]), expected.ids)
 
 
-@pytest.mark.parametrize("beamwidth", [2, 4, 64])
+@pytest.mark.parametrize("beam_width", [2, 4, 64])
 def test_wider_beams_find_as_much(
-    graph: Path, base: np.ndarray, queries: np.ndarray, beamwidth: int
+    graph: Path, base: np.ndarray, queries: np.ndarray, beam_width: int
 ) -> None:
     true = exact(base.astype(np.float16), queries, 10)
     with espnx.graph.open(graph) as index:
-        narrow = index.search(queries, 10, list_size=60, beamwidth=1)
-        wide = index.search(queries, 10, list_size=60, beamwidth=beamwidth)
+        narrow = index.search(queries, 10, list_size=60, beam_width=1)
+        wide = index.search(queries, 10, list_size=60, beam_width=beam_width)
     assert recall_of(wide.ids, true) >= recall_of(narrow.ids, true) - 0.01
 
 
 def test_stops_beyond(graph: Path, queries: np.ndarray) -> None:
     with espnx.graph.open(graph) as index:
-        never = index.search(queries, 10, list_size=100, beamwidth=1)
-        far = index.search(queries, 10, list_size=100, beamwidth=1, stop_beyond=1e9)
-        near = index.search(queries, 10, list_size=100, beamwidth=1, stop_beyond=0.0)
+        never = index.search(queries, 10, list_size=100, beam_width=1)
+        far = index.search(queries, 10, list_size=100, beam_width=1, stop_beyond=1e9)
+        near = index.search(queries, 10, list_size=100, beam_width=1, stop_beyond=0.0)
     assert np.array_equal(never.ids, far.ids)
     assert near.pages.mean() < never.pages.mean()
 
@@ -258,7 +252,7 @@ def test_metrics_and_dtypes(tmp_path: Path, metric: str, dtype: str) -> None:
         base, queries = base.astype(dtype), queries.astype(dtype)
     kept = "float32" if dtype == "float32" else "auto"
     espnx.graph.build(
-        base, tmp_path / "g", metric=metric, max_degree=12, search_list_size=30, vector_dtype=kept
+        base, tmp_path / "g", metric=metric, max_degree=12, list_size=30, vector_dtype=kept
     )
     with espnx.graph.open(tmp_path / "g") as index:
         found = index.search(queries, 5, list_size=800)
@@ -306,7 +300,7 @@ def test_few_vectors(tmp_path: Path, n: int, codes: str) -> None:
 @pytest.mark.parametrize("dim", [1, 2, 767, 4096])
 def test_dimensions(tmp_path: Path, dim: int) -> None:
     base = clustered(200, dim)
-    espnx.graph.build(base, tmp_path / "g", max_degree=8, search_list_size=20)
+    espnx.graph.build(base, tmp_path / "g", max_degree=8, list_size=20)
     with espnx.graph.open(tmp_path / "g") as index:
         found = index.search(base[:10], 3, list_size=100)
         assert index.facts.layout.page_bytes >= 16 + index.facts.layout.node_bytes
@@ -315,7 +309,7 @@ def test_dimensions(tmp_path: Path, dim: int) -> None:
 
 def test_one_point_ten_thousand_times(tmp_path: Path) -> None:
     base = np.concatenate([np.ones((10_000, 8), np.float32), clustered(500, 8)])
-    report = espnx.graph.build(base, tmp_path / "g", max_degree=16, search_list_size=30)
+    report = espnx.graph.build(base, tmp_path / "g", max_degree=16, list_size=30)
     with espnx.graph.open(tmp_path / "g") as index:
         found = index.search(base[-20:], 1, list_size=100)
         same = index.search(base[:1], 100, list_size=200)
@@ -367,8 +361,8 @@ def test_refuses(graph: Path) -> None:
             {"list_size": 5},
             {"list_size": 20, "recall": 0.9},
             {"recall": 1.5},
-            {"beamwidth": 0},
-            {"beamwidth": 65},
+            {"beam_width": 0},
+            {"beam_width": 65},
             {"stop_beyond": -1.0},
             {"deadline_s": 0.0},
             {"deadline_s": float("nan")},
@@ -401,15 +395,13 @@ def test_list_size_for_a_recall(graph: Path, base: np.ndarray, queries: np.ndarr
 def test_pages_of_codes_are_read_once_while_they_are_kept(
     base: np.ndarray, queries: np.ndarray, tmp_path: Path
 ) -> None:
-    espnx.graph.build(
-        base, tmp_path / "g", max_degree=16, search_list_size=40, codes="paged", pq_bytes=24
-    )
+    espnx.graph.build(base, tmp_path / "g", max_degree=16, list_size=40, codes="paged", pq_bytes=24)
     found = {}
     for cache_bytes in (0, 4096, 1 << 20):
         with espnx.graph.open(
             tmp_path / "g", threads=1, walks=1, code_cache_bytes=cache_bytes
         ) as index:
-            found[cache_bytes] = index.search(queries, 10, list_size=30, beamwidth=1)
+            found[cache_bytes] = index.search(queries, 10, list_size=30, beam_width=1)
             count = index.facts.layout.codes_bytes // 4096
     assert all(np.array_equal(each.ids, found[0].ids) for each in found.values())
     totals = [each.code_pages.sum() for each in found.values()]

@@ -19,11 +19,7 @@ def in_parts(source: str, path: str) -> None:
     budget.member_bytes = lambda layout, options: 1000
     builder.resident_bytes = BUILD.resident_bytes = lambda: 0  # type: ignore[attr-defined]
     espnx.graph.build(
-        source,
-        path,
-        max_degree=24,
-        search_list_size=40,
-        memory=(48 << 20) + 20 * 12_000 + 1000 * 3000,
+        source, path, max_degree=24, list_size=40, memory=(48 << 20) + 20 * 12_000 + 1000 * 3000
     )
 
 
@@ -32,7 +28,7 @@ def run(job: dict[str, Any]) -> int:
         in_parts(job["source"], job["path"])
     else:
         vectors = np.random.default_rng(0).standard_normal((20_000, 32)).astype(np.float32)
-        espnx.graph.build(vectors, job["path"], max_degree=24, search_list_size=40)
+        espnx.graph.build(vectors, job["path"], max_degree=24, list_size=40)
     return 0
 
 

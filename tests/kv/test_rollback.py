@@ -79,7 +79,7 @@ def run(
                 ] * shape.n_layers
                 failed += 1
             assert error is None, (
-                f"pass {number}, {before} tokens: {rule} fails it for ever: {error}"
+                f"pass {number}, {before} tokens: {rule} fails it forever: {error}"
             )
             assert_right(outputs, steps, f"pass {number}, {before} tokens, {rule}")
         cache.clear()

@@ -283,7 +283,7 @@ def _numbers(rows: np.ndarray, kind: str) -> np.ndarray:
 
 
 def _awaited(block: Block, slot: int, group: Products) -> np.ndarray:
-    """A sum that products of the same shape go on with needs no wait between them."""
+    """A sum that products of the same shape continue needs no wait between them."""
     value = block.registers[slot]
     return block.get(slot) if value is None or slot not in block.late else value
 

@@ -1,4 +1,4 @@
-"""Every I/O call fails in turn: N = 1, 2, 3, ... until a run sees no fault, once and for ever, for
+"""Every I/O call fails in turn: N = 1, 2, 3, ... until a run sees no fault, once and forever, for
 every kind of fault.
 
 Each run writes a file, publishes it and reads it back. It may end in the right bytes or in a typed

@@ -145,7 +145,7 @@ def test_a_forked_child_is_told(path: str, tmp_path: Path) -> None:
 
 def test_a_forked_child_lets_go_of_an_idle_engine(path: str, tmp_path: Path) -> None:
     """The engine's thread sleeps on a condition variable of the copy: destroying that would wait
-    for it for ever."""
+    for it forever."""
     engines = [NativeEngine(path)]
     time.sleep(0.05)
 

@@ -59,14 +59,14 @@ class Decoder(Protocol):
         where the system shows them)."""
 
     def rest(self) -> None:
-        """Before a measured run: drops what a pause since the last one has let the system read
-        ahead."""
+        """Drops what a pause since the last run has let the system read ahead; called before a
+        measured run."""
 
     def counters(self) -> dict[str, float]:
         """The system's own, since it was opened."""
 
     def files(self) -> list[Path]:
-        """That it reads through the page cache."""
+        """The files that it reads through the page cache."""
 
     def predicted_s(self) -> tuple[float, ...]:
         """Step times that the system foretold when it was filled, for 0, 1, ... sequences that keep

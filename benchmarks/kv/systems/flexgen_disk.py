@@ -59,7 +59,7 @@ class Gate:
         self.wait()
 
     def wait(self) -> None:
-        """Raises EspnxError where FlexGen failed or hangs (it waits for ever for a copy thread that
+        """Raises EspnxError where FlexGen failed or hangs (it waits forever for a copy thread that
         has died)."""
         if not self._is_done.acquire(timeout=_STEP_DEADLINE_S) or self.failure is not None:
             raise EspnxError(
@@ -176,7 +176,7 @@ class FlexGenDecoder:
             path.unlink()
         self._gate = Gate()
         importlib.import_module("flexgen.timer").timers.timers["generate"] = self._gate
-        # A copy thread that dies leaves the loop waiting for ever.
+        # A copy thread that dies leaves the loop waiting forever.
         threading.excepthook = lambda died: self._gate.fail(died.exc_value or died.exc_type())
         self._thread = threading.Thread(target=self._generate, daemon=True)
         self._done = 0
@@ -221,7 +221,7 @@ class FlexGenDecoder:
         self._gate.end()
         if self._thread.is_alive():
             self._thread.join(timeout=_END_S)
-        # Its own way to end the copy threads waits for ever for copies that a dead one has left.
+        # Its own way to end the copy threads waits forever for copies that a dead one has left.
         queue, self._disk.copy_queue = self._disk.copy_queue, None
         for _ in self._disk.copy_threads:
             queue.put_nowait(None)

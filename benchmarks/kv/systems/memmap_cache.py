@@ -68,7 +68,7 @@ class MemmapLayer(CacheLayerMixin):
 
 
 class MemmapCache(Cache):
-    """For a model with that many layers; files lie in `folder`."""
+    """A cache for a model with that many layers; files lie in `folder`."""
 
     def __init__(self, folder: Path, n_layers: int, capacity_tokens: int):
         folder.mkdir(parents=True, exist_ok=True)

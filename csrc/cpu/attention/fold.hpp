@@ -14,7 +14,7 @@ constexpr float kNoScore = -std::numeric_limits<float>::infinity();
 // One array per thread, grown as needed, cut into pieces per call.
 class Scratch {
  public:
-  // Room for `n` floats from here on; what was taken before is void.
+  // Room for `n` floats from here on; what was taken before is invalid.
   void reserve(int64_t n) {
     if (n > size_) floats_ = std::make_unique<AlignedFloats>(static_cast<size_t>(n)), size_ = n;
     used_ = 0;

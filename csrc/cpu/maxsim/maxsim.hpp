@@ -1,6 +1,6 @@
 // MaxSim (late interaction) over token rows that lie in place, scattered, in an I/O buffer:
-//   scores[q][i] = sum over tokens t of query q of  max over tokens j of document i of
-//   <query[q][t], document[i][j]>
+//   scores[q][i] = sum over tokens t of query q of
+//                  max over tokens j of document i of  <query[q][t], document[i][j]>
 // with every product and sum in fp32. Nothing of size documents x tokens is ever stored.
 #pragma once
 

@@ -2,7 +2,7 @@
 // candidates their exact scores. The specification is docs/postings-format.md.
 //
 //   record = header, terms (uint16 or uint32 each, ascending), values (a byte or a float32 each),
-//   zeros
+//            zeros
 #pragma once
 
 #include <cstdint>

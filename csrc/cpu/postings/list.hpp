@@ -4,8 +4,9 @@
 //   list   = layers, one after the other; each orders its postings by record number
 //   layer  = pieces of 960 KiB, the last one shorter; each is checked by itself
 //   piece  = header, the term (first piece of a list), two bytes of widths for each block, blocks,
-//   outliers, zeros block  = 128 postings (the last one of a piece fewer): gaps between record
-//   numbers, then values, bit-packed
+//            outliers, zeros
+//   block  = 128 postings (the last one of a piece fewer): gaps between record numbers, then
+//            values, bit-packed
 #pragma once
 
 #include <cstddef>

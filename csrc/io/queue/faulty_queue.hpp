@@ -29,7 +29,7 @@ struct FaultRule {
   int64_t begin_bytes = 0;      // the request overlaps [begin, end)
   int64_t end_bytes = INT64_MAX;
   int64_t nth = 1;     // from the n-th match on (from 1)
-  int64_t count = -1;  // this many times; negative: for ever
+  int64_t count = -1;  // this many times; negative: forever
   double probability = 1;
   Fault fault = Fault::error;
   int64_t value = 5;  // EIO

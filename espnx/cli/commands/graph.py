@@ -20,7 +20,7 @@ _SHOWN = 10
 # Options of the command line are those of the functions, by name.
 _SHARED_OPTIONS = ("codes", "num_entry_points", "threads", "seed", "column", "replace")
 _BUILD_OPTIONS = (
-    "metric", "max_degree", "search_list_size", "alpha", "inline_pq", "pq_bytes", "vector_dtype",
+    "metric", "max_degree", "list_size", "alpha", "inline_pq", "pq_bytes", "vector_dtype",
     "disk_pq_bytes", "use_opq", "device", "memory",
 )  # fmt: skip
 _IMPORT_OPTIONS = ("vectors", "data_type", "metric", "order")
@@ -78,6 +78,7 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
         "--max-degree", type=int, default=64, metavar="R", help="neighbours of a node (default: 64)"
     )
     parser.add_argument(
+        "--list-size",
         "--search-list-size",
         type=int,
         default=100,
@@ -186,6 +187,7 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
         help="instead: the smallest list measured to find that share (default: 0.95)",
     )
     parser.add_argument(
+        "--beam-width",
         "--beamwidth",
         type=int,
         metavar="W",
@@ -213,7 +215,11 @@ def run_search(args: argparse.Namespace) -> int:
     )
     with GraphIndex(args.graph, threads=args.threads) as index:
         found = index.search(
-            queries, args.k, list_size=args.list_size, recall=args.recall, beamwidth=args.beamwidth
+            queries,
+            args.k,
+            list_size=args.list_size,
+            recall=args.recall,
+            beam_width=args.beam_width,
         )
     facts: dict[str, Any] = {
         "queries": len(queries),

@@ -18,8 +18,7 @@ from .search import check_store
 if TYPE_CHECKING:
     from ...importers.corpus import Corpus
 
-#: Known here, so that a wrong one is told before PyTorch is imported. Of the coarse records those
-#: from int8 on. Those that are called as the options of `espnx.build` are.
+#: Those that are called as the options of `espnx.build` are.
 _BUILD_OPTIONS = (
     "format", "pca", "language", "sparse_encoder", "first_stage_code", "coarse", "pooling", "nlist",
     "cls_weight", "memory",
@@ -213,7 +212,7 @@ def run_build(args: argparse.Namespace) -> int:
 
 
 def _first_stages(args: argparse.Namespace) -> list[str] | dict[str, dict[str, Any]]:
-    """As `espnx.build` takes them. Raises InvalidInputError."""
+    """The first stages asked for, as `espnx.build` takes them. Raises InvalidInputError."""
     from ...retrieval.first_stage.settings import settings_of_words
 
     named, options = args.first_stages.split(","), settings_of_words(args.stage_option)
@@ -339,7 +338,7 @@ def configure_postings(parser: argparse.ArgumentParser) -> None:
 
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:
-    """Of first stages that look words up."""
+    """Adds the options of first stages that look words up."""
     parser.add_argument(
         "--language",
         metavar="L",

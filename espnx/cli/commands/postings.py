@@ -10,7 +10,7 @@ from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidInputError
-from ...sizes import format_size, parse_size
+from ...sizes import BUILD_BYTES, format_size, parse_size
 from ...tables import render_table
 from ..device_options import add_device_options, devices_of
 from ..output import add_json_option, emit, json_document
@@ -48,8 +48,12 @@ def _add_source_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_memory_option(parser: argparse.ArgumentParser) -> None:
-    said = "what it may take beside what the process holds (default: %(default)s)"
-    parser.add_argument("--memory", metavar="SIZE", default="512MiB", help=said)
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        default=BUILD_BYTES,
+        help="beside what the process holds, such as 2GiB (default: 512MiB)",
+    )
 
 
 def configure_build(parser: argparse.ArgumentParser) -> None:
@@ -406,7 +410,7 @@ def run_search(args: argparse.Namespace) -> int:
 
 
 def _results(queries: dict[str, Any], found: Found) -> list[dict[str, Any]]:
-    """For JSON, while the postings are open."""
+    """What was found, for JSON, while the postings are open."""
     return [
         {
             "id": name,

@@ -213,7 +213,8 @@ def _steps(text: str) -> str | list[float]:
 
 
 def _ids(words: list[str] | None) -> list[int | str] | None:
-    """As typed, and as a number where it is one: a shell cannot tell the two kinds of id apart."""
+    """Each id as typed, and as a number where it is one: a shell cannot tell the two kinds of id
+    apart."""
     if words is None:
         return None
     numbers = (int(word) for word in words if re.fullmatch("-?[0-9]{1,19}", word))

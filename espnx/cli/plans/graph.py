@@ -28,7 +28,7 @@ _WHERE = {
 
 
 def check_build_memory(memory: str | None) -> None:
-    """Before seconds of imports. Raises InvalidInputError."""
+    """Checks ``--memory`` before seconds of imports. Raises InvalidInputError."""
     if memory is not None and parse_size(memory) < LEAST_MEMORY_BYTES:
         raise InvalidInputError(
             "--memory of a graph's build",
@@ -129,7 +129,7 @@ def run_graph(args: Namespace) -> int:
 
 
 def _cost(plan: GraphPlan, prices: dict[str, Any]) -> dict[str, float]:
-    """Of what has a price."""
+    """Prices of a plan's disk and memory, where they are known."""
     cost = {}
     if prices["ssd"] is not None:
         cost["ssd"] = plan.disk["total_bytes"] / _TB_BYTES * prices["ssd"]

@@ -47,7 +47,7 @@ _REBUILD = "restore the directory from a copy, or write the clusters again"
 
 
 def entry_bytes(format: str, dim: int) -> int:  # noqa: A002
-    """Of a vector and its id."""
+    """Bytes of a vector and its id."""
     return ID_BYTES + vector_bytes(format, dim)
 
 
@@ -82,22 +82,22 @@ class ClusterFile:
 
     @property
     def entry_bytes(self) -> int:
-        """Of a vector and its id."""
+        """Bytes of a vector and its id."""
         return entry_bytes(self.format, self.dim)
 
     @property
     def size_bytes(self) -> int:
-        """Of the file of entries."""
+        """Bytes of the file of entries."""
         return int(self.first_page[-1]) * PAGE_BYTES
 
     @property
     def memory_bytes(self) -> int:
-        """That stay in host memory."""
+        """Bytes that stay in host memory."""
         return int(self.n_vectors.nbytes + self.crc32c.nbytes + self.first_page.nbytes)
 
     @property
     def entry_dtype(self) -> np.dtype:
-        """Of the entries: fields ``id`` and ``vector``."""
+        """The layout of the entries: fields ``id`` and ``vector``."""
         return entry_dtype(self.format, self.dim)
 
     def offset_bytes(self, clusters: np.ndarray) -> np.ndarray:
@@ -131,7 +131,7 @@ class ClusterFile:
 
 
 def entry_dtype(format: str, dim: int) -> np.dtype:  # noqa: A002
-    """Of an entry: ``id`` int32 and ``vector`` [dim], without holes."""
+    """The layout of an entry, without holes: ``id`` int32 and ``vector`` [dim]."""
     return np.dtype([("id", "<i4"), ("vector", FORMATS[format], (dim,))])
 
 

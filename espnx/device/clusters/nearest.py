@@ -17,8 +17,8 @@ import torch
 
 from ...checks import check_whole
 from ...ops.distances import distances
-from ..crew import Crew, wait
 from ..vectors.interface import REPLY, ClusterDevice
+from ..workers import Workers, wait
 from .device import SsdClusterDevice
 from .layout import ID_BYTES, ClusterFile
 
@@ -108,8 +108,8 @@ def _over_threads(
     if threads == 1 or len(clusters) < 2:
         return search(clusters)
     shares = np.array_split(clusters, min(threads, len(clusters)))
-    with ThreadPoolExecutor(len(shares)) as pool, Crew([device]) as crew:
-        jobs = [crew.submit(pool, search, share) for share in shares]
+    with ThreadPoolExecutor(len(shares)) as pool, Workers([device]) as workers:
+        jobs = [workers.submit(pool, search, share) for share in shares]
         wait(jobs)
         found = [job.result() for job in jobs]
     replies = np.empty(sum(len(ids) for ids, _ in found), REPLY)

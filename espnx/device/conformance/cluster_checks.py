@@ -132,7 +132,7 @@ def measures_every_vector(device: NearStorageDevice) -> None:
 
 
 def names_every_cluster_once(device: NearStorageDevice) -> None:
-    """As they are measured, in any order; what it has named can be had at once."""
+    """Clusters are named as they are measured, in any order; what was named can be had at once."""
     some = [3, 4, 1, 0, 3]
     with _known(device) as known, closing(device.open_clusters(known.directory)) as clusters:
         query = known.query(9)

@@ -48,7 +48,7 @@ _FAULTS = {
 
 
 def fault_checks(asked: Asked) -> dict[str, Callable[[NearStorageDevice], Found | None]]:
-    """By what goes wrong."""
+    """A check for each thing that can go wrong, by its name."""
     return {name: partial(_fails, asked, fault) for name, fault in _FAULTS.items()}
 
 

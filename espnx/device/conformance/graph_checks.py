@@ -76,39 +76,39 @@ class _Pages:
         return None
 
     def walk(
-        self, query: torch.Tensor, length: int, k: int, beam: int
+        self, query: torch.Tensor, list_size: int, k: int, beam_width: int
     ) -> tuple[list[tuple[float, int]], int, int]:
-        """(the k nearest, as (distance, node); hops; nodes) of a walk: the `beam` nearest of the
-        `length` candidates are expanded in each hop, until all are, and their neighbours become
-        candidates together."""
+        """(the k nearest, as (distance, node); hops; nodes) of a walk: the `beam_width` nearest of
+        the `list_size` candidates are expanded in each hop, until all are, and their neighbours
+        become candidates together."""
         far = ((self.pages["vector"].astype(int) - query.numpy().astype(int)) ** 2).sum(1).tolist()
         met, done, hops = set(self.entry_points(query).tolist()), set[int](), 1
-        listed = sorted((far[node], node) for node in met)[:length]
-        while turn := [node for _, node in listed if node not in done][:beam]:
+        listed = sorted((far[node], node) for node in met)[:list_size]
+        while turn := [node for _, node in listed if node not in done][:beam_width]:
             done.update(turn)
             wave = {near for node in turn for near in self.pages["neighbours"][node].tolist()} - met
             met |= wave
             hops += bool(wave)
-            listed = sorted([*listed, *((far[node], node) for node in wave)])[:length]
+            listed = sorted([*listed, *((far[node], node) for node in wave)])[:list_size]
         return sorted((far[node], node) for node in met)[:k], hops, len(met)
 
     def require_right(
         self,
         graphs: GraphDevice,
         seed: int,
-        length: int,
+        list_size: int,
         k: int,
-        beam: int,
+        beam_width: int,
         deadline_s: float = 30.0,
     ) -> None:
         query = torch.from_numpy(
             np.random.default_rng(seed).integers(0, 256, _DIM).astype(np.uint8)
         )
-        ticket = graphs.search(query, length, k, beam=beam, deadline_s=deadline_s)
+        ticket = graphs.search(query, list_size, k, beam_width=beam_width, deadline_s=deadline_s)
         ids, distances = ticket.finish()
-        wanted, hops, nodes = self.walk(query, length, k, beam)
+        wanted, hops, nodes = self.walk(query, list_size, k, beam_width)
         what, found = (
-            f"a walk with L={length}, k={k}, beam={beam}",
+            f"a walk with list_size={list_size}, k={k}, beam_width={beam_width}",
             list(zip(distances.tolist(), ids.tolist(), strict=True)),
         )
         require(found == wanted, f"{what}: distances and nodes", got=found, expected=wanted)
@@ -148,7 +148,7 @@ def walks_as_plain_python(device: NearStorageDevice) -> None:
     counters."""
     with _pages(device) as pages, closing(device.open_graph(pages)) as graphs:
         for seed in range(4):
-            for length, k, beam in (
+            for list_size, k, beam_width in (
                 (1, 1, 1),
                 (10, 10, 1),
                 (10, 3, 4),
@@ -156,13 +156,13 @@ def walks_as_plain_python(device: NearStorageDevice) -> None:
                 (_NODES, 10, 4),
                 (_NODES, _NODES, 400),
             ):
-                pages.require_right(graphs, seed, length, k, beam)
+                pages.require_right(graphs, seed, list_size, k, beam_width)
 
 
 def refuses_what_does_not_fit(device: NearStorageDevice) -> None:
     query = torch.zeros(_DIM, dtype=torch.uint8)
     with _pages(device) as pages, closing(device.open_graph(pages)) as graphs:
-        for given, length, k, beam in (
+        for given, list_size, k, beam_width in (
             (query[:-1], 5, 3, 4),
             (query.float(), 5, 3, 4),
             (query, 2, 3, 4),
@@ -170,7 +170,7 @@ def refuses_what_does_not_fit(device: NearStorageDevice) -> None:
             (query, 5, 3, 0),
         ):
             with raises(errors.InvalidInputError):
-                graphs.search(given, length, k, beam=beam).finish()
+                graphs.search(given, list_size, k, beam_width=beam_width).finish()
         pages.require_right(graphs, 1, 20, 5, 4)
 
 

@@ -251,7 +251,7 @@ def _assert_heads_right(
     n_parts: int,
     exchanges: str,
 ) -> None:
-    """Of the heads of one sequence that look at the same segments."""
+    """Checks the heads of one sequence, which look at the same segments."""
     (sequence, heads), (crossing, least), d = place, EXCHANGES[exchanges], look.q.shape[3]
     where = f"sequence {sequence}, head{'s' if len(heads) > 1 else ''} {', '.join(map(str, heads))}"
     rows = _rows(seen, tail, sequence, heads)

@@ -169,7 +169,7 @@ def scores_every_record(device: NearStorageDevice) -> None:
 
 
 def names_every_record_once(device: NearStorageDevice) -> None:
-    """As they are scored, in any order; what it has named can be had at once."""
+    """Records are named as they are scored, in any order; what was named can be had at once."""
     with _kept(device) as (known, kept):
         some, query = np.arange(_RECORDS)[::-1].copy(), known.query(4)
         ticket, named, is_all = kept.maxsim(some, [query]), list[int](), False

@@ -194,8 +194,8 @@ def _refuses(device: RowDevice, layout: RowLayout, seen: list[Seen], look: Queri
 
 
 def attends_wide_and_long(open_device: Open) -> None:
-    """As many sequences and heads as the soak has, and as many rows; one more and one less than
-    2^16."""
+    """Attends for as many sequences and heads as the soak has, and over as many rows; and over
+    2^16 rows, one fewer and one more."""
     with opened(open_device) as device:
         plain = plain_of(device)
         rows, look = (
@@ -212,7 +212,7 @@ def attends_wide_and_long(open_device: Open) -> None:
 
 
 def shows_every_row_once(open_device: Open) -> None:
-    """To the bit, in any order."""
+    """Shows rows to the bit, in any order."""
     with opened(open_device) as device:
         layouts = layouts_of(device)
     for layout in layouts:
@@ -288,7 +288,7 @@ def joins(open_device: Open) -> None:
 
 
 def counts(open_device: Open) -> None:
-    """In whole blocks; what was released is not stored."""
+    """Counts whole blocks; what was released is not stored."""
     with opened(open_device) as device:
         plain = plain_of(device)
         stored: list[Kept] = put(device, plain, 2, range(2), 3 * plain.block_rows, rng())
@@ -376,7 +376,7 @@ def serves_two_at_once(open_device: Open) -> None:
 
 
 def gives_memory_back(open_device: Open) -> None:
-    """Of what is put, asked for, looked at and released again and again, less than a quarter stays
+    """Less than a quarter of what is put, asked for, looked at and released again and again stays
     in the memory of this process."""
     with opened(open_device) as device:
         plain = plain_of(device)
@@ -401,7 +401,7 @@ def gives_memory_back(open_device: Open) -> None:
 
 
 def _resident_bytes() -> int:
-    """Of this process, without what only its allocator holds."""
+    """Resident bytes of this process, without what only its allocator holds."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
     if trim is not None:
@@ -411,7 +411,7 @@ def _resident_bytes() -> int:
 
 
 def is_closed(open_device: Open) -> None:
-    """With tickets in line; twice."""
+    """Closes with tickets in line; twice."""
     with opened(open_device) as device:
         plain = plain_of(device)
         some = [put(device, plain, 1, range(2), 900, rng())[0].use(0)]

@@ -123,7 +123,7 @@ class _Kind:
 
     @property
     def row_values(self) -> int:
-        """Of one head."""
+        """Values of a row of one head."""
         return self.layout.d + (0 if self.layout.is_shared else self.layout.dv)
 
 

@@ -34,7 +34,7 @@ _HANGS = 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one check of one device.
+    """What came of one check of one device.
 
     Attributes:
         check: its name.
@@ -197,7 +197,7 @@ def _run(
     soak_s: float,
     done: list[str],
 ) -> None:
-    """In the process of its own."""
+    """Runs the checks in a process of their own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     os.dup2(2, 1)  # standard output is the parent's, for its result
     threading.Thread(target=_end_with_parent, daemon=True).start()

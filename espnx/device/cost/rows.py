@@ -160,5 +160,5 @@ def _pieces(size_bytes: int) -> list[int]:
 
 
 def padded(tokens: int) -> int:
-    """As many as the accelerator takes for them."""
+    """The tokens that the accelerator computes on for so many."""
     return -(-tokens // PAD_TO) * PAD_TO

@@ -19,10 +19,14 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """Attributes: route: of bytes (`espnx.device.emulation.topology.ROUTES`), or `COMPUTE` over
-    them. size_bytes: that pass it. after: which legs of the same command have to end before:
-    counted from its first one, or, below 0, from the newest. requests: that read or write the
-    bytes. flop: of `COMPUTE`. heads: query heads that share a pass of `COMPUTE`.
+    """Attributes:
+    route: of bytes (`espnx.device.emulation.topology.ROUTES`), or `COMPUTE` over them.
+    size_bytes: that pass it.
+    after: which legs of the same command have to end before: counted from its first one, or, below
+        0, from the newest.
+    requests: that read or write the bytes.
+    flop: of `COMPUTE`.
+    heads: query heads that share a pass of `COMPUTE`.
     """
 
     route: str
@@ -45,7 +49,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Work:
-    """Of a command.
+    """What a command has a device do.
 
     Attributes:
         legs: that are known when it is sent.

@@ -29,7 +29,7 @@ PACING = frozenset({
 
 
 class FlashCosts:
-    """Of one device.
+    """What reads and writes of one device's flash cost.
 
     Attributes:
         to_host_s: between a read's command and its first byte, where the bytes go to the host: what
@@ -108,7 +108,7 @@ def figures_of(spec: DeviceSpec) -> dict[str, str]:
 
 
 def is_pacing(name: str) -> bool:
-    """Of a figure's name, as in ``flash.read_latency``, ``accelerator.rates.4``."""
+    """Whether emulation is paced by a figure: ``flash.read_latency``, ``accelerator.rates.4``."""
     return ".".join(name.split(".")[:2]) in PACING
 
 
@@ -126,5 +126,5 @@ def _figures(prefix: str, value: Any) -> Iterator[tuple[str, Figure]]:
 
 
 def value_of(figure: Figure | None) -> float | None:
-    """Of a figure that may not be known."""
+    """The value of a figure; None where it is not known."""
     return None if figure is None else figure.value

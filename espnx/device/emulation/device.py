@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ... import errors
-from ..crew import Clock
 from ..kinds import GRAPHS, KINDS, ROWS, PartKind
 from ..model.spec import DeviceSpec, load_spec
 from ..near_storage import NearStorageDevice
 from ..rows.ssd import SsdRowDevice
 from ..vectors.encoding import Encoding, encode_on_host
+from ..workers import Clock
 from .costs import check_latency, figures_of
 from .faults import DeviceFault, Faults, Guard
 from .paced import PacedPart
@@ -169,7 +169,7 @@ class _Pacing:
         device = self.device
         guard = Guard(device.topology, device.number, device.path, self.faults)
         facts = stored, device.topology, device.number, self.kind.verbs
-        return self.kind.around(
+        return self.kind.wrap(
             PacedPart, part, *facts, near_storage=device.near_storage, guard=guard
         )
 

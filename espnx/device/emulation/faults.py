@@ -140,7 +140,7 @@ class Guard:
         return fault
 
     def wait(self, fault: DeviceFault | None, verb: str, deadline_s: float) -> None:
-        """For a completion that a fault holds up. Raises DeadlineExceededError."""
+        """Waits for a completion that a fault holds up. Raises DeadlineExceededError."""
         if fault is None or fault.kind not in ("stall", "drop"):
             return
         if fault.kind == "stall":

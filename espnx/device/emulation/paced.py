@@ -18,18 +18,18 @@ from typing import Any
 import numpy as np
 
 from ... import errors
-from ..around import Around, PartAround
 from ..command import Command, Watch
 from ..cost.work import COMPUTE, Group, Leg, Work
-from ..crew import Clock
 from ..interface import Capabilities
 from ..kinds import Verb
 from ..model.spec import Accelerator
+from ..workers import Clock
+from ..wrapper import PartWrapper, Wrapper
 from .faults import DeviceFault, Guard
 from .topology import Topology, Transfer
 
 
-class PacedPart(PartAround):
+class PacedPart(PartWrapper):
     """What both say of their files is the same, and so are the reads in `stats`; what passed the
     links is the topology's to say.
 
@@ -155,7 +155,7 @@ class Pace:
         return self.legs[begin:]
 
 
-class PacedTicket(Around):
+class PacedTicket(Wrapper):
     """Hands out what the real ticket has, group by group in the order in which it was asked for, or
     all at the end."""
 

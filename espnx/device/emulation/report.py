@@ -25,7 +25,7 @@ STRETCH_MAX = 10_000.0
 
 @dataclass(frozen=True)
 class Report:
-    """Of a run, or of a part of one.
+    """How the time of a run, or of a part of one, was spent.
 
     Attributes:
         stretch: wall seconds of a virtual second.
@@ -54,7 +54,7 @@ class Report:
 
     @property
     def host_share(self) -> float:
-        """Of the time; 0 of a run that took none."""
+        """The host's share of the time; 0 of a run that took none."""
         return self.host_s / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
@@ -118,8 +118,8 @@ class Report:
 
 
 def report(topology: Topology, since: Times | None = None) -> Report:
-    """Of everything on a topology, or of what came after `since` (`Topology.times`, when nobody
-    waited).
+    """The report of everything on a topology, or of what came after `since` (`Topology.times`, when
+    nobody waited).
 
     Raises:
         StateError: the topology's `stretch` is 0, so that the wall clock says nothing of it.
@@ -141,7 +141,7 @@ def report(topology: Topology, since: Times | None = None) -> Report:
 
 
 def _rounded_up(value: float) -> float:
-    """To so many figures that people can type it."""
+    """Rounds up to so many figures that people can type it."""
     if not math.isfinite(value):
         return value
     unit = 10.0 ** (math.floor(math.log10(value)) - _FIGURES + 1)

@@ -15,7 +15,7 @@ from .topology import Topology, Transfer
 
 
 class PacedReads:
-    """Of one ticket, and what is computed on them.
+    """The reads of one ticket and what is computed on them, paced.
 
     Args:
         heads: what is read.
@@ -47,7 +47,7 @@ class PacedReads:
 
 
 class RowLine:
-    """Of one device of a topology.
+    """The line in which reads of rows wait for one device of a topology.
 
     Args:
         topology, device: which.
@@ -99,6 +99,6 @@ class RowLine:
             reads.cancel()
 
     def wait(self, transfers: Sequence[Transfer], asked_s: float | None = None) -> None:
-        """Until all have ended. Raises DeadlineExceededError, TransferCancelledError,
+        """Waits until all have ended. Raises DeadlineExceededError, TransferCancelledError,
         EngineClosedError."""
         self.topology.wait(transfers, asked_s=asked_s, deadline_s=self.deadline_s)

@@ -18,18 +18,18 @@ from ...ops.accelerator import DIM, LSE_LEAST, Buffered, accelerator, accelerato
 from ...ops.accelerator.checks import BLOCK, MASK, PAD_TO
 from ...ops.attention import Queries, RowsInMemory, attend_rows, merge
 from ...storage import Plan
-from ..around import Around
 from ..command import Part
 from ..cost import rows as cost
 from ..cost.rows import HandOver, HeadRows, check_memory
 from ..cost.work import page_reads
-from ..crew import Clock
 from ..interface import PIECE, READ_AHEAD_BYTES, Capabilities, Segment, SegmentView, Show
 from ..model.spec import Accelerator, DeviceSpec
 from ..row_layout import RowLayout
 from ..rows.file import SEGMENT_READ
 from ..rows.ssd import SsdRowDevice
 from ..rows.writes import Writing
+from ..workers import Clock
+from ..wrapper import Wrapper
 from .faults import Faults, Guard
 from .row_line import PacedReads, RowLine
 from .topology import Topology, Transfer
@@ -53,7 +53,7 @@ class _Ticket:
     paced: PacedReads
 
 
-class EmulatedRowDevice(Part, Around):
+class EmulatedRowDevice(Part, Wrapper):
     """See `espnx.device.interface.RowDevice`. What it attends over are fp16 rows of 128 values, by
     a plain softmax; results are those of `espnx.ops.accelerator`. Rows of a head that lie on one
     device give the same bits however many devices there are.
@@ -262,8 +262,8 @@ class EmulatedRowDevice(Part, Around):
     def _attend_on_host(
         self, mine: _Ticket, queries: Queries, tail: RowsInMemory | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Without an accelerator: the rows pass the links, and the host attends as it does beside a
-        plain SSD."""
+        """Attends without an accelerator: the rows pass the links, and the host attends as it does
+        beside a plain SSD."""
         asked_s = self._topology.now()
         ((ticket, _),) = mine.parts
         o, lse = self._inner.attend(ticket, queries, tail)
@@ -471,7 +471,8 @@ class _HeldWrite(_PacedWrite):
 
 
 def capabilities_of(spec: DeviceSpec, *, near_storage: bool) -> Capabilities:
-    """Of the rows on a device: without an accelerator that attends, those of a plain SSD.
+    """The capabilities of rows on a device: without an accelerator that attends, those of a plain
+    SSD.
 
     Raises InvalidInputError where it attends, and not as `espnx.ops.accelerator` does."""
     if not near_storage or spec.accelerator is None or not spec.has("attend"):
@@ -515,7 +516,7 @@ def _counting(queries: Queries, tail: RowsInMemory) -> frozenset[tuple[int, int]
 def _attend_tail(
     queries: Queries, tail: RowsInMemory, threads: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """On the host, of the heads whose rows count."""
+    """Attends over the tail on the host, for the heads whose rows count."""
     o, lse = attend_rows(queries, replace(tail, counts=None), threads=threads)
     if tail.counts is not None:
         o, lse = (

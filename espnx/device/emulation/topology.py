@@ -84,7 +84,7 @@ class LinkUse:
 
 @dataclass(frozen=True)
 class Times:
-    """Where time went, in virtual seconds since the start.
+    """How much time went where, in virtual seconds since the start.
 
     Attributes:
         now_s: all of it.
@@ -297,7 +297,7 @@ class Topology:
 
         Raises:
             DeadlineExceededError: one has not ended by then. It goes on. With a `stretch` of 0:
-                somebody who takes part (`Crew`) has neither asked for anything nor left, so that
+                somebody who takes part (`Workers`) has neither asked for anything nor left, so that
                 the clock stands.
             TransferCancelledError: `cancel` was called for one, or for what it comes after.
             EngineClosedError: `close` was called.
@@ -314,7 +314,7 @@ class Topology:
                 got=f"{deadline_s:g} s of waiting"
                 + (f" for {busy} others that take part, and ask for nothing" if busy else ""),
                 expected=f"its end, in time stretched {self.stretch:g} times",
-                fix="threads of a crew ask, wait or end"
+                fix="threads of `Workers` ask, wait or end"
                 if busy
                 else "lower the stretch, or wait longer",
             )
@@ -341,7 +341,7 @@ class Topology:
 
     @property
     def clock(self) -> Self | None:
-        """For a `Crew`: this, where callers move the clock; None where the wall does."""
+        """The clock for `Workers`: this, where callers move it; None where the wall does."""
         return None if self.stretch else self
 
     @property
@@ -393,7 +393,7 @@ class Topology:
         }
 
     def times(self) -> Times:
-        """Where time went so far. Waits that have not ended are not in it."""
+        """How much time went where so far. Waits that have not ended are not in it."""
         return Times(*self._clock.times())
 
     def close(self) -> None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from ...sizes import format_size
-from ..around import topologies_of
 from ..model.spec import DeviceSpec, presets
+from ..wrapper import topologies_of
 from .costs import FlashCosts
 from .report import HOST_SHARE_MAX, Report, report
 from .topology import Times, Topology
@@ -30,7 +30,7 @@ _lock = threading.Lock()  # guards `Topology.watches` of all
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """Of the devices of one topology, all together.
+    """What the devices of one topology did, all together.
 
     Attributes:
         name: their spec's.
@@ -59,7 +59,7 @@ class DeviceUse:
 
     @property
     def time(self) -> str:
-        """For people."""
+        """The time, for people."""
         if self.virtual_s is not None:
             return f"{_shown(self.virtual_s)} virtual, host {self.host_share:.0%}"
         return "untimed" if self.modelled_s is None else f"{_shown(self.modelled_s)} modelled"
@@ -83,7 +83,7 @@ class DeviceUse:
 
 
 class Watch:
-    """Of topologies while it is open: a context manager. Its `use` is of that time alone.
+    """Watches topologies while it is open: a context manager. Its `use` is of that time alone.
 
     Args:
         topologies: that the work may ask; none: `use` is None.
@@ -205,7 +205,7 @@ class Watch:
 
 
 def watch(*devices: object, bench: str = "") -> Watch:
-    """Of what stands on some devices, or of themselves: open while they work. See `Watch`.
+    """A `Watch` of the topologies of some devices, or of what stands on them: open while they work.
 
     >>> with watch(*devices) as watched:                                  # doctest: +SKIP
     ...     ticket.finish()

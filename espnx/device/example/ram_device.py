@@ -167,7 +167,7 @@ class RamRows:
         return o, lse
 
     def _views(self, ticket: int) -> Sequence[SegmentView]:
-        """Of the ticket that is next. It stays in front until it has been served."""
+        """Views of the ticket that is next. It stays in front until it has been served."""
         self._check_open()
         with self._lock:
             if not self._line or self._line[0][0] != ticket:

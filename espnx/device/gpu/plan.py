@@ -113,7 +113,7 @@ class RowReads:
         return offsets[first], np.diff(first, append=offsets.size) * block_bytes
 
     def _pieces(self, group: range) -> tuple[np.ndarray, ...]:
-        """Of the runs that have rows in a group, as they lie in the file: (run, first block in the
+        """The runs that have rows in a group, as they lie in the file: (run, first block in the
         group, blocks, rows, first position)."""
         near = slice(
             np.searchsorted(self._end, group.start, side="right"),
@@ -128,7 +128,7 @@ class RowReads:
         return run, begin - group.start, end - begin, n_rows, self._first_position[run] + before
 
     def pieces(self, group: range) -> np.ndarray:
-        """As `RowDevice.visit` shows them: an array of `PIECE`."""
+        """The pieces of a group as `RowDevice.visit` shows them: an array of `PIECE`."""
         run, block, _, n_rows, first = self._pieces(group)
         found = np.empty(run.size, PIECE)
         found["sequence"], found["head"], found["offset_bytes"] = (

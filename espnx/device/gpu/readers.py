@@ -48,7 +48,7 @@ class Reader(Protocol):
 
 
 class _Arriving:
-    """In the engine's own memory."""
+    """Rows that arrive in the engine's own memory."""
 
     def __init__(self, future: Future, size_bytes: torch.Tensor):
         self._future, self._size_bytes = future, size_bytes
@@ -97,8 +97,8 @@ class DirectReader:
 
 
 class _Bouncing:
-    """In host memory first. What the device still writes to is kept by the engine, what is still
-    copied from by torch."""
+    """Rows that go through host memory. What the device still writes to is kept by the engine, what
+    is still copied from by torch."""
 
     def __init__(self, future: Future, device: torch.device):
         self._future, self._device = future, device

@@ -220,7 +220,7 @@ class StagedWrite:
         self._started.result().wait()
 
     def end(self) -> bool | None:
-        """As of `Write`. A write that never began has left the place alone."""
+        """Ends as `Write` does. A write that never began has left the place alone."""
         if self._started.exception() is not None:
             return None
         return self._started.result().end()

@@ -30,7 +30,7 @@ _GROUPS_IN_WINDOW = 4
 
 
 def group_bytes(window_bytes: int) -> int:
-    """Of a stream with such a window."""
+    """Bytes of a group of reads of a stream with such a window."""
     return min(GROUP_BYTES, window_bytes // _GROUPS_IN_WINDOW)
 
 

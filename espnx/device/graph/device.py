@@ -63,34 +63,36 @@ class SsdGraphDevice(Part):
         self._walked = WalkStats()
         self._closed = False
 
-    def command(self, query: torch.Tensor, L: int, k: int, *, beam: int = 4) -> SearchCommand:
+    def command(
+        self, query: torch.Tensor, list_size: int, k: int, *, beam_width: int = 4
+    ) -> SearchCommand:
         """See `GraphDevice`."""
-        self._check(query, L, k, beam)
-        return SearchCommand(query, L, k, beam=beam)
+        self._check(query, list_size, k, beam_width)
+        return SearchCommand(query, list_size, k, beam_width=beam_width)
 
     def search(
         self,
         query: torch.Tensor,
-        L: int,
+        list_size: int,
         k: int,
         *,
-        beam: int = 4,
+        beam_width: int = 4,
         deadline_s: float = 30.0,
         watch: Callable[[Round], None] | None = None,
     ) -> SsdSearchTicket:
         """See `GraphDevice`. `watch` gets every round once it has been measured, in the walk's
         thread."""
-        self._check(query, L, k, beam)
+        self._check(query, list_size, k, beam_width)
         self.check_process()
         with self._lock:
             if self._closed:
                 raise errors.EngineClosedError("the device is closed", fix="open it again")
-            ticket = SsdSearchTicket(self, query.clone(), L, beam, deadline_s, watch)
+            ticket = SsdSearchTicket(self, query.clone(), list_size, beam_width, deadline_s, watch)
             self._live.add(ticket)
             ticket.begin(self._pool, k)
         return ticket
 
-    def _check(self, query: torch.Tensor, length: int, k: int, beam: int) -> None:
+    def _check(self, query: torch.Tensor, list_size: int, k: int, beam_width: int) -> None:
         check_query(query, self.graph.format, self.graph.dim)
         if query.dim() != 1 or query.device.type != "cpu":
             got = f"{list(query.shape)} on {query.device}"
@@ -98,8 +100,8 @@ class SsdGraphDevice(Part):
                 "query against a graph", got=got, expected="one query, [dim], on the CPU"
             )
         check_whole("k, nodes wanted", k, 1)
-        check_whole("L, candidates of a walk", length, k, LENGTH_MAX)
-        check_whole("beam of a walk", beam, 1, LENGTH_MAX)
+        check_whole("list_size, candidates of a walk", list_size, k, LENGTH_MAX)
+        check_whole("beam_width of a walk", beam_width, 1, LENGTH_MAX)
 
     def check_process(self) -> None:
         """Raises InvalidInputError in a child after fork(), which has none of the threads that
@@ -112,7 +114,7 @@ class SsdGraphDevice(Part):
             self._walked = self._walked + stats
 
     def walk_stats(self) -> WalkStats:
-        """Of all walks that have ended."""
+        """Totals of all walks that have ended."""
         return self._walked
 
     def path_report(self) -> Sequence[FilePath]:
@@ -161,13 +163,13 @@ class SsdSearchTicket:
         self,
         device: SsdGraphDevice,
         query: torch.Tensor,
-        length: int,
-        beam: int,
+        list_size: int,
+        beam_width: int,
         deadline_s: float,
         watch: Callable[[Round], None] | None,
     ):
         self._device, self._deadline_s, self._watch = device, deadline_s, watch
-        self._query, self._length, self._beam = query, length, beam
+        self._query, self._list_size, self._beam_width = query, list_size, beam_width
         self._cancelled = threading.Event()
         self._read: Future | None = None
         self._walk: WalkSource | None = None
@@ -184,7 +186,7 @@ class SsdSearchTicket:
         )
         self._walk = walk
         try:
-            return walk.run(self._length, k, self._beam)
+            return walk.run(self._list_size, k, self._beam_width)
         finally:
             self._read = None
             self._device.walked(walk.stats)

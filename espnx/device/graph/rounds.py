@@ -58,14 +58,14 @@ class WalkSource:
         self.rounds: list[Round] = []
         self.stats = WalkStats()
 
-    def run(self, length: int, k: int, beam: int) -> tuple[np.ndarray, np.ndarray]:
+    def run(self, list_size: int, k: int, beam_width: int) -> tuple[np.ndarray, np.ndarray]:
         """Walks: (ids int64 [m], distances float32 [m]), m at most k: the nearest nodes of those
         that were read, ties by id.
 
         Args:
-            length: of the list of candidates, L.
+            list_size: candidates that are kept.
             k: nodes wanted.
-            beam: candidates that are expanded in one round.
+            beam_width: candidates that are expanded in one round.
 
         Raises what reads and `Graph.parse` do, and FormatError for a node that is not there.
         """
@@ -75,8 +75,8 @@ class WalkSource:
         self._walk = load_native().RoundWalk(
             n_nodes=graph.n_nodes,
             k=k,
-            list_size=length,
-            beam=beam,
+            list_size=list_size,
+            beam_width=beam_width,
             by_codes=self._estimator is not None,
             upper_layers=graph.n_upper_layers if isinstance(graph, LayeredGraph) else None,
         )

@@ -53,8 +53,8 @@ class DiskSpeed:
 def measure_disk(
     directory: str | os.PathLike[str], *, file_bytes: int = FILE_BYTES, run_s: float = RUN_S
 ) -> DiskSpeed:
-    """Of a file that is gone afterwards. `run_s`: of each of three kinds of reads. Raises OSError,
-    ImportError, EspnxError."""
+    """Measures a directory's disk on a file that is gone afterwards. `run_s`: of each of three
+    kinds of reads. Raises OSError, ImportError, EspnxError."""
     import torch
 
     from ...storage import NativeEngine

@@ -33,7 +33,7 @@ _STYLE = """
 
 @dataclass(frozen=True)
 class _Way:
-    """From so many drives to the host.
+    """The way from so many drives to the host.
 
     Attributes:
         ports: switch ports; 0: there are none.
@@ -73,7 +73,7 @@ class _Way:
 
     @property
     def finding(self) -> str:
-        """In words."""
+        """What bounds the way, in words."""
         drives = f"{self.drives} drives read" if self.drives > 1 else "The drive reads"
         near = (
             f"{drives} {_per_s(self.flash_per_s)} beside {'their' if self.drives > 1 else 'its'} "
@@ -194,7 +194,7 @@ class _Drawing:
         self.text((begin + end) / 2, y - wide / 2 - 3, _per_s(rate), "mid small")
 
     def column(self, place: tuple[int, int], first: float, last: float, name: str) -> None:
-        """Of what several edges end at."""
+        """Draws what several edges end at."""
         self.box(place[0], first - 12, place[1], last - first + 24)
         self.text(place[0] + place[1] / 2, _TOP + 12, name, "mid head")
 
@@ -218,7 +218,7 @@ class _Drawing:
 
 
 def _parts(spec: DeviceSpec) -> list[tuple[str, str]]:
-    """Of a drive, from its link to its flash: what each is, in words."""
+    """The parts of a drive, from its link to its flash: what each is, in words."""
     found, accelerator, memory, flash = (
         list[tuple[str, str]](),
         spec.accelerator,

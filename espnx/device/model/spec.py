@@ -83,7 +83,7 @@ Negative = Annotated[Figure, "number below 0"]
 
 @dataclass(frozen=True)
 class Flash:
-    """Where bytes are kept.
+    """The memory that keeps the bytes.
 
     Attributes:
         read_bandwidth: of large reads into the device's memory (or, where it has none, its link),
@@ -184,9 +184,9 @@ class Accelerator:
         return max(self.rates, default=0)
 
     def flops_per_s(self, group: int = 1) -> float:
-        """Of a pass that `group` query heads share: of the smallest kernel for so many, which takes
-        as long as if all its heads were there. Without kernels it is `peak`, and infinite where
-        that is not known either. Raises InvalidInputError."""
+        """The rate of a pass that `group` query heads share: that of the smallest kernel for so
+        many, which takes as long as if all its heads were there. Without kernels it is `peak`, and
+        infinite where that is not known either. Raises InvalidInputError."""
         if not self.rates:
             return self.peak.value if self.peak else math.inf
         kernel = min((heads for heads in self.rates if heads >= group), default=None)

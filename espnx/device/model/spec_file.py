@@ -31,7 +31,7 @@ _PLAIN = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where something stands: a file, the keys that lead there, and the line."""
+    """A place in a file: the keys that lead there, and the line."""
 
     path: str
     keys: tuple[str, ...] = ()
@@ -132,8 +132,8 @@ def parse_yaml(data: bytes, path: str) -> Keys:
 
 
 def _check_tokens(text: str, path: str) -> None:
-    """Before anything is made of them: the reader of YAML takes time that grows with the square of
-    the depth."""
+    """Counts tokens before anything is made of them: the reader of YAML takes time that grows with
+    the square of the depth."""
     depth = 0
     for token in yaml.scan(text, Loader=yaml.SafeLoader):
         place = Place(path, line=token.start_mark.line + 1)

@@ -126,17 +126,17 @@ class ScanLists:
 
     @property
     def n_postings(self) -> int:
-        """Of all of them."""
+        """Postings of all lists."""
         return int(self.places["postings"].sum(dtype=np.int64))
 
     @property
     def size_bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all lists."""
         return int(self.places["size"].sum(dtype=np.int64)) * UNIT_BYTES
 
     @property
     def flash_bytes(self) -> int:
-        """Of the pages in which they lie; a page that two of them share counts twice."""
+        """Bytes of the pages in which the lists lie; a page that two of them share counts twice."""
         begin = self.places["offset"].astype(np.int64) * UNIT_BYTES
         end = begin + self.places["size"].astype(np.int64) * UNIT_BYTES
         return int((-(-end // PAGE_BYTES) - begin // PAGE_BYTES).sum()) * PAGE_BYTES
@@ -220,7 +220,7 @@ class ScanCommand(Command):
 
     @property
     def payload_bytes(self) -> int:
-        """Of `payload`."""
+        """Bytes of `payload`."""
         each = LIST.itemsize + WEIGHT.itemsize
         return (
             HEADER_BYTES

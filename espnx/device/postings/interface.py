@@ -23,7 +23,7 @@ class PostingLists(Protocol):
 
     @property
     def path(self) -> str:
-        """Of the file in which they lie."""
+        """The path of the file in which they lie."""
 
     @property
     def n_records(self) -> int:

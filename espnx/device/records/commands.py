@@ -118,12 +118,12 @@ class ReadCommand(Command):
 
 
 def stored_bytes(layout: RecordLayout, numbers: np.ndarray) -> int:
-    """Of some records."""
+    """Bytes of some records."""
     return int(layout.schema.sizes(layout.n_tokens[numbers]).sum())
 
 
 def numbers_said(said: Fields, layout: RecordLayout) -> np.ndarray:
-    """Of the records of a line of a trace. Raises FormatError."""
+    """The numbers of the records that a line of a trace names. Raises FormatError."""
     return np.array(
         said.wholes("places", most=max(len(layout.n_tokens) - 1, 0), count=1 << 28), dtype=np.int64
     )

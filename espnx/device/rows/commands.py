@@ -14,10 +14,10 @@ import torch
 
 from ...ops.attention import Queries, RowsInMemory
 from ...storage.parse import Fields
-from ..around import Around
 from ..command import Command, Done, Watch
 from ..interface import RowDevice, Segment, SegmentPlace, SegmentView, Show, Space
 from ..row_layout import DTYPES, RowLayout
+from ..wrapper import Wrapper
 
 #: Of one command, in values: what a trace asks for is made in memory.
 VALUES_MAX = 1 << 31
@@ -308,7 +308,7 @@ ROW_COMMANDS: tuple[type[_RowCommand], ...] = (
 
 
 class RowSpace:
-    """Of what stands in front of rows: their space, whose `restore` is a command, too."""
+    """The space of a part that stands in front of rows: its `restore` is a command, too."""
 
     _inner: Any
 
@@ -318,7 +318,7 @@ class RowSpace:
         return _SpaceAround(self._inner.space, self)
 
 
-class _SpaceAround(Around):
+class _SpaceAround(Wrapper):
     """See `espnx.device.interface.Space`."""
 
     def __init__(self, inner: Space, rows: Any):
@@ -334,7 +334,7 @@ class _SpaceAround(Around):
 
 
 def _number(segment: Segment, memo: dict[Any, Any]) -> int:
-    """Of a segment in the trace; `memo` keeps it, so that no other has its `id`."""
+    """The number of a segment in the trace; `memo` keeps it, so that no other has its `id`."""
     if id(segment) not in memo:
         memo[id(segment)] = memo.setdefault("count", 0), segment
         memo["count"] += 1

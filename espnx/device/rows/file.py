@@ -32,7 +32,7 @@ from ..interface import (
 )
 from ..row_layout import RowLayout
 from ..sums import SumsMemory
-from .space import FileSegment, FileSpace, own
+from .space import FileSegment, FileSpace, file_segment
 from .writes import PutWrite, Write, Writing
 
 #: What a ticket reads of a segment: csrc/device/row_plan.hpp's RowSegment, with the checksums as
@@ -342,7 +342,7 @@ class RowFileDevice(Part, ABC):
             self._writing_bytes -= size_bytes
 
     def _wait(self, segment: FileSegment) -> None:
-        """Until the segment's rows are in the file. Raises what its write raised."""
+        """Waits until the segment's rows are in the file. Raises what its write raised."""
         if segment.writing is not None:
             segment.writing.wait()
             self._give_back(segment.writing.settle())
@@ -350,7 +350,7 @@ class RowFileDevice(Part, ABC):
 
     def written(self, segment: Segment) -> FileSegment:
         """A segment of this device, once its rows are in the file. Raises what its write raised."""
-        mine = own(segment)
+        mine = file_segment(segment)
         self._wait(mine)
         return mine
 
@@ -360,14 +360,14 @@ class RowFileDevice(Part, ABC):
 
     def is_written(self, segment: Segment) -> bool:
         """See `RowDevice`."""
-        mine = own(segment)
+        mine = file_segment(segment)
         if mine.writing is not None and mine.writing.done():
             self._wait(mine)
         return mine.writing is None
 
     def release(self, segment: Segment) -> None:
         """See `RowDevice`."""
-        mine = own(segment)
+        mine = file_segment(segment)
         if mine.size_bytes:
             place = mine.place, mine.size_bytes
             self._give_back([place] if mine.writing is None else mine.writing.leave(place))

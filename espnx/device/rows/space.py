@@ -48,7 +48,7 @@ class FileSegment(Segment):
         return len(self.heads) * self.n_blocks * self.every_sum.itemsize
 
 
-def own(segment: Segment) -> FileSegment:
+def file_segment(segment: Segment) -> FileSegment:
     """Raises InvalidInputError for a segment of a device of another kind."""
     if not isinstance(segment, FileSegment):
         raise errors.InvalidInputError(
@@ -78,7 +78,7 @@ class FileSpace:
 
     @property
     def used_bytes(self) -> int:
-        """By segments, and by what is pinned."""
+        """Bytes that segments use, or that are pinned."""
         return self.extents.used_bytes
 
     def take(self, size_bytes: int) -> int:
@@ -98,7 +98,7 @@ class FileSpace:
 
     def place(self, segment: Segment) -> SegmentPlace:
         """See `Space`."""
-        mine = own(segment)
+        mine = file_segment(segment)
         return SegmentPlace(mine.layout, mine.heads, mine.n_rows, mine.place, mine.sums)
 
     def restore(self, places: Sequence[SegmentPlace]) -> list[Segment]:
@@ -132,7 +132,7 @@ class FileSpace:
         """See `Space`."""
         before = self._pinned
         self._pinned = {
-            mine.place: mine.size_bytes for mine in map(own, segments) if mine.size_bytes
+            mine.place: mine.size_bytes for mine in map(file_segment, segments) if mine.size_bytes
         }
         if also:
             self._pinned |= before

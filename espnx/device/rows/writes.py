@@ -78,7 +78,7 @@ class PutWrite:
         return self._is_written or self._writing.done()
 
     def wait(self) -> None:
-        """Until the rows are in the file. Raises what the write raised; they are then written
+        """Waits until the rows are in the file. Raises what the write raised; they are then written
         again."""
         if self._is_written:
             return

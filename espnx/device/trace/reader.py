@@ -64,7 +64,7 @@ class Trace:
 
     @property
     def wall_s(self) -> float:
-        """From the beginning of the first command to the end of the last."""
+        """Seconds from the beginning of the first command to the end of the last."""
         return max((each.end_s for each in self.commands), default=0.0) - min(
             (each.at_s for each in self.commands), default=0.0
         )

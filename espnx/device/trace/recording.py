@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ..around import Around, PartAround
 from ..command import Command, Watch
-from ..crew import Clock, clock_of
 from ..kinds import PartKind
 from ..near_storage import NearStorageDevice
 from ..vectors.encoding import Encoding
+from ..workers import Clock, clock_of
+from ..wrapper import PartWrapper, Wrapper
 from .writer import TraceWriter
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class RecordedDevice(NearStorageDevice):
 
     @property
     def topology(self) -> Topology | None:
-        """Of an emulated device."""
+        """The topology of an emulated device."""
         return getattr(self._inner, "topology", None)
 
     @property
@@ -70,7 +70,7 @@ class RecordedDevice(NearStorageDevice):
         """See `NearStorageDevice`."""
 
         def recording(part: Any, stored: Any) -> Any:
-            return kind.around(RecordingPart, part, stored, kind, self._number, self._writer)
+            return kind.wrap(RecordingPart, part, stored, kind, self._number, self._writer)
 
         return kind.front(kind.open_on(self._inner, *what, **options), recording)
 
@@ -93,7 +93,7 @@ class RecordedDevice(NearStorageDevice):
         self._inner.close()
 
 
-class RecordingPart(PartAround):
+class RecordingPart(PartWrapper):
     """Writes a line for each command.
 
     Args:
@@ -133,7 +133,7 @@ class RecordingPart(PartAround):
         return RecordingTicket(ticket, command, line, self._memo, self._writer)
 
 
-class RecordingTicket(Around):
+class RecordingTicket(Wrapper):
     """A command ends when all is there; its line is written then, or, where more may be asked for
     meanwhile, with `finish`."""
 

@@ -41,8 +41,8 @@ _WANTED = {
 
 @dataclass
 class VerbTimes:
-    """Of all commands of one verb. Attributes: count; size_bytes; recorded_s and replayed_s: added
-    up."""
+    """Times of all commands of one verb. Attributes: count; size_bytes; recorded_s and replayed_s:
+    added up."""
 
     count: int = 0
     size_bytes: int = 0

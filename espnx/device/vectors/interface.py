@@ -76,7 +76,7 @@ class SearchCommand(Command):
     lies in the data buffer when the command is sent, and `WALK_REPLY` [k] when it is done.
 
     Attributes:
-        query, L, k, beam, deadline_s: of `GraphDevice.search`.
+        query, list_size, k, beam_width, deadline_s: of `GraphDevice.search`.
         opcode: `GRAPH_SEARCH`.
     """
 
@@ -84,10 +84,10 @@ class SearchCommand(Command):
     comes_in_steps: ClassVar[bool] = True
     opcode: ClassVar[int] = GRAPH_SEARCH
     query: torch.Tensor
-    L: int
+    list_size: int
     k: int
     _: KW_ONLY
-    beam: int = 4
+    beam_width: int = 4
     deadline_s: float = 30.0
 
     @property
@@ -106,7 +106,7 @@ class SearchCommand(Command):
 
     def begin_line(self, stored: Graph, memo: dict[Any, Any]) -> dict[str, Any]:
         """See `Command`."""
-        return {"L": self.L, "k": self.k, "beam": self.beam}
+        return {"L": self.list_size, "k": self.k, "beam": self.beam_width}
 
     def end_line(
         self, line: dict[str, Any], ticket: SearchTicket | None, found: Any, memo: dict[Any, Any]
@@ -126,8 +126,8 @@ class SearchCommand(Command):
     def of_line(cls, said: Fields, stored: Graph, memo: dict[Any, Any]) -> SearchCommand:
         """See `Command`. Of a line without its query nobody knows which way it went."""
         query = query_said(said, stored.format, stored.dim)
-        L, k, beam = (said.whole(name, 1, 1 << 20) for name in ("L", "k", "beam"))
-        return cls(query, L, k, beam=beam)
+        list_size, k, beam_width = (said.whole(name, 1, 1 << 20) for name in ("L", "k", "beam"))
+        return cls(query, list_size, k, beam_width=beam_width)
 
 
 def query_said(said: Fields, format: str, dim: int) -> torch.Tensor:  # noqa: A002
@@ -154,7 +154,7 @@ class Ticket(Protocol):
 
     @property
     def stats(self) -> DeviceStats:
-        """Of this request."""
+        """What this request moved and took."""
 
 
 class DistanceTicket(Ticket, Protocol):
@@ -308,7 +308,7 @@ class Graph(Protocol):
 
     @property
     def format(self) -> str:
-        """Of the vectors in the nodes, a key of `espnx.ops.distances.VECTOR_FORMATS`."""
+        """The format of the vectors in the nodes, a key of `espnx.ops.distances.VECTOR_FORMATS`."""
 
     @property
     def dim(self) -> int:
@@ -316,7 +316,7 @@ class Graph(Protocol):
 
     @property
     def metric(self) -> str:
-        """By which the graph was built: ``l2`` or ``ip``."""
+        """The metric by which the graph was built: ``l2`` or ``ip``."""
 
     def open(self, engine: Engine) -> Sequence[FileHandle]:
         """Opens its files, which plans name from then on. The device closes them."""
@@ -325,7 +325,7 @@ class Graph(Protocol):
         """int64 [m]: the nodes at which a walk begins; none where there are no nodes."""
 
     def plan(self, nodes: np.ndarray) -> Plan:
-        """Where the bytes of each node lie, item for item, with their checksums where there are
+        """The places of the bytes of each node, item for item, with their checksums where there are
         some; several may lie in one page."""
 
     def parse(self, nodes: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray) -> Nodes:
@@ -378,16 +378,18 @@ class GraphDevice(Device, Protocol):
     @property
     def graph(self) -> Graph: ...
 
-    def command(self, query: torch.Tensor, L: int, k: int, *, beam: int = 4) -> SearchCommand:
+    def command(
+        self, query: torch.Tensor, list_size: int, k: int, *, beam_width: int = 4
+    ) -> SearchCommand:
         """What `search` of the same arguments asks the device for; it is not sent."""
 
     def search(
         self,
         query: torch.Tensor,
-        L: int,
+        list_size: int,
         k: int,
         *,
-        beam: int = 4,
+        beam_width: int = 4,
         deadline_s: float = 30.0,
         watch: Callable[[Round], None] | None = None,
     ) -> SearchTicket:
@@ -396,10 +398,11 @@ class GraphDevice(Device, Protocol):
         Args:
             query: [dim], on the CPU; of the vectors' dtype where those are whole numbers, else
                 float32.
-            L: candidates that are kept, k or more: a longer list finds more, and reads more.
+            list_size: candidates that are kept, k or more, DiskANN's L: a longer list finds more,
+                and reads more.
             k: results wanted.
-            beam: candidates that are expanded in one hop. The result depends on it, and on nothing
-                that time decides.
+            beam_width: candidates that are expanded in one hop, DiskANN's W. The result depends on
+                it, and on nothing that time decides.
             deadline_s: of each read.
             watch: gets every round once it has been measured, in any thread.
 

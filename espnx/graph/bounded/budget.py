@@ -85,13 +85,13 @@ def least_bytes(layout: PageLayout, options: GraphOptions) -> int:
 
 
 def fit_bytes(layout: PageLayout, options: GraphOptions) -> int:
-    """Of looking for the rotation of codes, whatever the number of vectors."""
+    """Bytes that looking for the rotation of codes takes, whatever the number of vectors."""
     code_bytes = min(layout.code_bytes, layout.disk_pq_bytes or layout.code_bytes)
     return rotation_fit_bytes(layout.n, layout.dim, code_bytes, use_opq=options.use_opq)
 
 
 def member_bytes(layout: PageLayout, options: GraphOptions) -> int:
-    """Of a vector of a part, while the part's graph is built, packed and written."""
+    """Bytes that a vector of a part takes, while the part's graph is built, packed and written."""
     stored = vector_bytes(layout.row_format, layout.dim)
     measured = 4 * (layout.dim + 1) if options.metric == "ip" else 0
     edges = 4 * max(layout.max_degree + 1, int(_SLACK * layout.max_degree))

@@ -253,7 +253,7 @@ class _Bounded:
         return unpack_codebook(self._sampled(f"{name}begin", np.int64), packed, dim)
 
     def _coding(self) -> VectorCoding:
-        """Of vectors in nodes."""
+        """The coding of vectors in nodes."""
         return VectorCoding(
             self._layout.format, self._codebook("disk_") if self._layout.format == "pq" else None
         )

@@ -50,7 +50,7 @@ def number_nodes(sizes: list[int], nodes_per_page: int) -> list[Piece]:
 
 
 def interleave(first: np.ndarray, second: np.ndarray, degree: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of two lists a row, uint32 [m, r], the one's best and the other's best in turn, each only
+    """Merges two lists a row, uint32 [m, r]: the one's best and the other's best in turn, each only
     once.
 
     Lists are in the order in which pruning chose them; `NOBODY` stands where there is none.
@@ -226,8 +226,8 @@ def merge_parts(
 def _guests_of(
     work: WorkFolder, home: int, begins: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the rows that are at home in a part and guests elsewhere: (rows, in order; where: part;
-    place among its guests)"""
+    """The rows that are at home in a part and guests elsewhere: (rows, in order; where: part; place
+    among its guests)"""
     rows, parts, places = [], [], []
     for part, begin in enumerate(begins):
         if home + 1 >= len(begin) or begin[home] == begin[home + 1]:
@@ -249,8 +249,8 @@ def _guests_of(
 def _lists(
     work: WorkFolder, block: Piece, guests: tuple[np.ndarray, np.ndarray, np.ndarray], degree: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of the rows of a block: the edges that their home gave them, and those that the other part
-    did; uint32 [m, degree]."""
+    """The edges that their home gave the rows of a block, and those that the other part did; uint32
+    [m, degree]."""
     count = block.end - block.begin
     built = f"built_{block.part}"
     rows = read_array(work.file(built, "own.rows"), np.uint32, None, block.begin, count)

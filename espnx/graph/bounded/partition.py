@@ -39,7 +39,7 @@ def divide(
 
 
 def _take(far: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """For each vector the nearest part with room, uint32 [m], or `NOBODY`; of those that want its
+    """The nearest part with room for each vector, uint32 [m], or `NOBODY`; of those that want its
     last places the first ones get them."""
     chosen = np.full(len(far), NOBODY, np.uint32)
     waiting = np.arange(len(far))

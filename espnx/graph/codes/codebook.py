@@ -72,7 +72,7 @@ class Codebook:
 
     @property
     def size_bytes(self) -> int:
-        """Of all of it."""
+        """Bytes of all of it."""
         return (
             codebook_bytes(self.centroids.shape[1], is_rotated=self.rotation is not None)
             + self.begin.nbytes
@@ -86,7 +86,7 @@ class Codebook:
 
 
 def codebook_bytes(dim: int, *, is_rotated: bool) -> int:
-    """Of a packed codebook of vectors of `dim` values."""
+    """Bytes of a packed codebook of vectors of `dim` values."""
     return 4 * dim * (PRODUCT_CENTROIDS + (dim if is_rotated else 0))
 
 
@@ -162,7 +162,7 @@ def train_codebook(
 
 
 def _some(sample: np.ndarray, most: int) -> np.ndarray:
-    """At most so many rows, evenly spread; a view."""
+    """A view of at most so many rows, evenly spread."""
     return sample[:: -(-len(sample) // most)]
 
 
@@ -184,7 +184,7 @@ def _loss(
 
 
 def _product(vectors: np.ndarray, matrix: np.ndarray) -> np.ndarray:
-    """By torch, which keeps to the threads that it was given."""
+    """The product, by torch, which keeps to the threads that it was given."""
     found: np.ndarray = torch.mm(
         torch.from_numpy(np.require(vectors, np.float32, ["C", "W"])), torch.from_numpy(matrix)
     ).numpy()

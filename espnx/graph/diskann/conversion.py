@@ -448,7 +448,7 @@ def _check_given(given: np.ndarray, codes: np.ndarray, book: Codebook) -> None:
 
 
 def _without_added_dimension(engine: NativeEngine, prefix: str, found: _Index) -> _Index:
-    """Of an index by inner product, the vectors that it was built from.
+    """The vectors that an index by inner product was built from.
 
     DiskANN divides them by the largest length and adds a dimension in which all are of length 1, so
     that the nearest by distance have the largest product. Edges were chosen by that, and so it
@@ -675,7 +675,7 @@ def _read_rows(
 
 
 def _most_central(vectors: np.ndarray, rows: np.ndarray) -> int:
-    """Of some rows the one that is nearest to the mean of all vectors: of entry points, the medoid
+    """The row that is nearest to the mean of all vectors, of some rows: of entry points, the medoid
     from which the graph was built."""
     mean = vectors.mean(axis=0, dtype=np.float64)
     return int(rows[np.square(vectors[rows] - mean).sum(axis=1).argmin()])

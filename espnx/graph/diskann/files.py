@@ -86,7 +86,7 @@ class DiskannHeader:
 
     @property
     def unit_bytes(self) -> int:
-        """Of the sectors that hold one node, or of the one that holds several."""
+        """Bytes of the sectors that hold one node, or of the one that holds several."""
         return -(-self.node_bytes // SECTOR_BYTES) * SECTOR_BYTES
 
     @property
@@ -95,11 +95,11 @@ class DiskannHeader:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file."""
+        """Bytes of the file."""
         return SECTOR_BYTES + -(-self.n // self.nodes_per_unit) * self.unit_bytes
 
     def node_dtype(self, dtype: np.dtype) -> np.dtype:
-        """Of a node, without holes: ``vector``, ``count``, ``neighbours``."""
+        """The layout of a node, without holes: ``vector``, ``count``, ``neighbours``."""
         degree = (self.node_bytes - self.width * dtype.itemsize) // 4 - 1
         return np.dtype(
             [
@@ -446,7 +446,8 @@ def read_metadata(engine: NativeEngine, path: str) -> tuple[str, str] | None:
 
 
 def read_norm(engine: NativeEngine, path: str) -> float:
-    """By what the vectors of an index by inner product were divided. Raises as `read_codebook`."""
+    """The number by which the vectors of an index by inner product were divided. Raises as
+    `read_codebook`."""
     _size(path, 12)
     norm = float(_bin(read_file(engine, path), 0, "<f4", (1, 1), path, "the largest length")[0, 0])
     if not 0 < norm < np.inf:

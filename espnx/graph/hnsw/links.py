@@ -156,5 +156,5 @@ def parse_links(data: bytes, n: int, m: int, n_upper: int, entry: int) -> Links:
 
 
 def links_bytes(n: int, m: int, n_upper: int) -> int:
-    """Of the file."""
+    """Bytes of the file."""
     return n + 4 * m * (2 * n + n_upper)

@@ -39,8 +39,8 @@ _REBUILD = "restore the directory from a copy, or build it again"
 
 @dataclass(frozen=True)
 class Slots:
-    """Where vectors lie. A *unit* is what is read, and has a checksum: a page, or the pages of one
-    long vector.
+    """The places of vectors. A *unit* is what is read, and has a checksum: a page, or the pages of
+    one long vector.
 
     Attributes:
         n: vectors.
@@ -69,8 +69,8 @@ class HnswGraph:
     numbers of vectors, from 0.
 
     In memory are the links, 8 m bytes a vector and a little more for the layers above, and 4 bytes
-    for each page of vectors. A search with ``beam=1`` finds what FAISS finds with ``efSearch`` = L,
-    where no two distances are equal.
+    for each page of vectors. A search with ``beam_width=1`` finds what FAISS finds with
+    ``efSearch=list_size``, where no two distances are equal.
 
     Args:
         path: of a directory that `build_hnsw` or `write_hnsw` has made.
@@ -123,7 +123,7 @@ class HnswGraph:
 
     @property
     def memory_bytes(self) -> int:
-        """That stay in host memory."""
+        """Bytes that stay in host memory."""
         return self.links.memory_bytes + int(self._sums.nbytes)
 
     def open(self, engine: Engine) -> Sequence[FileHandle]:

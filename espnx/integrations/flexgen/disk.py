@@ -10,12 +10,15 @@ of a wait without end. Where there is no GPU, everything runs on the CPU. For ex
     from flexgen.flex_opt import OptLM
     from espnx.integrations import flexgen
 
-    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 256, "num_attention_heads": 2,
-    "num_hidden_layers": 2} config = flexgen.convert(OPTForCausalLM(OPTConfig(vocab_size=96,
-    max_position_embeddings=64, **sizes)), "weights") with flexgen.EspnxDisk("cache") as disk:
-        model = OptLM(config, flexgen.environment(disk), "weights", flexgen.policy(batch=2,
-        cache_disk_percent=100)) tokens = model.generate([[2, 10, 11], [2, 20, 21]],
-        max_new_tokens=5) stats = disk.stats()
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 256}
+    sizes |= {"num_attention_heads": 2, "num_hidden_layers": 2}
+    model = OPTForCausalLM(OPTConfig(vocab_size=96, max_position_embeddings=64, **sizes))
+    config = flexgen.convert(model, "weights")
+    policy = flexgen.policy(batch=2, cache_disk_percent=100)
+    with flexgen.EspnxDisk("cache") as disk:
+        model = OptLM(config, flexgen.environment(disk), "weights", policy)
+        tokens = model.generate([[2, 10, 11], [2, 20, 21]], max_new_tokens=5)
+        stats = disk.stats()
 
 FlexGen is not a dependency of espnx: ``pip install --no-deps flexgen==0.1.8; pip install pulp attrs
 tqdm``.
@@ -79,8 +82,9 @@ class EspnxDisk:
             waits for one by itself; activations on disk need this too.
         deadline_s: of each transfer.
 
-    Raises (from `synchronize`, as ``generate`` calls it): ReadError, WriteError, ChecksumError,
-        DeadlineExceededError: the disk can be used further; ``generate`` begins anew.
+    Raises (from `synchronize`, as ``generate`` calls it):
+        ReadError, WriteError, ChecksumError, DeadlineExceededError: the disk can be used further;
+            ``generate`` begins anew.
         DiskFullError: from ``generate`` before its first token, with the bytes needed and free.
     """
 

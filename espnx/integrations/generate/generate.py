@@ -98,8 +98,10 @@ def generate_file(
     Raises:
         InvalidInputError: `out` holds other results; a prompt has no tokens, or more than the model
             has positions. Nothing was generated.
-        WriteError, DiskFullError: results cannot be written. What a `KVCache` raises; the results
-        of whole batches are written then, and the next run goes on after them.
+        WriteError, DiskFullError: results cannot be written.
+
+    And what a `KVCache` raises; the results of whole batches are written then, and the next run
+    goes on after them.
     """
     enable_kv_cache(model)
     done = set() if out is None else read_done(out, settings, prompts)
@@ -150,7 +152,7 @@ def generate_file(
 def _into_order(
     report: Report, out: str | os.PathLike[str] | None, prompts: Sequence[Prompt]
 ) -> None:
-    """Of the prompts; batches came by length."""
+    """Puts the lines in the order of the prompts; batches came by length."""
     order = {prompt.id: number for number, prompt in enumerate(prompts)}
     report.results.sort(key=lambda line: order[line["id"]])
     if out is not None and report.prompts:

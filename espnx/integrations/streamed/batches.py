@@ -137,14 +137,16 @@ class GroupedCache(Cache):
 
 @contextmanager
 def micro_batches(model: PreTrainedModel, n: int) -> Iterator[None]:
-    """Within it, every layer of a model takes a batch in `n` parts (or as many as there are rows).
+    """Has every layer of a model take a batch in `n` parts (or as many as there are rows), as long
+    as it is open.
 
     Args:
         model: a decoder, streamed or not.
         n: parts; they differ by at most one row.
 
-    Raises (from a forward pass): InvalidInputError: a cache or an argument that cannot be split;
-        attention weights or router logits are asked for.
+    Raises (from a forward pass):
+        InvalidInputError: a cache or an argument that cannot be split; attention weights or router
+            logits are asked for.
     """
     if n < 1:
         raise errors.InvalidInputError("micro_batches", got=n, expected="at least 1")

@@ -52,7 +52,7 @@ class ModelWeights:
 
 
 def read_config(path: str | os.PathLike[str]) -> PreTrainedConfig:
-    """Of a folder, or of a ``config.json``. No code from the folder is run. Raises
+    """The config of a folder, or of a ``config.json``. No code from the folder is run. Raises
     InvalidInputError."""
     where = Path(path)
     file = where / "config.json" if where.is_dir() else where

@@ -32,8 +32,8 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class KVShape:
-    """Of one layer: heads of K and V, the lengths of their rows, and the model's hidden size and
-    heads of queries."""
+    """The shape of one layer: heads of K and V, the lengths of their rows, and the model's hidden
+    size and heads of queries."""
 
     n_kv: int
     d: int
@@ -271,8 +271,8 @@ def _step(
 def _resume(
     model: PreTrainedModel, plan: ModelPlan, shape: KVShape, batch: int, tokens: int
 ) -> dict[str, Any]:
-    """Of prompts of so many tokens each. Only the last token needs the head; a token attends to
-    those before it and to itself."""
+    """What computing prompts of so many tokens anew takes. Only the last token needs the head; a
+    token attends to those before it and to itself."""
     used = _Used.of(model, batch)
     dense = 2 * batch * ((used.by_token - used.head) * tokens + used.head)
     attention = (

@@ -90,11 +90,11 @@ class KVCache(Cache):
         StoreBusyError, ForeignFileError, FormatError, ChecksumError: what is kept under the name
             cannot be continued.
 
-    Raises (from the model's forward pass, as `generate` runs it): StateError: the model was not
-        enabled, or another thread is using the cache. DiskFullError, WriteError, ReadError,
-        ChecksumError, DeadlineExceededError: with `sequences`, the tokens so far; the cache is as
-        it
-            was before that forward pass, and can go on.
+    Raises (from the model's forward pass, as `generate` runs it):
+        StateError: the model was not enabled, or another thread is using the cache.
+        DiskFullError, WriteError, ReadError, ChecksumError, DeadlineExceededError: with
+            `sequences`, the tokens so far; the cache is as it was before that forward pass, and can
+            go on.
     """
 
     @suggests_keywords

@@ -289,7 +289,7 @@ class _Onlooker(Cache):
             layer.input = LayerInput.of_call(module, args, kwargs)
 
     def check(self, tokens: int) -> None:
-        """After a pass. Raises InvalidInputError."""
+        """Checks what a pass has left in the cache. Raises InvalidInputError."""
         for layer in self.layers:
             if isinstance(layer, _Noted) and (
                 layer.get_seq_length() != tokens or not layer.answered

@@ -22,8 +22,8 @@ from .forward.attention import NAME
 
 
 def watch_generation(model: PreTrainedModel) -> None:
-    """From here on what the model generates with a `KVCache` is looked at. Models that do not
-    generate have nothing to watch."""
+    """Looks from here on at what the model generates with a `KVCache`. Models that do not generate
+    have nothing to watch."""
     watched = {
         "generate": _generate,
         "prepare_inputs_for_generation": _prepare,
@@ -55,7 +55,7 @@ def _generate(own: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_text(cache: KVCache, model: PreTrainedModel, input_ids: torch.Tensor) -> None:
-    """Whether a text [sequences, n], which a model is to go on with, begins with what is cached,
+    """Whether a text [sequences, n], which a model is to continue, begins with what is cached,
     and is longer.
 
     Raises InvalidInputError; where the model is another one, what `PassState.check_model` raises.

@@ -44,7 +44,7 @@ class KeptState:
 
     @property
     def directories(self) -> list[str]:
-        """Where the cache's data files are, one directory for each SSD."""
+        """The directories of the cache's data files, one for each SSD."""
         return self._name.directories
 
     @property

@@ -12,7 +12,7 @@ Stats = Mapping[str, Any]
 
 
 def summary(stats: Stats, storage: Sequence[str]) -> str:
-    """Of `KVCache.stats`: a table of several lines."""
+    """A table of `KVCache.stats`, several lines."""
     held = (
         f"{stats['sequences']} sequences of {stats['tokens']:,} tokens, {stats['layers_on_ssd']} "
         "layers"

@@ -7,7 +7,7 @@ import torch
 
 
 class Text:
-    """Of one batch of sequences, which have as many tokens each.
+    """The tokens of one batch of sequences, which have as many each.
 
     Attributes:
         tokens: int64 [sequences, n], or None where the model was fed no ids. Those of a pass that
@@ -73,6 +73,6 @@ class Text:
         return found
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        """From the tensors that a kept cache saved."""
+        """Takes the tensors that a kept cache saved."""
         self.tokens = tensors.get("tokens")
         self.hidden = tensors["hidden"].bool() if "hidden" in tensors else None

@@ -77,7 +77,7 @@ class KeptState:
 
     @property
     def tokens(self) -> int:
-        """Of each sequence."""
+        """Tokens of each sequence."""
         return max((rows.count for rows in self.rows), default=0)
 
     @property
@@ -208,7 +208,7 @@ def take_tables(
 
 
 def check_places(segments: Sequence[tuple[str, SegmentPlace]]) -> None:
-    """Of segments, each with its data file. Raises FormatError where two of them claim one
+    """Checks segments, each with its data file. Raises FormatError where two of them claim one
     place."""
     end: dict[str, int] = {}
     for path, place in sorted(segments, key=lambda each: (each[0], each[1].offset_bytes)):

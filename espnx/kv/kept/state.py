@@ -105,7 +105,7 @@ def save(
 
 
 def _segments(cache: SsdCache, number: int) -> list[StripedSegment]:
-    """On a device, those that the cache looks at, each once."""
+    """The segments on a device that the cache looks at, each once."""
     every = (
         each for rows in cache.every for run in rows.runs for parts in run.parts for each in parts
     )

@@ -48,8 +48,8 @@ def accelerator_bound(
 def rounded_query_error(
     peak: torch.Tensor, k_sum: torch.Tensor, scale: float, *, is_half: bool
 ) -> torch.Tensor:
-    """By how much scores change where a query that was multiplied by ``scale`` in fp32 is divided
-    by it and rounded to fp16.
+    """The change of scores where a query that was multiplied by ``scale`` in fp32 is divided by it
+    and rounded to fp16.
 
     Args:
         peak: as `accelerator_bound`.

@@ -66,7 +66,7 @@ class Queries:
             )
 
     def part(self, begin: int, end: int) -> Self:
-        """Of some of the sequences."""
+        """The queries of some of the sequences."""
         first, visible = (
             None if each is None else each[begin:end] for each in (self.first_visible, self.visible)
         )
@@ -111,7 +111,7 @@ class RowsInMemory:
         return k, k if self.v is self.k else self.v[:, :, self.skip : self.skip + self.n_rows]
 
     def part(self, begin: int, end: int) -> Self:
-        """Of some of the sequences."""
+        """The rows of some of the sequences."""
         k = self.k[begin:end]
         counts = None if self.counts is None else self.counts[begin:end]
         return replace(self, k=k, v=k if self.v is self.k else self.v[begin:end], counts=counts)
@@ -125,8 +125,8 @@ class RowsInMemory:
 
 
 def native_arguments(queries: Queries, rows: RowsInMemory | None, threads: int) -> dict[str, Any]:
-    """As the compiled attention takes them, over stored rows too. `threads` 0: as many as PyTorch
-    uses."""
+    """The queries and rows as the compiled attention takes them, over stored rows too. `threads` 0:
+    as many as PyTorch uses."""
     tail = (
         None
         if rows is None or not rows.n_rows

@@ -16,7 +16,7 @@ MASK = 0xFFFFFFFF
 
 @functools.cache
 def byte_table() -> tuple[int, ...]:
-    """For each byte, the register that it leaves when it is shifted through an empty one."""
+    """The register that each byte leaves when it is shifted through an empty one."""
     table = []
     for byte in range(256):
         register = byte

@@ -36,12 +36,12 @@ def check_format(format: str) -> torch.dtype:  # noqa: A002
 
 
 def vector_bytes(format: str, dim: int) -> int:  # noqa: A002
-    """Of one vector. Raises InvalidInputError for an unknown format."""
+    """Bytes of one vector. Raises InvalidInputError for an unknown format."""
     return dim * check_format(format).itemsize
 
 
 def query_dtype(format: str) -> torch.dtype:  # noqa: A002
-    """Of a query against such vectors: whole numbers like theirs, else float32."""
+    """The dtype of a query against such vectors: whole numbers like theirs, else float32."""
     dtype = check_format(format)
     return dtype if is_whole(format) else torch.float32
 

@@ -4,16 +4,17 @@ for C++.
 To add a format: a class (or an instance of one) here, an entry in the C++ header with a decoder per
 instruction set, and a branch in ``kernels/maxsim.py``; callers pass the name and do not change.
 
-=========  ============
-================================================================================================
-name       bytes (d=128) row, little-endian =========  ============
-================================================================================================
-fp32       512           d values fp16       256           d values bf16       256           d
-values int8       132           float32 scale, then d int8 codes: value = scale * code bit1       16
-d sign bits, lowest bit first: value = +-1 / sqrt(d) residualN  4 + 16 N      int32 centroid number,
-then d codes of N bits as ColBERTv2 packs them: value = centroid + weight, normalised =========
-============
-================================================================================================
+=========  ============  ================================================================
+name       bytes (d=128) row, little-endian
+=========  ============  ================================================================
+fp32       512           d values
+fp16       256           d values
+bf16       256           d values
+int8       132           float32 scale, then d int8 codes: value = scale * code
+bit1       16            d sign bits, lowest bit first: value = +-1 / sqrt(d)
+residualN  4 + 16 N      int32 centroid number, then d codes of N bits as ColBERTv2 packs
+                         them: value = centroid + weight, normalised
+=========  ============  ================================================================
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class FloatFormat(TokenFormat):
         return d * self.dtype.itemsize
 
     def encode(self, tokens: torch.Tensor, codebook: Codebook | None = None) -> torch.Tensor:
-        """As `TokenFormat.encode`; a finite value that is too large for the format is refused,
-        infinities and NaNs are kept."""
+        """Does what `TokenFormat.encode` says; a finite value that is too large for the format is
+        refused, infinities and NaNs are kept."""
         self.check_codebook(tokens.shape[-1], codebook)
         # in one dimension, since an empty tensor may have any strides in two
         stored = tokens.to(self.dtype).contiguous().reshape(-1)

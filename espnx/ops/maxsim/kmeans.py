@@ -12,7 +12,7 @@ CHUNK_PRODUCTS = 4 << 20  # 16 MiB of dot products at a time
 
 
 def nearest_centroids(tokens: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """For each token the number of the centroid with the largest dot product (the first of equals).
+    """The number of the centroid with the largest dot product for each token (the first of equals).
 
     Args:
         tokens: float32 ``[n, d]``.

@@ -154,7 +154,7 @@ def first_unknown(
 
 
 def centroid_error(got: str, n_centroids: int) -> InvalidInputError:
-    """The error of a row that names a centroid which the codebook has not."""
+    """The error of a row that names a centroid that the codebook does not have."""
     return InvalidInputError(
         "maxsim row names an unknown centroid",
         got=got,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ... import errors
+from ...sizes import BUILD_BYTES
 from ...storage import NativeEngine
 from ...suggestions import suggests_keywords
 from ..analyzer import Analyzer
@@ -23,7 +24,6 @@ from .resume import InputDigest, KeptRuns, RunFacts
 from .spool import Run, TermPostings, join, merge_runs, remove_run, sort_postings
 from .writer import Progress, SectionContent, SegmentWriter
 
-MEMORY_BYTES = 512 << 20
 # of memory, while a run is sorted; in Python's own dictionaries
 BYTES_A_TOKEN, BYTES_A_TERM = 48, 600
 _BYTES_A_MERGED_POSTING = 64
@@ -32,7 +32,7 @@ _STOP = 0  # the id of words that are no terms
 
 
 class _Vocabulary(dict[str, int]):
-    """From a word to the id of its term in this run."""
+    """Maps a word to the id of its term in this run."""
 
     def __init__(self, term_of: Callable[[str], str | None]):
         super().__init__()
@@ -74,7 +74,7 @@ class SegmentBuilder:
         *,
         kind: int = COUNT,
         analyzer: Analyzer | None = None,
-        memory_bytes: int = MEMORY_BYTES,
+        memory_bytes: int = BUILD_BYTES,
         progress: Progress | None = None,
         kept: KeptRuns | None = None,
         salt: int | None = None,
@@ -102,12 +102,12 @@ class SegmentBuilder:
 
     @property
     def n_records(self) -> int:
-        """That were added."""
+        """Records that were added."""
         return self._first_of_run + len(self._counts)
 
     def resumed(self, items: Iterator[T], identity: Callable[[T], bytes]) -> Iterator[T | None]:
-        """Of the input, what must be added: all but what runs of an attempt before hold, which are
-        taken as they are: None for each.
+        """Yields what must be added of the input: all but what runs of an attempt before hold,
+        which are taken as they are: None for each.
 
         Args:
             items: each is the argument of one call of an `add_...`; those of a run are held in
@@ -275,7 +275,8 @@ class SegmentBuilder:
             self._end_run()
 
     def largest_weights(self) -> LargestWeights:
-        """Of all records; reads the spool once more. After `sort_rest`."""
+        """The largest weight of each term in any record; reads the spool once more. After
+        `sort_rest`."""
         found = LargestWeights(np.zeros(0, np.uint64), np.zeros(0, np.float32))
         for part in self._merged():
             found = found.joined(LargestWeights.in_postings(part))

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ... import errors
-from ...sizes import format_size
+from ...sizes import BUILD_BYTES, format_size
 from ...suggestions import suggests_keywords
 from ..analyzer import Analyzer
-from .builder import BYTES_A_TOKEN, MEMORY_BYTES
+from .builder import BYTES_A_TOKEN
 from .records import CsrArrays, Records
 
 SAMPLE_RECORDS = 1000
@@ -38,7 +38,7 @@ class SpoolEstimate:
     size_bytes: int
 
     def summary(self) -> str:
-        """In a line."""
+        """The estimate in a line."""
         spool = (
             f"about {format_size(self.size_bytes)} of spool"
             if self.size_bytes
@@ -55,7 +55,7 @@ def estimate_spool(
     terms: Iterable[Any] | None = None,
     vectors: Iterable[Any] | CsrArrays | None = None,
     analyzer: Analyzer | None = None,
-    memory_bytes: int = MEMORY_BYTES,
+    memory_bytes: int = BUILD_BYTES,
 ) -> SpoolEstimate:
     """What `espnx.Postings.build` with these arguments will need.
 

@@ -23,8 +23,8 @@ FIRST_MOST = 0xFFFF * LIST_ALIGN_BYTES // 10
 
 @dataclass(frozen=True, eq=False)
 class LargestWeights:
-    """Of terms, by their hashes: those that share one have the same steps, so that whoever knows
-    hashes alone decides alike.
+    """The largest weight of each term, by its hash: those that share one have the same steps, so
+    that whoever knows hashes alone decides alike.
 
     Attributes:
         hashes: uint64 [n], ascending, each once.
@@ -36,18 +36,18 @@ class LargestWeights:
 
     @classmethod
     def of(cls, hashes: np.ndarray, weights: np.ndarray) -> LargestWeights:
-        """Of hashes in any order, some of them several times."""
+        """Takes hashes in any order, some of them several times."""
         order = np.argsort(hashes, kind="stable")
         known, first = np.unique(hashes[order], return_index=True)
         return cls(known, np.maximum.reduceat(weights[order], first) if len(known) else weights)
 
     @classmethod
     def in_postings(cls, part: TermPostings) -> LargestWeights:
-        """Of lists whose values are the bits of float32."""
+        """The largest weights of lists whose values are the bits of float32."""
         return cls.of(part.hashes, _largest(part, part.values.view(np.float32)))
 
     def joined(self, other: LargestWeights) -> LargestWeights:
-        """Of both."""
+        """The largest weights of both."""
         return self.of(
             np.concatenate([self.hashes, other.hashes]),
             np.concatenate([self.weights, other.weights]),
@@ -117,6 +117,6 @@ def into_layers(
 
 
 def _largest(part: TermPostings, weights: np.ndarray) -> np.ndarray:
-    """Of each list; none is empty."""
+    """The largest weight of each list; none is empty."""
     begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(part.counts)])[:-1]
     return np.maximum.reduceat(weights, begins) if len(begins) else weights[:0]

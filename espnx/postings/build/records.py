@@ -213,7 +213,7 @@ def _ids(given: Any) -> Iterator[DocumentId]:
 
 
 def text_of(item: Any) -> str:
-    """Of a record of texts, what is indexed."""
+    """What is indexed of a record of texts."""
     found: str = _text_of(item, 0)[1]
     return found
 

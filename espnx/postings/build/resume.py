@@ -31,7 +31,7 @@ _BEGUN, _SALT, _FACTS, _POSTINGS, _LENGTHS = "begun", "salt", "facts.json", "pos
 
 
 class InputDigest:
-    """Of the items of an input, one after the other.
+    """A digest of the items of an input, one after the other.
 
     Attributes:
         n_items: that were added.
@@ -118,7 +118,7 @@ class KeptRuns:
         return self._work
 
     def facts(self) -> list[RunFacts]:
-        """Of the runs that are there, in their order."""
+        """Facts of the runs that are there, in their order."""
         found: list[RunFacts] = []
         while self._work is not None and self._work.has(_name(len(found))):
             facts = self._read_facts(self._work, len(found))

@@ -179,7 +179,7 @@ class SegmentWriter:
         return part, first
 
     def _dictionary(self, sum_lengths: int) -> Dictionary:
-        """Of all lists that were written."""
+        """The dictionary of all lists that were written."""
         first = np.concatenate([np.zeros(1, np.int64), *self._sizes]).cumsum() // LIST_ALIGN_BYTES
         if int(first[-1]) >= 2**32:
             size_bytes = int(first[-1]) * LIST_ALIGN_BYTES

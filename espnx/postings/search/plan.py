@@ -57,7 +57,7 @@ class Collection:
         #: The compiled part's view of the segments' terms.
         self.dictionaries = load_native().PostingsDictionaries()
         for i, segment in enumerate(self.segments):
-            held, (gone, gone_df) = (
+            held, (numbers, df) = (
                 segment.dictionary,
                 removed_terms[i] if removed_terms else (_NONE, _NONE),
             )
@@ -69,19 +69,18 @@ class Collection:
                 held.df.data,
                 layer,
                 steps,
-                gone.data,
-                gone_df.data,
+                numbers.data,
+                df.data,
                 held.kind,
             )
 
     @property
     def average_length(self) -> float:
-        """Of records, in terms."""
+        """Terms of a record, on average."""
         return self.sum_lengths / max(1, self.n_records)
 
     def norms(self, bm25: BM25) -> list[torch.Tensor]:
-        """For each segment, the bits of the float64 norm of each length; kept for the next
-        search."""
+        """The bits of each length's norm (float64), for each segment; kept for the next search."""
         held = self._norms  # read once: another thread may put others there
         if held is None or held[0] != bm25:
             made = [
@@ -149,15 +148,15 @@ class QueryPlan:
         self._weigh()
 
     def leave_out(self, places: np.ndarray) -> None:
-        """Of lists that are of other terms than those with whose hash they were found. `places`:
-        among the last `rows`."""
+        """Leaves out lists that are of other terms than those with whose hash they were found.
+        `places`: among the last `rows`."""
         for segment, name in self._rows[places][:, [0, 9]].tolist():
             self._numbers[segment, name] = -1
         self._weigh()
 
     def check_names(self, query: int, deadline_s: float = 30.0) -> np.ndarray:
-        """Of a query's terms whose lists were not asked for, which say whose they are, leaves those
-        out that merely share a hash with one.
+        """Leaves out those of a query's terms that merely share a hash with one, where their lists,
+        which say whose they are, were not asked for.
 
         Returns:
             int64 [3]: requests, bytes asked, bytes moved; none for terms that were looked at
@@ -204,7 +203,7 @@ class QueryPlan:
         )
 
     def weight_of(self, i: int) -> TermWeight | None:
-        """Of a term that was looked up."""
+        """The weight of a term that was looked up."""
         if not (self._numbers[:, i] >= 0).any():
             return None
         return TermWeight(self._terms[i], float(self._weights[i]), float(self._absent[i]))
@@ -279,7 +278,7 @@ class QueryPlan:
         return found
 
     def weighted(self, query: int, number: int) -> Iterator[tuple[int, bytes, float, float]]:
-        """Of the terms of a query that any record has: number in a segment (-1: none), bytes,
+        """Yields the terms of a query that any record has: number in a segment (-1: none), bytes,
         weight (of values, not of steps), and what records without it get."""
         for place in range(self._first[query], self._first[query + 1]):
             token = int(self._tokens[place])

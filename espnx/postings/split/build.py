@@ -15,6 +15,7 @@ import numpy as np
 
 from ... import errors
 from ...checks import check_whole, plain
+from ...sizes import BUILD_BYTES
 from ...storage import NativeEngine
 from ...storage.files import Section, make_given_directory
 from ...storage.replacing import check_target, writing_to
@@ -22,7 +23,7 @@ from ...storage.work import remove_work
 from ...suggestions import suggests_keywords
 from ..analyzer import Analyzer
 from ..bm25 import BM25
-from ..build.builder import MEMORY_BYTES, SegmentBuilder
+from ..build.builder import SegmentBuilder
 from ..build.impacts import LargestWeights
 from ..build.records import CsrArrays, Records
 from ..build.spool import TermPostings
@@ -59,7 +60,7 @@ def build_split(
     exact: bool = False,
     analyzer: Analyzer | str | None = None,
     bm25: BM25 | str | Mapping[str, Any] | None = None,
-    memory_bytes: int = MEMORY_BYTES,
+    memory_bytes: int = BUILD_BYTES,
     replace: bool = False,
     progress: Progress | None = None,
 ) -> list[PostingsReport]:
@@ -324,7 +325,7 @@ class _Turns:
         self.n_records += len(counts)
 
     def largest_weights(self) -> LargestWeights:
-        """Of the records of all."""
+        """The largest weight of each term in the records of all parts."""
         for builder in self.builders:
             builder.sort_rest()
         return functools.reduce(
@@ -349,7 +350,7 @@ def _even_homes(whole: Segment, n_parts: int) -> np.ndarray:
 
 
 def _only(postings: TermPostings, wanted: np.ndarray) -> TermPostings:
-    """Of these terms those that are wanted, bool [n]."""
+    """The postings of those of these terms that are wanted, bool [n]."""
     of_posting = np.repeat(wanted, postings.counts)
     names = [
         name for name, is_wanted in zip(postings.names, wanted.tolist(), strict=True) if is_wanted

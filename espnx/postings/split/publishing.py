@@ -67,7 +67,7 @@ def read_current(engine: NativeEngine, directories: Sequence[str]) -> list[Facts
 
 
 def finish_replacement(engine: NativeEngine, directories: Sequence[str]) -> None:
-    """Of a build that was killed while it published. Raises WriteError, DiskFullError."""
+    """Publishes the rest of a build that was killed at it. Raises WriteError, DiskFullError."""
     with contextlib.suppress(errors.FormatError, errors.StoreNotFoundError):
         current, published = (
             read_current(engine, directories),
@@ -123,7 +123,7 @@ def _facts(engine: NativeEngine, directory: str, name: str) -> Facts | None:
 
 
 def _collections(parts: Sequence[Facts]) -> set[str]:
-    """Of those that are parts; none's is the empty name."""
+    """The collections that these parts are of; none's is the empty name."""
     return {"" if each.split is None else each.split.collection for each in parts}
 
 

@@ -19,18 +19,18 @@ from typing import Any
 import numpy as np
 
 from ...checks import check_whole, plain
-from ...device.crew import Crew, Job
 from ...device.emulation.use import DeviceUse, watch
 from ...device.interface import DeviceStats
 from ...device.postings import PostingsDevice, ScanTicket
 from ...device.registry import Devices, devices_in
+from ...device.workers import Job, Workers
 from ...storage import NativeEngine
 from ...suggestions import suggests_keywords
 from ..inspection import VerifyReport, verify
 from ..queries import Query, directories_of, mask_of, rule_of, terms_of
 from ..search.plan import QueryPlan
 from ..search.search import K_MAX, Found
-from .asking import Asked, asked_of
+from .commands import SplitCommands, split_commands
 from .merging import best_of, best_of_partial
 from .parts import collection_of, read_parts
 
@@ -125,12 +125,12 @@ class SplitPostings:
 
     @property
     def devices(self) -> Sequence[PostingsDevice]:
-        """Of the parts, in their order."""
+        """The devices of the parts, in their order."""
         return self._devices
 
     @property
     def memory_bytes(self) -> Sequence[int]:
-        """Of the dictionary and the lengths of each part."""
+        """Bytes of the dictionary and the lengths of each part."""
         return [each.segment.memory_bytes for each in self._parts]
 
     def search(
@@ -163,7 +163,7 @@ class SplitPostings:
         allowed = mask_of(include, exclude, len(self))
         with watch(*self._devices, bench="--show postings") as watched:
             for _ in range(len(self._devices) + 1):
-                asked = asked_of(plan, self._parts, max(1, k), self.split, allowed)
+                asked = split_commands(plan, self._parts, max(1, k), self.split, allowed)
                 found, others = self._run(asked, k, allowed, deadline_s)
                 if not len(others):
                     break
@@ -171,7 +171,7 @@ class SplitPostings:
         return found if watched.use is None else replace(found, device=watched.use)
 
     def _run(
-        self, asked: Asked, k: int, allowed: np.ndarray | None, deadline_s: float
+        self, asked: SplitCommands, k: int, allowed: np.ndarray | None, deadline_s: float
     ) -> tuple[SplitFound, np.ndarray]:
         """What the devices gave back, and places of lists of other terms."""
         q, n = asked.n_queries, len(self._devices)
@@ -198,13 +198,13 @@ class SplitPostings:
         return SplitFound(numbers, scores, *costs, *link), np.array(others, np.int64)
 
     def _replies(
-        self, asked: Asked, deadline_s: float
+        self, asked: SplitCommands, deadline_s: float
     ) -> Iterator[tuple[int, dict[int, tuple[ScanTicket, np.ndarray]]]]:
-        """Of each query, what every device that has a list of it gave back. Reads of several
-        queries run ahead."""
+        """Yields what every device that has a list of a query gave back, query by query. Reads of
+        several queries run ahead."""
         under_way = deque[tuple[int, dict[int, tuple[ScanTicket, Job[np.ndarray]]]]]()
         following = 0
-        with Crew(self._devices) as crew:
+        with Workers(self._devices) as workers:
             try:
                 for query in range(asked.n_queries):
                     while following < min(asked.n_queries, query + _QUERIES_AHEAD):
@@ -217,7 +217,10 @@ class SplitPostings:
                                 allowed=command.allowed,
                                 deadline_s=deadline_s,
                             )
-                            under_way[-1][1][part] = ticket, crew.submit(self._pool, ticket.finish)
+                            under_way[-1][1][part] = (
+                                ticket,
+                                workers.submit(self._pool, ticket.finish),
+                            )
                         following += 1
                     replies = {
                         part: (ticket, reply.result())

@@ -22,13 +22,13 @@ _BUFFER_BYTES = 64 << 10
 
 
 def term_bytes(n_terms: int) -> int:
-    """Of a term's number in a record."""
+    """Bytes of a term's number in a record."""
     return 2 if n_terms <= 65_536 else 4
 
 
 class ForwardRows:
-    """Where forward records lie: computed from how many terms each has, two bytes a record and an
-    offset for every 64.
+    """The places of forward records: computed from how many terms each has, two bytes a record and
+    an offset for every 64.
 
     Attributes:
         counts: uint16 [n]: terms of each record.
@@ -48,7 +48,7 @@ class ForwardRows:
 
     @classmethod
     def of(cls, counts: np.ndarray, row_bytes: int) -> ForwardRows:
-        """Of records with so many terms each, uint16."""
+        """Counts offsets of records with so many terms each, uint16."""
         offsets, end = load_native().lay_out_records(
             torch.from_numpy(counts), FIXED_BYTES, row_bytes, 0
         )

@@ -156,12 +156,12 @@ class Segment:
 
     @property
     def files(self) -> Sequence[FileHandle]:
-        """That are open for it, until `close`."""
+        """The files that are open for it, until `close`."""
         return list(self._files.values())
 
     @property
     def memory_bytes(self) -> int:
-        """Of what stays in memory."""
+        """Bytes that stay in memory."""
         of_lengths = (
             0 if self.lengths is None else self.lengths.codes.nbytes + self.lengths.long.nbytes
         )
@@ -170,7 +170,7 @@ class Segment:
 
     @property
     def forward_term_bytes(self) -> int:
-        """Of a term's number in a forward record."""
+        """Bytes of a term's number in a forward record."""
         return term_bytes(len(self.dictionary))
 
     def term(self, number: int) -> bytes:

@@ -17,8 +17,8 @@ TERM_BYTES_MAX = 2**31 - 1
 
 
 def term_bytes(term: str | int) -> bytes:
-    """Of a term: UTF-8, in which a half of a character has a form of its own. A number stands for
-    its decimal digits.
+    """The bytes of a term: UTF-8, in which a half of a character has a form of its own. A number
+    stands for its decimal digits.
 
     Raises InvalidInputError for what is neither.
     """

@@ -26,7 +26,7 @@ _ORDER_ROWS = 1 << 16  # numbers at a time: half a MiB
 
 
 def section_file(name: str) -> str:
-    """Where a section lies in the build's directory. Raises InvalidInputError for a name that
+    """The file of a section in the build's directory. Raises InvalidInputError for a name that
     cannot be."""
     return f"{stage_section(name).replace('stage.', 'stage-', 1)}.bin"
 

@@ -8,12 +8,12 @@ import os
 
 from ... import errors
 from ...checks import check_whole
-from ...sizes import format_size, parse_size
+from ...sizes import BUILD_BYTES, format_size, parse_size
 
 _MARGIN_BYTES = 56 << 20  # SQLite, Python objects, what the allocator keeps between two trims
 _LEAST_BYTES = 32 << 20
 _FLOOR_BYTES = 64 << 20
-_DEFAULT_BYTES = 1 << 30
+_DEFAULT_BYTES = 1 << 30  # of the process, or more where it holds much already
 # Records that are copied are there as they were read, decoded in float32 (up to four times as
 # much), and as they are written: an eighth takes most of what is left. More than 32 MiB at a time
 # makes nothing faster, and less than 1 MiB makes reads small.
@@ -37,16 +37,16 @@ class MemoryBudget:
     """What a build may still take.
 
     Args:
-        total: bytes, or a size such as ``1GiB``; None: 1 GiB, or what the process holds now and
-            half a GiB where that is more. That limit, which nobody gave, steers how much is taken
-            at a time and refuses nothing.
+        total: bytes, or a size such as ``1GiB``; None: `BUILD_BYTES` beside what the process holds
+            now, 1 GiB at least. That limit, which nobody gave, steers how much is taken at a time
+            and refuses nothing.
     """
 
     def __init__(self, total: int | str | None):
         self.is_given = total is not None
         if total is None:
             self.trim()
-            self.total_bytes = max(_DEFAULT_BYTES, resident_bytes() + _DEFAULT_BYTES // 2)
+            self.total_bytes = max(_DEFAULT_BYTES, resident_bytes() + BUILD_BYTES)
             return
         if not isinstance(total, str):
             check_whole("memory", total, 0)
@@ -73,12 +73,13 @@ class MemoryBudget:
         return left
 
     def record_bytes(self) -> int:
-        """Of records that are held at a time while they are copied or encoded. Raises what `left`
-        does."""
+        """Bytes of records that may be held at a time while they are copied or encoded. Raises what
+        `left` does."""
         return min(_RECORDS_MOST_BYTES, max(_RECORDS_LEAST_BYTES, self.left() // _RECORDS_SHARE))
 
     def encoded_bytes(self) -> int:
-        """Of an encoder's float32 vectors that are asked for at a time. Raises what `left` does."""
+        """Bytes of an encoder's float32 vectors that may be asked for at a time. Raises what `left`
+        does."""
         return self.left() // _ENCODED_SHARE
 
     def require(self, need_bytes: int, what: str, fix: str) -> None:

@@ -185,7 +185,7 @@ class Builder:
             if self.state.documents and os.path.lexists(os.path.join(self.building, STATE)):
                 error.add_note(
                     f"{self.state.documents:,} documents are kept in {self.building}: the same "
-                    "build goes on with them"
+                    "build continues with them"
                 )
             raise
 
@@ -244,7 +244,7 @@ class Builder:
         except BaseException as error:
             if isinstance(error, errors.InvalidInputError) or self._encoder_failed:
                 under_way.discard(self.engine, self.path, published)
-            elif not self.state.documents:  # nothing is on disk that could be gone on with
+            elif not self.state.documents:  # nothing is on disk that could be continued
                 with suppress(errors.EspnxError, OSError):
                     under_way.discard(self.engine, self.path, published)
             raise
@@ -292,11 +292,11 @@ class Builder:
             why if self.restarted_because is None else f"{self.restarted_because}; {why}"
         )
         warnings.warn(
-            f"{self.path}: not all of the interrupted build is gone on with: {why}", stacklevel=2
+            f"{self.path}: not all of the interrupted build is continued: {why}", stacklevel=2
         )
 
     def _append(self, stream: Iterable[list[Document]], total: int | None) -> None:
-        """Spools what the interrupted build had not."""
+        """Spools what the interrupted build did not."""
         spool = SpoolWriter(
             self.engine,
             self.building,
@@ -544,7 +544,7 @@ class Builder:
     def _manifest(
         self, entry: PartEntry | None, arranged: Arranged, model: Mapping[str, np.ndarray]
     ) -> Manifest:
-        """Of a store of one part, or of none."""
+        """The manifest of a store of one part, or of none."""
         recipe, schema = self.recipe, self.recipe.schema
         encoder = EncoderEntry(recipe.encoder, recipe.spooled.d_cls, recipe.spooled.dim)
         cls_weight = self.options.cls_weight if schema.d_cls else 0.0
@@ -638,7 +638,7 @@ def build(
         trained: what `train` made, of this encoder and these dimensions; nothing is trained then,
             and the options that decided on it (`TRAINED_OPTIONS`) are its own. Scores of stores
             that share it may be merged.
-        restart: discards an interrupted build instead of going on with it.
+        restart: discards an interrupted build instead of continuing with it.
         replace: publishes over the store that is there. It stays readable until the new one is
             complete.
         progress: called often, from this thread.
@@ -727,7 +727,7 @@ def train(
 
     Raises:
         InvalidInputError: a sample without documents. The others are those of `build`; an
-            interrupted call is gone on with, as a build is.
+            interrupted call is continued, as a build is.
     """
     given = given_options(
         format=format,

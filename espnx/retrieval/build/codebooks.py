@@ -30,8 +30,8 @@ class TokenSource:
 
 
 def wanted_centroids(tokens: int, centroids: int | None) -> int:
-    """Of a codebook: as many as are asked for, else ColBERTv2's rule, the power of two below 16
-    sqrt(tokens)."""
+    """Centroids of a codebook: as many as are asked for, else by ColBERTv2's rule, the power of two
+    below 16 sqrt(tokens)."""
     return centroids or 2 ** int(np.log2(max(2.0, 16 * tokens**0.5)))
 
 
@@ -72,7 +72,7 @@ def train_codebooks(
 
 
 def codebook_tensors(tier: str, book: Codebook) -> dict[str, np.ndarray]:
-    """As a store's metadata holds them: ``full.centroids``, ..."""
+    """The tensors of a codebook as a store's metadata holds them: ``full.centroids``, ..."""
     return {f"{tier}.{field.name}": getattr(book, field.name).numpy() for field in fields(book)}
 
 

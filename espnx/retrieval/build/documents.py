@@ -90,8 +90,8 @@ def _values(part: Any) -> Any:
 
 
 def digest(document: Document) -> bytes:
-    """Of everything that a document brings: 16 bytes that another one does not have; none of
-    vectors that could not be stored anyway."""
+    """A digest of everything that a document brings: 16 bytes that another one does not have;
+    vectors that could not be stored anyway have none."""
     hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
     kind = "i" if isinstance(document.id, int) else "s"
     for text in (f"{kind}{document.id}", document.text):

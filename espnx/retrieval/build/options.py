@@ -41,8 +41,8 @@ class BuildOptions:
             builds apart.
         pca: dimensions to project token vectors to; None keeps them.
         cls_weight: weight of the CLS similarity in the score, beside MaxSim.
-        memory: what the process may use, as bytes or ``1GiB``; None: that, or half a GiB beside
-            what it holds already where that is more.
+        memory: what the process may use, as bytes or ``1GiB``; None: half a GiB beside what
+            it holds already, 1 GiB at least.
         directories: where data segments go, one per SSD; empty keeps them in the store's directory.
         coarse: format of a second, small record of every document, for the cascade; None: there is
             none.
@@ -111,8 +111,8 @@ class BuildOptions:
 
     @classmethod
     def given(cls, **keywords: Any) -> BuildOptions:
-        """Of keywords of `espnx.build`, those of `STAGE_KEYWORDS` among them; None: not given.
-        Raises InvalidInputError."""
+        """Makes options of keywords of `espnx.build`, those of `STAGE_KEYWORDS` among them; None:
+        not given. Raises InvalidInputError."""
         chosen = given_options(**keywords)
         own = {name: chosen.pop(name) for name in STAGE_KEYWORDS if name in chosen}
         stages, unused = (

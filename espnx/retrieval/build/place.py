@@ -32,7 +32,7 @@ def locked(
     path: str | os.PathLike[str], engine: NativeEngine | None, directories: Sequence[str] = ()
 ) -> Iterator[tuple[str, NativeEngine]]:
     """A directory that this process alone writes to, made if need be, and an engine. A call that
-    fails and has nothing to go on with leaves nothing, neither there nor in the directories of
+    fails and has nothing to continue leaves nothing, neither there nor in the directories of
     data."""
     where = check_path("path of a store", path)
     for directory in (where, *directories):
@@ -47,10 +47,10 @@ def locked(
             except BaseException:
                 if not had_lock:
                     with suppress(OSError):
-                        # which the next call goes on with
+                        # which the next call continues
                         if not os.path.lexists(os.path.join(where, BUILDING)):
                             os.unlink(os.path.join(where, LOCK_NAME))
                 for directory in reversed(made):
-                    with suppress(OSError):  # it holds what the next call goes on with
+                    with suppress(OSError):  # it holds what the next call continues
                         os.rmdir(directory)
                 raise

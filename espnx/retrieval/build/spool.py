@@ -3,11 +3,15 @@
 A spool is a directory that is never published:
 
     records.bin     the vectors, as records numbered in arrival order, in the encoder's own
-    dimension vectors.f32     what the first stage wants of each document as a vector, float32, to
-    be trained and filled with n_tokens.u16    token counts texts.sqlite    ids and texts
+                    dimension
+    vectors.f32     what the first stage wants of each document as a vector, float32, to be trained
+                    and filled with
+    n_tokens.u16    token counts
+    texts.sqlite    ids and texts
     documents.b16   a digest of each document as it was given, by which a build that goes on knows
-    it again STATE.json      how far everything above is known to be on disk; replaced atomically at
-    every checkpoint
+                    it again
+    STATE.json      how far everything above is known to be on disk; replaced atomically at every
+                    checkpoint
 """
 
 from __future__ import annotations
@@ -83,7 +87,7 @@ def trim(engine: NativeEngine, directory: str, state: BuildState) -> None:
 
 
 def digests(engine: NativeEngine, directory: str, state: BuildState) -> Iterator[bytes]:
-    """Of the documents in the spool, in order; checked."""
+    """Yields the digests of the documents in the spool, in order; checked."""
     if not state.documents:
         return
     windows = spool_windows(

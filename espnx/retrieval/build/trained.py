@@ -87,11 +87,11 @@ class Trained:
 
     @property
     def projection(self) -> Projection | None:
-        """From the encoder's dimensions to the records'."""
+        """The projection from the encoder's dimensions to the records'."""
         return projection_of(self.tensors, (self.dim, self.schema.dim), self.is_normalised, TENSORS)
 
     def codebook(self, tier: str) -> Codebook | None:
-        """Of ``full`` or ``coarse`` records; None where their format needs none."""
+        """The codebook of ``full`` or ``coarse`` records; None where their format needs none."""
         schema = self.schema if tier == "full" else self.coarse
         return None if schema is None else codebook_of(self.tensors, tier, schema, TENSORS)
 

@@ -93,7 +93,7 @@ class Recipe:
 
     @property
     def tiers(self) -> dict[str, RecordSchema]:
-        """By name, the full one first."""
+        """The schemas of the records by name, the full one first."""
         return (
             {"full": self.schema}
             if self.coarse is None

@@ -1,4 +1,4 @@
-"""A build under way in a store's directory: begun, gone on with, given up; beside the version that
+"""A build under way in a store's directory: begun, continued, given up; beside the version that
 is published, which stays as it is."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def others(path: str) -> set[str]:
         with NativeEngine("posix", threads=1, pool_bytes=0) as engine:
             state = read_state(engine, os.path.join(path, BUILDING))
     except errors.StorageError:
-        state = None  # damaged: whoever goes on with it is told so
+        state = None  # damaged: whoever continues with it is told so
     if state is not None:  # data directories may lie in the store's own
         own = [os.path.abspath(directory) for directory in state.settings.directories]
         found -= {
@@ -100,8 +100,8 @@ def begin(
     restart: bool,
     store_id: str | None = None,
 ) -> tuple[BuildState, str | None]:
-    """The state of the build to run, new or resumed, and why an interrupted one is not gone on
-    with, or not with all of it. What no build or store refers to is removed."""
+    """The state of the build to run, new or resumed, and why an interrupted one is not
+    continued, or not all of it. What no build or store refers to is removed."""
     building = os.path.join(path, BUILDING)
     state = None if restart else read_state(engine, building)
     if state is not None and live is not None and state.generation <= live.generation:
@@ -164,7 +164,7 @@ def discard(engine: NativeEngine, path: str, live: Manifest | None) -> None:
     try:
         state = read_state(engine, building)
     except errors.StorageError:
-        # damaged: nobody goes on with it, and its data on other devices cannot be found
+        # damaged: nobody continues with it, and its data on other devices cannot be found
         state = None
     if state is not None and (live is None or name(state.generation) not in keep):
         keep -= {name(state.generation)}

@@ -58,7 +58,7 @@ class DocumentVector:
         return cls(pooling, own)
 
     def describe(self) -> dict[str, Any]:
-        """As manifests keep it."""
+        """What manifests keep of it."""
         return {
             "vector": "cls" if self.pooling is None else self.pooling.name,
             "parameters": {} if self.pooling is None else self.pooling.parameters(),

@@ -37,7 +37,7 @@ class FusedStage:
 
     @property
     def default_candidates(self) -> int:
-        """As many as the one of them can find cheaply that finds them at the highest price."""
+        """Candidates that even the dearest of the stages finds cheaply."""
         return min(stage.default_candidates for stage in self.stages.values())
 
     @property

@@ -117,7 +117,7 @@ def _least_to_greatest(scores: np.ndarray) -> np.ndarray:
 
 
 def _sums(parts: np.ndarray) -> np.ndarray:
-    """Of each row, the smallest first: rows of the same values have the same sum, whichever stage
+    """Sums each row, the smallest first: rows of the same values have the same sum, whichever stage
     each came from."""
     parts = np.sort(parts, axis=1)
     sums = np.zeros(len(parts))

@@ -49,6 +49,15 @@ class Allowed:
     count: int
 
 
+def alive(numbers: np.ndarray, deleted: np.ndarray) -> np.ndarray:
+    """Whether each of some records is alive, bool. `deleted`: bitmap of deleted records, as
+    `Allowed.bitmap`; records beyond its end are alive."""
+    found = np.ones(len(numbers), bool)
+    known = numbers < 8 * len(deleted)
+    found[known] = (deleted[numbers[known] >> 3] >> (numbers[known] & 7).astype(np.uint8)) & 1 == 0
+    return found
+
+
 @dataclass(frozen=True)
 class Entries:
     """What a stage makes of documents, or of the parts that it merges. Whoever takes it reads
@@ -113,7 +122,7 @@ class StoredEntries(Protocol):
     def count(self) -> int: ...
 
     def size_bytes(self, name: str) -> int:
-        """Of a section."""
+        """Bytes of a section."""
         ...
 
     def read(self, name: str) -> np.ndarray:
@@ -126,14 +135,14 @@ class StoredEntries(Protocol):
         ...
 
     def place(self, name: str) -> Region:
-        """Where a section of `FirstStage.in_place` lies, for searches that read parts of it. They
+        """The place of a section of `FirstStage.in_place`, for searches that read parts of it. They
         check what they read."""
         ...
 
 
 @dataclass(frozen=True)
 class NoSettings:
-    """Of a stage that has no options of its own."""
+    """The settings of a stage that has no options of its own."""
 
 
 class FirstStage(Protocol):
@@ -175,7 +184,7 @@ class FirstStage(Protocol):
         ...
 
     def vector(self, document: Encoded) -> torch.Tensor:
-        """Of a document: float32 [vector_dim]."""
+        """The vector of a document: float32 [vector_dim]."""
         ...
 
     def fresh(self) -> Self:
@@ -206,27 +215,24 @@ class FirstStage(Protocol):
         ...
 
     def add(self, documents: Documents, order: np.ndarray | None = None) -> Entries:
-        """Of a part of these documents. Nothing is trained.
+        """Makes the entries of a part of these documents. Nothing is trained.
 
         `order`: int64, as `Entries.order`, where another stage has decided it; given to a stage
         that `follows` alone."""
         ...
 
     def merge(
-        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], deleted: np.ndarray, order: np.ndarray | None = None
     ) -> Entries:
-        """Of one part of the records of some that are alive. Order: record numbers.
-
-        `gone`: bitmap of deleted records, as `Allowed.bitmap`; records beyond its end are alive.
-        May hold 60 bytes a record and the
-        sections. `order`: see `add`; of record numbers."""
+        """Makes the entries of one part of the records of some that are `alive`. May hold 60 bytes
+        a record and the sections. `order`: see `add`; of record numbers."""
         ...
 
     def compact(
-        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], deleted: np.ndarray, order: np.ndarray | None = None
     ) -> tuple[Self, Entries]:
-        """As `merge`, of all parts of a store, for its new base: what nothing alive needs any more
-        may be left out of what was trained."""
+        """Merges all parts of a store for its new base, as `merge` does: what nothing alive needs
+        any more may be left out of what was trained."""
         ...
 
     def check(self, parts: Sequence[StoredEntries]) -> None:
@@ -239,7 +245,7 @@ class FirstStage(Protocol):
         *,
         threads: int = 1,
         gpu: int | None = None,
-        gone: np.ndarray | None = None,
+        deleted: np.ndarray | None = None,
         path: str = "auto",
     ) -> LoadedStage:
         """Entries of all parts of a store; none of an empty one.
@@ -247,7 +253,7 @@ class FirstStage(Protocol):
         Args:
             threads: that may work at a time for one search; the caller's is one of them.
             gpu: number of the one to search on; None for the CPU.
-            gone: bitmap of deleted records, see `merge`; None: there is none. Searches are told
+            deleted: bitmap of deleted records, see `merge`; None: there is none. Searches are told
                 what they may find: this is for similarities that depend on what else is there.
             path: of the reads of sections in place: ``auto``, ``uring``, ``posix`` or ``memory``.
 
@@ -340,7 +346,7 @@ class StageReads:
 
     Attributes:
         requests, bytes_asked: of all queries together. bytes_moved: whole blocks, and what was read
-            in vain.
+            for nothing.
     """
 
     requests: int = 0
@@ -370,5 +376,5 @@ class StageSearch(Protocol):
 
     @property
     def reads(self) -> StageReads:
-        """Of all of it, once it is complete; nothing, of a stage in memory."""
+        """What all of it has read, once it is complete; nothing, of a stage in memory."""
         ...

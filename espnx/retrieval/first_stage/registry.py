@@ -119,7 +119,7 @@ def parse_stage(fields: Fields, d_cls: int, dim: int) -> FirstStage:
 
 
 def kinds_of(stage: FirstStage) -> tuple[str, ...]:
-    """As `new_stage` takes them."""
+    """The kinds of a stage as `new_stage` takes them."""
     return tuple(each.kind for each in stage.stages) if stage.kind == _SEVERAL else (stage.kind,)  # type: ignore[attr-defined]
 
 
@@ -135,7 +135,7 @@ def with_sparse_encoder(stage: FirstStage, encoder: SparseEncoder) -> FirstStage
 
 
 def described(stage: FirstStage) -> dict[str, Any]:
-    """As manifests keep a stage."""
+    """What manifests keep of a stage."""
     return {"kind": stage.kind, **stage.describe()}
 
 

@@ -50,7 +50,7 @@ def settings_of_words(words: Sequence[str]) -> dict[str, dict[str, Any]]:
             raise errors.InvalidInputError(
                 _WHAT, got=repr(word), expected="STAGE.OPTION=VALUE, such as bm25.language=german"
             )
-        # an option that there is not is refused where all are made
+        # an unknown option is refused where all are made
         hint = get_type_hints(settings_class(kind_named(kind))).get(name, str)
         found.setdefault(kind, {})[name] = _value(word, value, get_args(hint) or (hint,))
     return found

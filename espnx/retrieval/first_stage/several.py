@@ -160,21 +160,21 @@ class SeveralStages:
         return self._together(made, lambda found: [stage.add(documents, found) for stage in others])
 
     def merge(
-        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], deleted: np.ndarray, order: np.ndarray | None = None
     ) -> Entries:
         leader, *others = self._leader_first
-        made = leader.merge(_of(leader, parts), gone)
+        made = leader.merge(_of(leader, parts), deleted)
         return self._together(
-            made, lambda found: [stage.merge(_of(stage, parts), gone, found) for stage in others]
+            made, lambda found: [stage.merge(_of(stage, parts), deleted, found) for stage in others]
         )
 
     def compact(
-        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], deleted: np.ndarray, order: np.ndarray | None = None
     ) -> tuple[SeveralStages, Entries]:
         leader, *others = self._leader_first
-        new_leader, made = leader.compact(_of(leader, parts), gone)
+        new_leader, made = leader.compact(_of(leader, parts), deleted)
         found = _whole(made.order)
-        followed = [stage.compact(_of(stage, parts), gone, found) for stage in others]
+        followed = [stage.compact(_of(stage, parts), deleted, found) for stage in others]
         by_kind = {stage.kind: stage for stage in (new_leader, *(stage for stage, _ in followed))}
         entries = self._together(
             Entries([found], made.sections), lambda _: [each for _, each in followed]
@@ -200,14 +200,14 @@ class SeveralStages:
         *,
         threads: int = 1,
         gpu: int | None = None,
-        gone: np.ndarray | None = None,
+        deleted: np.ndarray | None = None,
         path: str = "auto",
     ) -> LoadedSeveral:
         loaded: dict[str, LoadedStage] = {}
         try:
             for stage in self.stages:
                 loaded[stage.kind] = stage.load(
-                    _of(stage, parts), threads=threads, gpu=gpu, gone=gone, path=path
+                    _of(stage, parts), threads=threads, gpu=gpu, deleted=deleted, path=path
                 )
         except BaseException:
             for each in loaded.values():
@@ -249,7 +249,8 @@ def and_another(stage: FirstStage, other: FirstStage) -> SeveralStages:
 def entries_of_another(
     stage: FirstStage, entries: Entries, other: FirstStage, made: Entries
 ) -> Entries:
-    """Of `and_another`, from what `stage` made and what `other` made in its order."""
+    """Makes the entries of `and_another`, from what `stage` made and what `other` made in its
+    order."""
     own = {
         name if isinstance(stage, SeveralStages) else f"{stage.kind}.{name}": pieces
         for name, pieces in entries.sections.items()

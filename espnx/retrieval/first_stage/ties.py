@@ -133,7 +133,7 @@ class SettledSearch:
         ]
 
     def _whole(self, query: Any, found: Candidates) -> Candidates:
-        """With all that score as the last one that is wanted."""
+        """What was found, with all that score as the last one that is wanted."""
         asked = self._candidates + _MORE
         while len(found[0]) >= asked and found[1][-1] == found[1][self._candidates - 1]:
             asked *= _TIMES

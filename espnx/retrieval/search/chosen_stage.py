@@ -39,7 +39,7 @@ class ChosenStage:
         first_of: FirstOf,
     ) -> ChosenStage:
         """`kinds`: as a search names them; none: the store's first. `first_of`: see `ties`. Raises
-        InvalidInputError for one that the store has not."""
+        InvalidInputError for one that the store does not have."""
         each = stage.stages if isinstance(stage, SeveralStages) else (stage,)
         named = tuple(kinds) or (each[0].kind,)
         if isinstance(loaded, LoadedSeveral):
@@ -61,7 +61,7 @@ class ChosenStage:
     def by_stage(
         self, search: StageSearch, final: list[Candidates]
     ) -> list[Mapping[str, Candidates]]:
-        """Of each query what each stage has found, once the search is complete."""
+        """What each stage has found for each query, once the search is complete."""
         return (
             search.found
             if isinstance(search, FusedSearch)

@@ -24,8 +24,8 @@ _GDS_PATHS = ("gds", "gds-compat")
 
 
 def compute_of(name: str | torch.device, device: RecordDevice | Devices | None) -> torch.device:
-    """Where records are scored, with the number of the GPU: `cuda` alone means another one in every
-    thread. A device of records that is open has decided it. Raises InvalidInputError,
+    """The device that records are scored on, with the number of the GPU: `cuda` alone means another
+    one in every thread. A device of records that is open has decided it. Raises InvalidInputError,
     PathUnavailableError."""
     found = _torch_device(name)
     if device is None or isinstance(device, (str, NearStorageDevice, Sequence)):

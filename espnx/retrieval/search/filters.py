@@ -13,7 +13,7 @@ from ..store.store import EmbeddingStore
 
 
 class Filters:
-    """Of a store. Thread-safe. What it keeps is made by the first search that needs it."""
+    """The filters of a store, each made by the first search that needs it. Thread-safe."""
 
     def __init__(self, store: EmbeddingStore):
         self._store = store
@@ -28,12 +28,12 @@ class Filters:
         """
         if include is None and exclude is None:
             return None if self._store.deleted is None else self._alive
-        gone = self._numbers(exclude, "exclude")
+        excluded = self._numbers(exclude, "exclude")
         if include is None:
             bitmap = self._alive_bitmap()
-            np.bitwise_and.at(bitmap, gone >> 3, ~_bit(gone))
-            return Allowed(bitmap, self._store.count - len(gone))
-        chosen = np.setdiff1d(self._numbers(include, "include"), gone, assume_unique=True)
+            np.bitwise_and.at(bitmap, excluded >> 3, ~_bit(excluded))
+            return Allowed(bitmap, self._store.count - len(excluded))
+        chosen = np.setdiff1d(self._numbers(include, "include"), excluded, assume_unique=True)
         bitmap = np.zeros(-(-self._store.end_number // 8), dtype=np.uint8)
         np.bitwise_or.at(bitmap, chosen >> 3, _bit(chosen))
         return Allowed(bitmap, len(chosen))

@@ -13,9 +13,9 @@ import torch
 
 from ... import errors
 from ...checks import check_path, check_whole, plain
-from ...device.around import topologies_of
 from ...device.interface import RecordDevice
 from ...device.registry import Devices
+from ...device.wrapper import topologies_of
 from ...sizes import parse_size
 from ...storage import Engine
 from ...storage.documents.ids import DocumentId
@@ -141,7 +141,7 @@ class Index(OpenIndex):
 
     @property
     def encoder(self) -> Encoder | None:
-        """Of queries given as text; None: there is none.
+        """The encoder of queries given as text; None: there is none.
 
         Raises what `espnx.load_encoder` raises, where it is the one that the store remembers and
         was not wanted before.

@@ -140,7 +140,7 @@ class SearchOptions:
 
     @property
     def effort(self) -> int | None:
-        """Of the first stage; None: its own choice."""
+        """The effort of the first stage; None: its own choice."""
         return self.nprobe if isinstance(self.nprobe, int) else None
 
     @property

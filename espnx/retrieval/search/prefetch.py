@@ -2,8 +2,8 @@
 ones as searches go by.
 
 Prefetching hides reads behind the first stage (ESPN, eq. 2), and costs: the first stage shares its
-cores with the scoring, some records are read in vain, every step is a call. On a fast first stage
-and few records it loses, so a searcher has to choose.
+cores with the scoring, some records are read for nothing, every step is a call. On a fast first
+stage and few records it loses, so a searcher has to choose.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 Steps = tuple[float, ...]
 
 NO_PREFETCH: Steps = ()
-#: What is chosen among. One step reads little in vain; several begin earlier and miss less.
+#: What is chosen among. One step reads little for nothing; several begin earlier and miss less.
 STRATEGIES: tuple[Steps, ...] = (NO_PREFETCH, (0.1,), (0.3,), (0.05, 0.1, 0.2, 0.4))
 
 _SAMPLES = 15  # of a strategy; the median of so many forgets a slow disk within seconds

@@ -58,8 +58,8 @@ class QueryEncoder:
         return self._encoder
 
     def use(self, encoder: EncoderLike) -> None:
-        """From here on. Raises InvalidInputError unless the store was built with the same (or with
-        none)."""
+        """Encodes with `encoder` from here on. Raises InvalidInputError unless the store was built
+        with the same (or with none)."""
         found = encoder_of(
             encoder, self._compute, built_with=self._versions.newest.store.manifest.encoder.name
         )
@@ -116,7 +116,7 @@ def listed(queries: Query | Queries | Mapping[Any, Query], built: EncoderEntry) 
 
 
 def _no_query(given: object, built: EncoderEntry, expected: str) -> errors.InvalidInputError:
-    """For what is no query; vectors are told how they become one."""
+    """The error for what is no query; vectors are told how they become one."""
     shape = getattr(given, "shape", None)
     got = type(given).__name__ + ("" if shape is None else f" of shape {list(shape)}")
     cls = f"of shape [{built.d_cls}]" if built.d_cls else "torch.zeros(0)"

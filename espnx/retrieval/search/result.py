@@ -129,7 +129,7 @@ class SearchResult:
         reranked: how many of them were scored exactly.
         hit_rate: share of the re-ranked documents whose read had been started by the prefetch; 0
             without one.
-        bytes_asked: sizes of the records read (prefetched in vain included); ids and texts of the
+        bytes_asked: sizes of the records read (prefetched and not used, too); ids and texts of the
             hits, a few KiB, are not counted.
         bytes_moved: what the engine moved for them, alignment and gaps included.
         requests: after merging.

@@ -88,7 +88,7 @@ class Manifest:
     deleted: DeletedEntry | None
 
     def fields(self) -> dict[str, Any]:
-        """As MANIFEST.json has them."""
+        """The fields of MANIFEST.json."""
         schema, coarse = self.schema, self.coarse
         return {
             "store_id": self.store_id,
@@ -116,7 +116,7 @@ class Manifest:
 
     @property
     def tiers(self) -> dict[str, RecordSchema]:
-        """By name, the full one first."""
+        """The schemas of the records by name, the full one first."""
         return (
             {"full": self.schema}
             if self.coarse is None
@@ -163,7 +163,7 @@ def read_store_manifest(engine: NativeEngine, path: str | os.PathLike[str]) -> M
 
 
 def data_directories(path: str | os.PathLike[str]) -> list[str]:
-    """Where the data files of a store may lie, its own directory first. Raises as
+    """The directories in which the data files of a store may lie, its own first. Raises as
     `read_store_manifest`."""
     with NativeEngine(pool_bytes=1 << 20) as engine:
         return [os.fspath(path), *read_store_manifest(engine, path).directories]

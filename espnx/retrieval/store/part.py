@@ -101,7 +101,7 @@ class PartEntry:
 
     @property
     def data_bytes(self) -> int:
-        """Of all its files."""
+        """Bytes of all its files."""
         return sum(
             {
                 self.path: self.size_bytes,
@@ -125,7 +125,7 @@ class PartEntry:
         return replace(self, path=targets.get(self.path, self.path), segments=segments)
 
     def fields(self) -> dict[str, Any]:
-        """As the manifest has them."""
+        """The fields that the manifest has of it."""
         return asdict(self)
 
     @classmethod
@@ -345,7 +345,7 @@ class Part:
 
     @property
     def texts_resident_bytes(self) -> int:
-        """Of what ids and texts keep in memory."""
+        """Bytes that ids and texts keep in memory."""
         return self._texts.resident_bytes
 
     def texts(self, numbers: Sequence[int]) -> list[tuple[DocumentId, str]]:

@@ -103,8 +103,8 @@ def own_home(root: str, directory: str, store_id: str) -> str | None:
 
 
 def make_home(root: str, directory: str, store_id: str) -> str:
-    """As `own_home`; made if there is none. Raises WriteError, DiskFullError; InvalidInputError
-    where nothing is above it."""
+    """Makes what `own_home` names, if it is not there. Raises WriteError, DiskFullError;
+    InvalidInputError where nothing is above it."""
     home = own_home(root, directory, store_id)
     if home is None:
         make_given_directory(directory)

@@ -95,9 +95,9 @@ class StoreTexts:
         return result
 
     def first_of(self, numbers: np.ndarray, count: int) -> np.ndarray:
-        """Of record numbers, int64 [m], each once, the `count` that come first: by id, and where
-        they are more than `_BY_ID_MAX`, whose ids would take long to read, by the ids' hashes. So
-        neither depends on how records lie."""
+        """The `count` record numbers that come first of some, int64 [m], each once: by id, and
+        where they are more than `_BY_ID_MAX`, whose ids would take long to read, by the ids'
+        hashes. So neither depends on how records lie."""
         if len(numbers) <= _BY_ID_MAX:
             ids = [identifier for identifier, _ in self.get(numbers.tolist())]
             order = sorted(range(len(ids)), key=lambda place: id_order(ids[place]))
@@ -119,7 +119,7 @@ class StoreTexts:
         return self._parts[0].texts([self._parts[0].first_number])[0][0] if self._parts else None
 
     def count(self) -> int:
-        """Of all parts, what was deleted included."""
+        """Records of all parts, what was deleted included."""
         return sum(part.count for part in self._parts)
 
 
@@ -178,11 +178,11 @@ class Version:
                 expected=f"CRC32C {entry.crc32c:08x}",
                 fix=REBUILD,
             )
-        gone = np.unpackbits(
+        deleted = np.unpackbits(
             np.frombuffer(data, dtype=np.uint8), bitorder="little", count=entry.records
         )
         bitmap = np.zeros(-(-self.end_number // 8), dtype=np.uint8)  # what was added since is alive
-        packed = np.packbits(gone, bitorder="little")
+        packed = np.packbits(deleted, bitorder="little")
         bitmap[: len(packed)] = packed
         return bitmap
 
@@ -207,8 +207,8 @@ class Version:
 
     @cached_property
     def first_stage(self) -> FirstStage:
-        """With what was trained; of a store without records, its settings alone. Raises
-        FormatError."""
+        """The first stage with what was trained; of a store without records, its settings alone.
+        Raises FormatError."""
         if not self.parts:
             return self.manifest.first_stage
         arrays = {
@@ -221,12 +221,12 @@ class Version:
     def load_first_stage(self, *, threads: int = 1, gpu: int | None = None) -> LoadedStage:
         """Ready to be searched. Raises what `FirstStage.load` does."""
         return self.first_stage.load(
-            self.parts, threads=threads, gpu=gpu, gone=self.deleted, path=self.engine.requested
+            self.parts, threads=threads, gpu=gpu, deleted=self.deleted, path=self.engine.requested
         )
 
     @cached_property
     def projection(self) -> Projection | None:
-        """From the encoder's dimensions to the records'."""
+        """The projection from the encoder's dimensions to the records'."""
         shape, is_normalised = (
             (self.manifest.encoder.dim, self.manifest.schema.dim),
             self.manifest.is_normalised is True,
@@ -253,7 +253,7 @@ class Version:
 
     @property
     def data_bytes(self) -> int:
-        """Of all data files on disk."""
+        """Bytes of all data files on disk."""
         return sum(part.entry.data_bytes for part in self.parts)
 
     @property
@@ -310,7 +310,7 @@ class EmbeddingStore(Version):
 
     @property
     def schema(self) -> RecordSchema:
-        """Of the full records."""
+        """The schema of the full records."""
         return self.full.schema
 
     @property
@@ -438,12 +438,12 @@ class EmbeddingStore(Version):
             part.verify()
         self.first_stage.check(self.parts)
         total = sum(part.count for part in self.parts)
-        gone = 0 if self.deleted is None else int(np.unpackbits(self.deleted).sum())
-        if total - gone != self.count:
+        n_deleted = 0 if self.deleted is None else int(np.unpackbits(self.deleted).sum())
+        if total - n_deleted != self.count:
             raise errors.FormatError(
                 "records do not add up",
                 path=self.path,
-                got=total - gone,
+                got=total - n_deleted,
                 expected=self.count,
                 fix=REBUILD,
             )

@@ -26,8 +26,8 @@ _REBUILD = "check the device; build again, discarding what is there (restart=Tru
 
 
 def _checksum(number: int, identifier: DocumentId, text: str, salt: int) -> int:
-    """Of a row, its number and store included: a row found under another number, or in another
-    store's file, is no hit's text."""
+    """The checksum of a row, its number and store included: a row found under another number, or in
+    another store's file, is no hit's text."""
     return crc32c(f"{number}:{type(identifier).__name__}:{identifier}\0{text}".encode(), salt)
 
 

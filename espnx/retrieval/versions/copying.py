@@ -16,7 +16,7 @@ from ...device.record_layout import HEADER_BYTES, RecordLayout
 from ...storage import Plan
 from ...storage.documents.ids import DocumentId
 from ...storage.engine import FileHandle
-from ..first_stage.interface import Entries
+from ..first_stage.interface import Entries, alive
 from ..store.part import Part
 from ..store.rows import Fill
 from ..store.store import StoreTexts, Version, placement_of
@@ -25,14 +25,10 @@ FILES_OPEN = 16
 _ROWS_AT_ONCE = 512
 
 
-def live_numbers(parts: Sequence[Part], gone: np.ndarray) -> np.ndarray:
-    """int64, ascending: of the records that are alive. `gone`: bitmap of deleted records; those
-    beyond its end are alive."""
+def live_numbers(parts: Sequence[Part], deleted: np.ndarray) -> np.ndarray:
+    """int64, ascending: of the records that are `alive`."""
     numbers = np.concatenate([np.arange(part.first_number, part.end_number) for part in parts])
-    known = numbers < 8 * len(gone)
-    alive = np.ones(len(numbers), dtype=bool)
-    alive[known] = (gone[numbers[known] >> 3] >> (numbers[known] & 7).astype(np.uint8)) & 1 == 0
-    return numbers[alive]
+    return numbers[alive(numbers, deleted)]
 
 
 def merged_order(entries: Entries, live: np.ndarray) -> np.ndarray:

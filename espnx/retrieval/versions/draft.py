@@ -23,7 +23,7 @@ DELETED_NAME = "deleted.bin"
 
 
 def place_of_base(path: str, store_id: str, generation: int) -> tuple[PartPlace, str]:
-    """Where the file of a base goes that holds everything but its records: into the store's own
+    """The place of the file of a base that holds everything but its records: in the store's own
     directory."""
     directory = generations.name(generation)
     inside = os.path.join(directory, PART_NAME)
@@ -48,14 +48,17 @@ class Draft:
         self.parts = list(version.parts)
         self.generation = version.manifest.generation
         self.added = self.replaced = self.merged = self.written_bytes = 0
-        self._gone = (
+        self._bitmap = (
             np.zeros(-(-version.end_number // 8), np.uint8)
             if version.deleted is None
             else version.deleted.copy()
         )
 
     def _is_alive(self, number: int) -> bool:
-        return number >= 8 * len(self._gone) or not int(self._gone[number >> 3]) >> (number & 7) & 1
+        return (
+            number >= 8 * len(self._bitmap)
+            or not int(self._bitmap[number >> 3]) >> (number & 7) & 1
+        )
 
     def numbers(self, ids: list[DocumentId]) -> np.ndarray:
         """int64 [m]: the record of each id, -1 where the next version has none."""
@@ -64,14 +67,14 @@ class Draft:
     def delete(self, numbers: np.ndarray) -> None:
         """Records that are alive, each once."""
         if len(numbers):
-            grown = np.zeros(max(len(self._gone), int(numbers.max()) // 8 + 1), dtype=np.uint8)
-            grown[: len(self._gone)] = self._gone
+            grown = np.zeros(max(len(self._bitmap), int(numbers.max()) // 8 + 1), dtype=np.uint8)
+            grown[: len(self._bitmap)] = self._bitmap
             np.bitwise_or.at(grown, numbers >> 3, (1 << (numbers & 7)).astype(np.uint8))
-            self._gone = grown
+            self._bitmap = grown
             self.replaced += len(numbers)
 
     def place(self, first_number: int | None = None) -> tuple[PartPlace, str]:
-        """Where a new part goes, after all others or at `first_number`; and the path to write its
+        """The place of a new part, after all others or at `first_number`; and the path to write its
         file to."""
         self.generation = generations.following(self._path, self.generation)
         if first_number is None:
@@ -120,12 +123,12 @@ class Draft:
         parts, end = self.parts[start:stop], self.parts[stop - 1].end_number
         place, path = self.place(parts[0].first_number)
         entry = write_merged(
-            self._engine, self.version, parts, self._gone, place, path, limit_bytes
+            self._engine, self.version, parts, self._bitmap, place, path, limit_bytes
         )
         self.parts[start:stop] = [] if entry is None else [self.version.part(entry)]
         self.merged += len(parts)
         self.written_bytes += 0 if entry is None else entry.size_bytes
-        self._gone[place.first_number // 8 : -(-end // 8)] = 0  # its records are all alive
+        self._bitmap[place.first_number // 8 : -(-end // 8)] = 0  # its records are all alive
         for part in parts:
             if part not in self.version.parts:
                 generations.discard_part(self._path, part.entry.path)
@@ -135,13 +138,13 @@ class Draft:
         before = self.version.manifest
         if self.generation == before.generation:
             self.generation = generations.following(self._path, self.generation)
-        gone = int(np.unpackbits(self._gone).sum())
+        n_deleted = int(np.unpackbits(self._bitmap).sum())
         manifest = replace(
             before,
             generation=self.generation,
             parts=tuple(part.entry for part in self.parts),
-            deleted=self._deleted(gone),
-            count=sum(part.count for part in self.parts) - gone,
+            deleted=self._deleted(n_deleted),
+            count=sum(part.count for part in self.parts) - n_deleted,
             tokens=sum(part.entry.tokens for part in self.parts),
         )
         for root in (self._path, *before.directories):
@@ -149,16 +152,16 @@ class Draft:
         publish(self._engine, self._path, manifest, before)
         return manifest
 
-    def _deleted(self, gone: int) -> DeletedEntry | None:
+    def _deleted(self, n_deleted: int) -> DeletedEntry | None:
         """What the manifest says of deleted records: the bitmap that is there as far as it still
         holds, or a new one."""
-        if not gone:
+        if not n_deleted:
             return None
-        end, known = int(np.flatnonzero(self._gone)[-1] + 1) * 8, self.version.manifest.deleted
+        end, known = int(np.flatnonzero(self._bitmap)[-1] + 1) * 8, self.version.manifest.deleted
         if known is not None and self.version.deleted is not None:
             records = min(end, known.records)
             if np.array_equal(
-                _bits(self._gone, end),
+                _bits(self._bitmap, end),
                 np.r_[_bits(self.version.deleted, records), np.zeros(end - records, bool)],
             ):
                 return replace(known, records=records)
@@ -166,7 +169,7 @@ class Draft:
         path = os.path.join(directory, DELETED_NAME)
         make_directory(os.path.join(self._path, directory))
         size, crc = write_file(
-            self._engine, os.path.join(self._path, path), self._gone[: end // 8].tobytes()
+            self._engine, os.path.join(self._path, path), self._bitmap[: end // 8].tobytes()
         )
         self._engine.sync_directory(os.path.join(self._path, directory))
         return DeletedEntry(

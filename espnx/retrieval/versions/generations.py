@@ -60,7 +60,8 @@ def manifest_file(path: str) -> int:
 def data_directories(
     root: str, directories: Sequence[str], store_id: str, generation: int
 ) -> list[str]:
-    """Where a generation's segments go: made, as paths that the manifest can hold."""
+    """Makes the directories of a generation's segments; returns them as paths that the manifest can
+    hold."""
     if not directories:
         return [name(generation)]
     result = []

@@ -23,17 +23,17 @@ def write_merged(
     engine: NativeEngine,
     version: Version,
     parts: Sequence[Part],
-    gone: np.ndarray,
+    deleted: np.ndarray,
     place: PartPlace,
     path: str,
     limit_bytes: int,
 ) -> PartEntry | None:
     """Writes the live records of some parts as one, to `path`; None where none is alive. Holds what
     the first stage needs for that and 60 bytes a record, and `limit_bytes` of records at a time."""
-    live = live_numbers(parts, gone)
+    live = live_numbers(parts, deleted)
     if not len(live):
         return None
-    entries = version.first_stage.merge(parts, gone)
+    entries = version.first_stage.merge(parts, deleted)
     order = merged_order(entries, live)
     file, layouts = (
         FileWriter(engine, path),

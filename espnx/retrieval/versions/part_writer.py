@@ -36,7 +36,7 @@ class PartContents:
 
 @dataclass(frozen=True)
 class PartPlace:
-    """Where a part goes: its generation, its directory's name, and the path of its file as the
+    """The place of a part: its generation, its directory's name, and the path of its file as the
     manifest has it."""
 
     store_id: str

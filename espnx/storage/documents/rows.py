@@ -5,8 +5,8 @@ Of them stays in memory, once it was needed, where each group of rows begins, an
 255 ids. Sections of a file that holds records beside them, a part of a store:
 
     rows      groups of about 4 KiB: where each row of the group ends, then the rows: CRC32C, kind
-    of the id, size of the id, id, text groups    int64, first record and offset of each group, and
-    of what would be the next
+              of the id, size of the id, id, text
+    groups    int64, first record and offset of each group, and of what would be the next
     ids       blocks of 4 KiB: (hash of the id, record) ascending by hash, and the block's CRC32C
     fences    uint64, the first hash of each block
 """
@@ -127,7 +127,7 @@ def _block_sum(number: int, data: bytes, count: int, salt: int) -> int:
 
 
 class PartTexts:
-    """Of one part, read by whoever has its file open.
+    """Ids and texts of one part, read by whoever has its file open.
 
     Args:
         opened: the file and its sections; asked for at every call, so that a file may be open for
@@ -148,7 +148,7 @@ class PartTexts:
 
     @property
     def resident_bytes(self) -> int:
-        """Of the tables that were needed so far."""
+        """Bytes of the tables that were needed so far."""
         return sum(
             table.nbytes for table in (*(self._groups or ()), self._fences) if table is not None
         )
@@ -191,7 +191,8 @@ class PartTexts:
         return result
 
     def _row(self, group: bytes, records: int, place: int) -> bytes:
-        """Of the record with this place in its group; empty where the group's ends are damaged."""
+        """The row of the record with this place in its group; empty where the group's ends are
+        damaged."""
         begin = struct.unpack_from("<I", group, _END_BYTES * (place - 1))[0] if place else 0
         end, rows = struct.unpack_from("<I", group, _END_BYTES * place)[0], _END_BYTES * records
         return group[rows + begin : rows + end]

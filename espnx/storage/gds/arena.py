@@ -45,7 +45,7 @@ class Arena:
     free: list[tuple[int, int]] = field(default_factory=list)
 
     def take(self, size_bytes: int) -> int | None:
-        """Where a slice of that size begins; None if there is none. First fit."""
+        """Takes a slice of that size; returns where it begins, None if there is none. First fit."""
         for i, (begin, end) in enumerate(self.free):
             if end - begin >= size_bytes:
                 self.free[i : i + 1] = (

@@ -151,7 +151,7 @@ class ReadLoop:
                 self._admit()
                 if not self._reap():
                     self._rest(1.0)
-        except Exception as error:  # a defect here must reach the callers, who would wait for ever
+        except Exception as error:  # a defect here must reach the callers, who would wait forever
             self.stopping = True
             self._fail_all(f"the engine's I/O thread failed: {error!r}")
             raise

@@ -46,7 +46,8 @@ class OpenFile:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a plan's items lie, from the same planner as the native engine's. numpy int64 arrays.
+    """The places of a plan's items, from the same planner as the native engine's. numpy int64
+    arrays.
 
     Attributes:
         file, offset_bytes, expected_bytes, place_bytes: per extent; `expected_bytes` is cut at the

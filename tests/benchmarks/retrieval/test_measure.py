@@ -46,7 +46,7 @@ class ScriptedFleet:
         self.systems, self._seconds, self._hits = list(systems), seconds, hits or {}
         self.searches: dict[str, list[list[int]]] = {system.name: [] for system in systems}
 
-    def of(self, system: System) -> ScriptedWorker:
+    def worker_of(self, system: System) -> ScriptedWorker:
         return ScriptedWorker(self, system.name)
 
     def process(self, name: str) -> ScriptedWorker:

@@ -40,7 +40,7 @@ def opened(
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_attention_that_fails(folder: Path, kind: str) -> None:
-    """Every ticket is void, and the next try is right, unless the device is dead."""
+    """Every ticket is invalid, and the next try is right, unless the device is dead."""
     (device,) = opened(folder, DeviceFault(kind, "attend", nth=2))  # type: ignore[arg-type]
     rows = device.open_rows(deadline_s=0.2)
     try:

@@ -96,7 +96,7 @@ def test_rounds_wait_for_one_another(folder: Path) -> None:
         device.open_graph(random_graph(each, 200, 8))
         for device, each in zip(devices, folders, strict=True)
     ]
-    tickets = [part.search(query_of(0), 20, 5, beam=1) for part in parts]
+    tickets = [part.search(query_of(0), 20, 5, beam_width=1) for part in parts]
     for ticket in tickets:
         ticket.finish()
     hops = tickets[0].walk.hops
@@ -117,7 +117,7 @@ def test_a_round_takes_what_its_spec_says(folder: Path, near: bool, beam: int) -
     made = replace(made, flash=replace(made.flash, random_reads=figure(100_000.0)))
     [device] = Emulation(made).together([folder], stretch=0, near_storage=near)
     with device.open_graph(random_graph(folder, 200, 8)) as walked:
-        ticket = walked.search(query_of(0), 20, 5, beam=beam)
+        ticket = walked.search(query_of(0), 20, 5, beam_width=beam)
         ticket.finish()
     rounds, peak, wire = ticket.rounds, 2048e9, 4e9
     assert sum(each.read_requests for each in rounds) == ticket.walk.read_requests

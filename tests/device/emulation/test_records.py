@@ -14,9 +14,7 @@ import torch
 
 import espnx
 from espnx import errors
-from espnx.device.around import topologies_of
 from espnx.device.cost.work import GROUP_BYTES
-from espnx.device.crew import clock_of
 from espnx.device.emulation.device import Emulation
 from espnx.device.emulation.paced import PacedPart
 from espnx.device.emulation.topology import Topology
@@ -24,6 +22,8 @@ from espnx.device.interface import Pairs, RecordQuery
 from espnx.device.kinds import RECORDS
 from espnx.device.model.spec import Accelerator, DeviceSpec
 from espnx.device.records.ssd import SsdRecordDevice
+from espnx.device.workers import clock_of
+from espnx.device.wrapper import topologies_of
 from espnx.retrieval.search.index import Index
 from espnx.storage import NativeEngine
 from tests.device.emulation.test_topology import MB, spec
@@ -61,7 +61,7 @@ def emulated(store: Path, topology: Topology, *, near: bool = False) -> Iterator
         engine = opened.enter_context(NativeEngine())
         device = RECORDS.front(
             SsdRecordDevice(engine),
-            lambda part, layout: RECORDS.around(
+            lambda part, layout: RECORDS.wrap(
                 PacedPart, part, layout, topology, 0, RECORDS.verbs, near_storage=near
             ),
         )

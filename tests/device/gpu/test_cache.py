@@ -62,8 +62,8 @@ def test_passes_that_fail(folder: Path, shape: str) -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_the_first_rows_decide(folder: Path, monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
-    """No device is open before it is known where the model is; a kept cache then goes on with what
-    it holds, on another kind of device."""
+    """No device is open before it is known where the model is; a kept cache then continues
+    with what it holds, on another kind of device."""
     opened: list[str] = []
 
     def open_rows(self: PlainDevice, directory: str, **options: Any) -> RowDevice:

@@ -30,7 +30,7 @@ def assert_walks_alike(
     with NativeEngine() as engine, SsdGraphDevice(graph, engine=engine) as device:
         for query in queries:
             for length, k, beam in shapes:
-                ticket = device.search(query, length, k, beam=beam)
+                ticket = device.search(query, length, k, beam_width=beam)
                 ids, far = ticket.finish()
                 wanted = ReferenceWalk(graph, engine, query, length, k, beam).run()
                 found = list(zip(far.tolist(), ids.tolist(), strict=True))
@@ -89,7 +89,7 @@ def test_graphs_with_codes(
         metric=metric,
         codes=codes,
         max_degree=12,
-        search_list_size=20,
+        list_size=20,
         num_entry_points=9,
         threads=1,
         vector_dtype=dtype,
@@ -109,7 +109,7 @@ def test_equal_vectors_with_codes(tmp_path: Path, codes: str) -> None:
         tmp_path / "graph",
         codes=codes,
         max_degree=8,
-        search_list_size=12,
+        list_size=12,
         threads=1,
         vector_dtype="uint8",
     )
@@ -228,7 +228,7 @@ def native_walk(**change: int) -> object:
         "n_nodes": 10,
         "k": 2,
         "list_size": 4,
-        "beam": 1,
+        "beam_width": 1,
         "by_codes": False,
         "upper_layers": None,
         **change,
@@ -243,7 +243,7 @@ def native_walk(**change: int) -> object:
         {"n_nodes": 2**32},
         {"k": 0},
         {"list_size": 1},
-        {"beam": 0},
+        {"beam_width": 0},
         {"upper_layers": -1},
     ],
 )

@@ -35,7 +35,7 @@ def assert_walks(
     with SsdGraphDevice(graph, engine=path) as device:
         for length, k, beam in shapes:
             for seed in range(3):
-                ticket = device.search(query_of(seed), length, k, beam=beam)
+                ticket = device.search(query_of(seed), length, k, beam_width=beam)
                 expected, hops, nodes = expected_walk(graph, query_of(seed), length, k, beam)
                 assert found(ticket.finish()) == expected, (length, k, beam)
                 assert (ticket.walk.hops, ticket.walk.nodes, ticket.walk.distances) == (
@@ -160,7 +160,7 @@ def test_searches_from_several_threads(folder: Path) -> None:
 def test_the_command(folder: Path) -> None:
     with SsdGraphDevice(random_graph(folder, 10, 3)) as device:
         command = device.command(query_of(0), 20, 5)
-    assert (command.opcode, command.L, command.k, command.beam, command.data_len) == (
+    assert (command.opcode, command.list_size, command.k, command.beam_width, command.data_len) == (
         GRAPH_SEARCH,
         20,
         5,
@@ -177,8 +177,11 @@ def test_the_command(folder: Path) -> None:
         ({"query": torch.zeros(6, dtype=torch.uint8)}, "got 6 values; expected 5"),
         ({"query": torch.zeros(1, DIM, dtype=torch.uint8)}, "expected one query"),
         ({"k": 0}, "k, nodes wanted; got 0"),
-        ({"L": 3}, "L, candidates of a walk; got 3; expected a whole number, at least 4"),
-        ({"beam": 0}, "beam of a walk; got 0"),
+        (
+            {"list_size": 3},
+            "list_size, candidates of a walk; got 3; expected a whole number, at least 4",
+        ),
+        ({"beam_width": 0}, "beam_width of a walk; got 0"),
     ],
 )
 def test_what_is_refused(folder: Path, change: dict[str, object], message: str) -> None:
@@ -186,7 +189,7 @@ def test_what_is_refused(folder: Path, change: dict[str, object], message: str) 
         SsdGraphDevice(random_graph(folder, 10, 3)) as device,
         pytest.raises(errors.InvalidInputError, match=message),
     ):
-        device.search(**{"query": query_of(0), "L": 8, "k": 4, **change})  # type: ignore[arg-type]
+        device.search(**{"query": query_of(0), "list_size": 8, "k": 4, **change})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("coded", [False, True])
@@ -252,14 +255,14 @@ def test_each_read_fails_in_turn(folder: Path, path: str) -> None:
         ):
             failed = None
             try:
-                assert found(device.search(query_of(0), 8, 3, beam=2).finish()) == expected
+                assert found(device.search(query_of(0), 8, 3, beam_width=2).finish()) == expected
             except errors.ReadError as error:
                 failed = error
             assert (failed is None) == (engine.stats().fault_hits == 0)
             if failed is None:
                 break
             assert failed.path == str(graph.path)
-            assert found(device.search(query_of(0), 8, 3, beam=2).finish()) == expected
+            assert found(device.search(query_of(0), 8, 3, beam_width=2).finish()) == expected
     assert nth > 3
 
 

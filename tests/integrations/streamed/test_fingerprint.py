@@ -123,7 +123,7 @@ def test_what_is_unchanged_is_read_once(
 
 
 def test_a_file_that_was_replaced(folders: Any, tmp_path: Path, reads: list[int]) -> None:
-    """The model goes on with the file that it opened, and so does its fingerprint; who opens the
+    """The model continues with the file that it opened, and so does its fingerprint; who opens the
     name next has the other."""
     folder = tmp_path / "model"
     shutil.copytree(folders["llama"], folder)

@@ -18,7 +18,7 @@ LENGTHS = [21, 20]
 
 
 def interrupted(storage: list[str], stalled: str, result: str) -> int:
-    """Makes the file `stalled` when a read hangs. On Ctrl-C it goes on with the same cache and
+    """Makes the file `stalled` when a read hangs. On Ctrl-C it continues with the same cache and
     writes to `result`, as JSON, how it came out."""
     wanted = expected("llama", LENGTHS)
     made: list[FaultyEngine] = []

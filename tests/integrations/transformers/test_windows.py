@@ -400,7 +400,7 @@ def test_windows_that_remember(folder: Path) -> None:
 def test_a_change_that_breaks_off(
     folder: Path, monkeypatch: pytest.MonkeyPatch, where: str, change: str
 ) -> None:
-    """No layer goes on with what another has forgotten."""
+    """No layer continues with what another has forgotten."""
     model = espnx.enable_kv_cache(build("Gemma3", "TextConfig", **_MIXED | {"sliding_window": 70}))
     with espnx.KVCache(model.config, folder, x_rows=0) as cache:
         wanted = generate(model, cache, max_new_tokens=5)

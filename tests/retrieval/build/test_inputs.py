@@ -272,7 +272,7 @@ class OddError(Exception):
 def test_what_an_encoder_raises_passes_through(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unchanged. Nothing is left to go on with: once mended, the encoder may make other vectors
+    """Unchanged. Nothing is left to continue: once mended, the encoder may make other vectors
     under the same name."""
     monkeypatch.setattr("espnx.retrieval.build.builder.CHECKPOINT_S", 0.0)
     calls = 0

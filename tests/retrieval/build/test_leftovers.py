@@ -1,5 +1,5 @@
 """What a build that fails, or a path that was mistyped, leaves behind: nothing, unless there is
-something to go on with."""
+something to continue."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_can_be_gone_on_with_stays_and_the_error_says_so(
     with pytest.raises(KeyboardInterrupt) as caught:
         build(tmp_path / "s", _interrupted())
     assert caught.value.__notes__ == [
-        f"20 documents are kept in {tmp_path / 's' / 'building'}: the same build goes on with them"
+        f"20 documents are kept in {tmp_path / 's/building'}: the same build continues with them"
     ]
     steps: list[tuple[str, int, int | None]] = []
     report = build(tmp_path / "s", DOCUMENTS, progress=lambda *step: steps.append(step))

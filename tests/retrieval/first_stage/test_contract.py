@@ -202,7 +202,7 @@ def test_an_order_that_loses_or_repeats_documents(
             [np.array(wrong)], {"vectors": [np.zeros((len(wrong), self.vector_dim), "f4")]}
         )
 
-    def compacted(self: ExactStage, parts: list[StoredEntries], gone: np.ndarray) -> Any:
+    def compacted(self: ExactStage, parts: list[StoredEntries], deleted: np.ndarray) -> Any:
         return self, entries(self)
 
     monkeypatch.setattr(ExactStage, "add", entries)
@@ -276,8 +276,8 @@ def stages() -> dict[str, Any]:
 
 
 def test_alone(kind: str, stages: dict[str, Any]) -> None:
-    """Without any store: entries of two parts, merged without those that are gone, find what NumPy
-    finds."""
+    """Without any store: entries of two parts, merged without those that are deleted, find what
+    NumPy finds."""
     rng = np.random.default_rng(0)
     # what every kind stores as it is
     vectors = rng.normal(size=(200, 16)).astype("f2").astype("f4")
@@ -287,11 +287,11 @@ def test_alone(kind: str, stages: dict[str, Any]) -> None:
     assert sorted(first.order.tolist()) == list(range(130))
     of_record = np.full((192 + 70, 16), np.nan, "f4")
     of_record[:130], of_record[192:] = vectors[:130][first.order], vectors[130:][second.order]
-    gone = np.packbits(np.arange(200) % 3 == 0, bitorder="little")
+    deleted = np.packbits(np.arange(200) % 3 == 0, bitorder="little")
     alive = np.array([i for i in [*range(130), *range(192, 262)] if i >= 200 or i % 3])
-    merged = InMemoryEntries(stage.merge([first, second], gone))
+    merged = InMemoryEntries(stage.merge([first, second], deleted))
     assert sorted(merged.order.tolist()) == alive.tolist()
-    changed, entries = stage.compact([first, second], gone)
+    changed, entries = stage.compact([first, second], deleted)
     compacted = InMemoryEntries(entries)
     query = espnx.Encoded(queries(1)[0].cls, queries(1)[0].tokens)
     wanted = of_record[alive] @ query.cls.numpy()

@@ -44,7 +44,7 @@ class Rule:
             ``hold`` (bytes and event wait for `CuFileStub.release`, as for ``never``, but
             cancelling drops it).
         match: of the entry's file offset and size.
-        nth, count: fires from the nth match on (from 1), `count` times (-1: for ever).
+        nth, count: fires from the nth match on (from 1), `count` times (-1: forever).
     """
 
     fault: str

@@ -102,8 +102,8 @@ def padding_mask(
 
 
 def meaning(mask: torch.Tensor | None) -> Mask:
-    """Of what `padding_mask` returned: read once for all layers. Raises InvalidInputError for a
-    mask of another kind."""
+    """Reads what `padding_mask` returned, once for all layers. Raises InvalidInputError for a mask
+    of another kind."""
     if mask is None:
         return Mask()
     said = getattr(mask, "_espnx_meaning", None)

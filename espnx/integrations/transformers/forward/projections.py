@@ -38,7 +38,7 @@ class LayerInput:
     def of_call(
         cls, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> LayerInput:
-        """From the arguments of the module's forward pass."""
+        """Takes it from the arguments of the module's forward pass."""
         return cls(
             module,
             kwargs.get("hidden_states", args[0] if args else None),
@@ -122,7 +122,7 @@ class Rotations:
         return {"rotations.cos": self._cos, "rotations.sin": self._sin} if self.count else {}
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        """From the tensors that a kept cache saved."""
+        """Takes the tensors that a kept cache saved."""
         if "rotations.cos" in tensors:
             self._cos, self._sin = tensors["rotations.cos"], tensors["rotations.sin"]
             self.count = self._cos.shape[1]

@@ -47,8 +47,8 @@ class XRows:
         self._is_unconfirmed = False
 
     def choose(self, model: PreTrainedModel, ids: torch.Tensor | None) -> None:
-        """For a batch that begins with these tokens. Raises InvalidInputError where X rows are
-        asked for and the model allows none."""
+        """Decides for a batch that begins with these tokens. Raises InvalidInputError where X rows
+        are asked for and the model allows none."""
         if self.asked and (why := getattr(model, "_espnx_why_no_x", None)):
             raise errors.InvalidInputError(
                 "x_rows",

@@ -57,7 +57,7 @@ class PassState:
 
     @property
     def times(self) -> PassTimes:
-        """Of the passes so far."""
+        """How long the passes took so far."""
         return self._guard.times
 
     def length(self, layer: int = 0) -> int:
@@ -203,8 +203,8 @@ class PassState:
 
     @property
     def sequences(self) -> int:
-        """In the batch, by stored layers, or where there are none by those in memory; 0 while
-        nothing is cached."""
+        """Sequences of the batch, by stored layers, or where there are none by those in memory; 0
+        while nothing is cached."""
         return self.store.sequences or next((n for n in map(sequences_of, self.in_memory) if n), 0)
 
     def select(self, sequences: list[int]) -> None:
@@ -223,8 +223,7 @@ class PassState:
         self._masks = None
 
     def crop(self, held: int, tokens: int) -> None:
-        """Of `held` tokens the last ones are forgotten, in every layer or, whatever raises, in
-        none."""
+        """Forgets the last of `held` tokens, in every layer or, whatever raises, in none."""
         with self._all_or_none():
             for layer in self.in_memory:
                 layer.crop(-tokens)
@@ -233,7 +232,7 @@ class PassState:
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
         """A change of every layer. What is half changed where an error comes is forgotten: no layer
-        goes on with another's tokens."""
+        continues with another's tokens."""
         before = states_of(self.in_memory)
         try:
             yield

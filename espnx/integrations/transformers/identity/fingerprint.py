@@ -51,9 +51,9 @@ _known: dict[int, tuple[weakref.ref[torch.Tensor], tuple[Any, ...], int]] = {}
 
 
 def fingerprint(model: torch.nn.Module, kind: str = "whole") -> dict[str, Any]:
-    """Of a transformers model: its config, and what its modules make K and V with, as `model_parts`
-    finds it: a CRC32C of each tensor, and one of the settings of each module, without the output
-    head, which comes after K and V.
+    """What tells one transformers model from another: its config, and what its modules make K and V
+    with, as `model_parts` finds it: a CRC32C of each tensor, and one of the settings of each
+    module, without the output head, which comes after K and V.
 
     Args:
         kind: ``whole``: all bytes; ``sampled``: about 4,096 values of each, which sees another
@@ -101,7 +101,7 @@ def _another(name: str, taken: Container[str]) -> str:
 
 
 def _relevant(config: Any) -> Any:
-    """Of a config and of those inside it."""
+    """What counts of a config and of those inside it."""
     if isinstance(config, dict):
         return {
             str(key): _relevant(value) for key, value in config.items() if key not in _IRRELEVANT
@@ -139,7 +139,8 @@ def _sum_of(name: str, tensor: torch.Tensor, kind: str, stored: Callable[..., in
 
 
 def _whole(tensor: torch.Tensor, some: int) -> int:
-    """Of all bytes; `some`: of a few, which shows most changes that PyTorch does not count."""
+    """The CRC32C of all bytes; `some`: of a few, which shows most changes that PyTorch does not
+    count."""
     version = None if tensor.is_inference() else tensor._version
     state = tensor.data_ptr(), version, tuple(tensor.shape), tensor.stride(), tensor.dtype, some
     key = id(tensor)

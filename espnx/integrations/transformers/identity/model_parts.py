@@ -465,7 +465,7 @@ def _named(functions: Sequence[Callable[..., Any]], name: str, what: str = "a ho
 
 
 def _package(function: Any) -> str:
-    """Where a function's code was written; `functools.wraps` hides that."""
+    """The package in which a function's code was written; `functools.wraps` hides that."""
     while isinstance(function, functools.partial):
         function = function.func
     function = _unbound(function)

@@ -87,7 +87,7 @@ class Batch:
         self._blocks = []
 
     def read(self, arrivals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the records of some documents lie: memory, uint8, and offsets."""
+        """Reads the records of some documents: memory, uint8, and offsets."""
         return self._block, self._offset[arrivals]
 
     def __len__(self) -> int:

@@ -310,7 +310,7 @@ def add_first_stage(
             raise errors.InvalidInputError(
                 "first stage to add",
                 got=f"{kind!r} beside {', '.join(held)}",
-                expected="bm25 or splade, that the store has not",
+                expected="bm25 or splade, that the store does not have",
                 fix="build the store anew for another kind (first_stages=...)",
             )
         return _compacted(version, MemoryBudget(memory), progress, stage)

@@ -72,7 +72,7 @@ def write_compacted(
     """Writes and publishes the next version: all that is alive as a base. Holds what the first
     stage needs to merge its entries, 60 bytes a document, and a few MB of records at a time; a few
     of the store's files are open at a time, however many it has. `also`: a first stage of texts
-    that the store has not, and is to have."""
+    that the store is to have, and does not have."""
     before = version.manifest
     generation = generations.following(version.path, before.generation)
     stage, parts = version.first_stage.fresh(), tuple[PartEntry, ...]()
@@ -110,9 +110,9 @@ def _write_base(
     roots = generations.data_directories(version.path, directories, place.store_id, generation)
     _check_disk(version, roots)
     limit_bytes = budget.record_bytes()
-    gone = np.empty(0, np.uint8) if version.deleted is None else version.deleted
-    stage, entries = version.first_stage.compact(version.parts, gone)
-    order = merged_order(entries, live_numbers(version.parts, gone))
+    deleted = np.empty(0, np.uint8) if version.deleted is None else version.deleted
+    stage, entries = version.first_stage.compact(version.parts, deleted)
+    order = merged_order(entries, live_numbers(version.parts, deleted))
     if also is not None:
         made = also.add(
             _LiveDocuments(version, order, os.path.dirname(path)), np.arange(len(order))

@@ -270,7 +270,7 @@ class GraphStageSearch:
 
 
 def _found(part: GraphPart, ids: np.ndarray, distances: np.ndarray) -> list[Candidates]:
-    """As candidates: by inner product the distance is the product, negated."""
+    """Makes candidates of what was found: by inner product the distance is the product, negated."""
     return [
         (rows[rows >= 0] + part.first_number, -far[rows >= 0])
         for rows, far in zip(ids, distances, strict=True)
@@ -286,7 +286,7 @@ def _merged(each: Sequence[Candidates], count: int) -> Candidates:
 
 
 def _filter(allowed: Allowed, first_number: int, count: int) -> RowFilter:
-    """Of the rows of a part. Parts begin at multiples of 64 records, so at whole bytes."""
+    """The filter of a part's rows. Parts begin at multiples of 64 records, so at whole bytes."""
     first = first_number >> 3
     mask = np.unpackbits(
         allowed.bitmap[first : first + -(-count // 8)], count=count, bitorder="little"

@@ -30,7 +30,7 @@ from ....graph.write import graph_files
 from ....storage.parse import Fields
 from ...encoder import Encoded
 from ..document_vector import DocumentVector
-from ..interface import Documents, Entries, LoadedStage, NoSettings, StoredEntries
+from ..interface import Documents, Entries, LoadedStage, NoSettings, StoredEntries, alive
 from ..ivf.probing import STEPS, describe_steps, distinct_sample, hits_of, known_of, parse_steps
 from .search import DEFAULT_CANDIDATES, FlatPart, GraphPart, LoadedGraph
 
@@ -59,7 +59,7 @@ class GraphStage:
     one another.
 
     Attributes:
-        of: the vector of a document that the graph holds.
+        document_vector: the vector of a document that the graph holds.
         list_size: of a walk for `DEFAULT_CANDIDATES` that finds 98 % of the exhaustive ones; 0
             before it is measured.
         pages_per_candidate: that such a walk reads, for each candidate of its list.
@@ -70,7 +70,7 @@ class GraphStage:
     follows: ClassVar[bool] = True
     in_place: ClassVar[frozenset[str]] = frozenset(map(section_of, _FILES))
 
-    of: DocumentVector
+    document_vector: DocumentVector
     list_size: int = 0
     pages_per_candidate: float = 1.0
     steps: Mapping[float, float] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class GraphStage:
 
     def describe(self) -> dict[str, Any]:
         return {
-            **self.of.describe(),
+            **self.document_vector.describe(),
             "list_size": self.list_size,
             "pages_per_candidate": self.pages_per_candidate,
             "steps": describe_steps(self.steps),
@@ -127,17 +127,17 @@ class GraphStage:
 
     @property
     def vector_dim(self) -> int:
-        return self.of.dim
+        return self.document_vector.dim
 
     @property
     def is_cls_similarity(self) -> bool:
-        return self.of.pooling is None
+        return self.document_vector.pooling is None
 
     def vector(self, document: Encoded) -> torch.Tensor:
-        return self.of.of_document(document)
+        return self.document_vector.of_document(document)
 
     def fresh(self) -> GraphStage:
-        return GraphStage(self.of)
+        return GraphStage(self.document_vector)
 
     # --- what is trained: nothing; each graph has a codebook of its own ---
 
@@ -185,18 +185,18 @@ class GraphStage:
         return block
 
     def merge(
-        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], deleted: np.ndarray, order: np.ndarray | None = None
     ) -> Entries:
-        numbers, rows = self._alive(parts, gone)
+        numbers, rows = self._alive(parts, deleted)
         return _entries(rows, numbers, order)
 
     def compact(
-        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], deleted: np.ndarray, order: np.ndarray | None = None
     ) -> tuple[GraphStage, Entries]:
-        return self.fresh(), self.merge(parts, gone, order)
+        return self.fresh(), self.merge(parts, deleted, order)
 
     def _alive(
-        self, parts: Sequence[StoredEntries], gone: np.ndarray
+        self, parts: Sequence[StoredEntries], deleted: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """(numbers of the records that are alive, their vectors), by number."""
         numbers, vectors = [np.empty(0, np.int64)], [np.empty((0, self.vector_dim), np.float16)]
@@ -204,13 +204,9 @@ class GraphStage:
             with self._opened(part, threads=1) as opened:
                 for rows, found in opened.all_vectors():
                     own = part.first_number + rows
-                    known = own < 8 * len(gone)
-                    alive = np.ones(len(own), bool)
-                    alive[known] = (
-                        gone[own[known] >> 3] >> (own[known] & 7).astype(np.uint8)
-                    ) & 1 == 0
-                    numbers.append(own[alive])
-                    vectors.append(found[alive])
+                    kept = alive(own, deleted)
+                    numbers.append(own[kept])
+                    vectors.append(found[kept])
         return np.concatenate(numbers), np.concatenate(vectors)
 
     # --- search ---
@@ -225,7 +221,7 @@ class GraphStage:
         *,
         threads: int = 1,
         gpu: int | None = None,
-        gone: np.ndarray | None = None,
+        deleted: np.ndarray | None = None,
         path: str = "auto",
     ) -> LoadedGraph:
         if gpu is not None:
@@ -239,7 +235,11 @@ class GraphStage:
                 each.append(self._opened(part, threads=1 if each else threads, path=path))
                 opened.callback(each[-1].close)
             loaded = LoadedGraph(
-                each, self.of.of_query, self.list_size, self.pages_per_candidate, self.steps
+                each,
+                self.document_vector.of_query,
+                self.list_size,
+                self.pages_per_candidate,
+                self.steps,
             )
             opened.pop_all()
             return loaded
@@ -310,7 +310,7 @@ class GraphStage:
         pages = max(1.0, search.pages / max(1, len(sample)))
         tuned = replace(self, list_size=list_size, pages_per_candidate=pages / list_size)
         again = LoadedGraph(
-            loaded.parts, self.of.of_query, list_size, tuned.pages_per_candidate, {}
+            loaded.parts, self.document_vector.of_query, list_size, tuned.pages_per_candidate, {}
         ).start(list(sample), wanted)
         steps = {}
         for step in STEPS:
@@ -339,7 +339,7 @@ class GraphStage:
 
 
 def _entries(rows: np.ndarray, numbers: np.ndarray, order: np.ndarray | None) -> Entries:
-    """Of a part: `rows`, float16 [n, dim], are of these document or record numbers."""
+    """The entries of a part: `rows`, float16 [n, dim], are of these document or record numbers."""
     if len(rows) < FLAT_MAX:
         found = numbers if order is None else order
         by_number = np.argsort(numbers, kind="stable")

@@ -27,7 +27,7 @@ _VALUES = {"flat": 0, "sq8": 2, "sq6": 2, "sq4": 2}  # trained float32 values, p
 
 
 def code_bytes(code: str, dim: int) -> int:
-    """Of one vector. Raises InvalidInputError for a code that there is not."""
+    """Bytes of one vector. Raises InvalidInputError for an unknown code."""
     if code in CODES:
         return -(-dim * _BITS[code] // 8)
     if (

@@ -38,8 +38,8 @@ def parse_steps(fields: Fields) -> dict[float, float]:
 
 
 def describe_steps(steps: Mapping[float, float]) -> dict[str, float]:
-    """As manifests keep it: share of a search's work -> share of its candidates that are known by
-    then."""
+    """What manifests keep of the steps: share of a search's work -> share of its candidates that
+    are known by then."""
     return {f"{step:g}": rate for step, rate in steps.items()}
 
 
@@ -145,8 +145,8 @@ def _matched(wanted: np.ndarray, scores: np.ndarray) -> int:
 def hit_rates(
     stage: LoadedIvf, vectors: np.ndarray, candidates: int, nprobe: int
 ) -> dict[float, float]:
-    """For each of `STEPS`: the share of the final candidates that are among the candidates after
-    that share of the lists."""
+    """The share of the final candidates that are among the candidates after each of `STEPS`, a
+    share of the lists."""
     hits = dict.fromkeys(STEPS, 0)
     total = 0
     for first in range(0, len(vectors), _QUERIES_AT_ONCE):

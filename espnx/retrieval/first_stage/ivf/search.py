@@ -33,7 +33,7 @@ _FOUND_BYTES = 12
 
 @dataclass(frozen=True, eq=False)
 class ListRuns:
-    """Where the records of each list lie: in each part, one run of record numbers.
+    """The places of the records of each list: in each part, one run of record numbers.
 
     Attributes:
         lists, begin, end: int64 [runs]; the records of a run are those from `begin` to before

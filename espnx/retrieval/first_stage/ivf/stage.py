@@ -17,7 +17,7 @@ from ....ops.quantise import KMEANS_ROUNDS
 from ....storage.parse import Fields
 from ...encoder import Encoded
 from ..document_vector import DocumentVector
-from ..interface import CANDIDATES, Documents, Entries, LoadedStage, StoredEntries
+from ..interface import CANDIDATES, Documents, Entries, LoadedStage, StoredEntries, alive
 from .arrays import (
     CENTROIDS,
     PARAMETERS,
@@ -81,7 +81,7 @@ class IvfStage:
     lies together.
 
     Attributes:
-        of: the vector that lists hold of each document.
+        document_vector: the vector that lists hold of each document.
         code: of the lists, see `ivf_arrays.CODES`.
         wanted_lists: to train; None chooses from the number of documents.
         trained: centroids and parameters of the code; empty before.
@@ -94,7 +94,7 @@ class IvfStage:
     in_place: ClassVar[frozenset[str]] = frozenset()
     Settings: ClassVar[type[IvfSettings]] = IvfSettings
 
-    of: DocumentVector
+    document_vector: DocumentVector
     code: str
     nlist: int = 0
     wanted_lists: int | None = None
@@ -131,7 +131,7 @@ class IvfStage:
 
     def describe(self) -> dict[str, Any]:
         return {
-            **self.of.describe(),
+            **self.document_vector.describe(),
             "code": self.code,
             "nlist": self.nlist,
             "nprobe": self.nprobe,
@@ -140,23 +140,23 @@ class IvfStage:
 
     @property
     def dim(self) -> int:
-        return self.of.dim
+        return self.document_vector.dim
 
     @property
     def vector_dim(self) -> int:
-        return self.of.dim
+        return self.document_vector.dim
 
     @property
     def is_cls_similarity(self) -> bool:
-        return self.of.pooling is None
+        return self.document_vector.pooling is None
 
     def vector(self, document: Encoded) -> torch.Tensor:
-        return self.of.of_document(document)
+        return self.document_vector.of_document(document)
 
     # --- what is trained ---
 
     def fresh(self) -> IvfStage:
-        return IvfStage(self.of, self.code, wanted_lists=self.wanted_lists)
+        return IvfStage(self.document_vector, self.code, wanted_lists=self.wanted_lists)
 
     def train(self, documents: Documents, memory_bytes: int) -> IvfStage:
         count, lists = len(documents), self.lists_of(len(documents))
@@ -197,7 +197,7 @@ class IvfStage:
 
     @property
     def code_bytes(self) -> int:
-        """Of one vector."""
+        """Bytes of one vector."""
         return code_bytes(self.code, self.dim)
 
     def _empty_index(self) -> Any:
@@ -221,31 +221,29 @@ class IvfStage:
         return Entries(list_numbers(index), _sections(lists, sizes[lists], list_codes(index)))
 
     def merge(
-        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], deleted: np.ndarray, order: np.ndarray | None = None
     ) -> Entries:
-        return self._merged(parts, gone)[1]
+        return self._merged(parts, deleted)[1]
 
     def compact(
-        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], deleted: np.ndarray, order: np.ndarray | None = None
     ) -> tuple[IvfStage, Entries]:
         """Lists that hold nothing alive are left out; records of several parts come into the order
         of their cells."""
-        kept, entries = self._merged(parts, gone, numbered_anew=True)
+        kept, entries = self._merged(parts, deleted, numbered_anew=True)
         trained = {**self.trained, CENTROIDS: self.trained[CENTROIDS][kept]}
         return replace(self, nlist=len(kept), trained=trained, nprobe=0, steps={}), entries
 
     def _merged(
-        self, parts: Sequence[StoredEntries], gone: np.ndarray, *, numbered_anew: bool = False
+        self, parts: Sequence[StoredEntries], deleted: np.ndarray, *, numbered_anew: bool = False
     ) -> tuple[np.ndarray, Entries]:
         """(lists that hold anything, ascending; entries). Holds the codes and 40 bytes a record."""
         numbers = np.concatenate(
             [np.arange(part.first_number, part.first_number + part.count) for part in parts]
         )
         lists = np.concatenate([np.repeat(*self._lists(part)) for part in parts])
-        known = numbers < 8 * len(gone)
-        alive = np.ones(len(numbers), dtype=bool)
-        alive[known] = (gone[numbers[known] >> 3] >> (numbers[known] & 7).astype(np.uint8)) & 1 == 0
-        numbers, lists = numbers[alive], lists[alive]
+        found = alive(numbers, deleted)
+        numbers, lists = numbers[found], lists[found]
         order = np.argsort(lists, kind="stable")
         numbers, lists = numbers[order], lists[order]
         kept, sizes = runs_of(lists)
@@ -260,7 +258,7 @@ class IvfStage:
         )
 
     def _codes(self, parts: Sequence[StoredEntries], numbers: np.ndarray) -> Iterator[np.ndarray]:
-        """Of some records, uint8, in their order."""
+        """Yields the codes of some records, uint8, in their order."""
         size = self.code_bytes
         out = np.empty((len(numbers), size), dtype=np.uint8)
         order = np.argsort(numbers, kind="stable")
@@ -324,7 +322,7 @@ class IvfStage:
         *,
         threads: int = 1,
         gpu: int | None = None,
-        gone: np.ndarray | None = None,
+        deleted: np.ndarray | None = None,
         path: str = "auto",
     ) -> LoadedIvf:
         index, known = None, [self._lists(part) for part in parts]
@@ -341,7 +339,13 @@ class IvfStage:
                     # now, not whenever it is collected: whatever it reads from may be closed by
                     # then
                     codes.close()
-        searched = index, self._runs(parts, known), self.of.of_query, self.nprobe, self.steps
+        searched = (
+            index,
+            self._runs(parts, known),
+            self.document_vector.of_query,
+            self.nprobe,
+            self.steps,
+        )
         return (
             LoadedIvf(*searched, threads)
             if gpu is None
@@ -382,7 +386,7 @@ class IvfStage:
         return replace(self, nprobe=nprobe, steps=steps)
 
     def lists_of(self, records: int) -> int:
-        """That training on so many makes."""
+        """Lists that training on so many records makes."""
         return min(self.wanted_lists or choose_nlist(records), records)
 
     def resident_bytes(self, records: int) -> int:

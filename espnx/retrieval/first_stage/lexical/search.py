@@ -33,7 +33,7 @@ class LoadedLexical:
         engine: of the reads; closed with this, as the segments are.
         words: of a query.
         kind: of the stage, for messages.
-        gone: bitmap of deleted records, or None: they count no more in the totals of BM25.
+        deleted: bitmap of deleted records, or None: they count no more in the totals of BM25.
     """
 
     auto_effort = 1
@@ -48,10 +48,10 @@ class LoadedLexical:
         segments: Sequence[Segment],
         words: Words,
         kind: str,
-        gone: np.ndarray | None = None,
+        deleted: np.ndarray | None = None,
     ):
         self.engine, self.segments, self._words, self._kind = engine, list(segments), words, kind
-        self._search = PostingsSearch(engine, _collection(engine, self.segments, gone))
+        self._search = PostingsSearch(engine, _collection(engine, self.segments, deleted))
         self._filters: WeakKeyDictionary[Allowed, list[np.ndarray]] = WeakKeyDictionary()
         self._filtering = threading.Lock()
 
@@ -156,13 +156,13 @@ _NOTHING: Candidates = (np.empty(0, np.int64), np.empty(0, np.float32))
 
 
 def _collection(
-    engine: NativeEngine, segments: list[Segment], gone: np.ndarray | None
+    engine: NativeEngine, segments: list[Segment], deleted: np.ndarray | None
 ) -> Collection:
     """The segments, with what deleted records take from the totals: their terms are read out of the
     lists once."""
-    if gone is None or not segments or segments[0].lengths is None:
+    if deleted is None or not segments or segments[0].lengths is None:
         return Collection(segments)
-    deleted = np.flatnonzero(np.unpackbits(gone, bitorder="little"))
+    deleted = np.flatnonzero(np.unpackbits(deleted, bitorder="little"))
     none = np.zeros(0, np.int64)
     count = sum_lengths = 0
     terms = []

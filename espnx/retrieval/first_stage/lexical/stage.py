@@ -45,7 +45,7 @@ from ...sparse_encoder import (
     remembered_sparse_encoder,
     sparse_encoder_of,
 )
-from ..interface import Documents, Entries, LoadedStage, StoredEntries
+from ..interface import Documents, Entries, LoadedStage, StoredEntries, alive
 from .search import LoadedLexical, Words
 
 _MEMORY_BYTES = 256 << 20  # of what is sorted at a time, as long as the stage is built
@@ -89,7 +89,7 @@ class _Lexical(ABC):
 
     @property
     def _section_names(self) -> tuple[str, ...]:
-        """In the order in which they are written."""
+        """The names of the sections, in the order in which they are written."""
         return (
             (LISTS, TERMS, LENGTHS, DICTIONARY)
             if self.postings_kind == COUNT
@@ -144,20 +144,20 @@ class _Lexical(ABC):
     @property
     @abstractmethod
     def analyzer(self) -> Analyzer:
-        """That cuts the texts; of weights it cuts none."""
+        """The analyzer that cuts the texts; of weights it cuts none."""
 
     @abstractmethod
     def _fill(self, builder: SegmentBuilder, texts: Iterator[str]) -> None:
         """Hands every text over, as terms or as weights."""
 
     def merge(
-        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], deleted: np.ndarray, order: np.ndarray | None = None
     ) -> Entries:
         if order is None:
             numbers = np.concatenate(
                 [np.arange(part.first_number, part.first_number + part.count) for part in parts]
             )
-            order = numbers[~_is_gone(numbers, gone)]
+            order = numbers[alive(numbers, deleted)]
         sections = self._merged_sections(parts, order)
         return Entries([order], {name: _next_of(sections, name) for name in self._section_names})
 
@@ -188,9 +188,9 @@ class _Lexical(ABC):
                     segment.close()
 
     def compact(
-        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], deleted: np.ndarray, order: np.ndarray | None = None
     ) -> tuple[Any, Entries]:
-        return self, self.merge(parts, gone, order)
+        return self, self.merge(parts, deleted, order)
 
     def check(self, parts: Sequence[StoredEntries]) -> None:
         with NativeEngine() as engine:
@@ -217,7 +217,7 @@ class _Lexical(ABC):
         *,
         threads: int = 1,
         gpu: int | None = None,
-        gone: np.ndarray | None = None,
+        deleted: np.ndarray | None = None,
         path: str = "auto",
     ) -> LoadedLexical:
         engine = NativeEngine(path)
@@ -225,7 +225,7 @@ class _Lexical(ABC):
         try:
             for part in parts:
                 segments.append(self._segment(engine, part))
-            return LoadedLexical(engine, segments, self._words(), self.kind, gone)
+            return LoadedLexical(engine, segments, self._words(), self.kind, deleted)
         except BaseException:
             for segment in segments:
                 segment.close()
@@ -234,7 +234,7 @@ class _Lexical(ABC):
 
     @abstractmethod
     def _words(self) -> Words:
-        """From the text of a query to its terms."""
+        """What makes terms of the text of a query."""
 
     def tune(self, loaded: LoadedStage, documents: Documents | None) -> Any:
         return self
@@ -365,13 +365,6 @@ class SpladeStage(_Lexical):
 
     def resident_bytes(self, records: int) -> int:
         return 6 * records + 24 * 30_000  # the place of each forward record; a vocabulary
-
-
-def _is_gone(numbers: np.ndarray, gone: np.ndarray) -> np.ndarray:
-    known = numbers < 8 * len(gone)
-    found = np.zeros(len(numbers), bool)
-    found[known] = (gone[numbers[known] >> 3] >> (numbers[known] & 7).astype(np.uint8)) & 1 == 1
-    return found
 
 
 def _next_of(

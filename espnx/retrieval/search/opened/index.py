@@ -74,7 +74,7 @@ class OpenIndex:
 
     @property
     def cost(self) -> DeviceCost:
-        """Of the device's reads."""
+        """What the device's reads cost."""
         return self._versions.newest.cost
 
     @property

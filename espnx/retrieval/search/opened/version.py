@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenOptions:
-    """Where the parts of an open index lie and run; see the arguments of `Index`.
+    """How an index is opened: where its parts lie and run; see the arguments of `Index`.
 
     Attributes:
         compute: where records are scored, its number known.
@@ -102,7 +102,7 @@ class OpenVersion:
             self._opened = opened.pop_all()
 
     def _tell(self, options: OpenOptions) -> None:
-        """Where the parts are, in the log."""
+        """Logs where the parts are."""
         store, cost = self.store, self.cost
         log.debug(
             "%s: %d documents, records by %s%s",
@@ -162,7 +162,7 @@ class OpenVersion:
         return self.store.coarse
 
     def cls_weight(self, override: float | None) -> float:
-        """Of a search. Raises InvalidInputError."""
+        """The weight of CLS vectors in a search. Raises InvalidInputError."""
         if override is None:
             return float(self.store.manifest.cls_weight)
         check_finite("cls_weight", override)
@@ -175,7 +175,8 @@ class OpenVersion:
         return float(override)
 
     def stage(self, options: SearchOptions) -> ChosenStage:
-        """That a search wants. Raises InvalidInputError for one that the store has not."""
+        """The first stage that a search wants. Raises InvalidInputError for one that the store does
+        not have."""
         key = options.stages, "rrf" if options.fuses_maxsim else options.fuse
         with self._lock:
             if key not in self._chosen:
@@ -185,7 +186,7 @@ class OpenVersion:
             return self._chosen[key]
 
     def without_vectors(self, queries: Sequence[str | Encoded]) -> list[Encoded]:
-        """Of queries whose words alone are looked at: nothing is encoded."""
+        """Stand-ins for the vectors of queries whose words alone are looked at: none is encoded."""
         built = self.store.manifest.encoder
         none = Encoded(torch.zeros(built.d_cls), torch.empty(0, built.dim))
         return [query if isinstance(query, Encoded) else none for query in queries]

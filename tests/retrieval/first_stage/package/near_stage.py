@@ -63,7 +63,7 @@ class NearStage:
     says.
 
     Attributes:
-        of: the vector of a document.
+        document_vector: the vector of a document.
         dims: of it that are kept.
         metric: of the similarity.
     """
@@ -74,7 +74,7 @@ class NearStage:
     is_cls_similarity: ClassVar[bool] = False
     Settings: ClassVar[type[NearSettings]] = NearSettings
 
-    of: DocumentVector
+    document_vector: DocumentVector
     dims: int
     metric: str
 
@@ -95,14 +95,14 @@ class NearStage:
         return cls(of, fields.whole("dims", 1, of.dim), fields.choice("metric", _METRICS))
 
     def describe(self) -> dict[str, Any]:
-        return {**self.of.describe(), "dims": self.dims, "metric": self.metric}
+        return {**self.document_vector.describe(), "dims": self.dims, "metric": self.metric}
 
     @property
     def vector_dim(self) -> int:
-        return self.of.dim
+        return self.document_vector.dim
 
     def vector(self, document: Encoded) -> torch.Tensor:
-        return self.of.of_document(document)
+        return self.document_vector.of_document(document)
 
     def kept(self, vectors: np.ndarray) -> np.ndarray:
         """Of vectors [..., vector_dim]: float32 [..., dims], of length 1 where the metric wants
@@ -147,18 +147,18 @@ class NearStage:
         return Entries([order], {"vectors": (self.kept(_sampled(documents, run)) for run in runs)})
 
     def merge(
-        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], deleted: np.ndarray, order: np.ndarray | None = None
     ) -> Entries:
         numbers, vectors = self._all(parts)
         if order is None:
-            dead = np.flatnonzero(np.unpackbits(gone, bitorder="little"))
+            dead = np.flatnonzero(np.unpackbits(deleted, bitorder="little"))
             order = numbers[~np.isin(numbers, dead)]
         return Entries([order], {"vectors": [vectors[np.searchsorted(numbers, order)]]})
 
     def compact(
-        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], deleted: np.ndarray, order: np.ndarray | None = None
     ) -> tuple[NearStage, Entries]:
-        return self, self.merge(parts, gone, order)
+        return self, self.merge(parts, deleted, order)
 
     def check(self, parts: Sequence[StoredEntries]) -> None:
         for part in parts:
@@ -175,7 +175,7 @@ class NearStage:
         *,
         threads: int = 1,
         gpu: int | None = None,
-        gone: np.ndarray | None = None,
+        deleted: np.ndarray | None = None,
         path: str = "auto",
     ) -> LoadedNear:
         self.check(parts)
@@ -213,7 +213,7 @@ class LoadedNear:
     hit_rates: Mapping[float, float] = field(default_factory=dict)
 
     def prepare(self, query: Encoded, text: str | None = None) -> np.ndarray:
-        return self.stage.kept(self.stage.of.of_query(query))
+        return self.stage.kept(self.stage.document_vector.of_query(query))
 
     def start(
         self,

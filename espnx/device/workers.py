@@ -2,9 +2,9 @@
 
 A device may have a clock that no wall moves: an emulated one with a stretch of 0, whose time stands
 but for those who wait for it. Were it to move for whoever waits first, times would depend on which
-thread this machine runs first. So whoever hands work to threads does it
-through a `Crew`: the clock stands from the moment of handing over until all of them wait. With
-other devices a crew is a thread pool.
+thread this machine runs first. So whoever hands work to threads does it through `Workers`: the
+clock stands from the moment of handing over until all of them wait. With other devices they are a
+thread pool.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ P = ParamSpec("P")
 
 
 class Clock(Protocol):
-    """What a crew tells a clock. Members are numbers."""
+    """What `Workers` tell a clock. Members are numbers."""
 
     @property
     def member(self) -> int | None:
@@ -43,13 +43,13 @@ class Clock(Protocol):
 
 
 def clock_of(device: object) -> Clock | None:
-    """Of a device that has one (its attribute ``clock``), where callers move it."""
+    """The ``clock`` of a device that has one which callers move; else None."""
     clock: Clock | None = getattr(device, "clock", None)
     return clock
 
 
 class Job(Generic[T]):
-    """A call in a thread of a crew, which made it.
+    """A call in a thread of `Workers`, which made it.
 
     Attributes:
         has_ended: it has returned, or raised.
@@ -107,7 +107,7 @@ class Job(Generic[T]):
 
 
 def wait(jobs: Iterable[Job[Any]]) -> None:
-    """Until all have ended, whatever they raised."""
+    """Waits until all have ended, whatever they raised."""
     for job in jobs:
         try:
             job.result()
@@ -116,7 +116,7 @@ def wait(jobs: Iterable[Job[Any]]) -> None:
                 raise
 
 
-class Crew:
+class Workers:
     """A context manager in the thread that hands out work: it is a member itself while the block
     runs.
 

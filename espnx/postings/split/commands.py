@@ -17,7 +17,7 @@ from .parts import PartLists
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class SplitCommands:
     """Commands of a batch of queries.
 
     Attributes:
@@ -48,7 +48,7 @@ class Asked:
         return found
 
     def commands(self, query: int) -> dict[int, ScanCommand]:
-        """By part, for those that have a list of the query."""
+        """A command for each part that has a list of the query."""
         found = {}
         for part, allowed in enumerate(self._filters):
             rows = self.rows(query, part)
@@ -63,13 +63,13 @@ class Asked:
         return found
 
 
-def asked_of(
+def split_commands(
     plan: QueryPlan,
     parts: Sequence[PartLists],
     k: int,
     split: SplitFacts,
     allowed: np.ndarray | None,
-) -> Asked:
+) -> SplitCommands:
     """What a plan over the segments of all parts asks of each.
 
     Args:
@@ -101,7 +101,7 @@ def asked_of(
         if collection.kind == COUNT
         else Rule()
     )
-    return Asked(
+    return SplitCommands(
         n_queries,
         plan.constants(),
         k if split.placement == "passages" else 0,

@@ -1,6 +1,6 @@
 // Threads that work for whoever asks something of a stream: started when they are needed, at most
 // so many, each taking jobs from one line. Where no thread is to be had, the line is not worked on,
-// and whoever asks does the work. Whoever has a crew ends it, by stop(), before what its work uses
+// and whoever asks does the work. Whoever has a pool ends it, by stop(), before what its work uses
 // is gone. (In a child after fork() it is left where it is: its threads are the parent's.)
 #pragma once
 
@@ -16,12 +16,12 @@
 namespace espnx::device {
 
 template <typename Job>
-class Crew {
+class WorkerPool {
  public:
-  Crew(int max_workers, std::function<void(Job)> work)
+  WorkerPool(int max_workers, std::function<void(Job)> work)
       : max_workers_(static_cast<size_t>(max_workers)), work_(std::move(work)) {}
-  Crew(const Crew&) = delete;
-  Crew& operator=(const Crew&) = delete;
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
 
   size_t max_workers() const { return max_workers_; }
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
-from .crew import Clock, clock_of
+from .workers import Clock, clock_of
 
 
 def topologies_of(*devices: object) -> list[Any]:
@@ -19,8 +19,8 @@ def topologies_of(*devices: object) -> list[Any]:
     return list(dict.fromkeys(found))
 
 
-class Around:
-    """In front of a part, or of a ticket: what it does not say itself, the inner one says."""
+class Wrapper:
+    """Stands in front of a part or a ticket: what it does not say itself, the inner one says."""
 
     def __init__(self, inner: Any):
         self._inner = inner
@@ -31,9 +31,9 @@ class Around:
         return getattr(self._inner, name)
 
 
-class PartAround(Around):
+class PartWrapper(Wrapper):
     """The inner part is closed with it. A class derived from it has a `submit` of its own, and is
-    made by `espnx.device.kinds.PartKind.around`, so that no call comes past that."""
+    made by `espnx.device.kinds.PartKind.wrap`, so that no call comes past that."""
 
     @property
     def clock(self) -> Clock | None:

@@ -17,11 +17,11 @@ import torch
 
 import espnx
 from espnx import errors
-from espnx.device.crew import Crew, Job, wait
 from espnx.device.emulation.topology import Topology
 from espnx.device.model.spec import load_preset
 from espnx.device.plain import SsdDevice
 from espnx.device.registry import open_device
+from espnx.device.workers import Job, Workers, wait
 from espnx.postings import SplitPostings, build_split
 from tests.device.emulation.test_topology import figure, spec
 from tests.integrations.transformers.tiny import enabled, prompt
@@ -35,8 +35,8 @@ def unsteady(run: int, number: int) -> None:
 
 
 def together(topology: Topology, n: int, work: Callable[[int], float]) -> list[float]:
-    with ThreadPoolExecutor(n) as pool, Crew([topology]) as crew:
-        jobs = [crew.submit(pool, work, number) for number in range(n)]
+    with ThreadPoolExecutor(n) as pool, Workers([topology]) as workers:
+        jobs = [workers.submit(pool, work, number) for number in range(n)]
         return [job.result() for job in jobs]
 
 
@@ -90,18 +90,18 @@ def test_sixteen_threads_on_devices_that_share_links_and_on_one() -> None:
 
 
 def test_who_waits_for_a_job_goes_on_at_its_end() -> None:
-    """And not at the end of another's that is longer: the clock stands while the first of the crew
+    """And not at the end of another's that is longer: the clock stands while the first of them
     is at work again."""
     for run in range(RUNS):
         with (
             Topology(spec(), 3, stretch=0) as topology,
             ThreadPoolExecutor(2) as pool,
-            Crew([topology]) as crew,
+            Workers([topology]) as workers,
         ):
-            long = crew.submit(
+            long = workers.submit(
                 pool, lambda: topology.wait(topology.transfer(0, "flash_read", 1000_000_000))
             )
-            short = crew.submit(
+            short = workers.submit(
                 pool, lambda: topology.wait(topology.transfer(1, "flash_read", 100_000_000))
             )
             assert short.result() == 1.0
@@ -113,9 +113,9 @@ def test_who_waits_for_a_job_goes_on_at_its_end() -> None:
 
 def test_crews_in_crews() -> None:
     def inner(topology: Topology, number: int) -> float:
-        with ThreadPoolExecutor(2) as pool, Crew([topology]) as crew:
+        with ThreadPoolExecutor(2) as pool, Workers([topology]) as workers:
             jobs = [
-                crew.submit(
+                workers.submit(
                     pool, lambda n: topology.wait(topology.transfer(number, "flash_read", n)), n
                 )
                 for n in (200_000_000, 100_000_000)
@@ -140,9 +140,9 @@ def test_one_that_never_asks_is_found_out() -> None:
     on."""
     held = threading.Event()
     with Topology(spec(), 1, stretch=0) as topology, ThreadPoolExecutor(2) as pool:
-        with Crew([topology]) as crew:
-            idle = crew.submit(pool, held.wait)
-            asking = crew.submit(
+        with Workers([topology]) as workers:
+            idle = workers.submit(pool, held.wait)
+            asking = workers.submit(
                 pool, lambda: topology.wait(topology.transfer(0, "flash_read", 1), deadline_s=0.05)
             )
             with pytest.raises(
@@ -163,8 +163,8 @@ def test_jobs_that_fail_leave() -> None:
         return topology.wait(topology.transfer(0, "flash_read", 100_000_000))
 
     with Topology(spec(), 1, stretch=0) as topology, ThreadPoolExecutor(4) as pool:
-        with Crew([topology]) as crew:
-            jobs = [crew.submit(pool, work, number) for number in range(4)]
+        with Workers([topology]) as workers:
+            jobs = [workers.submit(pool, work, number) for number in range(4)]
             wait(jobs)
             for number, job in enumerate(jobs):
                 if number % 2:
@@ -172,14 +172,14 @@ def test_jobs_that_fail_leave() -> None:
                         job.result()
         assert topology.member is None
         cancelled = topology.transfer(0, "flash_read", 100)
-        with Crew([topology]) as crew:
-            waiting = crew.submit(pool, topology.wait, cancelled)
-            crew.submit(pool, topology.cancel, cancelled).result()
+        with Workers([topology]) as workers:
+            waiting = workers.submit(pool, topology.wait, cancelled)
+            workers.submit(pool, topology.cancel, cancelled).result()
             with pytest.raises(errors.TransferCancelledError):
                 waiting.result()
         pool.shutdown()
-        with Crew([topology]) as crew, pytest.raises(RuntimeError):
-            crew.submit(pool, print)
+        with Workers([topology]) as workers, pytest.raises(RuntimeError):
+            workers.submit(pool, print)
         assert topology.wait(topology.transfer(0, "flash_read", 100_000_000)) == pytest.approx(
             3.0, abs=1e-5
         )
@@ -188,8 +188,8 @@ def test_jobs_that_fail_leave() -> None:
 def test_devices_without_a_clock() -> None:
     """A thread pool, and nothing else; so is one on devices that the wall moves."""
     for device in (SsdDevice("."), Topology(spec(), 1, stretch=1e-6)):
-        with ThreadPoolExecutor(1) as pool, Crew([device]) as crew:
-            job: Job[int] = crew.submit(pool, max, 3, 4)
+        with ThreadPoolExecutor(1) as pool, Workers([device]) as workers:
+            job: Job[int] = workers.submit(pool, max, 3, 4)
             assert job.result() == 4
             assert job.has_ended
 
