@@ -22,12 +22,18 @@ def in_steps(of: int) -> pytest.MarkDecorator:
     )
 
 
+def at_length(name: str, part: Any, whole: Any) -> pytest.MarkDecorator:
+    """A test with a parameter that says how much it does: `make test` gives it the first value, and
+    `make sweep` the second."""
+    return pytest.mark.parametrize(name, [part, pytest.param(whole, marks=pytest.mark.sweep)])
+
+
 def mark_samples(items: Iterable[pytest.Item]) -> None:
     """Of a test with the mark ``sampled(n)``, all but a `covering` of its parameters are marked
-    ``sweep``."""
+    ``sweep``. What is a sweep already shows nothing."""
     tests: dict[str, dict[Row, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
-        if item.get_closest_marker("sampled"):
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("sweep"):
             tests[item.nodeid.partition("[")[0]][parameters(item)].append(item)
     for rows in tests.values():
         (together,) = next(iter(rows.values()))[0].get_closest_marker("sampled").args

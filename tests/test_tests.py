@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import subprocess
 import sys
@@ -55,6 +56,15 @@ def test_every_folder_mirrors_a_room() -> None:
 
 def test_no_folder_is_full() -> None:
     assert not {folder: count for folder, count in folders().items() if count > FILES_MAX}
+
+
+def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config) -> None:
+    patterns = pytestconfig.getini("norecursedirs")
+    assert not {
+        folder
+        for folder in folders()
+        if any(fnmatch.fnmatch(part, each) for part in folder.split("/") for each in patterns)
+    } - {"."}
 
 
 def test_every_room_has_tests() -> None:

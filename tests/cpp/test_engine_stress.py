@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cpp.sanitized import ENGINE, SANITIZERS, build, run
+from tests.sweeps import at_length
 
 PATHS = ["uring", "pressure", "posix", "memory", "hostile"]
 DEFINES = {
@@ -22,7 +23,9 @@ def stress(request: pytest.FixtureRequest) -> Path:
     return build("engine_stress", ENGINE, request.param, folder, DEFINES)
 
 
+@pytest.mark.sampled(1)
+@at_length("rounds", 5, 15)
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
-def test_stress(stress: Path, path: str, tmp_path: Path) -> None:
-    run(stress, path, "1", "15", tmp_path)
+def test_stress(stress: Path, path: str, tmp_path: Path, rounds: int) -> None:
+    run(stress, path, "1", str(rounds), tmp_path)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cpp.sanitized import CSRC, build
+from tests.sweeps import at_length
 
 SOURCES = [CSRC / "device" / "row_plan.cpp", CSRC / "io" / "buffer.cpp"]
 
@@ -25,8 +26,11 @@ def program(request: pytest.FixtureRequest) -> Path:
         return built("")
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_every_row_once(program: Path, seed: int) -> None:
-    done = subprocess.run([program, str(seed), "400"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
+@at_length("seeds", 1, 4)
+def test_every_row_once(program: Path, seeds: int) -> None:
+    for seed in range(seeds):
+        done = subprocess.run(
+            [program, str(seed), "400"], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stderr == ""

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.cpp.sanitized import CSRC, ENGINE, SANITIZERS, build, run
+from tests.sweeps import at_length
 
 
+@at_length("rounds", 20, 60)
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_cleared_by_another_thread(
-    sanitizer: str, request: pytest.FixtureRequest, tmp_path: Path
+    sanitizer: str, request: pytest.FixtureRequest, tmp_path: Path, rounds: int
 ) -> None:
     folder = request.config.cache.mkdir(f"sanitized-{sanitizer}")
     program = build(
@@ -22,4 +24,4 @@ def test_cleared_by_another_thread(
         sanitizer,
         folder,
     )
-    run(program, "1", "60", tmp_path)
+    run(program, "1", str(rounds), tmp_path)

@@ -47,7 +47,8 @@ for path in {examples!r}:
 @pytest.mark.parametrize(
     ("level", "names"),
     [
-        *((level, ()) for level in CPU_LEVELS[:2]),
+        (CPU_LEVELS[0], ()),
+        pytest.param(CPU_LEVELS[1], (), marks=pytest.mark.sweep),
         *(pytest.param(level, EXAMPLES, marks=pytest.mark.sweep) for level in CPU_LEVELS),
     ],
 )

@@ -48,6 +48,7 @@ def build_in_parts(monkeypatch: pytest.MonkeyPatch) -> Build:
     return build
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codes", ["inline", "paged", "memory"])
 @pytest.mark.parametrize("metric", ["l2", "ip", "cosine"])
 def test_a_graph_in_parts_finds_as_much(
@@ -224,7 +225,16 @@ def test_other_input_or_options_begin_anew(
     assert not (path / "work").exists()
 
 
-@pytest.mark.parametrize("after", ["sampled", "parts", "built_2", "built_7", "graph.new"])
+@pytest.mark.parametrize(
+    "after",
+    [
+        "sampled",
+        pytest.param("parts", marks=pytest.mark.sweep),
+        pytest.param("built_2", marks=pytest.mark.sweep),
+        "built_7",
+        "graph.new",
+    ],
+)
 def test_a_build_that_is_killed_goes_on(tmp_path: Path, processes: Forks, after: str) -> None:
     source, path = tmp_path / "x.npy", tmp_path / "g"
     np.save(source, clustered(12_000, 24))

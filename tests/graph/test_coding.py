@@ -59,6 +59,7 @@ def test_bfloat16_rounds_as_torch_does() -> None:
     assert np.signbit(found[1])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codes", ["inline", "paged", "memory"])
 @pytest.mark.parametrize("metric", ["l2", "ip", "cosine"])
 def test_bfloat16(

@@ -119,6 +119,7 @@ def cuvs(monkeypatch: pytest.MonkeyPatch) -> Stub:
     return stub
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["fp16", "uint8", "int8", "ip"])
 @pytest.mark.parametrize("memory", [None, "8GiB"])
 def test_a_graph_by_cuvs(

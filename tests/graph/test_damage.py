@@ -15,6 +15,7 @@ from espnx import errors
 from espnx.graph.format import CODEBOOK, CODES, ENTRIES, NODES, ROWS
 from espnx.storage import FaultRule
 from espnx.storage.manifest import NAME
+from tests.sweeps import at_length
 
 QUERY = np.zeros((8, 24), np.float32)
 
@@ -48,13 +49,16 @@ def test_files_that_are_missing_cut_or_long(graph: Path, tmp_path: Path, name: s
             espnx.graph.open(path)
 
 
+@at_length("places", 9, 25)
 @pytest.mark.parametrize("name", [NODES, ROWS, CODES, CODEBOOK, ENTRIES])
-def test_every_region_of_bytes_is_checked(graph: Path, tmp_path: Path, name: str) -> None:
+def test_every_region_of_bytes_is_checked(
+    graph: Path, tmp_path: Path, name: str, places: int
+) -> None:
     if not (graph / name).exists():
         pytest.skip("codes lie in the pages")
     path = copy_of(graph, tmp_path)
     data = bytearray((path / name).read_bytes())
-    for at in np.linspace(0, len(data) - 1, 25).round().astype(int).tolist():
+    for at in np.linspace(0, len(data) - 1, places).round().astype(int).tolist():
         changed = bytearray(data)
         changed[at] ^= 0x10
         (path / name).write_bytes(changed)
@@ -205,9 +209,12 @@ def test_early_results_are_of_pages_that_have_arrived(graph: Path, queries: np.n
         search.finish()
 
 
-def test_a_search_outlives_the_graph_that_began_it(graph: Path, queries: np.ndarray) -> None:
+@at_length("times", 6, 20)
+def test_a_search_outlives_the_graph_that_began_it(
+    graph: Path, queries: np.ndarray, times: int
+) -> None:
     expected = np.sort(exact_ids(graph, queries), axis=1)
-    for _ in range(20):
+    for _ in range(times):
         search = espnx.graph.open(graph).start(queries, 5, list_size=300)
         assert np.array_equal(np.sort(search.finish().ids, axis=1), expected)
         # dropped at once, with everything that its walks look at

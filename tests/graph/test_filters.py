@@ -15,6 +15,7 @@ from espnx import errors
 from espnx.graph.filters import FilterReader, RowFilter
 from espnx.graph.format import ROWS
 from tests.graph.conftest import exact, recall_of
+from tests.sweeps import at_length
 
 N, DIM = 6000, 16
 
@@ -100,7 +101,10 @@ def test_finds_what_is_allowed_wherever_it_lies(
             )
 
 
-def test_one_query_at_a_time(ten: Path, vectors: np.ndarray, labels: np.ndarray) -> None:
+@at_length("places", 1, 3)
+def test_one_query_at_a_time(
+    ten: Path, vectors: np.ndarray, labels: np.ndarray, places: int
+) -> None:
     """Walks pay for one query where measuring all does not: of regions of any size they find as
     much, of rows drawn by lot at a price that grows with what is not allowed, and what begins them
     is counted, too."""
@@ -109,7 +113,7 @@ def test_one_query_at_a_time(ten: Path, vectors: np.ndarray, labels: np.ndarray)
     wide = vectors.astype(np.float32)
     filters = {f"lot {share}": random.random(N) < share for share in (0.5, 0.2, 0.05)}
     for share in (0.7, 0.5, 0.3, 0.15, 0.12, 0.1, 0.05):
-        for centre in random.permutation(N)[:3]:
+        for centre in random.permutation(N)[:places]:
             far = np.square(wide - wide[centre]).sum(axis=1)
             filters[f"{share} around {centre}"] = far <= np.sort(far)[int(share * N)]
     with espnx.graph.open(ten, code_cache_bytes=0) as index:
@@ -159,7 +163,8 @@ def test_a_few_rows_that_lie_apart_from_most(tmp_path: Path) -> None:
             ), label
 
 
-def test_whether_a_filter_is_scattered(ten: Path, labels: np.ndarray) -> None:
+@at_length("draws", 20, 100)
+def test_whether_a_filter_is_scattered(ten: Path, labels: np.ndarray, draws: int) -> None:
     random = np.random.default_rng(7)
     lot = random.random(N)
     with espnx.graph.open(ten) as index:
@@ -170,7 +175,7 @@ def test_whether_a_filter_is_scattered(ten: Path, labels: np.ndarray) -> None:
 
         assert all(is_scattered(lot < share) for share in (1.1, 0.9, 0.5, 0.2, 0.05))
         for share in (0.95, 0.9, 0.5, 0.2, 0.05):  # by chance one of 30,000 is not
-            assert all(is_scattered(random.permutation(N) < share * N) for _ in range(100))
+            assert all(is_scattered(random.permutation(N) < share * N) for _ in range(draws))
         for label in range(10):
             assert not is_scattered(labels == label)
             assert not is_scattered(labels != label)

@@ -65,6 +65,7 @@ def searched(
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("metric", ["l2", "ip"])
 @pytest.mark.parametrize("dim", [16, 128])
 def test_finds_what_faiss_finds(tmp_path: Path, metric: str, dim: int) -> None:

@@ -116,6 +116,7 @@ def test_walk_is_the_plain_one(graph: Path, queries: np.ndarray, list_size: int)
             assert found.pages[i] == pages
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("codes", "inline_pq"),
     [("paged", 0), ("paged", 1), ("paged", 7), ("paged", 15), ("memory", 5), ("memory", 16)],
@@ -238,6 +239,7 @@ def test_stops_beyond(graph: Path, queries: np.ndarray) -> None:
     assert near.pages.mean() < never.pages.mean()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("metric", ["l2", "ip", "cosine"])
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "float16", "float32"])
 def test_metrics_and_dtypes(tmp_path: Path, metric: str, dtype: str) -> None:

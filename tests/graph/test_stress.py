@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cpp.sanitized import CSRC, ENGINE, SANITIZERS, build, run
+from tests.sweeps import at_length
 
 SOURCES = [
     *ENGINE,
@@ -16,10 +17,13 @@ SOURCES = [
 ]
 
 
+@at_length("rounds", 4, 12)
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_several_threads(sanitizer: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_several_threads(
+    sanitizer: str, request: pytest.FixtureRequest, tmp_path: Path, rounds: int
+) -> None:
     program = build(
         "graph_stress", SOURCES, sanitizer, request.config.cache.mkdir(f"sanitized-{sanitizer}")
     )
-    run(program, "1", "12", tmp_path)
+    run(program, "1", str(rounds), tmp_path)

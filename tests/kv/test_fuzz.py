@@ -119,6 +119,8 @@ def check_programs(kind: str, seeds: range, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp32", "half"])
-@pytest.mark.parametrize("first", [0, pytest.param(18, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.sweep) for first in (9, 18, 27))]
+)
 def test_programs(folder: Path, kind: str, first: int) -> None:
-    check_programs(kind, range(first, first + 18), folder)
+    check_programs(kind, range(first, first + 9), folder)

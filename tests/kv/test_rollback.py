@@ -109,6 +109,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @in_steps(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("fault", "operation", "value"), FAULTS)

@@ -50,6 +50,7 @@ def program(cache: SsdCache, naive: Naive, dtype: torch.dtype = torch.float32) -
         assert_right(forward(cache, steps, naive.count - n), steps, n)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("names", SETS, ids="+".join)
 @pytest.mark.parametrize("kind", ["ssd", "three ssds", "gpu", RAM])
 def test_programs(

@@ -23,6 +23,7 @@ def check(found: Found, row: int, numbers: np.ndarray, scores: np.ndarray) -> No
     assert np.isneginf(found.scores[row, n:]).all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("k1", "b"), [(1.5, 0.75), (0.9, 0.4), (0.01, 0.0), (2.0, 1.0)])
 def test_scores_are_those_of_bm25s_to_the_bit(
@@ -44,6 +45,7 @@ def test_scores_are_those_of_bm25s_to_the_bit(
         check(found, row, has[np.lexsort((has, -scores[has]))], np.sort(scores[has])[::-1])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("k", [1, 10, 100])
 def test_the_best_are_those_of_the_plain_reference(

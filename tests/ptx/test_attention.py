@@ -18,6 +18,7 @@ from tests.ptx.sparse import BEYOND, moved
 pytestmark = pytest.mark.usefixtures("launch")
 
 
+@pytest.mark.sampled(1)
 @FORMATS
 @pytest.mark.parametrize("n_splits", [1, 3])
 @pytest.mark.parametrize("gap_bytes", [4, 16])
@@ -62,6 +63,7 @@ def test_offsets_beyond_32_bits(fmt: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(run(near), expected, strict=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("group", [1, 24])

@@ -72,6 +72,7 @@ def test_offsets_beyond_32_bits(fmt: str) -> None:
     assert torch.equal(run(query, far), run(query, records))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("n_query_tokens", [1, 17])
 def test_nan_and_infinity(fmt: str, n_query_tokens: int) -> None:
@@ -95,6 +96,7 @@ def test_scales_of_every_kind(scale: float) -> None:
     assert torch.allclose(run(query, records), expected, equal_nan=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", ["residual1", "residual2", "residual4"])
 @pytest.mark.parametrize("number", [-1, 13, 2**31 - 1])
 def test_a_centroid_that_does_not_exist(fmt: str, number: int) -> None:

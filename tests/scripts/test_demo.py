@@ -7,11 +7,10 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ import espnx
 from espnx.benchmarks.kv.systems import smollm2
 from espnx.benchmarks.kv_quality.recall import HeldOut, question
 from espnx.kv.striping import StripedDevices
+from tests.forks import Forks
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = espnx.demo_model()
@@ -102,28 +102,32 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("machine") / "new"
 
 
-def demo(cwd: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "scripts" / "demo.py", *words]
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+#: What it prints and complains of, and its exit code, of its words.
+Demo = Callable[..., tuple[str, str, int]]
 
 
-def lines_of(machine: Path, model: Path) -> list[str]:
+@pytest.fixture
+def demo(tmp_path: Path, open_forks: Callable[[str], Forks]) -> Demo:
+    """In a process of its own that has imported the libraries."""
+
+    def run(*words: str | Path) -> tuple[str, str, int]:
+        out, err = tmp_path / "stdout", tmp_path / "stderr"
+        code = open_forks("tests.doc_examples").run(
+            script=ROOT / "scripts" / "demo.py", argv=words, cwd=tmp_path, stdout=out, stderr=err
+        )
+        return out.read_text(), err.read_text(), code
+
+    return run
+
+
+def lines_of(demo: Demo, machine: Path, model: Path) -> list[str]:
     """What it prints."""
-    done = demo(
-        machine.parent, "--documents", "60", "--directory", machine / "index", "--model", model
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    lines = done.stdout.splitlines()
+    out, err, code = demo("--documents", "60", "--directory", machine / "index", "--model", model)
+    assert code == 0, out + err
+    assert "Traceback" not in err
+    lines = out.splitlines()
     assert "documents      60" in lines
-    assert "page cache bypassed: yes" in done.stdout or "(buffered)" in done.stdout
+    assert "page cache bypassed: yes" in out or "(buffered)" in out
     same = [
         re.search(r"(\d+) of (\d+)", line)
         for line in lines
@@ -135,8 +139,8 @@ def lines_of(machine: Path, model: Path) -> list[str]:
 
 
 @pytest.mark.sweep
-def test_a_model_that_recalls(machine: Path, model: Path) -> None:
-    lines = lines_of(machine, model)
+def test_a_model_that_recalls(demo: Demo, machine: Path, model: Path) -> None:
+    lines = lines_of(demo, machine, model)
     same = next(
         re.findall(r"(\d+) of (\d+)", line)
         for line in lines
@@ -146,11 +150,11 @@ def test_a_model_that_recalls(machine: Path, model: Path) -> None:
     assert sum(line.startswith("GET") for line in lines) == 8
 
 
-def test_a_model_that_answers(machine: Path, answering: Path) -> None:
+def test_a_model_that_answers(demo: Demo, machine: Path, answering: Path) -> None:
     """In memory, with a kept cache, and in a new process with what was kept; the index is there
     from the time before, but no cache."""
     shutil.rmtree(machine / "kv", ignore_errors=True)
-    lines = lines_of(machine, answering)
+    lines = lines_of(demo, machine, answering)
     asked = [line.removeprefix("Question: ") for line in lines if line.startswith("Question: ")]
     assert asked == list(demo_program.QUESTIONS)
     same = [re.search(r"(\d+) of (\d+)", line) for line in lines if line.startswith("same tokens")]
@@ -268,10 +272,10 @@ def test_the_package_becomes_a_folder_once(tmp_path: Path, monkeypatch: pytest.M
     assert len(made) == len(steps.taken) == 1
 
 
-def test_a_missing_model_is_an_error_that_says_how_to_make_it(tmp_path: Path) -> None:
-    done = demo(tmp_path, "--directory", tmp_path / "index", "--model", tmp_path / "none")
-    assert done.returncode == 2
-    assert f"python scripts/train_demo_model.py --out {tmp_path / 'none'}" in done.stderr
+def test_a_missing_model_is_an_error_that_says_how_to_make_it(demo: Demo, tmp_path: Path) -> None:
+    _, err, code = demo("--directory", tmp_path / "index", "--model", tmp_path / "none")
+    assert code == 2
+    assert f"python scripts/train_demo_model.py --out {tmp_path / 'none'}" in err
     assert not (tmp_path / "index").exists()
 
 

@@ -39,6 +39,7 @@ def opened(
     return found  # type: ignore[return-value]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [{"hand_over": "scores"}, {"hand_over": "lse"}, {"near_storage": False}],

@@ -6,12 +6,14 @@ from __future__ import annotations
 import pytest
 
 from tests.cpp.sanitized import CSRC, SANITIZERS, build, run
+from tests.sweeps import at_length
 
 
+@at_length("seeds", 1, 3)
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_threads_on_one_clock(sanitizer: str, request: pytest.FixtureRequest) -> None:
+def test_threads_on_one_clock(sanitizer: str, request: pytest.FixtureRequest, seeds: int) -> None:
     folder = request.config.cache.mkdir(f"sanitized-{sanitizer}")
     program = build("link_clock_stress", [CSRC / "device" / "link_clock.cpp"], sanitizer, folder)
-    for seed in range(3):
+    for seed in range(seeds):
         run(program, str(seed), "150")

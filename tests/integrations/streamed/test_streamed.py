@@ -35,6 +35,7 @@ def in_memory(model: PreTrainedModel) -> int:
     return sum(storages.values()) + model.espnx_weights.buffer_bytes
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["", "-sharded"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_and_logits_are_the_resident_models(

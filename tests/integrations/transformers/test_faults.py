@@ -66,6 +66,7 @@ def wanted(name: str) -> torch.Tensor:
     return expected(name, LENGTHS, max_new_tokens=NEW)
 
 
+@pytest.mark.sampled(1)
 @in_steps(3)
 @pytest.mark.parametrize(
     ("name", "x_rows"),

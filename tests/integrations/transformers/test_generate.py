@@ -70,10 +70,10 @@ class Written(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-@in_steps(2)
+@in_steps(4)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_are_the_frameworks(folder: Path, name: str, step: int) -> None:
-    """In every mode, or every second one: others for the next model."""
+    """In every mode, or every fourth one: others for the next model."""
     model = enabled(name)
     for mode in list(MODES)[list(CONFIGS).index(name) % step :: step]:
         lengths, options, stored = MODES[mode]

@@ -105,6 +105,7 @@ def answer(name: str, said: dict[str, torch.Tensor], n: int = 9) -> torch.Tensor
     return generate(plain(name), said, DynamicCache(config=plain(name).config), max_new_tokens=n)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("common", [1, 7, 8, 9, 20, 26, 28])
 def test_the_longest_common_prefix_is_reused(
     folder: Path, kept: tuple[str, Path], common: int

@@ -71,7 +71,7 @@ def test_other_directories(folder: Path, wrong: str) -> None:
         go_on("llama", cache)
 
 
-@in_steps(2)
+@in_steps(3)
 @pytest.mark.parametrize("operation", ["write", "sync", "rename", "truncate"])
 def test_a_save_that_fails(folder: Path, operation: str, step: int) -> None:
     """At every call. The state before is found, or the new one where only its last flush failed; a

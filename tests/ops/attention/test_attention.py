@@ -176,6 +176,7 @@ def assert_close(
 ROW_COUNTS = [0, 1, 15, 16, 17, 127, 128, 129, 1000]
 
 
+@pytest.mark.sampled(2)
 @LEVELS
 @FORMATS
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -187,6 +188,7 @@ def test_decode(cpu_level: str, fmt: str, group: int) -> None:
         assert_close(case, case.run())
 
 
+@pytest.mark.sampled(2)
 @LEVELS
 @FORMATS
 @pytest.mark.parametrize(("q_len", "group"), [(1, 1), (3, 1), (3, 4), (64, 1), (200, 1), (7, 8)])
@@ -207,6 +209,7 @@ def test_prefill_behind_stored_rows(cpu_level: str, fmt: str, q_len: int, group:
     assert_close(case, case.run())
 
 
+@pytest.mark.sampled(2)
 @LEVELS
 @pytest.mark.parametrize("n_queries", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 33, 50])
 @pytest.mark.parametrize(("d", "dv"), [(8, 8), (24, 40), (72, 8), (128, 136), (264, 72)])

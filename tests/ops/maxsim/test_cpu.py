@@ -18,6 +18,7 @@ CODED = ("int8", "bit1", "residual1", "residual2", "residual4")
 COUNTS = (0, 1, 63, 300, 2, 13)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("d", [8, 24, 32, 96, 128, 384])
 def test_equals_the_reference_bit_for_bit_where_fp32_is_exact(
@@ -31,6 +32,7 @@ def test_equals_the_reference_bit_for_bit_where_fp32_is_exact(
         assert scores[0] == -torch.inf
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fmt", [*FORMATS, *CODED])
 @pytest.mark.parametrize(
     ("n_query_tokens", "d"),
@@ -114,6 +116,7 @@ def test_no_documents(cpu_level: str, shape: tuple[int, ...]) -> None:
     ).shape == (*shape[:-2], 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("misalignment_bytes", range(16))
 def test_any_address(cpu_level: str, misalignment_bytes: int) -> None:
     for fmt in FORMATS:
@@ -164,6 +167,7 @@ def test_strided_arguments(cpu_level: str) -> None:
     assert torch.equal(scores, maxsim_reference(query.contiguous(), *records.args))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("n_query_tokens", [1, 5, 17, 37])
 @pytest.mark.parametrize("where", [0, 6, 11, 12, 28])
 def test_a_nan_in_a_document_makes_its_score_nan_and_no_other(
@@ -226,6 +230,7 @@ def many_records(fmt: str) -> Records:
     return scatter([normals(60, 32, seed=seed) for seed in range(1500)], fmt)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", ["fp16", "int8", "residual2"])
 @pytest.mark.parametrize("threads", [2, 5])
 def test_threads_change_nothing(cpu_level: str, threads: int, fmt: str) -> None:
@@ -303,6 +308,7 @@ def test_scales_of_every_kind(cpu_level: str, scale: float) -> None:
     assert torch.allclose(scores[finite], expected[finite], rtol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fmt", ["residual1", "residual2", "residual4"])
 @pytest.mark.parametrize("number", [-1, 13, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("row", [0, 3, 99])

@@ -17,6 +17,7 @@ import espnx
 from tests.forks import Forks
 from tests.kills import killed, moments
 from tests.retrieval.common import EVERYTHING, build, check_store, corpus, leftovers, queries
+from tests.sweeps import at_length, in_steps
 
 OLD = corpus(40, seed=1)
 
@@ -37,8 +38,9 @@ def assert_equal(path: Path, clean: Path) -> None:
             assert index.search(query, **options).hits == other.search(query, **options).hits
 
 
-def test_killed_at_random(folder: Path, processes: Forks) -> None:
-    """Ten times, each time going on from what the last one left."""
+@at_length("times", 4, 10)
+def test_killed_at_random(folder: Path, processes: Forks, times: int) -> None:
+    """Each time going on from what the last one left."""
     count, seed, rng = 1200, 2, random.Random(7)
     job = {"count": count, "seed": seed}
     begun = time.monotonic()
@@ -57,19 +59,20 @@ def test_killed_at_random(folder: Path, processes: Forks) -> None:
         limit_s *= 0.6 if code == 0 else 1
         if check_either(folder / "s", count, seed):
             build(folder / "s", OLD, replace=True, restart=True)
-        if kills == 10:
+        if kills == times:
             break
-    assert kills == 10
+    assert kills == times
     assert processes.wait(processes.start(path=folder / "s", **job)) == 0
     check_store(folder / "s", corpus(count, seed=seed))
     assert len(leftovers(folder / "s")) == 1
     assert_equal(folder / "s", folder / "clean")
 
 
+@in_steps(2)
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["beside", "elsewhere"])
-def test_killed_at_every_change(folder: Path, processes: Forks, elsewhere: bool) -> None:
-    """In every sixth state that the files pass through, other ones where the data goes to another
-    directory."""
+def test_killed_at_every_change(folder: Path, processes: Forks, elsewhere: bool, step: int) -> None:
+    """In every sixth state that the files pass through, or every twelfth; other ones where the data
+    goes to another directory."""
     count, seed, new = 200, 3, corpus(200, seed=3)
 
     def job(name: str) -> dict[str, Any]:
@@ -83,7 +86,7 @@ def test_killed_at_every_change(folder: Path, processes: Forks, elsewhere: bool)
     build(folder / "old", OLD)
     reached = moments(processes, folder / "moments", [begun("noted")], **job("noted"))
     outcomes = []
-    for moment in [*reached[3 * elsewhere :: 6], *reached[-3:]]:
+    for moment in [*reached[3 * elsewhere :: 6 * step], *reached[-3:]]:
         path = begun(str(moment)) / "s"
         assert killed(processes, moment, **job(str(moment)))
         outcomes.append(check_either(path, count, seed))
@@ -92,5 +95,5 @@ def test_killed_at_every_change(folder: Path, processes: Forks, elsewhere: bool)
         assert len(leftovers(path)) == 1
         shutil.rmtree(path.parent)
     assert outcomes == sorted(outcomes), "published, and then not"
-    assert outcomes.count(False) > 10, "too few moments to mean anything"
+    assert outcomes.count(False) * step > 10, "too few moments to mean anything"
     assert outcomes.count(True) >= 3

@@ -103,6 +103,7 @@ def test_a_life(folder: Path, kind: str) -> None:
     check(path, kind, DOCUMENTS[:30])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", ["train", "add", "tune"])
 def test_interrupted_and_resumed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, place: str

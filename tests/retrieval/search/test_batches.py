@@ -15,8 +15,10 @@ from espnx.retrieval.first_stage import ties
 from espnx.retrieval.search import batch as batches
 from espnx.storage import FaultRule, FaultyEngine
 from tests.retrieval.common import DIM, EVERYTHING, build, corpus, queries
+from tests.sweeps import at_length
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 64])
 @pytest.mark.parametrize(
     "options",
@@ -101,12 +103,13 @@ def test_batches_count_coarse_records_and_candidates(
             assert {result.queries_together for result in results} == {5}
 
 
-def test_ten_thousand_queries(store: Path) -> None:
+@at_length("times", 40, 200)
+def test_thousands_of_queries(store: Path, times: int) -> None:
     base = queries(50)
     with espnx.open(store) as index:
-        results = index.search(base * 200, k=1, candidates=20, rerank=4)
+        results = index.search(base * times, k=1, candidates=20, rerank=4)
         alone = [index.search(query, k=1, candidates=20, rerank=4).hits for query in base]
-    assert [result.hits for result in results] == alone * 200
+    assert [result.hits for result in results] == alone * times
 
 
 def test_a_failing_read_fails_the_batch_and_leaves_the_index_usable(store: Path) -> None:

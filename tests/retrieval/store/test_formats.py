@@ -304,6 +304,7 @@ def assert_stands_for(values: np.ndarray, tokens: np.ndarray, fmt: str) -> None:
         )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dims", [(D_CLS, 0), (D_CLS, -8), (D_CLS, 65_544), (65_544, 8), (-8, 8)])
 def test_dimensions_that_no_format_holds(folder: Path, fmt: str, dims: tuple[int, int]) -> None:
@@ -383,6 +384,7 @@ def separated(levels: int = 12) -> tuple[list[espnx.Document], espnx.Encoded]:
     return documents, espnx.Encoded(cls, wanted)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("coarse", COARSE_FORMATS)
 def test_a_cascade_finds_what_full_scoring_finds(folder: Path, fmt: str, coarse: str) -> None:
@@ -479,6 +481,7 @@ WRONG_ROWS: dict[str, Callable[[np.ndarray], Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", RESIDUAL)
 @pytest.mark.parametrize("wrong", WRONG_ROWS)
 def test_rows_that_do_not_fit(folder: Path, fmt: str, wrong: str) -> None:

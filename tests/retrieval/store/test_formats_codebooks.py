@@ -269,6 +269,7 @@ def test_no_token_of_any_layout(fmt: str) -> None:
         assert (rows.dtype, list(rows.shape)) == (torch.uint8, [0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("coarse", [None, "bit1", "residual2"])
 @pytest.mark.parametrize(
     "options", [{}, {"format": "residual4"}, {"pca": 16}, {"centroids": 5, "format": "residual1"}]

@@ -161,18 +161,19 @@ def words(folder: Path, path: Path, name: str) -> dict[str, Any]:
     }
 
 
+@in_steps(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_killed_at_every_change(
-    folder: Path, known: Path, processes: Forks, sound: NativeEngine, name: str
+    folder: Path, known: Path, processes: Forks, sound: NativeEngine, name: str, step: int
 ) -> None:
     """In each state that the files pass through, about ten for a deletion and twenty for a
-    compaction."""
+    compaction, or in every second one."""
     shutil.copytree(known, folder / "noted")
     reached = moments(
         processes, folder / "moments", [folder / "noted"], **words(folder, folder / "noted", name)
     )
     outcomes = []
-    for turn, moment in enumerate(reached):
+    for turn, moment in enumerate([*reached[:-2:step], *reached[-2:]]):
         path = folder / f"{moment}"
         shutil.copytree(known, path)
         assert killed(processes, moment, **words(folder, path, name)), (folder / "err").read_text()
@@ -180,7 +181,7 @@ def test_killed_at_every_change(
         go_on(path, name, outcomes[-1], turn, sound)
         shutil.rmtree(path)
     assert outcomes == sorted(outcomes), "published, and then not"
-    assert outcomes.count(False) >= 8, "too few moments to mean anything"
+    assert outcomes.count(False) * step >= 8, "too few moments to mean anything"
     assert outcomes.count(True) >= 1
 
 
@@ -247,6 +248,7 @@ def one_change(
     return ended_well, stats.fault_hits
 
 
+@pytest.mark.sampled(1)
 @in_steps(2)
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("fault", KINDS)
