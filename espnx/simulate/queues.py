@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -86,6 +87,7 @@ def walk(
     client: np.ndarray,
     *,
     at_s: np.ndarray | None = None,
+    after: Sequence[Sequence[int]] | None = None,
     n_before: int = 0,
     n_until: int | None = None,
 ) -> Outcome:
@@ -96,6 +98,8 @@ def walk(
         route, client: int64 [commands]; a client's commands follow one another, each beginning when
             the one before has ended (a closed loop). Open arrivals: each its own client.
         at_s: float64 [commands], before which none begins; None: 0.
+        after: of each command, which others must have ended before it begins, all of them before it
+            in the order of commands; None: no others.
         n_before, n_until: the window that is accounted goes from the end of the first `n_before`
             commands to that of the first `n_until` (None: all).
 
@@ -117,6 +121,8 @@ def walk(
         torch.as_tensor(np.ascontiguousarray(route, dtype=np.int64)),
         torch.as_tensor(np.ascontiguousarray(client, dtype=np.int64)),
         [] if at_s is None else np.asarray(at_s, dtype=np.float64).tolist(),
+        [] if after is None else [0, *accumulate(map(len, after))],
+        [] if after is None else [other for others in after for other in others],
         n_before,
         len(route) if n_until is None else n_until,
     )

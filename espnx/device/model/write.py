@@ -25,8 +25,11 @@ def spec_text(spec: DeviceSpec) -> str:
 
 def _tree(value: Any) -> Any:
     if isinstance(value, Figure):
+        per_unit = value.value / value.number
+        bounds = {"low": value.low, "high": value.high}
         return {
             "value": value.number,
+            **{name: each / per_unit for name, each in bounds.items() if each is not None},
             "unit": value.unit,
             "source": value.source,
             "confidence": value.confidence,

@@ -1,0 +1,30 @@
+"""For how many sequences X is kept in place of K and V: HILOS section 4.2."""
+
+from __future__ import annotations
+
+from .machine import Machine
+from .parts import flash_bytes_per_s
+from .shape import Shape
+
+#: Which the scheduler chooses among: powers of two, and none.
+SHARES = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+
+
+def effective_s(machine: Machine, shape: Shape, share: float) -> float:
+    """max(T_GPU, T_SSD, T_PCI) of a token's rows in one layer, with X kept for that share of the
+    sequences. K and V are two products, so that T_GPU is twice what the paper's formula has."""
+    rows_bytes, x_bytes = 2.0 * shape.row_bytes, float(shape.x_bytes)
+    flash = flash_bytes_per_s(machine) * machine.n_drives
+    gpu = machine.need("gpu.peak") * machine.need("gpu.gemm_share")
+    return max(
+        share * shape.regeneration_flops / gpu,
+        (share * x_bytes + (1 - share) * rows_bytes) / flash,
+        share * x_bytes / machine.need("program.gpu_bandwidth"),
+    )
+
+
+def x_share(machine: Machine, shape: Shape) -> float:
+    """The one of `SHARES` with the least of that; of equals the least share."""
+    if "x-cache" not in machine.techniques:
+        return 0.0
+    return min(SHARES, key=lambda share: (effective_s(machine, shape, share), share))
