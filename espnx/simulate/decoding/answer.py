@@ -88,7 +88,7 @@ def answer(
     ):
         if not 1 <= value <= most:
             raise InvalidInputError(name, got=value, expected=f"1 to {most}")
-    share = x_share(machine, shape)
+    share = x_share(machine, shape, batch, float(context))
     before = Load(shape, batch, float(context), share)
     check_fits(machine, workload, replace(before, context=float(context + output)))
     middle = replace(before, context=context + output / 2)
@@ -128,9 +128,8 @@ def missing_bytes(machine: Machine, load: Load) -> dict[str, float]:
     """By how much a load is too large for what keeps it; nothing where it fits."""
     shape = load.shape
     weights = shape.parameters * HALF_BYTES
-    on_drives = shape.parameters > machine.program.resident_parameters.value
     need = {"memory": machine.get("program.working_memory") or 0.0, "drives": 0.0}
-    need["drives" if on_drives else "memory"] += weights
+    need["drives" if machine.keeps_on_drives(shape.parameters) else "memory"] += weights
     need[machine.system.kv] += kept_bytes(load)
     layers = [shape.layer(number, load.batch) for number in range(shape.expert_every)]
     need["gpu"] = 2 * max(layer.weight_bytes for layer in layers)

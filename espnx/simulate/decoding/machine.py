@@ -53,6 +53,10 @@ class Machine:
     def is_near_storage(self) -> bool:
         return self.program.attention == "drives"
 
+    def keeps_on_drives(self, parameters: float) -> bool:
+        """Whether weights of so many lie there."""
+        return parameters > self.program.resident_parameters.value
+
     def get(self, name: str) -> float | None:
         """The value of a figure, such as ``program.entry_time``; None: not known."""
         kind, _, path = name.partition(".")
@@ -82,7 +86,7 @@ class Specs:
     @functools.cached_property
     def ranges(self) -> dict[str, Range]:
         """Of all figures, by the name of their spec and the fields that lead to them."""
-        found = {}
+        found: dict[str, Range] = {}
         for spec in (self.system, self.host, self.gpu, self.program, self.device, self.network):
             if spec is not None:
                 found |= {name: as_range(each) for name, each in figures(spec, spec.name).items()}

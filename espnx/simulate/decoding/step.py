@@ -1,5 +1,6 @@
 """A token's way through a decoder: which work of a layer waits for which, walked in the order of
-events. Two layers are let pass, as many are accounted, and what they take is scaled to all."""
+events. The first layers and the last are let pass, those between are accounted, and what they
+take is scaled to all."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from .machine import Machine
 from .parts import decoder_system, flash_bytes_per_s
 from .shape import HALF_BYTES, Layer, Shape
 
-#: Reads from a drive go in so many pieces, so that stages overlap.
-PIECES = 8
-#: Periods (layers, or layers with and without experts) before those that are accounted, and those.
-BEFORE, ACCOUNTED = 2, 2
+#: What passes several parts goes in so many pieces, so that parts overlap.
+PIECES = 16
+#: Periods (layers, or layers with and without experts) before those that are accounted, those, and
+#: those after them, whose weights are on their way meanwhile.
+BEFORE, ACCOUNTED, BEHIND = 2, 2, 1
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,10 @@ class Work:
         after: Sequence[int] = (),
         members: Mapping[str, int] | None = None,
         pieces: int = 1,
+        under_way: int | None = None,
     ) -> list[int]:
-        """Commands of one verb, `pieces` of the same size, which do not wait for one another."""
+        """Commands of one verb, `pieces` of the same size, so many of which are under way at a time
+        (None: all); the last ones."""
         members = members or {}
         key = (verb, tuple(sizes.values()), tuple(members.values()), pieces)
         if key not in self.numbers:
@@ -67,8 +71,10 @@ class Work:
             self.routes.append(self.system.route(verb, part, members))
         first = len(self.route)
         self.route += [self.numbers[key]] * pieces
-        self.after += [tuple(after)] * pieces
-        return list(range(first, first + pieces))
+        started = min(under_way or pieces, pieces)
+        self.after += [tuple(after)] * started
+        self.after += [(first + piece,) for piece in range(pieces - started)]
+        return list(range(first + pieces - started, first + pieces))
 
     def walked(self) -> Outcome:
         n = len(self.route)
@@ -115,11 +121,11 @@ def _walked(machine: Machine, load: Load, add: Callable[[_Layers, int], list[int
     shape = load.shape
     work = Work(decoder_system(machine, shape.group))
     layers = (_NearStorage if machine.is_near_storage else _OnTheCpu)(machine, load, work)
-    periods = BEFORE + ACCOUNTED
-    ends = [add(layers, number) for number in range(periods * shape.expert_every)]
+    until = BEFORE + ACCOUNTED
+    ends = [add(layers, number) for number in range((until + BEHIND) * shape.expert_every)]
     done = work.walked()
     at_s = [max(float(done.ended_s[each]) for each in end) for end in ends]
-    marks_s = [at_s[period * shape.expert_every - 1] for period in range(BEFORE, periods + 1)]
+    marks_s = [at_s[period * shape.expert_every - 1] for period in range(BEFORE, until + 1)]
     taken_s = np.diff(marks_s)
     rounds = shape.layers / shape.expert_every / ACCOUNTED
     per_layer = shape.layers / len(ends)
@@ -135,14 +141,17 @@ def _walked(machine: Machine, load: Load, add: Callable[[_Layers, int], list[int
 
 
 class _Layers:
-    """What is alike in all programs: weights ahead of their layer, products on the GPU."""
+    """What is alike in all programs: weights ahead of their layer, products on the GPU.
+
+    Attributes:
+        under_way: pieces of a stream from a drive; None: all, in one queue of all streams.
+    """
+
+    under_way: int | None = None
 
     def __init__(self, machine: Machine, load: Load, work: Work) -> None:
         self.machine, self.load, self.shape, self.work = machine, load, load.shape, work
-        self.kept_on_drives = (
-            self.shape.parameters > machine.program.resident_parameters.value
-            and machine.without != "weights"
-        )
+        self.on_drives = machine.keeps_on_drives(self.shape.parameters)
         self.flops_per_s = machine.need("gpu.peak") * machine.need("gpu.gemm_share")
         self.weights: list[list[int]] = []
         self.ends: list[list[int]] = []
@@ -185,12 +194,13 @@ class _Layers:
 
     def _load_weights(self, layer: Layer) -> list[int]:
         """While the layer before is at work: two layers' weights are on the GPU."""
-        after = [*self.ends[-2]] if len(self.ends) > 1 else []
+        after: list[int] = [*self.ends[-2]] if len(self.ends) > 1 else []
         after += self.weights[-1] if self.weights else []
         if self.machine.without == "weights":
             return []
-        if not self.kept_on_drives:
-            return self.work.add("weights from memory", {"bytes": layer.weight_bytes}, after)
+        if not self.on_drives:
+            sizes = {"bytes": layer.weight_bytes}
+            return self.work.add("weights from memory", sizes, after, pieces=PIECES, under_way=4)
         return self.from_drives("weights from drives", layer.weight_bytes, after)
 
     def from_drives(
@@ -200,7 +210,7 @@ class _Layers:
         n, found = self.machine.n_drives, []
         for drive in range(n):
             sizes = {"bytes": size_bytes / n} | {name: each / n for name, each in amounts.items()}
-            found += self.work.add(verb, sizes, after, self.members(drive), PIECES)
+            found += self.work.add(verb, sizes, after, self.members(drive), PIECES, self.under_way)
         return found
 
     def members(self, drive: int) -> dict[str, int]:
@@ -242,7 +252,7 @@ def write_bytes_per_s(machine: Machine) -> float:
 
 class _OnTheCpu(_Layers):
     """FlexGen: K and V of a layer come to memory if they are not there, then the CPU attends, and
-    neither goes on while the other does."""
+    neither goes on while the other does. Its copy threads share one queue."""
 
     def _attend(self, number: int, before: list[int], ready: list[int]) -> list[int]:
         load, shape, machine = self.load, self.shape, self.machine
@@ -266,7 +276,10 @@ class _OnTheCpu(_Layers):
 
 
 class _NearStorage(_Layers):
-    """HILOS: drives attend over their own rows, the GPU over what it makes of X."""
+    """HILOS: drives attend over their own rows, the GPU over what it makes of X. Streams go on at
+    once and share what they meet on."""
+
+    under_way = 4
 
     def _attend(self, number: int, before: list[int], ready: list[int]) -> list[int]:
         load, shape, machine = self.load, self.shape, self.machine
@@ -299,7 +312,7 @@ class _NearStorage(_Layers):
         for drive in range(n):
             members = self.members(drive)
             called = self.work.add("hand over", {"bytes": to_drives / n}, after, members)
-            done = self.work.add("attend", sizes, called, members, PIECES)
+            done = self.work.add("attend", sizes, called, members, PIECES, self.under_way)
             found += self.work.add("collect", {"bytes": from_drives / n}, done, members)
         return found
 

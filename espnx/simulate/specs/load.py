@@ -47,7 +47,7 @@ def load(kind: type[S], source: str, beside: str | os.PathLike[str] | None = Non
         FormatError: the file is no such spec; says which field, what it has, what it should have.
     """
     if not source.endswith(SUFFIXES):
-        return load_preset(kind, source)
+        return load_preset(kind, source)  # type: ignore[arg-type]
     path = source if beside is None else os.fspath(Path(beside).parent / source)
     return _parsed(kind, read_file(path, what(kind)), path)
 
