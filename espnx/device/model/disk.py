@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from .spec import DeviceSpec, Figure, Flash, Links
+from .reader import Figure
+from .spec import DeviceSpec, Flash, Links
 
 if TYPE_CHECKING:
     from ...storage import Engine, FileHandle

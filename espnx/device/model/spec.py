@@ -19,14 +19,11 @@ from typing import Annotated
 from ... import errors
 from .reader import (
     NAME,
-    NAME_WORDS,
-    SCHEMA_VERSION,
     SUFFIXES,
     BitEnergy,
     Compute,
     Count,
     Dollars,
-    Figure,
     Frequency,
     HourlyDollars,
     Negative,
@@ -43,7 +40,6 @@ from .reader import (
 )
 from .spec_file import Keys, read_file
 
-__all__ = ["NAME", "NAME_WORDS", "SCHEMA_VERSION", "SUFFIXES", "Figure"]
 #: What a device may compute beside its data.
 VERBS = ("attend", "maxsim", "distances", "search", "scan", "encode")
 SET_UPS = ("synchronous", "asynchronous")

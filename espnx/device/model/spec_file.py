@@ -79,8 +79,8 @@ Tree = Scalar | Row | Keys
 
 
 def read_file(path: str | os.PathLike[str], what: str = "a device spec") -> bytes:
-    """`what` it is, for errors. Raises FileMissingError, FormatError where it is no plain file or too
-    large, ReadError; InvalidInputError for what is no path."""
+    """`what` it is, for errors. Raises FileMissingError, FormatError where it is no plain file or
+    too large, ReadError; InvalidInputError for what is no path."""
     name = check_path(what, path)
     if "\0" in name:
         raise errors.InvalidInputError(what, got=repr(name), expected="a path")

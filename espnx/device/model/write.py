@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from ... import errors
-from .spec import SCHEMA_VERSION, DeviceSpec, Figure
+from .reader import SCHEMA_VERSION, Figure
+from .spec import DeviceSpec
 
 
 def spec_text(spec: DeviceSpec) -> str:

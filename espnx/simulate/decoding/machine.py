@@ -6,7 +6,8 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...device.model.spec import SUFFIXES, DeviceSpec, load_spec
+from ...device.model.reader import SUFFIXES
+from ...device.model.spec import DeviceSpec, load_spec
 from ...errors import InvalidInputError
 from ..figures import Range
 from ..specs.kinds import GpuSpec, HostSpec, NetworkSpec, ProgramSpec, SystemSpec
