@@ -34,7 +34,7 @@ class GpuSpec:
     peak: of dense products in half precision.
     gemm_share: of the peak that products reach.
     link: from the host's memory, as copies reach it.
-    power, price: None: not known.
+    power: None: not known.
     """
 
     name: Annotated[str, NAME]
@@ -45,7 +45,6 @@ class GpuSpec:
     gemm_share: Share
     link: Rate
     power: Draws | None = None
-    price: Dollars | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class HostSpec:
     name, title: short, and in words.
     memory, memory_bandwidth: of it.
     power: of processors, memory and board, without drives and GPUs.
-    price: None: not known.
     """
 
     name: Annotated[str, NAME]
@@ -62,7 +60,6 @@ class HostSpec:
     memory: Size
     memory_bandwidth: Rate
     power: Draws | None = None
-    price: Dollars | None = None
 
 
 @dataclass(frozen=True)

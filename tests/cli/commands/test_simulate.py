@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from espnx.cli.main import main
-from espnx.simulate import validation
+from espnx.simulate import predictions, validation
+from espnx.simulate.decoding import validation as decoding
 from tests.cli.documents import strict_json
 
 COSMOS = ("simulate", "--system", "cosmos")
+NEAR = ("simulate", "--system", "smartssd-16")
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -53,15 +55,79 @@ def test_channels(capsys: pytest.CaptureFixture[str]) -> None:
     assert four["commands_per_s"] < eight["commands_per_s"]
 
 
+def test_machines_that_decode(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*NEAR, "--workload", "opt-66b", "--context", "32768", "--vs", "flexgen-4ssd"]
+    assert main([*words, "--json", "-"]) == 0
+    found = strict_json(capsys.readouterr().out)
+    near, base = found["answers"]
+    assert [near["system"], base["system"]] == ["smartssd-16", "flexgen-4ssd"]
+    assert found["ratios"] == [near["tokens_per_s"] / base["tokens_per_s"]]
+    assert near["bound"] == "flash"
+    assert found["figures"]["hilos.entry_time"]["source"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert f"tokens/s: {found['ratios'][0]:.2f}" in text
+    assert f"{near['watts']:,.0f}" in text
+
+
+def test_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*NEAR, "--workload", "opt-30b", "--batch", "1,8", "--output", "16,64"]
+    assert main([*words, "--techniques", "writeback", "--json", "-"]) == 0
+    found = strict_json(capsys.readouterr().out)
+    asked = [(each["batch"], each["output"]) for each in found["answers"]]
+    assert asked == [(1, 16), (1, 64), (8, 16), (8, 64)]
+    assert all(each["techniques"] == ["writeback"] for each in found["answers"])
+    assert all(each["x_share"] == 0 for each in found["answers"])
+    assert main([*words, "--techniques", "none"]) == 0
+    assert capsys.readouterr().out.count("smartssd-16") == 4
+
+
+def test_a_user_s_own_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from espnx.simulate.specs import load
+
+    folder = Path(load.__file__).parent / "presets"
+    own = (folder / "system" / "smartssd-4.yaml").read_text()
+    own = own.replace("name: smartssd-4", "name: two").replace("{value: 4,", "{value: 2,")
+    (tmp_path / "two.yaml").write_text(own)
+    model = (folder / "workload" / "opt-30b.yaml").read_text().replace("opt-30b", "mine")
+    (tmp_path / "mine.yaml").write_text(model)
+    words = ["--system", str(tmp_path / "two.yaml"), "--workload", str(tmp_path / "mine.yaml")]
+    assert main(["simulate", *words, "--vs", "smartssd-4", "--json", "-"]) == 0
+    two, four = strict_json(capsys.readouterr().out)["answers"]
+    assert (two["system"], two["workload"]) == ("two", "mine")
+    assert two["tokens_per_s"] < 0.6 * four["tokens_per_s"]
+
+
+def test_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--list", "--json", "-"]) == 0
+    found = strict_json(capsys.readouterr().out)["specs"]
+    named = {(each["kind"], each["name"]) for each in found}
+    assert {
+        ("system", "cosmos"),
+        ("system", "flexgen-dram"),
+        ("workload", "sift"),
+        ("workload", "opt-175b"),
+        ("gpu", "h100-80gb"),
+        ("device", "smartssd"),
+    } < named
+    assert main(["simulate", "--list"]) == 0
+    assert "HILOS on 16 SmartSSDs" in capsys.readouterr().out
+
+
 def test_validation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    row = validation.Prediction("a.ratio", 2.0, 1.5, 2.5, "a part", "a table", {"without": 1.0})
-    none = validation.NotPredicted("b.ratio", "no figure")
+    row = predictions.Prediction("a.ratio", 2.0, 1.5, 2.5, "a part", "a table", {"without": 1.0})
+    none = predictions.NotPredicted("b.ratio", "no figure")
     check = {"id": "c", "measured": 3, "predicted": 4.0}
     made = validation.Validation((row, none), {"set_up_s": 1e-4}, {"a": 2.36}, check)
     monkeypatch.setattr(validation, "validate", lambda draws: made)
+    near = predictions.Prediction("c.ratio", 3.0, 2.5, 3.5, "drives", "a table", {})
+    monkeypatch.setattr(decoding, "validate", lambda draws: (near,))
     assert main(["simulate", "--validation", "--json", "-"]) == 0
     found = strict_json(capsys.readouterr().out)
-    assert [each["id"] for each in found["validation"]] == ["a.ratio", "b.ratio"]
+    ids = [each["id"] for each in found["validation"]]
+    assert ids[:3] == ["a.ratio", "b.ratio", "c.ratio"]
+    assert all(each.startswith("ragx.") for each in ids[3:])
+    assert {"ragx.x_50M", "ragx.nvme_share_cpu_0.5M", "ragx.search_energy_gain_avg"} < set(ids)
     assert main(["simulate", "--validation"]) == 0
     text = capsys.readouterr().out
     assert "a.ratio" in text
@@ -74,8 +140,15 @@ def test_validation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     [
         (["simulate"], "no --system"),
         (["simulate", "--system", "cosmos"], "no --workload"),
-        (["simulate", "--system", "cosmo", "--workload", "sift"], "did you mean cosmos?"),
+        (["simulate", "--system", "cosmo", "--workload", "sift"], "or the path of a .yaml file"),
         ([*COSMOS, "--workload", "sieve"], "a workload; got sieve"),
+        ([*NEAR, "--workload", "opt-66"], "did you mean opt-66b?"),
+        ([*NEAR, "--workload", "opt-66b", "--vs", "tape"], "a system spec; got tape"),
+        ([*NEAR, "--workload", "opt-66b", "--batch", "1,two"], "--batch; got 1,two"),
+        ([*NEAR, "--workload", "opt-66b", "--batch", "1,1"], "each number once"),
+        ([*NEAR, "--workload", "opt-66b", "--context", "0"], "a context; got 0"),
+        ([*NEAR, "--workload", "opt-66b", "--techniques", "write"], "--techniques; got write"),
+        ([*NEAR, "--workload", "opt-66b", "--batch", "999"], "too much"),
         ([*COSMOS, "--workload", "sift", "--threads", "0"], "threads; got 0"),
         ([*COSMOS, "--workload", "sift", "--channels", "0"], "channels of flash; got 0"),
         ([*COSMOS, "--workload", "sift", "--seed", "-1"], "a seed; got -1"),
