@@ -13,17 +13,18 @@ from ..figures import Range
 from ..specs.kinds import GpuSpec, HostSpec, NetworkSpec, ProgramSpec, SystemSpec
 from ..specs.load import as_range, figures, load
 
-#: What can be switched off, for the question what it makes: see `Machine.without`.
+#: What can be switched off, for the question what it makes, and of which programs, by where they
+#: attend.
 MECHANISMS = {
-    "copy threads": "drives are read as fast as they are",
-    "cpu attention": "attention on the CPU takes no time",
-    "in turn": "reading from drives and attention on the CPU go on at once",
-    "repeated heads": "the CPU takes in K and V once for all query heads that share them",
-    "lone writes": "rows that are written alone take no time",
-    "regeneration": "K and V come from X in no time",
-    "gpu reads": "the GPU reads drives as fast as links are",
-    "weights": "weights take no time",
-    "amplification": "a row that is written alone is no page",
+    "copy threads": ("cpu",),  # drives are read as fast as they are
+    "cpu attention": ("cpu",),  # it takes no time
+    "in turn": ("cpu",),  # drives are read while the CPU attends
+    "repeated heads": ("cpu",),  # query heads that share K and V take them in once
+    "lone writes": ("drives",),  # they take no time
+    "regeneration": ("drives",),  # K and V come from X in no time
+    "gpu reads": ("drives",),  # as fast as links are
+    "weights": ("cpu", "drives"),  # they take no time
+    "amplification": ("drives",),  # a row that is written alone is no page
 }
 
 
@@ -102,6 +103,8 @@ class Specs:
     ) -> Machine:
         if without is not None and without not in MECHANISMS:
             raise InvalidInputError("a mechanism", got=without, expected=", ".join(MECHANISMS))
+        if without is not None and self.program.attention not in MECHANISMS[without]:
+            without = None
         return Machine(
             self.system,
             self.host,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -12,11 +12,11 @@ from ..figures import Range, draw, middles
 from ..predictions import DRAWS, RAISED, SEED, Prediction, check_draws, predictions
 from ..specs.kinds import ModelSpec
 from ..specs.load import load
-from .answer import answer, missing_bytes, power_w, written_bytes
+from .answer import missing_bytes, power_w, written_bytes
 from .machine import MECHANISMS, Machine, Specs, load_system
 from .schedule import x_share
 from .shape import Shape
-from .step import Load, Step, decode
+from .step import Load, Step, decode, prefill
 
 #: HILOS table 2, and its contexts, batch and output (section 6.1).
 MODELS = ("opt-30b", "opt-66b", "opt-175b", "qwen2.5-32b", "mixtral-8x7b", "glam-143b")
@@ -103,14 +103,13 @@ class Case:
         values: of figures.
         without: of `MECHANISMS`.
         models: that are asked for.
+        walked: steps by all that they depend on; cases may share them.
     """
 
     values: Mapping[str, float]
     without: str | None = None
     models: tuple[str, ...] = MODELS
-    steps: dict[tuple[str, tuple[str, ...] | None, str, int], Step | None] = field(
-        default_factory=dict
-    )
+    walked: dict[object, Step] = field(default_factory=dict)
 
     def machine(self, system: str, techniques: tuple[str, ...] | None = None) -> Machine:
         return specs(system).machine(self.values, techniques=techniques, without=self.without)
@@ -119,14 +118,22 @@ class Case:
         self, system: str, model: str, context: int, techniques: tuple[str, ...] | None = None
     ) -> Step | None:
         """None: it does not fit."""
-        key = (system, techniques, model, context)
-        if key not in self.steps:
-            machine, known = self.machine(system, techniques), shape(model)
-            share = x_share(machine, known, BATCH, context)
-            whole = Load(known, BATCH, float(context + OUTPUT), share)
-            middle = Load(known, BATCH, context + OUTPUT / 2, share)
-            self.steps[key] = None if missing_bytes(machine, whole) else decode(machine, middle)
-        return self.steps[key]
+        machine, known = self.machine(system, techniques), shape(model)
+        share = x_share(machine, known, BATCH, context)
+        if missing_bytes(machine, Load(known, BATCH, float(context + OUTPUT), share)):
+            return None
+        return self.walk(decode, machine, Load(known, BATCH, context + OUTPUT / 2, share))
+
+    def walk(self, kind: Callable[[Machine, Load], Step], machine: Machine, load_: Load) -> Step:
+        values = tuple(
+            self.values[name]
+            for name in specs(machine.system.name).ranges
+            if ".power" not in name and ".price" not in name
+        )
+        key = (kind, machine.system.name, machine.techniques, machine.without, values, load_)
+        if key not in self.walked:
+            self.walked[key] = kind(machine, load_)
+        return self.walked[key]
 
     def ratios(
         self,
@@ -192,22 +199,19 @@ class Case:
         }
 
     def long_outputs(self) -> list[float]:
-        found = []
-        for model in self.models:
-            for context in CONTEXTS:
-                near, base = (
-                    answer(
-                        self.machine(system),
-                        model,
-                        shape(model),
-                        batch=BATCH,
-                        context=context,
-                        output=LONG_OUTPUT,
-                    ).run_tokens_per_s
-                    for system in (NEAR, BASE)
-                )
-                found.append(near / base)
-        return found
+        return [
+            self._run_s(BASE, model, context) / self._run_s(NEAR, model, context)
+            for model in self.models
+            for context in CONTEXTS
+        ]
+
+    def _run_s(self, system: str, model: str, context: int) -> float:
+        """Of contexts and a long output."""
+        machine, known = self.machine(system), shape(model)
+        share = x_share(machine, known, BATCH, context)
+        first = self.walk(prefill, machine, Load(known, BATCH, float(context), share))
+        middle = Load(known, BATCH, context + LONG_OUTPUT / 2, share)
+        return first.step_s + LONG_OUTPUT * self.walk(decode, machine, middle).step_s
 
     def endurance(self) -> list[float]:
         found = []
@@ -253,14 +257,16 @@ def validate(n_draws: int = DRAWS) -> tuple[Prediction, ...]:
     values = middles(known)
     rng = np.random.default_rng(SEED)
     drawn = [Case(draw(known, rng)).values_of_ids() for _ in range(n_draws)]
-    moved = {f"without {each}": Case(values, each).values_of_ids() for each in MECHANISMS}
+    middle = Case(values)
+    value = middle.values_of_ids()
+    apart = replace(middle, models=MODELS[:3]).values_of_ids()
+    moved = {"opt models alone": value | apart}
+    for each in MECHANISMS:
+        moved[f"without {each}"] = replace(middle, without=each).values_of_ids()
     for name, figure in known.items():
         if figure.low < figure.high and name.split(".")[0] in _RAISED_OF:
             raised = {**values, name: values[name] * RAISED}
-            moved[f"{name} 10 % up"] = Case(raised).values_of_ids()
-    value = Case(values).values_of_ids()
-    apart = Case(values, models=MODELS[:3]).values_of_ids()
-    moved["opt models alone"] = value | apart
+            moved[f"{name} 10 % up"] = replace(middle, values=raised).values_of_ids()
     return predictions(value, drawn, moved, _words)
 
 
