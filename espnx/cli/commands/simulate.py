@@ -8,8 +8,7 @@ from ...errors import InvalidInputError
 from ..output import add_json_option, check_json
 from ..simulations.boards import run_board
 from ..simulations.decoders import add_decoder_options, run_decoder
-from ..simulations.listing import run_list
-from ..simulations.validation import run_validation
+from ..simulations.shown import run_list, run_validation
 
 DESCRIPTION = """Commands pass a machine's parts in simulated time: nothing is measured, nothing is
 waited for, and the same words give the same numbers. Rates are modelled, from figures of papers and

@@ -270,5 +270,24 @@ def validate(n_draws: int = DRAWS) -> tuple[Prediction, ...]:
     return predictions(value, drawn, moved, _words)
 
 
+def orders() -> list[dict[str, object]]:
+    """Of each model and context, the systems that it fits, the fastest first."""
+    case = Case(middles(all_ranges()))
+    found: list[dict[str, object]] = []
+    for model in MODELS:
+        for context in CONTEXTS:
+            steps = {system: case.step(system, model, context) for system in SYSTEMS}
+            rates = {name: BATCH / step.step_s for name, step in steps.items() if step is not None}
+            order = sorted(rates, key=lambda name: -rates[name])
+            found.append(
+                {
+                    "model": model,
+                    "context": context,
+                    "tokens_per_s": {name: rates[name] for name in order},
+                }
+            )
+    return found
+
+
 def _words(name: str) -> tuple[str, str]:
     return next(words for start, words in WORDS.items() if name.startswith(start))

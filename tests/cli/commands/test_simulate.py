@@ -122,6 +122,8 @@ def test_validation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     monkeypatch.setattr(validation, "validate", lambda draws: made)
     near = predictions.Prediction("c.ratio", 3.0, 2.5, 3.5, "drives", "a table", {})
     monkeypatch.setattr(decoding, "validate", lambda draws: (near,))
+    order = {"model": "m", "context": 16384, "tokens_per_s": {"fast": 2.0, "slow": 1.0}}
+    monkeypatch.setattr(decoding, "orders", lambda: [order])
     assert main(["simulate", "--validation", "--json", "-"]) == 0
     found = strict_json(capsys.readouterr().out)
     ids = [each["id"] for each in found["validation"]]
@@ -133,6 +135,9 @@ def test_validation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert "a.ratio" in text
     assert "no figure" in text
     assert "measured 3, predicted 4.0" in text
+    assert "fast 2 > slow 1" in text
+    assert "12.8 for 11.9" in text
+    assert [each["query_heads"] for each in found["kernels"]] == [1, 4, 5]
 
 
 @pytest.mark.parametrize(
