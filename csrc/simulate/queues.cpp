@@ -306,12 +306,18 @@ class Walk {
     agenda_.push({now_s + step.takes_s, next_number_++, command});
   }
 
+  // Who waited for it, in the order of commands.
   void end(int64_t command, double now_s) {
     outcome_.ended_s[command] = now_s;
-    if (successor_[command] != kNobody) release(successor_[command], now_s);
-    if (follower_first_.empty()) return;
-    for (int64_t at = follower_first_[command]; at < follower_first_[command + 1]; ++at)
-      release(followers_[at], now_s);
+    int64_t successor = successor_[command];
+    if (!follower_first_.empty()) {
+      for (int64_t at = follower_first_[command]; at < follower_first_[command + 1]; ++at) {
+        if (successor != kNobody && successor <= followers_[at])
+          release(std::exchange(successor, kNobody), now_s);
+        release(followers_[at], now_s);
+      }
+    }
+    if (successor != kNobody) release(successor, now_s);
   }
 
   // One less that it waits for.

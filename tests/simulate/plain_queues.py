@@ -94,10 +94,7 @@ def plain_walk(
                     leave(servers[step.part], now_s)
         if at + 1 == len(steps):
             ended_s[command] = now_s
-            line = lines[client[command]]
-            line.popleft()
-            # its client's next first, then others in their order
-            for other in dict.fromkeys([*list(line)[:1], *range(command + 1, len(client))]):
+            for other in range(command + 1, len(client)):
                 if command in waits_for[other] and is_due(other):
                     push(max(now_s, at_s[other]), other)
             n_ended += 1

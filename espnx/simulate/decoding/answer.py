@@ -191,7 +191,7 @@ def written_bytes(machine: Machine, shape: Shape, share: float, context: int, ou
     page = machine.get("device.flash.page")
     alone = machine.is_near_storage and "writeback" not in machine.techniques
     amplified = 1.0
-    if alone and page is not None and machine.without != "amplification":
+    if alone and page is not None:
         amplified = max(1.0, page / (shape.head_dim * HALF_BYTES))
     made = per_token * amplified + shape.x_bytes * share
     return shape.layers * (context * (per_token + shape.x_bytes * share) + output * made)

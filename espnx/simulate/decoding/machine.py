@@ -24,7 +24,7 @@ MECHANISMS = {
     "regeneration": ("drives",),  # K and V come from X in no time
     "gpu reads": ("drives",),  # as fast as links are
     "weights": ("cpu", "drives"),  # they take no time
-    "amplification": ("drives",),  # a row that is written alone is no page
+    "x-cache": ("drives",),  # no X is kept
 }
 
 

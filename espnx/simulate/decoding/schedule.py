@@ -31,7 +31,7 @@ def effective_s(machine: Machine, shape: Shape, batch: int, context: float, shar
 
 def x_share(machine: Machine, shape: Shape, batch: int, context: float) -> float:
     """The one of `SHARES` with the least of that; of equals the least share."""
-    if "x-cache" not in machine.techniques:
+    if "x-cache" not in machine.techniques or machine.without == "x-cache":
         return 0.0
     return min(
         SHARES, key=lambda share: (effective_s(machine, shape, batch, context, share), share)

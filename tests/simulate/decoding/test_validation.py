@@ -54,19 +54,23 @@ def test_every_id_has_a_row(rows: dict[str, Prediction]) -> None:
 
 
 def test_every_id_is_moved_by_a_mechanism(rows: dict[str, Prediction]) -> None:
-    """One that nothing moves would be an answer that was put in. Where X is larger than K and V
-    none of it is kept, and just as many bytes are written."""
-    for name in IDS - {"hilos.endurance_gain_min"}:
+    """One that nothing moves would be an answer that was put in. Two are 1 whatever is switched
+    off: where X is larger than K and V none of it is kept, and just as many bytes are written; and
+    where the CPU has most to do, more drives behind the same program do nothing."""
+    ones = {"hilos.endurance_gain_min", "hilos.16ssd_no_fpga_over_flex_ssd_min"}
+    for name in IDS - ones:
         row = rows[name]
         assert max(abs(other / row.value - 1) for other in row.moved.values()) > 0.02, name
-    assert rows["hilos.endurance_gain_min"].value == 1
+    for name in ones:
+        assert rows[name].value == pytest.approx(1, abs=0.01)
     # what is not there moves nothing
     assert rows["hilos.wb_over_ans_max"].moved["without copy threads"] == pytest.approx(
         rows["hilos.wb_over_ans_max"].value
     )
     assert rows["hilos.wb_over_ans_max"].moved["without lone writes"] == pytest.approx(1, abs=0.01)
     copies = rows["hilos.16ssd_no_fpga_over_flex_ssd_max"]
-    assert copies.moved["without copy threads"] > 1.1 * copies.value
+    assert copies.moved["without copy threads"] > 1.05 * copies.value
+    assert rows["hilos.endurance_gain_max"].moved["without x-cache"] == 1
 
 
 def test_what_can_be_switched_off(rows: dict[str, Prediction]) -> None:
