@@ -1,7 +1,9 @@
 """What an accelerator of HILOS's kind attends with, from its clock, its units and its memory: the
-estimate that section 5.1 of HILOS makes of cycle counts, made of what its section 4.4 says. A file
-of its own: machines take the rates that a spec states, and this says how far they explain
-themselves."""
+estimate that section 5.1 of HILOS makes of cycle counts, made of what its section 4.4 says.
+
+A file of its own: machines take the rates that a spec states; this says how far they explain
+themselves.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,16 @@ def test_a_user_s_own_system(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     two, four = strict_json(capsys.readouterr().out)["answers"]
     assert (two["system"], two["workload"]) == ("two", "mine")
     assert two["tokens_per_s"] < 0.6 * four["tokens_per_s"]
+
+
+def test_the_page_s_own_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "simulate.md").read_text()
+    [text] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    [command] = re.findall(r"```\nespnx (simulate --system two-drives.*?)\n```", page)
+    (tmp_path / "two-drives.yaml").write_text(text)
+    words = command.replace("two-drives.yaml", str(tmp_path / "two-drives.yaml")).split()
+    assert main(words) == 0
+    assert "two-drives" in capsys.readouterr().out
 
 
 def test_a_list(capsys: pytest.CaptureFixture[str]) -> None:

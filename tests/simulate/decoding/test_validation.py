@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from espnx.simulate.decoding.validation import Case, all_ranges, validate
 from espnx.simulate.figures import middles
 from espnx.simulate.predictions import Prediction
 
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "validation.json"
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "simulate.md"
 IDS = {
     f"hilos.{name}"
@@ -98,6 +100,17 @@ def test_the_page_shows_it(rows: dict[str, Prediction]) -> None:
     ]
     [shown] = re.findall(r"<!-- hilos -->\n(.*?)<!-- /hilos -->", PAGE.read_text(), re.DOTALL)
     assert shown.strip().splitlines()[2:] == expected
+
+
+def test_the_results_file_has_it(rows: dict[str, Prediction]) -> None:
+    """Of `espnx simulate --validation --json benchmarks/results/validation.json`."""
+    kept = {each["id"]: each for each in json.loads(RESULTS.read_text())["validation"]}
+    for row in rows.values():
+        own = kept[row.id]
+        for name in ("value", "low", "high"):
+            assert getattr(row, name) == pytest.approx(own[name], rel=1e-9), row.id
+        assert row.moved == pytest.approx(own["moved"], rel=1e-9)
+        assert (row.mechanism, row.basis) == (own["mechanism"], own["basis"])
 
 
 def test_a_range_takes_draws() -> None:
