@@ -13,6 +13,8 @@ from ..figures import Range
 from ..specs.kinds import GpuSpec, HostSpec, NetworkSpec, ProgramSpec, SystemSpec
 from ..specs.load import as_range, figures, load
 
+#: Each has parts and commands of its own in a walk.
+DRIVES_MAX = 1024
 #: What can be switched off, for the question what it makes, and of which programs, by where they
 #: attend.
 MECHANISMS = {
@@ -150,6 +152,10 @@ def _beside(file: str, named: str) -> str:
 
 def _check(specs: Specs) -> None:
     system, program = specs.system, specs.program
+    if system.drives.count.value > DRIVES_MAX:
+        raise InvalidInputError(
+            f"drives of {system.name}", got=str(system.drives.count), expected=f"1 to {DRIVES_MAX}"
+        )
     if program.attention == "drives":
         if system.kv != "drives":
             raise InvalidInputError(

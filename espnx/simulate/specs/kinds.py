@@ -3,15 +3,29 @@ figure has a unit, a source and a confidence, and a range where it is known with
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from ...device.model.reader import NAME, Compute, Count, Dollars, Rate, Share, Size, Time, Watts
+from ...device.model.reader import (
+    NAME,
+    Compute,
+    Count,
+    Dollars,
+    Figure,
+    Rate,
+    Share,
+    Size,
+    Time,
+    Watts,
+)
 
 #: Where K and V are kept; what attends over them; what a program near storage may do beside it.
 KEPT_IN = ("drives", "memory")
 ATTENDS = ("drives", "cpu")
 TECHNIQUES = ("writeback", "x-cache")
+#: Anywhere, all dies alike; or page after page, from a place of each thread's own.
+ORDERS = ("anywhere", "consecutive")
 
 
 @dataclass(frozen=True)
@@ -185,3 +199,21 @@ class ModelSpec:
     name: Annotated[str, NAME]
     title: str
     model: ModelShape
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """A workload: distances of clusters of vectors, from drives that compute them.
+
+    Attributes:
+        name, title: short, and in words.
+        clusters: share of each size; whatever they add up to is all.
+        order: of `ORDERS`, where a thread's next cluster is.
+        per_query: clusters that a query compares; None: no queries.
+    """
+
+    name: Annotated[str, NAME]
+    title: str
+    clusters: Mapping[int, Annotated[Figure, "share", "KiB"]]
+    order: Annotated[str, ORDERS]
+    per_query: Count | None = None

@@ -15,7 +15,7 @@ from ...device.model.reader import read_spec as read
 from ...device.model.spec_file import Keys, read_file
 from ...errors import InvalidInputError
 from ..figures import Range
-from .kinds import GpuSpec, HostSpec, ModelSpec, NetworkSpec, ProgramSpec, SystemSpec
+from .kinds import ClusterSpec, GpuSpec, HostSpec, ModelSpec, NetworkSpec, ProgramSpec, SystemSpec
 
 S = TypeVar("S")
 
@@ -27,6 +27,7 @@ WORDS: Mapping[type, str] = {
     ProgramSpec: "program",
     SystemSpec: "system",
     ModelSpec: "workload",
+    ClusterSpec: "clusters",
 }
 
 
@@ -78,6 +79,8 @@ def _parsed(kind: type[S], data: bytes, path: str) -> S:
         _check_program(spec, tree)
     if isinstance(spec, ModelSpec):
         _check_model(spec, tree)
+    if isinstance(spec, ClusterSpec) and not spec.clusters:
+        raise missing(tree.place, ("clusters",), "a share for one size or more", what(ClusterSpec))
     return spec
 
 

@@ -99,6 +99,19 @@ def test_a_user_s_own_system(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert two["tokens_per_s"] < 0.6 * four["tokens_per_s"]
 
 
+def test_a_user_s_own_clusters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of them of 16 KiB, and more pass the conventional drive's link than of SIFT's mix."""
+    from espnx.simulate.specs import load
+
+    text = (Path(load.__file__).parent / "presets" / "clusters" / "sift.yaml").read_text()
+    text = text.replace("name: sift", "name: mine").replace("value: 2.06", "value: 97.94")
+    (tmp_path / "mine.yaml").write_text(text)
+    mine = answer(capsys, "--workload", str(tmp_path / "mine.yaml"))["elements"]
+    sift = answer(capsys, "--workload", "sift")["elements"]
+    assert mine["conventional"]["workload"] == "mine"
+    assert mine["conventional"]["commands_per_s"] < 0.9 * sift["conventional"]["commands_per_s"]
+
+
 def test_the_page_s_own_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "simulate.md").read_text()
     [text] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
@@ -116,7 +129,7 @@ def test_a_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert {
         ("system", "cosmos"),
         ("system", "flexgen-dram"),
-        ("workload", "sift"),
+        ("clusters", "sift"),
         ("workload", "opt-175b"),
         ("gpu", "h100-80gb"),
         ("device", "smartssd"),
@@ -157,7 +170,7 @@ def test_validation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         (["simulate"], "no --system"),
         (["simulate", "--system", "cosmos"], "no --workload"),
         (["simulate", "--system", "cosmo", "--workload", "sift"], "or the path of a .yaml file"),
-        ([*COSMOS, "--workload", "sieve"], "a workload; got sieve"),
+        ([*COSMOS, "--workload", "sieve"], "a clusters spec; got sieve"),
         ([*NEAR, "--workload", "opt-66"], "did you mean opt-66b?"),
         ([*NEAR, "--workload", "opt-66b", "--vs", "tape"], "a system spec; got tape"),
         ([*NEAR, "--workload", "opt-66b", "--batch", "1,two"], "--batch; got 1,two"),

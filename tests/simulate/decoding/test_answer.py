@@ -120,6 +120,7 @@ def test_systems_that_are_none(tmp_path: Path) -> None:
         ("kv: drives", "kv: memory", "attends in drives"),
         ("program: hilos", "program: flexgen", "techniques of smartssd-4"),
         ("name: smartssd-4", "name: smartssd", "a name twice"),
+        ("count: {value: 4,", "count: {value: 1025,", "drives of smartssd-4; got 1,025"),
     ):
         with pytest.raises(InvalidInputError, match=said):
             load_system(made(old, new))

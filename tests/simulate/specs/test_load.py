@@ -10,6 +10,7 @@ import pytest
 from espnx import errors
 from espnx.device.model.reader import CONFIDENCES
 from espnx.simulate.specs.kinds import (
+    ClusterSpec,
     GpuSpec,
     HostSpec,
     ModelSpec,
@@ -19,7 +20,7 @@ from espnx.simulate.specs.kinds import (
 )
 from espnx.simulate.specs.load import WORDS, as_range, figures, load, load_preset, presets
 
-KINDS = (GpuSpec, HostSpec, NetworkSpec, ProgramSpec, SystemSpec, ModelSpec)
+KINDS = (GpuSpec, HostSpec, NetworkSpec, ProgramSpec, SystemSpec, ModelSpec, ClusterSpec)
 PRESETS = Path(__file__).resolve().parents[3] / "espnx" / "simulate" / "specs" / "presets"
 
 
@@ -80,6 +81,9 @@ MODEL = "opt-66b"
         (GpuSpec, "a100-40gb", "high: 75", "high: 101", "at most all of it"),
         (HostSpec, "xeon-6342", "memory:", "memry:", "did you mean memory"),
         (NetworkSpec, "ethernet-100g", "unit: Gb/s", "unit: GHz", "an unknown word"),
+        (ClusterSpec, "sift", "  12:", "  0:", "a whole number of KiB, 1 or more"),
+        (ClusterSpec, "sift", "value: 48.09", "value: 148.09", "at most all of it"),
+        (ClusterSpec, "stress", "  16: {", "  # {", "clusters.*expected a mapping|lacks a field"),
         (ProgramSpec, "hilos", "entry_time:", "#", "lacks a field: entry_time"),
         (ProgramSpec, "flexgen", "copy_bandwidth:", "#", "as attention is on cpu"),
     ],
