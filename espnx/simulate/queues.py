@@ -10,6 +10,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from ..errors import OutOfMemoryError
 from ..storage.native import load_native
 
 
@@ -105,27 +106,34 @@ def walk(
 
     Raises:
         InvalidInputError: parts, routes or commands that are none, places held in a circle.
+        OutOfMemoryError: more of them than memory holds.
     """
-    found = load_native().walk_queues(
-        [
-            (part.places, part.latency_s, 0.0 if part.bytes_per_s is None else part.bytes_per_s)
-            for part in parts
-        ],
-        [
+    try:
+        found = load_native().walk_queues(
             [
-                (step.part, step.size_bytes, number if step.until is None else step.until)
-                for number, step in enumerate(steps)
-            ]
-            for steps in routes
-        ],
-        torch.as_tensor(np.ascontiguousarray(route, dtype=np.int64)),
-        torch.as_tensor(np.ascontiguousarray(client, dtype=np.int64)),
-        [] if at_s is None else np.asarray(at_s, dtype=np.float64).tolist(),
-        [] if after is None else [0, *accumulate(map(len, after))],
-        [] if after is None else [other for others in after for other in others],
-        n_before,
-        len(route) if n_until is None else n_until,
-    )
+                (part.places, part.latency_s, 0.0 if part.bytes_per_s is None else part.bytes_per_s)
+                for part in parts
+            ],
+            [
+                [
+                    (step.part, step.size_bytes, number if step.until is None else step.until)
+                    for number, step in enumerate(steps)
+                ]
+                for steps in routes
+            ],
+            torch.as_tensor(np.ascontiguousarray(route, dtype=np.int64)),
+            torch.as_tensor(np.ascontiguousarray(client, dtype=np.int64)),
+            [] if at_s is None else np.asarray(at_s, dtype=np.float64).tolist(),
+            [] if after is None else [0, *accumulate(map(len, after))],
+            [] if after is None else [other for others in after for other in others],
+            n_before,
+            len(route) if n_until is None else n_until,
+        )
+    except MemoryError as error:
+        raise OutOfMemoryError(
+            f"a simulation of {len(route):,} commands over {len(parts):,} parts",
+            fix="a shorter window, or fewer parts",
+        ) from error
     accounts = tuple(Account(**each) for each in found["accounts"])
     return Outcome(
         np.asarray(found["begun_s"]),

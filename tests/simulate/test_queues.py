@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from espnx.errors import InvalidInputError
+from espnx.errors import InvalidInputError, OutOfMemoryError
+from espnx.simulate import queues
 from espnx.simulate.queues import Outcome, Part, Step, walk
 from tests.simulate.plain_queues import plain_walk
 
@@ -196,6 +197,17 @@ def test_ctrl_c_ends_a_walk() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert time.process_time() - begin < 2
+
+
+def test_more_than_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        @staticmethod
+        def walk_queues(*_: object) -> None:
+            raise MemoryError
+
+    monkeypatch.setattr(queues, "load_native", Full)
+    with pytest.raises(OutOfMemoryError, match="a simulation of 2 commands over 1 parts"):
+        walk([Part(1, 1.0)], [[Step(0)]], np.zeros(2), np.zeros(2))
 
 
 def test_what_must_not_be() -> None:

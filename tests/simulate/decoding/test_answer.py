@@ -87,6 +87,23 @@ def test_x_for_as_many_as_pays(system: str, model: str) -> None:
     assert x_share(machine(system, techniques=("writeback",)), shape_, 16, 32768.0) == 0
 
 
+@pytest.mark.parametrize("n", [4, 8, 16])
+@pytest.mark.parametrize(("model", "hidden"), [("opt-30b", 7168), ("opt-66b", 9216)])
+def test_the_paper_s_cost_model(n: int, model: str, hidden: int) -> None:
+    """HILOS section 4.2, of one token: the least max(T_GPU, T_SSD, T_PCI) of powers of two."""
+    gemm, ssd, pci = 312e12 * 0.675, n * 3e9 * 0.8335, 13.35e9
+
+    def effective_s(alpha: float) -> float:
+        return max(
+            alpha * 4 * hidden**2 / gemm,
+            (alpha * 2 * hidden + (1 - alpha) * 4 * hidden) / ssd,
+            alpha * 2 * hidden / pci,
+        )
+
+    best = min((0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1), key=effective_s)
+    assert x_share(machine(f"smartssd-{n}"), shape(model), 16, 32768.0) == best
+
+
 def test_what_does_not_fit() -> None:
     """By how many bytes is said."""
     # 361.5 GB of K and V for 16,384 tokens; 59.2 GB of weights; 8 GiB of buffers; 550 GB there

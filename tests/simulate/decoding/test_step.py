@@ -68,7 +68,10 @@ def test_attention_near_storage_without_any_technique() -> None:
     layer_s += 2 * piece_bytes / 13e9 + piece_bytes / 11.9e9
     layer_s += products_s(hidden, 36864)
     step = decode(machine("smartssd-16", ()), Load(shape("opt-66b"), BATCH, CONTEXT))
-    # queries and results are a thousandth
+    # queries go down and results up: a thousandth
+    for way in ("in", "out"):
+        passed_s = 64 * 2 * hidden * BATCH / 31.508e9
+        assert step.busy_s[f"uplink {way}"] == pytest.approx(passed_s, rel=1e-9)
     assert step.step_s == pytest.approx(64 * layer_s, rel=2e-3)
 
 
