@@ -1,4 +1,4 @@
-"""Renders docs/measured/predictions.md from benchmarks/results/validation.json, which
+"""Renders docs/measured/predictions.md and its plot from benchmarks/results/validation.json, which
 `espnx simulate --validation --json benchmarks/results/validation.json` writes.
 
     python scripts/validation_page.py
@@ -14,6 +14,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "validation.json"
 PAGE = ROOT / "docs" / "measured" / "predictions.md"
+PLOT = ROOT / "docs" / "plots" / "predictions.svg"
+#: Of the plot: a model that memory does not hold.
+PLOTTED = "opt-66b"
 #: What moves an id by less is not shown.
 SHOWN = 0.02
 
@@ -82,7 +85,9 @@ def _moves(rows: list[dict[str, Any]]) -> str:
 
 
 def _orders(orders: list[dict[str, Any]]) -> str:
+    image = f"../plots/{PLOT.name}"
     lines = ["## Which system is faster\n", "Tokens a second when decoding, batches of 16.\n"]
+    lines.append(f'<img src="{image}" alt="tokens a second over the context, {PLOTTED}">\n')
     lines += ["| model | context | fastest first |", "| --- | --- | --- |"]
     for each in orders:
         order = ", ".join(f"{name} {rate:.3g}" for name, rate in each["tokens_per_s"].items())
@@ -100,8 +105,36 @@ def _not_predicted(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def draw(document: Mapping[str, Any], path: Path) -> None:
+    """The systems that hold all contexts of one model."""
+    from espnx.benchmarks.report import looks
+
+    looks.use_style()
+    points: dict[str, list[tuple[float, float]]] = {}
+    for each in document["orders"]:
+        if each["model"] == PLOTTED:
+            for name, rate in each["tokens_per_s"].items():
+                points.setdefault(name, []).append((each["context"] / 1000, rate))
+    first, last = (points[name][-1][1] for name in ("smartssd-16", "flexgen-4ssd"))
+    figure, axes = looks.new_axes(
+        f"Attention in 16 drives decodes {first / last:.1f} times as fast as FlexGen "
+        f"({PLOTTED}, batches of 16, modelled)",
+        "context, thousand tokens",
+        "tokens/s",
+        looks.WHOLE_INCHES,
+    )
+    for name, line in points.items():
+        colour = looks.ESPNX if name.startswith("smartssd") else looks.OTHER
+        looks.line(axes, looks.Look(name, colour), line)
+    looks.logarithmic(axes, looks.plain, looks.plain)
+    looks.name_ends(axes)
+    figure.savefig(path, metadata={"Date": None})
+
+
 def main() -> None:
-    PAGE.write_text(page(json.loads(RESULTS.read_text())))
+    document = json.loads(RESULTS.read_text())
+    PAGE.write_text(page(document))
+    draw(document, PLOT)
 
 
 if __name__ == "__main__":

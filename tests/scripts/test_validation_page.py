@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 
-from scripts.validation_page import PAGE, RESULTS, page
+from pathlib import Path
+
+import pytest
+
+from scripts.validation_page import PAGE, PLOT, RESULTS, draw, page
 
 
 def test_the_page_is_rendered_from_the_file() -> None:
@@ -23,3 +27,14 @@ def test_what_it_shows() -> None:
         else:
             assert row["not_predicted"] in text
     assert "**missed**" in text
+
+
+def test_the_plot(tmp_path: Path) -> None:
+    """What is drawn is what lies beside the page."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra [bench])")
+    draw(json.loads(RESULTS.read_text()), tmp_path / "drawn.svg")
+    drawn = (tmp_path / "drawn.svg").read_text()
+    for name in ("smartssd-16", "smartssd-4", "flexgen-4ssd"):
+        assert f"<!-- {name} -->" in drawn
+        assert f"<!-- {name} -->" in PLOT.read_text()
+    assert f"../plots/{PLOT.name}" in PAGE.read_text()
