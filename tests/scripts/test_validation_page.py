@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-
 from pathlib import Path
 
 import pytest
@@ -35,6 +34,6 @@ def test_the_plot(tmp_path: Path) -> None:
     draw(json.loads(RESULTS.read_text()), tmp_path / "drawn.svg")
     drawn = (tmp_path / "drawn.svg").read_text()
     for name in ("smartssd-16", "smartssd-4", "flexgen-4ssd"):
-        assert f"<!-- {name} -->" in drawn
-        assert f"<!-- {name} -->" in PLOT.read_text()
+        assert f">{name}</text>" in drawn
+        assert f">{name}</text>" in PLOT.read_text()
     assert f"../plots/{PLOT.name}" in PAGE.read_text()
