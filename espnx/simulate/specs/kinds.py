@@ -29,7 +29,7 @@ ORDERS = ("anywhere", "consecutive")
 
 
 @dataclass(frozen=True)
-class Draws:
+class Power:
     """Electric power.
 
     Attributes:
@@ -58,7 +58,7 @@ class GpuSpec:
     peak: Compute
     gemm_share: Share
     link: Rate
-    power: Draws | None = None
+    power: Power | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class HostSpec:
     title: str
     memory: Size
     memory_bandwidth: Rate
-    power: Draws | None = None
+    power: Power | None = None
 
 
 @dataclass(frozen=True)

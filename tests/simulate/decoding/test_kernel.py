@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,12 @@ from espnx.simulate.decoding.kernel import flops_per_s
 @pytest.mark.parametrize(("group", "gflops"), [(1, 11.9), (4, 46.8), (5, 56.3)])
 def test_table_3(group: int, gflops: float) -> None:
     assert flops_per_s(load_preset("smartssd"), group) / 1e9 == pytest.approx(gflops, rel=0.15)
+
+
+def test_the_page_says_so() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "simulate.md").read_text()
+    one, four, five = (flops_per_s(load_preset("smartssd"), group) / 1e9 for group in (1, 4, 5))
+    assert f"is {one:.1f}, {four:.1f} and {five:.1f} GFLOPS" in " ".join(page.split())
 
 
 def test_each_unit_can_be_the_slowest() -> None:
