@@ -310,20 +310,25 @@ class Walk {
   void end(int64_t command, double now_s) {
     outcome_.ended_s[command] = now_s;
     int64_t successor = successor_[command];
-    if (!follower_first_.empty()) {
-      for (int64_t at = follower_first_[command]; at < follower_first_[command + 1]; ++at) {
-        if (successor != kNobody && successor <= followers_[at])
-          release(std::exchange(successor, kNobody), now_s);
-        release(followers_[at], now_s);
-      }
+    if (follower_first_.empty()) {  // who waits for one alone is due
+      if (successor != kNobody) due(successor, now_s);
+      return;
+    }
+    for (int64_t at = follower_first_[command]; at < follower_first_[command + 1]; ++at) {
+      if (successor != kNobody && successor <= followers_[at])
+        release(std::exchange(successor, kNobody), now_s);
+      release(followers_[at], now_s);
     }
     if (successor != kNobody) release(successor, now_s);
   }
 
+  void due(int64_t command, double now_s) {
+    agenda_.push({std::max(now_s, arrival_s(command)), next_number_++, command});
+  }
+
   // One less that it waits for.
   void release(int64_t command, double now_s) {
-    if (--pending_[command] == 0)
-      agenda_.push({std::max(now_s, arrival_s(command)), next_number_++, command});
+    if (--pending_[command] == 0) due(command, now_s);
   }
 
   // Adds what the part has done since it was looked at last.
