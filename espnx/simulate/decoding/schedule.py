@@ -25,8 +25,20 @@ def effective_s(machine: Machine, shape: Shape, batch: int, context: float, shar
     return max(
         share * shape.regeneration_flops * tokens / gpu,
         (share * x_bytes + (1 - share) * rows_bytes + weights) / flash,
-        (share * x_bytes + weights) / machine.need("program.gpu_bandwidth"),
+        (share * x_bytes + weights) / _to_gpu_bytes_per_s(machine),
     )
+
+
+def _to_gpu_bytes_per_s(machine: Machine) -> float:
+    """From all drives, over whatever is narrowest on the way."""
+    known = {
+        machine.need("program.gpu_bandwidth"),
+        machine.need("gpu.link"),
+        machine.need("device.links.device") * machine.n_drives,
+        machine.get("device.links.uplink"),
+        None if machine.network is None else machine.need("network.bandwidth"),
+    }
+    return min(each for each in known if each is not None)
 
 
 def x_share(machine: Machine, shape: Shape, batch: int, context: float) -> float:

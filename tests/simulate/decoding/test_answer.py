@@ -104,6 +104,21 @@ def test_the_paper_s_cost_model(n: int, model: str, hidden: int) -> None:
     assert x_share(machine(f"smartssd-{n}"), shape(model), 16, 32768.0) == best
 
 
+def test_x_over_a_narrow_link() -> None:
+    """One device of 16 GB/s behind a link of 8: all of X would wait for the link."""
+    share = x_share(machine("isp-1"), shape("opt-30b"), 16, 32768.0)
+    assert share == 0.5
+    half_s = (0.5 * 2 + 0.5 * 4) / (16e9 * 0.8335)
+    assert half_s < 2 / 8e9
+
+
+@pytest.mark.parametrize("model", ["opt-30b", "opt-66b", "opt-175b"])
+def test_one_in_storage_device_is_as_good_as_four(model: str) -> None:
+    """HILOS section 7.1; the page says within a tenth."""
+    one, four = (ask(system, model).tokens_per_s for system in ("isp-1", "smartssd-4"))
+    assert one == pytest.approx(four, rel=0.1)
+
+
 def test_what_does_not_fit() -> None:
     """By how many bytes is said."""
     # 361.5 GB of K and V for 16,384 tokens; 59.2 GB of weights; 8 GiB of buffers; 550 GB there
