@@ -547,11 +547,14 @@ class Extension:
         route: Tensor,
         client: Tensor,
         at_s: Sequence[float],
+        after_first: Sequence[int],
+        after: Sequence[int],
         n_before: int,
         n_until: int,
     ) -> dict[str, Any]:
         """csrc/simulate/queues.hpp. `parts`: (places, latency in seconds, bytes a second).
-        `routes`: (part, bytes, step until whose end the place is kept) of each step."""
+        `routes`: (part, bytes, step until whose end the place is kept) of each step.
+        `after`: whom each command waits for, from `after_first` of it to that of the next."""
 
     @staticmethod
     def cpu_level() -> int:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import espnx
 from espnx.device.emulation.report import report
-from espnx.device.model.spec import Accelerator, DeviceSpec, Figure
+from espnx.device.model.reader import Figure
+from espnx.device.model.spec import Accelerator, DeviceSpec
 from espnx.device.near_storage import NearStorageDevice
 from espnx.retrieval.build.documents import Document
 from espnx.retrieval.encoder import Encoded

@@ -83,6 +83,15 @@ def make_document(
     return document
 
 
+#: Documents of other commands that lie among result files.
+NO_RESULTS = ("validation.json",)
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Of results, by name."""
+    return sorted(path for path in folder.glob("*.json") if path.name not in NO_RESULTS)
+
+
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A result file, validated. Raises FormatError."""
     try:

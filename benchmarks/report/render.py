@@ -22,7 +22,7 @@ from typing import Any
 from espnx.errors import InvalidInputError
 
 from ..harness.registry import cases
-from ..harness.result import KINDS, Row, load, rows_of
+from ..harness.result import KINDS, Row, files_in, load, rows_of
 from . import columns, headlines, plots, training
 
 BLOCK = re.compile(
@@ -99,7 +99,7 @@ def documents(root: Path) -> list[Path]:
 
 
 def result_files(root: Path) -> list[Path]:
-    return sorted((root / RESULTS).glob("*.json"))
+    return files_in(root / RESULTS)
 
 
 def render_all(root: Path, files: Sequence[Path], *, write: bool) -> list[Path]:

@@ -26,7 +26,8 @@ py::dict to_dict(const Account& account) {
 py::dict walk_queues(const std::vector<std::tuple<int64_t, double, double>>& parts,
                      const std::vector<std::vector<std::tuple<int64_t, double, int64_t>>>& routes,
                      const Tensor& route, const Tensor& client, std::vector<double> at_s,
-                     int64_t n_before, int64_t n_until) {
+                     std::vector<int64_t> after_first, std::vector<int64_t> after, int64_t n_before,
+                     int64_t n_until) {
   std::vector<Part> all;
   for (const auto& [places, latency_s, per_s] : parts) all.push_back({places, latency_s, per_s});
   std::vector<Route> ways;
@@ -35,7 +36,7 @@ py::dict walk_queues(const std::vector<std::tuple<int64_t, double, double>>& par
     for (const auto& [part, amount, until] : steps) ways.back().push_back({part, amount, until});
   }
   const Commands commands{to_vector(route, "route", -1), to_vector(client, "client", -1),
-                          std::move(at_s)};
+                          std::move(at_s), std::move(after_first), std::move(after)};
   const Outcome outcome = run_interruptibly([&](const std::function<bool()>& interrupted) {
     return simulate::walk(all, ways, commands, n_before, n_until, interrupted);
   });
@@ -55,7 +56,8 @@ py::dict walk_queues(const std::vector<std::tuple<int64_t, double, double>>& par
 
 void bind_simulate(py::module_& m) {
   m.def("walk_queues", &walk_queues, py::arg("parts"), py::arg("routes"), py::arg("route"),
-        py::arg("client"), py::arg("at_s"), py::arg("n_before"), py::arg("n_until"));
+        py::arg("client"), py::arg("at_s"), py::arg("after_first"), py::arg("after"),
+        py::arg("n_before"), py::arg("n_until"));
 }
 
 }  // namespace espnx::python

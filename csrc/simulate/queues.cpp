@@ -200,19 +200,39 @@ class Walk {
     Account account;
   };
 
-  // First commands of clients are due at their arrivals.
+  // Who waits for nobody is due at its arrival.
   void arrive() {
+    const size_t n = commands_.client.size();
     std::vector<int64_t> newest;
-    for (size_t i = 0; i < commands_.client.size(); ++i) {
+    pending_.assign(n, 0);
+    count_followers();
+    for (size_t i = 0; i < n; ++i) {
       const auto client = static_cast<size_t>(commands_.client[i]);
       if (client >= newest.size()) newest.resize(client + 1, kNobody);
-      if (newest[client] == kNobody) {
-        agenda_.push({arrival_s(i), next_number_++, static_cast<int64_t>(i)});
-      } else {
+      if (newest[client] != kNobody) {
         successor_[newest[client]] = static_cast<int64_t>(i);
+        ++pending_[i];
       }
       newest[client] = static_cast<int64_t>(i);
+      if (!follower_first_.empty())
+        pending_[i] +=
+            static_cast<int32_t>(commands_.after_first[i + 1] - commands_.after_first[i]);
+      if (pending_[i] == 0) agenda_.push({arrival_s(i), next_number_++, static_cast<int64_t>(i)});
     }
+  }
+
+  // Turns `after` around: who waits for each, in their order.
+  void count_followers() {
+    if (commands_.after_first.empty()) return;
+    const size_t n = commands_.client.size();
+    follower_first_.assign(n + 1, 0);
+    for (const int64_t other : commands_.after) ++follower_first_[other + 1];
+    for (size_t i = 0; i < n; ++i) follower_first_[i + 1] += follower_first_[i];
+    followers_.resize(commands_.after.size());
+    std::vector<int64_t> filled(follower_first_.begin(), follower_first_.end() - 1);
+    for (size_t i = 0; i < n; ++i)
+      for (int64_t at = commands_.after_first[i]; at < commands_.after_first[i + 1]; ++at)
+        followers_[filled[commands_.after[at]]++] = static_cast<int64_t>(i);
   }
 
   double arrival_s(size_t command) const {
@@ -286,11 +306,29 @@ class Walk {
     agenda_.push({now_s + step.takes_s, next_number_++, command});
   }
 
+  // Who waited for it, in the order of commands.
   void end(int64_t command, double now_s) {
     outcome_.ended_s[command] = now_s;
-    const int64_t successor = successor_[command];
-    if (successor != kNobody)
-      agenda_.push({std::max(now_s, arrival_s(successor)), next_number_++, successor});
+    int64_t successor = successor_[command];
+    if (follower_first_.empty()) {  // who waits for one alone is due
+      if (successor != kNobody) due(successor, now_s);
+      return;
+    }
+    for (int64_t at = follower_first_[command]; at < follower_first_[command + 1]; ++at) {
+      if (successor != kNobody && successor <= followers_[at])
+        release(std::exchange(successor, kNobody), now_s);
+      release(followers_[at], now_s);
+    }
+    if (successor != kNobody) release(successor, now_s);
+  }
+
+  void due(int64_t command, double now_s) {
+    agenda_.push({std::max(now_s, arrival_s(command)), next_number_++, command});
+  }
+
+  // One less that it waits for.
+  void release(int64_t command, double now_s) {
+    if (--pending_[command] == 0) due(command, now_s);
   }
 
   // Adds what the part has done since it was looked at last.
@@ -328,13 +366,34 @@ class Walk {
   std::vector<Planned> steps_;  // of all routes, one behind another
   std::vector<size_t> first_;   // step of each route
   std::vector<PartState> state_;
-  std::vector<int32_t> at_step_;  // of each command: steps that it has asked for
-  std::vector<int64_t> next_;     // who waits behind it
-  std::vector<int64_t> successor_;
+  std::vector<int32_t> at_step_;                     // of each command: steps that it has asked for
+  std::vector<int64_t> next_;                        // who waits behind it
+  std::vector<int64_t> successor_;                   // of its client
+  std::vector<int64_t> follower_first_, followers_;  // who waits for it beside that
+  std::vector<int32_t> pending_;                     // how many it still waits for
   Agenda agenda_;
   int64_t next_number_ = 0;
   Outcome outcome_;
 };
+
+void check_after(const Commands& commands) {
+  const auto& first = commands.after_first;
+  const size_t n = commands.route.size();
+  if (first.empty() && commands.after.empty()) return;
+  if (first.size() != n + 1 || first.front() != 0 ||
+      first.back() != static_cast<int64_t>(commands.after.size()))
+    refuse("where commands begin in those that are waited for", std::to_string(first.size()),
+           std::to_string(n + 1) + " places, from 0 to " + std::to_string(commands.after.size()));
+  for (size_t i = 0; i < n; ++i) {
+    if (first[i + 1] < first[i])
+      refuse("where commands begin in those that are waited for", std::to_string(first[i + 1]),
+             "places in order");
+    for (int64_t at = first[i]; at < first[i + 1]; ++at)
+      if (commands.after[at] < 0 || commands.after[at] >= static_cast<int64_t>(i))
+        refuse("what " + name_of("command", i) + " waits for",
+               name_of("command", commands.after[at]), "one before it");
+  }
+}
 
 void check_commands(const Commands& commands, int64_t n_routes, int64_t n_before, int64_t n_until) {
   const auto n = static_cast<int64_t>(commands.route.size());
@@ -353,6 +412,7 @@ void check_commands(const Commands& commands, int64_t n_routes, int64_t n_before
   for (const double at_s : commands.at_s)
     if (!(at_s >= 0) || !std::isfinite(at_s))
       refuse("a command's arrival", std::to_string(at_s), "0 seconds or more");
+  check_after(commands);
   check(n_before >= 0 && n_before < n_until, "commands before the window", n_before,
         "0 or more, and less than those until its end");
   check(n_until <= n, "commands until the window's end", n_until, "at most " + std::to_string(n));

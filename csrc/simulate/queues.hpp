@@ -30,11 +30,14 @@ struct Step {
 using Route = std::vector<Step>;
 
 // What is asked: each command has a route, a client and an arrival. A client's commands follow one
-// another: each begins when the one before has ended, and not before its arrival.
+// another: each begins when the one before has ended, and not before its arrival. It may wait for
+// others, too, all of which are before it: `after[after_first[i]]` up to `after_first[i + 1]`.
 struct Commands {
   std::vector<int64_t> route;
   std::vector<int64_t> client;
-  std::vector<double> at_s;  // empty: all at 0
+  std::vector<double> at_s;          // empty: all at 0
+  std::vector<int64_t> after_first;  // empty: none waits for others
+  std::vector<int64_t> after;
 };
 
 // The account of a part over the window, in seconds times commands.
@@ -58,7 +61,8 @@ struct Outcome {
 //
 // Throws io::FailureError: a part without places or with a latency or rate below 0, a route that
 // names no part, a way of holding places in a circle (in which commands could wait for one another
-// forever), a command without a route, a window that is none.
+// forever), a command without a route or that waits for a later one, a
+// window that is none.
 Outcome walk(const std::vector<Part>& parts, const std::vector<Route>& routes,
              const Commands& commands, int64_t n_before, int64_t n_until,
              const std::function<bool()>& interrupted);

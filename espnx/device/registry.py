@@ -21,7 +21,8 @@ import torch
 from .. import errors
 from ..storage import Engine
 from .interface import RecordDevice
-from .model.spec import SUFFIXES, presets
+from .model.reader import SUFFIXES
+from .model.spec import presets
 from .near_storage import NearStorageDevice
 from .plain import PlainDevice
 from .several import SeveralRecordDevices, is_in

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..device.model.spec import Figure, load_preset
+from ..device.model.reader import Figure
+from ..device.model.spec import load_preset
 from ..device.vectors.interface import REPLY
 from ..errors import InvalidInputError
 from .figures import Range, rounded

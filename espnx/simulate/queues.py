@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 
+from ..errors import OutOfMemoryError
 from ..storage.native import load_native
 
 
@@ -86,6 +88,7 @@ def walk(
     client: np.ndarray,
     *,
     at_s: np.ndarray | None = None,
+    after: Sequence[Sequence[int]] | None = None,
     n_before: int = 0,
     n_until: int | None = None,
 ) -> Outcome:
@@ -96,30 +99,41 @@ def walk(
         route, client: int64 [commands]; a client's commands follow one another, each beginning when
             the one before has ended (a closed loop). Open arrivals: each its own client.
         at_s: float64 [commands], before which none begins; None: 0.
+        after: of each command, which others must have ended before it begins, all of them before it
+            in the order of commands; None: no others.
         n_before, n_until: the window that is accounted goes from the end of the first `n_before`
             commands to that of the first `n_until` (None: all).
 
     Raises:
         InvalidInputError: parts, routes or commands that are none, places held in a circle.
+        OutOfMemoryError: more of them than memory holds.
     """
-    found = load_native().walk_queues(
-        [
-            (part.places, part.latency_s, 0.0 if part.bytes_per_s is None else part.bytes_per_s)
-            for part in parts
-        ],
-        [
+    try:
+        found = load_native().walk_queues(
             [
-                (step.part, step.size_bytes, number if step.until is None else step.until)
-                for number, step in enumerate(steps)
-            ]
-            for steps in routes
-        ],
-        torch.as_tensor(np.ascontiguousarray(route, dtype=np.int64)),
-        torch.as_tensor(np.ascontiguousarray(client, dtype=np.int64)),
-        [] if at_s is None else np.asarray(at_s, dtype=np.float64).tolist(),
-        n_before,
-        len(route) if n_until is None else n_until,
-    )
+                (part.places, part.latency_s, 0.0 if part.bytes_per_s is None else part.bytes_per_s)
+                for part in parts
+            ],
+            [
+                [
+                    (step.part, step.size_bytes, number if step.until is None else step.until)
+                    for number, step in enumerate(steps)
+                ]
+                for steps in routes
+            ],
+            torch.as_tensor(np.ascontiguousarray(route, dtype=np.int64)),
+            torch.as_tensor(np.ascontiguousarray(client, dtype=np.int64)),
+            [] if at_s is None else np.asarray(at_s, dtype=np.float64).tolist(),
+            [] if after is None else [0, *accumulate(map(len, after))],
+            [] if after is None else [other for others in after for other in others],
+            n_before,
+            len(route) if n_until is None else n_until,
+        )
+    except MemoryError as error:
+        raise OutOfMemoryError(
+            f"a simulation of {len(route):,} commands over {len(parts):,} parts",
+            fix="a shorter window, or fewer parts",
+        ) from error
     accounts = tuple(Account(**each) for each in found["accounts"])
     return Outcome(
         np.asarray(found["begun_s"]),

@@ -8,20 +8,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..errors import InvalidInputError, StateError
 from .calibration import SYNCHRONOUS_OVER_CONVENTIONAL, THREADS, calibrate_set_up_s
 from .calibration import WINDOW as STRESS_WINDOW
 from .closed_loop import WINDOW, ask
 from .cosmos import ELEMENTS, MECHANISMS, Cosmos, ranges
 from .figures import draw, middles
+from .predictions import DRAWS, RAISED, SEED, NotPredicted, Prediction, check_draws, predictions
 from .workloads import KIB, WORKLOADS, Workload, stress
 
-DRAWS, DRAWS_MIN, SEED = 20, 10, 7
 #: Of draws: so many commands that chance is less than the figures are.
 MIX_WINDOW = 4 * WINDOW
-RANGE = (5.0, 95.0)  # percentiles
-#: How much the fitted figure is raised to see what it moves.
-RAISED = 1.1
 
 CLUSTERS_KIB = (4, 8, 12, 16)
 BASIS = "table 5.1's bandwidths and page, 8 channels x 8 ways, 32 outstanding; fitted: the set-up"
@@ -29,37 +25,6 @@ MECHANISM = {
     "sync": "one place for arguments in an element: its channel stands while it is set up",
     "conv": "clusters pass the link without elements, whole pages the channels with them",
 }
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Attributes:
-    id: of what is predicted.
-    value: with the middles of all ranges.
-    low, high: 5th and 95th percentile of draws from them.
-    mechanism: by which it comes about.
-    basis: what it is computed from.
-    moved: the value, by what was changed.
-    """
-
-    id: str
-    value: float
-    low: float
-    high: float
-    mechanism: str
-    basis: str
-    moved: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class NotPredicted:
-    """Attributes:
-    id: of what is not.
-    not_predicted: why.
-    """
-
-    id: str
-    not_predicted: str
 
 
 @dataclass(frozen=True)
@@ -84,8 +49,7 @@ def validate(n_draws: int = DRAWS) -> Validation:
         InvalidInputError: too few draws for a range.
         StateError: a value outside its own range.
     """
-    if n_draws < DRAWS_MIN:
-        raise InvalidInputError("draws", got=n_draws, expected=f"{DRAWS_MIN} or more")
+    check_draws(n_draws)
     known = ranges()
     figures = middles(known)
     set_up_s = calibrate_set_up_s(figures)
@@ -100,18 +64,8 @@ def validate(n_draws: int = DRAWS) -> Validation:
         f"without {each}": _values(figures, set_up_s, WINDOW, without=each) for each in MECHANISMS
     }
     moved["set-up 10 % longer"] = _values(figures, set_up_s * RAISED, WINDOW)
-    rows = []
-    for name, value in values.items():
-        low, high = np.percentile([each[name] for each in drawn], RANGE)
-        if not low <= value <= high:
-            raise StateError(
-                f"{name} is outside its own range", got=value, expected=f"{low:g} to {high:g}"
-            )
-        by_what = {what: each[name] for what, each in moved.items()}
-        mechanism = MECHANISM[name.rsplit("_over_")[1].split("_")[0]]
-        rows.append(Prediction(name, value, float(low), float(high), mechanism, BASIS, by_what))
     return Validation(
-        tuple(rows),
+        predictions(values, drawn, moved, _words),
         {"set_up_s": set_up_s},
         {"synchronous_over_conventional_16k": SYNCHRONOUS_OVER_CONVENTIONAL.middle},
         {
@@ -120,6 +74,10 @@ def validate(n_draws: int = DRAWS) -> Validation:
             "predicted": _link_growth(figures),
         },
     )
+
+
+def _words(name: str) -> tuple[str, str]:
+    return MECHANISM[name.rsplit("_over_")[1].split("_")[0]], BASIS
 
 
 def _asked() -> Iterator[tuple[str, Workload]]:

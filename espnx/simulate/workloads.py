@@ -7,13 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import InvalidInputError
-from .system import meant
+from .specs.kinds import ClusterSpec
+from .specs.load import load, presets
 
 KIB = 1024
-#: Clusters that a query compares: what SPTAG's configurations of such an index give
-#: SearchInternalResultNum.
-CLUSTERS_PER_QUERY = 64
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Workload:
     title: str
     shares: Mapping[int, float]
     in_order: bool = False
-    clusters_per_query: int | None = CLUSTERS_PER_QUERY
+    clusters_per_query: int | None = None
 
     def clusters(self, n: int, rng: np.random.Generator) -> np.ndarray:
         """int64 [n]: sizes of clusters."""
@@ -48,28 +45,19 @@ class Workload:
 def stress(cluster_bytes: int = 16 * KIB) -> Workload:
     """Consecutive addresses from independent places, each cluster at a page's beginning."""
     title = f"consecutive clusters of {cluster_bytes // KIB} KiB"
-    return Workload("stress", title, {cluster_bytes: 1.0}, True, None)
-
-
-def _mix(name: str, title: str, *percent: float) -> Workload:
-    sizes = range(4 * KIB, 16 * KIB + 1, 4 * KIB)
-    return Workload(name, title, dict(zip(sizes, percent, strict=True)))
-
-
-WORKLOADS = {
-    each.name: each
-    for each in (
-        _mix("sift", "SIFT100M in clusters of 4, 8, 12, 16 KiB", 38.83, 48.09, 11.02, 2.06),
-        _mix("spacev", "SPACEV100M in clusters of 4, 8, 12, 16 KiB", 33.75, 31.03, 31.24, 3.98),
-        stress(),
-    )
-}
+    return Workload("stress", title, {cluster_bytes: 1.0}, True)
 
 
 def load_workload(name: str) -> Workload:
-    """Raises InvalidInputError for a name that is none of `WORKLOADS`."""
-    if name not in WORKLOADS:
-        raise InvalidInputError(
-            "a workload", got=name, expected=", ".join(WORKLOADS), fix=meant(name, WORKLOADS)
-        )
-    return WORKLOADS[name]
+    """A preset, or what a file says. Raises as `espnx.simulate.specs.load.load` does."""
+    spec = load(ClusterSpec, name)
+    return Workload(
+        spec.name,
+        spec.title,
+        {kib * KIB: share.number for kib, share in spec.clusters.items()},
+        spec.order == "consecutive",
+        None if spec.per_query is None else int(spec.per_query.value),
+    )
+
+
+WORKLOADS = {name: load_workload(name) for name in presets(ClusterSpec)}

@@ -43,12 +43,17 @@ def plain_walk(
     at_s: Sequence[float],
     n_before: int,
     n_until: int,
+    after: Sequence[Sequence[int]] | None = None,
 ) -> tuple[list[float], float, float, list[Account]]:
     """(the end of each command or -1, the window, accounts)."""
     servers = [Server(part, part.places) for part in parts]
     lines: dict[int, deque[int]] = {}
+    waits_for: list[list[int]] = [list(others) for others in after or [()] * len(client)]
     for command, of in enumerate(client):
-        lines.setdefault(of, deque()).append(command)
+        line = lines.setdefault(of, deque())
+        if line:
+            waits_for[command].append(line[-1])
+        line.append(command)
     events: list[tuple[float, int, int]] = []
     at_step, ended_s, number, n_ended, begin_s = [-1] * len(route), [-1.0] * len(route), 0, 0, 0.0
 
@@ -72,7 +77,10 @@ def plain_walk(
         else:
             server.free += 1
 
-    for command in sorted(line[0] for line in lines.values()):
+    def is_due(command: int) -> bool:
+        return all(ended_s[other] >= 0 for other in waits_for[command])
+
+    for command in filter(is_due, range(len(client))):
         push(at_s[command], command)
     while True:
         now_s, _, command = heapq.heappop(events)
@@ -86,10 +94,9 @@ def plain_walk(
                     leave(servers[step.part], now_s)
         if at + 1 == len(steps):
             ended_s[command] = now_s
-            line = lines[client[command]]
-            line.popleft()
-            if line:
-                push(max(now_s, at_s[line[0]]), line[0])
+            for other in range(command + 1, len(client)):
+                if command in waits_for[other] and is_due(other):
+                    push(max(now_s, at_s[other]), other)
             n_ended += 1
             if n_ended == n_before:
                 begin_s = now_s

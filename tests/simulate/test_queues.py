@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from espnx.errors import InvalidInputError
+from espnx.errors import InvalidInputError, OutOfMemoryError
+from espnx.simulate import queues
 from espnx.simulate.queues import Outcome, Part, Step, walk
 from tests.simulate.plain_queues import plain_walk
 
@@ -93,12 +94,17 @@ def random_case(seed: int) -> dict[str, Any]:
     open_arrivals = rng.random() < 0.5
     client = np.arange(n) if open_arrivals else rng.integers(0, rng.integers(1, n + 1), n)
     n_before = int(rng.integers(0, n))
+    after = [
+        rng.choice(i, min(i, int(rng.integers(0, 3))), replace=False).tolist() if i else []
+        for i in range(n)
+    ]
     return {
         "parts": parts,
         "routes": routes,
         "route": rng.integers(0, n_routes, n).tolist(),
         "client": client.tolist(),
         "at_s": np.round(np.cumsum(rng.exponential(0.2, n)), 1).tolist(),
+        "after": after if rng.random() < 0.5 else None,
         "n_before": n_before,
         "n_until": int(rng.integers(n_before + 1, n + 1)),
     }
@@ -123,12 +129,15 @@ def test_random_systems_as_simpy_has_them(seed: int) -> None:
     case |= {"n_before": 0, "n_until": len(case["route"]), "client": range(len(case["route"]))}
     rng = np.random.default_rng(seed)
     case["at_s"] = np.cumsum(rng.exponential(0.3, len(case["route"]))).tolist()
+    case["after"] = case["after"] or [[]] * len(case["route"])
     env = simpy.Environment()
+    done = [env.event() for _ in case["route"]]
     servers = [simpy.Resource(env, part.places) for part in case["parts"]]
     ended_s = [0.0] * len(case["route"])
 
     def command(number: int) -> Any:
         yield env.timeout(case["at_s"][number])
+        yield env.all_of([done[other] for other in case["after"][number]])
         steps, held = case["routes"][case["route"][number]], []
         for at, step in enumerate(steps):
             part, request = case["parts"][step.part], servers[step.part].request()
@@ -140,11 +149,23 @@ def test_random_systems_as_simpy_has_them(seed: int) -> None:
                 if until == at:
                     servers[place].release(taken)
         ended_s[number] = env.now
+        done[number].succeed()
 
     for number in range(len(case["route"])):
         env.process(command(number))
     env.run()
     assert walk(**case).ended_s == pytest.approx(ended_s, rel=1e-12)
+
+
+def test_who_waits_for_others() -> None:
+    """A fork and a join: the last begins when both have ended, and not before its arrival."""
+    parts, routes = [Part(4, 1.0), Part(1, 3.0)], [[Step(0)], [Step(1)]]
+    done = walk(
+        parts, routes, [0, 0, 1, 0], [0, 1, 2, 3], after=[[], [0], [0], [1, 2]], at_s=[0, 0, 0, 2]
+    )
+    assert done.ended_s.tolist() == [1.0, 2.0, 4.0, 5.0]
+    late = walk(parts, routes, [0, 0], [0, 1], after=[[], [0]], at_s=np.array([0.0, 7.0]))
+    assert late.begun_s.tolist() == [0.0, 7.0]
 
 
 def test_poisson_arrivals_wait_as_queueing_theory_says() -> None:
@@ -178,6 +199,17 @@ def test_ctrl_c_ends_a_walk() -> None:
     assert time.process_time() - begin < 2
 
 
+def test_more_than_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        @staticmethod
+        def walk_queues(*_: object) -> None:
+            raise MemoryError
+
+    monkeypatch.setattr(queues, "load_native", Full)
+    with pytest.raises(OutOfMemoryError, match="a simulation of 2 commands over 1 parts"):
+        walk([Part(1, 1.0)], [[Step(0)]], np.zeros(2), np.zeros(2))
+
+
 def test_what_must_not_be() -> None:
     """Nothing is walked."""
     fine = {"parts": [Part(1, 1.0), Part()], "routes": [[Step(0)]], "route": [0], "client": [0]}
@@ -197,6 +229,9 @@ def test_what_must_not_be() -> None:
         ({"client": [1]}, "a command's client"),
         ({"at_s": np.array([-1.0])}, "a command's arrival"),
         ({"at_s": np.array([0.0, 1.0])}, "arrivals of commands"),
+        ({"after": [[0]]}, "what command 0 waits for"),
+        ({"after": [[-1]]}, "what command 0 waits for"),
+        ({"after": [[], []]}, "where commands begin"),
         ({"n_before": 1}, "commands before the window"),
         ({"n_until": 2}, "commands until the window's end"),
         ({"route": [], "client": []}, "commands before the window"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from espnx.errors import InvalidInputError
 from espnx.simulate.validation import Prediction, Validation, validate
 
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "validation.json"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "simulate.md"
 SIZES = ("4k", "8k", "12k", "16k")
 IDS = {f"cosmos.async_over_{other}_{size}" for other in ("sync", "conv") for size in SIZES} | {
@@ -56,6 +58,17 @@ def test_the_page_shows_it(found: Validation) -> None:
         r"<!-- validation -->\n(.*?)<!-- /validation -->", PAGE.read_text(), re.DOTALL
     )
     assert shown.strip().splitlines()[2:] == rows
+
+
+def test_the_results_file_has_it(found: Validation) -> None:
+    """Of `espnx simulate --validation --json benchmarks/results/validation.json`."""
+    kept = {each["id"]: each for each in json.loads(RESULTS.read_text())["validation"]}
+    for row in predictions(found):
+        own = kept[row.id]
+        for name in ("value", "low", "high"):
+            assert getattr(row, name) == pytest.approx(own[name], rel=1e-9), row.id
+        assert row.moved == pytest.approx(own["moved"], rel=1e-9)
+        assert (row.mechanism, row.basis) == (own["mechanism"], own["basis"])
 
 
 def test_a_range_takes_draws() -> None:

@@ -128,7 +128,7 @@ def configure_calibrate(parser: argparse.ArgumentParser) -> None:
 def run_calibrate(args: argparse.Namespace) -> int:
     """The disk of a directory as a spec: what it can be emulated by, and what a plan can count
     with."""
-    from ...device.model.spec import NAME, NAME_WORDS, SUFFIXES
+    from ...device.model.reader import NAME, NAME_WORDS, SUFFIXES
     from ...device.model.write import write_spec
     from ..checks.calibrated import spec_of
     from ..progress import ProgressLine

@@ -61,9 +61,11 @@ def run(args: Namespace) -> int:
 
 def _files(path: Path) -> list[Path]:
     """Raises InvalidInputError where there are none."""
+    from ...benchmarks.harness.result import files_in
+
     if path.is_file():
         return [path]
-    found = sorted(path.glob("*.json"))
+    found = files_in(path)
     if not found:
         got = "no *.json in it" if path.is_dir() else "no such file or directory"
         raise InvalidInputError(

@@ -11,7 +11,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from ... import errors
-from ..model.spec import DeviceSpec, Figure
+from ..model.reader import Figure
+from ..model.spec import DeviceSpec
 
 #: Of reads and writes whose latency a spec gives.
 ALONE_BYTES = 4096

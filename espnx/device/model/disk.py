@@ -13,12 +13,13 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
-from .spec import DeviceSpec, Figure, Flash, Links
+from .reader import Figure
+from .spec import DeviceSpec, Flash, Links
 
 if TYPE_CHECKING:
     from ...storage import Engine, FileHandle
@@ -41,6 +42,8 @@ class DiskSpeed:
         reads_4k_per_s: of reads of 4 KiB at random places, many at a time.
         read_4k_s: that one takes alone.
         effective_path: that the bytes took; with `` (buffered)`` the numbers are the page cache's.
+        ranges: of those figures that were measured several times, by name, from the least to the
+            most of the fifths of the run.
     """
 
     read_bytes_per_s: float
@@ -48,6 +51,7 @@ class DiskSpeed:
     reads_4k_per_s: float
     read_4k_s: float
     effective_path: str
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def measure_disk(
@@ -76,16 +80,39 @@ def measure_disk(
             engine, file, [(SMALL_BYTES, 1), (SMALL_BYTES, SMALL_TOGETHER)], run_s
         )
         [large] = batches(engine, file, [(LARGE_BYTES, LARGE_TOGETHER)], run_s)
-        alone_s, small_s, large_s = median(alone), median(small), median(large)
         count = min(SMALL_TOGETHER, file.size_bytes // SMALL_BYTES)
         large_bytes = min(LARGE_TOGETHER, file.size_bytes // LARGE_BYTES) * LARGE_BYTES
+
+        def speeds(alone: list[float], small: list[float], large: list[float]) -> dict[str, float]:
+            alone_s = median(alone)
+            return {
+                "read_bytes_per_s": large_bytes / _beyond(median(large), alone_s),
+                "reads_4k_per_s": (count - 1) / _beyond(median(small), alone_s),
+                "read_4k_s": alone_s,
+            }
+
+        whole = speeds(alone, small, large)
+        parts = [speeds(*each) for each in zip(*map(_fifths, (alone, small, large)), strict=True)]
+        ranges = {
+            name: (
+                min(value, *(part[name] for part in parts)),
+                max(value, *(part[name] for part in parts)),
+            )
+            for name, value in whole.items()
+        }
         return DiskSpeed(
-            large_bytes / _beyond(large_s, alone_s),
+            whole["read_bytes_per_s"],
             file.size_bytes / write_s,
-            (count - 1) / _beyond(small_s, alone_s),
-            alone_s,
+            whole["reads_4k_per_s"],
+            whole["read_4k_s"],
             file.effective,
+            ranges,
         )
+
+
+def _fifths(times: list[float]) -> list[list[float]]:
+    """A run in five parts, one after another; there are `_BATCHES_LEAST` or more."""
+    return [times[len(times) * i // 5 : len(times) * (i + 1) // 5] for i in range(5)]
 
 
 def _beyond(batch_s: float, alone_s: float) -> float:
@@ -120,11 +147,24 @@ def disk_spec(
 ) -> DeviceSpec:
     """The spec of a measured disk. `measured`: by whom and when, for the sources of its figures."""
 
+    def rounded(value: float, per_unit: float) -> float:
+        return float(f"{value / per_unit:.{_FIGURES}g}")
+
     def figure(
-        value: float, unit: str, per_unit: float, how: str, confidence: str = "measured"
+        value: float,
+        unit: str,
+        per_unit: float,
+        how: str,
+        confidence: str = "measured",
+        bounds: tuple[float, float] | None = None,
     ) -> Figure:
-        number = float(f"{value / per_unit:.{_FIGURES}g}")
-        return Figure(number * per_unit, number, unit, how, confidence)
+        number = rounded(value, per_unit)
+        low, high = (
+            (None, None)
+            if bounds is None
+            else (rounded(each, per_unit) * per_unit for each in bounds)
+        )
+        return Figure(number * per_unit, number, unit, how, confidence, low, high)
 
     def of_reads(how: str) -> str:
         return f"{measured}: {how}, by {found.effective_path}"
@@ -135,19 +175,25 @@ def disk_spec(
         "MB/s",
         1e6,
         of_reads(f"reads of 960 KiB at random places, {LARGE_TOGETHER} at a time, {shorter}"),
+        bounds=found.ranges.get("read_bytes_per_s"),
     )
     write = figure(found.write_bytes_per_s, "MB/s", 1e6, of_reads("a file, written and synced"))
     flash = Flash(
         read_bandwidth=read,
         write_bandwidth=write,
         read_latency=figure(
-            found.read_4k_s, "us", 1e-6, of_reads("reads of 4 KiB at random places, one at a time")
+            found.read_4k_s,
+            "us",
+            1e-6,
+            of_reads("reads of 4 KiB at random places, one at a time"),
+            bounds=found.ranges.get("read_4k_s"),
         ),
         random_reads=figure(
             found.reads_4k_per_s,
             "IOPS",
             1.0,
             of_reads(f"reads of 4 KiB at random places, {SMALL_TOGETHER} at a time, {shorter}"),
+            bounds=found.ranges.get("reads_4k_per_s"),
         ),
     )
     faster = max(read, write, key=lambda each: each.value)

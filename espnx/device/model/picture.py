@@ -8,7 +8,8 @@ from html import escape
 
 from ...checks import check_whole
 from ...sizes import format_size
-from .spec import DeviceSpec, Figure
+from .reader import Figure
+from .spec import DeviceSpec
 
 #: That a picture has; more are cut short.
 _DRAWN_MAX = 16

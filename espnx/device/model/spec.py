@@ -8,77 +8,42 @@ torch.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import os
-import re
-from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import resources
-from types import MappingProxyType, NoneType
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated
 
 from ... import errors
-from .spec_file import Keys, Place, Row, Scalar, Tree, parse_yaml, read_file
-from .units import QUANTITIES
+from .reader import (
+    NAME,
+    SUFFIXES,
+    BitEnergy,
+    Compute,
+    Count,
+    Dollars,
+    Frequency,
+    HourlyDollars,
+    Negative,
+    Rate,
+    Requests,
+    Size,
+    Time,
+    Watts,
+    Writes,
+    meant,
+    missing,
+    names_in,
+    read_spec,
+)
+from .reader import Figure as Figure  # who writes a spec finds all that it is made of here
+from .spec_file import Keys, read_file
 
-SCHEMA_VERSION = 1
-SUFFIXES = (".yaml", ".yml")
-#: How a figure is known, from best to worst: measured by whoever wrote the spec, or in the source;
-#: printed by the maker; stated by a paper; computed from other figures; known from memory, and not
-#: looked up; taken because something had to be taken.
-CONFIDENCES = ("measured", "datasheet", "paper", "derived", "recalled", "assumed")
 #: What a device may compute beside its data.
 VERBS = ("attend", "maxsim", "distances", "search", "scan", "encode")
 SET_UPS = ("synchronous", "asynchronous")
-
-#: Of a spec.
-NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-NAME_WORDS = "small letters, digits, '.', '_' and '-', at most 64"
-_TEXT_MAX = 2000
-_LARGEST = 1e21  # bytes, FLOP/s, ...; nothing real is above it
-_SMALLEST = 1e-21
-
-S = TypeVar("S")
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One number of a spec.
-
-    Attributes:
-        value: in bytes, bytes/s, seconds, FLOP/s, requests/s, Hz, W, J/bit or $.
-        number, unit: the same as the file has it.
-        source: where it is from.
-        confidence: one of `CONFIDENCES`.
-    """
-
-    value: float
-    number: float
-    unit: str
-    source: str
-    confidence: str
-
-    def __str__(self) -> str:
-        number = f"{self.number:,.10g}"
-        return number if self.unit == "1" else f"{number} {self.unit}"
-
-
-# What a figure is of says which units it may have (`QUANTITIES`).
-Size = Annotated[Figure, "size"]
-Rate = Annotated[Figure, "rate"]
-Time = Annotated[Figure, "time"]
-Compute = Annotated[Figure, "compute"]
-Requests = Annotated[Figure, "requests"]
-Frequency = Annotated[Figure, "frequency"]
-Watts = Annotated[Figure, "power"]
-BitEnergy = Annotated[Figure, "energy of a bit"]
-Dollars = Annotated[Figure, "price"]
-HourlyDollars = Annotated[Figure, "price of an hour"]
-Writes = Annotated[Figure, "endurance"]
-Count = Annotated[Figure, "count"]
-Negative = Annotated[Figure, "number below 0"]
 
 
 @dataclass(frozen=True)
@@ -252,14 +217,7 @@ class DeviceSpec:
 
 def presets() -> tuple[str, ...]:
     """Names of the specs that come with the package."""
-    folder = resources.files(__package__) / "presets"
-    return tuple(
-        sorted(
-            each.name.removesuffix(".yaml")
-            for each in folder.iterdir()
-            if each.name.endswith(".yaml")
-        )
-    )
+    return names_in(__package__, "presets")
 
 
 @functools.cache
@@ -267,7 +225,7 @@ def load_preset(name: str) -> DeviceSpec:
     """Raises InvalidInputError for a name that is none of `presets`."""
     if name not in presets():
         raise errors.InvalidInputError(
-            f"device spec {name!r}", expected=", ".join(presets()), fix=_nearest(name, presets())
+            f"device spec {name!r}", expected=", ".join(presets()), fix=meant(name, presets())
         )
     file = resources.files(__package__) / "presets" / f"{name}.yaml"
     return parse_spec(file.read_bytes(), str(file))
@@ -289,17 +247,7 @@ def load_spec(source: str | os.PathLike[str]) -> DeviceSpec:
 
 def parse_spec(data: bytes, path: str) -> DeviceSpec:
     """The spec that a YAML text holds; `path` is for errors. Raises FormatError."""
-    tree = parse_yaml(data, path)
-    version = tree.items.pop("schema_version", None)
-    if (
-        not isinstance(version, Scalar)
-        or version.kind != "int"
-        or version.text != str(SCHEMA_VERSION)
-    ):
-        got = "nothing" if version is None else version.shown
-        place = Place(path, ("schema_version",), version.place.line if version else 0)
-        raise place.wrong("a device spec is of another version", got=got, expected=SCHEMA_VERSION)
-    spec = _section(tree, DeviceSpec)
+    spec, tree = read_spec(data, path, DeviceSpec)
     _check_whole_spec(spec, tree)
     return spec
 
@@ -307,155 +255,10 @@ def parse_spec(data: bytes, path: str) -> DeviceSpec:
 def _check_whole_spec(spec: DeviceSpec, tree: Keys) -> None:
     """What no field can say alone."""
     if spec.links.switch_port is not None and spec.links.devices_per_port is None:
-        raise _missing(
+        raise missing(
             tree.place, ("links", "devices_per_port"), "how many devices share a switch port"
         )
     if spec.has("attend"):
         for name in ("rates", "block_tokens", "head_dim", "pad_tokens", "mask_value"):
             if not getattr(spec.accelerator, name):
-                raise _missing(tree.place, ("accelerator", name), "given, as its verbs name attend")
-
-
-def _missing(place: Place, keys: tuple[str, ...], expected: str) -> errors.FormatError:
-    return Place(place.path, keys).wrong(
-        "a device spec lacks a field", got="nothing", expected=expected
-    )
-
-
-def _nearest(name: str, known: Collection[str]) -> str | None:
-    near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]}?" if near else None
-
-
-def _keys(tree: Tree, known: Collection[str] | None = None) -> Keys:
-    if not isinstance(tree, Keys):
-        raise tree.place.wrong(
-            "not what a device spec has here", got=tree.shown, expected="a mapping"
-        )
-    for key, each in tree.items.items():
-        if known is not None and key not in known:
-            raise each.place.wrong(
-                "a device spec has no such field",
-                expected=", ".join(known),
-                fix=_nearest(key, known),
-            )
-    return tree
-
-
-def _section(tree: Tree, kind: type[S]) -> S:
-    """A dataclass, of the keys that are its fields."""
-    own = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
-    hints = get_type_hints(kind, include_extras=True)
-    section = _keys(tree, own)
-    found = {}
-    for name, each in own.items():
-        value = section.items.get(name)
-        if value is not None and not (isinstance(value, Scalar) and value.kind == "null"):
-            found[name] = _value(value, hints[name])
-        elif each.default is MISSING and each.default_factory is MISSING:
-            raise _missing(section.place, (*section.place.keys, name), "given")
-    return kind(**found)
-
-
-def _value(tree: Tree, hint: Any) -> Any:
-    """What a field of that type holds."""
-    if NoneType in get_args(hint):
-        hint = next(each for each in get_args(hint) if each is not NoneType)
-    origin, parts = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return _read_figure(tree, parts[1]) if parts[0] is Figure else _read_text(tree, parts[1])
-    if origin is tuple:
-        return _read_words(tree, get_args(parts[0])[1])
-    if origin is Mapping:
-        return _read_groups(tree, get_args(parts[1])[1])
-    return _read_text(tree) if hint is str else _section(tree, hint)
-
-
-def _read_text(tree: Tree, rule: Collection[str] | re.Pattern[str] | None = None) -> str:
-    """`rule`: the words that it may be, or the pattern that it has."""
-    if not isinstance(tree, Scalar) or tree.kind in ("null", "bool"):
-        raise tree.place.wrong("not what a device spec has here", got=tree.shown, expected="text")
-    if isinstance(rule, re.Pattern):
-        if not rule.fullmatch(tree.text):
-            raise tree.place.wrong(
-                "a name that is none", got=repr(tree.text[:80]), expected=NAME_WORDS
-            )
-    elif rule is not None and tree.text not in rule:
-        fix = _nearest(tree.text, rule)
-        raise tree.place.wrong(
-            "an unknown word", got=repr(tree.text[:80]), expected=", ".join(rule), fix=fix
-        )
-    if not tree.text.strip() or len(tree.text) > _TEXT_MAX or not tree.text.isprintable():
-        raise tree.place.wrong(
-            "a text that is none",
-            got=repr(tree.text[:80]),
-            expected=f"1 to {_TEXT_MAX} printable characters",
-        )
-    return tree.text
-
-
-def _read_words(tree: Tree, known: tuple[str, ...]) -> tuple[str, ...]:
-    if not isinstance(tree, Row) or not tree.items:
-        raise tree.place.wrong(
-            "not what a device spec has here",
-            got=tree.shown,
-            expected=f"a list of {', '.join(known)}",
-        )
-    found = tuple(_read_text(each, known) for each in tree.items)
-    if len(set(found)) != len(found):
-        raise tree.place.wrong("a word stands twice", got=", ".join(found), expected="each once")
-    return found
-
-
-def _read_groups(tree: Tree, quantity: str) -> Mapping[int, Figure]:
-    found = {}
-    for key, each in _keys(tree).items.items():
-        if not re.fullmatch("[1-9][0-9]{0,3}", key):
-            raise each.place.wrong(
-                "a group that is none",
-                got=repr(key),
-                expected="a whole number of query heads, 1 or more",
-            )
-        found[int(key)] = _read_figure(each, quantity)
-    return MappingProxyType(found)
-
-
-def _read_figure(tree: Tree, quantity: str) -> Figure:
-    parts = _keys(tree, ("value", "unit", "source", "confidence")).items
-    for name in ("value", "unit", "source", "confidence"):
-        if name not in parts:
-            raise _missing(
-                tree.place, (*tree.place.keys, name), "given: value, unit, source and confidence"
-            )
-    unit = _read_text(parts["unit"], QUANTITIES[quantity])
-    number = _read_number(parts["value"])
-    value, sign = number * QUANTITIES[quantity][unit], -1 if quantity == "number below 0" else 1
-    at, got = parts["value"].place, f"{number:g} {unit}"
-    if not _SMALLEST < sign * value < _LARGEST:
-        raise at.wrong(
-            "a figure out of range",
-            got=got,
-            expected="below 0, and real" if sign < 0 else "above 0, and real",
-        )
-    if quantity == "count" and value != int(value):
-        raise at.wrong("a figure out of range", got=got, expected="a whole number")
-    confidence = _read_text(parts["confidence"], CONFIDENCES)
-    return Figure(value, number, unit, _read_text(parts["source"]), confidence)
-
-
-def _read_number(tree: Tree) -> float:
-    found = None
-    # to YAML, 1e4 is text
-    if isinstance(tree, Scalar) and tree.kind in ("int", "float", "str") and not tree.is_quoted:
-        try:
-            found = float(tree.text.replace(".nan", "nan").replace(".inf", "inf"))
-        except ValueError:
-            pass
-    if found is None or not math.isfinite(found):
-        raise tree.place.wrong(
-            "a figure that is no number",
-            got=tree.shown,
-            expected="a finite number",
-            fix="null in place of the figure where it is not known",
-        )
-    return found
+                raise missing(tree.place, ("accelerator", name), "given, as its verbs name attend")

@@ -1,4 +1,4 @@
-"""The YAML of a device spec as a tree of plain values that know their line. Nothing in such a file
+"""The YAML of a spec as a tree of plain values that know their line. Nothing in such a file
 is believed: its size is limited before it is read, no tag makes an object, a key stands once, and
 nothing refers to another part of it."""
 
@@ -78,31 +78,31 @@ class Keys:
 Tree = Scalar | Row | Keys
 
 
-def read_file(path: str | os.PathLike[str]) -> bytes:
-    """Raises FileMissingError, FormatError where it is no plain file or too large, ReadError;
-    InvalidInputError for what is no path."""
-    name = check_path("a device spec", path)
+def read_file(path: str | os.PathLike[str], what: str = "a device spec") -> bytes:
+    """`what` it is, for errors. Raises FileMissingError, FormatError where it is no plain file or
+    too large, ReadError; InvalidInputError for what is no path."""
+    name = check_path(what, path)
     if "\0" in name:
-        raise errors.InvalidInputError("a device spec", got=repr(name), expected="a path")
+        raise errors.InvalidInputError(what, got=repr(name), expected="a path")
     try:
         # a pipe without a writer does not hold us up
         with open(os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise errors.FormatError(
-                    "a device spec is no plain file", path=name, expected="a YAML file"
+                    f"{what} is no plain file", path=name, expected="a YAML file"
                 )
             data = file.read(SIZE_MAX_BYTES + 1)
     except FileNotFoundError as error:
         raise errors.FileMissingError(
-            "there is no such device spec", path=name, errno=error.errno
+            f"there is no such {what.removeprefix('a ')}", path=name, errno=error.errno
         ) from error
     except OSError as error:
         if isinstance(error, errors.EspnxError):
             raise
-        raise errors.ReadError("cannot read a device spec", path=name, errno=error.errno) from error
+        raise errors.ReadError(f"cannot read {what}", path=name, errno=error.errno) from error
     if len(data) > SIZE_MAX_BYTES:
         raise errors.FormatError(
-            "a device spec is too large",
+            f"{what} is too large",
             path=name,
             got=f"more than {SIZE_MAX_BYTES} bytes",
             expected=f"at most {SIZE_MAX_BYTES} bytes",
@@ -110,28 +110,28 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
     return data
 
 
-def parse_yaml(data: bytes, path: str) -> Keys:
-    """The mapping that a YAML text holds. Raises FormatError."""
+def parse_yaml(data: bytes, path: str, what: str = "a device spec") -> Keys:
+    """The mapping that a YAML text holds; `what` it is, for errors. Raises FormatError."""
     place = Place(path)
     try:
         text = data.decode()
-        _check_tokens(text, path)
+        _check_tokens(text, path, what)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise place.wrong(
-            "a device spec is no YAML", got=" ".join(str(error).split()), expected="YAML in UTF-8"
+            f"{what} is no YAML", got=" ".join(str(error).split()), expected="YAML in UTF-8"
         ) from error
     tree = _tree(root, place) if root is not None else None
     if not isinstance(tree, Keys):
         raise place.wrong(
-            "a device spec is no mapping",
+            f"{what} is no mapping",
             got=tree.shown if tree else "nothing",
             expected="`name: ...` and so on",
         )
     return tree
 
 
-def _check_tokens(text: str, path: str) -> None:
+def _check_tokens(text: str, path: str, what: str) -> None:
     """Counts tokens before anything is made of them: the reader of YAML takes time that grows with
     the square of the depth."""
     depth = 0
@@ -142,7 +142,7 @@ def _check_tokens(text: str, path: str) -> None:
         ):
             got = type(token).__name__.removesuffix("Token").lower()
             raise place.wrong(
-                "a device spec has a reference or a tag",
+                f"{what} has a reference or a tag",
                 got=got,
                 expected="plain values",
                 fix="write it out",
@@ -150,7 +150,7 @@ def _check_tokens(text: str, path: str) -> None:
         depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
         if depth > _DEPTH_MAX:
             raise place.wrong(
-                "a device spec is nested too deeply", expected=f"at most {_DEPTH_MAX} levels"
+                f"{what} is nested too deeply", expected=f"at most {_DEPTH_MAX} levels"
             )
 
 

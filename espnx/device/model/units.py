@@ -33,5 +33,6 @@ QUANTITIES: Mapping[str, Mapping[str, float]] = {
     "price of an hour": {"$/h": 1.0},
     "endurance": {"BW": 1.0} | {f"{key}BW": factor for key, factor in _DECIMAL.items()},
     "count": {"1": 1.0},
+    "share": {"1": 1.0, "%": 0.01},
     "number below 0": {"1": 1.0},
 }

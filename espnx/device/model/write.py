@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from ... import errors
-from .spec import SCHEMA_VERSION, DeviceSpec, Figure
+from .reader import SCHEMA_VERSION, Figure
+from .spec import DeviceSpec
 
 
 def spec_text(spec: DeviceSpec) -> str:
@@ -25,8 +26,11 @@ def spec_text(spec: DeviceSpec) -> str:
 
 def _tree(value: Any) -> Any:
     if isinstance(value, Figure):
+        per_unit = value.value / value.number
+        bounds = {"low": value.low, "high": value.high}
         return {
             "value": value.number,
+            **{name: each / per_unit for name, each in bounds.items() if each is not None},
             "unit": value.unit,
             "source": value.source,
             "confidence": value.confidence,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from espnx.cli.main import main
-from espnx.simulate import validation
+from espnx.simulate import predictions, validation
+from espnx.simulate.decoding import validation as decoding
 from tests.cli.documents import strict_json
 
 COSMOS = ("simulate", "--system", "cosmos")
+NEAR = ("simulate", "--system", "smartssd-16")
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -53,20 +56,112 @@ def test_channels(capsys: pytest.CaptureFixture[str]) -> None:
     assert four["commands_per_s"] < eight["commands_per_s"]
 
 
+def test_machines_that_decode(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*NEAR, "--workload", "opt-66b", "--context", "32768", "--vs", "flexgen-4ssd"]
+    assert main([*words, "--json", "-"]) == 0
+    found = strict_json(capsys.readouterr().out)
+    near, base = found["answers"]
+    assert [near["system"], base["system"]] == ["smartssd-16", "flexgen-4ssd"]
+    assert found["ratios"] == [near["tokens_per_s"] / base["tokens_per_s"]]
+    assert near["bound"] == "flash"
+    assert found["figures"]["hilos.entry_time"]["source"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert f"tokens/s: {found['ratios'][0]:.2f}" in text
+    assert f"{near['watts']:,.0f}" in text
+
+
+def test_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*NEAR, "--workload", "opt-30b", "--batch", "1,8", "--output", "16,64"]
+    assert main([*words, "--techniques", "writeback", "--json", "-"]) == 0
+    found = strict_json(capsys.readouterr().out)
+    asked = [(each["batch"], each["output"]) for each in found["answers"]]
+    assert asked == [(1, 16), (1, 64), (8, 16), (8, 64)]
+    assert all(each["techniques"] == ["writeback"] for each in found["answers"])
+    assert all(each["x_share"] == 0 for each in found["answers"])
+    assert main([*words, "--techniques", "none"]) == 0
+    assert capsys.readouterr().out.count("smartssd-16") == 4
+
+
+def test_a_user_s_own_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from espnx.simulate.specs import load
+
+    folder = Path(load.__file__).parent / "presets"
+    own = (folder / "system" / "smartssd-4.yaml").read_text()
+    own = own.replace("name: smartssd-4", "name: two").replace("{value: 4,", "{value: 2,")
+    (tmp_path / "two.yaml").write_text(own)
+    model = (folder / "workload" / "opt-30b.yaml").read_text().replace("opt-30b", "mine")
+    (tmp_path / "mine.yaml").write_text(model)
+    words = ["--system", str(tmp_path / "two.yaml"), "--workload", str(tmp_path / "mine.yaml")]
+    assert main(["simulate", *words, "--vs", "smartssd-4", "--json", "-"]) == 0
+    two, four = strict_json(capsys.readouterr().out)["answers"]
+    assert (two["system"], two["workload"]) == ("two", "mine")
+    assert two["tokens_per_s"] < 0.6 * four["tokens_per_s"]
+
+
+def test_a_user_s_own_clusters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of them of 16 KiB, and more pass the conventional drive's link than of SIFT's mix."""
+    from espnx.simulate.specs import load
+
+    text = (Path(load.__file__).parent / "presets" / "clusters" / "sift.yaml").read_text()
+    text = text.replace("name: sift", "name: mine").replace("value: 2.06", "value: 97.94")
+    (tmp_path / "mine.yaml").write_text(text)
+    mine = answer(capsys, "--workload", str(tmp_path / "mine.yaml"))["elements"]
+    sift = answer(capsys, "--workload", "sift")["elements"]
+    assert mine["conventional"]["workload"] == "mine"
+    assert mine["conventional"]["commands_per_s"] < 0.9 * sift["conventional"]["commands_per_s"]
+
+
+def test_the_page_s_own_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "simulate.md").read_text()
+    [text] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    [command] = re.findall(r"```\nespnx (simulate --system two-drives.*?)\n```", page)
+    (tmp_path / "two-drives.yaml").write_text(text)
+    words = command.replace("two-drives.yaml", str(tmp_path / "two-drives.yaml")).split()
+    assert main(words) == 0
+    assert "two-drives" in capsys.readouterr().out
+
+
+def test_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--list", "--json", "-"]) == 0
+    found = strict_json(capsys.readouterr().out)["specs"]
+    named = {(each["kind"], each["name"]) for each in found}
+    assert {
+        ("system", "cosmos"),
+        ("system", "flexgen-dram"),
+        ("clusters", "sift"),
+        ("workload", "opt-175b"),
+        ("gpu", "h100-80gb"),
+        ("device", "smartssd"),
+    } < named
+    assert main(["simulate", "--list"]) == 0
+    assert "HILOS on 16 SmartSSDs" in capsys.readouterr().out
+
+
 def test_validation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    row = validation.Prediction("a.ratio", 2.0, 1.5, 2.5, "a part", "a table", {"without": 1.0})
-    none = validation.NotPredicted("b.ratio", "no figure")
+    row = predictions.Prediction("a.ratio", 2.0, 1.5, 2.5, "a part", "a table", {"without": 1.0})
+    none = predictions.NotPredicted("b.ratio", "no figure")
     check = {"id": "c", "measured": 3, "predicted": 4.0}
     made = validation.Validation((row, none), {"set_up_s": 1e-4}, {"a": 2.36}, check)
     monkeypatch.setattr(validation, "validate", lambda draws: made)
+    near = predictions.Prediction("c.ratio", 3.0, 2.5, 3.5, "drives", "a table", {})
+    monkeypatch.setattr(decoding, "validate", lambda draws: (near,))
+    order = {"model": "m", "context": 16384, "tokens_per_s": {"fast": 2.0, "slow": 1.0}}
+    monkeypatch.setattr(decoding, "orders", lambda: [order])
     assert main(["simulate", "--validation", "--json", "-"]) == 0
     found = strict_json(capsys.readouterr().out)
-    assert [each["id"] for each in found["validation"]] == ["a.ratio", "b.ratio"]
+    ids = [each["id"] for each in found["validation"]]
+    assert ids[:3] == ["a.ratio", "b.ratio", "c.ratio"]
+    assert all(each.startswith("ragx.") for each in ids[3:])
+    assert {"ragx.x_50M", "ragx.nvme_share_cpu_0.5M", "ragx.search_energy_gain_avg"} < set(ids)
     assert main(["simulate", "--validation"]) == 0
     text = capsys.readouterr().out
     assert "a.ratio" in text
     assert "no figure" in text
     assert "measured 3, predicted 4.0" in text
+    assert "fast 2 > slow 1" in text
+    assert "12.8 for 11.9" in text
+    assert [each["query_heads"] for each in found["kernels"]] == [1, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -74,8 +169,15 @@ def test_validation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     [
         (["simulate"], "no --system"),
         (["simulate", "--system", "cosmos"], "no --workload"),
-        (["simulate", "--system", "cosmo", "--workload", "sift"], "did you mean cosmos?"),
-        ([*COSMOS, "--workload", "sieve"], "a workload; got sieve"),
+        (["simulate", "--system", "cosmo", "--workload", "sift"], "or the path of a .yaml file"),
+        ([*COSMOS, "--workload", "sieve"], "a clusters spec; got sieve"),
+        ([*NEAR, "--workload", "opt-66"], "did you mean opt-66b?"),
+        ([*NEAR, "--workload", "opt-66b", "--vs", "tape"], "a system spec; got tape"),
+        ([*NEAR, "--workload", "opt-66b", "--batch", "1,two"], "--batch; got 1,two"),
+        ([*NEAR, "--workload", "opt-66b", "--batch", "1,1"], "each number once"),
+        ([*NEAR, "--workload", "opt-66b", "--context", "0"], "a context; got 0"),
+        ([*NEAR, "--workload", "opt-66b", "--techniques", "write"], "--techniques; got write"),
+        ([*NEAR, "--workload", "opt-66b", "--batch", "999"], "too much"),
         ([*COSMOS, "--workload", "sift", "--threads", "0"], "threads; got 0"),
         ([*COSMOS, "--workload", "sift", "--channels", "0"], "channels of flash; got 0"),
         ([*COSMOS, "--workload", "sift", "--seed", "-1"], "a seed; got -1"),

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from espnx.device.emulation.topology import Topology, Transfer
-from espnx.device.model.spec import Accelerator, DeviceSpec, Figure, Flash, Links, Memory
+from espnx.device.model.reader import Figure
+from espnx.device.model.spec import Accelerator, DeviceSpec, Flash, Links, Memory
 from tests.device.emulation.oracle import Work, ends
 from tests.device.emulation.test_topology import figure
 

@@ -17,10 +17,10 @@ from espnx.device.cost.work import page_reads
 from espnx.device.emulation.costs import PACING, FlashCosts, check_latency, figures_of, is_pacing
 from espnx.device.emulation.rows import capabilities_of
 from espnx.device.emulation.topology import ROUTES, Topology
+from espnx.device.model.reader import Figure
 from espnx.device.model.spec import (
     Accelerator,
     DeviceSpec,
-    Figure,
     Flash,
     Links,
     Memory,

@@ -9,15 +9,8 @@ import pytest
 
 from espnx import errors
 from espnx.device.emulation.topology import Topology, Transfer
-from espnx.device.model.spec import (
-    Accelerator,
-    DeviceSpec,
-    Figure,
-    Flash,
-    Links,
-    Memory,
-    load_preset,
-)
+from espnx.device.model.reader import Figure
+from espnx.device.model.spec import Accelerator, DeviceSpec, Flash, Links, Memory, load_preset
 
 MB = 1_000_000
 COUNTS = (1, 2, 4, 8, 16)

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from espnx import errors
+from espnx.device.model.reader import CONFIDENCES, Figure
 from espnx.device.model.spec import (
-    CONFIDENCES,
     Accelerator,
     DeviceSpec,
-    Figure,
     load_preset,
     load_spec,
     parse_spec,
@@ -35,6 +34,9 @@ flash:
 links:
   device: {value: 4, unit: GB/s, source: a test, confidence: assumed}
 """
+RANGED = LEAST.replace("schema_version: 1", "schema_version: 2").replace(
+    "value: 3.0", "value: 3.0, low: 2, high: 4"
+)
 FIGURE = "{value: 3.0, unit: GB/s, source: a test, confidence: assumed}"
 ATTENDS = """\
 accelerator:
@@ -49,6 +51,14 @@ accelerator:
 
 def parsed(text: str) -> DeviceSpec:
     return parse_spec(text.encode(), "drive.yaml")
+
+
+def test_a_figure_with_a_range() -> None:
+    figure = parsed(RANGED).flash.read_bandwidth
+    assert (figure.low, figure.value, figure.high) == (2e9, 3e9, 4e9)
+    assert str(figure) == "3 (2 to 4) GB/s"
+    without = parsed(LEAST).flash.read_bandwidth
+    assert (without.low, without.high) == (None, None)
 
 
 def figures(of: Any, at: str = "") -> dict[str, Figure]:
@@ -291,9 +301,20 @@ WRONG = {
         r"no number: flash\.read_bandwidth\.value, line 5.*got '3.0",
     ),
     "another version": (
-        LEAST.replace("schema_version: 1", "schema_version: 2"),
-        r"another version: schema_version, line 1.*got '2'",
+        LEAST.replace("schema_version: 1", "schema_version: 3"),
+        r"another version: schema_version, line 1.*got '3'; expected 1 or 2",
     ),
+    "a range in version 1": (
+        LEAST.replace("value: 3.0", "value: 3.0, low: 2, high: 4"),
+        r"no such field: flash\.read_bandwidth\.low",
+    ),
+    "half a range": (RANGED.replace(", high: 4", ""), r"a range that is none"),
+    "a range beside its value": (
+        RANGED.replace("low: 2", "low: 3.5"),
+        r"a range that is none: flash\.read_bandwidth, line 5",
+    ),
+    "a range upside down": (RANGED.replace("high: 4", "high: 2.5"), r"a range that is none"),
+    "a range from 0": (RANGED.replace("low: 2", "low: 0"), r"out of range"),
     "no version": (LEAST.partition("\n")[2], r"another version.*got nothing"),
     "a tag": (
         LEAST.replace("a drive", "!!python/object/apply:os.getpid []"),

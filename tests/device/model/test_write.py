@@ -19,6 +19,14 @@ def test_read_again(name: str, tmp_path: Path) -> None:
     assert load_spec(tmp_path / f"{name}.yaml") == spec
 
 
+def test_a_range_is_read_again() -> None:
+    spec = load_spec("pm9a3")
+    read = replace(spec.flash.read_bandwidth, low=6.5e9, high=7e9)
+    other = replace(spec, flash=replace(spec.flash, read_bandwidth=read))
+    again = parse_spec(spec_text(other).encode(), "a test").flash.read_bandwidth
+    assert (again.low, again.high) == pytest.approx((6.5e9, 7e9), rel=1e-15)
+
+
 def test_words_that_yaml_has_a_meaning_for(tmp_path: Path) -> None:
     """Quoted, so that they are text again."""
     spec = load_spec("pm9a3")

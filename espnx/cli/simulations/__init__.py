@@ -1,0 +1,1 @@
+"""What `espnx simulate` says of boards, of decoders, and of how far to believe it."""

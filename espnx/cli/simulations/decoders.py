@@ -1,0 +1,201 @@
+"""``espnx simulate --system smartssd-16 --workload opt-66b``: tokens a second of machines whose
+drives hold K and V, what bounds them, and where the time goes."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from ...errors import InvalidInputError
+from ...sizes import format_size
+from ...tables import render_table
+from ..output import emit, json_document
+
+if TYPE_CHECKING:
+    from ...simulate.decoding.answer import Answer
+    from ...simulate.decoding.machine import Specs
+
+
+def add_decoder_options(parser: ArgumentParser) -> None:
+    options = parser.add_argument_group("of machines that decode")
+    add = options.add_argument
+    add("--vs", metavar="NAME", help="a second system, beside it")
+    for name, default, what in (
+        ("batch", "16", "sequences"),
+        ("context", "32768", "tokens of each before"),
+        ("output", "64", "tokens of each that are made"),
+    ):
+        add(
+            f"--{name}",
+            default=default,
+            metavar="N[,N...]",
+            help=f"{what}; several are a sweep (default: %(default)s)",
+        )
+    add(
+        "--techniques",
+        metavar="WORDS",
+        help="of the program, such as writeback,x-cache, or none (default: what the system says)",
+    )
+
+
+def run_decoder(args: Namespace) -> int:
+    from ...simulate.decoding.answer import answer
+    from ...simulate.decoding.machine import load_system
+    from ...simulate.decoding.shape import Shape
+    from ...simulate.figures import middles
+    from ...simulate.specs.kinds import ModelSpec
+    from ...simulate.specs.load import load
+
+    systems = [load_system(each) for each in (args.system, args.vs) if each is not None]
+    workload = load(ModelSpec, args.workload)
+    shape = Shape.of(workload)
+    batches, contexts, outputs = (
+        _numbers(name, getattr(args, name)) for name in ("batch", "context", "output")
+    )
+    techniques = _techniques(args.techniques)
+    answers = [
+        answer(
+            specs.machine(
+                middles(specs.ranges),
+                techniques=techniques if specs.program.attention == "drives" else None,
+            ),
+            workload.name,
+            shape,
+            batch=batch,
+            context=context,
+            output=output,
+        )
+        for context in contexts
+        for batch in batches
+        for output in outputs
+        for specs in systems
+    ]
+    document = json_document(
+        "simulate",
+        kind="modelled",
+        inputs={
+            "system": args.system,
+            "vs": args.vs,
+            "workload": workload.name,
+            "title": workload.title,
+            "batch": batches,
+            "context": contexts,
+            "output": outputs,
+        },
+        figures={
+            name: asdict(each) | {"value": each.middle}
+            for specs in systems
+            for name, each in specs.ranges.items()
+        },
+        answers=[asdict(each) for each in answers],
+        ratios=_ratios(answers) if len(systems) > 1 else None,
+    )
+    emit(args, _text(systems, workload.title, answers), document)
+    return 0
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        found = [int(each) for each in text.split(",")]
+    except ValueError:
+        raise InvalidInputError(
+            f"--{name}", got=text, expected="a whole number, or several with commas between"
+        ) from None
+    if len(set(found)) != len(found):
+        raise InvalidInputError(f"--{name}", got=text, expected="each number once")
+    return found
+
+
+def _techniques(text: str | None) -> tuple[str, ...] | None:
+    from ...simulate.specs.kinds import TECHNIQUES
+
+    if text is None:
+        return None
+    words = () if text == "none" else tuple(text.split(","))
+    for word in words:
+        if word not in TECHNIQUES:
+            raise InvalidInputError(
+                "--techniques", got=word, expected=f"{', '.join(TECHNIQUES)}, or none"
+            )
+    return words
+
+
+def _ratios(answers: Sequence[Answer]) -> list[float]:
+    """The first system's tokens a second over the second's, for each pair of answers."""
+    pairs = zip(answers[::2], answers[1::2], strict=True)
+    return [ours.tokens_per_s / other.tokens_per_s for ours, other in pairs]
+
+
+def _text(systems: Sequence[Specs], title: str, answers: Sequence[Answer]) -> str:
+    parts = [f"{title} (modelled)", _rates(answers)]
+    if len(systems) > 1:
+        ratios = ", ".join(f"{each:.2f}" for each in _ratios(answers))
+        parts.append(f"{answers[0].system} over {answers[1].system}, tokens/s: {ratios}")
+    if len(answers) == len(systems):
+        parts += [_times(answers), _costs(answers)]
+    return "\n\n".join(parts)
+
+
+def _rates(answers: Sequence[Answer]) -> str:
+    headers = ["system", "context", "batch", "output", "tokens/s", "with contexts", "bound by"]
+    headers += ["busy", "X share", "s/step"]
+    rows = [
+        (
+            each.system,
+            f"{each.context:,}",
+            each.batch,
+            each.output,
+            f"{each.tokens_per_s:.3g}",
+            f"{each.run_tokens_per_s:.3g}",
+            each.bound,
+            f"{each.stage(each.bound).busy:.0%}",
+            f"{each.x_share:g}",
+            f"{each.step_s:.3g}",
+        )
+        for each in answers
+    ]
+    return render_table(headers, rows, right=[each for each in headers if each not in _WORDS])
+
+
+_WORDS = ("system", "bound by")
+
+
+def _times(answers: Sequence[Answer]) -> str:
+    """Where a token's time goes: seconds in which a part serves, and the rate it would allow."""
+    names = dict.fromkeys(stage.name for each in answers for stage in each.stages)
+    rows = []
+    for name in names:
+        cells: list[str | None] = []
+        for each in answers:
+            stage = next((stage for stage in each.stages if stage.name == name), None)
+            cells += (
+                [None, None]
+                if stage is None
+                else [f"{stage.busy_s:.3g}", f"{stage.bound_tokens_per_s:.3g}"]
+            )
+        rows.append((name, *cells))
+    headers = ["in a step, of a part"]
+    for number, each in enumerate(answers):
+        # columns are told apart by their headers
+        headers += [f"{each.system} s" + " " * number, "at most tokens/s" + " " * number]
+    return render_table(headers, rows, right=headers[1:])
+
+
+def _costs(answers: Sequence[Answer]) -> str:
+    headers = ["system", "W", "J/token", "drives $", "written/sequence", "sequences until worn"]
+    rows = [
+        (
+            each.system,
+            None if each.watts is None else f"{each.watts:,.0f}",
+            None if each.joules_per_token is None else f"{each.joules_per_token:,.0f}",
+            None if each.drives_dollars is None else f"{each.drives_dollars:,.0f}",
+            format_size(int(each.written_bytes)),
+            None if each.sequences_until_worn is None else f"{each.sequences_until_worn:,.0f}",
+        )
+        for each in answers
+    ]
+    text = render_table(headers, rows, right=headers[1:])
+    unknown = dict.fromkeys(word for each in answers for word in each.unknown)
+    return text + (f"\nnot known: {', '.join(unknown)}" if unknown else "")

@@ -1,0 +1,1 @@
+"""What is simulated, as files: GPUs, hosts, networks, programs, systems of them, and workloads."""

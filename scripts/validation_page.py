@@ -1,0 +1,141 @@
+"""Renders docs/measured/predictions.md and its plot from benchmarks/results/validation.json, which
+`espnx simulate --validation --json benchmarks/results/validation.json` writes.
+
+    python scripts/validation_page.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "validation.json"
+PAGE = ROOT / "docs" / "measured" / "predictions.md"
+PLOT = ROOT / "docs" / "plots" / "predictions.svg"
+#: Of the plot: a model that memory does not hold.
+PLOTTED = "opt-66b"
+#: What moves an id by less is not shown.
+SHOWN = 0.02
+
+HEAD = """\
+# Papers, predicted
+
+What `espnx simulate --validation` predicts of measurements in papers; what was measured is not in
+the program ([how far to believe it](../simulate.md#how-far-to-believe-it)). All of it is
+**modelled**. A value is computed with the middles of all ranges, `low` and `high` are the 5th and
+95th percentile of draws from them. Beside each stands what becomes of it with one mechanism
+switched off, or one figure 10 % up, where that moves it by 2 % or more. No range behind `hilos` was
+changed after its predictions were first computed.
+
+Rendered from `benchmarks/results/validation.json` by `python scripts/validation_page.py`.
+"""
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """The page of such a document."""
+    rows = document["validation"]
+    predicted = [row for row in rows if "value" in row]
+    parts = [HEAD]
+    for paper in dict.fromkeys(_paper(row) for row in predicted):
+        own = [row for row in predicted if _paper(row) == paper]
+        parts.append(_table(paper, own))
+        parts.append(_moves(own))
+    check = document["check"]
+    parts.append(
+        "## What was fitted\n\n"
+        + "\n".join(
+            f"- `{name}` = {value:.4g}, on {', '.join(document['fitted_on'])} = "
+            f"{', '.join(f'{on:g}' for on in document['fitted_on'].values())}"
+            for name, value in document["fitted"].items()
+        )
+        + f"\n\nBeside it, fitted on nothing, and **missed**: {check['id']}: measured "
+        f"{check['measured']:g}, predicted {check['predicted']:.1f}.\n"
+    )
+    parts.append(_orders(document["orders"]))
+    parts.append(_not_predicted(rows))
+    return "\n".join(parts)
+
+
+def _paper(row: Mapping[str, Any]) -> str:
+    return str(row["id"]).partition(".")[0]
+
+
+def _table(paper: str, rows: list[dict[str, Any]]) -> str:
+    lines = [f"## `{paper}`\n", "| id | value | low | high | by | from |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        numbers = " | ".join(f"{row[name]:.2f}" for name in ("value", "low", "high"))
+        lines.append(f"| `{row['id']}` | {numbers} | {row['mechanism']} | {row['basis']} |")
+    return "\n".join(lines) + "\n"
+
+
+def _moves(rows: list[dict[str, Any]]) -> str:
+    lines = ["| id | what it becomes |", "| --- | --- |"]
+    for row in rows:
+        moved = [
+            f"{what}: {value:.2f}"
+            for what, value in row["moved"].items()
+            if abs(value - row["value"]) >= SHOWN * abs(row["value"])
+        ]
+        lines.append(f"| `{row['id']}` | {', '.join(moved) or 'nothing moves it'} |")
+    return "\n".join(lines) + "\n"
+
+
+def _orders(orders: list[dict[str, Any]]) -> str:
+    image = f"../plots/{PLOT.name}"
+    lines = ["## Which system is faster\n", "Tokens a second when decoding, batches of 16.\n"]
+    lines.append(f'<img src="{image}" alt="tokens a second over the context, {PLOTTED}">\n')
+    lines += ["| model | context | fastest first |", "| --- | --- | --- |"]
+    for each in orders:
+        order = ", ".join(f"{name} {rate:.3g}" for name, rate in each["tokens_per_s"].items())
+        lines.append(f"| {each['model']} | {each['context']:,} | {order} |")
+    return "\n".join(lines) + "\n"
+
+
+def _not_predicted(rows: list[dict[str, Any]]) -> str:
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if "not_predicted" in row:
+            reasons.setdefault(row["not_predicted"], []).append(f"`{row['id']}`")
+    lines = ["## Not predicted\n"]
+    lines += [f"- {reason}: {', '.join(ids)}" for reason, ids in reasons.items()]
+    return "\n".join(lines) + "\n"
+
+
+def draw(document: Mapping[str, Any], path: Path) -> None:
+    """The systems that hold all contexts of one model."""
+    from espnx.benchmarks.report import looks
+
+    looks.use_style()
+    points: dict[str, list[tuple[float, float]]] = {}
+    for each in document["orders"]:
+        if each["model"] == PLOTTED:
+            for name, rate in each["tokens_per_s"].items():
+                points.setdefault(name, []).append((each["context"] / 1000, rate))
+    first, last = (points[name][-1][1] for name in ("smartssd-16", "flexgen-4ssd"))
+    figure, axes = looks.new_axes(
+        f"Attention in 16 drives decodes {first / last:.1f} times as fast as FlexGen "
+        f"({PLOTTED}, batches of 16, modelled)",
+        "context, thousand tokens",
+        "tokens/s",
+        looks.WHOLE_INCHES,
+    )
+    for name, line in points.items():
+        colour = looks.ESPNX if name.startswith("smartssd") else looks.OTHER
+        looks.line(axes, looks.Look(name, colour), line)
+    looks.logarithmic(axes, looks.plain, looks.plain)
+    looks.name_ends(axes)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    document = json.loads(RESULTS.read_text())
+    PAGE.write_text(page(document))
+    draw(document, PLOT)
+
+
+if __name__ == "__main__":
+    main()
