@@ -118,12 +118,19 @@ class Attention:
         )
 
     def add(
-        self, rows: LayerRows, step: Step, k: torch.Tensor, v: torch.Tensor | None, over: Over
+        self,
+        rows: LayerRows,
+        step: Step,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        over: Over,
+        end: int | None = None,
     ) -> torch.Tensor:
         """Adds new rows, k [sequences, heads, n, d] and v (None: X), and attends over all:
-        [sequences, heads, n, dv], in q's dtype."""
+        [sequences, heads, n, dv], in q's dtype. `end`: the new rows may be rejected, and none from
+        this position on is written; None: they stand."""
         past, n = rows.count, k.shape[2]
-        if n >= CHUNK_TOKENS:
+        if n >= CHUNK_TOKENS and end is None:
             o = self._chunk(rows, step, past, over)
             rows.write(k, v)
             return o
@@ -132,7 +139,7 @@ class Attention:
         o = self._by_parts(
             rows, step, lambda part, arrived: _with_sinks(part, *over(rows, part, span, arrived))
         )
-        rows.spill()
+        rows.spill(end)
         self._ahead.look(rows)
         return o
 

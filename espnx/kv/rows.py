@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,10 +110,10 @@ class LayerRows:
         if k.shape[2]:
             self.append(k, v)
 
-    def spill(self) -> None:
-        """Writes what has waited long enough. Raises what a put raises; the rows are still in
-        memory then."""
-        waiting = self.count - self.stored
+    def spill(self, end: int | None = None) -> None:
+        """Writes what has waited long enough, of the tokens before `end` (None: of all). Raises
+        what a put raises; the rows are still in memory then."""
+        waiting = (self.count if end is None else end) - self.stored
         whole = waiting // self.layout.block_rows * self.layout.block_rows
         if waiting >= self._spill_rows and whole:
             skip = self.stored - self._first
@@ -351,6 +352,39 @@ class LayerRows:
             self.stored = count
             # What is left of the last block is not written again: the next tokens begin a block of
             # their own.
+
+    def accept(self, ends: Sequence[int], n_new: int, kept: Sequence[int], count: int) -> None:
+        """Of the last `n_new` tokens of each sequence the first `kept` stand, and move to its end.
+
+        Args:
+            ends: tokens of each sequence before those; none of what comes after is stored.
+            n_new: tokens of the pass.
+            kept: how many of them each sequence keeps.
+            count: tokens of the longest sequence of the batch then.
+        """
+        begin = self.count - n_new - self._first
+        for sequence, (end, n) in enumerate(zip(ends, kept, strict=True)):
+            to = end - self._first
+            if to < begin:
+                for rows in {id(self._k): self._k, id(self._v): self._v}.values():
+                    # a copy, since the two may overlap
+                    rows[sequence, :, to : to + n] = rows[sequence, :, begin : begin + n].clone()
+        self.count = count
+
+    def twin(self) -> LayerRows:
+        """The same rows once more, those on devices shared."""
+        other = LayerRows(self._striped, self.layout, self.n_heads, self.dtype, self._spill_rows)
+        runs = [
+            StoredRun(run.first_position, run.n_rows, [list(parts) for parts in run.parts])
+            for run in self.runs
+        ]
+        for run in runs:
+            for parts in run.parts:
+                for each in parts:
+                    each.references += 1
+        k, v, first = self.in_memory()
+        other.restore(runs, self.count, self.stored, first, k, v)
+        return other
 
     def clear(self) -> None:
         """Forgets everything."""
