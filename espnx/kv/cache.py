@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from .. import errors
 from ..device.row_layout import RowLayout, format_of
 from ..forks import check_own
 from .attention import CHUNK_TOKENS, Attention, Step
+from .draft.pages import PageTier
 from .options import CacheOptions
 from .places import Places
 from .read_ahead import ReadAhead
@@ -43,6 +45,7 @@ class SsdCache:
         attention: what attends to rows.
         ends: tokens of each sequence that stand, while those of a pass may be rejected (`propose`);
             None: they stand, and all sequences have as many.
+        is_drafting: passes are drafts (`drafting`).
     """
 
     def __init__(
@@ -64,6 +67,9 @@ class SsdCache:
         self.x: list[LayerRows | None] = [None] * n_layers
         self._begun = 0  # tokens when the forward pass under way began
         self.ends: list[int] | None = None
+        self.is_drafting = False
+        self._tier_share: float | None = None
+        self._tiers = dict[int, PageTier]()  # by layer
 
     def check_process(self) -> None:
         """Raises InvalidInputError in a process that was forked after the cache was made: it lacks
@@ -93,8 +99,13 @@ class SsdCache:
 
     @property
     def memory_bytes(self) -> int:
-        """Of rows that wait in memory, and of checksums."""
-        return sum(rows.memory_bytes for rows in self.every)
+        """Of rows that wait in memory, of pages for drafts, and of checksums."""
+        return sum(rows.memory_bytes for rows in self.every) + self.tier_bytes
+
+    @property
+    def tier_bytes(self) -> int:
+        """Of pages for drafts."""
+        return sum(tier.memory_bytes for tier in self._tiers.values())
 
     # --- forward passes ---
 
@@ -155,7 +166,13 @@ class SsdCache:
             rows = self.kv[layer] = self.make_rows(
                 self._kv_layout(step), step.k.shape[1], step.k.dtype
             )
-        return self.attention.add(rows, step, step.k, step.v, self.attention.stored, self._settled)
+        over = self.attention.stored
+        if self._tier_share is not None:
+            tier = self._tiers.setdefault(layer, PageTier(self._tier_share))
+            if self.is_drafting:
+                return self.attention.draft(rows, step, tier)
+            over = self.attention.naming(tier)
+        return self.attention.add(rows, step, step.k, step.v, over, self._settled)
 
     def _attend_x(self, layer: int, step: Step) -> torch.Tensor:
         if step.x is None or step.projection is None:
@@ -196,11 +213,35 @@ class SsdCache:
         """Where the tokens begin that some sequence may still reject; None: all stand."""
         return None if self.ends is None else min(self.ends)
 
-    def propose(self) -> None:
+    def propose(self, tier_share: float | None = None) -> None:
         """From here on the new tokens of a pass wait in memory until `accept` says which of them
         stand. Sequences may become of unlike lengths then: who calls hides what is behind a
-        sequence's end by the mask."""
+        sequence's end by the mask.
+
+        Args:
+            tier_share: of each layer's pages that stay in memory for drafts (`drafting`); None:
+                none.
+        """
         self.ends = [max(map(self.length, range(len(self.kv))))] * self.sequences
+        self._tier_share = tier_share
+
+    @property
+    def has_tier(self) -> bool:
+        """Whether a pass has named pages for drafts."""
+        return bool(self._tiers)
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Passes inside attend to the pages that the last pass named and to rows in memory alone;
+        what they add is forgotten at the end. Reads ahead go on."""
+        counts = {rows: rows.count for rows in self.every}
+        self.is_drafting = True
+        try:
+            yield
+        finally:
+            self.is_drafting = False
+            for rows, count in counts.items():
+                rows.crop(count)
 
     def accept(self, n_new: int, kept: Sequence[int]) -> None:
         """Of the last pass's `n_new` tokens each sequence keeps its first `kept`. Reads ahead go
@@ -216,7 +257,14 @@ class SsdCache:
         """The end of `propose`: what not all sequences have is forgotten."""
         if self.ends is not None:
             end, self.ends = min(self.ends, default=0), None
+            self._drop_tiers()
             self.crop(end)
+
+    def _drop_tiers(self) -> None:
+        self._tier_share = None
+        self._tiers.clear()
+        for rows in self.every:
+            rows.pinned = None
 
     # --- rows ---
 
@@ -292,6 +340,8 @@ class SsdCache:
             self.ends = [self.ends[i] for i in sequences]
             for rows in self.every:
                 rows.crop(max(self.ends))
+            for tier in self._tiers.values():
+                tier.select(list(sequences))
 
     def set_aside(self) -> SetAside:
         """The rows as they are, to come back to by `bring_back`, whatever becomes of the batch."""
@@ -312,6 +362,7 @@ class SsdCache:
             rows.clear()
         self.kv, self.x = [None] * len(self.kv), [None] * len(self.x)
         self.ends = None
+        self._drop_tiers()
         self.attention.clear()
 
     def close(self) -> None:

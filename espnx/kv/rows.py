@@ -53,6 +53,7 @@ class LayerRows:
         layout, n_heads, dtype: as given.
         count: tokens, in memory and on devices.
         stored: of them, from the first on, written in whole blocks.
+        pinned: what is stored from this position on stays in memory, too; None: nothing.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class LayerRows:
         self._spill_rows = spill_rows
         self.runs: list[StoredRun] = []
         self.count = self.stored = 0
+        self.pinned: int | None = None
         # of a block that is not full yet, where tokens are spilled sooner than that
         self._partial: StoredRun | None = None
         self._k = self._v = torch.empty(0)
@@ -265,8 +267,8 @@ class LayerRows:
             self._first += drop
 
     def trim(self, begin: int) -> None:
-        """Lets go of rows in memory before position `begin`, which must be stored."""
-        self._keep_from(min(begin, self.stored))
+        """Lets go of rows in memory before position `begin` that are stored and not pinned."""
+        self._keep_from(min(begin, self.stored, begin if self.pinned is None else self.pinned))
 
     # --- rows are kept (see kept/state.py) ---
 

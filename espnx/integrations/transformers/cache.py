@@ -44,6 +44,21 @@ from .summary import summary
 log = logging.getLogger(__name__)
 
 
+def _draft_of(kind: str | None, share: float | None, x_rows: int | None) -> Tally | None:
+    """The draft that a cache is asked for; None: none. Raises InvalidInputError."""
+    if kind is None:
+        if share is not None:
+            raise errors.InvalidInputError(
+                "draft_memory of a cache without a draft", got=share, fix='draft="pages"'
+            )
+        return None
+    if kind == "pages" and x_rows:
+        raise errors.InvalidInputError(
+            "draft='pages' of sequences kept as X", got=f"x_rows={x_rows}", fix="x_rows=0"
+        )
+    return Tally(kind, share)
+
+
 class KVCache(Cache):
     """K and V on SSD for one batch of sequences. A context manager.
 
@@ -80,7 +95,10 @@ class KVCache(Cache):
         threads: that compute on rows; None: as many as PyTorch uses.
         deadline_s: of each transfer.
         draft: how `espnx.generate` proposes several tokens for each pass over the rows: ``lookup``:
-            what followed the text's last tokens where they stood before; None: not at all.
+            what followed the text's last tokens where they stood before; ``pages``: what the model
+            says of the pages of rows that the last pass found to weigh most, which stay in memory;
+            None: not at all.
+        draft_memory: with ``pages``: the part of K and V that stays in memory for that; None: 1/16.
 
     Attributes:
         store: the `SsdCache`.
@@ -121,6 +139,7 @@ class KVCache(Cache):
         threads: int | None = None,
         deadline_s: float = 30.0,
         draft: str | None = None,
+        draft_memory: float | None = None,
     ):
         options = CacheOptions(
             format=format,
@@ -176,7 +195,9 @@ class KVCache(Cache):
                 "SSD, all of it stays in memory",
                 stacklevel=2 + CALL_FRAMES,
             )
-        self.draft = None if draft is None else Tally(draft)
+        self.draft = _draft_of(draft, draft_memory, x_rows)
+        if draft == "pages":
+            x_rows = 0
         super().__init__(layers=layers)
         self._name, self._storage, self.is_closed = name, directories_of(storage), False
         self._kept = None if name is None else KeptState(storage, name, fingerprint, limit_bytes)

@@ -9,6 +9,21 @@ from __future__ import annotations
 import torch
 
 
+def drawn(scores: torch.Tensor, *, is_sampled: bool) -> tuple[int, torch.Tensor | None]:
+    """A token that is proposed, and the probabilities by which it was drawn (None: it was not).
+
+    Args:
+        scores: float32 [vocabulary], the draft's logits as processors left them; a NaN counts as a
+            token that cannot be.
+        is_sampled: drawn; otherwise the largest is taken.
+    """
+    scores = scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    if not is_sampled or not bool(scores.isfinite().any()):
+        return int(scores.argmax()), None
+    q = scores.softmax(dim=-1)
+    return int(torch.multinomial(q, 1)), q
+
+
 def next_token(
     scores: torch.Tensor,
     drafted: int | None,

@@ -10,7 +10,9 @@ from typing import Any
 from ... import errors
 
 #: Ways to draft.
-KINDS = ("lookup",)
+KINDS = ("lookup", "pages")
+#: Of K and V, that stays in memory for drafts unless one says how much.
+_SHARE = 1 / 16
 
 
 @dataclass
@@ -19,6 +21,7 @@ class Tally:
 
     Attributes:
         kind: of draft.
+        share: of K and V that stays in memory for drafts; None: nothing does.
         passes: verifying passes over the stored rows.
         turns: of the sequences in them: a pass over 8 sequences is 8.
         tokens: that these passes brought, of all sequences.
@@ -27,11 +30,13 @@ class Tally:
         draft_s, pass_s: seconds that drafts took, and passes with what they decide.
         bytes_asked: of stored rows, in the passes.
         draft_bytes_asked: of stored rows, while drafts were made.
+        memory_bytes: that rows for drafts took at most.
         gamma: how many tokens are proposed for each sequence of a pass at most; None: no pass yet.
         why: it is so many.
     """
 
     kind: str
+    share: float | None = None
     passes: int = 0
     turns: int = 0
     tokens: int = 0
@@ -41,14 +46,29 @@ class Tally:
     pass_s: float = 0.0
     bytes_asked: int = 0
     draft_bytes_asked: int = 0
+    memory_bytes: int = 0
     gamma: int | None = None
     why: str = ""
 
     def __post_init__(self) -> None:
-        """Raises InvalidInputError for a draft that there is not."""
+        """Raises InvalidInputError for a draft that there is not, and a share that is none."""
         if self.kind not in KINDS:
             raise errors.InvalidInputError(
                 "draft of a cache", got=repr(self.kind), expected=" or ".join(map(repr, KINDS))
+            )
+        if self.kind == "pages" and self.share is None:
+            self.share = _SHARE
+        if self.share is not None and (
+            self.kind != "pages"
+            or not isinstance(self.share, (int, float))
+            or not 0 < self.share <= 1
+        ):
+            raise errors.InvalidInputError(
+                f"draft_memory of draft={self.kind!r}",
+                got=repr(self.share),
+                expected="a part of K and V, above 0 and at most 1"
+                if self.kind == "pages"
+                else "None: it takes no memory",
             )
 
     def add(self, drafted: Sequence[int], kept: Sequence[int]) -> None:
@@ -76,6 +96,7 @@ class Tally:
             ],
             "bytes_a_token": self.bytes_asked / self.tokens if self.tokens else None,
             "draft_bytes_asked": self.draft_bytes_asked,
+            "draft_memory_bytes": self.memory_bytes,
             "draft_s": self.draft_s,
             "pass_s": self.pass_s,
             "gamma": self.gamma,

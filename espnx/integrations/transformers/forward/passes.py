@@ -73,10 +73,11 @@ class PassGuard:
         under_way.check_thread()
         return True
 
-    def begin(self, new: ForwardPass, ids: torch.Tensor | None, *, is_step: bool) -> None:
+    def begin(self, new: ForwardPass, ids: torch.Tensor | None, *, is_step: bool | None) -> None:
         """A pass begins, over these tokens (None: not known); a decoding step, or a part of the
-        prompt. The one before must have ended."""
-        self.times.begin(ids, is_first=new.held == 0, is_step=is_step)
+        prompt (None: neither counts). The one before must have ended."""
+        if is_step is not None:
+            self.times.begin(ids, is_first=new.held == 0, is_step=is_step)
         self._under_way = new
 
     def reach(self) -> None:

@@ -99,11 +99,15 @@ class PassState:
             self._guard.begin(
                 ForwardPass(model, held, self.text.hidden, states_of(self.in_memory)),
                 ids,
-                is_step=held > 0
-                and ids is not None
-                and (ids.shape[1] == 1 or self.store.ends is not None),
+                is_step=None if self.store.is_drafting else self._is_step(ids, held),
             )
-            self.text.extend(ids, held)
+            if not self.store.is_drafting:
+                self.text.extend(ids, held)
+
+    def _is_step(self, ids: torch.Tensor | None, held: int) -> bool:
+        """Whether a pass is of decoding; otherwise it computes a prompt."""
+        is_short = ids is not None and ids.shape[1] == 1
+        return held > 0 and (is_short or self.store.ends is not None)
 
     def check_model(self, model: PreTrainedModel, sequences: int | None) -> None:
         """Raises what `begin` raises of the model and the batch."""
@@ -245,6 +249,17 @@ class PassState:
         self.text.accept(begin, ends, kept)
         self.x.rotations.accept(begin, ends, kept)
         self._masks = None
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Passes inside are drafts (`SsdCache.drafting`)."""
+        hidden = self.text.hidden
+        with self.store.drafting():
+            try:
+                yield
+            finally:
+                self.abort()
+                self.text.hidden, self._masks = hidden, None
 
     def settle(self) -> None:
         """All tokens stand from here on; those that not all sequences have are forgotten."""

@@ -14,6 +14,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .... import errors
 from ....checks import check_whole
+from ....kv.draft.tally import Tally
 from ..cache import KVCache
 from ..cache_argument import CACHE_NAMES, cache_in, cache_name
 from .decoding import Decoding, Rules
@@ -79,7 +80,7 @@ def generate(
         )
     if inputs is None:
         raise errors.InvalidInputError(_WHAT, got="no prompt", expected="input_ids")
-    cache = _checked_cache(model, options)
+    cache, tally = _checked_cache(model, options)
     config, rest = options.pop("generation_config"), dict(options)
     pad = config._pad_token_tensor
     rules = Rules(
@@ -89,6 +90,12 @@ def generate(
         pad=None if pad is None else int(pad.flatten()[0]),
         max_length=config.max_length,
     )
+    if tally.kind == "pages" and any(each.is_meta for each in model.parameters()):
+        raise errors.InvalidInputError(
+            "draft='pages' of a model whose weights are streamed",
+            got="weights that every draft would read again",
+            fix="draft='lookup'",
+        )
     _check(model, inputs, config, rules, rest)
     if gamma is not None:
         check_whole("gamma", gamma, 0)
@@ -99,7 +106,7 @@ def generate(
     with ExitStack() as at_end:
         if streamer is not None:
             at_end.callback(streamer.end)
-        decoding = Decoding(model, cache, inputs, rest, rules, gamma, streamer)
+        decoding = Decoding(model, cache, tally, inputs, rest, rules, gamma, streamer)
         outputs = model._prefill(inputs, config, dict(rest))
         decoding.run(outputs.logits[:, -1], cache_name(rest) or CACHE_NAMES[0])
     ids = decoding.ids().to(inputs.device)
@@ -108,7 +115,7 @@ def generate(
     return GenerateDecoderOnlyOutput(sequences=ids, past_key_values=cache)
 
 
-def _checked_cache(model: PreTrainedModel, options: Mapping[str, Any]) -> KVCache:
+def _checked_cache(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[KVCache, Tally]:
     cache = cache_in(options)
     if not isinstance(cache, KVCache):
         raise errors.InvalidInputError(
@@ -131,7 +138,7 @@ def _checked_cache(model: PreTrainedModel, options: Mapping[str, Any]) -> KVCach
             expected="full attention in every layer",
             fix="generate without custom_generate",
         )
-    return cache
+    return cache, cache.draft
 
 
 def _check(
