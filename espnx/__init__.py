@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .integrations.transformers.cache import KVCache
     from .integrations.transformers.enable import enable_kv_cache
     from .integrations.transformers.gguf import load_gguf
+    from .integrations.transformers.speculation.generate import generate
     from .kv.schedule import Decision
     from .models import demo_model
     from .postings import Postings
@@ -75,6 +76,7 @@ _HOME = {
     "integrations.transformers.cache": ["KVCache"],
     "integrations.transformers.enable": ["enable_kv_cache"],
     "integrations.transformers.gguf": ["load_gguf"],
+    "integrations.transformers.speculation.generate": ["generate"],
     "kv.schedule": ["Decision"],
     "models": ["demo_model"],
     "postings": ["Postings"],
@@ -147,6 +149,7 @@ __all__ = [
     "errors",
     "evaluate",
     "evaluate_each",
+    "generate",
     "load_encoder",
     "load_gguf",
     "load_sparse_encoder",

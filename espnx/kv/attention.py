@@ -17,6 +17,8 @@ import torch
 
 from .. import errors
 from ..ops.attention import Queries, add_sinks, attend_rows, merge
+from .draft.naming import NamingAttention
+from .draft.pages import PageTier
 from .prefill import chunk_attention
 from .read_ahead import Arrived, ReadAhead
 from .rows import LayerRows
@@ -118,12 +120,19 @@ class Attention:
         )
 
     def add(
-        self, rows: LayerRows, step: Step, k: torch.Tensor, v: torch.Tensor | None, over: Over
+        self,
+        rows: LayerRows,
+        step: Step,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        over: Over,
+        end: int | None = None,
     ) -> torch.Tensor:
         """Adds new rows, k [sequences, heads, n, d] and v (None: X), and attends over all:
-        [sequences, heads, n, dv], in q's dtype."""
+        [sequences, heads, n, dv], in q's dtype. `end`: the new rows may be rejected, and none from
+        this position on is written; None: they stand."""
         past, n = rows.count, k.shape[2]
-        if n >= CHUNK_TOKENS:
+        if n >= CHUNK_TOKENS and end is None:
             o = self._chunk(rows, step, past, over)
             rows.write(k, v)
             return o
@@ -132,7 +141,7 @@ class Attention:
         o = self._by_parts(
             rows, step, lambda part, arrived: _with_sinks(part, *over(rows, part, span, arrived))
         )
-        rows.spill()
+        rows.spill(end)
         self._ahead.look(rows)
         return o
 
@@ -190,6 +199,42 @@ class Attention:
         queries = _queries(step, rows.n_heads, rows.layout.dv, span)
         o, lse = self._gather(rows, arrived, queries)
         return o.reshape(n_sequences, heads, n, -1), lse.reshape(n_sequences, heads, n)
+
+    def naming(self, tier: PageTier) -> Over:
+        """As `stored`, over rows that the host attends to, so that it learns what each page of them
+        weighs: the tier keeps those with the most."""
+
+        def over(
+            rows: LayerRows, step: Step, span: Span, arrived: Arrived
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            n_sequences, heads, n, _ = step.q.shape
+            queries = _queries(step, rows.n_heads, rows.layout.dv, span)
+            if arrived.sequences.start == 0:
+                first = arrived.whole_tail.first_position if arrived.whole_tail else rows.count
+                end = 0 if arrived.tickets is None else first
+                tier.begin(queries, rows.sequences, rows.dtype, end)
+                rows.pinned = end
+            o, lse = attend_rows(queries, arrived.tail, threads=self._threads)
+            if arrived.tickets is not None:
+                named = NamingAttention(queries, tier, arrived.sequences.start)
+                self._striped.visit(arrived.tickets, partial(named.show, rows.layout))
+                o, lse = merge(named.o, named.lse, o, lse)
+            return o.reshape(n_sequences, heads, n, -1), lse.reshape(n_sequences, heads, n)
+
+        return over
+
+    def draft(self, rows: LayerRows, step: Step, tier: PageTier) -> torch.Tensor:
+        """Adds new rows in memory, and attends over these, what else waits there, and the tier's
+        pages: [sequences, heads, n, dv], in q's dtype. Nothing is read."""
+        span = Span.of_new(rows.count, step.k.shape[2])
+        rows.append(step.k, step.v)
+        n_sequences, heads, n, _ = step.q.shape
+        queries = _queries(step, rows.n_heads, rows.layout.dv, span)
+        o, lse = attend_rows(queries, rows.tail(tier.end), threads=self._threads)
+        if tier.end:
+            o, lse = merge(o, lse, *tier.attend(queries, self._threads))
+        o, lse = o.reshape(n_sequences, heads, n, -1), lse.reshape(n_sequences, heads, n)
+        return _with_sinks(step, o, lse).to(step.q.dtype)
 
     def absorbed(
         self, rows: LayerRows, step: Step, span: Span, arrived: Arrived

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -13,6 +15,7 @@ from .. import errors
 from ..device.row_layout import RowLayout, format_of
 from ..forks import check_own
 from .attention import CHUNK_TOKENS, Attention, Step
+from .draft.pages import PageTier
 from .options import CacheOptions
 from .places import Places
 from .read_ahead import ReadAhead
@@ -40,6 +43,9 @@ class SsdCache:
         striped: the devices as one.
         ahead: their reads.
         attention: what attends to rows.
+        ends: tokens of each sequence that stand, while those of a pass may be rejected (`propose`);
+            None: they stand, and all sequences have as many.
+        is_drafting: passes are drafts (`drafting`).
     """
 
     def __init__(
@@ -60,6 +66,10 @@ class SsdCache:
         self.kv: list[LayerRows | None] = [None] * n_layers
         self.x: list[LayerRows | None] = [None] * n_layers
         self._begun = 0  # tokens when the forward pass under way began
+        self.ends: list[int] | None = None
+        self.is_drafting = False
+        self._tier_share: float | None = None
+        self._tiers = dict[int, PageTier]()  # by layer
 
     def check_process(self) -> None:
         """Raises InvalidInputError in a process that was forked after the cache was made: it lacks
@@ -89,8 +99,13 @@ class SsdCache:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of rows that wait in memory, and of checksums."""
-        return sum(rows.memory_bytes for rows in self.every)
+        """Bytes of rows that wait in memory, of pages for drafts, and of checksums."""
+        return sum(rows.memory_bytes for rows in self.every) + self.tier_bytes
+
+    @property
+    def tier_bytes(self) -> int:
+        """Bytes of pages for drafts."""
+        return sum(tier.memory_bytes for tier in self._tiers.values())
 
     # --- forward passes ---
 
@@ -151,7 +166,13 @@ class SsdCache:
             rows = self.kv[layer] = self.make_rows(
                 self._kv_layout(step), step.k.shape[1], step.k.dtype
             )
-        return self.attention.add(rows, step, step.k, step.v, self.attention.stored)
+        over = self.attention.stored
+        if self._tier_share is not None:
+            tier = self._tiers.setdefault(layer, PageTier(self._tier_share))
+            if self.is_drafting:
+                return self.attention.draft(rows, step, tier)
+            over = self.attention.naming(tier)
+        return self.attention.add(rows, step, step.k, step.v, over, self._settled)
 
     def _attend_x(self, layer: int, step: Step) -> torch.Tensor:
         if step.x is None or step.projection is None:
@@ -168,7 +189,7 @@ class SsdCache:
             rows = self.x[layer] = self.make_rows(_x_layout(step.x), 1, step.x.dtype)
         is_absorbed = step.projection.finish is None and step.x.shape[1] < CHUNK_TOKENS
         over = self.attention.absorbed if is_absorbed else self.attention.recomputed
-        return self.attention.add(rows, step, step.x.unsqueeze(1), None, over)
+        return self.attention.add(rows, step, step.x.unsqueeze(1), None, over, self._settled)
 
     def attend_again(self, layer: int, step: Step) -> torch.Tensor:
         """Attention of other queries over what `attend` added in this forward pass: of a layer that
@@ -184,6 +205,66 @@ class SsdCache:
                 if rows is not None and len(own.k):
                     parts.append(self.attention.again(rows, own, over))
         return torch.cat(parts)
+
+    # --- tokens that may be rejected ---
+
+    @property
+    def _settled(self) -> int | None:
+        """Where the tokens begin that some sequence may still reject; None: all stand."""
+        return None if self.ends is None else min(self.ends)
+
+    def propose(self, tier_share: float | None = None) -> None:
+        """From here on the new tokens of a pass wait in memory until `accept` says which of them
+        stand. Sequences may become of unlike lengths then: who calls hides what is behind a
+        sequence's end by the mask.
+
+        Args:
+            tier_share: of each layer's pages that stay in memory for drafts (`drafting`); None:
+                none.
+        """
+        self.ends = [max(map(self.length, range(len(self.kv))))] * self.sequences
+        self._tier_share = tier_share
+
+    @property
+    def has_tier(self) -> bool:
+        """Whether a pass has named pages for drafts."""
+        return bool(self._tiers)
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Passes inside attend to the pages that the last pass named and to rows in memory alone;
+        what they add is forgotten at the end. Reads ahead go on."""
+        counts = {rows: rows.count for rows in self.every}
+        self.is_drafting = True
+        try:
+            yield
+        finally:
+            self.is_drafting = False
+            for rows, count in counts.items():
+                rows.crop(count)
+
+    def accept(self, n_new: int, kept: Sequence[int]) -> None:
+        """Of the last pass's `n_new` tokens each sequence keeps its first `kept`. Reads ahead go
+        on: what they bring stands."""
+        before, split = self.ends or [], min(self.x_rows, len(kept))
+        self.ends = [end + n for end, n in zip(before, kept, strict=True)]
+        for every, own in ((self.x, slice(split)), (self.kv, slice(split, None))):
+            for rows in every:
+                if rows is not None:
+                    rows.accept(before[own], n_new, kept[own], max(self.ends))
+
+    def settle(self) -> None:
+        """The end of `propose`: what not all sequences have is forgotten."""
+        if self.ends is not None:
+            end, self.ends = min(self.ends, default=0), None
+            self._drop_tiers()
+            self.crop(end)
+
+    def _drop_tiers(self) -> None:
+        self._tier_share = None
+        self._tiers.clear()
+        for rows in self.every:
+            rows.pinned = None
 
     # --- rows ---
 
@@ -255,6 +336,24 @@ class SsdCache:
                     rows.clear()
                     every[number] = None
         self.x_rows = len(kept)
+        if self.ends is not None:
+            self.ends = [self.ends[i] for i in sequences]
+            for rows in self.every:
+                rows.crop(max(self.ends))
+            for tier in self._tiers.values():
+                tier.select(list(sequences))
+
+    def set_aside(self) -> SetAside:
+        """The rows as they are, to come back to by `bring_back`, whatever becomes of the batch."""
+        kv, x = (
+            [None if rows is None else rows.twin() for rows in every] for every in (self.kv, self.x)
+        )
+        return SetAside(kv, x, self.x_rows, None if self.ends is None else list(self.ends))
+
+    def bring_back(self, aside: SetAside) -> None:
+        """The rows become what they were."""
+        self.clear()
+        self.kv, self.x, self.x_rows, self.ends = aside.kv, aside.x, aside.x_rows, aside.ends
 
     def clear(self) -> None:
         """Forgets all tokens; the space is used again."""
@@ -262,10 +361,22 @@ class SsdCache:
         for rows in self.every:
             rows.clear()
         self.kv, self.x = [None] * len(self.kv), [None] * len(self.x)
+        self.ends = None
+        self._drop_tiers()
         self.attention.clear()
 
     def close(self) -> None:
         self.places.close()
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """The rows of a batch that is set aside. Attributes: as of `SsdCache`."""
+
+    kv: list[LayerRows | None]
+    x: list[LayerRows | None]
+    x_rows: int
+    ends: list[int] | None
 
 
 def trim_heap() -> None:

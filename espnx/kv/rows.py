@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,7 @@ class LayerRows:
         layout, n_heads, dtype: as given.
         count: tokens, in memory and on devices.
         stored: of them, from the first on, written in whole blocks.
+        pinned: what is stored from this position on stays in memory, too; None: nothing.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class LayerRows:
         self._spill_rows = spill_rows
         self.runs: list[StoredRun] = []
         self.count = self.stored = 0
+        self.pinned: int | None = None
         # of a block that is not full yet, where tokens are spilled sooner than that
         self._partial: StoredRun | None = None
         self._k = self._v = torch.empty(0)
@@ -109,10 +112,10 @@ class LayerRows:
         if k.shape[2]:
             self.append(k, v)
 
-    def spill(self) -> None:
-        """Writes what has waited long enough. Raises what a put raises; the rows are still in
-        memory then."""
-        waiting = self.count - self.stored
+    def spill(self, end: int | None = None) -> None:
+        """Writes what has waited long enough, of the tokens before `end` (None: of all). Raises
+        what a put raises; the rows are still in memory then."""
+        waiting = (self.count if end is None else end) - self.stored
         whole = waiting // self.layout.block_rows * self.layout.block_rows
         if waiting >= self._spill_rows and whole:
             skip = self.stored - self._first
@@ -264,8 +267,8 @@ class LayerRows:
             self._first += drop
 
     def trim(self, begin: int) -> None:
-        """Lets go of rows in memory before position `begin`, which must be stored."""
-        self._keep_from(min(begin, self.stored))
+        """Lets go of rows in memory before position `begin` that are stored and not pinned."""
+        self._keep_from(min(begin, self.stored, begin if self.pinned is None else self.pinned))
 
     # --- rows are kept (see kept/state.py) ---
 
@@ -351,6 +354,39 @@ class LayerRows:
             self.stored = count
             # What is left of the last block is not written again: the next tokens begin a block of
             # their own.
+
+    def accept(self, ends: Sequence[int], n_new: int, kept: Sequence[int], count: int) -> None:
+        """Of the last `n_new` tokens of each sequence the first `kept` stand, and move to its end.
+
+        Args:
+            ends: tokens of each sequence before those; none of what comes after is stored.
+            n_new: tokens of the pass.
+            kept: how many of them each sequence keeps.
+            count: tokens of the longest sequence of the batch then.
+        """
+        begin = self.count - n_new - self._first
+        for sequence, (end, n) in enumerate(zip(ends, kept, strict=True)):
+            to = end - self._first
+            if to < begin:
+                for rows in {id(self._k): self._k, id(self._v): self._v}.values():
+                    # a copy, since the two may overlap
+                    rows[sequence, :, to : to + n] = rows[sequence, :, begin : begin + n].clone()
+        self.count = count
+
+    def twin(self) -> LayerRows:
+        """The same rows once more, those on devices shared."""
+        other = LayerRows(self._striped, self.layout, self.n_heads, self.dtype, self._spill_rows)
+        runs = [
+            StoredRun(run.first_position, run.n_rows, [list(parts) for parts in run.parts])
+            for run in self.runs
+        ]
+        for run in runs:
+            for parts in run.parts:
+                for each in parts:
+                    each.references += 1
+        k, v, first = self.in_memory()
+        other.restore(runs, self.count, self.stored, first, k, v)
+        return other
 
     def clear(self) -> None:
         """Forgets everything."""

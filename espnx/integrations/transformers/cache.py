@@ -26,6 +26,7 @@ from ...checks import check_whole
 from ...device.interface import READ_AHEAD_BYTES
 from ...device.registry import Devices, directories_on
 from ...kv.cache import SsdCache
+from ...kv.draft.tally import Tally
 from ...kv.options import CacheOptions
 from ...kv.schedule import Decision
 from ...kv.striping import Storage, directories_of
@@ -41,6 +42,21 @@ from .kept import KeptState
 from .summary import summary
 
 log = logging.getLogger(__name__)
+
+
+def _draft_of(kind: str | None, share: float | None, x_rows: int | None) -> Tally | None:
+    """The draft that a cache is asked for; None: none. Raises InvalidInputError."""
+    if kind is None:
+        if share is not None:
+            raise errors.InvalidInputError(
+                "draft_memory of a cache without a draft", got=share, fix='draft="pages"'
+            )
+        return None
+    if kind == "pages" and x_rows:
+        raise errors.InvalidInputError(
+            "draft='pages' of sequences kept as X", got=f"x_rows={x_rows}", fix="x_rows=0"
+        )
+    return Tally(kind, share)
 
 
 class KVCache(Cache):
@@ -78,10 +94,16 @@ class KVCache(Cache):
             out to be.
         threads: that compute on rows; None: as many as PyTorch uses.
         deadline_s: of each transfer.
+        draft: how `espnx.generate` proposes several tokens for each pass over the rows: ``lookup``:
+            what followed the text's last tokens where they stood before; ``pages``: what the model
+            says of the pages of rows that the last pass found to weigh most, which stay in memory;
+            None: not at all.
+        draft_memory: with ``pages``: the part of K and V that stays in memory for that; None: 1/16.
 
     Attributes:
         store: the `SsdCache`.
         passes: the forward passes.
+        draft: what drafts brought so far; None: the cache has none.
         is_closed: nothing can be added to it any more.
 
     Raises:
@@ -116,6 +138,8 @@ class KVCache(Cache):
         compute: str | torch.device | None = None,
         threads: int | None = None,
         deadline_s: float = 30.0,
+        draft: str | None = None,
+        draft_memory: float | None = None,
     ):
         options = CacheOptions(
             format=format,
@@ -171,6 +195,9 @@ class KVCache(Cache):
                 "SSD, all of it stays in memory",
                 stacklevel=2 + CALL_FRAMES,
             )
+        self.draft = _draft_of(draft, draft_memory, x_rows)
+        if draft == "pages":
+            x_rows = 0
         super().__init__(layers=layers)
         self._name, self._storage, self.is_closed = name, directories_of(storage), False
         self._kept = None if name is None else KeptState(storage, name, fingerprint, limit_bytes)
@@ -323,7 +350,7 @@ class KVCache(Cache):
         that the bytes took; how many layers are stored, how many the framework keeps in memory
         (windows, states) and how many bytes these take; how many devices could not attend to, and
         why; how many sequences keep X, what was predicted when that was decided, and the measured
-        mean time of a decoding step."""
+        mean time of a decoding step; what drafts brought."""
         files = self.store.striped.path_report()
         return {
             "tokens": self.get_seq_length(),
@@ -339,6 +366,7 @@ class KVCache(Cache):
             "x_rows": min(self.store.x_rows, self.store.sequences),
             "decision": None if self.decision is None else self.decision.as_dict(),
             **self.passes.times.totals(),
+            "speculation": None if self.draft is None else self.draft.as_dict(),
         }
 
     def reuse_prefix(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, update_wrapper
+from inspect import signature
 from typing import Any
 
 import torch
@@ -51,6 +52,10 @@ def _generate(own: Any, *args: Any, **kwargs: Any) -> Any:
         and (mask is None or mask.shape[-1] == ids.shape[-1])
     ):
         _check_text(cache, own.__self__, ids)
+    function, streamer = kwargs.get("custom_generate"), kwargs.get("streamer")
+    if callable(function) and streamer is not None and "streamer" in signature(function).parameters:
+        # transformers puts the prompt, and does not hand the streamer on
+        kwargs["custom_generate"] = partial(function, streamer=streamer)
     return own(*args, **kwargs)
 
 

@@ -3,6 +3,8 @@ padding."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -53,6 +55,21 @@ class Text:
         before = torch.zeros_like(hidden[:, :n]) if self.hidden is None else self.hidden[:, :n]
         same &= (hidden[:, :n] == before).all(dim=0)
         return int(same.to(torch.int64).cumprod(0).sum())
+
+    def accept(self, begin: int, ends: Sequence[int], kept: Sequence[int]) -> None:
+        """Of the tokens from `begin` on each sequence keeps its first `kept`, behind its `ends`."""
+        for rows in (self.tokens, self.hidden):
+            if rows is not None:
+                for sequence, (end, n) in enumerate(zip(ends, kept, strict=True)):
+                    rows[sequence, end : end + n] = rows[sequence, begin : begin + n].clone()
+
+    def twin(self) -> Text:
+        """The same once more."""
+        other = Text()
+        other.tokens, other.hidden = (
+            None if rows is None else rows.clone() for rows in (self.tokens, self.hidden)
+        )
+        return other
 
     def select(self, sequences: list[int]) -> None:
         """Sequence i becomes what `sequences[i]` was."""

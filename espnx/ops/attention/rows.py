@@ -197,7 +197,7 @@ def attend_rows_reference(
         scores = scores + queries.slopes.to(q)[:, :, None] * (
             position - queries.position.to(q.device)[:, None]
         )
-    seen = _seen(queries, position)
+    seen = seen_by(queries, position)
     scores = torch.where(seen, scores, -torch.inf)
     lse = scores.logsumexp(dim=-1)
     weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
@@ -208,7 +208,7 @@ def attend_rows_reference(
     return torch.where((seen & broken[:, :, None]).any(dim=-1, keepdim=True), torch.nan, o), lse
 
 
-def _seen(queries: Queries, position: torch.Tensor) -> torch.Tensor:
+def seen_by(queries: Queries, position: torch.Tensor) -> torch.Tensor:
     """bool [sequences or 1, 1, n or 1, rows]: which rows each query sees."""
     seen = torch.ones(1, 1, 1, len(position), dtype=torch.bool, device=position.device)
     if queries.last_position is not None:

@@ -4,6 +4,7 @@ of scores, alone and together."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from espnx.ops.attention import (
     Queries,
     RowsInMemory,
     add_sinks,
+    attend_pages,
     attend_rows,
     attend_rows_reference,
     merge,
@@ -67,6 +69,37 @@ def test_like_the_reference(names: tuple[str, ...], d: int, dv: int, n: int, n_r
     look = queries(layout, N_SEQUENCES, N_HEADS, n, rng, **changes(names, n, n_rows, rng))
     assert_right(attend_rows(look, rows, threads=2), [], look, rows)
     assert_right(attend_rows_reference(look, rows), [], look, rows)
+
+
+@pytest.mark.parametrize("names", [(), *((name,) for name in NAMES), NAMES])
+@pytest.mark.parametrize(("n", "n_rows"), [(1, 300), (5, 129), (27, 64), (3, 1)])
+def test_by_pages(names: tuple[str, ...], n: int, n_rows: int) -> None:
+    """The whole is that of all rows at once, and each page's log-sum-exp is that of attention over
+    its rows alone. The rows begin at position 70, in the middle of a page."""
+    layout, rows, rng = some(64, 40, n, n_rows, seed=n, scale=3.0)
+    look = queries(layout, N_SEQUENCES, N_HEADS, n, rng, **changes(names, n, n_rows, rng))
+    o, lse, page_lse = attend_pages(look, rows, 32)
+    assert_right((o, lse), [], look, rows)
+    last = 70 + n_rows
+    for page, first in enumerate(range(64, last, 32)):
+        begin, end = max(first, 70), min(first + 32, last)
+        own = replace(rows, skip=rows.skip + begin - 70, n_rows=end - begin, first_position=begin)
+        wanted = attend_rows_reference(look, own, dtype=torch.float64)[1]
+        assert torch.allclose(page_lse[..., page].double(), wanted, rtol=1e-5, atol=1e-5)
+    assert page_lse.shape[-1] == len(range(64, last, 32))
+
+
+def test_what_pages_hide_has_no_effect_and_what_is_seen_has() -> None:
+    layout, rows, rng = some(16, 16, 2, 80, seed=4)
+    rows.v[0, 0, 3 + 10] = torch.nan
+    for hides in (True, False):
+        visible = torch.ones(2, 150, dtype=torch.uint8)
+        visible[0, 80] = 0 if hides else 1
+        look = queries(layout, N_SEQUENCES, N_HEADS, 2, rng, visible=visible)
+        o = attend_pages(look, rows, 32)[0]
+        assert bool(o[0, 0].isnan().all()) is not hides
+        assert bool(o[0, 1].isfinite().all())
+        assert bool(o[1].isfinite().all())
 
 
 @pytest.mark.parametrize("cpu_level", ["portable", "avx2", "avx512"], indirect=True)

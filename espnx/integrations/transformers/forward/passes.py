@@ -73,9 +73,11 @@ class PassGuard:
         under_way.check_thread()
         return True
 
-    def begin(self, new: ForwardPass, ids: torch.Tensor | None) -> None:
-        """A pass begins, over these tokens (None: not known). The one before must have ended."""
-        self.times.begin(ids, is_first=new.held == 0)
+    def begin(self, new: ForwardPass, ids: torch.Tensor | None, *, is_step: bool | None) -> None:
+        """A pass begins, over these tokens (None: not known); a decoding step, or a part of the
+        prompt (None: neither counts). The one before must have ended."""
+        if is_step is not None:
+            self.times.begin(ids, is_first=new.held == 0, is_step=is_step)
         self._under_way = new
 
     def reach(self) -> None:
@@ -129,14 +131,19 @@ class PassTimes:
         self._last: tuple[bool, int, float] | None = None  # is it a step, its tokens, when it began
         self._ended: float | None = None
 
-    def begin(self, ids: torch.Tensor | None, *, is_first: bool) -> None:
+    def begin(self, ids: torch.Tensor | None, *, is_first: bool, is_step: bool) -> None:
         """A pass over these tokens begins. `is_first`: into an empty cache; what came before led to
-        nothing that is still there."""
+        nothing that is still there. `is_step`: of decoding."""
         now = time.perf_counter()
         if not is_first:
             self._spent = self._counted(now)
         self._ended = None
-        self._last = None if ids is None else (ids.shape[1] == 1 and not is_first, ids.numel(), now)
+        self._last = None if ids is None else (is_step, ids.numel(), now)
+
+    def accept(self, tokens: int) -> None:
+        """Of the last pass's tokens so many stand."""
+        if self._last is not None:
+            self._last = self._last[0], tokens, self._last[2]
 
     def end(self) -> None:
         """The model has returned."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,19 @@ class Rotations:
     def crop(self, count: int) -> None:
         if count < self.count:
             self._cos, self._sin, self.count = self._cos[:, :count], self._sin[:, :count], count
+
+    def accept(self, begin: int, ends: Sequence[int], kept: Sequence[int]) -> None:
+        """Of the tokens from `begin` on each sequence keeps its first `kept`, behind its `ends`."""
+        if self.count and self._cos.shape[0] > 1:
+            for rows in (self._cos, self._sin):
+                for sequence, (end, n) in enumerate(zip(ends, kept, strict=True)):
+                    rows[sequence, end : end + n] = rows[sequence, begin : begin + n].clone()
+
+    def twin(self) -> Rotations:
+        """The same once more."""
+        other = Rotations()
+        other._cos, other._sin, other.count = self._cos.clone(), self._sin.clone(), self.count
+        return other
 
     def select(self, sequences: list[int]) -> None:
         if self.count and self._cos.shape[0] > 1:

@@ -97,9 +97,17 @@ class PassState:
             self.store.begin(held)
             self.x.rotations.crop(held)
             self._guard.begin(
-                ForwardPass(model, held, self.text.hidden, states_of(self.in_memory)), ids
+                ForwardPass(model, held, self.text.hidden, states_of(self.in_memory)),
+                ids,
+                is_step=None if self.store.is_drafting else self._is_step(ids, held),
             )
-            self.text.extend(ids, held)
+            if not self.store.is_drafting:
+                self.text.extend(ids, held)
+
+    def _is_step(self, ids: torch.Tensor | None, held: int) -> bool:
+        """Whether a pass is of decoding; otherwise it computes a prompt."""
+        is_short = ids is not None and ids.shape[1] == 1
+        return held > 0 and (is_short or self.store.ends is not None)
 
     def check_model(self, model: PreTrainedModel, sequences: int | None) -> None:
         """Raises what `begin` raises of the model and the batch."""
@@ -228,6 +236,46 @@ class PassState:
             for layer in self.in_memory:
                 layer.crop(-tokens)
             self.store.crop(held - tokens)
+
+    # --- tokens that may be rejected ---
+
+    def accept(self, n_new: int, kept: Sequence[int]) -> None:
+        """Of the last pass's `n_new` tokens each sequence keeps its first `kept`, which move to
+        its end. After `SsdCache.propose`."""
+        ends, begin = self.store.ends or [], self.length() - n_new
+        self.store.accept(n_new, kept)
+        self.times.accept(sum(kept))
+        self.text.accept(begin, ends, kept)
+        self.x.rotations.accept(begin, ends, kept)
+        self._masks = None
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Passes inside are drafts (`SsdCache.drafting`)."""
+        hidden = self.text.hidden
+        with self.store.drafting():
+            try:
+                yield
+            finally:
+                self.abort()
+                self.text.hidden, self._masks = hidden, None
+
+    def settle(self) -> None:
+        """All tokens stand from here on; those that not all sequences have are forgotten."""
+        self.abort()
+        self.store.settle()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What becomes of the batch inside is forgotten at the end."""
+        before = self.store.set_aside(), self.text.twin(), self.x.rotations.twin()
+        try:
+            yield
+        finally:
+            self.abort()
+            self.store.bring_back(before[0])
+            self.text, self.x.rotations = before[1:]
+            self._masks = None
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:

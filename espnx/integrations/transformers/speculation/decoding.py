@@ -1,0 +1,321 @@
+"""The loop: tokens are proposed for every sequence of a batch, one pass decides on all of them, and
+each sequence keeps its own number.
+
+Position p of the cache is token p of a sequence, whatever its neighbours accept. The pass's new
+tokens stand behind the longest sequence, and what lies between is hidden by the mask; those that a
+sequence keeps move to its own end, in memory, where they wait until all sequences have come so far
+that they can be written.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from .... import errors
+from ....kv.draft.acceptance import drawn, next_token
+from ....kv.draft.lookup import continuation
+from ....kv.draft.tally import Tally
+from ..cache import KVCache
+from ..forward.positions import learned_positions
+
+#: Tokens that are proposed where nobody says how many.
+_GAMMA = 8
+#: A sequence that is so many tokens ahead of the slowest goes on one by one until they have come
+#: nearer: what it has more waits in memory.
+_LEAD_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How tokens are decided, and when a text ends.
+
+    Attributes:
+        processors: of logits.
+        criteria: for stopping.
+        is_sampled: tokens are drawn.
+        pad: the token behind a text that has ended before others; None: there is one text.
+        max_length: of a text, in tokens.
+    """
+
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    is_sampled: bool
+    pad: int | None
+    max_length: int
+
+
+@dataclass
+class Draft:
+    """What is proposed for a text.
+
+    Attributes:
+        tokens: that may come next.
+        drawn_by: float32 [vocabulary] for each, the probabilities by which it was drawn; None: they
+            were certain.
+    """
+
+    tokens: list[int]
+    drawn_by: list[torch.Tensor] | None = None
+
+    def at(self, place: int) -> tuple[int | None, torch.Tensor | None]:
+        """(token, by what it was drawn) at a place; (None, None) behind the last."""
+        if place >= len(self.tokens):
+            return None, None
+        return self.tokens[place], None if self.drawn_by is None else self.drawn_by[place]
+
+
+class Decoding:
+    """A batch under way.
+
+    Args:
+        model, cache: as of `generate`.
+        tally: of the cache's drafts.
+        prompt: int64 [sequences, n]: all that the cache holds and more, or only what is new.
+        inputs: what `generate` prepared for the model's forward pass.
+        rules: how tokens are decided.
+        gamma: tokens that are proposed at most; None: chosen.
+        streamer: of transformers, or None.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: KVCache,
+        tally: Tally,
+        prompt: torch.Tensor,
+        inputs: dict[str, Any],
+        rules: Rules,
+        gamma: int | None,
+        streamer: Any,
+    ):
+        self._model, self._cache, self._rules = model, cache, rules
+        self._tally, self._gamma, self._streamer = tally, gamma, streamer
+        n_sequences, n = prompt.shape
+        self._ids = torch.full((n_sequences, max(rules.max_length, n)), rules.pad or 0)
+        self._ids[:, :n] = prompt.cpu()
+        self._lengths = [n] * n_sequences
+        self._going = list(range(n_sequences))  # the sequences that passes go over
+        self._ended = set[int]()
+        mask = inputs.get("attention_mask")
+        self._seen = None if mask is None else mask.bool().cpu()
+        self._next = inputs["position_ids"][:, -1].cpu().expand(n_sequences) + 1
+        # those whose names `generate` does not prepare anew
+        self._inputs = {
+            name: value
+            for name, value in inputs.items()
+            if name not in ("attention_mask", "position_ids", "logits_to_keep")
+        }
+        self._limit = learned_positions(model)
+        self._before = 0  # tokens in the cache that are not in the prompt
+        self._prompted = 0  # tokens in the cache after the prompt
+
+    def ids(self) -> torch.Tensor:
+        """int64 [sequences, n]: prompts and what follows, padded on the right."""
+        found = self._ids[:, : max(self._lengths)].clone()
+        for row, length in enumerate(self._lengths):
+            found[row, length:] = self._rules.pad or 0  # drafts stood there
+        return found
+
+    def run(self, logits: torch.Tensor, name: str) -> None:
+        """From the prompt's last logits [sequences, vocabulary] to the end of every text. `name`:
+        of the cache among the arguments of the model.
+
+        Raises what `generate` raises.
+        """
+        passes = self._cache.passes
+        self._inputs[name] = self._cache
+        self._prompted = self._cache.get_seq_length()
+        self._before = self._prompted - self._lengths[0]
+        for row in self._going:
+            self._decide(row, logits[row : row + 1], Draft([]))
+        with ExitStack() as undo:
+            self._cache.store.propose(
+                None if self._cache.draft is None else self._cache.draft.share
+            )
+            undo.callback(passes.settle)
+            try:
+                self._drop_ended(undo)
+                while self._going:
+                    self._step()
+                    self._drop_ended(undo)
+            except errors.EspnxError as error:
+                error.sequences = self.ids()  # type: ignore[attr-defined]
+                raise
+
+    def _drop_ended(self, undo: ExitStack) -> None:
+        """Sequences that have ended leave the batch of the passes; the cache gets them back at the
+        end, with what all had when the first of them left."""
+        left = [row for row in self._going if row not in self._ended]
+        if left and len(left) < len(self._going):
+            if len(self._going) == len(self._lengths):
+                undo.enter_context(self._cache.passes.aside())
+            self._cache.passes.select([self._going.index(row) for row in left])
+        self._going = left
+
+    def _step(self) -> None:
+        """Drafts, and the pass that decides on them."""
+        tally, passes = self._tally, self._cache.passes
+        asked, begun = self._bytes_asked(), time.perf_counter()
+        drafts = self._drafts()
+        drafted_bytes, drafted = self._bytes_asked() - asked, time.perf_counter()
+        n = 1 + max(len(draft.tokens) for draft in drafts)
+        own = [
+            [int(self._ids[row, self._lengths[row] - 1]), *draft.tokens]
+            for row, draft in zip(self._going, drafts, strict=True)
+        ]
+        logits = self._forward(own, n, self._cache.get_seq_length())
+        before = [self._lengths[row] for row in self._going]
+        try:
+            self._check(logits, drafts)
+            for place, row in enumerate(self._going):
+                self._decide(row, logits[place], drafts[place])
+        except BaseException:
+            for row, length in zip(self._going, before, strict=True):
+                self._lengths[row] = length
+            self._ended.difference_update(self._going)
+            passes.accept(n, [0] * len(before))
+            raise
+        kept = [
+            self._lengths[row] - length for row, length in zip(self._going, before, strict=True)
+        ]
+        passes.accept(n, kept)
+        tally.add([len(draft.tokens) for draft in drafts], kept)
+        tally.draft_s += drafted - begun
+        tally.pass_s += time.perf_counter() - drafted
+        tally.memory_bytes = max(tally.memory_bytes, self._cache.store.tier_bytes)
+        tally.draft_bytes_asked += drafted_bytes
+        tally.bytes_asked += self._bytes_asked() - asked - drafted_bytes
+
+    def _bytes_asked(self) -> int:
+        return self._cache.store.striped.stats().bytes_asked
+
+    # --- drafts ---
+
+    def _drafts(self) -> list[Draft]:
+        """Tokens that may come next, for each sequence that goes on."""
+        room = [self._room(row) for row in self._going]
+        if self._tally.kind == "pages":
+            # the first pass names the pages
+            return self._by_model(room) if self._cache.store.has_tier else [Draft([]) for _ in room]
+        return [
+            Draft(continuation(self._ids[row, : self._lengths[row]].numpy(), n))
+            for row, n in zip(self._going, room, strict=True)
+        ]
+
+    def _room(self, row: int) -> int:
+        """How many tokens may be proposed for a text."""
+        length = self._lengths[row]
+        room = [_GAMMA if self._gamma is None else self._gamma, self._rules.max_length - length - 1]
+        if self._limit is not None:
+            room.append(self._limit - 1 - self._position(row))
+        shortest = min(self._lengths[each] for each in self._going)
+        return 0 if length - shortest >= _LEAD_TOKENS else max(0, min(room))
+
+    def _by_model(self, room: list[int]) -> list[Draft]:
+        """What the model says of a part of the rows, token by token, for all sequences at once."""
+        rules, begin = self._rules, self._cache.get_seq_length()
+        drafts = [Draft([], [] if rules.is_sampled else None) for _ in room]
+        last = [[int(self._ids[row, self._lengths[row] - 1])] for row in self._going]
+        with self._cache.passes.drafting():
+            for done in range(max(room)):
+                logits = self._forward(last, 1, begin, done)
+                for place, (row, draft) in enumerate(zip(self._going, drafts, strict=True)):
+                    if done >= room[place]:
+                        continue
+                    # behind the text, where what is decided will stand
+                    end = self._lengths[row] + done
+                    scores = self._scores(row, end, logits[place])
+                    token, by = drawn(scores, is_sampled=rules.is_sampled)
+                    self._ids[row, end] = token
+                    draft.tokens.append(token)
+                    if by is not None and draft.drawn_by is not None:
+                        draft.drawn_by.append(by)
+                    last[place] = [token]
+        return drafts
+
+    def _position(self, row: int) -> int:
+        """Of a text's last token, which is not in the cache yet, as the model counts positions."""
+        fed = self._before + self._lengths[row] - 1
+        return int(self._next[row]) + fed - self._prompted
+
+    # --- the pass ---
+
+    def _forward(self, own: list[list[int]], n: int, begin: int, done: int = 0) -> torch.Tensor:
+        """A forward pass: logits [sequences, n, vocabulary] behind each of n tokens, at the places
+        `begin + done` and following of the cache.
+
+        Args:
+            own: tokens of each sequence; the last one stands in for those that it lacks.
+            begin: tokens of the longest sequence.
+            done: tokens from there on that are in the cache for each sequence.
+        """
+        tokens, positions = list[list[int]](), list[list[int]]()
+        for row, mine in zip(self._going, own, strict=True):
+            tokens.append(mine + mine[-1:] * (n - len(mine)))
+            first = self._position(row) + done
+            if self._limit is not None:  # a draft that is not wanted any more goes on all the same
+                first = min(first, self._limit - 1)
+            positions.append([first + min(i, len(mine) - 1) for i in range(n)])
+        device = self._model.device
+        inputs = self._model.prepare_inputs_for_generation(
+            torch.tensor(tokens, device=device),
+            position_ids=torch.tensor(positions, device=device),
+            attention_mask=self._mask(begin, done + n),
+            **self._inputs,
+        )
+        return self._model(**inputs, return_dict=True).logits.to("cpu", torch.float32)
+
+    def _mask(self, begin: int, new: int) -> torch.Tensor | None:
+        """[sequences, positions]: what is padding, and what lies between the end of a sequence and
+        the new tokens, which begin at `begin`, is hidden; None: nothing is."""
+        ends = torch.tensor([self._before + self._lengths[row] - 1 for row in self._going])
+        if self._seen is None and bool((ends == begin).all()):
+            return None
+        seen = torch.ones(len(ends), begin + new, dtype=torch.int64)
+        if self._seen is not None:
+            seen[:, : self._seen.shape[1]] = self._seen[self._going]
+        position = torch.arange(begin + new)
+        seen[(position >= ends[:, None]) & (position < begin)] = 0
+        return seen.to(self._model.device)
+
+    def _check(self, logits: torch.Tensor, drafts: list[Draft]) -> None:
+        """Raises StateError for logits that are NaN where they decide."""
+        for place, draft in enumerate(drafts):
+            if bool(logits[place, : len(draft.tokens) + 1].isnan().any()):
+                raise errors.StateError(
+                    f"logits of sequence {self._going[place]}",
+                    got="NaN",
+                    expected="numbers",
+                    fix="compute in a wider dtype, or check the model's weights",
+                )
+
+    # --- what it decides ---
+
+    def _scores(self, row: int, length: int, logits: torch.Tensor) -> torch.Tensor:
+        """float32 [vocabulary]: logits [1, vocabulary] behind the first `length` tokens of a text,
+        as the processors leave them."""
+        own = logits.to("cpu", torch.float32, copy=True)
+        return self._rules.processors(self._ids[row : row + 1, :length], own)[0]
+
+    def _decide(self, row: int, logits: torch.Tensor, draft: Draft) -> None:
+        """The tokens of a text that follow from logits [n, vocabulary]: those of the draft as long
+        as they are the pass's own, and one more."""
+        rules = self._rules
+        for place in range(len(draft.tokens) + 1):
+            length = self._lengths[row]
+            scores = self._scores(row, length, logits[place : place + 1])
+            token, is_drafted = next_token(scores, *draft.at(place), is_sampled=rules.is_sampled)
+            self._ids[row, length] = token
+            self._lengths[row] = length + 1
+            if self._streamer is not None:
+                self._streamer.put(torch.tensor([token]))
+            if bool(rules.criteria(self._ids[row : row + 1, : length + 1], None).all()):
+                self._ended.add(row)
+            if not is_drafted or row in self._ended:
+                break

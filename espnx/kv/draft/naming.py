@@ -1,0 +1,70 @@
+"""Attention over rows that a device shows, which names the pages that weigh most on the way.
+
+A file of its own: it is to `PageTier` what `ShownAttention` is to nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ...device.row_layout import RowLayout
+from ...ops.attention import Queries, RowsInMemory, attend_pages, merge
+from ..shown import unpacked
+from .pages import PAGE_ROWS, PageTier
+
+
+class NamingAttention:
+    """The attention of some queries, over the rows that were shown so far.
+
+    Args:
+        queries: what attends.
+        tier: is offered every page.
+        first_sequence: of the queries, as the tier numbers sequences.
+
+    Attributes:
+        o, lse: float32 [sequences, KV heads, n, dv] and [sequences, KV heads, n].
+    """
+
+    def __init__(self, queries: Queries, tier: PageTier, first_sequence: int):
+        self._queries, self._tier, self._first = queries, tier, first_sequence
+        self._own = dict[tuple[int, int], Queries]()
+        self.o = torch.zeros(*queries.q.shape[:3], queries.dv, device=queries.q.device)
+        self.lse = torch.full(queries.q.shape[:3], -torch.inf, device=queries.q.device)
+
+    def show(self, layout: RowLayout, memory: torch.Tensor, pieces: np.ndarray) -> None:
+        """Rows as a device shows them."""
+        for sequence, head, k, v, first in unpacked(layout, memory, pieces):
+            k, v = (rows.to(self.o.device).contiguous()[None, None] for rows in (k, v))
+            rows = RowsInMemory(k, v, 0, k.shape[2], first)
+            o, lse, page_lse = attend_pages(self._of(sequence, head), rows, PAGE_ROWS)
+            at = slice(sequence, sequence + 1), slice(head, head + 1)
+            self.o[at], self.lse[at] = merge(self.o[at], self.lse[at], o, lse)
+            self._tier.offer(
+                self._first + sequence,
+                head,
+                rows,
+                self._seen(sequence, rows),
+                page_lse[0, 0],
+                self.lse[sequence, head],
+            )
+
+    def _of(self, sequence: int, head: int) -> Queries:
+        if (sequence, head) not in self._own:
+            one = self._queries.part(sequence, sequence + 1)
+            slopes = None if one.slopes is None else one.slopes[head : head + 1]
+            self._own[sequence, head] = replace(
+                one, q=one.q[:, head : head + 1].contiguous(), slopes=slopes
+            )
+        return self._own[sequence, head]
+
+    def _seen(self, sequence: int, rows: RowsInMemory) -> torch.Tensor | None:
+        """bool [n]: which of the rows are no padding; None: all."""
+        first, visible = self._queries.first_visible, self._queries.visible
+        at = rows.first_position + torch.arange(rows.n_rows)
+        if first is None or (visible is None and int(first[sequence]) <= rows.first_position):
+            return None
+        seen = at >= int(first[sequence])
+        return seen if visible is None else seen & visible[sequence, at].bool()

@@ -1,0 +1,171 @@
+"""The rows of a layer that drafts attend to: the pages that the last pass over everything found to
+weigh most, by sequence and KV head, in memory.
+
+A pass attends to all rows and so knows what part of its attention fell on each page: exp(lse of the
+page - lse), summed over the queries. Pages are offered as the pass's reads arrive, in any order,
+while the rows are in its buffers, checked; those with the most stay. What the model looked at for
+the last tokens it looks at for the next few, mostly (KV heads attend to few places, which move
+slowly), so a draft over these pages proposes mostly what the model says. Drafts read nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ...ops.attention import Queries, RowsInMemory, attend_rows
+
+PAGE_ROWS = 32
+#: Pages that stay whatever they weigh: the one where the text begins, and the last two.
+_ALWAYS = 3
+
+
+class PageTier:
+    """Of one layer.
+
+    Args:
+        share: of the layer's pages that stays in memory, besides the first and the last.
+
+    Attributes:
+        end: the rows before this position were offered; later ones are in memory anyway.
+    """
+
+    def __init__(self, share: float):
+        self._share, self.end = share, 0
+        self._k = self._v = torch.empty(0)  # [sequences, KV heads, slots, PAGE_ROWS, d or dv]
+        # uint8 [sequences, KV heads, slots, PAGE_ROWS]: which of the rows are there, and seen
+        self._seen = torch.empty(0, dtype=torch.uint8)
+        # [sequences, KV heads, slots, queries]: log-sum-exp of each page for the pass's queries
+        self._lse = torch.empty(0)
+        self._stays = torch.empty(0, dtype=torch.bool)  # [sequences, KV heads, slots]
+        # int64 [sequences, KV heads, slots]: which page of the text it is; -1: none
+        self._number = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of rows, and of what is known of them."""
+        every = (self._k, self._v, self._seen, self._lse, self._stays, self._number)
+        return sum(each.numel() * each.element_size() for each in every)
+
+    def begin(self, queries: Queries, n_sequences: int, dtype: torch.dtype, end: int) -> None:
+        """A pass begins, with queries like these of so many sequences, which offers the rows before
+        position `end`, of that dtype."""
+        _, heads, n, d = queries.q.shape
+        n_pages = -(-end // PAGE_ROWS)
+        slots = min(n_pages, _ALWAYS + round(self._share * n_pages))
+        self.end = end
+        shape, device = (n_sequences, heads, slots), queries.q.device
+        if self._k.shape[:3] != shape:
+            self._k = torch.zeros(*shape, PAGE_ROWS, d, dtype=dtype, device=device)
+            self._v = torch.zeros(*shape, PAGE_ROWS, queries.dv, dtype=dtype, device=device)
+        self._seen = torch.zeros(*shape, PAGE_ROWS, dtype=torch.uint8, device=device)
+        self._lse = torch.full((*shape, n), -torch.inf, device=device)
+        self._stays = torch.zeros(shape, dtype=torch.bool, device=device)
+        self._number = torch.full(shape, -1, device=device)
+
+    def offer(
+        self,
+        sequence: int,
+        head: int,
+        rows: RowsInMemory,
+        seen: torch.Tensor | None,
+        page_lse: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Rows of one head of a sequence, which the pass has just attended to.
+
+        Args:
+            rows: K and V [1, 1, n, d].
+            seen: bool [n], which of them are no padding; None: all.
+            page_lse: [queries, pages], of the pages that these rows are.
+            lse: [queries], over all rows that have been attended to so far.
+        """
+        first, slots = rows.first_position // PAGE_ROWS, self._lse.shape[2]
+        before = rows.first_position % PAGE_ROWS
+        number = first + torch.arange(page_lse.shape[1], device=lse.device)
+        there = torch.ones(rows.n_rows, dtype=torch.uint8) if seen is None else seen.to(torch.uint8)
+        # the page where the text begins, which models look at whatever it says, and the last ones
+        begins = first + (before + int(there.argmax())) // PAGE_ROWS
+        is_first = bool(there.any()) and (rows.first_position == 0 or not bool(there[0]))
+        stays = (number + _ALWAYS - 1) * PAGE_ROWS >= self.end
+        if is_first:
+            stays |= number == begins
+        own = [
+            (kept[sequence, head], _pages(rows_of.to(kept), before))
+            for kept, rows_of in zip(
+                (self._k, self._v, self._seen),
+                (*(each[0, 0] for each in rows.counting), there),
+                strict=True,
+            )
+        ]
+        page_lse = page_lse.mT
+        if before or (before + rows.n_rows) % PAGE_ROWS:
+            page_lse = self._complete(sequence, head, number, own, page_lse)
+        every = torch.cat([self._lse[sequence, head], page_lse])
+        mass = torch.exp(every - lse).sum(dim=-1).nan_to_num(0.0)
+        mass[torch.cat([self._stays[sequence, head], stays])] = torch.inf
+        mass[slots:][(page_lse == -torch.inf).all(dim=-1)] = -1.0  # nothing of it is seen
+        wins = torch.zeros(len(mass), dtype=torch.bool, device=lse.device)
+        wins[mass.topk(slots).indices] = True
+        wins &= mass >= 0
+        new = wins[slots:].nonzero().flatten()
+        free = (~wins[:slots]).nonzero().flatten()[: len(new)]
+        if len(new):
+            for kept, pages in own:
+                kept[free] = pages[new]
+            self._lse[sequence, head, free] = page_lse[new]
+            self._stays[sequence, head, free] = stays[new]
+            self._number[sequence, head, free] = number[new]
+
+    def _complete(
+        self,
+        sequence: int,
+        head: int,
+        number: torch.Tensor,
+        own: list[tuple[torch.Tensor, torch.Tensor]],
+        page_lse: torch.Tensor,
+    ) -> torch.Tensor:
+        """Adds rows of pages of which others came before. Returns the log-sum-exp of each page
+        [pages, queries] without those."""
+        page_lse = page_lse.clone()
+        known = self._number[sequence, head][:, None] == number
+        seen = own[2][1]
+        for slot, page in known.nonzero().tolist():
+            which = seen[page].bool()
+            for kept, pages in own:
+                kept[slot, which] = pages[page, which]
+            self._lse[sequence, head, slot] = torch.logaddexp(
+                self._lse[sequence, head, slot], page_lse[page]
+            )
+            page_lse[page] = -torch.inf
+        return page_lse
+
+    def attend(self, queries: Queries, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention over these pages: (o float32 [sequences, KV heads, n, dv], lse)."""
+        n_sequences, heads, n, d = queries.q.shape
+        pairs = n_sequences * heads
+        k, v = (rows.view(pairs, 1, -1, rows.shape[-1]) for rows in (self._k, self._v))
+        own = Queries(
+            queries.q.view(pairs, 1, n, d),
+            queries.dv,
+            visible=self._seen.view(pairs, -1),
+            soft_cap=queries.soft_cap,
+        )
+        o, lse = attend_rows(own, RowsInMemory(k, v, 0, k.shape[2], 0), threads=threads)
+        return o.view(n_sequences, heads, n, -1), lse.view(n_sequences, heads, n)
+
+    def select(self, sequences: list[int]) -> None:
+        """Sequence i becomes what `sequences[i]` was."""
+        if self.end:
+            self._k, self._v, self._seen, self._lse, self._stays = (
+                each[sequences] for each in (self._k, self._v, self._seen, self._lse, self._stays)
+            )
+
+
+def _pages(rows: torch.Tensor, before: int) -> torch.Tensor:
+    """[pages, PAGE_ROWS, ...] of rows [n, ...], the first of which stands at `before` in its page;
+    zeros where there is none."""
+    behind = -(before + len(rows)) % PAGE_ROWS
+    if before or behind:
+        rows = F.pad(rows, (*([0, 0] * (rows.dim() - 1)), before, behind))
+    return rows.unflatten(0, (-1, PAGE_ROWS))

@@ -1,0 +1,104 @@
+"""What drafts brought: which kind of draft a cache has, how many of its tokens the passes
+accepted, and what drafts and passes took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ... import errors
+
+#: Ways to draft.
+KINDS = ("lookup", "pages")
+#: Of K and V, that stays in memory for drafts unless one says how much.
+_SHARE = 1 / 16
+
+
+@dataclass
+class Tally:
+    """Of a cache, since it was opened.
+
+    Attributes:
+        kind: of draft.
+        share: of K and V that stays in memory for drafts; None: nothing does.
+        passes: verifying passes over the stored rows.
+        turns: of the sequences in them: a pass over 8 sequences is 8.
+        tokens: that these passes brought, of all sequences.
+        offered, accepted: how many times a token was proposed at a position behind the text, and
+            how many times it and all before it were accepted.
+        draft_s, pass_s: seconds that drafts took, and passes with what they decide.
+        bytes_asked: of stored rows, in the passes.
+        draft_bytes_asked: of stored rows, while drafts were made.
+        memory_bytes: that rows for drafts took at most.
+        gamma: how many tokens are proposed for each sequence of a pass at most; None: no pass yet.
+        why: it is so many.
+    """
+
+    kind: str
+    share: float | None = None
+    passes: int = 0
+    turns: int = 0
+    tokens: int = 0
+    offered: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    draft_s: float = 0.0
+    pass_s: float = 0.0
+    bytes_asked: int = 0
+    draft_bytes_asked: int = 0
+    memory_bytes: int = 0
+    gamma: int | None = None
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInputError for a draft that there is not, and a share that is none."""
+        if self.kind not in KINDS:
+            raise errors.InvalidInputError(
+                "draft of a cache", got=repr(self.kind), expected=" or ".join(map(repr, KINDS))
+            )
+        if self.kind == "pages" and self.share is None:
+            self.share = _SHARE
+        if self.share is not None and (
+            self.kind != "pages"
+            or not isinstance(self.share, (int, float))
+            or not 0 < self.share <= 1
+        ):
+            raise errors.InvalidInputError(
+                f"draft_memory of draft={self.kind!r}",
+                got=repr(self.share),
+                expected="a part of K and V, above 0 and at most 1"
+                if self.kind == "pages"
+                else "None: it takes no memory",
+            )
+
+    def add(self, drafted: Sequence[int], kept: Sequence[int]) -> None:
+        """A pass: how many tokens were proposed for each sequence, and how many it got."""
+        self.passes, self.turns = self.passes + 1, self.turns + len(kept)
+        self.tokens += sum(kept)
+        for n_drafted, n_kept in zip(drafted, kept, strict=True):
+            while len(self.offered) < n_drafted:
+                self.offered.append(0)
+                self.accepted.append(0)
+            for position in range(n_drafted):
+                self.offered[position] += 1
+                self.accepted[position] += position < n_kept - 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `KVCache.stats`."""
+        return {
+            "draft": self.kind,
+            "passes": self.passes,
+            "tokens": self.tokens,
+            "tokens_a_pass": self.tokens / self.turns if self.turns else None,
+            "accepted_by_position": [
+                accepted / offered
+                for accepted, offered in zip(self.accepted, self.offered, strict=True)
+            ],
+            "bytes_a_token": self.bytes_asked / self.tokens if self.tokens else None,
+            "draft_bytes_asked": self.draft_bytes_asked,
+            "draft_memory_bytes": self.memory_bytes,
+            "draft_s": self.draft_s,
+            "pass_s": self.pass_s,
+            "gamma": self.gamma,
+            "why": self.why,
+        }

@@ -1,0 +1,133 @@
+"""What decoding with drafts does not do is refused by name, before anything is computed or with the
+cache as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+import espnx
+from espnx import errors
+from espnx.integrations.transformers.cache import KVCache
+from tests.integrations.transformers.speculation.drafts import drafting, one_by_one, speculated
+from tests.integrations.transformers.tiny import enabled, make, prompt
+
+REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "beams": (lambda: {"num_beams": 3}, "beam search"),
+    "sampled beams": (lambda: {"num_beams": 3, "do_sample": True}, "beam sample"),
+    "scores": (lambda: {"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
+    "guidance": (lambda: {"guidance_scale": 2.0}, "ClassifierFreeGuidance"),
+    "allowed tokens of a batch": (
+        lambda: {"prefix_allowed_tokens_fn": lambda number, ids: [number]},
+        "PrefixConstrained",
+    ),
+    "a streamer of a batch": (lambda: {"streamer": _Put()}, "streamer"),
+    "gamma": (lambda: {"gamma": -1}, "gamma"),
+}
+
+
+class _Put(BaseStreamer):
+    """Remembers what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens = list[int]()
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refusals(folder: Path, what: str) -> None:
+    options, named = REFUSED[what]
+    with KVCache(enabled("llama").config, folder, draft="lookup") as cache:
+        with pytest.raises(errors.InvalidInputError, match=named):
+            speculated("llama", prompt([20, 12]), cache, **options())
+        assert cache.get_seq_length() == 0
+
+
+def test_other_inputs_than_text(folder: Path) -> None:
+    with (
+        KVCache(enabled("gpt2").config, folder, draft="lookup") as cache,
+        pytest.raises(errors.InvalidInputError, match="token_type_ids"),
+    ):
+        kinds = torch.zeros(1, 20, dtype=torch.int64)
+        speculated("gpt2", prompt([20]) | {"token_type_ids": kinds}, cache)
+
+
+def test_caches_without_a_draft(folder: Path) -> None:
+    model = enabled("llama")
+    with KVCache(model.config, folder) as cache:
+        assert cache.stats()["speculation"] is None
+        with pytest.raises(errors.InvalidInputError, match="a cache without one"):
+            speculated("llama", prompt([20]), cache)
+    for other in (None, DynamicCache(config=model.config)):
+        with pytest.raises(errors.InvalidInputError, match="expected a KVCache"):
+            espnx.generate(model, **prompt([20]), past_key_values=other, max_new_tokens=3)
+    for kind in ("beams", "", 3):
+        with pytest.raises(errors.InvalidInputError, match="'lookup'"):
+            KVCache(model.config, folder, draft=kind)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+@pytest.mark.filterwarnings("ignore:no layer of this model")
+def test_layers_that_stay_in_memory(folder: Path, name: str) -> None:
+    with (
+        KVCache(enabled(name).config, folder, draft="lookup") as cache,
+        pytest.raises(errors.InvalidInputError, match="layers that stay in memory"),
+    ):
+        speculated(name, prompt([20]), cache)
+
+
+def test_rotations_that_change_with_the_text(folder: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = espnx.enable_kv_cache(make("llama", rope_parameters=rope))
+    with (
+        KVCache(model.config, folder, draft="lookup") as cache,
+        pytest.raises(errors.InvalidInputError, match="dynamic"),
+    ):
+        espnx.generate(model, **prompt([20]), past_key_values=cache, max_new_tokens=3)
+
+
+def test_logits_that_are_nan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is as before the pass, and goes on when the model is well again."""
+    inputs = prompt([30])
+    wanted = one_by_one("llama", inputs, max_new_tokens=30)
+    drafting(monkeypatch, wanted)
+    model: PreTrainedModel = enabled("llama")
+    calls = 0
+
+    def broken(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return output * float("nan") if calls == 4 else output
+
+    hook = model.lm_head.register_forward_hook(broken)
+    with KVCache(model.config, folder, draft="lookup", spill_interval=8) as cache:
+        with pytest.raises(errors.StateError, match="NaN") as caught:
+            speculated("llama", inputs, cache, max_new_tokens=30)
+        hook.remove()
+        so_far = caught.value.sequences  # type: ignore[attr-defined]
+        assert cache.get_seq_length() == so_far.shape[1] - 1 > 30
+        assert torch.equal(so_far, wanted[:, : so_far.shape[1]])
+        left = 60 - so_far.shape[1]
+        got = speculated("llama", {"input_ids": so_far}, cache, max_new_tokens=left)
+    assert torch.equal(got, wanted)
+
+
+def test_a_streamer_is_put_every_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = prompt([25])
+    wanted = one_by_one("llama", inputs, max_new_tokens=20)
+    drafting(monkeypatch, wanted)
+    streamer = _Put()
+    with KVCache(enabled("llama").config, folder, draft="lookup") as cache:
+        speculated("llama", inputs, cache, max_new_tokens=20, streamer=streamer)
+    assert streamer.tokens == [*wanted[0].tolist(), -1]
