@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ... import errors
+from .pace import Pace
 
 #: Ways to draft.
 KINDS = ("lookup", "pages")
@@ -31,8 +32,7 @@ class Tally:
         bytes_asked: of stored rows, in the passes.
         draft_bytes_asked: of stored rows, while drafts were made.
         memory_bytes: that rows for drafts took at most.
-        gamma: how many tokens are proposed for each sequence of a pass at most; None: no pass yet.
-        why: it is so many.
+        pace: how many tokens are proposed for each sequence of a pass.
     """
 
     kind: str
@@ -47,8 +47,7 @@ class Tally:
     bytes_asked: int = 0
     draft_bytes_asked: int = 0
     memory_bytes: int = 0
-    gamma: int | None = None
-    why: str = ""
+    pace: Pace = field(default_factory=Pace)
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for a draft that there is not, and a share that is none."""
@@ -71,8 +70,13 @@ class Tally:
                 else "None: it takes no memory",
             )
 
-    def add(self, drafted: Sequence[int], kept: Sequence[int]) -> None:
-        """A pass: how many tokens were proposed for each sequence, and how many it got."""
+    def add(
+        self, drafted: Sequence[int], kept: Sequence[int], draft_s: float, pass_s: float
+    ) -> None:
+        """A pass: how many tokens were proposed for each sequence, how many it got, and the seconds
+        of the drafts and of the pass."""
+        self.pace.note(drafted, kept, draft_s, pass_s)
+        self.draft_s, self.pass_s = self.draft_s + draft_s, self.pass_s + pass_s
         self.passes, self.turns = self.passes + 1, self.turns + len(kept)
         self.tokens += sum(kept)
         for n_drafted, n_kept in zip(drafted, kept, strict=True):
@@ -99,6 +103,10 @@ class Tally:
             "draft_memory_bytes": self.memory_bytes,
             "draft_s": self.draft_s,
             "pass_s": self.pass_s,
-            "gamma": self.gamma,
-            "why": self.why,
+            "gamma": self.pace.gamma,
+            "why": self.pace.why,
+            "predicted_s": self.pace.predicted_s,
+            "measured_s": (self.draft_s + self.pass_s) * self.turns / self.passes / self.tokens
+            if self.tokens
+            else None,
         }

@@ -24,8 +24,6 @@ from ....kv.draft.tally import Tally
 from ..cache import KVCache
 from ..forward.positions import learned_positions
 
-#: Tokens that are proposed where nobody says how many.
-_GAMMA = 8
 #: A sequence that is so many tokens ahead of the slowest goes on one by one until they have come
 #: nearer: what it has more waits in memory.
 _LEAD_TOKENS = 128
@@ -185,9 +183,12 @@ class Decoding:
             self._lengths[row] - length for row, length in zip(self._going, before, strict=True)
         ]
         passes.accept(n, kept)
-        tally.add([len(draft.tokens) for draft in drafts], kept)
-        tally.draft_s += drafted - begun
-        tally.pass_s += time.perf_counter() - drafted
+        tally.add(
+            [len(draft.tokens) for draft in drafts],
+            kept,
+            draft_s=drafted - begun,
+            pass_s=time.perf_counter() - drafted,
+        )
         tally.memory_bytes = max(tally.memory_bytes, self._cache.store.tier_bytes)
         tally.draft_bytes_asked += drafted_bytes
         tally.bytes_asked += self._bytes_asked() - asked - drafted_bytes
@@ -199,7 +200,12 @@ class Decoding:
 
     def _drafts(self) -> list[Draft]:
         """Tokens that may come next, for each sequence that goes on."""
-        room = [self._room(row) for row in self._going]
+        pace = self._tally.pace
+        if self._gamma is None:
+            pace.choose()
+        else:
+            pace.gamma, pace.why = self._gamma, "as asked"
+        room = [self._room(row, pace.gamma) for row in self._going]
         if self._tally.kind == "pages":
             # the first pass names the pages
             return self._by_model(room) if self._cache.store.has_tier else [Draft([]) for _ in room]
@@ -208,10 +214,10 @@ class Decoding:
             for row, n in zip(self._going, room, strict=True)
         ]
 
-    def _room(self, row: int) -> int:
-        """How many tokens may be proposed for a text."""
+    def _room(self, row: int, gamma: int) -> int:
+        """How many tokens may be proposed for a text, at most `gamma`."""
         length = self._lengths[row]
-        room = [_GAMMA if self._gamma is None else self._gamma, self._rules.max_length - length - 1]
+        room = [gamma, self._rules.max_length - length - 1]
         if self._limit is not None:
             room.append(self._limit - 1 - self._position(row))
         shortest = min(self._lengths[each] for each in self._going)

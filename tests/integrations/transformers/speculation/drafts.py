@@ -48,8 +48,15 @@ def one_by_one(name: str, inputs: dict[str, torch.Tensor], **options: Any) -> to
 
 
 def speculated(
-    name: str, inputs: dict[str, torch.Tensor], cache: KVCache, **options: Any
+    name: str,
+    inputs: dict[str, torch.Tensor],
+    cache: KVCache,
+    *,
+    gamma: int | None = 8,
+    **options: Any,
 ) -> torch.Tensor:
+    """What `espnx.generate` generates. `gamma` None: it chooses."""
+    asked = {} if gamma is None else {"gamma": gamma}
     return tiny.generate(
-        tiny.enabled(name), inputs, cache, custom_generate=espnx.generate, **options
+        tiny.enabled(name), inputs, cache, custom_generate=espnx.generate, **asked, **options
     )

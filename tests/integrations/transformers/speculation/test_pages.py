@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+import espnx
 from espnx import errors
 from espnx.integrations.transformers.cache import KVCache
+from espnx.integrations.transformers.speculation import decoding
 from espnx.storage import FaultRule, FaultyEngine
 from tests.integrations.transformers.speculation.drafts import one_by_one, speculated
-from tests.integrations.transformers.tiny import enabled, prompt
+from tests.integrations.transformers.tiny import enabled, make, prompt
+from tests.kv.draft.test_acceptance import probability
 from tests.sweeps import in_steps
 
 LONG = [150, 80, 30]
@@ -89,7 +92,7 @@ def test_every_read_fails_once(folder: Path, fault: str, value: int, step: int) 
     inputs = prompt(LONG)
     wanted = one_by_one("llama", inputs, max_new_tokens=30)
     failures = 0
-    for nth in range(1, 60, 5 * step):
+    for nth in range(1, 24, 2 * step):
         made = list[FaultyEngine]()
 
         def make_engine(nth: int = nth, made: list[FaultyEngine] = made) -> FaultyEngine:
@@ -110,6 +113,52 @@ def test_every_read_fails_once(folder: Path, fault: str, value: int, step: int) 
         made[0].close()
         assert torch.equal(got, wanted), f"{fault} in the {nth}th read"
     assert failures > 1
+
+
+def too_willing(
+    scores: torch.Tensor, drafted: int | None, drawn_by: Any = None, *, is_sampled: bool
+) -> tuple[int, bool]:
+    """A wrong rule: what comes in place of a rejected token is drawn by all of p."""
+    p = scores.softmax(-1)
+    if drafted is not None and float(torch.rand(())) * drawn_by[drafted] < p[drafted]:
+        return drafted, True
+    return int(torch.multinomial(p, 1)), False
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_sampled_tokens_keep_their_distribution(
+    folder: Path, is_right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second new token, which a draft proposed: chi-square of 2,400 draws against its exact
+    distribution, over all first ones. A wrong rule fails it."""
+    if not is_right:
+        monkeypatch.setattr(decoding, "next_token", too_willing)
+    vocabulary, draws = 50, 200
+    model = espnx.enable_kv_cache(make("llama", vocab_size=vocabulary, initializer_range=0.2))
+    ids = torch.randint(3, vocabulary, (1, 150), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        first = (model(ids).logits[0, -1] / 0.7).softmax(-1)
+        pairs = torch.cat([ids.expand(vocabulary, -1), torch.arange(vocabulary)[:, None]], dim=1)
+        second = (model(pairs).logits[:, -1] / 0.7).softmax(-1)
+    counts, accepted = torch.zeros(vocabulary), list[float]()
+    torch.manual_seed(3)
+    for _ in range(12):
+        with KVCache(model.config, folder, draft="pages", draft_memory=0.01) as cache:
+            got = espnx.generate(
+                model,
+                ids.expand(draws, -1),
+                attention_mask=torch.ones(draws, 150, dtype=torch.int64),
+                past_key_values=cache,
+                gamma=2,
+                max_new_tokens=4,
+                do_sample=True,
+                temperature=0.7,
+                top_k=0,
+            )
+            accepted.append(cache.stats()["speculation"]["accepted_by_position"][0])
+        counts += got[:, 152].bincount(minlength=vocabulary)
+    assert 0.1 < sum(accepted) / len(accepted) < 0.9
+    assert (probability(counts, first @ second) > 1e-3) is is_right
 
 
 def test_a_kept_cache_names_its_pages_again(folder: Path) -> None:

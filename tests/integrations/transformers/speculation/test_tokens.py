@@ -30,6 +30,7 @@ MODES: dict[str, tuple[list[int], dict[str, Any], dict[str, Any]]] = {
     "ends": (PADDED, {"eos_token_id": [5, 11, 40, 60, 71]}, {"spill_interval": 8}),
     "wide passes": (PADDED, {"gamma": 19}, {"spill_interval": 1}),
     "no drafts": (PADDED[:2], {"gamma": 0}, {}),
+    "a chosen number": (PADDED, {"gamma": None}, {"spill_interval": 8}),
     "chunks": ([60, 31], {"prefill_chunk_size": 19}, {}),
     "X": (PADDED, {}, {"x_rows": 99, "spill_interval": 8}),
     "X and KV": (PADDED, {"eos_token_id": [5, 11, 40]}, {"x_rows": 2, "spill_interval": 8}),
@@ -55,8 +56,9 @@ def test_tokens_are_those_of_one_by_one(
         assert torch.equal(got, wanted), f"{name}, {mode}"
         assert said["bytes_asked"] > 0
         assert said["speculation"]["draft_bytes_asked"] == 0
-        if mode != "no drafts":
+        if "gamma" not in options:
             assert said["speculation"]["tokens_a_pass"] > 2
+        assert said["speculation"]["why"]
     assert not list(folder.iterdir())
 
 
