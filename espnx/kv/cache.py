@@ -14,7 +14,7 @@ import torch
 from .. import errors
 from ..device.row_layout import RowLayout, format_of
 from ..forks import check_own
-from .attention import CHUNK_TOKENS, Attention, Step
+from .attention import CHUNK_TOKENS, Attention, Over, Step
 from .draft.pages import PageTier
 from .options import CacheOptions
 from .places import Places
@@ -166,7 +166,7 @@ class SsdCache:
             rows = self.kv[layer] = self.make_rows(
                 self._kv_layout(step), step.k.shape[1], step.k.dtype
             )
-        over = self.attention.stored
+        over: Over = self.attention.stored
         if self._tier_share is not None:
             tier = self._tiers.setdefault(layer, PageTier(self._tier_share))
             if self.is_drafting:
