@@ -66,7 +66,8 @@ class PartKind:
     given such parts, not what they are opened of. fronts: puts something in front of an open part,
     or of the parts that it opens in turn. mixins: of what stands in front of such a part, beside
     its calls. checks: by name: (device) -> None, or what it has to say; they raise
-    NotConformingError (`espnx device verify`).
+    NotConformingError (`espnx device verify`). reads_wait: its commands are made of reads that wait
+    for one another: an emulated device whose spec has no latency of a read opens none.
     """
 
     name: str
@@ -82,6 +83,7 @@ class PartKind:
     fronts: Callable[[Any, Front], Any] | None = None
     mixins: tuple[type, ...] = ()
     checks: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    reads_wait: bool = False
 
     def open_on(self, device: Any, *what: Any, **options: Any) -> Any:
         """A part on a device, by the device's own call where it has one."""
@@ -231,6 +233,7 @@ GRAPHS = PartKind(
         "dim": graph.dim,
         "metric": graph.metric,
     },
+    reads_wait=True,
 )
 POSTINGS = PartKind(
     "postings",

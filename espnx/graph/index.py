@@ -6,13 +6,14 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from .. import errors
 from ..checks import check_finite, check_path, check_whole, plain
+from ..device.interface import FilePath
 from ..forks import check_own
 from ..ops._native import load_extension
 from ..sizes import format_size
@@ -20,6 +21,7 @@ from ..storage import FaultRule, NativeEngine, Plan
 from ..suggestions import suggests_keywords
 from .filters import FilterReader, NodeFilter, RowFilter, row_mask
 from .format import (
+    CODES,
     NODES,
     ROWS,
     GraphFacts,
@@ -33,9 +35,6 @@ from .native import native_view
 from .neighbours import Neighbours, measure, nearest
 from .options import SQUARES_MAX
 from .vectors import as_array
-
-if TYPE_CHECKING:
-    pass
 
 LIST_SIZE_MAX = 1 << 20
 THREADS_MAX = 256
@@ -105,11 +104,8 @@ class GraphSearch:
     """A search under way in the threads of a graph; see `GraphIndex.start`. One thread at a time
     may ask it. Ends when nobody holds it."""
 
-    def __init__(
-        self, index: GraphIndex, k: int, search: Any, shared_pages: int = 0, filter_bytes: int = 0
-    ):
-        self._index, self._k, self._search = index, k, search
-        self._shared = shared_pages, filter_bytes
+    def __init__(self, index: GraphIndex, k: int, search: Any, **shared: int):
+        self._index, self._k, self._search, self._shared = index, k, search, shared
 
     def partial(self, pages: int) -> tuple[np.ndarray, np.ndarray]:
         """What each walk has found after so many pages, or at its end if it comes sooner; walks go
@@ -122,6 +118,7 @@ class GraphSearch:
         """
         if isinstance(self._search, Neighbours):
             return self._search.ids, self._search.distances
+        self._check_wanted()
         rows, far = self._search.partial(pages)
         return rows.numpy().reshape(-1, self._k), self._index.shown(
             far.numpy().reshape(-1, self._k)
@@ -131,6 +128,7 @@ class GraphSearch:
         """Waits for the end of all walks. Raises as `GraphIndex.search`."""
         if isinstance(self._search, Neighbours):
             return self._search
+        self._check_wanted()
         rows, far, pages, code_pages, measured, estimated, seconds = self._search.finish()
         self._search = Neighbours(
             rows.numpy().reshape(-1, self._k),
@@ -141,9 +139,23 @@ class GraphSearch:
             estimated.numpy(),
             seconds.numpy(),
             self._index.facts.layout.page_bytes,
-            *self._shared,
+            **self._shared,
         )
         return self._search
+
+    def _check_wanted(self) -> None:
+        if self._search is None:
+            raise errors.TransferCancelledError("the walks are not needed")
+
+    def cancel(self) -> None:
+        """Ends the walks, unless they have ended: whoever asks raises TransferCancelledError."""
+        if not isinstance(self._search, Neighbours):
+            self._search = None
+
+
+def beam_width_of(n_queries: int) -> int:
+    """Pages of each query that are under way at a time, unless a search says how many."""
+    return 1 if n_queries >= 2 * _ALONE_BEAMWIDTH else _ALONE_BEAMWIDTH
 
 
 class GraphIndex:
@@ -152,6 +164,10 @@ class GraphIndex:
     In memory are codebook and entry points, and the codes where the graph was built so; pages are
     read as walks come to them, by threads of its own, each with many queries under way on one
     queue. Every method may be called from any thread.
+
+    Attributes:
+        facts: what its manifest says.
+        walks: queries that are under way at a time, of all threads.
 
     Args:
         path: the graph's directory; or the sections of another file that it lies in.
@@ -193,6 +209,7 @@ class GraphIndex:
             self.facts: GraphFacts = read_graph(own, path)
             codes = read_codes(own, self.facts) if self.facts.layout.codes_in == "memory" else None
         self._requested, self._process = engine, os.getpid()
+        self.walks = threads * walks
         native = load_extension()
         self._native = native.GraphSearcher(
             native_view(self.facts, codes),
@@ -258,6 +275,14 @@ class GraphIndex:
             for each in facts.recall
         ]
         return "\n".join(lines)
+
+    def path_report(self) -> Sequence[FilePath]:
+        """See `espnx.device.interface.Device`: of the files that walks read."""
+        effective, reason, is_direct = self._native.path
+        names = [NODES, *([CODES] if self.facts.layout.paged_codes else [])]
+        said = f"{effective}{'' if is_direct else ' (buffered)'}"
+        paths = dict.fromkeys(self.facts.path(name) for name in names)
+        return [FilePath(path, said, reason) for path in paths]
 
     def list_size_for(self, recall: float) -> RecallPoint:
         """The smallest list that was measured at build to find that share of the ten nearest.
@@ -376,7 +401,7 @@ class GraphIndex:
         if list_size is not None:
             check_whole("list_size, candidates of a walk", list_size, k, LIST_SIZE_MAX)
         if beamwidth is None:
-            beamwidth = 1 if len(native) >= 2 * _ALONE_BEAMWIDTH else _ALONE_BEAMWIDTH
+            beamwidth = beam_width_of(len(native))
         check_whole("beamwidth", beamwidth, 1, 64)
         check_finite("stop_beyond", 0.0 if stop_beyond is None else stop_beyond)
         check_finite("deadline_s", deadline_s)
@@ -402,23 +427,27 @@ class GraphIndex:
         if allowed is None:
             return self._walk(walk, max(k, usual))
         nodes, is_read = self._filters.nodes_of(allowed, deadline_s)
-        filter_bytes = nodes.read_bytes if is_read else 0
+        costs = (
+            {"filter_bytes": nodes.read_bytes, "filter_requests": nodes.read_requests}
+            if is_read
+            else {}
+        )
         effort = (
             self._effort(nodes, recall)
             if list_size is None
             else _Effort(list_size, list_size, list_size, list_size)
         )
         if effort is None or effort.is_dearer_than_all(len(native), nodes.n_pages, allowed.count):
-            return GraphSearch(self, k, self._measure_all(walk, nodes, filter_bytes))
+            return GraphSearch(self, k, self._measure_all(walk, nodes, costs))
         seeds, is_read = self._filters.seeds_of(nodes, deadline_s)
-        shared_pages = seeds.n_pages if is_read else 0
+        if is_read:
+            costs |= {"shared_pages": seeds.n_pages, "shared_requests": seeds.n_runs}
         return self._walk(
             walk,
             max(k, effort.list_size),
             max(k, effort.far_list_size),
             nodes.native(seeds),
-            shared_pages=shared_pages,
-            filter_bytes=filter_bytes,
+            **costs,
         )
 
     def walk_without(
@@ -575,7 +604,7 @@ class GraphIndex:
     def _mask(self, rows: Any, name: str) -> np.ndarray:
         return row_mask(rows, len(self), name)
 
-    def _measure_all(self, walk: _Walk, nodes: NodeFilter, filter_bytes: int) -> Neighbours:
+    def _measure_all(self, walk: _Walk, nodes: NodeFilter, costs: dict[str, int]) -> Neighbours:
         """Of all rows that may be found, each read once."""
         begun, q, k = time.monotonic(), len(walk.wide), walk.k
         far, ids = self._nearest_of(walk.wide, k, self._filters.blocks(nodes, walk.deadline_s))
@@ -593,8 +622,9 @@ class GraphIndex:
             none,
             seconds,
             page_bytes,
-            nodes.n_pages,
-            filter_bytes,
+            shared_pages=nodes.n_pages,
+            shared_requests=nodes.n_runs,
+            **costs,
         )
 
     def _nearest_of(

@@ -31,6 +31,7 @@ class Neighbours:
             were measured, or for its entry points.
         filter_bytes: of the file of rows that were read for a filter, unless it is one of the last
             that the graph was searched with.
+        shared_requests, filter_requests: in which those were read: pages side by side in one.
     """
 
     ids: np.ndarray
@@ -43,6 +44,8 @@ class Neighbours:
     page_bytes: int
     shared_pages: int = 0
     filter_bytes: int = 0
+    shared_requests: int = 0
+    filter_requests: int = 0
 
     @property
     def bytes_read(self) -> np.ndarray:

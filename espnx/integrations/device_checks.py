@@ -37,7 +37,7 @@ def checks_of(device: NearStorageDevice, soak_s: float) -> Iterator[tuple[str, C
         if not device.offers(kind):
             yield kind.name, _told_nothing(_keeps_none(f"it keeps no {kind.keeps}"))
             continue
-        if why := device.refuses(kind.opens):
+        if why := device.refuses(kind):
             yield kind.name, _told_nothing(_keeps_none(why))
             continue
         for what, check in (kind.checks or _CHECKS[kind]).items():

@@ -118,6 +118,7 @@ class Pace:
         self.topology, self._device, self.lock = topology, device, threading.RLock()
         self.asked_s, self._member = topology.now(), topology.member
         self.work, self.legs, self._has_ended = Work(()), list[Transfer](), False
+        self._last = set[int]()  # numbers of the legs that no other waits for
 
     def begin(self, work: Work) -> None:
         self.work = work
@@ -129,19 +130,27 @@ class Pace:
             if self.work.step is not None:
                 self.add(self.work.step(done))
 
-    def end(self, found: Any) -> Transfer:
-        """The last leg of all, of a command that has this result."""
+    def end(self, found: Any) -> Sequence[Transfer]:
+        """The last legs of all, of a command that has this result."""
         with self.lock:
             if self.work.end is not None and not self._has_ended:
                 self.add(self.work.end(found))
             self._has_ended = True
-            return self.legs[-1]
+            return self.last
+
+    @property
+    def last(self) -> Sequence[Transfer]:
+        """Those behind which nothing comes."""
+        return [self.legs[number] for number in sorted(self._last)]
 
     def add(self, legs: Sequence[Leg]) -> Sequence[Transfer]:
         """Sends further legs on their way."""
         topology, device, begin = self.topology, self._device, len(self.legs)
         for leg in legs:
-            after = [self.legs[number] for number in leg.after]
+            count = len(self.legs)
+            numbers = [number if number >= 0 else count + number for number in leg.after]
+            after = [self.legs[number] for number in numbers]
+            self._last = (self._last - set(numbers)) | {count}
             if leg.route == COMPUTE:
                 self.legs.append(
                     topology.compute(device, leg.flop, leg.size_bytes, group=leg.heads, after=after)
@@ -248,6 +257,8 @@ class PacedTicket(Around):
         limit_s = self._deadline_s if timeout_s is None else timeout_s
         try:
             found = self._inner.finish() if timeout_s is None else self._inner.finish(timeout_s)
+            if work.known is not None:  # its legs begin now: until here it was this machine's time
+                asked_s = self._topology.now()
             self._hold(limit_s)
             self._topology.wait(self._pace.end(found), asked_s=asked_s, deadline_s=limit_s)
             return self._looked_at(found)
@@ -256,11 +267,33 @@ class PacedTicket(Around):
                 self.cancel()
             raise
 
+    def partial(self, amount: int) -> Any:
+        """See `espnx.graph.index.GraphSearch.partial`: waits until the device has done so much of
+        the work. This machine does all of it before."""
+        known = self._pace.work.known
+        if known is None:
+            raise errors.InvalidInputError(
+                f"what {self._command.verb} has found early",
+                got="an emulated device",
+                expected="the whole result",
+            )
+        try:
+            found = self._inner.partial(amount)
+            self._pace.end(self._inner.finish())
+            self._hold(self._deadline_s)
+            legs = [self._pace.legs[number] for number in known(amount)]
+            self._topology.wait(legs, deadline_s=self._deadline_s)
+            return self._looked_at(found)
+        except BaseException:
+            self.cancel()
+            raise
+
     def cancel(self) -> None:
         """Whoever waits, or will, gets TransferCancelledError."""
         self._inner.cancel()
         if self._pace.work.groups is None:
-            self._topology.cancel(self._pace.legs[-1])
+            for leg in self._pace.last:
+                self._topology.cancel(leg)
         for group in self._groups:
             self._topology.cancel(self._pace.legs[group.leg])
 

@@ -30,7 +30,7 @@ SUFFIXES = (".yaml", ".yml")
 #: looked up; taken because something had to be taken.
 CONFIDENCES = ("measured", "datasheet", "paper", "derived", "recalled", "assumed")
 #: What a device may compute beside its data.
-VERBS = ("attend", "maxsim", "distances", "search", "scan", "encode")
+VERBS = ("attend", "maxsim", "distances", "search", "walk", "scan", "encode")
 SET_UPS = ("synchronous", "asynchronous")
 
 #: Of a spec.

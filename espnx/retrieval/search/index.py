@@ -133,7 +133,7 @@ class Index(OpenIndex):
             device,
         )
         try:
-            self._topologies = topologies_of(self._device)
+            self._topologies = topologies_of(self._devices.records)
             self._queries = QueryEncoder(encoder, str(self.compute), self._versions)
         except BaseException:
             self.close()
@@ -305,7 +305,9 @@ class Index(OpenIndex):
                 results = search_in_batches(
                     version, stage, self._gate, vectors, options, encode_s, is_alone=is_alone
                 )
-                return watched(self._topologies, results) if self._topologies else list(results)
+                if not self._topologies:
+                    return list(results)
+                return watched(self._topologies, self._devices.stages, results)
 
     def evaluate(
         self,

@@ -16,6 +16,7 @@ from ....checks import check_whole
 from ....ops.quantise import KMEANS_ROUNDS
 from ....storage.parse import Fields
 from ...encoder import Encoded
+from ..devices import StageDevices
 from ..document_vector import DocumentVector
 from ..interface import CANDIDATES, Documents, Entries, LoadedStage, StoredEntries
 from .arrays import (
@@ -325,7 +326,7 @@ class IvfStage:
         threads: int = 1,
         gpu: int | None = None,
         gone: np.ndarray | None = None,
-        path: str = "auto",
+        device: StageDevices | None = None,
     ) -> LoadedIvf:
         index, known = None, [self._lists(part) for part in parts]
         if parts:

@@ -16,8 +16,6 @@ import torch
 
 from .... import errors
 from ....checks import check_finite
-from ....device.interface import RecordDevice
-from ....storage import NativeEngine
 from ....storage.engine import because
 from ....storage.manifest import open_current
 from ...encoder import Encoded, Encoder, check_query_encoder
@@ -28,6 +26,7 @@ from ...store.places import DETACH
 from ...store.store import EmbeddingStore
 from ...store.tier import Tier
 from ..chosen_stage import ChosenStage
+from ..devices import IndexDevices
 from ..filters import Filters
 from ..options import SearchOptions
 from ..read_cost import DeviceCost, measure
@@ -64,26 +63,23 @@ class OpenVersion:
 
     Args:
         path: the store's directory.
-        native: the engine of all but records; stays the caller's.
-        device: keeps and scores the records; stays the caller's too.
+        devices: what reads and scores; they stay the caller's.
 
     Raises:
         what `EmbeddingStore` raises; InvalidInputError; PathUnavailableError.
     """
 
-    def __init__(self, path: str, native: NativeEngine, device: RecordDevice, options: OpenOptions):
-        self._device = device.compute
+    def __init__(self, path: str, devices: IndexDevices, options: OpenOptions):
+        self._device = devices.records.compute
         self._users, self._retired, self._lock = 0, False, threading.Lock()
         with ExitStack() as opened:
-            self.store, self.first_stage = open_current(
-                path, lambda: _open(path, native, device, options)
-            )
+            self.store, self.first_stage = open_current(path, lambda: _open(path, devices, options))
             opened.callback(self.store.close)
             opened.callback(self.first_stage.close)
             self.filters = Filters(self.store)
             base = self.store.parts[0].count if self.store.parts else 0
             self.cost = measure(self.store.full, base) if options.cost is None else options.cost
-            if options.hot_bytes and not device.capabilities.hands_out_records:
+            if options.hot_bytes and not devices.records.capabilities.hands_out_records:
                 raise errors.InvalidInputError(
                     "hot", got="a device that keeps its records to itself", fix="hot=0"
                 )
@@ -266,9 +262,9 @@ def _gpu_of_first_stage(options: OpenOptions) -> int | None:
 
 
 def _open(
-    path: str | os.PathLike[str], engine: NativeEngine, device: RecordDevice, options: OpenOptions
+    path: str | os.PathLike[str], devices: IndexDevices, options: OpenOptions
 ) -> tuple[EmbeddingStore, LoadedStage]:
-    store = EmbeddingStore(path, engine, device)
+    store = EmbeddingStore(path, devices.native, devices.records)
     try:
         if store.shared_homes:
             warnings.warn(
@@ -278,7 +274,7 @@ def _open(
         if options.sparse_encoder is not None:
             store.first_stage = with_sparse_encoder(store.first_stage, options.sparse_encoder)
         return store, store.load_first_stage(
-            threads=options.threads, gpu=_gpu_of_first_stage(options)
+            threads=options.threads, gpu=_gpu_of_first_stage(options), device=devices.stages
         )
     except BaseException:
         store.close()
