@@ -16,8 +16,9 @@ import numpy as np
 
 from ..model.spec import Accelerator
 from ..vectors.interface import WALK_REPLY
-from .work import COMPUTE, Leg, Work
+from .work import COMPUTE, PAGE_BYTES, Leg, Work
 
+#: Of a page of codes.
 CODE_PAGE_BYTES = 4096
 
 
@@ -83,7 +84,8 @@ def walk(command: WalksAsked, graph: WalkedGraph, accelerator: Accelerator | Non
 
         before = 0
         if found.filter_bytes:
-            before = add("flash_to_host", found.filter_bytes, before, found.filter_requests)
+            filter_bytes = -(-found.filter_bytes // PAGE_BYTES) * PAGE_BYTES
+            before = add("flash_to_host", filter_bytes, before, found.filter_requests)
         if found.shared_pages:
             shared_bytes = found.shared_pages * found.page_bytes
             before = add("flash_to_host", shared_bytes, before, found.shared_requests)
