@@ -372,6 +372,7 @@ def _replayed_on(
     """(a device for each of the trace's, what the search of an index asks of them)."""
     from ...device.kinds import RECORDS
     from ...device.registry import open_together
+    from ...graph.devices.walks import WALKS
 
     names = [args.device or each["name"] for each in trace.devices]
     if len(set(names)) > 1:
@@ -404,10 +405,11 @@ def _replayed_on(
     for each in devices:
         opened.callback(each.close)
     if args.index is None:
-        return devices, {}
+        return devices, {WALKS: []}
     from ...retrieval.first_stage.devices import asked_of_devices
     from ...retrieval.search.index import Index
 
     store = opened.enter_context(Index(args.index, None, device=devices)).store
     tiers = [tier for tier in (store.full, store.coarse) if tier is not None]
-    return devices, {RECORDS: tiers, **asked_of_devices(store.first_stage, store.parts)}
+    asked = asked_of_devices(store.first_stage, store.parts)
+    return devices, {WALKS: [], **asked, RECORDS: tiers}

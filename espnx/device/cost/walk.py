@@ -73,7 +73,6 @@ def walk(command: WalksAsked, graph: WalkedGraph, accelerator: Accelerator | Non
     accelerator: that walks; None: the host does.
     """
     begun = [Leg("host_to_device", 0)]
-    ends = list[list[int]]()  # of each query, the last leg of each of its rounds
 
     def end(found: Walked) -> Sequence[Leg]:
         legs = list(begun)
@@ -91,20 +90,20 @@ def walk(command: WalksAsked, graph: WalkedGraph, accelerator: Accelerator | Non
             before = add("flash_to_host", shared_bytes, before, found.shared_requests)
         if accelerator is not None and found.pages.any():
             before = add("host_to_device", command.payload_bytes, before)
+        ends = list[int]()  # of each query, its last leg
         for query, pages in enumerate(found.pages.tolist()):
-            behind = ends[query - graph.walks][-1] if query >= graph.walks else before
+            behind = ends[query - graph.walks] if query >= graph.walks else before
             rounds = -(-pages // command.beam_width)
-            ends.append([] if rounds else [behind])
             for number in range(rounds):
                 size = min(command.beam_width, pages - number * command.beam_width)
-                behind = _round(legs, found, query, (number, rounds, size), behind)
-                ends[-1].append(behind)
+                behind = read_round(legs, found, query, (number, rounds, size), behind)
             if accelerator is not None and rounds:
                 reply_bytes = found.ids.shape[1] * WALK_REPLY.itemsize
-                ends[-1] = [add("device_to_host", reply_bytes, behind)]
+                behind = add("device_to_host", reply_bytes, behind)
+            ends.append(behind)
         return legs[len(begun) :]
 
-    def _round(
+    def read_round(
         legs: list[Leg], found: Walked, query: int, place: tuple[int, int, int], behind: int
     ) -> int:
         """The number of the last leg of a round: (which, of how many, its pages of nodes)."""
@@ -121,11 +120,7 @@ def walk(command: WalksAsked, graph: WalkedGraph, accelerator: Accelerator | Non
             legs.append(Leg(COMPUTE, size_bytes, (-1,), flop=flop * measured))
         return len(legs) - 1
 
-    def known(pages: int) -> Sequence[int]:
-        rounds = max(1, -(-pages // command.beam_width))
-        return [each[min(rounds, len(each)) - 1] for each in ends]
-
-    return Work(begun, end=end, known=known)
+    return Work(begun, end=end)
 
 
 def _share(total: int, place: int, count: int) -> int:

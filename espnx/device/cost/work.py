@@ -52,15 +52,12 @@ class Work:
         groups: of things that come by and by; None: all come together, with the last leg of all.
         step: the legs of a step, of commands whose work comes in steps.
         end: the legs behind all steps, by the result.
-        known: once `end` was asked, of results that can be asked for early: the legs behind which
-            so much of the work (pages of each walk) is there.
     """
 
     legs: Sequence[Leg]
     groups: Sequence[Group] | None = None
     step: Callable[[Any], Sequence[Leg]] | None = None
     end: Callable[[Any], Sequence[Leg]] | None = None
-    known: Callable[[int], Sequence[int]] | None = None
 
 
 def groups_of(sizes: np.ndarray) -> list[tuple[int, int]]:

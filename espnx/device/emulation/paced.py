@@ -257,7 +257,7 @@ class PacedTicket(Around):
         limit_s = self._deadline_s if timeout_s is None else timeout_s
         try:
             found = self._inner.finish() if timeout_s is None else self._inner.finish(timeout_s)
-            if work.known is not None:  # its legs begin now: until here it was this machine's time
+            if work.end is not None and work.step is None:  # until here it was this machine's time
                 asked_s = self._topology.now()
             self._hold(limit_s)
             self._topology.wait(self._pace.end(found), asked_s=asked_s, deadline_s=limit_s)
@@ -268,25 +268,10 @@ class PacedTicket(Around):
             raise
 
     def partial(self, amount: int) -> Any:
-        """See `espnx.graph.index.GraphSearch.partial`: waits until the device has done so much of
-        the work. This machine does all of it before."""
-        known = self._pace.work.known
-        if known is None:
-            raise errors.InvalidInputError(
-                f"what {self._command.verb} has found early",
-                got="an emulated device",
-                expected="the whole result",
-            )
-        try:
-            found = self._inner.partial(amount)
-            self._pace.end(self._inner.finish())
-            self._hold(self._deadline_s)
-            legs = [self._pace.legs[number] for number in known(amount)]
-            self._topology.wait(legs, deadline_s=self._deadline_s)
-            return self._looked_at(found)
-        except BaseException:
-            self.cancel()
-            raise
+        """See `espnx.graph.index.GraphSearch.partial`. What a device is asked for it gives back
+        when all of it is done: this is all that the walks have found."""
+        self.finish()
+        return self._inner.partial(amount)
 
     def cancel(self) -> None:
         """Whoever waits, or will, gets TransferCancelledError."""

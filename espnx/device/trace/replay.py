@@ -34,7 +34,13 @@ _WANTED = {
         "posting lists",
         "others",
         "none",
-        "name the directories of the collection that was searched (--postings)",
+        "name the index that was searched (--index), or the collection's directories (--postings)",
+    ),
+    "walks": (
+        "graphs",
+        "an index of other files",
+        "no index",
+        "name the index that was searched (--index)",
     ),
 }
 

@@ -101,7 +101,7 @@ class WalkCommand(Command):
                 np.unpackbits(bits, count=stored.n, bitorder="little").astype(bool)
             )
         return cls(
-            np.frombuffer(data, "<f4").reshape(count, stored.dim),
+            np.frombuffer(data, "<f4").astype(np.float32).reshape(count, stored.dim),
             said.whole("k", 1, 1 << 20),
             list_size=said.whole("list_size", 1, 1 << 20),
             include=allowed,
