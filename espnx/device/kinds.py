@@ -243,7 +243,7 @@ POSTINGS = PartKind(
     _plain_lists,
     attrgetter("lists"),
     says="keep_lists",
-    facts=lambda lists: {"records": lists.n_records},
+    facts=lambda lists: {"records": lists.n_records, "begin_bytes": lists.begin_bytes},
     files=lambda lists: [lists.path],
 )
 

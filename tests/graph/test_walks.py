@@ -259,6 +259,7 @@ def test_tickets_that_nobody_wants(graph: Path, queries: np.ndarray, tmp_path: P
             with pytest.raises(errors.TransferCancelledError):
                 tickets[0].partial(1)
             walks.forget()
-            with pytest.raises(errors.TransferCancelledError):
-                tickets[1].finish()
+            if name == "ssd":  # an emulated one's walks have ended, and wait for the device alone
+                with pytest.raises(errors.TransferCancelledError):
+                    tickets[1].finish()
             assert (walks.walk(queries[:2], 5, list_size=20).finish().ids >= 0).all()

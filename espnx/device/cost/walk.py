@@ -5,7 +5,7 @@ takes the queries then, and gives the nearest back; of any other every page pass
 
 A walk goes on page by page, with as many under way as its beam is wide. It is charged in rounds of
 so many, each behind the one before: in that time a drive that takes every read as long ends as many
-pages either way. What a walk has read is known at its end, so that it is charged then."""
+pages either way. What a walk has read is known at its end: this machine walks first."""
 
 from __future__ import annotations
 

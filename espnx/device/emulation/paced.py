@@ -79,10 +79,13 @@ class PacedPart(PartAround):
             except BaseException:
                 ticket.cancel()
                 raise
-        if pace.work.step is not None and self._topology.stretch == 0:
-            # Only waiting moves this clock: with the work done before anybody waits, virtual times
-            # do not depend on this machine's.
-            with contextlib.suppress(errors.EspnxError):  # `finish` raises it
+        with contextlib.suppress(errors.EspnxError):  # `finish` raises it
+            if pace.work.step is None and pace.work.end is not None:
+                # What it costs follows from what was found; others are on their way meanwhile.
+                pace.end(ticket.finish())
+            elif pace.work.step is not None and self._topology.stretch == 0:
+                # Only waiting moves this clock: with the work done before anybody waits, virtual
+                # times do not depend on this machine's.
                 ticket.finish()
         return PacedTicket(ticket, command, pace, self._guard, fault)
 
@@ -257,8 +260,6 @@ class PacedTicket(Around):
         limit_s = self._deadline_s if timeout_s is None else timeout_s
         try:
             found = self._inner.finish() if timeout_s is None else self._inner.finish(timeout_s)
-            if work.end is not None and work.step is None:  # until here it was this machine's time
-                asked_s = self._topology.now()
             self._hold(limit_s)
             self._topology.wait(self._pace.end(found), asked_s=asked_s, deadline_s=limit_s)
             return self._looked_at(found)

@@ -10,6 +10,7 @@ import torch
 from ... import errors
 from ...device.postings import Rule
 from ...storage import FileHandle, NativeEngine
+from ...storage.files import Region
 from ..bm25 import BM25, VARIANTS
 from ..stored.layout import COUNT
 from ..stored.segment import Segment
@@ -19,12 +20,15 @@ class SegmentLists:
     """See `espnx.device.postings.interface.PostingLists`.
 
     Args:
-        path: of the file in which the lists lie. n_records: of the segment.
+        region: in which the lists lie. n_records: of the segment.
         open_segment: opens it by an engine; raises what that does.
     """
 
-    def __init__(self, path: str, n_records: int, open_segment: Callable[[NativeEngine], Segment]):
-        self.path, self.n_records, self._open_segment = path, n_records, open_segment
+    def __init__(
+        self, region: Region, n_records: int, open_segment: Callable[[NativeEngine], Segment]
+    ):
+        self.path, self.begin_bytes = region.path, region.offset_bytes
+        self.n_records, self._open_segment = n_records, open_segment
         self._segment: Segment | None = None
         self._norms: tuple[Rule, torch.Tensor] | None = None
 

@@ -28,7 +28,7 @@ class PartLists(SegmentLists):
         (stored,) = facts.segments
         self.directory = directory
         super().__init__(
-            stored.regions(directory)[LISTS].path,
+            stored.regions(directory)[LISTS],
             stored.n_records,
             lambda engine: open_segment(engine, directory, facts, stored),
         )

@@ -4,8 +4,9 @@ bit; an emulated device takes its time for what they read; what was recorded can
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,22 @@ import numpy as np
 import pytest
 
 import espnx
+from espnx import errors
+from espnx.device.emulation.device import Emulation
+from espnx.device.emulation.faults import DeviceFault
+from espnx.device.emulation.topology import Topology
 from espnx.device.interface import RecordDevice
+from espnx.device.kinds import POSTINGS, RECORDS
+from espnx.device.model.spec import load_spec
 from espnx.device.near_storage import NearStorageDevice
 from espnx.device.plain import SsdDevice
+from espnx.device.trace.reader import read_trace
 from espnx.device.trace.recording import recorded
+from espnx.device.trace.replay import replay
 from espnx.device.trace.writer import TraceWriter
+from espnx.graph.devices.walks import WALKS
+from espnx.postings.search import plan as plan_module
+from espnx.retrieval.first_stage.devices import StageDevices, asked_of_devices
 from espnx.retrieval.first_stage.graph import stage as graph
 from espnx.retrieval.search.result import SearchResult
 from tests.retrieval.common import build, toy_encoder
@@ -151,3 +163,159 @@ def check_use(found: SearchResult, on_device: int) -> None:
         assert "past the devices" not in use.why
         assert (use.modelled_s is not None) == (use.flash_bytes > 0), use.why
         assert use.flash_bytes >= on_device
+
+
+def test_what_is_read_past_the_devices_has_no_time(store: Path) -> None:
+    """And it is said why: the device cannot, or the files lie elsewhere."""
+    (device,) = espnx.device.open("ragx", [store], stretch=0)
+    with closing(device), espnx.open(store, toy_encoder(), device=device) as index:
+        found = index.search(ASKED[0], k=3, first_stage="graph")
+        assert found.device is not None
+        assert (found.device.virtual_s, found.device.modelled_s) == (None, None)
+        assert "of first stages were read past the devices: a walk on device 'ragx'" in (
+            found.device.why
+        )
+        assert "flash.read_latency" in found.device.why
+        scanned = index.search(ASKED[0], k=3, first_stage="bm25")
+        assert scanned.device is not None
+        assert scanned.device.modelled_s is not None
+    stages = StageDevices("auto", [OnlyRecords(store), OnlyRecords(store / "elsewhere")])
+    assert stages.of(POSTINGS, str(store / "part.bin")) is None
+    assert stages.of(WALKS, str(store.parent / "part.bin")) is None
+    assert stages.past == {
+        str(store / "part.bin"): "device only-records keeps no posting lists",
+        str(store.parent / "part.bin"): "it lies on none of the devices",
+    }
+
+
+@pytest.mark.parametrize("named", ["graph", "bm25", "splade"])
+def test_how_long_a_first_stage_takes(store: Path, tmp_path: Path, named: str) -> None:
+    """On an emulated device: what its commands cost, all parts of the store beside one another,
+    by hand from the trace."""
+    (device,) = espnx.device.open("smartssd", [store], stretch=0)
+    with (
+        closing(device),
+        TraceWriter(tmp_path / "trace", "a test", [device]) as writer,
+        espnx.open(store, toy_encoder(), device=recorded([device], writer)) as index,
+    ):
+        index.search(ASKED[0], k=3, first_stage=named)  # a filter of what is deleted is read once
+        before = writer.commands
+        found = index.search(ASKED[0], k=3, first_stage=named, rerank=0, candidates=20)
+    lines = [json.loads(line) for line in (tmp_path / "trace").read_text().splitlines()[1:-1]]
+    asked = [line for line in lines if line["n"] >= before]
+    assert {line["verb"] for line in asked} == {"walk" if named == "graph" else "scan"}
+    assert 2 <= len(asked) <= 4
+    with Topology(load_spec("smartssd"), 1, stretch=0) as topology:
+        last = []
+        for line in asked:
+            if line["verb"] == "scan":
+                pages = [
+                    -(-(begin + size) // 4096) - begin // 4096 for begin, size in line["lists"]
+                ]
+                last.append(
+                    topology.transfer(
+                        0, "flash_to_host", 4096 * sum(pages), requests=len(line["lists"])
+                    )
+                )
+                continue
+            waits, (left,) = list[Any](), line["pages"]
+            while left:
+                waits = [
+                    topology.transfer(
+                        0, "flash_to_host", 4096 * min(left, 4), waits, requests=min(left, 4)
+                    )
+                ]
+                left -= min(left, 4)
+            last += waits
+        expected_s = topology.wait(last)
+    assert found.device is not None
+    assert found.device.modelled_s == pytest.approx(expected_s, rel=1e-6)
+    assert expected_s >= 82e-6
+
+
+@pytest.mark.parametrize("kind", ["ssd", "smartssd"])
+def test_what_was_recorded_can_be_replayed(store: Path, tmp_path: Path, kind: str) -> None:
+    """Every command of a search: of its first stages, and its records."""
+    with (
+        devices_of(f"{kind}, recorded", store, tmp_path / "trace") as devices,
+        espnx.open(store, toy_encoder(), device=devices) as index,
+    ):
+        for named in NAMED:
+            index.search(ASKED[:2], k=5, first_stage=named, candidates=20)
+    trace = read_trace(tmp_path / "trace")
+    with (
+        devices_of(f"{kind}, recorded", store, tmp_path / "again") as devices,
+        espnx.open(store, toy_encoder()) as index,
+    ):
+        there = asked_of_devices(index.store.first_stage, index.store.parts)
+        assert {kind: len(some) for kind, some in there.items()} == {WALKS: 3, POSTINGS: 8}
+        with espnx.open(store, toy_encoder(), device=devices) as again:
+            tiers = [again.store.full, again.store.coarse]
+            found = replay(trace, devices, {**there, RECORDS: tiers}, with_host=False)
+    told = [
+        [json.loads(line) for line in path.read_text().splitlines()[1:-1]]
+        for path in (tmp_path / "trace", tmp_path / "again")
+    ]
+    for verb in ("walk", "scan"):
+        lines = [[line for line in each if line["verb"] == verb] for each in told]
+        assert found.verbs[verb].count == len(lines[0]) > 3
+        payloads = [
+            sorted((line["payload"], line.get("filter", "")) for line in each) for each in lines
+        ]
+        assert payloads[0] == payloads[1]
+        assert sorted(line["bytes"] for line in lines[0] if verb == "scan") == sorted(
+            line["bytes"] for line in lines[1] if verb == "scan"
+        )
+    assert found.verbs["maxsim"].count > 0
+
+
+@pytest.mark.parametrize("verb", ["walk", "scan"])
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("die", errors.DeviceFailedError),
+        ("nan", errors.DeviceFailedError),
+        ("short", errors.ShortReadError),
+        ("drop", errors.DeadlineExceededError),
+    ],
+)
+def test_a_device_that_fails(
+    store: Path,
+    plain: Callable[..., list[SearchResult]],
+    verb: str,
+    fault: Any,
+    error: type[Exception],
+) -> None:
+    """No ranking, early or late; the one after is right."""
+    named = "graph" if verb == "walk" else "bm25"
+    for prefetch in (0, 0.5):
+        (device,) = Emulation("smartssd").together(
+            [store], stretch=0, faults=[DeviceFault(fault, verb=verb, nth=2)]
+        )
+        with closing(device), espnx.open(store, toy_encoder(), device=device) as index:
+            with pytest.raises(error):
+                index.search(ASKED[0], k=10, first_stage=named, prefetch_step=prefetch)
+            if fault != "die":
+                found = index.search(ASKED[0], k=10, first_stage=named)
+                assert told([found]) == told(plain(named, "as it is", 1))
+
+
+def test_one_of_another_term(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of a term that shares its hash with one of the query is found out, and the query asked
+    again, as without a device."""
+    collide = {b"word3": b"word7", b"word11": b"word0"}
+    real = plan_module.hashes_of
+    monkeypatch.setattr(
+        plan_module, "hashes_of", lambda terms: real([collide.get(term, term) for term in terms])
+    )
+    (device,) = espnx.device.open("smartssd", [store], stretch=0)
+    texts = ["word3 word1", "word11 word2 word5", "word3"]
+    with (
+        closing(device),
+        espnx.open(store, toy_encoder()) as plainly,
+        espnx.open(store, toy_encoder(), device=device) as index,
+    ):
+        options: dict[str, Any] = {"k": 10, "first_stage": "bm25", "rerank": 0}
+        wanted, found = (each.search(texts, **options) for each in (plainly, index))
+        assert told(found) == told(wanted)
+        assert not wanted[2].hits

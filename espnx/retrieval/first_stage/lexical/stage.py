@@ -249,7 +249,7 @@ class _Lexical(ABC):
 
     def _lists(self, part: StoredEntries) -> SegmentLists:
         return SegmentLists(
-            part.place(LISTS).path, part.count, lambda engine: self._segment(engine, part)
+            part.place(LISTS), part.count, lambda engine: self._segment(engine, part)
         )
 
     def on_devices(self, parts: Sequence[StoredEntries]) -> dict[PartKind, list[Any]]:
