@@ -1,5 +1,5 @@
-"""The checks of records, clusters, graphs, walks and posting lists: they find devices that are wrong
-on purpose."""
+"""The checks of records, clusters, graphs, walks and posting lists: they find devices that are
+wrong on purpose."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...device.kinds import PartKind
@@ -49,10 +49,10 @@ class StageDevices:
         return kind.open_on(device, *what, **{"engine": self.engine, **options})
 
 
-def asked_of_devices(stage: Any, parts: Sequence[Any]) -> Mapping[PartKind, Sequence[Any]]:
+def asked_of_devices(stage: Any, parts: Sequence[Any]) -> dict[PartKind, list[Any]]:
     """By the kind of part, what a first stage opens on devices for the entries of some parts of a
     store: what a replay of its searches has to be given. Nothing, of a stage in memory."""
-    found: Mapping[PartKind, Sequence[Any]] = (
+    found: dict[PartKind, list[Any]] = (
         stage.on_devices(parts) if hasattr(stage, "on_devices") else {}
     )
     return found

@@ -83,17 +83,18 @@ def open_for_index(
     # Of an engine that reads into GPU memory: manifest, metadata and first stage are read into host
     # memory all the same.
     native = host_engine(engine) or opened.enter_context(NativeEngine())
+    if device is not None and not isinstance(device, (str, NearStorageDevice, Sequence)):
+        return IndexDevices(native, device, StageDevices(native.requested))
     named = list[NearStorageDevice]()
     if isinstance(device, str):
         named = open_together(device, data_directories(path))
         for each in named:
             opened.callback(each.close)
-    elif isinstance(device, (NearStorageDevice, Sequence)):
+    elif device is not None:
         named = given_devices(device)
-    if device is None or named:
-        device = open_records(engine, compute, named)
-        opened.callback(device.close)
-    return IndexDevices(native, device, StageDevices(native.requested, named))
+    records = open_records(engine, compute, named)
+    opened.callback(records.close)
+    return IndexDevices(native, records, StageDevices(native.requested, named))
 
 
 def _check_has(name: str, given: object, parts: tuple[str, ...]) -> None:
