@@ -89,6 +89,17 @@ def row_mask(rows: Any, n: int, name: str) -> np.ndarray:
     return mask
 
 
+def filter_of(include: Any, exclude: Any, n: int) -> RowFilter | None:
+    """Of rows as `GraphIndex.search` takes them; None: all of the n may be found. Raises
+    InvalidInputError."""
+    if include is None and exclude is None:
+        return None
+    if isinstance(include, RowFilter) and exclude is None:
+        return include
+    allowed = np.ones(n, bool) if include is None else row_mask(include, n, "include")
+    return RowFilter.of(allowed if exclude is None else allowed & ~row_mask(exclude, n, "exclude"))
+
+
 @dataclass(frozen=True, eq=False)
 class NodeFilter:
     """A filter of rows, as walks over one graph take it: neighbours are named by the numbers of
@@ -115,6 +126,11 @@ class NodeFilter:
     def n_pages(self) -> int:
         """That have a node which may be found."""
         return int(np.count_nonzero(self.page_mask))
+
+    @property
+    def costs(self) -> dict[str, int]:
+        """Of a search that has read the file of rows for it, see `Neighbours`."""
+        return {"filter_bytes": self.read_bytes, "filter_requests": self.read_requests}
 
     @property
     def n_runs(self) -> int:
@@ -148,6 +164,11 @@ class Seeds:
     codes: np.ndarray
     n_pages: int
     n_runs: int
+
+    @property
+    def costs(self) -> dict[str, int]:
+        """Of a search that has read those pages, see `Neighbours`."""
+        return {"shared_pages": self.n_pages, "shared_requests": self.n_runs}
 
 
 class FilterReader:

@@ -25,8 +25,10 @@ from ...device.kinds import PartKind, Verb
 from ...storage.parse import Fields
 from ..filters import RowFilter
 from ..format import GraphSections
-from ..index import GraphIndex, GraphSearch, beam_width_of
+from ..index import GraphIndex
 from ..neighbours import Neighbours
+from ..search.asked import beam_width_of
+from ..search.under_way import GraphSearch
 
 _PAYLOAD_MAX = 1 << 30  # of queries, and of a filter, in a trace
 _ALLOWED = "filter"

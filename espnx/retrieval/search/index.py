@@ -12,17 +12,16 @@ from typing import Any, Unpack, overload
 import torch
 
 from ... import errors
-from ...checks import check_path, check_whole, plain
+from ...checks import check_path
 from ...device.around import topologies_of
 from ...device.interface import RecordDevice
 from ...device.registry import Devices
-from ...sizes import parse_size
 from ...storage import Engine
 from ...storage.documents.ids import DocumentId
 from ...suggestions import suggests_keywords
 from ..encoder import AUTO, Encoded, Encoder, EncoderLike
 from ..evaluate import DEFAULT_METRICS, Qrels, check_judged, depth_of, evaluate
-from ..sparse_encoder import SparseEncoderLike, sparse_encoder_of
+from ..sparse_encoder import SparseEncoderLike
 from .batch import search_in_batches
 from .devices import compute_of, watched
 from .lookup import check_judged_known
@@ -32,8 +31,6 @@ from .options import SearchKeywords, SearchOptions
 from .query_encoder import Queries, Query, QueryEncoder, listed
 from .read_cost import DeviceCost
 from .result import SearchResult
-
-_THREADS_MAX = 1024
 
 
 class Index(OpenIndex):
@@ -111,27 +108,8 @@ class Index(OpenIndex):
             "sparse_encoder": sparse_encoder,
         }
         path, on = check_path("path of a store", path), compute_of(compute, device)
-        for name, value, known in (
-            ("coarse", coarse, ("ssd", "ram")),
-            ("first_stage_on", first_stage_on, ("cpu", "cuda")),
-        ):
-            if value not in known:
-                raise errors.InvalidInputError(name, got=repr(value), expected=" or ".join(known))
-        threads, hot = plain(threads), plain(hot)
-        if threads is not None:
-            check_whole("threads", threads, 1, _THREADS_MAX)
-        if not isinstance(hot, str):
-            check_whole("hot", hot, 0)
-        if cost is not None and not isinstance(cost, DeviceCost):
-            raise errors.InvalidInputError("cost", got=repr(cost), expected="a DeviceCost or None")
-        threads = threads or min(4, len(os.sched_getaffinity(0)))
-        sparse = sparse_encoder_of(sparse_encoder)
-        super().__init__(
-            path,
-            OpenOptions(on, threads, first_stage_on, parse_size(hot), coarse, cost, sparse),
-            engine,
-            device,
-        )
+        options = OpenOptions.of(on, threads, first_stage_on, hot, coarse, cost, sparse_encoder)
+        super().__init__(path, options, engine, device)
         try:
             self._topologies = topologies_of(self._devices.records)
             self._queries = QueryEncoder(encoder, str(self.compute), self._versions)

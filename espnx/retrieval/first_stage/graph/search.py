@@ -13,7 +13,7 @@ import numpy as np
 
 from ....graph.devices.walks import WalksTicket
 from ....graph.filters import RowFilter
-from ....graph.index import LIST_SIZE_MAX
+from ....graph.search.asked import LIST_SIZE_MAX
 from ...encoder import Encoded
 from ..interface import Allowed, Candidates, StageReads
 from ..ivf.search import top

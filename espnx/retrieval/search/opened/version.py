@@ -15,13 +15,14 @@ import numpy as np
 import torch
 
 from .... import errors
-from ....checks import check_finite
+from ....checks import check_finite, check_whole, plain
+from ....sizes import parse_size
 from ....storage.engine import because
 from ....storage.manifest import open_current
 from ...encoder import Encoded, Encoder, check_query_encoder
 from ...first_stage.interface import LoadedStage
 from ...first_stage.registry import with_sparse_encoder
-from ...sparse_encoder import SparseEncoder
+from ...sparse_encoder import SparseEncoder, SparseEncoderLike, sparse_encoder_of
 from ...store.places import DETACH
 from ...store.store import EmbeddingStore
 from ...store.tier import Tier
@@ -35,6 +36,8 @@ from .ram_tier import RamTier
 from .scoring import QueryVectors
 
 log = logging.getLogger(__name__)
+
+_THREADS_MAX = 1024
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,36 @@ class OpenOptions:
     coarse: str
     cost: DeviceCost | None
     sparse_encoder: SparseEncoder | None = None
+
+    @classmethod
+    def of(
+        cls,
+        compute: torch.device,
+        threads: int | None,
+        first_stage_on: str,
+        hot: int | str,
+        coarse: str,
+        cost: DeviceCost | None,
+        sparse_encoder: SparseEncoderLike | None,
+    ) -> OpenOptions:
+        """As the arguments of `Index` say, checked. Raises InvalidInputError, and what loading a
+        sparse encoder raises."""
+        for name, value, known in (
+            ("coarse", coarse, ("ssd", "ram")),
+            ("first_stage_on", first_stage_on, ("cpu", "cuda")),
+        ):
+            if value not in known:
+                raise errors.InvalidInputError(name, got=repr(value), expected=" or ".join(known))
+        threads, hot = plain(threads), plain(hot)
+        if threads is not None:
+            check_whole("threads", threads, 1, _THREADS_MAX)
+        if not isinstance(hot, str):
+            check_whole("hot", hot, 0)
+        if cost is not None and not isinstance(cost, DeviceCost):
+            raise errors.InvalidInputError("cost", got=repr(cost), expected="a DeviceCost or None")
+        threads = threads or min(4, len(os.sched_getaffinity(0)))
+        sparse = sparse_encoder_of(sparse_encoder)
+        return cls(compute, threads, first_stage_on, parse_size(hot), coarse, cost, sparse)
 
 
 class OpenVersion:
