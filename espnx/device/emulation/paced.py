@@ -269,7 +269,7 @@ class PacedTicket(Around):
             raise
 
     def partial(self, amount: int) -> Any:
-        """See `espnx.graph.search.under_way.GraphSearch.partial`. What a device is asked for it gives back
+        """See `espnx.graph.devices.walks.WalksTicket`. What a device is asked for it gives back
         when all of it is done: this is all that the walks have found."""
         self.finish()
         return self._inner.partial(amount)

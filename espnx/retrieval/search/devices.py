@@ -108,7 +108,9 @@ def _check_has(name: str, given: object, parts: tuple[str, ...]) -> None:
 def watched(
     topologies: Sequence[Any], stages: StageDevices, results: Iterator[SearchResult]
 ) -> list[SearchResult]:
-    """The same, with what they take emulated devices."""
+    """The same, with what they take emulated devices, if there are some."""
+    if not topologies:
+        return list(results)
     from ...device.emulation.use import Watch  # of few programs
 
     with Watch(topologies, "--show search") as watch:

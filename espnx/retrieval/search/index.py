@@ -269,22 +269,15 @@ class Index(OpenIndex):
                 self._check_open()  # it may have been closed before our turn came
                 if options.is_cascade:
                     version.coarse_tier("cascade")
-                weight = version.cls_weight(options.cls_weight)
-                texts = [query if isinstance(query, str) else None for query in wanted]
                 if options.candidates is None:
                     options = replace(options, candidates=stage.loaded.default_candidates)
                 begun = time.perf_counter()
-                vectors = [
-                    version.query(query, text, weight, stage)
-                    for query, text in zip(encoded, texts, strict=True)
-                ]
+                vectors = version.queries(encoded, wanted, options.cls_weight, stage)
                 # a stage of words may have a model of its own
                 encode_s += (time.perf_counter() - begun) / max(1, len(wanted))
                 results = search_in_batches(
                     version, stage, self._gate, vectors, options, encode_s, is_alone=is_alone
                 )
-                if not self._topologies:
-                    return list(results)
                 return watched(self._topologies, self._devices.stages, results)
 
     def evaluate(

@@ -219,6 +219,21 @@ class OpenVersion:
         none = Encoded(torch.zeros(built.d_cls), torch.empty(0, built.dim))
         return [query if isinstance(query, Encoded) else none for query in queries]
 
+    def queries(
+        self,
+        encoded: Sequence[Encoded],
+        given: Sequence[str | Encoded],
+        cls_weight: float | None,
+        stage: ChosenStage,
+    ) -> list[QueryVectors]:
+        """What the scorer and the stage take. `given`: as the caller has given them. Raises as
+        `query` and `cls_weight`."""
+        weight = self.cls_weight(cls_weight)
+        return [
+            self.query(query, text if isinstance(text, str) else None, weight, stage)
+            for query, text in zip(encoded, given, strict=True)
+        ]
+
     def query(
         self, query: Encoded, text: str | None, cls_weight: float, stage: ChosenStage
     ) -> QueryVectors:
