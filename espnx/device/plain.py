@@ -23,8 +23,8 @@ class PlainDevice(NearStorageDevice):
         self.rows.check(directory or self.path, engine=engine, name=name)
 
     def offers(self, kind: PartKind) -> bool:
-        """See `NearStorageDevice`. Whatever this machine can open."""
-        return True
+        """See `NearStorageDevice`. Of kinds that others bring, whatever this machine can open."""
+        return kind in self.kinds or kind not in KINDS
 
     def open_part(self, kind: PartKind, *what: Any, **options: Any) -> Any:
         """See `NearStorageDevice`."""

@@ -19,13 +19,21 @@ from ..ops._native import load_extension
 from ..storage import FaultRule, NativeEngine
 from ..suggestions import suggests_keywords
 from .filters import FilterReader, NodeFilter, RowFilter, filter_of, row_mask
-from .format import CODES, NODES, GraphFacts, GraphSections, RecallPoint, read_codes, read_graph
+from .format import (
+    CODES,
+    NODES,
+    GraphFacts,
+    GraphSections,
+    RecallPoint,
+    read_codes,
+    read_graph,
+    summary_of,
+)
 from .native import native_view
 from .neighbours import Neighbours, nearest_of, shown
 from .search.asked import WalkRequest, checked_queries
 from .search.effort import Effort, effort_of, list_size_for
 from .search.reading import RowReader
-from .search.summary import summary_of
 from .search.under_way import GraphSearch
 
 THREADS_MAX = 256

@@ -87,8 +87,8 @@ class EmulatedDevice(NearStorageDevice):
         return kind.front(kind.open(self.path, *what, **options), _Pacing(self, kind, self._faults))
 
     def offers(self, kind: PartKind) -> bool:
-        """See `NearStorageDevice`. Whatever this machine can open is emulated."""
-        return True
+        """See `NearStorageDevice`. Of kinds that others bring, whatever this machine can open."""
+        return kind in self.kinds or kind not in KINDS
 
     def refuses(self, kind: PartKind) -> str:
         """See `NearStorageDevice`."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ... import errors
+from ...device.around import topologies_of
 from ...device.interface import RecordDevice
 from ...device.near_storage import NearStorageDevice
 from ...device.registry import Devices, given_devices, open_records, open_together
@@ -62,6 +63,11 @@ class IndexDevices:
     records: RecordDevice
     stages: StageDevices
 
+    @property
+    def topologies(self) -> Sequence[Any]:
+        """In whose time emulated ones are, see `topologies_of`."""
+        return topologies_of(self.records)
+
 
 def open_for_index(
     path: str,
@@ -105,16 +111,12 @@ def _check_has(name: str, given: object, parts: tuple[str, ...]) -> None:
         )
 
 
-def watched(
-    topologies: Sequence[Any], stages: StageDevices, results: Iterator[SearchResult]
-) -> list[SearchResult]:
-    """The same, with what they take emulated devices, if there are some."""
-    if not topologies:
-        return list(results)
+def watched(devices: IndexDevices, results: Iterator[SearchResult]) -> list[SearchResult]:
+    """The same, with what they take emulated devices."""
     from ...device.emulation.use import Watch  # of few programs
 
-    with Watch(topologies, "--show search") as watch:
+    with Watch(devices.topologies, "--show search") as watch:
         found = list(results)
         watch.beside_bytes = sum(each.stage_bytes - each.stage_device_bytes for each in found)
-        watch.beside_why = "; ".join(dict.fromkeys(stages.past.values()))
+        watch.beside_why = "; ".join(dict.fromkeys(devices.stages.past.values()))
     return [replace(each, device=watch.use) for each in found]

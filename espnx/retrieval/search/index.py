@@ -13,7 +13,6 @@ import torch
 
 from ... import errors
 from ...checks import check_path
-from ...device.around import topologies_of
 from ...device.interface import RecordDevice
 from ...device.registry import Devices
 from ...storage import Engine
@@ -107,11 +106,10 @@ class Index(OpenIndex):
             "device": device,
             "sparse_encoder": sparse_encoder,
         }
-        path, on = check_path("path of a store", path), compute_of(compute, device)
+        on = compute_of(compute, device)
         options = OpenOptions.of(on, threads, first_stage_on, hot, coarse, cost, sparse_encoder)
-        super().__init__(path, options, engine, device)
+        super().__init__(check_path("path of a store", path), options, engine, device)
         try:
-            self._topologies = topologies_of(self._devices.records)
             self._queries = QueryEncoder(encoder, str(self.compute), self._versions)
         except BaseException:
             self.close()
@@ -224,8 +222,7 @@ class Index(OpenIndex):
                 several of them; 0 reads nothing ahead; ``auto`` chooses from predicted times, and
                 none for a batch or beside other callers, whose first stages hide the reads.
             cls_weight: overrides the store's.
-            include: ids of documents; no other is found.
-            exclude: ids of documents that are not found.
+            include, exclude: ids of documents: no other is found; those are not found.
             explain: fill in `Hit.matches` (reads the k hits once more).
             deadline_s: for each read.
 
@@ -278,7 +275,9 @@ class Index(OpenIndex):
                 results = search_in_batches(
                     version, stage, self._gate, vectors, options, encode_s, is_alone=is_alone
                 )
-                return watched(self._topologies, self._devices.stages, results)
+                if self._devices.topologies:
+                    return watched(self._devices, results)
+                return list(results)
 
     def evaluate(
         self,
@@ -331,8 +330,8 @@ class Index(OpenIndex):
             exclude=exclude,
             deadline_s=deadline_s,
         )
-        rankings = {query: [hit.id for hit in result] for query, result in results.items()}
-        return evaluate(rankings, qrels, metrics)
+        ids = {query: [hit.id for hit in result] for query, result in results.items()}
+        return evaluate(ids, qrels, metrics)
 
 
 def _reopened(path: str, given: dict[str, Any]) -> Index:
