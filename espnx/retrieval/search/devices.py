@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class IndexDevices:
     records: RecordDevice
     stages: StageDevices
 
-    @property
+    @cached_property
     def topologies(self) -> Sequence[Any]:
         """In whose time emulated ones are, see `topologies_of`."""
         return topologies_of(self.records)
