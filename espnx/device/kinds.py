@@ -73,6 +73,8 @@ class PartKind:
     mixins: of what stands in front of such a part, beside its calls.
     checks: by name: (device) -> None, or what it has to say; they raise NotConformingError
         (`espnx device verify`).
+    reads_wait: its commands are made of reads that wait for one another: an emulated device whose
+        spec has no latency of a read opens none.
     """
 
     name: str
@@ -88,6 +90,7 @@ class PartKind:
     fronts: Callable[[Any, Front], Any] | None = None
     mixins: tuple[type, ...] = ()
     checks: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    reads_wait: bool = False
 
     def open_on(self, device: Any, *what: Any, **options: Any) -> Any:
         """A part on a device, by the device's own call where it has one."""
@@ -237,6 +240,7 @@ GRAPHS = PartKind(
         "dim": graph.dim,
         "metric": graph.metric,
     },
+    reads_wait=True,
 )
 POSTINGS = PartKind(
     "postings",
@@ -246,7 +250,7 @@ POSTINGS = PartKind(
     _plain_lists,
     attrgetter("lists"),
     says="keep_lists",
-    facts=lambda lists: {"records": lists.n_records},
+    facts=lambda lists: {"records": lists.n_records, "begin_bytes": lists.begin_bytes},
     files=lambda lists: [lists.path],
 )
 

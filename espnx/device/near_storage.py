@@ -166,9 +166,9 @@ class NearStorageDevice:
         """
         return encode_on_host(encode, texts, flop=flop)
 
-    def refuses(self, call: str) -> str:
-        """Why this device refuses a call that its class has (``open_graph``), whatever it is given;
-        empty: it does not."""
+    def refuses(self, kind: PartKind) -> str:
+        """Why this device opens no part of a kind that its class offers, whatever it is given;
+        empty: it does."""
         return ""
 
     def describe(self) -> dict[str, Any]:

@@ -22,6 +22,10 @@ class PlainDevice(NearStorageDevice):
         """See `NearStorageDevice`."""
         self.rows.check(directory or self.path, engine=engine, name=name)
 
+    def offers(self, kind: PartKind) -> bool:
+        """See `NearStorageDevice`. Of kinds that others bring, whatever this machine can open."""
+        return kind in self.kinds or kind not in KINDS
+
     def open_part(self, kind: PartKind, *what: Any, **options: Any) -> Any:
         """See `NearStorageDevice`."""
         return (

@@ -10,8 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, overload
@@ -229,41 +228,26 @@ def directories_on(device: Devices | None) -> list[str]:
 
 
 def open_records(
-    engine: Engine,
-    compute: torch.device,
-    device: Devices | None = None,
-    directories: Sequence[str] = (),
-) -> tuple[RecordDevice, Callable[[], None]]:
-    """(what keeps records that `engine` reads, which stays the caller's; what closes it, and the
-    devices that were opened for it).
+    engine: Engine, compute: torch.device, devices: Sequence[NearStorageDevice] = ()
+) -> RecordDevice:
+    """What keeps records that `engine` reads, which stays the caller's, as the devices do.
 
     Args:
         compute: where they are scored, unless a device scores them itself.
-        device: None: this machine's SSD.
-        directories: of the data files; a device that is named is opened for each.
+        devices: in whose directories the data files lie; none: this machine's SSD.
 
     Raises InvalidInputError where the engine reads into the memory of a GPU, and scores are
-    computed on the CPU; as `open_together`.
+    computed on the CPU.
     """
-    with ExitStack() as opened:
-        if device is None:
-            found: list[NearStorageDevice] = [PlainDevice("/")]
-        elif isinstance(device, str):
-            found = open_together(device, directories)
-            for each in found:
-                opened.callback(each.close)
-        else:
-            found = given_devices(device)
-        records = (
-            found[0].open_records(engine, compute)
-            if device is None
-            else SeveralRecordDevices(engine, compute, found)
-        )
-        opened.callback(records.close)
-        log.debug(
-            "records are read by %s and scored on %s%s",
-            engine.effective,
-            compute,
-            "" if device is None else f", by {found[0].name}",
-        )
-        return records, opened.pop_all().close
+    records: RecordDevice = (
+        SeveralRecordDevices(engine, compute, devices)
+        if devices
+        else PlainDevice("/").open_records(engine, compute)
+    )
+    log.debug(
+        "records are read by %s and scored on %s%s",
+        engine.effective,
+        compute,
+        f", by {devices[0].name}" if devices else "",
+    )
+    return records

@@ -66,6 +66,13 @@ def is_in(path: str, directory: str) -> bool:
     return os.path.commonpath([directory, os.path.realpath(path)]) == directory
 
 
+def innermost(path: str, directories: Sequence[str]) -> int | None:
+    """Which of some directories a path lies in, the innermost where these lie in one another; None:
+    in none."""
+    inside = [number for number, directory in enumerate(directories) if is_in(path, directory)]
+    return max(inside, key=lambda number: len(os.path.realpath(directories[number])), default=None)
+
+
 class SeveralParts:
     """Parts of one kind, each of which keeps its own of some items. Made by
     `espnx.device.kinds.PartKind.wrap`.
@@ -275,16 +282,15 @@ class SeveralRecordDevices(SeveralParts):
         )
 
     def _owner(self, path: str) -> int:
-        """The device in whose directory a file lies; the innermost where these lie in one another.
-        Raises InvalidInputError."""
-        inside = [number for number, directory in enumerate(self._paths) if is_in(path, directory)]
-        if not inside:
+        """The device in whose directory a file lies, see `innermost`. Raises InvalidInputError."""
+        found = innermost(path, self._paths)
+        if found is None:
             raise errors.InvalidInputError(
                 "a data file on none of the devices",
                 got=path,
                 expected=f"a file in one of {self._paths}",
             )
-        return max(inside, key=lambda number: len(os.path.realpath(self._paths[number])))
+        return found
 
     def open(self, path: str) -> FileHandle:
         """See `RecordDevice`. Raises InvalidInputError for a file in no device's directory."""

@@ -10,12 +10,12 @@
 from __future__ import annotations
 
 from .build import GraphReport, build
+from .devices.stored import StoredGraph
 from .diskann.conversion import ExportReport, ImportReport, export_diskann, import_diskann
 from .format import METRICS, GraphShare, RecallPoint
 from .index import GraphIndex
 from .neighbours import Neighbours
 from .private import PrivateGraphs, build_private
-from .stored import StoredGraph
 from .vectors import Vectors, read_vectors
 
 open = GraphIndex  # noqa: A001 - espnx.graph.open reads as it should

@@ -89,6 +89,17 @@ def row_mask(rows: Any, n: int, name: str) -> np.ndarray:
     return mask
 
 
+def filter_of(include: Any, exclude: Any, n: int) -> RowFilter | None:
+    """Of rows as `GraphIndex.search` takes them; None: all of the n may be found. Raises
+    InvalidInputError."""
+    if include is None and exclude is None:
+        return None
+    if isinstance(include, RowFilter) and exclude is None:
+        return include
+    allowed = np.ones(n, bool) if include is None else row_mask(include, n, "include")
+    return RowFilter.of(allowed if exclude is None else allowed & ~row_mask(exclude, n, "exclude"))
+
+
 @dataclass(frozen=True, eq=False)
 class NodeFilter:
     """A filter of rows, as walks over one graph take it: neighbours are named by the numbers of
@@ -101,7 +112,7 @@ class NodeFilter:
         is_scattered: whether they lie everywhere, like rows drawn by lot, as far as the graph's
             entry points tell: then some lie around every query. Else some places have more of them
             than others, and a query may be far from all.
-        read_bytes: of the file of rows.
+        read_bytes, read_requests: of the file of rows.
     """
 
     rows: RowFilter
@@ -109,11 +120,22 @@ class NodeFilter:
     page_mask: np.ndarray
     is_scattered: bool
     read_bytes: int
+    read_requests: int
 
     @property
     def n_pages(self) -> int:
         """Pages that have a node which may be found."""
         return int(np.count_nonzero(self.page_mask))
+
+    @property
+    def costs(self) -> dict[str, int]:
+        """Of a search that has read the file of rows for it, see `Neighbours`."""
+        return {"filter_bytes": self.read_bytes, "filter_requests": self.read_requests}
+
+    @property
+    def n_runs(self) -> int:
+        """Of those pages, side by side."""
+        return _runs(np.flatnonzero(self.page_mask))
 
     def native(self, seeds: Seeds) -> dict[str, Any]:
         """The filter as the native searcher takes it: a walk and what was read to begin it read no
@@ -134,12 +156,19 @@ class Seeds:
 
     Attributes:
         nodes: int64 [m]: some, in as many places as may be. codes: uint8 [m, code_bytes].
-        n_pages: that are read for those which are no entry points of the graph.
+        n_pages, n_runs: that are read for those which are no entry points of the graph, and how
+            many runs side by side these are.
     """
 
     nodes: np.ndarray
     codes: np.ndarray
     n_pages: int
+    n_runs: int
+
+    @property
+    def costs(self) -> dict[str, int]:
+        """Of a search that has read those pages, see `Neighbours`."""
+        return {"shared_pages": self.n_pages, "shared_requests": self.n_runs}
 
 
 class FilterReader:
@@ -175,7 +204,7 @@ class FilterReader:
         layout = self._facts.layout
         allowed = np.zeros(layout.n_pages * layout.nodes_per_page, bool)
         with NativeEngine(self._requested) as engine:
-            read_bytes = self._mark(engine, rows, allowed, clock)
+            read_bytes, requests = self._mark(engine, rows, allowed, clock)
             if np.count_nonzero(allowed) != rows.count:
                 raise errors.FormatError(
                     "rows of a graph",
@@ -186,7 +215,8 @@ class FilterReader:
                 )
         page_mask = np.logical_or.reduce(allowed.reshape(-1, layout.nodes_per_page), axis=1)
         bits = torch.from_numpy(np.packbits(allowed[: layout.n], bitorder="little"))
-        return NodeFilter(rows, bits, page_mask, self._is_scattered(allowed), read_bytes)
+        is_scattered = self._is_scattered(allowed)
+        return NodeFilter(rows, bits, page_mask, is_scattered, read_bytes, requests)
 
     def _is_scattered(self, allowed: np.ndarray) -> bool:
         """Whether around allowed entry points no more are allowed than among all of them."""
@@ -216,23 +246,24 @@ class FilterReader:
         layout, entries, codes = self._facts.layout, self._facts.entries, self._facts.entry_codes
         mask = np.unpackbits(nodes.nodes.numpy(), count=layout.n, bitorder="little").view(np.bool_)
         chosen = mask[entries]
-        entries, codes, n_pages = entries[chosen], codes[chosen], 0
+        entries, codes, pages = entries[chosen], codes[chosen], np.empty(0, np.int64)
         if not nodes.is_scattered or len(entries) < min(ENTRIES_MIN, nodes.rows.count):
             with NativeEngine(self._requested) as engine:
-                more, more_codes, n_pages = self._more_entries(
+                more, more_codes, pages = self._more_entries(
                     engine, nodes, np.flatnonzero(mask), entries, _Clock(deadline_s)
                 )
             entries, codes = np.concatenate([entries, more]), np.concatenate([codes, more_codes])
-        made = Seeds(entries, np.ascontiguousarray(codes), n_pages)
+        made = Seeds(entries, np.ascontiguousarray(codes), len(pages), _runs(pages))
         with self._lock:
             self._seeds[nodes] = made
-        return made, n_pages > 0
+        return made, len(pages) > 0
 
     def _mark(
         self, engine: NativeEngine, rows: RowFilter, allowed: np.ndarray, clock: _Clock
-    ) -> int:
-        """Sets the places of the nodes of these rows: bytes that were read."""
-        n, read_bytes, bits = self._facts.layout.n, 0, rows.bits.numpy()
+    ) -> tuple[int, int]:
+        """Sets the places of the nodes of these rows: bytes that were read, in how many
+        requests."""
+        n, read_bytes, requests, bits = self._facts.layout.n, 0, 0, rows.bits.numpy()
         file = engine.open(self._facts.path(ROWS))
         at_once = _READ_BYTES // 4
         for begin in range(0, n, at_once):
@@ -269,7 +300,8 @@ class FilterReader:
                 )
             allowed[nodes] = True
             read_bytes += int(sizes.sum())
-        return read_bytes
+            requests += _runs(blocks)
+        return read_bytes, requests
 
     def _more_entries(
         self,
@@ -278,7 +310,7 @@ class FilterReader:
         allowed: np.ndarray,
         entries: np.ndarray,
         clock: _Clock,
-    ) -> tuple[np.ndarray, np.ndarray, int]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(nodes, their codes, pages that were read): neighbours have near numbers, so that numbers
         far from one another are different places, and a few allowed nodes far from most have one of
         their own."""
@@ -297,14 +329,14 @@ class FilterReader:
             np.unique(np.linspace(0, len(pages) - 1, min(most, len(pages))).astype(np.int64))
         ]
         if not len(pages):
-            return np.empty(0, np.int64), np.empty((0, layout.code_bytes), np.uint8), 0
+            return np.empty(0, np.int64), np.empty((0, layout.code_bytes), np.uint8), pages
         found = read_pages(
             engine, engine.open(self._facts.path(NODES)), self._facts, pages, clock.left_s()
         )
         numbers = pages[:, None] * layout.nodes_per_page + np.arange(layout.nodes_per_page)
         may = np.isin(numbers, allowed)
         vectors = self._facts.coding.decode(found["vector"][may])
-        return numbers[may], self._facts.codebook.encode(vectors), len(pages)
+        return numbers[may], self._facts.codebook.encode(vectors), pages
 
     def blocks(
         self, nodes: NodeFilter, deadline_s: float
@@ -332,6 +364,11 @@ class FilterReader:
                         fix=_REBUILD,
                     )
                 yield rows[is_wanted], self._facts.coding.decode(here["vector"][is_wanted])
+
+
+def _runs(numbers: np.ndarray) -> int:
+    """How many runs of consecutive numbers these are; ascending."""
+    return int(np.count_nonzero(np.diff(numbers) > 1)) + 1 if len(numbers) else 0
 
 
 def _surroundings(facts: GraphFacts) -> tuple[np.ndarray, np.ndarray]:

@@ -4,146 +4,40 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
 
 from .. import errors
-from ..checks import check_finite, check_path, check_whole, plain
+from ..checks import check_path, check_whole
+from ..device.interface import FilePath
 from ..forks import check_own
 from ..ops._native import load_extension
-from ..sizes import format_size
-from ..storage import FaultRule, NativeEngine, Plan
+from ..storage import FaultRule, NativeEngine
 from ..suggestions import suggests_keywords
-from .filters import FilterReader, NodeFilter, RowFilter, row_mask
+from .filters import FilterReader, NodeFilter, RowFilter, filter_of, row_mask
 from .format import (
+    CODES,
     NODES,
-    ROWS,
     GraphFacts,
     GraphSections,
     RecallPoint,
-    parse_pages,
     read_codes,
     read_graph,
+    summary_of,
 )
 from .native import native_view
-from .neighbours import Neighbours, measure, nearest
-from .options import SQUARES_MAX
-from .vectors import as_array
+from .neighbours import Neighbours, nearest_of, shown
+from .search.asked import WalkRequest, checked_queries
+from .search.effort import Effort, effort_of, list_size_for
+from .search.reading import RowReader
+from .search.under_way import GraphSearch
 
-if TYPE_CHECKING:
-    pass
-
-LIST_SIZE_MAX = 1 << 20
 THREADS_MAX = 256
-_RECALL = 0.95
-_UNMEASURED = 320  # candidates of a walk where the build measured no list
-_ALONE_BEAM_WIDTH = 4
-_DISTANCES_AT_ONCE = 1 << 22
-# That cost about as much as reading a page, summing it, and estimating how far its neighbours are.
-_DISTANCES_PER_PAGE = 256
-# A filter of so much of a share is taken for one of it.
-_ALIKE = 0.8
-_NEAR_OF_FAR = 4
-#: Of the pages that measuring all reads, as many as one of a walk is worth: walks need room to go
-#: astray, up to as many pages. Where they seek a region, hundreds of reads wait for one another;
-#: all its pages, which are asked for together, come sooner, and nothing is missed.
-WALK_PAGES, REGION_PAGES = 2, 8
 _MEASURING_S = 3600.0  # for searches of a build
-_REBUILD = "restore the graph from a copy, or build it again"
-
-
-@dataclass(frozen=True, eq=False)
-class _Walk:
-    """What is asked of walks, checked: queries as `GraphIndex._queries` gives them, and options of
-    `GraphIndex.search`."""
-
-    native: torch.Tensor
-    wide: torch.Tensor
-    k: int
-    beam_width: int
-    stop_beyond: float
-    deadline_s: float
-
-
-@dataclass(frozen=True)
-class _Effort:
-    """What a walk with a filter takes.
-
-    Attributes:
-        list_size: candidates that they keep. far_list_size: those of one around which others are
-            allowed than elsewhere.
-        pages, far_pages: that a query reads near what is allowed, and far from it.
-        worth_pages: of those that measuring all would read, as many as a walk's are worth.
-    """
-
-    list_size: int
-    far_list_size: int
-    pages: float
-    far_pages: float
-    worth_pages: int = WALK_PAGES
-
-    def is_dearer_than_all(self, n_queries: int, all_pages: int, count: int) -> bool:
-        """Whether walks cost more than measuring all allowed rows for all queries at a time."""
-        measuring = n_queries * count / _DISTANCES_PER_PAGE
-        return (
-            all_pages <= self.worth_pages * self.far_pages
-            or all_pages + measuring <= n_queries * self.pages
-        )
-
-
-def lists_of_region(near: int, far: int) -> tuple[int, int]:
-    """Candidates that walks keep near what a region allows, and far from it, where random filters
-    want `near`. At its edge a walk may take itself for one among allowed rows: both lists grow."""
-    return max(near, far // _NEAR_OF_FAR), max(near, far)
-
-
-class GraphSearch:
-    """A search under way in the threads of a graph; see `GraphIndex.start`. One thread at a time
-    may ask it. Ends when nobody holds it."""
-
-    def __init__(
-        self, index: GraphIndex, k: int, search: Any, shared_pages: int = 0, filter_bytes: int = 0
-    ):
-        self._index, self._k, self._search = index, k, search
-        self._shared = shared_pages, filter_bytes
-
-    def partial(self, pages: int) -> tuple[np.ndarray, np.ndarray]:
-        """What each walk has found after so many pages, or at its end if it comes sooner; walks go
-        on meanwhile.
-
-        Returns:
-            ids and distances as `Neighbours` has them.
-
-        Raises as `GraphIndex.search`.
-        """
-        if isinstance(self._search, Neighbours):
-            return self._search.ids, self._search.distances
-        rows, far = self._search.partial(pages)
-        return rows.numpy().reshape(-1, self._k), self._index.shown(
-            far.numpy().reshape(-1, self._k)
-        )
-
-    def finish(self) -> Neighbours:
-        """Waits for the end of all walks. Raises as `GraphIndex.search`."""
-        if isinstance(self._search, Neighbours):
-            return self._search
-        rows, far, pages, code_pages, measured, estimated, seconds = self._search.finish()
-        self._search = Neighbours(
-            rows.numpy().reshape(-1, self._k),
-            self._index.shown(far.numpy().reshape(-1, self._k)),
-            pages.numpy(),
-            code_pages.numpy(),
-            measured.numpy(),
-            estimated.numpy(),
-            seconds.numpy(),
-            self._index.facts.layout.page_bytes,
-            *self._shared,
-        )
-        return self._search
 
 
 class GraphIndex:
@@ -152,6 +46,10 @@ class GraphIndex:
     In memory are codebook and entry points, and the codes where the graph was built so; pages are
     read as walks come to them, by threads of its own, each with many queries under way on one
     queue. Every method may be called from any thread.
+
+    Attributes:
+        facts: what its manifest says.
+        walks: queries that are under way at a time, of all threads.
 
     Args:
         path: the graph's directory; or the sections of another file that it lies in.
@@ -193,6 +91,7 @@ class GraphIndex:
             self.facts: GraphFacts = read_graph(own, path)
             codes = read_codes(own, self.facts) if self.facts.layout.codes_in == "memory" else None
         self._requested, self._process = engine, os.getpid()
+        self.walks = threads * walks
         native = load_extension()
         self._native = native.GraphSearcher(
             native_view(self.facts, codes),
@@ -207,6 +106,7 @@ class GraphIndex:
             ),
         )
         self._filters = FilterReader(self.facts, engine)
+        self._reader = RowReader(self.facts, engine)
         self._is_open = True
 
     def __len__(self) -> int:
@@ -221,83 +121,22 @@ class GraphIndex:
 
     def summary(self) -> str:
         """What it is, and what searches with it cost, in a few lines."""
-        layout, facts = self.facts.layout, self.facts
+        return summary_of(self.facts, self._native.path)
+
+    def path_report(self) -> Sequence[FilePath]:
+        """See `espnx.device.interface.Device`: of the files that walks read."""
         effective, reason, is_direct = self._native.path
-        where = {
-            "inline": "beside their nodes",
-            "paged": "in pages of their own",
-            "memory": "in memory",
-        }[layout.codes_in]
-        if layout.codes_in != "inline" and layout.inline_pq:
-            where += f", and those of {layout.inline_pq} neighbours beside each node"
-        rotated = " of rotated vectors" if facts.codebook.rotation is not None else ""
-        held = f"codes of {layout.disk_pq_bytes} bytes" if layout.format == "pq" else layout.format
-        what = (
-            f"{layout.n:,} vectors of {layout.dim} dimensions as {held}, {facts.metric}; "
-            f"{layout.max_degree} neighbours"
-        )
-        sizes = (
-            f"{format_size(sum(facts.file_sizes.values()))} on storage, "
-            f"{format_size(facts.memory_bytes)} in memory"
-        )
-        lines = [
-            f"{what}, codes of {layout.code_bytes} bytes{rotated} {where}",
-            f"{sizes}; {layout.nodes_per_page} nodes to a page of {format_size(layout.page_bytes)}",
-            (
-                "reads by "
-                f"{effective}{'' if is_direct else ' (buffered)'}{f' ({reason})' if reason else ''}"
-            ),
-        ]
-        if facts.recall_ceiling is not None:
-            lines.append(
-                "recall@10 of a search that measures all codes in place of vectors: "
-                f"{facts.recall_ceiling:.3f}"
-            )
-        lines += [
-            f"list of {each.list_size}: recall@10 {each.recall:.3f}, {each.pages:.1f} pages a query"
-            for each in facts.recall
-        ]
-        return "\n".join(lines)
+        names = [NODES, *([CODES] if self.facts.layout.paged_codes else [])]
+        said = f"{effective}{'' if is_direct else ' (buffered)'}"
+        paths = dict.fromkeys(self.facts.path(name) for name in names)
+        return [FilePath(path, said, reason) for path in paths]
 
     def list_size_for(self, recall: float) -> RecallPoint:
         """The smallest list that was measured at build to find that share of the ten nearest.
 
         Raises InvalidInputError for a share that no list was measured to find.
         """
-        if not isinstance(recall, int | float) or not 0 < recall <= 1:
-            raise errors.InvalidInputError("recall", got=recall, expected="above 0, at most 1")
-        if not self.facts.recall and len(self) > _UNMEASURED:
-            raise errors.InvalidInputError(
-                "recall",
-                got=recall,
-                expected=(
-                    "a list_size: no list was measured, as the build was interrupted right after "
-                    "the graph was whole"
-                ),
-            )
-        if not self.facts.recall:  # too few vectors to measure anything
-            return RecallPoint(max(10, len(self)), 1.0, float(self.facts.layout.n_pages))
-        found = next((each for each in self.facts.recall if each.recall >= recall), None)
-        if found is None:
-            last = self.facts.recall[-1]
-            raise errors.InvalidInputError(
-                "recall",
-                got=recall,
-                expected=(
-                    f"at most {last.recall:.4f}, what a list of {last.list_size} was measured to "
-                    "find"
-                ),
-                fix=(
-                    f"list_size above {last.list_size}; or build with more pq_bytes, or "
-                    "vector_dtype float32"
-                ),
-            )
-        return found
-
-    def _default_list_size(self) -> int:
-        reached = [each for each in self.facts.recall if each.recall >= _RECALL]
-        found = [*reached, *self.facts.recall[-1:]]
-        return found[0].list_size if found else max(10, min(len(self), _UNMEASURED))
+        return list_size_for(self.facts, recall)
 
     @suggests_keywords
     def search(
@@ -365,60 +204,32 @@ class GraphIndex:
     ) -> GraphSearch:
         """Begins a search, which goes on by itself: what it has found so far can be asked for.
         Arguments and errors: see `search`."""
-        native, wide = self._queries(queries)
-        k, list_size, beam_width = plain(k), plain(list_size), plain(beam_width)
-        recall, stop_beyond, deadline_s = plain(recall), plain(stop_beyond), plain(deadline_s)
-        check_whole("k, neighbours wanted", k, 1, LIST_SIZE_MAX)
-        if list_size is not None and recall is not None:
-            raise errors.InvalidInputError(
-                "list_size and recall", got=f"{list_size} and {recall}", expected="one of them"
-            )
-        if list_size is not None:
-            check_whole("list_size, candidates of a walk", list_size, k, LIST_SIZE_MAX)
-        if beam_width is None:
-            beam_width = 1 if len(native) >= 2 * _ALONE_BEAM_WIDTH else _ALONE_BEAM_WIDTH
-        check_whole("beam_width", beam_width, 1, 64)
-        check_finite("stop_beyond", 0.0 if stop_beyond is None else stop_beyond)
-        check_finite("deadline_s", deadline_s)
-        if (stop_beyond is not None and stop_beyond < 0) or deadline_s <= 0:
-            raise errors.InvalidInputError(
-                "stop_beyond and deadline_s",
-                got=f"{stop_beyond} and {deadline_s}",
-                expected="0 or more; above 0",
-            )
-        usual = list_size or (
-            self._default_list_size() if recall is None else self.list_size_for(recall).list_size
+        walk = WalkRequest.of(
+            self.facts, queries, k, list_size, recall, beam_width, stop_beyond, deadline_s
         )
         self.check_open()
-        allowed = self._allowed(include, exclude)
-        walk = _Walk(
-            native,
-            wide,
-            k,
-            beam_width,
-            float("inf") if stop_beyond is None else float(stop_beyond),
-            float(deadline_s),
-        )
+        allowed = filter_of(include, exclude, len(self))
         if allowed is None:
-            return self._walk(walk, max(k, usual))
-        nodes, is_read = self._filters.nodes_of(allowed, deadline_s)
-        filter_bytes = nodes.read_bytes if is_read else 0
+            return self._walk(walk, max(walk.k, walk.list_size))
+        nodes, is_read = self._filters.nodes_of(allowed, walk.deadline_s)
+        costs = nodes.costs if is_read else {}
         effort = (
-            self._effort(nodes, recall)
-            if list_size is None
-            else _Effort(list_size, list_size, list_size, list_size)
+            Effort(walk.list_size, walk.list_size, walk.list_size, walk.list_size)
+            if walk.is_named
+            else effort_of(self.facts, nodes, walk.recall)
         )
-        if effort is None or effort.is_dearer_than_all(len(native), nodes.n_pages, allowed.count):
-            return GraphSearch(self, k, self._measure_all(walk, nodes, filter_bytes))
-        seeds, is_read = self._filters.seeds_of(nodes, deadline_s)
-        shared_pages = seeds.n_pages if is_read else 0
+        if effort is None or effort.is_dearer_than_all(
+            len(walk.native), nodes.n_pages, allowed.count
+        ):
+            return GraphSearch(self.facts, walk.k, self._measure_all(walk, nodes, costs))
+        seeds, is_read = self._filters.seeds_of(nodes, walk.deadline_s)
+        costs |= seeds.costs if is_read else {}
         return self._walk(
             walk,
-            max(k, effort.list_size),
-            max(k, effort.far_list_size),
+            max(walk.k, effort.list_size),
+            max(walk.k, effort.far_list_size),
             nodes.native(seeds),
-            shared_pages=shared_pages,
-            filter_bytes=filter_bytes,
+            **costs,
         )
 
     def walk_without(
@@ -436,15 +247,15 @@ class GraphIndex:
         filtered = (
             None if nodes is None else nodes.native(self._filters.seeds_of(nodes, _MEASURING_S)[0])
         )
-        walk = _Walk(*self._queries(queries), k, 1, float("inf"), _MEASURING_S)
+        walk = WalkRequest(*checked_queries(self.facts, queries), k, 1, float("inf"), _MEASURING_S)
         with NativeEngine(self._requested) as engine:
-            absent = torch.from_numpy(self._nodes_of(engine, rows, _MEASURING_S))
+            absent = torch.from_numpy(self._reader.nodes_of(engine, rows, _MEASURING_S))
         found = self._walk(walk, max(k, lists[0]), max(k, lists[1]), filtered, absent).finish()
         return found, self.facts.layout.n_pages if nodes is None else nodes.n_pages
 
     def _walk(
         self,
-        walk: _Walk,
+        walk: WalkRequest,
         list_size: int,
         far_list_size: int | None = None,
         filtered: dict[str, Any] | None = None,
@@ -452,7 +263,7 @@ class GraphIndex:
         **costs: int,
     ) -> GraphSearch:
         return GraphSearch(
-            self,
+            self.facts,
             walk.k,
             self._native.start(
                 queries=walk.native,
@@ -469,169 +280,31 @@ class GraphIndex:
             **costs,
         )
 
-    def _effort(self, nodes: NodeFilter, recall: float | None) -> _Effort | None:
-        """What walks take that were measured to find that share where so many rows are allowed;
-        None: there are none."""
-        wanted, share = _RECALL if recall is None else recall, nodes.rows.count / max(1, len(self))
-        at = next(
-            (i for i, each in enumerate(self.facts.filtered) if _ALIKE * each.share <= share), None
-        )
-        if at is None:
-            return None
-        measured = self.facts.filtered[at]
-        near = next((each for each in measured.near if each.recall >= wanted), None)
-        if near is None:
-            return None
-        if nodes.is_scattered:  # few queries, if any, seem far from what is allowed
-            return _Effort(
-                near.list_size,
-                max([near.list_size, *(each.list_size for each in measured.far)]),
-                near.pages,
-                near.pages,
-            )
-        # Regions of more rows may be harder than those of fewer: a part of one cluster is found
-        # more easily than pieces of several.
-        around = self.facts.filtered[max(0, at - 1) : at + 1]
-        far = [
-            next((point for point in each.far if point.recall >= wanted), None) for each in around
-        ]
-        reached = [each for each in far if each is not None]
-        if len(reached) < len(far):
-            return None
-        length = max(each.list_size for each in reached)
-        return _Effort(
-            *lists_of_region(near.list_size, length),
-            near.pages,
-            max(each.pages for each in reached),
-            REGION_PAGES,
-        )
-
-    def shown(self, far: np.ndarray) -> np.ndarray:
-        """Distances as `Neighbours` has them: of vectors of length 1 half the squared distance is
-        one minus the cosine."""
-        return far / 2 if self.facts.metric == "cosine" else far
-
-    def _queries(self, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries as the distance kernels take them, int8 as uint8, and as float32."""
-        layout = self.facts.layout
-        values = as_array(given)
-        if values.ndim == 1:
-            values = values[None]
-        if values.ndim != 2 or values.shape[1] != layout.dim or values.dtype.kind not in "iuf":
-            raise errors.InvalidInputError(
-                "queries",
-                got=f"{values.dtype} {list(values.shape)}",
-                expected=f"numbers [q, {layout.dim}]",
-            )
-        whole = {"uint8": np.uint8, "int8": np.int8}.get(layout.format)
-        if whole is not None:
-            exact = values.astype(whole)
-            if not np.array_equal(exact, values):
-                raise errors.InvalidInputError(
-                    "queries",
-                    got=str(values.dtype),
-                    expected=f"values that {layout.format} holds, as the graph's",
-                )
-            wide = exact.astype(np.float32)
-            return torch.from_numpy(np.ascontiguousarray(exact).view(np.uint8)), torch.from_numpy(
-                wide
-            )
-        wide = np.ascontiguousarray(values, dtype=np.float32)
-        if not np.isfinite(wide).all():
-            raise errors.InvalidInputError(
-                "queries", got="values that are not finite", expected="numbers that float32 holds"
-            )
-        if self.facts.metric == "cosine":
-            length = np.linalg.norm(wide.astype(np.float64), axis=1, keepdims=True)
-            if not length.all():
-                raise errors.InvalidInputError(
-                    f"query {int(np.argmin(length))}",
-                    got="length 0",
-                    expected="a vector that has a direction",
-                )
-            wide = np.ascontiguousarray(wide / length, dtype=np.float32)
-        squares = np.square(wide.astype(np.float64)).sum(axis=1)
-        if squares.size and squares.max() > SQUARES_MAX:
-            raise errors.InvalidInputError(
-                f"query {int(np.argmax(squares))}",
-                got=f"length {np.sqrt(squares.max()):.3g}",
-                expected=f"at most {np.sqrt(SQUARES_MAX):.3g}",
-                fix="scale it, as the graph's vectors: distances overflow float32",
-            )
-        tensor = torch.from_numpy(wide)
-        return tensor, tensor
-
-    def _allowed(self, include: Any, exclude: Any) -> RowFilter | None:
-        """None: all."""
-        if include is None and exclude is None:
-            return None
-        if isinstance(include, RowFilter) and exclude is None:
-            return include
-        allowed = np.ones(len(self), bool) if include is None else self._mask(include, "include")
-        return RowFilter.of(
-            allowed if exclude is None else allowed & ~self._mask(exclude, "exclude")
-        )
-
-    def _mask(self, rows: Any, name: str) -> np.ndarray:
-        return row_mask(rows, len(self), name)
-
-    def _measure_all(self, walk: _Walk, nodes: NodeFilter, filter_bytes: int) -> Neighbours:
-        """Reads all rows that may be found, each once, and measures them."""
+    def _measure_all(
+        self, walk: WalkRequest, nodes: NodeFilter, costs: dict[str, int]
+    ) -> Neighbours:
+        """Of all rows that may be found, each read once."""
         begun, q, k = time.monotonic(), len(walk.wide), walk.k
-        far, ids = self._nearest_of(walk.wide, k, self._filters.blocks(nodes, walk.deadline_s))
+        far, ids = nearest_of(
+            self.facts.metric, walk.wide, k, self._filters.blocks(nodes, walk.deadline_s)
+        )
         ids = np.pad(ids, ((0, 0), (0, k - ids.shape[1])), constant_values=-1)
         far = np.pad(far, ((0, 0), (0, k - far.shape[1])), constant_values=np.inf)
         none, whole = np.zeros(q, np.int64), np.full(q, nodes.rows.count, np.int64)
         seconds = np.full(q, time.monotonic() - begun, np.float32)
-        page_bytes = self.facts.layout.page_bytes
         return Neighbours(
             ids,
-            self.shown(far),
+            shown(self.facts.metric, far),
             none,
             none,
             whole,
             none,
             seconds,
-            page_bytes,
-            nodes.n_pages,
-            filter_bytes,
+            self.facts.layout.page_bytes,
+            shared_pages=nodes.n_pages,
+            shared_requests=nodes.n_runs,
+            **costs,
         )
-
-    def _nearest_of(
-        self, queries: torch.Tensor, k: int, blocks: Iterable[tuple[np.ndarray, np.ndarray]]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(distances float32, rows int64), [q, at most k]: the nearest of some rows and their
-        vectors, the nearest first, ties by row."""
-        best = np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64)
-        for rows, vectors in blocks:
-            best = self._nearer(queries, k, best, rows, np.ascontiguousarray(vectors))
-        return best
-
-    def _nearer(
-        self,
-        queries: torch.Tensor,
-        k: int,
-        best: tuple[np.ndarray, np.ndarray],
-        rows: np.ndarray,
-        vectors: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The nearest of those that were the nearest so far, and of some more rows."""
-        if not len(rows) or not len(queries):
-            return best
-        at_once, parts = max(1, _DISTANCES_AT_ONCE // len(rows)), []
-        for first in range(0, len(queries), at_once):
-            part = slice(first, first + at_once)
-            measured = measure(queries[part], vectors, self.facts.metric)
-            far = np.concatenate([best[0][part], measured], axis=1)
-            parts.append(
-                nearest(
-                    far,
-                    np.concatenate([best[1][part], np.broadcast_to(rows, measured.shape)], axis=1),
-                    k,
-                )
-            )
-        far, ids = (np.concatenate(each) for each in zip(*parts, strict=True))
-        return far, ids
 
     def vectors(self, ids: Any, *, deadline_s: float = 30.0) -> np.ndarray:
         """Vectors as they are stored, [m, dim], of rows of the input, int64 [m]: float32 of
@@ -639,133 +312,15 @@ class GraphIndex:
         rows = np.atleast_1d(np.asarray(ids))
         if rows.dtype == bool:
             raise errors.InvalidInputError("rows to read", got="a mask", expected="numbers of rows")
-        self._mask(rows, "read")
+        row_mask(rows, len(self), "read")
         self.check_open()
-        return self._read_vectors(rows.astype(np.int64), deadline_s)[0]
-
-    def _read_vectors(self, rows: np.ndarray, deadline_s: float) -> tuple[np.ndarray, int]:
-        """(the vectors of these rows, pages that were read)"""
-        layout = self.facts.layout
-        found = np.empty((len(rows), layout.dim), layout.row_dtype)
-        if not len(rows):
-            return found, 0
-        with NativeEngine(self._requested) as engine:
-            nodes = self._nodes_of(engine, rows, deadline_s)
-            pages, which = np.unique(nodes // layout.nodes_per_page, return_inverse=True)
-            file = engine.open(self.facts.path(NODES))
-            for first in range(0, len(pages), 4096):
-                part = pages[first : first + 4096]
-                begin = self.facts.begin_bytes(NODES) + part * layout.page_bytes
-                plan = Plan.of(file, begin.tolist(), [layout.page_bytes] * len(part))
-                future = engine.read(plan, deadline_s=deadline_s)
-                future.wait()
-                read = parse_pages(self.facts, part, future.memory, future.position_bytes.numpy())
-                wanted = np.flatnonzero((which >= first) & (which < first + len(part)))
-                here = read[which[wanted] - first, nodes[wanted] % layout.nodes_per_page]
-                if (wrong := np.flatnonzero(here["row"] != rows[wanted])).size:
-                    got = f"the node of row {here['row'][wrong[0]]}"
-                    raise errors.FormatError(
-                        f"row {rows[wanted[wrong[0]]]} of a graph",
-                        path=self.facts.path(ROWS),
-                        got=got,
-                        fix=_REBUILD,
-                    )
-                found[wanted] = self.facts.coding.decode(here["vector"])
-        return found, len(pages)
-
-    def _nodes_of(self, engine: NativeEngine, rows: np.ndarray, deadline_s: float) -> np.ndarray:
-        """int64 [m]: numbers of the nodes of some rows, at least one."""
-        places = engine.open(self.facts.path(ROWS))
-        plan = Plan.of(places, (self.facts.begin_bytes(ROWS) + 4 * rows).tolist(), [4] * len(rows))
-        future = engine.read(plan, gap_bytes=4096, deadline_s=deadline_s)
-        future.wait()
-        at = future.position_bytes.numpy()[:, None] + np.arange(4)
-        nodes: np.ndarray = future.memory.numpy()[at].view("<u4").ravel().astype(np.int64)
-        if nodes.max() >= self.facts.layout.n:
-            raise errors.FormatError(
-                "a row's node",
-                path=self.facts.path(ROWS),
-                got=int(nodes.max()),
-                expected=f"below {self.facts.layout.n}",
-                fix=_REBUILD,
-            )
-        return nodes
-
-    def exact(
-        self, queries: Any, k: int, blocks: Iterable[tuple[np.ndarray, np.ndarray]]
-    ) -> np.ndarray:
-        """int64 [q, k]: what is nearest, by a search of all: what recall is measured against.
-
-        Args:
-            blocks: of all vectors, as they are stored: rows, int64 [m], and vectors, [m, dim].
-        """
-        _, wide = self._queries(queries)
-        return self._nearest_of(wide, k, blocks)[1]
-
-    def nearer(
-        self,
-        queries: Any,
-        k: int,
-        best: tuple[np.ndarray, np.ndarray],
-        rows: np.ndarray,
-        vectors: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """`exact` block by block: the (distances, rows) that are nearest, [q, at most k], of what
-        it gave before and of these."""
-        return self._nearer(self._queries(queries)[1], k, best, rows, vectors)
+        return self._reader.vectors(rows.astype(np.int64), deadline_s)
 
     def verify(self) -> int:
         """Reads and checks every page: how many there are. Raises ChecksumError, FormatError,
         ReadError for the first that is damaged."""
         self.check_open()
-        layout = self.facts.layout
-        reached = np.zeros(layout.n, bool)
-        with NativeEngine(self._requested) as engine:
-            file = engine.open(self.facts.path(NODES))
-            rows_file = engine.open(self.facts.path(ROWS))
-            for first in range(0, layout.n_pages, 1024):
-                part = np.arange(first, min(first + 1024, layout.n_pages))
-                at_bytes = self.facts.begin_bytes(NODES) + first * layout.page_bytes
-                future = engine.read(Plan.of(file, [at_bytes], [len(part) * layout.page_bytes]))
-                future.wait()
-                begin = future.position_bytes.numpy()[0] + np.arange(len(part)) * layout.page_bytes
-                nodes = parse_pages(self.facts, part, future.memory, begin).reshape(-1)[
-                    : layout.n - first * layout.nodes_per_page
-                ]
-                reached[nodes["row"]] = True
-                self._verify_rows(engine, rows_file, nodes, first * layout.nodes_per_page)
-            if layout.paged_codes:
-                read_codes(engine, self.facts)
-        if not reached.all():
-            raise errors.FormatError(
-                "rows of a graph",
-                path=self.facts.path(NODES),
-                got=f"no node of row {int(np.argmin(reached))}",
-                fix=_REBUILD,
-            )
-        return layout.n_pages
-
-    def _verify_rows(
-        self, engine: NativeEngine, rows_file: Any, nodes: np.ndarray, first: int
-    ) -> None:
-        if not len(nodes):
-            return
-        begin = self.facts.begin_bytes(ROWS) + 4 * nodes["row"].astype(np.int64)
-        future = engine.read(
-            Plan.of(rows_file, begin.tolist(), [4] * len(nodes)), gap_bytes=1 << 16
-        )
-        future.wait()
-        at = future.position_bytes.numpy()[:, None] + np.arange(4)
-        numbers = future.memory.numpy()[at].view("<u4").ravel()
-        wrong = np.flatnonzero(numbers != np.arange(first, first + len(nodes)))
-        if wrong.size:
-            raise errors.FormatError(
-                f"node of row {nodes['row'][wrong[0]]}",
-                path=self.facts.path(ROWS),
-                got=int(numbers[wrong[0]]),
-                expected=first + int(wrong[0]),
-                fix=_REBUILD,
-            )
+        return self._reader.verify()
 
     def check_open(self) -> None:
         """Raises EngineClosedError after `close`, InvalidInputError in a child of the process that

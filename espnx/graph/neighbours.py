@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 
 from ..ops.distances import distances
 from .layout import CODE_PAGE_BYTES
+
+_DISTANCES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +34,7 @@ class Neighbours:
             were measured, or for its entry points.
         filter_bytes: of the file of rows that were read for a filter, unless it is one of the last
             that the graph was searched with.
+        shared_requests, filter_requests: in which those were read: pages side by side in one.
     """
 
     ids: np.ndarray
@@ -43,6 +47,8 @@ class Neighbours:
     page_bytes: int
     shared_pages: int = 0
     filter_bytes: int = 0
+    shared_requests: int = 0
+    filter_requests: int = 0
 
     @property
     def bytes_read(self) -> np.ndarray:
@@ -91,3 +97,47 @@ def measure(queries: torch.Tensor, vectors: np.ndarray, metric: str) -> np.ndarr
         else queries
     )
     return distances(own, memory, offset, name, "ip" if metric == "ip" else "l2").numpy()
+
+
+def shown(metric: str, far: np.ndarray) -> np.ndarray:
+    """Distances as `Neighbours` has them: of vectors of length 1 half the squared distance is one
+    minus the cosine."""
+    return far / 2 if metric == "cosine" else far
+
+
+def nearest_of(
+    metric: str, queries: torch.Tensor, k: int, blocks: Iterable[tuple[np.ndarray, np.ndarray]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """(distances float32, rows int64), [q, at most k]: the nearest of some rows and their
+    vectors, the nearest first, ties by row."""
+    best = np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64)
+    for rows, vectors in blocks:
+        best = nearer(metric, queries, k, best, rows, np.ascontiguousarray(vectors))
+    return best
+
+
+def nearer(
+    metric: str,
+    queries: torch.Tensor,
+    k: int,
+    best: tuple[np.ndarray, np.ndarray],
+    rows: np.ndarray,
+    vectors: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The nearest of those that were the nearest so far, and of some more rows."""
+    if not len(rows) or not len(queries):
+        return best
+    at_once, parts = max(1, _DISTANCES_AT_ONCE // len(rows)), []
+    for first in range(0, len(queries), at_once):
+        part = slice(first, first + at_once)
+        measured = measure(queries[part], vectors, metric)
+        far = np.concatenate([best[0][part], measured], axis=1)
+        parts.append(
+            nearest(
+                far,
+                np.concatenate([best[1][part], np.broadcast_to(rows, measured.shape)], axis=1),
+                k,
+            )
+        )
+    far, ids = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return far, ids

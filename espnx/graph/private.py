@@ -153,6 +153,8 @@ class PrivateGraphs:
                 "estimated",
                 "shared_pages",
                 "filter_bytes",
+                "shared_requests",
+                "filter_requests",
             )
         }
         return Neighbours(

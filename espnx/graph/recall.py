@@ -13,7 +13,10 @@ from ..storage import NativeEngine
 from ..storage.manifest import write_manifest
 from .filters import RowFilter
 from .format import MAGIC, VERSION, FilteredRecall, GraphFacts, RecallPoint
-from .index import REGION_PAGES, THREADS_MAX, WALK_PAGES, GraphIndex, lists_of_region
+from .index import THREADS_MAX, GraphIndex
+from .neighbours import nearer, nearest_of
+from .search.asked import checked_queries
+from .search.effort import REGION_PAGES, WALK_PAGES, lists_of_region
 from .write import Progress
 
 #: All vectors that a graph is built of, [m, dim] at a time, and their rows, int64 [m]; begins anew
@@ -60,7 +63,8 @@ def add_recall(
     measures all of these finds.
 
     Args:
-        blocks: the graph's vectors, see `GraphIndex.exact`.
+        blocks: the graph's vectors, as they are stored: rows, int64 [m], and vectors,
+            [m, dim].
         seed: of the choice of the vectors that are searched for: some of the graph itself. From
             each search its own vector is kept, as if the graph had not been built of it: a walk
             that goes by a query's own node finds in its edges what it looks for, and more than a
@@ -105,12 +109,14 @@ def _with_recall(
         return facts
     chosen = np.sort(np.random.default_rng(seed + 1).permutation(n)[:_QUERIES])
     queries = _rows_of(blocks(), chosen, facts.layout.dim) if has_ceiling else index.vectors(chosen)
-    exact = _others(index.exact(queries, k + 1, blocks()), chosen, k)
+    wide = checked_queries(facts, queries)[1]
+    exact = _others(nearest_of(facts.metric, wide, k + 1, blocks())[1], chosen, k)
     ceiling = None
     if has_ceiling:
         coding = facts.coding
         decoded = ((rows, coding.decode(coding.encode(vectors))) for rows, vectors in blocks())
-        ceiling = _share_found(_others(index.exact(queries, k + 1, decoded), chosen, k), exact)
+        by_codes = nearest_of(facts.metric, wide, k + 1, decoded)[1]
+        ceiling = _share_found(_others(by_codes, chosen, k), exact)
     points: list[RecallPoint] = []
     for list_size in _LISTS:
         found, _ = index.walk_without(chosen, queries, k, (list_size, list_size))
@@ -260,7 +266,9 @@ class _Filtered:
         chosen = trial.allows(rows, vectors)
         allowed = rows[chosen]
         np.bitwise_or.at(trial.bits, allowed >> 3, (1 << (allowed & 7)).astype(np.uint8))
-        trial.best = self._index.nearer(trial.queries, _K + 1, trial.best, allowed, vectors[chosen])
+        facts = self._index.facts
+        wide = checked_queries(facts, trial.queries)[1]
+        trial.best = nearer(facts.metric, wide, _K + 1, trial.best, allowed, vectors[chosen])
 
 
 def _of_random(share: float, seed: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:

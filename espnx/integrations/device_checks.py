@@ -19,7 +19,8 @@ from ..device.conformance.soak import soak
 from ..device.conformance.verify import Check
 from ..device.kinds import CLUSTERS, GRAPHS, KINDS, POSTINGS, RECORDS, ROWS, PartKind
 from ..device.near_storage import NearStorageDevice
-from . import posting_checks
+from ..graph.devices.walks import WALKS
+from . import posting_checks, walk_checks
 
 #: The tokens of the generation are each ahead of the second by so much, in logits; what a device
 #: rounds moves them by thousandths.
@@ -33,11 +34,11 @@ _Plain = Callable[[NearStorageDevice], Found | None]
 def checks_of(device: NearStorageDevice, soak_s: float) -> Iterator[tuple[str, Check]]:
     """(name, check) of everything; of a kind of parts that a device does not offer, a check that
     says so."""
-    for kind in dict.fromkeys((*KINDS, *device.kinds)):
+    for kind in dict.fromkeys((*KINDS, WALKS, *device.kinds)):
         if not device.offers(kind):
             yield kind.name, _told_nothing(_keeps_none(f"it keeps no {kind.keeps}"))
             continue
-        if why := device.refuses(kind.opens):
+        if why := device.refuses(kind):
             yield kind.name, _told_nothing(_keeps_none(why))
             continue
         for what, check in (kind.checks or _CHECKS[kind]).items():
@@ -210,6 +211,7 @@ _CHECKS: dict[PartKind, dict[str, _Plain]] = {
     CLUSTERS: _named(*cluster_checks.CHECKS) | cluster_checks.FAULT_CHECKS,
     GRAPHS: _named(*graph_checks.CHECKS) | graph_checks.FAULT_CHECKS,
     POSTINGS: _named(*posting_checks.CHECKS) | posting_checks.FAULT_CHECKS,
+    WALKS: _named(*walk_checks.CHECKS),
 }
 #: Through what uses such parts.
 _THROUGH: dict[PartKind, tuple[str, _Plain]] = {

@@ -312,6 +312,27 @@ def test_record_and_replay(
     assert not list(folder.glob(".espnx-replay-*"))
 
 
+def test_record_and_replay_first_stages(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they ask the device is in the trace, and asked again."""
+    monkeypatch.setattr("espnx.encoders.load_encoder", lambda name, **options: toy_encoder())
+    monkeypatch.setattr("espnx.retrieval.first_stage.graph.stage.FLAT_MAX", 20)
+    texts = [(str(i), f"text of {i}, number {i % 7}") for i in range(60)]
+    build(folder / "s", texts, encoder=toy_encoder(), dims=None, first_stages=("graph", "bm25"))
+    search = ["search", folder / "s", "text of number 3", "--encoder", "toy", "-k", 3]
+    search += ["--first-stage", "graph,bm25", "--record", folder / "trace"]
+    assert run(capsys, *search, "--device", "smartssd", "--stretch", 0)[0] == 0
+    words = ["device", "replay", folder / "trace", "--device", "ssd", "--json", "-"]
+    code, out, err = run(capsys, *words, "--index", folder / "s")
+    assert code == 0, err
+    verbs = strict_json(out)["verbs"]
+    assert [verbs[name]["count"] for name in ("walk", "scan")] == [1, 1]
+    assert verbs["walk"]["size_bytes"] >= 4096
+    code, _, err = run(capsys, *words, "--path", folder)
+    assert (code, "--index" in err) == (2, True)
+
+
 @pytest.fixture
 def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured for moments."""

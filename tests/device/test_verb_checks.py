@@ -1,9 +1,10 @@
-"""The checks of records, clusters, graphs and posting lists: they find devices that are wrong on
-purpose."""
+"""The checks of records, clusters, graphs, walks and posting lists: they find devices that are
+wrong on purpose."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 
 from espnx import errors
 from espnx.device.conformance import cluster_checks, graph_checks, record_checks
+from espnx.device.kinds import PartKind
 from espnx.device.plain import SsdDevice
-from espnx.integrations import posting_checks
+from espnx.graph.neighbours import Neighbours
+from espnx.integrations import posting_checks, walk_checks
 
 
 class _Around:
@@ -50,6 +53,22 @@ def altered(part: str, asks: str, finish: Callable[[Any, Any], Any]) -> type[Ssd
         pass
 
     setattr(Altered, part, opened)
+    return Altered
+
+
+def altered_walks(change: Callable[[Neighbours], Neighbours]) -> type[SsdDevice]:
+    """An SSD whose walks over graphs find something else."""
+
+    class Altered(SsdDevice):
+        def open_part(self, kind: PartKind, *what: Any, **options: Any) -> Any:
+            inner = super().open_part(kind, *what, **options)
+
+            def ask(*args: Any, **options: Any) -> Any:
+                ticket = inner.walk(*args, **options)
+                return _Around(ticket, finish=lambda: change(ticket.finish()))
+
+            return _Around(inner, walk=ask)
+
     return Altered
 
 
@@ -90,6 +109,14 @@ WRONG = {
     "one node less": (
         graph_checks,
         altered("open_graph", "search", lambda _, found: (found[0][:-1], found[1][:-1])),
+    ),
+    "rows of a graph": (
+        walk_checks,
+        altered_walks(lambda found: replace(found, ids=np.roll(found.ids, 1, axis=1))),
+    ),
+    "distances of a graph": (
+        walk_checks,
+        altered_walks(lambda found: replace(found, distances=found.distances + np.float32(1))),
     ),
     "records of lists": (
         posting_checks,

@@ -100,7 +100,7 @@ class ExactStage:
         threads: int = 1,
         gpu: Any = None,
         gone: Any = None,
-        path: str = "auto",
+        device: Any = None,
     ) -> LoadedExact:
         self.check(parts)
         return LoadedExact(*self._all(parts))

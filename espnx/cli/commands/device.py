@@ -24,6 +24,7 @@ from ..output import add_json_option, emit, json_document, write_whole
 
 if TYPE_CHECKING:
     from ...device.emulation.topology import Topology
+    from ...device.kinds import PartKind
     from ...device.near_storage import NearStorageDevice
     from ...device.trace.reader import Trace
 
@@ -308,9 +309,10 @@ def configure_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def run_replay(args: argparse.Namespace) -> int:
-    from ...device.kinds import POSTINGS, RECORDS
+    from ...device.kinds import POSTINGS
     from ...device.trace.reader import read_trace
     from ...device.trace.replay import replay
+    from ...postings.split.parts import read_parts
     from ..progress import ProgressLine
 
     trace = read_trace(args.trace)
@@ -319,10 +321,10 @@ def run_replay(args: argparse.Namespace) -> int:
         line.loading(f"{len(trace.commands):,} commands"),
         ExitStack() as opened,
     ):
-        devices, tiers = _replayed_on(args, trace, opened)
-        found = replay(
-            trace, devices, {RECORDS: tiers, POSTINGS: _lists(args)}, with_host=not args.no_host
-        )
+        devices, there = _replayed_on(args, trace, opened)
+        if args.postings:
+            there[POSTINGS] = read_parts(args.postings)[0]
+        found = replay(trace, devices, there, with_host=not args.no_host)
     rows = [
         (
             verb,
@@ -364,20 +366,13 @@ def run_replay(args: argparse.Namespace) -> int:
     return 0
 
 
-def _lists(args: argparse.Namespace) -> list[Any]:
-    """Posting lists that a trace asks for."""
-    if not args.postings:
-        return []
-    from ...postings.split.parts import read_parts
-
-    return read_parts(args.postings)[0]
-
-
 def _replayed_on(
     args: argparse.Namespace, trace: Trace, opened: ExitStack
-) -> tuple[list[NearStorageDevice], list[Any]]:
-    """(a device for each of the trace's, the records that it asks for)."""
+) -> tuple[list[NearStorageDevice], dict[PartKind, list[Any]]]:
+    """(a device for each of the trace's, what the search of an index asks of them)."""
+    from ...device.kinds import RECORDS
     from ...device.registry import open_together
+    from ...graph.devices.walks import WALKS
 
     names = [args.device or each["name"] for each in trace.devices]
     if len(set(names)) > 1:
@@ -386,7 +381,6 @@ def _replayed_on(
             got=", ".join(sorted(set(names))),
             fix="--device NAME, for all of them",
         )
-    index = None
     if args.postings:
         places = list(args.postings)
         if args.index is not None or len(places) != len(trace.devices):
@@ -410,13 +404,12 @@ def _replayed_on(
     devices = open_together(names[0], places)
     for each in devices:
         opened.callback(each.close)
-    if args.index is not None:
-        from ...retrieval.search.index import Index
+    if args.index is None:
+        return devices, {WALKS: []}
+    from ...retrieval.first_stage.devices import asked_of_devices
+    from ...retrieval.search.index import Index
 
-        index = opened.enter_context(Index(args.index, None, device=devices))
-    tiers = (
-        []
-        if index is None
-        else [tier for tier in (index.store.full, index.store.coarse) if tier is not None]
-    )
-    return devices, tiers
+    store = opened.enter_context(Index(args.index, None, device=devices)).store
+    tiers = [tier for tier in (store.full, store.coarse) if tier is not None]
+    asked = asked_of_devices(store.first_stage, store.parts)
+    return devices, {WALKS: [], **asked, RECORDS: tiers}

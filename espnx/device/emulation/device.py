@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ... import errors
-from ..kinds import GRAPHS, KINDS, ROWS, PartKind
+from ..kinds import KINDS, ROWS, PartKind
 from ..model.spec import DeviceSpec, load_spec
 from ..near_storage import NearStorageDevice
 from ..rows.ssd import SsdRowDevice
@@ -69,8 +69,8 @@ class EmulatedDevice(NearStorageDevice):
     def open_part(self, kind: PartKind, *what: Any, **options: Any) -> Any:
         """See `NearStorageDevice`. Of rows, `compute` may be anything: results go where the queries
         are; `deadline_s` is of a transfer of this machine's, and in virtual seconds of one of the
-        device's. Raises InvalidInputError also where walks over a graph are asked for and the spec
-        has no latency of reads."""
+        device's. Raises InvalidInputError also where walks over a graph are asked for
+        (`PartKind.reads_wait`) and the spec has no latency of reads."""
         if kind is ROWS:
             return EmulatedRowDevice(
                 what[0] or self.path,
@@ -81,17 +81,21 @@ class EmulatedDevice(NearStorageDevice):
                 faults=self._faults,
                 **options,
             )
-        if kind is GRAPHS:
+        if kind.reads_wait:
             check_latency(self.topology.spec)
 
         return kind.front(kind.open(self.path, *what, **options), _Pacing(self, kind, self._faults))
 
-    def refuses(self, call: str) -> str:
+    def offers(self, kind: PartKind) -> bool:
+        """See `NearStorageDevice`. Of kinds that others bring, whatever this machine can open."""
+        return kind in self.kinds or kind not in KINDS
+
+    def refuses(self, kind: PartKind) -> str:
         """See `NearStorageDevice`."""
         try:
             check_latency(self.topology.spec)
         except errors.InvalidInputError as error:
-            return f"{error.what}: {error.got}" if call == "open_graph" else ""
+            return f"{error.what}: {error.got}" if kind.reads_wait else ""
         return ""
 
     def encode(

@@ -21,7 +21,7 @@ from ...checks import check_whole
 from .topology import Topology
 
 Kind = Literal["stall", "drop", "short", "nan", "die"]
-VERBS = ("put", "attend", "visit", "maxsim", "distances", "search", "scan")
+VERBS = ("put", "attend", "visit", "maxsim", "distances", "search", "walk", "scan")
 
 
 @dataclass(frozen=True)

@@ -79,10 +79,13 @@ class PacedPart(PartWrapper):
             except BaseException:
                 ticket.cancel()
                 raise
-        if pace.work.step is not None and self._topology.stretch == 0:
-            # Only waiting moves this clock: with the work done before anybody waits, virtual times
-            # do not depend on this machine's.
-            with contextlib.suppress(errors.EspnxError):  # `finish` raises it
+        with contextlib.suppress(errors.EspnxError):  # `finish` raises it
+            if pace.work.step is None and pace.work.end is not None:
+                # What it costs follows from what was found; others are on their way meanwhile.
+                pace.end(ticket.finish())
+            elif pace.work.step is not None and self._topology.stretch == 0:
+                # Only waiting moves this clock: with the work done before anybody waits, virtual
+                # times do not depend on this machine's.
                 ticket.finish()
         return PacedTicket(ticket, command, pace, self._guard, fault)
 
@@ -118,6 +121,7 @@ class Pace:
         self.topology, self._device, self.lock = topology, device, threading.RLock()
         self.asked_s, self._member = topology.now(), topology.member
         self.work, self.legs, self._has_ended = Work(()), list[Transfer](), False
+        self._last = set[int]()  # numbers of the legs that no other waits for
 
     def begin(self, work: Work) -> None:
         self.work = work
@@ -129,19 +133,27 @@ class Pace:
             if self.work.step is not None:
                 self.add(self.work.step(done))
 
-    def end(self, found: Any) -> Transfer:
-        """The last leg of all, of a command that has this result."""
+    def end(self, found: Any) -> Sequence[Transfer]:
+        """The last legs of all, of a command that has this result."""
         with self.lock:
             if self.work.end is not None and not self._has_ended:
                 self.add(self.work.end(found))
             self._has_ended = True
-            return self.legs[-1]
+            return self.last
+
+    @property
+    def last(self) -> Sequence[Transfer]:
+        """Those behind which nothing comes."""
+        return [self.legs[number] for number in sorted(self._last)]
 
     def add(self, legs: Sequence[Leg]) -> Sequence[Transfer]:
         """Sends further legs on their way."""
         topology, device, begin = self.topology, self._device, len(self.legs)
         for leg in legs:
-            after = [self.legs[number] for number in leg.after]
+            count = len(self.legs)
+            numbers = [number if number >= 0 else count + number for number in leg.after]
+            after = [self.legs[number] for number in numbers]
+            self._last = (self._last - set(numbers)) | {count}
             if leg.route == COMPUTE:
                 self.legs.append(
                     topology.compute(device, leg.flop, leg.size_bytes, group=leg.heads, after=after)
@@ -256,11 +268,18 @@ class PacedTicket(Wrapper):
                 self.cancel()
             raise
 
+    def partial(self, amount: int) -> Any:
+        """See `espnx.graph.devices.walks.WalksTicket`. What a device is asked for it gives back
+        when all of it is done: this is all that the walks have found."""
+        self.finish()
+        return self._inner.partial(amount)
+
     def cancel(self) -> None:
         """Whoever waits, or will, gets TransferCancelledError."""
         self._inner.cancel()
         if self._pace.work.groups is None:
-            self._topology.cancel(self._pace.legs[-1])
+            for leg in self._pace.last:
+                self._topology.cancel(leg)
         for group in self._groups:
             self._topology.cancel(self._pace.legs[group.leg])
 

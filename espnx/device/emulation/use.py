@@ -94,10 +94,12 @@ class Watch:
         beside_bytes: to be set meanwhile: what was read past the devices. Such reads take virtual
             time by the wall clock alone, as if they had no disk to wait for, so that a time with
             them in it is nobody's.
+        beside_why: why they were, in words.
     """
 
     def __init__(self, topologies: Sequence[Topology], bench: str = ""):
-        self._topologies, self._bench, self.beside_bytes = topologies, bench, 0
+        self._topologies, self._bench = topologies, bench
+        self.beside_bytes, self.beside_why = 0, ""
         self._others = False  # had work under way on the same devices
         self._begun = list[tuple[Times, Counter[str]]]()
         self.use: DeviceUse | None = None
@@ -170,7 +172,7 @@ class Watch:
                 share,
                 (
                     f"untimed: {format_size(self.beside_bytes)} of first stages were read past the "
-                    "devices"
+                    f"devices{f': {self.beside_why}' if self.beside_why else ''}"
                 ),
             )
         if found is not None and not found.is_valid:

@@ -42,7 +42,7 @@ from .reader import Figure as Figure  # who writes a spec finds all that it is m
 from .spec_file import Keys, read_file
 
 #: What a device may compute beside its data.
-VERBS = ("attend", "maxsim", "distances", "search", "scan", "encode")
+VERBS = ("attend", "maxsim", "distances", "search", "walk", "scan", "encode")
 SET_UPS = ("synchronous", "asynchronous")
 
 

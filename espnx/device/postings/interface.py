@@ -26,6 +26,10 @@ class PostingLists(Protocol):
         """The path of the file in which they lie."""
 
     @property
+    def begin_bytes(self) -> int:
+        """Where they begin in it."""
+
+    @property
     def n_records(self) -> int:
         """Their numbers begin at 0."""
 

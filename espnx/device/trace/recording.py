@@ -56,9 +56,13 @@ class RecordedDevice(NearStorageDevice):
         """See `clock_of`."""
         return clock_of(self._inner)
 
-    def refuses(self, call: str) -> str:
+    def offers(self, kind: PartKind) -> bool:
         """See `NearStorageDevice`."""
-        return self._inner.refuses(call)
+        return self._inner.offers(kind)
+
+    def refuses(self, kind: PartKind) -> str:
+        """See `NearStorageDevice`."""
+        return self._inner.refuses(kind)
 
     def check(
         self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None

@@ -34,7 +34,13 @@ _WANTED = {
         "posting lists",
         "others",
         "none",
-        "name the directories of the collection that was searched (--postings)",
+        "name the index that was searched (--index), or the collection's directories (--postings)",
+    ),
+    "walks": (
+        "graphs",
+        "an index of other files",
+        "no index",
+        "name the index that was searched (--index)",
     ),
 }
 
@@ -231,14 +237,23 @@ class _Player:
     def _open(self, kind: PartKind, line: Command) -> None:
         """The part that a line says there was, of what there is."""
         files, there = sorted(line.detail.texts("files", count=1 << 20)), self._there.get(kind, ())
+        said = line.detail.values()
+
+        def is_it(names: Sequence[str], stored: Any) -> bool:
+            """Of those in the same files, the one of which the line says what holds of it."""
+            return sorted(names) == files and all(
+                said.get(name, fact) == fact for name, fact in kind.facts(stored).items()
+            )
+
         for each in there:
-            if kind.files is not None and sorted(kind.files(each)) != files:
+            if kind.files is not None and not is_it(kind.files(each), each):
                 continue
             if kind.is_open:
                 self._parts[line.part] = each, each, {}
                 return
             part = kind.open_on(self._device, each)
-            if kind.files is not None or sorted(file.path for file in part.path_report()) == files:
+            names = [file.path for file in part.path_report()]
+            if kind.files is not None or is_it(names, kind.stored(part)):
                 self._keep(kind, line, part)
                 return
             part.close()

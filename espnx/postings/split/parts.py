@@ -5,75 +5,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-import numpy as np
-import torch
 
 from ... import errors
-from ...device.postings import Rule
-from ...storage import FileHandle, NativeEngine
-from ..bm25 import BM25, VARIANTS
+from ...storage import NativeEngine
+from ..devices.lists import SegmentLists
 from ..files import open_segment
 from ..format import Facts, SplitFacts
 from ..queries import directories_of
 from ..search.plan import Collection
-from ..stored.layout import COUNT, LISTS
-from ..stored.segment import Segment
+from ..stored.layout import LISTS
 from .publishing import read_current
 
 
-class PartLists:
-    """The lists of a directory. See `espnx.device.postings.interface.PostingLists`.
+class PartLists(SegmentLists):
+    """The lists of a directory.
 
     Args:
         directory: that `build_split` has made. facts: of it.
     """
 
     def __init__(self, directory: str, facts: Facts):
-        (self._stored,) = facts.segments
-        self.directory, self._facts = directory, facts
-        self.path, self.n_records = (
-            self._stored.regions(directory)[LISTS].path,
-            self._stored.n_records,
+        (stored,) = facts.segments
+        self.directory = directory
+        super().__init__(
+            stored.regions(directory)[LISTS],
+            stored.n_records,
+            lambda engine: open_segment(engine, directory, facts, stored),
         )
-        self._segment: Segment | None = None
-        self._norms: tuple[Rule, torch.Tensor] | None = None
-
-    @property
-    def segment(self) -> Segment:
-        """Raises StateError before `open`."""
-        if self._segment is None:
-            raise errors.StateError(
-                "a part of a collection",
-                got="lists that are not open",
-                expected="lists on a device",
-            )
-        return self._segment
-
-    def open(self, engine: NativeEngine) -> Sequence[FileHandle]:
-        """See `PostingLists`."""
-        self._segment = open_segment(engine, self.directory, self._facts, self._stored)
-        return self._segment.files
-
-    def reopened(self, engine: NativeEngine) -> Segment:
-        """The same by another engine; the caller closes it."""
-        return open_segment(engine, self.directory, self._facts, self._stored)
-
-    def view(self, rule: Rule, allowed: torch.Tensor | None) -> dict[str, Any]:
-        """See `PostingLists`."""
-        return self.segment.view(
-            allowed, self._norms_of(rule) if self.segment.dictionary.kind == COUNT else None
-        )
-
-    def _norms_of(self, rule: Rule) -> torch.Tensor:
-        """The bits of the float64 norm of each length; kept for the next scan."""
-        held = self._norms
-        if held is None or held[0] != rule:
-            bm25 = BM25(VARIANTS[rule.variant], rule.k1, rule.b, rule.delta)
-            made = bm25.norms(self.segment.length_table, rule.average_length)
-            self._norms = held = rule, torch.from_numpy(made.view(np.int64))
-        return held[1]
 
 
 def read_parts(

@@ -26,11 +26,11 @@ from ...device.registry import Devices, devices_in
 from ...device.workers import Job, Workers
 from ...storage import NativeEngine
 from ...suggestions import suggests_keywords
+from ..devices.commands import ScanCommands, scan_commands
 from ..inspection import VerifyReport, verify
 from ..queries import Query, directories_of, mask_of, rule_of, terms_of
 from ..search.plan import QueryPlan
 from ..search.search import K_MAX, Found
-from .commands import SplitCommands, split_commands
 from .merging import best_of, best_of_partial
 from .parts import collection_of, read_parts
 
@@ -163,15 +163,27 @@ class SplitPostings:
         allowed = mask_of(include, exclude, len(self))
         with watch(*self._devices, bench="--show postings") as watched:
             for _ in range(len(self._devices) + 1):
-                asked = split_commands(plan, self._parts, max(1, k), self.split, allowed)
+                asked = self._asked(plan, max(1, k), allowed)
                 found, others = self._run(asked, k, allowed, deadline_s)
                 if not len(others):
                     break
                 plan.leave_out(others)  # of another term with the same hash: the totals change, too
         return found if watched.use is None else replace(found, device=watched.use)
 
+    def _asked(self, plan: QueryPlan, k: int, allowed: np.ndarray | None) -> ScanCommands:
+        """`allowed`: bool [records of the collection], or None. Of terms, the host applies it: no
+        device knows which records are found."""
+        n = len(self._parts)
+        if self.placement != "passages":
+            return scan_commands(plan, 0, [None] * n)
+        filters = [
+            None if allowed is None else np.packbits(allowed[part::n], bitorder="little")
+            for part in range(n)
+        ]
+        return scan_commands(plan, k, filters)
+
     def _run(
-        self, asked: SplitCommands, k: int, allowed: np.ndarray | None, deadline_s: float
+        self, asked: ScanCommands, k: int, allowed: np.ndarray | None, deadline_s: float
     ) -> tuple[SplitFound, np.ndarray]:
         """What the devices gave back, and places of lists of other terms."""
         q, n = asked.n_queries, len(self._devices)
@@ -198,7 +210,7 @@ class SplitPostings:
         return SplitFound(numbers, scores, *costs, *link), np.array(others, np.int64)
 
     def _replies(
-        self, asked: SplitCommands, deadline_s: float
+        self, asked: ScanCommands, deadline_s: float
     ) -> Iterator[tuple[int, dict[int, tuple[ScanTicket, np.ndarray]]]]:
         """Yields what every device that has a list of a query gave back, query by query. Reads of
         several queries run ahead."""
@@ -209,14 +221,8 @@ class SplitPostings:
                 for query in range(asked.n_queries):
                     while following < min(asked.n_queries, query + _QUERIES_AHEAD):
                         under_way.append((following, {}))
-                        for part, command in asked.commands(following).items():
-                            ticket = self._devices[part].scan(
-                                command.lists,
-                                command.weights,
-                                command.k,
-                                allowed=command.allowed,
-                                deadline_s=deadline_s,
-                            )
+                        for part, command in asked.commands(following, deadline_s).items():
+                            ticket = command.ask(self._devices[part])
                             under_way[-1][1][part] = (
                                 ticket,
                                 workers.submit(self._pool, ticket.finish),

@@ -24,6 +24,7 @@ import torch
 
 from ...storage.files import Region
 from ..encoder import Encoded
+from .devices import StageDevices
 
 #: Of one query: record numbers int64 [m] and similarities float32 [m], best first.
 Candidates = tuple[np.ndarray, np.ndarray]
@@ -246,7 +247,7 @@ class FirstStage(Protocol):
         threads: int = 1,
         gpu: int | None = None,
         deleted: np.ndarray | None = None,
-        path: str = "auto",
+        device: StageDevices | None = None,
     ) -> LoadedStage:
         """Entries of all parts of a store; none of an empty one.
 
@@ -255,7 +256,9 @@ class FirstStage(Protocol):
             gpu: number of the one to search on; None for the CPU.
             deleted: bitmap of deleted records, see `merge`; None: there is none. Searches are told
                 what they may find: this is for similarities that depend on what else is there.
-            path: of the reads of sections in place: ``auto``, ``uring``, ``posix`` or ``memory``.
+            device: opens a part of a device for each section in place: of the one that was named,
+                and that the section lies on. Searches read by such parts alone, and `StageReads`
+                says which bytes a named device has read. None: of this machine's SSD.
 
         Raises:
             what `check` raises; PathUnavailableError, MissingDependencyError where it cannot search
@@ -347,17 +350,21 @@ class StageReads:
     Attributes:
         requests, bytes_asked: of all queries together. bytes_moved: whole blocks, and what was read
             for nothing.
+        device_bytes: of these, what devices have read that somebody has named
+            (`StageDevices.of`): emulated ones take their time for it.
     """
 
     requests: int = 0
     bytes_asked: int = 0
     bytes_moved: int = 0
+    device_bytes: int = 0
 
     def __add__(self, other: StageReads) -> StageReads:
         return StageReads(
             self.requests + other.requests,
             self.bytes_asked + other.bytes_asked,
             self.bytes_moved + other.bytes_moved,
+            self.device_bytes + other.device_bytes,
         )
 
 

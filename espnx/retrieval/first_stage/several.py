@@ -16,10 +16,12 @@ import numpy as np
 import torch
 
 from ... import errors
+from ...device.kinds import PartKind
 from ...storage.files import Region
 from ...storage.parse import Fields
 from ..encoder import Encoded
 from ..sparse_encoder import SparseEncoder
+from .devices import StageDevices, asked_of_devices
 from .fused import FusedStage
 from .interface import (
     Allowed,
@@ -201,19 +203,27 @@ class SeveralStages:
         threads: int = 1,
         gpu: int | None = None,
         deleted: np.ndarray | None = None,
-        path: str = "auto",
+        device: StageDevices | None = None,
     ) -> LoadedSeveral:
         loaded: dict[str, LoadedStage] = {}
         try:
             for stage in self.stages:
                 loaded[stage.kind] = stage.load(
-                    _of(stage, parts), threads=threads, gpu=gpu, deleted=deleted, path=path
+                    _of(stage, parts), threads=threads, gpu=gpu, deleted=deleted, device=device
                 )
         except BaseException:
             for each in loaded.values():
                 each.close()
             raise
         return LoadedSeveral(loaded)
+
+    def on_devices(self, parts: Sequence[StoredEntries]) -> dict[PartKind, list[Any]]:
+        """See `asked_of_devices`."""
+        found: dict[PartKind, list[Any]] = {}
+        for stage in self.stages:
+            for kind, what in asked_of_devices(stage, _of(stage, parts)).items():
+                found.setdefault(kind, []).extend(what)
+        return found
 
     def tune(self, loaded: LoadedStage, documents: Documents | None) -> SeveralStages:
         if not isinstance(loaded, LoadedSeveral):

@@ -377,6 +377,7 @@ class QueryBatch:
                 stages=self._stage.kinds,
                 stage_requests=_share(self._stage_reads.requests, i, count),
                 stage_bytes=_share(self._stage_reads.bytes_moved, i, count),
+                stage_device_bytes=_share(self._stage_reads.device_bytes, i, count),
                 timings=replace(
                     timings, merge_s=merge_s, total_s=timings.total_s + merge_s + encode_s
                 ),

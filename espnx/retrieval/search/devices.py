@@ -1,22 +1,25 @@
-"""What an index reads and scores with: an engine for all but records, a device that keeps and
-scores those, and where it computes."""
+"""What an index reads and scores with: an engine for its metadata, a device that keeps and scores
+records, those that first stages ask, and where it computes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from ... import errors
+from ...device.wrapper import topologies_of
 from ...device.interface import RecordDevice
 from ...device.near_storage import NearStorageDevice
-from ...device.registry import Devices, open_records
+from ...device.registry import Devices, given_devices, open_records, open_together
 from ...storage import Engine, NativeEngine, open_engine
 from ...storage.native import host_engine
+from ..first_stage.devices import StageDevices
 from ..store.manifest import data_directories
 from .result import SearchResult
 
@@ -52,15 +55,29 @@ def _torch_device(name: str | torch.device) -> torch.device:
     )
 
 
+@dataclass(frozen=True)
+class IndexDevices:
+    """Attributes: native: reads what is neither records nor a first stage's. records: keeps and
+    scores records. stages: what first stages ask."""
+
+    native: NativeEngine
+    records: RecordDevice
+    stages: StageDevices
+
+    @cached_property
+    def topologies(self) -> Sequence[Any]:
+        """In whose time emulated ones are, see `topologies_of`."""
+        return topologies_of(self.records)
+
+
 def open_for_index(
     path: str,
     compute: torch.device,
     engine: str | os.PathLike[str] | Engine,
     device: RecordDevice | Devices | None,
     opened: ExitStack,
-) -> tuple[NativeEngine, RecordDevice]:
-    """(what reads all but records, what keeps and scores those). What is opened here is closed with
-    `opened`.
+) -> IndexDevices:
+    """What is opened here is closed with `opened`.
 
     Args:
         path: the store's directory. The others: as of `Index`.
@@ -73,11 +90,18 @@ def open_for_index(
     # Of an engine that reads into GPU memory: manifest, metadata and first stage are read into host
     # memory all the same.
     native = host_engine(engine) or opened.enter_context(NativeEngine())
-    if device is None or isinstance(device, (str, NearStorageDevice, Sequence)):
-        directories = data_directories(path) if isinstance(device, str) else ()
-        device, close = open_records(engine, compute, device, directories)
-        opened.callback(close)
-    return native, device
+    if device is not None and not isinstance(device, (str, NearStorageDevice, Sequence)):
+        return IndexDevices(native, device, StageDevices(native.requested))
+    named = list[NearStorageDevice]()
+    if isinstance(device, str):
+        named = open_together(device, data_directories(path))
+        for each in named:
+            opened.callback(each.close)
+    elif device is not None:
+        named = given_devices(device)
+    records = open_records(engine, compute, named)
+    opened.callback(records.close)
+    return IndexDevices(native, records, StageDevices(native.requested, named))
 
 
 def _check_has(name: str, given: object, parts: tuple[str, ...]) -> None:
@@ -88,11 +112,12 @@ def _check_has(name: str, given: object, parts: tuple[str, ...]) -> None:
         )
 
 
-def watched(topologies: Sequence[Any], results: Iterator[SearchResult]) -> list[SearchResult]:
+def watched(devices: IndexDevices, results: Iterator[SearchResult]) -> list[SearchResult]:
     """The same, with what they take emulated devices."""
     from ...device.emulation.use import Watch  # of few programs
 
-    with Watch(topologies, "--show search") as watch:
+    with Watch(devices.topologies, "--show search") as watch:
         found = list(results)
-        watch.beside_bytes = sum(each.stage_bytes for each in found)
+        watch.beside_bytes = sum(each.stage_bytes - each.stage_device_bytes for each in found)
+        watch.beside_why = "; ".join(dict.fromkeys(devices.stages.past.values()))
     return [replace(each, device=watch.use) for each in found]

@@ -12,17 +12,15 @@ from typing import Any, Unpack, overload
 import torch
 
 from ... import errors
-from ...checks import check_path, check_whole, plain
+from ...checks import check_path
 from ...device.interface import RecordDevice
 from ...device.registry import Devices
-from ...device.wrapper import topologies_of
-from ...sizes import parse_size
 from ...storage import Engine
 from ...storage.documents.ids import DocumentId
 from ...suggestions import suggests_keywords
 from ..encoder import AUTO, Encoded, Encoder, EncoderLike
 from ..evaluate import DEFAULT_METRICS, Qrels, check_judged, depth_of, evaluate
-from ..sparse_encoder import SparseEncoderLike, sparse_encoder_of
+from ..sparse_encoder import SparseEncoderLike
 from .batch import search_in_batches
 from .devices import compute_of, watched
 from .lookup import check_judged_known
@@ -32,8 +30,6 @@ from .options import SearchKeywords, SearchOptions
 from .query_encoder import Queries, Query, QueryEncoder, listed
 from .read_cost import DeviceCost
 from .result import SearchResult
-
-_THREADS_MAX = 1024
 
 
 class Index(OpenIndex):
@@ -110,30 +106,10 @@ class Index(OpenIndex):
             "device": device,
             "sparse_encoder": sparse_encoder,
         }
-        path, on = check_path("path of a store", path), compute_of(compute, device)
-        for name, value, known in (
-            ("coarse", coarse, ("ssd", "ram")),
-            ("first_stage_on", first_stage_on, ("cpu", "cuda")),
-        ):
-            if value not in known:
-                raise errors.InvalidInputError(name, got=repr(value), expected=" or ".join(known))
-        threads, hot = plain(threads), plain(hot)
-        if threads is not None:
-            check_whole("threads", threads, 1, _THREADS_MAX)
-        if not isinstance(hot, str):
-            check_whole("hot", hot, 0)
-        if cost is not None and not isinstance(cost, DeviceCost):
-            raise errors.InvalidInputError("cost", got=repr(cost), expected="a DeviceCost or None")
-        threads = threads or min(4, len(os.sched_getaffinity(0)))
-        sparse = sparse_encoder_of(sparse_encoder)
-        super().__init__(
-            path,
-            OpenOptions(on, threads, first_stage_on, parse_size(hot), coarse, cost, sparse),
-            engine,
-            device,
-        )
+        on = compute_of(compute, device)
+        options = OpenOptions.of(on, threads, first_stage_on, hot, coarse, cost, sparse_encoder)
+        super().__init__(check_path("path of a store", path), options, engine, device)
         try:
-            self._topologies = topologies_of(self._device)
             self._queries = QueryEncoder(encoder, str(self.compute), self._versions)
         except BaseException:
             self.close()
@@ -246,8 +222,7 @@ class Index(OpenIndex):
                 several of them; 0 reads nothing ahead; ``auto`` chooses from predicted times, and
                 none for a batch or beside other callers, whose first stages hide the reads.
             cls_weight: overrides the store's.
-            include: ids of documents; no other is found.
-            exclude: ids of documents that are not found.
+            include, exclude: ids of documents: no other is found; those are not found.
             explain: fill in `Hit.matches` (reads the k hits once more).
             deadline_s: for each read.
 
@@ -291,21 +266,18 @@ class Index(OpenIndex):
                 self._check_open()  # it may have been closed before our turn came
                 if options.is_cascade:
                     version.coarse_tier("cascade")
-                weight = version.cls_weight(options.cls_weight)
-                texts = [query if isinstance(query, str) else None for query in wanted]
                 if options.candidates is None:
                     options = replace(options, candidates=stage.loaded.default_candidates)
                 begun = time.perf_counter()
-                vectors = [
-                    version.query(query, text, weight, stage)
-                    for query, text in zip(encoded, texts, strict=True)
-                ]
+                vectors = version.queries(encoded, wanted, options.cls_weight, stage)
                 # a stage of words may have a model of its own
                 encode_s += (time.perf_counter() - begun) / max(1, len(wanted))
                 results = search_in_batches(
                     version, stage, self._gate, vectors, options, encode_s, is_alone=is_alone
                 )
-                return watched(self._topologies, results) if self._topologies else list(results)
+                if self._devices.topologies:
+                    return watched(self._devices, results)
+                return list(results)
 
     def evaluate(
         self,
@@ -358,8 +330,8 @@ class Index(OpenIndex):
             exclude=exclude,
             deadline_s=deadline_s,
         )
-        rankings = {query: [hit.id for hit in result] for query, result in results.items()}
-        return evaluate(rankings, qrels, metrics)
+        ids = {query: [hit.id for hit in result] for query, result in results.items()}
+        return evaluate(ids, qrels, metrics)
 
 
 def _reopened(path: str, given: dict[str, Any]) -> Index:

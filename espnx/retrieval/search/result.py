@@ -142,6 +142,7 @@ class SearchResult:
         stages: the first stages that found the candidates.
         stage_requests, stage_bytes: what they read from storage for it, whole blocks; 0 of stages
             in memory. Not in the numbers above.
+        stage_device_bytes: of these, what devices have read that somebody has named.
         device: of records on emulated devices: what all queries of the call took them together,
             from vectors to hits; else None.
     """
@@ -161,6 +162,7 @@ class SearchResult:
     stages: tuple[str, ...] = ()
     stage_requests: int = 0
     stage_bytes: int = 0
+    stage_device_bytes: int = 0
     timings: Timings = field(default_factory=Timings)
     device: DeviceUse | None = None
 

@@ -28,6 +28,7 @@ from ...storage.documents.ids import DocumentId, id_order
 from ...storage.engine import FileHandle, paths_of, reasons_of
 from ...storage.files import crc32c, read_file
 from ...storage.manifest import NAME as MANIFEST_NAME
+from ..first_stage.devices import StageDevices
 from ..first_stage.interface import FirstStage, LoadedStage
 from ..first_stage.registry import described, in_words
 from .manifest import MAGIC as MAGIC
@@ -218,10 +219,14 @@ class Version:
         }
         return self.manifest.first_stage.with_arrays(arrays, self.parts[0].path)
 
-    def load_first_stage(self, *, threads: int = 1, gpu: int | None = None) -> LoadedStage:
-        """Ready to be searched. Raises what `FirstStage.load` does."""
+    def load_first_stage(
+        self, *, threads: int = 1, gpu: int | None = None, device: StageDevices | None = None
+    ) -> LoadedStage:
+        """Ready to be searched. `device`: None: the store's engine names the path of its reads.
+        Raises what `FirstStage.load` does."""
+        device = device or StageDevices(self.engine.requested)
         return self.first_stage.load(
-            self.parts, threads=threads, gpu=gpu, deleted=self.deleted, path=self.engine.requested
+            self.parts, threads=threads, gpu=gpu, deleted=self.deleted, device=device
         )
 
     @cached_property
@@ -289,7 +294,7 @@ class EmbeddingStore(Version):
     ):
         super().__init__(path, engine)
         self.device: RecordDevice = (
-            open_records(engine, torch.device("cpu"))[0] if device is None else device
+            open_records(engine, torch.device("cpu")) if device is None else device
         )
         self._files: list[FileHandle] = []
         self._tiers: list[Tier] = []

@@ -15,6 +15,7 @@ from espnx.device.cost.distances import distances
 from espnx.device.cost.rows import HandOver, HeadRows
 from espnx.device.cost.scan import scan
 from espnx.device.cost.search import search
+from espnx.device.cost.walk import walk
 from espnx.device.cost.work import COMPUTE, Leg
 from espnx.device.model.spec import Accelerator, load_preset
 from espnx.device.postings import LIST, WEIGHT, ScanCommand, ScanLists, Weights
@@ -64,6 +65,100 @@ def test_search() -> None:
     assert far.end is not None
     assert far.step(done) == [Leg("flash_to_host", 12288, (-1,), 2)]
     assert far.end((np.arange(4), np.zeros(4))) == []
+
+
+def walked(**told: Any) -> Any:
+    """What walks of two queries for three results have read."""
+    none = np.zeros(2, np.int64)
+    facts = {
+        "ids": np.zeros((2, 3)),
+        "pages": none,
+        "code_pages": none,
+        "measured": none,
+        "page_bytes": 4096,
+        "shared_pages": 0,
+        "shared_requests": 0,
+        "filter_bytes": 0,
+        "filter_requests": 0,
+    }
+    return SimpleNamespace(**facts | told)
+
+
+def walks(n: int, beam_width: int, accelerator: Accelerator | None, found: Any) -> list[Leg]:
+    """All of their legs."""
+    command: Any = SimpleNamespace(payload_bytes=99, beam_width=beam_width)
+    work = walk(command, SimpleNamespace(dim=24, vector_bytes=48, walks=n), accelerator)
+    assert work.end is not None
+    return [*work.legs, *work.end(found)]
+
+
+def test_walk() -> None:
+    """Each walk in rounds of its own, as many pages in each as its beam is wide."""
+    legs = walks(8, 4, None, walked(pages=np.array([6, 3])))
+    assert legs == [
+        Leg("host_to_device", 0),
+        Leg("flash_to_host", 4 * 4096, (0,), 4),
+        Leg("flash_to_host", 2 * 4096, (1,), 2),
+        Leg("flash_to_host", 3 * 4096, (0,), 3),
+    ]
+
+
+def test_walks_in_line() -> None:
+    """The second begins when the first has ended, where one is under way at a time."""
+    legs = walks(1, 1, None, walked(pages=np.array([2, 1])))
+    assert [leg.after for leg in legs] == [(), (0,), (1,), (2,)]
+    legs = walks(1, 1, None, walked(pages=np.array([0, 1])))
+    assert [leg.after for leg in legs] == [(), (0,)]
+
+
+def test_walk_with_a_filter() -> None:
+    """The file of rows, the pages at which walks begin, the walks."""
+    found = walked(
+        pages=np.array([1, 1]),
+        shared_pages=5,
+        shared_requests=2,
+        filter_bytes=9000,
+        filter_requests=3,
+    )
+    legs = walks(8, 1, None, found)
+    assert legs[1:] == [
+        Leg("flash_to_host", 12288, (0,), 3),
+        Leg("flash_to_host", 5 * 4096, (1,), 2),
+        Leg("flash_to_host", 4096, (2,)),
+        Leg("flash_to_host", 4096, (2,)),
+    ]
+    legs = walks(8, 1, PROCESSOR, walked(shared_pages=5, shared_requests=2))
+    assert legs[1:] == [Leg("flash_to_host", 5 * 4096, (0,), 2)], "the host measures"
+
+
+def test_walk_over_pages_of_codes() -> None:
+    """Those of a round are read when its nodes are there."""
+    legs = walks(8, 2, None, walked(pages=np.array([3, 0]), code_pages=np.array([5, 0])))
+    assert legs[1:] == [
+        Leg("flash_to_host", 8192, (0,), 2),
+        Leg("flash_to_host", 2 * 4096, (-1,), 2),
+        Leg("flash_to_host", 4096, (2,), 1),
+        Leg("flash_to_host", 3 * 4096, (-1,), 3),
+    ]
+
+
+def test_walk_on_a_device_that_walks() -> None:
+    """Queries there, the nearest back; pages stay inside."""
+    found = walked(pages=np.array([2, 1]), measured=np.array([7, 2]))
+    legs = walks(8, 1, PROCESSOR, found)
+    flop = 3.0 * 24
+    assert legs == [
+        Leg("host_to_device", 0),
+        Leg("host_to_device", 99, (0,)),
+        Leg("flash_read", 4096, (1,)),
+        Leg(COMPUTE, 3 * 48, (-1,), flop=3 * flop),
+        Leg("flash_read", 4096, (3,)),
+        Leg(COMPUTE, 4 * 48, (-1,), flop=4 * flop),
+        Leg("device_to_host", 36, (5,)),
+        Leg("flash_read", 4096, (1,)),
+        Leg(COMPUTE, 2 * 48, (-1,), flop=2 * flop),
+        Leg("device_to_host", 36, (8,)),
+    ]
 
 
 def test_scan() -> None:

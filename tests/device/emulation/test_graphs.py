@@ -14,6 +14,7 @@ from espnx import errors
 from espnx.device.emulation.device import EmulatedDevice, Emulation
 from espnx.device.emulation.faults import DeviceFault
 from espnx.device.graph import SsdGraphDevice
+from espnx.device.kinds import GRAPHS, ROWS
 from espnx.device.model.spec import DeviceSpec, load_preset
 from tests.device.emulation.test_topology import figure
 from tests.device.graph.made import DIM, expected_walk, query_of, random_graph
@@ -139,11 +140,11 @@ def test_a_spec_without_latency_does_not_walk(folder: Path) -> None:
             errors.InvalidInputError, match=r"flash\.read_latency.*flash\.cell_read_time"
         ):
             device.open_graph(random_graph(folder, 20, 4))
-        assert "flash.read_latency" in device.refuses("open_graph")
-        assert not device.refuses("open_rows")
+        assert "flash.read_latency" in device.refuses(GRAPHS)
+        assert not device.refuses(ROWS)
         device.close()
     [device] = Emulation("smartssd").together([folder], stretch=0)
-    assert not device.refuses("open_graph")
+    assert not device.refuses(GRAPHS)
     device.close()
 
 

@@ -130,21 +130,21 @@ def test_a_failing_read_fails_the_batch_and_leaves_the_index_usable(store: Path)
 def test_one_bad_query_is_named_before_any_work(store: Path) -> None:
     with espnx.open(store) as index:
         bad = espnx.Encoded(torch.full((16,), torch.nan), torch.zeros(1, DIM))
-        before = index._native.stats().requests
+        before = index._devices.native.stats().requests
         with pytest.raises(errors.InvalidInputError, match="NaN"):
             index.search([*queries(3), bad])
-        assert index._native.stats().requests == before
+        assert index._devices.native.stats().requests == before
 
 
 def test_costs_of_a_batch_add_up(store: Path) -> None:
     with espnx.open(store) as index:
         index.store.texts.get([0])  # its table is read once
-        before = index._native.stats()
+        before = index._devices.native.stats()
         results = index.search(queries(13), candidates=70)
-        after = index._native.stats()
+        after = index._devices.native.stats()
         for result in results:  # the texts of the hits, which are no record's costs
             index.store.texts.get([hit.number for hit in result.hits])
-        texts = index._native.stats()
+        texts = index._devices.native.stats()
     assert sum(result.requests for result in results) == (after.requests - before.requests) - (
         texts.requests - after.requests
     )

@@ -11,8 +11,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ....graph.devices.walks import WalksTicket
 from ....graph.filters import RowFilter
-from ....graph.index import LIST_SIZE_MAX, GraphIndex, GraphSearch
+from ....graph.search.asked import LIST_SIZE_MAX
 from ...encoder import Encoded
 from ..interface import Allowed, Candidates, StageReads
 from ..ivf.search import top
@@ -64,10 +65,16 @@ class FlatPart:
 
 
 class GraphPart:
-    """A part with a graph, whose rows are its records. Closes the graph."""
+    """A part with a graph, whose rows are its records. Closes the graph.
 
-    def __init__(self, first_number: int, index: GraphIndex):
-        self.first_number, self.count, self.index = first_number, len(index), index
+    Args:
+        walks: a `espnx.graph.devices.walks.GraphWalks`, or what stands in front of one.
+        is_on_device: whether a device that somebody has named reads it.
+    """
+
+    def __init__(self, first_number: int, walks: Any, *, is_on_device: bool):
+        self.first_number, self.walks, self.is_on_device = first_number, walks, is_on_device
+        self.count: int = walks.stored.n
         # Of what is alive there is one `Allowed` for as long as a version is open.
         self._filters: WeakKeyDictionary[Allowed, RowFilter] = WeakKeyDictionary()
         self._filtering = threading.Lock()
@@ -79,16 +86,14 @@ class GraphPart:
         list_size: int,
         allowed: Allowed | None,
         deadline_s: float,
-    ) -> GraphSearch:
+    ) -> WalksTicket:
         k = min(candidates, self.count)
         include = None if allowed is None else self._filter(allowed)
-        return self.index.start(
-            queries,
-            k,
-            list_size=min(LIST_SIZE_MAX, max(k, list_size)),
-            include=include,
-            deadline_s=deadline_s,
+        list_size = min(LIST_SIZE_MAX, max(k, list_size))
+        found: WalksTicket = self.walks.walk(
+            queries, k, list_size=list_size, include=include, deadline_s=deadline_s
         )
+        return found
 
     def _filter(self, allowed: Allowed) -> RowFilter:
         with self._filtering:
@@ -101,13 +106,14 @@ class GraphPart:
         """See `FlatPart.all_vectors`."""
         for first in range(0, self.count, _ROWS):
             rows = np.arange(first, min(first + _ROWS, self.count))
-            yield rows, self.index.vectors(rows)
+            yield rows, self.vectors(rows)
 
     def vectors(self, rows: np.ndarray) -> np.ndarray:
-        return self.index.vectors(rows)
+        found: np.ndarray = self.walks.vectors(rows)
+        return found
 
     def close(self) -> None:
-        self.index.close()
+        self.walks.close()
 
     def __enter__(self) -> GraphPart:
         return self
@@ -222,7 +228,7 @@ class GraphStageSearch:
         deadline_s: float,
     ):
         self._candidates, self._expected_pages = candidates, expected_pages
-        self._walks: list[tuple[GraphPart, GraphSearch]] = []
+        self._walks: list[tuple[GraphPart, WalksTicket]] = []
         self.pages = 0  # read by all walks, once complete
         self.reads = StageReads()
         if candidates and len(queries):
@@ -258,7 +264,8 @@ class GraphStageSearch:
                 int((walked.pages + walked.code_pages).sum()) + walked.shared_pages,
                 walked.total_bytes,
             )
-            self.reads += StageReads(requests, moved_bytes, moved_bytes)
+            on_device = moved_bytes if part.is_on_device else 0
+            self.reads += StageReads(requests, moved_bytes, moved_bytes, on_device)
             each.append(_found(part, walked.ids, walked.distances))
         return self._together(each)
 

@@ -20,15 +20,17 @@ import numpy as np
 import torch
 
 from .... import errors
+from ....device.kinds import PartKind
 from ....graph.build import make_graph
 from ....graph.codes.codebook import codebook_bytes, may_rotate, rotation_fit_bytes
+from ....graph.devices.walks import WALKS
 from ....graph.format import CODEBOOK, CODES, ENTRIES, NODES, ROWS, GraphSections, section_of
-from ....graph.index import GraphIndex
 from ....graph.layout import choose_layout
 from ....graph.options import GraphOptions
 from ....graph.write import graph_files
 from ....storage.parse import Fields
 from ...encoder import Encoded
+from ..devices import StageDevices
 from ..document_vector import DocumentVector
 from ..interface import Documents, Entries, LoadedStage, NoSettings, StoredEntries, alive
 from ..ivf.probing import STEPS, describe_steps, distinct_sample, hits_of, known_of, parse_steps
@@ -222,7 +224,7 @@ class GraphStage:
         threads: int = 1,
         gpu: int | None = None,
         deleted: np.ndarray | None = None,
-        path: str = "auto",
+        device: StageDevices | None = None,
     ) -> LoadedGraph:
         if gpu is not None:
             raise errors.PathUnavailableError(
@@ -232,7 +234,7 @@ class GraphStage:
             # The base is where most walks go; what was added since is smaller by far.
             each: list[GraphPart | FlatPart] = []
             for part in parts:
-                each.append(self._opened(part, threads=1 if each else threads, path=path))
+                each.append(self._opened(part, threads=1 if each else threads, device=device))
                 opened.callback(each[-1].close)
             loaded = LoadedGraph(
                 each,
@@ -245,7 +247,7 @@ class GraphStage:
             return loaded
 
     def _opened(
-        self, part: StoredEntries, threads: int, path: str = "auto"
+        self, part: StoredEntries, threads: int, device: StageDevices | None = None
     ) -> GraphPart | FlatPart:
         if part.count < FLAT_MAX:
             size_bytes = part.count * self.vector_dim * 2
@@ -261,35 +263,25 @@ class GraphStage:
                 part.first_number,
                 part.read(VECTORS).view("<f2").reshape(part.count, self.vector_dim),
             )
-        try:
-            manifest = json.loads(part.read(MANIFEST).tobytes())
-        except ValueError as error:
-            raise errors.FormatError(
-                "what a graph says of itself", path=part.path, got=str(error), fix=_FIX
-            ) from error
-        if not isinstance(manifest, dict):
-            raise errors.FormatError(
-                "what a graph says of itself", path=part.path, got=type(manifest).__name__, fix=_FIX
-            )
-        codes = () if manifest.get("inline_pq") == manifest.get("max_degree") else (CODES,)
-        regions = {
-            section_of(name): part.place(section_of(name))
-            for name in (NODES, ROWS, CODEBOOK, ENTRIES, *codes)
-        }
-        index = GraphIndex(
-            GraphSections(part.path, manifest, regions), threads=threads, engine=path
-        )
-        layout = index.facts.layout
-        if (layout.n, layout.dim, index.facts.metric) != (part.count, self.vector_dim, "ip"):
-            index.close()
+        device = device or StageDevices()
+        walks = device.open(WALKS, part.path, _sections(part), threads=threads)
+        stored = walks.stored
+        if (stored.n, stored.dim, stored.metric) != (part.count, self.vector_dim, "ip"):
+            walks.close()
             raise errors.FormatError(
                 "a graph that does not fit its part",
                 path=part.path,
-                got=f"{layout.n} vectors of {layout.dim}, {index.facts.metric}",
+                got=f"{stored.n} vectors of {stored.dim}, {stored.metric}",
                 expected=f"{part.count} of {self.vector_dim}, ip",
                 fix=_FIX,
             )
-        return GraphPart(part.first_number, index)
+        return GraphPart(
+            part.first_number, walks, is_on_device=device.of(WALKS, part.path) is not None
+        )
+
+    def on_devices(self, parts: Sequence[StoredEntries]) -> dict[PartKind, list[Any]]:
+        """By the kind of part, what `load` opens on devices."""
+        return {WALKS: [_sections(part) for part in parts if part.count >= FLAT_MAX]}
 
     def tune(self, loaded: LoadedStage, documents: Documents | None) -> GraphStage:
         if not isinstance(loaded, LoadedGraph):
@@ -336,6 +328,24 @@ class GraphStage:
         return choose_layout(
             count, self.vector_dim, "fp16", max_degree=_MAX_DEGREE, codes="inline", code_bytes=None
         ).code_bytes
+
+
+def _sections(part: StoredEntries) -> GraphSections:
+    """The graph of a part. Raises FormatError."""
+    try:
+        manifest = json.loads(part.read(MANIFEST).tobytes())
+    except ValueError as error:
+        raise errors.FormatError(
+            "what a graph says of itself", path=part.path, got=str(error), fix=_FIX
+        ) from error
+    if not isinstance(manifest, dict):
+        raise errors.FormatError(
+            "what a graph says of itself", path=part.path, got=type(manifest).__name__, fix=_FIX
+        )
+    codes = () if manifest.get("inline_pq") == manifest.get("max_degree") else (CODES,)
+    names = (NODES, ROWS, CODEBOOK, ENTRIES, *codes)
+    regions = {section_of(name): part.place(section_of(name)) for name in names}
+    return GraphSections(part.path, manifest, regions)
 
 
 def _entries(rows: np.ndarray, numbers: np.ndarray, order: np.ndarray | None) -> Entries:

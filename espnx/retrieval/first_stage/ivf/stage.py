@@ -16,6 +16,7 @@ from ....checks import check_whole
 from ....ops.quantise import KMEANS_ROUNDS
 from ....storage.parse import Fields
 from ...encoder import Encoded
+from ..devices import StageDevices
 from ..document_vector import DocumentVector
 from ..interface import CANDIDATES, Documents, Entries, LoadedStage, StoredEntries, alive
 from .arrays import (
@@ -323,7 +324,7 @@ class IvfStage:
         threads: int = 1,
         gpu: int | None = None,
         deleted: np.ndarray | None = None,
-        path: str = "auto",
+        device: StageDevices | None = None,
     ) -> LoadedIvf:
         index, known = None, [self._lists(part) for part in parts]
         if parts:

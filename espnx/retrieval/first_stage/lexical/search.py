@@ -18,6 +18,7 @@ from ....postings.stored.segment import Segment
 from ....storage import NativeEngine
 from ...encoder import Encoded
 from ..interface import CANDIDATES, Allowed, Candidates, StageReads
+from .scans import ScannedPart, ScannedSearch
 
 #: From the text of a query to its terms: as often as they come, or each with a weight.
 Words = Callable[[str], Sequence[str] | Mapping[int, float]]
@@ -34,6 +35,8 @@ class LoadedLexical:
         words: of a query.
         kind: of the stage, for messages.
         deleted: bitmap of deleted records, or None: they count no more in the totals of BM25.
+        scanned: of each segment, its lists on a device; closed with this. Empty: the engine reads
+            the lists.
     """
 
     auto_effort = 1
@@ -49,7 +52,9 @@ class LoadedLexical:
         words: Words,
         kind: str,
         deleted: np.ndarray | None = None,
+        scanned: Sequence[ScannedPart] = (),
     ):
+        self._scanned = scanned
         self.engine, self.segments, self._words, self._kind = engine, list(segments), words, kind
         self._search = PostingsSearch(engine, _collection(engine, self.segments, deleted))
         self._filters: WeakKeyDictionary[Allowed, list[np.ndarray]] = WeakKeyDictionary()
@@ -74,15 +79,15 @@ class LoadedLexical:
         allowed: Allowed | None = None,
         at_least: int = 0,
         deadline_s: float = 30.0,
-    ) -> LexicalSearch:
+    ) -> LexicalSearch | ScannedSearch:
         candidates = min(candidates, K_MAX, sum(map(len, self.segments)))
-        return LexicalSearch(
-            self._search,
-            list(queries),
-            candidates,
-            None if allowed is None else self._filter(allowed),
-            deadline_s,
-        )
+        bits = None if allowed is None else self._filter(allowed)
+        if self._scanned:
+            k = self._search.k_of(candidates) if candidates else 0
+            return ScannedSearch(
+                self._scanned, self._search.collection, queries, k, bits, deadline_s
+            )
+        return LexicalSearch(self._search, list(queries), candidates, bits, deadline_s)
 
     def _filter(self, allowed: Allowed) -> list[np.ndarray]:
         """The bits of each segment. Parts begin at multiples of 64 records, so at whole bytes."""
@@ -100,7 +105,9 @@ class LoadedLexical:
         return _FOUND_BYTES * candidates + (1 << 20)  # windows of accumulators, and lists that wait
 
     def close(self) -> None:
-        for segment in self.segments:
+        for part in self._scanned:
+            part.lists.close()
+        for segment in self.segments if not self._scanned else ():
             segment.close()
         self.engine.close()
 

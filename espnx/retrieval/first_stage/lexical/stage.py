@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -20,9 +21,11 @@ import numpy as np
 import torch
 
 from .... import errors
+from ....device.kinds import POSTINGS, PartKind
 from ....postings.analyzer import Analyzer
 from ....postings.build.builder import SegmentBuilder
 from ....postings.compaction import merged_sections
+from ....postings.devices.lists import SegmentLists
 from ....postings.format import parse_analyzer
 from ....postings.stored.layout import (
     COUNT,
@@ -45,7 +48,9 @@ from ...sparse_encoder import (
     remembered_sparse_encoder,
     sparse_encoder_of,
 )
+from ..devices import StageDevices
 from ..interface import Documents, Entries, LoadedStage, StoredEntries, alive
+from .scans import ScannedPart
 from .search import LoadedLexical, Words
 
 _MEMORY_BYTES = 256 << 20  # of what is sorted at a time, as long as the stage is built
@@ -218,19 +223,38 @@ class _Lexical(ABC):
         threads: int = 1,
         gpu: int | None = None,
         deleted: np.ndarray | None = None,
-        path: str = "auto",
+        device: StageDevices | None = None,
     ) -> LoadedLexical:
-        engine = NativeEngine(path)
-        segments = list[Segment]()
-        try:
-            for part in parts:
-                segments.append(self._segment(engine, part))
-            return LoadedLexical(engine, segments, self._words(), self.kind, deleted)
-        except BaseException:
-            for segment in segments:
-                segment.close()
-            engine.close()
-            raise
+        device = device or StageDevices()
+        with ExitStack() as opened:
+            engine, segments, scanned = NativeEngine(device.engine), list[Segment](), []
+            opened.callback(engine.close)
+            is_named = [device.of(POSTINGS, part.path) is not None for part in parts]
+            for part, is_on_device in zip(parts, is_named, strict=True):
+                if not any(is_named):
+                    segments.append(self._segment(engine, part))
+                    opened.callback(segments[-1].close)
+                    continue
+                lists = self._lists(part)
+                scanned.append(
+                    ScannedPart(
+                        device.open(POSTINGS, part.path, lists, engine=engine), is_on_device
+                    )
+                )
+                opened.callback(scanned[-1].lists.close)
+                segments.append(lists.segment)
+            loaded = LoadedLexical(engine, segments, self._words(), self.kind, deleted, scanned)
+            opened.pop_all()
+            return loaded
+
+    def _lists(self, part: StoredEntries) -> SegmentLists:
+        return SegmentLists(
+            part.place(LISTS), part.count, lambda engine: self._segment(engine, part)
+        )
+
+    def on_devices(self, parts: Sequence[StoredEntries]) -> dict[PartKind, list[Any]]:
+        """By the kind of part, what `load` opens on devices."""
+        return {POSTINGS: [self._lists(part) for part in parts]}
 
     @abstractmethod
     def _words(self) -> Words:

@@ -50,8 +50,8 @@ class OpenIndex:
         self.compute: torch.device = options.compute
         self._gate = SearchGate(_SEARCHES_PER_CORE * len(os.sched_getaffinity(0)))
         with ExitStack() as opened:
-            self._native, self._device = open_for_index(path, self.compute, engine, device, opened)
-            self._versions = OpenVersions(path, self._native, self._device, options)
+            self._devices = open_for_index(path, self.compute, engine, device, opened)
+            self._versions = OpenVersions(path, self._devices, options)
             opened.callback(self._versions.close)
             self._opened = opened.pop_all()
 
@@ -80,7 +80,7 @@ class OpenIndex:
     @property
     def device(self) -> RecordDevice:
         """What keeps and scores the records."""
-        return self._device
+        return self._devices.records
 
     @property
     def default_nprobe(self) -> int:

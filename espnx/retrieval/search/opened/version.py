@@ -15,19 +15,19 @@ import numpy as np
 import torch
 
 from .... import errors
-from ....checks import check_finite
-from ....device.interface import RecordDevice
-from ....storage import NativeEngine
+from ....checks import check_finite, check_whole, plain
+from ....sizes import parse_size
 from ....storage.engine import because
 from ....storage.manifest import open_current
 from ...encoder import Encoded, Encoder, check_query_encoder
 from ...first_stage.interface import LoadedStage
 from ...first_stage.registry import with_sparse_encoder
-from ...sparse_encoder import SparseEncoder
+from ...sparse_encoder import SparseEncoder, SparseEncoderLike, sparse_encoder_of
 from ...store.places import DETACH
 from ...store.store import EmbeddingStore
 from ...store.tier import Tier
 from ..chosen_stage import ChosenStage
+from ..devices import IndexDevices
 from ..filters import Filters
 from ..options import SearchOptions
 from ..read_cost import DeviceCost, measure
@@ -36,6 +36,8 @@ from .ram_tier import RamTier
 from .scoring import QueryVectors
 
 log = logging.getLogger(__name__)
+
+_THREADS_MAX = 1024
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,36 @@ class OpenOptions:
     cost: DeviceCost | None
     sparse_encoder: SparseEncoder | None = None
 
+    @classmethod
+    def of(
+        cls,
+        compute: torch.device,
+        threads: int | None,
+        first_stage_on: str,
+        hot: int | str,
+        coarse: str,
+        cost: DeviceCost | None,
+        sparse_encoder: SparseEncoderLike | None,
+    ) -> OpenOptions:
+        """As the arguments of `Index` say, checked. Raises InvalidInputError, and what loading a
+        sparse encoder raises."""
+        for name, value, known in (
+            ("coarse", coarse, ("ssd", "ram")),
+            ("first_stage_on", first_stage_on, ("cpu", "cuda")),
+        ):
+            if value not in known:
+                raise errors.InvalidInputError(name, got=repr(value), expected=" or ".join(known))
+        threads, hot = plain(threads), plain(hot)
+        if threads is not None:
+            check_whole("threads", threads, 1, _THREADS_MAX)
+        if not isinstance(hot, str):
+            check_whole("hot", hot, 0)
+        if cost is not None and not isinstance(cost, DeviceCost):
+            raise errors.InvalidInputError("cost", got=repr(cost), expected="a DeviceCost or None")
+        threads = threads or min(4, len(os.sched_getaffinity(0)))
+        sparse = sparse_encoder_of(sparse_encoder)
+        return cls(compute, threads, first_stage_on, parse_size(hot), coarse, cost, sparse)
+
 
 class OpenVersion:
     """See the module. Holds files and memory until `close`, or until it was retired and nobody uses
@@ -64,26 +96,23 @@ class OpenVersion:
 
     Args:
         path: the store's directory.
-        native: the engine of all but records; stays the caller's.
-        device: keeps and scores the records; stays the caller's too.
+        devices: what reads and scores; they stay the caller's.
 
     Raises:
         what `EmbeddingStore` raises; InvalidInputError; PathUnavailableError.
     """
 
-    def __init__(self, path: str, native: NativeEngine, device: RecordDevice, options: OpenOptions):
-        self._device = device.compute
+    def __init__(self, path: str, devices: IndexDevices, options: OpenOptions):
+        self._device = devices.records.compute
         self._users, self._retired, self._lock = 0, False, threading.Lock()
         with ExitStack() as opened:
-            self.store, self.first_stage = open_current(
-                path, lambda: _open(path, native, device, options)
-            )
+            self.store, self.first_stage = open_current(path, lambda: _open(path, devices, options))
             opened.callback(self.store.close)
             opened.callback(self.first_stage.close)
             self.filters = Filters(self.store)
             base = self.store.parts[0].count if self.store.parts else 0
             self.cost = measure(self.store.full, base) if options.cost is None else options.cost
-            if options.hot_bytes and not device.capabilities.hands_out_records:
+            if options.hot_bytes and not devices.records.capabilities.hands_out_records:
                 raise errors.InvalidInputError(
                     "hot", got="a device that keeps its records to itself", fix="hot=0"
                 )
@@ -191,6 +220,21 @@ class OpenVersion:
         none = Encoded(torch.zeros(built.d_cls), torch.empty(0, built.dim))
         return [query if isinstance(query, Encoded) else none for query in queries]
 
+    def queries(
+        self,
+        encoded: Sequence[Encoded],
+        given: Sequence[str | Encoded],
+        cls_weight: float | None,
+        stage: ChosenStage,
+    ) -> list[QueryVectors]:
+        """What the scorer and the stage take. `given`: as the caller has given them. Raises as
+        `query` and `cls_weight`."""
+        weight = self.cls_weight(cls_weight)
+        return [
+            self.query(query, text if isinstance(text, str) else None, weight, stage)
+            for query, text in zip(encoded, given, strict=True)
+        ]
+
     def query(
         self, query: Encoded, text: str | None, cls_weight: float, stage: ChosenStage
     ) -> QueryVectors:
@@ -267,9 +311,9 @@ def _gpu_of_first_stage(options: OpenOptions) -> int | None:
 
 
 def _open(
-    path: str | os.PathLike[str], engine: NativeEngine, device: RecordDevice, options: OpenOptions
+    path: str | os.PathLike[str], devices: IndexDevices, options: OpenOptions
 ) -> tuple[EmbeddingStore, LoadedStage]:
-    store = EmbeddingStore(path, engine, device)
+    store = EmbeddingStore(path, devices.native, devices.records)
     try:
         if store.shared_homes:
             warnings.warn(
@@ -279,7 +323,7 @@ def _open(
         if options.sparse_encoder is not None:
             store.first_stage = with_sparse_encoder(store.first_stage, options.sparse_encoder)
         return store, store.load_first_stage(
-            threads=options.threads, gpu=_gpu_of_first_stage(options)
+            threads=options.threads, gpu=_gpu_of_first_stage(options), device=devices.stages
         )
     except BaseException:
         store.close()

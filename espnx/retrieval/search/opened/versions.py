@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import WeakSet
 
-from ....device.interface import RecordDevice
-from ....storage import NativeEngine
 from ...store.manifest import Manifest, read_store_manifest
+from ..devices import IndexDevices
 from .version import OpenOptions, OpenVersion
 
 
@@ -18,7 +17,7 @@ class OpenVersions:
     """See the module.
 
     Args:
-        path, native, device, options: of each `OpenVersion`.
+        path, devices, options: of each `OpenVersion`.
 
     Attributes:
         newest: what `current` gives.
@@ -27,15 +26,15 @@ class OpenVersions:
     Raises what `OpenVersion` raises.
     """
 
-    def __init__(self, path: str, native: NativeEngine, device: RecordDevice, options: OpenOptions):
-        self._path, self._native, self._device, self._options = path, native, device, options
+    def __init__(self, path: str, devices: IndexDevices, options: OpenOptions):
+        self._path, self._devices, self._options = path, devices, options
         # one change at a time; which one is current
         self.changing, self._swapping = threading.Lock(), threading.Lock()
         self._retired: WeakSet[OpenVersion] = WeakSet()
         self.newest = self._open()
 
     def _open(self) -> OpenVersion:
-        return OpenVersion(self._path, self._native, self._device, self._options)
+        return OpenVersion(self._path, self._devices, self._options)
 
     @contextmanager
     def current(self) -> Iterator[OpenVersion]:
@@ -55,7 +54,8 @@ class OpenVersions:
         `check`: of the new version's manifest and the old one's; where it raises, the old version
         stays.
         """
-        newest, live = read_store_manifest(self._native, self._path), self.newest.store.manifest
+        newest = read_store_manifest(self._devices.native, self._path)
+        live = self.newest.store.manifest
         if (newest.store_id, newest.generation) == (live.store_id, live.generation):
             return False
         version = self._open()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from espnx import Encoded, errors
+from espnx.retrieval.first_stage.devices import StageDevices
 from espnx.retrieval.first_stage.document_vector import DocumentVector
 from espnx.retrieval.first_stage.interface import (
     CANDIDATES,
@@ -176,7 +177,7 @@ class NearStage:
         threads: int = 1,
         gpu: int | None = None,
         deleted: np.ndarray | None = None,
-        path: str = "auto",
+        device: StageDevices | None = None,
     ) -> LoadedNear:
         self.check(parts)
         return LoadedNear(self, *self._all(parts))

@@ -1,5 +1,5 @@
-"""What a batch of queries asks of each device of a split collection: the plan of one index, cut by
-device."""
+"""What a batch of queries asks of each device: the plan of one index, cut by segment, of which each
+lies on a device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import numpy as np
 
 from ...device.postings import LIST, WEIGHT, Rule, ScanCommand, ScanLists, Weights
 from ...device.postings.command import DIGEST, UNIT_BYTES
-from ..format import SplitFacts
 from ..search.plan import QueryPlan
 from ..stored.layout import COUNT
-from .parts import PartLists
 
 
 @dataclass(frozen=True, eq=False)
-class SplitCommands:
+class ScanCommands:
     """Commands of a batch of queries.
 
     Attributes:
@@ -47,8 +45,8 @@ class SplitCommands:
         found: np.ndarray = self._rows[self.rows(query, part), 11]
         return found
 
-    def commands(self, query: int) -> dict[int, ScanCommand]:
-        """A command for each part that has a list of the query."""
+    def commands(self, query: int, deadline_s: float) -> dict[int, ScanCommand]:
+        """By part, for those that have a list of the query. `deadline_s`: of each one's reads."""
         found = {}
         for part, allowed in enumerate(self._filters):
             rows = self.rows(query, part)
@@ -57,24 +55,19 @@ class SplitCommands:
             names = b"".join(self._names[i] for i in self._rows[rows, 9].tolist())
             constant = float(self.constants[query]) if self.k else 0.0
             weights = Weights(self._weights[rows], constant, self._rule)
+            lists = ScanLists(self._lists[rows], names)
             found[part] = ScanCommand(
-                ScanLists(self._lists[rows], names), weights, self.k, allowed=allowed
+                lists, weights, self.k, allowed=allowed, deadline_s=deadline_s
             )
         return found
 
 
-def split_commands(
-    plan: QueryPlan,
-    parts: Sequence[PartLists],
-    k: int,
-    split: SplitFacts,
-    allowed: np.ndarray | None,
-) -> SplitCommands:
+def scan_commands(plan: QueryPlan, k: int, filters: Sequence[np.ndarray | None]) -> ScanCommands:
     """What a plan over the segments of all parts asks of each.
 
     Args:
-        allowed: bool [records of the collection], or None. Of terms, the host applies it: no device
-            knows which records are found.
+        k: records wanted; 0: every posting's part of the score.
+        filters: of each part uint8 [ceil(records / 8)], or None: see `ScanCommand.allowed`.
     """
     rows = plan.rows()
     names = [plan.name(i) for i in range(int(rows[:, 9].max(initial=-1)) + 1)]
@@ -85,31 +78,17 @@ def split_commands(
     lists["term"] = rows[:, 1]
     lists["name"] = sizes[rows[:, 9]] | rows[:, 6] * DIGEST
     weights["weight"], weights["absent"] = rows[:, 7].view(np.float64), rows[:, 8].view(np.float64)
-    filters: list[np.ndarray | None] = [None] * len(parts)
-    for part, held in enumerate(parts):
+    for part, segment in enumerate(plan.collection.segments):
         here = rows[:, 0] == part
-        lists["postings"][here] = held.segment.dictionary.df[rows[here, 1]]
-        if allowed is not None and split.placement == "passages":
-            filters[part] = np.packbits(allowed[part :: len(parts)], bitorder="little")
-    n_queries = plan.n_queries
-    begin = np.searchsorted(
-        rows[:, 10] * len(parts) + rows[:, 0], np.arange(n_queries * len(parts) + 1)
-    )
+        lists["postings"][here] = segment.dictionary.df[rows[here, 1]]
+    n_queries, n_parts = plan.n_queries, len(filters)
+    begin = np.searchsorted(rows[:, 10] * n_parts + rows[:, 0], np.arange(n_queries * n_parts + 1))
     collection, bm25 = plan.collection, plan.bm25
     rule = (
         Rule(bm25.number, bm25.k1, bm25.b, bm25.delta, collection.average_length)
         if collection.kind == COUNT
         else Rule()
     )
-    return SplitCommands(
-        n_queries,
-        plan.constants(),
-        k if split.placement == "passages" else 0,
-        rows,
-        begin,
-        lists,
-        weights,
-        names,
-        rule,
-        filters,
+    return ScanCommands(
+        n_queries, plan.constants(), k, rows, begin, lists, weights, names, rule, list(filters)
     )

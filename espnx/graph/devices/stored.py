@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .. import errors
-from ..device.vectors.interface import Estimate, Nodes
-from ..storage import Engine, FileHandle, NativeEngine, Plan
-from .format import NODES, GraphFacts, parse_pages, read_codes, read_graph
-from .layout import HEADER
+from ... import errors
+from ...device.vectors.interface import Estimate, Nodes
+from ...storage import Engine, FileHandle, NativeEngine, Plan
+from ..format import NODES, GraphFacts, parse_pages, read_codes, read_graph
+from ..layout import HEADER
 
 
 class StoredGraph:

@@ -1,0 +1,1 @@
+"""Stored graphs as parts of near-storage devices."""
