@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ... import errors
-from ...device.wrapper import topologies_of
 from ...device.interface import RecordDevice
 from ...device.near_storage import NearStorageDevice
 from ...device.registry import Devices, given_devices, open_records, open_together
+from ...device.wrapper import topologies_of
 from ...storage import Engine, NativeEngine, open_engine
 from ...storage.native import host_engine
 from ..first_stage.devices import StageDevices
