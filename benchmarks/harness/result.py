@@ -88,7 +88,7 @@ NO_RESULTS = ("validation.json",)
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Of results, by name."""
+    """The files of results, by name."""
     return sorted(path for path in folder.glob("*.json") if path.name not in NO_RESULTS)
 
 

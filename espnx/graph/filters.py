@@ -90,8 +90,8 @@ def row_mask(rows: Any, n: int, name: str) -> np.ndarray:
 
 
 def filter_of(include: Any, exclude: Any, n: int) -> RowFilter | None:
-    """Of rows as `GraphIndex.search` takes them; None: all of the n may be found. Raises
-    InvalidInputError."""
+    """The filter for rows as `GraphIndex.search` takes them; None: all of the n may be found.
+    Raises InvalidInputError."""
     if include is None and exclude is None:
         return None
     if isinstance(include, RowFilter) and exclude is None:
@@ -129,12 +129,12 @@ class NodeFilter:
 
     @property
     def costs(self) -> dict[str, int]:
-        """Of a search that has read the file of rows for it, see `Neighbours`."""
+        """What a search has read of the file of rows for it, see `Neighbours`."""
         return {"filter_bytes": self.read_bytes, "filter_requests": self.read_requests}
 
     @property
     def n_runs(self) -> int:
-        """Of those pages, side by side."""
+        """How many runs those pages are in, side by side."""
         return _runs(np.flatnonzero(self.page_mask))
 
     def native(self, seeds: Seeds) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class Seeds:
 
     @property
     def costs(self) -> dict[str, int]:
-        """Of a search that has read those pages, see `Neighbours`."""
+        """What a search has read that read those pages, see `Neighbours`."""
         return {"shared_pages": self.n_pages, "shared_requests": self.n_runs}
 
 

@@ -283,7 +283,7 @@ class GraphIndex:
     def _measure_all(
         self, walk: WalkRequest, nodes: NodeFilter, costs: dict[str, int]
     ) -> Neighbours:
-        """Of all rows that may be found, each read once."""
+        """Reads all rows that may be found, each once, and measures them."""
         begun, q, k = time.monotonic(), len(walk.wide), walk.k
         far, ids = nearest_of(
             self.facts.metric, walk.wide, k, self._filters.blocks(nodes, walk.deadline_s)

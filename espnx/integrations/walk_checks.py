@@ -42,7 +42,7 @@ class _Known:
         return sorted(every)[:_K]
 
     def require_right(self, queries: np.ndarray, allowed: np.ndarray | None = None) -> None:
-        """With a list as long as the graph."""
+        """Asks with a list as long as the graph."""
         include = None if allowed is None else RowFilter.of(allowed)
         found = self.walks.walk(queries, _K, list_size=_N, include=include).finish()
         for query, ids, far in zip(queries, found.ids, found.distances, strict=True):
@@ -66,7 +66,7 @@ def _known(device: NearStorageDevice) -> Iterator[_Known]:
 
 
 def finds_the_nearest(device: NearStorageDevice) -> None:
-    """Of all rows, of some, of few, of none; one query and many."""
+    """Walks that may find all rows, some, few, none; one query and many."""
     with _known(device) as known:
         for queries in (known.queries[:1], known.queries):
             known.require_right(queries)
@@ -75,7 +75,7 @@ def finds_the_nearest(device: NearStorageDevice) -> None:
 
 
 def finds_what_the_graph_finds(device: NearStorageDevice) -> None:
-    """With short lists, where it is not all that there is: rows, distances, pages."""
+    """Walks with short lists, which do not find all that there is: rows, distances, pages."""
     with _known(device) as known, GraphIndex(known.directory) as plain:
         for list_size in (_K, 40):
             found = known.walks.walk(known.queries, _K, list_size=list_size).finish()
@@ -103,7 +103,7 @@ def answers_threads_at_once(device: NearStorageDevice) -> None:
 
 
 def ends_walks(device: NearStorageDevice) -> None:
-    """That are cancelled, and when it is closed, twice."""
+    """Walks that are cancelled, and a part that is closed meanwhile, twice."""
     with _known(device) as known:
         ticket = known.walks.walk(known.queries, _K, list_size=_N)
         ticket.cancel()
@@ -117,7 +117,7 @@ def ends_walks(device: NearStorageDevice) -> None:
 
 
 def finds_damage(device: NearStorageDevice) -> None:
-    """Of any page: a walk over all of them ends with an error that names the file."""
+    """Damage of any page: a walk over all of them ends with an error that names the file."""
     with _known(device) as known:
         for file in known.walks.path_report():
             _damage(file.path)

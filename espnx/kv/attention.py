@@ -201,8 +201,8 @@ class Attention:
         return o.reshape(n_sequences, heads, n, -1), lse.reshape(n_sequences, heads, n)
 
     def naming(self, tier: PageTier) -> Over:
-        """As `stored`, over rows that the host attends to, so that it learns what each page of them
-        weighs: the tier keeps those with the most."""
+        """Attends as `stored`, over rows that the host attends to, so that it learns what each page
+        of them weighs: the tier keeps those with the most."""
 
         def over(
             rows: LayerRows, step: Step, span: Span, arrived: Arrived

@@ -210,12 +210,12 @@ class SsdCache:
 
     @property
     def _settled(self) -> int | None:
-        """Where the tokens begin that some sequence may still reject; None: all stand."""
+        """The first token that some sequence may still reject; None: all stand."""
         return None if self.ends is None else min(self.ends)
 
     def propose(self, tier_share: float | None = None) -> None:
-        """From here on the new tokens of a pass wait in memory until `accept` says which of them
-        stand. Sequences may become of unlike lengths then: who calls hides what is behind a
+        """Lets the new tokens of each pass wait in memory from here on until `accept` says which of
+        them stand. Sequences may become of unlike lengths then: who calls hides what is behind a
         sequence's end by the mask.
 
         Args:
@@ -244,8 +244,8 @@ class SsdCache:
                 rows.crop(count)
 
     def accept(self, n_new: int, kept: Sequence[int]) -> None:
-        """Of the last pass's `n_new` tokens each sequence keeps its first `kept`. Reads ahead go
-        on: what they bring stands."""
+        """Keeps the first `kept` of the last pass's `n_new` tokens of each sequence. Reads ahead
+        continue: what they bring stands."""
         before, split = self.ends or [], min(self.x_rows, len(kept))
         self.ends = [end + n for end, n in zip(before, kept, strict=True)]
         for every, own in ((self.x, slice(split)), (self.kv, slice(split, None))):

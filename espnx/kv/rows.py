@@ -356,7 +356,7 @@ class LayerRows:
             # their own.
 
     def accept(self, ends: Sequence[int], n_new: int, kept: Sequence[int], count: int) -> None:
-        """Of the last `n_new` tokens of each sequence the first `kept` stand, and move to its end.
+        """Keeps the first `kept` of the last `n_new` tokens of each sequence: they move to its end.
 
         Args:
             ends: tokens of each sequence before those; none of what comes after is stored.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from types import TracebackType
 
 from .. import errors
@@ -40,9 +41,11 @@ class DirectoryLock:
         return self
 
     def _lock(self) -> None:
-        if os.path.lexists(self._path) and (
-            os.path.islink(self._path) or not os.path.isfile(self._path)
-        ):
+        try:
+            is_plain = stat.S_ISREG(os.lstat(self._path).st_mode)
+        except OSError:  # nothing is there, or what was is being removed: opening tells
+            is_plain = True
+        if not is_plain:
             raise errors.FormatError(
                 "the lock file is not a plain file",
                 path=self._path,

@@ -270,7 +270,7 @@ def test_an_ended_build(
         assert code == 130
         told = (
             r"interrupted; what was published before is intact; [\d,]+ documents are kept in .*: "
-            r"the same build goes on"
+            r"the same build continues with them"
         )
         assert re.search(told, said.read_text())
     assert "Traceback" not in said.read_text()

@@ -107,7 +107,7 @@ Results search(graph::GraphSearcher& searcher, const std::vector<uint8_t>& queri
                 std::vector<float>(n)};
   const std::vector<float> wide(queries.begin(), queries.end());
   graph::SearchRequest request;
-  request.walk.k = kK, request.walk.list_size = 15, request.walk.beam = beam;
+  request.walk.k = kK, request.walk.list_size = 15, request.walk.beam_width = beam;
   request.n_queries = n, request.queries = queries.data(), request.queries_f32 = wide.data();
   request.query_bytes = kDim, request.deadline_s = deadline_s;
   request.rows = found.rows.data(), request.distances = found.distances.data(),

@@ -133,7 +133,7 @@ def test_reads_that_fail(
     "rules",
     [
         *(
-            [FaultRule("short", operation="read", probability=0.5, value=value)]
+            [FaultRule("short", operation="read", probability=0.3, value=value)]
             for value in (0, 1, 100, 512, 4095)
         ),
         [

@@ -74,17 +74,17 @@ class ExactStage:
         return Entries([np.arange(len(vectors))[::-1]], {"vectors": [vectors[::-1]]})
 
     def merge(
-        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], deleted: np.ndarray, order: np.ndarray | None = None
     ) -> Entries:
         numbers, vectors = self._all(parts)
-        dead = np.flatnonzero(np.unpackbits(gone, bitorder="little"))
+        dead = np.flatnonzero(np.unpackbits(deleted, bitorder="little"))
         alive = np.flatnonzero(~np.isin(numbers, dead))[::-1]
         return Entries([numbers[alive]], {"vectors": [vectors[alive]]})
 
     def compact(
-        self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], deleted: np.ndarray, order: np.ndarray | None = None
     ) -> tuple[ExactStage, Entries]:
-        return self, self.merge(parts, gone)
+        return self, self.merge(parts, deleted)
 
     def check(self, parts: Sequence[StoredEntries]) -> None:
         for part in parts:
@@ -99,7 +99,7 @@ class ExactStage:
         *,
         threads: int = 1,
         gpu: Any = None,
-        gone: Any = None,
+        deleted: Any = None,
         device: Any = None,
     ) -> LoadedExact:
         self.check(parts)

@@ -86,7 +86,7 @@ def _rates(answers: dict[str, Answer]) -> str:
 
 
 def _times(answers: dict[str, Answer]) -> str:
-    """Where a command's time goes, in microseconds: waiting + service."""
+    """How much of a command's time goes where, in microseconds: waiting + service."""
     names = dict.fromkeys(stage.name for each in answers.values() for stage in each.stages)
     rows = []
     for name in names:

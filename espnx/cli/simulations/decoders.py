@@ -163,7 +163,7 @@ _WORDS = ("system", "bound by")
 
 
 def _times(answers: Sequence[Answer]) -> str:
-    """Where a token's time goes: seconds in which a part serves, and the rate it would allow."""
+    """The time of a token: seconds in which each part serves, and the rate it would allow."""
     names = dict.fromkeys(stage.name for each in answers for stage in each.stages)
     rows = []
     for name in names:

@@ -38,7 +38,7 @@ def run_validation(args: Namespace) -> int:
 
 
 def _kernels() -> list[dict[str, Any]]:
-    """Of the SmartSSD, estimated, beside what its spec states."""
+    """A table of the SmartSSD's kernel: the estimate beside what its spec states."""
     from ...device.model.spec import load_preset
     from ...simulate.decoding.kernel import flops_per_s
 

@@ -124,5 +124,5 @@ def walk(command: WalksAsked, graph: WalkedGraph, accelerator: Accelerator | Non
 
 
 def _share(total: int, place: int, count: int) -> int:
-    """Of whole things that are shared out as evenly as may be."""
+    """The part at one place of whole things that are shared out as evenly as may be."""
     return total * (place + 1) // count - total * place // count

@@ -87,7 +87,7 @@ Negative = Annotated[Figure, "number below 0"]
 
 
 def names_in(package: str, folder: str) -> tuple[str, ...]:
-    """Of the specs that come in that folder of a package."""
+    """The names of the specs that come in that folder of a package."""
     return tuple(
         sorted(
             each.name.removesuffix(".yaml")
@@ -261,7 +261,7 @@ class _Reader:
         return Figure(value, number, unit, self._text(parts["source"]), confidence, low, high)
 
     def _number(self, tree: Tree, unit: str, quantity: str) -> tuple[float, float]:
-        """As it is written, and in the quantity's own unit."""
+        """The figure as it is written, and in the quantity's own unit."""
         number = _read_number(tree)
         value, sign = number * QUANTITIES[quantity][unit], -1 if quantity == "number below 0" else 1
         got = f"{number:g} {unit}"

@@ -27,7 +27,7 @@ class PostingLists(Protocol):
 
     @property
     def begin_bytes(self) -> int:
-        """Where they begin in it."""
+        """The place in it where they begin."""
 
     @property
     def n_records(self) -> int:

@@ -240,7 +240,7 @@ class _Player:
         said = line.detail.values()
 
         def is_it(names: Sequence[str], stored: Any) -> bool:
-            """Of those in the same files, the one of which the line says what holds of it."""
+            """Whether it lies in the same files, and what the line says holds of it."""
             return sorted(names) == files and all(
                 said.get(name, fact) == fact for name, fact in kind.facts(stored).items()
             )

@@ -57,7 +57,7 @@ class WalkCommand(Command):
 
     @property
     def payload_bytes(self) -> int:
-        """Of the queries, and of the filter: a bit for each row."""
+        """Bytes of the queries, and of the filter: a bit for each row."""
         allowed = 0 if self.include is None else self.include.bits.numel()
         return int(self.queries.nbytes) + allowed
 

@@ -24,7 +24,7 @@ WALK_PAGES, REGION_PAGES = 2, 8
 
 @dataclass(frozen=True)
 class Effort:
-    """Of walks with a filter.
+    """What walks with a filter take.
 
     Attributes:
         list_size: candidates that they keep. far_list_size: those of one around which others are
@@ -40,7 +40,7 @@ class Effort:
     worth_pages: int = WALK_PAGES
 
     def is_dearer_than_all(self, n_queries: int, all_pages: int, count: int) -> bool:
-        """Than measuring all allowed rows for all queries at a time."""
+        """Whether walks cost more than measuring all allowed rows for all queries at a time."""
         measuring = n_queries * count / _DISTANCES_PER_PAGE
         return (
             all_pages <= self.worth_pages * self.far_pages
@@ -87,15 +87,15 @@ def list_size_for(facts: GraphFacts, recall: float) -> RecallPoint:
 
 
 def default_list_size(facts: GraphFacts) -> int:
-    """Of a search that names neither a list nor a recall."""
+    """The list of a search that names neither a list nor a recall."""
     reached = [each for each in facts.recall if each.recall >= _RECALL]
     found = [*reached, *facts.recall[-1:]]
     return found[0].list_size if found else max(10, min(facts.layout.n, _UNMEASURED))
 
 
 def effort_of(facts: GraphFacts, nodes: NodeFilter, recall: float | None) -> Effort | None:
-    """Of walks that were measured to find that share where so many rows are allowed; None: there
-    are none."""
+    """What walks take that were measured to find that share where so many rows are allowed; None:
+    there are none."""
     wanted, share = _RECALL if recall is None else recall, nodes.rows.count / max(1, facts.layout.n)
     at = next((i for i, each in enumerate(facts.filtered) if _ALIKE * each.share <= share), None)
     if at is None:

@@ -57,7 +57,7 @@ class Text:
         return int(same.to(torch.int64).cumprod(0).sum())
 
     def accept(self, begin: int, ends: Sequence[int], kept: Sequence[int]) -> None:
-        """Of the tokens from `begin` on each sequence keeps its first `kept`, behind its `ends`."""
+        """Keeps of each sequence's tokens from `begin` on the first `kept`, behind its `ends`."""
         for rows in (self.tokens, self.hidden):
             if rows is not None:
                 for sequence, (end, n) in enumerate(zip(ends, kept, strict=True)):

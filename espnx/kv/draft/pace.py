@@ -22,7 +22,7 @@ _AGAIN = 32
 
 
 class Pace:
-    """Of a cache.
+    """How many tokens are proposed for the passes over a cache.
 
     Attributes:
         gamma: tokens that are proposed for the next pass at most.

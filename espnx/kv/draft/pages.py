@@ -21,7 +21,7 @@ _ALWAYS = 3
 
 
 class PageTier:
-    """Of one layer.
+    """The pages of one layer that stay in memory.
 
     Args:
         share: of the layer's pages that stays in memory, besides the first and the last.
@@ -43,7 +43,7 @@ class PageTier:
 
     @property
     def memory_bytes(self) -> int:
-        """Of rows, and of what is known of them."""
+        """Bytes of rows, and of what is known of them."""
         every = (self._k, self._v, self._seen, self._lse, self._stays, self._number)
         return sum(each.numel() * each.element_size() for each in every)
 

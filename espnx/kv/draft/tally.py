@@ -18,7 +18,7 @@ _SHARE = 1 / 16
 
 @dataclass
 class Tally:
-    """Of a cache, since it was opened.
+    """What was drafted for a cache since it was opened.
 
     Attributes:
         kind: of draft.
@@ -50,7 +50,7 @@ class Tally:
     pace: Pace = field(default_factory=Pace)
 
     def __post_init__(self) -> None:
-        """Raises InvalidInputError for a draft that there is not, and a share that is none."""
+        """Raises InvalidInputError for an unknown draft, and a share that is none."""
         if self.kind not in KINDS:
             raise errors.InvalidInputError(
                 "draft of a cache", got=repr(self.kind), expected=" or ".join(map(repr, KINDS))
@@ -88,7 +88,7 @@ class Tally:
                 self.accepted[position] += position < n_kept - 1
 
     def as_dict(self) -> dict[str, Any]:
-        """For `KVCache.stats`."""
+        """Its part of `KVCache.stats`."""
         return {
             "draft": self.kind,
             "passes": self.passes,

@@ -46,7 +46,7 @@ class ScanCommands:
         return found
 
     def commands(self, query: int, deadline_s: float) -> dict[int, ScanCommand]:
-        """By part, for those that have a list of the query. `deadline_s`: of each one's reads."""
+        """A command for each part that has a list of the query. `deadline_s`: of its reads."""
         found = {}
         for part, allowed in enumerate(self._filters):
             rows = self.rows(query, part)

@@ -50,8 +50,8 @@ class StageDevices:
 
 
 def asked_of_devices(stage: Any, parts: Sequence[Any]) -> dict[PartKind, list[Any]]:
-    """By the kind of part, what a first stage opens on devices for the entries of some parts of a
-    store: what a replay of its searches has to be given. Nothing, of a stage in memory."""
+    """What a first stage opens on devices for the entries of some parts of a store, by the kind of
+    part: what a replay of its searches has to be given. Nothing, of a stage in memory."""
     found: dict[PartKind, list[Any]] = (
         stage.on_devices(parts) if hasattr(stage, "on_devices") else {}
     )

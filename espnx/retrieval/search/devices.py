@@ -66,7 +66,7 @@ class IndexDevices:
 
     @cached_property
     def topologies(self) -> Sequence[Any]:
-        """In whose time emulated ones are, see `topologies_of`."""
+        """The topologies in whose time emulated ones are, see `topologies_of`."""
         return topologies_of(self.records)
 
 

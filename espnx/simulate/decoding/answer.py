@@ -125,7 +125,7 @@ def answer(
 
 
 def missing_bytes(machine: Machine, load: Load) -> dict[str, float]:
-    """By how much a load is too large for what keeps it; nothing where it fits."""
+    """What keeps a load, and by how much it is too large; nothing where it fits."""
     shape = load.shape
     weights = shape.parameters * HALF_BYTES
     need = {"memory": machine.get("program.working_memory") or 0.0, "drives": 0.0}
@@ -153,7 +153,7 @@ def check_fits(machine: Machine, workload: str, load: Load) -> None:
 
 
 def power_w(machine: Machine, shape: Shape, step: Step, unknown: list[str]) -> float | None:
-    """Of all parts while it decodes; appends to `unknown` whose is not known."""
+    """The power of all parts while it decodes; appends to `unknown` whose is not known."""
     total_w = 0.0
     for kind, part in (("gpu", "gpu"), ("host", "cpu")):
         idle_w, busy_w = machine.get(f"{kind}.power.idle"), machine.get(f"{kind}.power.busy")
@@ -184,7 +184,7 @@ def drives_dollars(machine: Machine) -> float | None:
 
 
 def written_bytes(machine: Machine, shape: Shape, share: float, context: int, output: int) -> float:
-    """To flash for one sequence, pages that hold less than they could whole."""
+    """Bytes that go to flash for one sequence, pages that hold less than they could whole."""
     if machine.system.kv != "drives":
         return 0.0
     per_token = 2.0 * shape.row_bytes * (1 - share)

@@ -18,7 +18,7 @@ EXPONENTIALS = 2
 
 
 def flops_per_s(spec: DeviceSpec, group: int) -> float:
-    """Of a kernel in which so many query heads share a pass over K and V.
+    """The rate of a kernel in which so many query heads share a pass over K and V.
 
     A block of K and one of V come from the device's memory once. The scores of a whole sequence do
     not fit on the chip, since what is on it does not grow with the sequence, and softmax needs

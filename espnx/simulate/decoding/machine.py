@@ -89,7 +89,7 @@ class Specs:
 
     @functools.cached_property
     def ranges(self) -> dict[str, Range]:
-        """Of all figures, by the name of their spec and the fields that lead to them."""
+        """The ranges of all figures, by the name of their spec and the fields that lead to them."""
         found: dict[str, Range] = {}
         for spec in (self.system, self.host, self.gpu, self.program, self.device, self.network):
             if spec is not None:

@@ -54,7 +54,7 @@ def _host(machine: Machine) -> list[PartGroup]:
 
 
 def _drives(machine: Machine, group: int) -> list[PartGroup]:
-    """Of both directions of every link, which do not hinder one another."""
+    """The parts of both directions of every link, which do not hinder one another."""
     n, device, groups = machine.n_drives, machine.device, list[PartGroup]()
     ends = {"out": ROOT, "in": ROOT}
 
@@ -81,7 +81,7 @@ def _drives(machine: Machine, group: int) -> list[PartGroup]:
 
 
 def flash_bytes_per_s(machine: Machine) -> float:
-    """At which a drive's flash is read: by what computes beside it where something does."""
+    """The rate at which a drive's flash is read: by what computes beside it if something does."""
     raw = machine.need("device.flash.read_bandwidth")
     share = machine.get("program.flash_share") if machine.is_near_storage else None
     return raw if share is None else raw * share
@@ -89,7 +89,7 @@ def flash_bytes_per_s(machine: Machine) -> float:
 
 def _verbs(machine: Machine) -> dict[str, tuple[Leg, ...]]:
     def over(way: str, size: str) -> tuple[Leg, ...]:
-        """From a drive to the host, or back."""
+        """The route from a drive to the host, or back."""
         names = ["link", "port", "uplink", "network"]
         ordered = names if way == "out" else names[::-1]
         return tuple(Leg(f"{name} {way}", size) for name in ordered)

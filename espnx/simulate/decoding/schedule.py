@@ -30,7 +30,7 @@ def effective_s(machine: Machine, shape: Shape, batch: int, context: float, shar
 
 
 def _to_gpu_bytes_per_s(machine: Machine) -> float:
-    """From all drives, over whatever is narrowest on the way."""
+    """The rate from all drives, over whatever is narrowest on the way."""
     known = {
         machine.need("program.gpu_bandwidth"),
         machine.need("gpu.link"),

@@ -62,12 +62,12 @@ class Shape:
 
     @property
     def row_bytes(self) -> int:
-        """Of a token's K, or V, in one layer."""
+        """Bytes of a token's K, or V, in one layer."""
         return self.kv_heads * self.head_dim * HALF_BYTES
 
     @property
     def x_bytes(self) -> int:
-        """Of what attention takes in of a token, in one layer."""
+        """Bytes of what attention takes in of a token, in one layer."""
         return self.hidden * HALF_BYTES
 
     @property
@@ -77,16 +77,16 @@ class Shape:
 
     @property
     def attention_flops(self) -> float:
-        """Of one query token against one token of K and V, in one layer."""
+        """Operations of one query token against one token of K and V, in one layer."""
         return 4.0 * self.heads * self.head_dim
 
     @property
     def regeneration_flops(self) -> float:
-        """Of a token's K and V from its X, in one layer."""
+        """Operations of a token's K and V from its X, in one layer."""
         return 4.0 * self.hidden * self.kv_heads * self.head_dim
 
     def kv_bytes(self, tokens: float) -> float:
-        """Of K and V of so many tokens, in all layers."""
+        """Bytes of K and V of so many tokens, in all layers."""
         return 2.0 * self.row_bytes * tokens * self.layers
 
     @property
@@ -98,8 +98,8 @@ class Shape:
         return weights * self.layers / self.expert_every / HALF_BYTES
 
     def layer(self, number: int, batch: int | None) -> Layer:
-        """Of that number. Experts are those that `batch` tokens choose, alike and on their own; all
-        of them with None."""
+        """The layer of that number. Experts are those that `batch` tokens choose, alike and on their
+        own; all of them with None."""
         qkv = self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim
         out = self.heads * self.head_dim * self.hidden
         mlp = self.mlp_matrices * self.hidden * self.intermediate

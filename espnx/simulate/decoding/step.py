@@ -220,7 +220,7 @@ class _Layers:
         return own | {"port out": port, "port in": port}
 
     def _product(self, weight_bytes: float, token_flops: float, after: list[int]) -> list[int]:
-        """Of a batch's tokens with weights that are on the GPU."""
+        """The work of a batch's tokens with weights that are on the GPU."""
         seconds = max(
             token_flops * self.load.batch / self.flops_per_s,
             weight_bytes / self.machine.need("gpu.memory_bandwidth"),
@@ -228,7 +228,7 @@ class _Layers:
         return self.work.add("product", {"seconds": seconds}, after)
 
     def write(self, size_bytes: float, after: Sequence[int], pieces: int = 1) -> list[int]:
-        """From the GPU to all drives alike."""
+        """Writes from the GPU to all drives alike."""
         n, found = self.machine.n_drives, list[int]()
         slower = flash_bytes_per_s(self.machine) / write_bytes_per_s(self.machine)
         for drive in range(n):
@@ -238,14 +238,14 @@ class _Layers:
 
 
 def kept_bytes(load: Load) -> float:
-    """Of a batch's contexts, in all layers: K and V, or X."""
+    """Bytes of a batch's contexts, in all layers: K and V, or X."""
     shape = load.shape
     token = 2 * shape.row_bytes * (1 - load.x_share) + shape.x_bytes * load.x_share
     return token * shape.layers * load.context * load.batch
 
 
 def write_bytes_per_s(machine: Machine) -> float:
-    """Of one drive; as it is read where nobody says."""
+    """The rate at which one drive is written; as it is read where nobody says."""
     found = machine.get("device.flash.write_bandwidth")
     return flash_bytes_per_s(machine) if found is None else found
 

@@ -88,7 +88,7 @@ def shape(model: str) -> Shape:
 
 
 def all_ranges() -> dict[str, Range]:
-    """Of all systems; what several are made of is there once."""
+    """The ranges of all systems; what several are made of is there once."""
     found: dict[str, Range] = {}
     for system in SYSTEMS:
         found |= specs(system).ranges
@@ -144,7 +144,7 @@ class Case:
         where: Callable[[str, int], bool] = lambda model, context: True,
         models: Iterable[str] | None = None,
     ) -> list[float]:
-        """Of throughput, over models and contexts; those alone that fit both."""
+        """Ratios of throughput, over models and contexts; those alone that fit both."""
         found = []
         for model in self.models if models is None else models:
             for context in CONTEXTS:
@@ -161,7 +161,7 @@ class Case:
         return bool(missing_bytes(machine, Load(shape(model), BATCH, float(context + OUTPUT))))
 
     def values_of_ids(self) -> dict[str, float]:
-        """Of each id, in the order in which they are listed."""
+        """The prediction of each id, in the order in which they are listed."""
         none: tuple[str, ...] = ()
         plain = self.ratios(NEAR, BASE, none)
         both = self.ratios(NEAR, BASE)
@@ -206,7 +206,7 @@ class Case:
         ]
 
     def _run_s(self, system: str, model: str, context: int) -> float:
-        """Of contexts and a long output."""
+        """Seconds of contexts and a long output."""
         machine, known = self.machine(system), shape(model)
         share = x_share(machine, known, BATCH, context)
         first = self.walk(prefill, machine, Load(known, BATCH, float(context), share))
@@ -271,7 +271,7 @@ def validate(n_draws: int = DRAWS) -> tuple[Prediction, ...]:
 
 
 def orders() -> list[dict[str, object]]:
-    """Of each model and context, the systems that it fits, the fastest first."""
+    """The systems that each model and context fits, the fastest first."""
     case = Case(middles(all_ranges()))
     found: list[dict[str, object]] = []
     for model in MODELS:

@@ -142,7 +142,7 @@ class Drives:
 
 @dataclass(frozen=True)
 class SystemSpec:
-    """Of what a machine is made. Names lead to presets, or to files beside this one.
+    """The parts that a machine is made of. Names lead to presets, or to files beside this one.
 
     Attributes:
         name, title: short, and in words.

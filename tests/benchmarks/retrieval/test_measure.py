@@ -203,7 +203,7 @@ def test_the_time_over_the_bound() -> None:
     }
     espnx, memory = mock.Mock(), mock.Mock()
     espnx.ask.return_value, memory.ask.return_value = pieces, {"seconds": 0.002}
-    fleet = mock.Mock(systems=[ESPNX], of=lambda system: espnx, process=lambda name: memory)
+    fleet = mock.Mock(systems=[ESPNX], worker_of=lambda system: espnx, process=lambda name: memory)
     found = BoundMeter(fleet, POINT)([5], {ESPNX.name: {"seconds": 0.0105, "steps": [3]}})[
         ESPNX.name
     ]

@@ -141,7 +141,7 @@ class PassTimes:
         self._last = None if ids is None else (is_step, ids.numel(), now)
 
     def accept(self, tokens: int) -> None:
-        """Of the last pass's tokens so many stand."""
+        """Keeps so many of the last pass's tokens."""
         if self._last is not None:
             self._last = self._last[0], tokens, self._last[2]
 

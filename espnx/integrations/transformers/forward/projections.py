@@ -132,7 +132,7 @@ class Rotations:
             self._cos, self._sin, self.count = self._cos[:, :count], self._sin[:, :count], count
 
     def accept(self, begin: int, ends: Sequence[int], kept: Sequence[int]) -> None:
-        """Of the tokens from `begin` on each sequence keeps its first `kept`, behind its `ends`."""
+        """Keeps of each sequence's tokens from `begin` on the first `kept`, behind its `ends`."""
         if self.count and self._cos.shape[0] > 1:
             for rows in (self._cos, self._sin):
                 for sequence, (end, n) in enumerate(zip(ends, kept, strict=True)):

@@ -240,7 +240,7 @@ class PassState:
     # --- tokens that may be rejected ---
 
     def accept(self, n_new: int, kept: Sequence[int]) -> None:
-        """Of the last pass's `n_new` tokens each sequence keeps its first `kept`, which move to
+        """Keeps the first `kept` of the last pass's `n_new` tokens of each sequence, which move to
         its end. After `SsdCache.propose`."""
         ends, begin = self.store.ends or [], self.length() - n_new
         self.store.accept(n_new, kept)

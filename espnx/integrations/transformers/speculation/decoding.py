@@ -121,8 +121,8 @@ class Decoding:
         return found
 
     def run(self, logits: torch.Tensor, name: str) -> None:
-        """From the prompt's last logits [sequences, vocabulary] to the end of every text. `name`:
-        of the cache among the arguments of the model.
+        """Decodes from the prompt's last logits [sequences, vocabulary] to the end of every text.
+        `name`: of the cache among the arguments of the model.
 
         Raises what `generate` raises.
         """
@@ -246,7 +246,7 @@ class Decoding:
         return drafts
 
     def _position(self, row: int) -> int:
-        """Of a text's last token, which is not in the cache yet, as the model counts positions."""
+        """The position, to the model, of a text's last token, which is not in the cache yet."""
         fed = self._before + self._lengths[row] - 1
         return int(self._next[row]) + fed - self._prompted
 

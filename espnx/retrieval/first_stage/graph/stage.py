@@ -280,7 +280,7 @@ class GraphStage:
         )
 
     def on_devices(self, parts: Sequence[StoredEntries]) -> dict[PartKind, list[Any]]:
-        """By the kind of part, what `load` opens on devices."""
+        """What `load` opens on devices, by the kind of part."""
         return {WALKS: [_sections(part) for part in parts if part.count >= FLAT_MAX]}
 
     def tune(self, loaded: LoadedStage, documents: Documents | None) -> GraphStage:

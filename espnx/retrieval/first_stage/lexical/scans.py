@@ -95,7 +95,7 @@ class ScannedSearch:
 
 
 class _QueryScans:
-    """Of one query, under way.
+    """The scans of one query, under way.
 
     Attributes:
         plan: of it alone.

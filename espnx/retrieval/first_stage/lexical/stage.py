@@ -253,7 +253,7 @@ class _Lexical(ABC):
         )
 
     def on_devices(self, parts: Sequence[StoredEntries]) -> dict[PartKind, list[Any]]:
-        """By the kind of part, what `load` opens on devices."""
+        """What `load` opens on devices, by the kind of part."""
         return {POSTINGS: [self._lists(part) for part in parts]}
 
     @abstractmethod

@@ -70,7 +70,7 @@ class OpenOptions:
         cost: DeviceCost | None,
         sparse_encoder: SparseEncoderLike | None,
     ) -> OpenOptions:
-        """As the arguments of `Index` say, checked. Raises InvalidInputError, and what loading a
+        """What the arguments of `Index` say, checked. Raises InvalidInputError, and what loading a
         sparse encoder raises."""
         for name, value, known in (
             ("coarse", coarse, ("ssd", "ram")),

@@ -19,7 +19,7 @@ from tests.integrations.transformers import tiny
 
 
 def knowing(texts: torch.Tensor, right: float, seed: int = 0) -> Callable[[np.ndarray, int], Any]:
-    """Proposes what `texts` [sequences, n] go on with, each token right with that probability."""
+    """Proposes what `texts` [sequences, n] continue with, a token right with that probability."""
     draw = random.Random(seed)
     rows = texts.tolist()
 
