@@ -98,8 +98,8 @@ class Shape:
         return weights * self.layers / self.expert_every / HALF_BYTES
 
     def layer(self, number: int, batch: int | None) -> Layer:
-        """The layer of that number. Experts are those that `batch` tokens choose, alike and on their
-        own; all of them with None."""
+        """The layer of that number. Experts are those that `batch` tokens choose, alike and on
+        their own; all of them with None."""
         qkv = self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim
         out = self.heads * self.head_dim * self.hidden
         mlp = self.mlp_matrices * self.hidden * self.intermediate
