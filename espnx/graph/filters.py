@@ -17,6 +17,7 @@ from .. import errors
 from ..checks import plain
 from ..storage import FileHandle, NativeEngine, Plan
 from .format import NODES, ROWS, GraphFacts, parse_pages
+from .layout import rows_of
 from .vectors import as_array
 
 _REBUILD = "restore the graph from a copy, or build it again"
@@ -107,7 +108,8 @@ class NodeFilter:
 
     Attributes:
         rows: that may be found.
-        nodes: uint8 tensor, a bit for each node, as those of `RowFilter`.
+        nodes: uint8 tensor, a bit for each place of a node (`Parts`), as those of `RowFilter`.
+        counts, part_pages: int64 [parts]: nodes that may be found, and the pages that they are on.
         page_mask: bool [pages]: those that have such a node.
         is_scattered: whether they lie everywhere, like rows drawn by lot, as far as the graph's
             entry points tell: then some lie around every query. Else some places have more of them
@@ -117,6 +119,8 @@ class NodeFilter:
 
     rows: RowFilter
     nodes: torch.Tensor
+    counts: np.ndarray
+    part_pages: np.ndarray
     page_mask: np.ndarray
     is_scattered: bool
     read_bytes: int
@@ -143,10 +147,11 @@ class NodeFilter:
         return {
             "rows": self.rows.bits,
             "nodes": self.nodes,
-            "count": self.rows.count,
-            "pages": self.n_pages - seeds.n_pages,
+            "counts": torch.from_numpy(self.counts),
+            "pages": torch.from_numpy(self.part_pages - seeds.part_pages),
             "entries": torch.from_numpy(seeds.nodes),
             "entry_codes": torch.from_numpy(seeds.codes),
+            "entries_begin": torch.from_numpy(seeds.begin),
         }
 
 
@@ -155,15 +160,22 @@ class Seeds:
     """Nodes that a filter allows, at which walks begin, too.
 
     Attributes:
-        nodes: int64 [m]: some, in as many places as may be. codes: uint8 [m, code_bytes].
-        n_pages, n_runs: that are read for those which are no entry points of the graph, and how
-            many runs side by side these are.
+        nodes: int64 [m]: some, in as many places as may be, each numbered in its own graph; of each
+            those from ``begin[p]`` on, int64 [parts + 1]. codes: uint8 [m, code_bytes].
+        part_pages: int64 [parts]: that are read for those which are no entry points of the graph.
+        n_runs: how many runs side by side these are.
     """
 
     nodes: np.ndarray
+    begin: np.ndarray
     codes: np.ndarray
-    n_pages: int
+    part_pages: np.ndarray
     n_runs: int
+
+    @property
+    def n_pages(self) -> int:
+        """Pages of all graphs."""
+        return int(self.part_pages.sum())
 
     @property
     def costs(self) -> dict[str, int]:
@@ -201,8 +213,8 @@ class FilterReader:
         return made, True
 
     def _make(self, rows: RowFilter, clock: _Clock) -> NodeFilter:
-        layout = self._facts.layout
-        allowed = np.zeros(layout.n_pages * layout.nodes_per_page, bool)
+        layout, parts = self._facts.layout, self._facts.parts
+        allowed = np.zeros(parts.n_places, bool)
         with NativeEngine(self._requested) as engine:
             read_bytes, requests = self._mark(engine, rows, allowed, clock)
             if np.count_nonzero(allowed) != rows.count:
@@ -213,10 +225,18 @@ class FilterReader:
                     expected="one of each",
                     fix=_REBUILD,
                 )
-        page_mask = np.logical_or.reduce(allowed.reshape(-1, layout.nodes_per_page), axis=1)
-        bits = torch.from_numpy(np.packbits(allowed[: layout.n], bitorder="little"))
-        is_scattered = self._is_scattered(allowed)
-        return NodeFilter(rows, bits, page_mask, is_scattered, read_bytes, requests)
+        per_page = allowed.reshape(-1, layout.nodes_per_page).sum(axis=1)
+        page_mask = per_page > 0
+        return NodeFilter(
+            rows,
+            torch.from_numpy(np.packbits(allowed, bitorder="little")),
+            parts.by_part(per_page),
+            parts.by_part(page_mask),
+            page_mask,
+            self._is_scattered(allowed),
+            read_bytes,
+            requests,
+        )
 
     def _is_scattered(self, allowed: np.ndarray) -> bool:
         """Whether around allowed entry points no more are allowed than among all of them."""
@@ -243,8 +263,9 @@ class FilterReader:
             kept = self._seeds.get(nodes)
         if kept is not None:
             return kept, False
-        layout, entries, codes = self._facts.layout, self._facts.entries, self._facts.entry_codes
-        mask = np.unpackbits(nodes.nodes.numpy(), count=layout.n, bitorder="little").view(np.bool_)
+        parts, codes = self._facts.parts, self._facts.entry_codes
+        entries = parts.places_of(self._facts.entries)
+        mask = np.unpackbits(nodes.nodes.numpy(), count=parts.n_places, bitorder="little") > 0
         chosen = mask[entries]
         entries, codes, pages = entries[chosen], codes[chosen], np.empty(0, np.int64)
         if not nodes.is_scattered or len(entries) < min(ENTRIES_MIN, nodes.rows.count):
@@ -253,7 +274,15 @@ class FilterReader:
                     engine, nodes, np.flatnonzero(mask), entries, _Clock(deadline_s)
                 )
             entries, codes = np.concatenate([entries, more]), np.concatenate([codes, more_codes])
-        made = Seeds(entries, np.ascontiguousarray(codes), len(pages), _runs(pages))
+        part = parts.of_pages(entries // parts.nodes_per_page)
+        order, n_parts = np.argsort(part, kind="stable"), len(parts.nodes)
+        made = Seeds(
+            entries[order] - parts.first_page[part[order]] * parts.nodes_per_page,
+            np.searchsorted(part[order], np.arange(n_parts + 1)),
+            np.ascontiguousarray(codes[order]),
+            np.bincount(parts.of_pages(pages), minlength=n_parts),
+            _runs(pages),
+        )
         with self._lock:
             self._seeds[nodes] = made
         return made, len(pages) > 0
@@ -264,8 +293,9 @@ class FilterReader:
         """Sets the places of the nodes of these rows: bytes that were read, in how many
         requests."""
         n, read_bytes, requests, bits = self._facts.layout.n, 0, 0, rows.bits.numpy()
+        size = self._facts.place_bytes
         file = engine.open(self._facts.path(ROWS))
-        at_once = _READ_BYTES // 4
+        at_once = _READ_BYTES // size
         for begin in range(0, n, at_once):
             wanted = (
                 np.flatnonzero(
@@ -280,25 +310,15 @@ class FilterReader:
             blocks = np.unique(wanted // 1024)
             if len(blocks) * 4 > blocks[-1] - blocks[0]:
                 blocks = np.arange(blocks[0], blocks[-1] + 1)
-            sizes = np.minimum(1024, n - blocks * 1024) * 4
-            plan = Plan.of(
-                file, (self._facts.begin_bytes(ROWS) + 4096 * blocks).tolist(), sizes.tolist()
-            )
+            sizes = np.minimum(1024, n - blocks * 1024) * size
+            begins = self._facts.begin_bytes(ROWS) + 1024 * size * blocks
+            plan = Plan.of(file, begins.tolist(), sizes.tolist())
             future = engine.read(plan, deadline_s=clock.left_s())
             future.wait()
-            at = future.position_bytes.numpy()[np.searchsorted(blocks, wanted // 1024)] + 4 * (
+            at = future.position_bytes.numpy()[np.searchsorted(blocks, wanted // 1024)] + size * (
                 wanted % 1024
             )
-            nodes = future.memory.numpy()[at[:, None] + np.arange(4)].view("<u4").ravel()
-            if nodes.max() >= n:
-                raise errors.FormatError(
-                    "a row's node",
-                    path=self._facts.path(ROWS),
-                    got=int(nodes.max()),
-                    expected=f"below {n}",
-                    fix=_REBUILD,
-                )
-            allowed[nodes] = True
+            allowed[places_at(self._facts, future.memory.numpy(), at)] = True
             read_bytes += int(sizes.sum())
             requests += _runs(blocks)
         return read_bytes, requests
@@ -314,12 +334,12 @@ class FilterReader:
         """(nodes, their codes, pages that were read): neighbours have near numbers, so that numbers
         far from one another are different places, and a few allowed nodes far from most have one of
         their own."""
-        layout = self._facts.layout
+        layout, parts = self._facts.layout, self._facts.parts
         places = ENTRIES_MIN if nodes.is_scattered else _PLACES
-        first = np.searchsorted(allowed, np.arange(places + 1) * layout.n / places)
+        first = np.searchsorted(allowed, np.arange(places + 1) * parts.end_place / places)
         lacking = np.flatnonzero(
             (np.diff(first) > 0)
-            & (np.bincount(entries * places // layout.n, minlength=places) == 0)
+            & (np.bincount(entries * places // parts.end_place, minlength=places) == 0)
         )
         pages = np.unique(
             allowed[(first[lacking] + first[lacking + 1]) // 2] // layout.nodes_per_page
@@ -343,9 +363,9 @@ class FilterReader:
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """All rows that may be found and their vectors, (int64 [m], [m, dim]), in pieces: each page
         that has some is read once."""
-        layout, clock = self._facts.layout, _Clock(deadline_s)
+        layout, parts, clock = self._facts.layout, self._facts.parts, _Clock(deadline_s)
         pages = np.flatnonzero(nodes.page_mask)
-        may = np.unpackbits(nodes.nodes.numpy(), count=layout.n, bitorder="little").astype(bool)
+        may = np.unpackbits(nodes.nodes.numpy(), count=parts.n_places, bitorder="little") > 0
         with NativeEngine(self._requested) as engine:
             file = engine.open(self._facts.path(NODES))
             at_once = max(1, _READ_BYTES // layout.page_bytes)
@@ -353,9 +373,9 @@ class FilterReader:
                 part = pages[first : first + at_once]
                 found = read_pages(engine, file, self._facts, part, clock.left_s())
                 numbers = part[:, None] * layout.nodes_per_page + np.arange(layout.nodes_per_page)
-                inside = numbers < layout.n
+                inside = parts.is_node(numbers)
                 here, is_wanted = found[inside], may[numbers[inside]]
-                rows = here["row"].astype(np.int64)
+                rows = rows_of(here)
                 if not np.array_equal(_bits_at(nodes.rows.bits, rows), is_wanted):
                     raise errors.FormatError(
                         "rows of a graph",
@@ -379,9 +399,9 @@ def _surroundings(facts: GraphFacts) -> tuple[np.ndarray, np.ndarray]:
             np.int64
         )
     )
-    width = min(_SURROUNDING, len(chosen) - 1)
+    width, places = min(_SURROUNDING, len(chosen) - 1), facts.parts.places_of(facts.entries)
     if width < 1:
-        return facts.entries[chosen], np.empty((len(chosen), 0), np.int64)
+        return places[chosen], np.empty((len(chosen), 0), np.int64)
     vectors = facts.codebook.decode(facts.entry_codes[chosen])
     squares = np.square(vectors).sum(axis=1)
     nearest = []
@@ -389,7 +409,25 @@ def _surroundings(facts: GraphFacts) -> tuple[np.ndarray, np.ndarray]:
         far = squares - 2 * vectors[first : first + 128] @ vectors.T
         far[np.arange(len(far)), first + np.arange(len(far))] = np.inf
         nearest.append(np.argpartition(far, width - 1, axis=1)[:, :width])
-    return facts.entries[chosen], np.concatenate(nearest)
+    return places[chosen], np.concatenate(nearest)
+
+
+def places_at(facts: GraphFacts, memory: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """int64 [m]: places of rows' nodes, read from the file of rows: of each the first byte. Raises
+    FormatError where there can be no node."""
+    size = facts.place_bytes
+    places: np.ndarray = memory[at[:, None] + np.arange(size)].view(f"<u{size}").ravel()
+    if (places >= facts.parts.n_places).any() or not facts.parts.is_node(
+        places := places.astype(np.int64)
+    ).all():
+        raise errors.FormatError(
+            "a row's node",
+            path=facts.path(ROWS),
+            got=int(places.max()),
+            expected=f"below {facts.parts.n_places}",
+            fix=_REBUILD,
+        )
+    return places
 
 
 def read_pages(
