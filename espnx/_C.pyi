@@ -669,6 +669,7 @@ class GraphView:
         disk_book: Codebook | None,
         codes: Tensor | None,
         part_nodes: Tensor,
+        copies: int,
         salt: int,
         entries: Tensor,
         entry_codes: Tensor,

@@ -229,7 +229,7 @@ class PyGraphSearch {
     if (filter) take_filter(*filter);
     const int64_t n = request_.n_queries;
     if (absent) {
-      absent_ = to_vector(*absent, "absent", n);
+      absent_ = to_vector(*absent, "absent", n * searcher_->view().copies);
       request_.absent = absent_.data();
     }
     if (parts) take_parts(*parts);
@@ -436,8 +436,9 @@ GraphView make_view(const std::pair<std::string, int64_t>& pages,
                     const std::pair<std::string, int64_t>& code_pages,
                     const graph::PageLayout& layout, const std::string& metric,
                     const graph::Codebook& book, const std::optional<graph::Codebook>& disk_book,
-                    const std::optional<Tensor>& codes, const Tensor& part_nodes, uint64_t salt,
-                    const Tensor& entries, const Tensor& entry_codes, const Tensor& entries_begin) {
+                    const std::optional<Tensor>& codes, const Tensor& part_nodes, int64_t copies,
+                    uint64_t salt, const Tensor& entries, const Tensor& entry_codes,
+                    const Tensor& entries_begin) {
   GraphView view;
   view.pages = to_place(pages), view.code_pages = to_place(code_pages);
   view.layout = layout, view.metric = to_metric(metric), view.book = book;
@@ -459,6 +460,9 @@ GraphView make_view(const std::pair<std::string, int64_t>& pages,
   }
   const auto begin = to_vector(entries_begin, "entries_begin", part_nodes.numel() + 1);
   view.parts = make_parts(part_nodes, begin, salt, layout);
+  if (copies < 1 || copies > static_cast<int64_t>(view.parts.size()))
+    invalid("a row has at most one node in each part");
+  view.copies = copies;
   if (view.parts.size() > 1 && layout.inline_codes < layout.degree)
     invalid("graphs of several parts have their codes inline");
   std::tie(view.entries, view.entry_codes) =
@@ -509,8 +513,8 @@ class PyGraphSearcher {
                                        double deadline_s) {
     check();
     return std::make_unique<PyGraphSearch>(searcher_, queries, queries_f32, k, list_size,
-                                           far_list_size, beam_width, stop_beyond, filter, absent, parts,
-                                           deadline_s);
+                                           far_list_size, beam_width, stop_beyond, filter, absent,
+                                           parts, deadline_s);
   }
 
   void close() {
@@ -565,8 +569,8 @@ void bind_graph(py::module_& m) {
   py::class_<GraphView>(m, "GraphView")
       .def(py::init(&make_view), py::kw_only(), py::arg("pages"), py::arg("code_pages"),
            py::arg("layout"), py::arg("metric"), py::arg("book"), py::arg("disk_book"),
-           py::arg("codes"), py::arg("part_nodes"), py::arg("salt"), py::arg("entries"),
-           py::arg("entry_codes"), py::arg("entries_begin"));
+           py::arg("codes"), py::arg("part_nodes"), py::arg("copies"), py::arg("salt"),
+           py::arg("entries"), py::arg("entry_codes"), py::arg("entries_begin"));
   py::class_<graph::SearchOptions>(m, "GraphSearchOptions")
       .def(py::init(&make_options), py::kw_only(), py::arg("path"), py::arg("direct"),
            py::arg("threads"), py::arg("walks"), py::arg("code_cache_bytes"), py::arg("rules"),

@@ -19,13 +19,14 @@ bool is_farther(const Candidate& a, const Candidate& b) { return b < a; }
 }  // namespace
 
 void GraphWalk::begin(const GraphView& view, const WalkOptions& options, const void* query,
-                      const float* query_f32, const RowFilter* filter, int64_t absent,
+                      const float* query_f32, const RowFilter* filter, const int64_t* absent,
                       const int64_t* parts, int64_t n_parts) {
   view_ = &view;
   options_ = options;
   filter_ = filter;
   choose_parts(parts, n_parts);
-  find_absent(absent);
+  absent_.clear();
+  for (int64_t i = 0; absent != nullptr && i < view.copies; ++i) find_absent(absent[i]);
   if (view.layout.disk_pq_bytes > 0) {
     disk_table_.resize(view.disk_book.parts() * kCentroids);
     fill_table(view.disk_book, query_f32, view.metric, disk_table_.data());
@@ -47,7 +48,8 @@ void GraphWalk::begin(const GraphView& view, const WalkOptions& options, const v
   is_near_done_ = is_far_ = is_wide_done_ = false;
   unchanged_ = n_allowed_ = n_led_to_ = spent_ = allowed_pages_asked_ = looked_through_ = 0;
   costs_ = {};
-  if (absent_ >= 0) met_.add(static_cast<uint32_t>(absent_));  // so that it is no candidate
+  for (const Absent& each : absent_)
+    met_.add(static_cast<uint32_t>(each.node));  // so that it is no candidate
   for (const Walked& each : walked_) begin_in(each);
   if (filter == nullptr) return;
   for (const Walked& each : walked_) begin_at_allowed(each);
@@ -79,17 +81,22 @@ size_t GraphWalk::of_page_among_several(int64_t page) const {
   return static_cast<size_t>(next - walked_.begin()) - 1;
 }
 
-void GraphWalk::find_absent(int64_t absent) {
-  absent_ = -1;
-  goes_by_absent_ = false;
-  if (absent < 0) return;
-  const int64_t page = absent / view_->layout.nodes_per_page;
+void GraphWalk::find_absent(int64_t place) {
+  if (place < 0) return;
+  const int64_t page = place / view_->layout.nodes_per_page;
   for (const Walked& each : walked_) {
     const Part& part = *each.part;
     if (page < part.first_page || page >= part.first_page + view_->layout.pages_of(part)) continue;
-    absent_ = absent + (each.first_page - part.first_page) * view_->layout.nodes_per_page;
-    goes_by_absent_ = part.end_entry - part.first_entry <= 1;
+    absent_.push_back({place + (each.first_page - part.first_page) * view_->layout.nodes_per_page,
+                       part.end_entry - part.first_entry <= 1});
   }
+}
+
+const GraphWalk::Absent* GraphWalk::absent_at(int64_t node) const {
+  for (const Absent& each : absent_) {
+    if (each.node == node) return &each;
+  }
+  return nullptr;
 }
 
 // Of a part's entry points the nearest by its code is a candidate.
@@ -103,8 +110,8 @@ void GraphWalk::begin_in(const Walked& at) {
   estimate(table_.data(), view_->book.parts(), fresh_codes_.data(), count, estimate_.data());
   costs_.estimates += count;
   const auto node_of = [&](int64_t i) { return view_->entries[begin + i] + first_node(at); };
-  for (int64_t i = 0; absent_ >= 0 && i < count; ++i) {
-    if (node_of(i) == absent_) estimate_[i] = std::numeric_limits<float>::infinity();
+  for (int64_t i = 0; !absent_.empty() && i < count; ++i) {
+    if (absent_at(node_of(i)) != nullptr) estimate_[i] = std::numeric_limits<float>::infinity();
   }
   const auto nearest = std::min_element(estimate_.begin(), estimate_.end()) - estimate_.begin();
   const auto node = static_cast<uint32_t>(node_of(nearest));
@@ -275,8 +282,8 @@ void GraphWalk::arrived(int64_t page, const uint8_t* bytes) {
   for (int64_t i = 0; i < count; ++i) {
     const NodeView node(layout, bytes, i);
     const uint32_t number = first + static_cast<uint32_t>(i);
-    if (number == absent_) {
-      if (!goes_by_absent_) continue;  // else no walk would come anywhere
+    if (const Absent* absent = absent_at(number)) {
+      if (!absent->is_gone_by) continue;
     } else {
       keep(distance_[i], node.row());
     }
@@ -380,6 +387,7 @@ bool GraphWalk::add_candidate(const Candidate& candidate, bool waits, bool is_be
 
 void GraphWalk::keep(float distance, int64_t row) {
   if (filter_ != nullptr && !has_bit(filter_->rows, row)) return;
+  if (view_->copies > 1 && nearest_.has(row)) return;
   if (nearest_.keep({distance, row})) unchanged_ = 0;
 }
 

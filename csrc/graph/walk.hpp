@@ -27,6 +27,7 @@ struct GraphView {
   PagesAt pages, code_pages;  // of its codes where they are paged
   PageLayout layout;
   std::vector<Part> parts;  // one or more; where codes are paged or in memory, one
+  int64_t copies = 1;       // nodes that a row may have, each in another part
   Metric metric = Metric::kL2;
   Codebook book;
   Codebook disk_book;  // of the codes that nodes have in place of vectors, where they do
@@ -93,11 +94,11 @@ inline bool has_bit(const uint8_t* bits, int64_t at) { return bits[at / 8] >> (a
 class GraphWalk {
  public:
   // `query`: as DistanceQuery takes it, and as float32. `filter`: null: all rows may be found.
-  // `absent`: the place in the file of a node that is neither found nor gone by, as if the graph
-  // had been built without it; negative: none. `parts`: numbers of those to walk over, `n_parts`,
-  // the nearest first; null: all.
+  // `absent`: the places in the file, as many as a row has copies, of nodes that are neither found
+  // nor gone by, as if the graph had been built without them; negative ones are none, and so is
+  // null. `parts`: numbers of those to walk over, `n_parts`, the nearest first; null: all.
   void begin(const GraphView& view, const WalkOptions& options, const void* query,
-             const float* query_f32, const RowFilter* filter, int64_t absent = -1,
+             const float* query_f32, const RowFilter* filter, const int64_t* absent = nullptr,
              const int64_t* parts = nullptr, int64_t n_parts = 0);
 
   // Where a page of nodes is.
@@ -136,6 +137,12 @@ class GraphWalk {
     int64_t first_page;
     const RowFilter::OfPart* filter;
   };
+  // A node as the walk counts. Where it is the only entry point of its part, it is gone by all the
+  // same: else no walk would come anywhere.
+  struct Absent {
+    int64_t node;
+    bool is_gone_by;
+  };
 
   size_t of_page(int64_t page) const {  // the part that it is of
     return walked_.size() == 1 ? 0 : of_page_among_several(page);
@@ -154,7 +161,8 @@ class GraphWalk {
     return node + (at.part->first_page - at.first_page) * view_->layout.nodes_per_page;
   }
   void choose_parts(const int64_t* parts, int64_t n_parts);
-  void find_absent(int64_t absent);
+  void find_absent(int64_t place);
+  const Absent* absent_at(int64_t node) const;  // or null
   void begin_in(const Walked& at);
   void begin_at_allowed(const Walked& at);
   int64_t wanted_page();  // of nodes, which is to be read next, or -1
@@ -185,9 +193,8 @@ class GraphWalk {
   std::vector<Walked> walked_;                   // parts
   int64_t n_pages_ = 0;                          // of all of these
   int64_t filter_count_ = 0, filter_pages_ = 0;  // see RowFilter::OfPart
-  int64_t absent_ = -1;                          // as the walk counts
-  bool goes_by_absent_ = false;                  // all the same: its part has no other entry point
-  std::optional<DistanceQuery> exact_;           // or, of codes in place of vectors:
+  std::vector<Absent> absent_;
+  std::optional<DistanceQuery> exact_;  // or, of codes in place of vectors:
   std::vector<float> disk_table_;
   std::vector<float> table_;
   CandidateList near_;    // of all nodes

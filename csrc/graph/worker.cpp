@@ -107,9 +107,11 @@ void GraphSearcher::Worker::begin(size_t i) {
     parts = request.parts + request.parts_begin[slot.query];
     n_parts = request.parts_begin[slot.query + 1] - request.parts_begin[slot.query];
   }
-  slot.walk.begin(searcher_.view_, request.walk, request.queries + slot.query * request.query_bytes,
-                  request.queries_f32 + slot.query * layout_.dim, request.filter,
-                  request.absent == nullptr ? -1 : request.absent[slot.query], parts, n_parts);
+  slot.walk.begin(
+      searcher_.view_, request.walk, request.queries + slot.query * request.query_bytes,
+      request.queries_f32 + slot.query * layout_.dim, request.filter,
+      request.absent == nullptr ? nullptr : request.absent + slot.query * searcher_.view_.copies,
+      parts, n_parts);
   go_on(i);
 }
 

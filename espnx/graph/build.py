@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .. import errors
-from ..checks import check_path, check_whole
+from ..checks import check_finite, check_path, check_whole
 from ..sizes import format_size, parse_size
 from ..storage import NativeEngine
 from ..storage.manifest import NAME
@@ -127,6 +127,7 @@ def build(
     memory: int | str | None = None,
     clusters: int | None = None,
     max_points: int | None = None,
+    replicas: float = 0.0,
     replace: bool = False,
     share: GraphShare | None = None,
     progress: Progress | None = None,
@@ -182,6 +183,9 @@ def build(
             and vectors stored as such. None: one graph.
         max_points: vectors of a cluster, at most: those that find no room go to the next nearest
             that has some. None: twice as many as each would have if all had as many.
+        replicas: the share of the vectors, 0 to 1, that are in two clusters: those for which the
+            second is nearly as near as their own, and has room. A search goes through fewer
+            clusters then; the directory becomes larger by that share.
         replace: a graph that is there, which stays as it is until the new one is whole.
         share: of a collection whose graphs are searched together, by `PrivateGraphs`;
             `build_private` builds all of them.
@@ -216,12 +220,13 @@ def build(
     )
     source, path = read_vectors(vectors, column=column), check_path("directory of a graph", path)
     progress = progress or _no_progress
-    if clusters is None and max_points is None:
+    if clusters is None and max_points is None and not replicas:
         return _build(source, path, options, memory, progress, engine, replace, share)
-    _check_clusters(options, clusters, max_points, share)
+    _check_clusters(options, clusters, max_points, replicas, share)
     return _build_clusters(
-        source, path, options, memory, progress, engine, replace, int(clusters or 1), max_points
-    )
+        source, path, options, memory, progress, engine, replace,
+        int(clusters or 1), max_points, float(replicas),
+    )  # fmt: skip
 
 
 def _build(
@@ -256,11 +261,20 @@ def _build(
 
 
 def _check_clusters(
-    options: GraphOptions, clusters: int | None, max_points: int | None, share: GraphShare | None
+    options: GraphOptions,
+    clusters: int | None,
+    max_points: int | None,
+    replicas: float,
+    share: GraphShare | None,
 ) -> None:
     check_whole("clusters of a graph", clusters, 1, CLUSTERS_MAX)
     if max_points is not None:
         check_whole("max_points, of a cluster", max_points, 1, N_MAX)
+    check_finite("replicas, of vectors at borders", replicas)
+    if not 0 <= replicas <= 1:
+        raise errors.InvalidInputError(
+            "replicas, of vectors at borders", got=replicas, expected="a share, 0 to 1"
+        )
     for name, got, expected in (
         ("codes", options.codes, "inline"),
         ("vector_dtype", options.vector_dtype, "float32, float16, bfloat16, uint8 or int8"),
@@ -282,6 +296,7 @@ def _build_clusters(
     replace: bool,
     clusters: int,
     max_points: int | None,
+    replicas: float,
 ) -> GraphReport:
     layout = _layout_of(options, source, ROWS_MAX)
     check_device(options)
@@ -290,7 +305,7 @@ def _build_clusters(
             "vectors to divide among clusters", got=0, expected="1 or more"
         )
     limit_bytes = None if memory is None else parse_size(memory)
-    plan = plan_clusters(layout, options, clusters, max_points, limit_bytes)
+    plan = plan_clusters(layout, options, clusters, max_points, replicas, limit_bytes)
     if hint := shorter_codes_hint(layout):
         log.warning("%s: %s", path, hint)
     with (

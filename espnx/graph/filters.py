@@ -17,6 +17,7 @@ from .. import errors
 from ..checks import plain
 from ..storage import FileHandle, NativeEngine, Plan
 from .format import NODES, ROWS, GraphFacts, parse_pages
+from .global_index.parts import NO_COPY
 from .layout import rows_of
 from .vectors import as_array
 
@@ -216,8 +217,8 @@ class FilterReader:
         layout, parts = self._facts.layout, self._facts.parts
         allowed = np.zeros(parts.n_places, bool)
         with NativeEngine(self._requested) as engine:
-            read_bytes, requests = self._mark(engine, rows, allowed, clock)
-            if np.count_nonzero(allowed) != rows.count:
+            marked, read_bytes, requests = self._mark(engine, rows, allowed, clock)
+            if np.count_nonzero(allowed) != marked:
                 raise errors.FormatError(
                     "rows of a graph",
                     path=self._facts.path(ROWS),
@@ -289,10 +290,11 @@ class FilterReader:
 
     def _mark(
         self, engine: NativeEngine, rows: RowFilter, allowed: np.ndarray, clock: _Clock
-    ) -> tuple[int, int]:
-        """Sets the places of the nodes of these rows: bytes that were read, in how many
-        requests."""
-        n, read_bytes, requests, bits = self._facts.layout.n, 0, 0, rows.bits.numpy()
+    ) -> tuple[int, int, int]:
+        """Sets the places of the nodes of these rows: how many there are, and bytes that were read,
+        in how many requests."""
+        n, marked, read_bytes, requests = self._facts.layout.n, 0, 0, 0
+        bits = rows.bits.numpy()
         size = self._facts.place_bytes
         file = engine.open(self._facts.path(ROWS))
         at_once = _READ_BYTES // size
@@ -318,10 +320,13 @@ class FilterReader:
             at = future.position_bytes.numpy()[np.searchsorted(blocks, wanted // 1024)] + size * (
                 wanted % 1024
             )
-            allowed[places_at(self._facts, future.memory.numpy(), at)] = True
+            places = places_at(self._facts, future.memory.numpy(), at)
+            places = places[places >= 0]
+            allowed[places] = True
+            marked += len(places)
             read_bytes += int(sizes.sum())
             requests += _runs(blocks)
-        return read_bytes, requests
+        return marked, read_bytes, requests
 
     def _more_entries(
         self,
@@ -366,6 +371,7 @@ class FilterReader:
         layout, parts, clock = self._facts.layout, self._facts.parts, _Clock(deadline_s)
         pages = np.flatnonzero(nodes.page_mask)
         may = np.unpackbits(nodes.nodes.numpy(), count=parts.n_places, bitorder="little") > 0
+        left = nodes.rows.bits.numpy().copy()  # of rows with copies only one is measured
         with NativeEngine(self._requested) as engine:
             file = engine.open(self._facts.path(NODES))
             at_once = max(1, _READ_BYTES // layout.page_bytes)
@@ -376,13 +382,19 @@ class FilterReader:
                 inside = parts.is_node(numbers)
                 here, is_wanted = found[inside], may[numbers[inside]]
                 rows = rows_of(here)
-                if not np.array_equal(_bits_at(nodes.rows.bits, rows), is_wanted):
+                if not np.array_equal(_bits_at(nodes.rows.bits.numpy(), rows), is_wanted):
                     raise errors.FormatError(
                         "rows of a graph",
                         path=self._facts.path(ROWS),
                         got="other nodes than the pages say",
                         fix=_REBUILD,
                     )
+                if self._facts.copies > 1:
+                    rows, here = rows[is_wanted], here[is_wanted]
+                    rows, first_of = np.unique(rows, return_index=True)
+                    is_wanted = _bits_at(left, rows)
+                    here = here[first_of]
+                    np.bitwise_and.at(left, rows >> 3, ~(1 << (rows & 7)).astype(np.uint8))
                 yield rows[is_wanted], self._facts.coding.decode(here["vector"][is_wanted])
 
 
@@ -413,10 +425,14 @@ def _surroundings(facts: GraphFacts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def places_at(facts: GraphFacts, memory: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """int64 [m]: places of rows' nodes, read from the file of rows: of each the first byte. Raises
-    FormatError where there can be no node."""
-    size = facts.place_bytes
-    places: np.ndarray = memory[at[:, None] + np.arange(size)].view(f"<u{size}").ravel()
+    """int64 [m, copies]: places of rows' nodes, -1 for copies that a row has not, read from the
+    file of rows: `at`: of each row the first byte. Raises FormatError where there can be no
+    node."""
+    size, width = facts.place_bytes, facts.place_bytes // facts.copies
+    read: np.ndarray = memory[at[:, None] + np.arange(size)].view(f"<u{width}")
+    is_none = np.zeros(read.shape, bool)
+    is_none[:, 1:] = read[:, 1:] == NO_COPY
+    places = np.where(is_none, 0, read)
     if (places >= facts.parts.n_places).any() or not facts.parts.is_node(
         places := places.astype(np.int64)
     ).all():
@@ -427,7 +443,7 @@ def places_at(facts: GraphFacts, memory: np.ndarray, at: np.ndarray) -> np.ndarr
             expected=f"below {facts.parts.n_places}",
             fix=_REBUILD,
         )
-    return places
+    return np.where(is_none, -1, places)
 
 
 def read_pages(
@@ -442,9 +458,9 @@ def read_pages(
     return parse_pages(facts, pages, future.memory, future.position_bytes.numpy())
 
 
-def _bits_at(bits: torch.Tensor, rows: np.ndarray) -> np.ndarray:
+def _bits_at(bits: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """bool [m]."""
-    found: np.ndarray = (bits.numpy()[rows >> 3] >> (rows & 7) & 1).astype(bool)
+    found: np.ndarray = (bits[rows >> 3] >> (rows & 7) & 1).astype(bool)
     return found
 
 

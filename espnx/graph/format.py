@@ -201,8 +201,13 @@ class GraphFacts:
         return parts_of(self.layout, len(self.entries), self.clusters)
 
     @property
+    def copies(self) -> int:
+        """Nodes that a row may have."""
+        return 1 if self.clusters is None else self.clusters.copies
+
+    @property
     def place_bytes(self) -> int:
-        """Of the place of a row's node, in the file of rows."""
+        """Of the places of a row's nodes, in the file of rows."""
         return place_bytes(self.clusters)
 
     @property
@@ -257,6 +262,8 @@ class GraphFacts:
             layout["share"] = asdict(self.share)
         if self.clusters is not None:
             layout["n_clusters"] = len(self.clusters.nodes)
+            if self.clusters.copies > 1:
+                layout["copies"] = self.clusters.copies
         return {
             **layout,
             "generation": self.generation,
@@ -294,8 +301,8 @@ def parts_of(layout: PageLayout, n_entries: int, clusters: Clusters | None) -> P
 
 
 def place_bytes(clusters: Clusters | None) -> int:
-    """Of the place of a row's node."""
-    return 4 if clusters is None else 8
+    """Of the places of a row's nodes."""
+    return 4 if clusters is None else 8 * clusters.copies
 
 
 def file_sizes(
@@ -538,12 +545,14 @@ def _read_clusters(
     centroids = np.frombuffer(_read_whole(engine, regions, CENTROIDS, sums), "<f4")
     nodes, entries = (table[name].astype(np.int64) for name in ("nodes", "entries"))
     is_right = (nodes > 0) & (nodes <= N_MAX) & (entries > 0) & (entries <= nodes)
-    if not is_right.all() or nodes.sum() != layout.n or entries.sum() != n_entries:
+    copies = fields.whole("copies", 2, count) if "copies" in fields else 1
+    has_all = layout.n <= nodes.sum() <= layout.n * copies
+    if not is_right.all() or not has_all or entries.sum() != n_entries:
         raise errors.FormatError(
             "table of clusters",
             path=regions[CLUSTERS].path,
             got=f"{nodes.sum()} nodes, {entries.sum()} entry points",
-            expected=f"{layout.n} and {n_entries}, some in each cluster",
+            expected=f"{layout.n} rows, up to {copies} nodes of each, and {n_entries}",
             fix=_REBUILD,
         )
     if not np.isfinite(centroids).all():
@@ -555,7 +564,7 @@ def _read_clusters(
         )
     if layout.codes_in != "inline":
         fields.refuse("inline_pq", f"{layout.max_degree}, as with every graph of clusters")
-    return Clusters(centroids.reshape(count, layout.dim).copy(), nodes, entries)
+    return Clusters(centroids.reshape(count, layout.dim).copy(), nodes, entries, copies)
 
 
 def _read_rotated(fields: Fields, *, has_disk_codebook: bool) -> list[str]:

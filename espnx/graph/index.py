@@ -296,7 +296,10 @@ class GraphIndex:
         parts = None
         if walk.probing is not None:
             parts = choose_clusters(
-                self._distances_to_clusters(walk.wide), walk.probing, counts, walk.k
+                self._distances_to_clusters(walk.wide),
+                walk.probing,
+                counts,
+                walk.k * self.facts.copies,
             )
         return GraphSearch(
             self.facts,

@@ -41,6 +41,7 @@ def native_view(facts: GraphFacts, codes: np.ndarray | None) -> _C.GraphView:
         disk_book=None if facts.disk_codebook is None else native_codebook(facts.disk_codebook),
         codes=None if codes is None else torch.from_numpy(codes.copy()),
         part_nodes=torch.from_numpy(facts.parts.nodes),
+        copies=facts.copies,
         salt=facts.salt,
         entries=torch.from_numpy(facts.entries),
         entry_codes=torch.from_numpy(facts.entry_codes.copy()),

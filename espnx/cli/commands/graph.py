@@ -22,6 +22,7 @@ _SHARED_OPTIONS = ("codes", "num_entry_points", "threads", "seed", "column", "re
 _BUILD_OPTIONS = (
     "metric", "max_degree", "list_size", "alpha", "inline_pq", "pq_bytes", "vector_dtype",
     "disk_pq_bytes", "use_opq", "device", "memory", "clusters", "max_points",
+    "replicas",
 )  # fmt: skip
 _IMPORT_OPTIONS = ("vectors", "data_type", "metric", "order")
 
@@ -158,6 +159,16 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="vectors of a cluster, at most (default: twice the mean)",
+    )
+    parser.add_argument(
+        "--replicas",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help=(
+            "vectors, as a share of all, that are in two clusters: those nearest to a border "
+            "(default: none)"
+        ),
     )
     add_json_option(parser)
 

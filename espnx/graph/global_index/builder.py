@@ -3,6 +3,7 @@ when the build is begun anew."""
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Iterable, Iterator
@@ -44,8 +45,8 @@ from ..write import (
     node_pages,
     publish,
 )
-from .division import COUNTS, Division, divide
-from .parts import Clusters, most_entries
+from .division import COUNTS, Division, border_of, divide
+from .parts import NO_COPY, Clusters, most_entries
 
 #: Room of a cluster, where nobody says how much: so many times what each would have.
 _ROOM = 2
@@ -61,12 +62,13 @@ class ClusterPlan:
     """How a build divides its vectors.
 
     Attributes:
-        n_clusters: at most. max_points: vectors of one, at most. sample_rows: for centres and
-            codebook.
+        n_clusters: at most. max_points: vectors of one, at most. replicas: the share of all
+            vectors that are in two, at most. sample_rows: for centres and codebook.
     """
 
     n_clusters: int
     max_points: int
+    replicas: float
     sample_rows: int
 
 
@@ -75,6 +77,7 @@ def plan_clusters(
     options: GraphOptions,
     n_clusters: int,
     max_points: int | None,
+    replicas: float,
     memory_bytes: int | None,
 ) -> ClusterPlan:
     """Checks what was asked for, before anything is written.
@@ -84,7 +87,9 @@ def plan_clusters(
     """
     n, count = layout.n, min(n_clusters, max(1, layout.n))
     least = -(-n // count)
-    most = min(n, max(1, _ROOM * least)) if max_points is None else max_points
+    most = max_points
+    if most is None:
+        most = min(n, max(1, _ROOM * math.ceil(n * (1 + replicas) / count)))
     if most < least:
         raise errors.InvalidInputError(
             "max_points, of a cluster",
@@ -95,7 +100,7 @@ def plan_clusters(
     most = min(most, N_MAX)
     sample = min(n, max(_SAMPLE_ROWS, _SAMPLE_PER_CLUSTER * count))
     if memory_bytes is None:
-        return ClusterPlan(count, most, sample)
+        return ClusterPlan(count, most, replicas, sample)
     used, fixed = resident_bytes(), _BUFFERS_BYTES + fit_bytes(layout, options)
     needed = used + fixed + max(most * member_bytes(layout, options), 16 * layout.dim * count)
     if memory_bytes < needed:
@@ -106,7 +111,7 @@ def plan_clusters(
             fix="more clusters, or a smaller max_points",
         )
     room = (memory_bytes - used - fixed) // (16 * layout.dim)
-    return ClusterPlan(count, most, max(count, min(sample, room)))
+    return ClusterPlan(count, most, replicas, max(count, min(sample, room)))
 
 
 class ClusteredBuild(NamedTuple):
@@ -157,7 +162,7 @@ class _Builder:
         self._progress, self._generation = progress, generation
         self._chosen = {
             name: value for name, value in vars(options).items() if name != "threads"
-        } | {"clusters": plan.n_clusters, "max_points": plan.max_points}
+        } | {"clusters": plan.n_clusters, "max_points": plan.max_points, "replicas": plan.replicas}
         job = {
             "generation": generation,
             "n": source.n,
@@ -173,7 +178,7 @@ class _Builder:
         times = [time.perf_counter()]
         if not self._work.has(_SAMPLED):
             self._sample()
-        book, centres, longest, salt = self._sampled()
+        book, centres, border, longest, salt = self._sampled()
         times.append(time.perf_counter())
         if not self._work.has(_DIVIDED):
             with self._work.step(_DIVIDED) as folder:
@@ -181,6 +186,7 @@ class _Builder:
                     lambda: self._stored("divide"),
                     centres,
                     self._plan.max_points,
+                    border,
                     folder,
                     self._layout.row_dtype,
                 )
@@ -188,10 +194,10 @@ class _Builder:
         filled = np.flatnonzero(division.counts)
         times.append(time.perf_counter())
         for cluster in filled.tolist():
-            self._progress("edges", int(division.counts[:cluster].sum()), self._layout.n)
+            self._progress("edges", int(division.counts[:cluster].sum()), self._n_nodes(division))
             if not self._work.has(_step(cluster)):
                 self._build(cluster, division, book, longest, salt)
-        self._progress("edges", self._layout.n, self._layout.n)
+        self._progress("edges", *[self._n_nodes(division)] * 2)
         times.append(time.perf_counter())
         facts = self._write(division, filled, centres, book, salt)
         repaired = sum(int(self._built(each, "repaired", np.int64)[0]) for each in filled.tolist())
@@ -251,10 +257,12 @@ class _Builder:
             book.begin.tofile(folder / "begin")
             book.packed().tofile(folder / "codebook")
             centres.astype(np.float32).tofile(folder / "centres")
+            border = border_of(sample, centres, plan.replicas)
+            np.array([border]).tofile(folder / "border")
             np.array([longest]).tofile(folder / "longest")
             np.array([secrets.randbits(64)], np.uint64).tofile(folder / "salt")
 
-    def _sampled(self) -> tuple[Codebook, np.ndarray, float, int]:
+    def _sampled(self) -> tuple[Codebook, np.ndarray, float, float, int]:
         def read(name: str, dtype: type, width: int | None = None) -> np.ndarray:
             return read_array(self._work.file(_SAMPLED, name), dtype, width)
 
@@ -262,7 +270,8 @@ class _Builder:
             read("begin", np.int64), read("codebook", np.float32), self._layout.dim
         )
         centres = read("centres", np.float32, self._layout.dim)
-        return book, centres, float(read("longest", np.float64)[0]), int(read("salt", np.uint64)[0])
+        border, longest = (float(read(name, np.float64)[0]) for name in ("border", "longest"))
+        return book, centres, border, longest, int(read("salt", np.uint64)[0])
 
     def _division(self) -> Division:
         counts = read_array(self._work.file(_DIVIDED, COUNTS), np.int64)
@@ -284,7 +293,7 @@ class _Builder:
             format_name,
             options,
             options.seed + cluster,
-            lambda done, total: self._progress("edges", before + done, self._layout.n),
+            lambda done, total: self._progress("edges", before + done, self._n_nodes(division)),
         )
         n_entries = min(options.num_entry_points, most_entries(layout.code_bytes))
         repaired, entries = connect_and_choose_entries(
@@ -328,6 +337,7 @@ class _Builder:
             np.ascontiguousarray(centres[filled]),
             division.counts[filled],
             np.array([len(part) for part in each], np.int64),
+            2 if self._n_nodes(division) > layout.n else 1,
         )
         whole = {
             CODEBOOK: book.packed(),
@@ -351,7 +361,7 @@ class _Builder:
         )
         contents: dict[str, Iterable[np.ndarray]] = {
             NODES: self._pages(numbers),
-            ROWS: self._places(division, numbers, facts.parts.first_page),
+            ROWS: self._places(division, numbers, facts),
         }
         contents |= {name: [values] for name, values in whole.items()}
         return publish(self._engine, self._path, GraphFiles(facts, contents))
@@ -365,23 +375,30 @@ class _Builder:
             self._progress("pages", cluster + 1, len(clusters))
 
     def _places(
-        self, division: Division, clusters: list[int], first_page: np.ndarray
+        self, division: Division, clusters: list[int], facts: GraphFacts
     ) -> Iterator[np.ndarray]:
-        """Of each row of the input where its node is, uint64, some at a time."""
-        n, per_page = self._layout.n, self._layout.nodes_per_page
+        """Of each row of the input where its nodes are, uint64 [m, copies], some at a time."""
+        n, first_node = self._layout.n, facts.parts.first_page * self._layout.nodes_per_page
         done = np.zeros(len(clusters), np.int64)
         for first in range(0, n, _ROWS_AT_ONCE):
             end = min(n, first + _ROWS_AT_ONCE)
-            places = np.empty(end - first, np.uint64)
+            places = np.full((end - first, facts.copies), NO_COPY, np.uint64)
+            n_found = np.zeros(end - first, np.int64)
             for i, cluster in enumerate(clusters):
                 left = int(division.counts[cluster] - done[i])
                 rows = division.rows(cluster, int(done[i]), min(left, end - first))
                 rows = rows[: np.searchsorted(rows, end)]
                 path = self._work.file(_step(cluster), "node_of")
                 nodes = read_array(path, np.uint32, None, int(done[i]), len(rows))
-                places[rows - first] = nodes.astype(np.uint64) + np.uint64(first_page[i] * per_page)
+                here = rows - first
+                places[here, n_found[here]] = nodes.astype(np.uint64) + np.uint64(first_node[i])
+                n_found[here] += 1
                 done[i] += len(rows)
             yield places
+
+    @staticmethod
+    def _n_nodes(division: Division) -> int:
+        return int(division.counts.sum())
 
 
 def _step(cluster: int) -> str:

@@ -8,6 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
+#: In place of the place of a copy that a row has not.
+NO_COPY = 2**64 - 1
 #: Of the table of clusters.
 TABLE = np.dtype([("nodes", "<u4"), ("entries", "<u4")])
 #: Memory that a cluster may take in an open graph, beside its centroid: of its entry points the
@@ -85,11 +87,13 @@ class Clusters:
     Attributes:
         centroids: float32 [clusters, dim]. nodes, n_entries: see `Parts`; a cluster has one node or
             more.
+        copies: clusters that a row may be in.
     """
 
     centroids: np.ndarray
     nodes: np.ndarray
     n_entries: np.ndarray
+    copies: int = 1
 
     def table(self) -> np.ndarray:
         """`TABLE` [clusters]."""

@@ -43,9 +43,9 @@ def choose_clusters(
 
     Args:
         far: float32 [q, clusters], of `distances_to_clusters`.
-        counts: int64 [clusters]: rows in each that a filter allows: clusters without any are passed
+        counts: int64 [clusters]: nodes of each that a filter allows: clusters without any are passed
             by. None: all are.
-        least: allowed rows that the chosen clusters have together, where there are so many.
+        least: allowed nodes that the chosen clusters have together, where there are so many.
 
     Returns:
         Their numbers, int64, the nearest first, of one query after the other; and where each

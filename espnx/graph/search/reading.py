@@ -31,7 +31,7 @@ class RowReader:
         if not len(rows):
             return found
         with NativeEngine(self._requested) as engine:
-            nodes = self.nodes_of(engine, rows, deadline_s)
+            nodes = self.nodes_of(engine, rows, deadline_s)[:, 0]
             pages, which = np.unique(nodes // layout.nodes_per_page, return_inverse=True)
             file = engine.open(self.facts.path(NODES))
             for first in range(0, len(pages), 4096):
@@ -55,7 +55,8 @@ class RowReader:
         return found
 
     def nodes_of(self, engine: NativeEngine, rows: np.ndarray, deadline_s: float) -> np.ndarray:
-        """int64 [m]: places of the nodes of some rows, at least one."""
+        """int64 [m, copies]: places of the nodes of some rows, at least one; -1: of a copy that a
+        row has not."""
         places = engine.open(self.facts.path(ROWS))
         size = self.facts.place_bytes
         begin = self.facts.begin_bytes(ROWS) + size * rows
@@ -105,12 +106,12 @@ class RowReader:
         future = engine.read(plan, gap_bytes=1 << 16)
         future.wait()
         found = places_at(self.facts, future.memory.numpy(), future.position_bytes.numpy())
-        wrong = np.flatnonzero(found != places)
+        wrong = np.flatnonzero((found != places[:, None]).all(axis=1))
         if wrong.size:
             raise errors.FormatError(
                 f"node of row {rows[wrong[0]]}",
                 path=self.facts.path(ROWS),
-                got=int(found[wrong[0]]),
+                got=int(found[wrong[0], 0]),
                 expected=int(places[wrong[0]]),
                 fix=_REBUILD,
             )
