@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .. import errors
-from ..checks import check_finite, check_path, check_whole
+from ..checks import check_path
 from ..sizes import format_size, parse_size
 from ..storage import NativeEngine
 from ..storage.manifest import NAME
@@ -22,8 +22,8 @@ from .bounded import Seconds, build_bounded
 from .bounded.budget import available_bytes, fit_bytes, member_bytes, plan_parts, resident_bytes
 from .codes.codebook import Codebook, train_codebook
 from .edges import build_edges, check_device
-from .format import CLUSTERS_MAX, N_MAX, ROWS_MAX, GraphFacts, GraphShare
-from .global_index.builder import build_clustered, plan_clusters
+from .format import N_MAX, ROWS_MAX, GraphFacts, GraphShare
+from .global_index.builder import build_clustered, check_clusters, plan_clusters
 from .layout import PageLayout, choose_layout, shorter_codes_hint
 from .options import GraphOptions, check_options, measured_rows, stored_rows
 from .recall import add_recall, row_blocks
@@ -222,7 +222,14 @@ def build(
     progress = progress or _no_progress
     if clusters is None and max_points is None and not replicas:
         return _build(source, path, options, memory, progress, engine, replace, share)
-    _check_clusters(options, clusters, max_points, replicas, share)
+    check_clusters(
+        clusters,
+        replicas,
+        max_points,
+        codes=options.codes,
+        vector_dtype=options.vector_dtype,
+        share=share,
+    )
     return _build_clusters(
         source, path, options, memory, progress, engine, replace,
         int(clusters or 1), max_points, float(replicas),
@@ -258,32 +265,6 @@ def _build(
             own, path, source, layout, options, limit_bytes, progress, generation, share
         )
         return _report(built.facts, built.repaired, built.seconds, built.n_parts)
-
-
-def _check_clusters(
-    options: GraphOptions,
-    clusters: int | None,
-    max_points: int | None,
-    replicas: float,
-    share: GraphShare | None,
-) -> None:
-    check_whole("clusters of a graph", clusters, 1, CLUSTERS_MAX)
-    if max_points is not None:
-        check_whole("max_points, of a cluster", max_points, 1, N_MAX)
-    check_finite("replicas, of vectors at borders", replicas)
-    if not 0 <= replicas <= 1:
-        raise errors.InvalidInputError(
-            "replicas, of vectors at borders", got=replicas, expected="a share, 0 to 1"
-        )
-    for name, got, expected in (
-        ("codes", options.codes, "inline"),
-        ("vector_dtype", options.vector_dtype, "float32, float16, bfloat16, uint8 or int8"),
-        ("share", share, "none"),
-    ):
-        if got not in ("inline", None) and (name != "vector_dtype" or got == "pq"):
-            raise errors.InvalidInputError(
-                f"{name} of a graph with clusters", got=got, expected=expected
-            )
 
 
 def _build_clusters(

@@ -322,7 +322,7 @@ class GraphIndex:
         )
 
     def _measure_all(
-        self, walk: WalkRequest, nodes: NodeFilter, costs: dict[str, int]
+        self, walk: WalkRequest, nodes: NodeFilter, costs: dict[str, Any]
     ) -> Neighbours:
         """Reads all rows that may be found, each once, and measures them."""
         begun, q, k = time.monotonic(), len(walk.wide), walk.k

@@ -123,7 +123,8 @@ def _with_recall(
         by_codes = nearest_of(facts.metric, wide, k + 1, decoded)[1]
         ceiling = _share_found(_others(by_codes, chosen, k), exact)
     if facts.clusters is not None:
-        return replace(facts, recall=_probed(index, facts, chosen, queries, exact))
+        entries_of = len(facts.entries) / len(facts.clusters.nodes)
+        return replace(facts, recall=_probed(index, entries_of, chosen, queries, exact))
     points: list[RecallPoint] = []
     for list_size in _LISTS:
         found, _ = index.walk_without(chosen, queries, k, (list_size, list_size))
@@ -139,13 +140,13 @@ def _with_recall(
 
 def _probed(
     index: GraphIndex,
-    facts: GraphFacts,
+    entries_of: float,
     chosen: np.ndarray,
     queries: np.ndarray,
     exact: list[set[int]],
 ) -> list[RecallPoint]:
-    """Of walks through clusters: lists of several sizes, each through several numbers of clusters.
-    Of those that find no less the cheapest is kept."""
+    """Measures lists of several sizes, each through several numbers of clusters; of those that
+    find no less the cheapest is kept. `entries_of`: entry points of a cluster, the mean."""
     k = max(len(each) for each in exact)
     points: list[RecallPoint] = []
     for ratio in index.probe_ratios(queries):
@@ -161,7 +162,6 @@ def _probed(
             if recall > _ALL or recall - best < _GAIN_MIN:
                 break  # what is missing lies in other clusters
             best = recall
-    entries_of = len(facts.entries) / len(facts.clusters.nodes)
 
     def cost(point: RecallPoint) -> float:
         return point.pages + (point.clusters or 0) * entries_of / _ESTIMATES_PER_PAGE

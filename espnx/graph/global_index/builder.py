@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ... import errors
+from ...checks import check_finite, check_whole
 from ...ops.centroids import fit_means
 from ...sizes import format_size
 from ...storage import NativeEngine
@@ -25,12 +26,14 @@ from ..edges import build_edges
 from ..format import (
     CENTROIDS,
     CLUSTERS,
+    CLUSTERS_MAX,
     CODEBOOK,
     ENTRIES,
     N_MAX,
     NODES,
     ROWS,
     GraphFacts,
+    GraphShare,
     in_directory,
 )
 from ..layout import PageLayout
@@ -72,6 +75,48 @@ class ClusterPlan:
     sample_rows: int
 
 
+def check_clusters(
+    clusters: int | None,
+    replicas: float,
+    max_points: int | None = None,
+    *,
+    codes: str,
+    vector_dtype: str | None,
+    share: GraphShare | None = None,
+) -> None:
+    """Checks options of `espnx.graph.build` that have to do with clusters. Raises
+    InvalidInputError."""
+    check_whole("clusters of a graph", clusters, 1, CLUSTERS_MAX)
+    if max_points is not None:
+        check_whole("max_points, of a cluster", max_points, 1, N_MAX)
+    check_finite("replicas, of vectors at borders", replicas)
+    if not 0 <= replicas <= 1:
+        raise errors.InvalidInputError(
+            "replicas, of vectors at borders", got=replicas, expected="a share, 0 to 1"
+        )
+    for name, got, is_right, expected in (
+        ("codes", codes, codes == "inline", "inline"),
+        ("vector_dtype", vector_dtype, vector_dtype != "pq", "float32, float16, bfloat16, ..."),
+        ("share", share, share is None, "none"),
+    ):
+        if not is_right:
+            raise errors.InvalidInputError(
+                f"{name} of a graph with clusters", got=got, expected=expected
+            )
+
+
+def build_bytes(layout: PageLayout, options: GraphOptions, n_clusters: int, most: int) -> int:
+    """Bytes of memory that a build takes beside the process's libraries, the largest cluster of
+    `most` vectors."""
+    of_cluster, of_sample = most * member_bytes(layout, options), 16 * layout.dim * n_clusters
+    return _BUFFERS_BYTES + fit_bytes(layout, options) + max(of_cluster, of_sample)
+
+
+def room_of(n: int, n_clusters: int, replicas: float) -> int:
+    """Vectors that a cluster may have, where nobody says how many."""
+    return min(n, max(1, _ROOM * math.ceil(n * (1 + replicas) / n_clusters)))
+
+
 def plan_clusters(
     layout: PageLayout,
     options: GraphOptions,
@@ -87,9 +132,7 @@ def plan_clusters(
     """
     n, count = layout.n, min(n_clusters, max(1, layout.n))
     least = -(-n // count)
-    most = max_points
-    if most is None:
-        most = min(n, max(1, _ROOM * math.ceil(n * (1 + replicas) / count)))
+    most = room_of(n, count, replicas) if max_points is None else max_points
     if most < least:
         raise errors.InvalidInputError(
             "max_points, of a cluster",
@@ -102,7 +145,7 @@ def plan_clusters(
     if memory_bytes is None:
         return ClusterPlan(count, most, replicas, sample)
     used, fixed = resident_bytes(), _BUFFERS_BYTES + fit_bytes(layout, options)
-    needed = used + fixed + max(most * member_bytes(layout, options), 16 * layout.dim * count)
+    needed = used + build_bytes(layout, options, count, most)
     if memory_bytes < needed:
         raise errors.InvalidInputError(
             "memory for a build",

@@ -43,8 +43,8 @@ def choose_clusters(
 
     Args:
         far: float32 [q, clusters], of `distances_to_clusters`.
-        counts: int64 [clusters]: nodes of each that a filter allows: clusters without any are passed
-            by. None: all are.
+        counts: int64 [clusters]: nodes of each that a filter allows: clusters without any are
+            passed by. None: all are.
         least: allowed nodes that the chosen clusters have together, where there are so many.
 
     Returns:
