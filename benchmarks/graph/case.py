@@ -80,6 +80,12 @@ def configure(parser: ArgumentParser) -> None:
         default="16,64,256",
         help="of --show clusters, 2,000 vectors in each (default: %(default)s)",
     )
+    add(
+        "--replicas",
+        metavar="SHARE,...",
+        default="0",
+        help="of --show clusters: vectors in two clusters (default: %(default)s)",
+    )
     add("--system", metavar="S,...", help=f"of {', '.join(SYSTEMS)} (default: all)")
     add("--n", metavar="N,...", default="50000", help="vectors by recipe (default: %(default)s)")
     add("--dim", metavar="N", default="128", help="of vectors by recipe (default: %(default)s)")
@@ -209,6 +215,7 @@ def _clusters(args: Namespace, say: Say) -> list[Row]:
         Path(args.path).resolve(),
         counts,
         PER_CLUSTER_QUICK if args.quick else PER_CLUSTER,
+        [_share("--replicas", word) for word in words(args.replicas)],
         positive("--threads", args.threads),
     )
     n_queries = 20 if args.quick else positive("--n-queries", args.n_queries)
@@ -216,6 +223,15 @@ def _clusters(args: Namespace, say: Say) -> list[Row]:
     return measure_clusters(
         lambda n: by_recipe(n, n_queries, K, args.seed, dim=dim, dtype=args.dtype), plan, say
     )
+
+
+def _share(name: str, text: str) -> float:
+    try:
+        if 0 <= float(text) <= 1:
+            return float(text)
+    except ValueError:
+        pass
+    raise InvalidInputError(name, got=text, expected="shares, 0 to 1")
 
 
 def _many(name: str, text: str) -> list[int]:

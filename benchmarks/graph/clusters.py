@@ -46,12 +46,13 @@ class Tried:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """Attributes: path: of a directory. counts: of clusters. per_cluster: vectors. threads: of
-    builds."""
+    """Attributes: path: of a directory. counts: of clusters. per_cluster: vectors. replicas: shares
+    of these in two clusters, each of a graph of its own. threads: of builds."""
 
     path: Path
     counts: Sequence[int]
     per_cluster: int
+    replicas: Sequence[float]
     threads: int
 
 
@@ -74,25 +75,32 @@ def measure_clusters(make: Callable[[int], Data], plan: ClusterPlan, say: Say) -
             "clusters": count,
         }
         with tempfile.TemporaryDirectory(prefix="espnx-bench-graph-", dir=plan.path) as folder:
-            ours, said = _clusters(data, Path(folder), count, plan.threads)
-            say(f"{data.name}, {count} clusters: built in {said['build_s']:.1f} s")
-            shards = _shards(data, Path(folder), count, plan.threads)
+            tried, said = dict[str, list[Tried]](), dict[str, dict[str, float]]()
+            for share in plan.replicas:
+                system = f"{OURS}-{share:g}" if share else OURS
+                tried[system], said[system] = _clusters(
+                    data, Path(folder), count, share, plan.threads
+                )
+                say(f"{system}, {count} clusters: built in {said[system]['build_s']:.1f} s")
+            tried |= _shards(data, Path(folder), count, plan.threads)
+            say(f"{count} shards: done")
         for recall in TARGETS:
-            theirs = _at(shards[SHARDS], recall, lambda each: each.pages)
-            for system, tried in ((OURS, ours), *shards.items()):
-                more = said if system == OURS else {}
-                found.append(_row(params, system, recall, tried, more, theirs))
+            theirs = _at(tried[SHARDS], recall, lambda each: each.pages)
+            for system, ways in tried.items():
+                found.append(_row(params, system, recall, ways, said.get(system, {}), theirs))
     return found
 
 
 def _clusters(
-    data: Data, folder: Path, count: int, threads: int
+    data: Data, folder: Path, count: int, replicas: float, threads: int
 ) -> tuple[list[Tried], dict[str, float]]:
     """Every list through every number of clusters, and what the open graph takes."""
     np.save(folder / "base.npy", data.base)
     np.save(folder / "queries.npy", data.queries[: 4 * IN_FLIGHT])
     begun, path = time.perf_counter(), folder / "clusters"
-    espnx.graph.build(data.base, path, clusters=count, threads=threads)
+    espnx.graph.build(
+        data.base, path, clusters=count, replicas=replicas, replace=True, threads=threads
+    )
     said = {"build_s": time.perf_counter() - begun, "folder_bytes": float(size_bytes(path))}
     before = _own_counts()
     with espnx.graph.open(path) as graph:

@@ -432,6 +432,8 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
         where = os.fspath(source)
         fields = Fields(read_graph_manifest(engine, where), os.path.join(where, NAME), fix=_REBUILD)
     n_clusters = fields.whole("n_clusters", 0, CLUSTERS_MAX) if "n_clusters" in fields else None
+    if n_clusters is not None and isinstance(source, GraphSections):
+        fields.refuse("n_clusters", "none: sections hold one graph", n_clusters)
     layout = _read_layout(fields, N_MAX if n_clusters is None else ROWS_MAX)
     sums = fields.inner("sums")
     holds_codes = layout.format == "pq"

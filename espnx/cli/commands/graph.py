@@ -262,6 +262,8 @@ def run_search(args: argparse.Namespace) -> int:
         "pages_mean": float(found.pages.mean()) if len(queries) else 0.0,
         "bytes_mean": float(found.bytes_read.mean()) if len(queries) else 0.0,
     }
+    if found.clusters is not None:
+        facts["clusters_mean"] = float(found.clusters.mean()) if len(queries) else 0.0
     if args.ground_truth is not None:
         facts["recall"] = _recall(found.ids, args.ground_truth)
     rows = [
@@ -276,6 +278,8 @@ def run_search(args: argparse.Namespace) -> int:
         f"{len(queries):,} queries, {facts['pages_mean']:.1f} pages "
         f"({format_size(round(facts['bytes_mean']))}) a query"
     )
+    if "clusters_mean" in facts:
+        shown += f" through {facts['clusters_mean']:.1f} clusters"
     if "recall" in facts:
         shown += f", recall@{args.k} {facts['recall']:.4f}"
     left = f"\nthe first {_SHOWN} are shown" if len(queries) > _SHOWN else ""
