@@ -15,6 +15,7 @@ import numpy as np
 
 import espnx.graph
 from espnx.graph.global_index.probing import Probing
+from espnx.graph.planning import plan_graph
 
 from ..harness.cells import metric
 from ..harness.leftovers import size_bytes
@@ -30,6 +31,7 @@ OURS, SHARDS, SHARDS_FOR_ALL = "espnx-clusters", "espnx-shards", "espnx-shards-k
 _LISTS = (10, 12, 14, 17, 20, 24, 28, 34, 40, 56, 80, 112, 160)
 #: Neighbours that each shard is asked for, and the list of its walk.
 _ASKED = ((1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 5), (5, 5))
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _CPU_S = 0.5  # that is measured at least
 
 
@@ -102,8 +104,15 @@ def _clusters(
         data.base, path, clusters=count, replicas=replicas, replace=True, threads=threads
     )
     said = {"build_s": time.perf_counter() - begun, "folder_bytes": float(size_bytes(path))}
-    before = _own_counts()
+    before, begun = _own_counts(), time.process_time()
     with espnx.graph.open(path) as graph:
+        said["open_cpu_s"] = time.process_time() - begun
+        one = plan_graph(
+            *data.base.shape,
+            vector_dtype=_DTYPES.get(graph.facts.layout.format, graph.facts.layout.format),
+            pq_bytes=graph.facts.layout.code_bytes,
+        )
+        said["folder_over_one"] = said["folder_bytes"] / one.disk["total_bytes"]
         graph.search(data.queries, data.k)
         said["threads"], said["descriptors"] = (
             float(more - less) for more, less in zip(_own_counts(), before, strict=True)
@@ -263,7 +272,7 @@ def clusters_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     headers = [
         "clusters", "vectors", "recall@10", "system", "pages", "of blind sharding's",
         "clusters asked", "CPU, us", "by recall=: recall", "pages", "RAM, MiB", "threads",
-        "descriptors", "folder, MB", "build, s", "correct",
+        "descriptors", "folder, MB", "of one graph's", "open, CPU ms", "build, s", "correct",
     ]  # fmt: skip
     cells = [
         [
@@ -281,6 +290,8 @@ def clusters_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
             metric("threads", 1, 0)(row),
             metric("descriptors", 1, 0)(row),
             metric("folder_bytes", 1e6, 1)(row),
+            metric("folder_over_one", 1, 3)(row),
+            metric("open_cpu_s", 1e-3, 1)(row),
             metric("build_s", 1, 1)(row),
             "yes" if row.correct else "NO",
         ]

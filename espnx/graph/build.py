@@ -23,7 +23,7 @@ from .bounded.budget import available_bytes, fit_bytes, member_bytes, plan_parts
 from .codes.codebook import Codebook, train_codebook
 from .edges import build_edges, check_device
 from .format import N_MAX, ROWS_MAX, GraphFacts, GraphShare
-from .global_index.builder import build_clustered, check_clusters, plan_clusters
+from .global_index.builder import build_bytes, build_clustered, check_clusters, plan_clusters
 from .layout import PageLayout, choose_layout, shorter_codes_hint
 from .options import GraphOptions, check_options, measured_rows, stored_rows
 from .recall import add_recall, row_blocks
@@ -222,7 +222,7 @@ def build(
     progress = progress or _no_progress
     if clusters is None and max_points is None and not replicas:
         return _build(source, path, options, memory, progress, engine, replace, share)
-    check_clusters(
+    clusters = check_clusters(
         clusters,
         replicas,
         max_points,
@@ -232,7 +232,7 @@ def build(
     )
     return _build_clusters(
         source, path, options, memory, progress, engine, replace,
-        int(clusters or 1), max_points, float(replicas),
+        clusters, max_points, float(replicas),
     )  # fmt: skip
 
 
@@ -252,7 +252,11 @@ def _build(
         log.warning("%s: %s", path, hint)
     limit_bytes = None if memory is None or source.n == 0 else parse_size(memory)
     if limit_bytes is None:
-        _check_memory(layout, options)
+        _check_memory(
+            f"a build of {layout.n:,} vectors in memory",
+            layout.n * member_bytes(layout, options) + fit_bytes(layout, options),
+            'give it a limit, and it is built in parts: memory="{}"',
+        )
     else:
         plan_parts(layout, options, limit_bytes, resident_bytes())  # before anything is written
     with (
@@ -287,6 +291,12 @@ def _build_clusters(
         )
     limit_bytes = None if memory is None else parse_size(memory)
     plan = plan_clusters(layout, options, clusters, max_points, replicas, limit_bytes)
+    if limit_bytes is None:
+        _check_memory(
+            f"a build of clusters of up to {plan.max_points:,} vectors",
+            build_bytes(layout, options, plan.n_clusters, plan.max_points),
+            "more clusters, or a smaller max_points",
+        )
     if hint := shorter_codes_hint(layout):
         log.warning("%s: %s", path, hint)
     with (
@@ -312,18 +322,13 @@ def _layout_of(options: GraphOptions, source: Vectors, n_max: int = N_MAX) -> Pa
     )
 
 
-def _check_memory(layout: PageLayout, options: GraphOptions) -> None:
-    """Refuses what cannot be built in memory, before hours are spent on it."""
-    needed, free = (
-        layout.n * member_bytes(layout, options) + fit_bytes(layout, options),
-        available_bytes(),
-    )
-    if free is not None and needed > free:
+def _check_memory(what: str, needed_bytes: int, fix: str) -> None:
+    """Refuses what cannot be built in memory, before hours are spent on it. `fix`: may name a
+    limit."""
+    free = available_bytes()
+    if free is not None and needed_bytes > free:
         raise errors.OutOfMemoryError(
-            f"a build of {layout.n:,} vectors in memory",
-            needed_bytes=needed,
-            free_bytes=free,
-            fix=f'give it a limit, and it is built in parts: memory="{format_size(free // 2)}"',
+            what, needed_bytes=needed_bytes, free_bytes=free, fix=fix.format(format_size(free // 2))
         )
 
 

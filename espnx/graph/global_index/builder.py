@@ -83,9 +83,9 @@ def check_clusters(
     codes: str,
     vector_dtype: str | None,
     share: GraphShare | None = None,
-) -> None:
-    """Checks options of `espnx.graph.build` that have to do with clusters. Raises
-    InvalidInputError."""
+) -> int:
+    """How many clusters; options of `espnx.graph.build` that have to do with them are checked.
+    Raises InvalidInputError."""
     check_whole("clusters of a graph", clusters, 1, CLUSTERS_MAX)
     if max_points is not None:
         check_whole("max_points, of a cluster", max_points, 1, N_MAX)
@@ -103,6 +103,7 @@ def check_clusters(
             raise errors.InvalidInputError(
                 f"{name} of a graph with clusters", got=got, expected=expected
             )
+    return int(clusters or 0)
 
 
 def build_bytes(layout: PageLayout, options: GraphOptions, n_clusters: int, most: int) -> int:
