@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -20,7 +21,7 @@ import torch
 import espnx.graph
 from espnx import errors
 from espnx.graph.filters import read_pages
-from espnx.graph.format import MAGIC, VERSION, GraphFacts
+from espnx.graph.format import MAGIC, VERSION, GraphFacts, read_graph
 from espnx.graph.global_index import builder
 from espnx.graph.global_index.probing import Probing, choose_clusters
 from espnx.graph.layout import rows_of
@@ -310,6 +311,26 @@ def test_what_knows_one_graph_refuses_several(
             espnx.graph.export_diskann(index_path, tmp_path / "out")
         else:
             open_other(index_path)
+
+
+def test_sections_of_a_file_hold_one_graph(index_path: Path) -> None:
+    with espnx.graph.open(index_path) as index:
+        sections = espnx.graph.GraphSections("file", index.facts.manifest(), index.facts.regions)
+    with NativeEngine("posix") as engine, pytest.raises(errors.FormatError, match="n_clusters"):
+        read_graph(engine, sections)
+
+
+def test_too_little_memory_is_told_before_anything_is_written(
+    base: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        importlib.import_module("espnx.graph.build"), "available_bytes", lambda: 1000
+    )
+    with pytest.raises(errors.OutOfMemoryError, match="up to 600 vectors") as caught:
+        espnx.graph.build(base, tmp_path / "g", clusters=10, **FEW)
+    assert caught.value.fix is not None
+    assert "more clusters" in caught.value.fix
+    assert not (tmp_path / "g").exists()
 
 
 def test_an_older_reader_is_told_that_it_is_another_version(index_path: Path) -> None:

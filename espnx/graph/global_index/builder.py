@@ -103,7 +103,8 @@ def check_clusters(
             raise errors.InvalidInputError(
                 f"{name} of a graph with clusters", got=got, expected=expected
             )
-    return int(clusters or 0)
+    assert clusters is not None
+    return clusters
 
 
 def build_bytes(layout: PageLayout, options: GraphOptions, n_clusters: int, most: int) -> int:
