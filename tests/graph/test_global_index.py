@@ -21,7 +21,7 @@ import torch
 import espnx.graph
 from espnx import errors
 from espnx.graph.filters import read_pages
-from espnx.graph.format import MAGIC, VERSION, GraphFacts, read_graph
+from espnx.graph.format import MAGIC, VERSION, GraphFacts, GraphSections, read_graph
 from espnx.graph.global_index import builder
 from espnx.graph.global_index.probing import Probing, choose_clusters
 from espnx.graph.layout import rows_of
@@ -315,7 +315,7 @@ def test_what_knows_one_graph_refuses_several(
 
 def test_sections_of_a_file_hold_one_graph(index_path: Path) -> None:
     with espnx.graph.open(index_path) as index:
-        sections = espnx.graph.GraphSections("file", index.facts.manifest(), index.facts.regions)
+        sections = GraphSections("file", index.facts.manifest(), index.facts.regions)
     with NativeEngine("posix") as engine, pytest.raises(errors.FormatError, match="n_clusters"):
         read_graph(engine, sections)
 
