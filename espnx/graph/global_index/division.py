@@ -189,9 +189,10 @@ def _squares(vectors: np.ndarray, centres: np.ndarray) -> np.ndarray:
 
 
 def _beyond(far: np.ndarray, home: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """float32 [m]: how much farther the second centre is, as a share."""
+    """float64 [m]: how much farther the second centre is, as a share."""
     each, least = np.arange(len(far)), np.finfo(np.float32).tiny
-    found: np.ndarray = far[each, second] / np.maximum(far[each, home], least) - 1
+    near, next_near = (far[each, at].astype(np.float64) for at in (home, second))
+    found: np.ndarray = next_near / np.maximum(near, least) - 1
     return found
 
 
