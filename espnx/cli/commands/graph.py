@@ -21,7 +21,8 @@ _SHOWN = 10
 _SHARED_OPTIONS = ("codes", "num_entry_points", "threads", "seed", "column", "replace")
 _BUILD_OPTIONS = (
     "metric", "max_degree", "list_size", "alpha", "inline_pq", "pq_bytes", "vector_dtype",
-    "disk_pq_bytes", "use_opq", "device", "memory",
+    "disk_pq_bytes", "use_opq", "device", "memory", "clusters", "max_points",
+    "replicas",
 )  # fmt: skip
 _IMPORT_OPTIONS = ("vectors", "data_type", "metric", "order")
 
@@ -144,6 +145,31 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
             "was interrupted (default: as much as it takes)"
         ),
     )
+    parser.add_argument(
+        "--clusters",
+        type=int,
+        metavar="N",
+        help=(
+            "a graph for each of so many clusters, of which searches go through the near ones: for "
+            "more vectors than one graph is built of (default: one graph)"
+        ),
+    )
+    parser.add_argument(
+        "--max-points",
+        type=int,
+        metavar="N",
+        help="vectors of a cluster, at most (default: twice the mean)",
+    )
+    parser.add_argument(
+        "--replicas",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help=(
+            "vectors, as a share of all, that are in two clusters: those nearest to a border "
+            "(default: none)"
+        ),
+    )
     add_json_option(parser)
 
 
@@ -187,6 +213,14 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
         help="instead: the smallest list measured to find that share (default: 0.95)",
     )
     parser.add_argument(
+        "--nprobe",
+        metavar="N",
+        help=(
+            "clusters that are searched for a query, or auto: those not much farther than the "
+            "nearest (default: auto)"
+        ),
+    )
+    parser.add_argument(
         "--beam-width",
         "--beamwidth",
         type=int,
@@ -219,6 +253,7 @@ def run_search(args: argparse.Namespace) -> int:
             args.k,
             list_size=args.list_size,
             recall=args.recall,
+            nprobe=_nprobe(args.nprobe),
             beam_width=args.beam_width,
         )
     facts: dict[str, Any] = {
@@ -227,6 +262,8 @@ def run_search(args: argparse.Namespace) -> int:
         "pages_mean": float(found.pages.mean()) if len(queries) else 0.0,
         "bytes_mean": float(found.bytes_read.mean()) if len(queries) else 0.0,
     }
+    if found.clusters is not None:
+        facts["clusters_mean"] = float(found.clusters.mean()) if len(queries) else 0.0
     if args.ground_truth is not None:
         facts["recall"] = _recall(found.ids, args.ground_truth)
     rows = [
@@ -241,6 +278,8 @@ def run_search(args: argparse.Namespace) -> int:
         f"{len(queries):,} queries, {facts['pages_mean']:.1f} pages "
         f"({format_size(round(facts['bytes_mean']))}) a query"
     )
+    if "clusters_mean" in facts:
+        shown += f" through {facts['clusters_mean']:.1f} clusters"
     if "recall" in facts:
         shown += f", recall@{args.k} {facts['recall']:.4f}"
     left = f"\nthe first {_SHOWN} are shown" if len(queries) > _SHOWN else ""
@@ -260,6 +299,13 @@ def run_search(args: argparse.Namespace) -> int:
     )
     emit(args, text, json_document("graph search", **facts, results=results))
     return 0
+
+
+def _nprobe(given: str | None) -> int | str | None:
+    try:
+        return given if given is None else int(given)
+    except ValueError:
+        return given
 
 
 def _recall(ids: Any, path: str) -> float:
