@@ -4,7 +4,8 @@ tokens of passes over text that is given (teacher-forced), where nothing depends
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,26 @@ SYSTEMS: Mapping[str, Mapping[str, Any]] = {
 TEXTS = ("text", "quoted")
 GAMMA = 8
 _CHUNK_TOKENS = 512
+
+
+@dataclass
+class _Counts:
+    """Of passes over given tokens. `whole_bytes`: all of K and V, once for each of their tokens."""
+
+    passes: int = 0
+    tokens: int = 0
+    accepted: list[int] = field(default_factory=lambda: [0] * GAMMA)
+    whole_bytes: int = 0
+    draft_bytes: int = 0
+
+    def add(self, proposed: Sequence[int], said: Sequence[int]) -> int:
+        """A pass: how many tokens it brings."""
+        right = 0
+        while right < len(proposed) and proposed[right] == said[right]:
+            self.accepted[right] += 1
+            right += 1
+        self.passes, self.tokens = self.passes + 1, self.tokens + right + 1
+        return right + 1
 
 
 class SpeculationWork:
@@ -114,7 +135,7 @@ class SpeculationWork:
             before, asked = read_counters(), cache.stats()
             begun = time.perf_counter()
             self.found[system] = self._decode(cache, system)[:, self.context + 1 :]
-            seconds, spent, stats = time.perf_counter() - begun, read_counters() - before, None
+            seconds, spent = time.perf_counter() - begun, read_counters() - before
             stats = cache.stats()
             cache.crop(self.context - cache.get_seq_length())
         said = stats["speculation"] or {}
@@ -156,51 +177,39 @@ class SpeculationWork:
         """Passes over given tokens, behind the context of one sequence: at each, `GAMMA` tokens are
         proposed, what was proposed first being right or not, the given ones follow; those before
         the first wrong one count, and one more."""
-        ids = self._given(text)
-        passes = tokens = at = 0
-        accepted = [0] * GAMMA
+        ids, counts = self._given(text), _Counts()
         with self._kept(system, 1) as cache:
-            asked = cache.stats()["bytes_asked"]
-            drafted_bytes = whole_bytes = 0
             share = None if cache.draft is None else cache.draft.share
             cache.store.propose(share)
             try:
                 at = self.context
-                if share is not None:  # a pass that names pages, as the first of any text is
+                if share is not None:  # names pages, as the first pass of any text does
                     self._pass(cache, ids[:, at : at + 1])
                     cache.passes.accept(1, [1])
                     at += 1
-                    asked = cache.stats()["bytes_asked"]
+                asked = _asked(cache)
                 while at < self.context + self.positions:
-                    began = cache.stats()["bytes_asked"]
+                    begun = _asked(cache)
                     proposed = self._proposed(cache, share, ids, at)
-                    drafted_bytes += cache.stats()["bytes_asked"] - began
+                    counts.draft_bytes += _asked(cache) - begun
                     said = self._pass(cache, ids[:, at : at + GAMMA + 1])
-                    right = [a == b for a, b in zip(proposed, said, strict=False)]
-                    kept = 1 + next(
-                        (i for i, is_right in enumerate(right) if not is_right), len(right)
-                    )
-                    for place in range(kept - 1):
-                        accepted[place] += 1
+                    kept = counts.add(proposed, said)
+                    counts.whole_bytes += kept * self.task.kv_bytes(at) // self.task.batch
                     cache.passes.accept(GAMMA + 1, [kept])
-                    whole_bytes += kept * Task.kv_bytes(self._alone(), at)
-                    passes, tokens, at = passes + 1, tokens + kept, at + kept
-                memory = cache.store.tier_bytes
+                    at += kept
+                memory_bytes = cache.store.tier_bytes
             finally:
                 cache.passes.settle()
-            asked = cache.stats()["bytes_asked"] - asked
+            share_asked = (_asked(cache) - asked) / counts.whole_bytes
             cache.crop(self.context - cache.get_seq_length())
         return {
-            "tokens_a_pass": tokens / passes,
-            "passes": passes,
-            "accepted": [count / passes for count in accepted],
-            "asked_share": asked / whole_bytes,
-            "draft_bytes": drafted_bytes,
-            "draft_memory_bytes": memory,
+            "tokens_a_pass": counts.tokens / counts.passes,
+            "passes": counts.passes,
+            "accepted": [count / counts.passes for count in counts.accepted],
+            "asked_share": share_asked,
+            "draft_bytes": counts.draft_bytes,
+            "draft_memory_bytes": memory_bytes,
         }
-
-    def _alone(self) -> Task:
-        return Task(**{**self.task.words(), "batch": 1})
 
     def _given(self, text: str) -> torch.Tensor:
         """int64 [1, n]: a context and what is given behind it."""
@@ -223,6 +232,11 @@ class SpeculationWork:
         logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
         found: list[int] = logits[0].argmax(dim=-1).tolist()
         return found
+
+
+def _asked(cache: KVCache) -> int:
+    asked: int = cache.stats()["bytes_asked"]
+    return asked
 
 
 def _text(weights: Path, task: Task, length: int) -> tuple[torch.Tensor, str]:
