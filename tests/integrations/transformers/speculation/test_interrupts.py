@@ -63,7 +63,7 @@ def test_ctrl_c(
     inputs, model = prompt(LONG), enabled("llama")
     wanted = one_by_one("llama", inputs, max_new_tokens=40)
     check_pass(model, inputs["input_ids"])
-    interrupts = 0
+    interrupts, accept = 0, LayerRows.accept
     for nth in range(1, 40, 2 * step) if where == "a layer" else range(1, 16, 2 * step):
         with monkeypatch.context() as patch:
             if kind == "lookup":
@@ -73,7 +73,6 @@ def test_ctrl_c(
                 if where == "a layer":
                     hook = model.model.layers[1].mlp.register_forward_hook(interrupt)
                 else:
-                    accept = LayerRows.accept
 
                     def accepting(rows: LayerRows, *args: Any, interrupt: Any = interrupt) -> None:
                         interrupt()
