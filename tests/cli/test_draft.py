@@ -19,7 +19,7 @@ from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.enable import enable_kv_cache
 from espnx.integrations.transformers.speculation.generate import generate
 from tests.cli.documents import strict_json
-from tests.cli.generating import NEW, check, options, results, run, save, wanted, write
+from tests.cli.generating import NEW, check, options, results, run, save, write
 from tests.integrations.transformers.tiny import make
 from tests.retrieval.common import memory_folder
 
@@ -195,7 +195,3 @@ def test_tokens_between_what_was_measured() -> None:
     assert MEASURED[least] < middle < MEASURED[most]
     assert measured_tokens(least / 2) is None
     assert measured_tokens(1.0) is None
-
-
-def test_what_is_wanted_is_what_the_framework_says() -> None:
-    assert len(wanted(TEXTS[0])) == NEW
