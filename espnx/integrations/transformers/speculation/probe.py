@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ def check_pass(model: PreTrainedModel, ids: torch.Tensor) -> None:
     """Compares logits of three tokens at once with those of two and one more, of four short
     sequences; once for each model, until its weights change.
 
-    One place alone says nothing: where two experts weigh alike, rounding chooses. So most of them
-    must agree.
+    One place alone says nothing: where two experts weigh alike, rounding chooses. So most sequences
+    must agree at either position.
 
     Args:
         model: a decoder.
@@ -47,17 +48,18 @@ def check_pass(model: PreTrainedModel, ids: torch.Tensor) -> None:
     parts = [_logits(model, part, cache) for part in tokens.to(model.device).split([2, 1], dim=1)]
     apart = torch.cat([parts[0][:, 1:], parts[1]], dim=1)
     off = (whole - apart).abs().amax(dim=-1) / whole.std(dim=-1)
-    if bool((off > _allowed(model)).double().mean() > 0.5):
+    if bool(((off > _allowed(model)).double().mean(dim=0) > 0.5).any()):
         raise errors.InvalidInputError(
             f"generation with a draft of {type(model).__name__}",
             got=(
-                f"logits that are off by {float(off.median()):.2g} deviations where three tokens "
+                f"logits that are off by {float(off.max()):.2g} deviations where three tokens "
                 "are computed at once"
             ),
             expected=f"the same as one by one, to {_allowed(model):.2g} (rounding)",
             fix="generate without custom_generate",
         )
-    _known[core] = Watch(core)
+    with suppress(errors.InvalidInputError):  # it cannot be watched, and is looked at each time
+        _known[core] = Watch(core)
 
 
 def _logits(model: Any, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:

@@ -149,16 +149,17 @@ def test_pages_that_no_longer_fit(folder: Path, monkeypatch: pytest.MonkeyPatch)
     def refused(*shape: Any, **options: Any) -> torch.Tensor:
         nonlocal calls
         calls += options.get("dtype") == torch.float32
-        # the rows of a layer in the fourth pass
-        if options.get("dtype") == torch.float32 and calls > 12:
+        # K and V of two layers; more when a page more comes
+        if options.get("dtype") == torch.float32 and calls > 4:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory")
         return zeros(*shape, **options)
 
-    with KVCache(enabled("llama").config, folder, draft="pages", spill_interval=8) as cache:
+    asked: dict[str, Any] = {"draft": "pages", "draft_memory": 1.0, "spill_interval": 8}
+    with KVCache(enabled("llama").config, folder, **asked) as cache:
         with monkeypatch.context() as patch:
             patch.setattr(pages.torch, "zeros", refused)
             got = speculated("llama", inputs, cache, max_new_tokens=40, gamma=2)
-            assert calls > 12
+            assert calls > 4
         assert torch.equal(got, wanted)
         said = cache.stats()["speculation"]
         assert said["why"] == "there is no memory for the pages of drafts"
@@ -172,16 +173,17 @@ def test_pages_that_no_longer_fit(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nothing_grows_with_the_passes(folder: Path) -> None:
-    """The same text decoded again and again from the same cache: memory is what it was, and what is
-    known of drafts has as many numbers."""
+    """The same text decoded again and again from the same cache: the pages take what they took, what
+    waits stays within three intervals and two passes (how much it is depends on when writes end),
+    and what is known of drafts has as many numbers."""
     inputs, found = prompt([150, 80]), set[tuple[int, ...]]()
     with KVCache(enabled("llama").config, folder, draft="pages", spill_interval=8) as cache:
         for turn in range(8):
             speculated("llama", inputs, cache, max_new_tokens=30, gamma=3)
             store, tally = cache.store, cache.draft
-            sizes = store.memory_bytes, tally.memory_bytes, len(tally.offered), len(store.every)
+            assert store.memory_bytes < 2 * 2 * 2 * 2 * 128 * 4 * (3 * 8 + 2 * 4 + 8)
             if turn > 1:
-                found.add(sizes)
-            cache.crop(150 - cache.get_seq_length() - 1)
+                found.add((tally.memory_bytes, len(tally.offered), len(tally.accepted)))
+            cache.crop(149 - cache.get_seq_length())
         assert tally.passes > 100
     assert len(found) == 1
