@@ -173,7 +173,7 @@ def test_pages_that_no_longer_fit(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nothing_grows_with_the_passes(folder: Path) -> None:
-    """The same text decoded again and again from the same cache: the pages take what they took, what
+    """The same text decoded again and again from the same cache: pages take what they took, what
     waits stays within three intervals and two passes (how much it is depends on when writes end),
     and what is known of drafts has as many numbers."""
     inputs, found = prompt([150, 80]), set[tuple[int, ...]]()
