@@ -13,11 +13,11 @@ import transformers
 
 from espnx.cli.main import main
 from espnx.integrations.generate import model_folder
-from espnx.integrations.streamed import plan as planning
 from espnx.integrations.streamed.drafts import GAMMA, MEASURED, measured_tokens
 from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.enable import enable_kv_cache
 from espnx.integrations.transformers.speculation.generate import generate
+from espnx.weights.speed import ReadSpeed
 from tests.cli.documents import strict_json
 from tests.cli.generating import NEW, check, options, results, run, save, write
 from tests.integrations.transformers.tiny import make
@@ -166,10 +166,8 @@ def test_seconds_of_drafts(
 ) -> None:
     """Of a disk of 1 MB/s: a pass takes what one by one takes, drafts next to nothing, so that the
     first token more is a gain."""
-    slow = planning.read_speed(tmp_path)
-    monkeypatch.setattr(
-        planning, "read_speed", lambda _: type(slow)(1e6, slow.bytes_asked, slow.effective_path)
-    )
+    slow = ReadSpeed(1e6, 1 << 20, "posix")
+    monkeypatch.setattr("espnx.integrations.streamed.plan.read_speed", lambda _: slow)
     words = ["plan", "--model", str(model), "--context", "400", "--storage", str(tmp_path)]
     assert main([*words, "--draft", "pages", "--json", "-"]) == 0
     document = strict_json(capsys.readouterr().out)

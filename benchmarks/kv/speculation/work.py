@@ -102,6 +102,7 @@ class SpeculationWork:
             self.reference = out.sequences[:, context + 1 :]
             self.logits = torch.stack(list(out.logits), dim=1).float()  # [batch, new, vocabulary]
             path = str(cache.stats()["effective_path"])
+            cache.crop(context - cache.get_seq_length())
         return {"effective_path": path, "source": self.source}
 
     def _kept(self, system: str, batch: int) -> KVCache:

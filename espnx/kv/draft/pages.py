@@ -177,10 +177,10 @@ class PageTier:
     def select(self, sequences: list[int]) -> None:
         """Sequence i becomes what `sequences[i]` was."""
         if self.end and self.fits:
-            self._k, self._v, self._seen, self._lse, self._stays, self._number = (
-                each[sequences]
-                for each in (self._k, self._v, self._seen, self._lse, self._stays, self._number)
-            )
+            names = ("_k", "_v", "_seen", "_lse", "_stays", "_number")
+            with torch.inference_mode(False):  # the next pass writes to them
+                for name in names:
+                    setattr(self, name, getattr(self, name)[sequences])
 
 
 def _pages(rows: torch.Tensor, before: int) -> torch.Tensor:

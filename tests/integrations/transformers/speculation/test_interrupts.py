@@ -12,7 +12,6 @@ import torch
 
 from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.speculation.probe import check_pass
-from espnx.kv.draft import pages
 from espnx.kv.rows import LayerRows
 from tests.forks import Forks
 from tests.integrations.transformers.forks import LENGTHS, NEW, held
@@ -134,6 +133,7 @@ def test_more_is_proposed_than_there_is_room_for(
     options: dict[str, Any] = {"capacity_tokens": 112, "spill_interval": 8, "draft": kind}
     with KVCache(enabled("llama").config, folder, **options) as cache:
         got = speculated("llama", inputs, cache, max_new_tokens=12, gamma=64)
+        assert cache.draft is not None
         assert len(cache.draft.offered) <= 11
         assert all(rows.stored <= 112 for rows in cache.store.every)
     assert torch.equal(got, wanted)
@@ -157,7 +157,7 @@ def test_pages_that_no_longer_fit(folder: Path, monkeypatch: pytest.MonkeyPatch)
     asked: dict[str, Any] = {"draft": "pages", "draft_memory": 1.0, "spill_interval": 8}
     with KVCache(enabled("llama").config, folder, **asked) as cache:
         with monkeypatch.context() as patch:
-            patch.setattr(pages.torch, "zeros", refused)
+            patch.setattr("espnx.kv.draft.pages.torch.zeros", refused)
             got = speculated("llama", inputs, cache, max_new_tokens=40, gamma=2)
             assert calls > 4
         assert torch.equal(got, wanted)
@@ -181,9 +181,11 @@ def test_nothing_grows_with_the_passes(folder: Path) -> None:
         for turn in range(8):
             speculated("llama", inputs, cache, max_new_tokens=30, gamma=3)
             store, tally = cache.store, cache.draft
+            assert tally is not None
             assert store.memory_bytes < 2 * 2 * 2 * 2 * 128 * 4 * (3 * 8 + 2 * 4 + 8)
             if turn > 1:
                 found.add((tally.memory_bytes, len(tally.offered), len(tally.accepted)))
             cache.crop(149 - cache.get_seq_length())
+        assert tally is not None
         assert tally.passes > 100
     assert len(found) == 1

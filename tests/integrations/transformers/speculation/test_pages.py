@@ -56,6 +56,18 @@ def test_tokens_are_those_of_one_by_one(folder: Path, name: str, step: int) -> N
         assert said["decode_tokens"] == said["speculation"]["tokens"]
 
 
+def test_in_inference_mode_and_out_of_it(folder: Path) -> None:
+    """Texts that end apart, and the conversation that goes on."""
+    inputs, ends = prompt(LONG), MODES["ends"][1]
+    wanted = one_by_one("llama", inputs, max_new_tokens=40, **ends)
+    with KVCache(enabled("llama").config, folder, draft="pages", spill_interval=8) as cache:
+        for is_on in (True, False, True):
+            with torch.inference_mode(is_on):
+                cache.reuse_prefix(**inputs)
+                got = speculated("llama", inputs, cache, max_new_tokens=40, **ends)
+            assert torch.equal(got, wanted)
+
+
 def test_over_all_pages_every_draft_stands(folder: Path) -> None:
     """Nothing is missing in the pages, in what waits and in the draft's own rows; and what a pass
     read for one token it reads for nine."""
