@@ -75,9 +75,7 @@ def configure(parser: ArgumentParser) -> None:
         "--model",
         metavar="CONFIG",
         default="opt-125m",
-        help=(
-            "opt-125m (default), opt-1.3b, llama-small, -mha, -rows, smollm2, demo, or a JSON file"
-        ),
+        help="opt-125m (default), opt-1.3b, llama-small, -mha, -rows, smollm2, demo, a JSON file",
     )
     add(
         "--batch",

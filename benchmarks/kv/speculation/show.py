@@ -99,7 +99,7 @@ def show_acceptance(options: Options, contexts: Sequence[int], say: Say) -> list
     found = list[Row]()
     with _opened(options, "acceptance", contexts, say) as (worker, task, _):
         for context in contexts:
-            at = _at(dataclasses.replace(task, batch=1), context)
+            at = _at(task, context)
             path, source = _filled(at, worker, say)
             params = _params(options, "acceptance", at, source)
             for name in SYSTEMS:
@@ -132,6 +132,8 @@ def _opened(options: Options, show: str, contexts: Sequence[int], say: Say) -> A
     """(worker with the model's weights, the task, the directory of its caches)."""
     new = options.new or (_QUICK_NEW if options.quick else _NEW)
     task = dataclasses.replace(options.task(options.plan()), steps=new, context=contexts[-1])
+    if show == "acceptance":  # of one sequence, and nothing is compared with tokens of a turn
+        task = dataclasses.replace(task, batch=1, steps=1)
     positions = _QUICK_POSITIONS if options.quick else _POSITIONS
     with contextlib.ExitStack() as stack:
         scratch, storage = (

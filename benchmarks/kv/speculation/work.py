@@ -41,7 +41,7 @@ _CHUNK_TOKENS = 512
 
 @dataclass
 class _Counts:
-    """Of passes over given tokens. `whole_bytes`: all of K and V, once for each of their tokens."""
+    """What passes over given tokens bring. `whole_bytes`: all of K and V, once for each token."""
 
     passes: int = 0
     tokens: int = 0

@@ -28,8 +28,8 @@ MEASURED = {1 / 16: 6.5, 1 / 8: 6.9, 1 / 4: 7.8}
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model's attention, by layer: KV heads, query heads of each, lengths of rows; and how
-    many layers keep rows on SSD."""
+    """How many layers keep rows on SSD; KV heads of a layer, query heads of each of them, and the
+    lengths of a row of K and of V."""
 
     layers: int
     n_kv: int

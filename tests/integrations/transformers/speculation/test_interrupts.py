@@ -93,7 +93,7 @@ def test_ctrl_c(
 @in_steps(3)
 def test_killed(folder: Path, processes: Forks, step: int) -> None:
     """kill -9 in a draft, in a pass that names pages, and while rows of accepted tokens move: what
-    was saved is found, and goes on with drafts and without."""
+    was saved is found, and can be continued, by drafts or without them."""
     begun = {
         "model": "llama", "storage": [folder / "begun"], "step": STEP, "until": STEP,
         "spill_interval": 8, "draft": "pages",
