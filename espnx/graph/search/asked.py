@@ -16,7 +16,7 @@ from ..vectors import as_array
 from .effort import default_list_size, list_size_for
 
 LIST_SIZE_MAX = 1 << 20
-_ALONE_BEAMWIDTH = 4
+_ALONE_BEAM_WIDTH = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ class WalkRequest:
 
 def beam_width_of(n_queries: int) -> int:
     """Pages of each query that are under way at a time, unless a search says how many."""
-    return 1 if n_queries >= 2 * _ALONE_BEAMWIDTH else _ALONE_BEAMWIDTH
+    return 1 if n_queries >= 2 * _ALONE_BEAM_WIDTH else _ALONE_BEAM_WIDTH
 
 
 def checked_queries(facts: GraphFacts, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
