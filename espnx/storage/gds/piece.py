@@ -39,7 +39,7 @@ class Piece:
     idle_retries: int = 0
 
     def place(self) -> dict[str, Any]:
-        """Of its errors."""
+        """What its errors say about where."""
         return {
             "path": self.file.path,
             "offset_bytes": self.offset_bytes,
@@ -76,7 +76,7 @@ def advance(piece: Piece, result: int, status: int, describe: Callable[[int], st
         status_said = f"cuFile status {status} ({_STATUS.get(status, 'failed')})"
         return Progress(failure=failed(piece, code, describe(code) if code else status_said))
     # A file that is being cut ends inside a block, where direct reads deliver the same few bytes
-    # for ever: every short read asks for the size.
+    # every time: a short read asks for the size.
     if piece.offset_bytes + piece.expected_bytes > piece.file.refresh_size():
         return Progress(failure=_truncated(piece))
     whole = result // piece.file.alignment_bytes * piece.file.alignment_bytes
@@ -89,7 +89,7 @@ def advance(piece: Piece, result: int, status: int, describe: Callable[[int], st
 
 
 def failed(piece: Piece, code: int, got: str) -> Failure:
-    """Of a read that the device or cuFile has refused with that code, errno or CUfileOpError."""
+    """The device or cuFile has refused the read with that code, errno or CUfileOpError."""
     place = piece.place()
     number = code if 0 < code < 5000 else None
     text = os.strerror(number) if number else got
