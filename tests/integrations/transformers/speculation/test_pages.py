@@ -18,7 +18,7 @@ from espnx.storage import FaultRule, FaultyEngine
 from tests.integrations.transformers.speculation.drafts import one_by_one, speculated
 from tests.integrations.transformers.tiny import enabled, make, prompt
 from tests.kv.draft.test_acceptance import probability
-from tests.sweeps import in_steps
+from tests.sweeps import at_length, in_steps
 
 LONG = [150, 80, 30]
 MODES: dict[str, tuple[list[int], dict[str, Any], dict[str, Any]]] = {
@@ -125,11 +125,12 @@ def too_willing(
     return int(torch.multinomial(p, 1)), False
 
 
+@at_length("rounds", 3, 12)
 @pytest.mark.parametrize("is_right", [True, False])
 def test_sampled_tokens_keep_their_distribution(
-    folder: Path, is_right: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, is_right: bool, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second new token, which a draft proposed: chi-square of 2,400 draws against its exact
+    """The second new token, which a draft proposed: chi-square of 200 draws a round against its exact
     distribution, over all first ones. A wrong rule fails it."""
     if not is_right:
         monkeypatch.setattr(decoding, "next_token", too_willing)
@@ -142,7 +143,7 @@ def test_sampled_tokens_keep_their_distribution(
         second = (model(pairs).logits[:, -1] / 0.7).softmax(-1)
     counts, accepted = torch.zeros(vocabulary), list[float]()
     torch.manual_seed(3)
-    for _ in range(12):
+    for _ in range(rounds):
         with KVCache(model.config, folder, draft="pages", draft_memory=0.01) as cache:
             got = espnx.generate(
                 model,
