@@ -130,8 +130,8 @@ def too_willing(
 def test_sampled_tokens_keep_their_distribution(
     folder: Path, is_right: bool, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second new token, which a draft proposed: chi-square of 200 draws a round against its exact
-    distribution, over all first ones. A wrong rule fails it."""
+    """The second new token, which a draft proposed: chi-square of 200 draws a round against its
+    exact distribution, over all first ones. A wrong rule fails it."""
     if not is_right:
         monkeypatch.setattr(decoding, "next_token", too_willing)
     vocabulary, draws = 50, 200
