@@ -222,7 +222,6 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--beam-width",
-        "--beamwidth",
         type=int,
         metavar="W",
         help="pages of a query under way at a time (default: 1; for few queries 4)",
