@@ -366,7 +366,7 @@ def _drafts(draft: dict[str, Any]) -> list[tuple[str, str, str]]:
             (
                 "  tokens a pass",
                 f"{known:.3g}",
-                f"of {gamma} proposed, as SmolLM2-135M had it (measured); others differ",
+                f"of {gamma} proposed, as the demo's model had it (measured); others differ",
             )
         )
     if "pass_s" not in draft:
