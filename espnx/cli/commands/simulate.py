@@ -8,6 +8,7 @@ from ...errors import InvalidInputError
 from ..output import add_json_option, check_json
 from ..simulations.boards import run_board
 from ..simulations.decoders import add_decoder_options, run_decoder
+from ..simulations.services import add_service_options, run_service
 from ..simulations.shown import run_list, run_validation
 
 DESCRIPTION = """Commands pass a machine's parts in simulated time: nothing is measured, nothing is
@@ -15,8 +16,9 @@ waited for, and the same words give the same numbers. Rates are modelled, from f
 from ranges that are shown (--validation says how far to believe them).
 
 Systems: cosmos, an SSD with processing elements on its flash channels, asked for clusters of
-vectors (sift, spacev, stress); machines that decode with a model's K and V on drives, which are
-files (--list names those that come along; others by their path)."""
+vectors (sift, spacev, stress); machines that decode with a model's K and V on drives; services that
+find passages for a model's answer. The latter two are files (--list names those that come along;
+others by their path)."""
 BOARDS = ("cosmos",)
 
 
@@ -31,7 +33,14 @@ def configure(parser: ArgumentParser) -> None:
         action="store_true",
         help="in place of an answer: systems, workloads and what they are made of",
     )
+    add("--vs", metavar="NAME", help="a second system, beside it; not of cosmos")
+    add(
+        "--batch",
+        metavar="N[,N...]",
+        help="sequences or queries at a time; several are a sweep (default: 16 sequences, 1 query)",
+    )
     add_decoder_options(parser)
+    add_service_options(parser)
     clusters = parser.add_argument_group("of cosmos")
     clusters.add_argument(
         "--threads",
@@ -69,4 +78,8 @@ def run(args: Namespace) -> int:
                 got=f"no --{name}",
                 expected="--system and --workload, or --list, or --validation",
             )
-    return run_board(args) if args.system in BOARDS else run_decoder(args)
+    if args.system in BOARDS:
+        return run_board(args)
+    from ...simulate.specs.load import is_service
+
+    return run_service(args) if is_service(args.system) else run_decoder(args)

@@ -12,6 +12,7 @@ from ...errors import InvalidInputError
 from ...sizes import format_size
 from ...tables import render_table
 from ..output import emit, json_document
+from .numbers import numbers
 
 if TYPE_CHECKING:
     from ...simulate.decoding.answer import Answer
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
 def add_decoder_options(parser: ArgumentParser) -> None:
     options = parser.add_argument_group("of machines that decode")
     add = options.add_argument
-    add("--vs", metavar="NAME", help="a second system, beside it")
     for name, default, what in (
-        ("batch", "16", "sequences"),
         ("context", "32768", "tokens of each before"),
         ("output", "64", "tokens of each that are made"),
     ):
@@ -51,9 +50,8 @@ def run_decoder(args: Namespace) -> int:
     systems = [load_system(each) for each in (args.system, args.vs) if each is not None]
     workload = load(ModelSpec, args.workload)
     shape = Shape.of(workload)
-    batches, contexts, outputs = (
-        _numbers(name, getattr(args, name)) for name in ("batch", "context", "output")
-    )
+    contexts, outputs = (numbers(name, getattr(args, name)) for name in ("context", "output"))
+    batches = numbers("batch", "16" if args.batch is None else args.batch)
     techniques = _techniques(args.techniques)
     answers = [
         answer(
@@ -94,18 +92,6 @@ def run_decoder(args: Namespace) -> int:
     )
     emit(args, _text(systems, workload.title, answers), document)
     return 0
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    try:
-        found = [int(each) for each in text.split(",")]
-    except ValueError:
-        raise InvalidInputError(
-            f"--{name}", got=text, expected="a whole number, or several with commas between"
-        ) from None
-    if len(set(found)) != len(found):
-        raise InvalidInputError(f"--{name}", got=text, expected="each number once")
-    return found
 
 
 def _techniques(text: str | None) -> tuple[str, ...] | None:
