@@ -87,9 +87,7 @@ def _fitted(document: Mapping[str, Any]) -> str:
     for each in (document["check"], *document["checks"]):
         is_near = abs(each["predicted"] / each["measured"] - 1) <= NEAR
         word = "" if is_near else "**missed**"
-        lines.append(
-            f"| {each['id']} | {each['measured']:g} | {each['predicted']:.4g} | {word} |"
-        )
+        lines.append(f"| {each['id']} | {each['measured']:g} | {each['predicted']:.4g} | {word} |")
     return "\n".join(lines) + "\n"
 
 

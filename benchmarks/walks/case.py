@@ -87,7 +87,13 @@ def _walked(name: str, data, sizes: Sequence[int], efs: Sequence[int], say: Say)
             limits = exact[:, -1:] * (1 + 1e-5)
             yield Row(
                 "walks",
-                {"data": name, "n": n, "dim": int(base.shape[1]), "ef": ef, "queries": len(queries)},
+                {
+                    "data": name,
+                    "n": n,
+                    "dim": int(base.shape[1]),
+                    "ef": ef,
+                    "queries": len(queries),
+                },
                 "HNSW",
                 "measured",
                 "memory",

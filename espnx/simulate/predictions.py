@@ -82,4 +82,3 @@ def predictions(
         by_what = {what: each[name] for what, each in moved.items()}
         rows.append(Prediction(name, value, float(low), float(high), *words(name), by_what))
     return tuple(rows)
-

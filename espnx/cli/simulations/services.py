@@ -87,7 +87,9 @@ def run_service(args: Namespace) -> int:
         ratios = ", ".join(f"{each:.2f}" for each in _ratios(answers))
         parts.append(f"{answers[0].system} over {answers[1].system}, queries/s: {ratios}")
     if any(each.is_extrapolated for each in answers):
-        parts.append("walks marked * are longer than any that was measured: by a fitted law")
+        parts.append(
+            "walks marked * are of graphs larger than any that was walked: by a fitted law"
+        )
     emit(args, "\n\n".join(parts), document)
     return 0
 

@@ -28,7 +28,7 @@ class Answer:
     queries_per_s: the highest rate at which queries can arrive without a queue that grows.
     bound: the phase that takes most.
     distances, hops: of a walk in one drive; None: there is none.
-    is_extrapolated: the walk is longer than those on which its law was fitted.
+    is_extrapolated: the graph is larger than those on which the law of its walks was fitted.
     search_joules: of a query, of what encodes and searches.
     """
 
@@ -54,10 +54,6 @@ class Answer:
     @property
     def search_share(self) -> float:
         return sum(self.phases_s[each] for each in SEARCHING) / self.serial_s
-
-
-#: Vectors of the largest graph that was walked for the law.
-WALKED_MOST = 500_000
 
 
 def answer(service: Service, passages: int, batch: int = 1) -> Answer:
@@ -89,7 +85,7 @@ def answer(service: Service, passages: int, batch: int = 1) -> Answer:
         max(phases_s, key=lambda name: phases_s[name]),
         found.distances,
         found.hops,
-        found.distances is not None and passages / service.n_drives > WALKED_MOST,
+        found.distances is not None and passages / service.n_drives > service.get("walk.walked"),
         _search_joules(service, phases_s) / batch,
     )
 

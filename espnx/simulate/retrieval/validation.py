@@ -24,7 +24,7 @@ MORE_SYSTEMS = (EIGHT, CLUSTERS, "cpu-ebs")
 GENERATION, SMALLER = "llama2-34b", "llama2-13b"
 
 _READS = "reads one after another on the host; in the drive, those of a hop at once"
-_WALKS = "walks of more than 500,000 vectors by a fitted law"
+_WALKS = "walks by a law that is extrapolated from smaller graphs"
 #: By the beginning of the id, the first that fits.
 WORDS: Mapping[str, tuple[str, str]] = {
     "ragx.x_": (_READS, f"mean of ratios of five retrievers (four at 500M); {_WALKS}"),
@@ -90,7 +90,9 @@ class Case:
         specs = load_preset_service(system, retriever, model)
         return answer(specs.given(self.values, self.without), SIZES[size], batch)
 
-    def over(self, other: str, retriever: str, size: str, ours: str = OURS, **more: object) -> float:
+    def over(
+        self, other: str, retriever: str, size: str, ours: str = OURS, **more: object
+    ) -> float:
         """Queries a second of ours, over the other's."""
         rates = [self.ask(name, retriever, size, **more) for name in (ours, other)]  # type: ignore[arg-type]
         return rates[0].queries_per_s / rates[1].queries_per_s
@@ -102,14 +104,18 @@ class Case:
         """The prediction of each id, in the order in which they are listed."""
         found: dict[str, float] = {}
         for size in SIZES:
-            found[f"x_{size}"] = self.mean(lambda each, size=size: self.over(BASE, each, size), size)
+            found[f"x_{size}"] = self.mean(
+                lambda each, size=size: self.over(BASE, each, size), size
+            )
         for other in ("cpu-dram", "disag-nvme", "disag-dram", "gpu-dram"):
             name = f"over_{other.replace('-', '_')}_50M"
             found[name] = self.mean(lambda each, other=other: self.over(other, each, "50M"), "50M")
         for name, system in (("cpu", BASE), ("ragx", OURS)):
             for size in SIZES:
                 found[f"nvme_share_{name}_{size}"] = self.mean(
-                    lambda each, system=system, size=size: self.ask(system, each, size).share(READS),
+                    lambda each, system=system, size=size: self.ask(system, each, size).share(
+                        READS
+                    ),
                     size,
                 )
         found["gtr_5M"] = self.over(BASE, "gtr", "5M")
@@ -175,7 +181,9 @@ def validate(n_draws: int = DRAWS) -> Validation:
     middle = Case(values)
     rng = np.random.default_rng(SEED)
     drawn = [Case(_drawn(known, rng)).values_of_ids() for _ in range(n_draws)]
-    moved = {f"without {each}": replace(middle, without=each).values_of_ids() for each in MECHANISMS}
+    moved = {
+        f"without {each}": replace(middle, without=each).values_of_ids() for each in MECHANISMS
+    }
     raised = [name for name, each in known.items() if each.low < each.high] + list(FITTED)
     for name in raised:
         other = {**values, name: values[name] * RAISED}
@@ -211,11 +219,7 @@ def _checks(case: Case) -> list[dict[str, object]]:
     search_s = colbert.search_share * colbert.serial_s
     disag = case.mean(lambda each: case.over("cpu-dram", each, "5M", "disag-dram"), "5M")
     return [
-        {
-            "id": "reads of ColBERT's search, 5M",
-            "measured": 395,
-            "predicted": colbert.distances,
-        },
+        {"id": "reads of ColBERT's search, 5M", "measured": 395, "predicted": colbert.distances},
         {
             "id": "reads in ColBERT's search, 5M",
             "measured": 0.74,

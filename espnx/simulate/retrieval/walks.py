@@ -39,7 +39,9 @@ def hops_of(service: Service, ef: float) -> float:
     return ef + service.get("walk.descent")
 
 
-def hop_read_s(dies: int, reads: float, cell_read_s: float, read_bytes: float, rate: float) -> float:
+def hop_read_s(
+    dies: int, reads: float, cell_read_s: float, read_bytes: float, rate: float
+) -> float:
     """The mean time in which the vectors of a hop come from flash: each from any of the dies,
     which keeps its page until the bus has taken it; the next hop begins when all are there.
 

@@ -182,4 +182,6 @@ def is_service(source: str) -> bool:
     """
     if not source.endswith(SUFFIXES):
         return source in presets(ServiceSpec)
-    return "searcher" in parse_yaml(read_file(source, "a system spec"), source, "a system spec").items
+    return (
+        "searcher" in parse_yaml(read_file(source, "a system spec"), source, "a system spec").items
+    )

@@ -56,6 +56,7 @@ class GraphWalkSpec:
         vectors, ef: of the walk at which the law begins.
         distances: that it compares.
         more_vectors, more_ef: the power of either with which they grow.
+        walked: vectors of the largest graph on which it was fitted; beyond it is extrapolated.
         descent: vertices that are expanded beside ef.
         private_ef: of a graph that holds one of several shares of the vectors, over that of one
             that holds them all.
@@ -68,6 +69,7 @@ class GraphWalkSpec:
     distances: Count
     more_vectors: Share
     more_ef: Share
+    walked: Count
     descent: Count
     private_ef: Share
 
