@@ -1,5 +1,5 @@
-"""``espnx simulate --system ragx-1 --workload gtr``: queries a second of services that find passages
-for a model, where a query's time goes, and how long it waits."""
+"""``espnx simulate --system ragx-1 --workload gtr``: queries a second of services that find
+passages for a model, where a query's time goes, and how long it waits."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ def add_service_options(parser: ArgumentParser) -> None:
 
 def run_service(args: Namespace) -> int:
     from ...simulate.retrieval.answer import answer
-    from ...simulate.retrieval.arrivals import arrive
-    from ...simulate.retrieval.fitted import FITTED
-    from ...simulate.retrieval.service import load_service
+    from ...simulate.retrieval.service import FITTED, load_service
     from ...simulate.retrieval.validation import middle_values
 
     names = [each for each in (args.system, args.vs) if each is not None]
@@ -57,7 +55,7 @@ def run_service(args: Namespace) -> int:
     answers = [
         answer(spec.given(given), passages, batch) for passages, batch in asked for spec in specs
     ]
-    waits = [] if args.rate is None else [_waits(each, args.rate, arrive) for each in answers]
+    waits = [] if args.rate is None else [_waits(each, args.rate) for each in answers]
     document = json_document(
         "simulate",
         kind="modelled",
@@ -94,15 +92,17 @@ def run_service(args: Namespace) -> int:
     return 0
 
 
-def _waits(found: Answer, rate: float, arrive: object) -> Waits | None:
+def _waits(found: Answer, rate: float) -> Waits | None:
     """None: a queue would grow without end."""
+    from ...simulate.retrieval.arrivals import arrive
+
     if not rate > 0:
         raise InvalidInputError("--rate", got=rate, expected="above 0")
     if found.batch > 1:
         raise InvalidInputError("--rate", got=f"batches of {found.batch}", expected="batches of 1")
     if rate >= found.queries_per_s:
         return None
-    return arrive(found.serial_s, rate)  # type: ignore[operator,no-any-return]
+    return arrive(found.serial_s, rate)
 
 
 def _ratios(answers: Sequence[Answer]) -> list[float]:

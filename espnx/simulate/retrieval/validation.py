@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,8 +11,8 @@ from ...errors import InvalidInputError
 from ..figures import Range, draw, middles
 from ..predictions import DRAWS, RAISED, SEED, Prediction, check_draws, predictions
 from .answer import READS, Answer, answer
-from .fitted import FITTED, RETRIEVERS, SHARES, fit
-from .service import MECHANISMS, load_preset_service
+from .fitted import RETRIEVERS, SHARES, fit
+from .service import FITTED, MECHANISMS, load_preset_service
 
 SIZES = {"0.5M": 500_000, "5M": 5_000_000, "50M": 50_000_000, "500M": 500_000_000}
 #: Whose vectors of 500 million passages fitted nowhere (RAGX figure 9).
@@ -91,60 +91,64 @@ class Case:
         return answer(specs.given(self.values, self.without), SIZES[size], batch)
 
     def over(
-        self, other: str, retriever: str, size: str, ours: str = OURS, **more: object
+        self,
+        other: str,
+        retriever: str,
+        size: str,
+        ours: str = OURS,
+        batch: int = 1,
+        model: str = GENERATION,
     ) -> float:
         """Queries a second of ours, over the other's."""
-        rates = [self.ask(name, retriever, size, **more) for name in (ours, other)]  # type: ignore[arg-type]
-        return rates[0].queries_per_s / rates[1].queries_per_s
-
-    def mean(self, of: Callable[[str], float], size: str) -> float:
-        return float(np.mean([of(each) for each in fitting(size)]))
-
-    def values_of_ids(self) -> dict[str, float]:
-        """The prediction of each id, in the order in which they are listed."""
-        found: dict[str, float] = {}
-        for size in SIZES:
-            found[f"x_{size}"] = self.mean(
-                lambda each, size=size: self.over(BASE, each, size), size
-            )
-        for other in ("cpu-dram", "disag-nvme", "disag-dram", "gpu-dram"):
-            name = f"over_{other.replace('-', '_')}_50M"
-            found[name] = self.mean(lambda each, other=other: self.over(other, each, "50M"), "50M")
-        for name, system in (("cpu", BASE), ("ragx", OURS)):
-            for size in SIZES:
-                found[f"nvme_share_{name}_{size}"] = self.mean(
-                    lambda each, system=system, size=size: self.ask(system, each, size).share(
-                        READS
-                    ),
-                    size,
-                )
-        found["gtr_5M"] = self.over(BASE, "gtr", "5M")
-        for retriever in ("bm25", "gtr"):
-            found[f"{retriever}_8drives_50M"] = self.over(BASE, retriever, "50M", EIGHT)
-        for batch in (8, 256):
-            found[f"batch{batch}_5M"] = self.mean(
-                lambda each, batch=batch: self.over(BASE, each, "5M", batch=batch), "5M"
-            )
-        found["llama_1xA100"] = self.mean(
-            lambda each: self.over(BASE, each, "5M", model=SMALLER), "5M"
+        first, second = (
+            self.ask(name, retriever, size, batch, model).queries_per_s for name in (ours, other)
         )
-        clusters = [
+        return first / second
+
+    def mean_over(
+        self, other: str, size: str, ours: str = OURS, batch: int = 1, model: str = GENERATION
+    ) -> float:
+        """The same, over all retrievers."""
+        ratios = [self.over(other, each, size, ours, batch, model) for each in fitting(size)]
+        return float(np.mean(ratios))
+
+    def read_share(self, system: str, size: str) -> float:
+        """Of a query's time, that drives are read; over all retrievers."""
+        return float(np.mean([self.ask(system, each, size).share(READS) for each in fitting(size)]))
+
+    def over_clusters(self) -> list[float]:
+        return [
             self.over(CLUSTERS, each, size)
             for size in SIZES
             for each in fitting(size)
             if load_preset_service(OURS, each).retriever.representation == "vectors"
         ]
+
+    def energy_gain(self) -> float:
+        gains = [
+            self.ask(BASE, each, size).search_joules / self.ask(OURS, each, size).search_joules
+            for size in SIZES
+            for each in fitting(size)
+        ]
+        return float(np.mean(gains))
+
+    def values_of_ids(self) -> dict[str, float]:
+        """The prediction of each id, in the order in which they are listed."""
+        found = {f"x_{size}": self.mean_over(BASE, size) for size in SIZES}
+        for other in ("cpu-dram", "disag-nvme", "disag-dram", "gpu-dram"):
+            found[f"over_{other.replace('-', '_')}_50M"] = self.mean_over(other, "50M")
+        for name, system in (("cpu", BASE), ("ragx", OURS)):
+            for size in SIZES:
+                found[f"nvme_share_{name}_{size}"] = self.read_share(system, size)
+        found["gtr_5M"] = self.over(BASE, "gtr", "5M")
+        for retriever in ("bm25", "gtr"):
+            found[f"{retriever}_8drives_50M"] = self.over(BASE, retriever, "50M", EIGHT)
+        for batch in (8, 256):
+            found[f"batch{batch}_5M"] = self.mean_over(BASE, "5M", batch=batch)
+        found["llama_1xA100"] = self.mean_over(BASE, "5M", model=SMALLER)
+        clusters = self.over_clusters()
         found["over_ivf_nvme_min"], found["over_ivf_nvme_max"] = min(clusters), max(clusters)
-        found["search_energy_gain_avg"] = float(
-            np.mean(
-                [
-                    self.ask(BASE, each, size).search_joules
-                    / self.ask(OURS, each, size).search_joules
-                    for size in SIZES
-                    for each in fitting(size)
-                ]
-            )
-        )
+        found["search_energy_gain_avg"] = self.energy_gain()
         return {f"ragx.{name}": value for name, value in found.items()}
 
 
@@ -217,7 +221,7 @@ def _drawn(known: Mapping[str, Range], rng: np.random.Generator) -> dict[str, fl
 def _checks(case: Case) -> list[dict[str, object]]:
     colbert = case.ask(BASE, "colbert", "5M")
     search_s = colbert.search_share * colbert.serial_s
-    disag = case.mean(lambda each: case.over("cpu-dram", each, "5M", "disag-dram"), "5M")
+    disag = case.mean_over("cpu-dram", "5M", "disag-dram")
     return [
         {"id": "reads of ColBERT's search, 5M", "measured": 395, "predicted": colbert.distances},
         {
@@ -228,7 +232,7 @@ def _checks(case: Case) -> list[dict[str, object]]:
         {
             "id": "cpu-dram over cpu-nvme, 5M",
             "measured": 1.9,
-            "predicted": case.mean(lambda each: case.over(BASE, each, "5M", "cpu-dram"), "5M"),
+            "predicted": case.mean_over(BASE, "5M", "cpu-dram"),
         },
         {"id": "disag-dram over cpu-dram, 5M", "measured": 0.72, "predicted": disag},
     ]

@@ -138,7 +138,7 @@ def test_what_does_not_fit() -> None:
     with pytest.raises(InvalidInputError, match=r"does not fit a100-80gb; got .* too much"):
         ask("ragx-1", "gtr", 5_000_000, batch=1000)
     specs = load_service("cpu-nvme", "gtr")
-    with pytest.raises(InvalidInputError, match="got no searcher.distance"):
+    with pytest.raises(InvalidInputError, match=r"got no searcher\.distance"):
         answer(specs.given(middles(specs.ranges)), 5_000_000)
 
 

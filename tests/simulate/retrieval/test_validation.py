@@ -12,8 +12,8 @@ from espnx.errors import InvalidInputError
 from espnx.simulate.figures import middles
 from espnx.simulate.predictions import Prediction
 from espnx.simulate.retrieval.answer import answer
-from espnx.simulate.retrieval.fitted import FITTED, ON, RETRIEVERS, SHARES, fit
-from espnx.simulate.retrieval.service import MECHANISMS, load_preset_service
+from espnx.simulate.retrieval.fitted import ON, RETRIEVERS, SHARES, fit
+from espnx.simulate.retrieval.service import FITTED, MECHANISMS, load_preset_service
 from espnx.simulate.retrieval.validation import (
     Case,
     Validation,
