@@ -278,6 +278,7 @@ def _found(args: argparse.Namespace, queries: np.ndarray, devices: Devices | Non
                 recall=args.recall,
                 beam_width=args.beam_width,
             )
+    from ...device.near_storage import NearStorageDevice
     from ...graph.devices.walks import WALKS, WalkCommand
 
     for name in ("list_size", "beam_width"):
@@ -288,7 +289,8 @@ def _found(args: argparse.Namespace, queries: np.ndarray, devices: Devices | Non
                 got=f"no {option}" if name == "list_size" else option,
                 expected="--list-size, and neither --recall nor --beam-width",
             )
-    with closing(WALKS.open_on(devices[0], args.graph, threads=args.threads)) as walks:
+    device = devices if isinstance(devices, (str, NearStorageDevice)) else devices[0]
+    with closing(WALKS.open_on(device, args.graph, threads=args.threads)) as walks:
         command = WalkCommand(queries, args.k, list_size=args.list_size)
         found: Neighbours = walks.submit(command).finish()
     return found

@@ -8,6 +8,7 @@ from ...errors import InvalidInputError
 from ..output import add_json_option, check_json
 from ..simulations.boards import run_board
 from ..simulations.decoders import add_decoder_options, run_decoder
+from ..simulations.programs import run_program
 from ..simulations.services import add_service_options, run_service
 from ..simulations.shown import run_list, run_validation
 
@@ -28,6 +29,7 @@ def configure(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--system", metavar="NAME", help="what is simulated: a name, or a .yaml file")
     add("--workload", metavar="NAME", help="what it is asked for: a name, or a .yaml file")
+    add("--trace", metavar="FILE", help="in place of a workload: a program that `--record` wrote")
     add(
         "--list",
         action="store_true",
@@ -71,12 +73,14 @@ def run(args: Namespace) -> int:
         return run_list(args)
     if args.validation:
         return run_validation(args)
+    if args.trace is not None:
+        return run_program(args)
     for name in ("system", "workload"):
         if getattr(args, name) is None:
             raise InvalidInputError(
                 "simulate",
                 got=f"no --{name}",
-                expected="--system and --workload, or --list, or --validation",
+                expected="--system and --workload or --trace, or --list, or --validation",
             )
     if args.system in BOARDS:
         return run_board(args)

@@ -146,6 +146,38 @@ def test_services(capsys: pytest.CaptureFixture[str]) -> None:
     assert "by a fitted law" in text
 
 
+def test_a_recorded_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a search of a graph asked, of other drives; a trace that was cut off is no answer."""
+    import numpy as np
+
+    base = np.random.default_rng(0).standard_normal((300, 8)).astype(np.float32)
+    np.save(tmp_path / "base.npy", base)
+    graph, trace = str(tmp_path / "g"), tmp_path / "run.trace"
+    vectors = str(tmp_path / "base.npy")
+    assert main(["graph", "build", vectors, graph]) == 0
+    words = ["graph", "search", graph, vectors, "--list-size", "20", "--record", str(trace)]
+    assert main(words) == 0
+    capsys.readouterr()
+    words = ["simulate", "--trace", str(trace), "--system", "smartssd-4", "--vs", "flexgen-4ssd"]
+    assert main([*words, "--json", "-"]) == 0
+    found = strict_json(capsys.readouterr().out)
+    assert found["has_all_host_s"]
+    assert [each["system"] for each in found["programs"]] == ["smartssd-4", "flexgen-4ssd"]
+    for each in found["programs"]:
+        assert each["verbs"]["walk"]["read_bytes"] > 0
+        assert each["predicted_s"] >= each["verbs"]["walk"]["recorded_s"]
+    assert main(words) == 0
+    assert "on flexgen-4ssd" in capsys.readouterr().out
+    trace.write_text("\n".join(trace.read_text().splitlines()[:-1]) + "\n")
+    assert main(words) == 1
+    assert "a trace without an end" in capsys.readouterr().err
+    trace.write_text('{"espnx_trace":9}\n')
+    assert main(words) == 1
+    assert "version of a trace" in capsys.readouterr().err
+    assert main(["simulate", "--trace", str(trace)]) == 2
+    assert main([*words, "--workload", "opt-30b"]) == 2
+
+
 def test_a_user_s_own_service(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from espnx.simulate.specs import load
 
