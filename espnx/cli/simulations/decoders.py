@@ -169,14 +169,19 @@ def _times(answers: Sequence[Answer]) -> str:
     return render_table(headers, rows, right=headers[1:])
 
 
+def _hourly(per_s: float | None) -> str | None:
+    return None if per_s is None else f"{per_s * 3600:.3g}"
+
+
 def _costs(answers: Sequence[Answer]) -> str:
-    headers = ["system", "W", "J/token", "drives $", "written/sequence", "sequences until worn"]
+    headers = ["system", "W", "J/token", "drives $", "tokens/h and $", "written/sequence", "sequences until worn"]
     rows = [
         (
             each.system,
             None if each.watts is None else f"{each.watts:,.0f}",
             None if each.joules_per_token is None else f"{each.joules_per_token:,.0f}",
             None if each.drives_dollars is None else f"{each.drives_dollars:,.0f}",
+            _hourly(each.tokens_per_s_per_drives_dollar),
             format_size(int(each.written_bytes)),
             None if each.sequences_until_worn is None else f"{each.sequences_until_worn:,.0f}",
         )
