@@ -28,7 +28,7 @@ def run(job: dict[str, Any]) -> int:
         in_parts(job["source"], job["path"])
     elif job["what"] == "clusters":
         espnx.graph.build(
-            job["source"], job["path"], clusters=6, max_degree=16, search_list_size=40, threads=1
+            job["source"], job["path"], clusters=6, max_degree=16, list_size=40, threads=1
         )
     else:
         vectors = np.random.default_rng(0).standard_normal((20_000, 32)).astype(np.float32)
