@@ -266,7 +266,7 @@ def run_search(args: argparse.Namespace) -> int:
 
 
 def _found(args: argparse.Namespace, queries: np.ndarray, devices: Devices | None) -> Neighbours:
-    """Of the graph, or of a device that walks over it."""
+    """The nearest vectors, of the graph itself or of a device that walks over it."""
     from ...graph import GraphIndex
 
     if devices is None:
