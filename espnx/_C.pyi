@@ -646,7 +646,6 @@ class PageLayout:
         disk_pq_bytes: int,
         page_bytes: int,
         nodes_per_page: int,
-        salt: int,
     ) -> None: ...
 
 class Codebook:
@@ -669,8 +668,12 @@ class GraphView:
         book: Codebook,
         disk_book: Codebook | None,
         codes: Tensor | None,
+        part_nodes: Tensor,
+        copies: int,
+        salt: int,
         entries: Tensor,
         entry_codes: Tensor,
+        entries_begin: Tensor,
     ) -> None: ...
 
 class GraphSearchOptions:
@@ -706,6 +709,7 @@ class GraphSearcher:
         stop_beyond: float,
         filter: dict[str, Any] | None,  # noqa: A002
         absent: Tensor | None,
+        parts: tuple[Tensor, Tensor] | None,
         deadline_s: float,
     ) -> GraphSearch: ...
     def close(self) -> None: ...

@@ -49,11 +49,11 @@ def typed_keywords(function: Callable[..., Any]) -> list[str]:
     ]
 
 
-#: Of these; `build_private` hands them on to `build`.
+#: Of these; two hand on what they do not know, to `build` and to the model's own `generate`.
 PUBLIC = {
     name: each
     for name, each in public().items()
-    if typed_keywords(each) and name != "espnx.graph.build_private"
+    if typed_keywords(each) and name not in ("espnx.graph.build_private", "espnx.generate")
 }
 
 

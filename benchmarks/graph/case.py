@@ -31,12 +31,18 @@ are, and not rotated; espnx-inline-full: as many as fill the page; espnx-inline-
 built with a list of 50 in place of 100; espnx-paged: with those of code pages, of which 5 MiB are
 kept). memory: above that of a process that has opened nothing, with 64 queries under way, over --n.
 
+clusters: pages of a query, its CPU time and memory over the number of clusters (a graph each),
+beside as many graphs of shares of the vectors (blind sharding), of which each is asked for as few
+neighbours by as short a list as reach the recall, or (-k) for ten; every list through every number
+of clusters, between two by a straight line; "by recall=": as the build measured it.
+
   espnx bench graph --path /mnt/nvme --diskann-python ENV/bin/python --json graph.json
   python scripts/graph_vectors.py tokens --out tokens
   espnx bench graph --base tokens.npy --queries tokens-queries.npy --pq-bytes 47
   espnx bench graph --path /mnt/nvme --base sift.fbin --queries sift-queries.fbin --pq-bytes 32
   espnx bench graph --path /mnt/nvme --show memory --n 10000,100000 \\
       --system espnx-inline,espnx-memory
+  espnx bench graph --path /mnt/nvme --show clusters --clusters 16,64,256
   # does everything work here?
   espnx bench graph --quick
 
@@ -48,6 +54,8 @@ and nothing stays on disk."""
 
 LIST_SIZES = "10,14,18,22,28,34,42,56,80,120"
 K = 10
+#: Vectors of a cluster.
+PER_CLUSTER, PER_CLUSTER_QUICK = 2000, 200
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -62,9 +70,21 @@ def configure(parser: ArgumentParser) -> None:
     )
     add(
         "--show",
-        choices=("sweep", "memory"),
+        choices=("sweep", "memory", "clusters"),
         default="sweep",
-        help="sweep or memory (default: %(default)s)",
+        help="sweep, memory or clusters (default: %(default)s)",
+    )
+    add(
+        "--clusters",
+        metavar="N,...",
+        default="16,64,256",
+        help="of --show clusters, 2,000 vectors in each (default: %(default)s)",
+    )
+    add(
+        "--replicas",
+        metavar="SHARE,...",
+        default="0",
+        help="of --show clusters: vectors in two clusters (default: %(default)s)",
     )
     add("--system", metavar="S,...", help=f"of {', '.join(SYSTEMS)} (default: all)")
     add("--n", metavar="N,...", default="50000", help="vectors by recipe (default: %(default)s)")
@@ -109,7 +129,7 @@ def configure(parser: ArgumentParser) -> None:
         help="the best counts (default: %(default)s)",
     )
     add(
-        "--diskann-beamwidths",
+        "--diskann-beam-widths",
         metavar="W,...",
         default="1,2,4,8",
         help="the best counts (default: %(default)s)",
@@ -133,6 +153,8 @@ def run(args: Namespace, say: Say) -> list[Row]:
         raise InvalidInputError(
             "--base and --queries", got="one of them", expected="both, or neither"
         )
+    if args.show == "clusters":
+        return _clusters(args, say)
     quick, python = args.quick, args.diskann_python
     if python is not None:
         # Processes start in another directory. Not resolved: by the link an environment's Python
@@ -147,7 +169,9 @@ def run(args: Namespace, say: Say) -> list[Row]:
         threads=positive("--threads", args.threads),
         own_threads=(2,) if quick else _many("--search-threads", args.search_threads),
         peer_threads=(2,) if quick else _many("--diskann-threads", args.diskann_threads),
-        peer_beamwidths=(1, 2) if quick else _many("--diskann-beamwidths", args.diskann_beamwidths),
+        peer_beam_widths=(1, 2)
+        if quick
+        else _many("--diskann-beam-widths", args.diskann_beam_widths),
         list_sizes=(10, 80) if quick else sorted(_many("--list-sizes", args.list_sizes)),
         peer_list_sizes=(10, 80)
         if quick
@@ -184,6 +208,34 @@ def _check_peer(python: str) -> None:
         )
 
 
+def _clusters(args: Namespace, say: Say) -> list[Row]:
+    from .clusters import ClusterPlan, measure_clusters
+    from .data import by_recipe
+
+    counts = [2, 4] if args.quick else _many("--clusters", args.clusters)
+    plan = ClusterPlan(
+        Path(args.path).resolve(),
+        counts,
+        PER_CLUSTER_QUICK if args.quick else PER_CLUSTER,
+        [_share("--replicas", word) for word in words(args.replicas)],
+        positive("--threads", args.threads),
+    )
+    n_queries = 20 if args.quick else positive("--n-queries", args.n_queries)
+    dim = positive("--dim", args.dim)
+    return measure_clusters(
+        lambda n: by_recipe(n, n_queries, K, args.seed, dim=dim, dtype=args.dtype), plan, say
+    )
+
+
+def _share(name: str, text: str) -> float:
+    try:
+        if 0 <= float(text) <= 1:
+            return float(text)
+    except ValueError:
+        pass
+    raise InvalidInputError(name, got=text, expected="shares, 0 to 1")
+
+
 def _many(name: str, text: str) -> list[int]:
     return [positive(name, word) for word in words(text)]
 
@@ -203,10 +255,16 @@ def _sets(args: Namespace) -> Iterator[Data]:
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """A table of rows of one show: those of the first."""
+    from .clusters import clusters_table
     from .rows import memory_table, summary_table, sweep_table
 
     show = rows[0].params["show"] if rows else "summary"
-    tables = {"summary": summary_table, "sweep": sweep_table, "memory": memory_table}
+    tables = {
+        "summary": summary_table,
+        "sweep": sweep_table,
+        "memory": memory_table,
+        "clusters": clusters_table,
+    }
     return tables[show]([row for row in rows if row.params["show"] == show])
 
 

@@ -176,14 +176,22 @@ class PyVamana {
   std::unique_ptr<Vamana> graph_;
 };
 
-// Entry points, and the code of each.
-std::pair<std::vector<uint32_t>, std::vector<uint8_t>> to_entries(const Tensor& entries,
-                                                                  const Tensor& codes,
-                                                                  const graph::PageLayout& layout) {
+// Entry points of each part, from begin[p] to begin[p + 1] - 1, and the code of each.
+std::pair<std::vector<uint32_t>, std::vector<uint8_t>> to_entries(
+    const Tensor& entries, const Tensor& codes, const std::vector<int64_t>& begin,
+    const std::vector<graph::Part>& parts, const graph::PageLayout& layout) {
+  const std::vector<int64_t> given = to_vector(entries, "entries", -1);
+  if (begin.size() != parts.size() + 1 || begin.front() != 0 ||
+      begin.back() != static_cast<int64_t>(given.size()) ||
+      !std::is_sorted(begin.begin(), begin.end())) {
+    invalid("entry points must be those of each part");
+  }
   std::vector<uint32_t> nodes;
-  for (const int64_t entry : to_vector(entries, "entries", -1)) {
-    if (entry < 0 || entry >= layout.n) invalid("an entry point is no node");
-    nodes.push_back(static_cast<uint32_t>(entry));
+  for (size_t part = 0; part < parts.size(); ++part) {
+    for (int64_t i = begin[part]; i < begin[part + 1]; ++i) {
+      if (given[i] < 0 || given[i] >= parts[part].n) invalid("an entry point is no node");
+      nodes.push_back(static_cast<uint32_t>(given[i]));
+    }
   }
   const auto* near = contiguous<const uint8_t>(codes, Dtype::uint8, "entry_codes", "uint8");
   if (codes.numel() != static_cast<int64_t>(nodes.size()) * layout.code_bytes)
@@ -197,7 +205,8 @@ class PyGraphSearch {
   PyGraphSearch(std::shared_ptr<GraphSearcher> searcher, const Tensor& queries,
                 const Tensor& queries_f32, int64_t k, int64_t list_size, int64_t far_list_size,
                 int64_t beam_width, float stop_beyond, const std::optional<py::dict>& filter,
-                const std::optional<Tensor>& absent, double deadline_s)
+                const std::optional<Tensor>& absent,
+                const std::optional<std::pair<Tensor, Tensor>>& parts, double deadline_s)
       : searcher_(std::move(searcher)) {
     const graph::PageLayout& layout = searcher_->view().layout;
     request_.queries =
@@ -220,9 +229,11 @@ class PyGraphSearch {
     if (filter) take_filter(*filter);
     const int64_t n = request_.n_queries;
     if (absent) {
-      absent_ = to_vector(*absent, "absent", n);
+      absent_ = to_vector(*absent, "absent", n * searcher_->view().copies);
       request_.absent = absent_.data();
     }
+    if (parts) take_parts(*parts);
+    check_parts();
     rows_.resize(n * k), distances_.resize(n * k), seconds_.resize(n);
     for (auto* each : {&pages_, &code_pages_, &measured_, &estimated_}) each->resize(n);
     request_.rows = rows_.data(), request_.distances = distances_.data(),
@@ -274,21 +285,63 @@ class PyGraphSearch {
  private:
   void take_filter(const py::dict& given) {
     const graph::PageLayout& layout = searcher_->view().layout;
-    const auto bits = [&](const char* name) {
+    const std::vector<graph::Part>& parts = searcher_->view().parts;
+    const auto bits = [&](const char* name, int64_t count) {
       const auto tensor = given[name].cast<Tensor>();
       const auto* found = contiguous<const uint8_t>(tensor, Dtype::uint8, name, "uint8");
-      if (tensor.numel() < (layout.n + 7) / 8)
+      if (tensor.numel() < (count + 7) / 8)
         invalid(std::string(name) + " must have a bit for each row");
       keeps_.push_back(tensor.keep());
       return found;
     };
-    filter_.rows = bits("rows");
-    filter_.nodes = bits("nodes");
-    filter_.count = given["count"].cast<int64_t>();
-    filter_.pages = given["pages"].cast<int64_t>();
-    std::tie(filter_.entries, filter_.entry_codes) =
-        to_entries(given["entries"].cast<Tensor>(), given["entry_codes"].cast<Tensor>(), layout);
+    const graph::Part& last = parts.back();
+    filter_.rows = bits("rows", layout.n);
+    filter_.nodes = bits("nodes", last.first_page * layout.nodes_per_page + last.n);
+    const auto n_parts = static_cast<int64_t>(parts.size());
+    const auto counts = to_vector(given["counts"].cast<Tensor>(), "counts", n_parts),
+               pages = to_vector(given["pages"].cast<Tensor>(), "pages", n_parts),
+               begin =
+                   to_vector(given["entries_begin"].cast<Tensor>(), "entries_begin", n_parts + 1);
+    std::tie(filter_.entries, filter_.entry_codes) = to_entries(
+        given["entries"].cast<Tensor>(), given["entry_codes"].cast<Tensor>(), begin, parts, layout);
+    for (int64_t i = 0; i < n_parts; ++i)
+      filter_.parts.push_back({counts[i], pages[i], begin[i], begin[i + 1]});
     request_.filter = &filter_;
+  }
+
+  // (numbers of parts, where each query's begin)
+  void take_parts(const std::pair<Tensor, Tensor>& given) {
+    parts_begin_ = to_vector(given.second, "parts_begin", request_.n_queries + 1);
+    parts_ = to_vector(given.first, "parts", -1);
+    const auto n_parts = static_cast<int64_t>(searcher_->view().parts.size());
+    if (parts_begin_.front() != 0 || parts_begin_.back() != static_cast<int64_t>(parts_.size()) ||
+        !std::is_sorted(parts_begin_.begin(), parts_begin_.end())) {
+      invalid("parts must be those of each query");
+    }
+    for (const int64_t each : parts_) {
+      if (each < 0 || each >= n_parts) invalid("no such part");
+    }
+    parts_.reserve(1);  // so that none of them is not all of them
+    request_.parts = parts_.data(), request_.parts_begin = parts_begin_.data();
+  }
+
+  // A walk numbers the nodes of its parts by 32 bits.
+  void check_parts() const {
+    const GraphView& view = searcher_->view();
+    const auto nodes_of = [&](int64_t part) {
+      return view.layout.pages_of(view.parts[part]) * view.layout.nodes_per_page;
+    };
+    const int64_t n_walks = request_.parts == nullptr ? 1 : request_.n_queries;
+    for (int64_t q = 0; q < n_walks; ++q) {
+      int64_t nodes = 0;
+      if (request_.parts == nullptr) {
+        for (size_t i = 0; i < view.parts.size(); ++i) nodes += nodes_of(static_cast<int64_t>(i));
+      } else {
+        for (int64_t i = parts_begin_[q]; i < parts_begin_[q + 1]; ++i)
+          nodes += nodes_of(parts_[i]);
+      }
+      if (nodes >= UINT32_MAX) invalid("the parts of a walk have 2^32 nodes or more");
+    }
   }
 
   void check() const {
@@ -300,7 +353,7 @@ class PyGraphSearch {
   std::vector<std::shared_ptr<void>> keeps_;
   graph::SearchRequest request_;
   graph::RowFilter filter_;
-  std::vector<int64_t> absent_;
+  std::vector<int64_t> absent_, parts_, parts_begin_;
   std::vector<int64_t> rows_, early_rows_, pages_, code_pages_, measured_, estimated_;
   std::vector<float> distances_, early_distances_, seconds_;
   std::shared_ptr<GraphSearcher::Job> job_;
@@ -308,18 +361,20 @@ class PyGraphSearch {
   pid_t process_ = getpid();
 };
 
+// Of what 48 bits number.
+constexpr int64_t kMostRows = int64_t{1} << 48;
+
 // Checked, but for what other objects must agree with.
 graph::PageLayout make_layout(int64_t n, int64_t dim, const std::string& format, int64_t degree,
                               int64_t code_bytes, int64_t inline_codes, bool paged_codes,
-                              int64_t disk_pq_bytes, int64_t page_bytes, int64_t nodes_per_page,
-                              uint64_t salt) {
+                              int64_t disk_pq_bytes, int64_t page_bytes, int64_t nodes_per_page) {
   graph::PageLayout layout;
   layout.n = n, layout.dim = dim, layout.format = to_format(format), layout.degree = degree;
   layout.code_bytes = code_bytes, layout.inline_codes = inline_codes,
   layout.paged_codes = paged_codes;
-  layout.disk_pq_bytes = disk_pq_bytes, layout.salt = salt;
+  layout.disk_pq_bytes = disk_pq_bytes;
   layout.page_bytes = page_bytes, layout.nodes_per_page = nodes_per_page;
-  if (n < 0 || n >= UINT32_MAX || dim < 1 || dim > kMaxVectorDim || degree < 0 || degree > 65535 ||
+  if (n < 0 || n > kMostRows || dim < 1 || dim > kMaxVectorDim || degree < 0 || degree > 65535 ||
       code_bytes < 1 || inline_codes < 0 || inline_codes > degree || disk_pq_bytes < 0 ||
       page_bytes < 512 || nodes_per_page < 1 ||
       graph::kPageHeaderBytes + nodes_per_page * layout.node_bytes() > page_bytes) {
@@ -360,12 +415,30 @@ graph::PagesAt to_place(const std::pair<std::string, int64_t>& place) {
   return {place.first, place.second};
 }
 
+// One after the other in a file.
+std::vector<graph::Part> make_parts(const Tensor& nodes, const std::vector<int64_t>& entries_begin,
+                                    uint64_t salt, const graph::PageLayout& layout) {
+  std::vector<graph::Part> parts;
+  int64_t first_page = 0;
+  for (const int64_t n : to_vector(nodes, "part_nodes", -1)) {
+    if (n < 0 || n >= UINT32_MAX || parts.size() + 1 >= entries_begin.size())
+      invalid("a part must have fewer than 2^32 - 1 nodes, and its entry points");
+    const size_t number = parts.size();
+    parts.push_back(
+        {first_page, n, salt + number, entries_begin[number], entries_begin[number + 1]});
+    first_page += layout.pages_of(parts.back());
+  }
+  if (parts.empty()) invalid("a graph must have a part");
+  return parts;
+}
+
 GraphView make_view(const std::pair<std::string, int64_t>& pages,
                     const std::pair<std::string, int64_t>& code_pages,
                     const graph::PageLayout& layout, const std::string& metric,
                     const graph::Codebook& book, const std::optional<graph::Codebook>& disk_book,
-                    const std::optional<Tensor>& codes, const Tensor& entries,
-                    const Tensor& entry_codes) {
+                    const std::optional<Tensor>& codes, const Tensor& part_nodes, int64_t copies,
+                    uint64_t salt, const Tensor& entries, const Tensor& entry_codes,
+                    const Tensor& entries_begin) {
   GraphView view;
   view.pages = to_place(pages), view.code_pages = to_place(code_pages);
   view.layout = layout, view.metric = to_metric(metric), view.book = book;
@@ -385,7 +458,15 @@ GraphView make_view(const std::pair<std::string, int64_t>& pages,
   } else if (!layout.paged_codes && layout.inline_codes < layout.degree) {
     invalid("codes in memory are needed");
   }
-  std::tie(view.entries, view.entry_codes) = to_entries(entries, entry_codes, layout);
+  const auto begin = to_vector(entries_begin, "entries_begin", part_nodes.numel() + 1);
+  view.parts = make_parts(part_nodes, begin, salt, layout);
+  if (copies < 1 || copies > static_cast<int64_t>(view.parts.size()))
+    invalid("a row has at most one node in each part");
+  view.copies = copies;
+  if (view.parts.size() > 1 && layout.inline_codes < layout.degree)
+    invalid("graphs of several parts have their codes inline");
+  std::tie(view.entries, view.entry_codes) =
+      to_entries(entries, entry_codes, begin, view.parts, layout);
   return view;
 }
 
@@ -427,11 +508,13 @@ class PyGraphSearcher {
   std::unique_ptr<PyGraphSearch> start(const Tensor& queries, const Tensor& queries_f32, int64_t k,
                                        int64_t list_size, int64_t far_list_size, int64_t beam_width,
                                        float stop_beyond, const std::optional<py::dict>& filter,
-                                       const std::optional<Tensor>& absent, double deadline_s) {
+                                       const std::optional<Tensor>& absent,
+                                       const std::optional<std::pair<Tensor, Tensor>>& parts,
+                                       double deadline_s) {
     check();
     return std::make_unique<PyGraphSearch>(searcher_, queries, queries_f32, k, list_size,
                                            far_list_size, beam_width, stop_beyond, filter, absent,
-                                           deadline_s);
+                                           parts, deadline_s);
   }
 
   void close() {
@@ -479,14 +562,15 @@ void bind_graph(py::module_& m) {
       .def(py::init(&make_layout), py::kw_only(), py::arg("n"), py::arg("dim"), py::arg("format"),
            py::arg("degree"), py::arg("code_bytes"), py::arg("inline_codes"),
            py::arg("paged_codes"), py::arg("disk_pq_bytes"), py::arg("page_bytes"),
-           py::arg("nodes_per_page"), py::arg("salt"));
+           py::arg("nodes_per_page"));
   py::class_<graph::Codebook>(m, "Codebook")
       .def(py::init(&make_codebook), py::kw_only(), py::arg("parts"), py::arg("centroids"),
            py::arg("rotation"));
   py::class_<GraphView>(m, "GraphView")
       .def(py::init(&make_view), py::kw_only(), py::arg("pages"), py::arg("code_pages"),
            py::arg("layout"), py::arg("metric"), py::arg("book"), py::arg("disk_book"),
-           py::arg("codes"), py::arg("entries"), py::arg("entry_codes"));
+           py::arg("codes"), py::arg("part_nodes"), py::arg("copies"), py::arg("salt"),
+           py::arg("entries"), py::arg("entry_codes"), py::arg("entries_begin"));
   py::class_<graph::SearchOptions>(m, "GraphSearchOptions")
       .def(py::init(&make_options), py::kw_only(), py::arg("path"), py::arg("direct"),
            py::arg("threads"), py::arg("walks"), py::arg("code_cache_bytes"), py::arg("rules"),
@@ -497,7 +581,7 @@ void bind_graph(py::module_& m) {
       .def("start", &PyGraphSearcher::start, py::kw_only(), py::arg("queries"),
            py::arg("queries_f32"), py::arg("k"), py::arg("list_size"), py::arg("far_list_size"),
            py::arg("beam_width"), py::arg("stop_beyond"), py::arg("filter"), py::arg("absent"),
-           py::arg("deadline_s"))
+           py::arg("parts"), py::arg("deadline_s"))
       .def("close", &PyGraphSearcher::close)
       .def_property_readonly("path", &PyGraphSearcher::path);
 }

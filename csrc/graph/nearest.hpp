@@ -48,6 +48,12 @@ class Nearest {
     return true;
   }
 
+  // Whether it is one of them.
+  bool has(int64_t id) const {
+    const auto is_it = [&](const Found& each) { return each.id == id; };
+    return std::any_of(heap_.begin(), heap_.end(), is_it);
+  }
+
   int64_t size() const { return static_cast<int64_t>(heap_.size()); }
   bool is_full() const { return heap_.size() == k_; }
   float farthest() const { return heap_.front().distance; }

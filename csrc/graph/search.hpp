@@ -40,8 +40,12 @@ struct SearchRequest {
   const float* queries_f32 = nullptr;  // the same
   int64_t query_bytes = 0;             // of one in `queries`
   const RowFilter* filter = nullptr;   // see GraphWalk::begin
-  const int64_t* absent = nullptr;     // [n_queries], of each, see GraphWalk::begin; null: none
-  double deadline_s = 30;              // of each of them, from when it is begun
+  const int64_t* absent = nullptr;     // [n_queries, copies], see GraphWalk::begin; null: none
+  // Parts that the walk of query q goes through, see GraphWalk::begin: those from
+  // parts[parts_begin[q]] on, up to the next query's. Null: all.
+  const int64_t* parts = nullptr;
+  const int64_t* parts_begin = nullptr;  // [n_queries + 1]
+  double deadline_s = 30;                // of each of them, from when it is begun
   // Written: [n_queries, k], rows -1 where there are fewer; and per query.
   int64_t* rows = nullptr;
   float* distances = nullptr;

@@ -19,11 +19,14 @@ bool is_farther(const Candidate& a, const Candidate& b) { return b < a; }
 }  // namespace
 
 void GraphWalk::begin(const GraphView& view, const WalkOptions& options, const void* query,
-                      const float* query_f32, const RowFilter* filter, int64_t absent) {
+                      const float* query_f32, const RowFilter* filter, const int64_t* absent,
+                      const int64_t* parts, int64_t n_parts) {
   view_ = &view;
   options_ = options;
   filter_ = filter;
-  absent_ = absent;
+  choose_parts(parts, n_parts);
+  absent_.clear();
+  for (int64_t i = 0; absent != nullptr && i < view.copies; ++i) find_absent(absent[i]);
   if (view.layout.disk_pq_bytes > 0) {
     disk_table_.resize(view.disk_book.parts() * kCentroids);
     fill_table(view.disk_book, query_f32, view.metric, disk_table_.data());
@@ -45,39 +48,90 @@ void GraphWalk::begin(const GraphView& view, const WalkOptions& options, const v
   is_near_done_ = is_far_ = is_wide_done_ = false;
   unchanged_ = n_allowed_ = n_led_to_ = spent_ = allowed_pages_asked_ = looked_through_ = 0;
   costs_ = {};
-  const auto n_entries = static_cast<int64_t>(view.entries.size());
-  if (n_entries == 0) return;
-  fresh_codes_.resize(n_entries);
-  for (int64_t i = 0; i < n_entries; ++i)
-    fresh_codes_[i] = view.entry_codes.data() + i * view.layout.code_bytes;
-  estimate_.resize(n_entries);
-  estimate(table_.data(), view.book.parts(), fresh_codes_.data(), n_entries, estimate_.data());
-  costs_.estimates += n_entries;
-  if (absent >= 0) {
-    met_.add(static_cast<uint32_t>(absent));  // so that it is no candidate
-    const auto at =
-        std::find(view.entries.begin(), view.entries.end(), static_cast<uint32_t>(absent));
-    if (at != view.entries.end())
-      estimate_[at - view.entries.begin()] = std::numeric_limits<float>::infinity();
-  }
-  const auto nearest = std::min_element(estimate_.begin(), estimate_.end()) - estimate_.begin();
-  met_.add(view.entries[nearest]);
-  add_candidate({estimate_[nearest], view.entries[nearest]}, true, false);
+  for (const Absent& each : absent_)
+    met_.add(static_cast<uint32_t>(each.node));  // so that it is no candidate
+  for (const Walked& each : walked_) begin_in(each);
   if (filter == nullptr) return;
-  fresh_.clear();
-  fresh_codes_.clear();
-  for (size_t i = 0; i < filter->entries.size(); ++i) {
-    if (!met_.add(filter->entries[i])) continue;
-    fresh_.push_back(filter->entries[i]);
-    fresh_codes_.push_back(filter->entry_codes.data() + i * view.layout.code_bytes);
-  }
-  estimate_fresh(false);
+  for (const Walked& each : walked_) begin_at_allowed(each);
   n_allowed_ = 0;
   n_led_to_ = -costs_.estimates;
 }
 
-bool GraphWalk::is_asked(uint32_t node) const {
-  const int64_t page = view_->layout.page_of(node);
+void GraphWalk::choose_parts(const int64_t* parts, int64_t n_parts) {
+  walked_.clear();
+  n_pages_ = filter_count_ = filter_pages_ = 0;
+  const int64_t count = parts == nullptr ? static_cast<int64_t>(view_->parts.size()) : n_parts;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t number = parts == nullptr ? i : parts[i];
+    const Part& part = view_->parts[number];
+    const RowFilter::OfPart* allowed = filter_ == nullptr ? nullptr : &filter_->parts[number];
+    walked_.push_back({&part, n_pages_, allowed});
+    n_pages_ += view_->layout.pages_of(part);
+    if (allowed == nullptr) continue;
+    filter_count_ += allowed->count;
+    filter_pages_ += allowed->pages;
+  }
+}
+
+size_t GraphWalk::of_page_among_several(int64_t page) const {
+  const auto begins_behind = [](int64_t number, const Walked& each) {
+    return number < each.first_page;
+  };
+  const auto next = std::upper_bound(walked_.begin(), walked_.end(), page, begins_behind);
+  return static_cast<size_t>(next - walked_.begin()) - 1;
+}
+
+void GraphWalk::find_absent(int64_t place) {
+  if (place < 0) return;
+  const int64_t page = place / view_->layout.nodes_per_page;
+  for (const Walked& each : walked_) {
+    const Part& part = *each.part;
+    if (page < part.first_page || page >= part.first_page + view_->layout.pages_of(part)) continue;
+    absent_.push_back({place + (each.first_page - part.first_page) * view_->layout.nodes_per_page,
+                       part.end_entry - part.first_entry <= 1});
+  }
+}
+
+const GraphWalk::Absent* GraphWalk::absent_at(int64_t node) const {
+  for (const Absent& each : absent_) {
+    if (each.node == node) return &each;
+  }
+  return nullptr;
+}
+
+// Of a part's entry points the nearest by its code is a candidate.
+void GraphWalk::begin_in(const Walked& at) {
+  const int64_t begin = at.part->first_entry, count = at.part->end_entry - begin;
+  if (count == 0) return;
+  fresh_codes_.resize(count);
+  for (int64_t i = 0; i < count; ++i)
+    fresh_codes_[i] = view_->entry_codes.data() + (begin + i) * view_->layout.code_bytes;
+  estimate_.resize(count);
+  estimate(table_.data(), view_->book.parts(), fresh_codes_.data(), count, estimate_.data());
+  costs_.estimates += count;
+  const auto node_of = [&](int64_t i) { return view_->entries[begin + i] + first_node(at); };
+  for (int64_t i = 0; !absent_.empty() && i < count; ++i) {
+    if (absent_at(node_of(i)) != nullptr) estimate_[i] = std::numeric_limits<float>::infinity();
+  }
+  const auto nearest = std::min_element(estimate_.begin(), estimate_.end()) - estimate_.begin();
+  const auto node = static_cast<uint32_t>(node_of(nearest));
+  met_.add(node);
+  add_candidate({estimate_[nearest], node}, true, false);
+}
+
+void GraphWalk::begin_at_allowed(const Walked& at) {
+  fresh_.clear();
+  fresh_codes_.clear();
+  for (int64_t i = at.filter->first_entry; i < at.filter->end_entry; ++i) {
+    const auto node = static_cast<uint32_t>(filter_->entries[i] + first_node(at));
+    if (!met_.add(node)) continue;
+    fresh_.push_back(node);
+    fresh_codes_.push_back(filter_->entry_codes.data() + i * view_->layout.code_bytes);
+  }
+  estimate_fresh(false);
+}
+
+bool GraphWalk::is_page_asked(int64_t page) const {
   return read_.has(static_cast<uint32_t>(page)) ||
          std::find(under_way_.begin(), under_way_.end(), page) != under_way_.end();
 }
@@ -89,25 +143,23 @@ bool GraphWalk::is_beyond(float distance) const {
 }
 
 bool GraphWalk::has_allowed(int64_t page) const {
-  const int64_t first = page * view_->layout.nodes_per_page;
-  for (int64_t i = 0; i < view_->layout.nodes_of(page); ++i) {
-    if (is_allowed(static_cast<uint32_t>(first + i))) return true;
+  const int64_t first = in_file(static_cast<uint32_t>(page * view_->layout.nodes_per_page));
+  for (int64_t i = 0; i < nodes_of(page); ++i) {
+    if (has_bit(filter_->nodes, first + i)) return true;
   }
   return false;
 }
 
-int64_t GraphWalk::missing() const {
-  return std::min(options_.k, filter_->count) - nearest_.size();
-}
+int64_t GraphWalk::missing() const { return std::min(options_.k, filter_count_) - nearest_.size(); }
 
 // Pages without allowed nodes are read only while enough are left for those with the results that
 // are still missing.
 bool GraphWalk::affords_other() const {
-  return filter_->pages - spent_ - 1 >= std::min(missing(), filter_->pages - allowed_pages_asked_);
+  return filter_pages_ - spent_ - 1 >= std::min(missing(), filter_pages_ - allowed_pages_asked_);
 }
 
 bool GraphWalk::affords(int64_t page) const {
-  return spent_ < filter_->pages && (has_allowed(page) || affords_other());
+  return spent_ < filter_pages_ && (has_allowed(page) || affords_other());
 }
 
 int64_t GraphWalk::wanted_in(CandidateList& list) {
@@ -130,7 +182,9 @@ int64_t GraphWalk::wanted_page() {
 // as of all, or nearly all of those are. Else allowed ones lie to one side of it, or elsewhere, and
 // are harder to come by.
 bool GraphWalk::is_far_from_allowed() const {
-  const auto share = static_cast<double>(filter_->count) / static_cast<double>(view_->layout.n);
+  double n_nodes = 0;
+  for (const Walked& each : walked_) n_nodes += static_cast<double>(each.part->n);
+  const double share = static_cast<double>(filter_count_) / n_nodes;
   const auto met = static_cast<double>(n_led_to_ + costs_.estimates),
              allowed = static_cast<double>(n_allowed_);
   const double off = std::abs(allowed - share * met);
@@ -158,16 +212,15 @@ int64_t GraphWalk::wanted_of_filter() {
   if (page >= 0 || !is_idle) return page;
   page = wanted_beside_allowed();
   if (page >= 0 || missing() <= 0) return page;
-  for (; looked_through_ < view_->layout.n; ++looked_through_) {
-    if (is_allowed(looked_through_) && !is_asked(looked_through_))
-      return view_->layout.page_of(looked_through_);
+  for (; looked_through_ < n_pages_; ++looked_through_) {
+    if (has_allowed(looked_through_) && !is_page_asked(looked_through_)) return looked_through_;
   }
   return -1;
 }
 
 // While fewer allowed nodes than L are met.
 int64_t GraphWalk::wanted_beside_allowed() {
-  while (!beside_.empty() && allowed_.size() < std::min(options_.list_size, filter_->count)) {
+  while (!beside_.empty() && allowed_.size() < std::min(options_.list_size, filter_count_)) {
     const Candidate nearest = beside_.front();
     if (is_beyond(nearest.distance)) return -1;
     const int64_t page = view_->layout.page_of(nearest.node);
@@ -204,11 +257,10 @@ std::optional<Want> GraphWalk::next_page() {
 
 bool GraphWalk::fits_filter(int64_t page, const uint8_t* bytes) const {
   if (filter_ == nullptr) return true;
-  const auto first = static_cast<uint32_t>(page * view_->layout.nodes_per_page);
-  for (int64_t i = 0; i < view_->layout.nodes_of(page); ++i) {
-    const uint32_t row = NodeView(view_->layout, bytes, i).row();
-    if (has_bit(filter_->rows, row) != has_bit(filter_->nodes, first + static_cast<uint32_t>(i)))
-      return false;
+  const int64_t first = in_file(static_cast<uint32_t>(page * view_->layout.nodes_per_page));
+  for (int64_t i = 0; i < nodes_of(page); ++i) {
+    const int64_t row = NodeView(view_->layout, bytes, i).row();
+    if (has_bit(filter_->rows, row) != has_bit(filter_->nodes, first + i)) return false;
   }
   return true;
 }
@@ -219,7 +271,9 @@ void GraphWalk::arrived(int64_t page, const uint8_t* bytes) {
   read_.add(static_cast<uint32_t>(page));
   ++unchanged_;
   // Every vector of the page is measured: it is here.
-  const int64_t count = layout.nodes_of(page);
+  const Walked& at = walked_[of_page(page)];
+  const auto part_begin = static_cast<uint32_t>(first_node(at));
+  const int64_t count = layout.nodes_of(*at.part, page - at.first_page);
   const auto first = static_cast<uint32_t>(page * layout.nodes_per_page);
   rows_.resize(count);
   distance_.resize(count);
@@ -228,15 +282,15 @@ void GraphWalk::arrived(int64_t page, const uint8_t* bytes) {
   for (int64_t i = 0; i < count; ++i) {
     const NodeView node(layout, bytes, i);
     const uint32_t number = first + static_cast<uint32_t>(i);
-    if (number == absent_) {
-      if (view_->entries.size() > 1) continue;  // else no walk would come anywhere
+    if (const Absent* absent = absent_at(number)) {
+      if (!absent->is_gone_by) continue;
     } else {
       keep(distance_[i], node.row());
     }
     met_.add(number);
     // One that came with another is expanded if it is as near as those of the list.
     if (!holds(number) && !add_candidate({distance_[i], number}, false, false)) continue;
-    expand(node, number);
+    expand(node, number, part_begin);
   }
 }
 
@@ -258,13 +312,13 @@ bool GraphWalk::holds(uint32_t node) const {
   return (is_far_ && wide_.holds(candidate)) || (is_allowed(node) && allowed_.holds(candidate));
 }
 
-void GraphWalk::expand(const NodeView& node, uint32_t number) {
+void GraphWalk::expand(const NodeView& node, uint32_t number, uint32_t part_begin) {
   const bool is_beside_allowed = filter_ != nullptr && is_allowed(number);
   fresh_.clear();
   fresh_codes_.clear();
   const PageLayout& layout = view_->layout;
   for (int64_t i = 0; i < node.n_neighbours(); ++i) {
-    const uint32_t neighbour = node.neighbour(i);
+    const uint32_t neighbour = part_begin + node.neighbour(i);
     if (!met_.add(neighbour)) continue;
     const bool is_inline = i < layout.inline_codes;
     if (!is_inline && layout.paged_codes) {
@@ -331,8 +385,9 @@ bool GraphWalk::add_candidate(const Candidate& candidate, bool waits, bool is_be
   return counts;
 }
 
-void GraphWalk::keep(float distance, uint32_t row) {
+void GraphWalk::keep(float distance, int64_t row) {
   if (filter_ != nullptr && !has_bit(filter_->rows, row)) return;
+  if (view_->copies > 1 && nearest_.has(row)) return;
   if (nearest_.keep({distance, row})) unchanged_ = 0;
 }
 

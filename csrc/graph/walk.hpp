@@ -22,17 +22,19 @@ struct PagesAt {
   int64_t begin = 0;  // in bytes
 };
 
-// A graph on storage as a searcher sees it: what every walk over it shares.
+// A graph on storage as a searcher sees it, or several: what every walk over them shares.
 struct GraphView {
   PagesAt pages, code_pages;  // of its codes where they are paged
   PageLayout layout;
+  std::vector<Part> parts;  // one or more; where codes are paged or in memory, one
+  int64_t copies = 1;       // nodes that a row may have, each in another part
   Metric metric = Metric::kL2;
   Codebook book;
   Codebook disk_book;  // of the codes that nodes have in place of vectors, where they do
   const uint8_t* codes =
       nullptr;  // [n, code_bytes] of all nodes, where they are in memory; else null
   std::shared_ptr<void> codes_owner;
-  std::vector<uint32_t> entries;     // walks begin at the one that is nearest by its code
+  std::vector<uint32_t> entries;     // of each part; walks begin at the nearest by its code
   std::vector<uint8_t> entry_codes;  // [entries, code_bytes]
 };
 
@@ -55,7 +57,13 @@ struct WalkCosts {
 // A page that a walk wants.
 struct Want {
   bool is_codes;  // of codes, and not of nodes
-  int64_t page;
+  int64_t page;   // as the walk counts them
+};
+
+// A page where it lies.
+struct PagePlace {
+  const Part* part;
+  int64_t page;  // of the part
 };
 
 // Rows that alone may be found, as a walk needs them. It has two lists then. That of the nearest of
@@ -66,23 +74,38 @@ struct Want {
 // It never reads more pages than there are with allowed nodes: measuring all of those would find
 // everything.
 struct RowFilter {
+  struct OfPart {
+    int64_t count = 0;                       // how many may be found
+    int64_t pages = 0;                       // on which they lie: no walk reads more
+    int64_t first_entry = 0, end_entry = 0;  // among `entries`
+  };
   const uint8_t* rows = nullptr;   // a bit for each row
-  const uint8_t* nodes = nullptr;  // the same of nodes
-  int64_t count = 0;               // how many may be found
-  int64_t pages = 0;               // on which they lie: no walk reads more
+  const uint8_t* nodes = nullptr;  // the same of nodes, by their places in the file
+  std::vector<OfPart> parts;       // of the view's
   std::vector<uint32_t> entries;   // some of their nodes, at which walks begin, too
   std::vector<uint8_t> entry_codes;
 };
 
-inline bool has_bit(const uint8_t* bits, uint32_t at) { return bits[at / 8] >> (at % 8) & 1; }
+inline bool has_bit(const uint8_t* bits, int64_t at) { return bits[at / 8] >> (at % 8) & 1; }
 
+// A walk over several parts at a time counts their pages one after the other, the nearest part's
+// first, and their nodes by these, so that places of a last page stay empty. Its lists are of the
+// nodes of all parts: a part reads no page once others have nearer candidates.
 class GraphWalk {
  public:
   // `query`: as DistanceQuery takes it, and as float32. `filter`: null: all rows may be found.
-  // `absent`: a node that is neither found nor gone by, as if the graph had been built without it;
-  // negative: none.
+  // `absent`: the places in the file, as many as a row has copies, of nodes that are neither found
+  // nor gone by, as if the graph had been built without them; negative ones are none, and so is
+  // null. `parts`: numbers of those to walk over, `n_parts`, the nearest first; null: all.
   void begin(const GraphView& view, const WalkOptions& options, const void* query,
-             const float* query_f32, const RowFilter* filter, int64_t absent = -1);
+             const float* query_f32, const RowFilter* filter, const int64_t* absent = nullptr,
+             const int64_t* parts = nullptr, int64_t n_parts = 0);
+
+  // Where a page of nodes is.
+  PagePlace place_of(int64_t page) const {
+    const Walked& at = walked_[of_page(page)];
+    return {at.part, page - at.first_page};
+  }
 
   // The page to read next, unless so many are under way, or nothing is left to read. It is under
   // way from here on. Where codes are paged, those of a node's neighbours come before anything
@@ -108,30 +131,69 @@ class GraphWalk {
   const WalkCosts& costs() const { return costs_; }
 
  private:
+  // A part, and where it begins as the walk counts.
+  struct Walked {
+    const Part* part;
+    int64_t first_page;
+    const RowFilter::OfPart* filter;
+  };
+  // A node as the walk counts. Where it is the only entry point of its part, it is gone by all the
+  // same: else no walk would come anywhere.
+  struct Absent {
+    int64_t node;
+    bool is_gone_by;
+  };
+
+  size_t of_page(int64_t page) const {  // the part that it is of
+    return walked_.size() == 1 ? 0 : of_page_among_several(page);
+  }
+  size_t of_page_among_several(int64_t page) const;
+  int64_t nodes_of(int64_t page) const {
+    const PagePlace at = place_of(page);
+    return view_->layout.nodes_of(*at.part, at.page);
+  }
+  int64_t first_node(const Walked& at) const {
+    return at.first_page * view_->layout.nodes_per_page;
+  }
+  // The place of a node in the file.
+  int64_t in_file(uint32_t node) const {
+    const Walked& at = walked_[of_page(view_->layout.page_of(node))];
+    return node + (at.part->first_page - at.first_page) * view_->layout.nodes_per_page;
+  }
+  void choose_parts(const int64_t* parts, int64_t n_parts);
+  void find_absent(int64_t place);
+  const Absent* absent_at(int64_t node) const;  // or null
+  void begin_in(const Walked& at);
+  void begin_at_allowed(const Walked& at);
   int64_t wanted_page();  // of nodes, which is to be read next, or -1
   int64_t wanted_of_filter();
   int64_t wanted_in(CandidateList& list);
   int64_t wanted_beside_allowed();
-  bool is_asked(uint32_t node) const;  // its page is
+  bool is_page_asked(int64_t page) const;
+  bool is_asked(uint32_t node) const { return is_page_asked(view_->layout.page_of(node)); }
   bool is_beyond(float distance) const;
   bool affords(int64_t page) const;
   bool affords_other() const;
   bool has_allowed(int64_t page) const;
-  bool is_allowed(uint32_t node) const { return has_bit(filter_->nodes, node); }
+  bool is_allowed(uint32_t node) const { return has_bit(filter_->nodes, in_file(node)); }
   int64_t missing() const;  // results, to what there will be
   bool is_far_from_allowed() const;
   bool add_candidate(const Candidate& candidate, bool waits,
                      bool is_beside_allowed);  // false: it is too far
   bool holds(uint32_t node) const;
-  void expand(const NodeView& node, uint32_t number);
+  // `part_begin`: the first node of its part.
+  void expand(const NodeView& node, uint32_t number, uint32_t part_begin);
   void estimate_fresh(bool is_beside_allowed);  // and makes candidates of them
-  void keep(float distance, uint32_t row);
+  void keep(float distance, int64_t row);
   void measure(int64_t count);  // distance_ of what lies at rows_
 
   const GraphView* view_ = nullptr;
   WalkOptions options_;
   const RowFilter* filter_ = nullptr;
-  int64_t absent_ = -1;
+  std::vector<Walked> walked_;                   // parts
+  int64_t n_pages_ = 0;                          // of all of these
+  int64_t filter_count_ = 0, filter_pages_ = 0;  // see RowFilter::OfPart
+  std::vector<Absent> absent_;
   std::optional<DistanceQuery> exact_;  // or, of codes in place of vectors:
   std::vector<float> disk_table_;
   std::vector<float> table_;
@@ -151,8 +213,8 @@ class GraphWalk {
       0;  // pages since the k nearest were others, or since the list of all nodes was done
   std::vector<Candidate>
       beside_;  // neighbours of such nodes that it does not allow: a heap, the nearest on top
-  uint32_t looked_through_ = 0;  // nodes up to this one, for one that it allows
-  int64_t spent_ = 0;            // pages that were asked for, of codes, too
+  int64_t looked_through_ = 0;  // pages up to this one, for a node that it allows
+  int64_t spent_ = 0;           // pages that were asked for, of codes, too
   int64_t allowed_pages_asked_ = 0;
   std::vector<int64_t> under_way_;
   struct CodePage {

@@ -101,9 +101,17 @@ void GraphSearcher::Worker::begin(size_t i) {
   slot.begun = Clock::now();
   slot.pages = slot.shown = 0;
   if (slot.job->failed) return end(i);
-  slot.walk.begin(searcher_.view_, request.walk, request.queries + slot.query * request.query_bytes,
-                  request.queries_f32 + slot.query * layout_.dim, request.filter,
-                  request.absent == nullptr ? -1 : request.absent[slot.query]);
+  const int64_t* parts = nullptr;
+  int64_t n_parts = 0;
+  if (request.parts != nullptr) {
+    parts = request.parts + request.parts_begin[slot.query];
+    n_parts = request.parts_begin[slot.query + 1] - request.parts_begin[slot.query];
+  }
+  slot.walk.begin(
+      searcher_.view_, request.walk, request.queries + slot.query * request.query_bytes,
+      request.queries_f32 + slot.query * layout_.dim, request.filter,
+      request.absent == nullptr ? nullptr : request.absent + slot.query * searcher_.view_.copies,
+      parts, n_parts);
   go_on(i);
 }
 
@@ -132,11 +140,13 @@ void GraphSearcher::Worker::go_on(size_t i) {
 
 int64_t GraphSearcher::Worker::begin_bytes(const Read& read) const {
   const GraphView& view = searcher_.view_;
-  return (read.is_codes ? view.code_pages : view.pages).begin + read.page * page_bytes(read);
+  if (read.want.is_codes) return view.code_pages.begin + read.want.page * kCodePageBytes;
+  return view.pages.begin + (read.at.part->first_page + read.at.page) * layout_.page_bytes;
 }
 
 void GraphSearcher::Worker::start_read(size_t i, Want want) {
-  Read read{static_cast<int64_t>(i), want.page, want.is_codes, nullptr};
+  Read read{static_cast<int64_t>(i), want, {}, nullptr};
+  if (!want.is_codes) read.at = slots_[i].walk.place_of(want.page);
   const int64_t size = page_bytes(read);
   if (!buffers_.empty()) {
     read.buffer = std::move(buffers_.back());
@@ -174,26 +184,30 @@ void GraphSearcher::Worker::take(Read& read) {
   failure.offset_bytes = begin_bytes(read);
   failure.size_bytes = size;
   const auto* bytes = reinterpret_cast<const uint8_t*>(read.buffer->data);
-  const char* fault = read.is_codes ? header_fault(bytes, size, read.page, code_salt(layout_))
-                                    : fault_of(layout_, bytes, read.page);
+  const bool is_codes = read.want.is_codes;
+  const int64_t page = read.want.page;
+  const int64_t number = is_codes ? page : read.at.part->first_page + read.at.page;
+  const char* fault =
+      is_codes ? header_fault(bytes, size, page, code_salt(searcher_.view_.parts.front()))
+               : fault_of(layout_, *read.at.part, bytes, read.at.page);
   if (fault != nullptr) {
     failure.kind = io::Kind::checksum;
-    failure.what = "page " + std::to_string(read.page) + (read.is_codes ? " of the codes" : "") +
+    failure.what = "page " + std::to_string(number) + (is_codes ? " of the codes" : "") +
                    " of a graph is damaged: " + fault;
     return slot.job->fail(std::move(failure));
   }
-  if (read.is_codes) {
-    slot.walk.codes_arrived(read.page, bytes, true);
-    code_cache_.keep(read.page, std::move(read.buffer));
+  if (is_codes) {
+    slot.walk.codes_arrived(page, bytes, true);
+    code_cache_.keep(page, std::move(read.buffer));
     return;
   }
-  if (!slot.walk.fits_filter(read.page, bytes)) {
+  if (!slot.walk.fits_filter(page, bytes)) {
     failure.kind = io::Kind::checksum;
-    failure.what = "page " + std::to_string(read.page) +
-                   " of a graph has other rows than its file of rows says";
+    failure.what =
+        "page " + std::to_string(number) + " of a graph has other rows than its file of rows says";
     return slot.job->fail(std::move(failure));
   }
-  slot.walk.arrived(read.page, bytes);
+  slot.walk.arrived(page, bytes);
   ++slot.pages;
 }
 

@@ -61,8 +61,9 @@ class GraphSearcher::Worker {
       4;  // reads of a walk that the queue has room for, all walks at work
 
   struct Read {
-    int64_t slot = -1, page = 0;
-    bool is_codes = false;
+    int64_t slot = -1;
+    Want want{};
+    PagePlace at{};  // of a page of nodes
     std::shared_ptr<io::Buffer> buffer;
   };
   struct Slot {
@@ -83,10 +84,10 @@ class GraphSearcher::Worker {
   // Reads as much as the walk wants, or ends it.
   void go_on(size_t i);
   int64_t page_bytes(const Read& read) const {
-    return read.is_codes ? kCodePageBytes : layout_.page_bytes;
+    return read.want.is_codes ? kCodePageBytes : layout_.page_bytes;
   }
   io::File& file(const Read& read) const {
-    return read.is_codes ? *searcher_.codes_file_ : *searcher_.file_;
+    return read.want.is_codes ? *searcher_.codes_file_ : *searcher_.file_;
   }
   int64_t begin_bytes(const Read& read) const;
   void start_read(size_t i, Want want);

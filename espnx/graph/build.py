@@ -22,7 +22,8 @@ from .bounded import Seconds, build_bounded
 from .bounded.budget import available_bytes, fit_bytes, member_bytes, plan_parts, resident_bytes
 from .codes.codebook import Codebook, train_codebook
 from .edges import build_edges, check_device
-from .format import GraphFacts, GraphShare
+from .format import N_MAX, ROWS_MAX, GraphFacts, GraphShare
+from .global_index.builder import build_bytes, build_clustered, check_clusters, plan_clusters
 from .layout import PageLayout, choose_layout, shorter_codes_hint
 from .options import GraphOptions, check_options, measured_rows, stored_rows
 from .recall import add_recall, row_blocks
@@ -49,6 +50,8 @@ class GraphReport:
             measures all of them.
         hint: where `pq_bytes` a little smaller would make pages much smaller, or nodes share one:
             which.
+        clusters: that have a graph each; None: there is one graph. cluster_points: of these
+            vectors of the smallest and of the largest.
     """
 
     path: str
@@ -70,6 +73,8 @@ class GraphReport:
     parts: int = 1
     recall_ceiling: float | None = None
     hint: str | None = None
+    clusters: int | None = None
+    cluster_points: tuple[int, int] | None = None
 
     def summary(self) -> str:
         """Two to four lines."""
@@ -83,6 +88,12 @@ class GraphReport:
                 f"{self.edges_s:.1f} s edges, {self.codes_s:.1f} s codes, {self.pages_s:.1f} s "
                 f"pages, {self.read_s:.1f} s reading, {self.recall_s:.1f} s measuring "
                 f"recall{f'; built in {self.parts} parts' if self.parts > 1 else ''}"
+            )
+            + (
+                ""
+                if self.cluster_points is None
+                else f"\n{self.clusters} clusters of {self.cluster_points[0]:,} to "
+                f"{self.cluster_points[1]:,} vectors"
             )
             + (
                 ""
@@ -114,6 +125,9 @@ def build(
     device: str = "cpu",
     column: str | None = None,
     memory: int | str | None = None,
+    clusters: int | None = None,
+    max_points: int | None = None,
+    replicas: float = 0.0,
     replace: bool = False,
     share: GraphShare | None = None,
     progress: Progress | None = None,
@@ -128,6 +142,11 @@ def build(
     other and merged (section 4.2). Such a build goes on where it was interrupted; files in the
     folder ``work`` of the directory take about `2 * n * (dim * value bytes + 4 * max_degree)` bytes
     meanwhile.
+
+    With `clusters` vectors are divided by k-means, and each cluster has a graph of its own in the
+    directory (AiSAQ's global index, section 3); a search goes through those near its query. Such a
+    build works cluster by cluster, goes on where it was interrupted, and writes about twice what it
+    leaves.
 
     Args:
         vectors: see `espnx.graph.vectors.read_vectors`; row i of the input is vector i.
@@ -160,6 +179,13 @@ def build(
         column: of a Parquet file.
         memory: that this process may hold in all, as ``"2GiB"`` or in bytes. None: as much as the
             build takes.
+        clusters: how many, at most; those that get no vector are left out. Codes are inline then,
+            and vectors stored as such. None: one graph.
+        max_points: vectors of a cluster, at most: those that find no room go to the next nearest
+            that has some. None: twice as many as each would have if all had as many.
+        replicas: the share of the vectors, 0 to 1, that are in two clusters: those for which the
+            second is nearly as near as their own, and has room. A search goes through fewer
+            clusters then; the directory becomes larger by that share.
         replace: a graph that is there, which stays as it is until the new one is whole.
         share: of a collection whose graphs are searched together, by `PrivateGraphs`;
             `build_private` builds all of them.
@@ -193,7 +219,21 @@ def build(
         use_opq,
     )
     source, path = read_vectors(vectors, column=column), check_path("directory of a graph", path)
-    return _build(source, path, options, memory, progress or _no_progress, engine, replace, share)
+    progress = progress or _no_progress
+    if clusters is None and max_points is None and not replicas:
+        return _build(source, path, options, memory, progress, engine, replace, share)
+    clusters = check_clusters(
+        clusters,
+        replicas,
+        max_points,
+        codes=options.codes,
+        vector_dtype=options.vector_dtype,
+        share=share,
+    )
+    return _build_clusters(
+        source, path, options, memory, progress, engine, replace,
+        clusters, max_points, float(replicas),
+    )  # fmt: skip
 
 
 def _build(
@@ -212,7 +252,11 @@ def _build(
         log.warning("%s: %s", path, hint)
     limit_bytes = None if memory is None or source.n == 0 else parse_size(memory)
     if limit_bytes is None:
-        _check_memory(layout, options)
+        _check_memory(
+            f"a build of {layout.n:,} vectors in memory",
+            layout.n * member_bytes(layout, options) + fit_bytes(layout, options),
+            'give it a limit, and it is built in parts: memory="{}"',
+        )
     else:
         plan_parts(layout, options, limit_bytes, resident_bytes())  # before anything is written
     with (
@@ -227,12 +271,49 @@ def _build(
         return _report(built.facts, built.repaired, built.seconds, built.n_parts)
 
 
-def _layout_of(options: GraphOptions, source: Vectors) -> PageLayout:
+def _build_clusters(
+    source: Vectors,
+    path: str,
+    options: GraphOptions,
+    memory: int | str | None,
+    progress: Progress,
+    engine: NativeEngine | None,
+    replace: bool,
+    clusters: int,
+    max_points: int | None,
+    replicas: float,
+) -> GraphReport:
+    layout = _layout_of(options, source, ROWS_MAX)
+    check_device(options)
+    if source.n == 0:
+        raise errors.InvalidInputError(
+            "vectors to divide among clusters", got=0, expected="1 or more"
+        )
+    limit_bytes = None if memory is None else parse_size(memory)
+    plan = plan_clusters(layout, options, clusters, max_points, replicas, limit_bytes)
+    if limit_bytes is None:
+        _check_memory(
+            f"a build of clusters of up to {plan.max_points:,} vectors",
+            build_bytes(layout, options, plan.n_clusters, plan.max_points),
+            "more clusters, or a smaller max_points",
+        )
+    if hint := shorter_codes_hint(layout):
+        log.warning("%s: %s", path, hint)
+    with (
+        given_engine(engine) as own,
+        writing_graph(own, path, replace=replace, keep_work=True) as generation,
+    ):
+        built = build_clustered(own, path, source, layout, options, plan, progress, generation)
+    assert built.facts.clusters is not None
+    return _report(built.facts, built.repaired, built.seconds, clusters=built.facts.clusters.nodes)
+
+
+def _layout_of(options: GraphOptions, source: Vectors, n_max: int = N_MAX) -> PageLayout:
     """Raises InvalidInputError for options that are not of such vectors."""
     return choose_layout(
         source.n,
         source.dim,
-        check_options(options, source),
+        check_options(options, source, n_max),
         max_degree=options.max_degree,
         codes=options.codes,
         code_bytes=options.pq_bytes,
@@ -241,22 +322,23 @@ def _layout_of(options: GraphOptions, source: Vectors) -> PageLayout:
     )
 
 
-def _check_memory(layout: PageLayout, options: GraphOptions) -> None:
-    """Refuses what cannot be built in memory, before hours are spent on it."""
-    needed, free = (
-        layout.n * member_bytes(layout, options) + fit_bytes(layout, options),
-        available_bytes(),
-    )
-    if free is not None and needed > free:
+def _check_memory(what: str, needed_bytes: int, fix: str) -> None:
+    """Refuses what cannot be built in memory, before hours are spent on it. `fix`: may name a
+    limit."""
+    free = available_bytes()
+    if free is not None and needed_bytes > free:
         raise errors.OutOfMemoryError(
-            f"a build of {layout.n:,} vectors in memory",
-            needed_bytes=needed,
-            free_bytes=free,
-            fix=f'give it a limit, and it is built in parts: memory="{format_size(free // 2)}"',
+            what, needed_bytes=needed_bytes, free_bytes=free, fix=fix.format(format_size(free // 2))
         )
 
 
-def _report(facts: GraphFacts, repaired: int, seconds: Seconds, parts: int = 1) -> GraphReport:
+def _report(
+    facts: GraphFacts,
+    repaired: int,
+    seconds: Seconds,
+    parts: int = 1,
+    clusters: np.ndarray | None = None,
+) -> GraphReport:
     layout = facts.layout
     folder_bytes = sum(facts.file_sizes.values()) + os.path.getsize(os.path.join(facts.where, NAME))
     return GraphReport(
@@ -275,6 +357,8 @@ def _report(facts: GraphFacts, repaired: int, seconds: Seconds, parts: int = 1) 
         parts,
         facts.recall_ceiling,
         shorter_codes_hint(layout),
+        None if clusters is None else len(clusters),
+        None if clusters is None else (int(clusters.min()), int(clusters.max())),
     )
 
 

@@ -17,6 +17,8 @@ from .. import errors
 from ..checks import plain
 from ..storage import FileHandle, NativeEngine, Plan
 from .format import NODES, ROWS, GraphFacts, parse_pages
+from .global_index.parts import NO_COPY
+from .layout import rows_of
 from .vectors import as_array
 
 _REBUILD = "restore the graph from a copy, or build it again"
@@ -107,7 +109,8 @@ class NodeFilter:
 
     Attributes:
         rows: that may be found.
-        nodes: uint8 tensor, a bit for each node, as those of `RowFilter`.
+        nodes: uint8 tensor, a bit for each place of a node (`Parts`), as those of `RowFilter`.
+        counts, part_pages: int64 [parts]: nodes that may be found, and the pages that they are on.
         page_mask: bool [pages]: those that have such a node.
         is_scattered: whether they lie everywhere, like rows drawn by lot, as far as the graph's
             entry points tell: then some lie around every query. Else some places have more of them
@@ -117,6 +120,8 @@ class NodeFilter:
 
     rows: RowFilter
     nodes: torch.Tensor
+    counts: np.ndarray
+    part_pages: np.ndarray
     page_mask: np.ndarray
     is_scattered: bool
     read_bytes: int
@@ -143,10 +148,11 @@ class NodeFilter:
         return {
             "rows": self.rows.bits,
             "nodes": self.nodes,
-            "count": self.rows.count,
-            "pages": self.n_pages - seeds.n_pages,
+            "counts": torch.from_numpy(self.counts),
+            "pages": torch.from_numpy(self.part_pages - seeds.part_pages),
             "entries": torch.from_numpy(seeds.nodes),
             "entry_codes": torch.from_numpy(seeds.codes),
+            "entries_begin": torch.from_numpy(seeds.begin),
         }
 
 
@@ -155,15 +161,22 @@ class Seeds:
     """Nodes that a filter allows, at which walks begin, too.
 
     Attributes:
-        nodes: int64 [m]: some, in as many places as may be. codes: uint8 [m, code_bytes].
-        n_pages, n_runs: that are read for those which are no entry points of the graph, and how
-            many runs side by side these are.
+        nodes: int64 [m]: some, in as many places as may be, each numbered in its own graph; of each
+            those from ``begin[p]`` on, int64 [parts + 1]. codes: uint8 [m, code_bytes].
+        part_pages: int64 [parts]: that are read for those which are no entry points of the graph.
+        n_runs: how many runs side by side these are.
     """
 
     nodes: np.ndarray
+    begin: np.ndarray
     codes: np.ndarray
-    n_pages: int
+    part_pages: np.ndarray
     n_runs: int
+
+    @property
+    def n_pages(self) -> int:
+        """Pages of all graphs."""
+        return int(self.part_pages.sum())
 
     @property
     def costs(self) -> dict[str, int]:
@@ -201,11 +214,11 @@ class FilterReader:
         return made, True
 
     def _make(self, rows: RowFilter, clock: _Clock) -> NodeFilter:
-        layout = self._facts.layout
-        allowed = np.zeros(layout.n_pages * layout.nodes_per_page, bool)
+        layout, parts = self._facts.layout, self._facts.parts
+        allowed = np.zeros(parts.n_places, bool)
         with NativeEngine(self._requested) as engine:
-            read_bytes, requests = self._mark(engine, rows, allowed, clock)
-            if np.count_nonzero(allowed) != rows.count:
+            marked, read_bytes, requests = self._mark(engine, rows, allowed, clock)
+            if np.count_nonzero(allowed) != marked:
                 raise errors.FormatError(
                     "rows of a graph",
                     path=self._facts.path(ROWS),
@@ -213,10 +226,18 @@ class FilterReader:
                     expected="one of each",
                     fix=_REBUILD,
                 )
-        page_mask = np.logical_or.reduce(allowed.reshape(-1, layout.nodes_per_page), axis=1)
-        bits = torch.from_numpy(np.packbits(allowed[: layout.n], bitorder="little"))
-        is_scattered = self._is_scattered(allowed)
-        return NodeFilter(rows, bits, page_mask, is_scattered, read_bytes, requests)
+        per_page = allowed.reshape(-1, layout.nodes_per_page).sum(axis=1)
+        page_mask = per_page > 0
+        return NodeFilter(
+            rows,
+            torch.from_numpy(np.packbits(allowed, bitorder="little")),
+            parts.by_part(per_page),
+            parts.by_part(page_mask),
+            page_mask,
+            self._is_scattered(allowed),
+            read_bytes,
+            requests,
+        )
 
     def _is_scattered(self, allowed: np.ndarray) -> bool:
         """Whether around allowed entry points no more are allowed than among all of them."""
@@ -243,8 +264,9 @@ class FilterReader:
             kept = self._seeds.get(nodes)
         if kept is not None:
             return kept, False
-        layout, entries, codes = self._facts.layout, self._facts.entries, self._facts.entry_codes
-        mask = np.unpackbits(nodes.nodes.numpy(), count=layout.n, bitorder="little").view(np.bool_)
+        parts, codes = self._facts.parts, self._facts.entry_codes
+        entries = parts.places_of(self._facts.entries)
+        mask = np.unpackbits(nodes.nodes.numpy(), count=parts.n_places, bitorder="little") > 0
         chosen = mask[entries]
         entries, codes, pages = entries[chosen], codes[chosen], np.empty(0, np.int64)
         if not nodes.is_scattered or len(entries) < min(ENTRIES_MIN, nodes.rows.count):
@@ -253,19 +275,29 @@ class FilterReader:
                     engine, nodes, np.flatnonzero(mask), entries, _Clock(deadline_s)
                 )
             entries, codes = np.concatenate([entries, more]), np.concatenate([codes, more_codes])
-        made = Seeds(entries, np.ascontiguousarray(codes), len(pages), _runs(pages))
+        part = parts.of_pages(entries // parts.nodes_per_page)
+        order, n_parts = np.argsort(part, kind="stable"), len(parts.nodes)
+        made = Seeds(
+            entries[order] - parts.first_page[part[order]] * parts.nodes_per_page,
+            np.searchsorted(part[order], np.arange(n_parts + 1)),
+            np.ascontiguousarray(codes[order]),
+            np.bincount(parts.of_pages(pages), minlength=n_parts),
+            _runs(pages),
+        )
         with self._lock:
             self._seeds[nodes] = made
         return made, len(pages) > 0
 
     def _mark(
         self, engine: NativeEngine, rows: RowFilter, allowed: np.ndarray, clock: _Clock
-    ) -> tuple[int, int]:
-        """Sets the places of the nodes of these rows: bytes that were read, in how many
-        requests."""
-        n, read_bytes, requests, bits = self._facts.layout.n, 0, 0, rows.bits.numpy()
+    ) -> tuple[int, int, int]:
+        """Sets the places of the nodes of these rows: how many there are, and bytes that were read,
+        in how many requests."""
+        n, marked, read_bytes, requests = self._facts.layout.n, 0, 0, 0
+        bits = rows.bits.numpy()
+        size = self._facts.place_bytes
         file = engine.open(self._facts.path(ROWS))
-        at_once = _READ_BYTES // 4
+        at_once = _READ_BYTES // size
         for begin in range(0, n, at_once):
             wanted = (
                 np.flatnonzero(
@@ -280,28 +312,21 @@ class FilterReader:
             blocks = np.unique(wanted // 1024)
             if len(blocks) * 4 > blocks[-1] - blocks[0]:
                 blocks = np.arange(blocks[0], blocks[-1] + 1)
-            sizes = np.minimum(1024, n - blocks * 1024) * 4
-            plan = Plan.of(
-                file, (self._facts.begin_bytes(ROWS) + 4096 * blocks).tolist(), sizes.tolist()
-            )
+            sizes = np.minimum(1024, n - blocks * 1024) * size
+            begins = self._facts.begin_bytes(ROWS) + 1024 * size * blocks
+            plan = Plan.of(file, begins.tolist(), sizes.tolist())
             future = engine.read(plan, deadline_s=clock.left_s())
             future.wait()
-            at = future.position_bytes.numpy()[np.searchsorted(blocks, wanted // 1024)] + 4 * (
+            at = future.position_bytes.numpy()[np.searchsorted(blocks, wanted // 1024)] + size * (
                 wanted % 1024
             )
-            nodes = future.memory.numpy()[at[:, None] + np.arange(4)].view("<u4").ravel()
-            if nodes.max() >= n:
-                raise errors.FormatError(
-                    "a row's node",
-                    path=self._facts.path(ROWS),
-                    got=int(nodes.max()),
-                    expected=f"below {n}",
-                    fix=_REBUILD,
-                )
-            allowed[nodes] = True
+            places = places_at(self._facts, future.memory.numpy(), at)
+            places = places[places >= 0]
+            allowed[places] = True
+            marked += len(places)
             read_bytes += int(sizes.sum())
             requests += _runs(blocks)
-        return read_bytes, requests
+        return marked, read_bytes, requests
 
     def _more_entries(
         self,
@@ -314,12 +339,12 @@ class FilterReader:
         """(nodes, their codes, pages that were read): neighbours have near numbers, so that numbers
         far from one another are different places, and a few allowed nodes far from most have one of
         their own."""
-        layout = self._facts.layout
+        layout, parts = self._facts.layout, self._facts.parts
         places = ENTRIES_MIN if nodes.is_scattered else _PLACES
-        first = np.searchsorted(allowed, np.arange(places + 1) * layout.n / places)
+        first = np.searchsorted(allowed, np.arange(places + 1) * parts.end_place / places)
         lacking = np.flatnonzero(
             (np.diff(first) > 0)
-            & (np.bincount(entries * places // layout.n, minlength=places) == 0)
+            & (np.bincount(entries * places // parts.end_place, minlength=places) == 0)
         )
         pages = np.unique(
             allowed[(first[lacking] + first[lacking + 1]) // 2] // layout.nodes_per_page
@@ -343,9 +368,10 @@ class FilterReader:
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """All rows that may be found and their vectors, (int64 [m], [m, dim]), in pieces: each page
         that has some is read once."""
-        layout, clock = self._facts.layout, _Clock(deadline_s)
+        layout, parts, clock = self._facts.layout, self._facts.parts, _Clock(deadline_s)
         pages = np.flatnonzero(nodes.page_mask)
-        may = np.unpackbits(nodes.nodes.numpy(), count=layout.n, bitorder="little").astype(bool)
+        may = np.unpackbits(nodes.nodes.numpy(), count=parts.n_places, bitorder="little") > 0
+        left = nodes.rows.bits.numpy().copy()  # of rows with copies only one is measured
         with NativeEngine(self._requested) as engine:
             file = engine.open(self._facts.path(NODES))
             at_once = max(1, _READ_BYTES // layout.page_bytes)
@@ -353,16 +379,22 @@ class FilterReader:
                 part = pages[first : first + at_once]
                 found = read_pages(engine, file, self._facts, part, clock.left_s())
                 numbers = part[:, None] * layout.nodes_per_page + np.arange(layout.nodes_per_page)
-                inside = numbers < layout.n
+                inside = parts.is_node(numbers)
                 here, is_wanted = found[inside], may[numbers[inside]]
-                rows = here["row"].astype(np.int64)
-                if not np.array_equal(_bits_at(nodes.rows.bits, rows), is_wanted):
+                rows = rows_of(here)
+                if not np.array_equal(_bits_at(nodes.rows.bits.numpy(), rows), is_wanted):
                     raise errors.FormatError(
                         "rows of a graph",
                         path=self._facts.path(ROWS),
                         got="other nodes than the pages say",
                         fix=_REBUILD,
                     )
+                if self._facts.copies > 1:
+                    rows, here = rows[is_wanted], here[is_wanted]
+                    rows, first_of = np.unique(rows, return_index=True)
+                    is_wanted = _bits_at(left, rows)
+                    here = here[first_of]
+                    np.bitwise_and.at(left, rows >> 3, ~(1 << (rows & 7)).astype(np.uint8))
                 yield rows[is_wanted], self._facts.coding.decode(here["vector"][is_wanted])
 
 
@@ -379,9 +411,9 @@ def _surroundings(facts: GraphFacts) -> tuple[np.ndarray, np.ndarray]:
             np.int64
         )
     )
-    width = min(_SURROUNDING, len(chosen) - 1)
+    width, places = min(_SURROUNDING, len(chosen) - 1), facts.parts.places_of(facts.entries)
     if width < 1:
-        return facts.entries[chosen], np.empty((len(chosen), 0), np.int64)
+        return places[chosen], np.empty((len(chosen), 0), np.int64)
     vectors = facts.codebook.decode(facts.entry_codes[chosen])
     squares = np.square(vectors).sum(axis=1)
     nearest = []
@@ -389,7 +421,29 @@ def _surroundings(facts: GraphFacts) -> tuple[np.ndarray, np.ndarray]:
         far = squares - 2 * vectors[first : first + 128] @ vectors.T
         far[np.arange(len(far)), first + np.arange(len(far))] = np.inf
         nearest.append(np.argpartition(far, width - 1, axis=1)[:, :width])
-    return facts.entries[chosen], np.concatenate(nearest)
+    return places[chosen], np.concatenate(nearest)
+
+
+def places_at(facts: GraphFacts, memory: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """int64 [m, copies]: places of rows' nodes, -1 for copies that a row has not, read from the
+    file of rows: `at`: of each row the first byte. Raises FormatError where there can be no
+    node."""
+    size, width = facts.place_bytes, facts.place_bytes // facts.copies
+    read: np.ndarray = memory[at[:, None] + np.arange(size)].view(f"<u{width}")
+    is_none = np.zeros(read.shape, bool)
+    is_none[:, 1:] = read[:, 1:] == NO_COPY
+    places = np.where(is_none, 0, read)
+    if (places >= facts.parts.n_places).any() or not facts.parts.is_node(
+        places := places.astype(np.int64)
+    ).all():
+        raise errors.FormatError(
+            "a row's node",
+            path=facts.path(ROWS),
+            got=int(places.max()),
+            expected=f"below {facts.parts.n_places}",
+            fix=_REBUILD,
+        )
+    return np.where(is_none, -1, places)
 
 
 def read_pages(
@@ -404,9 +458,9 @@ def read_pages(
     return parse_pages(facts, pages, future.memory, future.position_bytes.numpy())
 
 
-def _bits_at(bits: torch.Tensor, rows: np.ndarray) -> np.ndarray:
+def _bits_at(bits: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """bool [m]."""
-    found: np.ndarray = (bits.numpy()[rows >> 3] >> (rows & 7) & 1).astype(bool)
+    found: np.ndarray = (bits[rows >> 3] >> (rows & 7) & 1).astype(bool)
     return found
 
 

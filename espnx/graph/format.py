@@ -11,6 +11,13 @@ A directory holds::
     disk_codebook.bin  the same, of the codes that nodes hold in place of vectors, where they do
     entries.bin    entry points: numbers, uint32, and then their codes
     MANIFEST.json  sizes, checksums and the rest; written last
+
+One that has a graph for each cluster also holds::
+
+    clusters.bin   of each cluster how many nodes and entry points it has, uint32
+    centroids.bin  of the clusters, float32
+
+and its rows.bin has places of 64 bits.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,6 +44,7 @@ from ..storage.parse import Fields, check_file_size
 from ..storage.replacing import versioned
 from .codes.codebook import Codebook, codebook_bytes, unpack_codebook
 from .codes.coding import VectorCoding
+from .global_index.parts import TABLE, Clusters, Parts
 from .layout import (
     CODE_PAGE_BYTES,
     HEADER,
@@ -45,9 +54,11 @@ from .layout import (
     PAGE_UNIT_BYTES,
     PageLayout,
     code_salt,
+    rows_of,
 )
 
-MAGIC, VERSION = "espnx-graph", 1
+#: Of a directory with one graph, and of one with a graph for each cluster.
+MAGIC, VERSION, CLUSTERS_VERSION = "espnx-graph", 1, 2
 NODES, ROWS, CODES, CODEBOOK, ENTRIES = (
     "nodes.bin",
     "rows.bin",
@@ -56,11 +67,14 @@ NODES, ROWS, CODES, CODEBOOK, ENTRIES = (
     "entries.bin",
 )
 DISK_CODEBOOK = "disk_codebook.bin"
+CENTROIDS, CLUSTERS = "centroids.bin", "clusters.bin"
 #: By which neighbours are near. Cosine is the squared distance of vectors of length 1, halved.
 METRICS = ("l2", "ip", "cosine")
-#: Vectors are numbered by 32 bits, and one number is nobody's.
-N_MAX = 2**32 - 2
+#: Vectors of a graph are numbered by 32 bits, and one number is nobody's; rows of the input of
+#: several by 48.
+N_MAX, ROWS_MAX = 2**32 - 2, 2**48
 N_ENTRIES_MAX = 65536
+CLUSTERS_MAX = 65536
 _REBUILD = "restore the graph from a copy, or build it again"
 _CURVE_POINTS_MAX = 64
 
@@ -74,11 +88,20 @@ class RecallPoint:
         recall: recall@10 of queries like the graph's vectors that are none of them: of some of
             these, each kept from its own search.
         pages: read, the mean of a search.
+        probe_ratio: where there is a graph for each cluster: clusters that are no farther than the
+            nearest by this share (of the squared distance) are searched; else None.
+        clusters: that are, the mean.
     """
 
     list_size: int
     recall: float
     pages: float
+    probe_ratio: float | None = None
+    clusters: float | None = None
+
+    def manifest(self) -> dict[str, Any]:
+        """What is known of it."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -151,6 +174,7 @@ class GraphFacts:
         generation: of its files, where it has a directory: how many graphs that one has held.
         filtered: of searches with filters, the largest share first; may be empty.
         share: of a collection, where other graphs are of the rest of it.
+        clusters: where each of these has a graph: entry points are numbered in their own graph.
     """
 
     where: str
@@ -169,6 +193,27 @@ class GraphFacts:
     generation: int = 1
     filtered: Sequence[FilteredRecall] = ()
     share: GraphShare | None = None
+    clusters: Clusters | None = None
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Graphs that the pages are of."""
+        return parts_of(self.layout, len(self.entries), self.clusters)
+
+    @property
+    def copies(self) -> int:
+        """Nodes that a row may have."""
+        return 1 if self.clusters is None else self.clusters.copies
+
+    @property
+    def place_bytes(self) -> int:
+        """Of the places of a row's nodes, in the file of rows."""
+        return place_bytes(self.clusters)
+
+    @property
+    def version(self) -> int:
+        """Of the manifest."""
+        return VERSION if self.clusters is None else CLUSTERS_VERSION
 
     @property
     def coding(self) -> VectorCoding:
@@ -182,12 +227,13 @@ class GraphFacts:
         books = sum(
             book.size_bytes for book in (self.codebook, self.disk_codebook) if book is not None
         )
-        return int(books + self.entries.nbytes + self.entry_codes.nbytes + codes)
+        centroids = 0 if self.clusters is None else self.clusters.centroids.nbytes
+        return int(books + self.entries.nbytes + self.entry_codes.nbytes + codes + centroids)
 
     @property
     def file_sizes(self) -> dict[str, int]:
         """Bytes of each file."""
-        return file_sizes(self.layout, len(self.entries), self.rotated)
+        return file_sizes(self.layout, len(self.entries), self.rotated, self.clusters)
 
     @property
     def rotated(self) -> list[str]:
@@ -214,6 +260,10 @@ class GraphFacts:
             }
         if self.share is not None:
             layout["share"] = asdict(self.share)
+        if self.clusters is not None:
+            layout["n_clusters"] = len(self.clusters.nodes)
+            if self.clusters.copies > 1:
+                layout["copies"] = self.clusters.copies
         return {
             **layout,
             "generation": self.generation,
@@ -224,8 +274,15 @@ class GraphFacts:
             "n_entries": len(self.entries),
             "sums": dict(self.sums),
             "options": dict(self.options),
-            "recall": [asdict(each) for each in self.recall],
-            "filtered": [asdict(each) for each in self.filtered],
+            "recall": [each.manifest() for each in self.recall],
+            "filtered": [
+                {
+                    "share": each.share,
+                    "near": [point.manifest() for point in each.near],
+                    "far": [point.manifest() for point in each.far],
+                }
+                for each in self.filtered
+            ],
         }
 
 
@@ -235,17 +292,41 @@ def rotated_files(codebook: Codebook, disk_codebook: Codebook | None) -> list[st
     return [name for name, book in books.items() if book is not None and book.rotation is not None]
 
 
-def file_sizes(layout: PageLayout, n_entries: int, rotated: Collection[str]) -> dict[str, int]:
+def parts_of(layout: PageLayout, n_entries: int, clusters: Clusters | None) -> Parts:
+    """Graphs that pages are of."""
+    per_page = layout.nodes_per_page
+    if clusters is None:
+        return Parts(np.array([layout.n]), np.array([n_entries]), per_page)
+    return Parts(clusters.nodes, clusters.n_entries, per_page)
+
+
+def place_bytes(clusters: Clusters | None) -> int:
+    """Of the places of a row's nodes."""
+    return 4 if clusters is None else 8 * clusters.copies
+
+
+def file_sizes(
+    layout: PageLayout, n_entries: int, rotated: Collection[str], clusters: Clusters | None = None
+) -> dict[str, int]:
     """Bytes of each file of a graph. `rotated`: of `rotated_files`."""
+    of_clusters = (
+        {}
+        if clusters is None
+        else {
+            CLUSTERS: TABLE.itemsize * len(clusters.nodes),
+            CENTROIDS: 4 * len(clusters.nodes) * layout.dim,
+        }
+    )
     codes = {} if layout.codes_in == "inline" else {CODES: layout.codes_bytes}
     names = [CODEBOOK, DISK_CODEBOOK] if layout.format == "pq" else [CODEBOOK]
     books = {name: codebook_bytes(layout.dim, is_rotated=name in rotated) for name in names}
     return {
-        NODES: layout.size_bytes,
-        ROWS: 4 * layout.n,
+        NODES: parts_of(layout, n_entries, clusters).n_pages * layout.page_bytes,
+        ROWS: place_bytes(clusters) * layout.n,
         **books,
         ENTRIES: n_entries * (4 + layout.code_bytes),
         **codes,
+        **of_clusters,
     }
 
 
@@ -256,11 +337,11 @@ def in_directory(
     n_entries: int,
     codebook: Codebook,
     disk_codebook: Codebook | None,
+    clusters: Clusters | None = None,
 ) -> dict[str, Region]:
     """The places of the files of a graph that has a directory of its own."""
-    return _whole_files(
-        directory, generation, file_sizes(layout, n_entries, rotated_files(codebook, disk_codebook))
-    )
+    rotated = rotated_files(codebook, disk_codebook)
+    return _whole_files(directory, generation, file_sizes(layout, n_entries, rotated, clusters))
 
 
 def _whole_files(directory: str, generation: int, sizes: Mapping[str, int]) -> dict[str, Region]:
@@ -323,8 +404,14 @@ def summary_of(facts: GraphFacts, path: tuple[str, str, bool]) -> str:
             "recall@10 of a search that measures all codes in place of vectors: "
             f"{facts.recall_ceiling:.3f}"
         )
+    if facts.clusters is not None:
+        lines.append(
+            f"{len(facts.clusters.nodes)} clusters of {facts.clusters.nodes.min():,} to "
+            f"{facts.clusters.nodes.max():,} vectors, a graph each"
+        )
     lines += [
         f"list of {each.list_size}: recall@10 {each.recall:.3f}, {each.pages:.1f} pages a query"
+        + ("" if each.clusters is None else f", through {each.clusters:.1f} clusters")
         for each in facts.recall
     ]
     return "\n".join(lines)
@@ -343,12 +430,11 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
         where, fields = source.where, Fields(source.manifest, source.where, fix=_REBUILD)
     else:
         where = os.fspath(source)
-        fields = Fields(
-            read_manifest(engine, where, MAGIC, VERSION, built_by="espnx graph build"),
-            os.path.join(where, NAME),
-            fix=_REBUILD,
-        )
-    layout = _read_layout(fields)
+        fields = Fields(read_graph_manifest(engine, where), os.path.join(where, NAME), fix=_REBUILD)
+    n_clusters = fields.whole("n_clusters", 0, CLUSTERS_MAX) if "n_clusters" in fields else None
+    if n_clusters is not None and isinstance(source, GraphSections):
+        fields.refuse("n_clusters", "none: sections hold one graph", n_clusters)
+    layout = _read_layout(fields, N_MAX if n_clusters is None else ROWS_MAX)
     sums = fields.inner("sums")
     holds_codes = layout.format == "pq"
     names = [
@@ -356,21 +442,24 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
         ENTRIES,
         *([CODES] if layout.codes_in == "memory" else []),
         *([DISK_CODEBOOK] if holds_codes else []),
+        *([] if n_clusters is None else [CLUSTERS, CENTROIDS]),
     ]
     expected = {name: sums.whole(name, 0, 2**32 - 1) for name in names}
-    n_entries = fields.whole("n_entries", min(1, layout.n), N_ENTRIES_MAX)
+    most = N_ENTRIES_MAX if n_clusters is None else N_ENTRIES_MAX * n_clusters
+    n_entries = fields.whole("n_entries", min(1, layout.n), most)
     parts = _read_parts(fields, "parts", layout.code_bytes, layout.dim)
     disk_parts = (
         _read_parts(fields, "disk_parts", layout.disk_pq_bytes, layout.dim) if holds_codes else None
     )
     ceiling = fields.real("recall_ceiling") if holds_codes and "recall_ceiling" in fields else None
     generation = fields.whole("generation", 1)
-    regions = _located(
-        source,
-        where,
-        generation,
-        file_sizes(layout, n_entries, _read_rotated(fields, has_disk_codebook=holds_codes)),
+    clusters = (
+        None
+        if n_clusters is None
+        else _read_clusters(engine, where, generation, fields, layout, n_entries, expected)
     )
+    rotated = _read_rotated(fields, has_disk_codebook=holds_codes)
+    regions = _located(source, where, generation, file_sizes(layout, n_entries, rotated, clusters))
 
     def codebook(name: str, begin: np.ndarray) -> Codebook:
         # torch takes no memory that is read-only
@@ -379,7 +468,8 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
 
     data = _read_whole(engine, regions, ENTRIES, expected)
     entries = np.frombuffer(data, "<u4", n_entries).astype(np.int64)
-    if entries.size and entries.max() >= layout.n:
+    of_part = parts_of(layout, n_entries, clusters)
+    if (entries >= np.repeat(of_part.nodes, of_part.n_entries)).any():
         raise errors.FormatError(
             "entry point of a graph",
             path=regions[ENTRIES].path,
@@ -403,7 +493,80 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
         generation,
         _read_filtered(fields),
         _read_share(fields),
+        clusters,
     )
+
+
+def refuse_clusters(facts: GraphFacts, where: str) -> None:
+    """Raises InvalidInputError for a directory with a graph for each cluster, where only one graph
+    is understood. `where`: for the message."""
+    if facts.clusters is not None:
+        raise errors.InvalidInputError(
+            f"graph {facts.where} {where}",
+            got=f"{len(facts.clusters.nodes)} clusters, each with a graph",
+            expected="one graph",
+            fix="build it without clusters",
+        )
+
+
+def read_graph_manifest(engine: NativeEngine, where: str) -> dict[str, Any]:
+    """Of a directory, whichever of the versions it has. Raises as `read_graph`."""
+    built_by = "espnx graph build"
+    try:
+        return read_manifest(engine, where, MAGIC, VERSION, built_by=built_by)
+    except errors.FormatError as error:
+        if error.got != CLUSTERS_VERSION:
+            raise
+    fields = read_manifest(engine, where, MAGIC, CLUSTERS_VERSION, built_by=built_by)
+    if not isinstance(fields.get("n_clusters"), int):
+        raise errors.FormatError(
+            "field n_clusters",
+            path=os.path.join(where, NAME),
+            got=fields.get("n_clusters"),
+            expected="a whole number",
+            fix=_REBUILD,
+        )
+    return fields
+
+
+def _read_clusters(
+    engine: NativeEngine,
+    where: str,
+    generation: int,
+    fields: Fields,
+    layout: PageLayout,
+    n_entries: int,
+    sums: Mapping[str, int],
+) -> Clusters:
+    count = fields.whole("n_clusters", min(1, layout.n), CLUSTERS_MAX)
+    sizes = {CLUSTERS: TABLE.itemsize * count, CENTROIDS: 4 * count * layout.dim}
+    regions = _whole_files(where, generation, sizes)
+    for region in regions.values():
+        check_file_size(region.path, region.size_bytes, "file of a graph", _REBUILD)
+    table = np.frombuffer(_read_whole(engine, regions, CLUSTERS, sums), TABLE)
+    centroids = np.frombuffer(_read_whole(engine, regions, CENTROIDS, sums), "<f4")
+    nodes, entries = (table[name].astype(np.int64) for name in ("nodes", "entries"))
+    is_right = (nodes > 0) & (nodes <= N_MAX) & (entries > 0) & (entries <= nodes)
+    copies = fields.whole("copies", 2, count) if "copies" in fields else 1
+    has_all = layout.n <= nodes.sum() <= layout.n * copies
+    if not is_right.all() or not has_all or entries.sum() != n_entries:
+        raise errors.FormatError(
+            "table of clusters",
+            path=regions[CLUSTERS].path,
+            got=f"{nodes.sum()} nodes, {entries.sum()} entry points",
+            expected=f"{layout.n} rows, up to {copies} nodes of each, and {n_entries}",
+            fix=_REBUILD,
+        )
+    if not np.isfinite(centroids).all():
+        raise errors.FormatError(
+            "centroids of a graph",
+            path=regions[CENTROIDS].path,
+            got="values that are not finite",
+            fix=_REBUILD,
+        )
+    if layout.codes_in != "inline":
+        fields.refuse("inline_pq", f"{layout.max_degree}, as with every graph of clusters")
+    return Clusters(centroids.reshape(count, layout.dim).copy(), nodes, entries, copies)
 
 
 def _read_rotated(fields: Fields, *, has_disk_codebook: bool) -> list[str]:
@@ -472,8 +635,9 @@ def parse_code_pages(
 ) -> np.ndarray:
     """uint8 [m, codes_per_page, code_bytes] of pages of codes that were read. See `parse_pages`."""
     layout = facts.layout
+    salts = np.full(len(pages), code_salt(facts.salt), np.uint64)
     found = _checked_pages(
-        facts.regions[CODES], CODE_PAGE_BYTES, code_salt(facts.salt), pages, memory, position_bytes
+        facts.regions[CODES], CODE_PAGE_BYTES, salts, pages, pages, memory, position_bytes
     )
     codes = found[:, HEADER.itemsize : HEADER.itemsize + layout.codes_per_page * layout.code_bytes]
     return codes.reshape(len(pages), layout.codes_per_page, layout.code_bytes)
@@ -482,12 +646,13 @@ def parse_code_pages(
 def _checked_pages(
     region: Region,
     page_bytes: int,
-    salt: int,
+    salts: np.ndarray,
     pages: np.ndarray,
+    numbers: np.ndarray,
     memory: torch.Tensor,
     position_bytes: np.ndarray,
 ) -> np.ndarray:
-    """uint8 [m, page_bytes], whose headers are right."""
+    """uint8 [m, page_bytes], whose headers are right: of each the salt, and its number."""
     begin = torch.from_numpy(np.ascontiguousarray(position_bytes, dtype=np.int64))
     found = memory.numpy()[begin.numpy()[:, None] + np.arange(page_bytes)]
     header = np.ascontiguousarray(found[:, : HEADER.itemsize]).view(HEADER).ravel()
@@ -501,12 +666,12 @@ def _checked_pages(
             expected=f"{header['crc32c'][i]:08x}",
             fix=_REBUILD,
         )
-    for i in np.flatnonzero((header["salt"] != salt) | (header["page"] != pages))[:1]:
+    for i in np.flatnonzero((header["salt"] != salts) | (header["page"] != numbers))[:1]:
         raise errors.StaleDataError(
             f"page {pages[i]} of a graph",
             path=region.path,
             got=f"page {header['page'][i]}, salt {header['salt'][i]:016x}",
-            expected=f"page {pages[i]}, salt {salt:016x}",
+            expected=f"page {numbers[i]}, salt {salts[i]:016x}",
             fix=_REBUILD,
         )
     return found
@@ -530,9 +695,16 @@ def parse_pages(
         ChecksumError: damaged. StaleDataError: of another graph, or another page of this one.
             FormatError: a node that cannot be.
     """
-    layout, path = facts.layout, facts.path(NODES)
+    layout, path, parts = facts.layout, facts.path(NODES), facts.parts
+    part = parts.of_pages(pages)
     found = _checked_pages(
-        facts.regions[NODES], layout.page_bytes, facts.salt, pages, memory, position_bytes
+        facts.regions[NODES],
+        layout.page_bytes,
+        np.uint64(facts.salt) + part.astype(np.uint64),
+        pages,
+        pages - parts.first_page[part],
+        memory,
+        position_bytes,
     )
     nodes = np.ascontiguousarray(
         found[:, HEADER.itemsize : HEADER.itemsize + layout.nodes_per_page * layout.node_bytes]
@@ -540,8 +712,8 @@ def parse_pages(
     nodes = nodes.view(layout.node_dtype).reshape(len(pages), layout.nodes_per_page)
     wrong = (
         (nodes["n_neighbours"] > layout.max_degree)
-        | (nodes["row"] >= layout.n)
-        | (nodes["neighbours"] >= layout.n).any(axis=-1)
+        | (rows_of(nodes) >= layout.n)
+        | (nodes["neighbours"] >= parts.nodes[part, None, None]).any(axis=-1)
     )
     if wrong.any():
         raise errors.FormatError(
@@ -553,11 +725,11 @@ def parse_pages(
     return nodes
 
 
-def _read_layout(fields: Fields) -> PageLayout:
+def _read_layout(fields: Fields, n_max: int) -> PageLayout:
     max_degree, dim = fields.whole("max_degree", 1, MAX_DEGREE_MAX), fields.whole("dim", 1, DIM_MAX)
     format = fields.choice("format", NODE_FORMATS)  # noqa: A001
     layout = PageLayout(
-        fields.whole("n", 0, N_MAX),
+        fields.whole("n", 0, n_max),
         dim,
         format,
         max_degree,
@@ -590,7 +762,13 @@ def _read_share(fields: Fields) -> GraphShare | None:
 
 def _read_recall(fields: Fields, name: str) -> list[RecallPoint]:
     return [
-        RecallPoint(each.whole("list_size", 1), each.real("recall"), each.real("pages"))
+        RecallPoint(
+            each.whole("list_size", 1),
+            each.real("recall"),
+            each.real("pages"),
+            each.real("probe_ratio") if "probe_ratio" in each else None,
+            each.real("clusters") if "clusters" in each else None,
+        )
         for each in fields.each(name, count=_CURVE_POINTS_MAX)
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,11 @@ from .format import (
     read_graph,
     summary_of,
 )
+from .global_index.probing import Probing, choose_clusters, distances_to_clusters, ratios_of
 from .native import native_view
 from .neighbours import Neighbours, nearest_of, shown
 from .search.asked import WalkRequest, checked_queries
-from .search.effort import Effort, effort_of, list_size_for
+from .search.effort import Effort, effort_of, filtered_probing, list_size_for
 from .search.reading import RowReader
 from .search.under_way import GraphSearch
 
@@ -146,6 +147,7 @@ class GraphIndex:
         *,
         list_size: int | None = None,
         recall: float | None = None,
+        nprobe: int | str | None = None,
         beam_width: int | None = None,
         stop_beyond: float | None = None,
         include: Any = None,
@@ -163,6 +165,9 @@ class GraphIndex:
             recall: instead of it: the smallest list that was measured, at build, to find that share
                 of the ten nearest of new queries like the graph's vectors. Neither: 0.95, or the
                 longest list that was measured.
+            nprobe: where there is a graph for each cluster: clusters that are searched for a query,
+                the nearest; None or ``auto``: for each query those that are not much farther than
+                its nearest, as far as was measured at build to find what `recall` says.
             beam_width: pages of a query that are under way at a time, W. None: 1 where many queries
                 keep the queue full, and the result depends on nothing that time decides; 4 for so
                 few that it would be idle.
@@ -182,6 +187,7 @@ class GraphIndex:
             k,
             list_size=list_size,
             recall=recall,
+            nprobe=nprobe,
             beam_width=beam_width,
             stop_beyond=stop_beyond,
             include=include,
@@ -196,6 +202,7 @@ class GraphIndex:
         *,
         list_size: int | None = None,
         recall: float | None = None,
+        nprobe: int | str | None = None,
         beam_width: int | None = None,
         stop_beyond: float | None = None,
         include: Any = None,
@@ -205,12 +212,13 @@ class GraphIndex:
         """Begins a search, which goes on by itself: what it has found so far can be asked for.
         Arguments and errors: see `search`."""
         walk = WalkRequest.of(
-            self.facts, queries, k, list_size, recall, beam_width, stop_beyond, deadline_s
+            self.facts, queries, k, list_size, recall, nprobe, beam_width, stop_beyond, deadline_s
         )
         self.check_open()
         allowed = filter_of(include, exclude, len(self))
         if allowed is None:
             return self._walk(walk, max(walk.k, walk.list_size))
+        walk = replace(walk, probing=filtered_probing(self.facts, walk.probing))
         nodes, is_read = self._filters.nodes_of(allowed, walk.deadline_s)
         costs = nodes.costs if is_read else {}
         effort = (
@@ -229,6 +237,7 @@ class GraphIndex:
             max(walk.k, effort.list_size),
             max(walk.k, effort.far_list_size),
             nodes.native(seeds),
+            counts=nodes.counts,
             **costs,
         )
 
@@ -239,6 +248,7 @@ class GraphIndex:
         k: int,
         lists: tuple[int, int],
         allowed: RowFilter | None = None,
+        probing: Probing | None = None,
     ) -> tuple[Neighbours, int]:
         """(what walks find from which a row of the graph is kept, int64 [q], one for each query:
         neither found nor gone by, as if the graph had not been built of it; and pages that
@@ -247,11 +257,30 @@ class GraphIndex:
         filtered = (
             None if nodes is None else nodes.native(self._filters.seeds_of(nodes, _MEASURING_S)[0])
         )
-        walk = WalkRequest(*checked_queries(self.facts, queries), k, 1, float("inf"), _MEASURING_S)
+        walk = self._measuring(queries, k, probing)
         with NativeEngine(self._requested) as engine:
             absent = torch.from_numpy(self._reader.nodes_of(engine, rows, _MEASURING_S))
-        found = self._walk(walk, max(k, lists[0]), max(k, lists[1]), filtered, absent).finish()
-        return found, self.facts.layout.n_pages if nodes is None else nodes.n_pages
+        counts = None if nodes is None else nodes.counts
+        lists = max(k, lists[0]), max(k, lists[1])
+        found = self._walk(walk, *lists, filtered, absent, counts=counts).finish()
+        return found, self.facts.parts.n_pages if nodes is None else nodes.n_pages
+
+    def walk(self, queries: Any, k: int, list_size: int, probing: Probing) -> Neighbours:
+        """What walks find through the clusters that `probing` says, for whoever measures them."""
+        return self._walk(self._measuring(queries, k, probing), list_size).finish()
+
+    def probe_ratios(self, queries: Any) -> list[float]:
+        """Ratios of a `Probing` that are worth measuring, see `ratios_of`; there is a graph for
+        each cluster."""
+        return ratios_of(self._distances_to_clusters(checked_queries(self.facts, queries)[1]))
+
+    def _measuring(self, queries: Any, k: int, probing: Probing | None) -> WalkRequest:
+        native, wide = checked_queries(self.facts, queries)
+        return WalkRequest(native, wide, k, 1, float("inf"), _MEASURING_S, probing=probing)
+
+    def _distances_to_clusters(self, wide: torch.Tensor) -> np.ndarray:
+        assert self.facts.clusters is not None
+        return distances_to_clusters(wide, self.facts.clusters.centroids, self.facts.metric)
 
     def _walk(
         self,
@@ -260,8 +289,18 @@ class GraphIndex:
         far_list_size: int | None = None,
         filtered: dict[str, Any] | None = None,
         absent: torch.Tensor | None = None,
+        counts: np.ndarray | None = None,
         **costs: int,
     ) -> GraphSearch:
+        """`counts`: of each graph, nodes that a filter allows; None: there is none."""
+        parts = None
+        if walk.probing is not None:
+            parts = choose_clusters(
+                self._distances_to_clusters(walk.wide),
+                walk.probing,
+                counts,
+                walk.k * self.facts.copies,
+            )
         return GraphSearch(
             self.facts,
             walk.k,
@@ -275,13 +314,15 @@ class GraphIndex:
                 stop_beyond=walk.stop_beyond,
                 filter=filtered,
                 absent=absent,
+                parts=None if parts is None else tuple(map(torch.from_numpy, parts)),
                 deadline_s=walk.deadline_s,
             ),
+            clusters=None if parts is None else np.diff(parts[1]),
             **costs,
         )
 
     def _measure_all(
-        self, walk: WalkRequest, nodes: NodeFilter, costs: dict[str, int]
+        self, walk: WalkRequest, nodes: NodeFilter, costs: dict[str, Any]
     ) -> Neighbours:
         """Reads all rows that may be found, each once, and measures them."""
         begun, q, k = time.monotonic(), len(walk.wide), walk.k

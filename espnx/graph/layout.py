@@ -21,7 +21,7 @@ NODE_FORMATS = (*VECTOR_FORMATS, "pq")
 CODES_IN = ("inline", "paged", "memory")
 #: Of pages of codes, where codes are paged.
 CODE_PAGE_BYTES = 4096
-#: Behind a vector: its row, how many neighbours there are, and zeros.
+#: Behind a vector: its row, and how many neighbours there are.
 NODE_FIXED_BYTES = 8
 # A code of fewer bytes than this says too little of where a neighbour lies: larger pages are taken
 # then. Of what is longer, bytes that are read decide: 47 bytes for 784 pixels leave 4 KiB enough,
@@ -39,7 +39,8 @@ class PageLayout:
     """The places of nodes in pages.
 
     Attributes:
-        n: nodes; their numbers go page by page.
+        n: rows of the input, of each of which there is a node; where there is one graph, nodes are
+            numbered by it page by page.
         dim: values of a vector.
         format: of the vectors, of `NODE_FORMATS`.
         max_degree: neighbours that a node has room for, R.
@@ -127,19 +128,27 @@ class PageLayout:
     @property
     def node_dtype(self) -> np.dtype:
         """The layout of a node, without holes: ``vector`` (as `VectorCoding.encode` makes it),
-        ``row``, ``n_neighbours``, ``zero``, ``neighbours``; ``codes`` where they are inline."""
+        ``row``, ``n_neighbours``, ``row_high``, ``neighbours``; ``codes`` where they are inline."""
         whole: dict[str, np.dtype] = {"pq": np.dtype(np.uint8), "bf16": np.dtype(np.uint16)}
         held = whole.get(self.format, self.row_dtype).newbyteorder("<")
         fields: list[tuple] = [
             ("vector", held, (self.vector_bytes // held.itemsize,)),
             ("row", "<u4"),
             ("n_neighbours", "<u2"),
-            ("zero", "<u2"),
+            ("row_high", "<u2"),
             ("neighbours", "<u4", (self.max_degree,)),
         ]
         if self.inline_pq:
             fields.append(("codes", "u1", (self.inline_pq, self.code_bytes)))
         return np.dtype(fields)
+
+
+def rows_of(nodes: np.ndarray) -> np.ndarray:
+    """int64: the rows that nodes are of, `PageLayout.node_dtype`, of whatever shape."""
+    found: np.ndarray = nodes["row"].astype(np.int64)
+    if nodes["row_high"].any():
+        found |= nodes["row_high"].astype(np.int64) << 32
+    return found
 
 
 def code_salt(salt: int) -> int:

@@ -35,14 +35,17 @@ def native_view(facts: GraphFacts, codes: np.ndarray | None) -> _C.GraphView:
             disk_pq_bytes=0 if facts.disk_codebook is None else facts.disk_codebook.code_bytes,
             page_bytes=layout.page_bytes,
             nodes_per_page=layout.nodes_per_page,
-            salt=facts.salt,
         ),
         metric="ip" if facts.metric == "ip" else "l2",
         book=native_codebook(facts.codebook),
         disk_book=None if facts.disk_codebook is None else native_codebook(facts.disk_codebook),
         codes=None if codes is None else torch.from_numpy(codes.copy()),
+        part_nodes=torch.from_numpy(facts.parts.nodes),
+        copies=facts.copies,
+        salt=facts.salt,
         entries=torch.from_numpy(facts.entries),
         entry_codes=torch.from_numpy(facts.entry_codes.copy()),
+        entries_begin=torch.from_numpy(facts.parts.entries_begin),
     )
 
 

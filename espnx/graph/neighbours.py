@@ -35,6 +35,7 @@ class Neighbours:
         filter_bytes: of the file of rows that were read for a filter, unless it is one of the last
             that the graph was searched with.
         shared_requests, filter_requests: in which those were read: pages side by side in one.
+        clusters: int64 [q]: that were searched, where each has a graph; else None.
     """
 
     ids: np.ndarray
@@ -49,6 +50,7 @@ class Neighbours:
     filter_bytes: int = 0
     shared_requests: int = 0
     filter_requests: int = 0
+    clusters: np.ndarray | None = None
 
     @property
     def bytes_read(self) -> np.ndarray:

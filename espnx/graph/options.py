@@ -41,7 +41,7 @@ class GraphOptions:
     use_opq: bool = True
 
 
-def check_options(options: GraphOptions, source: Vectors) -> str:
+def check_options(options: GraphOptions, source: Vectors, n_max: int = N_MAX) -> str:
     """The format that vectors are stored in, of `espnx.graph.layout.NODE_FORMATS`. Raises
     InvalidInputError."""
     if options.metric not in METRICS:
@@ -75,12 +75,12 @@ def check_options(options: GraphOptions, source: Vectors) -> str:
         raise errors.InvalidInputError(
             f"dimensions of vectors by {options.metric}", got=source.dim, expected=f"at most {most}"
         )
-    if source.n > N_MAX:
+    if source.n > n_max:
         raise errors.InvalidInputError(
             "vectors of a graph",
             got=source.n,
-            expected=f"at most {N_MAX}",
-            fix="build several graphs",
+            expected=f"at most {n_max}",
+            fix="build a graph for each cluster (clusters=)" if n_max == N_MAX else None,
         )
     if options.pq_bytes is not None:
         check_whole("pq_bytes", options.pq_bytes, 1, source.dim)

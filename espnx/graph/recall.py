@@ -12,7 +12,8 @@ import torch
 from ..storage import NativeEngine
 from ..storage.manifest import write_manifest
 from .filters import RowFilter
-from .format import MAGIC, VERSION, FilteredRecall, GraphFacts, RecallPoint
+from .format import MAGIC, FilteredRecall, GraphFacts, RecallPoint
+from .global_index.probing import Probing
 from .index import THREADS_MAX, GraphIndex
 from .neighbours import nearer, nearest_of
 from .search.asked import checked_queries
@@ -45,6 +46,10 @@ _FAR_LIST_MIN = 20
 # Longer lists than one that finds so much are not measured; one that finds so little for a share is
 # not tried for smaller ones.
 _ENOUGH, _HOPELESS = 0.99, 0.8
+_ALL = 0.999
+# Of clusters: a longer list that finds no more than so much more is the last through so many; and
+# estimates of entry points that take as long as a page.
+_GAIN_MIN, _ESTIMATES_PER_PAGE = 0.002, 512
 _USUAL = 0.95
 
 
@@ -87,7 +92,7 @@ def add_recall(
         progress("recall", 1, 2)
         if facts.layout.n >= _FILTERED_MIN and facts.recall:
             facts = replace(facts, filtered=_Filtered(index, facts, blocks, seed).measured())
-    write_manifest(engine, facts.where, MAGIC, VERSION, facts.manifest())
+    write_manifest(engine, facts.where, MAGIC, facts.version, facts.manifest())
     progress("recall", 2, 2)
     return facts
 
@@ -117,6 +122,9 @@ def _with_recall(
         decoded = ((rows, coding.decode(coding.encode(vectors))) for rows, vectors in blocks())
         by_codes = nearest_of(facts.metric, wide, k + 1, decoded)[1]
         ceiling = _share_found(_others(by_codes, chosen, k), exact)
+    if facts.clusters is not None:
+        entries_of = len(facts.entries) / len(facts.clusters.nodes)
+        return replace(facts, recall=_probed(index, entries_of, chosen, queries, exact))
     points: list[RecallPoint] = []
     for list_size in _LISTS:
         found, _ = index.walk_without(chosen, queries, k, (list_size, list_size))
@@ -125,9 +133,44 @@ def _with_recall(
                 max(k, list_size), _share_found(found.ids, exact), float(found.pages.mean())
             )
         )
-        if points[-1].recall > 0.999:
+        if points[-1].recall > _ALL:
             break
     return replace(facts, recall=points, recall_ceiling=ceiling)
+
+
+def _probed(
+    index: GraphIndex,
+    entries_of: float,
+    chosen: np.ndarray,
+    queries: np.ndarray,
+    exact: list[set[int]],
+) -> list[RecallPoint]:
+    """Measures lists of several sizes, each through several numbers of clusters; of those that
+    find no less the cheapest is kept. `entries_of`: entry points of a cluster, the mean."""
+    k = max(len(each) for each in exact)
+    points: list[RecallPoint] = []
+    for ratio in index.probe_ratios(queries):
+        best = 0.0
+        for list_size in _LISTS:
+            found, _ = index.walk_without(
+                chosen, queries, k, (list_size, list_size), probing=Probing(ratio=ratio)
+            )
+            assert found.clusters is not None
+            recall = _share_found(found.ids, exact)
+            pages, clusters = float(found.pages.mean()), float(found.clusters.mean())
+            points.append(RecallPoint(max(k, list_size), recall, pages, ratio, clusters))
+            if recall > _ALL or recall - best < _GAIN_MIN:
+                break  # what is missing lies in other clusters
+            best = recall
+
+    def cost(point: RecallPoint) -> float:
+        return point.pages + (point.clusters or 0) * entries_of / _ESTIMATES_PER_PAGE
+
+    kept: list[RecallPoint] = []
+    for point in sorted(points, key=lambda each: (-each.recall, cost(each))):
+        if not kept or cost(point) < cost(kept[-1]):
+            kept.append(point)
+    return kept[::-1]
 
 
 @dataclass(eq=False)
@@ -158,6 +201,9 @@ class _Filtered:
 
     def __init__(self, index: GraphIndex, facts: GraphFacts, blocks: Blocks, seed: int):
         self._index, self._facts, self._blocks, self._seed = index, facts, blocks, seed
+        # as searches with filters do, at least
+        usual = next((each for each in facts.recall if each.recall >= _USUAL), facts.recall[-1])
+        self._probing = None if usual.probe_ratio is None else Probing(ratio=usual.probe_ratio)
         self._shares = [share for share in _SHARES if share * facts.layout.n >= _ALLOWED_MIN]
 
     def measured(self) -> list[FilteredRecall]:
@@ -199,7 +245,7 @@ class _Filtered:
             recalls, pages = [], []
             for trial, allowed in zip(trials, filters, strict=True):
                 found, all_pages = self._index.walk_without(
-                    trial.rows, trial.queries, _K, kept, allowed
+                    trial.rows, trial.queries, _K, kept, allowed, self._probing
                 )
                 recalls.append(_share_found(found.ids, _others(trial.best[1], trial.rows, _K)))
                 pages.append(float((found.pages + found.code_pages).mean()))

@@ -18,12 +18,14 @@ from ..ops.crc32c import crc32c_ranges
 from ..storage import NativeEngine
 from ..storage.files import StreamWriter, crc32c, names_in
 from ..storage.lock import DirectoryLock
-from ..storage.manifest import NAME, read_manifest, write_manifest
+from ..storage.manifest import NAME, write_manifest
 from ..storage.replacing import StoreKind, VersionedFiles, check_target, writing_to
 from ..storage.work import WORK, check_work, is_own_work, job_of, remove_work
 from .codes.codebook import Codebook
 from .codes.coding import VectorCoding
 from .format import (
+    CENTROIDS,
+    CLUSTERS,
     CODEBOOK,
     CODES,
     DISK_CODEBOOK,
@@ -35,6 +37,7 @@ from .format import (
     GraphFacts,
     GraphShare,
     in_directory,
+    read_graph_manifest,
 )
 from .layout import CODE_PAGE_BYTES, HEADER, PageLayout, code_salt
 
@@ -128,7 +131,7 @@ def graph_files(
         labels = np.arange(layout.n)
     node_of_label = np.empty(layout.n, np.uint32)
     node_of_label[labels] = node_of
-    pages = _node_pages(graph, row_of, node_of, labels, salt, progress)
+    pages = node_pages(graph, row_of, node_of, labels, salt, progress)
     contents: dict[str, Iterable[np.ndarray]] = {NODES: pages, ROWS: [node_of_label]}
     contents |= {name: [values] for name, values in whole.items()}
     if layout.paged_codes:
@@ -188,7 +191,7 @@ def publish(engine: NativeEngine, path: str, files: GraphFiles) -> GraphFacts:
             for piece in pieces:
                 writer.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
             writer.sync()
-    write_manifest(engine, path, MAGIC, VERSION, files.facts.manifest())
+    write_manifest(engine, path, MAGIC, files.facts.version, files.facts.manifest())
     _FILES.keep(path, files.facts.generation)
     return files.facts
 
@@ -198,7 +201,7 @@ def _foreign(path: str) -> set[str]:
     return others - {WORK} if is_own_work(path) else others
 
 
-_FILES = VersionedFiles((NODES, ROWS, CODES, CODEBOOK, DISK_CODEBOOK, ENTRIES))
+_FILES = VersionedFiles((NODES, ROWS, CODES, CODEBOOK, DISK_CODEBOOK, ENTRIES, CENTROIDS, CLUSTERS))
 KIND = StoreKind(MAGIC, VERSION, "a graph", _foreign)
 
 
@@ -230,7 +233,7 @@ def _tidy(engine: NativeEngine, path: str | os.PathLike[str]) -> None:
         if os.path.lexists(os.path.join(path, WORK)) and check_target(path, KIND, replace=True):
             with DirectoryLock(path):
                 published, working = (
-                    read_manifest(engine, path, MAGIC, VERSION)["generation"],
+                    read_graph_manifest(engine, os.fspath(path))["generation"],
                     job_of(path).get("generation"),
                 )
                 if not isinstance(working, int) or working <= published:
@@ -256,7 +259,7 @@ def connect_and_choose_entries(
     return repaired, np.unique(np.append(chosen, graph.medoid))
 
 
-def _node_pages(
+def node_pages(
     graph: WholeGraph,
     row_of: np.ndarray,
     node_of: np.ndarray,
@@ -264,6 +267,8 @@ def _node_pages(
     salt: int,
     progress: Progress,
 ) -> Iterator[np.ndarray]:
+    """uint8: the pages of a graph, some at a time. `row_of`, `labels`: see `graph_files`;
+    `node_of`: the numbers of the rows' nodes, uint32 [n]."""
     layout, coding = graph.layout, VectorCoding(graph.layout.format, graph.disk_codebook)
     at_once = max(1, _BLOCK_BYTES // layout.page_bytes)
     for first in range(0, layout.n_pages, at_once):
@@ -272,7 +277,8 @@ def _node_pages(
         nodes = np.zeros(count * layout.nodes_per_page, layout.node_dtype)
         here = nodes[: len(chosen)]
         here["vector"] = coding.encode(graph.rows[chosen])
-        here["row"], here["n_neighbours"] = labels[chosen], graph.counts[chosen]
+        here["row"], here["row_high"] = labels[chosen] & 0xFFFFFFFF, labels[chosen] >> 32
+        here["n_neighbours"] = graph.counts[chosen]
         there = np.arange(layout.max_degree) < graph.counts[chosen, None]
         near = np.where(there, graph.neighbours[chosen], 0)
         here["neighbours"] = np.where(there, node_of[near], 0)

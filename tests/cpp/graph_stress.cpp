@@ -49,14 +49,14 @@ graph::GraphView build(const std::vector<uint8_t>& vectors, const std::string& p
   built.connect({built.medoid()});
   graph::GraphView view;
   view.pages.path = path;
-  view.layout = {kN,    kDim, espnx::VectorFormat::kUint8, kDegree, kDim, kDegree, kPage, 0,
-                 kSalt, false};
+  view.layout = {kN, kDim, espnx::VectorFormat::kUint8, kDegree, kDim, kDegree, kPage, 0, false};
+  view.parts = {{0, kN, kSalt, 0, 1}};
   view.layout.nodes_per_page = (kPage - graph::kPageHeaderBytes) / view.layout.node_bytes();
   const auto order = graph::pack_nodes(built, table, view.layout.nodes_per_page);
   if (std::set<uint32_t>(order.begin(), order.end()).size() != kN) broken("packing lost a node");
   std::vector<uint32_t> node_of(kN);
   for (uint32_t i = 0; i < kN; ++i) node_of[order[i]] = i;
-  std::vector<uint8_t> file(view.layout.pages() * kPage);
+  std::vector<uint8_t> file(view.layout.pages_of(view.parts[0]) * kPage);
   for (uint32_t i = 0; i < kN; ++i) {
     uint8_t* page = file.data() + view.layout.page_of(i) * kPage;
     uint8_t* at =
@@ -71,7 +71,7 @@ graph::GraphView build(const std::vector<uint8_t>& vectors, const std::string& p
       std::memcpy(at + kDim + 8 + 4 * kDegree + j * kDim, table.row(near), kDim);
     }
   }
-  for (int64_t page = 0; page < view.layout.pages(); ++page) {
+  for (int64_t page = 0; page < view.layout.pages_of(view.parts[0]); ++page) {
     uint8_t* at = file.data() + page * kPage;
     const auto number = static_cast<uint32_t>(page);
     const uint64_t salt = kSalt;

@@ -26,6 +26,10 @@ def in_parts(source: str, path: str) -> None:
 def run(job: dict[str, Any]) -> int:
     if job["what"] == "in parts":
         in_parts(job["source"], job["path"])
+    elif job["what"] == "clusters":
+        espnx.graph.build(
+            job["source"], job["path"], clusters=6, max_degree=16, list_size=40, threads=1
+        )
     else:
         vectors = np.random.default_rng(0).standard_normal((20_000, 32)).astype(np.float32)
         espnx.graph.build(vectors, job["path"], max_degree=24, list_size=40)

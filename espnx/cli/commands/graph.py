@@ -29,7 +29,8 @@ _SHOWN = 10
 _SHARED_OPTIONS = ("codes", "num_entry_points", "threads", "seed", "column", "replace")
 _BUILD_OPTIONS = (
     "metric", "max_degree", "list_size", "alpha", "inline_pq", "pq_bytes", "vector_dtype",
-    "disk_pq_bytes", "use_opq", "device", "memory",
+    "disk_pq_bytes", "use_opq", "device", "memory", "clusters", "max_points",
+    "replicas",
 )  # fmt: skip
 _IMPORT_OPTIONS = ("vectors", "data_type", "metric", "order")
 
@@ -152,6 +153,31 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
             "was interrupted (default: as much as it takes)"
         ),
     )
+    parser.add_argument(
+        "--clusters",
+        type=int,
+        metavar="N",
+        help=(
+            "a graph for each of so many clusters, of which searches go through the near ones: for "
+            "more vectors than one graph is built of (default: one graph)"
+        ),
+    )
+    parser.add_argument(
+        "--max-points",
+        type=int,
+        metavar="N",
+        help="vectors of a cluster, at most (default: twice the mean)",
+    )
+    parser.add_argument(
+        "--replicas",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help=(
+            "vectors, as a share of all, that are in two clusters: those nearest to a border "
+            "(default: none)"
+        ),
+    )
     add_json_option(parser)
 
 
@@ -195,8 +221,15 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
         help="instead: the smallest list measured to find that share (default: 0.95)",
     )
     parser.add_argument(
+        "--nprobe",
+        metavar="N",
+        help=(
+            "clusters that are searched for a query, or auto: those not much farther than the "
+            "nearest (default: auto)"
+        ),
+    )
+    parser.add_argument(
         "--beam-width",
-        "--beamwidth",
         type=int,
         metavar="W",
         help="pages of a query under way at a time (default: 1; for few queries 4)",
@@ -230,6 +263,8 @@ def run_search(args: argparse.Namespace) -> int:
         "pages_mean": float(found.pages.mean()) if len(queries) else 0.0,
         "bytes_mean": float(found.bytes_read.mean()) if len(queries) else 0.0,
     }
+    if found.clusters is not None:
+        facts["clusters_mean"] = float(found.clusters.mean()) if len(queries) else 0.0
     if args.ground_truth is not None:
         facts["recall"] = _recall(found.ids, args.ground_truth)
     rows = [
@@ -244,6 +279,8 @@ def run_search(args: argparse.Namespace) -> int:
         f"{len(queries):,} queries, {facts['pages_mean']:.1f} pages "
         f"({format_size(round(facts['bytes_mean']))}) a query"
     )
+    if "clusters_mean" in facts:
+        shown += f" through {facts['clusters_mean']:.1f} clusters"
     if "recall" in facts:
         shown += f", recall@{args.k} {facts['recall']:.4f}"
     left = f"\nthe first {_SHOWN} are shown" if len(queries) > _SHOWN else ""
@@ -265,6 +302,13 @@ def run_search(args: argparse.Namespace) -> int:
     return 0
 
 
+def _nprobe(given: str | None) -> int | str | None:
+    try:
+        return given if given is None else int(given)
+    except ValueError:
+        return given
+
+
 def _found(args: argparse.Namespace, queries: np.ndarray, devices: Devices | None) -> Neighbours:
     """The nearest vectors, of the graph itself or of a device that walks over it."""
     from ...graph import GraphIndex
@@ -276,18 +320,19 @@ def _found(args: argparse.Namespace, queries: np.ndarray, devices: Devices | Non
                 args.k,
                 list_size=args.list_size,
                 recall=args.recall,
+                nprobe=_nprobe(args.nprobe),
                 beam_width=args.beam_width,
             )
     from ...device.near_storage import NearStorageDevice
     from ...graph.devices.walks import WALKS, WalkCommand
 
-    for name in ("list_size", "beam_width"):
+    for name in ("list_size", "beam_width", "nprobe"):
         if (getattr(args, name) is None) == (name == "list_size"):
             option = f"--{name.replace('_', '-')}"
             raise InvalidInputError(
                 "a device's search of a graph",
                 got=f"no {option}" if name == "list_size" else option,
-                expected="--list-size, and neither --recall nor --beam-width",
+                expected="--list-size, and none of --recall, --beam-width, --nprobe",
             )
     device = devices if isinstance(devices, (str, NearStorageDevice)) else devices[0]
     with closing(WALKS.open_on(device, args.graph, threads=args.threads)) as walks:

@@ -59,6 +59,8 @@ def configure_graph(parser: ArgumentParser) -> None:
     add("--max-degree", type=int, default=64, metavar="R", help="default: %(default)s")
     add("--pq-bytes", type=int, metavar="B", help="of a code (default: as many as fill a page)")
     add("--no-opq", dest="use_opq", action="store_false", help="codes of the vectors as they are")
+    add("--clusters", type=int, metavar="N", help="a graph for each (default: one graph)")
+    add("--replicas", type=float, metavar="SHARE", help="of vectors in two clusters (default: 0)")
     add(
         "--price-per-tb-ssd",
         type=float,
@@ -90,12 +92,15 @@ def run_graph(args: Namespace) -> int:
         "pq_bytes": args.pq_bytes,
         "disk_pq_bytes": args.disk_pq_bytes,
         "use_opq": args.use_opq,
+        "clusters": args.clusters,
+        "replicas": args.replicas or 0.0,
     }
-    plans = {
-        codes: plan_graph(args.vectors, args.dim, codes=codes, **options)
-        for codes in _WHERE
-        if args.codes in (None, codes)
-    }
+    if args.clusters is None and args.replicas is not None:
+        raise InvalidInputError(
+            "plan --replicas", got="no --clusters", expected="how many clusters", fix="--clusters N"
+        )
+    shown = [args.codes] if args.codes else list(_WHERE) if args.clusters is None else ["inline"]
+    plans = {codes: plan_graph(args.vectors, args.dim, codes=codes, **options) for codes in shown}
     costs = {codes: _cost(plan, prices) for codes, plan in plans.items()}
     modes = {
         codes: asdict(plan) | ({"cost": costs[codes]} if costs[codes] else {})
@@ -118,6 +123,9 @@ def run_graph(args: Namespace) -> int:
             f"x {args.dim} dimensions as {held}, {args.max_degree} neighbours each",
         )
     ]
+    if args.clusters is not None:
+        more = f", {args.replicas:.0%} of the vectors in two" if args.replicas else ""
+        rows.append(("clusters", f"{args.clusters:,}", f"a graph each, of equal size{more}"))
     for codes, plan in plans.items():
         rows += _shown(codes, plan, costs[codes])
     emit(

@@ -174,8 +174,15 @@ def _hourly(per_s: float | None) -> str | None:
 
 
 def _costs(answers: Sequence[Answer]) -> str:
-    headers = ["system", "W", "J/token", "drives $", "tokens/h and $", "written/sequence"]
-    headers.append("sequences until worn")
+    headers = [
+        "system",
+        "W",
+        "J/token",
+        "drives $",
+        "tokens/h and $",
+        "written/sequence",
+        "sequences until worn",
+    ]
     rows = [
         (
             each.system,

@@ -31,14 +31,14 @@ def divide(
     for first in range(0, len(vectors), at_once):
         here = slice(first, first + at_once)
         far = distances_to_means(vectors[here], centres).copy()
-        home[here] = _take(far, room)
+        home[here] = take_nearest(far, room)
         if len(centres) > 1:
             far[np.arange(len(far)), home[here]] = np.inf
-            guest[here] = _take(far, room)
+            guest[here] = take_nearest(far, room)
     return home, guest
 
 
-def _take(far: np.ndarray, room: np.ndarray) -> np.ndarray:
+def take_nearest(far: np.ndarray, room: np.ndarray) -> np.ndarray:
     """The nearest part with room for each vector, uint32 [m], or `NOBODY`; of those that want its
     last places the first ones get them."""
     chosen = np.full(len(far), NOBODY, np.uint32)

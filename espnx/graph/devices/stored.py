@@ -12,7 +12,7 @@ import torch
 from ... import errors
 from ...device.vectors.interface import Estimate, Nodes
 from ...storage import Engine, FileHandle, NativeEngine, Plan
-from ..format import NODES, GraphFacts, parse_pages, read_codes, read_graph
+from ..format import NODES, GraphFacts, parse_pages, read_codes, read_graph, refuse_clusters
 from ..layout import HEADER
 
 
@@ -32,6 +32,7 @@ class StoredGraph:
     def __init__(self, path: str | os.PathLike[str]):
         with NativeEngine("posix", threads=1, pool_bytes=0) as engine:
             self.facts: GraphFacts = read_graph(engine, path)
+            refuse_clusters(self.facts, "on a device")
             if self.facts.layout.paged_codes:
                 raise errors.InvalidInputError(
                     f"graph {os.fspath(path)} on a device",

@@ -11,12 +11,13 @@ import torch
 from ... import errors
 from ...checks import check_finite, check_whole, plain
 from ..format import GraphFacts
+from ..global_index.probing import Probing
 from ..options import SQUARES_MAX
 from ..vectors import as_array
-from .effort import default_list_size, list_size_for
+from .effort import list_size_for, probing_of, usual_point
 
 LIST_SIZE_MAX = 1 << 20
-_ALONE_BEAMWIDTH = 4
+_ALONE_BEAM_WIDTH = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +26,7 @@ class WalkRequest:
     native, wide: queries as `checked_queries` gives them.
     k, beam_width, stop_beyond, deadline_s: of `GraphIndex.search`.
     list_size: of walks without a filter. is_named: the caller has said how long.
-    recall: that the caller has named.
+    recall: that the caller has named. probing: clusters to go through; None: all there are.
     """
 
     native: torch.Tensor
@@ -37,6 +38,7 @@ class WalkRequest:
     list_size: int = 0
     is_named: bool = True
     recall: float | None = None
+    probing: Probing | None = None
 
     @classmethod
     def of(
@@ -46,13 +48,14 @@ class WalkRequest:
         k: int,
         list_size: int | None,
         recall: float | None,
+        nprobe: int | str | None,
         beam_width: int | None,
         stop_beyond: float | None,
         deadline_s: float,
     ) -> WalkRequest:
         """Arguments and errors: see `GraphIndex.search`."""
         native, wide = checked_queries(facts, queries)
-        k, list_size, beam_width = plain(k), plain(list_size), plain(beam_width)
+        k, list_size, nprobe, beam_width = map(plain, (k, list_size, nprobe, beam_width))
         recall, stop_beyond, deadline_s = plain(recall), plain(stop_beyond), plain(deadline_s)
         check_whole("k, neighbours wanted", k, 1, LIST_SIZE_MAX)
         if list_size is not None and recall is not None:
@@ -72,9 +75,7 @@ class WalkRequest:
                 got=f"{stop_beyond} and {deadline_s}",
                 expected="0 or more; above 0",
             )
-        usual = list_size or (
-            default_list_size(facts) if recall is None else list_size_for(facts, recall).list_size
-        )
+        point = usual_point(facts) if recall is None else list_size_for(facts, recall)
         return cls(
             native,
             wide,
@@ -82,15 +83,16 @@ class WalkRequest:
             beam_width,
             float("inf") if stop_beyond is None else float(stop_beyond),
             float(deadline_s),
-            usual,
+            list_size or point.list_size,
             list_size is not None,
             recall,
+            probing_of(facts, nprobe, point, list_size),
         )
 
 
 def beam_width_of(n_queries: int) -> int:
     """Pages of each query that are under way at a time, unless a search says how many."""
-    return 1 if n_queries >= 2 * _ALONE_BEAMWIDTH else _ALONE_BEAMWIDTH
+    return 1 if n_queries >= 2 * _ALONE_BEAM_WIDTH else _ALONE_BEAM_WIDTH
 
 
 def checked_queries(facts: GraphFacts, given: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,14 +3,18 @@ and whether measuring all that it allows is less work."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ... import errors
+from ...checks import check_whole
 from ..filters import NodeFilter
 from ..format import GraphFacts, RecallPoint
+from ..global_index.probing import Probing
 
 _RECALL = 0.95
 _UNMEASURED = 320  # candidates of a walk where the build measured no list
+_UNMEASURED_RATIO = 0.5  # and clusters that it goes through, see `Probing`
 # That cost about as much as reading a page, summing it, and estimating how far its neighbours are.
 _DISTANCES_PER_PAGE = 256
 # A filter of so much of a share is taken for one of it.
@@ -86,11 +90,46 @@ def list_size_for(facts: GraphFacts, recall: float) -> RecallPoint:
     return found
 
 
-def default_list_size(facts: GraphFacts) -> int:
-    """The list of a search that names neither a list nor a recall."""
+def usual_point(facts: GraphFacts) -> RecallPoint:
+    """What a search does that names neither a list nor a recall."""
     reached = [each for each in facts.recall if each.recall >= _RECALL]
     found = [*reached, *facts.recall[-1:]]
-    return found[0].list_size if found else max(10, min(facts.layout.n, _UNMEASURED))
+    if found:
+        return found[0]
+    list_size = max(10, min(facts.layout.n, _UNMEASURED))
+    return RecallPoint(list_size, 0.0, 0.0, None if facts.clusters is None else _UNMEASURED_RATIO)
+
+
+def probing_of(
+    facts: GraphFacts, nprobe: Any, point: RecallPoint, list_size: int | None
+) -> Probing | None:
+    """The clusters of a search that does what `point` says, or keeps a list of another size; None:
+    there are none. Raises InvalidInputError."""
+    if facts.clusters is None:
+        if nprobe is None:
+            return None
+        raise errors.InvalidInputError(
+            "nprobe, clusters to search",
+            got=repr(nprobe),
+            expected="none: this is one graph",
+            fix="build it with clusters=",
+        )
+    if nprobe not in (None, "auto"):
+        check_whole("nprobe, clusters to search", nprobe, 1, 1 << 31)
+        return Probing(count=nprobe)
+    if list_size is not None and facts.recall:
+        longer = (each for each in facts.recall if each.list_size >= list_size)
+        point = next(longer, facts.recall[-1])
+    return Probing(ratio=_UNMEASURED_RATIO if point.probe_ratio is None else point.probe_ratio)
+
+
+def filtered_probing(facts: GraphFacts, probing: Probing | None) -> Probing | None:
+    """The clusters of a search with a filter: no fewer than those through which such were
+    measured."""
+    if probing is None:
+        return None
+    usual = usual_point(facts).probe_ratio
+    return replace(probing, ratio=max(probing.ratio, 0.0 if usual is None else usual))
 
 
 def effort_of(facts: GraphFacts, nodes: NodeFilter, recall: float | None) -> Effort | None:

@@ -9,7 +9,9 @@ import numpy as np
 
 from ... import errors
 from ...storage import NativeEngine, Plan
+from ..filters import places_at
 from ..format import NODES, ROWS, GraphFacts, parse_pages, read_codes
+from ..layout import rows_of
 
 _REBUILD = "restore the graph from a copy, or build it again"
 
@@ -29,7 +31,7 @@ class RowReader:
         if not len(rows):
             return found
         with NativeEngine(self._requested) as engine:
-            nodes = self.nodes_of(engine, rows, deadline_s)
+            nodes = self.nodes_of(engine, rows, deadline_s)[:, 0]
             pages, which = np.unique(nodes // layout.nodes_per_page, return_inverse=True)
             file = engine.open(self.facts.path(NODES))
             for first in range(0, len(pages), 4096):
@@ -41,8 +43,8 @@ class RowReader:
                 read = parse_pages(self.facts, part, future.memory, future.position_bytes.numpy())
                 wanted = np.flatnonzero((which >= first) & (which < first + len(part)))
                 here = read[which[wanted] - first, nodes[wanted] % layout.nodes_per_page]
-                if (wrong := np.flatnonzero(here["row"] != rows[wanted])).size:
-                    got = f"the node of row {here['row'][wrong[0]]}"
+                if (wrong := np.flatnonzero(rows_of(here) != rows[wanted])).size:
+                    got = f"the node of row {rows_of(here)[wrong[0]]}"
                     raise errors.FormatError(
                         f"row {rows[wanted[wrong[0]]]} of a graph",
                         path=self.facts.path(ROWS),
@@ -53,41 +55,35 @@ class RowReader:
         return found
 
     def nodes_of(self, engine: NativeEngine, rows: np.ndarray, deadline_s: float) -> np.ndarray:
-        """int64 [m]: numbers of the nodes of some rows, at least one."""
+        """int64 [m, copies]: places of the nodes of some rows, at least one; -1: of a copy that a
+        row has not."""
         places = engine.open(self.facts.path(ROWS))
-        plan = Plan.of(places, (self.facts.begin_bytes(ROWS) + 4 * rows).tolist(), [4] * len(rows))
+        size = self.facts.place_bytes
+        begin = self.facts.begin_bytes(ROWS) + size * rows
+        plan = Plan.of(places, begin.tolist(), [size] * len(rows))
         future = engine.read(plan, gap_bytes=4096, deadline_s=deadline_s)
         future.wait()
-        at = future.position_bytes.numpy()[:, None] + np.arange(4)
-        nodes: np.ndarray = future.memory.numpy()[at].view("<u4").ravel().astype(np.int64)
-        if nodes.max() >= self.facts.layout.n:
-            raise errors.FormatError(
-                "a row's node",
-                path=self.facts.path(ROWS),
-                got=int(nodes.max()),
-                expected=f"below {self.facts.layout.n}",
-                fix=_REBUILD,
-            )
-        return nodes
+        return places_at(self.facts, future.memory.numpy(), future.position_bytes.numpy())
 
     def verify(self) -> int:
         """See `GraphIndex.verify`."""
-        layout = self.facts.layout
+        layout, parts = self.facts.layout, self.facts.parts
         reached = np.zeros(layout.n, bool)
         with NativeEngine(self._requested) as engine:
             file = engine.open(self.facts.path(NODES))
             rows_file = engine.open(self.facts.path(ROWS))
-            for first in range(0, layout.n_pages, 1024):
-                part = np.arange(first, min(first + 1024, layout.n_pages))
+            for first in range(0, parts.n_pages, 1024):
+                part = np.arange(first, min(first + 1024, parts.n_pages))
                 at_bytes = self.facts.begin_bytes(NODES) + first * layout.page_bytes
                 future = engine.read(Plan.of(file, [at_bytes], [len(part) * layout.page_bytes]))
                 future.wait()
                 begin = future.position_bytes.numpy()[0] + np.arange(len(part)) * layout.page_bytes
-                nodes = parse_pages(self.facts, part, future.memory, begin).reshape(-1)[
-                    : layout.n - first * layout.nodes_per_page
-                ]
-                reached[nodes["row"]] = True
-                self._verify_rows(engine, rows_file, nodes, first * layout.nodes_per_page)
+                nodes = parse_pages(self.facts, part, future.memory, begin).reshape(-1)
+                places = first * layout.nodes_per_page + np.arange(len(nodes))
+                is_node = parts.is_node(places)
+                rows = rows_of(nodes[is_node])
+                reached[rows] = True
+                self._verify_rows(engine, rows_file, rows, places[is_node])
             if layout.paged_codes:
                 read_codes(engine, self.facts)
         if not reached.all():
@@ -97,26 +93,25 @@ class RowReader:
                 got=f"no node of row {int(np.argmin(reached))}",
                 fix=_REBUILD,
             )
-        return layout.n_pages
+        return parts.n_pages
 
     def _verify_rows(
-        self, engine: NativeEngine, rows_file: Any, nodes: np.ndarray, first: int
+        self, engine: NativeEngine, rows_file: Any, rows: np.ndarray, places: np.ndarray
     ) -> None:
-        if not len(nodes):
+        if not len(rows):
             return
-        begin = self.facts.begin_bytes(ROWS) + 4 * nodes["row"].astype(np.int64)
-        future = engine.read(
-            Plan.of(rows_file, begin.tolist(), [4] * len(nodes)), gap_bytes=1 << 16
-        )
+        size = self.facts.place_bytes
+        begin = self.facts.begin_bytes(ROWS) + size * rows
+        plan = Plan.of(rows_file, begin.tolist(), [size] * len(rows))
+        future = engine.read(plan, gap_bytes=1 << 16)
         future.wait()
-        at = future.position_bytes.numpy()[:, None] + np.arange(4)
-        numbers = future.memory.numpy()[at].view("<u4").ravel()
-        wrong = np.flatnonzero(numbers != np.arange(first, first + len(nodes)))
+        found = places_at(self.facts, future.memory.numpy(), future.position_bytes.numpy())
+        wrong = np.flatnonzero((found != places[:, None]).all(axis=1))
         if wrong.size:
             raise errors.FormatError(
-                f"node of row {nodes['row'][wrong[0]]}",
+                f"node of row {rows[wrong[0]]}",
                 path=self.facts.path(ROWS),
-                got=int(numbers[wrong[0]]),
-                expected=first + int(wrong[0]),
+                got=int(found[wrong[0], 0]),
+                expected=int(places[wrong[0]]),
                 fix=_REBUILD,
             )

@@ -15,7 +15,7 @@ class GraphSearch:
     """A search under way in the threads of a graph; see `GraphIndex.start`. One thread at a time
     may ask it. Ends when nobody holds it."""
 
-    def __init__(self, facts: GraphFacts, k: int, search: Any, **shared: int):
+    def __init__(self, facts: GraphFacts, k: int, search: Any, **shared: Any):
         self._facts, self._k, self._search, self._shared = facts, k, search, shared
 
     def partial(self, pages: int) -> tuple[np.ndarray, np.ndarray]:

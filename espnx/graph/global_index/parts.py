@@ -1,0 +1,111 @@
+"""Which graphs the pages of a directory hold, one after the other. A directory of one graph has one
+part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+#: In place of the place of a copy that a row has not.
+NO_COPY = 2**64 - 1
+#: Of the table of clusters.
+TABLE = np.dtype([("nodes", "<u4"), ("entries", "<u4")])
+#: Memory that a cluster may take in an open graph, beside its centroid: of its entry points the
+#: numbers and codes, twice, once for walks, and its places in tables.
+CLUSTER_BYTES = 4096
+_FIXED_BYTES, _ENTRY_BYTES = 128, 12
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Graphs that lie one after the other in a file of pages.
+
+    A node's place is its number in its own graph, behind the places of all pages before that:
+    places of a graph's last page that have no node stay empty.
+
+    Attributes:
+        nodes: int64 [parts]: of each graph.
+        n_entries: int64 [parts]: entry points of each.
+        nodes_per_page: of all pages.
+    """
+
+    nodes: np.ndarray
+    n_entries: np.ndarray
+    nodes_per_page: int
+
+    @cached_property
+    def first_page(self) -> np.ndarray:
+        """int64 [parts + 1]: where each begins; the last: how many pages there are."""
+        return _sums(-(-self.nodes // self.nodes_per_page))
+
+    @cached_property
+    def entries_begin(self) -> np.ndarray:
+        """int64 [parts + 1]."""
+        return _sums(self.n_entries)
+
+    @property
+    def n_pages(self) -> int:
+        return int(self.first_page[-1])
+
+    @property
+    def n_places(self) -> int:
+        """Of nodes, in all pages."""
+        return self.n_pages * self.nodes_per_page
+
+    @property
+    def end_place(self) -> int:
+        """Behind the last node."""
+        return int(self.first_page[-2]) * self.nodes_per_page + int(self.nodes[-1])
+
+    def of_pages(self, pages: np.ndarray) -> np.ndarray:
+        """int64 [m]: the part that each page is of."""
+        return np.searchsorted(self.first_page, pages, side="right") - 1
+
+    def is_node(self, places: np.ndarray) -> np.ndarray:
+        """bool, of the shape of `places`: whether there is a node."""
+        part = self.of_pages(places // self.nodes_per_page)
+        found: np.ndarray = places - self.first_page[part] * self.nodes_per_page < self.nodes[part]
+        return found
+
+    def places_of(self, entries: np.ndarray) -> np.ndarray:
+        """int64 [m]: of the entry points of all parts, numbered in their own."""
+        part = np.repeat(np.arange(len(self.nodes)), self.n_entries)
+        return entries + self.first_page[part] * self.nodes_per_page
+
+    def by_part(self, pages: np.ndarray) -> np.ndarray:
+        """Sums of what there is of each page, int64 [pages], over those of each part."""
+        total = np.concatenate([np.zeros(1, np.int64), np.cumsum(pages, dtype=np.int64)])
+        return np.diff(total[self.first_page])
+
+
+@dataclass(frozen=True, eq=False)
+class Clusters:
+    """Of the graphs of a directory that has one for each cluster.
+
+    Attributes:
+        centroids: float32 [clusters, dim]. nodes, n_entries: see `Parts`; a cluster has one node or
+            more.
+        copies: clusters that a row may be in.
+    """
+
+    centroids: np.ndarray
+    nodes: np.ndarray
+    n_entries: np.ndarray
+    copies: int = 1
+
+    def table(self) -> np.ndarray:
+        """`TABLE` [clusters]."""
+        table = np.zeros(len(self.nodes), TABLE)
+        table["nodes"], table["entries"] = self.nodes, self.n_entries
+        return table
+
+
+def most_entries(code_bytes: int) -> int:
+    """Entry points that a cluster may have."""
+    return max(1, (CLUSTER_BYTES - _FIXED_BYTES) // (_ENTRY_BYTES + 2 * code_bytes))
+
+
+def _sums(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])

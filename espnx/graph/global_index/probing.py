@@ -1,0 +1,81 @@
+"""Which clusters a query's walk goes through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..neighbours import measure
+
+_DISTANCES_AT_ONCE = 1 << 22
+_RATIO_MAX = 1e6
+
+
+@dataclass(frozen=True)
+class Probing:
+    """How many clusters are searched for a query: the nearest ones by their centroids.
+
+    Attributes:
+        count: so many; None: as `ratio` says.
+        ratio: those that are no farther than the nearest by this share (of the squared distance, or
+            of the inner product): more of them for a query between clusters than for one inside of
+            one.
+    """
+
+    count: int | None = None
+    ratio: float = float("inf")
+
+
+def distances_to_clusters(queries: torch.Tensor, centroids: np.ndarray, metric: str) -> np.ndarray:
+    """float32 [q, clusters] of queries float32 [q, dim]: as `Neighbours` has them, by cosine twice
+    as large."""
+    at_once = max(1, _DISTANCES_AT_ONCE // len(centroids))
+    parts = [measure(each, centroids, metric) for each in queries.split(at_once)]
+    return np.concatenate(parts) if parts else np.empty((0, len(centroids)), np.float32)
+
+
+def choose_clusters(
+    far: np.ndarray, probing: Probing, counts: np.ndarray | None = None, least: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """The clusters to search for each query.
+
+    Args:
+        far: float32 [q, clusters], of `distances_to_clusters`.
+        counts: int64 [clusters]: nodes of each that a filter allows: clusters without any are
+            passed by. None: all are.
+        least: allowed nodes that the chosen clusters have together, where there are so many.
+
+    Returns:
+        Their numbers, int64, the nearest first, of one query after the other; and where each
+        query's begin, int64 [q + 1].
+    """
+    possible = np.arange(far.shape[1]) if counts is None else np.flatnonzero(counts)
+    order = possible[np.argsort(far[:, possible], axis=1, kind="stable")]
+    if not order.size:
+        return np.empty(0, np.int64), np.zeros(len(far) + 1, np.int64)
+    if probing.count is not None:
+        wanted = np.full(len(far), probing.count)
+    else:
+        near = np.take_along_axis(far, order, axis=1).astype(np.float64)
+        limit = near[:, :1] + (abs(near[:, :1]) * probing.ratio if near.size else 0)
+        wanted = (near <= limit).sum(axis=1)
+    if counts is not None:
+        reached = np.cumsum(counts[order], axis=1) >= least
+        needed = np.where(reached.any(axis=1), reached.argmax(axis=1) + 1, order.shape[1])
+        wanted = np.maximum(wanted, needed)
+    wanted = np.clip(wanted, 1, order.shape[1])
+    chosen = np.arange(order.shape[1]) < wanted[:, None]
+    return order[chosen], np.concatenate([np.zeros(1, np.int64), np.cumsum(wanted)])
+
+
+def ratios_of(far: np.ndarray) -> list[float]:
+    """Ratios of a `Probing`, of which each lets half of some queries go through as many clusters
+    again as the one before: 1, 2, 4, and so on to all. `far`: of `distances_to_clusters`."""
+    near = np.sort(far.astype(np.float64), axis=1)
+    beyond = near - near[:, :1]
+    least = np.maximum(np.abs(near[:, :1]), np.finfo(np.float32).tiny)
+    share = np.median(np.minimum(beyond / least, _RATIO_MAX), axis=0)
+    counts = [1 << i for i in range((far.shape[1] - 1).bit_length())] + [far.shape[1]]
+    return sorted({float(share[count - 1]) for count in counts})
