@@ -30,8 +30,9 @@ the program ([how far to believe it](../simulate.md#how-far-to-believe-it)). All
 **modelled**. A value is computed with the middles of all ranges, `low` and `high` are the 5th and
 95th percentile of draws from them. Beside each stands what becomes of it with one mechanism
 switched off, or one figure 10 % up, where that moves it by 2 % or more. No range behind `hilos` or
-`ragx` was changed after its predictions were first computed, but for the law of walks of `ragx`,
-which was fitted on more walks.
+`ragx` was changed after its predictions were first computed, but for two things of `ragx`: the law
+of walks was fitted on more walks, up to 500,000 vectors in place of 20,000; and vectors of clusters
+are read one by one, as all others are, where they were first read cluster by cluster.
 
 Rendered from `benchmarks/results/validation.json` by `python scripts/validation_page.py`.
 """

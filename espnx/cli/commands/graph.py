@@ -310,7 +310,7 @@ def _nprobe(given: str | None) -> int | str | None:
 
 
 def _found(args: argparse.Namespace, queries: np.ndarray, devices: Devices | None) -> Neighbours:
-    """Of the graph, or of a device that walks over it."""
+    """The nearest vectors, of the graph itself or of a device that walks over it."""
     from ...graph import GraphIndex
 
     if devices is None:

@@ -28,7 +28,7 @@ _OUT, _IN = ("link out", "port out", "uplink out"), ("uplink in", "port in", "li
 
 @dataclass(frozen=True)
 class VerbTimes:
-    """Of all commands of a verb. Attributes: count; read_bytes; write_bytes; recorded_s and
+    """All commands of a verb. Attributes: count; read_bytes; write_bytes; recorded_s and
     predicted_s: added up, from a command's beginning to its end."""
 
     count: int = 0

@@ -59,7 +59,7 @@ class Request:
 
 
 def requests_of(trace: Trace) -> list[Request | None]:
-    """Of each command; None: it failed, and is asked for nothing.
+    """What each command asks; None: it failed, and is asked for nothing.
 
     Raises:
         InvalidInputError: a verb that no part of any system serves.
@@ -116,7 +116,7 @@ def _units(command: Command) -> int:
 
 
 def _shape(command: Command) -> list[int]:
-    """Of queries: sequences, heads, rows of each head, dimensions."""
+    """How many sequences, heads, rows of each head and dimensions queries have."""
     shape = command.detail.wholes("queries", 1, count=4)
     if len(shape) != 4:
         command.detail.refuse("queries", "four numbers", shape)

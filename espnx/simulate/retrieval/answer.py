@@ -118,7 +118,7 @@ def _check(what: str, size: float, where: str, has: float) -> None:
 
 
 def encoding_s(service: Service) -> float:
-    """Of one query: products, or the weights from memory, whichever takes longer."""
+    """Seconds of one query: products, or the weights from memory, whichever takes longer."""
     if service.retriever.parameters is None:
         return 0.0
     flops = 2 * service.get("retriever.parameters") * service.get("retriever.tokens")
@@ -127,8 +127,8 @@ def encoding_s(service: Service) -> float:
 
 
 def generation_s(service: Service, batch: int) -> float:
-    """Of a batch's answers, from the roofline: prompts are bound by products; a token by products,
-    or by weights and K and V from the GPUs' memory."""
+    """Seconds of a batch's answers, from the roofline: prompts are bound by products; a token by
+    products, or by weights and K and V from the GPUs' memory."""
     n = service.get("generation.gpus")
     flops_per_s = n * service.get("gpu.peak") * service.get("gpu.gemm_share")
     share = service.get("generation.bandwidth_share")
@@ -185,8 +185,8 @@ def _graph(service: Service, passages: int) -> _Found:
 
 
 def _clusters(service: Service, passages: int) -> _Found:
-    """As many clusters as vectors in each. Their middles are compared in memory; vectors of those
-    that are probed are read and compared as those of a walk are."""
+    """There are as many clusters as vectors in each. Their middles are compared in memory; vectors
+    of those that are probed are read and compared as those of a walk are."""
     n = math.sqrt(passages)
     probed = math.ceil(PROBED * n) * n
     size = service.get("retriever.vector")
@@ -218,7 +218,7 @@ def _lists(service: Service, passages: int) -> _Found:
 
 
 def _host_read_s(service: Service, size_bytes: float) -> float:
-    """Of one read, which nothing else is under way with: its own time has its first page."""
+    """Seconds of one read, beside which no other is under way; its own time has its first page."""
     passing_s = size_bytes / service.get("device.flash.read_bandwidth")
     if service.without == "reads one by one":
         return passing_s
@@ -226,7 +226,7 @@ def _host_read_s(service: Service, size_bytes: float) -> float:
 
 
 def _search_joules(service: Service, phases_s: Mapping[str, float]) -> float:
-    """Of what encodes and what searches; it has less power while it waits for drives."""
+    """Joules of what encodes and what searches; it has less power while it waits for drives."""
     idle_w, busy_w = (service.get(f"searcher.power.{each}") for each in ("idle", "busy"))
     encoder_w = service.get("encoder.power.busy")
     return (

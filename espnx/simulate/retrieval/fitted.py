@@ -1,5 +1,8 @@
 """What a vector and a posting take on the host: fitted on two shares that RAGX's section 2.4 has of
-search in all of a query, where vectors and lists are in memory."""
+search in all of a query, where vectors and lists are in memory.
+
+A file of its own: services are computed with what comes out, wherever that is from.
+"""
 
 from __future__ import annotations
 

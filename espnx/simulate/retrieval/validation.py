@@ -113,7 +113,7 @@ class Case:
         return float(np.mean(ratios))
 
     def read_share(self, system: str, size: str) -> float:
-        """Of a query's time, that drives are read; over all retrievers."""
+        """The share of a query's time in which drives are read, over all retrievers."""
         return float(np.mean([self.ask(system, each, size).share(READS) for each in fitting(size)]))
 
     def over_clusters(self) -> list[float]:
@@ -208,7 +208,7 @@ def middle_values() -> tuple[dict[str, float], dict[str, float]]:
 
 
 def _drawn(known: Mapping[str, Range], rng: np.random.Generator) -> dict[str, float]:
-    """Until the shares can be fitted with them."""
+    """Values of all figures, drawn until the shares can be fitted with them."""
     while True:
         values = draw(known, rng)
         shares = {size: float(rng.uniform(each.low, each.high)) for size, each in SHARES.items()}
