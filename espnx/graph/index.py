@@ -259,7 +259,7 @@ class GraphIndex:
         )
         walk = self._measuring(queries, k, probing)
         with NativeEngine(self._requested) as engine:
-            absent = torch.from_numpy(self._reader.nodes_of(engine, rows, _MEASURING_S))
+            absent = torch.from_numpy(self._reader.nodes_of(engine, rows, _MEASURING_S).ravel())
         counts = None if nodes is None else nodes.counts
         lists = max(k, lists[0]), max(k, lists[1])
         found = self._walk(walk, *lists, filtered, absent, counts=counts).finish()
