@@ -5,7 +5,7 @@ They are jobs of tests/forks.py, so that each parent begins with everything impo
 
     what="prepare", folder=F
         writes what the calls open
-    what="run", folder=F, first=[A, B], then=[C], out=O
+    what="run", folder=F, first=[A, B], then=[C], step=1, out=O
         makes the first calls, then forks once for each of the others; [] are all of them
 
 A run writes a line of JSON for each outcome: [who, call, how, what it returned]. A child that does
@@ -563,7 +563,8 @@ def run(job: dict[str, Any]) -> int:
         prepare(folder)
         return 0
     with open(job["out"], "w") as out:
-        make_calls(folder, job["first"] or list(CALLS), job["then"] or list(CALLS), out)
+        then = (job["then"] or list(CALLS))[:: job["step"]]
+        make_calls(folder, job["first"] or list(CALLS), then, out)
     return 0
 
 

@@ -28,6 +28,18 @@ def at_length(name: str, part: Any, whole: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(name, [part, pytest.param(whole, marks=pytest.mark.sweep)])
 
 
+def some(values: Iterable[Any], of: int) -> list[Any]:
+    """Values of a parameter, or tuples of several: `make test` takes one in so many, `make sweep`
+    the others."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=[pytest.mark.sweep] if place % of else [],
+        )
+        for place, value in enumerate(values)
+    ]
+
+
 def mark_samples(items: Iterable[pytest.Item]) -> None:
     """Of a test with the mark ``sampled(n)``, all but a `covering` of its parameters are marked
     ``sweep``. What is a sweep already shows nothing."""

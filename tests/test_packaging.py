@@ -280,11 +280,10 @@ def fresh(tree: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return clone, python
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "where", ["the clone's root", pytest.param("an empty folder", marks=pytest.mark.sweep)]
-)
+@pytest.mark.parametrize("where", ["the clone's root", "an empty folder"])
 def test_the_front_page_pasted_after_pip_install(
     where: str, fresh: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweeps import covering, parameters
+from tests.sweeps import covering, parameters, some
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
@@ -85,6 +85,13 @@ def test_samples_show_every_value_or_every_pair() -> None:
         for names in itertools.combinations(range(3), together):
             seen = {tuple(row[place] for place in names) for row in found}
             assert seen == {tuple(row[place] for place in names) for row in rows}
+
+
+def test_some_values_are_swept() -> None:
+    params = some([(0, "x"), (1, "y"), (2, "z"), (3, "w")], 3)
+    assert [each.values for each in params] == [(0, "x"), (1, "y"), (2, "z"), (3, "w")]
+    assert [[mark.name for mark in each.marks] for each in params] == [[], ["sweep"], ["sweep"], []]
+    assert [each.values for each in some("ab", 2)] == [("a",), ("b",)]
 
 
 @pytest.mark.sampled(1)

@@ -129,7 +129,7 @@ def configure(parser: ArgumentParser) -> None:
         help="the best counts (default: %(default)s)",
     )
     add(
-        "--diskann-beamwidths",
+        "--diskann-beam-widths",
         metavar="W,...",
         default="1,2,4,8",
         help="the best counts (default: %(default)s)",
@@ -169,7 +169,9 @@ def run(args: Namespace, say: Say) -> list[Row]:
         threads=positive("--threads", args.threads),
         own_threads=(2,) if quick else _many("--search-threads", args.search_threads),
         peer_threads=(2,) if quick else _many("--diskann-threads", args.diskann_threads),
-        peer_beamwidths=(1, 2) if quick else _many("--diskann-beamwidths", args.diskann_beamwidths),
+        peer_beam_widths=(1, 2)
+        if quick
+        else _many("--diskann-beam-widths", args.diskann_beam_widths),
         list_sizes=(10, 80) if quick else sorted(_many("--list-sizes", args.list_sizes)),
         peer_list_sizes=(10, 80)
         if quick

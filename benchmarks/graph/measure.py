@@ -39,7 +39,7 @@ WAYS_MEASURED = 3
 @dataclass(frozen=True)
 class Plan:
     """Attributes: peer: the Python that has diskannpy, or None. threads: of builds and of FAISS.
-    own_threads, of espnx's searches, and peer_threads, peer_beamwidths: all pairs are tried, the
+    own_threads, of espnx's searches, and peer_threads, peer_beam_widths: all pairs are tried, the
     quickest few are measured, and the best one counts. list_sizes, of the peer peer_list_sizes.
     pass_s: that a pass takes at least, of espnx and the peer."""
 
@@ -50,7 +50,7 @@ class Plan:
     threads: int
     own_threads: Sequence[int]
     peer_threads: Sequence[int]
-    peer_beamwidths: Sequence[int]
+    peer_beam_widths: Sequence[int]
     list_sizes: Sequence[int]
     peer_list_sizes: Sequence[int]
     pass_s: float
@@ -58,10 +58,10 @@ class Plan:
     seed: int
 
     def ways(self, system: str) -> list[Way]:
-        """(threads, beamwidth) that a system is measured with."""
+        """(threads, beam width) that a system is measured with."""
         if system == PEER:
             return [
-                (threads, width) for threads in self.peer_threads for width in self.peer_beamwidths
+                (threads, width) for threads in self.peer_threads for width in self.peer_beam_widths
             ]
         if system not in OURS:
             return [(self.threads, None)]
@@ -212,7 +212,7 @@ class Bench:
         which = (
             [(turn * ALONE + i) % len(self.data.queries) for i in range(ALONE)] if is_first else []
         )
-        # A beamwidth of its own is another one for a query that is alone.
+        # A beam width of its own is another one for a query that is alone.
         alone = worker.ask("alone", setting=asked, which=which)["seconds"]
         n = len(self.data.queries)
         per_query = {

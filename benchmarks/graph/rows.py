@@ -19,7 +19,7 @@ from .names import IN_RAM, OURS, PEER, PEER_PAGE_BYTES
 TARGETS = (0.95, 0.99)
 #: Of a query, that is compared with the peer's.
 _WORK = ("reads", "bytes_read", "cpu_s")
-#: (threads, beamwidth; None: the system's own)
+#: (threads, beam width; None: the system's own)
 Way = tuple[int, int | None]
 
 

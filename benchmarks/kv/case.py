@@ -37,6 +37,11 @@ baseline's time over ours (above 1: ours is faster). A turn begins with nothing 
   # time to first token, kept or not
   espnx bench kv --path /mnt/nvme --show resume --model smollm2 --dtype fp32 --batch 1 \\
       --context 7680
+  # several tokens from a pass, beside one by one; and without times, tokens a pass alone
+  espnx bench kv --path /mnt/nvme --show speculation --model smollm2 --dtype fp32 --batch 8 \\
+      --context 7680 --throttle 800MB/s
+  espnx bench kv --path /mnt/nvme --show acceptance --model smollm2 --dtype fp32 --batch 1 \\
+      --context 7680
   # memory beside what is stored
   espnx bench kv --path /mnt/nvme --show growth --model llama-rows --batch 256 --context 2048 \\
       --dtype fp32
@@ -70,7 +75,7 @@ def configure(parser: ArgumentParser) -> None:
         "--model",
         metavar="CONFIG",
         default="opt-125m",
-        help="opt-125m (default), opt-1.3b, llama-small, -mha, -rows, smollm2, or a JSON file",
+        help="opt-125m (default), opt-1.3b, llama-small, -mha, -rows, smollm2, demo, a JSON file",
     )
     add(
         "--batch",

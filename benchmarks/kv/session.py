@@ -24,6 +24,7 @@ from ..machine.memory import status_bytes
 from .attend import AttendWork
 from .resume import ResumeWork
 from .rss import reset_peak, resident_bytes
+from .speculation.work import SpeculationWork
 from .systems.caches import Decoder, HFDecoder, open_decoder
 from .systems.models import Task
 from .x_rows import XWork
@@ -206,6 +207,24 @@ class Session:
     def do_resume_verdict(self, name: str) -> Answer:
         # one level down: an answer with `error` is a failure
         return {"verdict": self._resume.verdict(name)}
+
+    # --- several tokens from a pass ---
+
+    def do_speculation_open(self, **words: Any) -> Answer:
+        self._speculation = SpeculationWork(**words)
+        return {}
+
+    def do_speculation_fill(self, context: int) -> Answer:
+        return self._speculation.fill(context)
+
+    def do_speculation_run(self, name: str) -> Answer:
+        return self._speculation.run(name)
+
+    def do_speculation_verdict(self, name: str) -> Answer:
+        return {"verdict": self._speculation.verdict(name)}
+
+    def do_speculation_forced(self, name: str, text: str) -> Answer:
+        return self._speculation.forced(name, text)
 
     def close(self) -> None:
         if self._decoder is not None:

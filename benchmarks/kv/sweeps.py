@@ -15,12 +15,14 @@ from ..machine.memory import available_bytes
 from .attend import show_attend
 from .fleet import Spec
 from .measure import measure
+from .names import ALONE
 from .options import Options
 from .resume import show_resume
 from .rss import show_growth, show_rss
+from .speculation.show import show_acceptance, show_speculation
 from .x_rows import show_x
 
-_LEAST_CONTEXT, _LEAST_RESUMED = 512, 1024
+_LEAST_CONTEXT, _LEAST_RESUMED, _LEAST_SPECULATED = 512, 1024, 2048
 _PROCESS_BYTES = 1 << 30  # Python, PyTorch, weights and activations of a small model
 _SPILL_TOKENS, _QUICK_SPILL_TOKENS, _SPILL_TURNS = 512, 32, 4
 
@@ -38,8 +40,10 @@ def measure_shows(options: Options, say: Say) -> list[Row]:
         "rss": show_rss,
         "growth": show_growth,
         "resume": show_resumed,
+        "speculation": show_speculated,
+        "acceptance": show_accepted,
     }
-    if set(options.shows) - {"attend", "x", "resume"}:
+    if set(options.shows) - set(ALONE):
         say(
             "No prefill: every system starts from the same seeded random K and V; all are fed the "
             "same tokens."
@@ -114,6 +118,20 @@ def show_x_sweep(options: Options, say: Say) -> list[Row]:
 def show_resumed(options: Options, say: Say) -> list[Row]:
     """Contexts that double, up to `--context`."""
     return show_resume(options, sweep(min(_LEAST_RESUMED, options.context), options.context), say)
+
+
+def show_speculated(options: Options, say: Say) -> list[Row]:
+    """Contexts that double, up to `--context`."""
+    return show_speculation(options, _speculated(options), say)
+
+
+def show_accepted(options: Options, say: Say) -> list[Row]:
+    """Contexts that double, up to `--context`."""
+    return show_acceptance(options, _speculated(options), say)
+
+
+def _speculated(options: Options) -> list[int]:
+    return sweep(min(_LEAST_SPECULATED, options.context), options.context)
 
 
 def sweep(least: int, most: int) -> list[int]:

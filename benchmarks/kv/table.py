@@ -74,6 +74,10 @@ def _memory(name: str) -> Callable[[Row], str]:
     return lambda row: format_size(int(row.metrics[name])) if name in row.metrics else ABSENT
 
 
+def _share(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{row.metrics[name]:.3f}" if name in row.metrics else ABSENT
+
+
 # Columns that have something to say in one of the rows are shown; those after "system" and before
 # "bound" are numbers.
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
@@ -93,6 +97,13 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("x fio", metric("over_fio")),
     ("MB/s read", metric("read_bytes_per_s", 1e6, 1)),
     ("break-even MB/s", metric("break_even_bytes_per_s", 1e6, 1)),
+    ("tokens a pass", metric("tokens_a_pass")),
+    ("given text", metric("forced_tokens_a_pass")),
+    ("quoted text", metric("forced_tokens_a_pass_quoted")),
+    ("of K and V asked", _share("asked_share")),
+    ("given: of K and V", _share("forced_asked_share")),
+    ("bytes of drafts", metric("draft_bytes", 1, 0)),
+    ("draft memory", _memory("draft_memory_bytes")),
     ("bound", _bound),
     ("X rows (* chosen)", _x_rows),
     ("predicted ms", metric("predicted_s", 1e-3)),
@@ -152,6 +163,7 @@ _RESUMED = (
     "MB/s read",
     "break-even MB/s",
 )
+_ACCEPTED = ("given text", "quoted text", "given: of K and V", "bytes of drafts", "draft memory")
 #: For documents, by name.
 VIEWS: Mapping[str, Table] = {
     "decode": _view("what", "system", "ms/step (IQR)", "MB read", "x fio", "bound"),
@@ -162,6 +174,10 @@ VIEWS: Mapping[str, Table] = {
     "spill": _view(
         "what", "system", "ms/step (IQR)", "write requests", "MB written", "write amplification"
     ),
+    "speculation": _view(
+        "what", "system", "ms/step (IQR)", "tokens a pass", "of K and V asked", "x fio"
+    ),
+    "acceptance": _view("what", "system", *_ACCEPTED),
     "resume": _view("what", "system", *_RESUMED, "same tokens"),
     "growth": _view("what", "system", "stored", "memory after"),
     "rss": _view("what", "system", "peak memory", "stored", "memory/stored"),

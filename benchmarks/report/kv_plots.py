@@ -128,6 +128,48 @@ def under_a_limit(found: Sequence[Found]) -> Any:
     return figure
 
 
+def timed(found: Sequence[Found]) -> Sequence[Found]:
+    """Rows of the largest batch and context that have a time of their own and the disk's; none
+    where they are of a single rate."""
+    rows = [
+        each for each in found if {"step_s", "fio_s", "tokens_a_pass"} <= each.row.metrics.keys()
+    ]
+    most = max(((each.row.params["batch"], each.row.params["context"]) for each in rows), default=0)
+    rows = [row for row in rows if (row.row.params["batch"], row.row.params["context"]) == most]
+    rates = {each.row.params["throttle_bytes_per_s"] for each in rows}
+    return rows if len(rates) > 1 else []
+
+
+def speculation(found: Sequence[Found]) -> Any:
+    """Seconds of a step over the rate of the disk, with drafts and one by one, and what the disk
+    alone needs for all of K and V. None where nothing is there to compare."""
+    systems = by_system(found)
+    if not {"one-by-one", "pages-1/16"} <= systems.keys():
+        return None
+
+    def rate(row: Row) -> float:
+        asked = row.bytes_asked / (row.median_s or 1.0) * row.metrics["step_s"]
+        return asked / row.metrics["fio_s"]
+
+    params = found[0].row.params
+    slowest = min(systems["pages-1/16"], key=rate)
+    share = slowest.metrics["step_s"] / slowest.metrics["fio_s"]
+    title = (
+        f"At {rate(slowest) / 1e6:,.0f} MB/s a step takes {share:.2f} of the time that the disk "
+        "needs for K and V"
+    )
+    where = f"{params['batch']} x {tokens(params['context'])} tokens, {params['model']}"
+    figure, axes = new_axes(title, "MB/s of the disk (fio)", f"seconds a step, {where}")
+    for system, rows in systems.items():
+        points = sorted((rate(row) / 1e6, row.metrics["step_s"]) for row in rows)
+        line(axes, SYSTEMS[system], points)
+    disk = sorted((rate(row) / 1e6, row.metrics["fio_s"]) for row in systems["one-by-one"])
+    line(axes, Look("disk alone (fio)", OTHER, ":"), disk, linewidth=1, markersize=0)
+    logarithmic(axes, plain, plain)
+    name_ends(axes)
+    return figure
+
+
 def _rates(found: Sequence[Found]) -> Mapping[str, list[Row]]:
     return by_system([each for each in found if "tokens_per_s" in each.row.metrics])
 

@@ -124,6 +124,13 @@ PLOTS: dict[str, Plot] = {
         kv_plots.context,
         needs=kv_plots.ample,
     ),
+    "kv-speculation": Plot(
+        "kv",
+        ["speculation"],
+        "seconds a step over the rate of the disk, with drafts and one by one",
+        kv_plots.speculation,
+        needs=kv_plots.timed,
+    ),
     "search-sizes": Plot(
         "retrieval", ["sizes"], "time of a search over the size of the records", search_plots.sizes
     ),

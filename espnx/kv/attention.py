@@ -212,7 +212,9 @@ class Attention:
             if arrived.sequences.start == 0:
                 first = arrived.whole_tail.first_position if arrived.whole_tail else rows.count
                 end = 0 if arrived.tickets is None else first
-                tier.begin(queries, rows.sequences, rows.dtype, end)
+                # rows as they lie on the disk, where these are plain numbers
+                dtype = rows.dtype if rows.layout.format == "int8" else rows.layout.dtype
+                tier.begin(queries, rows.sequences, dtype, end)
                 rows.pinned = end
             o, lse = attend_rows(queries, arrived.tail, threads=self._threads)
             if arrived.tickets is not None:

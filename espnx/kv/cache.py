@@ -46,6 +46,7 @@ class SsdCache:
         ends: tokens of each sequence that stand, while those of a pass may be rejected (`propose`);
             None: they stand, and all sequences have as many.
         is_drafting: passes are drafts (`drafting`).
+        is_tier_lost: there was no memory for the pages of drafts, and none are kept.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class SsdCache:
         self.x: list[LayerRows | None] = [None] * n_layers
         self._begun = 0  # tokens when the forward pass under way began
         self.ends: list[int] | None = None
-        self.is_drafting = False
+        self.is_drafting = self.is_tier_lost = False
         self._tier_share: float | None = None
         self._tiers = dict[int, PageTier]()  # by layer
 
@@ -223,7 +224,7 @@ class SsdCache:
                 none.
         """
         self.ends = [max(map(self.length, range(len(self.kv))))] * self.sequences
-        self._tier_share = tier_share
+        self._tier_share, self.is_tier_lost = tier_share, False
 
     @property
     def has_tier(self) -> bool:
@@ -247,11 +248,15 @@ class SsdCache:
         """Keeps the first `kept` of the last pass's `n_new` tokens of each sequence. Reads ahead
         continue: what they bring stands."""
         before, split = self.ends or [], min(self.x_rows, len(kept))
-        self.ends = [end + n for end, n in zip(before, kept, strict=True)]
+        ends = [end + n for end, n in zip(before, kept, strict=True)]
         for every, own in ((self.x, slice(split)), (self.kv, slice(split, None))):
             for rows in every:
                 if rows is not None:
-                    rows.accept(before[own], n_new, kept[own], max(self.ends))
+                    rows.accept(before[own], n_new, kept[own], max(ends))
+        self.ends = ends  # the last, so that what an interrupt leaves half done does not stand
+        if not all(tier.fits for tier in self._tiers.values()):
+            self._drop_tiers()
+            self.is_tier_lost = True
 
     def settle(self) -> None:
         """The end of `propose`: what not all sequences have is forgotten."""

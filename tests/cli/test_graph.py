@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from espnx.cli.main import main
+from espnx.device.trace.reader import read_trace
 from tests.cli.documents import strict_json
 
 
@@ -67,6 +68,30 @@ def test_build_search_info_verify(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["graph", "search", graph, queries, "-k", "5", "--ground-truth", queries]) == 2
     assert main(["graph", "build", queries, graph]) == 2
     assert main(["graph", "info", str(tmp_path)]) == 1
+
+
+def test_a_recorded_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same is found, and a replay walks again."""
+    base = np.random.default_rng(0).standard_normal((300, 8)).astype(np.float32)
+    np.save(tmp_path / "base.npy", base)
+    np.save(tmp_path / "queries.npy", base[:4])
+    graph, trace = str(tmp_path / "g"), str(tmp_path / "run.trace")
+    assert main(["graph", "build", str(tmp_path / "base.npy"), graph]) == 0
+    words = ["graph", "search", graph, str(tmp_path / "queries.npy"), "--list-size", "20"]
+    capsys.readouterr()
+    assert main([*words, "--json", "-"]) == 0
+    plain = strict_json(capsys.readouterr().out)["results"]
+    assert main([*words, "--record", trace, "--json", "-"]) == 0
+    assert strict_json(capsys.readouterr().out)["results"] == plain
+    opened, walk = read_trace(trace).commands
+    assert (opened.verb, walk.verb) == ("open_walks", "walk")
+    assert walk.size_bytes > 0
+    replay = ["device", "replay", trace, "--path", str(tmp_path)]
+    assert main([*replay, "--graph", graph]) == 0
+    assert "walk" in capsys.readouterr().out
+    assert main(replay) == 2
+    assert main([*words[:-2], "--record", trace]) == 2
+    assert "no --list-size" in capsys.readouterr().err
 
 
 def test_build_in_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

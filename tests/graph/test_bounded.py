@@ -276,7 +276,10 @@ print(int(peak_kib) * 1024, limit, report.parts)
 """
 
 
-@pytest.mark.parametrize(("codes", "turned"), [("inline", "rotated"), ("memory", "as they are")])
+@pytest.mark.parametrize(
+    ("codes", "turned"),
+    [("inline", "rotated"), pytest.param("memory", "as they are", marks=pytest.mark.sweep)],
+)
 def test_the_limit_is_kept(tmp_path: Path, codes: str, turned: str) -> None:
     n, dim = 24_000, 1024  # 94 MiB, with 16 MiB for a part
     rows = np.random.default_rng(0).standard_normal((n, dim)).astype(np.float32)

@@ -233,3 +233,23 @@ def test_closing_does_not_hang_on_a_read_that_never_ends(graph: Path) -> None:
     begun = time.monotonic()
     index.close()
     assert time.monotonic() - begun < 20
+
+
+def test_a_search_that_has_failed_says_so_again(
+    graph: Path, queries: np.ndarray, tmp_path: Path
+) -> None:
+    path = copy_of(graph, tmp_path)
+    data = bytearray((path / NODES).read_bytes())
+    for at in range(100, len(data), 4096):
+        data[at] ^= 1
+    (path / NODES).write_bytes(data)
+    with espnx.graph.open(path) as index:
+        search = index.start(queries, 5, list_size=30)
+        said = []
+        for _ in range(2):
+            with pytest.raises(errors.ChecksumError) as caught:
+                search.finish()
+            said.append(str(caught.value))
+        assert said[0] == said[1]
+        with pytest.raises(errors.ChecksumError):
+            search.partial(1)

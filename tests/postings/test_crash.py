@@ -51,7 +51,7 @@ def before(path: Path, what: str) -> None:
         espnx.postings.delete(path, [5, 70])
 
 
-@in_steps(4)
+@in_steps(8)
 @pytest.mark.parametrize("what", ["build", "add", "merge", "delete", "compact"])
 def test_killed_at_every_change(folder: Path, processes: Forks, what: str, step: int) -> None:
     old, new = folder / "old", folder / "new"

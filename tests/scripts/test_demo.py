@@ -150,6 +150,7 @@ def test_a_model_that_recalls(demo: Demo, machine: Path, model: Path) -> None:
     assert sum(line.startswith("GET") for line in lines) == 8
 
 
+@pytest.mark.sweep
 def test_a_model_that_answers(demo: Demo, machine: Path, answering: Path) -> None:
     """In memory, with a kept cache, and in a new process with what was kept; the index is there
     from the time before, but no cache."""

@@ -17,6 +17,7 @@ from espnx.storage.manifest import NAME, write_manifest
 from tests.forks import Forks
 from tests.kills import killed, moments
 from tests.storage.builders import BUILDERS, SEVERAL, directories
+from tests.sweeps import some
 
 STORES = Path("stores")
 SAME = {"postings by term": "split postings"}  # of one kind
@@ -171,7 +172,7 @@ def processes(open_forks: Callable[[str], Forks]) -> Forks:
 
 # the index has tests of its own
 @pytest.mark.parametrize(
-    "kind", [kind for kind in BUILDERS if kind not in ("index", "private graphs")]
+    "kind", some([kind for kind in BUILDERS if kind not in ("index", "private graphs")], 2)
 )
 def test_killed_anywhere_one_of_the_two_is_there(kind: str, folder: Path, processes: Forks) -> None:
     make, read = BUILDERS[kind]

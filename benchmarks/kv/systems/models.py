@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from espnx.errors import FormatError, InvalidInputError
+from espnx.models import DEMO, demo_model
 
 from . import smollm2
 
@@ -229,6 +231,8 @@ def read_config(name: str) -> tuple[str, Mapping[str, Any]]:
     FormatError."""
     if name in CONFIGS:
         return name, CONFIGS[name]
+    if name == DEMO:
+        return name, json.loads((demo_model() / "config.json").read_bytes())
     path = Path(name)
     if not path.is_file():
         raise InvalidInputError(
@@ -253,16 +257,20 @@ def read_config(name: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def has_random_weights(task: Task) -> bool:
-    """Whether a task's model comes from a configuration alone, as all do but SmolLM2."""
-    return (task.name, task.config) != (smollm2.KEY, smollm2.CONFIG)
+    """Whether a task's model comes from a configuration alone, as all do but SmolLM2 and the
+    demo's."""
+    return task.name != DEMO and (task.name, task.config) != (smollm2.KEY, smollm2.CONFIG)
 
 
 def write_weights(task: Task, folder: Path) -> None:
-    """Weights as a transformers folder: SmolLM2's own, else random ones, the same for the same
-    seed. Raises MissingDependencyError."""
+    """Weights as a transformers folder: SmolLM2's own, or the demo's, else random ones, the same
+    for the same seed. Raises MissingDependencyError."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    if task.name == DEMO:
+        shutil.copytree(demo_model(), folder)
+        return
     if not has_random_weights(task):
         _silently(lambda: smollm2.write_folder(folder, DTYPES[task.dtype]))
         return

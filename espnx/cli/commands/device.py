@@ -301,6 +301,9 @@ def configure_replay(parser: argparse.ArgumentParser) -> None:
         help="that a recorded search scanned, one for each device, in their order",
     )
     parser.add_argument(
+        "--graph", metavar="DIR", help="that a recorded `espnx graph search` walked"
+    )
+    parser.add_argument(
         "--no-host",
         action="store_true",
         help="do not wait as long as the host worked between commands",
@@ -405,7 +408,7 @@ def _replayed_on(
     for each in devices:
         opened.callback(each.close)
     if args.index is None:
-        return devices, {WALKS: []}
+        return devices, {WALKS: [] if args.graph is None else [args.graph]}
     from ...retrieval.first_stage.devices import asked_of_devices
     from ...retrieval.search.index import Index
 

@@ -14,6 +14,7 @@ from ...models import model_folder
 from ...suggestions import downloading
 from ...tables import render_table
 from ..device_options import add_device_options, at_least_0, devices_of
+from ..draft_options import add_draft_options, check_draft
 from ..output import add_json_option, emit, json_document
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ def _add_caching(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="reserve space for so many tokens of each sequence at the start",
     )
+    add_draft_options(parser.add_argument)
     parser.add_argument(
         "--memory",
         metavar="SIZE",
@@ -165,6 +167,7 @@ def run(args: argparse.Namespace) -> int:
             got="both --prompts and --prompt" if args.prompts else "no prompt",
             expected="--prompts FILE or --prompt TEXT",
         )
+    _check_draft(args)
     args.model = model_folder(args.model)
     out = args.out or (f"{args.prompts}.out.jsonl" if args.prompts else None)
     if not os.path.exists(args.model):  # before seconds of imports
@@ -206,6 +209,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_draft(args: argparse.Namespace) -> None:
+    """Raises InvalidInputError for what does not go together, before seconds of imports."""
+    check_draft(args)
+    if args.draft != "none" and args.num_beams > 1:
+        raise InvalidInputError(
+            f"--draft {args.draft}",
+            got=f"--num-beams {args.num_beams}",
+            expected="no beams: they are not one text after another",
+            fix="--draft none",
+        )
+    if args.draft == "pages" and args.x_rows:
+        raise InvalidInputError(
+            "--draft pages",
+            got=f"--x-rows {args.x_rows}",
+            expected="K and V of all sequences",
+            fix="--x-rows 0, or --draft lookup",
+        )
+
+
 def _generate(
     args: argparse.Namespace, out: str | None, progress: ProgressLine
 ) -> tuple[Report, DeviceUse | None]:
@@ -216,6 +238,7 @@ def _generate(
         from ...integrations.generate.generate import generate_file
         from ...integrations.generate.model_folder import load_model, model_fingerprint
         from ...integrations.generate.prompt_files import Prompt, read_done, read_prompts
+        from ...integrations.transformers.speculation.generate import generate
 
     prompts = (
         read_prompts(args.prompts)
@@ -238,6 +261,8 @@ def _generate(
     }
     if args.device:
         settings["device"] = args.device
+    if args.draft != "none" and args.temperature > 0:
+        settings["draft"] = args.draft  # the same distribution, and other draws
     if out is not None:
         read_done(out, settings, prompts)  # what it refuses it refuses before a model is loaded
 
@@ -261,6 +286,9 @@ def _generate(
             "engine": args.engine,
             "device": device,
         }
+        if args.draft != "none":
+            cache_options |= {"draft": args.draft, "draft_memory": args.draft_memory}
+            generate_options["custom_generate"] = generate
         with watch(
             *(device if isinstance(device, Sequence) else [device]), bench="--show topology"
         ) as watched:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import closing
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...checks import check_given_directory
 from ...errors import InvalidInputError
 from ...sizes import format_size
 from ...tables import render_table
+from ..device_options import add_device_options, devices_of
 from ..output import add_json_option, emit, json_document
 from ..plans.graph import check_build_memory
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ...device.registry import Devices
+    from ...graph.neighbours import Neighbours
 
 _SHOWN = 10
 
@@ -222,7 +230,6 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--beam-width",
-        "--beamwidth",
         type=int,
         metavar="W",
         help="pages of a query under way at a time (default: 1; for few queries 4)",
@@ -236,26 +243,20 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
         help="ids of the true neighbours, .npy [q, k or more]: says the recall",
     )
     parser.add_argument("--column", help="of a Parquet file")
+    add_device_options(parser)
     add_json_option(parser)
 
 
 def run_search(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from ...graph import GraphIndex, read_vectors
+    from ...graph import read_vectors
 
     queries = np.concatenate(
         [np.asarray(each) for each in read_vectors(args.queries, column=args.column).blocks()]
     )
-    with GraphIndex(args.graph, threads=args.threads) as index:
-        found = index.search(
-            queries,
-            args.k,
-            list_size=args.list_size,
-            recall=args.recall,
-            nprobe=_nprobe(args.nprobe),
-            beam_width=args.beam_width,
-        )
+    with devices_of(args, [args.graph]) as devices:
+        found = _found(args, queries, devices)
     facts: dict[str, Any] = {
         "queries": len(queries),
         "k": args.k,
@@ -306,6 +307,38 @@ def _nprobe(given: str | None) -> int | str | None:
         return given if given is None else int(given)
     except ValueError:
         return given
+
+
+def _found(args: argparse.Namespace, queries: np.ndarray, devices: Devices | None) -> Neighbours:
+    """The nearest vectors, of the graph itself or of a device that walks over it."""
+    from ...graph import GraphIndex
+
+    if devices is None:
+        with GraphIndex(args.graph, threads=args.threads) as index:
+            return index.search(
+                queries,
+                args.k,
+                list_size=args.list_size,
+                recall=args.recall,
+                nprobe=_nprobe(args.nprobe),
+                beam_width=args.beam_width,
+            )
+    from ...device.near_storage import NearStorageDevice
+    from ...graph.devices.walks import WALKS, WalkCommand
+
+    for name in ("list_size", "beam_width", "nprobe"):
+        if (getattr(args, name) is None) == (name == "list_size"):
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidInputError(
+                "a device's search of a graph",
+                got=f"no {option}" if name == "list_size" else option,
+                expected="--list-size, and none of --recall, --beam-width, --nprobe",
+            )
+    device = devices if isinstance(devices, (str, NearStorageDevice)) else devices[0]
+    with closing(WALKS.open_on(device, args.graph, threads=args.threads)) as walks:
+        command = WalkCommand(queries, args.k, list_size=args.list_size)
+        found: Neighbours = walks.submit(command).finish()
+    return found
 
 
 def _recall(ids: Any, path: str) -> float:

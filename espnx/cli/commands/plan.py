@@ -12,6 +12,7 @@ from ...errors import InvalidInputError
 from ...sizes import format_size, parse_size
 from ...suggestions import downloading
 from ...tables import render_table
+from ..draft_options import add_draft_options, check_draft
 from ..host import usable_memory_bytes
 from ..output import add_json_option, emit, json_document
 from ..plans.graph import configure_graph, run_graph
@@ -63,6 +64,7 @@ def configure(parser: ArgumentParser) -> None:
         choices=DTYPES,
         help="of weights, K and V (default: as stored, else as the config says)",
     )
+    add_draft_options(add)
     configure_index(parser)
     configure_graph(parser)
     configure_postings(parser)
@@ -106,6 +108,7 @@ def run_model(args: Namespace) -> int:
             expected="the tokens of each prompt",
             fix="--context 32000, say",
         )
+    check_draft(args)
     if args.storage is not None:
         check_given_directory(args.storage)
     from dataclasses import asdict
@@ -134,6 +137,8 @@ def run_model(args: Namespace) -> int:
         memory_bytes=memory,
         storage=args.storage,
         dtype=dtype,
+        draft=None if args.draft == "none" else args.draft,
+        draft_memory=args.draft_memory,
     )
     words = asdict(plan)
     fit = _fit(words)
@@ -141,6 +146,7 @@ def run_model(args: Namespace) -> int:
         *_sizes(words, args),
         _says(words, fit),
         *_times(words, plan.bound_by, args.batch),
+        *_drafts(words["draft"]),
         *_resumed(words),
     ]
     inputs = {
@@ -149,6 +155,8 @@ def run_model(args: Namespace) -> int:
         "context": args.context,
         "new": args.new,
         "memory_bytes": memory,
+        "draft": args.draft,
+        "draft_memory": args.draft_memory,
     }
     kinds = {"sizes": "computed", "speeds": "measured", "seconds": "modelled"}
     document = json_document(
@@ -338,4 +346,36 @@ def _times(plan: dict[str, Any], bound_by: str | None, batch: int) -> list[tuple
                 f"{format_size(needs[name])} at {format_size(speeds[of[name]])}/s (measured{path})"
             )
         rows.append((f"  {name}", f"{value:.4g} s", how))
+    return rows
+
+
+def _drafts(draft: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Several tokens from a pass."""
+    if not draft:
+        return []
+    share, gamma, known = draft["share"], draft["gamma"], draft["tokens_a_pass"]
+    rows = [
+        (
+            f"draft {draft['kind']}",
+            format_size(draft["memory_bytes"]),
+            "of memory" if share is None else f"of memory: {share:.3g} of K and V, and the ends",
+        )
+    ]
+    if known is not None:
+        rows.append(
+            (
+                "  tokens a pass",
+                f"{known:.3g}",
+                f"of {gamma} proposed, as the demo's model had it (measured); others differ",
+            )
+        )
+    if "pass_s" not in draft:
+        return rows
+    pays = f"one by one is slower from {draft['least_tokens_a_pass']:.3g} tokens a pass on"
+    rows += [
+        ("  a pass", f"{draft['pass_s']:.4g} s", f"over {gamma + 1} positions (modelled); {pays}"),
+        ("  a draft step", f"{draft['draft_s']:.4g} s", "nothing is read (modelled)"),
+    ]
+    if draft["token_s"] is not None:
+        rows.append(("  a token", f"{draft['token_s']:.4g} s", "of each sequence (modelled)"))
     return rows

@@ -8,6 +8,8 @@ from ...errors import InvalidInputError
 from ..output import add_json_option, check_json
 from ..simulations.boards import run_board
 from ..simulations.decoders import add_decoder_options, run_decoder
+from ..simulations.programs import run_program
+from ..simulations.services import add_service_options, run_service
 from ..simulations.shown import run_list, run_validation
 
 DESCRIPTION = """Commands pass a machine's parts in simulated time: nothing is measured, nothing is
@@ -15,8 +17,9 @@ waited for, and the same words give the same numbers. Rates are modelled, from f
 from ranges that are shown (--validation says how far to believe them).
 
 Systems: cosmos, an SSD with processing elements on its flash channels, asked for clusters of
-vectors (sift, spacev, stress); machines that decode with a model's K and V on drives, which are
-files (--list names those that come along; others by their path)."""
+vectors (sift, spacev, stress); machines that decode with a model's K and V on drives; services that
+find passages for a model's answer. The latter two are files (--list names those that come along;
+others by their path)."""
 BOARDS = ("cosmos",)
 
 
@@ -26,12 +29,20 @@ def configure(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--system", metavar="NAME", help="what is simulated: a name, or a .yaml file")
     add("--workload", metavar="NAME", help="what it is asked for: a name, or a .yaml file")
+    add("--trace", metavar="FILE", help="in place of a workload: a program that `--record` wrote")
     add(
         "--list",
         action="store_true",
         help="in place of an answer: systems, workloads and what they are made of",
     )
+    add("--vs", metavar="NAME", help="a second system, beside it; not of cosmos")
+    add(
+        "--batch",
+        metavar="N[,N...]",
+        help="sequences or queries at a time; several are a sweep (default: 16 sequences, 1 query)",
+    )
     add_decoder_options(parser)
+    add_service_options(parser)
     clusters = parser.add_argument_group("of cosmos")
     clusters.add_argument(
         "--threads",
@@ -62,11 +73,17 @@ def run(args: Namespace) -> int:
         return run_list(args)
     if args.validation:
         return run_validation(args)
+    if args.trace is not None:
+        return run_program(args)
     for name in ("system", "workload"):
         if getattr(args, name) is None:
             raise InvalidInputError(
                 "simulate",
                 got=f"no --{name}",
-                expected="--system and --workload, or --list, or --validation",
+                expected="--system and --workload or --trace, or --list, or --validation",
             )
-    return run_board(args) if args.system in BOARDS else run_decoder(args)
+    if args.system in BOARDS:
+        return run_board(args)
+    from ...simulate.specs.load import is_service
+
+    return run_service(args) if is_service(args.system) else run_decoder(args)

@@ -12,6 +12,7 @@ from ...errors import InvalidInputError
 from ...sizes import format_size
 from ...tables import render_table
 from ..output import emit, json_document
+from .numbers import numbers
 
 if TYPE_CHECKING:
     from ...simulate.decoding.answer import Answer
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
 def add_decoder_options(parser: ArgumentParser) -> None:
     options = parser.add_argument_group("of machines that decode")
     add = options.add_argument
-    add("--vs", metavar="NAME", help="a second system, beside it")
     for name, default, what in (
-        ("batch", "16", "sequences"),
         ("context", "32768", "tokens of each before"),
         ("output", "64", "tokens of each that are made"),
     ):
@@ -51,9 +50,8 @@ def run_decoder(args: Namespace) -> int:
     systems = [load_system(each) for each in (args.system, args.vs) if each is not None]
     workload = load(ModelSpec, args.workload)
     shape = Shape.of(workload)
-    batches, contexts, outputs = (
-        _numbers(name, getattr(args, name)) for name in ("batch", "context", "output")
-    )
+    contexts, outputs = (numbers(name, getattr(args, name)) for name in ("context", "output"))
+    batches = numbers("batch", "16" if args.batch is None else args.batch)
     techniques = _techniques(args.techniques)
     answers = [
         answer(
@@ -94,18 +92,6 @@ def run_decoder(args: Namespace) -> int:
     )
     emit(args, _text(systems, workload.title, answers), document)
     return 0
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    try:
-        found = [int(each) for each in text.split(",")]
-    except ValueError:
-        raise InvalidInputError(
-            f"--{name}", got=text, expected="a whole number, or several with commas between"
-        ) from None
-    if len(set(found)) != len(found):
-        raise InvalidInputError(f"--{name}", got=text, expected="each number once")
-    return found
 
 
 def _techniques(text: str | None) -> tuple[str, ...] | None:
@@ -183,14 +169,27 @@ def _times(answers: Sequence[Answer]) -> str:
     return render_table(headers, rows, right=headers[1:])
 
 
+def _hourly(per_s: float | None) -> str | None:
+    return None if per_s is None else f"{per_s * 3600:.3g}"
+
+
 def _costs(answers: Sequence[Answer]) -> str:
-    headers = ["system", "W", "J/token", "drives $", "written/sequence", "sequences until worn"]
+    headers = [
+        "system",
+        "W",
+        "J/token",
+        "drives $",
+        "tokens/h and $",
+        "written/sequence",
+        "sequences until worn",
+    ]
     rows = [
         (
             each.system,
             None if each.watts is None else f"{each.watts:,.0f}",
             None if each.joules_per_token is None else f"{each.joules_per_token:,.0f}",
             None if each.drives_dollars is None else f"{each.drives_dollars:,.0f}",
+            _hourly(each.tokens_per_s_per_drives_dollar),
             format_size(int(each.written_bytes)),
             None if each.sequences_until_worn is None else f"{each.sequences_until_worn:,.0f}",
         )

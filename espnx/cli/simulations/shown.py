@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...tables import render_table
 from ..output import emit, json_document
-
-if TYPE_CHECKING:
-    from ...simulate.validation import Validation
 
 US = 1e6
 
@@ -18,22 +15,23 @@ US = 1e6
 def run_validation(args: Namespace) -> int:
     from ...simulate import validation
     from ...simulate.decoding import validation as decoding
-    from ...simulate.predictions import UNPREDICTED
+    from ...simulate.retrieval import validation as retrieval
 
-    found = validation.validate(args.draws)
-    rows = [*found.rows, *decoding.validate(args.draws), *UNPREDICTED]
+    found, services = validation.validate(args.draws), retrieval.validate(args.draws)
+    rows = [*found.rows, *decoding.validate(args.draws), *services.rows]
     document = json_document(
         "simulate",
         kind="modelled",
         validation=[_row(row) for row in rows],
         kernels=_kernels(),
         orders=decoding.orders(),
-        fitted=dict(found.fitted),
-        fitted_on=dict(found.fitted_on),
+        fitted={**found.fitted, **services.fitted},
+        fitted_on={**found.fitted_on, **services.fitted_on},
         check=dict(found.check),
+        checks=[dict(each) for each in services.checks],
     )
-    orders = _orders_text(document["orders"])
-    emit(args, f"{_validation_text(found, rows)}\n\n{orders}", document)
+    text = _validation_text(document, rows)
+    emit(args, f"{text}\n\n{_orders_text(document['orders'])}", document)
     return 0
 
 
@@ -60,7 +58,7 @@ def _row(row: Any) -> dict[str, Any]:
     return asdict(row)
 
 
-def _validation_text(found: Validation, predicted: Sequence[object]) -> str:
+def _validation_text(document: dict[str, Any], predicted: Sequence[object]) -> str:
     rows = [
         (row["id"], *(f"{row[name]:.2f}" for name in ("value", "low", "high")))
         if "value" in row
@@ -68,17 +66,19 @@ def _validation_text(found: Validation, predicted: Sequence[object]) -> str:
         for row in map(_row, predicted)
     ]
     table = render_table(["id", "value", "low", "high"], rows, right=["value", "low", "high"])
-    fitted = ", ".join(f"{name} {value * US:.1f} us" for name, value in found.fitted.items())
-    on = ", ".join(f"{name} = {value:g}" for name, value in found.fitted_on.items())
+    fitted = ", ".join(f"{name} {value * US:.4g} us" for name, value in document["fitted"].items())
+    on = ", ".join(f"{name} = {value:g}" for name, value in document["fitted_on"].items())
     kernels = ", ".join(
         f"{each['estimated_flops_per_s'] / 1e9:.1f} for {each['stated_flops_per_s'] / 1e9:.1f}"
-        for each in _kernels()
+        for each in document["kernels"]
     )
-    check = found.check
+    checks = "\n".join(
+        f"not fitted, beside it: {each['id']}: measured {each['measured']:g}, "
+        f"predicted {each['predicted']:.4g}"
+        for each in (document["check"], *document["checks"])
+    )
     return (
-        f"{table}\n\nfitted: {fitted}, on {on}\n"
-        f"not fitted, beside it: {check['id']}: measured {check['measured']}, "
-        f"predicted {check['predicted']:.1f}\n"
+        f"{table}\n\nfitted: {fitted}, on {on}\n{checks}\n"
         f"kernels of the SmartSSD, GFLOPS estimated for those stated: {kernels}"
     )
 
@@ -112,7 +112,8 @@ def run_list(args: Namespace) -> int:
     found += [
         {"kind": "device", "name": name, "title": load_device(name).title} for name in devices()
     ]
-    order = ["system", "workload", "clusters", "program", "host", "gpu", "network", "device"]
+    order = ["system", "workload", "clusters", "service", "retriever", "searcher", "walk"]
+    order += ["generation", "program", "host", "gpu", "network", "device"]
     found.sort(key=lambda each: order.index(each["kind"]))
     table = render_table(["kind", "name", ""], [tuple(each.values()) for each in found])
     emit(args, table, json_document("simulate", specs=found))

@@ -16,7 +16,7 @@ from .writer import VERSION
 #: A line of a search for a million records; longer ones are none of ours.
 LINE_BYTES_MAX = 64 << 20
 _DEVICES_MAX = 4096
-_WITHOUT_END = 1  # a version
+_WITHOUT_END, _ALONE = 1, 2  # versions
 _ROUNDED_S = 1e-6  # times are written with seven places
 
 
@@ -29,7 +29,8 @@ class Command:
         device: which of the trace's. verb: as docs/trace-format.md names it. part: of the device;
             -1: none.
         at_s, took_s: from the trace's beginning, and to the command's end.
-        host_s: the host's work since the last command ended; 0 while another ran.
+        host_s: the host's work since a command last began or ended. Of versions before 3 since one
+            last ended, and 0 while another ran.
         size_bytes: that it asked for.
         failed: the error it ended with, or empty.
         detail: the whole line.
@@ -55,12 +56,13 @@ class Command:
 class Trace:
     """Attributes: program: that ran; devices: ``name``, ``kind`` and ``path`` of each; commands: in
     the order of their numbers; is_whole: it has an end. Of version 1, which has none, nobody can
-    say."""
+    say; has_all_host_s: the host's work is there where another command ran, too."""
 
     program: str
     devices: list[dict[str, str]]
     commands: list[Command] = field(repr=False)
     is_whole: bool = True
+    has_all_host_s: bool = True
 
     @property
     def wall_s(self) -> float:
@@ -81,7 +83,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
             got="a file without its first line",
             expected='{"espnx_trace": ...}',
         )
-    if (version := head.whole("espnx_trace")) not in (_WITHOUT_END, VERSION):
+    if (version := head.whole("espnx_trace")) not in (_WITHOUT_END, _ALONE, VERSION):
         raise errors.FormatError(
             "version of a trace", path=path, got=version, expected=VERSION, fix="record it again"
         )
@@ -97,7 +99,9 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     for before, command in pairwise(commands):
         if command.number == before.number:
             command.detail.refuse("n", "a number that no other line has")
-    return Trace(head.text("program"), devices, commands, version == VERSION)
+    return Trace(
+        head.text("program"), devices, commands, version != _WITHOUT_END, version == VERSION
+    )
 
 
 def _whole(lines: Iterator[Fields], n_devices: int, path: str | os.PathLike[str]) -> list[Command]:

@@ -178,8 +178,10 @@ class RecordingTicket(Wrapper):
             self._end(type(error).__name__)
             raise
         finally:
+            waited_s = time.perf_counter() - begun
+            self._writer.waited(waited_s)
             if "waited_s" in self._line:
-                self._line["waited_s"] += time.perf_counter() - begun
+                self._line["waited_s"] += waited_s
 
     def _stop(self) -> None:
         if self._is_running:

@@ -134,7 +134,13 @@ class _Replay:
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._ended_at = 0.0
-        self.found = Replayed(self._recorded_s, 0.0, sum(each.host_s for each in self._commands))
+        # what ran beside another then is not waited for: it does so again
+        self._host_s = {
+            each.number: each.host_s
+            for place, each in enumerate(self._commands)
+            if bisect_right(self._ends, each.at_s) >= place
+        }
+        self.found = Replayed(self._recorded_s, 0.0, sum(self._host_s.values()))
 
     def __call__(self) -> Replayed:
         threads = [
@@ -174,8 +180,8 @@ class _Replay:
             self._changed.wait_for(lambda: self._leading >= before or self._failure is not None)
             if self._failure is not None:
                 raise errors.TransferCancelledError("a replay that failed elsewhere")
-        if self._with_host and command.host_s:
-            time.sleep(command.host_s)
+        if self._with_host and (host_s := self._host_s.get(command.number)):
+            time.sleep(host_s)
 
     def _end(self, command: Command, took_s: float) -> None:
         with self._changed:

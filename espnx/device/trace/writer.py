@@ -18,7 +18,7 @@ from ... import errors
 from ..near_storage import NearStorageDevice
 
 #: Of the lines; the first one names it as `espnx_trace`.
-VERSION = 2
+VERSION = 3
 
 
 class TraceWriter:
@@ -38,8 +38,10 @@ class TraceWriter:
         self.path = os.fspath(path)
         self._lock = threading.Lock()
         self._begun = time.perf_counter()
-        self._count = self._running = 0
-        self._last, self._last_end_s = -1, 0.0  # the command that ended last
+        self._count = 0
+        self._last = -1  # the command that ended last
+        # when a command has begun or ended last, and what the host has waited for since
+        self._since_s = self._waited_s = 0.0
         self._parts = self._lines = 0
         # that have ended, in that order, and wait to be written
         self._ended = deque[dict[str, Any]]()
@@ -83,18 +85,23 @@ class TraceWriter:
                 "verb": verb,
                 "at_s": now,
                 "after": self._last,
-                "host_s": 0.0 if self._running else now - self._last_end_s,
+                "host_s": max(now - self._since_s - self._waited_s, 0.0),
             }
             self._count += 1
-            self._running += 1
+            self._since_s, self._waited_s = now, 0.0
             return line
+
+    def waited(self, seconds: float) -> None:
+        """The host has waited for a part of a command's result, which is no work of its own."""
+        with self._lock:
+            self._waited_s += seconds
 
     def stop(self, line: dict[str, Any]) -> None:
         """A command has ended."""
         with self._lock:
             now = time.perf_counter() - self._begun
-            self._running -= 1
-            self._last, self._last_end_s = line["n"], now
+            self._last = line["n"]
+            self._since_s, self._waited_s = now, 0.0
             line["took_s"] = now - line["at_s"]
             self._ended.append(line)
 

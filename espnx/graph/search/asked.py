@@ -17,7 +17,7 @@ from ..vectors import as_array
 from .effort import list_size_for, probing_of, usual_point
 
 LIST_SIZE_MAX = 1 << 20
-_ALONE_BEAMWIDTH = 4
+_ALONE_BEAM_WIDTH = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class WalkRequest:
 
 def beam_width_of(n_queries: int) -> int:
     """Pages of each query that are under way at a time, unless a search says how many."""
-    return 1 if n_queries >= 2 * _ALONE_BEAMWIDTH else _ALONE_BEAMWIDTH
+    return 1 if n_queries >= 2 * _ALONE_BEAM_WIDTH else _ALONE_BEAM_WIDTH
 
 
 def checked_queries(facts: GraphFacts, given: Any) -> tuple[torch.Tensor, torch.Tensor]:

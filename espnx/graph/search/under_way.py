@@ -17,6 +17,7 @@ class GraphSearch:
 
     def __init__(self, facts: GraphFacts, k: int, search: Any, **shared: Any):
         self._facts, self._k, self._search, self._shared = facts, k, search, shared
+        self._failure: errors.EspnxError | None = None
 
     def partial(self, pages: int) -> tuple[np.ndarray, np.ndarray]:
         """What each walk has found after so many pages, or at its end if it comes sooner; walks go
@@ -36,11 +37,16 @@ class GraphSearch:
         )
 
     def finish(self) -> Neighbours:
-        """Waits for the end of all walks. Raises as `GraphIndex.search`."""
+        """Waits for the end of all walks. Raises as `GraphIndex.search`, and the same again when it
+        is called again."""
         if isinstance(self._search, Neighbours):
             return self._search
         self._check_wanted()
-        rows, far, pages, code_pages, measured, estimated, seconds = self._search.finish()
+        try:
+            rows, far, pages, code_pages, measured, estimated, seconds = self._search.finish()
+        except errors.EspnxError as error:
+            self._failure = error
+            raise
         self._search = Neighbours(
             rows.numpy().reshape(-1, self._k),
             shown(self._facts.metric, far.numpy().reshape(-1, self._k)),
@@ -55,6 +61,8 @@ class GraphSearch:
         return self._search
 
     def _check_wanted(self) -> None:
+        if self._failure is not None:
+            raise self._failure
         if self._search is None:
             raise errors.TransferCancelledError("the walks are not needed")
 

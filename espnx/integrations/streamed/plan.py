@@ -24,6 +24,7 @@ from ...weights.layers import LayerWeights, Share, share
 from ...weights.safetensors_files import StoredTensor, find_tensors
 from ...weights.speed import gemm_speed, memory_speed, read_speed, read_speed_of
 from ..transformers.forward.positions import check_positions, learned_positions
+from .drafts import Shape, add_seconds, plan_draft
 from .model import ModelWeights, empty_model, main_dtype, match, read_config
 
 _TAIL_BLOCKS = 3  # rows in memory: room for two blocks that wait, and half as much again
@@ -73,6 +74,8 @@ class ModelPlan:
             reading is sooner. Empty where no cache can be kept: some layers are not full attention.
         speeds: measured; empty without a storage directory.
         seconds: modelled lower bounds of the last step, by resource.
+        draft: what `drafts.plan_draft` says, with seconds where speeds were measured; empty where
+            no draft was asked for.
     """
 
     model: dict[str, Any]
@@ -82,6 +85,7 @@ class ModelPlan:
     resume: dict[str, Any] = field(default_factory=dict)
     speeds: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    draft: dict[str, Any] = field(default_factory=dict)
 
     @property
     def bound_by(self) -> str | None:
@@ -97,6 +101,8 @@ def plan_model(
     memory_bytes: int | None = None,
     storage: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
+    draft: str | None = None,
+    draft_memory: float | None = None,
 ) -> ModelPlan:
     """Computes a plan.
 
@@ -107,6 +113,7 @@ def plan_model(
         memory_bytes: for weights; None: all of them.
         storage: where K and V will lie; measured, with a temporary file of at most 256 MiB.
         dtype: of weights, K and V; None: as stored, else as the config says.
+        draft, draft_memory: as of `KVCache`.
 
     Raises:
         InvalidInputError: no such model, numbers out of range, more tokens than the model has
@@ -138,6 +145,20 @@ def plan_model(
     plan.step = _step(model, plan, KVShape.of(text), batch, context + new)
     if plan.kv["layers_on_ssd"] == plan.model["layers"]:
         plan.resume = _resume(model, plan, KVShape.of(text), batch, context)
+    if draft is not None:
+        of, tokens = KVShape.of(text), context + new
+        shape = Shape(plan.kv["layers_on_ssd"], of.n_kv, of.n_q // of.n_kv, of.d, of.dv)
+        streams = bool(plan.weights["layers_streamed"])
+        plan.draft = plan_draft(
+            draft,
+            draft_memory,
+            shape,
+            plan.step,
+            batch=batch,
+            tokens=tokens,
+            dtype=own,
+            streams_weights=streams,
+        )
     if storage is not None:
         _measure(plan, storage, sorted({tensor.path for tensor in tensors.values()}), own, batch)
     return plan
@@ -323,6 +344,8 @@ def _measure(
         "memory": plan.step["memory_bytes"] / memory,
         "compute": plan.step["operations"] / gemm,
     }
+    if plan.draft:
+        add_seconds(plan.draft, plan.seconds, plan.speeds, batch=batch, dtype=dtype)
     if resume := plan.resume:
         plan.speeds["prefill_operations_per_s"] = rate = gemm_speed(dtype, batch * resume["tokens"])
         resume["recompute_s"] = resume["operations"] / rate

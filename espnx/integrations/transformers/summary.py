@@ -76,6 +76,26 @@ def work(batches: Sequence[Stats]) -> list[tuple[str, object]]:
             "-" if last["step_s"] is None else f"{last['step_s']:.3f} s measured{_predicted(last)}",
         ),
         ("sequences kept as X", _x_rows(last)),
+        *_drafts([stats["speculation"] for stats in batches if stats["speculation"]]),
+    ]
+
+
+def _drafts(batches: Sequence[Stats]) -> list[tuple[str, object]]:
+    """What drafts brought to caches that have them."""
+    passes, turns, tokens = (
+        sum(each[name] for each in batches) for name in ("passes", "turns", "tokens")
+    )
+    if not turns:
+        return []
+    last = batches[-1]
+    accepted = " ".join(f"{share:.0%}" for share in last["accepted_by_position"]) or "-"
+    memory = max(each["draft_memory_bytes"] for each in batches)
+    drafts, verified = (sum(each[name] for each in batches) for name in ("draft_s", "pass_s"))
+    return [
+        ("tokens a pass", f"{tokens / turns:.2f} of a sequence, in {passes:,} passes"),
+        ("accepted by position", f"{accepted} ({last['draft']})"),
+        ("proposed at most", f"{last['gamma']} ({last['why']})"),
+        ("drafts", f"{drafts:.1f} s, {format_size(memory)} of memory; passes {verified:.1f} s"),
     ]
 
 

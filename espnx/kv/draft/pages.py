@@ -20,6 +20,18 @@ PAGE_ROWS = 32
 _ALWAYS = 3
 
 
+def kept_pages(rows: int, share: float) -> int:
+    """How many pages of so many rows stay in memory for a KV head of a sequence."""
+    n_pages = -(-rows // PAGE_ROWS)
+    return min(n_pages, _ALWAYS + round(share * n_pages))
+
+
+def page_bytes(d: int, dv: int, dtype: torch.dtype, queries: int) -> int:
+    """Bytes of memory of one page of a KV head: its rows, which of them are seen, its log-sum-exp
+    for the queries of a pass, its number and whether it stays."""
+    return PAGE_ROWS * ((d + dv) * dtype.itemsize + 1) + 4 * queries + 8 + 1
+
+
 class PageTier:
     """The pages of one layer that stay in memory.
 
@@ -28,10 +40,11 @@ class PageTier:
 
     Attributes:
         end: the rows before this position were offered; later ones are in memory anyway.
+        fits: there is memory for the pages; where not, none is kept.
     """
 
     def __init__(self, share: float):
-        self._share, self.end = share, 0
+        self._share, self.end, self.fits = share, 0, True
         self._k = self._v = torch.empty(0)  # [sequences, KV heads, slots, PAGE_ROWS, d or dv]
         # uint8 [sequences, KV heads, slots, PAGE_ROWS]: which of the rows are there, and seen
         self._seen = torch.empty(0, dtype=torch.uint8)
@@ -51,13 +64,18 @@ class PageTier:
         """A pass begins, with queries like these of so many sequences, which offers the rows before
         position `end`, of that dtype."""
         _, heads, n, d = queries.q.shape
-        n_pages = -(-end // PAGE_ROWS)
-        slots = min(n_pages, _ALWAYS + round(self._share * n_pages))
+        slots = kept_pages(end, self._share)
         self.end = end
         shape, device = (n_sequences, heads, slots), queries.q.device
         if self._k.shape[:3] != shape:
-            self._k = torch.zeros(*shape, PAGE_ROWS, d, dtype=dtype, device=device)
-            self._v = torch.zeros(*shape, PAGE_ROWS, queries.dv, dtype=dtype, device=device)
+            self._k = self._v = torch.empty(0)  # before others take their place
+            try:
+                self._k = torch.zeros(*shape, PAGE_ROWS, d, dtype=dtype, device=device)
+                self._v = torch.zeros(*shape, PAGE_ROWS, queries.dv, dtype=dtype, device=device)
+            except (MemoryError, RuntimeError):  # PyTorch says so of memory on the CPU
+                self._k = self._v = torch.empty(0)
+                self.fits = False
+                return
         self._seen = torch.zeros(*shape, PAGE_ROWS, dtype=torch.uint8, device=device)
         self._lse = torch.full((*shape, n), -torch.inf, device=device)
         self._stays = torch.zeros(shape, dtype=torch.bool, device=device)
@@ -80,6 +98,8 @@ class PageTier:
             page_lse: [queries, pages], of the pages that these rows are.
             lse: [queries], over all rows that have been attended to so far.
         """
+        if not self.fits:
+            return
         first, slots = rows.first_position // PAGE_ROWS, self._lse.shape[2]
         before = rows.first_position % PAGE_ROWS
         number = first + torch.arange(page_lse.shape[1], device=lse.device)
@@ -156,10 +176,11 @@ class PageTier:
 
     def select(self, sequences: list[int]) -> None:
         """Sequence i becomes what `sequences[i]` was."""
-        if self.end:
-            self._k, self._v, self._seen, self._lse, self._stays = (
-                each[sequences] for each in (self._k, self._v, self._seen, self._lse, self._stays)
-            )
+        if self.end and self.fits:
+            names = ("_k", "_v", "_seen", "_lse", "_stays", "_number")
+            with torch.inference_mode(False):  # the next pass writes to them
+                for name in names:
+                    setattr(self, name, getattr(self, name)[sequences])
 
 
 def _pages(rows: torch.Tensor, before: int) -> torch.Tensor:

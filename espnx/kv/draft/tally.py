@@ -92,6 +92,7 @@ class Tally:
         return {
             "draft": self.kind,
             "passes": self.passes,
+            "turns": self.turns,
             "tokens": self.tokens,
             "tokens_a_pass": self.tokens / self.turns if self.turns else None,
             "accepted_by_position": [

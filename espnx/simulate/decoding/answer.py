@@ -45,6 +45,7 @@ class Answer:
     stages: all groups that do something.
     watts, joules_per_token: while it decodes; None: `unknown` says why.
     drives_dollars: drives and their chassis; None: not known.
+    tokens_per_s_per_drives_dollar: of decoding; prices of hosts and GPUs are not known.
     written_bytes: to flash, of one sequence.
     sequences_until_worn: of such; None: where no endurance is known, or nothing is written.
     residual: of the simulated window.
@@ -67,6 +68,7 @@ class Answer:
     watts: float | None
     joules_per_token: float | None
     drives_dollars: float | None
+    tokens_per_s_per_drives_dollar: float | None
     written_bytes: float
     sequences_until_worn: float | None
     residual: float
@@ -96,7 +98,7 @@ def answer(
     unknown: list[str] = []
     watts = power_w(machine, shape, step, unknown)
     written = written_bytes(machine, shape, share, context, output)
-    endurance = machine.get("device.endurance")
+    endurance, dollars = machine.get("device.endurance"), drives_dollars(machine)
     return Answer(
         machine.system.name,
         workload,
@@ -116,7 +118,8 @@ def answer(
         ),
         watts,
         None if watts is None else watts * step.step_s / batch,
-        drives_dollars(machine),
+        dollars,
+        None if dollars is None else batch / step.step_s / dollars,
         written,
         endurance * machine.n_drives / written if endurance and written else None,
         step.residual,

@@ -12,10 +12,11 @@ from typing import TypeVar
 
 from ...device.model.reader import SCHEMA_VERSION, SUFFIXES, Figure, meant, missing, names_in
 from ...device.model.reader import read_spec as read
-from ...device.model.spec_file import Keys, read_file
+from ...device.model.spec_file import Keys, parse_yaml, read_file
 from ...errors import InvalidInputError
 from ..figures import Range
 from .kinds import ClusterSpec, GpuSpec, HostSpec, ModelSpec, NetworkSpec, ProgramSpec, SystemSpec
+from .rag import GenerationSpec, GraphWalkSpec, RetrieverSpec, SearcherSpec, ServiceSpec
 
 S = TypeVar("S")
 
@@ -28,6 +29,11 @@ WORDS: Mapping[type, str] = {
     SystemSpec: "system",
     ModelSpec: "workload",
     ClusterSpec: "clusters",
+    RetrieverSpec: "retriever",
+    GraphWalkSpec: "walk",
+    SearcherSpec: "searcher",
+    ServiceSpec: "service",
+    GenerationSpec: "generation",
 }
 
 
@@ -81,6 +87,10 @@ def _parsed(kind: type[S], data: bytes, path: str) -> S:
         _check_model(spec, tree)
     if isinstance(spec, ClusterSpec) and not spec.clusters:
         raise missing(tree.place, ("clusters",), "a share for one size or more", what(ClusterSpec))
+    if isinstance(spec, RetrieverSpec):
+        _check_retriever(spec, tree)
+    if isinstance(spec, ServiceSpec):
+        _check_service(spec, tree)
     return spec
 
 
@@ -94,6 +104,36 @@ def _check_program(spec: ProgramSpec, tree: Keys) -> None:
         if getattr(spec, name) is None:
             why = f"given, as attention is on {spec.attention}"
             raise missing(tree.place, (name,), why, what(ProgramSpec))
+
+
+def _check_retriever(spec: RetrieverSpec, tree: Keys) -> None:
+    """What its representation must say, and what goes through its network if it has one."""
+    needed = {
+        "vectors": ("vector",),
+        "lists": ("lists", "touched", "postings", "terms", "longest"),
+    }[spec.representation]
+    if spec.parameters is not None:
+        needed += ("tokens", "weights")
+    for name in needed:
+        if getattr(spec, name) is None:
+            why = f"given, as its passages are {spec.representation}"
+            raise missing(tree.place, (name,), why, what(RetrieverSpec))
+
+
+def _check_service(spec: ServiceSpec, tree: Keys) -> None:
+    """Drives are read by the host or by what searches in them, and by one of them alone."""
+    needed: tuple[str, ...] = ()
+    if spec.kept == "drives":
+        needed = ("drives", "flash") if spec.read is None else ("drives", "read_ahead")
+    for name in needed:
+        if getattr(spec, name) is None:
+            raise missing(tree.place, (name,), "given, as it reads drives", what(ServiceSpec))
+    if spec.read is not None and spec.flash is not None:
+        raise tree.place.wrong(
+            "drives that are read twice",
+            got="read and flash",
+            expected="read, of a host, or flash, of what searches in the drive",
+        )
 
 
 def _check_model(spec: ModelSpec, tree: Keys) -> None:
@@ -132,3 +172,16 @@ def as_range(figure: Figure) -> Range:
     low = figure.value if figure.low is None else figure.low
     high = figure.value if figure.high is None else figure.high
     return Range(low, high, figure.source, figure.confidence)
+
+
+def is_service(source: str) -> bool:
+    """Whether a system finds passages: a preset of that kind, or a file that says what searches.
+
+    Raises:
+        FileMissingError, ReadError, FormatError: as they say, of a file.
+    """
+    if not source.endswith(SUFFIXES):
+        return source in presets(ServiceSpec)
+    return (
+        "searcher" in parse_yaml(read_file(source, "a system spec"), source, "a system spec").items
+    )

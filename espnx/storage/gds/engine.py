@@ -42,9 +42,10 @@ from .cufile import (
     Properties,
     load_bindings,
 )
-from .loop import ReadLoop, abandoned
+from .file import OpenFile
+from .loop import ReadLoop, left_behind
 from .memory import CudaMemory, DeviceMemory
-from .transfer import GdsFuture, OpenFile, Transfer, check, lay_out, with_own_numbers
+from .transfer import GdsFuture, Transfer, check, lay_out, with_own_numbers
 
 _COMPAT_FIX = "name `gds-compat` to accept a copy through host memory, or `uring`"
 _RETRY_FIX = "check the device (dmesg, smartctl), then try again; the engine is still usable"
@@ -296,7 +297,7 @@ class GdsEngine:
         try:
             shown = self._cufile.probe(handle, lease.base, lease.begin_bytes, head_bytes)
         except CallFailedError as error:
-            abandoned.append(lease)  # it may still be written to
+            left_behind.append(lease)  # it may still be written to
             if error.errno is not None or not self._strict:
                 raise errors.ReadError(
                     "first read of the file failed",
@@ -451,7 +452,7 @@ class GdsEngine:
         self._closed = True
         whole = self._loop.close(grace_s)
         if not whole:
-            abandoned.append(self._pool)
+            left_behind.append(self._pool)
         for file in self._files:
             if file is not None and file.users == 0:
                 self._release_file(file)

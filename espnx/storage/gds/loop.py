@@ -3,8 +3,6 @@ what came short, fails what failed."""
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
 import time
 from collections import deque
@@ -15,33 +13,19 @@ import numpy as np
 
 from ... import errors
 from ..engine import EngineStats
-from .cufile import (
-    CANCELED,
-    COMPLETE,
-    INVALID,
-    NO_BATCHES,
-    PASSING,
-    TIMEOUT,
-    CallFailedError,
-    CuFile,
-)
+from .cufile import COMPLETE, NO_BATCHES, PASSING, TIMEOUT, CallFailedError, CuFile
+from .file import OpenFile
+from .piece import advance, failed
 from .queue import Done, Flight, Flights, Readers
-from .transfer import OpenFile, Transfer, refreshed_size
+from .transfer import Transfer
 
-IDLE_RETRIES = 16  # completions without progress before a read is given up, as in the native engine
 _POLL_S = 0.0005
 _PAUSE_S = 0.0005  # after a call that cuFile wants to be made later
 _QUARANTINE_POLL_S = 0.02
-_RETRY_FIX = "check the device (dmesg, smartctl), then try again; the engine is still usable"
-_STATUS = {
-    INVALID: "rejected as invalid",
-    CANCELED: "cancelled",
-    TIMEOUT: "timed out inside cuFile",
-}
 
 #: Memory and batches of reads that never completed: kept for the life of the process, because the
 #: device may still write to them.
-abandoned: list[Any] = []
+left_behind: list[Any] = []
 
 
 class ReadLoop:
@@ -149,14 +133,14 @@ class ReadLoop:
         try:
             while not self.stopping:
                 self._admit()
-                if not self._reap():
+                if not self._wait():
                     self._rest(1.0)
         except Exception as error:  # a defect here must reach the callers, who would wait forever
             self.stopping = True
             self._fail_all(f"the engine's I/O thread failed: {error!r}")
             raise
         finally:
-            self._drain()
+            self._release()
 
     def _rest(self, longest_s: float) -> None:
         now = time.monotonic()
@@ -189,7 +173,7 @@ class ReadLoop:
                     self._readers.submit(transfer, pieces[0])
         for flight in self._flights.active:
             if flight.transfer.failure is not None:
-                self._flights.cancel(flight)
+                self._flights.give_up(flight)
         self._retire()
 
     def _may_submit(self) -> bool:
@@ -224,7 +208,7 @@ class ReadLoop:
                 if self._is_for_later(transfer, error):
                     transfer.put_back(transfer.small, pieces.tolist())
                     return
-            self._fail_piece(transfer, int(pieces[0]), error.code, str(error))
+            self._fail_piece(transfer, int(pieces[0]), error)
 
     def _is_for_later(self, transfer: Transfer, error: CallFailedError) -> bool:
         """Whether what a call refused can be had otherwise, or a moment later."""
@@ -234,7 +218,7 @@ class ReadLoop:
         transfer.trouble, self._submit_again_at = str(error), time.monotonic() + _PAUSE_S
         return error.code in PASSING and time.monotonic() < transfer.deadline
 
-    def _reap(self) -> bool:
+    def _wait(self) -> bool:
         """Takes what has ended. False where nothing came and there is nothing to wait for but
         threads and reads that may never end."""
         came, now = bool(self._landed), time.monotonic()
@@ -245,7 +229,7 @@ class ReadLoop:
             for flight in self._flights.active
             if not flight.lost and flight.poll_again_at <= now
         ]
-        waited_for = next((flight for flight in due if not flight.cancelled), None)
+        waited_for = next((flight for flight in due if not flight.given_up), None)
         for flight in due:
             self._poll(flight, wait=flight is waited_for and flight.may_wait)
         self._looked_at = now
@@ -261,10 +245,7 @@ class ReadLoop:
                 return
             flight.lost = str(error)  # its memory stays in quarantine
             self._fail_piece(
-                flight.transfer,
-                int(flight.pieces[np.argmax(flight.outstanding)]),
-                error.code,
-                str(error),
+                flight.transfer, int(flight.pieces[np.argmax(flight.outstanding)]), error
             )
             return
         if done is not None:
@@ -282,7 +263,8 @@ class ReadLoop:
             flight.transfer.expire()
 
     def _complete(self, done: Done) -> None:
-        """The one completion routine. Every entry's status and byte count is looked at."""
+        """Every entry's status and byte count is looked at: whole pieces together, others by
+        `advance`."""
         transfer, left = done.transfer, done.transfer.left_bytes[done.pieces]
         transfer.in_flight -= int((done.status != TIMEOUT).sum())
         whole = (done.status == COMPLETE) & (done.moved_bytes >= left)
@@ -294,69 +276,23 @@ class ReadLoop:
             done.pieces[~whole], done.moved_bytes[~whole], done.status[~whole], strict=True
         ):
             if transfer.failure is None:
-                self._continue(transfer, int(piece), int(moved), int(status))
+                self._advance(transfer, int(piece), int(moved), int(status))
         if whole.any():
             transfer.landed(done.pieces[whole])
 
-    def _continue(self, transfer: Transfer, piece: int, moved: int, status: int) -> None:
-        """A piece that is not whole: goes on from the last whole block, or fails."""
-        code = -moved if moved < 0 else 0
-        transfer.idle_retries[piece] += 1
-        if code in (errno.EAGAIN, errno.EINTR) and transfer.idle_retries[piece] <= IDLE_RETRIES:
-            whole = 0
-        elif code or status != COMPLETE:
-            got = (
-                self._cufile.describe(code)
-                if code
-                else f"cuFile status {status} ({_STATUS.get(status, 'failed')})"
-            )
-            self._fail_piece(transfer, piece, code, got)
+    def _advance(self, transfer: Transfer, number: int, moved: int, status: int) -> None:
+        """A piece that is not whole: goes on, or fails."""
+        piece = transfer.piece(number)
+        progress = advance(piece, moved, status, self._cufile.describe)
+        if progress.failure is not None:
+            transfer.fail(progress.failure)
             return
-        else:
-            file = transfer.file_of(piece)
-            end = int(transfer.offset_bytes[piece] + transfer.left_bytes[piece])
-            if moved == 0 and end > refreshed_size(file):
-                self._fail_truncated(transfer, piece, file, end)
-                return
-            whole = moved // file.alignment_bytes * file.alignment_bytes
-            if whole > 0:
-                transfer.idle_retries[piece] = 0
-        if transfer.idle_retries[piece] > IDLE_RETRIES:
-            self._fail_short(transfer, piece)
-            return
-        transfer.moved_bytes += whole
-        transfer.advance(piece, whole)
+        transfer.moved_bytes += progress.moved_bytes
+        transfer.submit_again(number, piece)
         self._counts["retries"] += 1
 
-    def _place(self, transfer: Transfer, piece: int) -> dict[str, Any]:
-        file = transfer.file_of(piece)
-        return {
-            "path": file.path,
-            "offset_bytes": int(transfer.offset_bytes[piece]),
-            "size_bytes": int(transfer.left_bytes[piece]),
-        }
-
-    def _fail_piece(self, transfer: Transfer, piece: int, code: int, got: str) -> None:
-        place = self._place(transfer, piece)
-        number = code if 0 < code < 5000 else None
-        text = os.strerror(number) if number else got
-        transfer.fail(
-            lambda: errors.ReadError("read failed", **place, errno=number, got=text, fix=_RETRY_FIX)
-        )
-
-    def _fail_truncated(self, transfer: Transfer, piece: int, file: OpenFile, end: int) -> None:
-        place, got = self._place(transfer, piece), f"a file of {file.size_bytes} bytes"
-        transfer.fail(
-            lambda: errors.TruncatedFileError(
-                "file ended during the read", **place, got=got, expected=f"at least {end}"
-            )
-        )
-
-    def _fail_short(self, transfer: Transfer, piece: int) -> None:
-        place, got = self._place(transfer, piece), f"{IDLE_RETRIES} completions without progress"
-        transfer.fail(
-            lambda: errors.ShortReadError("read stays short", **place, got=got, fix=_RETRY_FIX)
-        )
+    def _fail_piece(self, transfer: Transfer, number: int, error: CallFailedError) -> None:
+        transfer.fail(failed(transfer.piece(number), error.code, str(error)))
 
     def _fail_all(self, what: str) -> None:
         with self.lock:
@@ -364,16 +300,16 @@ class ReadLoop:
         for transfer in transfers:
             transfer.fail(lambda: errors.EngineClosedError(what))
 
-    def _drain(self) -> None:
+    def _release(self) -> None:
         self._fail_all("the engine was closed during the call")
         until = time.monotonic() + self._grace_s
         self._admit()
         while self._active and time.monotonic() < until:
-            self._reap()
+            self._wait()
             self._admit()
             if self._active:
                 self._rest(_QUARANTINE_POLL_S)
         left = [flight for flight in self._flights.close() if flight.count()]
         stuck = self._readers.close()
         if self._active or left or stuck:
-            abandoned.append((self._cufile, self._active, left, stuck))
+            left_behind.append((self._cufile, self._active, left, stuck))

@@ -41,7 +41,7 @@ class Flight:
     def __init__(self, batch: Batch, transfer: Transfer, pieces: np.ndarray):
         self.batch, self.transfer, self.pieces = batch, transfer, pieces
         self.outstanding = np.ones(pieces.size, dtype=bool)
-        self.cancelled = False
+        self.given_up = False
         self.lost = ""  # why cuFile will not report what is outstanding any more
         self.may_wait = True
         self.poll_again_at = 0.0
@@ -79,7 +79,7 @@ class Flights:
         self.active: list[Flight] = []
 
     def healthy(self) -> list[Flight]:
-        return [flight for flight in self.active if not flight.cancelled and not flight.lost]
+        return [flight for flight in self.active if not flight.given_up and not flight.lost]
 
     def room(self) -> int:
         """How many entries the next batch may have; 0 where enough are in flight. Cancelled batches
@@ -101,7 +101,7 @@ class Flights:
         """Takes out a flight of which nothing is outstanding. The context of a cancelled one is not
         used again."""
         self.active.remove(flight)
-        if flight.cancelled:
+        if flight.given_up:
             self._cufile.attempt(flight.batch.destroy)
         else:
             self._idle.append(flight.batch)
@@ -109,15 +109,15 @@ class Flights:
     def discard(self, flight: Flight) -> None:
         """Takes out a flight that cuFile refused: nothing of it is outstanding."""
         flight.outstanding[:] = False
-        flight.cancelled = True
+        flight.given_up = True
         self.forget(flight)
 
-    def cancel(self, flight: Flight) -> None:
+    def give_up(self, flight: Flight) -> None:
         """Cancels a flight once. A refusal changes nothing: its entries are waited for either
         way."""
-        if flight.cancelled:
+        if flight.given_up:
             return
-        flight.cancelled = True
+        flight.given_up = True
         self._cufile.attempt(flight.batch.cancel)
 
     def close(self) -> list[Flight]:

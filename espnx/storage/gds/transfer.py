@@ -3,7 +3,6 @@ and the future the caller waits on."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -17,31 +16,12 @@ from ... import errors
 from ..engine import Plan
 from ..native import load_native
 from .arena import Lease
+from .file import OpenFile
 from .memory import DeviceMemory
+from .piece import Failure, Piece
 
 _NOBODY = 2**63  # items that nobody waits for
 _LOOK_LIMIT_S = 1.0  # how long after a deadline the I/O thread may take to see what came before it
-
-
-@dataclass
-class OpenFile:
-    """A file registered with cuFile: one descriptor, one handle.
-
-    Attributes:
-        alignment_bytes: what reads are widened to; 1 where the file is read through the page cache.
-        users: transfers that may still read it; the handle is given up when a closed file has none.
-    """
-
-    number: int
-    path: str
-    descriptor: int
-    handle: int
-    size_bytes: int
-    direct: bool
-    alignment_bytes: int
-    effective: str
-    users: int = 0
-    closed: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,7 +123,7 @@ def check(plan: Plan, files: list[OpenFile | None], first_file: int) -> None:
     beyond = np.flatnonzero(offset + size > ends[number])
     for i in map(int, beyond):
         found = files[int(number[i])]
-        if found is None or offset[i] + size[i] <= refreshed_size(found):
+        if found is None or offset[i] + size[i] <= found.refresh_size():
             continue
         raise errors.TruncatedFileError(
             "read past the end of the file",
@@ -153,12 +133,6 @@ def check(plan: Plan, files: list[OpenFile | None], first_file: int) -> None:
             got=f"a file of {found.size_bytes} bytes",
             expected=f"at least {offset[i] + size[i]}",
         )
-
-
-def refreshed_size(file: OpenFile) -> int:
-    """The file's size now, from its descriptor."""
-    file.size_bytes = os.fstat(file.descriptor).st_size
-    return file.size_bytes
 
 
 class Transfer:
@@ -190,7 +164,7 @@ class Transfer:
         self.deadline = time.monotonic() + min(deadline_s, 1e9)
         self._files = files
         self.changed = threading.Condition()
-        self.failure: Callable[[], errors.EspnxError] | None = None
+        self.failure: Failure | None = None
         self.in_flight = self.moved_bytes = self.requests = 0
         self.asked_bytes = int(plan.size_bytes.sum())
         self._cut(batch_bytes, large_bytes)
@@ -268,14 +242,24 @@ class Transfer:
             if self.failure is None:
                 waiting.extendleft(reversed(pieces))
 
-    def advance(self, piece: int, moved_bytes: int) -> None:
-        """The head of a piece has arrived: the rest waits to be read."""
-        self.offset_bytes[piece] += moved_bytes
-        self.place_bytes[piece] += moved_bytes
-        self.left_bytes[piece] -= moved_bytes
+    def piece(self, number: int) -> Piece:
+        """What is left of one, as it stands."""
+        return Piece(
+            self.file_of(number),
+            int(self.offset_bytes[number]),
+            int(self.left_bytes[number]),
+            int(self.idle_retries[number]),
+        )
+
+    def submit_again(self, number: int, piece: Piece) -> None:
+        """What is left of a piece waits to be read."""
+        self.place_bytes[number] += piece.offset_bytes - self.offset_bytes[number]
+        self.offset_bytes[number] = piece.offset_bytes
+        self.left_bytes[number] = piece.expected_bytes
+        self.idle_retries[number] = piece.idle_retries
         with self.changed:
             if self.failure is None:
-                (self.large if self.is_large[piece] else self.small).appendleft(piece)
+                (self.large if self.is_large[number] else self.small).appendleft(number)
 
     def landed(self, pieces: np.ndarray) -> None:
         """These pieces are whole. By the I/O thread."""
@@ -292,7 +276,7 @@ class Transfer:
                 self._wanted = _NOBODY
                 self.changed.notify_all()
 
-    def fail(self, failure: Callable[[], errors.EspnxError]) -> None:
+    def fail(self, failure: Failure) -> None:
         """Ends the transfer unless it has ended. What is with the device keeps its memory until it
         completes."""
         with self.changed:
@@ -366,7 +350,7 @@ class Transfer:
         with self.changed:
             self._handed_out -= count
 
-    def _deadline_failure(self) -> Callable[[], errors.EspnxError]:
+    def _deadline_failure(self) -> Failure:
         open_extents, all_count, deadline_s = (
             np.flatnonzero(self.open_pieces),
             self.open_pieces.size,

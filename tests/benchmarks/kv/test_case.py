@@ -340,6 +340,7 @@ def test_attention_from_memory(tmp_path: Path) -> None:
     assert set(rows[0].ratio) == {"stream", "sdpa"}
 
 
+@pytest.mark.sweep
 def test_a_process_answers_and_tells_its_errors() -> None:
     with Worker("kv", "attend") as worker:
         worker.ask(

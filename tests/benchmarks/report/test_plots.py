@@ -74,6 +74,33 @@ def title(figure: Any) -> str:
     return str(figure.get_suptitle()).replace("\n", " ")
 
 
+def speculated(rate: int | None, system: str, step_s: float, batch: int = 8) -> Row:
+    """Of 64 steps of 800 MB each, at 400 MB/s or, not throttled, at 1,600."""
+    params = {"model": "m", "batch": batch, "context": 7680, "throttle_bytes_per_s": rate}
+    fio_s = 8e8 / (rate or 1.6e9)
+    metrics = {"step_s": step_s, "fio_s": fio_s, "tokens_a_pass": 2.0}
+    one = replace(row("speculation", system, params, metrics), case="kv")
+    return replace(one, bytes_asked=64 * 800_000_000, median_s=64 * step_s)
+
+
+def test_speculation_over_the_rate_of_the_disk() -> None:
+    rows = [
+        speculated(400_000_000, "one-by-one", 2.1),
+        speculated(400_000_000, "pages-1/16", 0.5),
+        speculated(None, "one-by-one", 0.8),
+        speculated(None, "pages-1/16", 0.4),
+        speculated(None, "lookup", 0.7),
+    ]
+    assert drawn("kv-speculation", [rows[0], rows[1]]) is None, "a single rate"
+    smaller = speculated(200_000_000, "pages-1/16", 9.0, batch=1)
+    figure = drawn("kv-speculation", [*rows, smaller])
+    assert title(figure).startswith("At 400 MB/s a step takes 0.25 of the time")
+    found = lines(figure)
+    assert found["drafts over 1/16"] == [[400.0, 0.5], [1600.0, 0.4]]
+    assert found["one by one"] == [[400.0, 2.1], [1600.0, 0.8]]
+    assert found["disk alone (fio)"] == [[400.0, 2.0], [1600.0, 0.5]]
+
+
 def hit_rates() -> list[Row]:
     return [
         row(

@@ -12,10 +12,12 @@ import pytest
 from espnx.cli.main import main
 from espnx.simulate import predictions, validation
 from espnx.simulate.decoding import validation as decoding
+from espnx.simulate.retrieval import validation as retrieval
 from tests.cli.documents import strict_json
 
 COSMOS = ("simulate", "--system", "cosmos")
 NEAR = ("simulate", "--system", "smartssd-16")
+DRIVE = ("simulate", "--system", "ragx-1", "--workload", "gtr")
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -122,6 +124,73 @@ def test_the_page_s_own_system(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "two-drives" in capsys.readouterr().out
 
 
+def test_services(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*DRIVE, "--vs", "cpu-nvme", "--passages", "500000,50000000", "--rate", "0.3"]
+    assert main([*words, "--json", "-"]) == 0
+    found = strict_json(capsys.readouterr().out)
+    asked = [(each["system"], each["passages"]) for each in found["answers"]]
+    assert asked == [
+        (name, size) for size in (500_000, 50_000_000) for name in ("ragx-1", "cpu-nvme")
+    ]
+    rates = [each["queries_per_s"] for each in found["answers"]]
+    assert found["ratios"] == [rates[0] / rates[1], rates[2] / rates[3]]
+    walked = found["figures"]["hnsw.walked"]["value"]
+    for each in found["answers"]:
+        assert each["is_extrapolated"] == (each["passages"] > walked)
+    # only the last is slower than what arrives
+    assert [each is None for each in found["waits"]] == [False, False, False, True]
+    assert found["waits"][0]["median_s"] > sum(found["answers"][0]["phases_s"].values())
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "the queue grows" in text
+    assert "by a fitted law" in text
+
+
+def test_a_recorded_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a search of a graph asked, of other drives; a trace that was cut off is no answer."""
+    import numpy as np
+
+    base = np.random.default_rng(0).standard_normal((300, 8)).astype(np.float32)
+    np.save(tmp_path / "base.npy", base)
+    graph, trace = str(tmp_path / "g"), tmp_path / "run.trace"
+    vectors = str(tmp_path / "base.npy")
+    assert main(["graph", "build", vectors, graph]) == 0
+    words = ["graph", "search", graph, vectors, "--list-size", "20", "--record", str(trace)]
+    assert main(words) == 0
+    capsys.readouterr()
+    words = ["simulate", "--trace", str(trace), "--system", "smartssd-4", "--vs", "flexgen-4ssd"]
+    assert main([*words, "--json", "-"]) == 0
+    found = strict_json(capsys.readouterr().out)
+    assert found["has_all_host_s"]
+    assert [each["system"] for each in found["programs"]] == ["smartssd-4", "flexgen-4ssd"]
+    for each in found["programs"]:
+        assert each["verbs"]["walk"]["read_bytes"] > 0
+        assert each["predicted_s"] >= each["verbs"]["walk"]["recorded_s"]
+    assert main(words) == 0
+    assert "on flexgen-4ssd" in capsys.readouterr().out
+    trace.write_text("\n".join(trace.read_text().splitlines()[:-1]) + "\n")
+    assert main(words) == 1
+    assert "a trace without an end" in capsys.readouterr().err
+    trace.write_text('{"espnx_trace":9}\n')
+    assert main(words) == 1
+    assert "version of a trace" in capsys.readouterr().err
+    assert main(["simulate", "--trace", str(trace)]) == 2
+    assert main([*words, "--workload", "opt-30b"]) == 2
+
+
+def test_a_user_s_own_service(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from espnx.simulate.specs import load
+
+    folder = Path(load.__file__).parent / "presets"
+    own = (folder / "service" / "ragx-1.yaml").read_text().replace("ragx-1", "mine")
+    (tmp_path / "mine.yaml").write_text(own.replace("value: 47.5, low: 25, high: 70", "value: 400"))
+    words = ["--system", str(tmp_path / "mine.yaml"), "--workload", "gtr", "--vs", "ragx-1"]
+    assert main(["simulate", *words, "--json", "-"]) == 0
+    mine, preset = strict_json(capsys.readouterr().out)["answers"]
+    assert mine["system"] == "mine"
+    assert mine["phases_s"]["reads"] > 4 * preset["phases_s"]["reads"]
+
+
 def test_a_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--list", "--json", "-"]) == 0
     found = strict_json(capsys.readouterr().out)["specs"]
@@ -146,19 +215,24 @@ def test_validation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     monkeypatch.setattr(validation, "validate", lambda draws: made)
     near = predictions.Prediction("c.ratio", 3.0, 2.5, 3.5, "drives", "a table", {})
     monkeypatch.setattr(decoding, "validate", lambda draws: (near,))
+    far = predictions.Prediction("d.ratio", 4.0, 3.5, 4.5, "reads", "a law", {})
+    beside = {"id": "e", "measured": 5, "predicted": 6.0}
+    services = retrieval.Validation((far,), {"s": 1e-6}, {"f": 0.5}, (beside,))
+    monkeypatch.setattr(retrieval, "validate", lambda draws: services)
     order = {"model": "m", "context": 16384, "tokens_per_s": {"fast": 2.0, "slow": 1.0}}
     monkeypatch.setattr(decoding, "orders", lambda: [order])
     assert main(["simulate", "--validation", "--json", "-"]) == 0
     found = strict_json(capsys.readouterr().out)
     ids = [each["id"] for each in found["validation"]]
-    assert ids[:3] == ["a.ratio", "b.ratio", "c.ratio"]
-    assert all(each.startswith("ragx.") for each in ids[3:])
-    assert {"ragx.x_50M", "ragx.nvme_share_cpu_0.5M", "ragx.search_energy_gain_avg"} < set(ids)
+    assert ids == ["a.ratio", "b.ratio", "c.ratio", "d.ratio"]
+    assert found["checks"] == [beside]
+    assert found["fitted"] == {"set_up_s": 1e-4, "s": 1e-6}
     assert main(["simulate", "--validation"]) == 0
     text = capsys.readouterr().out
     assert "a.ratio" in text
     assert "no figure" in text
-    assert "measured 3, predicted 4.0" in text
+    assert "measured 3, predicted 4" in text
+    assert "measured 5, predicted 6" in text
     assert "fast 2 > slow 1" in text
     assert "12.8 for 11.9" in text
     assert [each["query_heads"] for each in found["kernels"]] == [1, 4, 5]
@@ -182,6 +256,16 @@ def test_validation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         ([*COSMOS, "--workload", "sift", "--channels", "0"], "channels of flash; got 0"),
         ([*COSMOS, "--workload", "sift", "--seed", "-1"], "a seed; got -1"),
         (["simulate", "--validation", "--draws", "2"], "draws; got 2"),
+        (["simulate", "--system", "ragx-1", "--workload", "gtrr"], "did you mean gtr?"),
+        ([*DRIVE, "--vs", "tape"], "a service spec; got tape"),
+        ([*DRIVE, "--passages", "0"], "passages; got 0"),
+        ([*DRIVE, "--passages", "1e6"], "--passages; got 1e6"),
+        ([*DRIVE, "--batch", "0"], "a batch; got 0"),
+        ([*DRIVE, "--batch", "4096"], "too much"),
+        ([*DRIVE, "--vs", "cpu-nvme", "--passages", "500000000"], "too much"),
+        ([*DRIVE, "--rate", "0"], "--rate; got 0"),
+        ([*DRIVE, "--rate", "1", "--batch", "8"], "batches of 8"),
+        ([*DRIVE, "--generation", "llama2-34"], "did you mean llama2-34b?"),
     ],
 )
 def test_wrong_usage(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

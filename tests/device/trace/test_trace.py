@@ -4,6 +4,7 @@ replay asks the same, what is no trace."""
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -212,8 +213,8 @@ def test_an_error_is_written(tmp_path: Path) -> None:
     assert (command.verb, command.failed) == ("flush", "EngineClosedError")
 
 
-HEAD = '{"espnx_trace":2,"program":"p","devices":[{"name":"ssd","kind":"plain","path":"/x"}]}\n'
-OLD_HEAD = HEAD.replace("2", "1", 1)
+HEAD = '{"espnx_trace":3,"program":"p","devices":[{"name":"ssd","kind":"plain","path":"/x"}]}\n'
+OLD_HEAD = HEAD.replace("3", "1", 1)
 LINE: dict[str, Any] = {
     "n": 0,
     "device": 0,
@@ -336,10 +337,37 @@ def test_every_line_counts(generated: tuple[Path, dict[str, Any]], tmp_path: Pat
         with pytest.raises(errors.FormatError, match="without an end"):
             read_trace(tmp_path / "cut")
     (tmp_path / "old").write_text(
-        "".join([written[0].replace('"espnx_trace":2', '"espnx_trace":1'), *written[1:-1]])
+        "".join([written[0].replace('"espnx_trace":3', '"espnx_trace":1'), *written[1:-1]])
     )
     old = read_trace(tmp_path / "old")
     assert (old.is_whole, len(old.commands)) == (False, len(written) - 2)
+
+
+def test_the_host_s_work_beside_other_commands(tmp_path: Path) -> None:
+    """It counts from where a command began or ended last, without what was waited for. Traces of
+    the version before had 0 while another ran, and a replay waits for none of that."""
+    devices = espnx.device.open("ssd", [tmp_path / "a"])
+    with TraceWriter(tmp_path / "trace", "a test", devices) as writer:
+        first = writer.begin(0, "flush")
+        time.sleep(0.05)
+        second = writer.begin(0, "flush")
+        begun = time.perf_counter()
+        time.sleep(0.05)
+        writer.waited(time.perf_counter() - begun)
+        third = writer.begin(0, "flush")
+        for line in (first, second, third):
+            writer.end(line)
+        fourth = writer.begin(0, "flush")
+        writer.end(fourth)
+    trace = read_trace(tmp_path / "trace")
+    assert trace.has_all_host_s
+    _, second_s, third_s, _ = (each.host_s for each in trace.commands)
+    assert second_s >= 0.05
+    assert third_s < 0.05
+    written = (tmp_path / "trace").read_text().replace('"espnx_trace":3', '"espnx_trace":2')
+    (tmp_path / "old").write_text(written)
+    assert read_trace(tmp_path / "old").is_whole
+    assert not read_trace(tmp_path / "old").has_all_host_s
 
 
 def test_lines_stand_in_the_order_of_ends(tmp_path: Path) -> None:

@@ -14,11 +14,14 @@ from typing import Any
 import numpy.ctypeslib  # noqa: F401 - as what `load` imports: for all children
 import torch
 
+import espnx
 from espnx.device.rows import extents
 from espnx.integrations.transformers import kept as module
 from espnx.integrations.transformers.cache import KVCache
+from espnx.kv.draft.pages import PageTier
 from espnx.kv.kept import folders
 from espnx.kv.kept import state as kept
+from espnx.kv.rows import LayerRows
 from espnx.storage import NativeEngine
 from tests.forks import command_line, killed_at, load, serve
 from tests.integrations.transformers.child import interrupted
@@ -34,6 +37,8 @@ OWNERS: dict[str, Any] = {
     "kept": kept,
     "module": module,
     "folders": folders,
+    "tier": PageTier,
+    "rows": LayerRows,
 }
 
 
@@ -74,6 +79,8 @@ def go_on(
     """Generates on from what the cache holds, up to `until` new tokens; saves after every `step`.
     Any other token than without an interruption is an error."""
     right, longest = wanted(name, lossy), max(lengths_of(lossy))
+    if cache.draft is not None:
+        options |= {"custom_generate": espnx.generate, "gamma": 4}
     held = cache.get_seq_length()
     if held:
         assert cache.tokens is not None
@@ -115,6 +122,7 @@ def run(job: dict[str, Any]) -> int:
         "x_rows": job.get("x_rows", 0),
         "format": lossy,
         "spill_interval": job.get("spill_interval"),
+        "draft": job.get("draft"),
     }
     with KVCache(
         enabled(name).config, job["storage"], name=job.get("name", "c"), **options

@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 import espnx
 from espnx.integrations.transformers.cache import KVCache
 from tests.integrations.transformers.tiny import expected, generate, make, plain, prompt
+from tests.sweeps import some
 
 PARTS = ((0, 30), (30, 31), (31, 41))
 
@@ -59,7 +60,7 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("compiled", "enabled_first", "x_rows"), [(whole, False, 2), (in_place, True, 0)]
+    ("compiled", "enabled_first", "x_rows"), some([(whole, False, 2), (in_place, True, 0)], 2)
 )
 def test_logits(
     folder: Path, compiled: Callable[..., Any], enabled_first: bool, x_rows: int

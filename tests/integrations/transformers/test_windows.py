@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 import espnx
 from espnx import errors
 from espnx.integrations.transformers.forward.masks import Mask, meaning, padding_mask
+from tests.sweeps import some
 
 _BASE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -330,14 +331,17 @@ def test_what_cannot_go_back(
 
 @pytest.mark.parametrize(
     ("family", "config", "options"),
-    [
-        ("Gemma3", "TextConfig", _MIXED),
-        ("Gemma4", "TextConfig", _GEMMA),
-        ("Gemma3n", "TextConfig", _GEMMA | _3N),
-        ("Qwen3Next", "Config", _NEXT | _MOE),
-        ("Qwen3_5", "TextConfig", _NEXT),
-        ("Jamba", "Config", _JAMBA),
-    ],
+    some(
+        [
+            ("Gemma3", "TextConfig", _MIXED),
+            ("Gemma4", "TextConfig", _GEMMA),
+            ("Gemma3n", "TextConfig", _GEMMA | _3N),
+            ("Qwen3Next", "Config", _NEXT | _MOE),
+            ("Qwen3_5", "TextConfig", _NEXT),
+            ("Jamba", "Config", _JAMBA),
+        ],
+        2,
+    ),
 )
 def test_layers_in_memory_go_with_those_on_ssd(
     folder: Path, family: str, config: str, options: dict[str, Any]

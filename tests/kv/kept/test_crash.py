@@ -83,9 +83,9 @@ def begun(processes: Forks) -> Iterator[Path]:
         yield path
 
 
-@in_steps(3)
+@in_steps(4)
 def test_killed_at_every_change(folder: Path, processes: Forks, begun: Path, step: int) -> None:
-    """In about 24 (or 8) of the states that the files pass through. A state was saved: that one is
+    """In about 24 (or 6) of the states that the files pass through. A state was saved: that one is
     found, or a later one; the next process goes on in the same files."""
 
     def job(name: str) -> dict[str, Any]:

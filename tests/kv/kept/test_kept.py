@@ -19,21 +19,25 @@ from tests.forks import Forks
 from tests.integrations.transformers.forks import LENGTHS, NEW, go_on, inputs, lengths_of, wanted
 from tests.integrations.transformers.tiny import enabled, expected, generate, make, plain, prompt
 from tests.retrieval.common import memory_folder
+from tests.sweeps import some
 
 LONGEST = max(LENGTHS)
 
 
 @pytest.mark.parametrize(
     ("name", "devices", "options"),
-    [
-        ("llama", 1, {}),
-        ("llama", 2, {"x_rows": 1, "spill_interval": 1}),
-        ("llama", 1, {"format": "int8"}),
-        ("opt", 1, {"x_rows": 2}),
-        ("opt", 3, {"spill_interval": 5}),
-        ("qwen3", 2, {"x_rows": 2, "generate": {"prefill_chunk_size": 7}}),
-        ("gpt2", 1, {"x_rows": 1, "generate": {"prefill_chunk_size": 18}}),
-    ],
+    some(
+        [
+            ("llama", 1, {}),
+            ("llama", 2, {"x_rows": 1, "spill_interval": 1}),
+            ("llama", 1, {"format": "int8"}),
+            ("opt", 1, {"x_rows": 2}),
+            ("opt", 3, {"spill_interval": 5}),
+            ("qwen3", 2, {"x_rows": 2, "generate": {"prefill_chunk_size": 7}}),
+            ("gpt2", 1, {"x_rows": 1, "generate": {"prefill_chunk_size": 18}}),
+        ],
+        2,
+    ),
 )
 def test_another_process_continues(
     folder: Path, processes: Forks, name: str, devices: int, options: dict[str, Any]

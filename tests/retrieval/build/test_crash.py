@@ -68,10 +68,10 @@ def test_killed_at_random(folder: Path, processes: Forks, times: int) -> None:
     assert_equal(folder / "s", folder / "clean")
 
 
-@in_steps(2)
+@in_steps(4)
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["beside", "elsewhere"])
 def test_killed_at_every_change(folder: Path, processes: Forks, elsewhere: bool, step: int) -> None:
-    """In every sixth state that the files pass through, or every twelfth; other ones where the data
+    """In every sixth state that the files pass through, or every 24th; other ones where the data
     goes to another directory."""
     count, seed, new = 200, 3, corpus(200, seed=3)
 

@@ -10,12 +10,13 @@ import pytest
 
 from tests.forks import Forks
 from tests.retrieval.build.memory_child import DIM
+from tests.sweeps import some
 
 ROOM_MIB = 112  # beside what Python, PyTorch and FAISS take; the least that a build accepts is 80
 COUNT, MEAN_TOKENS = 3200, 250
 
 
-@pytest.mark.parametrize("pca", [None, 64])
+@pytest.mark.parametrize("pca", some([None, 64], 2))
 def test_a_build_keeps_to_its_budget(tmp_path: Path, processes: Forks, pca: int | None) -> None:
     """Vectors of more than twice the room, some documents a sixth of it each; the peak of resident
     memory stays below the limit."""

@@ -32,6 +32,7 @@ from tests.retrieval.common import (
     queries,
 )
 from tests.storage.common import in_child, open_descriptors
+from tests.sweeps import some
 
 DOCUMENTS = corpus(700)
 
@@ -81,7 +82,8 @@ PROJECTED = ["training", "measuring", "third data file"]
 
 
 @pytest.mark.parametrize(
-    ("place", "pca"), [*((place, None) for place in PLACES), *((place, 4) for place in PROJECTED)]
+    ("place", "pca"),
+    some([*((place, None) for place in PLACES), *((place, 4) for place in PROJECTED)], 2),
 )
 def test_interrupted_anywhere(
     folder: Path,

@@ -31,6 +31,7 @@ from tests.retrieval.common import (
     queries,
     toy_encoder,
 )
+from tests.sweeps import some
 
 DOCUMENTS = corpus(150, seed=3)
 Documents = list[espnx.Document]
@@ -455,7 +456,7 @@ STATE_CHANGES: list[tuple[Sequence[Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("place", "value"), STATE_CHANGES, ids=repr)
+@pytest.mark.parametrize(("place", "value"), some(STATE_CHANGES, 3), ids=repr)
 def test_a_state_of_wrong_values(
     folder: Path, monkeypatch: pytest.MonkeyPatch, place: Sequence[Any], value: Any
 ) -> None:

@@ -35,6 +35,7 @@ from espnx.retrieval.first_stage.graph import stage as graph
 from espnx.retrieval.search.result import SearchResult
 from tests.retrieval.common import build, corpus, toy_encoder
 from tests.retrieval.first_stage.test_lexical import ASKED, DOCUMENTS, Counting
+from tests.sweeps import some
 
 STAGES = ("graph", "ivf", "bm25", "splade")
 GONE = [f"doc-{number}" for number in range(0, 400, 9)]
@@ -135,7 +136,7 @@ def told(results: Sequence[SearchResult]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, 2))
 def test_what_is_found_is_the_same(
     store: Path, plain: Callable[..., list[SearchResult]], tmp_path: Path, kind: str
 ) -> None:

@@ -161,13 +161,13 @@ def words(folder: Path, path: Path, name: str) -> dict[str, Any]:
     }
 
 
-@in_steps(2)
+@in_steps(3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_killed_at_every_change(
     folder: Path, known: Path, processes: Forks, sound: NativeEngine, name: str, step: int
 ) -> None:
     """In each state that the files pass through, about ten for a deletion and twenty for a
-    compaction, or in every second one."""
+    compaction, or in every third one."""
     shutil.copytree(known, folder / "noted")
     reached = moments(
         processes, folder / "moments", [folder / "noted"], **words(folder, folder / "noted", name)

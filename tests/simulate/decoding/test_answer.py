@@ -49,6 +49,8 @@ def test_tokens_a_second() -> None:
     assert found.tokens_per_s == 16 / found.step_s
     assert found.run_tokens_per_s == 16 * 64 / (found.prefill_s + 64 * found.step_s)
     assert found.drives_dollars == 16 * 2400 + 10000
+    per_dollar = found.tokens_per_s_per_drives_dollar
+    assert per_dollar == pytest.approx(found.tokens_per_s / (16 * 2400 + 10000))
     longer = ask("smartssd-16", "opt-30b", output=2048)
     assert longer.run_tokens_per_s > found.run_tokens_per_s
 

@@ -19,8 +19,28 @@ from espnx.simulate.specs.kinds import (
     SystemSpec,
 )
 from espnx.simulate.specs.load import WORDS, as_range, figures, load, load_preset, presets
+from espnx.simulate.specs.rag import (
+    GenerationSpec,
+    GraphWalkSpec,
+    RetrieverSpec,
+    SearcherSpec,
+    ServiceSpec,
+)
 
-KINDS = (GpuSpec, HostSpec, NetworkSpec, ProgramSpec, SystemSpec, ModelSpec, ClusterSpec)
+KINDS = (
+    GpuSpec,
+    HostSpec,
+    NetworkSpec,
+    ProgramSpec,
+    SystemSpec,
+    ModelSpec,
+    ClusterSpec,
+    RetrieverSpec,
+    GraphWalkSpec,
+    SearcherSpec,
+    ServiceSpec,
+    GenerationSpec,
+)
 PRESETS = Path(__file__).resolve().parents[3] / "espnx" / "simulate" / "specs" / "presets"
 
 

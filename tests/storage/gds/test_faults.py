@@ -14,7 +14,8 @@ from espnx import errors
 from espnx.ops import crc32c_ranges
 from espnx.storage import Plan
 from espnx.storage.gds import cufile as gds_driver
-from espnx.storage.gds.loop import IDLE_RETRIES, abandoned
+from espnx.storage.gds.loop import left_behind
+from espnx.storage.gds.piece import IDLE_RETRIES
 from tests.storage.gds.common import KIB, MakeEngine, items_of, make, stub_of, until, write_file
 from tests.storage.gds.cufile_stub import CuFileStub, Rule
 
@@ -114,6 +115,19 @@ def test_file_cut_during_the_read(make: MakeEngine, tmp_path: Path) -> None:
     with pytest.raises(errors.TruncatedFileError) as caught:
         engine.read(Plan.of(file, [50_000], [100])).wait()
     assert caught.value.offset_bytes == 49_152
+
+
+def test_file_cut_inside_a_block(make: MakeEngine, tmp_path: Path) -> None:
+    """The reads that follow bring the same few bytes, again and again: the size tells why."""
+    path, data = write_file(tmp_path, 100_000)
+    engine = make()
+    file = engine.open(path)
+    cut = Rule("late", 1, match=lambda o, s: path.write_bytes(data[:50_050]) >= 0)
+    stub_of(engine).rules.append(cut)
+    with pytest.raises(errors.TruncatedFileError) as caught:
+        engine.read(Plan.of(file, [50_000], [100])).wait()
+    assert (caught.value.offset_bytes, caught.value.got) == (49_152, "a file of 50050 bytes")
+    assert engine.stats().retries == 0
 
 
 def test_checksums(make: MakeEngine, tmp_path: Path) -> None:
@@ -252,7 +266,7 @@ def test_timeout_inside_cufile_is_no_completion(make: MakeEngine, tmp_path: Path
     assert engine.stats().quarantined_buffers == 1
     engine.close(grace_s=0.05)
     assert engine.stats().quarantined_buffers == 1
-    assert any(engine._cufile is kept[0] for kept in abandoned if isinstance(kept, tuple))
+    assert any(engine._cufile is kept[0] for kept in left_behind if isinstance(kept, tuple))
     assert stub.count("driver_close") == 0
     assert stub.count("batch_io_destroy") == 1  # the first read's, at open
 

@@ -243,10 +243,10 @@ class PassState:
         """Keeps the first `kept` of the last pass's `n_new` tokens of each sequence, which move to
         its end. After `SsdCache.propose`."""
         ends, begin = self.store.ends or [], self.length() - n_new
-        self.store.accept(n_new, kept)
-        self.times.accept(sum(kept))
         self.text.accept(begin, ends, kept)
         self.x.rotations.accept(begin, ends, kept)
+        self.store.accept(n_new, kept)
+        self.times.accept(sum(kept))
         self._masks = None
 
     @contextmanager

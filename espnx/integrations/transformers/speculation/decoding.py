@@ -130,14 +130,12 @@ class Decoding:
         self._inputs[name] = self._cache
         self._prompted = self._cache.get_seq_length()
         self._before = self._prompted - self._lengths[0]
-        for row in self._going:
-            self._decide(row, logits[row : row + 1], Draft([]))
         with ExitStack() as undo:
-            self._cache.store.propose(
-                None if self._cache.draft is None else self._cache.draft.share
-            )
+            self._cache.store.propose(self._tally.share)
             undo.callback(passes.settle)
             try:
+                for row in self._going:
+                    self._decide(row, logits[row : row + 1], Draft([]))
                 self._drop_ended(undo)
                 while self._going:
                     self._step()
@@ -170,7 +168,6 @@ class Decoding:
         logits = self._forward(own, n, self._cache.get_seq_length())
         before = [self._lengths[row] for row in self._going]
         try:
-            self._check(logits, drafts)
             for place, row in enumerate(self._going):
                 self._decide(row, logits[place], drafts[place])
         except BaseException:
@@ -200,15 +197,17 @@ class Decoding:
 
     def _drafts(self) -> list[Draft]:
         """Tokens that may come next, for each sequence that goes on."""
-        pace = self._tally.pace
-        if self._gamma is None:
+        pace, store = self._tally.pace, self._cache.store
+        if store.is_tier_lost:
+            pace.gamma, pace.why = 0, "there is no memory for the pages of drafts"
+        elif self._gamma is None:
             pace.choose()
         else:
             pace.gamma, pace.why = self._gamma, "as asked"
         room = [self._room(row, pace.gamma) for row in self._going]
         if self._tally.kind == "pages":
             # the first pass names the pages
-            return self._by_model(room) if self._cache.store.has_tier else [Draft([]) for _ in room]
+            return self._by_model(room) if store.has_tier else [Draft([]) for _ in room]
         return [
             Draft(continuation(self._ids[row, : self._lengths[row]].numpy(), n))
             for row, n in zip(self._going, room, strict=True)
@@ -290,17 +289,6 @@ class Decoding:
         seen[(position >= ends[:, None]) & (position < begin)] = 0
         return seen.to(self._model.device)
 
-    def _check(self, logits: torch.Tensor, drafts: list[Draft]) -> None:
-        """Raises StateError for logits that are NaN where they decide."""
-        for place, draft in enumerate(drafts):
-            if bool(logits[place, : len(draft.tokens) + 1].isnan().any()):
-                raise errors.StateError(
-                    f"logits of sequence {self._going[place]}",
-                    got="NaN",
-                    expected="numbers",
-                    fix="compute in a wider dtype, or check the model's weights",
-                )
-
     # --- what it decides ---
 
     def _scores(self, row: int, length: int, logits: torch.Tensor) -> torch.Tensor:
@@ -311,10 +299,18 @@ class Decoding:
 
     def _decide(self, row: int, logits: torch.Tensor, draft: Draft) -> None:
         """The tokens of a text that follow from logits [n, vocabulary]: those of the draft as long
-        as they are the pass's own, and one more."""
+        as they are the pass's own, and one more. Raises StateError where one that decides is
+        NaN."""
         rules = self._rules
         for place in range(len(draft.tokens) + 1):
             length = self._lengths[row]
+            if bool(logits[place].isnan().any()):
+                raise errors.StateError(
+                    f"logits of sequence {row}",
+                    got="NaN",
+                    expected="numbers",
+                    fix="compute in a wider dtype, or check the model's weights",
+                )
             scores = self._scores(row, length, logits[place : place + 1])
             token, is_drafted = next_token(scores, *draft.at(place), is_sampled=rules.is_sampled)
             self._ids[row, length] = token

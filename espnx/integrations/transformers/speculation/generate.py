@@ -18,6 +18,7 @@ from ....kv.draft.tally import Tally
 from ..cache import KVCache
 from ..cache_argument import CACHE_NAMES, cache_in, cache_name
 from .decoding import Decoding, Rules
+from .probe import check_pass
 
 _WHAT = "generation with a draft"
 #: What `generate` prepares for a model's forward pass and is made anew here for each pass.
@@ -68,7 +69,8 @@ def generate(
     Raises:
         InvalidInputError: the cache has no draft; beams, or something else that is not one text
             after another; a model that cannot forget tokens of some sequences (windows and states
-            that stay in memory), or whose rotations change with the length of the text.
+            that stay in memory), whose rotations change with the length of the text, or whose
+            logits change with the number of tokens in a pass.
         StateError: the model's logits are NaN; the cache is as before that pass.
         ReadError, ...: as of a pass without drafts, with `sequences`: the texts so far, padded on
             the right; the cache is as before it.
@@ -103,6 +105,7 @@ def generate(
         raise errors.InvalidInputError(
             "a streamer of several sequences", got=len(inputs), expected=1, fix="streamer=None"
         )
+    check_pass(model, inputs)
     with ExitStack() as at_end:
         if streamer is not None:
             at_end.callback(streamer.end)

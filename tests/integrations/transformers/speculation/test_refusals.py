@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 import espnx
 from espnx import errors
 from espnx.integrations.transformers.cache import KVCache
+from espnx.integrations.transformers.speculation.probe import check_pass
 from tests.integrations.transformers.speculation.drafts import drafting, one_by_one, speculated
 from tests.integrations.transformers.tiny import enabled, make, prompt
 
@@ -97,18 +98,48 @@ def test_rotations_that_change_with_the_text(folder: Path) -> None:
         espnx.generate(model, **prompt([20]), past_key_values=cache, max_new_tokens=3)
 
 
-def test_logits_that_are_nan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache is as before the pass, and goes on when the model is well again."""
+def test_a_model_whose_pass_changes_with_its_tokens(folder: Path) -> None:
+    """As where activations are quantised with one scale for all of a pass: refused before anything
+    is read, and looked at again when it is another model."""
+    model = espnx.enable_kv_cache(make("llama"))
+
+    def quantised(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        scale = output.abs().max() / 127
+        return (output / scale).round() * scale
+
+    hook = model.model.layers[0].mlp.register_forward_hook(quantised)
+    with KVCache(model.config, folder, draft="lookup") as cache:
+        options: dict[str, Any] = {"past_key_values": cache, "max_new_tokens": 3}
+        with pytest.raises(errors.InvalidInputError, match="three tokens are computed at once"):
+            espnx.generate(model, **prompt([20]), **options)
+        assert cache.get_seq_length() == 0
+        hook.remove()
+        espnx.generate(model, **prompt([20]), **options)
+        assert cache.get_seq_length() == 22
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "opt", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_whose_passes_are_alike(name: str, dtype: torch.dtype) -> None:
+    for tokens in (1, 20):
+        check_pass(enabled(name, dtype), prompt([tokens])["input_ids"])
+
+
+@pytest.mark.parametrize("nth", [1, 4])
+def test_logits_that_are_nan(folder: Path, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the prompt, and of a pass: the cache is as before the pass, and goes on when the model is
+    well again."""
     inputs = prompt([30])
     wanted = one_by_one("llama", inputs, max_new_tokens=30)
     drafting(monkeypatch, wanted)
     model: PreTrainedModel = enabled("llama")
+    check_pass(model, inputs["input_ids"])
     calls = 0
 
     def broken(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        return output * float("nan") if calls == 4 else output
+        return output * float("nan") if calls == nth else output
 
     hook = model.lm_head.register_forward_hook(broken)
     with KVCache(model.config, folder, draft="lookup", spill_interval=8) as cache:
@@ -116,8 +147,12 @@ def test_logits_that_are_nan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
             speculated("llama", inputs, cache, max_new_tokens=30)
         hook.remove()
         so_far = caught.value.sequences  # type: ignore[attr-defined]
-        assert cache.get_seq_length() == so_far.shape[1] - 1 > 30
         assert torch.equal(so_far, wanted[:, : so_far.shape[1]])
+        if nth == 1:
+            assert cache.get_seq_length() == so_far.shape[1] == 30
+            cache.reuse_prefix(so_far)
+        else:
+            assert cache.get_seq_length() == so_far.shape[1] - 1 > 30
         left = 60 - so_far.shape[1]
         got = speculated("llama", {"input_ids": so_far}, cache, max_new_tokens=left)
     assert torch.equal(got, wanted)

@@ -1,0 +1,1 @@
+"""Several tokens from one pass over K and V on SSD, measured."""

@@ -1,0 +1,53 @@
+"""Options of drafts, alike in ``espnx generate`` and ``espnx plan``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from ..errors import InvalidInputError
+from ..kv.draft.tally import KINDS
+
+
+def add_draft_options(add: Callable[..., Any]) -> None:
+    """`add`: ``add_argument`` of a parser, or of a group of its options."""
+    add(
+        "--draft",
+        choices=("none", *KINDS),
+        default="none",
+        help=(
+            "propose several tokens for each pass over K and V: what followed in the text before "
+            "(lookup), or what the model says of the rows that weigh most (pages) (default: "
+            "%(default)s)"
+        ),
+    )
+    add(
+        "--draft-memory",
+        type=_share,
+        metavar="PART",
+        help="of K and V, that stays in memory for --draft pages, such as 1/8 (default: 1/16)",
+    )
+
+
+def check_draft(args: argparse.Namespace) -> None:
+    """Raises InvalidInputError for memory of a draft that takes none."""
+    if args.draft != "pages" and args.draft_memory is not None:
+        raise InvalidInputError(
+            "--draft-memory",
+            got=f"--draft {args.draft}",
+            expected="--draft pages, which alone takes memory",
+        )
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(Fraction(text))
+    except (ValueError, ZeroDivisionError):
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected a part above 0 and at most 1, such as 1/8 or 0.1"
+        )
+    return value

@@ -1,0 +1,121 @@
+"""What decoding with drafts needs and brings, before anything runs: the memory of the pages that
+drafts attend to, and, where speeds were measured, seconds of drafts and passes.
+
+How many tokens a pass brings depends on model and text. What is said is what a small model brought
+(`MEASURED`), beside the number from which on drafts are worth their time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ... import errors
+from ...kv.draft.pages import PAGE_ROWS, kept_pages, page_bytes
+from ...kv.draft.tally import Tally
+from ...weights.speed import gemm_speed
+
+#: Tokens that are proposed.
+GAMMA = 8
+#: Tokens that a pass brought with so much of K and V in memory: the demo's model, over
+#: 1,700 tokens of text that it had not seen (docs/measured/kv.md).
+MEASURED = {1 / 16: 4.8, 1 / 8: 5.9, 1 / 4: 6.5}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many layers keep rows on SSD; KV heads of a layer, query heads of each of them, and the
+    lengths of a row of K and of V."""
+
+    layers: int
+    n_kv: int
+    groups: int
+    d: int
+    dv: int
+
+
+def plan_draft(
+    kind: str,
+    share: float | None,
+    shape: Shape,
+    step: dict[str, Any],
+    *,
+    batch: int,
+    tokens: int,
+    dtype: torch.dtype,
+    streams_weights: bool,
+) -> dict[str, Any]:
+    """Bytes and operations of a draft step and of the pass that decides on `GAMMA` tokens.
+
+    Args:
+        kind, share: as of `KVCache`.
+        step: of decoding one by one (`ModelPlan.step`).
+        streams_weights: some layers' weights are read in each pass.
+
+    Raises InvalidInputError: no such draft, or one that would read weights for each token.
+    """
+    tally = Tally(kind, share)
+    is_of_model = tally.share is not None
+    if is_of_model and streams_weights:
+        raise errors.InvalidInputError(
+            f"draft {kind!r} of a model whose weights are streamed",
+            got="weights that every draft would read again",
+            fix="--draft lookup, or more --memory",
+        )
+    pages = 0 if tally.share is None else kept_pages(tokens, tally.share)
+    of_page = page_bytes(shape.d, shape.dv, dtype, shape.groups * (GAMMA + 1))
+    rows = min(pages * PAGE_ROWS, tokens)
+    heads = batch * shape.layers * shape.n_kv
+    row_operations = 2 * shape.groups * (shape.d + shape.dv)
+    attention = heads * row_operations
+    kv_bytes = heads * (shape.d + shape.dv) * dtype.itemsize
+    return {
+        "kind": kind,
+        "share": tally.share,
+        "gamma": GAMMA,
+        "memory_bytes": heads * pages * of_page,
+        "pass_operations": (GAMMA + 1) * step["operations"],
+        "draft_memory_bytes": step["memory_bytes"] - kv_bytes * (tokens - rows)
+        if is_of_model
+        else 0,
+        "draft_operations": step["operations"] - attention * (tokens - rows) if is_of_model else 0,
+        "tokens_a_pass": None if tally.share is None else measured_tokens(tally.share),
+    }
+
+
+def add_seconds(
+    draft: dict[str, Any],
+    seconds: dict[str, float],
+    speeds: dict[str, Any],
+    *,
+    batch: int,
+    dtype: torch.dtype,
+) -> None:
+    """Seconds of a draft step and of a pass, by measured speeds; from how many tokens a pass on the
+    two take less than one by one; and seconds a token with as many as are known."""
+    rate = gemm_speed(dtype, batch * (GAMMA + 1))
+    compute = draft["pass_operations"] / rate
+    draft["pass_s"] = max([compute, *(s for name, s in seconds.items() if name != "compute")])
+    draft["draft_s"] = max(
+        draft["draft_memory_bytes"] / speeds["memory_bytes_per_s"],
+        draft["draft_operations"] / speeds["gemm_operations_per_s"],
+    )
+    whole = draft["pass_s"] + GAMMA * draft["draft_s"]
+    draft["least_tokens_a_pass"] = whole / max(seconds.values())
+    known = draft["tokens_a_pass"]
+    draft["token_s"] = None if known is None else whole / known
+
+
+def measured_tokens(share: float) -> float | None:
+    """Tokens a pass with that part of K and V in memory, between what was measured; None where
+    nothing was near it."""
+    shares = sorted(MEASURED)
+    for low, high in itertools.pairwise(shares):
+        if low <= share <= high:
+            at = math.log(share / low) / math.log(high / low)
+            return MEASURED[low] + at * (MEASURED[high] - MEASURED[low])
+    return None

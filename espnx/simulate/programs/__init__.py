@@ -1,0 +1,1 @@
+"""A program that ran elsewhere, as its trace says, on machines that are not here."""

@@ -1,0 +1,185 @@
+"""``espnx bench kv --show speculation`` and ``--show acceptance`` at toy size: the counts of
+acceptance by a second program, and what becomes of wrong tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from espnx.benchmarks.harness.result import load, rows_of
+from espnx.benchmarks.kv import sweeps
+from espnx.benchmarks.kv.speculation import work
+from espnx.benchmarks.kv.speculation.work import GAMMA, ONE_BY_ONE, SYSTEMS, SpeculationWork
+from espnx.benchmarks.kv.systems.models import Task, write_weights
+from espnx.cli.main import main
+from espnx.integrations.transformers.speculation import decoding
+from espnx.kv.draft.acceptance import next_token
+from espnx.kv.draft.lookup import continuation
+from tests.benchmarks.kv.test_case import bench
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 96,
+    "vocab_size": 300,
+}
+CONTEXT, POSITIONS = 300, 20
+DRAFTS = [name for name in SYSTEMS if name != ONE_BY_ONE]
+
+
+@pytest.fixture
+def short(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeps, "_LEAST_SPECULATED", 128)
+    monkeypatch.setattr("espnx.benchmarks.kv.speculation.show.shutil.which", lambda name: None)
+
+
+def made(folder: Path, batch: int = 1) -> SpeculationWork:
+    task = Task("tiny", LLAMA, batch, CONTEXT, 8, "fp32", 1)
+    write_weights(task, folder / "weights")
+    it = SpeculationWork(
+        task.words(), POSITIONS, str(folder / "weights"), str(folder / "kv"), {"x_rows": 0}
+    )
+    it.fill(CONTEXT)
+    return it
+
+
+@pytest.mark.usefixtures("short")
+def test_every_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = tmp_path / "r.json"
+    words = ["--pairs", "2", "--context", "200", "--batch", "2", "--dtype", "fp32"]
+    words += ["--show", "speculation", "--json", str(result)]
+    assert bench(tmp_path, *words) == 0
+    rows = rows_of(load(result))
+    assert [(one.params["context"], one.system) for one in rows] == [
+        (context, system) for context in (128, 200) for system in [*DRAFTS, ONE_BY_ONE]
+    ]
+    for one in rows:
+        assert (one.n, one.correct, one.params["text"]) == (2, True, "random tokens")
+        assert one.metrics["draft_bytes"] == 0
+        # of two sequences; K and V of two layers, 64 wide, fp32, for each of 16 tokens
+        first = one.params["context"] + 1
+        assert one.bytes_asked == sum(2 * (first + i) * 2 * 2 * 64 * 4 for i in range(16))
+        assert one.metrics["step_s"] == pytest.approx((one.median_s or 0) / 16)
+        if one.system == ONE_BY_ONE:
+            assert one.metrics["tokens_a_pass"] == 1.0
+        else:
+            assert set(one.ratio) == {ONE_BY_ONE}
+            assert one.metrics["forced_tokens_a_pass"] >= 1.0
+            assert (one.metrics["draft_memory_bytes"] > 0) is one.system.startswith("pages")
+    captured = capsys.readouterr()
+    assert "No prefill" not in captured.err
+    assert "fio is not installed" in captured.err
+    assert "tokens a pass" in captured.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json", "tiny.json"]
+
+
+@pytest.mark.usefixtures("short")
+def test_wrong_tokens_have_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rule that accepts whatever was proposed."""
+
+    def willing(scores: torch.Tensor, drafted: int | None, *by: Any, is_sampled: bool) -> Any:
+        if drafted is not None:
+            return drafted, True
+        return next_token(scores, drafted, *by, is_sampled=is_sampled)
+
+    monkeypatch.setattr(decoding, "next_token", willing)
+    monkeypatch.setattr(decoding, "continuation", lambda tokens, n: [7] * n)
+    result = tmp_path / "r.json"
+    words = ["--pairs", "1", "--context", "128", "--batch", "1", "--dtype", "fp32"]
+    words += ["--show", "speculation", "--json", str(result)]
+    assert bench(tmp_path, *words) == 1
+    found = {one.system: one for one in rows_of(load(result))}
+    assert (found["lookup"].correct, found["lookup"].n, found["lookup"].ratio) == (False, 0, {})
+    assert found[ONE_BY_ONE].correct
+    assert "WRONG RESULT of lookup" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("short")
+def test_acceptance_has_no_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = list[dict[str, dict[str, float]]]()
+    for number in range(2):
+        result = tmp_path / f"{number}.json"
+        words = ["--show", "acceptance", "--context", "200", "--batch", "1", "--dtype", "fp32"]
+        assert bench(tmp_path, *words, "--json", str(result)) == 0
+        rows = rows_of(load(result))
+        assert all((one.n, one.median_s, one.correct) == (0, None, True) for one in rows)
+        found.append({f"{one.system} {one.params['context']}": dict(one.metrics) for one in rows})
+    assert set(found[0]) == {f"{name} {context}" for name in DRAFTS for context in (128, 200)}
+    assert found[0] == found[1], "nothing depends on the machine"
+    assert "given text" in capsys.readouterr().out
+
+
+def test_over_all_pages_every_draft_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = {"all": {"draft": "pages", "draft_memory": 1.0}, **SYSTEMS}
+    monkeypatch.setattr(work, "SYSTEMS", every)
+    found = made(tmp_path).forced("all", "text")
+    assert found["tokens_a_pass"] == GAMMA + 1
+    assert found["accepted"] == [1.0] * GAMMA
+    assert found["draft_bytes"] == 0
+    # each pass reads what is stored, for nine tokens
+    assert 0.8 / 9 < found["asked_share"] < 1.05 / 9
+
+
+@pytest.mark.parametrize("text", ["text", "quoted"])
+def test_lookup_as_a_second_program_counts_it(tmp_path: Path, text: str) -> None:
+    """What the model says of given tokens all at once, from the framework's own cache."""
+    it = made(tmp_path, batch=2)
+    found = it.forced("lookup", text)
+    ids = it._given(text)
+    with torch.no_grad():
+        cache = DynamicCache(config=it.model.config)
+        said = it.model(ids, past_key_values=cache).logits[0].argmax(dim=-1).tolist()
+    at, kept = CONTEXT, list[int]()
+    while at < CONTEXT + POSITIONS:
+        right = 0
+        for proposed, wanted in zip(
+            continuation(ids[0, : at + 1].numpy(), GAMMA), said[at:], strict=False
+        ):
+            if proposed != wanted:
+                break
+            right += 1
+        kept.append(right + 1)
+        at += right + 1
+    assert found["tokens_a_pass"] == sum(kept) / len(kept)
+    assert found["passes"] == len(kept)
+
+
+def test_a_context_is_as_it_was_after_each_turn(tmp_path: Path) -> None:
+    it = made(tmp_path, batch=2)
+    first = it.run("pages-1/16")
+    for name in ("lookup", ONE_BY_ONE, "pages-1/16"):
+        it.forced(name, "text") if name != ONE_BY_ONE else None
+        it.run(name)
+        assert it.verdict(name) == {"problem": None, "places": []}
+    assert it.run("pages-1/16")["draft_bytes"] == first["draft_bytes"] == 0
+    it.found["lookup"] = it.found["lookup"].clone()
+    it.found["lookup"][1, 3] += 1
+    verdict = it.verdict("lookup")
+    assert [place["sequence"] for place in verdict["places"]] == [1]
+    assert verdict["problem"].startswith("sequence 1, token 3")
+
+
+def test_the_model_of_the_demo(tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its own weights, over text that it has not seen."""
+    result = tmp_path / "r.json"
+    words = ["bench", "kv", "--quick", "--memory", "ample", "--path", str(tmp_path)]
+    words += ["--model", "demo", "--dtype", "fp32", "--batch", "1", "--show", "acceptance"]
+    assert main([*words, "--json", str(result)]) == 0
+    rows = {one.system: one for one in rows_of(load(result))}
+    assert rows["pages-1/4"].params["text"] == "held-out text"
+    assert rows["pages-1/4"].params["weights"] == "its own"
+    assert rows["pages-1/4"].metrics["forced_tokens_a_pass"] > 2
+    lookup = rows["lookup"].metrics
+    assert lookup["forced_tokens_a_pass_quoted"] > lookup["forced_tokens_a_pass"]
