@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 import espnx.graph
-from espnx.graph.global_index.probing import Probing
 from espnx.graph.planning import plan_graph
+from espnx.graph.search.probing import Probing
 
 from ..harness.cells import metric
 from ..harness.leftovers import size_bytes
@@ -169,7 +169,7 @@ def _one(data: Data, graph: espnx.graph.GraphIndex, ratio: float, list_size: int
 
 
 def _cpu_s(data: Data, graph: espnx.graph.GraphIndex, way: Tried) -> float:
-    """Of a query, all threads, with reads from the page cache or the drive alike."""
+    """CPU seconds a query of all threads, whether its pages come from the cache or the drive."""
     ratio, list_size = way.setting
     begun, times = time.process_time(), 0
     while time.process_time() - begun < _CPU_S:
@@ -220,8 +220,8 @@ def _shards(data: Data, folder: Path, count: int, threads: int) -> dict[str, lis
 
 
 def _at(tried: Sequence[Tried], recall: float, value: Callable[[Tried], float]) -> float | None:
-    """At a recall, between two ways by a straight line: of those that nothing cheaper finds as much
-    as."""
+    """The value at a recall, between two ways by a straight line; a way counts that nothing cheaper
+    finds as much as."""
     kept = list[Tried]()
     for each in sorted(tried, key=lambda one: (-one.recall, one.pages)):
         if not kept or each.pages < kept[-1].pages:

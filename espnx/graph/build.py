@@ -304,8 +304,7 @@ def _build_clusters(
         writing_graph(own, path, replace=replace, keep_work=True) as generation,
     ):
         built = build_clustered(own, path, source, layout, options, plan, progress, generation)
-    assert built.facts.clusters is not None
-    return _report(built.facts, built.repaired, built.seconds, clusters=built.facts.clusters.nodes)
+    return _report(built.facts, built.repaired, built.seconds, clusters=built.facts.parts.nodes)
 
 
 def _layout_of(options: GraphOptions, source: Vectors, n_max: int = N_MAX) -> PageLayout:

@@ -17,8 +17,8 @@ from .. import errors
 from ..checks import plain
 from ..storage import FileHandle, NativeEngine, Plan
 from .format import NODES, ROWS, GraphFacts, parse_pages
-from .global_index.parts import NO_COPY
 from .layout import rows_of
+from .parts import NO_COPY
 from .vectors import as_array
 
 _REBUILD = "restore the graph from a copy, or build it again"
@@ -425,8 +425,8 @@ def _surroundings(facts: GraphFacts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def places_at(facts: GraphFacts, memory: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """int64 [m, copies]: places of rows' nodes, -1 for copies that a row has not, read from the
-    file of rows: `at`: of each row the first byte. Raises FormatError where there can be no
+    """int64 [m, copies]: places of rows' nodes, -1 for copies that a row does not have, read from
+    the file of rows: `at`: of each row the first byte. Raises FormatError where there can be no
     node."""
     size, width = facts.place_bytes, facts.place_bytes // facts.copies
     read: np.ndarray = memory[at[:, None] + np.arange(size)].view(f"<u{width}")

@@ -44,7 +44,6 @@ from ..storage.parse import Fields, check_file_size
 from ..storage.replacing import versioned
 from .codes.codebook import Codebook, codebook_bytes, unpack_codebook
 from .codes.coding import VectorCoding
-from .global_index.parts import TABLE, Clusters, Parts
 from .layout import (
     CODE_PAGE_BYTES,
     HEADER,
@@ -56,6 +55,7 @@ from .layout import (
     code_salt,
     rows_of,
 )
+from .parts import TABLE, Clusters, Parts
 
 #: Of a directory with one graph, and of one with a graph for each cluster.
 MAGIC, VERSION, CLUSTERS_VERSION = "espnx-graph", 1, 2
@@ -207,12 +207,12 @@ class GraphFacts:
 
     @property
     def place_bytes(self) -> int:
-        """Of the places of a row's nodes, in the file of rows."""
+        """Size of a row's entry in the file of rows: the places of its nodes."""
         return place_bytes(self.clusters)
 
     @property
     def version(self) -> int:
-        """Of the manifest."""
+        """Version of the format that its manifest names."""
         return VERSION if self.clusters is None else CLUSTERS_VERSION
 
     @property
@@ -301,7 +301,7 @@ def parts_of(layout: PageLayout, n_entries: int, clusters: Clusters | None) -> P
 
 
 def place_bytes(clusters: Clusters | None) -> int:
-    """Of the places of a row's nodes."""
+    """Size of a row's entry in the file of rows: 4, or 8 for each copy."""
     return 4 if clusters is None else 8 * clusters.copies
 
 
@@ -510,7 +510,7 @@ def refuse_clusters(facts: GraphFacts, where: str) -> None:
 
 
 def read_graph_manifest(engine: NativeEngine, where: str) -> dict[str, Any]:
-    """Of a directory, whichever of the versions it has. Raises as `read_graph`."""
+    """Reads the manifest of a directory, of either version. Raises as `read_graph`."""
     built_by = "espnx graph build"
     try:
         return read_manifest(engine, where, MAGIC, VERSION, built_by=built_by)

@@ -29,11 +29,11 @@ from .format import (
     read_graph,
     summary_of,
 )
-from .global_index.probing import Probing, choose_clusters, distances_to_clusters, ratios_of
 from .native import native_view
 from .neighbours import Neighbours, nearest_of, shown
 from .search.asked import WalkRequest, checked_queries
 from .search.effort import Effort, effort_of, filtered_probing, list_size_for
+from .search.probing import Probing, choose_clusters, distances_to_clusters, ratios_of
 from .search.reading import RowReader
 from .search.under_way import GraphSearch
 
@@ -279,8 +279,12 @@ class GraphIndex:
         return WalkRequest(native, wide, k, 1, float("inf"), _MEASURING_S, probing=probing)
 
     def _distances_to_clusters(self, wide: torch.Tensor) -> np.ndarray:
-        assert self.facts.clusters is not None
-        return distances_to_clusters(wide, self.facts.clusters.centroids, self.facts.metric)
+        clusters = self.facts.clusters
+        if clusters is None:
+            raise errors.InvalidInputError(
+                "clusters of a graph", got="one graph of all vectors", fix="build(clusters=N)"
+            )
+        return distances_to_clusters(wide, clusters.centroids, self.facts.metric)
 
     def _walk(
         self,

@@ -13,9 +13,9 @@ from .bounded.budget import fit_bytes, least_bytes, member_bytes
 from .codes.codebook import codebook_bytes, may_rotate
 from .format import N_MAX, ROWS_MAX
 from .global_index.builder import build_bytes, check_clusters, room_of
-from .global_index.parts import TABLE, most_entries
 from .layout import CODES_IN, MAX_DEGREE_MAX, PageLayout, choose_layout, shorter_codes_hint
 from .options import GraphOptions
+from .parts import TABLE, most_entries
 
 _MANY = "a graph for each cluster: --clusters N (clusters=)"
 _DTYPES = {str(dtype).removeprefix("torch."): name for name, dtype in VECTOR_FORMATS.items()} | {

@@ -13,11 +13,11 @@ from ..storage import NativeEngine
 from ..storage.manifest import write_manifest
 from .filters import RowFilter
 from .format import MAGIC, FilteredRecall, GraphFacts, RecallPoint
-from .global_index.probing import Probing
 from .index import THREADS_MAX, GraphIndex
 from .neighbours import nearer, nearest_of
 from .search.asked import checked_queries
 from .search.effort import REGION_PAGES, WALK_PAGES, lists_of_region
+from .search.probing import Probing
 from .write import Progress
 
 #: All vectors that a graph is built of, [m, dim] at a time, and their rows, int64 [m]; begins anew
@@ -155,9 +155,9 @@ def _probed(
             found, _ = index.walk_without(
                 chosen, queries, k, (list_size, list_size), probing=Probing(ratio=ratio)
             )
-            assert found.clusters is not None
             recall = _share_found(found.ids, exact)
-            pages, clusters = float(found.pages.mean()), float(found.clusters.mean())
+            pages = float(found.pages.mean())
+            clusters = 1.0 if found.clusters is None else float(found.clusters.mean())
             points.append(RecallPoint(max(k, list_size), recall, pages, ratio, clusters))
             if recall > _ALL or recall - best < _GAIN_MIN:
                 break  # what is missing lies in other clusters

@@ -19,7 +19,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@in_steps(10)
+@in_steps(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_mutations(folder: Path, open_forks: Callable[[str], Forks], kind: str, step: int) -> None:
     code = open_forks("tests.mutations.trials").run(

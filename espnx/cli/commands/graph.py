@@ -75,6 +75,34 @@ def _chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
+def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--clusters",
+        type=int,
+        metavar="N",
+        help=(
+            "a graph for each of so many clusters, of which searches go through the near ones: for "
+            "more vectors than one graph is built of (default: one graph)"
+        ),
+    )
+    parser.add_argument(
+        "--max-points",
+        type=int,
+        metavar="N",
+        help="vectors of a cluster, at most (default: twice the mean)",
+    )
+    parser.add_argument(
+        "--replicas",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help=(
+            "vectors, as a share of all, that are in two clusters: those nearest to a border "
+            "(default: none)"
+        ),
+    )
+
+
 def configure_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "vectors", help="a file: .npy, .fvecs, .bvecs, .fbin, .u8bin, .i8bin or .parquet"
@@ -153,31 +181,7 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
             "was interrupted (default: as much as it takes)"
         ),
     )
-    parser.add_argument(
-        "--clusters",
-        type=int,
-        metavar="N",
-        help=(
-            "a graph for each of so many clusters, of which searches go through the near ones: for "
-            "more vectors than one graph is built of (default: one graph)"
-        ),
-    )
-    parser.add_argument(
-        "--max-points",
-        type=int,
-        metavar="N",
-        help="vectors of a cluster, at most (default: twice the mean)",
-    )
-    parser.add_argument(
-        "--replicas",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help=(
-            "vectors, as a share of all, that are in two clusters: those nearest to a border "
-            "(default: none)"
-        ),
-    )
+    _add_cluster_options(parser)
     add_json_option(parser)
 
 

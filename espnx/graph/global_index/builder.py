@@ -38,6 +38,7 @@ from ..format import (
 )
 from ..layout import PageLayout
 from ..options import GraphOptions, measured_rows, stored_rows
+from ..parts import NO_COPY, Clusters, most_entries
 from ..recall import add_recall
 from ..vectors import Vectors
 from ..write import (
@@ -49,7 +50,6 @@ from ..write import (
     publish,
 )
 from .division import COUNTS, Division, border_of, divide
-from .parts import NO_COPY, Clusters, most_entries
 
 #: Room of a cluster, where nobody says how much: so many times what each would have.
 _ROOM = 2
@@ -86,6 +86,10 @@ def check_clusters(
 ) -> int:
     """How many clusters; options of `espnx.graph.build` that have to do with them are checked.
     Raises InvalidInputError."""
+    if clusters is None:
+        raise errors.InvalidInputError(
+            "clusters of a graph", got="None, with max_points or replicas", expected="how many"
+        )
     check_whole("clusters of a graph", clusters, 1, CLUSTERS_MAX)
     if max_points is not None:
         check_whole("max_points, of a cluster", max_points, 1, N_MAX)
@@ -103,7 +107,6 @@ def check_clusters(
             raise errors.InvalidInputError(
                 f"{name} of a graph with clusters", got=got, expected=expected
             )
-    assert clusters is not None
     return clusters
 
 
@@ -422,7 +425,7 @@ class _Builder:
     def _places(
         self, division: Division, clusters: list[int], facts: GraphFacts
     ) -> Iterator[np.ndarray]:
-        """Of each row of the input where its nodes are, uint64 [m, copies], some at a time."""
+        """Yields the places of the nodes of some rows of the input at a time, uint64 [m, copies]."""
         n, first_node = self._layout.n, facts.parts.first_page * self._layout.nodes_per_page
         done = np.zeros(len(clusters), np.int64)
         for first in range(0, n, _ROWS_AT_ONCE):

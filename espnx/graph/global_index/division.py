@@ -124,9 +124,9 @@ def divide(
 
 
 def border_of(sample: np.ndarray, centres: np.ndarray, share: float) -> float:
-    """By how much larger the squared distance to the second centre may be than that to the first,
-    as a share, so that so many vectors like those of a sample, float32 [m, dim], are at a border;
-    negative: none is."""
+    """Share by which the squared distance to the second centre may exceed that to the first, so
+    that so many vectors like those of a sample, float32 [m, dim], are at a border; negative: none
+    is."""
     if not share or len(centres) < 2:
         return -1.0
     if share >= 1:

@@ -11,10 +11,10 @@ import torch
 from ... import errors
 from ...checks import check_finite, check_whole, plain
 from ..format import GraphFacts
-from ..global_index.probing import Probing
 from ..options import SQUARES_MAX
 from ..vectors import as_array
 from .effort import list_size_for, probing_of, usual_point
+from .probing import Probing
 
 LIST_SIZE_MAX = 1 << 20
 _ALONE_BEAM_WIDTH = 4

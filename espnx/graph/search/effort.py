@@ -10,7 +10,7 @@ from ... import errors
 from ...checks import check_whole
 from ..filters import NodeFilter
 from ..format import GraphFacts, RecallPoint
-from ..global_index.probing import Probing
+from .probing import Probing
 
 _RECALL = 0.95
 _UNMEASURED = 320  # candidates of a walk where the build measured no list

@@ -12,9 +12,9 @@ import pytest
 import espnx.graph
 from espnx import errors
 from espnx.graph.global_index.division import Division, border_of, divide
-from espnx.graph.global_index.parts import NO_COPY
-from espnx.graph.global_index.probing import Probing
+from espnx.graph.parts import NO_COPY
 from espnx.graph.planning import plan_graph
+from espnx.graph.search.probing import Probing
 from tests.graph.conftest import clustered, exact, recall_of
 
 FEW: dict[str, Any] = {"max_degree": 16, "list_size": 40, "threads": 1}

@@ -59,7 +59,7 @@ def choose_clusters(
         wanted = np.full(len(far), probing.count)
     else:
         near = np.take_along_axis(far, order, axis=1).astype(np.float64)
-        limit = near[:, :1] + (abs(near[:, :1]) * probing.ratio if near.size else 0)
+        limit = near[:, :1] + (_unit(near) * probing.ratio if near.size else 0)
         wanted = (near <= limit).sum(axis=1)
     if counts is not None:
         reached = np.cumsum(counts[order], axis=1) >= least
@@ -72,10 +72,18 @@ def choose_clusters(
 
 def ratios_of(far: np.ndarray) -> list[float]:
     """Ratios of a `Probing`, of which each lets half of some queries go through as many clusters
-    again as the one before: 1, 2, 4, and so on to all. `far`: of `distances_to_clusters`."""
+    again as the one before: 1, 2, 4, and so on to all; and the one that lets every query go through
+    all. `far`: of `distances_to_clusters`."""
     near = np.sort(far.astype(np.float64), axis=1)
-    beyond = near - near[:, :1]
-    least = np.maximum(np.abs(near[:, :1]), np.finfo(np.float32).tiny)
-    share = np.median(np.minimum(beyond / least, _RATIO_MAX), axis=0)
+    shares = (near - near[:, :1]) / _unit(near)
+    share = np.median(shares, axis=0)
     counts = [1 << i for i in range((far.shape[1] - 1).bit_length())] + [far.shape[1]]
-    return sorted({float(share[count - 1]) for count in counts})
+    return sorted({float(share[count - 1]) for count in counts} | {float(shares.max()) * (1 + 1e-9)})
+
+
+def _unit(near: np.ndarray) -> np.ndarray:
+    """float64 [q, 1]: what a ratio is a multiple of: a query's distance to the nearest centroid. Of
+    a query that is a centroid that is nothing, and the ratio of all clusters would have no end."""
+    largest = np.abs(near).max(axis=1, keepdims=True)
+    least = np.maximum(largest / _RATIO_MAX, np.finfo(np.float32).tiny)
+    return np.maximum(np.abs(near[:, :1]), least)

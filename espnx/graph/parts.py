@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-#: In place of the place of a copy that a row has not.
+#: In place of the place of a copy that a row does not have.
 NO_COPY = 2**64 - 1
 #: Of the table of clusters.
 TABLE = np.dtype([("nodes", "<u4"), ("entries", "<u4")])
@@ -51,12 +51,12 @@ class Parts:
 
     @property
     def n_places(self) -> int:
-        """Of nodes, in all pages."""
+        """How many nodes all pages have room for."""
         return self.n_pages * self.nodes_per_page
 
     @property
     def end_place(self) -> int:
-        """Behind the last node."""
+        """The place after that of the last node."""
         return int(self.first_page[-2]) * self.nodes_per_page + int(self.nodes[-1])
 
     def of_pages(self, pages: np.ndarray) -> np.ndarray:
@@ -82,7 +82,7 @@ class Parts:
 
 @dataclass(frozen=True, eq=False)
 class Clusters:
-    """Of the graphs of a directory that has one for each cluster.
+    """The centroids, and how large the graph of each cluster is.
 
     Attributes:
         centroids: float32 [clusters, dim]. nodes, n_entries: see `Parts`; a cluster has one node or

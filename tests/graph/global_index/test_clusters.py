@@ -23,9 +23,9 @@ from espnx import errors
 from espnx.graph.filters import read_pages
 from espnx.graph.format import MAGIC, VERSION, GraphFacts, GraphSections, read_graph
 from espnx.graph.global_index import builder
-from espnx.graph.global_index.probing import Probing, choose_clusters
 from espnx.graph.layout import rows_of
 from espnx.graph.native import native_view
+from espnx.graph.search.probing import Probing, choose_clusters
 from espnx.graph.write import pages_of
 from espnx.ops._native import load_extension
 from espnx.storage import NativeEngine
