@@ -425,7 +425,7 @@ class _Builder:
     def _places(
         self, division: Division, clusters: list[int], facts: GraphFacts
     ) -> Iterator[np.ndarray]:
-        """Yields the places of the nodes of some rows of the input at a time, uint64 [m, copies]."""
+        """Yields places of the nodes of some rows of the input at a time, uint64 [m, copies]."""
         n, first_node = self._layout.n, facts.parts.first_page * self._layout.nodes_per_page
         done = np.zeros(len(clusters), np.int64)
         for first in range(0, n, _ROWS_AT_ONCE):

@@ -78,7 +78,8 @@ def ratios_of(far: np.ndarray) -> list[float]:
     shares = (near - near[:, :1]) / _unit(near)
     share = np.median(shares, axis=0)
     counts = [1 << i for i in range((far.shape[1] - 1).bit_length())] + [far.shape[1]]
-    return sorted({float(share[count - 1]) for count in counts} | {float(shares.max()) * (1 + 1e-9)})
+    ratios = {float(share[count - 1]) for count in counts}
+    return sorted(ratios | {float(shares.max()) * (1 + 1e-9)})
 
 
 def _unit(near: np.ndarray) -> np.ndarray:
