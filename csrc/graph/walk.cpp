@@ -10,6 +10,8 @@ namespace {
 
 // Allowed nodes that a walk keeps, in lists of L: it ends long before the last.
 constexpr int64_t kAllowedLists = 32;
+// Nodes of a part that a walk over several goes to, if no others of it are near.
+constexpr int64_t kOfPart = 2;
 // Standard deviations.
 constexpr double kByChance = 4;
 constexpr double kNearlyAll = 0.9;
@@ -36,6 +38,10 @@ void GraphWalk::begin(const GraphView& view, const WalkOptions& options, const v
   table_.resize(view.book.parts() * kCentroids);
   fill_table(view.book, query_f32, view.metric, table_.data());
   near_.clear(options.list_size);
+  if (walked_.size() > 1) {
+    of_parts_.resize(std::max(of_parts_.size(), walked_.size()));
+    for (size_t i = 0; i < walked_.size(); ++i) of_parts_[i].clear(kOfPart);
+  }
   allowed_.clear(kAllowedLists * std::max(options.list_size, options.far_list_size));
   met_.clear();
   listed_.clear();
@@ -173,8 +179,19 @@ int64_t GraphWalk::wanted_in(CandidateList& list) {
   return -1;
 }
 
+// Parts come before the list, which has what is near in all of them only then.
+int64_t GraphWalk::wanted_of_parts() {
+  if (walked_.size() == 1) return -1;
+  for (size_t i = 0; i < walked_.size(); ++i) {
+    const int64_t page = wanted_in(of_parts_[i]);
+    if (page >= 0) return page;
+  }
+  return -1;
+}
+
 int64_t GraphWalk::wanted_page() {
-  const int64_t page = wanted_in(near_);
+  int64_t page = wanted_of_parts();
+  if (page < 0) page = wanted_in(near_);
   return page < 0 && filter_ != nullptr ? wanted_of_filter() : page;
 }
 
@@ -308,6 +325,7 @@ bool GraphWalk::holds(uint32_t node) const {
   if (distance == nullptr) return false;
   const Candidate candidate{*distance, node};
   if (near_.holds(candidate)) return true;
+  if (walked_.size() > 1 && of_parts_[of_node(node)].holds(candidate)) return true;
   if (filter_ == nullptr) return false;
   return (is_far_ && wide_.holds(candidate)) || (is_allowed(node) && allowed_.holds(candidate));
 }
@@ -369,7 +387,9 @@ void GraphWalk::estimate_fresh(bool is_beside_allowed) {
 }
 
 bool GraphWalk::add_candidate(const Candidate& candidate, bool waits, bool is_beside_allowed) {
-  bool is_listed = near_.add(candidate, waits), counts = is_listed;
+  bool is_listed = near_.add(candidate, waits);
+  if (walked_.size() > 1) is_listed |= of_parts_[of_node(candidate.node)].add(candidate, waits);
+  bool counts = is_listed;
   if (filter_ != nullptr) {
     const bool is_wide = wide_.add(candidate, waits), may = is_allowed(candidate.node);
     const bool is_among_allowed = may && allowed_.add(candidate, waits);

@@ -89,8 +89,10 @@ struct RowFilter {
 inline bool has_bit(const uint8_t* bits, int64_t at) { return bits[at / 8] >> (at % 8) & 1; }
 
 // A walk over several parts at a time counts their pages one after the other, the nearest part's
-// first, and their nodes by these, so that places of a last page stay empty. Its lists are of the
-// nodes of all parts: a part reads no page once others have nearer candidates.
+// first, and their nodes by these, so that places of a last page stay empty. In each part it goes
+// to the nearest nodes that it comes to there, a few of them, however near those of other parts
+// are: else a part whose entry point is far would never be looked into. Its list is of all parts'
+// nodes: beyond those few a part reads no page once others have nearer candidates.
 class GraphWalk {
  public:
   // `query`: as DistanceQuery takes it, and as float32. `filter`: null: all rows may be found.
@@ -148,6 +150,7 @@ class GraphWalk {
     return walked_.size() == 1 ? 0 : of_page_among_several(page);
   }
   size_t of_page_among_several(int64_t page) const;
+  size_t of_node(uint32_t node) const { return of_page(view_->layout.page_of(node)); }
   int64_t nodes_of(int64_t page) const {
     const PagePlace at = place_of(page);
     return view_->layout.nodes_of(*at.part, at.page);
@@ -168,6 +171,7 @@ class GraphWalk {
   int64_t wanted_page();  // of nodes, which is to be read next, or -1
   int64_t wanted_of_filter();
   int64_t wanted_in(CandidateList& list);
+  int64_t wanted_of_parts();
   int64_t wanted_beside_allowed();
   bool is_page_asked(int64_t page) const;
   bool is_asked(uint32_t node) const { return is_page_asked(view_->layout.page_of(node)); }
@@ -197,10 +201,11 @@ class GraphWalk {
   std::optional<DistanceQuery> exact_;  // or, of codes in place of vectors:
   std::vector<float> disk_table_;
   std::vector<float> table_;
-  CandidateList near_;    // of all nodes
-  NodeSet met_;           // nodes that were looked at
-  NodeDistances listed_;  // those that a list has had
-  NodeSet read_;          // pages that have arrived
+  CandidateList near_;                   // of all nodes
+  std::vector<CandidateList> of_parts_;  // the nearest of each part, where there are several
+  NodeSet met_;                          // nodes that were looked at
+  NodeDistances listed_;                 // those that a list has had
+  NodeSet read_;                         // pages that have arrived
   Nearest nearest_;
   // Where a filter allows some rows alone:
   CandidateList allowed_;  // of nodes that it allows

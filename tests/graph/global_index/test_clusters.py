@@ -172,6 +172,25 @@ def test_recall_chooses_lists_and_clusters(
             index.search(queries, 10, recall=1.0 if points[-1].recall < 1 else 2.0)
 
 
+def test_what_is_near_in_a_cluster_whose_entry_point_is_far_is_found(tmp_path: Path) -> None:
+    """Neighbours lie in several clusters here, and 20 nodes of the nearest are nearer than any
+    entry point of the others."""
+    rng = np.random.default_rng(3)
+    centres, spread = rng.standard_normal((100, 24)), rng.standard_normal((24, 64))
+    latent = centres[rng.integers(0, 100, 6_100)] + rng.standard_normal((6_100, 24))
+    drawn = (latent @ spread).astype(np.float32)
+    base, queries = drawn[:6_000], drawn[6_000:]
+    espnx.graph.build(base, tmp_path / "g", clusters=6, num_entry_points=24, max_degree=32)
+    truth = exact(base, queries, 10)
+    with espnx.graph.open(tmp_path / "g") as graph:
+        few = graph.search(queries, 10, list_size=20, nprobe=1)
+        found = graph.search(queries, 10, list_size=20, nprobe=6)
+    assert recall_of(few.ids, truth) < 0.8
+    assert recall_of(found.ids, truth) >= 0.95
+    # A list of 20, and in each of the others a way of about three pages to its nearest two.
+    assert found.pages.mean() <= 20 + 6 * 5
+
+
 def test_a_walk_is_shown_before_its_end(index_path: Path, queries: np.ndarray) -> None:
     with espnx.graph.open(index_path, threads=1) as index:
         search = index.start(queries, 5, list_size=60, nprobe=6)
