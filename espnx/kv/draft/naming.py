@@ -1,4 +1,5 @@
-"""Attention over rows that a device shows, which names the pages that weigh most on the way.
+"""Attention over rows that a device shows, which names the pages that weigh most on the way:
+compiled where the rows are in the processor's memory, by tensors elsewhere.
 
 A file of its own: it is to `PageTier` what `ShownAttention` is to nothing.
 """
@@ -16,13 +17,63 @@ from ..shown import unpacked
 from .pages import PAGE_ROWS, PageTier
 
 
+
 class NamingAttention:
-    """The attention of some queries, over the rows that were shown so far.
+    """The attention of some queries, over the rows that were shown so far: called as
+    `RowDevice.visit` calls.
 
     Args:
         queries: what attends.
+        layout: of the rows.
         tier: is offered every page.
         first_sequence: of the queries, as the tier numbers sequences.
+        threads: that compute, where a device hands reads on to `native`.
+
+    Attributes:
+        native: the compiled version, for devices that hand on reads without Python between; None
+            where queries are not in the processor's memory.
+    """
+
+    def __init__(
+        self,
+        queries: Queries,
+        layout: RowLayout,
+        tier: PageTier,
+        first_sequence: int,
+        threads: int,
+    ):
+        self._queries, self._layout, self._tier = queries, layout, tier
+        self._first = first_sequence
+        self.native = (
+            tier.native(queries, layout, first_sequence, threads)
+            if queries.q.device.type == "cpu"
+            else None
+        )
+        self._by_tensors = (
+            TensorNaming(queries, tier, first_sequence) if self.native is None else None
+        )
+
+    def __call__(self, memory: torch.Tensor, pieces: np.ndarray) -> None:
+        """Rows as a device shows them."""
+        if self._by_tensors is not None:
+            self._by_tensors.show(self._layout, memory, pieces)
+        elif self.native is not None:
+            table = np.ascontiguousarray(pieces).view(np.int64).reshape(len(pieces), -1)
+            self.native.see(memory, torch.from_numpy(table))
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(o float32 [sequences, KV heads, n, dv], lse [sequences, KV heads, n])."""
+        if self._by_tensors is not None:
+            return self._by_tensors.o, self._by_tensors.lse
+        o, lse = self.native.finish()  # type: ignore[union-attr]
+        return o, lse
+
+
+class TensorNaming:
+    """The same in plain PyTorch, on any device.
+
+    Args:
+        queries, tier, first_sequence: as of `NamingAttention`.
 
     Attributes:
         o, lse: float32 [sequences, KV heads, n, dv] and [sequences, KV heads, n].

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ... import errors
 from .pace import Pace
+from .packed import PackedTier
+from .pages import PageTier
+from .tier import MakeTier
 
 #: Ways to draft.
-KINDS = ("lookup", "pages")
+KINDS = ("lookup", "pages", "4bit")
 #: Of K and V, that stays in memory for drafts unless one says how much.
 _SHARE = 1 / 16
 
@@ -67,8 +71,17 @@ class Tally:
                 got=repr(self.share),
                 expected="a part of K and V, above 0 and at most 1"
                 if self.kind == "pages"
+                else "None: how much it takes follows from the rows"
+                if self.kind == "4bit"
                 else "None: it takes no memory",
             )
+
+    @property
+    def make_tier(self) -> MakeTier | None:
+        """Makes the rows for drafts of a layer; None: the draft needs none."""
+        if self.kind == "pages" and self.share is not None:
+            return partial(PageTier, self.share)
+        return PackedTier if self.kind == "4bit" else None
 
     def add(
         self, drafted: Sequence[int], kept: Sequence[int], draft_s: float, pass_s: float

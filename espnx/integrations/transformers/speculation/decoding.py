@@ -131,7 +131,7 @@ class Decoding:
         self._prompted = self._cache.get_seq_length()
         self._before = self._prompted - self._lengths[0]
         with ExitStack() as undo:
-            self._cache.store.propose(self._tally.share)
+            self._cache.store.propose(self._tally.make_tier)
             undo.callback(passes.settle)
             try:
                 for row in self._going:
