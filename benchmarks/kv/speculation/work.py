@@ -180,18 +180,18 @@ class SpeculationWork:
         the first wrong one count, and one more."""
         ids, counts = self._given(text), _Counts()
         with self._kept(system, 1) as cache:
-            share = None if cache.draft is None else cache.draft.share
-            cache.store.propose(share)
+            make_tier = None if cache.draft is None else cache.draft.make_tier
+            cache.store.propose(make_tier)
             try:
                 at = self.context
-                if share is not None:  # names pages, as the first pass of any text does
+                if make_tier is not None:  # names pages, as the first pass of any text does
                     self._pass(cache, ids[:, at : at + 1])
                     cache.passes.accept(1, [1])
                     at += 1
                 asked = _asked(cache)
                 while at < self.context + self.positions:
                     begun = _asked(cache)
-                    proposed = self._proposed(cache, share, ids, at)
+                    proposed = self._proposed(cache, ids, at, by_model=make_tier is not None)
                     counts.draft_bytes += _asked(cache) - begun
                     said = self._pass(cache, ids[:, at : at + GAMMA + 1])
                     kept = counts.add(proposed, said)
@@ -222,9 +222,9 @@ class SpeculationWork:
         return ids
 
     def _proposed(
-        self, cache: KVCache, share: float | None, ids: torch.Tensor, at: int
+        self, cache: KVCache, ids: torch.Tensor, at: int, *, by_model: bool
     ) -> list[int]:
-        if share is None:
+        if not by_model:
             return continuation(ids[0, : at + 1].numpy(), GAMMA)
         with cache.passes.drafting():
             return [self._pass(cache, ids[:, at + i : at + i + 1])[0] for i in range(GAMMA)]

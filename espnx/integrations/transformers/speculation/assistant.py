@@ -1,0 +1,99 @@
+"""Drafts of a smaller model with the same vocabulary, by transformers' own protocol (`candidate
+generators`, as its assisted generation has them): one for each text, each with a cache of its own
+in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedConfig, PreTrainedModel
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+from .... import errors
+from .draft import Draft
+
+
+def check_assistant(assistant: Any, config: PreTrainedConfig) -> None:
+    """Raises InvalidInputError for what is no decoder, and one with another vocabulary than the
+    model of this config."""
+    what = "draft of a cache, an assistant"
+    if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate():
+        raise errors.InvalidInputError(
+            what, got=type(assistant).__name__, expected="a model of transformers that generates"
+        )
+    if assistant.config.is_encoder_decoder:
+        raise errors.InvalidInputError(
+            what, got=f"{type(assistant).__name__}, with an encoder", expected="a decoder"
+        )
+    own, wanted = (
+        each.get_text_config(decoder=True).vocab_size for each in (assistant.config, config)
+    )
+    if own != wanted:
+        raise errors.InvalidInputError(
+            what,
+            got=f"a vocabulary of {own:,} tokens",
+            expected=f"the model's own, of {wanted:,}",
+            fix="a smaller model of the same family",
+        )
+
+
+class Assistant:
+    """A smaller model that proposes tokens for the texts of a batch.
+
+    Args:
+        model: the smaller one.
+        config: of the generation, as transformers prepared it.
+        processors: of the logits of both.
+    """
+
+    def __init__(self, model: Any, config: Any, processors: LogitsProcessorList):
+        self._model, self._config, self._processors = model, config, processors
+        # by text: what proposes, and the tokens that it was fed
+        self._of = dict[int, tuple[AssistedCandidateGenerator, torch.Tensor]]()
+
+    def draft(self, text: int, ids: torch.Tensor, n: int, *, is_sampled: bool) -> Draft:
+        """At most `n` tokens behind ids int64 [length] of the text of that number, without
+        padding."""
+        generator, fed = self._of.get(text) or (self._begun(ids), ids[:0])
+        self._forget(generator, fed, ids)
+        generator.num_assistant_tokens = n
+        found, scores = generator.get_candidates(ids[None])
+        self._of[text] = generator, found[0].cpu()
+        tokens = found[0, len(ids) :].tolist()
+        if not tokens or scores is None:
+            return Draft([])
+        by = list(scores[0].to("cpu", torch.float32).softmax(dim=-1)) if is_sampled else None
+        return Draft(tokens, by)
+
+    def _begun(self, ids: torch.Tensor) -> AssistedCandidateGenerator:
+        generator = AssistedCandidateGenerator(
+            ids[None], self._model, self._config, {}, logits_processor=self._processors
+        )
+        # how many tokens are proposed is chosen here, not by their own rule, which remembers every
+        # token that it was asked for
+        for config in (generator.assistant_generation_config, generator.generation_config):
+            config.assistant_confidence_threshold = None
+        return generator
+
+    @staticmethod
+    def _forget(
+        generator: AssistedCandidateGenerator, fed: torch.Tensor, ids: torch.Tensor
+    ) -> None:
+        """Takes out of the smaller model's cache what the text did not become, and leaves its last
+        token to be fed."""
+        cache = generator.assistant_kwargs.get("past_key_values")
+        if cache is None:
+            return
+        n = min(len(fed), len(ids) - 1)
+        unlike = (fed[:n] != ids[:n]).nonzero()
+        common = int(unlike[0]) if len(unlike) else n
+        if (held := cache.get_seq_length()) > common:
+            if common:
+                cache.crop(common - held)
+            else:
+                del generator.assistant_kwargs["past_key_values"]
+
+    def end(self, text: int) -> None:
+        """A text has ended; its cache is let go of."""
+        self._of.pop(text, None)
