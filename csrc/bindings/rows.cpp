@@ -276,8 +276,7 @@ std::tuple<NewTensor, NewTensor> attend_packed(const Tensor& pages, int64_t n_pa
   const int n_threads = work < (1 << 20) ? 1 : threads;
   espnx::AlignedFloats decoded(n_threads * rows * width);
   const int64_t capacity_bytes = pages.size(2) * page_bytes;
-  py::gil_scoped_release unlocked;
-  espnx::parallel_for(groups, 1, n_threads, [&](int thread, int64_t begin, int64_t end) {
+  const auto attend_some = [&](int thread, int64_t begin, int64_t end) {
     float* k = decoded.data() + thread * rows * width;
     float* v = k + rows * queries.d;
     for (int64_t group = begin; group < end; ++group) {
@@ -306,7 +305,11 @@ std::tuple<NewTensor, NewTensor> attend_packed(const Tensor& pages, int64_t n_pa
       }
       espnx::finish_attention(state, n, queries.dv, lse.data() + group * n);
     }
-  });
+  };
+  {
+    py::gil_scoped_release unlocked;
+    espnx::parallel_for(groups, 1, n_threads, attend_some);
+  }
   return {o.tensor(), lse.tensor()};
 }
 

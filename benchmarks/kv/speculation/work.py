@@ -221,9 +221,7 @@ class SpeculationWork:
             ids[:, self.context : self.context + n] = ids[:, half : half + n]
         return ids
 
-    def _proposed(
-        self, cache: KVCache, ids: torch.Tensor, at: int, *, by_model: bool
-    ) -> list[int]:
+    def _proposed(self, cache: KVCache, ids: torch.Tensor, at: int, *, by_model: bool) -> list[int]:
         if not by_model:
             return continuation(ids[0, : at + 1].numpy(), GAMMA)
         with cache.passes.drafting():

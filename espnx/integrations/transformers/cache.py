@@ -26,6 +26,7 @@ from ...checks import check_whole
 from ...device.interface import READ_AHEAD_BYTES
 from ...device.registry import Devices, directories_on
 from ...kv.cache import SsdCache
+from ...kv.draft.sources import LOOKUP
 from ...kv.draft.tally import ASSISTANT, KINDS, Tally
 from ...kv.options import CacheOptions
 from ...kv.schedule import Decision
@@ -58,18 +59,18 @@ def _draft_of(
                 "draft_memory of a cache without a draft", got=share, fix='draft="pages"'
             )
         return None
-    if not isinstance(kind, str):
+    if isinstance(kind, torch.nn.Module):
         check_assistant(kind, config)
         return Tally(ASSISTANT, share)
-    if kind in ("pages", "4bit") and x_rows:
-        raise errors.InvalidInputError(
-            f"draft={kind!r} of sequences kept as X", got=f"x_rows={x_rows}", fix="x_rows=0"
-        )
     if kind not in KINDS:
         raise errors.InvalidInputError(
             "draft of a cache",
             got=repr(kind),
             expected=f"{', '.join(map(repr, KINDS))}, or a smaller model",
+        )
+    if kind != LOOKUP and x_rows:
+        raise errors.InvalidInputError(
+            f"draft={kind!r} of sequences kept as X", got=f"x_rows={x_rows}", fix="x_rows=0"
         )
     return Tally(kind, share)
 

@@ -17,7 +17,6 @@ from ..shown import unpacked
 from .pages import PAGE_ROWS, PageTier
 
 
-
 class NamingAttention:
     """The attention of some queries, over the rows that were shown so far: called as
     `RowDevice.visit` calls.
@@ -35,12 +34,7 @@ class NamingAttention:
     """
 
     def __init__(
-        self,
-        queries: Queries,
-        layout: RowLayout,
-        tier: PageTier,
-        first_sequence: int,
-        threads: int,
+        self, queries: Queries, layout: RowLayout, tier: PageTier, first_sequence: int, threads: int
     ):
         self._queries, self._layout, self._tier = queries, layout, tier
         self._first = first_sequence

@@ -100,9 +100,7 @@ class PageTier:
         self._stays = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._number = torch.full(shape, -1, device=device)
 
-    def native(
-        self, queries: Queries, layout: RowLayout, first_sequence: int, threads: int
-    ) -> Any:
+    def native(self, queries: Queries, layout: RowLayout, first_sequence: int, threads: int) -> Any:
         """The compiled naming of these queries in the processor's memory, which keeps the pages
         here. `first_sequence`: of the queries; `threads` 0: as many as PyTorch uses."""
         given = native_arguments(queries, None, threads)

@@ -1,5 +1,5 @@
-"""Where proposed tokens came from, and whether lookup is asked before a model: it costs nothing, but
-what it proposes may stand less often.
+"""Where proposed tokens came from, and whether lookup is asked before a model: it costs nothing,
+but what it proposes may stand less often.
 
 A file of its own: `pace` says how many tokens, whoever proposes them.
 """
@@ -70,7 +70,7 @@ class Sources:
         lately than the model, its own seconds included."""
         lookup = self._of.get(LOOKUP, _Source())
         models = [each for name, each in self._of.items() if name != LOOKUP]
-        turns, brought = (sum(getattr(each, name) for each in models) for name in ("turns", "brought"))
+        turns, brought = sum(each.turns for each in models), sum(each.brought for each in models)
         if lookup.turns < _LEAST_TURNS or turns < _LEAST_TURNS or self._skipped >= _AGAIN:
             self._skipped = 0
             return True

@@ -9,7 +9,6 @@ a least value a page, and of V each token, for every `PACKED_CHANNELS` channels;
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from ...errors import InvalidInputError
 from .._native import load_extension
@@ -42,7 +41,7 @@ def pack_pages(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     Raises:
         InvalidInputError: another n.
     """
-    n, dv = k.shape[-2], v.shape[-1]
+    n = k.shape[-2]
     if n % PACKED_ROWS or v.shape[-2] != n:
         raise InvalidInputError(
             "rows to pack",
@@ -51,13 +50,11 @@ def pack_pages(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         )
     k, v = (_finite(each).unflatten(-2, (-1, PACKED_ROWS)) for each in (k, v))
     codes_k, *scales_k = _quantise(k, -2)
-    groups = -(-dv // PACKED_CHANNELS)
-    # the last group may have fewer channels: what fills it is one of its own
-    filled = F.pad(v, (0, groups * PACKED_CHANNELS - dv), mode="replicate") if v.numel() else v
-    grouped = filled.unflatten(-1, (groups, -1)) if v.numel() else filled[..., None]
-    codes_v, *scales_v = _quantise(grouped, -1)
-    parts = [each.view(torch.uint8).flatten(v.dim() - 2) for each in (*scales_k, *scales_v)]
-    pairs = [_pairs(codes_k), _pairs(codes_v.flatten(-2)[..., :dv])]
+    of_groups = [_quantise(some, -1) for some in v.split(PACKED_CHANNELS, dim=-1)]
+    codes_v = torch.cat([codes for codes, *_ in of_groups], dim=-1)
+    scales_v = (torch.stack([each[i] for each in of_groups], dim=-1) for i in (1, 2))
+    parts = [each.contiguous().view(torch.uint8).flatten(v.dim() - 2) for each in (*scales_k, *scales_v)]
+    pairs = [_pairs(codes_k), _pairs(codes_v)]
     return torch.cat([*parts[:2], pairs[0], *parts[2:], pairs[1]], dim=-1)
 
 

@@ -75,8 +75,7 @@ class Queries:
     def chosen(self, sequences: list[int]) -> Self:
         """The queries of these sequences, in this order."""
         first, visible = (
-            None if each is None else each[sequences]
-            for each in (self.first_visible, self.visible)
+            None if each is None else each[sequences] for each in (self.first_visible, self.visible)
         )
         return replace(self, q=self.q[sequences], first_visible=first, visible=visible)
 

@@ -194,6 +194,8 @@ class Decoding:
             pace.choose()
         else:
             pace.gamma, pace.why = self._gamma, "as asked"
+        if lost := len(store.lost.sequences):
+            pace.why += f"; {lost} of {len(self._going)} sequences have no memory for drafts"
         room = [self._room(row, pace.gamma) for row in self._going]
         drafts = [Draft([]) for _ in room]
         if kind == LOOKUP or self._tally.sources.asks_lookup():
@@ -213,9 +215,7 @@ class Decoding:
             for place in store.lost.sequences:
                 left[place] = 0
             said = self._by_model(left)
-        return [
-            draft if draft.tokens else other for draft, other in zip(drafts, said, strict=True)
-        ]
+        return [draft if draft.tokens else other for draft, other in zip(drafts, said, strict=True)]
 
     def _assisted(self, row: int, n: int, assistant: Assistant) -> Draft:
         """What the smaller model says, of at most `n` tokens."""

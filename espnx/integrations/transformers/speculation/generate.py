@@ -111,7 +111,9 @@ def generate(
         if streamer is not None:
             at_end.callback(streamer.end)
         assistant = (
-            None if cache.assistant is None else Assistant(cache.assistant, config, rules.processors)
+            None
+            if cache.assistant is None
+            else Assistant(cache.assistant, config, rules.processors)
         )
         decoding = Decoding(
             model, cache, tally, inputs, rest, rules, gamma, streamer, assistant=assistant
