@@ -131,6 +131,9 @@ class PackedTier:
                 self._places[sequence] = place
         self._let_go()
         there = [i for i, place in enumerate(self._places) if place >= 0]
+        if not there:
+            self.end = whole
+            return
         k, v = k[there], v[there]
         if self._rest_k.numel():
             k, v = torch.cat([self._rest_k, k], dim=2), torch.cat([self._rest_v, v], dim=2)
