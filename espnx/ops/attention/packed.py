@@ -53,7 +53,9 @@ def pack_pages(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     of_groups = [_quantise(some, -1) for some in v.split(PACKED_CHANNELS, dim=-1)]
     codes_v = torch.cat([codes for codes, *_ in of_groups], dim=-1)
     scales_v = (torch.stack([each[i] for each in of_groups], dim=-1) for i in (1, 2))
-    parts = [each.contiguous().view(torch.uint8).flatten(v.dim() - 2) for each in (*scales_k, *scales_v)]
+    parts = [
+        each.contiguous().view(torch.uint8).flatten(v.dim() - 2) for each in (*scales_k, *scales_v)
+    ]
     pairs = [_pairs(codes_k), _pairs(codes_v)]
     return torch.cat([*parts[:2], pairs[0], *parts[2:], pairs[1]], dim=-1)
 

@@ -12,6 +12,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from .... import errors
 from .draft import Draft
+from .processors import processors_of
 
 
 def check_assistant(assistant: Any, config: PreTrainedConfig) -> None:
@@ -55,7 +56,7 @@ class Assistant:
     def draft(self, text: int, ids: torch.Tensor, n: int, *, is_sampled: bool) -> Draft:
         """At most `n` tokens behind ids int64 [length] of the text of that number, without
         padding."""
-        generator, fed = self._of.get(text) or (self._begun(ids), ids[:0])
+        generator, fed = self._of.get(text) or (self._begun(text, ids), ids[:0])
         self._forget(generator, fed, ids)
         generator.num_assistant_tokens = n
         found, scores = generator.get_candidates(ids[None])
@@ -66,14 +67,20 @@ class Assistant:
         by = list(scores[0].to("cpu", torch.float32).softmax(dim=-1)) if is_sampled else None
         return Draft(tokens, by)
 
-    def _begun(self, ids: torch.Tensor) -> AssistedCandidateGenerator:
+    def _begun(self, text: int, ids: torch.Tensor) -> AssistedCandidateGenerator:
+        processors = processors_of(self._processors, text, is_padded=False)
+        # without a mask tokens that stand for padding elsewhere would be hidden
         generator = AssistedCandidateGenerator(
-            ids[None], self._model, self._config, {}, logits_processor=self._processors
+            ids[None],
+            self._model,
+            self._config,
+            {"attention_mask": torch.ones_like(ids[None])},
+            logits_processor=processors,
         )
         # how many tokens are proposed is chosen here, not by their own rule, which remembers every
         # token that it was asked for
         for config in (generator.assistant_generation_config, generator.generation_config):
-            config.assistant_confidence_threshold = None
+            config.assistant_confidence_threshold = 0.0
         return generator
 
     @staticmethod

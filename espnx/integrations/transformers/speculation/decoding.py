@@ -26,6 +26,7 @@ from ..cache import KVCache
 from ..forward.positions import learned_positions
 from .assistant import Assistant
 from .draft import Draft
+from .processors import processors_of
 
 #: A sequence that is so many tokens ahead of the slowest goes on one by one until they have come
 #: nearer: what it has more waits in memory.
@@ -81,6 +82,7 @@ class Decoding:
         self._model, self._cache, self._rules = model, cache, rules
         self._tally, self._gamma, self._streamer = tally, gamma, streamer
         n_sequences, n = prompt.shape
+        self._processors = [processors_of(rules.processors, row) for row in range(n_sequences)]
         self._ids = torch.full((n_sequences, max(rules.max_length, n)), rules.pad or 0)
         self._ids[:, :n] = prompt.cpu()
         self._lengths = [n] * n_sequences
@@ -311,7 +313,7 @@ class Decoding:
         """float32 [vocabulary]: logits [1, vocabulary] behind the first `length` tokens of a text,
         as the processors leave them."""
         own = logits.to("cpu", torch.float32, copy=True)
-        return self._rules.processors(self._ids[row : row + 1, :length], own)[0]
+        return self._processors[row](self._ids[row : row + 1, :length], own)[0]
 
     def _decide(self, row: int, logits: torch.Tensor, draft: Draft) -> None:
         """The tokens of a text that follow from logits [n, vocabulary]: those of the draft as long
