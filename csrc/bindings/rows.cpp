@@ -364,24 +364,23 @@ class Naming {
       if (place[i] < -1 || place[i] >= sequences) invalid("a place that the tier does not have");
     }
     for (const std::optional<Tensor>& each :
-         {std::optional<Tensor>(given.q), given.position, given.last_position,
-          given.first_visible, given.visible, given.slopes}) {
+         {std::optional<Tensor>(given.q), given.position, given.last_position, given.first_visible,
+          given.visible, given.slopes}) {
       if (each) kept_.push_back(each->keep());
     }
-    naming_ = std::make_unique<device::PageNaming>(queries_, of_rows, slots, place, tier.end,
-                                                   threads);
+    naming_ =
+        std::make_unique<device::PageNaming>(queries_, of_rows, slots, place, tier.end, threads);
   }
 
   // Rows as a device shows them; `pieces`: int64 [pieces, 5], the fields of RowPiece.
   void see(const Tensor& memory, const Tensor& pieces) {
     constexpr auto kFields = static_cast<int64_t>(std::size(kPieceFields));
     const auto* bytes = contiguous<const char>(memory, Dtype::uint8, "memory", "uint8");
-    const auto* table =
-        contiguous<const device::RowPiece>(pieces, Dtype::int64, "pieces", "int64");
+    const auto* table = contiguous<const device::RowPiece>(pieces, Dtype::int64, "pieces", "int64");
     if (pieces.numel() % kFields != 0) invalid("pieces must have 5 numbers for each");
     const int64_t size_bytes = memory.numel(), count = pieces.numel() / kFields;
     py::gil_scoped_release unlocked;
-    naming_->see(table, count, bytes, size_bytes, 0);
+    naming_->see(table, count, bytes, size_bytes);
   }
 
   std::tuple<NewTensor, NewTensor> finish() {
@@ -404,13 +403,15 @@ class Naming {
 
 // Shows all reads of the ticket to `naming`, in its threads.
 void name_pages(RowStream& stream, int64_t ticket, Naming& naming) {
+  naming.naming().begin_reads();
   run_interruptibly([&](const std::function<bool()>& interrupted) {
     stream.visit(
         ticket,
         [&](const device::RowPlan& plan, const device::RowUnit& unit, const char* memory,
-            int thread) {
+            int thread, const std::function<bool()>& is_over) {
           const auto pieces = plan.pieces(unit);
-          naming.naming().see(pieces.begin(), pieces.count, memory, unit.size_bytes, thread);
+          naming.naming().see(pieces.begin(), pieces.count, memory, unit.size_bytes, thread,
+                              &unit - plan.units.data(), is_over);
         },
         naming.naming().n_threads(), interrupted);
   });
@@ -436,7 +437,8 @@ void visit(RowStream& stream, int64_t ticket, const py::function& see) {
   run_interruptibly([&](const std::function<bool()>& interrupted) {
     stream.visit(
         ticket,
-        [&](const device::RowPlan& plan, const device::RowUnit& unit, const char* memory, int) {
+        [&](const device::RowPlan& plan, const device::RowUnit& unit, const char* memory, int,
+            const std::function<bool()>&) {
           py::gil_scoped_acquire locked;
           see(NewTensor(memory, Dtype::uint8, {unit.size_bytes}, nullptr), piece_table(plan, unit));
         },
@@ -506,9 +508,8 @@ void bind_rows(py::module_& m) {
       },
       py::arg("pages"), py::arg("n_pages"), py::kw_only(), py::arg("q"), py::arg("dv"),
       py::arg("position") = py::none(), py::arg("last_position") = py::none(),
-      py::arg("first_visible") = py::none(), py::arg("visible") = py::none(),
-      py::arg("window") = 0, py::arg("soft_cap") = 0.0F, py::arg("slopes") = py::none(),
-      py::arg("threads"));
+      py::arg("first_visible") = py::none(), py::arg("visible") = py::none(), py::arg("window") = 0,
+      py::arg("soft_cap") = 0.0F, py::arg("slopes") = py::none(), py::arg("threads"));
   m.attr("ROW_SEGMENT_FIELDS") = names(std::begin(kSegmentFields), std::end(kSegmentFields));
   m.attr("ROW_PIECE_FIELDS") = names(std::begin(kPieceFields), std::end(kPieceFields));
   m.def(

@@ -316,7 +316,12 @@ void RowStream::visit(int64_t ticket, const See& see, int n_threads,
   const std::shared_ptr<Reading> reading = take_front(ticket);
   const auto n_units = static_cast<int64_t>(reading->plan.units.size());
   const Arrived show = [&](const Reading& reading, const RowUnit& unit, const char* memory,
-                           int thread) { see(reading.plan, unit, memory, thread); };
+                           int thread) {
+    see(reading.plan, unit, memory, thread, [&] {
+      if (thread == 0 && interrupted()) throw failure(io::Kind::cancelled, "interrupted");
+      return reading.stopped.load();
+    });
+  };
   consume(*reading,
           static_cast<int>(std::clamp<int64_t>(n_threads, 1, std::max<int64_t>(1, n_units))), show,
           interrupted);

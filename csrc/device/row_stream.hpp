@@ -76,9 +76,11 @@ class RowStream {
   void attend(int64_t ticket, const RowQueries& queries, int n_threads,
               const std::function<bool()>& interrupted);
 
-  // Shows the reads of the ticket at the front, checked, in `n_threads` threads numbered from 0, the
-  // caller's. The memory is invalid afterwards.
-  using See = std::function<void(const RowPlan&, const RowUnit&, const char*, int thread)>;
+  // Shows the reads of the ticket at the front, checked, in `n_threads` threads numbered from 0,
+  // the caller's. The memory is invalid afterwards. `is_over`: another thread has failed, and no
+  // read comes any more; throws FailureError where the caller is interrupted.
+  using See = std::function<void(const RowPlan&, const RowUnit&, const char*, int thread,
+                                 const std::function<bool()>& is_over)>;
   void visit(int64_t ticket, const See& see, int n_threads,
              const std::function<bool()>& interrupted);
 

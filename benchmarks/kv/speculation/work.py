@@ -30,6 +30,7 @@ SYSTEMS: Mapping[str, Mapping[str, Any]] = {
     "pages-1/16": {"draft": "pages", "draft_memory": 1 / 16},
     "pages-1/8": {"draft": "pages", "draft_memory": 1 / 8},
     "pages-1/4": {"draft": "pages", "draft_memory": 1 / 4},
+    "4bit": {"draft": "4bit"},
     "lookup": {"draft": "lookup"},
     ONE_BY_ONE: {},
 }

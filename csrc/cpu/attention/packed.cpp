@@ -54,7 +54,8 @@ ESPNX_INLINE void unpack(const uint8_t* page, int64_t d, int64_t dv, float* k, f
   for (int64_t t = 0; t < kPackedRows; t += 2, codes += dv) {
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t from = g * kPackedChannels, n = std::min(kPackedChannels, dv - from);
-      const float step_of[] = {half_at(steps, t * groups + g), half_at(steps, (t + 1) * groups + g)};
+      const float step_of[] = {half_at(steps, t * groups + g),
+                               half_at(steps, (t + 1) * groups + g)};
       const float least_of[] = {half_at(leasts, t * groups + g),
                                 half_at(leasts, (t + 1) * groups + g)};
       by_token(codes + from, n, step_of, least_of, v + t * dv + from, v + (t + 1) * dv + from);

@@ -2,6 +2,7 @@
 #include "page_naming.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -15,7 +16,8 @@ namespace {
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 // What pages weigh that are none: a slot without a page gives way to any page.
 constexpr float kEmpty = -1.0F, kAlways = std::numeric_limits<float>::infinity();
-constexpr int64_t kLastPages = 2;  // of the text, which stay whatever they weigh
+constexpr int64_t kLastPages = 2;                   // of the text, which stay whatever they weigh
+constexpr std::chrono::milliseconds kAskAgain{50};  // whether it is over
 
 io::FailureError unfit(const std::string& what) {
   io::Failure failure;
@@ -82,7 +84,6 @@ PageNaming::PageNaming(const RowQueries& queries, const RowGeometry& geometry,
       place_(place, place + queries.n_sequences),
       end_(end),
       total_(queries.n_sequences * queries.n_heads * queries.n, kNone),
-      of_group_(queries.n_sequences * queries.n_heads),
       own_(std::max(1, n_threads)) {
   for (int64_t s = 0; s < queries.n_sequences; ++s) begins_.push_back(begins(s));
 }
@@ -110,8 +111,14 @@ void PageNaming::check(const RowPiece& piece, int64_t memory_bytes) const {
     throw unfit("the queries do not fit the rows: sequences, heads, positions, or their memory");
 }
 
+void PageNaming::begin_reads() {
+  std::lock_guard lock(mutex_);
+  turn_ = 0;
+}
+
 void PageNaming::see(const RowPiece* pieces, int64_t count, const char* memory,
-                     int64_t memory_bytes, int thread) {
+                     int64_t memory_bytes, int thread, int64_t read,
+                     const std::function<bool()>& is_over) {
   if (thread < 0 || thread >= n_threads()) throw unfit("no such thread");
   Own& own = own_[thread];
   const int64_t n = queries_.n, groups = queries_.n_sequences * queries_.n_heads;
@@ -120,52 +127,78 @@ void PageNaming::see(const RowPiece* pieces, int64_t count, const char* memory,
     own.m.assign(groups * n, kNone);
     own.l.assign(groups * n, 0.0F);
     own.part_o.resize(n * queries_.dv);
-    own.part_m.resize(n);
-    own.part_l.resize(n);
   }
+  int64_t n_pages = 0;
   for (int64_t i = 0; i < count; ++i) {
     check(pieces[i], memory_bytes);
-    if (pieces[i].n_rows > 0 && n > 0) look(pieces[i], memory, own);
+    n_pages += pages_touched(pieces[i].first_position, pieces[i].n_rows, kPageRows);
   }
+  own.part_m.assign(count * n, kNone);
+  own.part_l.assign(count * n, 0.0F);
+  own.sum.assign(n_pages * n, 0.0F);
+  own.base.assign(n_pages * n, 0.0F);
+  const auto each = [&](const auto& work) {
+    int64_t page = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const RowPiece& piece = pieces[i];
+      const PageSums pages{kPageRows, own.sum.data() + page * n, own.base.data() + page * n};
+      page += pages_touched(piece.first_position, piece.n_rows, kPageRows);
+      const AttentionState part{own.part_o.data(), own.part_m.data() + i * n,
+                                own.part_l.data() + i * n};
+      if (piece.n_rows > 0 && n > 0) work(piece, rows_of(geometry_, piece, memory), part, pages);
+    }
+  };
+  each([&](const RowPiece& piece, const AttentionRows& rows, const AttentionState& part,
+           const PageSums& pages) { attend(piece, rows, part, pages, own); });
+  if (!wait_for_turn(read, is_over)) return;
+  {
+    std::lock_guard lock(mutex_);
+    each([&](const RowPiece& piece, const AttentionRows& rows, const AttentionState& part,
+             const PageSums& pages) { name(piece, rows, part, pages); });
+    if (read >= 0) turn_ = read + 1;
+  }
+  advanced_.notify_all();
 }
 
 // Attends to a piece by itself, so that what its pages weigh is known beside one another.
-void PageNaming::look(const RowPiece& given, const char* memory, Own& own) {
-  const int64_t n = queries_.n, group = given.sequence * queries_.n_heads + given.head;
-  const int64_t n_pages = pages_touched(given.first_position, given.n_rows, kPageRows);
+void PageNaming::attend(const RowPiece& piece, const AttentionRows& rows,
+                        const AttentionState& part, const PageSums& pages, Own& own) const {
   std::fill(own.part_o.begin(), own.part_o.end(), 0.0F);
-  std::fill(own.part_m.begin(), own.part_m.end(), kNone);
-  std::fill(own.part_l.begin(), own.part_l.end(), 0.0F);
-  own.sum.assign(n_pages * n, 0.0F);
-  own.base.resize(n_pages * n);
-  const PageSums pages{kPageRows, own.sum.data(), own.base.data()};
-  const AttentionState part{own.part_o.data(), own.part_m.data(), own.part_l.data()};
-  const AttentionRows rows = rows_of(geometry_, given, memory);
-  attend_group(queries_, given.sequence, given.head, rows, part, &pages);
-  const AttentionState all =
-      state_of_group(queries_, {own.o.data(), own.m.data(), own.l.data()}, given.sequence,
-                     given.head);
-  merge_attention(all, part, n, queries_.dv);
-  const int64_t place = place_[given.sequence];
-  if (place < 0 || slots_.slots == 0) return;
-  const int64_t first = (place * queries_.n_heads + given.head) * slots_.slots;
-  const int64_t item = row_item_bytes(slots_.format);
-  float* total = total_.data() + group * n;
-  const Slot slot{slots_.k + first * kPageRows * queries_.d * item,
-                  slots_.v + first * kPageRows * queries_.dv * item,
-                  slots_.seen + first * kPageRows,
-                  slots_.lse + first * n,
-                  slots_.stays + first,
-                  slots_.number + first,
-                  total};
-  std::lock_guard lock(of_group_[group]);
-  for (int64_t i = 0; i < n; ++i) {
-    const float l = own.part_l[i];
-    total[i] = log_add(total[i], l == 0.0F ? kNone : own.part_m[i] + std::log(l));
+  attend_group(queries_, piece.sequence, piece.head, rows, part, &pages);
+  merge_attention(state_of_group(queries_, {own.o.data(), own.m.data(), own.l.data()},
+                                 piece.sequence, piece.head),
+                  part, queries_.n, queries_.dv);
+}
+
+// False where it is over before.
+bool PageNaming::wait_for_turn(int64_t read, const std::function<bool()>& is_over) {
+  std::unique_lock lock(mutex_);
+  while (read >= 0 && turn_ != read) {
+    advanced_.wait_for(lock, kAskAgain);
+    if (turn_ == read || !is_over) continue;
+    lock.unlock();  // it may wait for the GIL
+    if (is_over()) return false;
+    lock.lock();
   }
-  offer({rows, given.sequence, given.first_position / kPageRows, n_pages, own.sum.data(),
-         own.base.data()},
-        slot);
+  return true;
+}
+
+// Offers the pages of a piece.
+void PageNaming::name(const RowPiece& piece, const AttentionRows& rows, const AttentionState& part,
+                      const PageSums& pages) {
+  const int64_t place = place_[piece.sequence], n = queries_.n;
+  if (place < 0 || slots_.slots == 0) return;
+  const int64_t first = (place * queries_.n_heads + piece.head) * slots_.slots;
+  const int64_t item = row_item_bytes(slots_.format);
+  float* total = total_.data() + (piece.sequence * queries_.n_heads + piece.head) * n;
+  for (int64_t i = 0; i < n; ++i) {
+    total[i] = log_add(total[i], part.l[i] == 0.0F ? kNone : part.m[i] + std::log(part.l[i]));
+  }
+  offer({rows, piece.sequence, piece.first_position / kPageRows,
+         pages_touched(piece.first_position, piece.n_rows, kPageRows), pages.sum, pages.base},
+        {slots_.k + first * kPageRows * queries_.d * item,
+         slots_.v + first * kPageRows * queries_.dv * item, slots_.seen + first * kPageRows,
+         slots_.lse + first * n, slots_.stays + first, slots_.number + first, total});
 }
 
 // Pages of the piece that weigh more than pages in the slots take their place.
@@ -189,8 +222,8 @@ void PageNaming::offer(const Piece& piece, const Slot& slot) {
     }
     const float* sum = piece.sum + page * n;
     if (std::all_of(sum, sum + n, [](float each) { return each == 0.0F; })) continue;
-    const bool stays = number_of == begins_[piece.sequence] ||
-                       (number_of + kLastPages) * kPageRows >= end_;
+    const bool stays =
+        number_of == begins_[piece.sequence] || (number_of + kLastPages) * kPageRows >= end_;
     const float mass =
         stays ? kAlways : number(attention_mass(sum, piece.base + page * n, slot.total, n));
     offered.push_back({mass, page, stays});

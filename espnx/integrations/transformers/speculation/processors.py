@@ -19,8 +19,8 @@ def processors_of(
     before them."""
 
     def own(each: Any) -> Any:
-        padding = getattr(each, _PADDING, None)
-        if not torch.is_tensor(padding):
+        padding: Any = getattr(each, _PADDING, None)
+        if not isinstance(padding, torch.Tensor):
             return each
         found = copy(each)
         setattr(found, _PADDING, padding[row : row + 1] if is_padded else None)
