@@ -22,6 +22,22 @@ def capacity_of(n_pages: int) -> int:
     return n_pages + max(1, int(n_pages * _MORE))
 
 
+def planned_bytes(tokens: int, d: int, dv: int, block_rows: int, row_bytes: int) -> float:
+    """Bytes that the rows of a KV head will take when there are so many tokens, to a few percent.
+
+    Args:
+        d, dv: lengths of a row of K and of V.
+        block_rows: tokens of a block on SSD, which what is stored at first ends with.
+        row_bytes: of K and V of a token as they are.
+    """
+    n_pages = tokens // PACKED_ROWS
+    # between what there is and what there is memory for; and between a whole page and one that
+    # is not, whose rows wait
+    rest = block_rows % PACKED_ROWS and min(block_rows, PACKED_ROWS) / 2
+    pages = (n_pages + capacity_of(n_pages)) / 2
+    return pages * packed_page_bytes(d, dv) + rest * row_bytes
+
+
 class PackedTier:
     """The packed rows of one layer.
 
