@@ -200,7 +200,9 @@ class Decoding:
             pace.why += f"; {lost} of {len(self._going)} sequences have no memory for drafts"
         room = [self._room(row, pace.gamma) for row in self._going]
         drafts = [Draft([]) for _ in room]
-        if kind == LOOKUP or self._tally.sources.asks_lookup():
+        # by the clock only where that chooses in any case: what is sampled comes again otherwise
+        by_clock = self._gamma is None and kind != LOOKUP
+        if not by_clock or self._tally.sources.asks_lookup():
             drafts = [
                 Draft(continuation(self._ids[row, : self._lengths[row]].numpy(), n))
                 for row, n in zip(self._going, room, strict=True)

@@ -16,6 +16,7 @@ from espnx import errors
 from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.speculation import assistant as assistants
 from espnx.integrations.transformers.speculation import decoding
+from espnx.kv.draft.pace import Pace
 from tests.integrations.transformers.speculation.drafts import knowing, one_by_one, speculated
 from tests.integrations.transformers.tiny import enabled, make, plain, prompt
 from tests.kv.draft.test_acceptance import probability
@@ -126,8 +127,9 @@ def test_a_draft_that_is_behind_is_not_asked(folder: Path, monkeypatch: pytest.M
         return wrong(tokens, n) if asked % 2 else []
 
     monkeypatch.setattr(decoding, "continuation", sometimes)
+    monkeypatch.setattr(Pace, "choose", lambda pace: setattr(pace, "gamma", 2))
     with KVCache(enabled("llama").config, folder, draft="pages", draft_memory=1.0) as cache:
-        got = speculated("llama", inputs, cache, max_new_tokens=120, gamma=2)
+        got = speculated("llama", inputs, cache, max_new_tokens=120, gamma=None)
         said = cache.stats()["speculation"]
     assert torch.equal(got, wanted)
     # 8 turns of each and a few that find out, or all of them where drafts are slow beside passes
