@@ -514,7 +514,7 @@ class Extension:
         slopes: Tensor | None = None,
         threads: int,
     ) -> tuple[Tensor, Tensor]:
-        """(o, lse) over pages of four bits (csrc/cpu/attention/packed.hpp)."""
+        """(o, lse) over pages of four bits (csrc/cpu/packed/packed.hpp)."""
     @staticmethod
     def maxsim(
         query: Tensor,

@@ -8,7 +8,7 @@
 
 #include "bindings.hpp"
 #include "cpu/aligned.hpp"
-#include "cpu/attention/packed.hpp"
+#include "cpu/packed/packed.hpp"
 #include "cpu/parallel.hpp"
 #include "device/draft/page_naming.hpp"
 #include "device/row_stream.hpp"

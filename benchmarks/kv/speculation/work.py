@@ -17,6 +17,7 @@ from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.enable import enable_kv_cache
 from espnx.integrations.transformers.speculation.generate import generate
 from espnx.kv.draft.lookup import continuation
+from espnx.kv.draft.rows import tier_of
 
 from ...kv_quality.recall import NAME as HELD_OUT
 from ...kv_quality.recall import HeldOut
@@ -181,7 +182,7 @@ class SpeculationWork:
         the first wrong one count, and one more."""
         ids, counts = self._given(text), _Counts()
         with self._kept(system, 1) as cache:
-            make_tier = None if cache.draft is None else cache.draft.make_tier
+            make_tier = tier_of(cache.draft)
             cache.store.propose(make_tier)
             try:
                 at = self.context

@@ -18,6 +18,7 @@ from ... import errors
 from ...device.row_layout import RowLayout, format_of
 from ...kv.draft.packed import planned_bytes
 from ...kv.draft.pages import PAGE_ROWS, kept_pages, page_bytes
+from ...kv.draft.rows import tier_of
 from ...kv.draft.tally import Tally
 from ...weights.speed import gemm_speed
 
@@ -63,7 +64,7 @@ def plan_draft(
     Raises InvalidInputError: no such draft, or one that would read weights for each token.
     """
     tally = Tally(kind, share)
-    is_of_model = tally.make_tier is not None
+    is_of_model = tier_of(tally) is not None
     if is_of_model and streams_weights:
         raise errors.InvalidInputError(
             f"draft {kind!r} of a model whose weights are streamed",
@@ -74,7 +75,8 @@ def plan_draft(
     row_bytes = (shape.d + shape.dv) * dtype.itemsize
     pages = 0 if tally.share is None else kept_pages(tokens, tally.share)
     rows = min(pages * PAGE_ROWS, tokens)
-    memory, read = pages * page_bytes(shape.d, shape.dv, dtype, shape.groups * (GAMMA + 1)), 0
+    memory: float = pages * page_bytes(shape.d, shape.dv, dtype, shape.groups * (GAMMA + 1))
+    read = 0.0
     if is_of_model and tally.share is None:
         block_rows = RowLayout(format_of(dtype), shape.d, shape.dv).block_rows
         rows, memory = tokens, planned_bytes(tokens, shape.d, shape.dv, block_rows, row_bytes)

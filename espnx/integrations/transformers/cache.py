@@ -26,53 +26,23 @@ from ...checks import check_whole
 from ...device.interface import READ_AHEAD_BYTES
 from ...device.registry import Devices, directories_on
 from ...kv.cache import SsdCache
-from ...kv.draft.sources import LOOKUP
-from ...kv.draft.tally import ASSISTANT, KINDS, Tally
+from ...kv.draft.rows import tier_of
 from ...kv.options import CacheOptions
 from ...kv.schedule import Decision
 from ...kv.striping import Storage, directories_of
 from ...sizes import parse_size
 from ...storage.engine import paths_of, reasons_of
 from ...suggestions import CALL_FRAMES, suggests_keywords
+from .draft_option import draft_of
 from .forward.layers import StoredLayer, bytes_of, layers_of, why_not_cropped
 from .forward.schedule import XRows
 from .forward.state import PassState
 from .graphs import outside_graphs
 from .identity import fingerprint as fingerprints
 from .kept import KeptState
-from .speculation.assistant import check_assistant
 from .summary import summary
 
 log = logging.getLogger(__name__)
-
-
-def _draft_of(
-    kind: str | PreTrainedModel | None,
-    share: float | None,
-    x_rows: int | None,
-    config: PreTrainedConfig,
-) -> Tally | None:
-    """The draft that a cache is asked for; None: none. Raises InvalidInputError."""
-    if kind is None:
-        if share is not None:
-            raise errors.InvalidInputError(
-                "draft_memory of a cache without a draft", got=share, fix='draft="pages"'
-            )
-        return None
-    if isinstance(kind, torch.nn.Module):
-        check_assistant(kind, config)
-        return Tally(ASSISTANT, share)
-    if kind not in KINDS:
-        raise errors.InvalidInputError(
-            "draft of a cache",
-            got=repr(kind),
-            expected=f"{', '.join(map(repr, KINDS))}, or a smaller model",
-        )
-    if kind != LOOKUP and x_rows:
-        raise errors.InvalidInputError(
-            f"draft={kind!r} of sequences kept as X", got=f"x_rows={x_rows}", fix="x_rows=0"
-        )
-    return Tally(kind, share)
 
 
 class KVCache(Cache):
@@ -214,9 +184,9 @@ class KVCache(Cache):
                 "SSD, all of it stays in memory",
                 stacklevel=2 + CALL_FRAMES,
             )
-        self.draft = _draft_of(draft, draft_memory, x_rows, config)
+        self.draft = draft_of(draft, draft_memory, x_rows, config)
         self.assistant = None if draft is None or isinstance(draft, str) else draft
-        if self.draft is not None and self.draft.make_tier is not None:
+        if tier_of(self.draft) is not None:
             x_rows = 0
         super().__init__(layers=layers)
         self._name, self._storage, self.is_closed = name, directories_of(storage), False

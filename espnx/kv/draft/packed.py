@@ -18,7 +18,7 @@ _MORE = 1 / 32
 
 
 def capacity_of(n_pages: int) -> int:
-    """For how many pages there is memory when there are so many."""
+    """The pages that there is memory for when there are so many."""
     return n_pages + max(1, int(n_pages * _MORE))
 
 

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 
 from ...device.row_layout import RowLayout
 from ...ops.attention import Queries, RowsInMemory, attend_rows
-from ...ops.attention.rows import native_arguments
-from ...storage.native import load_native
+from ...ops.attention.naming import PageTensors, page_naming
 from .tier import Lost, attend_some, for_as_many
 
 PAGE_ROWS = 32
@@ -103,20 +102,14 @@ class PageTier:
     def native(self, queries: Queries, layout: RowLayout, first_sequence: int, threads: int) -> Any:
         """The compiled naming of these queries in the processor's memory, which keeps the pages
         here. `first_sequence`: of the queries; `threads` 0: as many as PyTorch uses."""
-        given = native_arguments(queries, None, threads)
-        del given["rows"]
         last = first_sequence + queries.q.shape[0]
-        return load_native().PageNaming(
-            **given,
-            geometry=layout.geometry(),
-            k=self._k,
-            v=self._v,
-            seen=self._seen,
-            lse=self._lse,
-            stays=self._stays,
-            number=self._number,
-            place=torch.tensor(self._places[first_sequence:last], dtype=torch.int64),
-            end=self.end,
+        return page_naming(
+            queries,
+            layout.geometry(),
+            PageTensors(self._k, self._v, self._seen, self._lse, self._stays, self._number),
+            self._places[first_sequence:last],
+            self.end,
+            threads=threads,
         )
 
     def offer(

@@ -80,7 +80,7 @@ class Sources:
         return is_better
 
     def as_dict(self) -> dict[str, dict[str, int]]:
-        """By source the tokens that it proposed, and how many of them stood."""
+        """The tokens that each source proposed, and how many of them stood."""
         return {
             name: {"proposed": each.proposed, "accepted": each.accepted}
             for name, each in self._of.items()

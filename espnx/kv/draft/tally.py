@@ -5,15 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from ... import errors
 from .pace import Pace
-from .packed import PackedTier
-from .pages import PageTier
 from .sources import Sources
-from .tier import MakeTier
 
 #: Ways to draft.
 KINDS = ("lookup", "pages", "4bit")
@@ -82,13 +78,6 @@ class Tally:
                 if self.kind == "4bit"
                 else "None: it takes no memory",
             )
-
-    @property
-    def make_tier(self) -> MakeTier | None:
-        """Makes the rows for drafts of a layer; None: the draft needs none."""
-        if self.kind == "pages" and self.share is not None:
-            return partial(PageTier, self.share)
-        return PackedTier if self.kind == "4bit" else None
 
     def add(
         self,

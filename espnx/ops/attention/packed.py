@@ -2,7 +2,7 @@
 2402.02750, section 3.2): for drafts, whose tokens are verified.
 
 A page has `PACKED_ROWS` consecutive tokens of one (sequence, KV head), the first at a multiple of
-as many; csrc/cpu/attention/packed.hpp says how it lies in memory. Each channel of K has a step and
+as many; csrc/cpu/packed/packed.hpp says how it lies in memory. Each channel of K has a step and
 a least value a page, and of V each token, for every `PACKED_CHANNELS` channels; both are fp16.
 """
 

@@ -17,6 +17,7 @@ from espnx.kv.draft.naming import NamingAttention, TensorNaming
 from espnx.kv.draft.pages import PAGE_ROWS, PageTier
 from espnx.kv.draft.tier import Lost
 from espnx.ops.attention import Queries, RowsInMemory, attend_rows_reference
+from espnx.storage.native import load_native
 
 _SEQUENCES, _HEADS = 2, 2
 Pieces = list[tuple[int, int, int, int]]  # sequence, head, first position, end
@@ -269,6 +270,7 @@ def test_sequences_without_a_place_are_attended_to() -> None:
     ],
 )
 def test_pieces_that_do_not_fit(piece: list[int]) -> None:
+    load_native()  # by which errors are told, as in any process with a device
     case = Case("fp32", 2, 70, 14)
     tier = case.begun(0.5)
     naming = NamingAttention(case.queries, case.layout, tier, 0, 1)

@@ -7,36 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedConfig, PreTrainedModel
+from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from .... import errors
 from .draft import Draft
 from .processors import processors_of
-
-
-def check_assistant(assistant: Any, config: PreTrainedConfig) -> None:
-    """Raises InvalidInputError for what is no decoder, and one with another vocabulary than the
-    model of this config."""
-    what = "draft of a cache, an assistant"
-    if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate():
-        raise errors.InvalidInputError(
-            what, got=type(assistant).__name__, expected="a model of transformers that generates"
-        )
-    if assistant.config.is_encoder_decoder:
-        raise errors.InvalidInputError(
-            what, got=f"{type(assistant).__name__}, with an encoder", expected="a decoder"
-        )
-    own, wanted = (
-        each.get_text_config(decoder=True).vocab_size for each in (assistant.config, config)
-    )
-    if own != wanted:
-        raise errors.InvalidInputError(
-            what,
-            got=f"a vocabulary of {own:,} tokens",
-            expected=f"the model's own, of {wanted:,}",
-            fix="a smaller model of the same family",
-        )
 
 
 class Assistant:
@@ -54,8 +29,8 @@ class Assistant:
         self._of = dict[int, tuple[AssistedCandidateGenerator, torch.Tensor]]()
 
     def draft(self, text: int, ids: torch.Tensor, n: int, *, is_sampled: bool) -> Draft:
-        """At most `n` tokens behind ids int64 [length] of the text of that number, without
-        padding."""
+        """What may follow ids int64 [length] of the text of that number, without padding: `n`
+        tokens at most."""
         generator, fed = self._of.get(text) or (self._begun(text, ids), ids[:0])
         self._forget(generator, fed, ids)
         generator.num_assistant_tokens = n

@@ -20,6 +20,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 from .... import errors
 from ....kv.draft.acceptance import drawn, next_token
 from ....kv.draft.lookup import continuation
+from ....kv.draft.rows import tier_of
 from ....kv.draft.sources import LOOKUP
 from ....kv.draft.tally import Tally
 from ..cache import KVCache
@@ -119,7 +120,7 @@ class Decoding:
         self._prompted = self._cache.get_seq_length()
         self._before = self._prompted - self._lengths[0]
         with ExitStack() as undo:
-            self._cache.store.propose(self._tally.make_tier)
+            self._cache.store.propose(tier_of(self._tally))
             undo.callback(passes.settle)
             try:
                 for row in self._going:

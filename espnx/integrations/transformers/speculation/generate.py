@@ -14,6 +14,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .... import errors
 from ....checks import check_whole
+from ....kv.draft.rows import tier_of
 from ....kv.draft.tally import Tally
 from ..cache import KVCache
 from ..cache_argument import CACHE_NAMES, cache_in, cache_name
@@ -93,7 +94,7 @@ def generate(
         pad=None if pad is None else int(pad.flatten()[0]),
         max_length=config.max_length,
     )
-    if tally.make_tier is not None and any(each.is_meta for each in model.parameters()):
+    if tier_of(tally) is not None and any(each.is_meta for each in model.parameters()):
         raise errors.InvalidInputError(
             f"draft={tally.kind!r} of a model whose weights are streamed",
             got="weights that every draft would read again",
