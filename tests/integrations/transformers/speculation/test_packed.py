@@ -163,3 +163,25 @@ def test_what_does_not_go_together(folder: Path) -> None:
         with pytest.raises(errors.InvalidInputError, match=named):
             KVCache(config, folder, **options)  # type: ignore[arg-type]
     assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["pages", "4bit"])
+@pytest.mark.parametrize(("count", "device"), [(3, None), (2, "smartssd")])
+def test_several_disks_and_an_emulated_device(
+    folder: Path, kind: str, count: int, device: str | None
+) -> None:
+    """Reads that come through other devices name the same pages and pack the same rows."""
+    inputs = prompt(LONG)
+    wanted = one_by_one("llama", inputs, max_new_tokens=30)
+    places = [folder / str(i) for i in range(count)]
+    options: dict[str, Any] = {"draft": kind, "spill_interval": 8}
+    said = []
+    for where, through in (([folder], None), (places, device)):
+        for place in where:
+            place.mkdir(exist_ok=True)
+        storage = [str(place) for place in where]
+        with KVCache(enabled("llama").config, storage, device=through, **options) as cache:
+            got = speculated("llama", inputs, cache, max_new_tokens=30)
+            said.append(cache.stats()["speculation"]["sources"])
+        assert torch.equal(got, wanted)
+    assert said[0] == said[1]
