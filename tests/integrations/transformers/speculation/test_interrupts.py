@@ -175,6 +175,7 @@ def test_rows_for_drafts_that_no_longer_fit(
         assert torch.equal(got, wanted)
         said = cache.stats()["speculation"]
         assert said["sequences_without_memory"] == 3 - room
+        assert f"{3 - room} sequences had none" in cache.summary()
         assert "sequences have no memory for drafts" in said["why"]
         assert cache.store.tier_bytes == 0
         # a sequence that drafts goes on alone for a while, three at a pass

@@ -17,7 +17,7 @@ from espnx.kv.draft.packed import capacity_of
 from espnx.ops.attention.packed import packed_page_bytes
 from espnx.storage import FaultRule, FaultyEngine
 from tests.integrations.transformers.speculation.drafts import one_by_one, speculated
-from tests.integrations.transformers.tiny import enabled, prompt
+from tests.integrations.transformers.tiny import enabled, plain, prompt
 from tests.sweeps import in_steps
 
 LONG = [150, 80, 30]
@@ -141,16 +141,19 @@ def test_in_inference_mode_and_out_of_it(folder: Path) -> None:
             assert torch.equal(got, wanted)
 
 
-def test_sampled_texts_come_again_by_their_seed(folder: Path) -> None:
-    """The distribution is kept by the rule that all drafts share (`test_pages`)."""
+@pytest.mark.parametrize("kind", ["pages", "4bit", "assistant"])
+def test_sampled_texts_come_again_by_their_seed(folder: Path, kind: str) -> None:
+    """Where it is said how many tokens are proposed. The distribution is kept by the rule that all
+    drafts share (`test_pages`)."""
+    draft: Any = plain("llama") if kind == "assistant" else kind
     inputs = prompt([150, 80])
     options: dict[str, Any] = {"do_sample": True, "top_k": 20, "max_new_tokens": 30, "gamma": 4}
     found = []
     for _ in range(2):
         torch.manual_seed(5)
-        with KVCache(enabled("llama").config, folder, draft="4bit") as cache:
+        with KVCache(enabled("llama").config, folder, draft=draft) as cache:
             found.append(speculated("llama", inputs, cache, **options))
-            assert cache.stats()["speculation"]["sources"]["4bit"]["accepted"] > 0
+            assert cache.stats()["speculation"]["sources"][kind]["accepted"] > 0
     assert torch.equal(*found)
 
 
