@@ -10,6 +10,8 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
+from .... import errors
+from ..forward.positions import learned_positions
 from .draft import Draft
 from .processors import processors_of
 
@@ -25,16 +27,32 @@ class Assistant:
 
     def __init__(self, model: Any, config: Any, processors: LogitsProcessorList):
         self._model, self._config, self._processors = model, config, processors
+        self._limit = learned_positions(model)
         # by text: what proposes, and the tokens that it was fed
         self._of = dict[int, tuple[AssistedCandidateGenerator, torch.Tensor]]()
 
     def draft(self, text: int, ids: torch.Tensor, n: int, *, is_sampled: bool) -> Draft:
         """What may follow ids int64 [length] of the text of that number, without padding: `n`
-        tokens at most."""
+        tokens at most, none where the model's positions have come to their end.
+
+        Raises StateError: the model cannot say.
+        """
+        if self._limit is not None:
+            n = min(n, self._limit + 1 - len(ids))  # the last one is not fed
+        if n < 1:
+            return Draft([])
         generator, fed = self._of.get(text) or (self._begun(text, ids), ids[:0])
         self._forget(generator, fed, ids)
         generator.num_assistant_tokens = n
-        found, scores = generator.get_candidates(ids[None])
+        try:
+            found, scores = generator.get_candidates(ids[None])
+        except RuntimeError as error:  # as PyTorch says of NaN that are to be drawn from
+            raise errors.StateError(
+                f"a draft of {type(self._model).__name__}",
+                got=str(error),
+                expected="tokens",
+                fix='another smaller model, or draft="lookup"',
+            ) from error
         self._of[text] = generator, found[0].cpu()
         tokens = found[0, len(ids) :].tolist()
         if not tokens or scores is None:

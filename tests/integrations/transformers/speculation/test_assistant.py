@@ -230,3 +230,31 @@ def test_other_vocabularies_are_refused(folder: Path) -> None:
     with pytest.raises(errors.InvalidInputError, match="takes no memory"):
         KVCache(config, folder, draft=make("llama"), draft_memory=0.1)
     assert not list(folder.iterdir())
+
+
+@pytest.mark.usefixtures("_without_lookup")
+def test_a_smaller_model_whose_positions_end(folder: Path) -> None:
+    """From there on it proposes nothing; the text goes on."""
+    inputs = prompt([50, 30])
+    wanted = one_by_one("llama", inputs, max_new_tokens=40)
+    small = make("gpt2", n_positions=64)
+    with KVCache(enabled("llama").config, folder, draft=small) as cache:
+        got = speculated("llama", inputs, cache, max_new_tokens=40, gamma=4)
+        said = cache.stats()["speculation"]
+    assert torch.equal(got, wanted)
+    assert said["sources"]["assistant"]["proposed"] > 40
+
+
+@pytest.mark.usefixtures("_without_lookup")
+def test_a_smaller_model_that_says_nan(folder: Path) -> None:
+    """Nothing can be drawn from that: an error that names it, the cache as before, which another
+    draft continues."""
+    inputs, small = prompt([30]), make("llama")
+    small.lm_head.weight.data.fill_(torch.nan)
+    with KVCache(enabled("llama").config, folder, draft=small) as cache:
+        with pytest.raises(errors.StateError, match="a draft of LlamaForCausalLM") as caught:
+            speculated("llama", inputs, cache, max_new_tokens=10, do_sample=True, gamma=2)
+        assert len(caught.value.sequences[0]) > 30  # type: ignore[attr-defined]
+        wanted = one_by_one("llama", inputs, max_new_tokens=10)
+        cache.reuse_prefix(**inputs)
+        assert torch.equal(speculated("llama", inputs, cache, max_new_tokens=10), wanted)

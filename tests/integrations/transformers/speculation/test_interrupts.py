@@ -53,7 +53,7 @@ def _go_on(
 
 
 @in_steps(3)
-@pytest.mark.parametrize("kind", ["pages", "lookup"])
+@pytest.mark.parametrize("kind", ["pages", "4bit", "lookup"])
 @pytest.mark.parametrize("where", ["a layer", "what is kept"])
 def test_ctrl_c(
     folder: Path, kind: str, where: str, step: int, monkeypatch: pytest.MonkeyPatch
@@ -103,7 +103,7 @@ def test_killed(folder: Path, processes: Forks, step: int) -> None:
     saved = max(LENGTHS) + STEP - 1
     places = [
         (function, nth)
-        for function in (("tier", "attend"), ("tier", "offer"), ("rows", "accept"))
+        for function in (("tier", "attend"), ("tier", "begin"), ("rows", "accept"))
         for nth in (1, 2, 5, 9)
     ]
     kills = 0
