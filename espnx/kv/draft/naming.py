@@ -75,7 +75,7 @@ class TensorNaming:
 
     def __init__(self, queries: Queries, tier: PageTier, first_sequence: int):
         self._queries, self._tier, self._first = queries, tier, first_sequence
-        self._own = dict[tuple[int, int], Queries]()
+        self._own, self._first_pages = dict[tuple[int, int], Queries](), dict[int, int]()
         self.o = torch.zeros(*queries.q.shape[:3], queries.dv, device=queries.q.device)
         self.lse = torch.full(queries.q.shape[:3], -torch.inf, device=queries.q.device)
 
@@ -94,6 +94,7 @@ class TensorNaming:
                 self._seen(sequence, rows),
                 page_lse[0, 0],
                 self.lse[sequence, head],
+                self._begins(sequence),
             )
 
     def _of(self, sequence: int, head: int) -> Queries:
@@ -104,6 +105,16 @@ class TensorNaming:
                 one, q=one.q[:, head : head + 1].contiguous(), slopes=slopes
             )
         return self._own[sequence, head]
+
+    def _begins(self, sequence: int) -> int:
+        """The page in which the text of a sequence begins."""
+        if sequence not in self._first_pages:
+            first, visible = self._queries.first_visible, self._queries.visible
+            at = 0 if first is None else int(first[sequence])
+            if visible is not None:
+                at += int(visible[sequence, at:].bool().int().argmax())
+            self._first_pages[sequence] = at // PAGE_ROWS
+        return self._first_pages[sequence]
 
     def _seen(self, sequence: int, rows: RowsInMemory) -> torch.Tensor | None:
         """bool [n]: which of the rows are no padding; None: all."""

@@ -120,6 +120,7 @@ class PageTier:
         seen: torch.Tensor | None,
         page_lse: torch.Tensor,
         lse: torch.Tensor,
+        begins: int,
     ) -> None:
         """Rows of one head of a sequence, which the pass has just attended to.
 
@@ -128,6 +129,7 @@ class PageTier:
             seen: bool [n], which of them are no padding; None: all.
             page_lse: [queries, pages], of the pages that these rows are.
             lse: [queries], over all rows that have been attended to so far.
+            begins: the page in which the sequence's text begins.
         """
         sequence = self._places[sequence]
         if sequence < 0:
@@ -137,11 +139,8 @@ class PageTier:
         number = first + torch.arange(page_lse.shape[1], device=lse.device)
         there = torch.ones(rows.n_rows, dtype=torch.uint8) if seen is None else seen.to(torch.uint8)
         # the page where the text begins, which models look at whatever it says, and the last ones
-        begins = first + (before + int(there.argmax())) // PAGE_ROWS
-        is_first = bool(there.any()) and (rows.first_position == 0 or not bool(there[0]))
         stays = (number + _ALWAYS - 1) * PAGE_ROWS >= self.end
-        if is_first:
-            stays |= number == begins
+        stays |= number == begins
         own = [
             (kept[sequence, head], _pages(rows_of.to(kept), before))
             for kept, rows_of in zip(

@@ -194,9 +194,11 @@ def test_slots_hold_what_was_stored(name: str) -> None:
                 )
 
 
-def test_it_chooses_as_the_tensors_do() -> None:
-    """The same pages as the plain version, piece for piece, where no two weigh alike."""
-    case = Case("fp32", 9, 600, 7)
+@pytest.mark.parametrize("first", [0, 96, 100])
+def test_it_chooses_as_the_tensors_do(first: int) -> None:
+    """The same pages as the plain version, piece for piece, where no two weigh alike; also where
+    the text begins with a piece."""
+    case = Case("fp32", 9, 600, 7, first_visible=torch.tensor([first, 0]))
     tier, other = case.begun(0.2), case.begun(0.2)
     pieces = [
         (sequence, head, begin, min(begin + 96, case.end))
