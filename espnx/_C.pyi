@@ -129,7 +129,42 @@ class RowStream:
     def front(self) -> int: ...
     def clear(self) -> None: ...
     def visit(self, ticket: int, see: Callable[[Tensor, Tensor], object], /) -> None: ...
+    def name_pages(self, ticket: int, naming: PageNaming, /) -> None: ...
     def stats(self) -> dict[str, Any]: ...
+
+class PageNaming:
+    """csrc/device/draft/page_naming.hpp: attention of some queries that keeps the pages which weigh
+    most, in the tensors of a tier."""
+
+    def __init__(
+        self,
+        *,
+        q: Tensor,
+        dv: int,
+        position: Tensor | None = None,
+        last_position: Tensor | None = None,
+        first_visible: Tensor | None = None,
+        visible: Tensor | None = None,
+        window: int = 0,
+        soft_cap: float = 0.0,
+        slopes: Tensor | None = None,
+        geometry: dict[str, Any],
+        k: Tensor,
+        v: Tensor,
+        seen: Tensor,
+        lse: Tensor,
+        stays: Tensor,
+        number: Tensor,
+        place: Tensor,
+        end: int,
+        threads: int,
+    ) -> None:
+        """`place`: int64 [sequences], which of the tier's each is; -1: none. `end`: behind the last
+        position that will come."""
+
+    def see(self, memory: Tensor, pieces: Tensor, /) -> None: ...
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """(o, lse) over all rows so far."""
 
 class LinkTicket:
     """A transfer of a `LinkClock`."""
@@ -292,6 +327,7 @@ class Extension:
     LinkTicket: type[LinkTicket]
     ListEncoder: type[ListEncoder]
     PageLayout: type[PageLayout]
+    PageNaming: type[PageNaming]
     PostingsDictionaries: type[PostingsDictionaries]
     PostingsTicket: type[PostingsTicket]
     RecordStream: type[RecordStream]
@@ -462,6 +498,23 @@ class Extension:
     ) -> tuple[Tensor, Tensor]:
         """(o, lse). `rows`: K, V, how many to skip, how many count, and the position of the first:
         those in memory."""
+    @staticmethod
+    def attend_packed(
+        pages: Tensor,
+        n_pages: int,
+        *,
+        q: Tensor,
+        dv: int,
+        position: Tensor | None = None,
+        last_position: Tensor | None = None,
+        first_visible: Tensor | None = None,
+        visible: Tensor | None = None,
+        window: int = 0,
+        soft_cap: float = 0.0,
+        slopes: Tensor | None = None,
+        threads: int,
+    ) -> tuple[Tensor, Tensor]:
+        """(o, lse) over pages of four bits (csrc/cpu/packed/packed.hpp)."""
     @staticmethod
     def maxsim(
         query: Tensor,

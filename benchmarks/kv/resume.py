@@ -245,6 +245,8 @@ def show_resume(options: Options, contexts: Sequence[int], say: Say) -> list[Row
             dataclasses.replace(task, context=contexts[-1] + task.steps * QUESTION_TOKENS),
             scratch / "weights",
         )
+        if options.throttle:  # before the worker, which inherits it
+            stack.enter_context(throttled(options.path, options.throttle))
         worker = stack.enter_context(Worker("kv", "resume"))
         words = {
             "weights": str(scratch / "weights"),
@@ -254,8 +256,6 @@ def show_resume(options: Options, contexts: Sequence[int], say: Say) -> list[Row
         is_text = worker.ask(
             "resume_open", task=dataclasses.replace(task, context=contexts[-1]).words(), **words
         )["is_text"]
-        if options.throttle:
-            stack.enter_context(throttled(options.path, options.throttle))
         for context in contexts:
             say(f"resume: {task.name}, {task.batch} x {context} tokens are read")
             found += _point(

@@ -44,6 +44,7 @@ SYSTEMS = {
     "recomputed": Look("read again", OTHER),
     "one-by-one": Look("one by one", MEMORY),
     "lookup": Look("drafts by lookup", ESPNX, "--"),
+    "4bit": Look("drafts in four bits", ESPNX, ":"),
     "pages-1/16": Look("drafts over 1/16", ESPNX),
     "espnx": Look("espnx", ESPNX),
     "espnx-kept": Look("espnx, kept on disk", ESPNX),

@@ -8,7 +8,9 @@
 
 #include "bindings.hpp"
 #include "cpu/aligned.hpp"
+#include "cpu/packed/packed.hpp"
 #include "cpu/parallel.hpp"
+#include "device/draft/page_naming.hpp"
 #include "device/row_stream.hpp"
 
 namespace espnx::python {
@@ -147,8 +149,10 @@ void attend_tail(const Tail& tail, const device::RowQueries& queries, int n_thre
                                       0,
                                       tail.first_position,
                                       nullptr};
-      device::attend_group(queries, group / queries.n_heads, group % queries.n_heads, rows,
-                           {queries.o, queries.m, queries.l});
+      const int64_t sequence = group / queries.n_heads, head = group % queries.n_heads;
+      device::attend_group(
+          queries, sequence, head, rows,
+          device::state_of_group(queries, {queries.o, queries.m, queries.l}, sequence, head));
     }
   });
 }
@@ -173,6 +177,7 @@ struct AttendArguments {
   int64_t window = 0;
   float soft_cap = 0;
   std::optional<Tensor> slopes;
+  int64_t positions = 0;  // of rows beside those, at least
 };
 
 device::RowQueries to_queries(const AttendArguments& given) {
@@ -200,7 +205,7 @@ device::RowQueries to_queries(const AttendArguments& given) {
     queries.visible = contiguous<const uint8_t>(visible, Dtype::uint8, "visible", "uint8");
     const int64_t tail_end = given.rows ? std::get<3>(*given.rows) + std::get<4>(*given.rows) : 0;
     if (visible.dim() != 2 || visible.size(0) != queries.n_sequences ||
-        visible.size(1) < tail_end) {
+        visible.size(1) < std::max(tail_end, given.positions)) {
       invalid("visible must be [sequences, positions]");
     }
     queries.visible_stride = visible.size(1);
@@ -241,6 +246,177 @@ std::tuple<NewTensor, NewTensor> attend(RowStream* stream, int64_t ticket,
   return {o.tensor(), lse.tensor()};
 }
 
+// Attention of q [sequences, KV heads, n, d] over uint8 pages [sequences, KV heads, capacity,
+// page_bytes], of which the first `n_pages` count, from position 0 on: as attend().
+std::tuple<NewTensor, NewTensor> attend_packed(const Tensor& pages, int64_t n_pages,
+                                               AttendArguments given, int threads) {
+  if (threads < 1) invalid("threads must be 1 or more");
+  given.positions = n_pages * espnx::kPackedRows;
+  device::RowQueries queries = to_queries(given);
+  const int64_t n = queries.n, groups = queries.n_sequences * queries.n_heads;
+  for (const int64_t dim : {queries.d, queries.dv}) {
+    if (dim < 8 || dim % 8 != 0 || dim > espnx::kMaxHeadDim)
+      invalid("d and dv must be multiples of 8, of 8 to " + std::to_string(espnx::kMaxHeadDim));
+  }
+  const int64_t page_bytes = espnx::packed_page_bytes(queries.d, queries.dv);
+  const auto* memory = contiguous<const uint8_t>(pages, Dtype::uint8, "pages", "uint8");
+  if (pages.dim() != 4 || pages.size(0) != queries.n_sequences ||
+      pages.size(1) != queries.n_heads || pages.size(3) != page_bytes || n_pages < 0 ||
+      n_pages > pages.size(2)) {
+    invalid("pages must be [sequences, KV heads, pages, " + std::to_string(page_bytes) + "]");
+  }
+  NewFloats o({queries.n_sequences, queries.n_heads, n, queries.dv}),
+      lse({queries.n_sequences, queries.n_heads, n});
+  espnx::AlignedFloats m(groups * n), l(groups * n);
+  o.fill(0), l.fill(0), m.fill(-std::numeric_limits<float>::infinity());
+  queries.o = o.data(), queries.m = m.data(), queries.l = l.data();
+  constexpr int64_t kPages = 4;  // decoded at a time: what attention folds in at once
+  const int64_t rows = kPages * espnx::kPackedRows, width = queries.d + queries.dv;
+  const int64_t work = groups * n_pages * espnx::kPackedRows * (n + 2) * width;
+  const int n_threads = work < (1 << 20) ? 1 : threads;
+  espnx::AlignedFloats decoded(n_threads * rows * width);
+  const int64_t capacity_bytes = pages.size(2) * page_bytes;
+  const auto attend_some = [&](int thread, int64_t begin, int64_t end) {
+    float* k = decoded.data() + thread * rows * width;
+    float* v = k + rows * queries.d;
+    for (int64_t group = begin; group < end; ++group) {
+      const uint8_t* own = memory + group * capacity_bytes;
+      const int64_t sequence = group / queries.n_heads, head = group % queries.n_heads;
+      const auto state =
+          device::state_of_group(queries, {queries.o, queries.m, queries.l}, sequence, head);
+      for (int64_t page = 0; page < n_pages; page += kPages) {
+        const int64_t count = std::min(kPages, n_pages - page);
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t row = i * espnx::kPackedRows;
+          espnx::unpack_page(own + (page + i) * page_bytes, queries.d, queries.dv,
+                             k + row * queries.d, v + row * queries.dv);
+        }
+        const espnx::AttentionRows some{reinterpret_cast<const uint8_t*>(k),
+                                        reinterpret_cast<const uint8_t*>(v),
+                                        count * espnx::kPackedRows,
+                                        rows,
+                                        0,
+                                        espnx::RowFormat::fp32,
+                                        0,
+                                        0,
+                                        page * espnx::kPackedRows,
+                                        nullptr};
+        device::attend_group(queries, sequence, head, some, state);
+      }
+      espnx::finish_attention(state, n, queries.dv, lse.data() + group * n);
+    }
+  };
+  {
+    py::gil_scoped_release unlocked;
+    espnx::parallel_for(groups, 1, n_threads, attend_some);
+  }
+  return {o.tensor(), lse.tensor()};
+}
+
+// Which of a tier's sequences each of the queries' is, and the memory of the tier's pages.
+struct PageTensors {
+  Tensor k, v, seen, lse, stays, number, place;
+  int64_t end = 0;
+};
+
+// A PageNaming and all that it looks at.
+class Naming {
+ public:
+  Naming(const AttendArguments& given, const py::dict& geometry, const PageTensors& tier,
+         int threads)
+      : queries_(to_queries(given)) {
+    const device::RowGeometry of_rows = to_geometry(geometry);
+    if (threads < 1) invalid("threads must be 1 or more");
+    if (of_rows.is_shared || of_rows.d != queries_.d || of_rows.dv != queries_.dv ||
+        queries_.dv > espnx::kMaxHeadDim) {
+      invalid("the queries do not fit the rows");
+    }
+    device::PageSlots slots{};
+    slots.slots = tier.number.dim() == 3 ? tier.number.size(2) : 0;
+    slots.format = format_of(tier.k.dtype());
+    if (of_rows.format != slots.format && of_rows.format != espnx::RowFormat::int8)
+      invalid("pages must be of the dtype of the stored rows");
+    const int64_t sequences = tier.number.dim() == 3 ? tier.number.size(0) : 0;
+    const auto check = [&](const Tensor& tensor, std::vector<int64_t> behind, const char* name) {
+      std::vector<int64_t> shape{sequences, queries_.n_heads, slots.slots};
+      shape.insert(shape.end(), behind.begin(), behind.end());
+      bool fits = tensor.dim() == static_cast<int64_t>(shape.size()) && tensor.is_cpu() &&
+                  tensor.is_contiguous() && tensor.is_aligned();
+      for (size_t i = 0; fits && i < shape.size(); ++i)
+        fits = tensor.size(static_cast<int64_t>(i)) == shape[i];
+      if (!fits) invalid(std::string("the tier's ") + name + " has another shape");
+      kept_.push_back(tensor.keep());
+    };
+    check(tier.k, {device::kPageRows, queries_.d}, "k");
+    check(tier.v, {device::kPageRows, queries_.dv}, "v");
+    check(tier.seen, {device::kPageRows}, "seen");
+    check(tier.lse, {queries_.n}, "lse");
+    check(tier.stays, {}, "stays");
+    check(tier.number, {}, "number");
+    if (tier.v.dtype() != tier.k.dtype()) invalid("the tier's k and v are of two dtypes");
+    slots.k = tier.k.data<uint8_t>(), slots.v = tier.v.data<uint8_t>();
+    slots.seen = contiguous<uint8_t>(tier.seen, Dtype::uint8, "seen", "uint8");
+    slots.lse = contiguous<float>(tier.lse, Dtype::float32, "lse", "float32");
+    slots.stays = contiguous<uint8_t>(tier.stays, Dtype::uint8, "stays", "uint8");
+    slots.number = contiguous<int64_t>(tier.number, Dtype::int64, "number", "int64");
+    const int64_t* place = positions(tier.place, queries_.n_sequences, "place");
+    for (int64_t i = 0; i < queries_.n_sequences; ++i) {
+      if (place[i] < -1 || place[i] >= sequences) invalid("a place that the tier does not have");
+    }
+    for (const std::optional<Tensor>& each :
+         {std::optional<Tensor>(given.q), given.position, given.last_position, given.first_visible,
+          given.visible, given.slopes}) {
+      if (each) kept_.push_back(each->keep());
+    }
+    naming_ =
+        std::make_unique<device::PageNaming>(queries_, of_rows, slots, place, tier.end, threads);
+  }
+
+  // Rows as a device shows them; `pieces`: int64 [pieces, 5], the fields of RowPiece.
+  void see(const Tensor& memory, const Tensor& pieces) {
+    constexpr auto kFields = static_cast<int64_t>(std::size(kPieceFields));
+    const auto* bytes = contiguous<const char>(memory, Dtype::uint8, "memory", "uint8");
+    const auto* table = contiguous<const device::RowPiece>(pieces, Dtype::int64, "pieces", "int64");
+    if (pieces.numel() % kFields != 0) invalid("pieces must have 5 numbers for each");
+    const int64_t size_bytes = memory.numel(), count = pieces.numel() / kFields;
+    py::gil_scoped_release unlocked;
+    naming_->see(table, count, bytes, size_bytes);
+  }
+
+  std::tuple<NewTensor, NewTensor> finish() {
+    NewFloats o({queries_.n_sequences, queries_.n_heads, queries_.n, queries_.dv}),
+        lse({queries_.n_sequences, queries_.n_heads, queries_.n});
+    {
+      py::gil_scoped_release unlocked;
+      naming_->finish(o.data(), lse.data());
+    }
+    return {o.tensor(), lse.tensor()};
+  }
+
+  device::PageNaming& naming() { return *naming_; }
+
+ private:
+  device::RowQueries queries_;
+  std::vector<std::shared_ptr<void>> kept_;
+  std::unique_ptr<device::PageNaming> naming_;
+};
+
+// Shows all reads of the ticket to `naming`, in its threads.
+void name_pages(RowStream& stream, int64_t ticket, Naming& naming) {
+  naming.naming().begin_reads();
+  run_interruptibly([&](const std::function<bool()>& interrupted) {
+    stream.visit(
+        ticket,
+        [&](const device::RowPlan& plan, const device::RowUnit& unit, const char* memory,
+            int thread, const std::function<bool()>& is_over) {
+          const auto pieces = plan.pieces(unit);
+          naming.naming().see(pieces.begin(), pieces.count, memory, unit.size_bytes, thread,
+                              &unit - plan.units.data(), is_over);
+        },
+        naming.naming().n_threads(), interrupted);
+  });
+}
+
 NewTensor piece_table(const device::RowPlan& plan, const device::RowUnit& unit) {
   const auto pieces = plan.pieces(unit);
   constexpr auto kFields = static_cast<int64_t>(std::size(kPieceFields));
@@ -261,17 +437,41 @@ void visit(RowStream& stream, int64_t ticket, const py::function& see) {
   run_interruptibly([&](const std::function<bool()>& interrupted) {
     stream.visit(
         ticket,
-        [&](const device::RowPlan& plan, const device::RowUnit& unit, const char* memory) {
+        [&](const device::RowPlan& plan, const device::RowUnit& unit, const char* memory, int,
+            const std::function<bool()>&) {
           py::gil_scoped_acquire locked;
           see(NewTensor(memory, Dtype::uint8, {unit.size_bytes}, nullptr), piece_table(plan, unit));
         },
-        interrupted);
+        1, interrupted);
   });
 }
 
 }  // namespace
 
 void bind_rows(py::module_& m) {
+  py::class_<Naming>(m, "PageNaming")
+      .def(py::init([](const Tensor& q, int64_t dv, const std::optional<Tensor>& position,
+                       const std::optional<Tensor>& last_position,
+                       const std::optional<Tensor>& first_visible,
+                       const std::optional<Tensor>& visible, int64_t window, float soft_cap,
+                       const std::optional<Tensor>& slopes, const py::dict& geometry,
+                       const Tensor& k, const Tensor& v, const Tensor& seen, const Tensor& lse,
+                       const Tensor& stays, const Tensor& number, const Tensor& place, int64_t end,
+                       int threads) {
+             free_kept();
+             return std::make_unique<Naming>(
+                 AttendArguments{q, dv, std::nullopt, position, last_position, first_visible,
+                                 visible, window, soft_cap, slopes, end},
+                 geometry, PageTensors{k, v, seen, lse, stays, number, place, end}, threads);
+           }),
+           py::kw_only(), py::arg("q"), py::arg("dv"), py::arg("position") = py::none(),
+           py::arg("last_position") = py::none(), py::arg("first_visible") = py::none(),
+           py::arg("visible") = py::none(), py::arg("window") = 0, py::arg("soft_cap") = 0.0F,
+           py::arg("slopes") = py::none(), py::arg("geometry"), py::arg("k"), py::arg("v"),
+           py::arg("seen"), py::arg("lse"), py::arg("stays"), py::arg("number"), py::arg("place"),
+           py::arg("end"), py::arg("threads"))
+      .def("see", &Naming::see)
+      .def("finish", &Naming::finish);
   py::class_<RowStream>(m, "RowStream")
       .def(py::init([](const std::shared_ptr<io::Engine>& engine, int64_t window_bytes,
                        double deadline_s) {
@@ -284,6 +484,7 @@ void bind_rows(py::module_& m) {
       .def("front", &RowStream::front, py::call_guard<py::gil_scoped_release>())
       .def("clear", &RowStream::clear, py::call_guard<py::gil_scoped_release>())
       .def("visit", &visit)
+      .def("name_pages", &name_pages)
       .def("stats", [](RowStream& stream) {
         const RowStream::Stats stats = stream.stats();
         py::dict found;
@@ -294,6 +495,21 @@ void bind_rows(py::module_& m) {
         found["computing_s"] = stats.computing_s;
         return found;
       });
+  m.def(
+      "attend_packed",
+      [](const Tensor& pages, int64_t n_pages, const Tensor& q, int64_t dv,
+         const std::optional<Tensor>& position, const std::optional<Tensor>& last_position,
+         const std::optional<Tensor>& first_visible, const std::optional<Tensor>& visible,
+         int64_t window, float soft_cap, const std::optional<Tensor>& slopes, int threads) {
+        return attend_packed(pages, n_pages,
+                             {q, dv, std::nullopt, position, last_position, first_visible, visible,
+                              window, soft_cap, slopes, 0},
+                             threads);
+      },
+      py::arg("pages"), py::arg("n_pages"), py::kw_only(), py::arg("q"), py::arg("dv"),
+      py::arg("position") = py::none(), py::arg("last_position") = py::none(),
+      py::arg("first_visible") = py::none(), py::arg("visible") = py::none(), py::arg("window") = 0,
+      py::arg("soft_cap") = 0.0F, py::arg("slopes") = py::none(), py::arg("threads"));
   m.attr("ROW_SEGMENT_FIELDS") = names(std::begin(kSegmentFields), std::end(kSegmentFields));
   m.attr("ROW_PIECE_FIELDS") = names(std::begin(kPieceFields), std::end(kPieceFields));
   m.def(
@@ -305,7 +521,7 @@ void bind_rows(py::module_& m) {
          const std::optional<Tensor>& slopes, int threads) {
         return attend(stream, ticket,
                       {q, dv, rows, position, last_position, first_visible, visible, window,
-                       soft_cap, slopes},
+                       soft_cap, slopes, 0},
                       threads);
       },
       py::arg("stream").none(true), py::arg("ticket"), py::kw_only(), py::arg("q"), py::arg("dv"),

@@ -301,19 +301,8 @@ void RowStream::attend(int64_t ticket, const RowQueries& queries, int n_threads,
                            int thread) {
     const AttentionState states = state_of(thread);
     for (const RowPiece& piece : reading.plan.pieces(unit)) {
-      const auto* block = reinterpret_cast<const uint8_t*>(memory) + piece.offset_bytes;
-      const uint8_t* k = block + geometry.k_offset_bytes;
-      const AttentionRows rows{k,
-                               geometry.is_shared ? k : block + geometry.v_offset_bytes,
-                               piece.n_rows,
-                               geometry.block_rows,
-                               geometry.block_bytes,
-                               geometry.format,
-                               geometry.k_scale_offset_bytes - geometry.k_offset_bytes,
-                               geometry.v_scale_offset_bytes - geometry.k_offset_bytes,
-                               piece.first_position,
-                               nullptr};
-      attend_group(queries, piece.sequence, piece.head, rows, states);
+      attend_group(queries, piece.sequence, piece.head, rows_of(geometry, piece, memory),
+                   state_of_group(queries, states, piece.sequence, piece.head));
     }
   };
   consume(*reading, n_threads, fold, interrupted);
@@ -322,18 +311,39 @@ void RowStream::attend(int64_t ticket, const RowQueries& queries, int n_threads,
   }
 }
 
-void RowStream::visit(int64_t ticket,
-                      const std::function<void(const RowPlan&, const RowUnit&, const char*)>& see,
+void RowStream::visit(int64_t ticket, const See& see, int n_threads,
                       const std::function<bool()>& interrupted) {
   const std::shared_ptr<Reading> reading = take_front(ticket);
-  const Arrived show = [&](const Reading& reading, const RowUnit& unit, const char* memory, int) {
-    see(reading.plan, unit, memory);
+  const auto n_units = static_cast<int64_t>(reading->plan.units.size());
+  const Arrived show = [&](const Reading& reading, const RowUnit& unit, const char* memory,
+                           int thread) {
+    see(reading.plan, unit, memory, thread, [&] {
+      if (thread == 0 && interrupted()) throw failure(io::Kind::cancelled, "interrupted");
+      return reading.stopped.load();
+    });
   };
-  consume(*reading, 1, show, interrupted);
+  consume(*reading,
+          static_cast<int>(std::clamp<int64_t>(n_threads, 1, std::max<int64_t>(1, n_units))), show,
+          interrupted);
+}
+
+AttentionRows rows_of(const RowGeometry& geometry, const RowPiece& piece, const char* memory) {
+  const auto* block = reinterpret_cast<const uint8_t*>(memory) + piece.offset_bytes;
+  const uint8_t* k = block + geometry.k_offset_bytes;
+  return {k,
+          geometry.is_shared ? k : block + geometry.v_offset_bytes,
+          piece.n_rows,
+          geometry.block_rows,
+          geometry.block_bytes,
+          geometry.format,
+          geometry.k_scale_offset_bytes - geometry.k_offset_bytes,
+          geometry.v_scale_offset_bytes - geometry.k_offset_bytes,
+          piece.first_position,
+          nullptr};
 }
 
 void attend_group(const RowQueries& queries, int64_t sequence, int64_t head, AttentionRows rows,
-                  AttentionState states) {
+                  const AttentionState& state, const PageSums* pages) {
   thread_local std::vector<int64_t> first_visible;
   const bool has_first = queries.first_visible != nullptr || queries.window > 0;
   if (has_first)
@@ -356,8 +366,7 @@ void attend_group(const RowQueries& queries, int64_t sequence, int64_t head, Att
       queries.soft_cap,
       queries.slopes != nullptr ? queries.slopes + head * queries.n : nullptr,
       queries.position};
-  espnx::attend(looking, rows,
-                {states.o + before * queries.dv, states.m + before, states.l + before});
+  espnx::attend(looking, rows, state, pages);
 }
 
 }  // namespace espnx::device

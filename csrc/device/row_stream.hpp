@@ -44,10 +44,20 @@ struct RowQueries {
   float *o, *m, *l;     // states, [sequences, heads, n, (dv)]
 };
 
-// Folds rows of one (sequence, head) into its state; `states`: of all of them. What hides rows
-// comes from the queries.
+// The state of one (sequence, head) among those of all of them.
+inline AttentionState state_of_group(const RowQueries& queries, const AttentionState& states,
+                                     int64_t sequence, int64_t head) {
+  const int64_t before = (sequence * queries.n_heads + head) * queries.n;
+  return {states.o + before * queries.dv, states.m + before, states.l + before};
+}
+
+// Folds rows of one (sequence, head) into its state. What hides rows comes from the queries.
+// `pages`: what the pages of the rows weigh, or nullptr.
 void attend_group(const RowQueries& queries, int64_t sequence, int64_t head, AttentionRows rows,
-                  AttentionState states);
+                  const AttentionState& state, const PageSums* pages = nullptr);
+
+// The rows of a piece of a read.
+AttentionRows rows_of(const RowGeometry& geometry, const RowPiece& piece, const char* memory);
 
 // clear(), front() and stats() may be called by any thread at any time; the other calls by one
 // thread at a time.
@@ -66,10 +76,12 @@ class RowStream {
   void attend(int64_t ticket, const RowQueries& queries, int n_threads,
               const std::function<bool()>& interrupted);
 
-  // Shows the reads of the ticket at the front, checked, one after the other, in the caller's
-  // thread. The memory is invalid afterwards.
-  void visit(int64_t ticket,
-             const std::function<void(const RowPlan&, const RowUnit&, const char*)>& see,
+  // Shows the reads of the ticket at the front, checked, in `n_threads` threads numbered from 0,
+  // the caller's. The memory is invalid afterwards. `is_over`: another thread has failed, and no
+  // read comes any more; throws FailureError where the caller is interrupted.
+  using See = std::function<void(const RowPlan&, const RowUnit&, const char*, int thread,
+                                 const std::function<bool()>& is_over)>;
+  void visit(int64_t ticket, const See& see, int n_threads,
              const std::function<bool()>& interrupted);
 
   // Forgets everything that was pushed. Any thread, at any time: attend() and visit() that are

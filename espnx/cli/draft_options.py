@@ -19,8 +19,8 @@ def add_draft_options(add: Callable[..., Any]) -> None:
         default="none",
         help=(
             "propose several tokens for each pass over K and V: what followed in the text before "
-            "(lookup), or what the model says of the rows that weigh most (pages) (default: "
-            "%(default)s)"
+            "(lookup); where that finds nothing, what the model says of the rows that weigh most "
+            "(pages), or of all rows in four bits (4bit) (default: %(default)s)"
         ),
     )
     add(
@@ -37,7 +37,7 @@ def check_draft(args: argparse.Namespace) -> None:
         raise InvalidInputError(
             "--draft-memory",
             got=f"--draft {args.draft}",
-            expected="--draft pages, which alone takes memory",
+            expected="--draft pages, whose memory alone is chosen",
         )
 
 

@@ -34,7 +34,8 @@ PIECE = np.dtype(
 #: milliseconds of the fastest drives.
 READ_AHEAD_BYTES = 48 << 20
 
-#: Called with uint8 [bytes] and its pieces, an array of `PIECE`.
+#: Called with uint8 [bytes] and its pieces, an array of `PIECE`. One that has an attribute `native`
+#: (a compiled `PageNaming`, or None) may be given the reads through that, without Python between.
 Show = Callable[[torch.Tensor, np.ndarray], None]
 
 

@@ -13,17 +13,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import errors
 from ..ops.attention import Queries, add_sinks, attend_rows, merge
 from .draft.naming import NamingAttention
+from .draft.packed import PackedTier
 from .draft.pages import PageTier
+from .draft.tier import Tier
 from .prefill import chunk_attention
 from .read_ahead import Arrived, ReadAhead
 from .rows import LayerRows
 from .scores import PLAIN, ScoreRules
-from .shown import ShownAttention
+from .shown import ShownAttention, unpacked
 from .striping import StripedDevices
 from .visibility import Visibility
 from .x_rows import Projection, Recomputer, absorb, bias_scores, release
@@ -200,7 +203,13 @@ class Attention:
         o, lse = self._gather(rows, arrived, queries)
         return o.reshape(n_sequences, heads, n, -1), lse.reshape(n_sequences, heads, n)
 
-    def naming(self, tier: PageTier) -> Over:
+    def filling(self, tier: Tier) -> Over:
+        """Attends as `stored`, and gives the tier what it is to have of these rows."""
+        if isinstance(tier, PageTier):
+            return self._naming(tier)
+        return self._packing(tier) if isinstance(tier, PackedTier) else self.stored
+
+    def _naming(self, tier: PageTier) -> Over:
         """Attends as `stored`, over rows that the host attends to, so that it learns what each page
         of them weighs: the tier keeps those with the most."""
 
@@ -218,16 +227,61 @@ class Attention:
                 rows.pinned = end
             o, lse = attend_rows(queries, arrived.tail, threads=self._threads)
             if arrived.tickets is not None:
-                named = NamingAttention(queries, tier, arrived.sequences.start)
-                self._striped.visit(arrived.tickets, partial(named.show, rows.layout))
-                o, lse = merge(named.o, named.lse, o, lse)
+                named = NamingAttention(
+                    queries, rows.layout, tier, arrived.sequences.start, self._threads
+                )
+                self._striped.visit(arrived.tickets, named)
+                o, lse = merge(*named.result(), o, lse)
             return o.reshape(n_sequences, heads, n, -1), lse.reshape(n_sequences, heads, n)
 
         return over
 
-    def draft(self, rows: LayerRows, step: Step, tier: PageTier) -> torch.Tensor:
-        """Adds new rows in memory, and attends over these, what else waits there, and the tier's
-        pages: [sequences, heads, n, dv], in q's dtype. Nothing is read."""
+    def _packing(self, tier: PackedTier) -> Over:
+        """Attends as `stored`; the first pass shows the host all that is stored, which the tier
+        packs."""
+
+        def over(
+            rows: LayerRows, step: Step, span: Span, arrived: Arrived
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            if tier.end or arrived.tickets is None:
+                rows.pinned = tier.end  # until it is packed, or for good
+                return self.stored(rows, step, span, arrived)
+            n_sequences, heads, n, _ = step.q.shape
+            queries, begin = (
+                _queries(step, rows.n_heads, rows.layout.dv, span),
+                arrived.sequences.start,
+            )
+            end = arrived.whole_tail.first_position if arrived.whole_tail else rows.count
+            if begin == 0:
+                tier.begin(queries, rows.sequences, end)
+            shown = ShownAttention(queries, self._threads)
+
+            def show(memory: torch.Tensor, pieces: np.ndarray) -> None:
+                for sequence, head, k, v, first in unpacked(rows.layout, memory, pieces):
+                    tier.show(begin + sequence, head, k, v, first)
+                shown.show(rows.layout, memory, pieces)
+
+            self._striped.visit(arrived.tickets, show)
+            if arrived.sequences.stop == rows.sequences:
+                tier.finish(end)
+                rows.pinned = end
+            o, lse = attend_rows(queries, arrived.tail, threads=self._threads)
+            o, lse = merge(shown.o, shown.lse, o, lse)
+            return o.reshape(n_sequences, heads, n, -1), lse.reshape(n_sequences, heads, n)
+
+        return over
+
+    @staticmethod
+    def settle(rows: LayerRows, tier: Tier, end: int) -> None:
+        """The tokens before position `end` stand, of all sequences: a tier that keeps all rows
+        takes those that it lacks."""
+        if isinstance(tier, PackedTier) and (new := rows.tail(tier.end)) is not None:
+            tier.take(new, end)
+            rows.pinned = tier.end
+
+    def draft(self, rows: LayerRows, step: Step, tier: Tier) -> torch.Tensor:
+        """Adds new rows in memory, and attends over these, what else waits there, and the tier's:
+        [sequences, heads, n, dv], in q's dtype. Nothing is read."""
         span = Span.of_new(rows.count, step.k.shape[2])
         rows.append(step.k, step.v)
         n_sequences, heads, n, _ = step.q.shape

@@ -15,7 +15,7 @@ from .. import errors
 from ..device.row_layout import RowLayout, format_of
 from ..forks import check_own
 from .attention import CHUNK_TOKENS, Attention, Over, Step
-from .draft.pages import PageTier
+from .draft.tier import Lost, MakeTier, Tier
 from .options import CacheOptions
 from .places import Places
 from .read_ahead import ReadAhead
@@ -46,7 +46,7 @@ class SsdCache:
         ends: tokens of each sequence that stand, while those of a pass may be rejected (`propose`);
             None: they stand, and all sequences have as many.
         is_drafting: passes are drafts (`drafting`).
-        is_tier_lost: there was no memory for the pages of drafts, and none are kept.
+        lost: the sequences for whose rows for drafts there was no memory.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class SsdCache:
         self.x: list[LayerRows | None] = [None] * n_layers
         self._begun = 0  # tokens when the forward pass under way began
         self.ends: list[int] | None = None
-        self.is_drafting = self.is_tier_lost = False
-        self._tier_share: float | None = None
-        self._tiers = dict[int, PageTier]()  # by layer
+        self.is_drafting, self.lost = False, Lost()
+        self._make_tier: MakeTier | None = None
+        self._tiers = dict[int, Tier]()  # by layer
 
     def check_process(self) -> None:
         """Raises InvalidInputError in a process that was forked after the cache was made: it lacks
@@ -100,12 +100,12 @@ class SsdCache:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of rows that wait in memory, of pages for drafts, and of checksums."""
+        """Bytes of rows that wait in memory, of rows for drafts, and of checksums."""
         return sum(rows.memory_bytes for rows in self.every) + self.tier_bytes
 
     @property
     def tier_bytes(self) -> int:
-        """Bytes of pages for drafts."""
+        """Bytes of rows for drafts."""
         return sum(tier.memory_bytes for tier in self._tiers.values())
 
     # --- forward passes ---
@@ -168,11 +168,13 @@ class SsdCache:
                 self._kv_layout(step), step.k.shape[1], step.k.dtype
             )
         over: Over = self.attention.stored
-        if self._tier_share is not None:
-            tier = self._tiers.setdefault(layer, PageTier(self._tier_share))
+        if self._make_tier is not None:
+            if layer not in self._tiers:
+                self._tiers[layer] = self._make_tier(self.lost)
+            tier = self._tiers[layer]
             if self.is_drafting:
                 return self.attention.draft(rows, step, tier)
-            over = self.attention.naming(tier)
+            over = self.attention.filling(tier)
         return self.attention.add(rows, step, step.k, step.v, over, self._settled)
 
     def _attend_x(self, layer: int, step: Step) -> torch.Tensor:
@@ -214,26 +216,26 @@ class SsdCache:
         """The first token that some sequence may still reject; None: all stand."""
         return None if self.ends is None else min(self.ends)
 
-    def propose(self, tier_share: float | None = None) -> None:
+    def propose(self, make_tier: MakeTier | None = None) -> None:
         """Lets the new tokens of each pass wait in memory from here on until `accept` says which of
         them stand. Sequences may become of unlike lengths then: who calls hides what is behind a
         sequence's end by the mask.
 
         Args:
-            tier_share: of each layer's pages that stay in memory for drafts (`drafting`); None:
-                none.
+            make_tier: of each layer's rows for drafts (`drafting`); None: there are none.
         """
         self.ends = [max(map(self.length, range(len(self.kv))))] * self.sequences
-        self._tier_share, self.is_tier_lost = tier_share, False
+        self._make_tier = make_tier
+        self.lost.sequences.clear()
 
     @property
     def has_tier(self) -> bool:
-        """Whether a pass has named pages for drafts."""
+        """Whether a pass has brought rows for drafts."""
         return bool(self._tiers)
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """Passes inside attend to the pages that the last pass named and to rows in memory alone;
+        """Passes inside attend to the rows for drafts and to those in memory alone;
         what they add is forgotten at the end. Reads ahead go on."""
         counts = {rows: rows.count for rows in self.every}
         self.is_drafting = True
@@ -254,9 +256,9 @@ class SsdCache:
                 if rows is not None:
                     rows.accept(before[own], n_new, kept[own], max(ends))
         self.ends = ends  # the last, so that what an interrupt leaves half done does not stand
-        if not all(tier.fits for tier in self._tiers.values()):
-            self._drop_tiers()
-            self.is_tier_lost = True
+        for layer, tier in self._tiers.items():
+            if (rows := self.kv[layer]) is not None:
+                self.attention.settle(rows, tier, min(ends))
 
     def settle(self) -> None:
         """The end of `propose`: what not all sequences have is forgotten."""
@@ -266,8 +268,9 @@ class SsdCache:
             self.crop(end)
 
     def _drop_tiers(self) -> None:
-        self._tier_share = None
+        self._make_tier = None
         self._tiers.clear()
+        self.lost.sequences.clear()
         for rows in self.every:
             rows.pinned = None
 
@@ -345,6 +348,7 @@ class SsdCache:
             self.ends = [self.ends[i] for i in sequences]
             for rows in self.every:
                 rows.crop(max(self.ends))
+            self.lost.select(sequences)
             for tier in self._tiers.values():
                 tier.select(list(sequences))
 

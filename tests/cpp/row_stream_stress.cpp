@@ -1,5 +1,5 @@
-// Streams of several devices that attend while another thread clears them; built with a sanitizer
-// by tests/device/test_row_stream.py.
+// Streams of several devices that attend, some naming pages on the way, while another thread clears
+// them; built with a sanitizer by tests/device/test_row_stream.py.
 //
 //   row_stream_stress SEED ROUNDS FOLDER
 //
@@ -16,11 +16,13 @@
 #include <thread>
 
 #include "cpu/crc32c.hpp"
+#include "device/draft/page_naming.hpp"
 #include "device/row_stream.hpp"
 
 namespace espnx {
 
-void attend(const AttentionQueries&, const AttentionRows& rows, const AttentionState& state) {
+void attend(const AttentionQueries&, const AttentionRows& rows, const AttentionState& state,
+            const PageSums*) {
   for (int64_t row = 0; row < rows.n_rows; ++row) {
     state.o[0] += static_cast<float>(
         rows.k[row / rows.block_rows * rows.block_stride_bytes + row % rows.block_rows]);
@@ -32,6 +34,10 @@ void merge_attention(const AttentionState& into, const AttentionState& from, int
   into.o[0] += from.o[0];
   into.l[0] += from.l[0];
 }
+
+void finish_attention(const AttentionState&, int64_t, int64_t, float*) {}
+float attention_mass(const float*, const float*, const float*, int64_t) { return 0; }
+int64_t row_item_bytes(RowFormat) { return 1; }
 
 }  // namespace espnx
 
@@ -94,14 +100,43 @@ device::RowRequest request_of(const Store& store, Random& random, double& expect
   return request;
 }
 
+// All reads of the ticket in several threads, each of which waits for its turn to offer its pages.
+void name_pages(Store& store, int64_t ticket, const device::RowQueries& queries, int threads) {
+  device::RowGeometry geometry;
+  geometry.d = geometry.dv = 8;
+  geometry.is_shared = true;
+  geometry.block_rows = geometry.block_bytes = kBlock;
+  const int64_t nowhere = -1;
+  device::PageNaming naming(queries, geometry, {}, &nowhere, kBlocks * kBlock, threads);
+  naming.begin_reads();
+  int64_t turns = 0;
+  store.stream->visit(
+      ticket,
+      [&](const device::RowPlan& plan, const device::RowUnit& unit, const char* memory, int thread,
+          const std::function<bool()>& is_over) {
+        const auto pieces = plan.pieces(unit);
+        const int64_t read = &unit - plan.units.data();
+        naming.see(pieces.begin(), pieces.count, memory, unit.size_bytes, thread, read, is_over);
+        if (read == static_cast<int64_t>(plan.units.size()) - 1) turns = read + 1;
+      },
+      threads, [] { return false; });
+  if (turns == 0) broken("the last read had no turn");
+  float lse = 0;
+  naming.finish(queries.o, &lse);
+}
+
 // False: another thread cleared meanwhile.
-bool attend_whole(Store& store, int64_t ticket, double expected, int threads) {
+bool attend_whole(Store& store, int64_t ticket, double expected, int threads, bool names_pages) {
   std::vector<float> q(8);
   float o[8] = {}, m = 0, l = 0;
   const device::RowQueries queries{q.data(), 1,       1, 1, 8,       8, nullptr, nullptr, nullptr,
                                    0,        nullptr, 0, 0, nullptr, o, &m,      &l};
   try {
-    store.stream->attend(ticket, queries, threads, [] { return false; });
+    if (names_pages) {
+      name_pages(store, ticket, queries, threads);
+    } else {
+      store.stream->attend(ticket, queries, threads, [] { return false; });
+    }
   } catch (const io::FailureError& error) {
     const bool was_gone =
         error.failure.kind == io::Kind::invalid && store.stream->front() != ticket;
@@ -121,8 +156,8 @@ void attender(Store& store, uint64_t seed, int rounds, std::atomic<int64_t>& who
     for (auto& [ticket, expected] : tickets)
       ticket = store.stream->push(request_of(store, random, expected));
     for (const auto& [ticket, expected] : tickets) {
-      const bool is_whole =
-          attend_whole(store, ticket, expected, 1 + static_cast<int>(random() % kThreads));
+      const bool is_whole = attend_whole(
+          store, ticket, expected, 1 + static_cast<int>(random() % kThreads), random() % 2 == 0);
       ++(is_whole ? whole : cleared);
       if (!is_whole) break;
     }
@@ -143,7 +178,7 @@ void check_window(Store& store, Random& random) {
   if (ahead != kWindow) broken("read ahead " + std::to_string(ahead) + " bytes");
   store.stream->clear();
   const int64_t ticket = store.stream->push(request_of(store, random, expected));
-  if (!attend_whole(store, ticket, expected, kThreads))
+  if (!attend_whole(store, ticket, expected, kThreads, true))
     broken("a ticket that nobody cleared was cancelled");
 }
 

@@ -20,7 +20,11 @@ def test_cleared_by_another_thread(
     folder = request.config.cache.mkdir(f"sanitized-{sanitizer}")
     program = build(
         "row_stream_stress",
-        [*ENGINE, CSRC / "device" / "row_stream.cpp", CSRC / "device" / "row_plan.cpp"],
+        [
+            *ENGINE,
+            *(CSRC / "device" / name for name in ("row_stream.cpp", "row_plan.cpp")),
+            CSRC / "device" / "draft" / "page_naming.cpp",
+        ],
         sanitizer,
         folder,
     )

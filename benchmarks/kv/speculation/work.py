@@ -17,6 +17,7 @@ from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.enable import enable_kv_cache
 from espnx.integrations.transformers.speculation.generate import generate
 from espnx.kv.draft.lookup import continuation
+from espnx.kv.draft.rows import tier_of
 
 from ...kv_quality.recall import NAME as HELD_OUT
 from ...kv_quality.recall import HeldOut
@@ -30,6 +31,7 @@ SYSTEMS: Mapping[str, Mapping[str, Any]] = {
     "pages-1/16": {"draft": "pages", "draft_memory": 1 / 16},
     "pages-1/8": {"draft": "pages", "draft_memory": 1 / 8},
     "pages-1/4": {"draft": "pages", "draft_memory": 1 / 4},
+    "4bit": {"draft": "4bit"},
     "lookup": {"draft": "lookup"},
     ONE_BY_ONE: {},
 }
@@ -180,18 +182,18 @@ class SpeculationWork:
         the first wrong one count, and one more."""
         ids, counts = self._given(text), _Counts()
         with self._kept(system, 1) as cache:
-            share = None if cache.draft is None else cache.draft.share
-            cache.store.propose(share)
+            make_tier = tier_of(cache.draft)
+            cache.store.propose(make_tier)
             try:
                 at = self.context
-                if share is not None:  # names pages, as the first pass of any text does
+                if make_tier is not None:  # names pages, as the first pass of any text does
                     self._pass(cache, ids[:, at : at + 1])
                     cache.passes.accept(1, [1])
                     at += 1
                 asked = _asked(cache)
                 while at < self.context + self.positions:
                     begun = _asked(cache)
-                    proposed = self._proposed(cache, share, ids, at)
+                    proposed = self._proposed(cache, ids, at, by_model=make_tier is not None)
                     counts.draft_bytes += _asked(cache) - begun
                     said = self._pass(cache, ids[:, at : at + GAMMA + 1])
                     kept = counts.add(proposed, said)
@@ -221,10 +223,8 @@ class SpeculationWork:
             ids[:, self.context : self.context + n] = ids[:, half : half + n]
         return ids
 
-    def _proposed(
-        self, cache: KVCache, share: float | None, ids: torch.Tensor, at: int
-    ) -> list[int]:
-        if share is None:
+    def _proposed(self, cache: KVCache, ids: torch.Tensor, at: int, *, by_model: bool) -> list[int]:
+        if not by_model:
             return continuation(ids[0, : at + 1].numpy(), GAMMA)
         with cache.passes.drafting():
             return [self._pass(cache, ids[:, at + i : at + i + 1])[0] for i in range(GAMMA)]

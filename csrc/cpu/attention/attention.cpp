@@ -41,10 +41,11 @@ void walk(const AttentionTask& task, const int64_t* block_offset_bytes, int64_t 
 }
 
 void attend_blocks(const AttentionQueries& queries, const AttentionRows& rows,
-                   const int64_t* block_offset_bytes, const AttentionState& state) {
+                   const int64_t* block_offset_bytes, const AttentionState& state,
+                   const PageSums* pages) {
   if (queries.n == 0 || rows.n_rows == 0) return;
   thread_local Scratch scratch;
-  const AttentionTask task{kernels_in_force(), queries, rows, state};
+  const AttentionTask task{kernels_in_force(), queries, rows, state, pages};
   if (queries.n <= FewQueries::kBlock) {
     walk(task, block_offset_bytes, FewQueries::kBlock, FewQueries(task, scratch));
   } else {
@@ -63,14 +64,14 @@ bool parse_row_format(const char* name, RowFormat* format) {
 
 int64_t row_item_bytes(RowFormat format) { return item_bytes(format); }
 
-void attend(const AttentionQueries& queries, const AttentionRows& rows,
-            const AttentionState& state) {
-  attend_blocks(queries, rows, nullptr, state);
+void attend(const AttentionQueries& queries, const AttentionRows& rows, const AttentionState& state,
+            const PageSums* pages) {
+  attend_blocks(queries, rows, nullptr, state, pages);
 }
 
 void attend_scattered(const AttentionQueries& queries, const AttentionRows& rows,
                       const int64_t* block_offset_bytes, const AttentionState& state) {
-  attend_blocks(queries, rows, block_offset_bytes, state);
+  attend_blocks(queries, rows, block_offset_bytes, state, nullptr);
 }
 
 void merge_attention(const AttentionState& into, const AttentionState& from, int64_t n,
@@ -84,6 +85,31 @@ void merge_attention(const AttentionState& into, const AttentionState& from, int
     const float* other = from.o + i * dv;
     for (int64_t k = 0; k < dv; ++k) o[k] = mine * o[k] + theirs * other[k];
   }
+}
+
+float attention_mass(const float* sum, const float* base, const float* total, int64_t n) {
+  constexpr int64_t kSome = 64;
+  const AttentionKernels& kernels = kernels_in_force();
+  float mass = 0.0f;
+  for (int64_t first = 0; first < n; first += kSome) {
+    float part[kSome];
+    const int64_t count = std::min(kSome, n - first),
+                  padded = (count + kMaxLanes - 1) / kMaxLanes * kMaxLanes;
+    std::fill_n(part, padded, kNoScore);
+    for (int64_t i = 0; i < count; ++i) {
+      const bool is_any = base[first + i] != kNoScore && (sum == nullptr || sum[first + i] != 0.0f);
+      if (is_any) part[i] = base[first + i] - total[first + i];
+    }
+    const float every = kernels.row_exp(part, padded, 0.0f);
+    if (sum == nullptr) {
+      mass += every;
+      continue;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      if (sum[first + i] != 0.0f) mass += sum[first + i] * part[i];
+    }
+  }
+  return mass;
 }
 
 void finish_attention(const AttentionState& state, int64_t n, int64_t dv, float* lse) {

@@ -55,11 +55,32 @@ struct AttentionState {
   float* l;  // [n], the sum of exp(score - m)
 };
 
+// What each page of the rows of one call weighs for each query. A page holds the positions from one
+// multiple of `page_rows` to the next; page 0 is that of the first row.
+struct PageSums {
+  int64_t page_rows;
+  float* sum;   // [pages, n], the sum of exp(score - base) over what the query sees of the page; 0
+                // before, and where it sees nothing; where it sees something, FLT_MIN or more
+  float* base;  // [pages, n]
+};
+
+// How many pages the rows touch.
+inline int64_t pages_touched(int64_t first_position, int64_t n_rows, int64_t page_rows) {
+  return n_rows == 0 ? 0
+                     : (first_position + n_rows - 1) / page_rows - first_position / page_rows + 1;
+}
+
 // Folds the rows in. One thread; allocates nothing but thread-local scratch.
 // A NaN in K of a visible row makes that query's results NaN; whatever a hidden row holds has no
 // effect.
-void attend(const AttentionQueries& queries, const AttentionRows& rows,
-            const AttentionState& state);
+// `pages`: what the pages weigh, or nullptr.
+void attend(const AttentionQueries& queries, const AttentionRows& rows, const AttentionState& state,
+            const PageSums* pages = nullptr);
+
+// The part of all attention that falls on something, summed over queries: sum[i] * exp(base[i] -
+// total[i]), `total` being the log-sum-exp of all scores of query i. `sum` nullptr: 1 for each.
+// NaN where one of them is.
+float attention_mass(const float* sum, const float* base, const float* total, int64_t n);
 
 // The same where blocks are scattered: block b begins at k + block_offset_bytes[b] (and V, scales
 // likewise), not at multiples of a stride. Better than a call per block, since the softmax is

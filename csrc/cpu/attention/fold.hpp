@@ -36,7 +36,13 @@ struct AttentionTask {
   const AttentionQueries& queries;
   const AttentionRows& rows;
   const AttentionState& state;
+  const PageSums* pages;  // or nullptr
 };
+
+// Adds what query `query` of the task and number `i` of the tile's gives to each page that the tile
+// touches: weights p[t * stride] = exp(score - base), 0 where it does not see row t.
+void add_to_pages(const AttentionTask& task, const AttentionTile& tile, int64_t query, int64_t i,
+                  const float* p, int64_t stride, float base);
 
 // Up to kFewQueries, where dot products on the stored bytes beat strips that are half padding.
 class FewQueries {
@@ -70,6 +76,8 @@ class ManyQueries {
   int64_t n_strips() const { return (n_ + lanes_ - 1) / lanes_; }
   void score(const AttentionTile& tile);
   void score_decoded(StripTask task, int64_t t, int64_t k);
+  void note_pages(const AttentionTile& tile, const float* scores, int64_t first,
+                  int64_t n_lanes) const;
   void change_scores(const AttentionTile& tile, float* scores, int64_t first,
                      int64_t n_lanes) const;
   void hide(const AttentionTile& tile, float* scores, int64_t first, int64_t n_lanes) const;

@@ -78,8 +78,21 @@ void ManyQueries::fold(const AttentionTile& tile) {
     change_scores(tile, scores, s * lanes, std::min(lanes, n_ - s * lanes));
     if (!tile.is_whole) hide(tile, scores, s * lanes, std::min(lanes, n_ - s * lanes));
     task_.kernels.strip_softmax(scores, tile.n, m_ + s * lanes, l_ + s * lanes, alpha_ + s * lanes);
+    if (task_.pages != nullptr)
+      note_pages(tile, scores, s * lanes, std::min(lanes, n_ - s * lanes));
   }
   weigh(tile);
+}
+
+// What a strip's queries give to the pages.
+void ManyQueries::note_pages(const AttentionTile& tile, const float* scores, int64_t first,
+                             int64_t n_lanes) const {
+  for (int64_t lane = 0; lane < n_lanes; ++lane) {
+    const int64_t i = first + lane;
+    // A query that has seen no row yet has no peak.
+    const float base = m_[i] == kNoScore ? 0.0f : m_[i];
+    add_to_pages(task_, tile, first_ + i, i, scores + lane, lanes_, base);
+  }
 }
 
 // Rows are decoded whole, a few at a time: X rows are as long as a page, and reading them by

@@ -219,9 +219,9 @@ def _check_draft(args: argparse.Namespace) -> None:
             expected="no beams: they are not one text after another",
             fix="--draft none",
         )
-    if args.draft == "pages" and args.x_rows:
+    if args.draft in ("pages", "4bit") and args.x_rows:
         raise InvalidInputError(
-            "--draft pages",
+            f"--draft {args.draft}",
             got=f"--x-rows {args.x_rows}",
             expected="K and V of all sequences",
             fix="--x-rows 0, or --draft lookup",

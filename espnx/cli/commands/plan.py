@@ -358,7 +358,11 @@ def _drafts(draft: dict[str, Any]) -> list[tuple[str, str, str]]:
         (
             f"draft {draft['kind']}",
             format_size(draft["memory_bytes"]),
-            "of memory" if share is None else f"of memory: {share:.3g} of K and V, and the ends",
+            f"of memory: {share:.3g} of K and V, and the ends"
+            if share is not None
+            else "of memory: all of K and V in four bits"
+            if draft["kind"] == "4bit"
+            else "of memory",
         )
     ]
     if known is not None:

@@ -87,6 +87,9 @@ class SsdRowDevice(RowFileDevice):
     def visit(self, ticket: int, show: Show) -> None:
         """See `RowDevice`."""
         self.check_open()
+        if (native := getattr(show, "native", None)) is not None:
+            self._stream.name_pages(ticket, native)
+            return
         self._stream.visit(
             ticket, lambda memory, pieces: show(memory, pieces.numpy().view(PIECE).reshape(-1))
         )

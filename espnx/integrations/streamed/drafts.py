@@ -1,4 +1,4 @@
-"""What decoding with drafts needs and brings, before anything runs: the memory of the pages that
+"""What decoding with drafts needs and brings, before anything runs: the memory of the rows that
 drafts attend to, and, where speeds were measured, seconds of drafts and passes.
 
 How many tokens a pass brings depends on model and text. What is said is what a small model brought
@@ -15,7 +15,10 @@ from typing import Any
 import torch
 
 from ... import errors
+from ...device.row_layout import RowLayout, format_of
+from ...kv.draft.packed import planned_bytes
 from ...kv.draft.pages import PAGE_ROWS, kept_pages, page_bytes
+from ...kv.draft.rows import tier_of
 from ...kv.draft.tally import Tally
 from ...weights.speed import gemm_speed
 
@@ -24,6 +27,8 @@ GAMMA = 8
 #: Tokens that a pass brought with so much of K and V in memory: the demo's model, over
 #: 1,700 tokens of text that it had not seen (docs/measured/kv.md).
 MEASURED = {1 / 16: 4.8, 1 / 8: 5.9, 1 / 4: 6.5}
+#: And with all of it in four bits.
+MEASURED_PACKED = 8.0
 
 
 @dataclass(frozen=True)
@@ -59,31 +64,39 @@ def plan_draft(
     Raises InvalidInputError: no such draft, or one that would read weights for each token.
     """
     tally = Tally(kind, share)
-    is_of_model = tally.share is not None
+    is_of_model = tier_of(tally) is not None
     if is_of_model and streams_weights:
         raise errors.InvalidInputError(
             f"draft {kind!r} of a model whose weights are streamed",
             got="weights that every draft would read again",
             fix="--draft lookup, or more --memory",
         )
-    pages = 0 if tally.share is None else kept_pages(tokens, tally.share)
-    of_page = page_bytes(shape.d, shape.dv, dtype, shape.groups * (GAMMA + 1))
-    rows = min(pages * PAGE_ROWS, tokens)
     heads = batch * shape.layers * shape.n_kv
-    row_operations = 2 * shape.groups * (shape.d + shape.dv)
-    attention = heads * row_operations
-    kv_bytes = heads * (shape.d + shape.dv) * dtype.itemsize
+    row_bytes = (shape.d + shape.dv) * dtype.itemsize
+    pages = 0 if tally.share is None else kept_pages(tokens, tally.share)
+    rows = min(pages * PAGE_ROWS, tokens)
+    memory: float = pages * page_bytes(shape.d, shape.dv, dtype, shape.groups * (GAMMA + 1))
+    read = 0.0
+    if is_of_model and tally.share is None:
+        block_rows = RowLayout(format_of(dtype), shape.d, shape.dv).block_rows
+        rows, memory = tokens, planned_bytes(tokens, shape.d, shape.dv, block_rows, row_bytes)
+        read = memory - tokens * row_bytes  # of a KV head, more than its rows as they are
+    elif is_of_model:
+        read = (rows - tokens) * row_bytes
+    attention = 2 * heads * shape.groups * (shape.d + shape.dv)
     return {
         "kind": kind,
         "share": tally.share,
         "gamma": GAMMA,
-        "memory_bytes": heads * pages * of_page,
+        "memory_bytes": round(heads * memory),
         "pass_operations": (GAMMA + 1) * step["operations"],
-        "draft_memory_bytes": step["memory_bytes"] - kv_bytes * (tokens - rows)
-        if is_of_model
-        else 0,
+        "draft_memory_bytes": step["memory_bytes"] + heads * read if is_of_model else 0,
         "draft_operations": step["operations"] - attention * (tokens - rows) if is_of_model else 0,
-        "tokens_a_pass": None if tally.share is None else measured_tokens(tally.share),
+        "tokens_a_pass": measured_tokens(tally.share)
+        if tally.share is not None
+        else MEASURED_PACKED
+        if is_of_model
+        else None,
     }
 
 

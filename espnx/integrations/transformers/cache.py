@@ -19,20 +19,21 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from transformers import Cache, PreTrainedConfig
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from ... import errors
 from ...checks import check_whole
 from ...device.interface import READ_AHEAD_BYTES
 from ...device.registry import Devices, directories_on
 from ...kv.cache import SsdCache
-from ...kv.draft.tally import Tally
+from ...kv.draft.rows import tier_of
 from ...kv.options import CacheOptions
 from ...kv.schedule import Decision
 from ...kv.striping import Storage, directories_of
 from ...sizes import parse_size
 from ...storage.engine import paths_of, reasons_of
 from ...suggestions import CALL_FRAMES, suggests_keywords
+from .draft_option import draft_of
 from .forward.layers import StoredLayer, bytes_of, layers_of, why_not_cropped
 from .forward.schedule import XRows
 from .forward.state import PassState
@@ -42,21 +43,6 @@ from .kept import KeptState
 from .summary import summary
 
 log = logging.getLogger(__name__)
-
-
-def _draft_of(kind: str | None, share: float | None, x_rows: int | None) -> Tally | None:
-    """The draft that a cache is asked for; None: none. Raises InvalidInputError."""
-    if kind is None:
-        if share is not None:
-            raise errors.InvalidInputError(
-                "draft_memory of a cache without a draft", got=share, fix='draft="pages"'
-            )
-        return None
-    if kind == "pages" and x_rows:
-        raise errors.InvalidInputError(
-            "draft='pages' of sequences kept as X", got=f"x_rows={x_rows}", fix="x_rows=0"
-        )
-    return Tally(kind, share)
 
 
 class KVCache(Cache):
@@ -97,13 +83,16 @@ class KVCache(Cache):
         draft: how `espnx.generate` proposes several tokens for each pass over the rows: ``lookup``:
             what followed the text's last tokens where they stood before; ``pages``: what the model
             says of the pages of rows that the last pass found to weigh most, which stay in memory;
-            None: not at all.
+            ``4bit``: what it says of all rows in four bits, which stay in memory (.3 of fp16); a
+            smaller model of transformers with the same vocabulary: what that says. All of them ask
+            lookup first where that brings more. None: not at all.
         draft_memory: with ``pages``: the part of K and V that stays in memory for that; None: 1/16.
 
     Attributes:
         store: the `SsdCache`.
         passes: the forward passes.
         draft: what drafts brought so far; None: the cache has none.
+        assistant: the smaller model that proposes; None: there is none.
         is_closed: nothing can be added to it any more.
 
     Raises:
@@ -138,7 +127,7 @@ class KVCache(Cache):
         compute: str | torch.device | None = None,
         threads: int | None = None,
         deadline_s: float = 30.0,
-        draft: str | None = None,
+        draft: str | PreTrainedModel | None = None,
         draft_memory: float | None = None,
     ):
         options = CacheOptions(
@@ -195,8 +184,9 @@ class KVCache(Cache):
                 "SSD, all of it stays in memory",
                 stacklevel=2 + CALL_FRAMES,
             )
-        self.draft = _draft_of(draft, draft_memory, x_rows)
-        if draft == "pages":
+        self.draft = draft_of(draft, draft_memory, x_rows, config)
+        self.assistant = None if draft is None or isinstance(draft, str) else draft
+        if tier_of(self.draft) is not None:
             x_rows = 0
         super().__init__(layers=layers)
         self._name, self._storage, self.is_closed = name, directories_of(storage), False

@@ -91,11 +91,21 @@ def _drafts(batches: Sequence[Stats]) -> list[tuple[str, object]]:
     accepted = " ".join(f"{share:.0%}" for share in last["accepted_by_position"]) or "-"
     memory = max(each["draft_memory_bytes"] for each in batches)
     drafts, verified = (sum(each[name] for each in batches) for name in ("draft_s", "pass_s"))
+    lost = max(each["sequences_without_memory"] for each in batches)
+    without = f"; {lost} sequences had none" if lost else ""
+    sources = ", ".join(
+        f"{each['accepted']:,} of {each['proposed']:,} by {name}"
+        for name, each in last["sources"].items()
+    )
     return [
         ("tokens a pass", f"{tokens / turns:.2f} of a sequence, in {passes:,} passes"),
         ("accepted by position", f"{accepted} ({last['draft']})"),
+        *([("proposed tokens that stood", sources)] if sources else []),
         ("proposed at most", f"{last['gamma']} ({last['why']})"),
-        ("drafts", f"{drafts:.1f} s, {format_size(memory)} of memory; passes {verified:.1f} s"),
+        (
+            "drafts",
+            f"{drafts:.1f} s, {format_size(memory)} of memory{without}; passes {verified:.1f} s",
+        ),
     ]
 
 

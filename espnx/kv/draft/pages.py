@@ -10,10 +10,15 @@ slowly), so a draft over these pages proposes mostly what the model says. Drafts
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
+from ...device.row_layout import RowLayout
 from ...ops.attention import Queries, RowsInMemory, attend_rows
+from ...ops.attention.naming import PageTensors, page_naming
+from .tier import Lost, attend_some, for_as_many
 
 PAGE_ROWS = 32
 #: Pages that stay whatever they weigh: the one where the text begins, and the last two.
@@ -37,20 +42,22 @@ class PageTier:
 
     Args:
         share: of the layer's pages that stays in memory, besides the first and the last.
+        lost: the sequences for whose pages there is no memory.
 
     Attributes:
         end: the rows before this position were offered; later ones are in memory anyway.
-        fits: there is memory for the pages; where not, none is kept.
     """
 
-    def __init__(self, share: float):
-        self._share, self.end, self.fits = share, 0, True
+    def __init__(self, share: float, lost: Lost | None = None):
+        self._share, self._lost, self.end = share, lost or Lost(), 0
+        # of each sequence, its place in the tensors below; -1: it has none
+        self._places: list[int] = []
         self._k = self._v = torch.empty(0)  # [sequences, KV heads, slots, PAGE_ROWS, d or dv]
         # uint8 [sequences, KV heads, slots, PAGE_ROWS]: which of the rows are there, and seen
         self._seen = torch.empty(0, dtype=torch.uint8)
         # [sequences, KV heads, slots, queries]: log-sum-exp of each page for the pass's queries
         self._lse = torch.empty(0)
-        self._stays = torch.empty(0, dtype=torch.bool)  # [sequences, KV heads, slots]
+        self._stays = torch.empty(0, dtype=torch.uint8)  # [sequences, KV heads, slots]
         # int64 [sequences, KV heads, slots]: which page of the text it is; -1: none
         self._number = torch.empty(0, dtype=torch.int64)
 
@@ -64,22 +71,46 @@ class PageTier:
         """A pass begins, with queries like these of so many sequences, which offers the rows before
         position `end`, of that dtype."""
         _, heads, n, d = queries.q.shape
-        slots = kept_pages(end, self._share)
+        slots, device = kept_pages(end, self._share), queries.q.device
         self.end = end
-        shape, device = (n_sequences, heads, slots), queries.q.device
-        if self._k.shape[:3] != shape:
+        kept = self._lost.left(n_sequences)
+        if self._k.shape[:3] != (len(kept), heads, slots):
             self._k = self._v = torch.empty(0)  # before others take their place
-            try:
-                self._k = torch.zeros(*shape, PAGE_ROWS, d, dtype=dtype, device=device)
-                self._v = torch.zeros(*shape, PAGE_ROWS, queries.dv, dtype=dtype, device=device)
-            except (MemoryError, RuntimeError):  # PyTorch says so of memory on the CPU
-                self._k = self._v = torch.empty(0)
-                self.fits = False
-                return
+
+            def rows_of(some: list[int]) -> tuple[torch.Tensor, ...]:
+                return tuple(
+                    torch.zeros(
+                        len(some), heads, slots, PAGE_ROWS, width, dtype=dtype, device=device
+                    )
+                    for width in (d, queries.dv)
+                )
+
+            kept, made = for_as_many(kept, self._lost, rows_of)
+            self._k, self._v = made or (
+                torch.empty(0, heads, slots, PAGE_ROWS, width, dtype=dtype, device=device)
+                for width in (d, queries.dv)
+            )
+        self._places = [-1] * n_sequences
+        for place, sequence in enumerate(kept):
+            self._places[sequence] = place
+        shape = (len(kept), heads, slots)
         self._seen = torch.zeros(*shape, PAGE_ROWS, dtype=torch.uint8, device=device)
         self._lse = torch.full((*shape, n), -torch.inf, device=device)
-        self._stays = torch.zeros(shape, dtype=torch.bool, device=device)
+        self._stays = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._number = torch.full(shape, -1, device=device)
+
+    def native(self, queries: Queries, layout: RowLayout, first_sequence: int, threads: int) -> Any:
+        """The compiled naming of these queries in the processor's memory, which keeps the pages
+        here. `first_sequence`: of the queries; `threads` 0: as many as PyTorch uses."""
+        last = first_sequence + queries.q.shape[0]
+        return page_naming(
+            queries,
+            layout.geometry(),
+            PageTensors(self._k, self._v, self._seen, self._lse, self._stays, self._number),
+            self._places[first_sequence:last],
+            self.end,
+            threads=threads,
+        )
 
     def offer(
         self,
@@ -89,6 +120,7 @@ class PageTier:
         seen: torch.Tensor | None,
         page_lse: torch.Tensor,
         lse: torch.Tensor,
+        begins: int,
     ) -> None:
         """Rows of one head of a sequence, which the pass has just attended to.
 
@@ -97,19 +129,18 @@ class PageTier:
             seen: bool [n], which of them are no padding; None: all.
             page_lse: [queries, pages], of the pages that these rows are.
             lse: [queries], over all rows that have been attended to so far.
+            begins: the page in which the sequence's text begins.
         """
-        if not self.fits:
+        sequence = self._places[sequence]
+        if sequence < 0:
             return
         first, slots = rows.first_position // PAGE_ROWS, self._lse.shape[2]
         before = rows.first_position % PAGE_ROWS
         number = first + torch.arange(page_lse.shape[1], device=lse.device)
         there = torch.ones(rows.n_rows, dtype=torch.uint8) if seen is None else seen.to(torch.uint8)
         # the page where the text begins, which models look at whatever it says, and the last ones
-        begins = first + (before + int(there.argmax())) // PAGE_ROWS
-        is_first = bool(there.any()) and (rows.first_position == 0 or not bool(there[0]))
         stays = (number + _ALWAYS - 1) * PAGE_ROWS >= self.end
-        if is_first:
-            stays |= number == begins
+        stays |= number == begins
         own = [
             (kept[sequence, head], _pages(rows_of.to(kept), before))
             for kept, rows_of in zip(
@@ -123,18 +154,18 @@ class PageTier:
             page_lse = self._complete(sequence, head, number, own, page_lse)
         every = torch.cat([self._lse[sequence, head], page_lse])
         mass = torch.exp(every - lse).sum(dim=-1).nan_to_num(0.0)
-        mass[torch.cat([self._stays[sequence, head], stays])] = torch.inf
+        mass[torch.cat([self._stays[sequence, head].bool(), stays])] = torch.inf
+        mass[:slots][self._number[sequence, head] < 0] = -0.5  # there is none
         mass[slots:][(page_lse == -torch.inf).all(dim=-1)] = -1.0  # nothing of it is seen
         wins = torch.zeros(len(mass), dtype=torch.bool, device=lse.device)
         wins[mass.topk(slots).indices] = True
-        wins &= mass >= 0
-        new = wins[slots:].nonzero().flatten()
+        new = (wins & (mass >= 0))[slots:].nonzero().flatten()
         free = (~wins[:slots]).nonzero().flatten()[: len(new)]
         if len(new):
             for kept, pages in own:
                 kept[free] = pages[new]
             self._lse[sequence, head, free] = page_lse[new]
-            self._stays[sequence, head, free] = stays[new]
+            self._stays[sequence, head, free] = stays[new].to(torch.uint8)
             self._number[sequence, head, free] = number[new]
 
     def _complete(
@@ -161,26 +192,35 @@ class PageTier:
         return page_lse
 
     def attend(self, queries: Queries, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over these pages: (o float32 [sequences, KV heads, n, dv], lse)."""
-        n_sequences, heads, n, d = queries.q.shape
-        pairs = n_sequences * heads
-        k, v = (rows.view(pairs, 1, -1, rows.shape[-1]) for rows in (self._k, self._v))
-        own = Queries(
-            queries.q.view(pairs, 1, n, d),
-            queries.dv,
-            visible=self._seen.view(pairs, -1),
-            soft_cap=queries.soft_cap,
-        )
-        o, lse = attend_rows(own, RowsInMemory(k, v, 0, k.shape[2], 0), threads=threads)
-        return o.view(n_sequences, heads, n, -1), lse.view(n_sequences, heads, n)
+        """Attention over these pages: (o float32 [sequences, KV heads, n, dv], lse); 0 and -inf
+        for a sequence that has none."""
+
+        def over(own: Queries) -> tuple[torch.Tensor, torch.Tensor]:
+            n_sequences, heads, n, d = own.q.shape
+            pairs = n_sequences * heads
+            k, v = (rows.view(pairs, 1, -1, rows.shape[-1]) for rows in (self._k, self._v))
+            one = Queries(
+                own.q.view(pairs, 1, n, d),
+                own.dv,
+                visible=self._seen.view(pairs, -1),
+                soft_cap=own.soft_cap,
+            )
+            o, lse = attend_rows(one, RowsInMemory(k, v, 0, k.shape[2], 0), threads=threads)
+            return o.view(n_sequences, heads, n, -1), lse.view(n_sequences, heads, n)
+
+        return attend_some(queries, self._places, over)
 
     def select(self, sequences: list[int]) -> None:
         """Sequence i becomes what `sequences[i]` was."""
-        if self.end and self.fits:
-            names = ("_k", "_v", "_seen", "_lse", "_stays", "_number")
-            with torch.inference_mode(False):  # the next pass writes to them
-                for name in names:
-                    setattr(self, name, getattr(self, name)[sequences])
+        if not self.end:
+            return
+        there = [self._places[i] for i in sequences if self._places[i] >= 0]
+        turn = iter(range(len(there)))
+        self._places = [next(turn) if self._places[i] >= 0 else -1 for i in sequences]
+        names = ("_k", "_v", "_seen", "_lse", "_stays", "_number")
+        with torch.inference_mode(False):  # the next pass writes to them
+            for name in names:
+                setattr(self, name, getattr(self, name)[there])
 
 
 def _pages(rows: torch.Tensor, before: int) -> torch.Tensor:

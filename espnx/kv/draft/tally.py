@@ -9,9 +9,12 @@ from typing import Any
 
 from ... import errors
 from .pace import Pace
+from .sources import Sources
 
 #: Ways to draft.
-KINDS = ("lookup", "pages")
+KINDS = ("lookup", "pages", "4bit")
+#: And what one is called that a smaller model makes.
+ASSISTANT = "assistant"
 #: Of K and V, that stays in memory for drafts unless one says how much.
 _SHARE = 1 / 16
 
@@ -32,7 +35,9 @@ class Tally:
         bytes_asked: of stored rows, in the passes.
         draft_bytes_asked: of stored rows, while drafts were made.
         memory_bytes: that rows for drafts took at most.
+        lost: sequences, of a batch, for whose rows for drafts there was no memory, at most.
         pace: how many tokens are proposed for each sequence of a pass.
+        sources: who proposed them.
     """
 
     kind: str
@@ -47,11 +52,13 @@ class Tally:
     bytes_asked: int = 0
     draft_bytes_asked: int = 0
     memory_bytes: int = 0
+    lost: int = 0
     pace: Pace = field(default_factory=Pace)
+    sources: Sources = field(default_factory=Sources)
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for an unknown draft, and a share that is none."""
-        if self.kind not in KINDS:
+        if self.kind not in (*KINDS, ASSISTANT):
             raise errors.InvalidInputError(
                 "draft of a cache", got=repr(self.kind), expected=" or ".join(map(repr, KINDS))
             )
@@ -67,15 +74,23 @@ class Tally:
                 got=repr(self.share),
                 expected="a part of K and V, above 0 and at most 1"
                 if self.kind == "pages"
+                else "None: how much it takes follows from the rows"
+                if self.kind == "4bit"
                 else "None: it takes no memory",
             )
 
     def add(
-        self, drafted: Sequence[int], kept: Sequence[int], draft_s: float, pass_s: float
+        self,
+        drafted: Sequence[int],
+        kept: Sequence[int],
+        draft_s: float,
+        pass_s: float,
+        sources: Sequence[str],
     ) -> None:
-        """A pass: how many tokens were proposed for each sequence, how many it got, and the seconds
-        of the drafts and of the pass."""
+        """A pass: how many tokens were proposed for each sequence and by whom, how many it got, and
+        the seconds of the drafts and of the pass."""
         self.pace.note(drafted, kept, draft_s, pass_s)
+        self.sources.note(sources, drafted, kept, draft_s, pass_s)
         self.draft_s, self.pass_s = self.draft_s + draft_s, self.pass_s + pass_s
         self.passes, self.turns = self.passes + 1, self.turns + len(kept)
         self.tokens += sum(kept)
@@ -101,7 +116,9 @@ class Tally:
             ],
             "bytes_a_token": self.bytes_asked / self.tokens if self.tokens else None,
             "draft_bytes_asked": self.draft_bytes_asked,
+            "sources": self.sources.as_dict(),
             "draft_memory_bytes": self.memory_bytes,
+            "sequences_without_memory": self.lost,
             "draft_s": self.draft_s,
             "pass_s": self.pass_s,
             "gamma": self.pace.gamma,

@@ -72,6 +72,13 @@ class Queries:
         )
         return replace(self, q=self.q[begin:end], first_visible=first, visible=visible)
 
+    def chosen(self, sequences: list[int]) -> Self:
+        """The queries of these sequences, in this order."""
+        first, visible = (
+            None if each is None else each[sequences] for each in (self.first_visible, self.visible)
+        )
+        return replace(self, q=self.q[sequences], first_visible=first, visible=visible)
+
     def to(self, device: torch.device) -> Self:
         """The same on another device."""
         every = {field.name: getattr(self, field.name) for field in fields(self)}

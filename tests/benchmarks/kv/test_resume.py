@@ -3,7 +3,9 @@ save nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from espnx.benchmarks.harness.processes import Worker
 from espnx.benchmarks.harness.result import load, rows_of
-from espnx.benchmarks.kv import sweeps
+from espnx.benchmarks.kv import resume, sweeps
 from espnx.benchmarks.kv.resume import (
     IN_RAM,
     KEPT,
@@ -262,3 +265,26 @@ def test_the_real_model(tmp_path: Path) -> None:
         logits = model(tokens).logits[0, :-1]
     loss = float(torch.nn.functional.cross_entropy(logits, tokens[0, 1:]))
     assert loss < np.log(smollm2.CONFIG["vocab_size"]) / 2
+
+
+@pytest.mark.usefixtures("short")
+def test_the_throttle_holds_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is in the group of the one that starts it: the limit must be there before."""
+    at = list[str]()
+
+    @contextlib.contextmanager
+    def throttled(path: Path, bytes_per_s: int) -> Iterator[None]:
+        at.append(f"throttled to {bytes_per_s}")
+        yield
+        at.append("no more")
+
+    def started(*words: str) -> Worker:
+        at.append("a worker begins")
+        return Worker(*words)
+
+    monkeypatch.setattr(resume, "throttled", throttled)
+    monkeypatch.setattr(resume, "Worker", started)
+    monkeypatch.setattr(resume, "_SETTLE_S", 0)
+    words = ["--show", "resume", "--pairs", "1", "--context", "128", "--batch", "1"]
+    assert bench(tmp_path, *words, "--dtype", "fp32", "--throttle", "400MB/s") == 0
+    assert at == ["throttled to 400000000", "a worker begins", "no more"]

@@ -34,7 +34,8 @@ def model() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    "words", [["pages"], ["pages", "--draft-memory", "1/4", "--batch", 1], ["lookup"], ["none"]]
+    "words",
+    [["pages"], ["pages", "--draft-memory", "1/4", "--batch", 1], ["4bit"], ["lookup"], ["none"]],
 )
 def test_the_same_tokens(
     model: Path, folder: Path, capsys: pytest.CaptureFixture[str], words: list[Any]
@@ -53,7 +54,7 @@ def test_the_same_tokens(
             assert said["draft"] == words[0]
             assert said["tokens"] == batch["sequences"] * (NEW - 1)
             assert said["draft_bytes_asked"] == 0
-            assert (said["draft_memory_bytes"] > 0) is (words[0] == "pages")
+            assert (said["draft_memory_bytes"] > 0) is (words[0] in ("pages", "4bit"))
 
 
 def test_sampled_results_remember_their_draft(
@@ -74,7 +75,9 @@ def test_sampled_results_remember_their_draft(
     [
         (["--draft-memory", "1/8"], "--draft none"),
         (["--draft", "lookup", "--draft-memory", "1/8"], "--draft lookup"),
+        (["--draft", "4bit", "--draft-memory", "1/8"], "--draft 4bit"),
         (["--draft", "pages", "--num-beams", 2], "--num-beams 2"),
+        (["--draft", "4bit", "--x-rows", 1], "--x-rows 1"),
         (["--draft", "pages", "--x-rows", 1], "--x-rows 1"),
     ],
 )
@@ -112,9 +115,10 @@ def test_streamed_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert code == 0
     words = [*options(model, folder, prompts), "--memory", least]
     assert run(capsys, *words, "--out", folder / "plain")[0] == 0
-    code, _, err = run(capsys, *words, "--draft", "pages")
-    assert code == 2
-    assert "streamed" in err
+    for kind in ("pages", "4bit"):
+        code, _, err = run(capsys, *words, "--draft", kind)
+        assert code == 2
+        assert "streamed" in err
     code, _, err = run(capsys, *words, "--draft", "lookup")
     assert code == 0, err
     got, plain = (results(path) for path in (Path(f"{prompts}.out.jsonl"), folder / "plain"))
@@ -124,10 +128,10 @@ def test_streamed_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "streamed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("share", [1 / 16, 1 / 4])
+@pytest.mark.parametrize("share", [1 / 16, 1 / 4, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_is_as_planned(
-    tmp_path: Path, share: float, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, share: float | None, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """To 5 %: what `stats` says drafts took at most."""
     config = transformers.LlamaConfig(
@@ -144,21 +148,25 @@ def test_memory_is_as_planned(
     )
     config.save_pretrained(tmp_path)
     batch, context, new = 2, 1800, 24
-    words = ["--batch", batch, "--context", context, "--new", new, "--draft-memory", share]
-    words += ["--dtype", str(dtype).removeprefix("torch."), "--draft", "pages", "--json", "-"]
+    kind = "4bit" if share is None else "pages"
+    words = ["--batch", batch, "--context", context, "--new", new, "--draft", kind, "--json", "-"]
+    words += [] if share is None else ["--draft-memory", share]
+    words += ["--dtype", str(dtype).removeprefix("torch.")]
     assert main(["plan", "--model", str(tmp_path / "config.json"), *map(str, words)]) == 0
     planned = strict_json(capsys.readouterr().out)["draft"]
     torch.manual_seed(0)
     model = enable_kv_cache(transformers.LlamaForCausalLM(config).to(dtype).eval())
     ids = torch.randint(1, 97, (batch, context))
-    with KVCache(model.config, tmp_path, draft="pages", draft_memory=share) as cache:
+    with KVCache(model.config, tmp_path, draft=kind, draft_memory=share) as cache:
         generate(
             model, ids, past_key_values=cache, gamma=GAMMA, max_new_tokens=new, do_sample=False
         )
         taken = cache.stats()["speculation"]["draft_memory_bytes"]
     assert planned["memory_bytes"] == pytest.approx(taken, rel=0.05)
     whole = batch * 2 * 2 * (context + new) * 2 * 64 * dtype.itemsize
-    assert planned["memory_bytes"] > share * whole
+    assert (
+        planned["memory_bytes"] > (4.7 / (8 * dtype.itemsize) if share is None else share) * whole
+    )
 
 
 def test_seconds_of_drafts(

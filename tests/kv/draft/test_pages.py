@@ -51,6 +51,7 @@ def offered(
             None if bool(seen.all()) else seen,
             part[2][0, 0],
             lse[sequence, head],
+            first_visible[sequence] // PAGE_ROWS,
         )
 
 

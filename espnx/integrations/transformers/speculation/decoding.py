@@ -20,9 +20,14 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 from .... import errors
 from ....kv.draft.acceptance import drawn, next_token
 from ....kv.draft.lookup import continuation
+from ....kv.draft.rows import tier_of
+from ....kv.draft.sources import LOOKUP
 from ....kv.draft.tally import Tally
 from ..cache import KVCache
 from ..forward.positions import learned_positions
+from .assistant import Assistant
+from .draft import Draft
+from .processors import processors_of
 
 #: A sequence that is so many tokens ahead of the slowest goes on one by one until they have come
 #: nearer: what it has more waits in memory.
@@ -48,26 +53,6 @@ class Rules:
     max_length: int
 
 
-@dataclass
-class Draft:
-    """What is proposed for a text.
-
-    Attributes:
-        tokens: that may come next.
-        drawn_by: float32 [vocabulary] for each, the probabilities by which it was drawn; None: they
-            were certain.
-    """
-
-    tokens: list[int]
-    drawn_by: list[torch.Tensor] | None = None
-
-    def at(self, place: int) -> tuple[int | None, torch.Tensor | None]:
-        """(token, by what it was drawn) at a place; (None, None) behind the last."""
-        if place >= len(self.tokens):
-            return None, None
-        return self.tokens[place], None if self.drawn_by is None else self.drawn_by[place]
-
-
 class Decoding:
     """A batch under way.
 
@@ -79,6 +64,7 @@ class Decoding:
         rules: how tokens are decided.
         gamma: tokens that are proposed at most; None: chosen.
         streamer: of transformers, or None.
+        assistant: a smaller model that proposes; None: the cache's draft has none.
     """
 
     def __init__(
@@ -91,10 +77,13 @@ class Decoding:
         rules: Rules,
         gamma: int | None,
         streamer: Any,
+        assistant: Assistant | None = None,
     ):
+        self._assistant = assistant
         self._model, self._cache, self._rules = model, cache, rules
         self._tally, self._gamma, self._streamer = tally, gamma, streamer
         n_sequences, n = prompt.shape
+        self._processors = [processors_of(rules.processors, row) for row in range(n_sequences)]
         self._ids = torch.full((n_sequences, max(rules.max_length, n)), rules.pad or 0)
         self._ids[:, :n] = prompt.cpu()
         self._lengths = [n] * n_sequences
@@ -131,7 +120,7 @@ class Decoding:
         self._prompted = self._cache.get_seq_length()
         self._before = self._prompted - self._lengths[0]
         with ExitStack() as undo:
-            self._cache.store.propose(self._tally.share)
+            self._cache.store.propose(tier_of(self._tally))
             undo.callback(passes.settle)
             try:
                 for row in self._going:
@@ -148,6 +137,9 @@ class Decoding:
         """Sequences that have ended leave the batch of the passes; the cache gets them back at the
         end, with what all had when the first of them left."""
         left = [row for row in self._going if row not in self._ended]
+        if self._assistant is not None:
+            for row in self._ended:
+                self._assistant.end(row)
         if left and len(left) < len(self._going):
             if len(self._going) == len(self._lengths):
                 undo.enter_context(self._cache.passes.aside())
@@ -185,7 +177,9 @@ class Decoding:
             kept,
             draft_s=drafted - begun,
             pass_s=time.perf_counter() - drafted,
+            sources=[draft.source for draft in drafts],
         )
+        tally.lost = max(tally.lost, len(self._cache.store.lost.sequences))
         tally.memory_bytes = max(tally.memory_bytes, self._cache.store.tier_bytes)
         tally.draft_bytes_asked += drafted_bytes
         tally.bytes_asked += self._bytes_asked() - asked - drafted_bytes
@@ -196,22 +190,47 @@ class Decoding:
     # --- drafts ---
 
     def _drafts(self) -> list[Draft]:
-        """Tokens that may come next, for each sequence that goes on."""
-        pace, store = self._tally.pace, self._cache.store
-        if store.is_tier_lost:
-            pace.gamma, pace.why = 0, "there is no memory for the pages of drafts"
-        elif self._gamma is None:
+        """Tokens that may come next, for each sequence that goes on: what lookup finds, and where
+        it finds nothing what a model says."""
+        pace, store, kind = self._tally.pace, self._cache.store, self._tally.kind
+        if self._gamma is None:
             pace.choose()
         else:
             pace.gamma, pace.why = self._gamma, "as asked"
+        if lost := len(store.lost.sequences):
+            pace.why += f"; {lost} of {len(self._going)} sequences have no memory for drafts"
         room = [self._room(row, pace.gamma) for row in self._going]
-        if self._tally.kind == "pages":
-            # the first pass names the pages
-            return self._by_model(room) if store.has_tier else [Draft([]) for _ in room]
-        return [
-            Draft(continuation(self._ids[row, : self._lengths[row]].numpy(), n))
-            for row, n in zip(self._going, room, strict=True)
-        ]
+        drafts = [Draft([]) for _ in room]
+        # by the clock only where that chooses in any case: what is sampled comes again otherwise
+        by_clock = self._gamma is None and kind != LOOKUP
+        if not by_clock or self._tally.sources.asks_lookup():
+            drafts = [
+                Draft(continuation(self._ids[row, : self._lengths[row]].numpy(), n))
+                for row, n in zip(self._going, room, strict=True)
+            ]
+        left = [0 if draft.tokens else n for draft, n in zip(drafts, room, strict=True)]
+        if self._assistant is not None:
+            said = [
+                self._assisted(row, n, self._assistant)
+                for row, n in zip(self._going, left, strict=True)
+            ]
+        elif kind == LOOKUP or not store.has_tier:  # which the first pass brings
+            return drafts
+        else:
+            for place in store.lost.sequences:
+                left[place] = 0
+            said = self._by_model(left)
+        return [draft if draft.tokens else other for draft, other in zip(drafts, said, strict=True)]
+
+    def _assisted(self, row: int, n: int, assistant: Assistant) -> Draft:
+        """What the smaller model says, of at most `n` tokens."""
+        if not n:
+            return Draft([])
+        first = 0 if self._seen is None else int(self._seen[row].int().argmax())
+        ids = self._ids[row, max(0, first - self._before) : self._lengths[row]]
+        draft = assistant.draft(row, ids, n, is_sampled=self._rules.is_sampled)
+        draft.source = self._tally.kind
+        return draft
 
     def _room(self, row: int, gamma: int) -> int:
         """How many tokens may be proposed for a text, at most `gamma`."""
@@ -225,7 +244,9 @@ class Decoding:
     def _by_model(self, room: list[int]) -> list[Draft]:
         """What the model says of a part of the rows, token by token, for all sequences at once."""
         rules, begin = self._rules, self._cache.get_seq_length()
-        drafts = [Draft([], [] if rules.is_sampled else None) for _ in room]
+        drafts = [Draft([], [] if rules.is_sampled else None, self._tally.kind) for _ in room]
+        if not any(room):
+            return drafts
         last = [[int(self._ids[row, self._lengths[row] - 1])] for row in self._going]
         with self._cache.passes.drafting():
             for done in range(max(room)):
@@ -295,7 +316,7 @@ class Decoding:
         """float32 [vocabulary]: logits [1, vocabulary] behind the first `length` tokens of a text,
         as the processors leave them."""
         own = logits.to("cpu", torch.float32, copy=True)
-        return self._rules.processors(self._ids[row : row + 1, :length], own)[0]
+        return self._processors[row](self._ids[row : row + 1, :length], own)[0]
 
     def _decide(self, row: int, logits: torch.Tensor, draft: Draft) -> None:
         """The tokens of a text that follow from logits [n, vocabulary]: those of the draft as long

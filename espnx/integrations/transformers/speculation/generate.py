@@ -14,9 +14,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .... import errors
 from ....checks import check_whole
+from ....kv.draft.rows import tier_of
 from ....kv.draft.tally import Tally
 from ..cache import KVCache
 from ..cache_argument import CACHE_NAMES, cache_in, cache_name
+from .assistant import Assistant
 from .decoding import Decoding, Rules
 from .probe import check_pass
 
@@ -92,11 +94,11 @@ def generate(
         pad=None if pad is None else int(pad.flatten()[0]),
         max_length=config.max_length,
     )
-    if tally.kind == "pages" and any(each.is_meta for each in model.parameters()):
+    if tier_of(tally) is not None and any(each.is_meta for each in model.parameters()):
         raise errors.InvalidInputError(
-            "draft='pages' of a model whose weights are streamed",
+            f"draft={tally.kind!r} of a model whose weights are streamed",
             got="weights that every draft would read again",
-            fix="draft='lookup'",
+            fix="draft='lookup', or an assistant in memory",
         )
     _check(model, inputs, config, rules, rest)
     if gamma is not None:
@@ -109,7 +111,14 @@ def generate(
     with ExitStack() as at_end:
         if streamer is not None:
             at_end.callback(streamer.end)
-        decoding = Decoding(model, cache, tally, inputs, rest, rules, gamma, streamer)
+        assistant = (
+            None
+            if cache.assistant is None
+            else Assistant(cache.assistant, config, rules.processors)
+        )
+        decoding = Decoding(
+            model, cache, tally, inputs, rest, rules, gamma, streamer, assistant=assistant
+        )
         outputs = model._prefill(inputs, config, dict(rest))
         decoding.run(outputs.logits[:, -1], cache_name(rest) or CACHE_NAMES[0])
     ids = decoding.ids().to(inputs.device)

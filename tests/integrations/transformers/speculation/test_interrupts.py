@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from espnx.integrations.transformers.cache import KVCache
+from espnx.integrations.transformers.speculation import decoding
 from espnx.integrations.transformers.speculation.probe import check_pass
 from espnx.kv.rows import LayerRows
 from tests.forks import Forks
@@ -52,7 +53,7 @@ def _go_on(
 
 
 @in_steps(3)
-@pytest.mark.parametrize("kind", ["pages", "lookup"])
+@pytest.mark.parametrize("kind", ["pages", "4bit", "lookup"])
 @pytest.mark.parametrize("where", ["a layer", "what is kept"])
 def test_ctrl_c(
     folder: Path, kind: str, where: str, step: int, monkeypatch: pytest.MonkeyPatch
@@ -102,7 +103,7 @@ def test_killed(folder: Path, processes: Forks, step: int) -> None:
     saved = max(LENGTHS) + STEP - 1
     places = [
         (function, nth)
-        for function in (("tier", "attend"), ("tier", "offer"), ("rows", "accept"))
+        for function in (("tier", "attend"), ("tier", "begin"), ("rows", "accept"))
         for nth in (1, 2, 5, 9)
     ]
     kills = 0
@@ -139,33 +140,48 @@ def test_more_is_proposed_than_there_is_room_for(
     assert torch.equal(got, wanted)
 
 
-def test_pages_that_no_longer_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without memory for them decoding goes on one by one, and says so; the next text tries
-    again."""
-    inputs = prompt([150, 80])
+@pytest.mark.parametrize("kind", ["pages", "4bit"])
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_rows_for_drafts_that_no_longer_fit(
+    folder: Path, kind: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory in one layer for so many of three sequences: the others are dropped, in all layers,
+    and it is said; tokens are the same, and the next text tries again."""
+    inputs = prompt([150, 80, 61])
     wanted = one_by_one("llama", inputs, max_new_tokens=40)
     zeros, calls = torch.zeros, 0
+    monkeypatch.setattr(decoding, "continuation", lambda tokens, n: [])
 
     def refused(*shape: Any, **options: Any) -> torch.Tensor:
         nonlocal calls
-        calls += options.get("dtype") == torch.float32
-        # K and V of two layers; more when a page more comes
-        if options.get("dtype") == torch.float32 and calls > 4:
-            raise RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory")
+        dims = shape[0] if isinstance(shape[0], tuple) else shape
+        is_rows = len(dims) == 5 or (kind, options.get("dtype")) == ("4bit", torch.uint8)
+        if is_rows and dims[0]:
+            calls += 1
+            # the second layer's, and from then on whatever grows
+            if calls > (2 if kind == "pages" else 1) and dims[0] > room:
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory")
         return zeros(*shape, **options)
 
-    asked: dict[str, Any] = {"draft": "pages", "draft_memory": 1.0, "spill_interval": 8}
+    asked: dict[str, Any] = {"draft": kind, "spill_interval": 8}
+    if kind == "pages":
+        asked["draft_memory"] = 1.0
     with KVCache(enabled("llama").config, folder, **asked) as cache:
+        module = "pages" if kind == "pages" else "packed"
         with monkeypatch.context() as patch:
-            patch.setattr("espnx.kv.draft.pages.torch.zeros", refused)
+            patch.setattr(f"espnx.kv.draft.{module}.torch.zeros", refused)
             got = speculated("llama", inputs, cache, max_new_tokens=40, gamma=2)
-            assert calls > 4
+            assert calls > 2
         assert torch.equal(got, wanted)
         said = cache.stats()["speculation"]
-        assert said["why"] == "there is no memory for the pages of drafts"
-        assert (said["gamma"], cache.store.tier_bytes) == (0, 0)
-        before = said["passes"]
+        assert said["sequences_without_memory"] == 3 - room
+        assert f"{3 - room} sequences had none" in cache.summary()
+        assert "sequences have no memory for drafts" in said["why"]
+        assert cache.store.tier_bytes == 0
+        # a sequence that drafts goes on alone for a while, three at a pass
+        assert (said["sources"].get(kind) is None) == (room == 0)
         cache.reset()
+        before = cache.stats()["speculation"]["passes"]
         assert torch.equal(speculated("llama", inputs, cache, max_new_tokens=40), wanted)
         said = cache.stats()["speculation"]
         assert said["passes"] - before < 39

@@ -34,6 +34,12 @@ MODES: dict[str, tuple[list[int], dict[str, Any], dict[str, Any]]] = {
 NAMES = ("llama", "qwen3", "opt", "gpt2")
 
 
+@pytest.fixture(autouse=True)
+def without_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model alone proposes."""
+    monkeypatch.setattr(decoding, "continuation", lambda tokens, n: [])
+
+
 @in_steps(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_those_of_one_by_one(folder: Path, name: str, step: int) -> None:
