@@ -63,6 +63,10 @@ class Pins:
         self._written.discard(number)
         self._lock(number, fcntl.F_UNLCK)
 
+    def is_taken(self, number: int) -> bool:
+        """Whether this library has it alone."""
+        return number in self._written
+
     def share(self, number: int) -> None:
         """What was taken is written: from here on it is used."""
         self._written.discard(number)
@@ -79,6 +83,10 @@ class Pins:
                 return False
             raise
         return True
+
+    @property
+    def is_closed(self) -> bool:
+        return self._fd < 0
 
     def close(self) -> None:
         """Leaves and drops everything."""
