@@ -37,8 +37,10 @@ _SCHEMA = (
     "offset_bytes INTEGER NOT NULL, size_bytes INTEGER NOT NULL, state INTEGER NOT NULL, cost REAL "
     "NOT NULL, uses INTEGER NOT NULL, priority REAL NOT NULL, last_used_s REAL NOT NULL)",
     "CREATE UNIQUE INDEX identities ON extents (space, context, text) WHERE state >= 0",
-    "CREATE INDEX places ON extents (offset_bytes)",
-    "CREATE INDEX priorities ON extents (priority)",
+    # what is asked of all extents is answered without their texts
+    "CREATE INDEX places ON extents (offset_bytes, size_bytes, state)",
+    "CREATE INDEX priorities ON extents (priority, number) WHERE state = 1",
+    "CREATE INDEX unfinished ON extents (number) WHERE state <> 1",
     "CREATE TABLE names (space BLOB NOT NULL, name TEXT NOT NULL, text BLOB NOT NULL, ids BLOB NOT "
     "NULL, PRIMARY KEY (space, name))",
 )
@@ -46,12 +48,19 @@ _SCHEMA = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where an extent lies. Attributes: number: in the index; is_ready: its rows are there."""
+    """Where an extent lies.
+
+    Attributes:
+        number: in the index.
+        is_ready: its rows are there.
+        is_own: it was taken, to be written by whoever asked.
+    """
 
     number: int
     offset_bytes: int
     size_bytes: int
     is_ready: bool
+    is_own: bool = False
 
 
 @contextmanager
@@ -295,7 +304,7 @@ class Index:
             ).lastrowid
             if number is None or not self._pins.take(number):
                 raise errors.StateError("an extent that is new, and in use", got=number)
-        return Place(number, offset, size_bytes, is_ready=False)
+        return Place(number, offset, size_bytes, is_ready=False, is_own=True)
 
     def _gap(self, size_bytes: int) -> int:
         """Where the first hole begins that is large enough, or the end."""
@@ -310,7 +319,7 @@ class Index:
 
     def _sweep(self) -> None:
         """Forgets what nobody writes any more, and what is damaged and in nobody's use."""
-        rows = self._db.execute("SELECT number FROM extents WHERE state != ?", (READY,)).fetchall()
+        rows = self._db.execute("SELECT number FROM extents WHERE state <> 1").fetchall()
         for (number,) in rows:
             if self._pins.take(number):
                 self._forget(number)
@@ -324,8 +333,7 @@ class Index:
         """Removes the extent that costs least to compute for its bytes and uses, of those that
         nobody uses; False: there is none."""
         for number, priority in self._db.execute(
-            "SELECT number, priority FROM extents WHERE state = ? ORDER BY priority, number",
-            (READY,),
+            "SELECT number, priority FROM extents WHERE state = 1 ORDER BY priority, number"
         ).fetchall():
             if self._pins.take(number):
                 self._forget(number)

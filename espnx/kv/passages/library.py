@@ -184,7 +184,7 @@ class Library:
                 place = self._index.reserve(identity, ids, size_bytes, cost, self._limit_bytes)
                 if place is None:
                     return None
-                if self._pins.is_taken(place.number):
+                if place.is_own:
                     if self._make_room(place):
                         return ExtentWriter(self, place, identity)
                     continue

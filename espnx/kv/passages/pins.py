@@ -63,10 +63,6 @@ class Pins:
         self._written.discard(number)
         self._lock(number, fcntl.F_UNLCK)
 
-    def is_taken(self, number: int) -> bool:
-        """Whether this library has it alone."""
-        return number in self._written
-
     def share(self, number: int) -> None:
         """What was taken is written: from here on it is used."""
         self._written.discard(number)
