@@ -88,6 +88,8 @@ class Context:
         self._counted = [number for number, each in enumerate(passages) if each.is_counted]
         self.mass = MassRecord(shape.layers, len(self._counted))
         self.repair: Repair | None = None
+        self._bytes_before = 0 if device is None else device.stats().bytes_asked
+        self._bytes_after = 0  # once it is closed
         self._segments = [self._lent(each) for each in self.passages]
         # by layer: which passages each ticket is of
         self._line = dict[int, list[tuple[list[int], int]]]()
@@ -102,6 +104,13 @@ class Context:
     def _stored(self) -> list[int]:
         """The passages that are read."""
         return [number for number, segments in enumerate(self._segments) if segments]
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of rows that attention has asked for, in whole blocks."""
+        if self._device is None:
+            return self._bytes_after
+        return self._device.stats().bytes_asked - self._bytes_before
 
     # --- reads ---
 
@@ -295,5 +304,6 @@ class Context:
             self.forget()
             for number in range(len(self.passages)):
                 self._release(number)
+        self._bytes_after = self.bytes_read
         device, self._device = self._device, None
         return device

@@ -33,26 +33,26 @@ class MassRecord:
 
     def note(self, layer: int, begin: int, sequences: range, shares: torch.Tensor) -> None:
         """Notes the shares of tokens from `begin` on: float32 [passages, some sequences, n]."""
-        shares = shares.detach().to("cpu", torch.float32)[:, :, -KEPT_TOKENS:]
-        n = shares.shape[2]
-        begin = max(begin, self.count - KEPT_TOKENS) if self.count > begin else begin
-        self._make_room(sequences.stop, begin, n)
-        at = begin - self._first
-        self._shares[sequences.start : sequences.stop, layer, at : at + n] = shares.permute(1, 2, 0)
-        self.count = max(self.count, begin + n)
+        skip = max(shares.shape[2] - KEPT_TOKENS, 0)
+        shares, begin = shares[:, :, skip:].detach().cpu(), begin + skip
+        end = begin + shares.shape[2]
+        if sequences.stop > len(self._shares) or end - self._first > self._shares.shape[2]:
+            self._grow(sequences.stop, end)
+        at = slice(begin - self._first, end - self._first)
+        self._shares[sequences.start : sequences.stop, layer, at] = shares.permute(1, 2, 0)
+        self.count = max(self.count, end)
 
-    def _make_room(self, sequences: int, begin: int, n: int) -> None:
-        """Memory for n tokens from `begin` on, of so many sequences."""
-        old, held = self._shares, max(min(self.count, begin) - self._first, 0)
-        kept = max(min(held, KEPT_TOKENS - n), 0)
-        fits = begin - self._first + n <= old.shape[2] and sequences <= old.shape[0]
-        if fits and begin - self._first + n <= 2 * KEPT_TOKENS:
-            return
-        room = min(2 * (kept + n), 2 * KEPT_TOKENS)
-        rows = max(sequences, old.shape[0])
-        new = torch.zeros(rows, self._layers, max(room, kept + n), self._columns)
-        new[: old.shape[0], :, :kept] = old[:, :, held - kept : held]
-        self._shares, self._first = new, begin - kept
+    def _grow(self, sequences: int, end: int) -> None:
+        """Memory for tokens up to `end`, of so many sequences; the oldest may go."""
+        old, first = self._shares, max(self._first, end - KEPT_TOKENS)
+        room = min(max(2 * (end - first), 64), 2 * KEPT_TOKENS)
+        self._shares = torch.zeros(
+            max(sequences, len(old)), self._layers, room, self._columns
+        )
+        held = max(self.count - first, 0)
+        skip = first - self._first
+        self._shares[: len(old), :, :held] = old[:, :, skip : skip + held]
+        self._first = first
 
     def shares(self) -> tuple[int, torch.Tensor]:
         """(number of the first token, float32 [sequences, layers, tokens, passages])."""

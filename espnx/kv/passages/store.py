@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from ... import errors
+from ...device.row_layout import RowLayout
 from ..attention import Step
 from ..cache import SetAside, SsdCache
 from ..options import CacheOptions
@@ -80,11 +81,10 @@ class ComposedStore(SsdCache):
             "composed passages", got=f"layer {layer}, whose rows other layers attend to, too"
         )
 
-    def make_rows(self, layout: object, n_heads: int, dtype: torch.dtype) -> LayerRows:  # type: ignore[override]
-        rows = super().make_rows(layout, n_heads, dtype)  # type: ignore[arg-type]
-        return rows if self._keeps else _PassingRows(
-            self.striped, rows.layout, n_heads, dtype, rows.layout.block_rows
-        )
+    def make_rows(self, layout: RowLayout, n_heads: int, dtype: torch.dtype) -> LayerRows:
+        if self._keeps:
+            return super().make_rows(layout, n_heads, dtype)
+        return _PassingRows(self.striped, layout, n_heads, dtype, layout.block_rows)
 
     def propose(self, tier_share: float | None = None) -> None:
         raise errors.InvalidInputError("drafts behind composed passages", fix="no draft")
