@@ -59,9 +59,7 @@ class Before:
 
     def part(self, begin: int, end: int) -> Before:
         """What some of the sequences are given."""
-        return replace(
-            self, o=self.o[begin:end], lse=self.lse[begin:end], first=self.first + begin
-        )
+        return replace(self, o=self.o[begin:end], lse=self.lse[begin:end], first=self.first + begin)
 
 
 @dataclass(frozen=True)
@@ -182,9 +180,7 @@ class Attention:
         else:
             span = Span.of_new(rows.count - n, n)  # some ask for the last positions alone
             o = self._by_parts(
-                rows,
-                step,
-                lambda part, arrived: _whole(part, *over(rows, part, span, arrived)),
+                rows, step, lambda part, arrived: _whole(part, *over(rows, part, span, arrived))
             )
         self._ahead.look(rows)
         return o

@@ -198,8 +198,7 @@ class Context:
         return [
             number
             for number, each in enumerate(self.passages)
-            if found is not None and each.extent is not None
-            and each.extent.number == found.number
+            if found is not None and each.extent is not None and each.extent.number == found.number
         ]
 
     def replace(self, number: int, made: Passage) -> None:
@@ -227,9 +226,7 @@ class Context:
             .reshape(1, self._shape.heads, n_sequences * groups * n, d)
         )
         each_bytes = 4 * q.shape[1] * q.shape[2] * self._widest
-        lse_of = torch.full(
-            (len(self.passages), *q.shape[1:3]), float("-inf"), device=q.device
-        )
+        lse_of = torch.full((len(self.passages), *q.shape[1:3]), float("-inf"), device=q.device)
         o = q.new_zeros(*q.shape[1:3], self._shape.layout.dv)
         lse = lse_of.new_full(q.shape[1:3], float("-inf"))
         for part, ticket in self._take(layer, each_bytes):

@@ -130,10 +130,10 @@ def front_of(shape: RowShape, identity: Identity, sums: np.ndarray) -> np.ndarra
 def read_front(shape: RowShape, identity: Identity, front: np.ndarray) -> np.ndarray | None:
     """The checksums, uint32 [layers, heads, blocks], of a front uint8 [front bytes]; None where it
     is damaged, or another extent's."""
-    (known,) = struct.unpack_from("<I", front, len(MAGIC))
+    (known,) = struct.unpack_from("<I", front[: _HEAD.size].tobytes(), len(MAGIC))
     if known != crc32c(np.ascontiguousarray(front[_SUMMED_FROM:])):
         return None
-    said = _HEAD.unpack_from(front)
+    said = _HEAD.unpack(front[: _HEAD.size].tobytes())
     own = (
         MAGIC,
         known,

@@ -32,23 +32,28 @@ _FIX = "remove the library's directory; passages are computed again as they are 
 _SCHEMA = (
     "CREATE TABLE about (name TEXT PRIMARY KEY, value REAL NOT NULL)",
     "CREATE TABLE spaces (digest BLOB PRIMARY KEY, said TEXT NOT NULL)",
-    "CREATE TABLE extents (number INTEGER PRIMARY KEY AUTOINCREMENT, space BLOB NOT NULL, context "
-    "BLOB NOT NULL, text BLOB NOT NULL, ids BLOB NOT NULL, first_position INTEGER NOT NULL, "
-    "offset_bytes INTEGER NOT NULL, size_bytes INTEGER NOT NULL, state INTEGER NOT NULL, cost REAL "
-    "NOT NULL, uses INTEGER NOT NULL, priority REAL NOT NULL, last_used_s REAL NOT NULL)",
+    (
+        "CREATE TABLE extents (number INTEGER PRIMARY KEY AUTOINCREMENT, space BLOB NOT NULL, "
+        "context BLOB NOT NULL, text BLOB NOT NULL, ids BLOB NOT NULL, first_position INTEGER NOT "
+        "NULL, offset_bytes INTEGER NOT NULL, size_bytes INTEGER NOT NULL, state INTEGER NOT NULL, "
+        "cost REAL NOT NULL, uses INTEGER NOT NULL, priority REAL NOT NULL, last_used_s REAL NOT "
+        "NULL)"
+    ),
     "CREATE UNIQUE INDEX identities ON extents (space, context, text) WHERE state >= 0",
     # what is asked of all extents is answered without their texts
     "CREATE INDEX places ON extents (offset_bytes, size_bytes, state)",
     "CREATE INDEX priorities ON extents (priority, number) WHERE state = 1",
     "CREATE INDEX unfinished ON extents (number) WHERE state <> 1",
-    "CREATE TABLE names (space BLOB NOT NULL, name TEXT NOT NULL, text BLOB NOT NULL, ids BLOB NOT "
-    "NULL, PRIMARY KEY (space, name))",
+    (
+        "CREATE TABLE names (space BLOB NOT NULL, name TEXT NOT NULL, text BLOB NOT NULL, ids BLOB "
+        "NOT NULL, PRIMARY KEY (space, name))"
+    ),
 )
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an extent lies.
+    """The place of an extent in the data file.
 
     Attributes:
         number: in the index.
@@ -78,7 +83,7 @@ def typed(path: str) -> Iterator[None]:
                 free_bytes=free,
                 path=path,
             ) from error
-        if name.startswith("SQLITE_BUSY") or name.startswith("SQLITE_LOCKED"):
+        if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
             raise errors.StoreBusyError(
                 "the index of a library is being changed",
                 path=path,
@@ -307,7 +312,7 @@ class Index:
         return Place(number, offset, size_bytes, is_ready=False, is_own=True)
 
     def _gap(self, size_bytes: int) -> int:
-        """Where the first hole begins that is large enough, or the end."""
+        """The beginning of the first hole that is large enough, or the end."""
         end = 0
         for offset, size in self._db.execute(
             "SELECT offset_bytes, size_bytes FROM extents ORDER BY offset_bytes"

@@ -170,7 +170,7 @@ class Library:
     def write(
         self, identity: Identity, ids: np.ndarray, cost: float, wait_s: float = 600.0
     ) -> ExtentWriter | Extent | None:
-        """Where the rows of a text are to be written.
+        """Begins to write the rows of a text.
 
         Returns:
             A writer; the extent, pinned, where somebody else has just written it; None: there is no
@@ -253,10 +253,7 @@ class Library:
 
     def _verify(self, extent: Extent) -> int:
         """Bytes read of an extent; what is damaged is noted."""
-        layout, front = (
-            self.shape.layout,
-            self.shape.front_bytes(extent.identity.tokens),
-        )
+        layout, front = (self.shape.layout, self.shape.front_bytes(extent.identity.tokens))
         sums, step = extent.sums.reshape(-1), max(1, _VERIFY_BYTES // layout.block_bytes)
         for first in range(0, sums.size, step):
             wanted = sums[first : first + step]
@@ -319,7 +316,7 @@ class ExtentWriter:
         layout, n = shape.layout, k.shape[2]
         first = self._written[layer]
         if first % layout.block_rows or (
-            first + n < tokens and n % layout.block_rows or first + n > tokens
+            (first + n < tokens and n % layout.block_rows) or first + n > tokens
         ):
             raise errors.InvalidInputError(
                 "rows of an extent", got=f"{n} after {first}", expected="whole blocks"
@@ -328,9 +325,7 @@ class ExtentWriter:
         size_bytes = blocks * layout.block_bytes
         engine = library._engine
         memory = engine.memory(shape.heads * size_bytes)
-        layout.pack(
-            k[0].cpu(), v[0].cpu(), memory.view(shape.heads, blocks, layout.block_bytes)
-        )
+        layout.pack(k[0].cpu(), v[0].cpu(), memory.view(shape.heads, blocks, layout.block_bytes))
         self._sums[layer, :, at : at + blocks] = block_sums(memory, layout.block_bytes).reshape(
             shape.heads, blocks
         )

@@ -46,9 +46,7 @@ class MassRecord:
         """Memory for tokens up to `end`, of so many sequences; the oldest may go."""
         old, first = self._shares, max(self._first, end - KEPT_TOKENS)
         room = min(max(2 * (end - first), 64), 2 * KEPT_TOKENS)
-        self._shares = torch.zeros(
-            max(sequences, len(old)), self._layers, room, self._columns
-        )
+        self._shares = torch.zeros(max(sequences, len(old)), self._layers, room, self._columns)
         held = max(self.count - first, 0)
         skip = first - self._first
         self._shares[: len(old), :, :held] = old[:, :, skip : skip + held]

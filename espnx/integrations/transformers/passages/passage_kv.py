@@ -1,4 +1,4 @@
-"""`PassageKV`: the K and V of passages in a library on SSD, and prompts that are composed of them."""
+"""`PassageKV`: K and V of passages in a library on SSD, and prompts that are composed of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ MODES = ("prefix", "blocks")
 #: Passages are computed by so many tokens at a time, in whole blocks.
 _CHUNK_TOKENS = 1024
 
-Ids = Sequence[int] | torch.Tensor | np.ndarray
+Ids: TypeAlias = Sequence[int] | torch.Tensor | np.ndarray[Any, Any]
 
 
 @dataclass
@@ -128,8 +128,9 @@ class PassageKV:
         self._prefix = check_ids("prefix", prefix)
         limit_bytes = None if library_bytes is None else parse_size(library_bytes)
         if model.training:
-            raise errors.InvalidInputError("passages of a model", got="a model in training mode",
-                                           fix="model.eval()")
+            raise errors.InvalidInputError(
+                "passages of a model", got="a model in training mode", fix="model.eval()"
+            )
         self.model = enable_kv_cache(model)
         self.directory, self._process = os.fspath(directory), os.getpid()
         self._lock, self._kind, self._tokenizer = threading.RLock(), fingerprint, tokenizer
@@ -145,8 +146,9 @@ class PassageKV:
     def _open_library(self) -> None:
         """Opens the library for the model as it is now."""
         self._watch = Watch(self.model.base_model)
+        made_by = fingerprints.fingerprint(self.model, self._kind)
         said = {
-            "model": fingerprints.fingerprint(self.model, self._kind),
+            "model": made_by,
             "rows": self._rows.shape.describe(),
             "tokenizer": None if self._tokenizer is None else _tokenizer_digest(self._tokenizer),
         }
@@ -155,7 +157,7 @@ class PassageKV:
         self._library = Library(
             self.directory,
             space,
-            {"model": said["model"]["model"], "rows": said["rows"]},
+            {"model": made_by["model"], "rows": said["rows"]},
             self._rows.shape,
             limit_bytes=self._limit_bytes,
             engine=os.fspath(engine) if isinstance(engine, os.PathLike) else engine,
@@ -234,7 +236,7 @@ class PassageKV:
         Args:
             passages: names that `add` returned, or token ids; in the order of the prompt. A passage
                 may stand there twice.
-            mode: ``blocks``: each passage sees the prefix and itself, as it was computed, and stands
+            mode: ``blocks``: each passage sees the prefix and itself, as it was computed; it stands
                 at its place by rotation: exact by that definition, and another thing than full
                 attention, which lets a passage see those before it. ``prefix``: what full attention
                 computes: only rows that were computed behind the same tokens are used.
@@ -396,9 +398,7 @@ class PassageKV:
         given = torch.from_numpy(ids.astype(np.int64))[None].to(self._device)
         with self._cache(inner, tap=tap, keeps=len(ids) > chunk) as cache, torch.no_grad():
             for begin in range(0, len(ids), chunk):
-                body(
-                    input_ids=given[:, begin : begin + chunk], use_cache=True, **{name: cache}
-                )
+                body(input_ids=given[:, begin : begin + chunk], use_cache=True, **{name: cache})
 
     @property
     def _chunk_tokens(self) -> int:
@@ -439,8 +439,9 @@ class PassageKV:
                 context,
                 ids,
                 prompt.reused,
-                release=partial(_release, weakref.ref(self), context, places, self._library,
-                                prompt.pins),
+                release=partial(
+                    _release, weakref.ref(self), context, places, self._library, prompt.pins
+                ),
                 **own | options,
             )
         except BaseException:
@@ -522,9 +523,7 @@ class PassageKV:
         return f"<PassageKV in {self.directory}{', closed' if self._is_closed else ''}>"
 
 
-def _before(
-    texts: Sequence[np.ndarray], number: int, mode: str, n_prefix: int
-) -> list[np.ndarray]:
+def _before(texts: Sequence[np.ndarray], number: int, mode: str, n_prefix: int) -> list[np.ndarray]:
     """What a text is computed behind: the prefix, or all that stands before it."""
     return list(texts[: number if mode == "prefix" else min(number, n_prefix)])
 

@@ -1,6 +1,6 @@
-"""How a model rotates its keys: as its config and modules say, and as two short forward passes show.
+"""How a model rotates its keys: as its config and modules say, and two short forward passes show.
 
-A passage may stand anywhere only if its keys at one position are those at another, rotated. Whether
+A passage may stand anywhere only if its keys at one position are those at another, rotated. If
 that is so, of which values, and which of them are pairs, no config says for all models: so a few
 tokens go through the model at two places, and their keys are compared, layer by layer.
 """

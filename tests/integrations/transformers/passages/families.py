@@ -5,6 +5,7 @@ model's own function."""
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -118,12 +119,8 @@ def blocks_in_memory(
     the prefix's end; then its keys are rotated to their place in the prompt."""
     base, sizes = len(prefix), [len(each) for each in passages]
     ids = torch.cat([prefix, *passages])
-    block = torch.cat(
-        [torch.full((n,), number) for number, n in enumerate([base, *sizes])]
-    )
-    positions = torch.cat(
-        [torch.arange(base), *[torch.arange(base, base + n) for n in sizes]]
-    )
+    block = torch.cat([torch.full((n,), number) for number, n in enumerate([base, *sizes])])
+    positions = torch.cat([torch.arange(base), *[torch.arange(base, base + n) for n in sizes]])
     seen = (block[:, None] == block) | (block == 0)
     seen &= torch.arange(len(ids))[:, None] >= torch.arange(len(ids))
     least = torch.finfo(torch.float32).min
@@ -148,7 +145,7 @@ def log_probabilities(
     parts = []
     cuts = [0, *range(max(len(ids) - 3, 1), len(ids) + 1)]
     with torch.no_grad():
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in itertools.pairwise(cuts):
             positions = torch.arange(first + begin, first + end)[None]
             found = model(ids[None, begin:end], position_ids=positions, past_key_values=cache)
             parts.append(found.logits[0].double().log_softmax(dim=-1))

@@ -57,7 +57,11 @@ def test_order_and_place_count(folder: Path) -> None:
 def test_prefix_mode_generates_what_the_framework_does(folder: Path, name: str) -> None:
     from transformers import DynamicCache
 
-    before, passages, question = words(9, 1), [words(40, 2), words(17, 3), words(55, 4)], words(6, 5)
+    before, passages, question = (
+        words(9, 1),
+        [words(40, 2), words(17, 3), words(55, 4)],
+        words(6, 5),
+    )
     ids = torch.cat([before, *passages, question])[None]
     model = plain(name)
     wanted = model.generate(
