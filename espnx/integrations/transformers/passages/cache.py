@@ -117,7 +117,10 @@ class PassageCache(KVCache):
         """
         first, shares = self._context.mass.shares()
         chosen = shares[:, :, max(begin - first, 0) : None if end is None else max(end - first, 0)]
-        return chosen.mean(dim=2) if chosen.shape[2] else chosen.sum(dim=2)
+        if not chosen.numel():
+            sequences, layers = max(self.store.sequences, 1), len(self.layers)
+            return torch.zeros(sequences, layers, len(self.passages))
+        return chosen.mean(dim=2)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens; those of passages stay. See `KVCache.crop`.
