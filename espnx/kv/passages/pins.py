@@ -12,6 +12,7 @@ import errno as codes
 import fcntl
 import os
 import struct
+import weakref
 from collections import Counter
 
 from ...storage.files import write_error
@@ -31,6 +32,8 @@ class Pins:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise write_error("cannot open the locks of a library", path, error) from error
+        # a library that is dropped without being closed does not keep its locks
+        self._end = weakref.finalize(self, os.close, self._fd)
         self._used, self._written = Counter[int](), set[int]()
 
     def use(self, number: int) -> bool:
@@ -87,5 +90,5 @@ class Pins:
     def close(self) -> None:
         """Leaves and drops everything."""
         if self._fd >= 0:
-            os.close(self._fd)
+            self._end()
             self._fd = -1
