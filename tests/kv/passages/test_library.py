@@ -173,7 +173,8 @@ def test_half_written_extents_are_nobodys(folder: Path) -> None:
     other = opened(folder)
     assert other.write(identity, ids, 1.0, wait_s=0.05) is None, "it is being written"
     library._pins.close()  # as when its process is gone
-    assert isinstance(taken := other.write(identity, ids, 1.0, wait_s=0.05), ExtentWriter)
+    taken = other.write(identity, ids, 1.0, wait_s=0.05)
+    assert isinstance(taken, ExtentWriter)
     with taken:
         pass
     other.close()

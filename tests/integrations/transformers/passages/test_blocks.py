@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import DynamicCache
 
+from espnx.integrations.transformers.enable import enable_kv_cache
 from espnx.integrations.transformers.passages.passage_kv import PassageKV
 from tests.integrations.transformers.passages.families import (
     FAMILIES,
     blocks_in_memory,
     enabled,
     log_probabilities,
+    make,
     plain,
     words,
 )
@@ -55,8 +58,6 @@ def test_order_and_place_count(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
 def test_prefix_mode_generates_what_the_framework_does(folder: Path, name: str) -> None:
-    from transformers import DynamicCache
-
     before, passages, question = (
         words(9, 1),
         [words(40, 2), words(17, 3), words(55, 4)],
@@ -68,16 +69,18 @@ def test_prefix_mode_generates_what_the_framework_does(folder: Path, name: str) 
         ids, past_key_values=DynamicCache(config=model.config), max_new_tokens=24, do_sample=False
     )
     for turn in range(2):
-        with PassageKV(enabled(name), folder, prefix=before) as kv:
-            with kv.compose(passages, mode="prefix") as cache:
-                assert cache.reused["computed"] == (121 if not turn else 0)
-                found = enabled(name).generate(
-                    **cache.prompt(question[None]),
-                    past_key_values=cache,
-                    max_new_tokens=24,
-                    do_sample=False,
-                )
-            assert torch.equal(found, wanted)
+        with (
+            PassageKV(enabled(name), folder, prefix=before) as kv,
+            kv.compose(passages, mode="prefix") as cache,
+        ):
+            assert cache.reused["computed"] == (121 if not turn else 0)
+            found = enabled(name).generate(
+                **cache.prompt(question[None]),
+                past_key_values=cache,
+                max_new_tokens=24,
+                do_sample=False,
+            )
+        assert torch.equal(found, wanted)
 
 
 def test_prefix_mode_takes_only_what_stood_there(folder: Path) -> None:
@@ -92,3 +95,27 @@ def test_prefix_mode_takes_only_what_stood_there(folder: Path) -> None:
         ):
             with kv.compose(passages, mode="prefix") as cache:
                 assert cache.reused["computed"] == computed
+
+
+@pytest.mark.parametrize("name", ["llama", "glm"])
+def test_bf16_is_no_farther_from_exact_than_rotated_keys(folder: Path, name: str) -> None:
+    """Keys that are rotated are rounded once more; queries are rotated in fp32."""
+    before, passages, question = words(21, 1), [words(n, n) for n in (40, 33, 130)], words(64, 5)
+    rounded, first = make(name, torch.bfloat16), 21 + 203
+    exact_model = make(name, torch.float64)
+    exact_model.load_state_dict(rounded.state_dict())
+    exact_model.set_attn_implementation("sdpa")  # the eager one has its softmax in fp32
+
+    def distance(found: torch.Tensor) -> float:
+        return float((found - exact).square().mean().sqrt())
+
+    exact = log_probabilities(
+        exact_model, question, blocks_in_memory(exact_model, before, passages), first
+    )
+    theirs = distance(
+        log_probabilities(rounded, question, blocks_in_memory(rounded, before, passages), first)
+    )
+    model = enable_kv_cache(make(name, torch.bfloat16))
+    with PassageKV(model, folder, prefix=before) as kv, kv.compose(passages) as cache:
+        ours = distance(log_probabilities(model, question, cache, first))
+    assert 0 < ours <= 1.25 * theirs

@@ -15,8 +15,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 import espnx
 from espnx import errors
+from espnx.integrations.transformers.passages import passage_kv
 from espnx.integrations.transformers.passages.passage_kv import PassageKV
+from espnx.kv.passages import context as contexts
 from espnx.kv.passages.library import DATA, Library
+from espnx.storage import NativeEngine
+from tests.forks import killed_at
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.passages.families import (
     blocks_in_memory,
@@ -187,13 +191,36 @@ def test_no_prefix_and_no_passages(folder: Path) -> None:
 
 
 def test_long_passages_come_in_chunks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from espnx.integrations.transformers.passages import passage_kv
-
     monkeypatch.setattr(passage_kv, "_CHUNK_TOKENS", 40)
-    with PassageKV(enabled("llama"), folder, prefix=BEFORE) as kv:
-        with kv.compose(PASSAGES) as cache:
-            assert cache.reused["computed"] == FIRST
-            assert close(given(kv, cache), exact())
+    with PassageKV(enabled("llama"), folder, prefix=BEFORE) as kv, kv.compose(PASSAGES) as cache:
+        assert cache.reused["computed"] == FIRST
+        assert close(given(kv, cache), exact())
+
+
+@pytest.mark.parametrize("part_bytes", [1, 40_000])
+def test_passages_attend_some_at_a_time(
+    kv: PassageKV, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    monkeypatch.setattr(contexts, "_PART_BYTES", part_bytes)
+    with kv.compose(PASSAGES) as cache:
+        assert close(given(kv, cache), exact())
+
+
+def test_reads_run_ahead(kv: PassageKV) -> None:
+    """Steps of decoding find the reads of their layers in line, in the order they ask for them."""
+    with kv.compose(PASSAGES) as cache:
+        given(kv, cache)
+        context, forgotten = cache._context, list[None]()
+        original = context.forget
+        context.forget = lambda: (forgotten.append(None), original())  # type: ignore[assignment]
+        for _ in range(4):
+            kv.model(QUESTION[None, :1], past_key_values=cache)
+        assert not forgotten
+        device = context._device
+        assert device is not None
+        stats = device.stats()
+        assert stats.bytes_moved <= 1.5 * stats.bytes_asked
+        context.forget = original  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("limit", [1, 400_000])
@@ -404,9 +431,6 @@ def test_two_processes_fill_one_library(folder: Path) -> None:
 @pytest.mark.parametrize("nth", [1, 3])
 def test_killed_while_it_is_filled(folder: Path, name: str, nth: int) -> None:
     """Whoever comes next finds what was whole, and computes the rest."""
-    from tests.forks import killed_at
-    from espnx.storage import NativeEngine
-
     model = enabled("llama")
 
     def fill() -> None:
