@@ -20,6 +20,7 @@ from espnx.integrations.transformers.passages.passage_kv import PassageKV
 from espnx.kv.passages import context as contexts
 from espnx.kv.passages.library import DATA, Library
 from espnx.storage import NativeEngine
+from espnx.storage.native import FaultRule, FaultyEngine
 from tests.forks import killed_at
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.passages.families import (
@@ -465,3 +466,78 @@ def test_an_error_in_the_midst_leaves_the_cache_usable(
             kv.compose([words(20, 31)])
     with kv.compose([words(20, 31)]) as cache:
         assert cache.reused["computed"] == 20
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"), [("error", None), ("flip", None), ("never", errors.DeadlineExceededError)]
+)
+def test_reads_that_fail(folder: Path, fault: str, error: type[Exception] | None) -> None:
+    """What the device cannot read is computed anew; what it does not answer is an error, and the
+    cache goes on behind it."""
+    rules = list[FaultRule]()
+    with PassageKV(
+        enabled("llama"),
+        folder,
+        prefix=BEFORE,
+        engine=lambda: FaultyEngine(rules, pool_bytes=1 << 20),
+        deadline_s=0.5,
+    ) as kv:
+        for each in PASSAGES:
+            kv.add(each)
+    with open(folder / DATA, "rb") as file:
+        rows_begin = 4096
+        assert file.read(8) == b"espnxPKV"
+    rules.append(
+        FaultRule(
+            fault, "read", f"*{DATA}", begin_bytes=rows_begin, end_bytes=40_000, nth=2, count=1
+        )
+    )
+    with (
+        PassageKV(
+            enabled("llama"),
+            folder,
+            prefix=BEFORE,
+            engine=lambda: FaultyEngine(rules, pool_bytes=1 << 20),
+            deadline_s=0.5,
+        ) as kv,
+        kv.compose(PASSAGES) as cache,
+    ):
+        if error is not None:
+            with pytest.raises(error):
+                kv.model(QUESTION[None], past_key_values=cache)
+        assert close(given(kv, cache), exact())
+        assert cache.reused["damaged"] == (0 if error else 1)
+
+
+def test_modes_of_torch(folder: Path) -> None:
+    """Rows that come in inference mode, or under autocast, are rows like others."""
+    with PassageKV(enabled("llama"), folder, prefix=BEFORE) as kv:
+        with torch.inference_mode(), kv.compose(PASSAGES) as cache:
+            assert cache.reused["computed"] == FIRST
+            assert close(given(kv, cache), exact())
+        with kv.compose(PASSAGES) as cache:
+            assert close(given(kv, cache), exact())
+
+
+def test_a_model_in_training_mode_is_refused(folder: Path) -> None:
+    model = make("llama").train()
+    with pytest.raises(errors.InvalidInputError, match="training mode"):
+        PassageKV(model, folder)
+
+
+def test_a_tokenizer_counts(folder: Path) -> None:
+    class Words:
+        def __init__(self, *known: str):
+            self.known = known
+
+        def get_vocab(self) -> dict[str, int]:
+            return {word: number for number, word in enumerate(self.known)}
+
+    for tokenizer, computed in ((Words("a", "b"), 40), (Words("a", "b"), 0), (Words("b", "a"), 40)):
+        with (
+            PassageKV(enabled("llama"), folder, tokenizer=tokenizer) as kv,
+            kv.compose(PASSAGES[:1]) as cache,
+        ):
+            assert cache.reused["computed"] == computed
+    with pytest.raises(errors.InvalidInputError, match="tokenizer"):
+        PassageKV(enabled("llama"), folder, tokenizer=3)
