@@ -426,8 +426,7 @@ class PassageKV:
                 self._options.threads or 0,
             )
             prompt.passages = context.passages
-            if not _is_streamed(self.model):
-                context.repair = partial(self._repair, prompt)
+            context.repair = partial(self._repair, prompt)
             ids = np.concatenate([np.empty(0, np.int32), *prompt.texts]).astype(np.int32)
             own = {
                 name: getattr(self._options, name)
@@ -465,14 +464,17 @@ class PassageKV:
         return places
 
     def _repair(self, prompt: _Prompt, number: int, error: errors.StorageError) -> Passage:
-        """Computes a passage anew that was found damaged while it was attended to."""
+        """Computes a passage anew that was found damaged while it was attended to. Where that
+        cannot be, it is not found any more, and the error is raised."""
         extent = prompt.passages[number].extent
         if extent is None or self._is_closed:
             raise error
-        log.warning("a passage is damaged, and computed anew: %s", error)
         with self._lock:
             self._library.damage(extent, error.offset_bytes or 0, error.size_bytes or 0)
             prompt.reused["damaged"] += 1
+            if _is_streamed(self.model):
+                raise error
+            log.warning("a passage is damaged, and computed anew: %s", error)
             made = self._compute(prompt, number)
             prompt.reused["computed"] += made.tokens
             prompt.reused["reused"] -= made.tokens

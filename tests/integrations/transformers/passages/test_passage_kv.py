@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import espnx
 from espnx import errors
+from espnx.integrations.streamed.load import load_streamed
 from espnx.integrations.transformers.passages import passage_kv
 from espnx.integrations.transformers.passages.passage_kv import PassageKV
 from espnx.kv.passages import context as contexts
@@ -541,3 +542,24 @@ def test_a_tokenizer_counts(folder: Path) -> None:
             assert cache.reused["computed"] == computed
     with pytest.raises(errors.InvalidInputError, match="tokenizer"):
         PassageKV(enabled("llama"), folder, tokenizer=3)
+
+
+def test_a_model_whose_layers_are_streamed(folder: Path) -> None:
+    """A pass inside a pass would take its weights away: damage is an error there, once."""
+    make("llama").save_pretrained(folder / "model")
+    model = load_streamed(folder / "model", "700KiB")
+    with PassageKV(model, folder / "kv", prefix=BEFORE) as kv:
+        with kv.compose(PASSAGES) as cache:
+            assert close(given(kv, cache), exact())
+        with kv.compose(PASSAGES) as cache:
+            cache._context.forget()
+            extent = cache._context.passages[1].extent
+            assert extent is not None
+            with open(folder / "kv" / DATA, "r+b") as file:
+                file.seek(extent.offset_bytes + extent.size_bytes - 4096)
+                file.write(b"damage")
+            with pytest.raises(errors.ChecksumError):
+                kv.model(QUESTION[None], past_key_values=cache)
+        with kv.compose(PASSAGES) as cache:
+            assert cache.reused["computed"] == 40
+            assert close(given(kv, cache), exact())
