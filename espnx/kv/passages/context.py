@@ -232,8 +232,9 @@ class Context:
         for part, ticket in self._take(layer, each_bytes):
             found, sums = self._over(ticket, self._queries(layer, q, part, step))
             lse_of[part] = sums
-            for part_o, part_lse in zip(found, sums, strict=True):
-                o, lse = merge(o, lse, part_o, part_lse)
+            whole = sums.logsumexp(dim=0)
+            weights = torch.exp(sums - whole)[..., None]
+            o, lse = merge(o, lse, (weights * found).sum(dim=0), whole)
         for number, passage in enumerate(self.passages):
             if passage.rows is not None and passage.tokens:
                 k, v = passage.rows[layer]

@@ -22,6 +22,7 @@ from tests.integrations.transformers.passages.families import (
 )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("prefix", [0, 21])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_blocks_are_what_they_are_in_memory(folder: Path, name: str, prefix: int) -> None:

@@ -429,6 +429,7 @@ def test_two_processes_fill_one_library(folder: Path) -> None:
         assert _forked(refuse) == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["write", "sync", "allocate"])
 @pytest.mark.parametrize("nth", [1, 3])
 def test_killed_while_it_is_filled(folder: Path, name: str, nth: int) -> None:
