@@ -564,3 +564,14 @@ def test_a_model_whose_layers_are_streamed(folder: Path) -> None:
         with kv.compose(PASSAGES) as cache:
             assert cache.reused["computed"] == 40
             assert close(given(kv, cache), exact())
+
+
+def test_an_emulated_accelerator_attends(folder: Path) -> None:
+    """Queries and results cross to it in fp16 or fp32, as its spec says; rows stay where they
+    are."""
+    with (
+        PassageKV(enabled("llama"), folder, prefix=BEFORE, device="smartssd") as kv,
+        kv.compose(PASSAGES) as cache,
+    ):
+        assert float((given(kv, cache) - exact()).abs().max()) < 0.02
+        assert cache.reused["bytes"] > 0
