@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .integrations.transformers.cache import KVCache
     from .integrations.transformers.enable import enable_kv_cache
     from .integrations.transformers.gguf import load_gguf
+    from .integrations.transformers.passages.passage_kv import PassageKV
     from .integrations.transformers.speculation.generate import generate
     from .kv.schedule import Decision
     from .models import demo_model
@@ -76,6 +77,7 @@ _HOME = {
     "integrations.transformers.cache": ["KVCache"],
     "integrations.transformers.enable": ["enable_kv_cache"],
     "integrations.transformers.gguf": ["load_gguf"],
+    "integrations.transformers.passages.passage_kv": ["PassageKV"],
     "integrations.transformers.speculation.generate": ["generate"],
     "kv.schedule": ["Decision"],
     "models": ["demo_model"],
@@ -124,6 +126,7 @@ __all__ = [
     "Hit",
     "Index",
     "KVCache",
+    "PassageKV",
     "Plan",
     "Postings",
     "SearchResult",

@@ -240,6 +240,12 @@ class Space(Protocol):
         before; they are pinned. What lies behind the last of them is cut off. Raises FormatError
         where two claim one place, WriteError."""
 
+    def lend(self, places: Sequence[SegmentPlace]) -> list[Segment]:
+        """Segments of a data file in which somebody else hands out the places: nothing is claimed,
+        pinned or cut off, and releasing them gives nothing back. They are for as long as that
+        somebody leaves the places alone. Raises InvalidInputError where nothing is kept
+        (`Capabilities.keeps`)."""
+
     def pin(self, segments: Sequence[Segment], *, also: bool = False) -> None:
         """A published state names these segments: their places are not used again when they are
         released. Those pinned before are, unless they are among them or `also` says that they stay

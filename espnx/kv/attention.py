@@ -44,6 +44,28 @@ _HOLES_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
+class Before:
+    """Attention of a step's queries over rows that stand before all of the cache's own.
+
+    Attributes:
+        o: float32 [sequences, heads, n, dv].
+        lse: float32 [sequences, heads, n].
+        note: is told of some sequences, and the log-sum-exp over all rows, those before and the
+            cache's own, float32 [some sequences, heads, n].
+        first: of these sequences in the batch.
+    """
+
+    o: torch.Tensor
+    lse: torch.Tensor
+    note: Callable[[int, torch.Tensor], None]
+    first: int = 0
+
+    def part(self, begin: int, end: int) -> Before:
+        """What some of the sequences are given."""
+        return replace(self, o=self.o[begin:end], lse=self.lse[begin:end], first=self.first + begin)
+
+
+@dataclass(frozen=True)
 class Step:
     """What one layer's attention is given in a forward pass.
 
@@ -56,6 +78,7 @@ class Step:
         x: [sequences, n, hidden]: what K and V were projected from; needed where X rows are stored.
         projection: how.
         rules: what the model does to scores.
+        before: what the queries found in rows that are not the cache's and stand before them.
     """
 
     q: torch.Tensor
@@ -66,12 +89,15 @@ class Step:
     x: torch.Tensor | None = None
     projection: Projection | None = None
     rules: ScoreRules = PLAIN
+    before: Before | None = None
 
     def part(self, begin: int, end: int) -> Step:
         """The step of some of the sequences."""
         x = None if self.x is None else self.x[begin:end]
         q, k, v = (rows[begin:end] for rows in (self.q, self.k, self.v))
-        return replace(self, q=q, k=k, v=v, visibility=self.visibility.part(begin, end), x=x)
+        before = None if self.before is None else self.before.part(begin, end)
+        seen = self.visibility.part(begin, end)
+        return replace(self, q=q, k=k, v=v, visibility=seen, x=x, before=before)
 
 
 @dataclass(frozen=True)
@@ -142,7 +168,7 @@ class Attention:
         rows.append(k, v)
         span = Span.of_new(past, n)
         o = self._by_parts(
-            rows, step, lambda part, arrived: _with_sinks(part, *over(rows, part, span, arrived))
+            rows, step, lambda part, arrived: _whole(part, *over(rows, part, span, arrived))
         )
         rows.spill(end)
         self._ahead.look(rows)
@@ -157,9 +183,7 @@ class Attention:
         else:
             span = Span.of_new(rows.count - n, n)  # some ask for the last positions alone
             o = self._by_parts(
-                rows,
-                step,
-                lambda part, arrived: _with_sinks(part, *over(rows, part, span, arrived)),
+                rows, step, lambda part, arrived: _whole(part, *over(rows, part, span, arrived))
             )
         self._ahead.look(rows)
         return o
@@ -176,7 +200,7 @@ class Attention:
             o, lse = _over_one_another(part, past)
             if past and lse is not None:
                 o, lse = merge(o.float(), lse, *over(rows, part, span, arrived))
-            return _with_sinks(part, o, lse)
+            return _whole(part, o, lse)
 
         return self._by_parts(rows, step, look)
 
@@ -290,7 +314,7 @@ class Attention:
         if tier.end:
             o, lse = merge(o, lse, *tier.attend(queries, self._threads))
         o, lse = o.reshape(n_sequences, heads, n, -1), lse.reshape(n_sequences, heads, n)
-        return _with_sinks(step, o, lse).to(step.q.dtype)
+        return _whole(step, o, lse).to(step.q.dtype)
 
     def absorbed(
         self, rows: LayerRows, step: Step, span: Span, arrived: Arrived
@@ -365,7 +389,7 @@ def _over_one_another(step: Step, past: int) -> tuple[torch.Tensor, torch.Tensor
     """The new tokens of a chunk."""
     hidden = step.visibility.hidden
     own = None if hidden is None else hidden[:, past : past + step.k.shape[2]].to(step.q.device)
-    wants_lse = past > 0 or step.rules.sinks is not None
+    wants_lse = past > 0 or step.rules.sinks is not None or step.before is not None
     return chunk_attention(
         step.q, step.k, step.v, step.scale, own, wants_lse=wants_lse, rules=step.rules
     )
@@ -377,8 +401,12 @@ def _projection(step: Step) -> Projection:
     return step.projection
 
 
-def _with_sinks(step: Step, o: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
-    """What all parts together gave, corrected where the model has sinks."""
+def _whole(step: Step, o: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+    """What all parts of the cache gave, with what stands before it, corrected where the model has
+    sinks."""
+    if step.before is not None and lse is not None:
+        o, lse = merge(o.float(), lse, step.before.o, step.before.lse)
+        step.before.note(step.before.first, lse)
     if step.rules.sinks is None or lse is None:
         return o
     return add_sinks(o.float(), lse, step.rules.sinks[:, None])[0]

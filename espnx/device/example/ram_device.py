@@ -52,6 +52,9 @@ class RamSpace:
     def restore(self, places: Sequence[SegmentPlace]) -> list[Segment]:
         raise errors.InvalidInputError("rows that were kept in memory", fix="another device")
 
+    def lend(self, places: Sequence[SegmentPlace]) -> list[Segment]:
+        raise errors.InvalidInputError("rows that were kept in memory", fix="another device")
+
 
 class RamRows:
     compute = torch.device("cpu")

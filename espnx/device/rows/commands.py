@@ -67,6 +67,13 @@ class RestoreCommand(_RowCommand):
         return PutAnewCommand.of_line(said, stored, memo)
 
 
+class LendCommand(RestoreCommand):
+    """Attributes: see `Space.lend`. In a trace it is as `RestoreCommand`."""
+
+    def ask(self, part: RowDevice, watch: Watch | None = None) -> Done:
+        return Done(part.space.lend(self.places))
+
+
 @dataclass(frozen=True, eq=False)
 class PutAnewCommand(_RowCommand):
     """Rows for the segments of a line of a trace: those of one put are alike, those of a state that
@@ -328,6 +335,10 @@ class _SpaceAround(Wrapper):
     def restore(self, places: Sequence[SegmentPlace]) -> Any:
         """See `Space`."""
         return self._rows.submit(RestoreCommand(places)).finish()
+
+    def lend(self, places: Sequence[SegmentPlace]) -> Any:
+        """See `Space`."""
+        return self._rows.submit(LendCommand(places)).finish()
 
 
 # --- how a trace calls segments and tickets ---

@@ -368,7 +368,7 @@ class RowFileDevice(Part, ABC):
     def release(self, segment: Segment) -> None:
         """See `RowDevice`."""
         mine = file_segment(segment)
-        if mine.size_bytes:
+        if mine.size_bytes and not mine.is_lent:
             place = mine.place, mine.size_bytes
             self._give_back([place] if mine.writing is None else mine.writing.leave(place))
             mine.writing = None

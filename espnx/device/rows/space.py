@@ -28,12 +28,14 @@ class FileSegment(Segment):
             be a small piece of memory that stays.
         first_sum: of its own among them.
         writing: the write that may still be under way, or None.
+        is_lent: its place is somebody else's to hand out.
     """
 
     place: int
     every_sum: np.ndarray
     first_sum: int = 0
     writing: PutWrite | None = None
+    is_lent: bool = False
 
     @property
     def sums(self) -> np.ndarray:
@@ -103,21 +105,17 @@ class FileSpace:
 
     def restore(self, places: Sequence[SegmentPlace]) -> list[Segment]:
         """See `Space`."""
-        sums = [each.checksums.reshape(-1) for each in places]
-        every_sum = np.concatenate(sums) if sums else np.empty(0, np.uint32)
-        found, first = list[Segment](), 0
         for each in places:
             if each.size_bytes:
                 self.extents.claim(each.offset_bytes, each.size_bytes)
-            found.append(
-                FileSegment(
-                    each.layout, each.heads, each.n_rows, each.offset_bytes, every_sum, first
-                )
-            )
-            first += each.checksums.size
+        found = _segments_at(places, is_lent=False)
         self.pin(found)
         self._cut()
         return found
+
+    def lend(self, places: Sequence[SegmentPlace]) -> list[Segment]:
+        """See `Space`."""
+        return _segments_at(places, is_lent=True)
 
     def _cut(self) -> None:
         """Takes away what a process that was killed wrote behind the last state that it
@@ -145,3 +143,23 @@ class FileSpace:
         """The file survives a power cut as it is; what nobody has taken at its end is cut off."""
         self.extents.shrink()
         self._engine.sync(self._file)
+
+
+def _segments_at(places: Sequence[SegmentPlace], *, is_lent: bool) -> list[Segment]:
+    sums = [each.checksums.reshape(-1) for each in places]
+    every_sum = np.concatenate(sums) if sums else np.empty(0, np.uint32)
+    found, first = list[Segment](), 0
+    for each in places:
+        found.append(
+            FileSegment(
+                each.layout,
+                each.heads,
+                each.n_rows,
+                each.offset_bytes,
+                every_sum,
+                first,
+                is_lent=is_lent,
+            )
+        )
+        first += each.checksums.size
+    return found

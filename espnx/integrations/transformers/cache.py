@@ -199,13 +199,19 @@ class KVCache(Cache):
                 if self._kept is None
                 else (self._kept.directories, self._kept.names)
             )
-            self.store = SsdCache(directories, len(layers), options, names=names)
+            self.store = self._make_store(directories, len(layers), options, names)
             undo.callback(self.store.close)
             self.passes = PassState(
                 layers, self.store, XRows(self.store, stored, x_rows, threads), self._kept
             )
             self._continue()
             undo.pop_all()
+
+    def _make_store(
+        self, directories: Storage, layers: int, options: CacheOptions, names: list[str] | None
+    ) -> SsdCache:
+        """The rows of the layers."""
+        return SsdCache(directories, layers, options, names=names)
 
     def _continue(self) -> None:
         """Goes on from what was kept under the name, if anything was."""

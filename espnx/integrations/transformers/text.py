@@ -28,7 +28,10 @@ class Text:
         elif held == 0 or self.tokens is None:
             self.tokens = ids.detach().cpu().clone() if held == 0 else None
         else:
-            self.tokens = torch.cat([self.tokens[:, :held], ids.detach().cpu()], dim=1)
+            # one sequence stands for those that begin alike, until they differ
+            before = self.tokens[:, :held]
+            before = before.expand(len(ids), -1) if len(before) == 1 else before
+            self.tokens = torch.cat([before, ids.detach().cpu()], dim=1)
 
     def begins(self, ids: torch.Tensor, held: int) -> bool | None:
         """Whether a text [sequences, n] begins with the `held` tokens, padding aside; each sequence

@@ -1,0 +1,271 @@
+"""The library on disk: what is written is found, by whoever has the same text; what is damaged,
+half written or another's is not."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from espnx import errors
+from espnx.device.row_layout import RowLayout
+from espnx.kv.passages.extent import Extent, Identity, RowShape
+from espnx.kv.passages.library import DATA, INDEX, ExtentWriter, Library
+from espnx.storage.native import FaultRule, FaultyEngine
+
+SHAPE = RowShape(2, 3, RowLayout("fp32", 64, 32))
+SPACE, OTHER = b"s" * 32, b"o" * 32
+
+
+def opened(folder: Path, space: bytes = SPACE, **options: Any) -> Library:
+    return Library(folder, space, {}, SHAPE, **options)
+
+
+def ids_of(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1 << 31, n).astype(np.int32)
+
+
+def rows_of(ids: np.ndarray, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that only this text has."""
+    made = torch.Generator().manual_seed(int(ids.sum()) % 1000 + layer)
+    shape = (1, SHAPE.heads, len(ids))
+    return torch.randn(*shape, 64, generator=made), torch.randn(*shape, 32, generator=made)
+
+
+def filled(
+    library: Library, ids: np.ndarray, before: list[np.ndarray] | None = None, cost: float = 1.0
+) -> Extent | None:
+    """The extent of a text, pinned."""
+    identity = Identity.of(library.space, before or [], ids)
+    found = library.write(identity, ids, cost)
+    if not isinstance(found, ExtentWriter):
+        return found
+    with found:
+        for layer in range(SHAPE.layers):
+            k, v = rows_of(ids, layer)
+            for begin in range(0, len(ids), 32):  # two blocks at a time
+                part = slice(begin, begin + 32)
+                found.rows(layer, k[:, :, part], v[:, :, part])
+        return found.finish()
+
+
+def found(library: Library, ids: np.ndarray, before: list[np.ndarray] | None = None) -> bool:
+    """Whether a text is there."""
+    (extent,) = library.find([(Identity.of(library.space, before or [], ids), ids)])
+    if extent is not None:
+        library.leave([extent])
+    return extent is not None
+
+
+def read(folder: Path, extent: Extent) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows as they lie in the data file."""
+    data = np.fromfile(folder / DATA, np.uint8)
+    rows = []
+    for place in extent.places(SHAPE):
+        size = place.size_bytes
+        raw = torch.from_numpy(data[place.offset_bytes : place.offset_bytes + size].copy())
+        blocks = raw.view(SHAPE.heads, -1, SHAPE.layout.block_bytes)
+        rows.append(SHAPE.layout.unpack(blocks, place.n_rows))
+    return rows
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 64, 100])
+def test_rows_come_back(folder: Path, n: int) -> None:
+    ids = ids_of(n)
+    with_prefix = [ids_of(5, 1)]
+    for turn in range(2):
+        library = opened(folder)
+        extent = filled(library, ids, with_prefix)
+        assert extent is not None
+        for layer, (k, v) in enumerate(read(folder, extent)):
+            wanted = rows_of(ids, layer)
+            assert torch.equal(k, wanted[0][0])
+            assert torch.equal(v, wanted[1][0])
+        assert library.stats()["extents"] == 1, turn
+        library.close()
+
+
+def test_only_the_same_text_behind_the_same_is_found(folder: Path) -> None:
+    library, ids, before = opened(folder), ids_of(20), ids_of(4, 2)
+    assert filled(library, ids, [before]) is not None
+    assert found(library, ids, [before])
+    assert found(library, ids, [before[:1], before[1:]]), "wherever the text before it is cut"
+    assert not found(library, ids)
+    assert not found(library, ids, [before[:3]])
+    assert not found(library, ids[:19], [before])
+    assert not found(library, ids[::-1].copy(), [before])
+    other = opened(folder, OTHER)
+    assert not found(other, ids, [before])
+    for each in (library, other):
+        each.close()
+
+
+def test_files_are_nobody_elses(folder: Path) -> None:
+    library = opened(folder)
+    filled(library, ids_of(9))
+    for path in folder.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path.name
+    library.close()
+
+
+def test_descriptors_do_not_grow_with_the_library(folder: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    library = opened(folder)
+    for seed in range(50):
+        extent = filled(library, ids_of(3, seed))
+        assert extent is not None
+    assert len(os.listdir("/proc/self/fd")) - before <= 12
+    assert len(list(folder.iterdir())) <= 6
+    library.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_file_keeps_its_limit_and_the_cheap_go_first(folder: Path) -> None:
+    each = SHAPE.extent_bytes(40)
+    library = opened(folder, limit_bytes=3 * each + 4096)
+    for seed, cost in ((1, 5.0), (2, 1.0), (3, 9.0)):
+        extent = filled(library, ids_of(40, seed), cost=cost)
+        assert extent is not None
+        library.leave([extent])
+    extent = filled(library, ids_of(40, 4), cost=3.0)
+    assert extent is not None
+    there = [found(library, ids_of(40, seed)) for seed in (1, 2, 3, 4)]
+    assert there == [True, False, True, True]
+    assert os.path.getsize(folder / DATA) <= 3 * each + 4096
+    library.close()
+
+
+def test_what_is_used_stays(folder: Path) -> None:
+    """By this library, by another; and what does not fit at all is not kept."""
+    each = SHAPE.extent_bytes(40)
+    library, other = (opened(folder, limit_bytes=2 * each) for _ in range(2))
+    mine = filled(library, ids_of(40, 1))
+    theirs = filled(other, ids_of(40, 2))
+    assert mine is not None
+    assert theirs is not None
+    assert filled(library, ids_of(40, 3)) is None
+    other.leave([theirs])
+    assert filled(library, ids_of(40, 3)) is not None
+    assert not found(other, ids_of(40, 2))
+    assert found(other, ids_of(40, 1))
+    assert filled(library, ids_of(400, 4)) is None
+    assert found(library, ids_of(40, 1)), "nothing is evicted for what does not fit"
+    for one in (library, other):
+        one.close()
+
+
+def test_half_written_extents_are_nobodys(folder: Path) -> None:
+    """An error in the midst, and a process that went without a word."""
+    library, ids = opened(folder), ids_of(20)
+    identity = Identity.of(SPACE, [], ids)
+    writer = library.write(identity, ids, 1.0)
+    assert isinstance(writer, ExtentWriter)
+    with pytest.raises(errors.StateError, match="before all its rows"), writer:
+        writer.finish()
+    assert library.stats()["extents"] == 0
+    writer = library.write(identity, ids, 1.0)
+    assert isinstance(writer, ExtentWriter)
+    other = opened(folder)
+    assert other.write(identity, ids, 1.0, wait_s=0.05) is None, "it is being written"
+    library._pins.close()  # as when its process is gone
+    taken = other.write(identity, ids, 1.0, wait_s=0.05)
+    assert isinstance(taken, ExtentWriter)
+    with taken:
+        pass
+    other.close()
+
+
+def test_rows_have_to_be_whole_blocks(folder: Path) -> None:
+    library, ids = opened(folder), ids_of(40)
+    writer = library.write(Identity.of(SPACE, [], ids), ids, 1.0)
+    assert isinstance(writer, ExtentWriter)
+    k, v = rows_of(ids, 0)
+    with writer:
+        for n in (15, 41):
+            wide = [each.repeat(1, 1, 2, 1)[:, :, :n] for each in (k, v)]
+            with pytest.raises(errors.InvalidInputError, match="whole blocks"):
+                writer.rows(0, *wide)
+    library.close()
+
+
+@pytest.mark.parametrize("where", ["head", "sums", "rows", "end"])
+def test_damage_is_found(folder: Path, where: str) -> None:
+    library, ids = opened(folder), ids_of(20)
+    extent = filled(library, ids)
+    assert extent is not None
+    library.leave([extent])
+    front = SHAPE.front_bytes(20)
+    at = {"head": 30, "sums": 200, "rows": front + 5000, "end": front + 5000}[where]
+    if where == "end":
+        os.truncate(folder / DATA, front + 4096)
+    else:
+        with open(folder / DATA, "r+b") as file:
+            file.seek(at)
+            (old,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([old ^ 4]))
+    if where in ("head", "sums"):
+        assert not found(library, ids)
+    else:
+        assert library.verify()[1] == 1
+    assert not found(library, ids)
+    assert filled(library, ids) is not None, "it is written anew"
+    assert library.verify() == (SHAPE.extent_bytes(20), 0)
+    library.close()
+
+
+def test_a_full_disk_evicts_and_then_says_so(folder: Path) -> None:
+    rules = [FaultRule(operation="allocate", path="*passages.bin", value=28, nth=3)]
+    library = opened(folder, engine=lambda: FaultyEngine(rules))
+    for seed in (1, 2):
+        extent = filled(library, ids_of(20, seed), cost=float(seed))
+        assert extent is not None
+        library.leave([extent])
+    with pytest.raises(errors.DiskFullError):
+        filled(library, ids_of(20, 3))
+    assert library.stats()["extents"] == 0
+    library.close()
+
+
+def test_names(folder: Path) -> None:
+    library, a, b = opened(folder), ids_of(20, 1), ids_of(20, 2)
+    for ids in (a, b):
+        extent = filled(library, ids)
+        assert extent is not None
+        library.leave([extent])
+    library.name("one", a)
+    library.name("two", a)
+    assert np.array_equal(library.named("one"), a)
+    library.name("one", b)
+    assert found(library, a), "it has a second name"
+    library.name("two", b)
+    assert not found(library, a)
+    assert library.remove("one")
+    assert found(library, b)
+    assert library.remove("two")
+    assert not found(library, b)
+    assert not library.remove("two")
+    assert library.named("two") is None
+    library.close()
+
+
+@pytest.mark.parametrize("content", [b"no database at all" * 300, b""])
+def test_another_index(folder: Path, content: bytes) -> None:
+    (folder / INDEX).write_bytes(content)
+    if content:
+        with pytest.raises(errors.FormatError, match="damaged"):
+            opened(folder)
+    else:
+        opened(folder).close()
+
+
+def test_links_are_refused(folder: Path) -> None:
+    (folder / "elsewhere").write_bytes(b"")
+    (folder / DATA).symlink_to(folder / "elsewhere")
+    with pytest.raises(errors.FormatError, match="plain file"):
+        opened(folder)
