@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         read_qrels,
     )
     from .retrieval.search.index import Index
+    from .retrieval.search.known import KnownCandidates
     from .retrieval.search.read_cost import DeviceCost
     from .retrieval.search.result import Hit, SearchResult, Timings, TokenMatch
     from .retrieval.single_vector import text_vectors
@@ -95,6 +96,7 @@ _HOME = {
         "read_qrels",
     ],
     "retrieval.search.index": ["Index"],
+    "retrieval.search.known": ["KnownCandidates"],
     "retrieval.search.read_cost": ["DeviceCost"],
     "retrieval.search.result": ["Hit", "SearchResult", "Timings", "TokenMatch"],
     "retrieval.single_vector": ["text_vectors"],
@@ -124,6 +126,7 @@ __all__ = [
     "Hit",
     "Index",
     "KVCache",
+    "KnownCandidates",
     "Plan",
     "Postings",
     "SearchResult",
