@@ -1,0 +1,102 @@
+"""The numbers of sources in an answer: markers such as ``[2]`` or ``[1, 3]``, which of them are of a
+source, and the sentences that they stand in."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_MARKER = re.compile(r"\[\s*(\d+(?:\s*[,;]\s*\d+)*)\s*\]", re.ASCII)
+_EXACT = re.compile(r"\[(\d+(?:\s*[,;]\s*\d+)*)\]", re.ASCII)
+_NUMBER = re.compile(r"\d+", re.ASCII)
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+|\n+")
+#: Longer numbers are of no source, and Python does not read numbers of any length.
+_DIGITS_MAX = 9
+
+
+@dataclass(frozen=True)
+class Marker:
+    """Attributes: numbers: of sources, each once. start, end: characters of the text."""
+
+    numbers: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """An answer in which every marker leads to a source.
+
+    Attributes:
+        text: without the numbers that lead nowhere.
+        markers: in the order of the text.
+        unknown: numbers that were taken out, each once.
+    """
+
+    text: str
+    markers: tuple[Marker, ...]
+    unknown: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CitedSentence:
+    """Attributes: text: of a sentence, without markers. numbers: that it cites, each once."""
+
+    text: str
+    numbers: tuple[int, ...]
+
+
+def parse(text: str, known: int) -> MarkedText:
+    """Reads the markers of an answer whose sources have the numbers 1 to `known`.
+
+    A number that was never given is taken out, with its marker where nothing is left of that, and
+    is never read as one near it.
+    """
+    parts, markers, unknown, at, length = list[str](), list[Marker](), dict[int, None](), 0, 0
+    for match in _EXACT.finditer(text):
+        words = _NUMBER.findall(match[1])
+        numbers = [int(word[-_DIGITS_MAX - 1 :]) if _is_short(word) else -1 for word in words]
+        right = tuple(dict.fromkeys(n for n in numbers if 1 <= n <= known))
+        strange = [w for w, n in zip(words, numbers, strict=True) if not 1 <= n <= known]
+        unknown |= dict.fromkeys(int(word[:_DIGITS_MAX]) for word in strange)
+        before = text[at : match.start()]
+        at = match.end()
+        if not right:
+            before = before.rstrip(" ")
+        parts.append(before)
+        length += len(before)
+        if right:
+            written = f"[{', '.join(map(str, right))}]" if strange else match[0]
+            markers.append(Marker(right, length, length + len(written)))
+            parts.append(written)
+            length += len(written)
+    return MarkedText("".join([*parts, text[at:]]), tuple(markers), tuple(unknown))
+
+
+def _is_short(word: str) -> bool:
+    return len(word) <= _DIGITS_MAX
+
+
+def cited_sentences(marked: MarkedText) -> list[CitedSentence]:
+    """The sentences with a marker. One that stands between two sentences belongs to the first:
+    ``It is. [1] It was.``"""
+    text, ends = marked.text, [match.end() for match in _SENTENCE_END.finditer(marked.text)]
+    begins = [0, *ends]
+    spans = list(zip(begins, [*ends, len(text)], strict=True))
+    numbers: list[dict[int, None]] = [{} for _ in spans]
+    for marker in marked.markers:
+        at = max(i for i, (begin, _) in enumerate(spans) if begin <= marker.start)
+        while at and not _EXACT.sub("", text[spans[at][0] : marker.start]).strip():
+            at -= 1
+        numbers[at] |= dict.fromkeys(marker.numbers)
+    return [
+        CitedSentence(words, tuple(found))
+        for (begin, end), found in zip(spans, numbers, strict=True)
+        if found and (words := " ".join(_EXACT.sub("", text[begin:end]).split()))
+    ]
+
+
+def without_markers(text: str) -> str:
+    """Text in which nothing reads as a marker, so that a model which copies it cites nothing:
+    ``[3]`` becomes ``[ 3 ]``. White space aside it is the same."""
+    return _MARKER.sub(lambda match: f"[ {match[1]} ]", text)
