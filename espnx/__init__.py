@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from .kv.schedule import Decision
     from .models import demo_model
     from .postings import Postings
+    from .rag.answer import Answer, Reference
+    from .rag.prompt import Wording
+    from .rag.rag import Rag
     from .retrieval.build.builder import build, train
     from .retrieval.build.changes.change import add, add_first_stage, compact, delete
     from .retrieval.build.changes.detach import detach
@@ -81,6 +84,9 @@ _HOME = {
     "kv.schedule": ["Decision"],
     "models": ["demo_model"],
     "postings": ["Postings"],
+    "rag.answer": ["Answer", "Reference"],
+    "rag.prompt": ["Wording"],
+    "rag.rag": ["Rag"],
     "retrieval.build.builder": ["build", "train"],
     "retrieval.build.changes.change": ["add", "add_first_stage", "compact", "delete"],
     "retrieval.build.changes.detach": ["detach"],
@@ -106,6 +112,7 @@ _HOME = {
 
 __all__ = [
     "AddReport",
+    "Answer",
     "BeirFolder",
     "BuildReport",
     "Chunk",
@@ -129,12 +136,15 @@ __all__ = [
     "KnownCandidates",
     "Plan",
     "Postings",
+    "Rag",
+    "Reference",
     "SearchResult",
     "SparseEncoder",
     "SparseVector",
     "Timings",
     "TokenMatch",
     "Trained",
+    "Wording",
     "__version__",
     "add",
     "add_first_stage",

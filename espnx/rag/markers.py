@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 _MARKER = re.compile(r"\[\s*(\d+(?:\s*[,;]\s*\d+)*)\s*\]", re.ASCII)
 _EXACT = re.compile(r"\[(\d+(?:\s*[,;]\s*\d+)*)\]", re.ASCII)
+_WITH_SPACE = re.compile(rf"\s*{_EXACT.pattern}", re.ASCII)
 _NUMBER = re.compile(r"\d+", re.ASCII)
-_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+|\n+")
-#: Longer numbers are of no source, and Python does not read numbers of any length.
+# markers right behind a sentence are its own
+_SENTENCE_END = re.compile(rf"(?<=[.!?])[\"')]*(?:\s*{_EXACT.pattern})*\s+|\n+", re.ASCII)
+#: More than sources could have; Python does not read numbers of any length.
 _DIGITS_MAX = 9
 
 
@@ -54,11 +56,14 @@ def parse(text: str, known: int) -> MarkedText:
     """
     parts, markers, unknown, at, length = list[str](), list[Marker](), dict[int, None](), 0, 0
     for match in _EXACT.finditer(text):
-        words = _NUMBER.findall(match[1])
-        numbers = [int(word[-_DIGITS_MAX - 1 :]) if _is_short(word) else -1 for word in words]
-        right = tuple(dict.fromkeys(n for n in numbers if 1 <= n <= known))
-        strange = [w for w, n in zip(words, numbers, strict=True) if not 1 <= n <= known]
-        unknown |= dict.fromkeys(int(word[:_DIGITS_MAX]) for word in strange)
+        # what is too long to be a number is no source's either, and is reported by its beginning
+        words = [word[:_DIGITS_MAX] for word in _NUMBER.findall(match[1])]
+        is_right = [1 <= int(word) <= known for word in words]
+        strange = [int(word) for word, right in zip(words, is_right, strict=True) if not right]
+        right = tuple(
+            dict.fromkeys(int(w) for w, right in zip(words, is_right, strict=True) if right)
+        )
+        unknown |= dict.fromkeys(strange)
         before = text[at : match.start()]
         at = match.end()
         if not right:
@@ -71,10 +76,6 @@ def parse(text: str, known: int) -> MarkedText:
             parts.append(written)
             length += len(written)
     return MarkedText("".join([*parts, text[at:]]), tuple(markers), tuple(unknown))
-
-
-def _is_short(word: str) -> bool:
-    return len(word) <= _DIGITS_MAX
 
 
 def cited_sentences(marked: MarkedText) -> list[CitedSentence]:
@@ -92,7 +93,7 @@ def cited_sentences(marked: MarkedText) -> list[CitedSentence]:
     return [
         CitedSentence(words, tuple(found))
         for (begin, end), found in zip(spans, numbers, strict=True)
-        if found and (words := " ".join(_EXACT.sub("", text[begin:end]).split()))
+        if found and (words := " ".join(_WITH_SPACE.sub("", text[begin:end]).split()))
     ]
 
 
