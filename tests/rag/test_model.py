@@ -102,7 +102,7 @@ def test_what_the_model_reads(index: espnx.Index, model: Any, tokenizer: Any) ->
     with espnx.Rag(index, model, tokenizer, wording=RECALL, max_new_tokens=6) as rag:
         answer = rag.ask("red", k=3)
         hits = index.search("red", k=3).hits
-        texts = ["", *(f"{'' if n == 1 else '\n\n'}[{n}]\n" for n in (1, 2, 3))]
+        texts = ["", "[1]\n", "\n\n[2]\n", "\n\n[3]\n"]
         ids = list(rag.frame_ids)
         safe = IdCounter(tokenizer)
         for n, hit in enumerate(hits, 1):
