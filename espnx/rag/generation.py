@@ -426,9 +426,7 @@ def _model_frame(counter: IdCounter, tokenizer: Any, wording: Wording, prefix: s
 
 def _rendered(tokenizer: Any, turns: list[dict[str, str]], before: Exception | None = None) -> str:
     try:
-        return str(
-            tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        )
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
     except Exception:
         if before is not None:
             raise errors.InvalidInputError(

@@ -185,7 +185,9 @@ def quoted(text: str) -> str:
 
 
 def _unquoted(text: str) -> str:
-    return "\n".join(line.removeprefix(_QUOTE.rstrip()).removeprefix(" ") for line in text.split("\n"))
+    return "\n".join(
+        line.removeprefix(_QUOTE.rstrip()).removeprefix(" ") for line in text.split("\n")
+    )
 
 
 def fingerprint(text: str) -> str:

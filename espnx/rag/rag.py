@@ -127,9 +127,7 @@ class Rag:
             self._takes_turns = generate is None
             self._prompt_tokens = _budget(self._generator, prompt_tokens)
             self.index: Index = (
-                index
-                if isinstance(index, Index)
-                else opened.enter_context(Index(index, encoder))
+                index if isinstance(index, Index) else opened.enter_context(Index(index, encoder))
             )
             self._opened = opened.pop_all()
 

@@ -28,9 +28,7 @@ def supports(
         return {}
     texts = {each.number: each.text for each in references}
     asked = encoder.encode_queries([each.text for each in sentences])
-    passages = dict(
-        zip(wanted, encoder.encode_documents([texts[n] for n in wanted]), strict=True)
-    )
+    passages = dict(zip(wanted, encoder.encode_documents([texts[n] for n in wanted]), strict=True))
     found: dict[int, tuple[Support, ...]] = {}
     for i, number in pairs:
         support = _support(

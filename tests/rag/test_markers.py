@@ -41,11 +41,7 @@ def test_markers(
 def test_sentences_have_the_numbers_in_them_or_behind_them() -> None:
     text = "It writes [1]. It reads.[2] [3] Nothing here. Last one\nwithout an end [1]"
     found = [(each.text, each.numbers) for each in cited_sentences(parse(text, 3))]
-    assert found == [
-        ("It writes.", (1,)),
-        ("It reads.", (2, 3)),
-        ("without an end", (1,)),
-    ]
+    assert found == [("It writes.", (1,)), ("It reads.", (2, 3)), ("without an end", (1,))]
 
 
 def test_a_marker_alone_cites_nothing() -> None:

@@ -136,12 +136,12 @@ def test_no_sign_acts_in_data(tokenizer: Any, text: str) -> None:
 
 @pytest.mark.parametrize("template", [TEMPLATE, NO_SYSTEM + TEMPLATE])
 @pytest.mark.parametrize("prefix", ["", "Be brief."])
-def test_a_chat_template_is_applied(
-    model: Any, tokenizer: Any, template: str, prefix: str
-) -> None:
+def test_a_chat_template_is_applied(model: Any, tokenizer: Any, template: str, prefix: str) -> None:
     tokenizer.chat_template = template
     frame = ModelGenerator(model, tokenizer, Wording(), prefix, 8).frame
-    turns = [{"role": "user", "content": f"{Wording().instructions}\n\nSources:\n\nS\n\nQuestion: Q"}]
+    turns = [
+        {"role": "user", "content": f"{Wording().instructions}\n\nSources:\n\nS\n\nQuestion: Q"}
+    ]
     if prefix and template == TEMPLATE:
         turns.insert(0, {"role": "system", "content": prefix})
     elif prefix:
@@ -169,9 +169,7 @@ def test_passages_come_from_a_library(
     with espnx.Rag(index, model, tokenizer, **options) as rag:
         plain = rag.ask("red", k=3)
         library = Library(model, rag.frame_ids)
-    with espnx.Rag(
-        index, model, tokenizer, kv=library, attention_layer=layer, **options
-    ) as rag:
+    with espnx.Rag(index, model, tokenizer, kv=library, attention_layer=layer, **options) as rag:
         composed = rag.ask("red", k=3)
         first = rag.ask("red", k=1)
         assert rag.ask("red", k=0).reused is None

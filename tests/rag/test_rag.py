@@ -78,8 +78,9 @@ def test_references_are_of_what_was_shown(index: espnx.Index) -> None:
     assert answer.text == "It is red [1]. It is [2]; nobody knows. And one"
     assert answer.unknown_references == (8, 0)
     assert [each.number for each in answer.cited] == [1, 2]
-    assert {each.passage: (each.document, each.start_char, each.end_char)
-            for each in answer.references}["book#120-135"] == ("book", 120, 135)
+    assert {
+        each.passage: (each.document, each.start_char, each.end_char) for each in answer.references
+    }["book#120-135"] == ("book", 120, 135)
     assert all(each.attention is None for each in answer.references)
     assert answer.prompt_tokens == count_words(say.prompts[0])
     json_like = dataclasses.asdict(answer)
@@ -128,11 +129,7 @@ def test_the_budget_is_kept(tmp_path: Path, tokens: int) -> None:
     build(tmp_path / "s", DOCUMENTS, encoder=toy_encoder(), dims=None, nlist=1)
     say = Say("no")
     with espnx.Rag(
-        tmp_path / "s",
-        generate=say,
-        encoder=toy_encoder(),
-        prompt_tokens=tokens,
-        passage_tokens=40,
+        tmp_path / "s", generate=say, encoder=toy_encoder(), prompt_tokens=tokens, passage_tokens=40
     ) as rag:
         answer = rag.ask("red", k=10)
     assert count_words(say.prompts[0]) <= tokens

@@ -20,12 +20,7 @@ def configure_rag(parser: ArgumentParser) -> None:
         "K and V of passages (plan rag, beside --model)", "bytes are whole rows, without blocks"
     ).add_argument
     add("--passages", type=int, metavar="N", help="how many there are")
-    add(
-        "--passage-tokens",
-        type=int,
-        metavar="T",
-        help=f"tokens of each (default: {_TOKENS})",
-    )
+    add("--passage-tokens", type=int, metavar="T", help=f"tokens of each (default: {_TOKENS})")
     add(
         "--popularity",
         metavar="zipf:S",
@@ -89,7 +84,10 @@ def run_rag(args: Namespace) -> int:
     }
     assumed = [
         name
-        for name, value in (("passage-tokens", args.passage_tokens), ("popularity", args.popularity))
+        for name, value in (
+            ("passage-tokens", args.passage_tokens),
+            ("popularity", args.popularity),
+        )
         if value is None
     ]
     inputs = {
@@ -146,7 +144,11 @@ def _break_even(document: dict[str, object], operations: float) -> list[tuple[st
     for name, what in (("given", "with --flops"), ("here", "with what computes here (measured)")):
         if even[name] is not None:
             rows.append(
-                ("break-even", f"{format_size(int(even[name]))}/s", f"from there on {what} reading is sooner")
+                (
+                    "break-even",
+                    f"{format_size(int(even[name]))}/s",
+                    f"from there on {what} reading is sooner",
+                )
             )
     if even["storage"] is not None:
         rows.append(("  the disk", f"{format_size(int(even['storage']))}/s", "measured"))
