@@ -210,8 +210,8 @@ class IdPiece:
 class IdCounter:
     """Text by a model's tokenizer, each piece by itself. See `Counter`.
 
-    In data, what the tokenizer would read as one of its own signs (``<|im_end|>``) is read letter by
-    letter.
+    In data, what the tokenizer would read as one of its own signs (``<|im_end|>``) is read letter
+    by letter.
     """
 
     def __init__(self, tokenizer: Any):

@@ -1,5 +1,5 @@
-"""The numbers of sources in an answer: markers such as ``[2]`` or ``[1, 3]``, which of them are of a
-source, and the sentences that they stand in."""
+"""The numbers of sources in an answer: markers such as ``[2]`` or ``[1, 3]``, which of them are of
+a source, and the sentences that they stand in."""
 
 from __future__ import annotations
 

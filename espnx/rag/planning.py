@@ -51,6 +51,6 @@ def hit_rate(kept: int, passages: int, s: float) -> float:
 def break_even_bytes_per_s(
     bytes_per_token: float, operations_per_token: float, operations_per_s: float
 ) -> float:
-    """The bandwidth from which on reading a token's K and V is sooner than computing them: both take
-    as long where bytes / bandwidth = operations / rate."""
+    """The bandwidth from which on reading a token's K and V is sooner than computing them: both
+    take as long where bytes / bandwidth = operations / rate."""
     return bytes_per_token * operations_per_s / operations_per_token

@@ -1,5 +1,5 @@
-"""The prompt: sources with their numbers before a question, within a number of tokens, and marked as
-what they are: data.
+"""The prompt: sources with their numbers before a question, within a number of tokens, and marked
+as what they are: data.
 
 Each line of a source begins with ``> ``, and nothing in it reads as a marker, so that no passage
 ends its own quotation, gives itself another number, or adds a question. That bounds what a passage
@@ -126,8 +126,8 @@ def make_prompt(
     tokens: int,
     passage_tokens: int,
 ) -> Prompt:
-    """Numbers the hits in their order and fits them into `tokens`, `passage_tokens` of each at most.
-    The first that does not fit, and all behind it, are left out.
+    """Numbers the hits in their order and fits them into `tokens`, `passage_tokens` of each at
+    most. The first that does not fit, and all behind it, are left out.
 
     Raises InvalidInputError where the question alone does not fit.
     """

@@ -1,4 +1,5 @@
-"""`Rag`: a question, the passages of an index that answer it, a model's answer, and its references."""
+"""`Rag`: a question, the passages of an index that answer it, a model's answer, and its
+references."""
 
 from __future__ import annotations
 
@@ -40,15 +41,16 @@ class Rag:
     answers one of them at a time. A context manager.
 
     Args:
-        index: the path of an index, or an open one, which stays the caller's. `espnx.chunk_documents`
-            cuts long documents into passages that know where they come from.
+        index: the path of an index, or an open one, which stays the caller's.
+            `espnx.chunk_documents` cuts long documents into passages that know where they come
+            from.
         model, tokenizer: of transformers, on any device. With `generate`, the tokenizer counts
             tokens.
         generate: in place of a model: a function that takes the prompt's text and returns the
             answer's. It is called by several threads, if `ask` is.
-        kv: where K and V of passages are kept, so that they are computed once and then read, wherever
-            they stand in a prompt: a directory on the SSD, or an open `PassageKV` whose prefix is
-            `frame_ids`, which stays the caller's. Passages then do not see one another (its mode
+        kv: where K and V of passages are kept, so that they are computed once and then read,
+            wherever they stand in a prompt: a directory on the SSD, or an open `PassageKV` whose
+            prefix is `frame_ids`, which stays the caller's. Passages then do not see one another (its mode
             ``blocks``). None: every prompt is computed whole.
         prefix: the system prompt.
         wording: the words around sources and question.
@@ -245,7 +247,7 @@ class Rag:
         options = dict(search)
         given_s: Any = options.pop("deadline_s", _READ_DEADLINE_S)
         left_s = stop.left_s(given_s) if isinstance(given_s, int | float) else given_s
-        return self.index.search(question, k, deadline_s=left_s, **options).hits  # type: ignore[call-overload,no-any-return]
+        return self.index.search(question, k, deadline_s=left_s, **options).hits  # type: ignore[call-overload]
 
     def _generate(self, prompt: Prompt, stop: Stop, timings: AnswerTimings) -> Generated:
         begun = time.perf_counter()
@@ -306,8 +308,8 @@ class Rag:
             raise errors.EngineClosedError("the Rag is closed", fix="make it again")
 
     def close(self) -> None:
-        """Answers under way are finished first; then what was opened here is closed. In a child after
-        fork() nothing is done."""
+        """Answers under way are finished first; then what was opened here is closed. In a child
+        after fork() nothing is done."""
         if os.getpid() != self._process:
             return
         with self._changing:

@@ -1,5 +1,5 @@
-"""When an answer is given up: its deadline has passed, or nobody waits for it any more. A file of its
-own: what retrieves and what generates share it."""
+"""When an answer is given up: its deadline has passed, or nobody waits for it any more. A file of
+its own: what retrieves and what generates share it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Evidence for cited sentences: MaxSim between a sentence and the passage it cites, by the encoder of
-the index, and the words that it comes from."""
+"""Evidence for cited sentences: MaxSim between a sentence and the passage it cites, by the encoder
+of the index, and the words that it comes from."""
 
 from __future__ import annotations
 

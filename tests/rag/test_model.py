@@ -16,7 +16,9 @@ import espnx
 from espnx import errors
 
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import transformers
 
 from espnx.rag.generation import IdCounter, ModelGenerator
 from espnx.rag.prompt import Wording, quoted

@@ -1,5 +1,5 @@
-"""`Rag` from the outside, with a function in place of a model: what it is shown, which references an
-answer has, and what happens when things are bad."""
+"""`Rag` from the outside, with a function in place of a model: what it is shown, which references
+an answer has, and what happens when things are bad."""
 
 from __future__ import annotations
 
@@ -245,6 +245,8 @@ def test_a_deadline(index: espnx.Index) -> None:
 def test_what_is_refused(
     index: espnx.Index, options: dict[str, Any], asked: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(errors.InvalidInputError, match=said):
-        with espnx.Rag(index, **{"generate": Say("x")} | options) as rag:
-            rag.ask(**{"question": "red"} | asked)
+    with (
+        pytest.raises(errors.InvalidInputError, match=said),
+        espnx.Rag(index, **{"generate": Say("x")} | options) as rag,
+    ):
+        rag.ask(**{"question": "red"} | asked)

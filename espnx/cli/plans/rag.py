@@ -1,5 +1,5 @@
-"""``espnx plan rag``: what keeping the K and V of passages takes and brings. A file of its own as the
-plan of each kind of store is."""
+"""``espnx plan rag``: what keeping the K and V of passages takes and brings. A file of its own as
+the plan of each kind of store is."""
 
 from __future__ import annotations
 
@@ -121,8 +121,10 @@ def run_rag(args: Namespace) -> int:
         (
             "hit rate",
             f"{each['hit_rate']:.1%}",
-            f"{each['passages']:,} kept, the most popular by zipf:{s:g}: "
-            f"{format_size(int(each['bytes']))} (modelled)",
+            (
+                f"{each['passages']:,} kept, the most popular by zipf:{s:g}: "
+                f"{format_size(int(each['bytes']))} (modelled)"
+            ),
         )
         for each in rates
     ]

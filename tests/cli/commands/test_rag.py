@@ -72,7 +72,7 @@ def test_what_it_refuses(
 
 def test_a_plan_of_passages(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "rag", "--model", espnx.demo_model(), "--passages", 1000]
-    code, out, err = run(capsys, *words, "--library", "100MiB", "--flops", "225e9")
+    code, _, err = run(capsys, *words, "--library", "100MiB", "--flops", "225e9")
     assert code == 0, err
     document = strict_json(
         run(capsys, *words, "--library", "100MiB", "--flops", "225e9", "--json", "-")[1]

@@ -40,8 +40,8 @@ def test_every_step_is_told_and_the_hits_last(
             found = [(hit.id, hit.text) for hit in results[q]]
             assert list(mine[-1].documents) == found
             first = index.search(query, k=7, rerank=0, **{**options, "prefetch_step": 0})
-            assert {id for id, _ in mine[2].documents} == {hit.id for hit in first}
-            assert all(text == index.get(id) for each in mine for id, text in each.documents)
+            assert {name for name, _ in mine[2].documents} == {hit.id for hit in first}
+            assert all(text == index.get(name) for each in mine for name, text in each.documents)
     assert len(told) == count * (len(STEPS) + 2)
 
 
@@ -50,7 +50,7 @@ def test_a_search_without_records_tells_too(store: Path) -> None:
     with espnx.open(store) as index:
         found = index.search(queries(1)[0], k=3, rerank=0, on_candidates=told.append)
     assert [each.is_ranked for each in told] == [False, True]
-    assert [id for id, _ in told[-1].documents] == [hit.id for hit in found]
+    assert [name for name, _ in told[-1].documents] == [hit.id for hit in found]
 
 
 @pytest.mark.parametrize("at", range(4))
