@@ -50,8 +50,8 @@ class Rag:
             answer's. It is called by several threads, if `ask` is.
         kv: where K and V of passages are kept, so that they are computed once and then read,
             wherever they stand in a prompt: a directory on the SSD, or an open `PassageKV` whose
-            prefix is `frame_ids`, which stays the caller's. Passages then do not see one another (its mode
-            ``blocks``). None: every prompt is computed whole.
+            prefix is `frame_ids`, which stays the caller's. Passages then do not see one another
+            (its mode ``blocks``). None: every prompt is computed whole.
         prefix: the system prompt.
         wording: the words around sources and question.
         encoder: of the index, where a path is given; as of `espnx.open`.
@@ -108,7 +108,9 @@ class Rag:
             )
         self._wording, self._passage_tokens = wording or Wording(), passage_tokens
         self._process, self._is_closed = os.getpid(), False
-        self._turn, self._changing = threading.Lock(), threading.Lock()
+        # `_changed` guards what follows it, and is never held while anything is waited for
+        self._turn, self._changed = threading.Lock(), threading.Condition()
+        self._under_way = 0
         self._executor: ThreadPoolExecutor | None = None
         words = (self._wording, prefix, max_new_tokens)
         with ExitStack() as opened:
@@ -184,7 +186,7 @@ class Rag:
         after the step that is under way (a search, a token of a model, a call of a function)."""
         _check_asked(question, k, deadline_s)
         stop = Stop(deadline_s)
-        with self._changing:
+        with self._changed:
             self._check_open()
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(_TOGETHER, "espnx-rag")
@@ -196,7 +198,17 @@ class Rag:
             raise
 
     def _ask(self, question: str, k: int, search: SearchKeywords, stop: Stop) -> Answer:
-        self._check_open()
+        with self._changed:
+            self._check_open()
+            self._under_way += 1
+        try:
+            return self._answer(question, k, search, stop)
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+
+    def _answer(self, question: str, k: int, search: SearchKeywords, stop: Stop) -> Answer:
         timings, begun = AnswerTimings(), time.perf_counter()
         stop.check()
         hits = self._hits(question, k, search, stop)
@@ -254,7 +266,6 @@ class Rag:
         if self._takes_turns:
             stop.take(self._turn)
         try:
-            self._check_open()  # it may have been closed before our turn came
             at = time.perf_counter()
             timings.waited_s = at - begun
             made = self._generator.generate(prompt, stop)
@@ -312,12 +323,13 @@ class Rag:
         after fork() nothing is done."""
         if os.getpid() != self._process:
             return
-        with self._changing:
+        with self._changed:
             self._is_closed = True
-            if self._executor is not None:
-                self._executor.shutdown(wait=True)
-        with self._turn:
-            self._opened.close()
+            self._changed.wait_for(lambda: not self._under_way)
+            executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown(wait=True)
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self

@@ -213,6 +213,31 @@ def test_a_coroutine_does_not_hold_the_loop_and_can_be_cancelled(index: espnx.In
     assert {each for each in threading.enumerate() if each.is_alive()} <= before
 
 
+def test_closing_waits_for_answers_under_way(store: Path) -> None:
+    held, begun, found = threading.Event(), threading.Event(), list[espnx.Answer]()
+
+    def wait(prompt: str) -> str:
+        begun.set()
+        assert held.wait(20)
+        return "Red [1]."
+
+    rag = espnx.Rag(store, generate=wait, encoder=toy_encoder())
+    asking = threading.Thread(target=lambda: found.append(rag.ask("red", k=1)))
+    closing = threading.Thread(target=rag.close)
+    asking.start()
+    assert begun.wait(20)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    with pytest.raises(errors.EngineClosedError):
+        rag.ask("red")
+    held.set()
+    closing.join(20)
+    asking.join(20)
+    assert found[0].references[0].support
+    rag.close()
+
+
 def test_a_deadline(index: espnx.Index) -> None:
     def slow(prompt: str) -> str:
         time.sleep(0.05)

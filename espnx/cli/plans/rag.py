@@ -40,15 +40,7 @@ def run_rag(args: Namespace) -> int:
     from ...integrations.streamed.plan import plan_model
     from ...rag.planning import break_even_bytes_per_s, hit_rate
 
-    if args.passages is None:
-        raise InvalidInputError(
-            "plan rag", got="no --passages", expected="how many there are", fix="--passages 1000000"
-        )
-    for name, value in (("--passages", args.passages), ("--passage-tokens", args.passage_tokens)):
-        if value is not None and value < 1:
-            raise InvalidInputError(name, got=value, expected="at least 1")
-    if args.flops is not None and not 0 < args.flops < float("inf"):
-        raise InvalidInputError("--flops", got=args.flops, expected="operations a second, above 0")
+    _check(args)
     s = _exponent(args.popularity)
     tokens = args.passage_tokens or _TOKENS
     plan = plan_model(args.model, batch=1, context=tokens, storage=args.storage)
@@ -130,6 +122,19 @@ def run_rag(args: Namespace) -> int:
     ]
     emit(args, render_table(("", "", ""), rows + _break_even(document, operations)), document)
     return 0
+
+
+def _check(args: Namespace) -> None:
+    """Raises InvalidInputError."""
+    if args.passages is None:
+        raise InvalidInputError(
+            "plan rag", got="no --passages", expected="how many there are", fix="--passages 1000000"
+        )
+    for name, value in (("--passages", args.passages), ("--passage-tokens", args.passage_tokens)):
+        if value is not None and value < 1:
+            raise InvalidInputError(name, got=value, expected="at least 1")
+    if args.flops is not None and not 0 < args.flops < float("inf"):
+        raise InvalidInputError("--flops", got=args.flops, expected="operations a second, above 0")
 
 
 def _break_even(document: dict[str, object], operations: float) -> list[tuple[str, str, str]]:
