@@ -7,6 +7,7 @@ import math
 import pytest
 
 from espnx import errors
+from espnx.rag import planning
 from espnx.rag.planning import _SUMMED, break_even_bytes_per_s, hit_rate, zipf_sum
 
 
@@ -15,6 +16,15 @@ from espnx.rag.planning import _SUMMED, break_even_bytes_per_s, hit_rate, zipf_s
 def test_sums_of_zipf(n: int, s: float) -> None:
     assert zipf_sum(n, s) == pytest.approx(
         math.fsum(rank**-s for rank in range(1, n + 1)), rel=1e-11
+    )
+
+
+@pytest.mark.parametrize("s", [0.0, 0.7, 1.0, 1.5])
+def test_sums_beyond_what_is_added_up(s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few ranks added up, the end of the formula is far above rounding."""
+    monkeypatch.setattr(planning, "_SUMMED", 64)
+    assert zipf_sum(50_000, s) == pytest.approx(
+        math.fsum(rank**-s for rank in range(1, 50_001)), rel=1e-8
     )
 
 
