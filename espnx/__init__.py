@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from .kv.schedule import Decision
     from .models import demo_model
     from .postings import Postings
+    from .rag.answer import Answer, Reference
+    from .rag.prompt import Wording
+    from .rag.rag import Rag
     from .retrieval.build.builder import build, train
     from .retrieval.build.changes.change import add, add_first_stage, compact, delete
     from .retrieval.build.changes.detach import detach
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
         read_qrels,
     )
     from .retrieval.search.index import Index
+    from .retrieval.search.known import KnownCandidates
     from .retrieval.search.read_cost import DeviceCost
     from .retrieval.search.result import Hit, SearchResult, Timings, TokenMatch
     from .retrieval.single_vector import text_vectors
@@ -82,6 +86,9 @@ _HOME = {
     "kv.schedule": ["Decision"],
     "models": ["demo_model"],
     "postings": ["Postings"],
+    "rag.answer": ["Answer", "Reference"],
+    "rag.prompt": ["Wording"],
+    "rag.rag": ["Rag"],
     "retrieval.build.builder": ["build", "train"],
     "retrieval.build.changes.change": ["add", "add_first_stage", "compact", "delete"],
     "retrieval.build.changes.detach": ["detach"],
@@ -97,6 +104,7 @@ _HOME = {
         "read_qrels",
     ],
     "retrieval.search.index": ["Index"],
+    "retrieval.search.known": ["KnownCandidates"],
     "retrieval.search.read_cost": ["DeviceCost"],
     "retrieval.search.result": ["Hit", "SearchResult", "Timings", "TokenMatch"],
     "retrieval.single_vector": ["text_vectors"],
@@ -106,6 +114,7 @@ _HOME = {
 
 __all__ = [
     "AddReport",
+    "Answer",
     "BeirFolder",
     "BuildReport",
     "Chunk",
@@ -126,15 +135,19 @@ __all__ = [
     "Hit",
     "Index",
     "KVCache",
+    "KnownCandidates",
     "PassageKV",
     "Plan",
     "Postings",
+    "Rag",
+    "Reference",
     "SearchResult",
     "SparseEncoder",
     "SparseVector",
     "Timings",
     "TokenMatch",
     "Trained",
+    "Wording",
     "__version__",
     "add",
     "add_first_stage",

@@ -53,6 +53,7 @@ if __name__ == "__main__":
         "espnx.integrations.transformers",
         "espnx.kv",
         "espnx.ops",
+        "espnx.rag",
         "espnx.retrieval",
         "espnx.storage",
         "espnx.weights",

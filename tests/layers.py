@@ -29,8 +29,9 @@ RANK = {
     "encoders": 5,
     "importers": 6,
     "integrations": 7,
-    "benchmarks": 8,
-    "cli": 9,  # `espnx bench` runs the registered benchmarks
+    "rag": 8,
+    "benchmarks": 9,
+    "cli": 10,  # `espnx bench` runs the registered benchmarks
 }
 # Modules directly under espnx/ that know nothing of the rest.
 BASE_MODULES = {
@@ -88,6 +89,7 @@ THIRD_PARTY = {
         "flexgen",
         "lm_eval",
     },
+    "rag": {"torch", "numpy"},
     "cli": {"torch", "numpy", "rich", "shtab"},
     "benchmarks": {
         "torch",

@@ -157,6 +157,16 @@ COMMANDS = {
             ),
         },
     ),
+    "rag ask": Command(
+        ".rag:ask",
+        "answer a question from an index, with references",
+        {
+            'rag ask my.index "who writes to the log?" --model model/': "",
+            'rag ask my.index "who writes to the log?" --model model/ --kv /mnt/nvme/kv -k 8': (
+                "K and V of passages are read from SSD the next time"
+            ),
+        },
+    ),
     "evaluate": Command(
         ".evaluate",
         "retrieval quality of an index against judged queries",
@@ -327,6 +337,8 @@ COMMANDS = {
                 "an index, of 80 tokens x 128 dimensions where nothing else is said"
             ),
             "plan --postings 10000000": "BM25",
+            "plan rag --model config.json --passages 1000000 --popularity zipf:1.0 --library "
+            "200GiB": ("K and V of passages: bytes, hit rate, and from which bandwidth on it pays"),
             "plan --vectors 100000000 --dim 128 --price-per-tb-ssd 80 --price-per-gb-ram 4": (
                 "a graph"
             ),
@@ -384,6 +396,7 @@ COMMANDS = {
 }
 GROUPS = {
     "index": "build, change, import, verify and inspect an index",
+    "rag": "answer questions from an index",
     "cache": "list, verify and remove kept KV caches",
     "postings": "build, search, change, inspect and verify BM25 and sparse vectors on SSD",
     "graph": "build, search, inspect, verify, import and export a graph of vectors",

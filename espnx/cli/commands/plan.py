@@ -9,6 +9,7 @@ from typing import Any
 
 from ...checks import check_given_directory
 from ...errors import InvalidInputError
+from ...models import model_folder
 from ...sizes import format_size, parse_size
 from ...suggestions import downloading
 from ...tables import render_table
@@ -18,6 +19,7 @@ from ..output import add_json_option, emit, json_document
 from ..plans.graph import configure_graph, run_graph
 from ..plans.index import FITS, configure_index, run_index
 from ..plans.postings import configure_postings, run_postings
+from ..plans.rag import configure_rag, run_rag
 
 DESCRIPTION = """Of a model (--model): sizes come from the configuration and the headers of the
 weights; nothing of it is loaded. With --storage the disk is measured (a temporary file of at most
@@ -32,13 +34,19 @@ bytes on SSD and in memory, and with --storage what a build takes at least.
 Of a graph of vectors (--vectors, --dim): bytes on SSD and in memory by where its codes lie, of a
 build, and with prices the cost.
 
-Of posting lists (--postings): bytes on SSD and in memory."""
+Of posting lists (--postings): bytes on SSD and in memory.
+
+Of K and V of passages (rag, with --model and --passages): bytes, which share of requests finds its
+passage kept, and the bandwidth from which on reading is sooner than computing."""
 DTYPES = ("float32", "float16", "bfloat16")
 
 
 def configure(parser: ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.formatter_class = RawDescriptionHelpFormatter
+    parser.add_argument(
+        "what", nargs="?", choices=("rag",), help="rag: passages kept for a model's answers"
+    )
     parser.add_argument(
         "--storage",
         metavar="DIR",
@@ -68,6 +76,7 @@ def configure(parser: ArgumentParser) -> None:
     configure_index(parser)
     configure_graph(parser)
     configure_postings(parser)
+    configure_rag(parser)
 
 
 def run(args: Namespace) -> int:
@@ -90,10 +99,18 @@ def run(args: Namespace) -> int:
             expected=f"one of {', '.join(runs)}",
             fix=fix,
         )
+    if (args.what is None) != (args.passages is None) or (args.what and given != ["--model"]):
+        raise InvalidInputError(
+            "plan rag",
+            got=f"{args.what or 'no rag'}, --passages {args.passages}, {given[0]}",
+            expected="rag, --model and --passages together",
+            fix="espnx plan rag --model DIR --passages N",
+        )
     return runs[given[0]](args)
 
 
 def run_model(args: Namespace) -> int:
+    args.model = model_folder(args.model)
     if not os.path.exists(args.model):
         raise InvalidInputError(
             f"plan --model {args.model}",
@@ -101,6 +118,10 @@ def run_model(args: Namespace) -> int:
             expected="a Hugging Face model's folder, or its config.json",
             fix=downloading(args.model),
         )
+    if args.what == "rag":
+        if args.storage is not None:
+            check_given_directory(args.storage)
+        return run_rag(args)
     if args.context is None:
         raise InvalidInputError(
             "plan --model",

@@ -29,6 +29,7 @@ from ..store.tier import Tier
 from .chosen_stage import ChosenStage
 from .gate import SearchGate
 from .hits import ScoredCandidates, hits_of
+from .known import KnownCandidates
 from .opened.scoring import QueryVectors, TierScoring
 from .opened.version import OpenVersion
 from .options import SearchOptions
@@ -108,7 +109,8 @@ def search_in_batches(
     under_way: list[QueryBatch] = []
     try:
         for first in range(0, len(queries), size):
-            under_way.append(QueryBatch(version, stage, queries[first : first + size], plan))
+            batch = QueryBatch(version, stage, queries[first : first + size], plan, first)
+            under_way.append(batch)
             under_way[-1].begin()
             if len(under_way) > 1:
                 yield from under_way.pop(0).results(encode_s)
@@ -185,9 +187,14 @@ class QueryBatch:
     been cancelled."""
 
     def __init__(
-        self, version: OpenVersion, stage: ChosenStage, queries: list[QueryVectors], plan: BatchPlan
+        self,
+        version: OpenVersion,
+        stage: ChosenStage,
+        queries: list[QueryVectors],
+        plan: BatchPlan,
+        first_query: int,
     ):
-        self.queries = queries
+        self.queries, self._first_query = queries, first_query
         self._version, self._stage, self._plan = version, stage, plan
         # MaxSim of no tokens says nothing
         self._depths = [plan.depth if len(query.tokens) else 0 for query in queries]
@@ -244,6 +251,7 @@ class QueryBatch:
             if step == plan.steps[0]:
                 self.timings.delta_s = time.perf_counter() - begun
             self._ask(early, is_last=False)
+            self._tell(early, step)
         self._final = search.complete()
         self._by_stage = self._stage.by_stage(search, self._final)
         self._stage_reads = search.reads
@@ -252,6 +260,16 @@ class QueryBatch:
         self._prefetch_begun = begun + self.timings.delta_s
         if plan.depth:
             self._missed = self._ask(self._final, is_last=True)
+        self._tell(self._final, 1.0)
+
+    def _tell(self, candidates: list[Candidates], share: float) -> None:
+        """Tells the caller what the first stage knows, if asked to."""
+        tell, k = self._plan.options.on_candidates, self._plan.options.k
+        if tell is None:
+            return
+        for q, (numbers, _) in enumerate(candidates):
+            documents = tuple(self._version.store.texts.get(numbers[:k].tolist()))
+            tell(KnownCandidates(self._first_query + q, share, False, documents))
 
     def _ask(self, candidates: list[Candidates], *, is_last: bool) -> list[int]:
         """Starts the reads for what the first stage knows. Returns how many records were new, per
@@ -361,6 +379,9 @@ class QueryBatch:
             begun = time.perf_counter()
             hits = hits_of(store, candidates, query.tokens, plan.options, self._by_stage[i])
             merge_s = time.perf_counter() - begun
+            if (tell := plan.options.on_candidates) is not None:
+                documents = tuple((hit.id, hit.text) for hit in hits)
+                tell(KnownCandidates(self._first_query + i, 1.0, True, documents))
             yield SearchResult(
                 hits=hits,
                 candidates=len(candidates.numbers),

@@ -23,6 +23,7 @@ from ..evaluate import DEFAULT_METRICS, Qrels, check_judged, depth_of, evaluate
 from ..sparse_encoder import SparseEncoderLike
 from .batch import search_in_batches
 from .devices import compute_of, watched
+from .known import OnCandidates
 from .lookup import check_judged_known
 from .opened.index import OpenIndex
 from .opened.version import OpenOptions
@@ -188,6 +189,7 @@ class Index(OpenIndex):
         include: Iterable[DocumentId] | None = None,
         exclude: Iterable[DocumentId] | None = None,
         explain: bool = False,
+        on_candidates: OnCandidates | None = None,
         deadline_s: float = 30.0,
     ) -> SearchResult | list[SearchResult] | dict[Any, SearchResult]:
         """Ranks documents for one query (a `SearchResult`) or several (a list of them, which share
@@ -224,6 +226,11 @@ class Index(OpenIndex):
             cls_weight: overrides the store's.
             include, exclude: ids of documents: no other is found; those are not found.
             explain: fill in `Hit.matches` (reads the k hits once more).
+            on_candidates: told after each step what is known of each query (a `KnownCandidates`):
+                the first stage's best after every prefetch step and at its end, once their reads
+                have begun, then the hits, once. For whoever begins to load what belongs to the
+                documents while they are ranked. Where the search fails, or its call-back raises,
+                the last of these does not come; what was begun is then its caller's to give up.
             deadline_s: for each read.
 
         Raises:
@@ -247,6 +254,7 @@ class Index(OpenIndex):
             deadline_s,
             first_stage,
             fuse,
+            on_candidates,
         )
         results = self._search(listed(queries, self.store.manifest.encoder), options)
         if isinstance(queries, Mapping):

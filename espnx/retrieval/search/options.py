@@ -10,9 +10,10 @@ from dataclasses import dataclass, fields
 from typing import TypedDict
 
 from ... import errors
-from ...checks import check_whole, plain
+from ...checks import check_callable, check_whole, plain
 from ...storage.documents.ids import DocumentId
 from ..first_stage.fusion import METHODS, WITH_MAXSIM
+from .known import OnCandidates
 from .prefetch import Steps
 
 
@@ -30,7 +31,11 @@ class SearchKeywords(TypedDict, total=False):
     include: Iterable[DocumentId] | None
     exclude: Iterable[DocumentId] | None
     explain: bool
+    on_candidates: OnCandidates | None
     deadline_s: float
+
+
+_NO_SCALARS = ("prefetch_step", "include", "exclude", "first_stage", "on_candidates")
 
 
 @dataclass(frozen=True)
@@ -54,10 +59,11 @@ class SearchOptions:
     deadline_s: float = 30.0
     first_stage: str | Sequence[str] | None = None
     fuse: str = "rrf"
+    on_candidates: OnCandidates | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name not in ("prefetch_step", "include", "exclude", "first_stage"):
+            if field.name not in _NO_SCALARS:
                 object.__setattr__(self, field.name, plain(getattr(self, field.name)))
         check_whole("k", self.k, 1)
         for name, wanted, least in (
@@ -90,6 +96,8 @@ class SearchOptions:
             raise errors.InvalidInputError(
                 "deadline_s", got=repr(deadline_s), expected="a positive number of seconds"
             )
+        if self.on_candidates is not None:
+            check_callable("on_candidates", self.on_candidates)
         if self.fuse not in (*METHODS, WITH_MAXSIM):
             raise errors.InvalidInputError(
                 "fuse", got=repr(self.fuse), expected=" or ".join((*METHODS, WITH_MAXSIM))

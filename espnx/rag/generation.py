@@ -1,0 +1,435 @@
+"""What turns a prompt into an answer: a function of text, or a model whose passages come from a
+`PassageKV` or are computed.
+
+Nothing here imports a framework: a model is anything with `generate` as transformers has it, a
+library of passages anything with `compose`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import EntryPoint
+from typing import Any, Protocol, Self
+
+import torch
+
+from .. import errors
+from ..importers.chunks import count_words
+from .prompt import Counter, Frame, Prompt, Wording
+from .stop import Stop
+
+_SOURCES, _QUESTION = "\u2402sources\u2403", "\u2402question\u2403"
+# The library of passages lies in a room that imports transformers; it is looked up when wanted.
+_ROOM = "espnx.integrations.transformers.passages.passage_kv"
+_PASSAGE_KV = EntryPoint("passages", f"{_ROOM}:PassageKV", "espnx")
+
+
+class ComposedCache(Protocol):
+    """`past_key_values` that begin with passages."""
+
+    @property
+    def reused(self) -> Mapping[str, Any]:
+        """What the rows came from."""
+        ...
+
+    def prompt(self, input_ids: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Arguments of `generate` for what follows, int64 [1, n]."""
+        ...
+
+    def passage_mass(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """float32 [1, layers, passages]: the share of attention that tokens behind the passages
+        paid to each."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PassageLibrary(Protocol):
+    """What keeps the K and V of passages behind one prefix."""
+
+    def compose(self, passages: Sequence[Sequence[int]], /) -> ComposedCache:
+        """A cache that begins with the prefix and the passages, given as token ids."""
+        ...
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Attributes: as of `Answer`; `attention`: of each source, or None."""
+
+    text: str
+    tokens: int
+    is_unfinished: bool = False
+    first_token_s: float | None = None
+    attention: tuple[float, ...] | None = None
+    reused: Mapping[str, Any] | None = None
+
+
+class Generator(Protocol):
+    """See the module.
+
+    Attributes:
+        positions: tokens of prompt and answer at most; None: not known.
+        max_new_tokens: of an answer.
+    """
+
+    @property
+    def positions(self) -> int | None: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def counter(self) -> Counter: ...
+    @property
+    def frame(self) -> Frame: ...
+
+    def generate(self, prompt: Prompt, stop: Stop) -> Generated:
+        """Raises what `Stop.check` raises."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """Text and its tokens by some count."""
+
+    text: str
+    count: Callable[[str], int]
+
+    @cached_property
+    def size(self) -> int:
+        return self.count(self.text)
+
+    def cut(self, tokens: int) -> TextPiece:
+        """The longest beginning of at most so many tokens, found by halving: of a count that does
+        not grow with the text, a beginning that fits."""
+        low, high = 0, len(self.text)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.count(self.text[:middle]) <= tokens:
+                low = middle
+            else:
+                high = middle - 1
+        return TextPiece(self.text[:low], self.count)
+
+
+@dataclass(frozen=True)
+class TextCounter:
+    """Text by a rule. See `Counter`."""
+
+    count: Callable[[str], int]
+
+    def trusted(self, text: str) -> TextPiece:
+        return TextPiece(text, self.count)
+
+    data = trusted
+
+
+class FunctionGenerator:
+    """A function that takes the prompt's text and returns the answer's.
+
+    Args:
+        function: called in the caller's thread.
+        tokenizer: counts tokens (``tokenizer(text).input_ids``), piece by piece; None: words and
+            signs are counted.
+        wording, prefix, max_new_tokens: as of `Rag`.
+
+    Raises InvalidInputError for a coroutine function, and for what is no function.
+    """
+
+    positions = None
+
+    def __init__(
+        self,
+        function: Callable[[str], str],
+        tokenizer: Any,
+        wording: Wording,
+        prefix: str,
+        max_new_tokens: int,
+    ):
+        if not callable(function) or inspect.iscoroutinefunction(function):
+            raise errors.InvalidInputError(
+                "generate",
+                got=repr(function),
+                expected="a function that takes a prompt and returns a text",
+                fix="lambda prompt: asyncio.run(generate(prompt)), which aask runs in a thread",
+            )
+        self._function, self.max_new_tokens = function, max_new_tokens
+        self.counter = TextCounter(
+            count_words
+            if tokenizer is None
+            else lambda text: len(tokenizer(text, add_special_tokens=False).input_ids)
+        )
+        self.frame = _plain_frame(self.counter, wording, prefix)
+
+    def generate(self, prompt: Prompt, stop: Stop) -> Generated:
+        stop.check()
+        found = self._function("".join(piece.text for piece in prompt.pieces))
+        if not isinstance(found, str):
+            raise errors.InvalidInputError(
+                "what generate returned", got=type(found).__name__, expected="a str"
+            )
+        stop.check()
+        return Generated(found, self.counter.count(found))
+
+    def close(self) -> None:
+        pass
+
+
+def _plain_frame(counter: Counter, wording: Wording, prefix: str) -> Frame:
+    head = [each for each in (prefix, wording.instructions) if each]
+    begin = "".join(f"{each}\n\n" for each in head) + wording.sources
+    return Frame(*(counter.trusted(each) for each in (begin, wording.question, wording.answer)))
+
+
+@dataclass(frozen=True)
+class IdPiece:
+    """Token ids, and the tokenizer that reads them."""
+
+    ids: tuple[int, ...]
+    tokenizer: Any
+
+    @property
+    def size(self) -> int:
+        return len(self.ids)
+
+    @property
+    def text(self) -> str:
+        # a character may be cut in two
+        return str(self.tokenizer.decode(list(self.ids))).rstrip("\ufffd")
+
+    def cut(self, tokens: int) -> IdPiece:
+        return IdPiece(self.ids[:tokens], self.tokenizer)
+
+
+class IdCounter:
+    """Text by a model's tokenizer, each piece by itself. See `Counter`.
+
+    In data, what the tokenizer would read as one of its own signs (``<|im_end|>``) is read letter
+    by letter.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        signs = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens} - {""}
+        longest = sorted(signs, key=lambda sign: (-len(sign), sign))
+        self._sign = re.compile("|".join(map(re.escape, longest))) if longest else None
+        known = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+        self._sign_ids = known - {getattr(tokenizer, "unk_token_id", None)}
+
+    def trusted(self, text: str, *, begins: bool = False) -> IdPiece:
+        """`begins`: a text, with what the model wants to stand there."""
+        return IdPiece(tuple(self._ids(text, begins=begins)), self._tokenizer)
+
+    def data(self, text: str) -> IdPiece:
+        cuts = [0]
+        for match in self._sign.finditer(text) if self._sign else ():
+            cuts.append(match.start() + 1)
+        parts = zip(cuts, [*cuts[1:], len(text)], strict=True)
+        ids = [n for begin, end in parts if begin < end for n in self._ids(text[begin:end])]
+        return IdPiece(tuple(n for n in ids if n not in self._sign_ids), self._tokenizer)
+
+    def _ids(self, text: str, *, begins: bool = False) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=begins, verbose=False).input_ids)
+
+
+class _Watch:
+    """A streamer that notes when the first token came."""
+
+    def __init__(self) -> None:
+        self._calls, self.first_at = 0, None
+
+    first_at: float | None
+
+    def put(self, value: object) -> None:
+        self._calls += 1
+        if self._calls == 2:  # the prompt comes first
+            self.first_at = time.perf_counter()
+
+    def end(self) -> None:
+        pass
+
+
+class ModelGenerator:
+    """A model of transformers with its tokenizer.
+
+    Args:
+        model: with `generate`; a chat template of its tokenizer is applied.
+        kv: a `PassageLibrary`, the directory of one, or None: prompts are computed whole.
+        library_bytes: of a directory.
+        attention_layer: whose attention is reported; None: the mean of all.
+        options: of `generate`, such as ``do_sample``.
+        tokenizer, wording, prefix, max_new_tokens: as of `Rag`.
+
+    Raises InvalidInputError, and what opening a library raises.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        wording: Wording,
+        prefix: str,
+        max_new_tokens: int,
+        *,
+        kv: Any = None,
+        library_bytes: int | str | None = None,
+        attention_layer: int | None = None,
+        options: Mapping[str, Any] | None = None,
+    ):
+        if not callable(getattr(model, "generate", None)) or not callable(tokenizer):
+            raise errors.InvalidInputError(
+                "Rag: model and tokenizer",
+                got=f"{type(model).__name__} and {type(tokenizer).__name__}",
+                expected="a model of transformers and its tokenizer",
+                fix="Rag(index, model, tokenizer), or Rag(index, generate=function)",
+            )
+        self._model, self._tokenizer, self._layer = model, tokenizer, attention_layer
+        self._options = dict(options or {})
+        self.max_new_tokens = max_new_tokens
+        text = model.config.get_text_config(decoder=True)
+        self.positions: int | None = getattr(text, "max_position_embeddings", None)
+        layers = getattr(text, "num_hidden_layers", None)
+        if attention_layer is not None and not 0 <= attention_layer < (layers or 1 << 30):
+            raise errors.InvalidInputError(
+                "attention_layer", got=attention_layer, expected=f"0 to {layers} - 1"
+            )
+        self.counter = IdCounter(tokenizer)
+        self.frame = _model_frame(self.counter, tokenizer, wording, prefix)
+        self._owned: Any = None
+        self._library: PassageLibrary | None = None
+        if kv is not None:
+            self._library = kv if hasattr(kv, "compose") else self._opened(kv, library_bytes)
+
+    def _opened(self, directory: Any, library_bytes: int | str | None) -> PassageLibrary:
+        try:
+            kind = _PASSAGE_KV.load()
+        except ModuleNotFoundError as error:
+            raise errors.MissingDependencyError(
+                "Rag: kv", got=str(error), expected="PassageKV", fix="pip install 'espnx[kv]'"
+            ) from error
+        self._owned = kind(
+            self._model,
+            directory,
+            prefix=list(self.frame.head.ids),  # type: ignore[attr-defined]
+            tokenizer=self._tokenizer,
+            library_bytes=library_bytes,
+        )
+        library: PassageLibrary = self._owned
+        return library
+
+    def generate(self, prompt: Prompt, stop: Stop) -> Generated:
+        stop.check()
+        if self._library is None or not prompt.sources:
+            ids = [n for piece in prompt.pieces for n in _ids_of(piece)]
+            given = torch.tensor([ids], device=self._model.device)
+            return self._generate(
+                {"input_ids": given, "attention_mask": torch.ones_like(given)}, stop
+            )
+        passages = [_ids_of(piece) for pair in prompt.sources for piece in pair]
+        asked = [n for piece in prompt.pieces[-3:] for n in _ids_of(piece)]
+        begun = time.perf_counter()
+        with closing(self._library.compose(passages)) as cache:
+            stop.check()
+            given = cache.prompt(torch.tensor([asked], device=self._model.device))
+            made = self._generate({**given, "past_key_values": cache}, stop, begun)
+            # from the token on that the answer's first one comes of; labels are passages, too
+            mass = cache.passage_mass(len(asked) - 1)[0, :, 1::2]
+            chosen = mass.mean(dim=0) if self._layer is None else mass[self._layer]
+            return Generated(
+                made.text,
+                made.tokens,
+                made.is_unfinished,
+                made.first_token_s,
+                tuple(chosen.tolist()),
+                dict(cache.reused),
+            )
+
+    def _generate(
+        self, given: Mapping[str, Any], stop: Stop, begun: float | None = None
+    ) -> Generated:
+        begun, watch = time.perf_counter() if begun is None else begun, _Watch()
+        options = {"do_sample": False} | self._options
+        with torch.no_grad():
+            made = self._model.generate(
+                **given,
+                **options,
+                max_new_tokens=self.max_new_tokens,
+                stopping_criteria=[stop],
+                streamer=watch if options.get("num_beams", 1) == 1 else None,
+            )
+        stop.check()
+        tokens = made[0, given["input_ids"].shape[1] :].tolist()
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        ends = self._model.generation_config.eos_token_id
+        is_ended = bool(tokens) and tokens[-1] in (ends if isinstance(ends, list) else [ends])
+        return Generated(
+            str(text),
+            len(tokens),
+            len(tokens) >= self.max_new_tokens and not is_ended,
+            None if watch.first_at is None else watch.first_at - begun,
+        )
+
+    def close(self) -> None:
+        if self._owned is not None:
+            self._owned.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _ids_of(piece: Any) -> list[int]:
+    return list(piece.ids)
+
+
+def _model_frame(counter: IdCounter, tokenizer: Any, wording: Wording, prefix: str) -> Frame:
+    """The frame of a chat template, where there is one."""
+    if not getattr(tokenizer, "chat_template", None):
+        plain = _plain_frame(TextCounter(len), wording, prefix)
+        return Frame(
+            counter.trusted(plain.head.text, begins=True),
+            counter.trusted(plain.middle.text),
+            counter.trusted(plain.end.text),
+        )
+    asked = f"{wording.sources}{_SOURCES}{wording.question}{_QUESTION}"
+    turns = [wording.instructions, asked] if wording.instructions else [asked]
+    user = {"role": "user", "content": "\n\n".join(turns)}
+    text = ""
+    if prefix:
+        try:
+            text = _rendered(tokenizer, [{"role": "system", "content": prefix}, user])
+        except Exception as error:
+            # Some templates know no system turn, and raise their own kind of error.
+            merged = {"role": "user", "content": f"{prefix}\n\n{user['content']}"}
+            text = _rendered(tokenizer, [merged], error)
+    else:
+        text = _rendered(tokenizer, [user])
+    head, found, rest = text.partition(_SOURCES)
+    middle, also_found, end = rest.partition(_QUESTION)
+    if not found or not also_found or _SOURCES in rest or _QUESTION in head + end:
+        raise errors.InvalidInputError(
+            "chat template",
+            got="a prompt without what the user says, or with it twice",
+            expected="the user's text once, as it is",
+            fix="tokenizer.chat_template = None",
+        )
+    return Frame(counter.trusted(head), counter.trusted(middle), counter.trusted(end))
+
+
+def _rendered(tokenizer: Any, turns: list[dict[str, str]], before: Exception | None = None) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    except Exception:
+        if before is not None:
+            raise errors.InvalidInputError(
+                "chat template", got=str(before)[:200], expected="one that takes a user's turn"
+            ) from before
+        raise

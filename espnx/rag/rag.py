@@ -1,0 +1,376 @@
+"""`Rag`: a question, the passages of an index that answer it, a model's answer, and its
+references."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from .. import errors
+from ..checks import check_finite, check_whole
+from ..forks import check_own
+from ..retrieval.encoder import AUTO, EncoderLike
+from ..retrieval.search.index import Index
+from ..retrieval.search.options import SearchKeywords
+from ..retrieval.search.result import Hit
+from ..suggestions import suggests_keywords
+from .answer import Answer, AnswerTimings, Reference
+from .generation import FunctionGenerator, Generated, Generator, ModelGenerator, PassageLibrary
+from .markers import MarkedText, cited_sentences, parse
+from .prompt import Prompt, Wording, fingerprint, make_prompt
+from .stop import Stop
+from .support import supports
+
+#: Tokens of a prompt for a function, whose limit nobody knows.
+_PROMPT_TOKENS = 4096
+_READ_DEADLINE_S = 30.0
+#: Coroutines whose answers are worked on at a time; others wait without a thread.
+_TOGETHER = 4
+
+
+class Rag:
+    """Answers questions from the passages of an index. Safe to use from several threads; a model
+    answers one of them at a time. A context manager.
+
+    Args:
+        index: the path of an index, or an open one, which stays the caller's.
+            `espnx.chunk_documents` cuts long documents into passages that know where they come
+            from.
+        model, tokenizer: of transformers, on any device. With `generate`, the tokenizer counts
+            tokens.
+        generate: in place of a model: a function that takes the prompt's text and returns the
+            answer's. It is called by several threads, if `ask` is.
+        kv: where K and V of passages are kept, so that they are computed once and then read,
+            wherever they stand in a prompt: a directory on the SSD, or an open `PassageKV` whose
+            prefix is `frame_ids`, which stays the caller's. Passages then do not see one another
+            (its mode ``blocks``). None: every prompt is computed whole.
+        prefix: the system prompt.
+        wording: the words around sources and question.
+        encoder: of the index, where a path is given; as of `espnx.open`.
+        max_new_tokens: of an answer.
+        prompt_tokens: of a prompt, at most. None: as many as the model's positions leave beside
+            the answer, or 4,096 for a function.
+        passage_tokens: of one passage; the rest of a longer one is cut.
+        library_bytes: as of `PassageKV`, where `kv` is a directory.
+        attention_layer: the layer whose attention `Reference.attention` is, from 0; None: the mean
+            of all, which names the right source less often than the best layer does.
+        generate_options: of the model's `generate`, such as ``{"do_sample": True}``.
+
+    Attributes:
+        index: that is searched.
+
+    Raises:
+        InvalidInputError: an argument is out of range, or a chat template drops what a user says.
+        MissingDependencyError: `kv` is a directory, and this installation has no `PassageKV`.
+        StoreNotFoundError, ...: what opening an index raises, or a library of passages.
+    """
+
+    @suggests_keywords
+    def __init__(
+        self,
+        index: Index | str | os.PathLike[str],
+        model: Any = None,
+        tokenizer: Any = None,
+        *,
+        generate: Callable[[str], str] | None = None,
+        kv: PassageLibrary | str | os.PathLike[str] | None = None,
+        prefix: str = "",
+        wording: Wording | None = None,
+        encoder: EncoderLike | None = AUTO,
+        max_new_tokens: int = 256,
+        prompt_tokens: int | None = None,
+        passage_tokens: int = 512,
+        library_bytes: int | str | None = None,
+        attention_layer: int | None = None,
+        generate_options: Mapping[str, Any] | None = None,
+    ):
+        check_whole("max_new_tokens", max_new_tokens, 1)
+        check_whole("passage_tokens", passage_tokens, 1)
+        if prompt_tokens is not None:
+            check_whole("prompt_tokens", prompt_tokens, 1)
+        if not isinstance(prefix, str):
+            raise errors.InvalidInputError("prefix", got=repr(prefix), expected="a str")
+        if (model is None) == (generate is None) or (generate is not None and kv is not None):
+            got = [n for n, v in (("model", model), ("generate", generate), ("kv", kv)) if v]
+            raise errors.InvalidInputError(
+                "Rag: what answers",
+                got=" and ".join(got) or "neither a model nor a function",
+                expected="a model with its tokenizer, with or without kv, or generate",
+                fix="Rag(index, model, tokenizer), or Rag(index, generate=function)",
+            )
+        self._wording, self._passage_tokens = wording or Wording(), passage_tokens
+        self._process, self._is_closed = os.getpid(), False
+        # `_changed` guards what follows it, and is never held while anything is waited for
+        self._turn, self._changed = threading.Lock(), threading.Condition()
+        self._under_way = 0
+        self._executor: ThreadPoolExecutor | None = None
+        words = (self._wording, prefix, max_new_tokens)
+        with ExitStack() as opened:
+            self._generator: Generator = (
+                FunctionGenerator(generate, tokenizer, *words)
+                if generate is not None
+                else ModelGenerator(
+                    model,
+                    tokenizer,
+                    *words,
+                    kv=kv,
+                    library_bytes=library_bytes,
+                    attention_layer=attention_layer,
+                    options=generate_options,
+                )
+            )
+            opened.callback(self._generator.close)
+            self._takes_turns = generate is None
+            self._prompt_tokens = _budget(self._generator, prompt_tokens)
+            self.index: Index = (
+                index if isinstance(index, Index) else opened.enter_context(Index(index, encoder))
+            )
+            self._opened = opened.pop_all()
+
+    @property
+    def frame_ids(self) -> tuple[int, ...]:
+        """Token ids before the first passage: the prefix of a `PassageKV` for `kv`. Raises
+        InvalidInputError where a function generates."""
+        ids = getattr(self._generator.frame.head, "ids", None)
+        if ids is None:
+            raise errors.InvalidInputError(
+                "frame_ids", got="generate=", expected="a model", fix="Rag(index, model, tokenizer)"
+            )
+        return tuple(ids)
+
+    @suggests_keywords
+    def ask(
+        self,
+        question: str,
+        k: int = 5,
+        *,
+        search: SearchKeywords | None = None,
+        deadline_s: float | None = None,
+    ) -> Answer:
+        """Finds passages, answers from them, and says what the answer stands on.
+
+        Args:
+            question: any text; markers and a model's own signs in it are read as letters.
+            k: passages wanted; 0: none is looked for, and the model answers by itself.
+            search: options of `Index.search`, such as ``{"first_stage": ("bm25", "ivf")}``.
+            deadline_s: for all of it; None: none. A function that generates is not interrupted.
+
+        Raises:
+            InvalidInputError: an argument is out of range, or the question does not fit into the
+                prompt's tokens.
+            DeadlineExceededError: nothing is answered from half of the work.
+            EngineClosedError: it is closed.
+            What searching and the model raise.
+        """
+        _check_asked(question, k, deadline_s)
+        return self._ask(question, k, search or {}, Stop(deadline_s))
+
+    @suggests_keywords
+    async def aask(
+        self,
+        question: str,
+        k: int = 5,
+        *,
+        search: SearchKeywords | None = None,
+        deadline_s: float | None = None,
+    ) -> Answer:
+        """`ask`, in a thread: the event loop goes on meanwhile. Cancelled, the answer is given up
+        after the step that is under way (a search, a token of a model, a call of a function)."""
+        _check_asked(question, k, deadline_s)
+        stop = Stop(deadline_s)
+        with self._changed:
+            self._check_open()
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(_TOGETHER, "espnx-rag")
+            future = self._executor.submit(self._ask, question, k, search or {}, stop)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            stop.cancel()
+            raise
+
+    def _ask(self, question: str, k: int, search: SearchKeywords, stop: Stop) -> Answer:
+        with self._changed:
+            self._check_open()
+            self._under_way += 1
+        try:
+            return self._answer(question, k, search, stop)
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+
+    def _answer(self, question: str, k: int, search: SearchKeywords, stop: Stop) -> Answer:
+        timings, begun = AnswerTimings(), time.perf_counter()
+        stop.check()
+        hits = self._hits(question, k, search, stop)
+        at = time.perf_counter()
+        timings.retrieval_s = at - begun
+        generator = self._generator
+        prompt = make_prompt(
+            generator.counter,
+            generator.frame,
+            question,
+            hits,
+            tokens=self._prompt_tokens,
+            passage_tokens=self._passage_tokens,
+        )
+        timings.prompt_s, at = time.perf_counter() - at, time.perf_counter()
+        if k and not prompt.references and all(each.why == "empty" for each in prompt.left_out):
+            timings.total_s = time.perf_counter() - begun
+            return Answer(
+                question,
+                self._wording.nothing_found,
+                nothing_found=True,
+                left_out=prompt.left_out,
+                timings=timings,
+            )
+        made = self._generate(prompt, stop, timings)
+        at = time.perf_counter()
+        marked = parse(made.text.strip(), len(prompt.references))
+        references = self._with_evidence(prompt, made, marked)
+        stop.check()
+        timings.support_s = time.perf_counter() - at
+        timings.total_s = time.perf_counter() - begun
+        return Answer(
+            question=question,
+            text=marked.text,
+            references=references,
+            unknown_references=marked.unknown,
+            left_out=prompt.left_out,
+            prompt_tokens=prompt.size,
+            answer_tokens=made.tokens,
+            is_unfinished=made.is_unfinished,
+            reused=made.reused,
+            timings=timings,
+        )
+
+    def _hits(self, question: str, k: int, search: SearchKeywords, stop: Stop) -> list[Hit]:
+        if not k:
+            return []
+        options = dict(search)
+        given_s: Any = options.pop("deadline_s", _READ_DEADLINE_S)
+        left_s = stop.left_s(given_s) if isinstance(given_s, int | float) else given_s
+        return self.index.search(question, k, deadline_s=left_s, **options).hits  # type: ignore[call-overload]
+
+    def _generate(self, prompt: Prompt, stop: Stop, timings: AnswerTimings) -> Generated:
+        begun = time.perf_counter()
+        if self._takes_turns:
+            stop.take(self._turn)
+        try:
+            at = time.perf_counter()
+            timings.waited_s = at - begun
+            made = self._generator.generate(prompt, stop)
+        finally:
+            if self._takes_turns:
+                self._turn.release()
+        timings.generate_s = time.perf_counter() - at
+        timings.first_token_s = made.first_token_s
+        return made
+
+    def _with_evidence(
+        self, prompt: Prompt, made: Generated, marked: MarkedText
+    ) -> tuple[Reference, ...]:
+        cited = {number for marker in marked.markers for number in marker.numbers}
+        encoder = self.index.encoder if cited else None
+        found = (
+            supports(encoder, cited_sentences(marked), prompt.references)
+            if encoder is not None
+            else {}
+        )
+        return tuple(
+            replace(
+                each,
+                is_cited=each.number in cited,
+                support=found.get(each.number, ()),
+                attention=None if made.attention is None else made.attention[each.number - 1],
+            )
+            for each in prompt.references
+        )
+
+    def check(self, answer: Answer) -> dict[int, str]:
+        """What has become of an answer's sources since: by number ``unchanged``, ``changed`` or
+        ``deleted``, in the version of the index that is open (`Index.reload` takes the newest).
+
+        Raises what reading texts raises.
+        """
+        self._check_open()
+        texts = self.index.get([each.passage for each in answer.references])
+        return {
+            each.number: "deleted"
+            if text is None
+            else "unchanged"
+            if fingerprint(text) == each.fingerprint
+            else "changed"
+            for each, text in zip(answer.references, texts, strict=True)
+        }
+
+    def _check_open(self) -> None:
+        check_own(self._process, "the Rag", "make it after fork()")
+        if self._is_closed:
+            raise errors.EngineClosedError("the Rag is closed", fix="make it again")
+
+    def close(self) -> None:
+        """Answers under way are finished first; then what was opened here is closed. In a child
+        after fork() nothing is done."""
+        if os.getpid() != self._process:
+            return
+        with self._changed:
+            self._is_closed = True
+            self._changed.wait_for(lambda: not self._under_way)
+            executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown(wait=True)
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Rag over {self.index!r}{', closed' if self._is_closed else ''}>"
+
+
+def _budget(generator: Generator, prompt_tokens: int | None) -> int:
+    """Tokens of a prompt. Raises InvalidInputError where prompt and answer do not fit the model."""
+    positions = generator.positions
+    if positions is None:
+        return _PROMPT_TOKENS if prompt_tokens is None else prompt_tokens
+    most = positions - generator.max_new_tokens
+    wanted = most if prompt_tokens is None else prompt_tokens
+    if not 1 <= wanted <= most:
+        raise errors.InvalidInputError(
+            "prompt_tokens and max_new_tokens",
+            got=f"{max(wanted, 1)} + {generator.max_new_tokens}",
+            expected=f"at most the model's {positions} positions",
+            fix="fewer of one of them",
+        )
+    return wanted
+
+
+def _check_asked(question: object, k: object, deadline_s: object) -> None:
+    """Raises InvalidInputError."""
+    check_whole("k", k, 0)
+    if not isinstance(question, str) or not question.strip():
+        raise errors.InvalidInputError("question", got=repr(question), expected="some text")
+    if deadline_s is not None:
+        check_finite("deadline_s", deadline_s)
+        if not isinstance(deadline_s, int | float) or deadline_s <= 0:
+            raise errors.InvalidInputError(
+                "deadline_s", got=deadline_s, expected="seconds, above 0"
+            )

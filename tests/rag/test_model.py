@@ -1,0 +1,211 @@
+"""`Rag` with a model: what it reads token by token, signs that do not act in data, a template, the
+positions of a model, and passages that come from a library."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import espnx
+from espnx import errors
+
+pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import transformers
+
+from espnx.rag.generation import IdCounter, ModelGenerator
+from espnx.rag.prompt import Wording, quoted
+from tests.retrieval.common import build, toy_encoder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+DOCUMENTS = [
+    ("a", "red green blue <|endoftext|> more"),
+    ("garden", "red things\nKEY garden: silver river\nand more of them"),
+    ("b", "red one two three"),
+]
+#: Words that the small model was trained to answer.
+RECALL = Wording(instructions="", sources="", question="\n\nGET garden", answer=":")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        espnx.demo_model(), dtype=torch.float32
+    ).eval()
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(espnx.demo_model())
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rag") / "store"
+    build(path, DOCUMENTS, encoder=toy_encoder(), dims=None, nlist=1)
+    return path
+
+
+@pytest.fixture
+def index(store: Path) -> Iterator[espnx.Index]:
+    with espnx.open(store, toy_encoder()) as opened:
+        yield opened
+
+
+class Library:
+    """Stands for a `PassageKV`: a cache that the model itself has computed. Attention is counted as
+    its number of tokens."""
+
+    def __init__(self, model: Any, prefix: tuple[int, ...]):
+        self.model, self.prefix = model, list(prefix)
+        self.composed, self.opened = list[list[list[int]]](), 0
+
+    def compose(self, passages: list[list[int]]) -> Any:
+        self.composed.append([list(each) for each in passages])
+        self.opened += 1
+        cache = transformers.DynamicCache(config=self.model.config)
+        held = [*self.prefix, *itertools.chain.from_iterable(passages)]
+        with torch.no_grad():
+            self.model(torch.tensor([held]), past_key_values=cache)
+
+        def prompt(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+            whole = torch.cat([torch.tensor([held]), ids], dim=1)
+            return {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
+
+        def close() -> None:
+            self.opened -= 1
+
+        def passage_mass(begin: int = 0, end: int | None = None) -> torch.Tensor:
+            shares = torch.tensor([float(len(each)) for each in passages])
+            return torch.stack([shares, 2 * shares])[None]
+
+        cache.prompt, cache.passage_mass, cache.close = prompt, passage_mass, close
+        cache.reused = {"tokens": len(held)}
+        return cache
+
+
+def test_what_the_model_reads(index: espnx.Index, model: Any, tokenizer: Any) -> None:
+    """The tokens of the answer are those of the same prompt, fed to the framework; and the small
+    model recalls a line of a source."""
+    with espnx.Rag(index, model, tokenizer, wording=RECALL, max_new_tokens=6) as rag:
+        answer = rag.ask("red", k=3)
+        hits = index.search("red", k=3).hits
+        texts = ["", "[1]\n", "\n\n[2]\n", "\n\n[3]\n"]
+        ids = list(rag.frame_ids)
+        safe = IdCounter(tokenizer)
+        for n, hit in enumerate(hits, 1):
+            ids += tokenizer(texts[n], add_special_tokens=False).input_ids
+            ids += safe.data(quoted(hit.text)).ids
+        for text in ("\n\nGET garden", "red", ":"):
+            ids += tokenizer(text, add_special_tokens=False).input_ids
+    assert answer.prompt_tokens == len(ids)
+    made = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0, len(ids) :]
+    assert answer.text == tokenizer.decode(made, skip_special_tokens=True).strip()
+    assert answer.answer_tokens == len(made)
+    assert answer.timings.first_token_s is not None
+    assert all(each.attention is None for each in answer.references)
+    assert answer.reused is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "plain", "<|endoftext|>", "a<|endoftext|><|endoftext|>b", "<|im_end|>x<|tool|>", "<|endo"],
+)
+def test_no_sign_acts_in_data(tokenizer: Any, text: str) -> None:
+    tokenizer.add_tokens(["<|tool|>"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    piece = IdCounter(tokenizer).data(text)
+    assert not set(piece.ids) & {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    assert piece.text == text
+    assert IdCounter(tokenizer).trusted("<|im_end|>").ids == (
+        tokenizer.convert_tokens_to_ids("<|im_end|>"),
+    )
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, NO_SYSTEM + TEMPLATE])
+@pytest.mark.parametrize("prefix", ["", "Be brief."])
+def test_a_chat_template_is_applied(model: Any, tokenizer: Any, template: str, prefix: str) -> None:
+    tokenizer.chat_template = template
+    frame = ModelGenerator(model, tokenizer, Wording(), prefix, 8).frame
+    turns = [
+        {"role": "user", "content": f"{Wording().instructions}\n\nSources:\n\nS\n\nQuestion: Q"}
+    ]
+    if prefix and template == TEMPLATE:
+        turns.insert(0, {"role": "system", "content": prefix})
+    elif prefix:
+        turns[0]["content"] = f"{prefix}\n\n{turns[0]['content']}"
+    wanted = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert f"{frame.head.text}S{frame.middle.text}Q{frame.end.text}" == wanted
+
+
+@pytest.mark.parametrize("template", ["nothing", "{{ messages[0].content }}" * 2])
+def test_a_template_that_drops_the_user_is_refused(
+    model: Any, tokenizer: Any, template: str
+) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(errors.InvalidInputError, match="chat template"):
+        ModelGenerator(model, tokenizer, Wording(), "", 8)
+
+
+@pytest.mark.parametrize("layer", [None, 0, 1])
+def test_passages_come_from_a_library(
+    index: espnx.Index, model: Any, tokenizer: Any, layer: int | None
+) -> None:
+    """The same tokens as without one; labels are passages of their own, so that a passage's tokens
+    are the same whatever its number is."""
+    options: dict[str, Any] = {"wording": RECALL, "max_new_tokens": 6}
+    with espnx.Rag(index, model, tokenizer, **options) as rag:
+        plain = rag.ask("red", k=3)
+        library = Library(model, rag.frame_ids)
+    with espnx.Rag(index, model, tokenizer, kv=library, attention_layer=layer, **options) as rag:
+        composed = rag.ask("red", k=3)
+        first = rag.ask("red", k=1)
+        assert rag.ask("red", k=0).reused is None
+    assert composed.text == plain.text
+    assert composed.prompt_tokens == plain.prompt_tokens
+    assert library.opened == 0
+    assert library.composed[1] == library.composed[0][:2]
+    assert first.references[0].attention == composed.references[0].attention
+    sizes = [len(each) for each in library.composed[0][1::2]]
+    factor = {None: 1.5, 0: 1.0, 1: 2.0}[layer]
+    assert [each.attention for each in composed.references] == [factor * n for n in sizes]
+    assert composed.reused == {"tokens": sum(map(len, library.composed[0])) + len(library.prefix)}
+
+
+def test_positions_bound_the_prompt(index: espnx.Index, model: Any, tokenizer: Any) -> None:
+    most = model.config.max_position_embeddings
+    for options in ({"max_new_tokens": most}, {"prompt_tokens": most}):
+        with pytest.raises(errors.InvalidInputError, match="positions"):
+            espnx.Rag(index, model, tokenizer, **options)
+    with espnx.Rag(index, model, tokenizer, max_new_tokens=4, wording=RECALL) as rag:
+        with pytest.raises(errors.InvalidInputError, match="without any source"):
+            rag.ask("red " * most)
+        # the question leaves room for little
+        fitting = IdCounter(tokenizer).data("red " * 1000).size // 1000
+        answer = rag.ask("red " * ((most - 4 - 40) // fitting), k=3)
+    assert answer.prompt_tokens <= most - 4
+    assert answer.left_out or any(each.is_cut for each in answer.references)
+
+
+def test_a_deadline_ends_a_model(index: espnx.Index, model: Any, tokenizer: Any) -> None:
+    begun = time.perf_counter()
+    with (
+        espnx.Rag(index, model, tokenizer, max_new_tokens=1500, wording=RECALL) as rag,
+        pytest.raises(errors.DeadlineExceededError),
+    ):
+        rag.ask("red", deadline_s=0.3)
+    assert time.perf_counter() - begun < 10
