@@ -18,7 +18,7 @@ from ..checks import plain
 from ..storage import FileHandle, NativeEngine, Plan
 from .format import NODES, ROWS, GraphFacts, parse_pages
 from .layout import rows_of
-from .parts import NO_COPY
+from .parts import NO_COPY, NO_NODE
 from .vectors import as_array
 
 _REBUILD = "restore the graph from a copy, or build it again"
@@ -293,7 +293,7 @@ class FilterReader:
     ) -> tuple[int, int, int]:
         """Sets the places of the nodes of these rows: how many there are, and bytes that were read,
         in how many requests."""
-        n, marked, read_bytes, requests = self._facts.layout.n, 0, 0, 0
+        n, marked, read_bytes, requests = self._facts.n_rows, 0, 0, 0
         bits = rows.bits.numpy()
         size = self._facts.place_bytes
         file = engine.open(self._facts.path(ROWS))
@@ -425,13 +425,15 @@ def _surroundings(facts: GraphFacts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def places_at(facts: GraphFacts, memory: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """int64 [m, copies]: places of rows' nodes, -1 for copies that a row does not have, read from
+    """int64 [m, copies]: places of rows' nodes, -1 for those that a row does not have, read from
     the file of rows: `at`: of each row the first byte. Raises FormatError where there can be no
     node."""
     size, width = facts.place_bytes, facts.place_bytes // facts.copies
     read: np.ndarray = memory[at[:, None] + np.arange(size)].view(f"<u{width}")
     is_none = np.zeros(read.shape, bool)
     is_none[:, 1:] = read[:, 1:] == NO_COPY
+    if facts.has_gaps and facts.clusters is None:
+        is_none = read == NO_NODE
     places = np.where(is_none, 0, read)
     if (places >= facts.parts.n_places).any() or not facts.parts.is_node(
         places := places.astype(np.int64)

@@ -68,6 +68,8 @@ NODES, ROWS, CODES, CODEBOOK, ENTRIES = (
 )
 DISK_CODEBOOK = "disk_codebook.bin"
 CENTROIDS, CLUSTERS = "centroids.bin", "clusters.bin"
+#: Of changes that are in no page yet.
+CHANGES = "changes.log"
 #: By which neighbours are near. Cosine is the squared distance of vectors of length 1, halved.
 METRICS = ("l2", "ip", "cosine")
 #: Vectors of a graph are numbered by 32 bits, and one number is nobody's; rows of the input of
@@ -175,6 +177,9 @@ class GraphFacts:
         filtered: of searches with filters, the largest share first; may be empty.
         share: of a collection, where other graphs are of the rest of it.
         clusters: where each of these has a graph: entry points are numbered in their own graph.
+        id_end: of a graph that has been changed: above its largest id; some below it have no node.
+            None: each id below `PageLayout.n` has one.
+        unmeasured: vectors that were added or deleted since recall was measured.
     """
 
     where: str
@@ -194,6 +199,18 @@ class GraphFacts:
     filtered: Sequence[FilteredRecall] = ()
     share: GraphShare | None = None
     clusters: Clusters | None = None
+    id_end: int | None = None
+    unmeasured: int = 0
+
+    @property
+    def n_rows(self) -> int:
+        """Entries of the file of rows: ids are below it."""
+        return self.layout.n if self.id_end is None else self.id_end
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether some ids have no node."""
+        return self.n_rows != self.layout.n
 
     @cached_property
     def parts(self) -> Parts:
@@ -233,7 +250,9 @@ class GraphFacts:
     @property
     def file_sizes(self) -> dict[str, int]:
         """Bytes of each file."""
-        return file_sizes(self.layout, len(self.entries), self.rotated, self.clusters)
+        return file_sizes(
+            self.layout, len(self.entries), self.rotated, self.clusters, self.id_end
+        )
 
     @property
     def rotated(self) -> list[str]:
@@ -264,6 +283,8 @@ class GraphFacts:
             layout["n_clusters"] = len(self.clusters.nodes)
             if self.clusters.copies > 1:
                 layout["copies"] = self.clusters.copies
+        if self.id_end is not None:
+            layout |= {"id_end": self.id_end, "unmeasured": self.unmeasured}
         return {
             **layout,
             "generation": self.generation,
@@ -306,7 +327,11 @@ def place_bytes(clusters: Clusters | None) -> int:
 
 
 def file_sizes(
-    layout: PageLayout, n_entries: int, rotated: Collection[str], clusters: Clusters | None = None
+    layout: PageLayout,
+    n_entries: int,
+    rotated: Collection[str],
+    clusters: Clusters | None = None,
+    id_end: int | None = None,
 ) -> dict[str, int]:
     """Bytes of each file of a graph. `rotated`: of `rotated_files`."""
     of_clusters = (
@@ -322,7 +347,7 @@ def file_sizes(
     books = {name: codebook_bytes(layout.dim, is_rotated=name in rotated) for name in names}
     return {
         NODES: parts_of(layout, n_entries, clusters).n_pages * layout.page_bytes,
-        ROWS: place_bytes(clusters) * layout.n,
+        ROWS: place_bytes(clusters) * (layout.n if id_end is None else id_end),
         **books,
         ENTRIES: n_entries * (4 + layout.code_bytes),
         **codes,
@@ -338,10 +363,12 @@ def in_directory(
     codebook: Codebook,
     disk_codebook: Codebook | None,
     clusters: Clusters | None = None,
+    id_end: int | None = None,
 ) -> dict[str, Region]:
     """The places of the files of a graph that has a directory of its own."""
     rotated = rotated_files(codebook, disk_codebook)
-    return _whole_files(directory, generation, file_sizes(layout, n_entries, rotated, clusters))
+    sizes = file_sizes(layout, n_entries, rotated, clusters, id_end)
+    return _whole_files(directory, generation, sizes)
 
 
 def _whole_files(directory: str, generation: int, sizes: Mapping[str, int]) -> dict[str, Region]:
@@ -435,6 +462,7 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
     if n_clusters is not None and isinstance(source, GraphSections):
         fields.refuse("n_clusters", "none: sections hold one graph", n_clusters)
     layout = _read_layout(fields, N_MAX if n_clusters is None else ROWS_MAX)
+    id_end = _read_id_end(fields, layout, n_clusters)
     sums = fields.inner("sums")
     holds_codes = layout.format == "pq"
     names = [
@@ -459,7 +487,8 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
         else _read_clusters(engine, where, generation, fields, layout, n_entries, expected)
     )
     rotated = _read_rotated(fields, has_disk_codebook=holds_codes)
-    regions = _located(source, where, generation, file_sizes(layout, n_entries, rotated, clusters))
+    sizes = file_sizes(layout, n_entries, rotated, clusters, id_end)
+    regions = _located(source, where, generation, sizes)
 
     def codebook(name: str, begin: np.ndarray) -> Codebook:
         # torch takes no memory that is read-only
@@ -494,6 +523,8 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
         _read_filtered(fields),
         _read_share(fields),
         clusters,
+        id_end,
+        fields.whole("unmeasured", 0) if "unmeasured" in fields else 0,
     )
 
 
@@ -712,7 +743,7 @@ def parse_pages(
     nodes = nodes.view(layout.node_dtype).reshape(len(pages), layout.nodes_per_page)
     wrong = (
         (nodes["n_neighbours"] > layout.max_degree)
-        | (rows_of(nodes) >= layout.n)
+        | (rows_of(nodes) >= facts.n_rows)
         | (nodes["neighbours"] >= parts.nodes[part, None, None]).any(axis=-1)
     )
     if wrong.any():
@@ -748,6 +779,14 @@ def _read_layout(fields: Fields, n_max: int) -> PageLayout:
     if layout.page_bytes % PAGE_UNIT_BYTES or layout.nodes_per_page < 1:
         fields.refuse("page_bytes", "a multiple of 4096 that holds a node")
     return layout
+
+
+def _read_id_end(fields: Fields, layout: PageLayout, n_clusters: int | None) -> int | None:
+    if "id_end" not in fields:
+        return None
+    if n_clusters is not None:
+        fields.refuse("id_end", "none, with a graph for each cluster", n_clusters)
+    return fields.whole("id_end", layout.n, N_MAX)
 
 
 def _read_share(fields: Fields) -> GraphShare | None:

@@ -25,6 +25,7 @@ from .codes.codebook import Codebook
 from .codes.coding import VectorCoding
 from .format import (
     CENTROIDS,
+    CHANGES,
     CLUSTERS,
     CODEBOOK,
     CODES,
@@ -201,7 +202,9 @@ def _foreign(path: str) -> set[str]:
     return others - {WORK} if is_own_work(path) else others
 
 
-_FILES = VersionedFiles((NODES, ROWS, CODES, CODEBOOK, DISK_CODEBOOK, ENTRIES, CENTROIDS, CLUSTERS))
+_FILES = VersionedFiles(
+    (NODES, ROWS, CODES, CODEBOOK, DISK_CODEBOOK, ENTRIES, CENTROIDS, CLUSTERS, CHANGES)
+)
 KIND = StoreKind(MAGIC, VERSION, "a graph", _foreign)
 
 

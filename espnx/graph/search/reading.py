@@ -68,7 +68,7 @@ class RowReader:
     def verify(self) -> int:
         """See `GraphIndex.verify`."""
         layout, parts = self.facts.layout, self.facts.parts
-        reached = np.zeros(layout.n, bool)
+        reached = np.zeros(self.facts.n_rows, bool)
         with NativeEngine(self._requested) as engine:
             file = engine.open(self.facts.path(NODES))
             rows_file = engine.open(self.facts.path(ROWS))
@@ -86,11 +86,12 @@ class RowReader:
                 self._verify_rows(engine, rows_file, rows, places[is_node])
             if layout.paged_codes:
                 read_codes(engine, self.facts)
-        if not reached.all():
+        if np.count_nonzero(reached) != layout.n:
             raise errors.FormatError(
                 "rows of a graph",
                 path=self.facts.path(NODES),
-                got=f"no node of row {int(np.argmin(reached))}",
+                got=f"nodes of {np.count_nonzero(reached):,} rows",
+                expected=f"of {layout.n:,}",
                 fix=_REBUILD,
             )
         return parts.n_pages
