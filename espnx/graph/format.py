@@ -180,6 +180,8 @@ class GraphFacts:
         id_end: of a graph that has been changed: above its largest id; some below it have no node.
             None: each id below `PageLayout.n` has one.
         unmeasured: vectors that were added or deleted since recall was measured.
+        pins: descriptors of its files, by name, that are kept open while it is: a merge may remove
+            the files' names meanwhile.
     """
 
     where: str
@@ -201,6 +203,7 @@ class GraphFacts:
     clusters: Clusters | None = None
     id_end: int | None = None
     unmeasured: int = 0
+    pins: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def n_rows(self) -> int:
@@ -250,9 +253,7 @@ class GraphFacts:
     @property
     def file_sizes(self) -> dict[str, int]:
         """Bytes of each file."""
-        return file_sizes(
-            self.layout, len(self.entries), self.rotated, self.clusters, self.id_end
-        )
+        return file_sizes(self.layout, len(self.entries), self.rotated, self.clusters, self.id_end)
 
     @property
     def rotated(self) -> list[str]:
@@ -262,6 +263,18 @@ class GraphFacts:
     def path(self, name: str) -> str:
         """The path of one of its files, or of that which it lies in."""
         return self.regions[name].path
+
+    def open_path(self, name: str) -> str:
+        """The same for whoever opens it: of a file whose name has been removed, by the descriptor
+        that is kept open."""
+        path, pin = self.path(name), self.pins.get(name)
+        if pin is None:
+            return path
+        try:
+            is_there = os.path.samestat(os.stat(path), os.fstat(pin))
+        except OSError:
+            is_there = False
+        return path if is_there else f"/proc/self/fd/{pin}"
 
     def begin_bytes(self, name: str) -> int:
         """The byte at which it begins there."""

@@ -25,6 +25,7 @@ class Pending:
         lives: bool [m]: those that have not been deleted since.
         dead: int64 [d], growing: ids whose nodes in the pages are deleted.
         id_end: above every id that there has been.
+        stamp: changes that made it, from none on.
     """
 
     ids: np.ndarray
@@ -32,6 +33,7 @@ class Pending:
     lives: np.ndarray
     dead: np.ndarray
     id_end: int
+    stamp: int = 0
 
     @classmethod
     def none(cls, facts: GraphFacts) -> Pending:
@@ -92,6 +94,7 @@ class Pending:
             rows=_appended(self.rows, rows),
             lives=_appended(self.lives, np.ones(len(ids), bool)),
             id_end=max(self.id_end, int(ids.max()) + 1) if len(ids) else self.id_end,
+            stamp=self.stamp + 1,
         )
 
     def deleted(self, ids: np.ndarray) -> Pending:
@@ -100,7 +103,7 @@ class Pending:
         lives = self.lives.copy()
         lives[places[places >= 0]] = False
         dead = np.union1d(self.dead, ids[places < 0]).astype(np.int64)
-        return replace(self, lives=lives, dead=dead)
+        return replace(self, lives=lives, dead=dead, stamp=self.stamp + 1)
 
 
 def _appended(values: np.ndarray, more: np.ndarray) -> np.ndarray:
