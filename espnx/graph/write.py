@@ -229,6 +229,25 @@ def writing_graph(
         yield _FILES.begin(engine, path, KIND, is_replacement=is_replacement)
 
 
+@contextlib.contextmanager
+def writing_version(engine: NativeEngine, facts: GraphFacts) -> Iterator[int]:
+    """The generation of the files of a graph's next version, which its writer, who holds the lock,
+    publishes inside. After an error nothing is left of them.
+
+    Raises WriteError, DiskFullError.
+    """
+    check_work(facts.where)
+    remove_work(facts.where)
+    try:
+        yield _FILES.begin(engine, facts.where, KIND, is_replacement=True)
+    except BaseException:
+        remove_work(facts.where)
+        with contextlib.suppress(errors.EspnxError, OSError):
+            if read_graph_manifest(engine, facts.where)["generation"] == facts.generation:
+                _FILES.keep(facts.where, facts.generation)
+        raise
+
+
 def _tidy(engine: NativeEngine, path: str | os.PathLike[str]) -> None:
     """Removes the work of a build that ended right after its graph was whole; not of one that is to
     replace this graph."""
