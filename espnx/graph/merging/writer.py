@@ -16,7 +16,7 @@ from ...sizes import parse_size
 from ...storage.files import write_error
 from ...storage.lock import DirectoryLock
 from ...suggestions import suggests_keywords
-from ..format import N_MAX, GraphFacts, refuse_clusters
+from ..format import N_MAX, refuse_clusters
 from ..index import GraphIndex
 from ..options import stored_rows
 from ..updates.log import ADD, DELETE, Change, header_of, log_path, read_log, record_of

@@ -130,7 +130,6 @@ def _view(room: _Room, end: int) -> np.ndarray:
     found = np.ndarray(
         (end, *room.shape[1:]), room.dtype, buffer=room, strides=room.strides
     )  # its base is the room
-    found.flags.writeable = False
     return found
 
 
