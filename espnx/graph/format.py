@@ -553,6 +553,20 @@ def refuse_clusters(facts: GraphFacts, where: str) -> None:
         )
 
 
+def refuse_gaps(facts: GraphFacts, where: str) -> None:
+    """Raises InvalidInputError for a graph that was changed, where only one as it was built is
+    understood: some of its ids may have no node, or its log holds changes."""
+    if facts.has_gaps or os.path.exists(
+        os.path.join(facts.where, versioned(CHANGES, facts.generation))
+    ):
+        raise errors.InvalidInputError(
+            f"graph {facts.where} {where}",
+            got="one that was added to or deleted from",
+            expected="one as it was built",
+            fix="build it again of its vectors",
+        )
+
+
 def read_graph_manifest(engine: NativeEngine, where: str) -> dict[str, Any]:
     """Reads the manifest of a directory, of either version. Raises as `read_graph`."""
     built_by = "espnx graph build"

@@ -34,6 +34,7 @@ from ..format import (
     read_codes,
     read_graph,
     refuse_clusters,
+    refuse_gaps,
 )
 from ..layout import CODES_IN, PageLayout, choose_layout
 from ..recall import add_recall, row_blocks
@@ -547,6 +548,7 @@ def export_diskann(
     with given_engine(engine) as own:
         facts = read_graph(own, path)
         refuse_clusters(facts, "to export")
+        refuse_gaps(facts, "to export")
         _check_exportable(facts)
         nodes, codes, entry_rows = _read_rows(own, facts)
         medoid = _most_central(nodes.vectors, entry_rows)

@@ -327,7 +327,7 @@ class _Merge:
             ]
         changed = (n_dead > 0) | (n_kept + new > degree)
         changed &= ~np.isin(names, self._dead)
-        for count in np.unique(n_dead[changed]).tolist():
+        for count in map(int, np.unique(n_dead[changed])):
             some = np.flatnonzero(changed & (n_dead == count))
             width = int(new[some].max(initial=0))
             pool = np.full((len(some), degree * (1 + count) + width), -1, np.int64)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from ... import errors
 from ..format import GraphFacts
@@ -161,7 +162,7 @@ def replayed(facts: GraphFacts, changes: Iterable[Change], path: str) -> Pending
 def merge_found(
     facts: GraphFacts,
     pending: Pending,
-    wide: object,
+    wide: torch.Tensor,
     k: int,
     found: Neighbours | None,
     allowed: np.ndarray | None,
@@ -177,7 +178,7 @@ def merge_found(
     if facts.disk_codebook is not None:  # as walks measure them
         coding = facts.coding
         blocks = ((ids, coding.decode(coding.encode(rows))) for ids, rows in blocks)
-    far, ids = nearest_of(facts.metric, wide, k, blocks)  # type: ignore[arg-type]
+    far, ids = nearest_of(facts.metric, wide, k, blocks)
     far = shown(facts.metric, far)
     if found is not None:
         far = np.concatenate([found.distances, far], axis=1)
