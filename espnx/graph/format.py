@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -681,7 +681,8 @@ def read_codes(engine: NativeEngine, facts: GraphFacts) -> np.ndarray:
     if not layout.paged_codes:
         data = _read_whole(engine, facts.regions, CODES, facts.sums)
         return np.frombuffer(data, np.uint8).reshape(layout.n, layout.code_bytes)
-    memory = torch.from_numpy(read_region(engine, facts.regions[CODES]))
+    region = replace(facts.regions[CODES], path=facts.open_path(CODES))
+    memory = torch.from_numpy(read_region(engine, region))
     pages = np.arange(layout.codes_bytes // CODE_PAGE_BYTES)
     return parse_code_pages(facts, pages, memory, pages * CODE_PAGE_BYTES).reshape(
         -1, layout.code_bytes

@@ -39,8 +39,9 @@ def living(graph: espnx.graph.GraphIndex) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("codes", ["inline", "memory", "paged"])
-@pytest.mark.parametrize("metric", ["l2", "ip", "cosine"])
+@pytest.mark.parametrize(
+    ("codes", "metric"), [("inline", "l2"), ("memory", "cosine"), ("paged", "ip")]
+)
 def test_it_is_as_a_dictionary(tmp_path: Path, codes: str, metric: str) -> None:
     base = small(tmp_path / "g", 700, 12, codes=codes, metric=metric)
     known = dict(enumerate(base))

@@ -128,10 +128,8 @@ class _Room(np.ndarray):
 
 
 def _view(room: _Room, end: int) -> np.ndarray:
-    found = np.ndarray(
-        (end, *room.shape[1:]), room.dtype, buffer=room, strides=room.strides
-    )  # its base is the room
-    return found
+    # its base is the room
+    return np.ndarray((end, *room.shape[1:]), room.dtype, buffer=room, strides=room.strides)
 
 
 def replayed(facts: GraphFacts, changes: Iterable[Change], path: str) -> Pending:
