@@ -192,9 +192,9 @@ def test_a_call_merges_what_goes_beyond_the_limit(tmp_path: Path) -> None:
     with espnx.graph.open_writer(tmp_path / "g", pending_bytes=4096) as graph:
         generation = graph.facts.generation
         for _ in range(3):
-            graph.add(base[:150])
-        assert graph.facts.generation == generation + 2
-        assert len(graph) == 850
+            graph.add(base[:300])
+        assert graph.facts.generation == generation + 3
+        assert len(graph) == 1300
 
 
 def test_logs_that_are_torn_damaged_or_foreign(tmp_path: Path) -> None:
