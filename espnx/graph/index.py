@@ -17,18 +17,11 @@ from ..sizes import format_size
 from ..storage import FaultRule, NativeEngine
 from ..suggestions import suggests_keywords
 from .filters import RowFilter, filter_of, mask_of, row_mask
-from .format import (
-    CODES,
-    NODES,
-    GraphFacts,
-    GraphSections,
-    RecallPoint,
-    read_graph_manifest,
-    summary_of,
-)
+from .format import CODES, NODES, GraphFacts, GraphSections, RecallPoint, read_graph_manifest
 from .neighbours import Neighbours
 from .search.asked import WalkRequest
 from .search.effort import list_size_for
+from .search.kinds import summary_of
 from .search.probing import Probing
 from .search.under_way import GraphSearch
 from .search.version import GraphVersion, ReadOptions

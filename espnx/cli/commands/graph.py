@@ -281,6 +281,8 @@ def configure_delete(parser: argparse.ArgumentParser) -> None:
 
 
 def run_delete(args: argparse.Namespace) -> int:
+    import numpy as np
+
     from ...graph import GraphWriter
 
     if len(args.ids) == 1 and not args.ids[0].isdecimal():
@@ -289,7 +291,7 @@ def run_delete(args: argparse.Namespace) -> int:
         wrong = [each for each in args.ids if not each.isdecimal()]
         if wrong:
             raise InvalidInputError("ids to delete", got=wrong[0], expected="whole numbers")
-        ids = [int(each) for each in args.ids]
+        ids = np.array([int(each) for each in args.ids])
     with GraphWriter(args.graph, **_writer_options(args)) as graph:
         deleted = graph.delete(ids)
         facts = {"deleted": deleted, **_state(graph)}

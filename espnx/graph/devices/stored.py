@@ -12,16 +12,9 @@ import torch
 from ... import errors
 from ...device.vectors.interface import Estimate, Nodes
 from ...storage import Engine, FileHandle, NativeEngine, Plan
-from ..format import (
-    NODES,
-    GraphFacts,
-    parse_pages,
-    read_codes,
-    read_graph,
-    refuse_clusters,
-    refuse_gaps,
-)
+from ..format import NODES, GraphFacts, parse_pages, read_codes, read_graph
 from ..layout import HEADER
+from ..search.kinds import refuse_clusters, refuse_gaps
 
 
 class StoredGraph:

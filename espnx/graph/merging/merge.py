@@ -332,8 +332,8 @@ class _Merge:
             width = int(new[some].max(initial=0))
             pool = np.full((len(some), degree * (1 + count) + width), -1, np.int64)
             pool[:, :degree] = kept[some]
-            for at, place in enumerate(some.tolist()):
-                pool[at, degree : degree + new[place]] = links[begin[place] : begin[place + 1]]
+            for at, where in enumerate(some.tolist()):
+                pool[at, degree : degree + new[where]] = links[begin[where] : begin[where + 1]]
             if count:
                 which = np.argsort(~is_dead[some], axis=1, kind="stable")[:, :count]
                 gone = np.take_along_axis(lists[some], which, axis=1)

@@ -16,9 +16,10 @@ from ...sizes import parse_size
 from ...storage.files import write_error
 from ...storage.lock import DirectoryLock
 from ...suggestions import suggests_keywords
-from ..format import N_MAX, refuse_clusters
+from ..format import N_MAX
 from ..index import GraphIndex
 from ..options import stored_rows
+from ..search.kinds import refuse_clusters
 from ..updates.log import ADD, DELETE, Change, header_of, log_path, read_log, record_of
 from ..updates.pending import Pending
 from ..updates.search import in_pages
@@ -192,6 +193,9 @@ class GraphWriter(GraphIndex):
         if self._is_open and os.getpid() == self._process:
             with self._changing:
                 self._opened_writer.close()
+
+    def __enter__(self) -> GraphWriter:
+        return self
 
     def _merge_if_full(self) -> None:
         if self.pending.size_bytes > self._limit_bytes:

@@ -77,7 +77,7 @@ class Log:
 
 
 def log_path(facts: GraphFacts) -> str:
-    """Where the log of a graph with a directory lies."""
+    """The file that holds a graph's changes, of a graph with a directory."""
     return os.path.join(facts.where, versioned(CHANGES, facts.generation))
 
 

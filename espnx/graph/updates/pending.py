@@ -38,7 +38,7 @@ class Pending:
 
     @classmethod
     def none(cls, facts: GraphFacts) -> Pending:
-        """Where nothing was changed."""
+        """A graph's version in which nothing was changed."""
         layout = facts.layout
         empty = np.empty(0, np.int64)
         rows = np.empty((0, layout.dim), layout.row_dtype)
