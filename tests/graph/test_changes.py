@@ -306,3 +306,32 @@ def _after(calls: int) -> list[int]:
         elif call % 3 == 1:
             there -= {*gone, old}
     return sorted(there)
+
+
+@pytest.mark.sweep
+def test_ten_rounds_beside_a_fresh_build(tmp_path: Path) -> None:
+    """A fifth of the vectors is others after them; pages hold one node."""
+    n, dim = 3000, 96
+    base, more = clustered(n, dim), clustered(n // 5, dim, seed=5)
+    queries, random = clustered(100, dim, seed=1), np.random.default_rng(0)
+    known = dict(enumerate(base.astype(np.float16).astype(np.float32)))
+    espnx.graph.build(base, tmp_path / "g")
+    with espnx.graph.open_writer(tmp_path / "g", durability="none") as graph:
+        for rows in np.split(more.astype(np.float16).astype(np.float32), 10):
+            gone = random.choice(sorted(known), len(rows), replace=False)
+            graph.delete(gone)
+            for each in gone.tolist():
+                del known[each]
+            known |= dict(zip(graph.add(rows).tolist(), rows, strict=True))
+            graph.merge()
+        ids = np.array(sorted(known))
+        vectors = np.stack([known[each] for each in ids.tolist()])
+        true = ids[exact(vectors, queries, 10)]
+        espnx.graph.build(vectors, tmp_path / "fresh")
+        with espnx.graph.open(tmp_path / "fresh") as fresh:
+            assert fresh.facts.layout.nodes_per_page == 1
+            for length in (10, 14, 28):
+                ours = graph.search(queries, 10, list_size=length)
+                theirs = fresh.search(queries, 10, list_size=length)
+                assert recall_of(ours.ids, true) >= recall_of(ids[theirs.ids], true) - 0.01
+                assert ours.pages.mean() <= 1.05 * theirs.pages.mean()
