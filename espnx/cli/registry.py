@@ -263,6 +263,24 @@ COMMANDS = {
             ),
         },
     ),
+    "graph add": Command(
+        ".graph:add",
+        "add vectors to a graph",
+        {
+            "graph add my.graph more.npy": "under new ids, which it says",
+            "graph add my.graph more.npy --ids ids.npy": "under your own",
+        },
+    ),
+    "graph delete": Command(
+        ".graph:delete",
+        "delete vectors of a graph",
+        {"graph delete my.graph 17 4711": "", "graph delete my.graph ids.npy": ""},
+    ),
+    "graph merge": Command(
+        ".graph:merge",
+        "write what was added and deleted into a graph's pages",
+        {"graph merge my.graph": ""},
+    ),
     "graph info": Command(
         ".graph:info",
         "show what a graph holds, and what searches cost",

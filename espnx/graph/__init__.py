@@ -14,11 +14,13 @@ from .devices.stored import StoredGraph
 from .diskann.conversion import ExportReport, ImportReport, export_diskann, import_diskann
 from .format import METRICS, GraphShare, RecallPoint
 from .index import GraphIndex
+from .merging.writer import GraphWriter
 from .neighbours import Neighbours
 from .private import PrivateGraphs, build_private
 from .vectors import Vectors, read_vectors
 
 open = GraphIndex  # noqa: A001 - espnx.graph.open reads as it should
+open_writer = GraphWriter
 
 __all__ = [
     "METRICS",
@@ -26,6 +28,7 @@ __all__ = [
     "GraphIndex",
     "GraphReport",
     "GraphShare",
+    "GraphWriter",
     "ImportReport",
     "Neighbours",
     "PrivateGraphs",
@@ -37,5 +40,6 @@ __all__ = [
     "export_diskann",
     "import_diskann",
     "open",
+    "open_writer",
     "read_vectors",
 ]

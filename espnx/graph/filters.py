@@ -18,7 +18,7 @@ from ..checks import plain
 from ..storage import FileHandle, NativeEngine, Plan
 from .format import NODES, ROWS, GraphFacts, parse_pages
 from .layout import rows_of
-from .parts import NO_COPY
+from .parts import NO_COPY, NO_NODE
 from .vectors import as_array
 
 _REBUILD = "restore the graph from a copy, or build it again"
@@ -94,12 +94,18 @@ def row_mask(rows: Any, n: int, name: str) -> np.ndarray:
 def filter_of(include: Any, exclude: Any, n: int) -> RowFilter | None:
     """The filter for rows as `GraphIndex.search` takes them; None: all of the n may be found.
     Raises InvalidInputError."""
-    if include is None and exclude is None:
-        return None
     if isinstance(include, RowFilter) and exclude is None:
         return include
+    allowed = mask_of(include, exclude, n)
+    return None if allowed is None else RowFilter.of(allowed)
+
+
+def mask_of(include: Any, exclude: Any, n: int) -> np.ndarray | None:
+    """The same as a mask, bool [n]."""
+    if include is None and exclude is None:
+        return None
     allowed = np.ones(n, bool) if include is None else row_mask(include, n, "include")
-    return RowFilter.of(allowed if exclude is None else allowed & ~row_mask(exclude, n, "exclude"))
+    return allowed if exclude is None else allowed & ~row_mask(exclude, n, "exclude")
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,6 +202,7 @@ class FilterReader:
         self._kept: list[NodeFilter] = []
         self._seeds: weakref.WeakKeyDictionary[NodeFilter, Seeds] = weakref.WeakKeyDictionary()
         self._surroundings: tuple[np.ndarray, np.ndarray] | None = None
+        self._existing: np.ndarray | None = None
         self._lock = threading.Lock()
 
     def nodes_of(self, rows: RowFilter, deadline_s: float) -> tuple[NodeFilter, bool]:
@@ -212,6 +219,38 @@ class FilterReader:
         with self._lock:
             self._kept = [made, *self._kept[: _KEPT - 1]]
         return made, True
+
+    def existing(self, deadline_s: float) -> np.ndarray:
+        """bool [n_rows]: ids that have a node. Read once, and kept a bit a row. Raises as
+        `GraphIndex.search`."""
+        facts = self._facts
+        if not facts.has_gaps:
+            return np.ones(facts.n_rows, bool)
+        if self._existing is None:
+            found = np.zeros(facts.n_rows, bool)
+            clock = _Clock(deadline_s)
+            with NativeEngine(self._requested) as engine:
+                file = engine.open(facts.open_path(ROWS))
+                for first in range(0, facts.n_rows, _READ_BYTES // 4):
+                    count = min(_READ_BYTES // 4, facts.n_rows - first)
+                    plan = Plan.of(file, [facts.begin_bytes(ROWS) + 4 * first], [4 * count])
+                    future = engine.read(plan, deadline_s=clock.left_s())
+                    future.wait()
+                    at = int(future.position_bytes[0]) + 4 * np.arange(count)
+                    found[first : first + count] = (
+                        places_at(facts, future.memory.numpy(), at)[:, 0] >= 0
+                    )
+            if np.count_nonzero(found) != facts.layout.n:
+                raise errors.FormatError(
+                    "rows of a graph",
+                    path=facts.path(ROWS),
+                    got=f"{np.count_nonzero(found)} with a node",
+                    expected=facts.layout.n,
+                    fix=_REBUILD,
+                )
+            self._existing = np.packbits(found, bitorder="little")
+        bits = np.unpackbits(self._existing, count=facts.n_rows, bitorder="little")
+        return bits.astype(bool)
 
     def _make(self, rows: RowFilter, clock: _Clock) -> NodeFilter:
         layout, parts = self._facts.layout, self._facts.parts
@@ -293,10 +332,10 @@ class FilterReader:
     ) -> tuple[int, int, int]:
         """Sets the places of the nodes of these rows: how many there are, and bytes that were read,
         in how many requests."""
-        n, marked, read_bytes, requests = self._facts.layout.n, 0, 0, 0
+        n, marked, read_bytes, requests = self._facts.n_rows, 0, 0, 0
         bits = rows.bits.numpy()
         size = self._facts.place_bytes
-        file = engine.open(self._facts.path(ROWS))
+        file = engine.open(self._facts.open_path(ROWS))
         at_once = _READ_BYTES // size
         for begin in range(0, n, at_once):
             wanted = (
@@ -356,7 +395,7 @@ class FilterReader:
         if not len(pages):
             return np.empty(0, np.int64), np.empty((0, layout.code_bytes), np.uint8), pages
         found = read_pages(
-            engine, engine.open(self._facts.path(NODES)), self._facts, pages, clock.left_s()
+            engine, engine.open(self._facts.open_path(NODES)), self._facts, pages, clock.left_s()
         )
         numbers = pages[:, None] * layout.nodes_per_page + np.arange(layout.nodes_per_page)
         may = np.isin(numbers, allowed)
@@ -373,7 +412,7 @@ class FilterReader:
         may = np.unpackbits(nodes.nodes.numpy(), count=parts.n_places, bitorder="little") > 0
         left = nodes.rows.bits.numpy().copy()  # of rows with copies only one is measured
         with NativeEngine(self._requested) as engine:
-            file = engine.open(self._facts.path(NODES))
+            file = engine.open(self._facts.open_path(NODES))
             at_once = max(1, _READ_BYTES // layout.page_bytes)
             for first in range(0, len(pages), at_once):
                 part = pages[first : first + at_once]
@@ -425,13 +464,15 @@ def _surroundings(facts: GraphFacts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def places_at(facts: GraphFacts, memory: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """int64 [m, copies]: places of rows' nodes, -1 for copies that a row does not have, read from
+    """int64 [m, copies]: places of rows' nodes, -1 for those that a row does not have, read from
     the file of rows: `at`: of each row the first byte. Raises FormatError where there can be no
     node."""
     size, width = facts.place_bytes, facts.place_bytes // facts.copies
     read: np.ndarray = memory[at[:, None] + np.arange(size)].view(f"<u{width}")
     is_none = np.zeros(read.shape, bool)
     is_none[:, 1:] = read[:, 1:] == NO_COPY
+    if facts.has_gaps and facts.clusters is None:
+        is_none = read == NO_NODE
     places = np.where(is_none, 0, read)
     if (places >= facts.parts.n_places).any() or not facts.parts.is_node(
         places := places.astype(np.int64)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,7 +36,6 @@ from .. import errors
 from ..checks import check_whole
 from ..ops.crc32c import crc32c_ranges
 from ..ops.distances import DIM_MAX
-from ..sizes import format_size
 from ..storage import NativeEngine
 from ..storage.files import Region, crc32c, read_region
 from ..storage.manifest import NAME, read_manifest
@@ -68,6 +67,8 @@ NODES, ROWS, CODES, CODEBOOK, ENTRIES = (
 )
 DISK_CODEBOOK = "disk_codebook.bin"
 CENTROIDS, CLUSTERS = "centroids.bin", "clusters.bin"
+#: Of changes that are in no page yet.
+CHANGES = "changes.log"
 #: By which neighbours are near. Cosine is the squared distance of vectors of length 1, halved.
 METRICS = ("l2", "ip", "cosine")
 #: Vectors of a graph are numbered by 32 bits, and one number is nobody's; rows of the input of
@@ -175,6 +176,11 @@ class GraphFacts:
         filtered: of searches with filters, the largest share first; may be empty.
         share: of a collection, where other graphs are of the rest of it.
         clusters: where each of these has a graph: entry points are numbered in their own graph.
+        id_end: of a graph that has been changed: above its largest id; some below it have no node.
+            None: each id below `PageLayout.n` has one.
+        unmeasured: vectors that were added or deleted since recall was measured.
+        pins: descriptors of its files, by name, that are kept open while it is: a merge may remove
+            the files' names meanwhile.
     """
 
     where: str
@@ -194,6 +200,19 @@ class GraphFacts:
     filtered: Sequence[FilteredRecall] = ()
     share: GraphShare | None = None
     clusters: Clusters | None = None
+    id_end: int | None = None
+    unmeasured: int = 0
+    pins: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def n_rows(self) -> int:
+        """Entries of the file of rows: ids are below it."""
+        return self.layout.n if self.id_end is None else self.id_end
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether some ids have no node."""
+        return self.n_rows != self.layout.n
 
     @cached_property
     def parts(self) -> Parts:
@@ -233,7 +252,7 @@ class GraphFacts:
     @property
     def file_sizes(self) -> dict[str, int]:
         """Bytes of each file."""
-        return file_sizes(self.layout, len(self.entries), self.rotated, self.clusters)
+        return file_sizes(self.layout, len(self.entries), self.rotated, self.clusters, self.id_end)
 
     @property
     def rotated(self) -> list[str]:
@@ -243,6 +262,18 @@ class GraphFacts:
     def path(self, name: str) -> str:
         """The path of one of its files, or of that which it lies in."""
         return self.regions[name].path
+
+    def open_path(self, name: str) -> str:
+        """The same for whoever opens it: of a file whose name has been removed, by the descriptor
+        that is kept open."""
+        path, pin = self.path(name), self.pins.get(name)
+        if pin is None:
+            return path
+        try:
+            is_there = os.path.samestat(os.stat(path), os.fstat(pin))
+        except OSError:
+            is_there = False
+        return path if is_there else f"/proc/self/fd/{pin}"
 
     def begin_bytes(self, name: str) -> int:
         """The byte at which it begins there."""
@@ -264,6 +295,8 @@ class GraphFacts:
             layout["n_clusters"] = len(self.clusters.nodes)
             if self.clusters.copies > 1:
                 layout["copies"] = self.clusters.copies
+        if self.id_end is not None:
+            layout |= {"id_end": self.id_end, "unmeasured": self.unmeasured}
         return {
             **layout,
             "generation": self.generation,
@@ -306,7 +339,11 @@ def place_bytes(clusters: Clusters | None) -> int:
 
 
 def file_sizes(
-    layout: PageLayout, n_entries: int, rotated: Collection[str], clusters: Clusters | None = None
+    layout: PageLayout,
+    n_entries: int,
+    rotated: Collection[str],
+    clusters: Clusters | None = None,
+    id_end: int | None = None,
 ) -> dict[str, int]:
     """Bytes of each file of a graph. `rotated`: of `rotated_files`."""
     of_clusters = (
@@ -322,7 +359,7 @@ def file_sizes(
     books = {name: codebook_bytes(layout.dim, is_rotated=name in rotated) for name in names}
     return {
         NODES: parts_of(layout, n_entries, clusters).n_pages * layout.page_bytes,
-        ROWS: place_bytes(clusters) * layout.n,
+        ROWS: place_bytes(clusters) * (layout.n if id_end is None else id_end),
         **books,
         ENTRIES: n_entries * (4 + layout.code_bytes),
         **codes,
@@ -338,10 +375,12 @@ def in_directory(
     codebook: Codebook,
     disk_codebook: Codebook | None,
     clusters: Clusters | None = None,
+    id_end: int | None = None,
 ) -> dict[str, Region]:
     """The places of the files of a graph that has a directory of its own."""
     rotated = rotated_files(codebook, disk_codebook)
-    return _whole_files(directory, generation, file_sizes(layout, n_entries, rotated, clusters))
+    sizes = file_sizes(layout, n_entries, rotated, clusters, id_end)
+    return _whole_files(directory, generation, sizes)
 
 
 def _whole_files(directory: str, generation: int, sizes: Mapping[str, int]) -> dict[str, Region]:
@@ -370,53 +409,6 @@ def section_of(file: str) -> str:
     return file.removesuffix(".bin")
 
 
-def summary_of(facts: GraphFacts, path: tuple[str, str, bool]) -> str:
-    """A few lines. `path`: of the reads, why it is not another, and whether past the page cache."""
-    layout = facts.layout
-    effective, reason, is_direct = path
-    where = {
-        "inline": "beside their nodes",
-        "paged": "in pages of their own",
-        "memory": "in memory",
-    }[layout.codes_in]
-    if layout.codes_in != "inline" and layout.inline_pq:
-        where += f", and those of {layout.inline_pq} neighbours beside each node"
-    rotated = " of rotated vectors" if facts.codebook.rotation is not None else ""
-    held = f"codes of {layout.disk_pq_bytes} bytes" if layout.format == "pq" else layout.format
-    what = (
-        f"{layout.n:,} vectors of {layout.dim} dimensions as {held}, {facts.metric}; "
-        f"{layout.max_degree} neighbours"
-    )
-    sizes = (
-        f"{format_size(sum(facts.file_sizes.values()))} on storage, "
-        f"{format_size(facts.memory_bytes)} in memory"
-    )
-    lines = [
-        f"{what}, codes of {layout.code_bytes} bytes{rotated} {where}",
-        f"{sizes}; {layout.nodes_per_page} nodes to a page of {format_size(layout.page_bytes)}",
-        (
-            "reads by "
-            f"{effective}{'' if is_direct else ' (buffered)'}{f' ({reason})' if reason else ''}"
-        ),
-    ]
-    if facts.recall_ceiling is not None:
-        lines.append(
-            "recall@10 of a search that measures all codes in place of vectors: "
-            f"{facts.recall_ceiling:.3f}"
-        )
-    if facts.clusters is not None:
-        lines.append(
-            f"{len(facts.clusters.nodes)} clusters of {facts.clusters.nodes.min():,} to "
-            f"{facts.clusters.nodes.max():,} vectors, a graph each"
-        )
-    lines += [
-        f"list of {each.list_size}: recall@10 {each.recall:.3f}, {each.pages:.1f} pages a query"
-        + ("" if each.clusters is None else f", through {each.clusters:.1f} clusters")
-        for each in facts.recall
-    ]
-    return "\n".join(lines)
-
-
 def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSections) -> GraphFacts:
     """What a directory, or what lies inside another file, says of its graph. Its pages are checked
     when they are read.
@@ -435,6 +427,7 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
     if n_clusters is not None and isinstance(source, GraphSections):
         fields.refuse("n_clusters", "none: sections hold one graph", n_clusters)
     layout = _read_layout(fields, N_MAX if n_clusters is None else ROWS_MAX)
+    id_end = _read_id_end(fields, layout, n_clusters)
     sums = fields.inner("sums")
     holds_codes = layout.format == "pq"
     names = [
@@ -459,7 +452,8 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
         else _read_clusters(engine, where, generation, fields, layout, n_entries, expected)
     )
     rotated = _read_rotated(fields, has_disk_codebook=holds_codes)
-    regions = _located(source, where, generation, file_sizes(layout, n_entries, rotated, clusters))
+    sizes = file_sizes(layout, n_entries, rotated, clusters, id_end)
+    regions = _located(source, where, generation, sizes)
 
     def codebook(name: str, begin: np.ndarray) -> Codebook:
         # torch takes no memory that is read-only
@@ -494,19 +488,9 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
         _read_filtered(fields),
         _read_share(fields),
         clusters,
+        id_end,
+        fields.whole("unmeasured", 0) if "unmeasured" in fields else 0,
     )
-
-
-def refuse_clusters(facts: GraphFacts, where: str) -> None:
-    """Raises InvalidInputError for a directory with a graph for each cluster, where only one graph
-    is understood. `where`: for the message."""
-    if facts.clusters is not None:
-        raise errors.InvalidInputError(
-            f"graph {facts.where} {where}",
-            got=f"{len(facts.clusters.nodes)} clusters, each with a graph",
-            expected="one graph",
-            fix="build it without clusters",
-        )
 
 
 def read_graph_manifest(engine: NativeEngine, where: str) -> dict[str, Any]:
@@ -623,7 +607,8 @@ def read_codes(engine: NativeEngine, facts: GraphFacts) -> np.ndarray:
     if not layout.paged_codes:
         data = _read_whole(engine, facts.regions, CODES, facts.sums)
         return np.frombuffer(data, np.uint8).reshape(layout.n, layout.code_bytes)
-    memory = torch.from_numpy(read_region(engine, facts.regions[CODES]))
+    region = replace(facts.regions[CODES], path=facts.open_path(CODES))
+    memory = torch.from_numpy(read_region(engine, region))
     pages = np.arange(layout.codes_bytes // CODE_PAGE_BYTES)
     return parse_code_pages(facts, pages, memory, pages * CODE_PAGE_BYTES).reshape(
         -1, layout.code_bytes
@@ -712,7 +697,7 @@ def parse_pages(
     nodes = nodes.view(layout.node_dtype).reshape(len(pages), layout.nodes_per_page)
     wrong = (
         (nodes["n_neighbours"] > layout.max_degree)
-        | (rows_of(nodes) >= layout.n)
+        | (rows_of(nodes) >= facts.n_rows)
         | (nodes["neighbours"] >= parts.nodes[part, None, None]).any(axis=-1)
     )
     if wrong.any():
@@ -748,6 +733,14 @@ def _read_layout(fields: Fields, n_max: int) -> PageLayout:
     if layout.page_bytes % PAGE_UNIT_BYTES or layout.nodes_per_page < 1:
         fields.refuse("page_bytes", "a multiple of 4096 that holds a node")
     return layout
+
+
+def _read_id_end(fields: Fields, layout: PageLayout, n_clusters: int | None) -> int | None:
+    if "id_end" not in fields:
+        return None
+    if n_clusters is not None:
+        fields.refuse("id_end", "none, with a graph for each cluster", n_clusters)
+    return fields.whole("id_end", layout.n, N_MAX)
 
 
 def _read_share(fields: Fields) -> GraphShare | None:

@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import torch
 
 from .. import errors
 from ..checks import check_path, check_whole
 from ..device.interface import FilePath
 from ..forks import check_own
-from ..ops._native import load_extension
+from ..sizes import format_size
 from ..storage import FaultRule, NativeEngine
 from ..suggestions import suggests_keywords
-from .filters import FilterReader, NodeFilter, RowFilter, filter_of, row_mask
-from .format import (
-    CODES,
-    NODES,
-    GraphFacts,
-    GraphSections,
-    RecallPoint,
-    read_codes,
-    read_graph,
-    summary_of,
-)
-from .native import native_view
-from .neighbours import Neighbours, nearest_of, shown
-from .search.asked import WalkRequest, checked_queries
-from .search.effort import Effort, effort_of, filtered_probing, list_size_for
-from .search.probing import Probing, choose_clusters, distances_to_clusters, ratios_of
-from .search.reading import RowReader
+from .filters import RowFilter, filter_of, mask_of, row_mask
+from .format import CODES, NODES, GraphFacts, GraphSections, RecallPoint, read_graph_manifest
+from .neighbours import Neighbours
+from .search.asked import WalkRequest
+from .search.effort import list_size_for
+from .search.kinds import summary_of
+from .search.probing import Probing
 from .search.under_way import GraphSearch
+from .search.version import GraphVersion, ReadOptions
+from .updates.log import read_log
+from .updates.pending import Pending, replayed
+from .updates.search import search_changed, vectors_of
 
 THREADS_MAX = 256
-_MEASURING_S = 3600.0  # for searches of a build
+_TRIES = 8
 
 
 class GraphIndex:
@@ -49,7 +41,6 @@ class GraphIndex:
     queue. Every method may be called from any thread.
 
     Attributes:
-        facts: what its manifest says.
         walks: queries that are under way at a time, of all threads.
 
     Args:
@@ -86,47 +77,99 @@ class GraphIndex:
         check_whole("code_cache_bytes", code_cache_bytes, 0, 1 << 40)
         if not isinstance(path, GraphSections):
             path = check_path("directory of a graph", path)
-        with NativeEngine(
-            engine if engine in ("memory", "posix") else "posix", threads=1, pool_bytes=0
-        ) as own:
-            self.facts: GraphFacts = read_graph(own, path)
-            codes = read_codes(own, self.facts) if self.facts.layout.codes_in == "memory" else None
-        self._requested, self._process = engine, os.getpid()
+        self._process, self._path = os.getpid(), path
         self.walks = threads * walks
-        native = load_extension()
-        self._native = native.GraphSearcher(
-            native_view(self.facts, codes),
-            native.GraphSearchOptions(
-                path=engine,
-                direct=direct,
-                threads=threads,
-                walks=walks,
-                code_cache_bytes=code_cache_bytes,
-                rules=[asdict(rule) for rule in rules],
-                seed=fault_seed,
-            ),
+        self._options = ReadOptions(
+            engine,
+            {
+                "path": engine,
+                "direct": direct,
+                "threads": threads,
+                "walks": walks,
+                "code_cache_bytes": code_cache_bytes,
+                "rules": [asdict(rule) for rule in rules],
+                "seed": fault_seed,
+            },
         )
-        self._filters = FilterReader(self.facts, engine)
-        self._reader = RowReader(self.facts, engine)
+        self._now = self._opened()
         self._is_open = True
 
+    def _opened(self) -> tuple[GraphVersion, Pending]:
+        """The pages and the changes beside them, as they are now."""
+        for _ in range(_TRIES):
+            pages = GraphVersion(self._path, self._options)
+            if isinstance(self._path, GraphSections) or pages.facts.clusters is not None:
+                return pages, Pending.none(pages.facts)
+            log = read_log(pages.facts)
+            # a log goes with its pages: of one that is not there, others may have come
+            if log.end_bytes or not self._is_merged(pages.facts):
+                return pages, replayed(pages.facts, log.changes, log.path)
+        raise errors.StateError("the graph is merged again and again", fix="open it again")
+
+    def _is_merged(self, facts: GraphFacts) -> bool:
+        """Whether newer pages have been published."""
+        with NativeEngine("posix", threads=1, pool_bytes=0) as own:
+            return bool(read_graph_manifest(own, facts.where)["generation"] != facts.generation)
+
+    @property
+    def facts(self) -> GraphFacts:
+        """What its manifest says."""
+        return self._now[0].facts
+
+    @property
+    def pending(self) -> Pending:
+        """Changes that are in no page yet."""
+        return self._now[1]
+
+    def reload(self) -> bool:
+        """Takes what a writer, in this process or another, has changed since this was opened or
+        loaded: searches that begin now see it, those under way do not. Returns whether there was
+        anything.
+
+        Raises as opening does; the version before stays.
+        """
+        self.check_open()
+        before = self._now
+        if isinstance(self._path, GraphSections) or before[0].facts.clusters is not None:
+            return False
+        if self._is_merged(before[0].facts):
+            self._now = self._opened()
+            return True
+        log = read_log(before[0].facts)
+        pending = replayed(before[0].facts, log.changes, log.path)
+        if self._is_merged(before[0].facts):
+            self._now = self._opened()
+            return True
+        if pending.stamp == before[1].stamp:
+            return False
+        self._now = before[0], pending
+        return True
+
     def __len__(self) -> int:
-        return self.facts.layout.n
+        pages, pending = self._now
+        return pages.facts.layout.n - len(pending.dead) + pending.n_added
 
     def __repr__(self) -> str:
         layout = self.facts.layout
         return (
-            f"<GraphIndex: {layout.n:,} vectors of {layout.dim} dimensions, {self.facts.metric}, "
-            f"{self.facts.where}>"
+            f"<{type(self).__name__}: {len(self):,} vectors of {layout.dim} dimensions, "
+            f"{self.facts.metric}, {self.facts.where}>"
         )
 
     def summary(self) -> str:
         """What it is, and what searches with it cost, in a few lines."""
-        return summary_of(self.facts, self._native.path)
+        pages, pending = self._now
+        text = summary_of(pages.facts, pages.native.path)
+        if pending.is_empty:
+            return text
+        return (
+            f"{text}\nnot merged: {pending.n_added:,} vectors added, {len(pending.dead):,} "
+            f"deleted, {format_size(pending.size_bytes)} in memory"
+        )
 
     def path_report(self) -> Sequence[FilePath]:
         """See `espnx.device.interface.Device`: of the files that walks read."""
-        effective, reason, is_direct = self._native.path
+        effective, reason, is_direct = self._now[0].native.path
         names = [NODES, *([CODES] if self.facts.layout.paged_codes else [])]
         said = f"{effective}{'' if is_direct else ' (buffered)'}"
         paths = dict.fromkeys(self.facts.path(name) for name in names)
@@ -211,35 +254,17 @@ class GraphIndex:
     ) -> GraphSearch:
         """Begins a search, which goes on by itself: what it has found so far can be asked for.
         Arguments and errors: see `search`."""
+        pages, pending = self._now
         walk = WalkRequest.of(
-            self.facts, queries, k, list_size, recall, nprobe, beam_width, stop_beyond, deadline_s
+            pages.facts, queries, k, list_size, recall, nprobe, beam_width, stop_beyond, deadline_s
         )
         self.check_open()
-        allowed = filter_of(include, exclude, len(self))
-        if allowed is None:
-            return self._walk(walk, max(walk.k, walk.list_size))
-        walk = replace(walk, probing=filtered_probing(self.facts, walk.probing))
-        nodes, is_read = self._filters.nodes_of(allowed, walk.deadline_s)
-        costs = nodes.costs if is_read else {}
-        effort = (
-            Effort(walk.list_size, walk.list_size, walk.list_size, walk.list_size)
-            if walk.is_named
-            else effort_of(self.facts, nodes, walk.recall)
-        )
-        if effort is None or effort.is_dearer_than_all(
-            len(walk.native), nodes.n_pages, allowed.count
-        ):
-            return GraphSearch(self.facts, walk.k, self._measure_all(walk, nodes, costs))
-        seeds, is_read = self._filters.seeds_of(nodes, walk.deadline_s)
-        costs |= seeds.costs if is_read else {}
-        return self._walk(
-            walk,
-            max(walk.k, effort.list_size),
-            max(walk.k, effort.far_list_size),
-            nodes.native(seeds),
-            counts=nodes.counts,
-            **costs,
-        )
+        if pending.is_empty and not pages.facts.has_gaps:
+            return pages.search(walk, filter_of(include, exclude, pages.facts.n_rows))
+        mask = mask_of(include, exclude, pending.id_end)
+        if pending.is_empty and mask is None:
+            return pages.search(walk, None)
+        return search_changed(pages, pending, walk, mask)
 
     def walk_without(
         self,
@@ -250,106 +275,16 @@ class GraphIndex:
         allowed: RowFilter | None = None,
         probing: Probing | None = None,
     ) -> tuple[Neighbours, int]:
-        """(what walks find from which a row of the graph is kept, int64 [q], one for each query:
-        neither found nor gone by, as if the graph had not been built of it; and pages that
-        measuring all allowed rows would read), for whoever measures walks."""
-        nodes = None if allowed is None else self._filters.nodes_of(allowed, _MEASURING_S)[0]
-        filtered = (
-            None if nodes is None else nodes.native(self._filters.seeds_of(nodes, _MEASURING_S)[0])
-        )
-        walk = self._measuring(queries, k, probing)
-        with NativeEngine(self._requested) as engine:
-            absent = torch.from_numpy(self._reader.nodes_of(engine, rows, _MEASURING_S).ravel())
-        counts = None if nodes is None else nodes.counts
-        lists = max(k, lists[0]), max(k, lists[1])
-        found = self._walk(walk, *lists, filtered, absent, counts=counts).finish()
-        return found, self.facts.parts.n_pages if nodes is None else nodes.n_pages
+        """See `GraphVersion.walk_without`; of the pages alone."""
+        return self._now[0].walk_without(rows, queries, k, lists, allowed, probing)
 
     def walk(self, queries: Any, k: int, list_size: int, probing: Probing) -> Neighbours:
-        """What walks find through the clusters that `probing` says, for whoever measures them."""
-        return self._walk(self._measuring(queries, k, probing), list_size).finish()
+        """See `GraphVersion.walk`."""
+        return self._now[0].walk(queries, k, list_size, probing)
 
     def probe_ratios(self, queries: Any) -> list[float]:
-        """Ratios of a `Probing` that are worth measuring, see `ratios_of`; there is a graph for
-        each cluster."""
-        return ratios_of(self._distances_to_clusters(checked_queries(self.facts, queries)[1]))
-
-    def _measuring(self, queries: Any, k: int, probing: Probing | None) -> WalkRequest:
-        native, wide = checked_queries(self.facts, queries)
-        return WalkRequest(native, wide, k, 1, float("inf"), _MEASURING_S, probing=probing)
-
-    def _distances_to_clusters(self, wide: torch.Tensor) -> np.ndarray:
-        clusters = self.facts.clusters
-        if clusters is None:
-            raise errors.InvalidInputError(
-                "clusters of a graph", got="one graph of all vectors", fix="build(clusters=N)"
-            )
-        return distances_to_clusters(wide, clusters.centroids, self.facts.metric)
-
-    def _walk(
-        self,
-        walk: WalkRequest,
-        list_size: int,
-        far_list_size: int | None = None,
-        filtered: dict[str, Any] | None = None,
-        absent: torch.Tensor | None = None,
-        counts: np.ndarray | None = None,
-        **costs: int,
-    ) -> GraphSearch:
-        """`counts`: of each graph, nodes that a filter allows; None: there is none."""
-        parts = None
-        if walk.probing is not None:
-            parts = choose_clusters(
-                self._distances_to_clusters(walk.wide),
-                walk.probing,
-                counts,
-                walk.k * self.facts.copies,
-            )
-        return GraphSearch(
-            self.facts,
-            walk.k,
-            self._native.start(
-                queries=walk.native,
-                queries_f32=walk.wide,
-                k=walk.k,
-                list_size=list_size,
-                far_list_size=far_list_size or list_size,
-                beam_width=walk.beam_width,
-                stop_beyond=walk.stop_beyond,
-                filter=filtered,
-                absent=absent,
-                parts=None if parts is None else tuple(map(torch.from_numpy, parts)),
-                deadline_s=walk.deadline_s,
-            ),
-            clusters=None if parts is None else np.diff(parts[1]),
-            **costs,
-        )
-
-    def _measure_all(
-        self, walk: WalkRequest, nodes: NodeFilter, costs: dict[str, Any]
-    ) -> Neighbours:
-        """Reads all rows that may be found, each once, and measures them."""
-        begun, q, k = time.monotonic(), len(walk.wide), walk.k
-        far, ids = nearest_of(
-            self.facts.metric, walk.wide, k, self._filters.blocks(nodes, walk.deadline_s)
-        )
-        ids = np.pad(ids, ((0, 0), (0, k - ids.shape[1])), constant_values=-1)
-        far = np.pad(far, ((0, 0), (0, k - far.shape[1])), constant_values=np.inf)
-        none, whole = np.zeros(q, np.int64), np.full(q, nodes.rows.count, np.int64)
-        seconds = np.full(q, time.monotonic() - begun, np.float32)
-        return Neighbours(
-            ids,
-            shown(self.facts.metric, far),
-            none,
-            none,
-            whole,
-            none,
-            seconds,
-            self.facts.layout.page_bytes,
-            shared_pages=nodes.n_pages,
-            shared_requests=nodes.n_runs,
-            **costs,
-        )
+        """See `GraphVersion.probe_ratios`."""
+        return self._now[0].probe_ratios(queries)
 
     def vectors(self, ids: Any, *, deadline_s: float = 30.0) -> np.ndarray:
         """Vectors as they are stored, [m, dim], of rows of the input, int64 [m]: float32 of
@@ -357,15 +292,16 @@ class GraphIndex:
         rows = np.atleast_1d(np.asarray(ids))
         if rows.dtype == bool:
             raise errors.InvalidInputError("rows to read", got="a mask", expected="numbers of rows")
-        row_mask(rows, len(self), "read")
         self.check_open()
-        return self._reader.vectors(rows.astype(np.int64), deadline_s)
+        pages, pending = self._now
+        row_mask(rows, pending.id_end, "read")
+        return vectors_of(pages, pending, rows.astype(np.int64), deadline_s)
 
     def verify(self) -> int:
-        """Reads and checks every page: how many there are. Raises ChecksumError, FormatError,
-        ReadError for the first that is damaged."""
+        """Reads and checks every page: how many there are. What was not merged was checked when it
+        was read. Raises ChecksumError, FormatError, ReadError for the first that is damaged."""
         self.check_open()
-        return self._reader.verify()
+        return self._now[0].reader.verify()
 
     def check_open(self) -> None:
         """Raises EngineClosedError after `close`, InvalidInputError in a child of the process that
@@ -378,7 +314,7 @@ class GraphIndex:
         """Ends searches that are under way. A second call does nothing."""
         if self._is_open and os.getpid() == self._process:
             self._is_open = False
-            self._native.close()
+            self._now[0].native.close()
 
     def __enter__(self) -> GraphIndex:
         return self

@@ -20,12 +20,16 @@ def native_view(facts: GraphFacts, codes: np.ndarray | None) -> _C.GraphView:
     they are in memory."""
     layout = facts.layout
     native = load_extension()
+    if codes is not None and facts.has_gaps:  # by row, as the searcher counts them: pages untouched
+        whole = np.zeros((facts.n_rows, layout.code_bytes), np.uint8)
+        whole[: layout.n] = codes
+        codes = whole
     paged = CODES if layout.paged_codes else NODES  # or none are read
     return native.GraphView(
         pages=(facts.path(NODES), facts.begin_bytes(NODES)),
         code_pages=(facts.path(paged), facts.begin_bytes(paged)),
         layout=native.PageLayout(
-            n=layout.n,
+            n=facts.n_rows,
             dim=layout.dim,
             format="fp32" if layout.format == "pq" else layout.format,
             degree=layout.max_degree,

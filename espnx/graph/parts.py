@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-#: In place of the place of a copy that a row does not have.
-NO_COPY = 2**64 - 1
+#: In place of the place of a copy that a row does not have; and of the node of an id that has none.
+NO_COPY, NO_NODE = 2**64 - 1, 2**32 - 1
 #: Of the table of clusters.
 TABLE = np.dtype([("nodes", "<u4"), ("entries", "<u4")])
 #: Memory that a cluster may take in an open graph, beside its centroid: of its entry points the

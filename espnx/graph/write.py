@@ -25,6 +25,7 @@ from .codes.codebook import Codebook
 from .codes.coding import VectorCoding
 from .format import (
     CENTROIDS,
+    CHANGES,
     CLUSTERS,
     CODEBOOK,
     CODES,
@@ -201,7 +202,9 @@ def _foreign(path: str) -> set[str]:
     return others - {WORK} if is_own_work(path) else others
 
 
-_FILES = VersionedFiles((NODES, ROWS, CODES, CODEBOOK, DISK_CODEBOOK, ENTRIES, CENTROIDS, CLUSTERS))
+_FILES = VersionedFiles(
+    (NODES, ROWS, CODES, CODEBOOK, DISK_CODEBOOK, ENTRIES, CENTROIDS, CLUSTERS, CHANGES)
+)
 KIND = StoreKind(MAGIC, VERSION, "a graph", _foreign)
 
 
@@ -224,6 +227,25 @@ def writing_graph(
         if not keep_work:
             remove_work(path)
         yield _FILES.begin(engine, path, KIND, is_replacement=is_replacement)
+
+
+@contextlib.contextmanager
+def writing_version(engine: NativeEngine, facts: GraphFacts) -> Iterator[int]:
+    """The generation of the files of a graph's next version, which its writer, who holds the lock,
+    publishes inside. After an error nothing is left of them.
+
+    Raises WriteError, DiskFullError.
+    """
+    check_work(facts.where)
+    remove_work(facts.where)
+    try:
+        yield _FILES.begin(engine, facts.where, KIND, is_replacement=True)
+    except BaseException:
+        remove_work(facts.where)
+        with contextlib.suppress(errors.EspnxError, OSError):
+            if read_graph_manifest(engine, facts.where)["generation"] == facts.generation:
+                _FILES.keep(facts.where, facts.generation)
+        raise
 
 
 def _tidy(engine: NativeEngine, path: str | os.PathLike[str]) -> None:

@@ -70,6 +70,39 @@ def test_build_search_info_verify(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["graph", "info", str(tmp_path)]) == 1
 
 
+def test_add_delete_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = np.random.default_rng(0).standard_normal((300, 8)).astype(np.float32)
+    np.save(tmp_path / "base.npy", base)
+    np.save(tmp_path / "more.npy", base[:4])
+    np.save(tmp_path / "ids.npy", [900, 901, 902, 7])
+    graph, more, ids = str(tmp_path / "g"), str(tmp_path / "more.npy"), str(tmp_path / "ids.npy")
+    told = str(tmp_path / "told")
+
+    def run(*words: str) -> dict[str, object]:
+        assert main(["graph", *words, "--json", told]) == 0
+        found: dict[str, object] = strict_json(Path(told).read_text())
+        return found
+
+    run("build", str(tmp_path / "base.npy"), graph)
+    assert run("add", graph, more)["last_id"] == 303
+    assert run("delete", graph, "7", "301", "--durability", "none")["vectors"] == 302
+    assert run("add", graph, more, "--ids", ids)["unmerged_added"] == 7
+    info = run("info", graph)
+    assert (info["vectors"], info["unmerged_added"], info["unmerged_deleted"]) == (306, 7, 1)
+    capsys.readouterr()
+    assert main(["graph", "info", graph]) == 0
+    assert "not merged: 7 vectors added, 1 deleted" in capsys.readouterr().out
+    assert main(["graph", "add", graph, more, "--ids", ids]) == 2
+    assert main(["graph", "delete", graph, "301"]) == 2
+    assert main(["graph", "delete", graph, "one", "2"]) == 2
+    assert main(["graph", "add", graph, more, "--ids", more + ".none"]) == 2
+    assert run("delete", graph, ids)["vectors"] == 302
+    assert run("merge", graph)["merged"] is True
+    assert run("merge", graph)["merged"] is False
+    run("verify", graph)
+    assert main(["graph", "export", graph, str(tmp_path / "e")]) == 2
+
+
 def test_a_recorded_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same is found, and a replay walks again."""
     base = np.random.default_rng(0).standard_normal((300, 8)).astype(np.float32)

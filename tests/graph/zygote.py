@@ -23,9 +23,38 @@ def in_parts(source: str, path: str) -> None:
     )
 
 
+def change(step: int) -> tuple[range, range, int]:
+    """(ids that a step adds; of these, those that it deletes; one of the first that it deletes)"""
+    first = 1000 + 20 * step
+    return range(first, first + 20), range(first, first + 10), step
+
+
+def vectors_of(ids: range) -> np.ndarray:
+    """The vectors that have these ids."""
+    return np.stack([np.random.default_rng(each).standard_normal(8) for each in ids])
+
+
+def changes(path: str, note: str, first: int) -> None:
+    """Adds, deletes and merges without an end, and notes after each call how many have returned;
+    of a step that an earlier run had begun, what is left of it."""
+    with espnx.graph.open_writer(path) as graph, open(note, "wb", buffering=0) as file:
+        for call in range(first, 3 * 200):
+            step, kind = divmod(call, 3)
+            added, gone, old = change(step)
+            if kind == 0:
+                graph.add(vectors_of(added), ids=added)
+            elif kind == 1:
+                graph.delete([*gone, old])
+            elif step % 3 == 2:
+                graph.merge()
+            file.write(call.to_bytes(4, "little"))
+
+
 def run(job: dict[str, Any]) -> int:
     if job["what"] == "in parts":
         in_parts(job["source"], job["path"])
+    elif job["what"] == "changes":
+        changes(job["path"], job["note"], job["first"])
     elif job["what"] == "clusters":
         espnx.graph.build(
             job["source"], job["path"], clusters=6, max_degree=16, list_size=40, threads=1

@@ -364,7 +364,7 @@ class _Bounded:
         entries: np.ndarray,
     ) -> GraphFacts:
         layout, salt, disk_book = self._layout, secrets.randbits(64), self._coding().book
-        codes = _CodeReader(
+        codes = CodeReader(
             self._engine, edges.path.parent / "codes", layout, self._budget.cache_bytes
         )
         sum_of_codes = 0
@@ -438,7 +438,7 @@ class _Bounded:
             )
 
     def _pages(
-        self, pieces: list[Piece], edges: EdgesFile, codes: _CodeReader, salt: int
+        self, pieces: list[Piece], edges: EdgesFile, codes: CodeReader, salt: int
     ) -> Iterator[np.ndarray]:
         layout = self._layout
         for nodes, first in self._nodes(pieces, edges, codes):
@@ -446,7 +446,7 @@ class _Bounded:
             self._progress("pages", min(first + len(nodes), layout.n), layout.n)
 
     def _nodes(
-        self, pieces: list[Piece], edges: EdgesFile, codes: _CodeReader
+        self, pieces: list[Piece], edges: EdgesFile, codes: CodeReader
     ) -> Iterator[tuple[np.ndarray, int]]:
         """(nodes of whole pages, number of the first)"""
         layout, coding = self._layout, self._coding()
@@ -475,7 +475,7 @@ class _Bounded:
         nodes: np.ndarray,
         block: Piece,
         edges: EdgesFile,
-        codes: _CodeReader,
+        codes: CodeReader,
         coding: VectorCoding,
     ) -> None:
         layout = self._layout
@@ -489,7 +489,7 @@ class _Bounded:
             nodes["codes"][there[:, :inline]] = codes.get(near[:, :inline][there[:, :inline]])
 
 
-class _CodeReader:
+class CodeReader:
     """Codes of nodes from a file, [n, code_bytes]: all in memory where they fit, else those that
     the next nodes want.
 

@@ -99,6 +99,10 @@ class EdgesFile:
             wanted[part[:, :most][np.arange(most) < self.counts[begin : begin + rows, None]]] = True
         return np.flatnonzero(wanted)
 
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """uint32 [m, degree]: lists of successive nodes, zeros behind the last neighbour."""
+        return read_array(self.path, np.uint32, self.degree, first, count)
+
     def get(self, node: int) -> list[int]:
         """Neighbours of a node."""
         found: list[int] = read_array(self.path, np.uint32, self.degree, node, 1)[

@@ -12,8 +12,9 @@ import torch
 from ... import errors
 from ...device.vectors.interface import Estimate, Nodes
 from ...storage import Engine, FileHandle, NativeEngine, Plan
-from ..format import NODES, GraphFacts, parse_pages, read_codes, read_graph, refuse_clusters
+from ..format import NODES, GraphFacts, parse_pages, read_codes, read_graph
 from ..layout import HEADER
+from ..search.kinds import refuse_clusters, refuse_gaps
 
 
 class StoredGraph:
@@ -33,6 +34,7 @@ class StoredGraph:
         with NativeEngine("posix", threads=1, pool_bytes=0) as engine:
             self.facts: GraphFacts = read_graph(engine, path)
             refuse_clusters(self.facts, "on a device")
+            refuse_gaps(self.facts, "on a device")
             if self.facts.layout.paged_codes:
                 raise errors.InvalidInputError(
                     f"graph {os.fspath(path)} on a device",

@@ -26,17 +26,10 @@ from ...storage.manifest import NAME
 from ...storage.native import given_engine
 from ...suggestions import suggests_keywords
 from ..codes.codebook import Codebook
-from ..format import (
-    N_ENTRIES_MAX,
-    NODES,
-    GraphFacts,
-    parse_pages,
-    read_codes,
-    read_graph,
-    refuse_clusters,
-)
+from ..format import N_ENTRIES_MAX, NODES, GraphFacts, parse_pages, read_codes, read_graph
 from ..layout import CODES_IN, PageLayout, choose_layout
 from ..recall import add_recall, row_blocks
+from ..search.kinds import refuse_clusters, refuse_gaps
 from ..vectors import read_vectors
 from ..write import Progress, WholeGraph, connect_and_choose_entries, write_graph, writing_graph
 from . import files as theirs
@@ -547,6 +540,7 @@ def export_diskann(
     with given_engine(engine) as own:
         facts = read_graph(own, path)
         refuse_clusters(facts, "to export")
+        refuse_gaps(facts, "to export")
         _check_exportable(facts)
         nodes, codes, entry_rows = _read_rows(own, facts)
         medoid = _most_central(nodes.vectors, entry_rows)

@@ -33,7 +33,7 @@ class RowReader:
         with NativeEngine(self._requested) as engine:
             nodes = self.nodes_of(engine, rows, deadline_s)[:, 0]
             pages, which = np.unique(nodes // layout.nodes_per_page, return_inverse=True)
-            file = engine.open(self.facts.path(NODES))
+            file = engine.open(self.facts.open_path(NODES))
             for first in range(0, len(pages), 4096):
                 part = pages[first : first + 4096]
                 begin = self.facts.begin_bytes(NODES) + part * layout.page_bytes
@@ -57,7 +57,7 @@ class RowReader:
     def nodes_of(self, engine: NativeEngine, rows: np.ndarray, deadline_s: float) -> np.ndarray:
         """int64 [m, copies]: places of the nodes of some rows, at least one; -1: of a copy that a
         row has not."""
-        places = engine.open(self.facts.path(ROWS))
+        places = engine.open(self.facts.open_path(ROWS))
         size = self.facts.place_bytes
         begin = self.facts.begin_bytes(ROWS) + size * rows
         plan = Plan.of(places, begin.tolist(), [size] * len(rows))
@@ -68,10 +68,10 @@ class RowReader:
     def verify(self) -> int:
         """See `GraphIndex.verify`."""
         layout, parts = self.facts.layout, self.facts.parts
-        reached = np.zeros(layout.n, bool)
+        reached = np.zeros(self.facts.n_rows, bool)
         with NativeEngine(self._requested) as engine:
-            file = engine.open(self.facts.path(NODES))
-            rows_file = engine.open(self.facts.path(ROWS))
+            file = engine.open(self.facts.open_path(NODES))
+            rows_file = engine.open(self.facts.open_path(ROWS))
             for first in range(0, parts.n_pages, 1024):
                 part = np.arange(first, min(first + 1024, parts.n_pages))
                 at_bytes = self.facts.begin_bytes(NODES) + first * layout.page_bytes
@@ -86,11 +86,12 @@ class RowReader:
                 self._verify_rows(engine, rows_file, rows, places[is_node])
             if layout.paged_codes:
                 read_codes(engine, self.facts)
-        if not reached.all():
+        if np.count_nonzero(reached) != layout.n:
             raise errors.FormatError(
                 "rows of a graph",
                 path=self.facts.path(NODES),
-                got=f"no node of row {int(np.argmin(reached))}",
+                got=f"nodes of {np.count_nonzero(reached):,} rows",
+                expected=f"of {layout.n:,}",
                 fix=_REBUILD,
             )
         return parts.n_pages

@@ -1,0 +1,350 @@
+"""A graph that its one writer has open: what it adds and deletes is in the log before it is
+acknowledged, and in the pages after a merge."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from typing import Any
+
+import numpy as np
+
+from ... import errors
+from ...checks import check_whole, plain
+from ...sizes import parse_size
+from ...storage.files import write_error
+from ...storage.lock import DirectoryLock
+from ...suggestions import suggests_keywords
+from ..format import N_MAX
+from ..index import GraphIndex
+from ..options import stored_rows
+from ..search.kinds import refuse_clusters
+from ..updates.log import ADD, DELETE, Change, header_of, log_path, read_log, record_of
+from ..updates.pending import Pending
+from ..updates.search import in_pages
+from ..vectors import as_array
+from ..write import Progress
+from .merge import merge_changes
+
+#: When an addition or a deletion is acknowledged, which is when its call returns.
+DURABILITIES = ("each", "group", "none")
+_PENDING_BYTES = "64MiB"
+_PENDING_MIN, _MERGE_MIN = 4096, 16 << 20
+_MERGE_BYTES = "1GiB"
+_DEADLINE_S = 600.0
+
+
+class GraphWriter(GraphIndex):
+    """A graph, open for searches and for changes. One process at a time, any thread.
+
+    Attributes:
+        torn_bytes: of a change at the end of the log that was not written whole, when this was
+            opened: nobody was told that it is there, and it is dropped.
+
+    Args:
+        path: the graph's directory.
+        durability: when a call returns: ``each``: when its change is on the device; ``group``: the
+            same, but calls of several threads wait for one synchronisation together; ``none``:
+            when the operating system has it, which outlives the process and not the machine.
+        pending_bytes: that additions and deletions may take in memory, as ``"64MiB"`` or in bytes;
+            the call that goes beyond it merges them.
+        memory: that a merge may take for vectors and codes, see `merge`.
+        options: of `GraphIndex`.
+
+    Raises:
+        StoreBusyError: another writer has it.
+        ForeignFileError: its log is of another graph.
+        InvalidInputError: a graph for each cluster, which takes no changes.
+        What `GraphIndex` raises; ChecksumError, FormatError: a damaged log.
+    """
+
+    @suggests_keywords
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        durability: str = "each",
+        pending_bytes: int | str = _PENDING_BYTES,
+        memory: int | str = _MERGE_BYTES,
+        **options: Any,
+    ):
+        if durability not in DURABILITIES:
+            raise errors.InvalidInputError(
+                "durability", got=repr(durability), expected=", ".join(DURABILITIES)
+            )
+        self._durability = durability
+        self._limit_bytes, self._memory_bytes = parse_size(pending_bytes), parse_size(memory)
+        check_whole("pending_bytes", self._limit_bytes, _PENDING_MIN, 1 << 40)
+        check_whole("memory of a merge", self._memory_bytes, _MERGE_MIN, 1 << 50)
+        self._changing, self._syncing = threading.RLock(), threading.Lock()
+        self._broken: errors.EspnxError | None = None
+        self._log_file: int | None = None
+        with contextlib.ExitStack() as opened:
+            if not os.path.isdir(path):
+                raise errors.StoreNotFoundError("no graph is there", path=path)
+            opened.enter_context(DirectoryLock(path))
+            super().__init__(path, **options)
+            opened.callback(super().close)
+            refuse_clusters(self.facts, "to change")
+            log = read_log(self.facts)
+            self.torn_bytes = log.torn_bytes
+            self._number, self._synced, self._end_bytes = log.number, 0, log.end_bytes
+            opened.callback(self._close_log)
+            self._opened_writer = opened.pop_all()
+
+    def add(self, vectors: Any, ids: Any = None) -> np.ndarray:
+        """Adds vectors, which the next search finds.
+
+        Args:
+            vectors: [m, dim] or [dim]: as the graph's.
+            ids: of each, whole numbers from 0 to 4,294,967,293 that no vector has, each once. The
+                file of rows takes 4 bytes for every number up to the largest, and a filter a bit.
+                None: those behind the largest that there has been.
+
+        Returns:
+            int64 [m]: the ids, by which searches name them, also after merges.
+
+        Raises:
+            InvalidInputError: NaN, another dimension, values that the graph's format does not
+                hold, an id that is there; nothing is added.
+            WriteError, DiskFullError: of the log, nothing is added; of a merge that the call has
+                begun, see `merge`: what was added stays.
+        """
+        rows = self._stored(vectors)
+        with self._changing:
+            self._check_whole()
+            pages, pending = self._now
+            chosen = self._chosen(ids, len(rows), pending)
+            if ids is not None and len(chosen):
+                there = pending.places_of(chosen) >= 0
+                there |= in_pages(pages, pending, chosen, _DEADLINE_S)
+                if there.any():
+                    raise errors.InvalidInputError(
+                        "ids to add",
+                        got=f"{chosen[there][0]}, which is there",
+                        expected="ids that no vector has",
+                        fix="delete it first",
+                    )
+            number = self._changed(Change(ADD, chosen, rows), pending.added(chosen, rows))
+        self._acknowledge(number)
+        self._merge_if_full()
+        return chosen
+
+    def delete(self, ids: Any) -> int:
+        """Deletes vectors, which no later search finds. Returns how many.
+
+        Args:
+            ids: int64 [m], or one: each of a vector that is there, once.
+
+        Raises:
+            InvalidInputError: an id that is not there; nothing is deleted.
+            WriteError, DiskFullError: see `add`.
+        """
+        chosen = _whole_numbers(ids)
+        with self._changing:
+            self._check_whole()
+            pages, pending = self._now
+            is_there = pending.places_of(chosen) >= 0
+            is_there |= in_pages(pages, pending, chosen, _DEADLINE_S)
+            if not is_there.all():
+                raise errors.InvalidInputError(
+                    "ids to delete",
+                    got=f"{chosen[~is_there][0]}, which is not there",
+                    expected="ids of vectors that are there",
+                )
+            number = self._changed(Change(DELETE, chosen, None), pending.deleted(chosen))
+        self._acknowledge(number)
+        self._merge_if_full()
+        return len(chosen)
+
+    def merge(self, progress: Progress | None = None) -> bool:
+        """Writes what is pending into new pages, beside the old ones, which searches under way and
+        other processes keep until they reload. Returns whether there was anything.
+
+        Deleted nodes leave their neighbours' lists, which take over theirs, pruned again
+        (FreshDiskANN, section 5); added ones are searched for in the old pages and linked both
+        ways. Pages are read and written as a stream. Where all vectors fit in `memory`, lists are
+        pruned by these, else by their codes, as FreshDiskANN does.
+
+        Raises:
+            WriteError, DiskFullError: nothing has changed, and the log keeps what is pending.
+            What a search raises, for damaged pages.
+        """
+        with self._changing:
+            self._check_whole()
+            pages, pending = self._now
+            if not pending.stamp:
+                return False
+            merge_changes(pages, pending, self._memory_bytes, progress or _no_progress)
+            self._close_log()
+            self._now = self._opened()
+            self._number = self._synced = self._end_bytes = 0
+            return True
+
+    def reload(self) -> bool:
+        """Nobody else changes it: False."""
+        self.check_open()
+        return False
+
+    def close(self) -> None:
+        """Ends searches that are under way, and lets another writer in. A second call does
+        nothing."""
+        if self._is_open and os.getpid() == self._process:
+            with self._changing:
+                self._opened_writer.close()
+
+    def __enter__(self) -> GraphWriter:
+        return self
+
+    def _merge_if_full(self) -> None:
+        if self.pending.size_bytes > self._limit_bytes:
+            self.merge()
+
+    def _check_whole(self) -> None:
+        self.check_open()
+        if self._broken is not None:
+            raise errors.StateError(
+                "the log of a graph failed before",
+                got=str(self._broken),
+                fix="close the graph, and open it again",
+            )
+
+    def _stored(self, vectors: Any) -> np.ndarray:
+        """Vectors as the log and the pages have them, [m, dim]. Raises InvalidInputError."""
+        facts = self.facts
+        layout = facts.layout
+        values = as_array(vectors)
+        values = values[None] if values.ndim == 1 else values
+        if values.ndim != 2 or values.shape[1] != layout.dim or values.dtype.kind not in "iuf":
+            raise errors.InvalidInputError(
+                "vectors to add",
+                got=f"{values.dtype} {list(values.shape)}",
+                expected=f"numbers [m, {layout.dim}]",
+            )
+        if not facts.codebook.centroids.any():
+            raise errors.InvalidInputError(
+                "a graph to add to",
+                got="one that was built of no vectors, so that it has no codes",
+                fix="build it of the first vectors",
+            )
+        if layout.format in ("uint8", "int8"):
+            exact = values.astype(layout.row_dtype)
+            if not np.array_equal(exact, values):
+                raise errors.InvalidInputError(
+                    "vectors to add",
+                    got=str(values.dtype),
+                    expected=f"values that {layout.format} holds, as the graph's",
+                )
+            return np.ascontiguousarray(exact)
+        rows = stored_rows(values.astype(np.float32), 0, facts.metric, layout.format)
+        return np.ascontiguousarray(rows, dtype=layout.row_dtype)
+
+    @staticmethod
+    def _chosen(ids: Any, count: int, pending: Pending) -> np.ndarray:
+        if ids is None:
+            if pending.id_end + count > N_MAX:
+                raise errors.InvalidInputError(
+                    "ids of a graph",
+                    got=f"{pending.id_end:,} that were given, and {count:,} more",
+                    expected=f"at most {N_MAX:,}",
+                    fix="build it again: ids begin anew",
+                )
+            return np.arange(pending.id_end, pending.id_end + count)
+        chosen = _whole_numbers(ids)
+        if len(chosen) != count or (count and chosen.max() >= N_MAX):
+            raise errors.InvalidInputError(
+                "ids to add",
+                got=f"{len(chosen)} for {count} vectors, the largest {chosen.max(initial=0)}",
+                expected=f"one for each, below {N_MAX}",
+            )
+        return chosen
+
+    def _changed(self, change: Change, after: Pending) -> int:
+        """Writes a change into the log, and lets searches see it. Returns its number; 0: there is
+        nothing to change."""
+        if not len(change.ids):
+            return 0
+        data = record_of(change, self._number + 1, self._synced)
+        if self._end_bytes == 0:
+            data = header_of(self.facts) + data
+        self._append(data)
+        self._number += 1
+        if self._durability == "each":
+            self._sync(self._number)
+        self._now = self._now[0], after
+        return self._number
+
+    def _append(self, data: bytes) -> None:
+        path = log_path(self.facts)
+        try:
+            if self._log_file is None:
+                self._log_file = _opened_log(path)
+            os.ftruncate(self._log_file, self._end_bytes)  # what was torn
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._log_file, data[done:], self._end_bytes + done)
+        except OSError as error:
+            if isinstance(error, errors.EspnxError):
+                raise
+            if self._log_file is not None:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._log_file, self._end_bytes)
+            raise write_error("cannot write the log of a graph", path, error) from error
+        self._end_bytes += len(data)
+
+    def _acknowledge(self, number: int) -> None:
+        if self._durability == "group" and number:
+            self._sync(number)
+
+    def _sync(self, number: int) -> None:
+        """Brings the log to the device up to that record, with whatever is behind it by then."""
+        with self._syncing:
+            if self._synced >= number or self._log_file is None:
+                return  # another thread's did; or a merge has
+            last = self._number
+            try:
+                os.fdatasync(self._log_file)
+            except OSError as error:
+                path = log_path(self.facts)
+                failed = write_error("cannot synchronise the log of a graph", path, error)
+                self._broken = failed  # nobody knows what is on the device
+                raise failed from error
+            self._synced = max(self._synced, last)
+
+    def _close_log(self) -> None:
+        with self._syncing:
+            if self._log_file is not None:
+                os.close(self._log_file)
+                self._log_file = None
+
+
+def _opened_log(path: str) -> int:
+    """A descriptor of the log, whose name is on the device."""
+    is_new = not os.path.lexists(path)
+    found = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    if is_new:
+        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    return found
+
+
+def _whole_numbers(ids: Any) -> np.ndarray:
+    """int64 [m], each 0 or more, and once. Raises InvalidInputError."""
+    found = np.atleast_1d(as_array(plain(ids) if not isinstance(ids, range) else list(ids)))
+    if not found.size:
+        return np.empty(0, np.int64)
+    if found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < 0:
+        raise errors.InvalidInputError(
+            "ids", got=f"{found.dtype} {list(found.shape)}", expected="whole numbers [m], 0 or more"
+        )
+    if len(np.unique(found)) != len(found):
+        raise errors.InvalidInputError("ids", got="some twice", expected="each once")
+    return found.astype(np.int64)
+
+
+def _no_progress(what: str, done: int, total: int) -> None:
+    pass

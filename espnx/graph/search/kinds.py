@@ -1,0 +1,83 @@
+"""What people are told of a graph, and refusals of graphs that not everything understands."""
+
+from __future__ import annotations
+
+import os
+
+from ... import errors
+from ...sizes import format_size
+from ...storage.replacing import versioned
+from ..format import CHANGES, GraphFacts
+
+
+def summary_of(facts: GraphFacts, path: tuple[str, str, bool]) -> str:
+    """A few lines. `path`: of the reads, why it is not another, and whether past the page cache."""
+    layout = facts.layout
+    effective, reason, is_direct = path
+    where = {
+        "inline": "beside their nodes",
+        "paged": "in pages of their own",
+        "memory": "in memory",
+    }[layout.codes_in]
+    if layout.codes_in != "inline" and layout.inline_pq:
+        where += f", and those of {layout.inline_pq} neighbours beside each node"
+    rotated = " of rotated vectors" if facts.codebook.rotation is not None else ""
+    held = f"codes of {layout.disk_pq_bytes} bytes" if layout.format == "pq" else layout.format
+    what = (
+        f"{layout.n:,} vectors of {layout.dim} dimensions as {held}, {facts.metric}; "
+        f"{layout.max_degree} neighbours"
+    )
+    sizes = (
+        f"{format_size(sum(facts.file_sizes.values()))} on storage, "
+        f"{format_size(facts.memory_bytes)} in memory"
+    )
+    lines = [
+        f"{what}, codes of {layout.code_bytes} bytes{rotated} {where}",
+        f"{sizes}; {layout.nodes_per_page} nodes to a page of {format_size(layout.page_bytes)}",
+        (
+            "reads by "
+            f"{effective}{'' if is_direct else ' (buffered)'}{f' ({reason})' if reason else ''}"
+        ),
+    ]
+    if facts.recall_ceiling is not None:
+        lines.append(
+            "recall@10 of a search that measures all codes in place of vectors: "
+            f"{facts.recall_ceiling:.3f}"
+        )
+    if facts.clusters is not None:
+        lines.append(
+            f"{len(facts.clusters.nodes)} clusters of {facts.clusters.nodes.min():,} to "
+            f"{facts.clusters.nodes.max():,} vectors, a graph each"
+        )
+    lines += [
+        f"list of {each.list_size}: recall@10 {each.recall:.3f}, {each.pages:.1f} pages a query"
+        + ("" if each.clusters is None else f", through {each.clusters:.1f} clusters")
+        for each in facts.recall
+    ]
+    return "\n".join(lines)
+
+
+def refuse_clusters(facts: GraphFacts, where: str) -> None:
+    """Raises InvalidInputError for a directory with a graph for each cluster, where only one graph
+    is understood. `where`: for the message."""
+    if facts.clusters is not None:
+        raise errors.InvalidInputError(
+            f"graph {facts.where} {where}",
+            got=f"{len(facts.clusters.nodes)} clusters, each with a graph",
+            expected="one graph",
+            fix="build it without clusters",
+        )
+
+
+def refuse_gaps(facts: GraphFacts, where: str) -> None:
+    """Raises InvalidInputError for a graph that was changed, where only one as it was built is
+    understood: some of its ids may have no node, or its log holds changes."""
+    if facts.has_gaps or os.path.exists(
+        os.path.join(facts.where, versioned(CHANGES, facts.generation))
+    ):
+        raise errors.InvalidInputError(
+            f"graph {facts.where} {where}",
+            got="one that was added to or deleted from",
+            expected="one as it was built",
+            fix="build it again of its vectors",
+        )

@@ -1,0 +1,337 @@
+"""Graphs that change: additions, deletions and merges, beside a dictionary of vectors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import espnx.graph
+from espnx import errors
+from espnx.graph.merging.prune import robust_prune
+from espnx.graph.updates.log import RECORD, log_path
+from espnx.storage import files
+from tests.forks import Forks
+from tests.graph.conftest import clustered, exact, recall_of
+from tests.graph.zygote import change, vectors_of
+
+
+def small(path: Path, n: int = 400, dim: int = 8, **options: Any) -> np.ndarray:
+    """A graph of vectors that float16 holds."""
+    base = clustered(n, dim).astype(np.float16).astype(np.float32)
+    espnx.graph.build(base, path, **{"max_degree": 12, "list_size": 30, "threads": 1, **options})
+    return base
+
+
+def living(graph: espnx.graph.GraphIndex) -> list[int]:
+    """All ids that a search finds."""
+    query = np.zeros((1, graph.facts.layout.dim), np.float32)
+    found = graph.search(query, len(graph) + 20, list_size=4000).ids[0]
+    ids = sorted(found[found >= 0].tolist())
+    assert len(ids) == len(graph)
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("codes", "metric"), [("inline", "l2"), ("memory", "cosine"), ("paged", "ip")]
+)
+def test_it_is_as_a_dictionary(tmp_path: Path, codes: str, metric: str) -> None:
+    base = small(tmp_path / "g", 700, 12, codes=codes, metric=metric)
+    known = dict(enumerate(base))
+    queries, more = clustered(20, 12, seed=1), clustered(600, 12, seed=2)
+    more = more.astype(np.float16).astype(np.float32)
+    random = np.random.default_rng(0)
+    with (
+        espnx.graph.open_writer(tmp_path / "g", durability="none", memory="16MiB") as graph,
+        espnx.graph.open(tmp_path / "g") as reader,
+    ):
+        for round_, (gone, added) in enumerate([(70, 70), (200, 30), (0, 150), (10, 0)]):
+            ids = random.choice(sorted(known), gone, replace=False)
+            graph.delete(ids)
+            for each in ids.tolist():
+                del known[each]
+            rows = more[150 * round_ : 150 * round_ + added]
+            own = ids[:20] if round_ == 0 else None  # some come again with other vectors
+            given = graph.add(rows[:20], ids=own)
+            given = np.concatenate([given, graph.add(rows[20:])])
+            known |= dict(zip(given.tolist(), rows, strict=True))
+            for _ in range(2):
+                _compare(graph, known, queries, metric)
+                assert reader.reload() or not added
+                _compare(reader, known, queries, metric)
+                graph.merge()
+            assert graph.pending.is_empty
+        assert graph.merge() is False
+
+
+def _compare(
+    graph: espnx.graph.GraphIndex, known: dict[int, np.ndarray], queries: np.ndarray, metric: str
+) -> None:
+    ids = np.array(sorted(known))
+    rows = np.stack([known[each] for each in ids.tolist()])
+    assert len(graph) == len(known)
+    graph.verify()
+    found = graph.search(queries, 10, list_size=120)
+    assert recall_of(found.ids, ids[exact(rows, queries, 10, metric)]) > 0.97
+    if metric == "l2":
+        far = np.square(queries - np.stack([known[each] for each in found.ids[:, 0]])).sum(axis=1)
+        assert np.allclose(found.distances[:, 0], far, rtol=1e-3)
+        assert np.array_equal(graph.vectors(ids[::7]), rows[::7])
+    some = ids[::9]
+    found = graph.search(queries, 5, include=some)
+    assert recall_of(found.ids, some[exact(rows[::9], queries, 5, metric)]) > 0.97
+    found = graph.search(queries, 5, list_size=120, exclude=some)
+    assert not np.isin(found.ids, some).any()
+    assert np.isin(found.ids, ids).all()
+
+
+def test_pruning_is_as_one_by_one() -> None:
+    random = np.random.default_rng(0)
+    for count, degree, alpha in [(40, 8, 1.2), (30, 30, 1.5), (3, 8, 1.0)]:
+        targets = random.standard_normal((5, 6)).astype(np.float32)
+        vectors = random.standard_normal((5, count, 6)).astype(np.float32)
+        pool = np.tile(np.arange(count), (5, 1))
+        pool[1, ::3] = -1
+        found, counts = robust_prune(targets, pool, vectors, degree, alpha)
+        for i in range(5):
+            true = _pruned(targets[i], pool[i], vectors[i], degree, alpha)
+            assert found[i, : counts[i]].tolist() == true
+
+
+def _pruned(
+    target: np.ndarray, pool: np.ndarray, vectors: np.ndarray, degree: int, alpha: float
+) -> list[int]:
+    far = {int(n): float(np.square(v - target).sum()) for n, v in zip(pool, vectors, strict=True)}
+    at = {int(n): v for n, v in zip(pool, vectors, strict=True)}
+    order = sorted((n for n in far if n >= 0), key=lambda n: far[n])
+    chosen: list[int] = []
+    now = 1.0
+    while True:
+        for place, node in enumerate(order):
+            before = [c for c in chosen if order.index(c) < place]
+            worst = max((far[node] / np.square(at[node] - at[c]).sum() for c in before), default=0)
+            if node not in chosen and worst <= now and len(chosen) < degree:
+                chosen.append(node)
+        if now >= alpha:
+            break
+        now = min(now * 1.2, alpha)
+    return (chosen + [n for n in order if n not in chosen])[:degree]
+
+
+def test_wrong_input_changes_nothing(tmp_path: Path) -> None:
+    base = small(tmp_path / "g", 100)
+    with espnx.graph.open_writer(tmp_path / "g") as graph:
+        bad = base[:2].copy()
+        bad[1, 3] = np.nan
+        for vectors, ids in [
+            (bad, None), (base[:2, :5], None), (base[:2], [5, 200]), (base[:2], [200, 200]),
+            (base[:2], [200]), (base[:1], [2**32]), (base[:1], [-1]),
+        ]:  # fmt: skip
+            with pytest.raises(errors.InvalidInputError):
+                graph.add(vectors, ids=ids)
+        for gone in ([100], [3, 3], [1.5], [-1], [2, 2**40]):
+            with pytest.raises(errors.InvalidInputError):
+                graph.delete(gone)
+        assert living(graph) == list(range(100))
+        assert graph.pending.stamp == 0
+        graph.delete([7])
+        with pytest.raises(errors.InvalidInputError):
+            graph.delete(7)
+        with pytest.raises(errors.InvalidInputError):
+            graph.vectors([7])
+        graph.delete([each for each in range(100) if each != 7])
+        assert len(graph) == 0
+        assert (graph.search(base[:3], 4).ids == -1).all()
+        graph.merge()
+        assert len(graph) == 0
+        assert graph.add(base[:30]).tolist() == list(range(100, 130))
+        graph.merge()
+        assert living(graph) == list(range(100, 130))
+    with pytest.raises(errors.StoreNotFoundError):
+        espnx.graph.open_writer(tmp_path / "none")
+    with pytest.raises(errors.InvalidInputError):
+        espnx.graph.open_writer(tmp_path / "g", durability="some")
+
+
+def test_clusters_take_no_changes(tmp_path: Path) -> None:
+    small(tmp_path / "g", 300, clusters=3)
+    with pytest.raises(errors.InvalidInputError, match="clusters"):
+        espnx.graph.open_writer(tmp_path / "g")
+
+
+def test_one_writer_and_readers_that_keep_their_version(tmp_path: Path) -> None:
+    base = small(tmp_path / "g", codes="paged")
+    with espnx.graph.open_writer(tmp_path / "g", durability="group") as graph:
+        with pytest.raises(errors.StoreBusyError):
+            espnx.graph.open_writer(tmp_path / "g")
+        with espnx.graph.open(tmp_path / "g") as reader:
+            for merged in range(3):
+                graph.delete(range(50 * merged, 50 * merged + 50))
+                graph.add(base[:50])
+                graph.merge()
+            assert living(reader) == list(range(400))
+            assert set(reader.search(base[:9], 3, include=range(99)).ids.ravel()) <= set(range(99))
+            assert np.array_equal(reader.vectors([1, 399]), base[[1, 399]])
+            reader.verify()
+            assert reader.reload()
+            assert living(reader) == living(graph) == list(range(150, 550))
+            assert not reader.reload()
+    with espnx.graph.open_writer(tmp_path / "g") as graph:
+        assert len(graph) == 400
+
+
+def test_a_call_merges_what_goes_beyond_the_limit(tmp_path: Path) -> None:
+    base = small(tmp_path / "g")
+    with espnx.graph.open_writer(tmp_path / "g", pending_bytes=4096) as graph:
+        generation = graph.facts.generation
+        for _ in range(3):
+            graph.add(base[:300])
+        assert graph.facts.generation == generation + 3
+        assert len(graph) == 1300
+
+
+def test_logs_that_are_torn_damaged_or_foreign(tmp_path: Path) -> None:
+    base = small(tmp_path / "g", 100)
+    with espnx.graph.open_writer(tmp_path / "g") as graph:
+        graph.add(base[:3])
+        graph.delete([1, 101])
+        graph.add(base[3:4])
+        log = Path(log_path(graph.facts))
+    whole = log.read_bytes()
+    now = sorted({*range(100), 100, 102, 103} - {1})
+    for cut in (1, 30, RECORD.itemsize + 10):
+        log.write_bytes(whole[:-cut])
+        with espnx.graph.open_writer(tmp_path / "g") as graph:
+            assert graph.torn_bytes > 0
+            assert living(graph) == now[:-1]
+            assert graph.add(base[9:10]).tolist() == [103]
+        with espnx.graph.open(tmp_path / "g") as reader:
+            assert living(reader) == now
+    for at in (3, 60, len(whole) // 2):  # others behind it were written when it was on the device
+        data = bytearray(whole)
+        data[at] ^= 1
+        log.write_bytes(data)
+        with pytest.raises(errors.ChecksumError):
+            espnx.graph.open(tmp_path / "g")
+    log.write_bytes(whole)
+    small(tmp_path / "other", 100)
+    shutil.copy(log, tmp_path / "other" / log.name)
+    with pytest.raises(errors.ForeignFileError, match="another graph"):
+        espnx.graph.open(tmp_path / "other")
+    log.write_bytes(b"")
+    with espnx.graph.open_writer(tmp_path / "g") as graph:
+        assert living(graph) == list(range(100))
+
+
+def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = small(tmp_path / "g", 200)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with espnx.graph.open_writer(tmp_path / "g") as graph:
+        graph.add(base[:5])
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pwrite", full)
+            with pytest.raises(errors.DiskFullError):
+                graph.add(base[:1])
+        graph.delete([0])
+        ids = [*range(1, 205)]
+        assert living(graph) == ids
+        there = set(os.listdir(tmp_path / "g"))
+        for name in ("write", "sync"):
+            with monkeypatch.context() as patched:
+                patched.setattr(
+                    files.StreamWriter, name, lambda self, *_: full() if "v2" in self.path else 0
+                )
+                with pytest.raises(OSError, match="full"):
+                    graph.merge()
+            assert set(os.listdir(tmp_path / "g")) == there
+            assert living(graph) == ids
+        graph.merge()
+        assert living(graph) == ids
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fdatasync", full)
+            with pytest.raises(errors.DiskFullError):
+                graph.add(base[:1])
+        with pytest.raises(errors.StateError):  # nobody knows what is on the device
+            graph.add(base[:1])
+
+
+@pytest.mark.parametrize(
+    "kills", [5, pytest.param(100, marks=pytest.mark.sweep)], ids=["few", "many"]
+)
+def test_killed_at_any_moment(tmp_path: Path, processes: Forks, kills: int) -> None:
+    small(tmp_path / "first", 1000)
+    random = np.random.default_rng(0)
+    note, graph = tmp_path / "note", tmp_path / "g"
+    done = 600
+    for _ in range(kills):
+        if done >= 500:
+            shutil.rmtree(graph, ignore_errors=True)
+            shutil.copytree(tmp_path / "first", graph)
+            done = 0
+        note.unlink(missing_ok=True)
+        child = processes.start(what="changes", path=graph, note=note, first=done)
+        while not note.exists():
+            time.sleep(0.01)
+        time.sleep(random.uniform(0, 0.6))
+        os.kill(child, signal.SIGKILL)
+        processes.wait(child)
+        acknowledged = done + len(note.read_bytes()) // 4
+        with espnx.graph.open(graph) as opened:
+            ids = living(opened)
+            states = [_after(calls) for calls in (acknowledged, acknowledged + 1)]
+            assert ids in states
+            done = acknowledged + (ids != states[0])
+            added = change(max(0, (done - 1) // 3))[0]
+            if added[-1] in ids:
+                true = vectors_of(added)[10:].astype(np.float16)
+                assert np.array_equal(opened.vectors(added[10:]), true)
+
+
+def _after(calls: int) -> list[int]:
+    there = set(range(1000))
+    for call in range(calls):
+        added, gone, old = change(call // 3)
+        if call % 3 == 0:
+            there |= set(added)
+        elif call % 3 == 1:
+            there -= {*gone, old}
+    return sorted(there)
+
+
+@pytest.mark.sweep
+def test_ten_rounds_beside_a_fresh_build(tmp_path: Path) -> None:
+    """A fifth of the vectors is others after them; pages hold one node."""
+    n, dim = 3000, 96
+    base, more = clustered(n, dim), clustered(n // 5, dim, seed=5)
+    queries, random = clustered(100, dim, seed=1), np.random.default_rng(0)
+    known = dict(enumerate(base.astype(np.float16).astype(np.float32)))
+    espnx.graph.build(base, tmp_path / "g")
+    with espnx.graph.open_writer(tmp_path / "g", durability="none") as graph:
+        for rows in np.split(more.astype(np.float16).astype(np.float32), 10):
+            gone = random.choice(sorted(known), len(rows), replace=False)
+            graph.delete(gone)
+            for each in gone.tolist():
+                del known[each]
+            known |= dict(zip(graph.add(rows).tolist(), rows, strict=True))
+            graph.merge()
+        ids = np.array(sorted(known))
+        vectors = np.stack([known[each] for each in ids.tolist()])
+        true = ids[exact(vectors, queries, 10)]
+        espnx.graph.build(vectors, tmp_path / "fresh")
+        with espnx.graph.open(tmp_path / "fresh") as fresh:
+            assert fresh.facts.layout.nodes_per_page == 1
+            for length in (10, 14, 28):
+                ours = graph.search(queries, 10, list_size=length)
+                theirs = fresh.search(queries, 10, list_size=length)
+                assert recall_of(ours.ids, true) >= recall_of(ids[theirs.ids], true) - 0.01
+                assert ours.pages.mean() <= 1.05 * theirs.pages.mean()
