@@ -104,9 +104,7 @@ def _tanh(x):
 
 
 @triton.jit
-def _ruled(
-    scores, slope, position, row, SOFT_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr
-):
+def _ruled(scores, slope, position, row, SOFT_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr):
     """Scores ``[Q, T]`` of these rows as a soft cap and then slopes change them."""
     if SOFT_CAP > 0:
         scores = SOFT_CAP * _tanh(scores * (1.0 / SOFT_CAP))

@@ -271,13 +271,7 @@ def wide_attention_kernel(
     last = tl.load(last_position_ptr + at_position, mask=is_query & (has_last != 0), other=0)
     last = tl.where(has_last != 0, last, n_rows)
     position, slope = _query_places(
-        position_ptr,
-        slope_ptr,
-        at_position,
-        head * n_queries + q,
-        is_query,
-        HAS_WINDOW,
-        HAS_SLOPES,
+        position_ptr, slope_ptr, at_position, head * n_queries + q, is_query, HAS_WINDOW, HAS_SLOPES
     )
     v_begin, v_scale_begin = _v_begins(block_rows, K_BEGIN, D, FORMAT, IS_X, ITEM_BYTES)
     begin = split * split_rows
