@@ -17,10 +17,10 @@ slope    float32 ``[n_heads, n_queries]``, with HAS_SLOPES
 o        float32 ``[n_splits, n_heads, n_queries, DV]``
 lse      float32 ``[n_splits, n_heads, n_queries]``
 
-A score s becomes ``SOFT_CAP * tanh(s / SOFT_CAP)`` unless SOFT_CAP is 0, then with HAS_SLOPES row t
-adds ``slope * (t - position)`` to it. With HAS_WINDOW a query sees the ``window`` rows up to its own
-alone. These three are a model's, and make variants of their own: what a model does not have costs
-its inner loop nothing.
+A score s becomes ``SOFT_CAP * tanh(s / SOFT_CAP)`` unless SOFT_CAP is 0, then with HAS_SLOPES row
+t adds ``slope * (t - position)`` to it. With HAS_WINDOW a query sees the ``window`` rows up to its
+own alone. These three are a model's, and make variants of their own: what a model does not have
+costs its inner loop nothing.
 
 One program takes BLOCK_Q queries of one head over one of n_splits parts of its rows, in tiles of
 BLOCK_T. The parts are merged afterwards. Addresses are 64 bits wide. Rows of more than 256 values
@@ -507,69 +507,19 @@ def attention_kernel(
     offset_ptr = block_offset_bytes_ptr + head * n_blocks
     sequence_visible_ptr = visible_ptr + sequence * visible_stride
     best, total, sums = _attend(
-        query,
-        last,
-        position,
-        slope,
-        window,
-        buffer_ptr,
-        offset_ptr,
-        sequence_visible_ptr,
-        begin,
-        end,
-        block_rows,
-        visible_stride != 0,
-        v_begin,
-        v_scale_begin,
-        K_BEGIN,
-        D,
-        DV,
-        FORMAT,
-        PRECISION,
-        ALIGN_BYTES,
-        IN_BLOCK,
-        False,
-        SOFT_CAP,
-        HAS_WINDOW,
-        HAS_SLOPES,
-        BLOCK_Q,
-        BLOCK_T,
-        BLOCK_D,
-        BLOCK_DV,
-    )
+        query, last, position, slope, window, buffer_ptr, offset_ptr, sequence_visible_ptr, begin,
+        end, block_rows, visible_stride != 0, v_begin, v_scale_begin, K_BEGIN, D, DV, FORMAT,
+        PRECISION, ALIGN_BYTES, IN_BLOCK, False, SOFT_CAP, HAS_WINDOW, HAS_SLOPES, BLOCK_Q,
+        BLOCK_T, BLOCK_D, BLOCK_DV,
+    )  # fmt: skip
     if tl.max(tl.max((tl.abs(sums) < float("inf")).to(tl.int32) ^ 1, axis=1), axis=0) != 0:
         # Rare: a value of V is not finite. Who sees it is found out tile by tile.
         best, total, sums = _attend(
-            query,
-            last,
-            position,
-            slope,
-            window,
-            buffer_ptr,
-            offset_ptr,
-            sequence_visible_ptr,
-            begin,
-            end,
-            block_rows,
-            visible_stride != 0,
-            v_begin,
-            v_scale_begin,
-            K_BEGIN,
-            D,
-            DV,
-            FORMAT,
-            "ieee" if FORMAT == "fp32" else PRECISION,
-            ALIGN_BYTES,
-            False,
-            True,
-            SOFT_CAP,
-            HAS_WINDOW,
-            HAS_SLOPES,
-            BLOCK_Q,
-            16,
-            BLOCK_D,
-            BLOCK_DV,
-        )
+            query, last, position, slope, window, buffer_ptr, offset_ptr, sequence_visible_ptr,
+            begin, end, block_rows, visible_stride != 0, v_begin, v_scale_begin, K_BEGIN, D, DV,
+            FORMAT, "ieee" if FORMAT == "fp32" else PRECISION, ALIGN_BYTES, False, True, SOFT_CAP,
+            HAS_WINDOW, HAS_SLOPES, BLOCK_Q, 16, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
 
     place = (split.to(tl.int64) * tl.num_programs(0) + head) * n_queries + q
     _store_state(o_ptr, lse_ptr, place, is_query, best, total, sums, DV, BLOCK_DV)

@@ -1,5 +1,5 @@
-"""Attention over rows of more than 256 values in place: latent rows and X rows, which are K and V at
-once, and K and V rows of such a length.
+"""Attention over rows of more than 256 values in place: latent rows and X rows, which are K and V
+at once, and K and V rows of such a length.
 
 Arguments, results and parts as in ``attention.py``. A row's values do not fit beside one another in
 a program's registers: scores are summed over BLOCK_K values of K at a time, with the query's values
@@ -280,71 +280,20 @@ def wide_attention_kernel(
     offset_ptr = block_offset_bytes_ptr + head * n_blocks
     sequence_visible_ptr = visible_ptr + sequence * visible_stride
     best, total, sums, rest = _wide_attend(
-        query_rows,
-        is_query,
-        last,
-        position,
-        slope,
-        window,
-        buffer_ptr,
-        offset_ptr,
-        sequence_visible_ptr,
-        begin,
-        end,
-        block_rows,
-        visible_stride != 0,
-        v_begin,
-        v_scale_begin,
-        K_BEGIN,
-        D,
-        DV,
-        FORMAT,
-        PRECISION,
-        ALIGN_BYTES,
-        False,
-        SOFT_CAP,
-        HAS_WINDOW,
-        HAS_SLOPES,
-        BLOCK_Q,
-        BLOCK_T,
-        BLOCK_K,
-        BLOCK_DV,
-        BLOCK_REST,
-    )
+        query_rows, is_query, last, position, slope, window, buffer_ptr, offset_ptr,
+        sequence_visible_ptr, begin, end, block_rows, visible_stride != 0, v_begin, v_scale_begin,
+        K_BEGIN, D, DV, FORMAT, PRECISION, ALIGN_BYTES, False, SOFT_CAP, HAS_WINDOW, HAS_SLOPES,
+        BLOCK_Q, BLOCK_T, BLOCK_K, BLOCK_DV, BLOCK_REST,
+    )  # fmt: skip
     if _broken(sums) + _broken(rest) != 0:
         # Rare: a value of V is not finite. Who sees it is found out tile by tile.
         best, total, sums, rest = _wide_attend(
-            query_rows,
-            is_query,
-            last,
-            position,
-            slope,
-            window,
-            buffer_ptr,
-            offset_ptr,
-            sequence_visible_ptr,
-            begin,
-            end,
-            block_rows,
-            visible_stride != 0,
-            v_begin,
-            v_scale_begin,
-            K_BEGIN,
-            D,
-            DV,
-            FORMAT,
-            "ieee" if FORMAT == "fp32" else PRECISION,
-            ALIGN_BYTES,
-            True,
-            SOFT_CAP,
-            HAS_WINDOW,
-            HAS_SLOPES,
-            BLOCK_Q,
-            16,
-            BLOCK_K,
-            BLOCK_DV,
+            query_rows, is_query, last, position, slope, window, buffer_ptr, offset_ptr,
+            sequence_visible_ptr, begin, end, block_rows, visible_stride != 0, v_begin,
+            v_scale_begin, K_BEGIN, D, DV, FORMAT, "ieee" if FORMAT == "fp32" else PRECISION,
+            ALIGN_BYTES, True, SOFT_CAP, HAS_WINDOW, HAS_SLOPES, BLOCK_Q, 16, BLOCK_K, BLOCK_DV,
             BLOCK_REST,
-        )
+        )  # fmt: skip
     place = (split.to(tl.int64) * tl.num_programs(0) + head) * n_queries + q
     _store_state(o_ptr, lse_ptr, place, is_query, best, total, sums, DV, BLOCK_DV)
     if DV > BLOCK_DV:

@@ -1,5 +1,5 @@
-"""The CUDA version of the attention op: checks, allocates, launches ``kernels/attention.py`` or, for
-rows of more than 256 values, ``kernels/wide_attention.py``, and merges the parts."""
+"""The CUDA version of the attention op: checks, allocates, launches ``kernels/attention.py`` (for
+rows of more than 256 values ``kernels/wide_attention.py``), merges the parts."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from .cuda import DIM_MAX as CUDA_DIM_MAX
 from .cuda import ScoreRules, attention_triton
 from .rows import Queries, RowsInMemory
 
-
 #: Types of devices on which the op knows more of scores than products and masks.
 _RULED = ("cuda",)
 
