@@ -94,6 +94,7 @@ def test_wide_rows(fmt: str, d: int, dv: int) -> None:
     assert_close(case, run(case, n_splits=2), **PRECISION)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", DTYPES)
 @pytest.mark.parametrize("at", [5, 570])
 def test_not_finite_wide(fmt: str, at: int) -> None:
