@@ -1,7 +1,7 @@
 """What every variant takes of a multiprocessor, and how fast it can be at most: the table in
 tests/data/kernels.json, and the page that shows it.
 
-``python -m tests.ops.compiled.table`` compiles all of them and writes both.
+``python -m tests.kernels.table`` compiles all of them and writes both.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import triton
 
-from tests.ops.compiled.bounds import MEMORY_BYTES_S, RATE_MIN, bounds
-from tests.ops.compiled.sass import analysed
-from tests.ops.compiled.variants import CAPABILITIES, VARIANTS
+from tests.kernels.bounds import MEMORY_BYTES_S, RATE_MIN, bounds
+from tests.kernels.sass import analysed
+from tests.kernels.variants import CAPABILITIES, VARIANTS
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "data" / "kernels.json"
 PAGE = ROOT / "docs" / "measured" / "kernels.md"
 BEGIN, END = "<!-- kernel-bounds -->\n", "<!-- /kernel-bounds -->"

@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("triton", reason="triton has no wheel for this machine's processor")
 
-from tests.ops.compiled.bounds import bounds
-from tests.ops.compiled.sass import analysed, main_loop, mma_flop
-from tests.ops.compiled.table import PAGE, page_with, stored
-from tests.ops.compiled.variants import CAPABILITIES, TESTED, VARIANTS, Variant
+from tests.kernels.bounds import bounds
+from tests.kernels.sass import analysed, main_loop, mma_flop
+from tests.kernels.table import PAGE, page_with, stored
+from tests.kernels.variants import CAPABILITIES, TESTED, VARIANTS, Variant
 
 SHARED_BYTES_MAX = {80: 163 * 1024, 90: 227 * 1024}
 #: Variants that are to meet the bar and do not; docs/measured/kernels.md says by how much, and why.
@@ -51,7 +51,7 @@ def test_like_the_table(capability: int, variant: Variant) -> None:
     (expected,) = (
         row for row in stored() if (row["variant"], row["sm"]) == (variant.name, capability)
     )
-    assert found == expected, "python -m tests.ops.compiled.table writes the table anew"
+    assert found == expected, "python -m tests.kernels.table writes the table anew"
     assert found["shared_bytes"] <= SHARED_BYTES_MAX[capability]
     ptx = variant.compile(capability).asm["ptx"]
     if variant.name.startswith("attention fp32"):
