@@ -11,11 +11,20 @@ buffer   uint8 ``[bytes]``; block b of a head begins at byte ``block_offset_byte
          V's scales (int8 alone) at 0 and V_SCALE_BEGIN
 n_rows   int64 ``[n_sequences]``; visible uint8 ``[n_sequences, visible_stride]``, none where that
          is 0; last_position int64 ``[n_sequences, q_len]``, none unless has_last
+position int64 ``[n_sequences, q_len]``: where each query stands, counted from its sequence's first
+         row; for a window and slopes alone
+slope    float32 ``[n_heads, n_queries]``, with HAS_SLOPES
 o        float32 ``[n_splits, n_heads, n_queries, DV]``
 lse      float32 ``[n_splits, n_heads, n_queries]``
 
+A score s becomes ``SOFT_CAP * tanh(s / SOFT_CAP)`` unless SOFT_CAP is 0, then with HAS_SLOPES row
+t adds ``slope * (t - position)`` to it. With HAS_WINDOW a query sees the ``window`` rows up to its
+own alone. These three are a model's, and make variants of their own: what a model does not have
+costs its inner loop nothing.
+
 One program takes BLOCK_Q queries of one head over one of n_splits parts of its rows, in tiles of
-BLOCK_T. The parts are merged afterwards. Addresses are 64 bits wide.
+BLOCK_T. The parts are merged afterwards. Addresses are 64 bits wide. Rows of more than 256 values
+are for ``wide_attention.py``.
 """
 
 import triton
@@ -35,10 +44,11 @@ def _rows_tile(
     BLOCK: tl.constexpr,
     FORMAT: tl.constexpr,
     PER_ROW: tl.constexpr,
+    first_column=0,
 ):
     """Rows of a tile decoded to float32, ``[T, BLOCK]``; zeros for rows and columns that are not
     there."""
-    column = tl.arange(0, BLOCK)
+    column = first_column + tl.arange(0, BLOCK)
     at = in_block[:, None] * WIDTH + column[None, :]
     mask = is_row[:, None] & (column < WIDTH)[None, :]
     first = base + begin
@@ -81,6 +91,49 @@ def _not_finite(p, values, seen):
 
 
 @triton.jit
+def _tanh(x):
+    """Good to a few units in the last place also near 0, where 1 - e^-2x would lose all."""
+    size = tl.abs(x)
+    square = x * x
+    # Taylor's series up to x^9: off by 2^-27 at most below 1/4
+    series = square * (62.0 / 2835.0) - 17.0 / 315.0
+    series = (series * square + 2.0 / 15.0) * square - 1.0 / 3.0
+    e = tl.exp(-2.0 * size)
+    far = (1.0 - e) / (1.0 + e)
+    return tl.where(size < 0.25, x + x * square * series, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _ruled(scores, slope, position, row, SOFT_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr):
+    """Scores ``[Q, T]`` of these rows as a soft cap and then slopes change them."""
+    if SOFT_CAP > 0:
+        scores = SOFT_CAP * _tanh(scores * (1.0 / SOFT_CAP))
+    if HAS_SLOPES:
+        scores += slope[:, None] * (row[None, :] - position[:, None]).to(tl.float32)
+    return scores
+
+
+@triton.jit
+def _query_places(
+    position_ptr,
+    slope_ptr,
+    at_position,
+    at_slope,
+    is_query,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+):
+    """Positions int32 ``[Q]`` and slopes float32 ``[Q]`` of queries; zeros where nobody asks."""
+    position = tl.zeros_like(is_query.to(tl.int32))
+    slope = position.to(tl.float32)
+    if HAS_WINDOW or HAS_SLOPES:
+        position = tl.load(position_ptr + at_position, mask=is_query, other=0).to(tl.int32)
+    if HAS_SLOPES:
+        slope = tl.load(slope_ptr + at_slope, mask=is_query, other=0.0)
+    return position, slope
+
+
+@triton.jit
 def _rescaled(best, total, scores, SHIFT: tl.constexpr):
     """Online softmax: (the new peaks, the new sums, what older sums are worth now, the scores'
     weights, e^SHIFT at most)."""
@@ -94,11 +147,20 @@ def _rescaled(best, total, scores, SHIFT: tl.constexpr):
 
 @triton.jit
 def _store_state(
-    o_ptr, lse_ptr, place, is_query, best, total, sums, DV: tl.constexpr, BLOCK_DV: tl.constexpr
+    o_ptr,
+    lse_ptr,
+    place,
+    is_query,
+    best,
+    total,
+    sums,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    FIRST_COLUMN: tl.constexpr = 0,
 ):
     """Writes o, normalised, and its log-sum-exp; zeros and -inf for a query that saw nothing."""
     is_empty = total == 0
-    column = tl.arange(0, BLOCK_DV)
+    column = FIRST_COLUMN + tl.arange(0, BLOCK_DV)
     o = tl.where(is_empty[:, None], 0.0, sums / total[:, None])
     tl.store(
         o_ptr + place[:, None] * DV + column[None, :],
@@ -206,10 +268,16 @@ def _weighed(sums, p, rows, scales, FORMAT: tl.constexpr, PRECISION: tl.constexp
 
 @triton.jit
 def _stored_tile(
-    base, begin, in_block, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
+    base,
+    begin,
+    in_block,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    first_column=0,
 ):
     """Rows of a tile as they are stored, ``[T, BLOCK]``; zeros in columns that are not there."""
-    column = tl.arange(0, BLOCK)
+    column = first_column + tl.arange(0, BLOCK)
     if FORMAT == "fp16":
         first = (base + begin).to(tl.pointer_type(tl.float16))
     elif FORMAT == "bf16":
@@ -240,6 +308,9 @@ def _block_of(begin, lane, block_rows, inverse):
 def _attend(
     query,
     last,
+    position,
+    slope,
+    window,
     buffer_ptr,
     offset_ptr,
     visible_ptr,
@@ -257,6 +328,9 @@ def _attend(
     ALIGN_BYTES: tl.constexpr,
     IN_BLOCK: tl.constexpr,
     CAREFUL: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -286,6 +360,8 @@ def _attend(
         t = tl.minimum(tile + lane, end - 1)
         is_visible = tl.load(visible_ptr + t, mask=has_visible, other=1) != 0
         seen = tl.where(is_visible, tile + lane, 2147483647)[None, :] <= last[:, None]
+        if HAS_WINDOW:
+            seen = seen & ((tile + lane)[None, :] > (position - window)[:, None])
         if IN_BLOCK:
             offset = tl.load(offset_ptr + tile // block_rows)
             base = buffer_ptr + tl.multiple_of(offset, ALIGN_BYTES) + tl.zeros_like(lane)
@@ -305,6 +381,7 @@ def _attend(
         else:
             rows = _rows_tile(base, K_BEGIN, 0, in_block, lane < BLOCK_T, D, BLOCK_D, FORMAT, False)
             products = tl.dot(query, tl.trans(rows), input_precision=PRECISION)
+        products = _ruled(products, slope, position, tile + lane, SOFT_CAP, HAS_SLOPES)
         scores = tl.where(seen, products, float("-inf"))
         best, total, alpha, p = _rescaled(best, total, scores, SHIFT)
         if IS_PLAIN:
@@ -356,6 +433,7 @@ def _v_begins(
         "split_rows",
         "visible_stride",
         "has_last",
+        "window",
     ]
 )
 def attention_kernel(
@@ -365,6 +443,8 @@ def attention_kernel(
     n_rows_ptr,
     visible_ptr,
     last_position_ptr,
+    position_ptr,
+    slope_ptr,
     o_ptr,
     lse_ptr,
     n_kv,
@@ -375,6 +455,7 @@ def attention_kernel(
     split_rows,
     visible_stride,
     has_last,
+    window,
     K_BEGIN: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -384,6 +465,9 @@ def attention_kernel(
     ALIGN_BYTES: tl.constexpr,
     ITEM_BYTES: tl.constexpr,
     IN_BLOCK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -404,6 +488,15 @@ def attention_kernel(
         last_position_ptr + sequence * q_len + q % q_len, mask=is_query & (has_last != 0), other=0
     )
     last = tl.where(has_last != 0, last, n_rows)
+    position, slope = _query_places(
+        position_ptr,
+        slope_ptr,
+        sequence * q_len + q % q_len,
+        head * n_queries + q,
+        is_query,
+        HAS_WINDOW,
+        HAS_SLOPES,
+    )
     v_begin, v_scale_begin = _v_begins(block_rows, K_BEGIN, D, FORMAT, IS_X, ITEM_BYTES)
     if IN_BLOCK:
         # block_rows is a multiple of 4 then, and D of 8.
@@ -414,57 +507,19 @@ def attention_kernel(
     offset_ptr = block_offset_bytes_ptr + head * n_blocks
     sequence_visible_ptr = visible_ptr + sequence * visible_stride
     best, total, sums = _attend(
-        query,
-        last,
-        buffer_ptr,
-        offset_ptr,
-        sequence_visible_ptr,
-        begin,
-        end,
-        block_rows,
-        visible_stride != 0,
-        v_begin,
-        v_scale_begin,
-        K_BEGIN,
-        D,
-        DV,
-        FORMAT,
-        PRECISION,
-        ALIGN_BYTES,
-        IN_BLOCK,
-        False,
-        BLOCK_Q,
-        BLOCK_T,
-        BLOCK_D,
-        BLOCK_DV,
-    )
+        query, last, position, slope, window, buffer_ptr, offset_ptr, sequence_visible_ptr, begin,
+        end, block_rows, visible_stride != 0, v_begin, v_scale_begin, K_BEGIN, D, DV, FORMAT,
+        PRECISION, ALIGN_BYTES, IN_BLOCK, False, SOFT_CAP, HAS_WINDOW, HAS_SLOPES, BLOCK_Q,
+        BLOCK_T, BLOCK_D, BLOCK_DV,
+    )  # fmt: skip
     if tl.max(tl.max((tl.abs(sums) < float("inf")).to(tl.int32) ^ 1, axis=1), axis=0) != 0:
         # Rare: a value of V is not finite. Who sees it is found out tile by tile.
         best, total, sums = _attend(
-            query,
-            last,
-            buffer_ptr,
-            offset_ptr,
-            sequence_visible_ptr,
-            begin,
-            end,
-            block_rows,
-            visible_stride != 0,
-            v_begin,
-            v_scale_begin,
-            K_BEGIN,
-            D,
-            DV,
-            FORMAT,
-            "ieee" if FORMAT == "fp32" else PRECISION,
-            ALIGN_BYTES,
-            False,
-            True,
-            BLOCK_Q,
-            16,
-            BLOCK_D,
-            BLOCK_DV,
-        )
+            query, last, position, slope, window, buffer_ptr, offset_ptr, sequence_visible_ptr,
+            begin, end, block_rows, visible_stride != 0, v_begin, v_scale_begin, K_BEGIN, D, DV,
+            FORMAT, "ieee" if FORMAT == "fp32" else PRECISION, ALIGN_BYTES, False, True, SOFT_CAP,
+            HAS_WINDOW, HAS_SLOPES, BLOCK_Q, 16, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
 
     place = (split.to(tl.int64) * tl.num_programs(0) + head) * n_queries + q
     _store_state(o_ptr, lse_ptr, place, is_query, best, total, sums, DV, BLOCK_DV)

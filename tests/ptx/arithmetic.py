@@ -160,9 +160,13 @@ def one(instruction: Instruction, slots: Slots) -> Step:
 def extremes(instruction: Instruction, slots: Slots) -> Step:
     """A number beside a NaN is the result, unless the instruction says NaN."""
     is_min, keeps_nan = instruction.parts[0] == "min", "NaN" in instruction.parts
-    kind = _known(instruction.parts, "NaN", "ftz")
+    kind = _known(instruction.parts, "NaN", "ftz", "relu")
     plain = np.minimum if is_min else np.maximum
     function = plain if kind[0] != "f" or keeps_nan else np.fmin if is_min else np.fmax
+    if "relu" in instruction.parts:  # then nothing below 0
+        if kind != "s32":
+            raise Unknown(instruction.opcode)
+        return _apply(instruction, slots, [kind, kind], lambda a, b: np.maximum(function(a, b), 0))
     return _apply(instruction, slots, [kind, kind], function)
 
 

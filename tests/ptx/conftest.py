@@ -23,26 +23,27 @@ def launch(triton_cache: None, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     from espnx.kernels.attention import attention_kernel
     from espnx.kernels.crc32c import crc32c_kernel
     from espnx.kernels.maxsim import maxsim_kernel
+    from espnx.kernels.wide_attention import wide_attention_kernel
     from espnx.ops.attention.cuda import attention_triton
     from espnx.ops.crc32c.cuda import crc32c_triton
     from espnx.ops.maxsim.cuda import maxsim_triton
     from tests.ptx.launching import Launched, module_of
 
     launchers = {
-        attention_triton: attention_kernel,
-        crc32c_triton: crc32c_kernel,
-        maxsim_triton: maxsim_kernel,
+        attention_triton: (attention_kernel, wide_attention_kernel),
+        crc32c_triton: (crc32c_kernel,),
+        maxsim_triton: (maxsim_kernel,),
     }
 
     def launch(change: Callable[[str], str] | None = None) -> list[Launched]:
         found = []
-        for launcher, kernel in launchers.items():
-            launched = Launched(kernel, change)
+        for launcher, kernels in launchers.items():
+            launched = [Launched(kernel, change) for kernel in kernels]
             module = module_of(launched)
             monkeypatch.setattr(
                 sys.modules[launcher.__module__], "load_kernel", lambda name, m=module: m
             )
-            found.append(launched)
+            found += launched
         return found
 
     launch()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -129,6 +129,6 @@ def stored_parameters(kernel: Any) -> set[str]:
     return {"score_ptr", "crc_ptr", "o_ptr", "lse_ptr"} & set(kernel.arg_names)
 
 
-def module_of(launched: Launched) -> types.SimpleNamespace:
-    """What stands in for the module that an op's launcher asks for its kernel."""
-    return types.SimpleNamespace(**{launched.kernel.__name__: launched})
+def module_of(launched: Sequence[Launched]) -> types.SimpleNamespace:
+    """What stands in for the modules that an op's launcher asks for its kernels."""
+    return types.SimpleNamespace(**{each.kernel.__name__: each for each in launched})

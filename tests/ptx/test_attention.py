@@ -4,12 +4,16 @@ of docs/tolerances.md."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from espnx.errors import NotConformingError
 from espnx.ops.attention import cuda
+from tests.device.rows import assert_right
+from tests.ops.attention.ruled import DTYPES, RULES, WIDTHS, by_kernel, check_rules, ruled_case
 from tests.ops.attention.test_attention import FORMATS, assert_close, causal, make_case
 from tests.ops.attention.test_kernel import PRECISION, case_dtype, run
 from tests.ptx.program import Fault
@@ -53,6 +57,58 @@ def test_prefill(fmt: str) -> None:
 def test_x_rows(fmt: str) -> None:
     case = make_case(n_rows=[50], n_kv=1, d=256, dv=0, q_len=5, fmt=fmt, gap_bytes=0)
     assert_close(case, run(case), **PRECISION)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("fmt", DTYPES)
+@pytest.mark.parametrize(("d", "dv"), WIDTHS)
+@pytest.mark.parametrize("names", RULES, ids="-".join)
+@pytest.mark.parametrize("n", [1, 16])
+def test_scores_of_models(
+    monkeypatch: pytest.MonkeyPatch, fmt: str, d: int, dv: int, names: tuple[str, ...], n: int
+) -> None:
+    check_rules(monkeypatch, fmt, d, dv, n, names)
+
+
+@pytest.mark.parametrize("name", ["soft_cap", "slopes", "window"])
+def test_a_rule_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    look, rows = ruled_case("fp16", 64, 64, 3, (name,), 69)
+    plain = replace(look, **{name: None, "last_position": look.position})
+    with pytest.raises(NotConformingError, match="times the bound"):
+        assert_right(by_kernel(monkeypatch, plain, rows), [], look, rows)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("d", [8, 40, 80, 96, 112])
+@pytest.mark.parametrize("fmt", ["fp16", "int8"])
+def test_every_multiple_of_8(fmt: str, d: int) -> None:
+    case = make_case(n_rows=[33], n_kv=1, group=16, d=d, fmt=fmt, block_rows=32, gap_bytes=16)
+    assert_close(case, run(case), **PRECISION)
+
+
+@pytest.mark.sampled(1)
+@FORMATS
+@pytest.mark.parametrize(("d", "dv"), [(576, 576), (264, 8), (8, 1024), (1024, 1024)])
+def test_wide_rows(fmt: str, d: int, dv: int) -> None:
+    case = causal(make_case(n_rows=[0, 1, 40], n_kv=1, d=d, dv=dv, q_len=3, fmt=fmt, gap_bytes=16))
+    assert_close(case, run(case, n_splits=2), **PRECISION)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("fmt", DTYPES)
+@pytest.mark.parametrize("at", [5, 570])
+def test_not_finite_wide(fmt: str, at: int) -> None:
+    """In K rows' first and last values, and V rows' first and second piece; seen by the last two of
+    three queries."""
+    case = causal(
+        make_case(n_rows=[20], q_len=3, d=576, dv=0, n_kv=1, fmt=fmt, block_rows=32, gap_bytes=0)
+    )
+    rows = case.buffer.view(DTYPES[fmt]).view(32, 576)
+    rows[18, at] = torch.nan
+    o, lse = run(case)
+    assert_close(case, (o, lse), **PRECISION)
+    assert lse[0, 0].isnan().tolist() == [False, True, True]
+    assert o[0, 0, 0].isfinite().all()
 
 
 @FORMATS

@@ -15,7 +15,7 @@ import torch
 from espnx.ops import crc32c_ranges_reference, maxsim_reference
 from espnx.ops.crc32c.cuda import crc32c_triton
 from espnx.ops.maxsim.cuda import maxsim_triton
-from tests.ops.attention.test_attention import assert_close, make_case
+from tests.ops.attention.test_attention import assert_close, causal, make_case
 from tests.ops.attention.test_kernel import PRECISION, case_dtype, run
 from tests.ops.records import normals, scatter
 from tests.ops.tolerances import assert_scores_close, maxsim_bound
@@ -49,6 +49,19 @@ def attends(fmt: str, group: int, d: int) -> None:
         assert_close(case, run(case), **PRECISION)
 
 
+def attends_widely() -> None:
+    """X rows in two pieces, of several tiles and of one row; the last query alone sees an
+    infinity."""
+    for n_rows in (40, 1):
+        case = causal(
+            make_case(n_rows=[n_rows], q_len=2, n_kv=1, d=272, dv=0, gap_bytes=0, block_rows=8)
+        )
+        assert_close(case, run(case), **PRECISION)
+        case.buffer.view(torch.float16).view(-1, 272)[n_rows - 1, 5] = torch.inf
+        case.query[..., 5] = 0.5
+        assert_close(case, run(case), **PRECISION)
+
+
 def sums(unit: int) -> None:
     """Several rounds, and less than one."""
     sizes, offsets = torch.tensor([258, 1]) * unit, torch.tensor([0, 258]) * unit
@@ -69,6 +82,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "attention bf16": lambda: attends("bf16", 3, 24),
     "attention int8": lambda: attends("int8", 3, 24),
     "attention fp32": lambda: attends("fp32", 3, 24),
+    "attention of wide rows": attends_widely,
     "crc32c of words": lambda: sums(4),
     "crc32c of bytes": lambda: sums(1),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...ops.attention.running import RunningAttention, matrix_attention
+from ...ops.attention.running import RunningAttention
 from ..row_layout import RowLayout
 from .plan import Chains, RowReads
 
@@ -22,8 +22,8 @@ class GroupAttention(RunningAttention):
         """The rows of a group of blocks, which follow one another in `memory`."""
         layout, chains = rows.layout, rows.chains(group)
         pair = chains.sequence * self._shape[1] + chains.head
-        if self.is_wide(layout.d, layout.dv):
-            self._add_wide(layout, chains, pair, memory)
+        if not self.takes(layout.d, layout.dv):
+            self._add_unpacked(layout, chains, pair, memory)
             return
         offsets = torch.from_numpy(np.maximum(chains.blocks, 0) * layout.block_bytes)
         self.add_blocks(
@@ -37,7 +37,7 @@ class GroupAttention(RunningAttention):
             dv=0 if layout.is_shared else layout.dv,
         )
 
-    def _add_wide(
+    def _add_unpacked(
         self, layout: RowLayout, chains: Chains, pair: np.ndarray, memory: torch.Tensor
     ) -> None:
         """Rows that the kernel does not take, some blocks of every chain at a time."""
@@ -53,11 +53,6 @@ class GroupAttention(RunningAttention):
             k, v = layout.unpack(
                 stored[torch.from_numpy(blocks).to(memory.device, non_blocking=True)], count
             )
-            seen = self.seen(
-                pair[mine],
-                chains.first_position[mine],
-                chains.n_rows[mine],
-                first_row,
-                first_row + count,
+            self.add_matrices(
+                pair[mine], chains.first_position[mine], chains.n_rows[mine], k, v, first_row
             )
-            self.fold(pair[mine], *matrix_attention(self.chosen(self._q, pair[mine]), k, v, seen))

@@ -66,7 +66,14 @@ class GpuRowDevice(RowFileDevice):
     is used up.
     """
 
-    capabilities = Capabilities(attends_unlike_widths=True, attends_latent=True, keeps=True)
+    capabilities = Capabilities(
+        attends_window=True,
+        attends_soft_cap=True,
+        attends_slopes=True,
+        attends_unlike_widths=True,
+        attends_latent=True,
+        keeps=True,
+    )
 
     def __init__(
         self,

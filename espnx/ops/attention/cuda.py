@@ -1,10 +1,10 @@
-"""The CUDA version of the attention op: checks, allocates, launches ``kernels/attention.py``,
-merges the parts."""
+"""The CUDA version of the attention op: checks, allocates, launches ``kernels/attention.py`` (for
+rows of more than 256 values ``kernels/wide_attention.py``), merges the parts."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,16 +12,56 @@ from ...errors import InvalidInputError
 from .._native import load_kernel
 from .checks import ROW_FORMATS, block_bytes, check_arguments, check_inside, check_rows
 
-DIM_MAX = 256  # a program holds whole rows
+DIM_MAX = 1024  # a program holds the sums of whole rows
+_NARROW_DIM_MAX = 256  # and rows up to this length as they come
 _SPLIT_ROWS_MIN = 512
 # As many as fit at once on the 132 multiprocessors of an H200: more would wait for the first.
 _PROGRAMS_WANTED = {"fp16": 396, "bf16": 396, "fp32": 396, "int8": 264}
 _HEADS_MAX = 2**31 - 1  # CUDA's largest grid; in its other two dimensions 65535
 
 
+class ScoreRules(NamedTuple):
+    """What changes the scores of the queries of a call, and which rows they see, beside masks.
+
+    Attributes:
+        soft_cap: a score s becomes soft_cap * tanh(s / soft_cap); 0: it stays.
+        window: a query sees so many rows, its own the last; 0: all.
+        position: int64 [B, q]: the row at which each query stands, counted from its sequence's
+            first, and perhaps beyond its last; for a window and slopes, else None.
+        slopes: float32 [B, H, q]: row t adds slope * (t - position) to its score; None: nothing.
+    """
+
+    soft_cap: float = 0.0
+    window: int = 0
+    position: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+
+
+NO_RULES = ScoreRules()
+
+
+def is_wide(d: int, dv: int) -> bool:
+    """Whether rows of these lengths are for ``kernels/wide_attention.py``."""
+    return max(d, dv) > _NARROW_DIM_MAX
+
+
+def _wide_shape(dv: int, fmt: str) -> dict[str, int]:
+    whole = 1 << (dv.bit_length() - 1)
+    rest = dv - whole
+    return {
+        "BLOCK_Q": 16,
+        "BLOCK_T": 32 if fmt in ("fp16", "bf16") else 16,
+        "BLOCK_K": 64,
+        "BLOCK_DV": max(16, whole),
+        "BLOCK_REST": max(16, 1 << (rest - 1).bit_length()) if rest else 16,
+    }
+
+
 def launch_shape(n_queries: int, d: int, dv: int, fmt: str) -> dict[str, int]:
     """Block sizes. The least that a tensor core takes is 16 each way; wide rows and many queries
     come in smaller tiles, or they would not fit in registers."""
+    if is_wide(d, dv):
+        return _wide_shape(dv, fmt)
     widest = max(d, dv)
     is_fp32 = fmt == "fp32"
     queries_max = 16 if is_fp32 else 64 if widest <= 128 else 32
@@ -43,7 +83,9 @@ def launch_shape(n_queries: int, d: int, dv: int, fmt: str) -> dict[str, int]:
 def launch_options(n_queries: int, d: int, dv: int, fmt: str) -> dict[str, int]:
     """Stages of the loop over tiles (that many less one are loaded ahead, and where rows are comes
     a stage before them), and registers: so many that three programs fit on a multiprocessor."""
-    if max(d, dv) > 128:
+    if is_wide(d, dv):
+        options = {"num_stages": 1, "num_warps": 8}
+    elif max(d, dv) > 128:
         options = {"num_stages": 1}
     elif fmt == "int8" or n_queries > 16:
         options = {"num_stages": 2}
@@ -65,6 +107,15 @@ def row_constants(fmt: str, d: int, dv: int) -> dict[str, Any]:
     }
 
 
+def rule_constants(rules: ScoreRules) -> dict[str, Any]:
+    """What the kernel is told about a model's scores."""
+    return {
+        "SOFT_CAP": float(rules.soft_cap),
+        "HAS_WINDOW": rules.window != 0,
+        "HAS_SLOPES": rules.slopes is not None,
+    }
+
+
 def attention_triton(
     query: torch.Tensor,
     buffer: torch.Tensor,
@@ -79,10 +130,12 @@ def attention_triton(
     threads: int = 0,
     *,
     n_splits: int | None = None,
+    rules: ScoreRules = NO_RULES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`espnx.ops.attention` by Triton: CUDA tensors, or CPU tensors in Triton's interpreter.
     ``threads`` has no meaning here."""
     check_arguments(query, buffer, block_offset_bytes, n_rows, visible, last_position)
+    _check_rules(rules, query)
     batch, heads, q_len, d = query.shape
     check_rows(block_rows, d, dv, fmt)
     if max(d, dv) > DIM_MAX:
@@ -123,15 +176,19 @@ def attention_triton(
     o = torch.empty((splits, n_heads, n_queries, width), dtype=torch.float32, device=query.device)
     lse = torch.empty((splits, n_heads, n_queries), dtype=torch.float32, device=query.device)
     unused = torch.empty(1, dtype=torch.int64, device=query.device)
-    kernel: Any = load_kernel("attention")
+    kernel = _kernel_for(d, width)
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
-        kernel.attention_kernel[(n_heads, q_blocks, splits)](
+        kernel[(n_heads, q_blocks, splits)](
             (query.float() * scale).contiguous(),
             buffer,
             _there(block_offset_bytes, query.device),
             _there(n_rows, query.device),
             unused.view(torch.uint8) if visible is None else _there(visible, query.device),
             unused if last_position is None else _there(last_position, query.device),
+            unused if rules.position is None else _there(rules.position, query.device),
+            unused.view(torch.float32)
+            if rules.slopes is None
+            else _there(rules.slopes, query.device),
             o,
             lse,
             n_kv,
@@ -142,15 +199,63 @@ def attention_triton(
             split_rows,
             0 if visible is None else visible.shape[1],
             int(last_position is not None),
+            rules.window,
             ALIGN_BYTES=align_bytes,
-            IN_BLOCK=fmt == "int8" and block_rows % (4 if n_blocks == 1 else shape["BLOCK_T"]) == 0,
+            **_block_constants(d, width, fmt, block_rows, n_blocks, shape["BLOCK_T"]),
             enable_fp_fusion=True,
             **launch_options(n_queries, d, width, fmt),
             **row_constants(fmt, d, dv),
+            **rule_constants(rules),
             **shape,
         )
     o, lse = _merged(o, lse)
     return o.view(batch, heads, q_len, width), lse.view(batch, heads, q_len)
+
+
+def _kernel_for(d: int, dv: int) -> Any:
+    if is_wide(d, dv):
+        wide: Any = load_kernel("wide_attention")
+        return wide.wide_attention_kernel
+    narrow: Any = load_kernel("attention")
+    return narrow.attention_kernel
+
+
+def _block_constants(
+    d: int, dv: int, fmt: str, block_rows: int, n_blocks: int, tile_rows: int
+) -> dict[str, bool]:
+    """Whether a tile's rows are all of one block, whose scales they share."""
+    if is_wide(d, dv):
+        return {}
+    return {"IN_BLOCK": fmt == "int8" and block_rows % (4 if n_blocks == 1 else tile_rows) == 0}
+
+
+def _check_rules(rules: ScoreRules, query: torch.Tensor) -> None:
+    """Raises InvalidInputError unless the rules fit the queries."""
+    batch, heads, q_len, _ = query.shape
+    if not 0 <= rules.soft_cap < float("inf"):
+        raise InvalidInputError(
+            "attention soft_cap", got=rules.soft_cap, expected="a finite number above 0, or 0"
+        )
+    if not 0 <= rules.window < 2**31:
+        raise InvalidInputError(
+            "attention window", got=rules.window, expected="1 to 2147483647 rows, or 0"
+        )
+    if rules.position is None and (rules.window or rules.slopes is not None):
+        raise InvalidInputError(
+            "attention with a window or slopes",
+            got="no position",
+            expected=f"int64 [{batch}, {q_len}], where each query stands",
+        )
+    for name, tensor, dtype, shape in (
+        ("position", rules.position, torch.int64, (batch, q_len)),
+        ("slopes", rules.slopes, torch.float32, (batch, heads, q_len)),
+    ):
+        if tensor is not None and (tensor.dtype != dtype or tensor.shape != shape):
+            raise InvalidInputError(
+                f"attention {name}",
+                got=f"{tensor.dtype} {list(tensor.shape)}",
+                expected=f"{dtype} {list(shape)}",
+            )
 
 
 def _there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -8,14 +8,8 @@ from __future__ import annotations
 import torch
 
 from .._native import load_extension
-from .rows import (
-    Queries,
-    RowsInMemory,
-    attend_rows_reference,
-    check_rows_in_memory,
-    native_arguments,
-)
-from .running import RunningAttention, is_plain
+from .rows import Queries, RowsInMemory, check_rows_in_memory, native_arguments
+from .running import RunningAttention
 
 
 def attend_rows(
@@ -39,8 +33,6 @@ def attend_rows(
     check_rows_in_memory(queries, rows)
     if queries.q.device.type == "cpu":
         return load_extension().attend_rows(None, -1, **native_arguments(queries, rows, threads))
-    if not is_plain(queries):
-        return attend_rows_reference(queries, rows)
     running = RunningAttention(queries, queries.q.device)
     if rows is not None:
         running.add_rows(rows)

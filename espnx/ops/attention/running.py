@@ -1,6 +1,6 @@
 """Attention of some queries on a torch device, over rows in blocks or in memory, part by part,
-merged exactly: the attention op where its kernel takes rows of such a length, otherwise (the X rows
-of most models, on a GPU) matrix products.
+merged exactly: the attention op where its kernel takes such rows and scores, otherwise (the longest
+X rows on a GPU; windows, soft caps and slopes on the CPU) matrix products.
 
 Rows are computed on where they arrived; tables are made on the host, so that nothing here waits for
 the device.
@@ -11,19 +11,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...errors import InvalidInputError
 from ..precision import whole_float32
 from .api import attention, merge
 from .checks import DIM_MAX as HOST_DIM_MAX
 from .checks import ROW_FORMATS
 from .cuda import DIM_MAX as CUDA_DIM_MAX
+from .cuda import ScoreRules, attention_triton
 from .rows import Queries, RowsInMemory
 
-
-def is_plain(queries: Queries) -> bool:
-    """Whether scores are products alone, and masks are all that hides rows: what the attention op
-    computes."""
-    return queries.window is None and queries.soft_cap is None and queries.slopes is None
+#: Types of devices on which the op knows more of scores than products and masks.
+_RULED = ("cuda",)
 
 
 class RunningAttention:
@@ -33,23 +30,22 @@ class RunningAttention:
         queries: what attends; `q` may be anywhere.
         device: where rows are.
         threads: that compute on a CPU; None: as many as the op finds worth it.
-
-    Raises:
-        InvalidInputError: the queries ask for more than products and masks (`is_plain`).
     """
 
     def __init__(self, queries: Queries, device: torch.device, threads: int | None = None):
-        if not is_plain(queries):
-            raise InvalidInputError(
-                "attention by the op",
-                got="a window, a soft cap or slopes",
-                expected="products and masks",
-            )
         self._shape = n_sequences, n_heads, n, d = queries.q.shape
         self._dv, self._threads = queries.dv, threads
         self._q = queries.q.to(device).reshape(n_sequences * n_heads, n, d)
         self._last = _host(queries.last_position)
         self._first_visible, self._visible = _host(queries.first_visible), _host(queries.visible)
+        self._position = _host(queries.position)
+        self._window, self._soft_cap = queries.window or 0, queries.soft_cap or 0.0
+        self._slopes = None
+        if queries.slopes is not None:
+            slopes = queries.slopes.to(device=device, dtype=torch.float32)
+            self._slopes = slopes.repeat(n_sequences, 1)
+        self._is_plain = not self._window and not self._soft_cap and self._slopes is None
+        self._takes_rules = device.type in _RULED
         self._dim_max = CUDA_DIM_MAX if device.type == "cuda" else HOST_DIM_MAX
         self._o = torch.zeros(
             n_sequences * n_heads, n, queries.dv, dtype=torch.float32, device=device
@@ -74,9 +70,8 @@ class RunningAttention:
             k, v = k.float(), v.float()
         pair = np.arange(len(k))
         first, n_rows = np.full(len(k), rows.first_position), np.full(len(k), rows.n_rows)
-        if self.is_wide(k.shape[-1], v.shape[-1]):
-            seen = self.seen(pair, first, n_rows, 0, rows.n_rows)
-            self.fold(pair, *matrix_attention(self._q, k, v, seen))
+        if not self.takes(k.shape[-1], v.shape[-1]):
+            self.add_matrices(pair, first, n_rows, k, v, 0)
             return
         is_shared = rows.v is rows.k
         flat = k.flatten(1) if is_shared else torch.cat([k.flatten(1), v.flatten(1)], dim=1)
@@ -122,24 +117,70 @@ class RunningAttention:
         ):
             last = torch.from_numpy(self._last[None, :] - first[:, None])
         visible = self._visible_rows(pair, first, 0, int(n_rows.max(initial=0)))
-        o, lse = attention(
+        q, table, counts = (
             self.chosen(self._q, pair).unsqueeze(1),
-            memory,
             offset_bytes.unsqueeze(1),
             torch.from_numpy(n_rows),
-            block_rows=block_rows,
-            format=form,
-            scale=1.0,
-            dv=dv,
-            visible=None if visible is None else torch.from_numpy(visible.view(np.uint8)),
-            last_position=last,
-            threads=self._threads,
         )
+        shown = None if visible is None else torch.from_numpy(visible.view(np.uint8))
+        if self._is_plain:
+            o, lse = attention(
+                q,
+                memory,
+                table,
+                counts,
+                block_rows=block_rows,
+                format=form,
+                scale=1.0,
+                dv=dv,
+                visible=shown,
+                last_position=last,
+                threads=self._threads,
+            )
+        else:
+            rules = self._rules(pair, first)
+            o, lse = attention_triton(
+                q, memory, table, counts, block_rows, form, 1.0, dv, shown, last, rules=rules
+            )
         self.fold(pair, o.squeeze(1), lse.squeeze(1))
 
-    def is_wide(self, d: int, dv: int) -> bool:
-        """Whether rows of these lengths are too long for the op on this device."""
-        return max(d, dv) > self._dim_max
+    def add_matrices(
+        self,
+        pair: np.ndarray,
+        first: np.ndarray,
+        n_rows: np.ndarray,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        begin: int,
+    ) -> None:
+        """Rows `begin` and further of chains, where the op does not take them (`takes`).
+
+        Args:
+            pair, first, n_rows: of `add_blocks`.
+            k, v: [chains, rows, d] and [chains, rows, dv], on the device.
+        """
+        end = begin + k.shape[1]
+        seen = self.seen(pair, first, n_rows, begin, end)
+        bias = None
+        if self._slopes is not None and self._position is not None:
+            row = first[:, None, None] + np.arange(begin, end)
+            far = torch.from_numpy((row - self._position[:, None]).astype(np.float32))
+            slopes = self.chosen(self._slopes, pair)
+            bias = slopes[:, :, None] * far.to(slopes.device, non_blocking=True)
+        q = self.chosen(self._q, pair)
+        self.fold(pair, *matrix_attention(q, k, v, seen, soft_cap=self._soft_cap, bias=bias))
+
+    def takes(self, d: int, dv: int) -> bool:
+        """Whether the op on this device takes rows of these lengths with these queries' scores."""
+        return max(d, dv) <= self._dim_max and (self._is_plain or self._takes_rules)
+
+    def _rules(self, pair: np.ndarray, first: np.ndarray) -> ScoreRules:
+        """What changes the scores of chains whose first rows stand at these positions."""
+        position = None
+        if self._position is not None and (self._window or self._slopes is not None):
+            position = torch.from_numpy(self._position[None, :] - first[:, None])
+        slopes = None if self._slopes is None else self.chosen(self._slopes, pair).unsqueeze(1)
+        return ScoreRules(self._soft_cap, self._window, position, slopes)
 
     def _visible_rows(
         self, pair: np.ndarray, first: np.ndarray, begin: int, end: int
@@ -171,6 +212,8 @@ class RunningAttention:
         found = seen[:, None, :]
         if self._last is not None:
             found = found & (first[:, None, None] + row <= self._last[:, None])
+        if self._window and self._position is not None:
+            found = found & (first[:, None, None] + row > self._position[:, None] - self._window)
         return torch.from_numpy(found).to(self._o.device, non_blocking=True)
 
     def chosen(self, rows: torch.Tensor, pair: np.ndarray) -> torch.Tensor:
@@ -200,17 +243,29 @@ def _host(tensor: torch.Tensor | None) -> np.ndarray | None:
 
 
 def matrix_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    *,
+    soft_cap: float = 0.0,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o float32 [b, n, dv], lse [b, n]) of scaled queries q [b, n, d] over k [b, rows, d] and v;
-    `seen`: bool [b, n or 1, rows].
+    `seen`: bool [b, n or 1, rows]; scores are capped unless `soft_cap` is 0, then `bias`
+    [b, n, rows] is added.
 
     Where a query sees a V row that is not finite, its o is NaN.
     """
     v = v.float()
     broken = ~v.isfinite().all(dim=-1)
     with whole_float32():
-        scores = torch.bmm(q, k.float().transpose(1, 2)).masked_fill_(~seen, -torch.inf)
+        scores = torch.bmm(q, k.float().transpose(1, 2))
+        if soft_cap:
+            scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
+        if bias is not None:
+            scores += bias
+        scores = scores.masked_fill_(~seen, -torch.inf)
         lse = scores.logsumexp(dim=-1)
         weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1))
         o = torch.bmm(weights, v.masked_fill(broken.unsqueeze(-1), 0.0))

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from espnx.errors import InvalidInputError
-from espnx.ops.attention.cuda import attention_triton
+from espnx.ops.attention.cuda import ScoreRules, attention_triton
+from tests.ops.attention.ruled import RULES, WIDTHS, check_rules
 from tests.ops.attention.test_attention import FORMATS, Case, assert_close, causal, make_case
 
 pytest.importorskip("triton", reason="triton has no wheel for this machine's processor")
@@ -82,13 +83,36 @@ def interpreted_not_finite(fmt: str) -> None:
         assert run(case)[1][0, 0].isnan().tolist() == [False, False, True]
 
 
+def interpreted_rules(fmt: str) -> None:
+    if fmt != "int8":  # rows in memory are never int8
+        for (d, dv), names in zip(WIDTHS, RULES, strict=True):
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                check_rules(monkeypatch, fmt, d, dv, 5, names)
+
+
+def interpreted_wide(fmt: str) -> None:
+    for d, dv in ((576, 576), (264, 8), (8, 1024)):
+        case = causal(
+            make_case(n_rows=[0, 1, 40], n_kv=1, d=d, dv=dv, q_len=3, fmt=fmt, gap_bytes=16)
+        )
+        assert_close(case, run(case, n_splits=2), **PRECISION)
+
+
 def case_dtype(case: Case) -> torch.dtype:
     return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[case.format]
 
 
 @FORMATS
 @pytest.mark.parametrize(
-    "part", [interpreted_decode, interpreted_prefill, interpreted_x_rows, interpreted_not_finite]
+    "part",
+    [
+        interpreted_decode,
+        interpreted_prefill,
+        interpreted_x_rows,
+        interpreted_not_finite,
+        interpreted_rules,
+        interpreted_wide,
+    ],
 )
 @pytest.mark.filterwarnings(
     "ignore:invalid value encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"
@@ -121,18 +145,40 @@ def test_in_the_interpreter(pytestconfig: pytest.Config, tmp_path: Path) -> None
         timeout=110,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "16 passed" in finished.stdout
+    assert "24 passed" in finished.stdout
 
 
 def test_what_cuda_refuses() -> None:
     case = make_case(n_rows=[20], gap_bytes=1)
     with pytest.raises(InvalidInputError, match="multiples of 2 bytes"):
         run(case)
-    with pytest.raises(InvalidInputError, match="at most 256"):
-        run(make_case(n_rows=[20], d=264))
+    with pytest.raises(InvalidInputError, match="at most 1024"):
+        run(make_case(n_rows=[20], d=1032))
     case.table += case.buffer.numel()
     with pytest.raises(InvalidInputError, match="outside the buffer"):
         run(case)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (ScoreRules(soft_cap=float("inf")), "soft_cap"),
+        (ScoreRules(soft_cap=-1.0), "soft_cap"),
+        (ScoreRules(window=-1), "window"),
+        (ScoreRules(window=3), "no position"),
+        (ScoreRules(slopes=torch.ones(1, 2, 1)), "no position"),
+        (ScoreRules(window=3, position=torch.zeros(1, 2, dtype=torch.int64)), "position"),
+        (ScoreRules(window=3, position=torch.zeros(1, 1)), "position"),
+        (
+            ScoreRules(slopes=torch.ones(1, 1, 1), position=torch.zeros(1, 1, dtype=torch.int64)),
+            "slopes",
+        ),
+    ],
+)
+def test_rules_that_are_refused(rules: ScoreRules, message: str) -> None:
+    case = make_case(n_rows=[20], gap_bytes=16)
+    with pytest.raises(InvalidInputError, match=message):
+        attention_triton(*case.args, case.block_rows, case.format, 1.0, case.dv, rules=rules)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,184 @@
+"""What machine code says of itself: registers, and the instructions of its main loop by class."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)(.*?);")
+LABEL = re.compile(r"\s*\.(L_x_\d+):")
+TARGET = re.compile(r"`\(\.(L_x_\d+)\)")
+WARP = 32
+#: By an instruction's first word; what is not here is integer and other work.
+CLASSES = {
+    "tensor": ("HMMA", "IMMA", "HGMMA", "QGMMA"),
+    "global": ("LDG", "LDGSTS", "STG", "UTMALDG"),
+    "shared": ("LDS", "STS", "LDSM", "STSM"),
+    "spill": ("LDL", "STL"),
+    "float": ("FADD", "FMUL", "FFMA", "FMNMX", "FSEL", "FSETP", "HADD2", "HFMA2", "HMUL2"),
+    "special": ("MUFU", "I2F", "F2I", "F2F", "F2FP", "SHFL", "REDUX", "I2FP", "VOTE"),
+    "barrier": ("BAR", "DEPBAR", "LDGDEPBAR", "WARPSYNC"),
+}
+_OF = {word: name for name, words in CLASSES.items() for word in words}
+
+
+def mma_flop(opcode: str) -> tuple[int, int]:
+    """FLOP of one warp's instruction, as if in fp16 (TF32 takes twice the time): by ``mma.sync``,
+    and by ``wgmma``, which is four warps' work."""
+    if found := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)\.(.*)", opcode):
+        m, n, k = (int(each) for each in found.groups()[:3])
+        return 0, 2 * m * n * k // 4 * (2 if "TF32" in found[4] else 1)
+    if opcode.startswith("HMMA.16816"):
+        return 2 * 16 * 8 * 16, 0
+    if opcode.startswith("HMMA.1688"):
+        return 2 * 16 * 8 * 8 * (2 if "TF32" in opcode else 1), 0
+    if opcode.startswith("HMMA.1684"):
+        return 2 * 16 * 8 * 4 * (2 if "TF32" in opcode else 1), 0
+    if opcode.split(".")[0] in CLASSES["tensor"]:
+        raise ValueError(f"{opcode} on tensor cores")
+    return 0, 0
+
+
+class Loop(NamedTuple):
+    """Instructions ``begin`` to ``end``, the branch back the last of them."""
+
+    begin: int
+    end: int
+
+    def holds(self, other: Loop) -> bool:
+        return self != other and self.begin <= other.begin and other.end <= self.end
+
+
+def tool(name: str, *options: str, cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(TOOLS / name), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def resources(kernel: Any) -> dict[str, int]:
+    """Registers of a thread, its stack in bytes (what is spilled goes there), shared memory of a
+    block in bytes, its threads."""
+    text = tool("cuobjdump", "--dump-resource-usage", cubin=kernel.asm["cubin"])
+    found = {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", text)}
+    return {
+        "registers": found["REG"],
+        "stack_bytes": found["STACK"],
+        "shared_bytes": int(kernel.metadata.shared),
+        "threads": WARP * int(kernel.metadata.num_warps),
+    }
+
+
+def parse(text: str) -> tuple[list[tuple[str, str]], list[Loop]]:
+    """Instructions (opcode, operands), and the loops: what a branch back spans."""
+    code: list[tuple[str, str]] = []
+    labels: dict[str, int] = {}
+    branches: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        if found := LABEL.match(line):
+            labels[found[1]] = len(code)
+        elif found := INSTRUCTION.search(line):
+            if found[1].startswith("BRA") and (target := TARGET.search(found[2])):
+                branches.append((len(code), target[1]))
+            code.append((found[1], found[2]))
+    # A branch to itself fills the end of the code.
+    ends: dict[int, int] = {}
+    for at, label in branches:
+        if labels[label] < at:
+            ends[labels[label]] = max(at, ends.get(labels[label], 0))
+    return code, [Loop(begin, end) for begin, end in ends.items()]
+
+
+def loaded_bytes(opcode: str) -> int:
+    """That one thread loads, or stores, by an instruction of memory."""
+    words = opcode.split(".")
+    if words[0] in ("LDSM", "STSM"):
+        return 4 * int(words[-1]) if words[-1].isdigit() else 4
+    for word in words:
+        if word in ("U8", "S8"):
+            return 1
+        if word in ("U16", "S16"):
+            return 2
+        if word in ("64", "128"):
+            return int(word) // 8
+    return 4
+
+
+def _loop_of(code: list[tuple[str, str]], loops: list[Loop], *, has_inner: bool) -> Loop:
+    """The loop that brings the most bytes from global memory, of those with a loop in them or
+    without one; of loops alike the first, since what is rare comes last."""
+    fitting = [loop for loop in loops if any(loop.holds(other) for other in loops) == has_inner]
+    # With one in it: not those that hold such a one in turn.
+    fitting = [
+        loop
+        for loop in fitting
+        if not (has_inner and any(loop.holds(other) for other in fitting if other != loop))
+    ]
+
+    def brought(loop: Loop) -> int:
+        return sum(
+            loaded_bytes(opcode)
+            for opcode, _ in code[loop.begin : loop.end + 1]
+            if opcode.startswith("LDG") and opcode != "LDGDEPBAR"
+        )
+
+    return max(fitting, key=lambda loop: (brought(loop), -loop.begin))
+
+
+def main_loop(text: str, inner_trips: int, threads: int) -> dict[str, Any]:
+    """Instructions that a warp issues in one iteration, by class, and its FLOP on tensor cores;
+    bytes that a block moves through shared memory in it (what ``wgmma`` takes from there is not
+    seen), and that it has asked of global memory when it waits for them."""
+    code, loops = parse(text)
+    loop = _loop_of(code, loops, has_inner=inner_trips > 0)
+    inner = [other for other in loops if loop.holds(other)] if inner_trips else []
+    counts: Counter[str] = Counter()
+    shared = waiting = asked = run = mma = wgmma = 0
+    for i, (opcode, _) in enumerate(code[loop.begin : loop.end + 1], loop.begin):
+        trips = inner_trips if any(other.begin <= i <= other.end for other in inner) else 1
+        word = opcode.split(".")[0]
+        counts[_OF.get(word, "integer")] += trips
+        by_mma, by_wgmma = mma_flop(opcode)
+        mma, wgmma = mma + trips * by_mma, wgmma + trips * by_wgmma
+        size = threads * loaded_bytes(opcode)
+        if word in CLASSES["shared"] or word == "LDGSTS":
+            shared += trips * size
+        if word == "LDGSTS":
+            asked += size
+        elif word == "LDG":
+            run += size
+        elif word == "BAR":
+            waiting, run = max(waiting, run), 0
+    return {
+        "instructions": sum(counts.values()),
+        "by_class": dict(sorted(counts.items())),
+        "mma_flop": mma,
+        "wgmma_flop": wgmma,
+        "shared_moved_bytes": shared,
+        "in_flight_bytes": asked or max(waiting, run),
+    }
+
+
+def analysed(variant: Any, capability: int) -> dict[str, Any]:
+    """A row of the table."""
+    kernel = variant.compile(capability)
+    found = resources(kernel)
+    text = tool("nvdisasm", "-c", cubin=kernel.asm["cubin"])
+    loop = main_loop(text, variant.inner_trips, found["threads"])
+    return {
+        "variant": variant.name,
+        "sm": capability,
+        **found,
+        "tile_bytes": variant.tile_bytes,
+        **loop,
+        # tables and masks are loaded too; of rows, a tile at most is under way
+        "in_flight_bytes": min(loop["in_flight_bytes"], variant.tile_bytes),
+    }

@@ -1,0 +1,97 @@
+"""What every variant takes of a multiprocessor, and how fast it can be at most: the table in
+tests/data/kernels.json, and the page that shows it.
+
+``python -m tests.kernels.table`` compiles all of them and writes both.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from tests.kernels.bounds import MEMORY_BYTES_S, RATE_MIN, bounds
+from tests.kernels.sass import analysed
+from tests.kernels.variants import CAPABILITIES, VARIANTS
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "tests" / "data" / "kernels.json"
+PAGE = ROOT / "docs" / "measured" / "kernels.md"
+BEGIN, END = "<!-- kernel-bounds -->\n", "<!-- /kernel-bounds -->"
+COLUMNS = (
+    "variant",
+    "registers",
+    "stack B",
+    "shared KiB",
+    "instructions (tensor)",
+    "tile KiB",
+    "in flight KiB",
+    "issue",
+    "tensor",
+    "shared",
+    *(f"of {name}'s memory" for name in MEMORY_BYTES_S),
+    "bar",
+)
+
+
+def stored() -> list[dict[str, Any]]:
+    return json.loads(TABLE.read_text())["rows"]
+
+
+def rendered(rows: list[dict[str, Any]]) -> str:
+    """The table of the page, for sm_90. ``bar``: which GPUs' bar a variant meets that has one."""
+    barred = {variant.name for variant in VARIANTS if variant.has_bar}
+    lines = ["| " + " | ".join(COLUMNS) + " |", "| --- " * len(COLUMNS) + "|"]
+    for row in rows:
+        if row["sm"] != 90:
+            continue
+        found = bounds(row)
+        met = [gpu for gpu in MEMORY_BYTES_S if found.meets(gpu)]
+        tensor = row["by_class"].get("tensor", 0)
+        cells = (
+            row["variant"],
+            row["registers"],
+            row["stack_bytes"],
+            f"{row['shared_bytes'] / 1024:.0f}",
+            f"{row['instructions']} ({tensor})",
+            f"{row['tile_bytes'] / 1024:.2f}",
+            f"{found.in_flight_bytes / 1024:.0f}",
+            *(
+                "-" if rate == float("inf") else f"{rate / 1e12:.2f}"
+                for rate in (found.issue, found.tensor, found.shared)
+            ),
+            *(f"{found.rate / rate:.2f}x" for rate in MEMORY_BYTES_S.values()),
+            "-" if row["variant"] not in barred else " and ".join(met) or "missed",
+        )
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def page_with(text: str, rows: list[dict[str, Any]]) -> str:
+    """The page with the table in its place."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{rendered(rows)}\n{END}{after}"
+
+
+def main() -> None:
+    rows = []
+    for variant in VARIANTS:
+        for capability in CAPABILITIES:
+            rows.append(analysed(variant, capability))
+            print(rows[-1], flush=True)
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    TABLE.write_text(f'{{"triton": {json.dumps(triton.__version__)}, "rows": [\n{lines}\n]}}\n')
+    PAGE.write_text(page_with(PAGE.read_text(), rows))
+    missed = [
+        row["variant"]
+        for row in rows
+        if row["sm"] == 90 and bounds(row).rate < RATE_MIN * max(MEMORY_BYTES_S.values())
+    ]
+    print("below the bar on the fastest memory:", *missed, sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()

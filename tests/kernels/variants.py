@@ -1,0 +1,211 @@
+"""Variants of every Triton kernel, compiled ahead of time for GPUs that need not be there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from espnx.kernels.attention import attention_kernel
+from espnx.kernels.crc32c import crc32c_kernel
+from espnx.kernels.maxsim import maxsim_kernel
+from espnx.kernels.wide_attention import wide_attention_kernel
+from espnx.ops import token_format
+from espnx.ops.attention import cuda as attention
+from espnx.ops.attention.checks import ROW_FORMATS
+from espnx.ops.crc32c.cuda import LANES, WARPS
+from espnx.ops.maxsim import cuda as maxsim
+
+CAPABILITIES = (80, 90)
+POINTERS = {
+    "query_ptr": "*fp32",
+    "buffer_ptr": "*u8",
+    "block_offset_bytes_ptr": "*i64",
+    "n_rows_ptr": "*i64",
+    "visible_ptr": "*u8",
+    "last_position_ptr": "*i64",
+    "position_ptr": "*i64",
+    "slope_ptr": "*fp32",
+    "o_ptr": "*fp32",
+    "lse_ptr": "*fp32",
+    "offset_bytes_ptr": "*i64",
+    "size_bytes_ptr": "*i64",
+    "n_tokens_ptr": "*i64",
+    "centroid_ptr": "*fp32",
+    "weight_ptr": "*fp32",
+    "score_ptr": "*fp32",
+    "round_shift_ptr": "*i32",
+    "lane_shift_ptr": "*i32",
+    "crc_ptr": "*i64",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One that a launcher makes.
+
+    Attributes:
+        name: in the table.
+        tile_bytes: of rows (or ranges) that one iteration of its main loop reads.
+        inner_trips: how often a loop within the main loop runs, in each of its iterations; 0: there
+            is none.
+        has_bar: it has to compute well ahead of memory (`bounds.RATE_MIN`).
+    """
+
+    name: str
+    kernel: Any = field(repr=False)
+    constants: dict[str, Any] = field(repr=False)
+    options: dict[str, Any] = field(repr=False)
+    tile_bytes: int
+    inner_trips: int = 0
+    has_bar: bool = False
+
+    def compile(self, capability: int) -> Any:
+        """The variant as Triton compiles it; pointers are multiples of 16, as torch's are."""
+        names = self.kernel.arg_names
+        signature = {
+            name: "constexpr" if name in self.constants else POINTERS.get(name, "i32")
+            for name in names
+        }
+        aligned = {
+            (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in POINTERS
+        }
+        source = ASTSource(
+            fn=self.kernel, signature=signature, constexprs=self.constants, attrs=aligned
+        )
+        options = {"enable_fp_fusion": True, **self.options}
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def attending(
+    fmt: str,
+    d: int,
+    dv: int | None = None,
+    n_queries: int = 8,
+    *,
+    align_bytes: int = 16,
+    rules: attention.ScoreRules = attention.NO_RULES,
+    rules_name: str = "",
+    has_bar: bool = False,
+) -> Variant:
+    """A variant of attention; ``dv`` 0: X rows."""
+    dv = d if dv is None else dv
+    width = dv or d
+    is_wide = attention.is_wide(d, width)
+    shape = attention.launch_shape(n_queries, d, width, fmt)
+    row_bytes = (d + dv) * ROW_FORMATS[fmt].itemsize + (4 if fmt == "int8" else 0)
+    return Variant(
+        " ".join(
+            (
+                f"attention {fmt} d {d}",
+                *((f"dv {dv}",) if dv not in (0, d) else ()),
+                *(("X",) if dv == 0 else ()),
+                f"{shape['BLOCK_Q']} queries",
+                *((f"aligned to {align_bytes}",) if align_bytes < 16 else ()),
+                *((rules_name,) if rules_name else ()),
+            )
+        ),
+        wide_attention_kernel if is_wide else attention_kernel,
+        {
+            "ALIGN_BYTES": align_bytes,
+            **({} if is_wide else {"IN_BLOCK": fmt == "int8"}),
+            **attention.row_constants(fmt, d, dv),
+            **attention.rule_constants(rules),
+            **shape,
+        },
+        attention.launch_options(n_queries, d, width, fmt),
+        shape["BLOCK_T"] * row_bytes,
+        -(-d // shape["BLOCK_K"]) if is_wide else 0,
+        has_bar,
+    )
+
+
+def scoring(
+    fmt: str,
+    d: int,
+    n_query_tokens: int = 32,
+    *,
+    align_bytes: int = 16,
+    has_bar: bool = False,
+    tokens_max: int = 300,
+) -> Variant:
+    """A variant of MaxSim."""
+    shape = maxsim.launch_shape(n_query_tokens, d, tokens_max, fmt)
+    constants = maxsim.row_constants(token_format(fmt), d)
+    pieces = -(-d // shape["BLOCK_D"])
+    return Variant(
+        f"maxsim {fmt} d {d} {n_query_tokens} query tokens"
+        + (f" aligned to {align_bytes}" if align_bytes < 16 else ""),
+        maxsim_kernel,
+        {"ALIGN_BYTES": align_bytes, **constants, **shape},
+        maxsim.launch_options(d, fmt),
+        shape["BLOCK_T"] * constants["ROW_BYTES"],
+        0 if shape["IS_WHOLE"] or pieces == 1 else pieces,
+        has_bar,
+    )
+
+
+def summing(*, words: bool) -> Variant:
+    """A variant of CRC32C."""
+    return Variant(
+        f"crc32c of {'words' if words else 'bytes'}",
+        crc32c_kernel,
+        {"LANES": LANES, "WORDS": words},
+        {"num_warps": WARPS},
+        4 * LANES,
+    )
+
+
+_POSITION = torch.zeros(1, 1, dtype=torch.int64)
+CAP_AND_WINDOW = attention.ScoreRules(soft_cap=50.0, window=4096, position=_POSITION)
+WINDOW = attention.ScoreRules(window=128, position=_POSITION)
+SLOPES = attention.ScoreRules(position=_POSITION, slopes=torch.zeros(1, 1, 1))
+
+#: Compiled by the tests, too.
+TESTED = (
+    attending("fp16", 128, has_bar=True),
+    attending("int8", 128, has_bar=True),
+    attending("fp32", 64),
+    attending("fp16", 576, 0, 16),
+    attending("fp16", 256, rules=CAP_AND_WINDOW, rules_name="cap, window"),
+    attending("fp16", 24, 8, 3, align_bytes=2),
+    scoring("fp16", 128, has_bar=True),
+    scoring("residual2", 128),
+    scoring("bit1", 8, 1, align_bytes=1),
+    summing(words=True),
+    summing(words=False),
+)
+VARIANTS = (
+    *TESTED,
+    attending("fp16", 64, has_bar=True),
+    attending("bf16", 64, has_bar=True),
+    attending("bf16", 128, has_bar=True),
+    attending("int8", 64, has_bar=True),
+    attending("fp16", 80),
+    attending("bf16", 96),
+    attending("fp32", 128),
+    attending("bf16", 64, rules=WINDOW, rules_name="window"),
+    attending("fp16", 128, rules=SLOPES, rules_name="slopes"),
+    attending("fp16", 256),
+    attending("bf16", 256),
+    attending("fp16", 256, 0),
+    attending("bf16", 576, 0, 16),
+    attending("bf16", 1024, 0, 16),
+    attending("fp16", 320),
+    attending("int8", 320),
+    attending("bf16", 64, n_queries=20),
+    attending("fp16", 128, n_queries=64),
+    attending("fp32", 256, n_queries=32),
+    scoring("bf16", 128, has_bar=True),
+    scoring("int8", 128, has_bar=True),
+    scoring("bit1", 128, has_bar=True),
+    scoring("fp32", 128, has_bar=True),
+    scoring("fp16", 384),
+    scoring("residual1", 128),
+    scoring("residual4", 128),
+    scoring("fp16", 24, 1, align_bytes=2),
+)

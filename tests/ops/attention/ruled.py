@@ -1,0 +1,61 @@
+"""Attention with a model's changes of scores by the Triton kernels, on CPU tensors: in Triton's
+interpreter, or as PTX that is executed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from espnx.ops.attention import Queries, RowsInMemory, running
+from tests.device.rows import assert_right, normal
+from tests.ops.attention.test_rows import N_HEADS, N_SEQUENCES, changes
+
+#: What a model may do to scores, alone and all at once, with and without masks.
+RULES: tuple[tuple[str, ...], ...] = (
+    ("soft_cap",),
+    ("slopes", "visible"),
+    ("window", "first_visible"),
+    ("last_position", "window", "soft_cap", "slopes", "visible"),
+)
+#: Lengths of K and V rows; V rows of 0: X rows.
+WIDTHS = ((64, 64), (24, 40), (576, 0), (320, 272))
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def by_kernel(
+    monkeypatch: pytest.MonkeyPatch, look: Queries, rows: RowsInMemory
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels make of rows, on tensors of the CPU."""
+    monkeypatch.setattr(running, "_RULED", ("cpu",))
+    adding = running.RunningAttention(look, torch.device("cpu"))
+    assert adding.takes(look.q.shape[-1], look.dv)
+    adding.add_rows(rows)
+    return adding.result()
+
+
+def ruled_case(
+    fmt: str, d: int, dv: int, n: int, names: tuple[str, ...], n_rows: int
+) -> tuple[Queries, RowsInMemory]:
+    """Scores with a deviation of 3, that a soft cap bends; rows that begin at position 70."""
+    rng = torch.Generator().manual_seed(n)
+    shape = (N_SEQUENCES, N_HEADS, n_rows + 5)
+    k = normal(*shape, d, rng=rng).mul(3.0).to(DTYPES[fmt])
+    v = normal(*shape, dv, rng=rng).to(DTYPES[fmt]) if dv else k
+    more: dict[str, Any] = changes(names, n, n_rows, rng)
+    q = normal(N_SEQUENCES, N_HEADS, n, d, rng=rng) * d**-0.5
+    return Queries(q, dv or d, **more), RowsInMemory(k, v, 3, n_rows, 70)
+
+
+def check_rules(
+    monkeypatch: pytest.MonkeyPatch,
+    fmt: str,
+    d: int,
+    dv: int,
+    n: int,
+    names: tuple[str, ...],
+    n_rows: int = 69,
+) -> None:
+    look, rows = ruled_case(fmt, d, dv, n, names, n_rows)
+    assert_right(by_kernel(monkeypatch, look, rows), [], look, rows)
