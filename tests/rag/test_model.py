@@ -186,6 +186,28 @@ def test_passages_come_from_a_library(
     assert composed.reused == {"tokens": sum(map(len, library.composed[0])) + len(library.prefix)}
 
 
+def test_passages_come_from_ssd(
+    index: espnx.Index, model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """A `PassageKV`: computed for the first question, read for the second, and for one over fewer
+    passages, which stand elsewhere then."""
+    with espnx.Rag(
+        index, model, tokenizer, kv=tmp_path / "kv", wording=RECALL, max_new_tokens=6
+    ) as rag:
+        first, second, fewer = (rag.ask("red", k=k) for k in (3, 3, 1))
+    assert second.text == first.text
+    assert first.reused is not None
+    assert second.reused is not None
+    assert fewer.reused is not None
+    assert first.reused["computed"] == first.reused["tokens"] > 0
+    assert second.reused["reused"] == second.reused["tokens"] == first.reused["tokens"]
+    assert second.reused["computed"] == fewer.reused["computed"] == 0
+    shares = {each.document: each.attention for each in second.references}
+    assert [each.attention for each in first.references] == pytest.approx(list(shares.values()))
+    assert max(shares, key=lambda each: shares[each] or 0.0) == "garden"
+    assert 0 < sum(share or 0.0 for share in shares.values()) < 1
+
+
 def test_positions_bound_the_prompt(index: espnx.Index, model: Any, tokenizer: Any) -> None:
     most = model.config.max_position_embeddings
     for options in ({"max_new_tokens": most}, {"prompt_tokens": most}):

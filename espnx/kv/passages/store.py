@@ -12,6 +12,7 @@ from ... import errors
 from ...device.row_layout import RowLayout
 from ..attention import Step
 from ..cache import SetAside, SsdCache
+from ..draft.tier import MakeTier
 from ..options import CacheOptions
 from ..rows import LayerRows
 from ..striping import Storage
@@ -86,7 +87,7 @@ class ComposedStore(SsdCache):
             return super().make_rows(layout, n_heads, dtype)
         return _PassingRows(self.striped, layout, n_heads, dtype, layout.block_rows)
 
-    def propose(self, tier_share: float | None = None) -> None:
+    def propose(self, make_tier: MakeTier | None = None) -> None:
         raise errors.InvalidInputError("drafts behind composed passages", fix="no draft")
 
     # --- the batch ---
