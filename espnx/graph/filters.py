@@ -473,18 +473,17 @@ def places_at(facts: GraphFacts, memory: np.ndarray, at: np.ndarray) -> np.ndarr
     is_none[:, 1:] = read[:, 1:] == NO_COPY
     if facts.has_gaps and facts.clusters is None:
         is_none = read == NO_NODE
-    places = np.where(is_none, 0, read)
-    if (places >= facts.parts.n_places).any() or not facts.parts.is_node(
-        places := places.astype(np.int64)
-    ).all():
+    places = np.where(is_none, -1, read.astype(np.int64))
+    found = places[~is_none]
+    if (found >= facts.parts.n_places).any() or not facts.parts.is_node(found).all():
         raise errors.FormatError(
             "a row's node",
             path=facts.path(ROWS),
-            got=int(places.max()),
+            got=int(found.max()),
             expected=f"below {facts.parts.n_places}",
             fix=_REBUILD,
         )
-    return np.where(is_none, -1, places)
+    return places
 
 
 def read_pages(
