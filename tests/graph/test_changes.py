@@ -125,6 +125,31 @@ def _pruned(
     return (chosen + [n for n in order if n not in chosen])[:degree]
 
 
+@pytest.mark.parametrize("codes", ["inline", "memory", "paged"])
+def test_codes_are_trained_anew_for_what_they_cannot_tell_apart(tmp_path: Path, codes: str) -> None:
+    """A graph of vectors that are all alike, and then others come."""
+    base, more = np.ones((400, 24), np.float32), clustered(800, 24)
+    options = {"codes": codes, "max_degree": 16, "list_size": 40, "threads": 1}
+    espnx.graph.build(base, tmp_path / "g", **options)
+    queries = clustered(30, 24, seed=1)
+    with espnx.graph.open_writer(tmp_path / "g") as graph:
+        graph.add(more)
+        graph.merge()
+        truth = exact(np.concatenate([base, more]), queries, 10)
+        assert recall_of(graph.search(queries, 10, list_size=60).ids, truth) >= 0.95
+
+
+def test_codes_of_what_comes_alike_are_kept(tmp_path: Path) -> None:
+    drawn = clustered(4000, 24)
+    espnx.graph.build(drawn[:3600], tmp_path / "g", max_degree=12, list_size=30, threads=1)
+    with espnx.graph.open_writer(tmp_path / "g") as graph:
+        before = graph.facts.codebook.packed()
+        graph.delete(np.arange(100))
+        graph.add(drawn[3600:])
+        graph.merge()
+        assert np.array_equal(graph.facts.codebook.packed(), before)
+
+
 def test_wrong_input_changes_nothing(tmp_path: Path) -> None:
     base = small(tmp_path / "g", 100)
     with espnx.graph.open_writer(tmp_path / "g") as graph:

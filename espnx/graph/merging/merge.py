@@ -41,6 +41,7 @@ from ..search.asked import checked_queries
 from ..search.version import GraphVersion
 from ..updates.pending import Pending
 from ..write import GraphFiles, Progress, code_pages, pages_of, publish, writing_version
+from .coding import codebook_for
 from .numbers import Numbers, choose_numbers
 from .prune import POOL_MOST, robust_prune, without_copies
 
@@ -100,6 +101,14 @@ class _Merge:
         self._alpha = float(options.get("alpha", 1.2))
         self._list_size = int(options.get("list_size", 100))
         self._longest: float | None = None
+        living = np.setdiff1d(np.arange(self._n), self._dead, assume_unique=True)
+        self._book = codebook_for(
+            self._facts,
+            len(living),
+            lambda numbers: self._vectors(living[numbers]),
+            self._rows,
+            memory_bytes // 8,
+        )
 
     def publish(self, generation: int) -> GraphFacts:
         """Everything, in order."""
@@ -128,7 +137,8 @@ class _Merge:
     def _read(self) -> None:
         """Codes of all nodes by name, and their vectors where there is room."""
         facts, layout = self._facts, self._layout
-        held = read_codes(self._engine, facts) if layout.codes_in == "memory" else None
+        is_kept = layout.codes_in == "memory" and self._book is facts.codebook
+        held = read_codes(self._engine, facts) if is_kept else None
         longest = 0.0
         with self._codes.path.open("wb") as file:
             for first, nodes in self._blocks():
@@ -137,10 +147,10 @@ class _Merge:
                 if self._exact is not None:
                     self._exact[part] = rows
                 longest = max(longest, _longest(rows))
-                codes = facts.codebook.encode(rows) if held is None else held[part]
+                codes = self._book.encode(rows) if held is None else held[part]
                 file.write(np.ascontiguousarray(codes).reshape(-1).data)
                 self._progress("read", first + len(nodes), self._n)
-            file.write(facts.codebook.encode(self._rows).reshape(-1).data)
+            file.write(self._book.encode(self._rows).reshape(-1).data)
         if self._exact is not None:
             self._exact[self._n :] = self._rows
         if facts.metric == "ip":
@@ -156,7 +166,7 @@ class _Merge:
             rows = self._exact[unique]
         else:
             self._codes.load(unique)
-            rows = self._facts.codebook.decode(self._codes.get(unique))
+            rows = self._book.decode(self._codes.get(unique))
             is_new = unique >= self._n
             rows[is_new] = self._rows[unique[is_new] - self._n]
         measured = self._measured(rows)
@@ -369,7 +379,7 @@ class _Merge:
         layout = replace(self._layout, n=numbers.n_new)
         entry_codes = self._codes_of(numbers, entries)
         whole = {
-            CODEBOOK: facts.codebook.packed(),
+            CODEBOOK: self._book.packed(),
             ENTRIES: np.concatenate(
                 [entries.astype("<u4").view(np.uint8).ravel(), entry_codes.ravel()]
             ),
@@ -395,13 +405,13 @@ class _Merge:
             contents[CODES] = self._paged_codes(numbers, salt)
         id_end = self._pending.id_end
         regions = in_directory(
-            facts.where, generation, layout, len(entries), facts.codebook, facts.disk_codebook,
+            facts.where, generation, layout, len(entries), self._book, facts.disk_codebook,
             id_end=id_end,
         )  # fmt: skip
         made = replace(
             facts, regions=regions, layout=layout, salt=salt, entries=entries,
-            entry_codes=entry_codes, sums=sums, generation=generation, id_end=id_end,
-            unmeasured=facts.unmeasured + len(self._ids) + len(self._dead), pins={},
+            entry_codes=entry_codes, codebook=self._book, sums=sums, generation=generation,
+            id_end=id_end, unmeasured=facts.unmeasured + len(self._ids) + len(self._dead), pins={},
         )  # fmt: skip
         return GraphFiles(made, contents)
 
@@ -460,6 +470,15 @@ class _Merge:
             return np.empty(0, layout.node_dtype)
         read = read_pages(self._engine, self._file, self._facts, pages, _DEADLINE_S)
         return read[which, names % layout.nodes_per_page]
+
+    def _vectors(self, names: np.ndarray) -> np.ndarray:
+        """float32 [m, dim] of old nodes, growing."""
+        rows = np.empty((len(names), self._layout.dim), np.float32)
+        at_once = max(1, _BLOCK_BYTES // self._layout.page_bytes)
+        for first in range(0, len(names), at_once):
+            part = slice(first, first + at_once)
+            rows[part] = self._facts.coding.decode(self._nodes(names[part])["vector"])
+        return rows
 
     def _moved_ids(self, numbers: Numbers) -> tuple[np.ndarray, np.ndarray]:
         """(ids; numbers) of old nodes that move."""
