@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from ... import errors
 from ...checks import check_whole, plain
 from ...sizes import parse_size
+from ...storage import FaultRule
 from ...storage.files import write_error
 from ...storage.lock import DirectoryLock
 from ...suggestions import suggests_keywords
@@ -50,7 +52,7 @@ class GraphWriter(GraphIndex):
         pending_bytes: that additions and deletions may take in memory, as ``"64MiB"`` or in bytes;
             the call that goes beyond it merges them.
         memory: that a merge may take for vectors and codes, see `merge`.
-        options: of `GraphIndex`.
+        threads, walks, engine, code_cache_bytes, direct, rules, fault_seed: of `GraphIndex`.
 
     Raises:
         StoreBusyError: another writer has it.
@@ -67,7 +69,13 @@ class GraphWriter(GraphIndex):
         durability: str = "each",
         pending_bytes: int | str = _PENDING_BYTES,
         memory: int | str = _MERGE_BYTES,
-        **options: Any,
+        threads: int = 2,
+        walks: int = 32,
+        engine: str = "auto",
+        code_cache_bytes: int = 5 << 20,
+        direct: bool | None = None,
+        rules: Sequence[FaultRule] = (),
+        fault_seed: int = 0,
     ):
         if durability not in DURABILITIES:
             raise errors.InvalidInputError(
@@ -84,7 +92,16 @@ class GraphWriter(GraphIndex):
             if not os.path.isdir(path):
                 raise errors.StoreNotFoundError("no graph is there", path=path)
             opened.enter_context(DirectoryLock(path))
-            super().__init__(path, **options)
+            super().__init__(
+                path,
+                threads=threads,
+                walks=walks,
+                engine=engine,
+                code_cache_bytes=code_cache_bytes,
+                direct=direct,
+                rules=rules,
+                fault_seed=fault_seed,
+            )
             opened.callback(super().close)
             refuse_clusters(self.facts, "to change")
             log = read_log(self.facts)
