@@ -38,9 +38,10 @@ OWNERS: dict[str, Any] = {
 
 
 def small_pieces() -> None:
-    """Frequent checkpoints, and data files of some kilobytes."""
+    """A checkpoint after every batch, so that each run passes through the same states, however fast
+    it is; and data files of some kilobytes."""
     whole = module.pieces
-    module.CHECKPOINT_S = 0.01
+    module.CHECKPOINT_S = 0.0
     probing._SAMPLE = 16
     module.segment_bytes = lambda total_bytes, devices: 16_384
     module.pieces = lambda order, sizes, limit_bytes, room: whole(order, sizes, 8192, room)  # type: ignore[assignment]
