@@ -121,17 +121,14 @@ def show_resumed(options: Options, say: Say) -> list[Row]:
 
 
 def show_speculated(options: Options, say: Say) -> list[Row]:
-    """Contexts that double, up to `--context`."""
-    return show_speculation(options, _speculated(options), say)
+    """At `--context` alone: turns that read all K and V for each token take long."""
+    return show_speculation(options, options.context, say)
 
 
 def show_accepted(options: Options, say: Say) -> list[Row]:
     """Contexts that double, up to `--context`."""
-    return show_acceptance(options, _speculated(options), say)
-
-
-def _speculated(options: Options) -> list[int]:
-    return sweep(min(_LEAST_SPECULATED, options.context), options.context)
+    least = min(_LEAST_SPECULATED, options.context)
+    return show_acceptance(options, sweep(least, options.context), say)
 
 
 def sweep(least: int, most: int) -> list[int]:

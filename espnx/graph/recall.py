@@ -162,6 +162,8 @@ def _probed(
             if recall > _ALL or recall - best < _GAIN_MIN:
                 break  # what is missing lies in other clusters
             best = recall
+        if points[-1].recall > _ALL:
+            break
 
     def cost(point: RecallPoint) -> float:
         return point.pages + (point.clusters or 0) * entries_of / _ESTIMATES_PER_PAGE

@@ -85,19 +85,16 @@ class SpeculationSystem:
         pass
 
 
-def show_speculation(options: Options, contexts: Sequence[int], say: Say) -> list[Row]:
-    """`contexts`: tokens, ascending."""
-    found = list[Row]()
-    with _opened(options, "speculation", contexts, say) as (worker, task, storage):
-        for context in contexts:
-            found += _timed(options, _at(task, context), worker, storage, say)
-    return found
+def show_speculation(options: Options, context: int, say: Say) -> list[Row]:
+    """Rows of a context of so many tokens."""
+    with _opened(options, "speculation", context, say) as (worker, task, storage):
+        return _timed(options, _at(task, context), worker, storage, say)
 
 
 def show_acceptance(options: Options, contexts: Sequence[int], say: Say) -> list[Row]:
     """`contexts`: tokens, ascending. No time is measured."""
     found = list[Row]()
-    with _opened(options, "acceptance", contexts, say) as (worker, task, _):
+    with _opened(options, "acceptance", contexts[-1], say) as (worker, task, _):
         for context in contexts:
             at = _at(task, context)
             path, source = _filled(at, worker, say)
@@ -128,10 +125,11 @@ def show_acceptance(options: Options, contexts: Sequence[int], say: Say) -> list
 
 
 @contextlib.contextmanager
-def _opened(options: Options, show: str, contexts: Sequence[int], say: Say) -> Any:
-    """(worker with the model's weights, the task, the directory of its caches)."""
+def _opened(options: Options, show: str, longest: int, say: Say) -> Any:
+    """(worker with the model's weights, the task, the directory of its caches). `longest`: of the
+    contexts."""
     new = options.new or (_QUICK_NEW if options.quick else _NEW)
-    task = dataclasses.replace(options.task(options.plan()), steps=new, context=contexts[-1])
+    task = dataclasses.replace(options.task(options.plan()), steps=new, context=longest)
     if show == "acceptance":  # of one sequence, and nothing is compared with tokens of a turn
         task = dataclasses.replace(task, batch=1, steps=1)
     positions = _QUICK_POSITIONS if options.quick else _POSITIONS
@@ -141,8 +139,8 @@ def _opened(options: Options, show: str, contexts: Sequence[int], say: Say) -> A
             for where in (scratch_parent(options.path), options.path)
         )
         say(f"{show}: the weights of {task.name}")
-        longest = contexts[-1] + max(new, positions) + 16
-        write_weights(dataclasses.replace(task, context=longest), scratch / "weights")
+        end = longest + max(new, positions) + 16
+        write_weights(dataclasses.replace(task, context=end), scratch / "weights")
         if show == "speculation" and options.throttle:  # before the worker, which inherits it
             stack.enter_context(throttled(options.path, options.throttle))
         worker = stack.enter_context(Worker("kv", "speculation"))
@@ -224,9 +222,6 @@ def _timed(options: Options, task: Task, worker: Worker, storage: Path, say: Say
                 if problem:
                     say(f"WRONG RESULT of {row.system}: {problem}. Its times are dropped.")
                     row = _without_times(row)
-                else:
-                    forced = _forced(worker, row.system, say)
-                    row = dataclasses.replace(row, metrics={**row.metrics, **forced})
         found.append(row)
     return found
 

@@ -71,14 +71,15 @@ def choose_clusters(
 
 
 def ratios_of(far: np.ndarray) -> list[float]:
-    """Ratios of a `Probing`, of which each lets half of some queries go through as many clusters
-    again as the one before: 1, 2, 4, and so on to all; and the one that lets every query go through
-    all. `far`: of `distances_to_clusters`."""
+    """Ratios of a `Probing`, of which each lets half of some queries go through about half as many
+    clusters again as the one before: 1, 2, 3, 4, 6, 8, 12, and so on to all; and the one that lets
+    every query go through all. `far`: of `distances_to_clusters`."""
     near = np.sort(far.astype(np.float64), axis=1)
     shares = (near - near[:, :1]) / _unit(near)
     share = np.median(shares, axis=0)
-    counts = [1 << i for i in range((far.shape[1] - 1).bit_length())] + [far.shape[1]]
-    ratios = {float(share[count - 1]) for count in counts}
+    n = far.shape[1]
+    doubled = [each << i for i in range(n.bit_length()) for each in (1, 3)]
+    ratios = {float(share[count - 1]) for count in (*doubled, n) if count <= n}
     return sorted(ratios | {float(shares.max()) * (1 + 1e-9)})
 
 

@@ -59,7 +59,7 @@ def test_every_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert bench(tmp_path, *words) == 0
     rows = rows_of(load(result))
     assert [(one.params["context"], one.system) for one in rows] == [
-        (context, system) for context in (128, 200) for system in [*DRAFTS, ONE_BY_ONE]
+        (200, system) for system in [*DRAFTS, ONE_BY_ONE]
     ]
     for one in rows:
         assert (one.n, one.correct, one.params["text"]) == (2, True, "random tokens")
@@ -72,7 +72,6 @@ def test_every_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
             assert one.metrics["tokens_a_pass"] == 1.0
         else:
             assert set(one.ratio) == {ONE_BY_ONE}
-            assert one.metrics["forced_tokens_a_pass"] >= 1.0
             assert (one.metrics["draft_memory_bytes"] > 0) is (one.system != "lookup")
     captured = capsys.readouterr()
     assert "No prefill" not in captured.err
