@@ -121,11 +121,10 @@ __device__ void gather(const uint8_t* __restrict__ buffer, const int64_t* __rest
   if (at >= total) return;
   const int64_t end = at + span < total ? at + span : total;
   for (int64_t i = record_of(begin, n, at, lane); at < end; i += kWarp) {
-    // What is after the last record is an empty one.
+    // After the last record come no others: it ends the output.
     const int64_t mine = i + lane < n ? i + lane : n - 1;
-    const int64_t my_begin = begin[mine];
-    const int64_t my_end = i + lane < n ? begin[mine + 1] : total;
-    const int64_t my_first = offset[mine] - my_begin;  // of the buffer, for byte 0 of the output
+    const int64_t my_end = begin[mine + 1];
+    const int64_t my_first = offset[mine] - begin[mine];  // of the buffer, for the output's byte 0
     for (int k = 0; k < kWarp && at < end; ++k) {
       const int64_t record_end = of_lane(my_end, k);
       const int64_t last = record_end < end ? record_end : end;

@@ -29,11 +29,12 @@ class Change(NamedTuple):
         return "\n".join(lines)
 
 
-def changes(ptx: str) -> Iterator[Change]:
+def changes(ptx: str, *, branches: bool = False) -> Iterator[Change]:
+    """``branches``: of nvcc's code, too, whose masks are branches around what is masked."""
     for number, line in enumerate(ptx.splitlines(), 1):
         if BARRIERS.match(line):
             yield Change("barrier", number, line, "")
-        elif BRANCH.match(line):
+        elif branches and BRANCH.match(line):
             yield Change("branch", number, line, "")
         elif WAITS.match(line):
             yield Change("wait", number, line, "")
