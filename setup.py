@@ -164,7 +164,9 @@ class BuildOrReuse(build_ext):
     def run(self) -> None:
         super().run()
         is_here = self.inplace or getattr(self, "editable_mode", False)
-        compile_device_code(Path("kernels") if is_here else Path(self.build_lib, "espnx", "kernels"))
+        compile_device_code(
+            Path("kernels") if is_here else Path(self.build_lib, "espnx", "kernels")
+        )
 
     def build_extension(self, extension: Extension) -> None:
         def compile_one(source: str) -> str:

@@ -156,8 +156,8 @@ NewTensor crc32c_ranges(const Tensor& buffer, const Tensor& offset_bytes, const 
   return to_tensor(std::move(crc));
 }
 
-// Record i, `begin[i + 1] - begin[i]` bytes at `offset_bytes[i]` of the buffer, to byte `begin[i]` of
-// `out`.
+// Record i, `begin[i + 1] - begin[i]` bytes at `offset_bytes[i]` of the buffer, to byte `begin[i]`
+// of `out`.
 void gather(const Tensor& buffer, const Tensor& offset_bytes, const Tensor& begin,
             const Tensor& out, int64_t threads) {
   const uint8_t* data = bytes(buffer);
@@ -182,8 +182,8 @@ void gather(const Tensor& buffer, const Tensor& offset_bytes, const Tensor& begi
   }
   if (outside >= 0) {
     fail<py::index_error>("record ", outside, " (offset_bytes ", offset[outside], ", ",
-                          at[outside + 1] - at[outside], " bytes) does not lie inside the buffer of ",
-                          buffer_bytes, " bytes");
+                          at[outside + 1] - at[outside],
+                          " bytes) does not lie inside the buffer of ", buffer_bytes, " bytes");
   }
 }
 

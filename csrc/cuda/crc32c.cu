@@ -1,11 +1,11 @@
 // CRC32C of many ranges of a byte buffer, a warp for each, by tables that every lane has a copy of.
 //
 // A range is seen as its first bytes up to a multiple of 16 (`head`), whole pieces of 16 bytes, and
-// its last bytes. Head and end go byte by byte. Of the pieces, lane i takes piece i of each round of
-// 32, so that a warp reads 512 bytes side by side, with zeros before the first piece (they leave an
-// empty register empty). Each of a piece's four words has a register of its own; between rounds it
-// moves past 512 bytes, which is a product with a constant: four look-ups, one a byte. Look-ups are
-// what takes the time: in one table 32 lanes would meet in 3 or 4 of shared memory's banks at a
+// its last bytes. Head and end go byte by byte. Of the pieces, lane i takes piece i of each round
+// of 32, so that a warp reads 512 bytes side by side, with zeros before the first piece (they leave
+// an empty register empty). Each of a piece's four words has a register of its own; between rounds
+// it moves past 512 bytes, which is a product with a constant: four look-ups, one a byte. Look-ups
+// are what takes the time: in one table 32 lanes would meet in 3 or 4 of shared memory's banks at a
 // time, so the table lies there 32 times, a bank for each lane, 128 KiB in all.
 //
 // buffer                 uint8, anywhere; offset, size int64 [n], any alignment

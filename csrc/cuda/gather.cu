@@ -8,8 +8,8 @@
 // of 32 records at a time where they are. Addresses are 64 bits wide.
 //
 // Three variants, by what offsets, sizes and both pointers are multiples of: 16 bytes, 4 bytes, or
-// 1, where words of the output are put together of two of the buffer. Not a byte outside the records
-// is read.
+// 1, where words of the output are put together of two of the buffer. Not a byte outside the
+// records is read.
 #include <cstdint>
 
 namespace {
@@ -59,8 +59,8 @@ __device__ void copy_bytes(uint8_t* out, const uint8_t* in, int64_t n, int lane)
 
 // Bytes from any address to any other. Whole words of the output come of two words of the buffer,
 // both within the record: so at least four bytes at both ends are copied one by one.
-__device__ void copy_shifted(uint8_t* __restrict__ out, const uint8_t* __restrict__ in,
-                             int64_t n, int lane) {
+__device__ void copy_shifted(uint8_t* __restrict__ out, const uint8_t* __restrict__ in, int64_t n,
+                             int lane) {
   const int64_t to_word = (-reinterpret_cast<uintptr_t>(out)) & 3;
   const int64_t head = 4 + to_word < n ? 4 + to_word : n;
   const int64_t words = n - head >= 4 ? (n - head - 4) / 4 : 0;
@@ -136,11 +136,11 @@ __device__ void gather(const uint8_t* __restrict__ buffer, const int64_t* __rest
 
 }  // namespace
 
-#define ESPNX_GATHER(align)                                                              \
-  extern "C" __global__ void __launch_bounds__(256) espnx_gather_##align(                \
-      const uint8_t* buffer, const int64_t* offset, const int64_t* begin, uint8_t* out,  \
-      int64_t n, int64_t span) {                                                         \
-    gather<align>(buffer, offset, begin, out, n, span);                                  \
+#define ESPNX_GATHER(align)                                                                    \
+  extern "C" __global__ void __launch_bounds__(256)                                            \
+      espnx_gather_##align(const uint8_t* buffer, const int64_t* offset, const int64_t* begin, \
+                           uint8_t* out, int64_t n, int64_t span) {                            \
+    gather<align>(buffer, offset, begin, out, n, span);                                        \
   }
 
 ESPNX_GATHER(16)

@@ -45,9 +45,7 @@ LOOPS = """
 
 @pytest.mark.usefixtures("triton_cache")
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(
-    "variant", (*TESTED, *DEVICE_VARIANTS), ids=lambda variant: variant.name
-)
+@pytest.mark.parametrize("variant", [*TESTED, *DEVICE_VARIANTS], ids=lambda variant: variant.name)
 def test_like_the_table(capability: int, variant: Variant) -> None:
     """The same compiler gives the same code: not one instruction more, no byte more spilled."""
     if variant in DEVICE_VARIANTS:

@@ -52,8 +52,8 @@ def launch(triton_cache: None, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 @pytest.fixture
 def device_code(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """``device_code(change)``: from now on kernels of csrc/cuda are run as PTX that has been changed
-    so, on tensors of the CPU; at first they are run as they are."""
+    """``device_code(change)``: from now on kernels of csrc/cuda run as PTX that has been changed
+    so, on tensors of the CPU; at first they run as they are."""
     from espnx.ops import device_code as code
     from tests.ptx.nvcc import Launcher
 

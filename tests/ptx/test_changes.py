@@ -73,8 +73,8 @@ def sums(unit: int) -> None:
 
 
 def gathers() -> None:
-    """All three variants: records at the ends of a buffer and of a warp's share, shorter than a word
-    and longer than what lanes load ahead; enough of them for a search of several steps."""
+    """All three variants: records at the ends of a buffer and of a warp's share, shorter than a
+    word and longer than what lanes load ahead; enough of them for a search of several steps."""
     for unit in (1, 4, 16):
         sizes = unit * (torch.arange(70) * 5 % 13)
         sizes[[3, 40]] = torch.tensor([300 * unit, 24000])
@@ -185,9 +185,10 @@ def test_one_less_is_noticed(program: str, step: int, launch: Callable[..., Any]
 def test_one_less_in_cuda_is_noticed(
     program: str, name: str, step: int, device_code: Callable[..., Any]
 ) -> None:
-    """Every barrier, and at least half of the branches: of the others some lead past a loop that has
-    no turn to take, some back to a loop that loads ahead where the one after it does the rest, some
-    past a store of the same value by further lanes. (Which they are differs between compilers.)"""
+    """Every barrier, and at least half of the branches. Of the others some lead past a loop that
+    has no turn to take, some back to a loop that loads ahead where the one after it does the rest,
+    some past a store of the same value by further lanes; which they are differs between
+    compilers."""
     monkey = pytest.MonkeyPatch()
     monkey.setattr("tests.ptx.running.STEPS_MAX", 20_000)  # of the unchanged ones: 3,000
     every = list(changes(compiled(name).decode(), branches=True))
@@ -203,7 +204,8 @@ def test_one_less_in_cuda_is_noticed(
     monkey.undo()
     assert len(barriers) == (1 if name == "crc32c" else 0)
     assert {each.kind for each in unnoticed} <= {"branch"}
-    assert 2 * len(unnoticed) <= len(branches) or step > 1 and len(unnoticed) < len(branches), "\n".join(
+    share = 0.5 if step == 1 else 0.9  # of a few
+    assert len(unnoticed) <= share * len(branches), "\n".join(
         f"line {each.line}: {each.before}" for each in unnoticed
     )
 

@@ -98,8 +98,7 @@ def bits(*values: float) -> np.ndarray:
         ("shf.r.wrap.b32 %r9, %r5, 0x55667788, 40;", 0x11223344, 0x88112233),
         ("shf.r.wrap.b32 %r9, %r5, 0x55667788, 32;", 0x11223344, 0x11223344),
         (
-            "mov.u32 %r6, 31; mov.u32 %r7, -1; mov.u32 %r8, 0;"
-            "shfl.sync.idx.b32 %r9|%p1, %r5, %r8, %r6, %r7; selp.b32 %r9, %r9, 0, %p1;",
+            "mov.u32 %r6, 31; mov.u32 %r7, -1; shfl.sync.idx.b32 %r9|%p1, %r5, 0, %r6, %r7;",
             0xABC,
             0xABC,
         ),
