@@ -3,6 +3,9 @@ README.md; everything else is in pyproject.toml.
 
 Environment:
     MAX_JOBS: how many compilers run at once; by default one a core.
+    ESPNX_NVCC: the CUDA compiler, for csrc/cuda; by default nvcc of the PATH or /usr/local/cuda;
+        none: leave those kernels out. Where none is found, or it fails, they are left out, too:
+        the package then uses Triton's and torch's on a GPU.
     ESPNX_REUSE_EXTENSION=1: package the extension already built in place instead of compiling it
         again.
 """
@@ -10,6 +13,7 @@ Environment:
 from __future__ import annotations
 
 import copy
+import hashlib
 import importlib.util
 import os
 import re
@@ -33,6 +37,13 @@ CSRC = Path("csrc")
 FIXED_TO_THE_BIT = ("cpu/accelerator", "cpu/postings", "simulate")
 FLAGS_OF = {str(CSRC / name): ["-ffp-contract=off"] for name in FIXED_TO_THE_BIT}
 SETUP = "setup.py"
+DEVICE_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fatbin",
+    "-gencode=arch=compute_80,code=sm_80",
+    "-gencode=arch=compute_90,code=[sm_90,compute_90]",
+]
 URING_PROBE = """
 #include <linux/io_uring.h>
 #include <sys/syscall.h>
@@ -113,9 +124,49 @@ def is_stale(made: str, source: str) -> bool:
     return not all(path.is_file() and path.stat().st_mtime_ns <= built for path in inputs)
 
 
+def find_nvcc() -> str | None:
+    asked = os.environ.get("ESPNX_NVCC")
+    if asked:
+        return None if asked == "none" else asked
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def compile_device_code(folder: Path) -> None:
+    """A file in `folder` for each source of csrc/cuda, by the name that espnx.ops.device_code looks
+    for; those of other sources go. Python alone is needed to use the package, so a compiler that
+    fails is a warning."""
+    nvcc = find_nvcc()
+    for source in sorted((CSRC / "cuda").glob("*.cu")) if nvcc else ():
+        digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+        target = folder / f"{source.stem}-{digest}.fatbin"
+        for old in set(folder.glob(f"{source.stem}-*.fatbin")) - {target}:
+            old.unlink()
+        built = Path("kernels", target.name)
+        if target.is_file() and target.stat().st_mtime_ns >= Path(SETUP).stat().st_mtime_ns:
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        if built.is_file() and os.environ.get("ESPNX_REUSE_EXTENSION") == "1":
+            shutil.copy2(built, target)
+            continue
+        try:
+            command = [nvcc, *DEVICE_FLAGS, str(source), "-o", str(target)]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            target.unlink(missing_ok=True)
+            said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            print(f"warning: {source} is left out: {said[-1] if said else error}", file=sys.stderr)
+
+
 class BuildOrReuse(build_ext):
     """Compiles what is stale, several files at once, or takes the extension already built in place:
     a wheel for a test then costs a second, not minutes."""
+
+    def run(self) -> None:
+        super().run()
+        is_here = self.inplace or getattr(self, "editable_mode", False)
+        compile_device_code(
+            Path("kernels") if is_here else Path(self.build_lib, "espnx", "kernels")
+        )
 
     def build_extension(self, extension: Extension) -> None:
         def compile_one(source: str) -> str:

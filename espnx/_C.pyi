@@ -536,6 +536,12 @@ class Extension:
         """As `espnx.ops.crc32c_ranges`, of tensors that are contiguous."""
 
     @staticmethod
+    def gather(
+        buffer: Tensor, offset_bytes: Tensor, begin: Tensor, out: Tensor, threads: int, /
+    ) -> None:
+        """csrc/cpu/gather.hpp: record i goes to byte ``begin[i]`` of ``out``."""
+
+    @staticmethod
     def distances(
         query: Tensor, buffer: Tensor, offset_bytes: Tensor, fmt: str, metric: str, threads: int, /
     ) -> Tensor:

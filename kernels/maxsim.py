@@ -21,6 +21,8 @@ multiple of: 16 lets the compiler load 16 bytes at a time.
 import triton
 import triton.language as tl
 
+from .attention_parts import dot_bf16, in_bf16, scale_or_nan
+
 
 @triton.jit
 def _in_fp16(query):
@@ -56,6 +58,9 @@ def _query_parts(query_rows, is_query, k, D: tl.constexpr, FORMAT: tl.constexpr)
     query = tl.load(query_rows + k[None, :], mask=is_query[:, None] & (k < D)[None, :], other=0.0)
     if FORMAT == "fp16" or FORMAT == "int8" or FORMAT == "bit1":
         parts = _in_fp16(query)
+    elif FORMAT == "bf16":
+        thirds = in_bf16(query)
+        parts = (tl.trans(thirds[0]), tl.trans(thirds[1]), tl.trans(thirds[2]))
     else:
         parts = (tl.trans(query), 0, 0)
     return parts
@@ -107,12 +112,13 @@ def _plain_tile(rows, k, in_doc, parts, FORMAT: tl.constexpr):
         )
         products = _dot_split(doc_tile, parts)
     elif FORMAT == "bf16":
-        high = tl.load(
-            rows.to(tl.pointer_type(tl.int16))[:, None] + k[None, :], mask=in_doc, other=0
-        ).to(tl.int32)
-        doc_tile = (high << 16).to(tl.float32, bitcast=True)
-        # TF32 holds bf16 exactly, with fp32's range, and the query in two parts of 11 bits.
-        products = tl.dot(doc_tile, parts[0], input_precision="tf32x3")
+        doc_tile = tl.load(
+            rows.to(tl.pointer_type(tl.bfloat16))[:, None] + k[None, :], mask=in_doc, other=0.0
+        )
+        first = dot_bf16(doc_tile, parts[0], None)
+        rest = dot_bf16(doc_tile, parts[1], dot_bf16(doc_tile, parts[2], None))
+        # An infinity meets zeros in the further parts and would turn into NaN.
+        products = tl.where(tl.abs(first) < float("inf"), first + rest, first)
     elif FORMAT == "int8":
         # Whole numbers up to 128 are exact in fp16.
         codes = tl.load(
@@ -143,7 +149,8 @@ def _residual_values(rows, k, in_doc, centroids, is_known, weight_ptr, NBITS: tl
 def _with_scales(products, rows, is_token, FORMAT: tl.constexpr, SIGN_VALUE: tl.constexpr):
     """Products of `_plain_tile` times what their rows are to be multiplied by."""
     if FORMAT == "int8":
-        products *= tl.load(rows.to(tl.pointer_type(tl.float32)), mask=is_token, other=0.0)[:, None]
+        scale = tl.load(rows.to(tl.pointer_type(tl.float32)), mask=is_token, other=0.0)
+        products *= scale_or_nan(scale)[:, None]
     elif FORMAT == "bit1":
         products *= SIGN_VALUE
     return products

@@ -10,20 +10,25 @@ each: 576 is 512 and 64), so that a tile's V values are read once.
 import triton
 import triton.language as tl
 
-from .attention import (
-    _block_of,
-    _in_bf16,
-    _in_fp16,
-    _not_finite,
-    _query_places,
-    _rescaled,
-    _rows_tile,
-    _ruled,
-    _scores,
-    _store_state,
-    _stored_tile,
-    _v_begins,
-    _weighed,
+from .attention_parts import (
+    block_of,
+    broken,
+    in_bf16,
+    in_fp16,
+    last_rows,
+    not_finite,
+    place_of_results,
+    program_place,
+    program_rows,
+    query_places,
+    rescaled,
+    row_products,
+    rows_tile,
+    ruled_scores,
+    store_state,
+    stored_tile,
+    v_begins,
+    weighed_rows,
 )
 
 
@@ -50,16 +55,16 @@ def _wide_scores(
             query_rows + k[None, :], mask=is_query[:, None] & (k < D)[None, :], other=0.0
         )
         if IS_PLAIN:
-            rows = _stored_tile(base, K_BEGIN, in_block, D, BLOCK_K, FORMAT, first)
+            rows = stored_tile(base, K_BEGIN, in_block, D, BLOCK_K, FORMAT, first)
             parts = (query, query, query)
             if FORMAT == "fp16":
-                parts = _in_fp16(query)
+                parts = in_fp16(query)
             elif FORMAT == "bf16":
-                parts = _in_bf16(query)
-            products += _scores(query, parts, rows, 0.0, FORMAT, PRECISION)
+                parts = in_bf16(query)
+            products += row_products(query, parts, rows, 0.0, FORMAT, PRECISION)
         else:
             is_row = in_block >= 0
-            rows = _rows_tile(base, K_BEGIN, 0, in_block, is_row, D, BLOCK_K, FORMAT, False, first)
+            rows = rows_tile(base, K_BEGIN, 0, in_block, is_row, D, BLOCK_K, FORMAT, False, first)
             products += tl.dot(query, tl.trans(rows), input_precision=PRECISION)
     return products
 
@@ -83,16 +88,16 @@ def _wide_weighed(
 ):
     """``sums`` and those of a tile's V rows, of the values from FIRST on."""
     if IS_PLAIN:
-        values = _stored_tile(base, v_begin, in_block, DV, BLOCK, FORMAT, FIRST)
-        sums = _weighed(sums, p, values, 0.0, FORMAT, PRECISION)
+        values = stored_tile(base, v_begin, in_block, DV, BLOCK, FORMAT, FIRST)
+        sums = weighed_rows(sums, p, values, 0.0, FORMAT, PRECISION)
     else:
-        values = _rows_tile(
+        values = rows_tile(
             base, v_begin, v_scale_begin, in_block, in_block >= 0, DV, BLOCK, FORMAT, True, FIRST
         )
         if CAREFUL:
             finite = tl.where(tl.abs(values) < float("inf"), values, 0.0)
             sums += tl.dot(p, finite, input_precision=PRECISION)
-            sums += _not_finite(p, values, seen)
+            sums += not_finite(p, values, seen)
         else:
             sums += tl.dot(p, values, input_precision=PRECISION)
     return sums
@@ -148,7 +153,7 @@ def _wide_attend(
         seen = tl.where(is_visible, tile + lane, 2147483647)[None, :] <= last[:, None]
         if HAS_WINDOW:
             seen = seen & ((tile + lane)[None, :] > (position - window)[:, None])
-        block, in_block = _block_of(tile, t - tile, block_rows, inverse)
+        block, in_block = block_of(tile, t - tile, block_rows, inverse)
         offset = tl.load(offset_ptr + block)
         base = buffer_ptr + tl.multiple_of(offset, ALIGN_BYTES)
         products = _wide_scores(
@@ -165,9 +170,9 @@ def _wide_attend(
             BLOCK_T,
             BLOCK_K,
         )
-        products = _ruled(products, slope, position, tile + lane, SOFT_CAP, HAS_SLOPES)
+        products = ruled_scores(products, slope, position, tile + lane, SOFT_CAP, HAS_SLOPES)
         scores = tl.where(seen, products, float("-inf"))
-        best, total, alpha, p = _rescaled(best, total, scores, SHIFT)
+        best, total, alpha, p = rescaled(best, total, scores, SHIFT)
         sums = _wide_weighed(
             sums * alpha[:, None],
             p,
@@ -202,12 +207,6 @@ def _wide_attend(
                 BLOCK_REST,
             )
     return best - SHIFT, total, sums, rest
-
-
-@triton.jit
-def _broken(sums):
-    """1 if a value is infinite or NaN, else 0."""
-    return tl.max(tl.max((tl.abs(sums) < float("inf")).to(tl.int32) ^ 1, axis=1), axis=0)
 
 
 @triton.jit(
@@ -260,23 +259,16 @@ def wide_attention_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    head = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(2)
-    sequence = head // n_kv
+    head, sequence, q, is_query = program_place(n_kv, n_queries, BLOCK_Q)
     n_rows = tl.load(n_rows_ptr + sequence).to(tl.int32)
-    q = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    is_query = q < n_queries
     query_rows = query_ptr + (head * n_queries + q)[:, None] * D
     at_position = sequence * q_len + q % q_len
-    last = tl.load(last_position_ptr + at_position, mask=is_query & (has_last != 0), other=0)
-    last = tl.where(has_last != 0, last, n_rows)
-    position, slope = _query_places(
+    last = last_rows(last_position_ptr, at_position, is_query, has_last, n_rows)
+    position, slope = query_places(
         position_ptr, slope_ptr, at_position, head * n_queries + q, is_query, HAS_WINDOW, HAS_SLOPES
     )
-    v_begin, v_scale_begin = _v_begins(block_rows, K_BEGIN, D, FORMAT, IS_X, ITEM_BYTES)
-    begin = split * split_rows
-    end = tl.minimum(begin + split_rows, n_rows)
-    last = tl.minimum(tl.maximum(last, -1), end - 1).to(tl.int32)
+    v_begin, v_scale_begin = v_begins(block_rows, K_BEGIN, D, FORMAT, IS_X, ITEM_BYTES)
+    begin, end, last = program_rows(split_rows, n_rows, last)
     offset_ptr = block_offset_bytes_ptr + head * n_blocks
     sequence_visible_ptr = visible_ptr + sequence * visible_stride
     best, total, sums, rest = _wide_attend(
@@ -285,7 +277,7 @@ def wide_attention_kernel(
         K_BEGIN, D, DV, FORMAT, PRECISION, ALIGN_BYTES, False, SOFT_CAP, HAS_WINDOW, HAS_SLOPES,
         BLOCK_Q, BLOCK_T, BLOCK_K, BLOCK_DV, BLOCK_REST,
     )  # fmt: skip
-    if _broken(sums) + _broken(rest) != 0:
+    if broken(sums) + broken(rest) != 0:
         # Rare: a value of V is not finite. Who sees it is found out tile by tile.
         best, total, sums, rest = _wide_attend(
             query_rows, is_query, last, position, slope, window, buffer_ptr, offset_ptr,
@@ -294,7 +286,7 @@ def wide_attention_kernel(
             ALIGN_BYTES, True, SOFT_CAP, HAS_WINDOW, HAS_SLOPES, BLOCK_Q, 16, BLOCK_K, BLOCK_DV,
             BLOCK_REST,
         )  # fmt: skip
-    place = (split.to(tl.int64) * tl.num_programs(0) + head) * n_queries + q
-    _store_state(o_ptr, lse_ptr, place, is_query, best, total, sums, DV, BLOCK_DV)
+    place = place_of_results(head, q, n_queries)
+    store_state(o_ptr, lse_ptr, place, is_query, best, total, sums, DV, BLOCK_DV)
     if DV > BLOCK_DV:
-        _store_state(o_ptr, lse_ptr, place, is_query, best, total, rest, DV, BLOCK_REST, BLOCK_DV)
+        store_state(o_ptr, lse_ptr, place, is_query, best, total, rest, DV, BLOCK_REST, BLOCK_DV)

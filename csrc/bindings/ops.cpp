@@ -15,6 +15,7 @@
 #include "cpu/cpu_level.hpp"
 #include "cpu/crc32c.hpp"
 #include "cpu/distances/distances.hpp"
+#include "cpu/gather.hpp"
 #include "cpu/maxsim/maxsim.hpp"
 #include "cpu/product/product.hpp"
 
@@ -153,6 +154,37 @@ NewTensor crc32c_ranges(const Tensor& buffer, const Tensor& offset_bytes, const 
                           " bytes");
   }
   return to_tensor(std::move(crc));
+}
+
+// Record i, `begin[i + 1] - begin[i]` bytes at `offset_bytes[i]` of the buffer, to byte `begin[i]`
+// of `out`.
+void gather(const Tensor& buffer, const Tensor& offset_bytes, const Tensor& begin,
+            const Tensor& out, int64_t threads) {
+  const uint8_t* data = bytes(buffer);
+  auto* made = memory<uint8_t>(out, 1, Dtype::uint8, "out", "uint8 [bytes]");
+  const int64_t *offset = indices(offset_bytes, "offset_bytes"), *at = indices(begin, "begin");
+  const int64_t n = offset_bytes.numel(), buffer_bytes = buffer.numel();
+  check(begin.numel() == n + 1, "begin must have ", n + 1, " entries, got ", begin);
+  check(at[0] == 0 && at[n] == out.numel(), "begin must go from 0 to the size of out (",
+        out.numel(), "), got ", at[0], " and ", at[n]);
+  const int max_threads = thread_count(threads);
+  int64_t outside = -1;
+  {
+    py::gil_scoped_release unlocked;
+    for (int64_t i = 0; i < n && outside < 0; ++i) {
+      const bool fits = at[i] <= at[i + 1] && offset[i] >= 0 && offset[i] <= buffer_bytes &&
+                        at[i + 1] - at[i] <= buffer_bytes - offset[i];
+      if (!fits) outside = i;
+    }
+    if (outside < 0) {
+      espnx::gather(data, offset, at, n, max_threads, made);
+    }
+  }
+  if (outside >= 0) {
+    fail<py::index_error>("record ", outside, " (offset_bytes ", offset[outside], ", ",
+                          at[outside + 1] - at[outside],
+                          " bytes) does not lie inside the buffer of ", buffer_bytes, " bytes");
+  }
 }
 
 // `query` [d] or [Q, d]: of whole numbers the vectors' own bytes, else float32.
@@ -450,6 +482,7 @@ NewTensor encode_product(const Tensor& vectors, const Tensor& begin, const Tenso
 void bind_ops(py::module_& m) {
   m.def("maxsim", &maxsim);
   m.def("crc32c_ranges", &crc32c_ranges);
+  m.def("gather", &gather);
   m.def("distances", &distances);
   m.def("fit_product", &fit_product);
   m.def("encode_product", &encode_product);

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from .. import errors
+from ..ops.scales import scale_or_nan
 
 PAGE_BYTES = 4096
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
@@ -201,9 +202,9 @@ class RowLayout:
         k = part(self.k_offset_bytes, self.d, self.dtype)
         v = k if self.is_shared else part(self.v_offset_bytes, self.dv, self.dtype)
         if self.format == "int8":
-            k = k.float() * blocks[..., : 4 * self.d].contiguous().view(torch.float32).unsqueeze(-2)
-            scale = part(self.v_scale_offset_bytes, 1, torch.float32)
-            v = v.float() * scale
+            k_scale = blocks[..., : 4 * self.d].contiguous().view(torch.float32).unsqueeze(-2)
+            k = k.float() * scale_or_nan(k_scale)
+            v = v.float() * scale_or_nan(part(self.v_scale_offset_bytes, 1, torch.float32))
         n = count * self.block_rows
         return k.reshape(*lead, n, self.d)[..., :rows, :], v.reshape(*lead, n, self.dv)[
             ..., :rows, :

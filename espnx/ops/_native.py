@@ -30,6 +30,7 @@ _BUILD = "run `make setup` (or `pip install -e .`) in the source tree"
 _OPS = {
     "maxsim": "maxsim",
     "crc32c": "crc32c_ranges",
+    "gather": "gather",
     "attention": "attention",
     "accelerator": "accelerator",
     "distances": "distances",

@@ -68,6 +68,8 @@ def resources(kernel: Any) -> dict[str, int]:
     """Registers of a thread, its stack in bytes (what is spilled goes there), shared memory of a
     block in bytes, its threads."""
     text = tool("cuobjdump", "--dump-resource-usage", cubin=kernel.asm["cubin"])
+    if entry := getattr(kernel, "entry", ""):
+        text = text.partition(f"Function {entry}:")[2].partition("Function ")[0]
     found = {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", text)}
     return {
         "registers": found["REG"],
@@ -75,6 +77,11 @@ def resources(kernel: Any) -> dict[str, int]:
         "shared_bytes": int(kernel.metadata.shared),
         "threads": WARP * int(kernel.metadata.num_warps),
     }
+
+
+def of_kernel(text: str, entry: str) -> str:
+    """What `nvdisasm` says of one kernel of a module."""
+    return text.partition(f"\t.section\t.text.{entry},")[2].partition("\t.section\t.text.")[0]
 
 
 def parse(text: str) -> tuple[list[tuple[str, str]], list[Loop]]:
@@ -172,6 +179,8 @@ def analysed(variant: Any, capability: int) -> dict[str, Any]:
     kernel = variant.compile(capability)
     found = resources(kernel)
     text = tool("nvdisasm", "-c", cubin=kernel.asm["cubin"])
+    if entry := getattr(kernel, "entry", ""):
+        text = of_kernel(text, entry)
     loop = main_loop(text, variant.inner_trips, found["threads"])
     return {
         "variant": variant.name,

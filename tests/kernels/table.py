@@ -15,6 +15,7 @@ import triton
 from tests.kernels.bounds import MEMORY_BYTES_S, RATE_MIN, bounds
 from tests.kernels.sass import analysed
 from tests.kernels.variants import CAPABILITIES, VARIANTS
+from tests.ptx.nvcc import nvcc_release
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "data" / "kernels.json"
@@ -34,6 +35,11 @@ COLUMNS = (
     *(f"of {name}'s memory" for name in MEMORY_BYTES_S),
     "bar",
 )
+
+
+def stored_nvcc() -> str:
+    """The release of nvcc whose code the table describes."""
+    return str(json.loads(TABLE.read_text())["nvcc"])
 
 
 def stored() -> list[dict[str, Any]]:
@@ -83,7 +89,8 @@ def main() -> None:
             rows.append(analysed(variant, capability))
             print(rows[-1], flush=True)
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
-    TABLE.write_text(f'{{"triton": {json.dumps(triton.__version__)}, "rows": [\n{lines}\n]}}\n')
+    compilers = f'"triton": {json.dumps(triton.__version__)}, "nvcc": {json.dumps(nvcc_release())}'
+    TABLE.write_text(f'{{{compilers}, "rows": [\n{lines}\n]}}\n')
     PAGE.write_text(page_with(PAGE.read_text(), rows))
     missed = [
         row["variant"]

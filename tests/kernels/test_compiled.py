@@ -9,8 +9,9 @@ pytest.importorskip("triton", reason="triton has no wheel for this machine's pro
 
 from tests.kernels.bounds import bounds
 from tests.kernels.sass import analysed, main_loop, mma_flop
-from tests.kernels.table import PAGE, page_with, stored
-from tests.kernels.variants import CAPABILITIES, TESTED, VARIANTS, Variant
+from tests.kernels.table import PAGE, page_with, stored, stored_nvcc
+from tests.kernels.variants import CAPABILITIES, DEVICE_VARIANTS, TESTED, VARIANTS, Variant
+from tests.ptx.nvcc import ABSENT, nvcc, nvcc_release
 
 SHARED_BYTES_MAX = {80: 163 * 1024, 90: 227 * 1024}
 #: Variants that are to meet the bar and do not; docs/measured/kernels.md says by how much, and why.
@@ -44,15 +45,22 @@ LOOPS = """
 
 @pytest.mark.usefixtures("triton_cache")
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("variant", TESTED, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", [*TESTED, *DEVICE_VARIANTS], ids=lambda variant: variant.name)
 def test_like_the_table(capability: int, variant: Variant) -> None:
     """The same compiler gives the same code: not one instruction more, no byte more spilled."""
+    if variant in DEVICE_VARIANTS:
+        if nvcc() is None:
+            pytest.skip(ABSENT)
+        if nvcc_release() != stored_nvcc():
+            pytest.skip(f"the table is of nvcc {stored_nvcc()}, here is {nvcc_release()}")
     found = analysed(variant, capability)
     (expected,) = (
         row for row in stored() if (row["variant"], row["sm"]) == (variant.name, capability)
     )
     assert found == expected, "python -m tests.kernels.table writes the table anew"
     assert found["shared_bytes"] <= SHARED_BYTES_MAX[capability]
+    if variant in DEVICE_VARIANTS:
+        return
     ptx = variant.compile(capability).asm["ptx"]
     if variant.name.startswith("attention fp32"):
         # Three products of parts, or it would be rounded to TF32.

@@ -1,8 +1,10 @@
-"""Variants of every Triton kernel, compiled ahead of time for GPUs that need not be there."""
+"""Variants of every kernel, Triton's and those of csrc/cuda, compiled ahead of time for GPUs that
+need not be there."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from espnx.kernels.wide_attention import wide_attention_kernel
 from espnx.ops import token_format
 from espnx.ops.attention import cuda as attention
 from espnx.ops.attention.checks import ROW_FORMATS
-from espnx.ops.crc32c.cuda import LANES, WARPS
+from espnx.ops.crc32c.cuda import LANES, SHARED_BYTES, THREADS, WARPS
 from espnx.ops.maxsim import cuda as maxsim
+from tests.ptx.nvcc import compiled
 
 CAPABILITIES = (80, 90)
 POINTERS = {
@@ -79,6 +82,28 @@ class Variant:
         )
         options = {"enable_fp_fusion": True, **self.options}
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@dataclass(frozen=True)
+class DeviceVariant:
+    """A kernel of csrc/cuda; attributes as `Variant`'s."""
+
+    name: str
+    source: str
+    entry: str
+    threads: int
+    tile_bytes: int
+    shared_bytes: int = 0
+    inner_trips: int = 0
+    has_bar: bool = True
+
+    def compile(self, capability: int) -> Any:
+        """What stands for it as Triton's compiled kernels do."""
+        return SimpleNamespace(
+            asm={"cubin": compiled(self.source, "cubin", capability)},
+            metadata=SimpleNamespace(shared=self.shared_bytes, num_warps=self.threads // 32),
+            entry=self.entry,
+        )
 
 
 def attending(
@@ -165,6 +190,16 @@ CAP_AND_WINDOW = attention.ScoreRules(soft_cap=50.0, window=4096, position=_POSI
 WINDOW = attention.ScoreRules(window=128, position=_POSITION)
 SLOPES = attention.ScoreRules(position=_POSITION, slopes=torch.zeros(1, 1, 1))
 
+#: By nvcc. A block of gather has 8 warps, of which each lane loads 4 pieces of 16 bytes or 8 words;
+#: one of crc32c has 32, of which each lane takes 2 pieces of 16 bytes in an iteration.
+DEVICE_VARIANTS = (
+    DeviceVariant("gather aligned to 16", "gather", "espnx_gather_16", 256, 8 * 32 * 4 * 16),
+    DeviceVariant("gather aligned to 4", "gather", "espnx_gather_4", 256, 8 * 32 * 8 * 4),
+    DeviceVariant("gather of bytes", "gather", "espnx_gather_1", 256, 8 * 32 * 8 * 4),
+    DeviceVariant(
+        "crc32c by warps", "crc32c", "espnx_crc32c", THREADS, THREADS * 2 * 16, SHARED_BYTES
+    ),
+)
 #: Compiled by the tests, too.
 TESTED = (
     attending("fp16", 128, has_bar=True),
@@ -208,4 +243,5 @@ VARIANTS = (
     scoring("residual1", 128),
     scoring("residual4", 128),
     scoring("fp16", 24, 1, align_bytes=2),
+    *DEVICE_VARIANTS,
 )

@@ -88,7 +88,7 @@ def test_maxsim_of_a_centroid_that_does_not_exist(fmt: str, number: int) -> None
     assert scores.isnan().tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("scale", [torch.nan, -1.0, 0.0])
+@pytest.mark.parametrize("scale", [torch.nan, torch.inf, -torch.inf, -1.0, 0.0])
 def test_maxsim_of_scales_of_every_kind(scale: float) -> None:
     records = scatter([normals(70, 16, seed=seed) for seed in range(3)], "int8", align_bytes=16)
     place = records.offset_bytes[1].item() + 69 * token_row_bytes("int8", 16)

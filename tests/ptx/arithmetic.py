@@ -156,6 +156,34 @@ def one(instruction: Instruction, slots: Slots) -> Step:
     return _apply(instruction, slots, [kind], ONE[word])
 
 
+@builds("popc")
+def count(instruction: Instruction, slots: Slots) -> Step:
+    """Bits that are set."""
+    if instruction.opcode != "popc.b32":
+        raise Unknown(instruction.opcode)
+    return _apply(
+        instruction,
+        slots,
+        ["b32"],
+        lambda value: np.unpackbits(value.view(np.uint8).reshape(-1, 4), axis=1).sum(
+            axis=1, dtype=np.uint32
+        ),
+    )
+
+
+@builds("shf")
+def funnel(instruction: Instruction, slots: Slots) -> Step:
+    """32 of the 64 bits of two registers, the lower one first, from a place below 32 on."""
+    if instruction.opcode != "shf.r.wrap.b32":
+        raise Unknown(instruction.opcode)
+
+    def function(low: np.ndarray, high: np.ndarray, by: np.ndarray) -> np.ndarray:
+        both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
+        return (both >> (by & np.uint32(31)).astype(np.uint64)).astype(np.uint32)
+
+    return _apply(instruction, slots, ["b32"] * 3, function)
+
+
 @builds("min", "max")
 def extremes(instruction: Instruction, slots: Slots) -> Step:
     """A number beside a NaN is the result, unless the instruction says NaN."""

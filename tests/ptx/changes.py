@@ -1,4 +1,5 @@
-"""Changes to PTX that ought to be noticed: one barrier, wait, fence or mask less."""
+"""Changes to PTX that ought to be noticed: one barrier, wait, fence or mask less, or one branch
+that nobody takes."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import NamedTuple
 BARRIERS = re.compile(r"\s*bar(?:\.warp)?\.sync\b")
 WAITS = re.compile(r"\s*(?:cp\.async\.wait_group|wgmma\.wait_group|fence\.proxy\.async)\b")
 MASKED = re.compile(r"\s*@!?%p\d+\s+(?=(?:ld|st)\.)")
+BRANCH = re.compile(r"\s*@!?%p\d+\s+bra\b")
 MASKED_COPY = re.compile(r"(cp\.async\.c[ag]\.shared\.global .*), %r\d+;")
 
 
@@ -27,10 +29,13 @@ class Change(NamedTuple):
         return "\n".join(lines)
 
 
-def changes(ptx: str) -> Iterator[Change]:
+def changes(ptx: str, *, branches: bool = False) -> Iterator[Change]:
+    """``branches``: of nvcc's code, too, whose masks are branches around what is masked."""
     for number, line in enumerate(ptx.splitlines(), 1):
         if BARRIERS.match(line):
             yield Change("barrier", number, line, "")
+        elif branches and BRANCH.match(line):
+            yield Change("branch", number, line, "")
         elif WAITS.match(line):
             yield Change("wait", number, line, "")
         elif MASKED.match(line):

@@ -73,7 +73,9 @@ class Slots:
             return self._register(operand, bits_of(kind))
         bits = bits_of(kind)
         slot = self._slot(f"{operand} of {bits} bits")
-        self.literals[slot], self.literal_bits[slot] = _literal(operand, bits), bits
+        address = self.program.addresses.get(operand)
+        number = _literal(operand, bits) if address is None else address
+        self.literals[slot], self.literal_bits[slot] = number, bits
         return slot
 
     def special(self, name: str) -> int:
@@ -109,10 +111,7 @@ class Slots:
 
 
 def _literal(text: str, bits: int) -> int:
-    """A literal's bits. The only name that stands for a number is that of shared memory, which
-    begins at 0."""
-    if text == "global_smem":
-        return 0
+    """A literal's bits."""
     if text.startswith(("0f", "0F")):
         return int(text[2:], 16)
     if text.startswith(("0d", "0D")):

@@ -48,3 +48,20 @@ def launch(triton_cache: None, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
     launch()
     return launch
+
+
+@pytest.fixture
+def device_code(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """``device_code(change)``: from now on kernels of csrc/cuda run as PTX that has been changed
+    so, on tensors of the CPU; at first they run as they are."""
+    from espnx.ops import device_code as code
+    from tests.ptx.nvcc import Launcher
+
+    def launch(change: Callable[[str], str] | None = None) -> Launcher:
+        launcher = Launcher(change)
+        monkeypatch.setattr(code, "launch", launcher)
+        return launcher
+
+    monkeypatch.setattr(code, "is_there", lambda *args: True)
+    launch()
+    return launch

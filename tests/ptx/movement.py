@@ -7,8 +7,17 @@ import numpy as np
 
 from tests.ptx.block import Block, Copies
 from tests.ptx.compiling import Slots, Step, Unknown, as_bits, as_type, bits_of, builds, dtype_of
-from tests.ptx.program import Address, Instruction, Operand
+from tests.ptx.program import Address, Fault, Instruction, Operand
 from tests.ptx.shared_memory import WARP
+
+
+@builds("cvta")
+def to_address_space(instruction: Instruction, slots: Slots) -> Step:
+    """Global memory has the same addresses as memory of any kind."""
+    if instruction.opcode != "cvta.to.global.u64":
+        raise Unknown(instruction.opcode)
+    to, of = slots.target(instruction.operands[0]), slots.source(instruction.operands[1], "u64")
+    return lambda block: block.put(to, block.look(of), block.unknown((of,)))
 
 
 @builds("mov")
@@ -72,6 +81,8 @@ class Place:
 def _layout(instruction: Instruction) -> tuple[str, int, np.dtype]:
     """Space, count and type of a load or a store: ld.global.v4.b32."""
     words, kind = instruction.parts[1:-1], instruction.parts[-1]
+    if words[:2] == ["global", "nc"] and instruction.parts[0] == "ld":
+        words = ["global", *words[2:]]  # of memory that no thread writes, which is any input here
     count = next((int(each[1:]) for each in words if each in ("v2", "v4", "v8")), 1)
     spaces = [each for each in words if each in ("global", "shared", "param")]
     if len(spaces) != 1 or len(words) != 1 + (count > 1):
@@ -170,24 +181,46 @@ def _commit_copies(block: Block) -> None:
 
 @builds("shfl")
 def shuffle(instruction: Instruction, slots: Slots) -> Step:
-    """Another lane's value, of the whole warp."""
+    """Another lane's value, of the whole warp; and perhaps whether there is such a lane."""
     target, value, lane, clamp, members = instruction.operands
     mode = instruction.parts[2]
-    if instruction.opcode not in ("shfl.sync.bfly.b32", "shfl.sync.idx.b32") or (
-        clamp,
-        members,
-    ) != ("31", "-1"):
-        raise Unknown(instruction.text)
-    to, of, by = slots.target(target), slots.source(value, "b32"), slots.source(lane, "b32")
+    if instruction.opcode not in ("shfl.sync.bfly.b32", "shfl.sync.idx.b32"):
+        raise Unknown(instruction.opcode)
+    names = str(target).split("|")
+    to, of, by = slots.target(names[0]), slots.source(value, "b32"), slots.source(lane, "b32")
+    is_there = slots.target(names[1]) if len(names) == 2 else -1
+    limits = [(slots.source(each, "b32"), n) for each, n in ((clamp, 31), (members, 0xFFFFFFFF))]
 
     def step(block: Block) -> None:
         block.check_whole_warps()
+        if any((block.chosen(block.get(slot)) != n).any() for slot, n in limits):
+            raise Fault("unknown", "a shuffle within a part of a warp")
+        if is_there >= 0:
+            block.put(is_there, np.ones(block.n_threads, dtype=bool))
         asked = block.get(by).astype(np.int64)
         own = block.threads % WARP
         there = asked % WARP if mode == "idx" else own ^ asked
         sources, missing = block.threads - own + there % WARP, block.unknown((of,))
         value = block.look(of)[sources]
         block.put(to, value, None if missing is None else missing[sources])
+
+    return step
+
+
+@builds("vote")
+def ballot(instruction: Instruction, slots: Slots) -> Step:
+    """A bit for each lane of the whole warp."""
+    if instruction.opcode != "vote.sync.ballot.b32":
+        raise Unknown(instruction.opcode)
+    to, of = slots.target(instruction.operands[0]), slots.source(instruction.operands[1], "pred")
+    members = slots.source(instruction.operands[2], "b32")
+
+    def step(block: Block) -> None:
+        block.check_whole_warps()
+        if (block.chosen(block.get(members)) != 0xFFFFFFFF).any():
+            raise Fault("unknown", "a vote of a part of a warp")
+        bits = block.get(of).reshape(-1, WARP).astype(np.uint32) << np.arange(WARP, dtype=np.uint32)
+        block.put(to, np.repeat(np.bitwise_or.reduce(bits, axis=1), WARP))
 
     return step
 

@@ -1,6 +1,6 @@
 """PTX as data: a kernel's instructions in order, its labels, and how wide its registers are.
 
-Text is read as far as compilers write it: one kernel a module, one instruction a statement.
+Text is read as far as compilers write it, Triton's and nvcc's: one instruction a statement.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(%\w+?)<\d+>")
 ADDRESS = re.compile(r"\[\s*([%\w.$]+)\s*(?:\+\s*(-?\w+)\s*)?\]")
 STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 LABEL = re.compile(r"([$\w]+):")
+DYNAMIC_SHARED = re.compile(r"\.extern\s+\.shared\s[^;]*?([\w$]+)\[\];")
+#: Where shared memory begins that a launch gives to a kernel of nvcc's: the first bytes of any block
+#: are the system's on sm_90. Triton's name for its own stands for address 0 here.
+DYNAMIC_SHARED_BEGIN = 1024
+TRITON_SHARED = "global_smem"
 SHARED_WIDTHS = re.compile(r"(?:ld|st)\.shared\S*\.[bsuf](8|16|32|64|128)\b")
 
 
@@ -59,6 +64,7 @@ class Program:
     labels: dict[str, int] = field(default_factory=dict)
     widths: dict[str, int] = field(default_factory=dict)
     parameters: list[str] = field(default_factory=list)
+    addresses: dict[str, int] = field(default_factory=dict)  # of names that stand for one
     n_threads: int = 0
 
     def register_bits(self, name: str) -> int:
@@ -72,10 +78,17 @@ class Program:
         return min([4, *(int(found[1]) // 8 for found in texts if found)])
 
 
-def parse(ptx: str) -> Program:
-    """The only kernel of a module."""
+def parse(ptx: str, entry: str = "") -> Program:
+    """The kernel of that name, or the only one of a module."""
     program = Program()
-    header, _, rest = ptx.partition(".entry")
+    found = re.search(rf"\.entry\s+{entry}(?=\s*\()" if entry else r"\.entry", ptx)
+    if found is None:
+        raise Fault("unknown", f"no kernel {entry}")
+    header, rest = ptx[: found.start()], ptx[found.end() :]
+    program.addresses = {
+        name: 0 if name == TRITON_SHARED else DYNAMIC_SHARED_BEGIN
+        for name in DYNAMIC_SHARED.findall(header)
+    }
     body_line = header.count("\n") + 1
     if found := re.search(r"\.reqntid\s+(\d+)", rest):
         program.n_threads = int(found[1])

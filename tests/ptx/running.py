@@ -26,13 +26,16 @@ class Executable:
     """A kernel's PTX, ready to run.
 
     Args:
-        ptx: a module with one kernel.
+        ptx: a module.
         shared_bytes: of a block.
+        entry: the kernel's name; empty: the module's only one.
+        n_threads: of a block; 0: as the module says.
     """
 
-    def __init__(self, ptx: str, shared_bytes: int):
-        self.program: Program = parse(ptx)
-        self.shared_bytes = shared_bytes
+    def __init__(self, ptx: str, shared_bytes: int, entry: str = "", n_threads: int = 0):
+        self.program: Program = parse(ptx, entry)
+        self.program.n_threads = n_threads or self.program.n_threads
+        self.shared_bytes = shared_bytes + max(self.program.addresses.values(), default=0)
         self.slots = Slots(self.program)
         self.steps = [_step(each, self.slots) for each in self.program.instructions]
 

@@ -14,6 +14,7 @@ from espnx.errors import NotConformingError
 from espnx.ops.attention import cuda
 from tests.device.rows import assert_right
 from tests.ops.attention.ruled import DTYPES, RULES, WIDTHS, by_kernel, check_rules, ruled_case
+from tests.ops.attention.scales import check_scale
 from tests.ops.attention.test_attention import FORMATS, assert_close, causal, make_case
 from tests.ops.attention.test_kernel import PRECISION, case_dtype, run
 from tests.ptx.program import Fault
@@ -139,17 +140,10 @@ def test_not_finite(fmt: str, value: float, group: int) -> None:
     assert run(case)[1][0, 0].isnan().tolist() == [False, False, True]
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_not_finite_scales(value: float) -> None:
-    """Of an int8 V row, which the second of two queries sees."""
-    case = causal(
-        make_case(n_rows=[20], q_len=2, d=16, n_kv=1, fmt="int8", block_rows=32, gap_bytes=0)
-    )
-    begin = 4 * 16 + 32 * 16 + 4 * 19
-    case.buffer[begin : begin + 4] = torch.tensor([value]).view(torch.uint8)
-    o, lse = run(case)
-    assert_close(case, (o, lse), **PRECISION)
-    assert o[0, 0].isfinite().all(dim=-1).tolist() == [True, False]
+@pytest.mark.parametrize("of_v", [False, True])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_scales_that_are_not_finite(value: float, of_v: bool) -> None:
+    check_scale(run, value, of_v=of_v)
 
 
 def test_what_the_launcher_refuses_would_be_a_fault(

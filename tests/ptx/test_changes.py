@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from espnx.ops import crc32c_ranges_reference, maxsim_reference
-from espnx.ops.crc32c.cuda import crc32c_triton
+from espnx.ops import crc32c_ranges_reference, gather_reference, maxsim_reference
+from espnx.ops.crc32c.cuda import crc32c_cuda, crc32c_triton
+from espnx.ops.gather.cuda import gather_cuda
 from espnx.ops.maxsim.cuda import maxsim_triton
 from tests.ops.attention.test_attention import assert_close, causal, make_case
 from tests.ops.attention.test_kernel import PRECISION, case_dtype, run
 from tests.ops.records import normals, scatter
 from tests.ops.tolerances import assert_scores_close, maxsim_bound
 from tests.ptx.changes import Change, changes
+from tests.ptx.nvcc import compiled, needs_nvcc
 from tests.sweeps import in_steps
 
 
@@ -70,6 +72,32 @@ def sums(unit: int) -> None:
     assert torch.equal(crc32c_triton(buffer, offsets, sizes, 7), expected)
 
 
+def gathers() -> None:
+    """All three variants: records at the ends of a buffer and of a warp's share, shorter than a
+    word and longer than what lanes load ahead; enough of them for a search of several steps."""
+    for unit in (1, 4, 16):
+        sizes = unit * (torch.arange(70) * 5 % 13)
+        sizes[[3, 40]] = torch.tensor([300 * unit, 24000])
+        offsets = unit * (torch.arange(70) * 11 % 20)
+        buffer = (torch.arange(24016) * 37 % 251).to(torch.uint8)
+        buffer = buffer[-buffer.data_ptr() % 16 :][:24000]
+        offsets[40] = 0
+        expected = gather_reference(buffer, offsets, sizes)
+        assert torch.equal(gather_cuda(buffer, offsets, sizes), expected)
+
+
+def sums_by_warps() -> None:
+    """More ranges than a block has warps, of one round to five, with and without bytes before and
+    after their pieces."""
+    sizes = torch.tensor([0, 7, 16, 33, 600, 1024, 1061, 2100, 2560] * 4)
+    offsets = torch.arange(36) * 7
+    offsets[8], offsets[-1] = 0, 245
+    buffer = (torch.arange(2821) * 91 % 253).to(torch.uint8)
+    buffer = buffer[-buffer.data_ptr() % 16 :][:2805]
+    expected = crc32c_ranges_reference(buffer, offsets, sizes, 7)
+    assert torch.equal(crc32c_cuda(buffer, offsets, sizes, 7), expected)
+
+
 PROGRAMS: dict[str, Callable[[], None]] = {
     "maxsim fp16": lambda: scores("fp16", 1, 24),
     "maxsim bf16": lambda: scores("bf16", 1, 24),
@@ -85,6 +113,10 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "attention of wide rows": attends_widely,
     "crc32c of words": lambda: sums(4),
     "crc32c of bytes": lambda: sums(1),
+}
+DEVICE_PROGRAMS: dict[str, Callable[[], None]] = {
+    "gather": gathers,
+    "crc32c by warps": sums_by_warps,
 }
 #: Of each program's barriers, waits and masks, by their order, those of which none is missed: no
 #: result changes and no rule of the executor is broken without one. Why has not been worked out.
@@ -145,6 +177,37 @@ def test_one_less_is_noticed(program: str, step: int, launch: Callable[..., Any]
     assert tried
     expected = set(tried) & UNNOTICED.get(program, set())
     assert set(found) == expected, _listed(found)
+
+
+@needs_nvcc
+@in_steps(9)
+@pytest.mark.parametrize(("program", "name"), [("gather", "gather"), ("crc32c by warps", "crc32c")])
+def test_one_less_in_cuda_is_noticed(
+    program: str, name: str, step: int, device_code: Callable[..., Any]
+) -> None:
+    """Every barrier, and at least half of the branches. Of the others some lead past a loop that
+    has no turn to take, some back to a loop that loads ahead where the one after it does the rest,
+    some past a store of the same value by further lanes; which they are differs between
+    compilers."""
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr("tests.ptx.running.STEPS_MAX", 20_000)  # of the unchanged ones: 3,000
+    every = list(changes(compiled(name).decode(), branches=True))
+    barriers = [each for each in every if each.kind != "branch"]
+    branches = [each for each in every if each.kind == "branch"][::step]
+    unnoticed = []
+    with monkey.context():
+        DEVICE_PROGRAMS[program]()
+        for change in barriers + branches:
+            device_code(change)
+            if not _is_noticed(DEVICE_PROGRAMS[program]):
+                unnoticed.append(change)
+    monkey.undo()
+    assert len(barriers) == (1 if name == "crc32c" else 0)
+    assert {each.kind for each in unnoticed} <= {"branch"}
+    share = 0.5 if step == 1 else 0.9  # of a few
+    assert len(unnoticed) <= share * len(branches), "\n".join(
+        f"line {each.line}: {each.before}" for each in unnoticed
+    )
 
 
 def _changed(ptx: str, change: Change, text: str) -> str:

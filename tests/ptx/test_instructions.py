@@ -94,6 +94,15 @@ def bits(*values: float) -> np.ndarray:
         ("min.relu.s32 %r9, %r5, 5;", 7, 5),
         ("fma.rn.ftz.f32 %r9, %r5, 0f3F000000, 0f00000000;", 0x00800000, 0),
         ("not.b32 %r9, %r5;", 0, 0xFFFFFFFF),
+        ("popc.b32 %r9, %r5;", 0x80000103, 4),
+        ("shf.r.wrap.b32 %r9, %r5, 0x55667788, 40;", 0x11223344, 0x88112233),
+        ("shf.r.wrap.b32 %r9, %r5, 0x55667788, 32;", 0x11223344, 0x11223344),
+        (
+            "mov.u32 %r6, 31; mov.u32 %r7, -1; shfl.sync.idx.b32 %r9|%p1, %r5, 0, %r6, %r7;",
+            0xABC,
+            0xABC,
+        ),
+        ("cvta.to.global.u64 %rd6, %rd4; ld.global.nc.u32 %r9, [%rd6];", 0xABC, 0xABC),
         (
             "cvt.u16.u32 %rs1, %r5; cvt.s8.s32 %rs2, %r5; mov.b32 %r9, {%rs1, %rs2};",
             0x80,
@@ -142,6 +151,8 @@ def test_lanes() -> None:
     words = np.arange(N) * 3
     swapped = run("shfl.sync.bfly.b32 %r9, %r5, 5, 31, -1;", words)
     assert (swapped == words[np.arange(N) ^ 5]).all()
+    voted = run("setp.gt.u32 %p1, %r1, 34; vote.sync.ballot.b32 %r9, %p1, -1;")
+    assert (voted == np.where(np.arange(N) < 32, 0, 0xFFFFFFF8)).all()
     joined = run("mov.b32 %r6, -1; redux.sync.xor.b32 %r9, %r5, %r6;", words)
     expected = np.bitwise_xor.reduce(words.reshape(2, 32), axis=1)
     assert (joined == np.repeat(expected, 32)).all()
@@ -265,7 +276,15 @@ def test_what_barriers_and_waits_allow(body: str) -> None:
         ),
         ("setp.lt.u32 %p1, %r1, 9; @%p1 bar.sync 0; mov.b32 %r9, 0;", "divergent"),
         ("setp.lt.u32 %p1, %r1, 9; @%p1 shfl.sync.bfly.b32 %r9, %r5, 1, 31, -1;", "divergent"),
-        ("popc.b32 %r9, %r1;", "unknown"),
+        ("brev.b32 %r9, %r1;", "unknown"),
+        ("shf.l.wrap.b32 %r9, %r1, %r1, 3;", "unknown"),
+        ("cvta.to.shared.u64 %rd6, %rd4; mov.b32 %r9, 0;", "unknown"),
+        ("shfl.sync.bfly.b32 %r9, %r5, 1, 15, -1;", "unknown"),
+        ("setp.lt.u32 %p1, %r1, 9; vote.sync.ballot.b32 %r9, %p1, 7;", "unknown"),
+        (
+            "setp.lt.u32 %p1, %r1, 9; @%p1 vote.sync.ballot.b32 %r9, %p1, -1; mov.b32 %r9, 0;",
+            "divergent",
+        ),
         ("add.sat.s32 %r9, %r1, %r1;", "unknown"),
         ("bar.sync 1; mov.b32 %r9, 0;", "unknown"),
         ("cvt.rzi.u32.f32 %r9, %r1;", "unknown"),

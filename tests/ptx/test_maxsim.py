@@ -86,7 +86,7 @@ def test_nan_and_infinity(fmt: str, n_query_tokens: int) -> None:
     assert torch.equal(run(query, records).nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
 
 
-@pytest.mark.parametrize("scale", [torch.nan, -1.0, 0.0])
+@pytest.mark.parametrize("scale", [torch.nan, torch.inf, -torch.inf, -1.0, 0.0])
 def test_scales_of_every_kind(scale: float) -> None:
     records = scatter([normals(70, 16, seed=seed) for seed in range(3)], "int8", align_bytes=16)
     place = records.offset_bytes[1].item() + 69 * token_format("int8").token_row_bytes(16)

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "cpu/formats/scale.hpp"
 #include "kernels.hpp"
 
 #define ESPNX_LEVEL __attribute__((target("avx2,fma,f16c")))

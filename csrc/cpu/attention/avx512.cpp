@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "cpu/formats/scale.hpp"
 #include "kernels.hpp"
 
 #if defined(__GNUC__) && !defined(__clang__)

@@ -161,14 +161,16 @@ ESPNX_LEVEL void decode(const DecodeTask& task) {
     const uint8_t* row = task.span.rows + t * task.row_bytes;
     float* out = task.out + t * task.out_stride;
     Vec scale = v_set1(1.0f);
-    if (is_int8 && task.scales_are_of_rows) scale = v_set1(float_at(task.span.scales, t));
+    if (is_int8 && task.scales_are_of_rows) scale = v_set1(scale_at(task.span.scales, t));
     for (int64_t k = 0; k < task.n_columns; k += kWidth) {
       const int64_t column = task.column + k, n = task.n_columns - k;
       Vec value = load_some<kFormat>(row, column, n);
       if (is_int8) {
-        const Vec by = task.scales_are_of_rows
-                           ? scale
-                           : load_some<RowFormat::fp32>(task.span.scales, column, n);
+        Vec by = scale;
+        if (!task.scales_are_of_rows) {
+          by = load_some<RowFormat::fp32>(task.span.scales, column, n);
+          by = v_add(by, v_sub(by, by));  // scale_or_nan
+        }
         value = v_mul(value, by);
       }
       n >= kWidth ? v_store(out + k, value) : v_store_half(out + k, value);

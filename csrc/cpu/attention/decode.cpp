@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cpu/formats/scale.hpp"
 #include "fold.hpp"
 
 namespace espnx {
@@ -51,7 +52,7 @@ void FewQueries::fold(const AttentionTile& tile) {
 const float* FewQueries::scaled(const float* q, const uint8_t* scales) {
   for (int64_t i = 0; i < n_; ++i) {
     for (int64_t k = 0; k < task_.queries.d; ++k)
-      scaled_[i * task_.queries.d + k] = q[i * task_.queries.d + k] * float_at(scales, k);
+      scaled_[i * task_.queries.d + k] = q[i * task_.queries.d + k] * scale_at(scales, k);
   }
   return scaled_;
 }
@@ -92,7 +93,7 @@ void FewQueries::weights_of(const AttentionTile& tile, int64_t i) {
   int64_t t = 0;
   for (int64_t s = 0; s < tile.n_spans; ++s) {
     for (int64_t r = 0; r < tile.v_spans[s].n; ++r, ++t) {
-      if (tile.is_whole || tile.sees(i, t)) scores[t] *= float_at(tile.v_spans[s].scales, r);
+      if (tile.is_whole || tile.sees(i, t)) scores[t] *= scale_at(tile.v_spans[s].scales, r);
     }
   }
 }

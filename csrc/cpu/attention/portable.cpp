@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "cpu/formats/half.hpp"
+#include "cpu/formats/scale.hpp"
 #include "kernels.hpp"
 
 #define ESPNX_LEVEL

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "decode.hpp"
+#include "scale.hpp"
 
 #define ESPNX_AVX2 __attribute__((target("avx2,fma,f16c")))
 
@@ -41,8 +42,7 @@ ESPNX_AVX2 bool decode_bf16(const RowDecoder& decoder, const uint8_t* rows, int6
 ESPNX_AVX2 bool decode_int8(const RowDecoder& decoder, const uint8_t* rows, int64_t n_tokens,
                             float* out) {
   for (int64_t t = 0; t < n_tokens; ++t, rows += decoder.row_bytes, out += decoder.d) {
-    float scale;
-    std::memcpy(&scale, rows, sizeof(scale));
+    const float scale = scale_at(rows, 0);
     const __m256 scales = _mm256_set1_ps(scale);
     for (int64_t k = 0; k < decoder.d; k += 8) {
       const __m128i eight =

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "decode.hpp"
+#include "scale.hpp"
 
 #if defined(__GNUC__) && !defined(__clang__)
 // GCC 12's own header leaves the merge operand of unmasked AVX-512 intrinsics undefined on purpose,
@@ -64,8 +65,7 @@ ESPNX_AVX512 inline __mmask16 lanes_of(int64_t remaining) {
 ESPNX_AVX512 bool decode_int8(const RowDecoder& decoder, const uint8_t* rows, int64_t n_tokens,
                               float* out) {
   for (int64_t t = 0; t < n_tokens; ++t, rows += decoder.row_bytes, out += decoder.d) {
-    float scale;
-    std::memcpy(&scale, rows, sizeof(scale));
+    const float scale = scale_at(rows, 0);
     const __m512 scales = _mm512_set1_ps(scale);
     for (int64_t k = 0; k < decoder.d; k += 16) {
       const __mmask16 lanes = lanes_of(decoder.d - k);

@@ -4,6 +4,7 @@
 
 #include "decode.hpp"
 #include "half.hpp"
+#include "scale.hpp"
 
 namespace espnx {
 namespace {
@@ -34,8 +35,7 @@ bool decode_bf16(const RowDecoder& decoder, const uint8_t* rows, int64_t n_token
 
 bool decode_int8(const RowDecoder& decoder, const uint8_t* rows, int64_t n_tokens, float* out) {
   for (int64_t t = 0; t < n_tokens; ++t, rows += decoder.row_bytes, out += decoder.d) {
-    float scale;
-    std::memcpy(&scale, rows, sizeof(scale));
+    const float scale = scale_at(rows, 0);
     for (int64_t k = 0; k < decoder.d; ++k) {
       out[k] = scale * static_cast<float>(static_cast<int8_t>(rows[kPrefixBytes + k]));
     }

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "cpu/formats/half.hpp"
+#include "cpu/formats/scale.hpp"
 
 namespace espnx::device {
 namespace {
@@ -41,12 +42,6 @@ void write(RowFormat format, uint8_t* out, int64_t i, float value) {
   }
   const uint16_t half = format == RowFormat::fp16 ? float_to_half(value) : float_to_bf16(value);
   std::memcpy(out + 2 * i, &half, sizeof(half));
-}
-
-float scale_at(const uint8_t* scales, int64_t i) {
-  float value;
-  std::memcpy(&value, scales + 4 * i, sizeof(value));
-  return value;
 }
 
 }  // namespace

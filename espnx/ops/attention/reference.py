@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from ..scales import scale_or_nan
 from .checks import ROW_FORMATS, block_bytes, check_arguments, check_inside, check_rows
 
 
@@ -97,13 +98,11 @@ def _block(
     k_scales, codes, v_scales, v_codes = data.split(
         [4 * d, block_rows * d, 4 * block_rows, block_rows * dv]
     )
-    k = codes.view(torch.int8).view(block_rows, d).to(dtype) * k_scales.clone().view(
-        torch.float32
-    ).to(dtype)
-    v = (
-        v_codes.view(torch.int8).view(block_rows, dv).to(dtype)
-        * v_scales.clone().view(torch.float32).to(dtype)[:, None]
+    k_scale, v_scale = (
+        scale_or_nan(each.clone().view(torch.float32)).to(dtype) for each in (k_scales, v_scales)
     )
+    k = codes.view(torch.int8).view(block_rows, d).to(dtype) * k_scale
+    v = v_codes.view(torch.int8).view(block_rows, dv).to(dtype) * v_scale[:, None]
     return k, v
 
 

@@ -1,17 +1,59 @@
-"""The CUDA version of the CRC32C op: checks, allocates and launches ``kernels/crc32c.py``."""
+"""The CUDA versions of the CRC32C op: check, allocate and launch ``csrc/cuda/crc32c.cu``, or where
+that is not compiled ``kernels/crc32c.py``.
+
+By what their machine code allows the former is the faster one (docs/measured/kernels.md): its
+look-ups are in shared memory, a bank for each lane, and it reads 16 bytes at a time at any address.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from typing import Any
 
 import torch
 
+from .. import device_code
 from .._native import load_kernel
 from .checks import check_inside, check_ranges
-from .shifts import kernel_tables
+from .shifts import device_tables, kernel_tables
 
 LANES, WARPS = 64, 1  # fastest on an H200 for ranges of 4 KiB
+# csrc/cuda/crc32c.cu: a block has its table 32 times, at a multiple of 32 KiB of shared memory, and
+# a multiprocessor room for one.
+THREADS, SHARED_BYTES = 1024, 160 * 1024
+_BLOCKS_MAX = 132  # of an H100 or H200; a warp takes ranges in turns
+
+
+def crc32c_cuda(
+    buffer: torch.Tensor, offset_bytes: torch.Tensor, size_bytes: torch.Tensor, seed: int = 0
+) -> torch.Tensor:
+    """`espnx.ops.crc32c_ranges` of CUDA tensors."""
+    if not device_code.is_there("crc32c", "espnx_crc32c", buffer.device, SHARED_BYTES):
+        return crc32c_triton(buffer, offset_bytes, size_bytes, seed)
+    check_ranges(buffer, offset_bytes, size_bytes, seed)
+    check_inside(buffer.numel(), offset_bytes, size_bytes)
+    crcs = torch.empty(offset_bytes.numel(), dtype=torch.int64, device=buffer.device)
+    n = crcs.numel()
+    if n:
+        device_code.launch(
+            "crc32c",
+            "espnx_crc32c",
+            min(-(-n * 32 // THREADS), _BLOCKS_MAX),
+            THREADS,
+            (
+                buffer,
+                offset_bytes.to(buffer.device, non_blocking=True).contiguous(),
+                size_bytes.to(buffer.device, non_blocking=True).contiguous(),
+                device_tables(buffer.device),
+                crcs,
+                ctypes.c_int64(n),
+                ctypes.c_uint32(seed ^ 0xFFFFFFFF),
+            ),
+            buffer.device,
+            SHARED_BYTES,
+        )
+    return crcs
 
 
 def crc32c_triton(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from .cpu import crc32c_cpu
-from .cuda import crc32c_triton
+from .cuda import crc32c_cuda
 
 torch.library.define(
     "espnx::crc32c", "(Tensor buffer, Tensor offset_bytes, Tensor size_bytes, int seed=0) -> Tensor"
 )
 torch.library.impl("espnx::crc32c", "CPU")(crc32c_cpu)
-torch.library.impl("espnx::crc32c", "CUDA")(crc32c_triton)
+torch.library.impl("espnx::crc32c", "CUDA")(crc32c_cuda)
 
 
 @torch.library.register_fake("espnx::crc32c")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..scales import scale_or_nan
 from .codebook import Codebook
 from .token import TokenFormat
 
@@ -38,7 +39,7 @@ class Int8Format(TokenFormat):
         scale = (
             table[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
         )
-        return scale * table[:, SCALE_BYTES:].contiguous().view(torch.int8).float()
+        return scale_or_nan(scale) * table[:, SCALE_BYTES:].contiguous().view(torch.int8).float()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,21 @@
+"""The CPU version of the gather op, by the extension."""
+
+from __future__ import annotations
+
+import torch
+
+from .._native import load_extension
+from ..ranges import check_inside, check_ranges
+from .places import begins
+
+
+def gather_cpu(
+    buffer: torch.Tensor, offset_bytes: torch.Tensor, size_bytes: torch.Tensor
+) -> torch.Tensor:
+    """`espnx.ops.gather` of tensors on the CPU."""
+    check_ranges("gather", buffer, offset_bytes, size_bytes)
+    check_inside("gather", buffer.numel(), offset_bytes, size_bytes)
+    begin, total_bytes = begins(size_bytes)
+    out = torch.empty(total_bytes, dtype=torch.uint8)
+    load_extension().gather(buffer, offset_bytes.contiguous(), begin, out, torch.get_num_threads())
+    return out

@@ -1,0 +1,33 @@
+"""Scales of int8 rows that are not finite: the same for every version of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tests.ops.attention.test_attention import Case, causal, make_case
+
+D, ROWS, N_ROWS = 16, 16, 34
+
+
+def check_scale(
+    run: Callable[[Case], tuple[torch.Tensor, torch.Tensor]], value: float, *, of_v: bool
+) -> None:
+    """Of three queries the first sees two blocks of 16 rows, the second a row more, the third two.
+    A scale of K is one channel's of the third block, one of V the last row's: who sees them gets
+    NaN in all values, and nobody else anything but what there was."""
+    case = causal(make_case(n_rows=[N_ROWS], q_len=3, n_kv=1, d=D, fmt="int8", block_rows=ROWS, gap_bytes=16))
+    before = run(case)
+    place = int(case.table[0, 0, 2]) + (4 * D + ROWS * D + 4 if of_v else 4 * 5)
+    case.buffer[place : place + 4] = torch.tensor([value]).view(torch.uint8)
+    (o, lse), (expected_o, expected_lse) = run(case), case.reference()
+    seen = [False, False, True] if of_v else [False, True, True]
+    for values in (o, expected_o):
+        assert values[0].isnan().all(dim=-1).any(dim=0).tolist() == seen
+        assert values[0].isnan().any(dim=-1).any(dim=0).tolist() == seen
+        assert not values.isinf().any()
+    for values in (lse, expected_lse):
+        assert values[0].isnan().any(dim=0).tolist() == ([False] * 3 if of_v else seen)
+    for found, was in zip((o, lse), before, strict=True):
+        assert torch.allclose(found[:, :, :1], was[:, :, :1], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,125 @@
+"""Kernels of csrc/cuda as nvcc compiles them for sm_90: their PTX executed, in place of a launch.
+
+nvcc runs once for each source, whatever the number of processes and sessions: what it made is kept
+by the source's digest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ptx.global_memory import GlobalMemory
+from tests.ptx.running import Executable
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "csrc" / "cuda"
+KEPT = ROOT / ".cache" / "nvcc"
+ABSENT = "nvcc is not installed: csrc/cuda is not compiled here"
+#: By kernel, the number of the argument that it writes.
+OUTPUT = {"espnx_gather": 3, "espnx_crc32c": 4}
+
+
+def nvcc() -> str | None:
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+needs_nvcc = pytest.mark.skipif(nvcc() is None, reason=ABSENT)
+
+
+@functools.cache
+def nvcc_release() -> str:
+    """As nvcc says it, 13.0.88; empty where there is none."""
+    if (command := nvcc()) is None:
+        return ""
+    text = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"\bV(\d+\.\d+\.\d+)", text)
+    return found[1] if found else text.strip()
+
+
+@functools.cache
+def compiled(name: str, kind: str = "ptx", capability: int = 90) -> bytes:
+    """What nvcc makes of csrc/cuda/<name>.cu: PTX, or a cubin."""
+    command = [str(nvcc()), "-std=c++17", "-O3", f"-arch=sm_{capability}", f"-{kind}"]
+    source = SOURCES / f"{name}.cu"
+    digest = hashlib.sha256("\0".join([nvcc_release(), *command[1:]]).encode())
+    digest.update(source.read_bytes())
+    kept = KEPT / f"{name}-{digest.hexdigest()[:20]}.{kind}"
+    if not kept.is_file():
+        KEPT.mkdir(parents=True, exist_ok=True)
+        made = kept.with_suffix(f".{os.getpid()}")
+        subprocess.run([*command, str(source), "-o", str(made)], capture_output=True, check=True)
+        made.replace(kept)
+    return kept.read_bytes()
+
+
+@functools.cache
+def executable(ptx: str, entry: str, shared_bytes: int, n_threads: int) -> Executable:
+    return Executable(ptx, shared_bytes, entry, n_threads)
+
+
+Argument = torch.Tensor | ctypes.c_int64 | ctypes.c_uint32
+
+
+class Launcher:
+    """Stands in for `espnx.ops.device_code.launch`.
+
+    Args:
+        change: what is done to the PTX before it runs, as a test of the tests.
+    """
+
+    def __init__(self, change: Callable[[str], str] | None = None):
+        self.change = change
+        self.launches: list[str] = []
+
+    def __call__(
+        self,
+        name: str,
+        kernel: str,
+        blocks: int,
+        threads: int,
+        args: Sequence[Argument],
+        device: torch.device,
+        shared_bytes: int = 0,
+    ) -> None:
+        self.launches.append(kernel)
+        ptx = compiled(name).decode()
+        if self.change is not None:
+            ptx = self.change(ptx)
+        run(ptx, kernel, blocks, threads, args, shared_bytes)
+
+
+def run(
+    ptx: str,
+    kernel: str,
+    blocks: int,
+    threads: int,
+    args: Sequence[Argument],
+    shared_bytes: int = 0,
+) -> int:
+    """Runs a kernel on tensors in place; the number of instructions that its blocks took."""
+    program = executable(ptx, kernel, shared_bytes, threads)
+    memory, parameters = GlobalMemory(), {}
+    output = next(number for name, number in OUTPUT.items() if kernel.startswith(name))
+    for i, (parameter, value) in enumerate(zip(program.program.parameters, args, strict=True)):
+        if isinstance(value, torch.Tensor):
+            assert value.is_contiguous()
+            data = value.view(torch.uint8).reshape(-1).numpy()
+            base = memory.add(f"argument {i}", data, is_output=i == output)
+            parameters[parameter] = np.array(base, dtype=np.uint64)
+        else:
+            kind = np.int64 if isinstance(value, ctypes.c_int64) else np.uint32
+            bits = np.array(value.value, dtype=kind)
+            parameters[parameter] = bits.view(f"u{bits.itemsize}")
+    return program.run((blocks, 1, 1), parameters, memory)
