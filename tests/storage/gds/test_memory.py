@@ -173,8 +173,10 @@ def test_results_that_go_in_a_child_process_touch_no_device(
 
 
 def test_memory_that_kernels_still_read_is_waited_for_before_more_is_taken(
-    make: MakeEngine, tmp_path: Path
+    make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # five looks, on a machine that has other work
+    monkeypatch.setattr("espnx.storage.gds.arena._KERNELS_LIMIT_S", 30.0)
     path, data = write_file(tmp_path, 100_000)
     memory = HostMemory()
     engine = make(memory=memory, arena_bytes=64 * KIB)
