@@ -19,6 +19,7 @@ import torch
 
 from ... import errors
 from ...ops.crc32c import crc32c_ranges
+from ...storage.files import BLOCK_BYTES
 from ..interface import Show
 from .plan import RowReads
 from .readers import Arrival, Reader
@@ -27,6 +28,8 @@ from .readers import Arrival, Reader
 #: launched once for it. 16 reads.
 GROUP_BYTES = 15 << 20
 _GROUPS_IN_WINDOW = 4
+#: Of pinned memory that a group goes through on its way, with a block for alignment a power of two.
+SLOT_BYTES = (16 << 20) - BLOCK_BYTES
 
 
 def group_bytes(window_bytes: int) -> int:
@@ -193,7 +196,10 @@ class TensorStream:
 
     def _pump(self) -> None:
         """Submits reads, in the order of the line, while there is room. The line's front always has
-        one under way, if it has any left."""
+        one under way, if it has any left. What has arrived goes on."""
+        for reading in self._line:
+            for _, arrival, _ in reading.arrivals:
+                arrival.advance()
         for reading in self._line:
             while reading.groups:
                 group = reading.groups[0]
@@ -206,13 +212,14 @@ class TensorStream:
                 self._ahead_bytes += size_bytes
 
     def _sums(self, rows: RowReads, group: range, memory: torch.Tensor) -> _Sums:
-        size_bytes = rows.layout.block_bytes
-        offsets = torch.arange(len(group)) * size_bytes
-        wanted = torch.from_numpy(rows.sums[group.start : group.stop].astype(np.int64)).to(
-            memory.device, non_blocking=True
-        )
+        size_bytes, put = rows.layout.block_bytes, rows.tables.put
+        offsets = put(np.arange(len(group)) * size_bytes)
+        sizes = put(np.full(len(group), size_bytes))
+        wanted = put(rows.sums[group.start : group.stop].astype(np.int64))
         return _Sums(
-            group, crc32c_ranges(memory, offsets, torch.full_like(offsets, size_bytes)), wanted
+            group,
+            crc32c_ranges(memory, offsets, sizes),
+            wanted.to(memory.device, non_blocking=True),
         )
 
     def _check(self, rows: RowReads, sums: list[_Sums]) -> None:

@@ -140,7 +140,9 @@ class Stream:
 
 
 def test_no_event_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gds_memory, "_is_capturing", lambda stream: stream.capturing)
+    monkeypatch.setattr(
+        gds_memory, "any_is_capturing", lambda some: any(stream.capturing for stream in some)
+    )
     streams = [Stream(), Stream()]
     streams[1].capturing = True
     fence = EventFence(set(streams))
