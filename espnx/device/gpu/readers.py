@@ -25,8 +25,9 @@ class Arrival(Protocol):
     """Reads under way."""
 
     def wait(self) -> torch.Tensor:
-        """uint8 [bytes] on the device: what was asked for, one after the other. Raises what the
-        reads raised."""
+        """uint8 [bytes] on the device: what was asked for, one after the other, for what is queued
+        on the current stream from here on; other streams ask again. Raises what the reads
+        raised."""
 
     def advance(self) -> None:
         """Starts what can be started without waiting: a copy of what has been read. Raises
@@ -146,7 +147,7 @@ class _Bouncing:
         if streams is not None:
             compute = streams.current(memory.device)
             compute.wait_event(self._copied)
-            memory.record_stream(compute)  # type: ignore[arg-type]  # torch's own, or a test's
+            memory.record_stream(compute)
         return memory
 
     def cancel(self) -> None:

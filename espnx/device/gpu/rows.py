@@ -133,7 +133,7 @@ class GpuRowDevice(RowFileDevice):
                 deadline_s=self._deadline_s,
             )
         self._path = FilePath(file.path, self._reader.effective_path, self._reader.fallback_reason)
-        self._stream = TensorStream(self._reader, file.path, window_bytes)
+        self._stream = TensorStream(self._reader, file.path, window_bytes, self.compute)
 
     def _end_reads(self) -> None:
         if self._reader is not None:
@@ -204,7 +204,7 @@ class GpuRowDevice(RowFileDevice):
                 found = self._streams.pinned(8 * sums.size).view(torch.int64)
                 found.copy_(block_sums(blocks, layout.block_bytes), non_blocking=True)
                 event = self._streams.event_behind(self._copies)
-            blocks.record_stream(self._copies)  # type: ignore[arg-type]  # torch's, or a test's
+            blocks.record_stream(self._copies)
 
         def write() -> Write:
             if event is not None:

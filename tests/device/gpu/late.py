@@ -105,7 +105,7 @@ class LateTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, block: Block, late: LateDevice) -> Self:  # noqa: ARG004
+    def __new__(cls, inner: torch.Tensor, block: Block, late: LateDevice) -> Self:
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
             cls,
             inner.size(),
@@ -184,10 +184,10 @@ class LateDevice(TorchDispatchMode):
     def current_index(self) -> int:
         return 0
 
-    def current(self, device: torch.device) -> LateStream:  # noqa: ARG002
+    def current(self, device: torch.device) -> LateStream:
         return getattr(self._current, "stream", self.main)
 
-    def new(self, device: torch.device) -> LateStream:  # noqa: ARG002
+    def new(self, device: torch.device) -> LateStream:
         with self._lock:
             self._streams.append(LateStream(self))
             return self._streams[-1]
@@ -206,7 +206,7 @@ class LateDevice(TorchDispatchMode):
     def event_behind(self, stream: LateStream) -> LateEvent:
         return stream.record_event()
 
-    def is_capturing(self, stream: LateStream) -> bool:  # noqa: ARG002
+    def is_capturing(self, stream: LateStream) -> bool:
         return False
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
@@ -214,7 +214,7 @@ class LateDevice(TorchDispatchMode):
         self._pinned.append(torch.full((size_bytes,), _SCRIBBLE, dtype=torch.uint8))
         return self._pinned[-1]
 
-    def free_bytes(self, device: torch.device) -> int:  # noqa: ARG002
+    def free_bytes(self, device: torch.device) -> int:
         return 1 << 30
 
     # --- the queue
@@ -413,16 +413,14 @@ class LateDevice(TorchDispatchMode):
         patient = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
         late_source, late_target = isinstance(source, LateTensor), isinstance(target, LateTensor)
         to, what = _inner(target), _inner(source)
-        if late_target and not late_source:
-            if not self._is_pinned(source):
-                self.pageable_copies += 1
-                what = source.clone()  # staged before the call is over
+        if late_target and not late_source and not self._is_pinned(source):
+            self.pageable_copies += 1
+            what = source.clone()  # staged before the call is over
         self.enqueue(self.current(self.device), lambda: to.copy_(what))
-        if late_source != late_target and (
-            patient or (late_source and not is_new and not self._is_pinned(target))
-        ):
-            self.until(self.current(self.device).record_event(), "copy")
-        elif late_source and not late_target and is_new:
+        if (
+            late_source != late_target
+            and (patient or (late_source and not is_new and not self._is_pinned(target)))
+        ) or (late_source and not late_target and is_new):
             self.until(self.current(self.device).record_event(), "copy")
         return target
 
@@ -488,7 +486,7 @@ class LateMemory:
         """Work that is queued looks at the arena: only tensors keep the owner."""
         for arena in self.allocated:
             begin = pointer - arena.data_ptr()
-            if 0 <= begin and begin + size_bytes <= arena.numel():
+            if begin >= 0 and begin + size_bytes <= arena.numel():
                 return self.late.wrap(arena[begin : begin + size_bytes], owner)
         raise AssertionError(f"{HostArray.__name__}: no arena has {size_bytes} bytes there")
 

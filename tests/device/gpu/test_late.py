@@ -116,7 +116,7 @@ def test_right_in_any_order(folder: Path, way: str, seeds: range) -> None:
         program(folder / str(seed), seed, way)
 
 
-def _passed_at_once(fence: EventFence) -> bool:  # noqa: ARG001
+def _passed_at_once(fence: EventFence) -> bool:
     return True
 
 
@@ -178,18 +178,14 @@ def test_results_handed_out_on_another_stream(folder: Path, monkeypatch: Any) ->
                 return bytes(kept.cpu().numpy()) != data[4096 : 4096 + 57_344]
 
     assert not any(wrong(seed) for seed in range(3))
-    monkeypatch.setattr(
-        LateMemory,
-        "fence",
-        lambda self, some: EventFence({self.stream()}),  # noqa: ARG005
-    )
+    monkeypatch.setattr(LateMemory, "fence", lambda self, some: EventFence({self.stream()}))
     assert any(wrong(seed) for seed in range(3, 6))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_how_often_the_host_waits(folder: Path, way: str) -> None:
-    """Once for the answer of a layer's checksums, however many groups it is read in; tables are
-    copied from pinned memory."""
+    """Once for a layer's checksums, however many groups it is read in, and not for what is
+    computed; tables are copied from pinned memory."""
     layout = LAYOUTS["fp16"]
     with (
         late_device(3, eagerness=1.0) as late,  # that keeps up
@@ -208,6 +204,30 @@ def test_how_often_the_host_waits(folder: Path, way: str) -> None:
         late.pageable_copies = 0
         o, lse = attend(device, layout, stored, own_look)
         assert device.stats().read_requests >= 8
-        assert late.waits == {"_local_scalar_dense": 1}
+        assert late.waits == {"event": 1}
         assert late.pageable_copies == 0
+        assert_right((o.cpu(), lse.cpu()), stored, look)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_checked_is_not_computed(folder: Path, way: str) -> None:
+    """When a layer's attention comes back, its rows are checked and nothing else has to have
+    run."""
+    layout = LAYOUTS["fp16"]
+    with (
+        late_device(5, eagerness=0.0) as late,
+        opened(late, folder, way, read_ahead_bytes=64 << 20) as device,
+    ):
+        stored = [
+            each.use(i)
+            for i, each in enumerate(put(device, layout, 2, range(2), layout.block_rows, rng(1)))
+        ]
+        look = queries(layout, 2, 2, 3, rng(2))
+        own_look, _ = there(late, look, None)
+        device.flush()
+        late.main.synchronize()
+        begun = late.main.queued
+        o, lse = attend(device, layout, stored, own_look)
+        assert late.main.queued > begun + 3
+        assert late.main.done < late.main.queued
         assert_right((o.cpu(), lse.cpu()), stored, look)
