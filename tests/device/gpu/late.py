@@ -99,6 +99,7 @@ class Block:
 class LateTensor(torch.Tensor):
     """A tensor on the device: `inner` are its bytes."""
 
+    is_cuda = True
     inner: torch.Tensor
     block: Block
     late: LateDevice
@@ -166,6 +167,10 @@ class LateDevice(TorchDispatchMode):
         self.main = self.new(self.device)
         self._thread = threading.Thread(target=self._run, daemon=True, name="late-device")
         self._thread.start()
+
+    def enter_thread(self) -> None:
+        """The calling thread can make tensors on the device, for as long as it lives."""
+        _OtherThread(self).__enter__()
 
     def close(self) -> None:
         """Does what is left, and ends the thread."""
@@ -433,6 +438,17 @@ class LateDevice(TorchDispatchMode):
             return found
 
         return tree_map(wrap, value)
+
+
+class _OtherThread(TorchDispatchMode):
+    def __init__(self, late: LateDevice):
+        super().__init__()
+        self.late = late
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self.late.__torch_dispatch__(func, types, args, kwargs)
 
 
 _PLACES = ("device", "pin_memory", "layout")

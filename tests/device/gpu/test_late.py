@@ -209,6 +209,31 @@ def test_how_often_the_host_waits(folder: Path, way: str) -> None:
         assert_right((o.cpu(), lse.cpu()), stored, look)
 
 
+def test_the_answer_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage is seen before the rows count, however late the device is; without the wait it is
+    not."""
+    layout = LAYOUTS["fp16"]
+    with (
+        late_device(1, eagerness=0.0) as late,
+        opened(late, folder, "bounce", name="rows", read_ahead_bytes=64 << 20) as device,
+    ):
+        stored = [each.use(0) for each in put(device, layout, 1, range(2), 40, rng(1))]
+        own_look, _ = there(late, queries(layout, 1, 2, 1, rng(2)), None)
+        attend(device, layout, stored, own_look)
+        device.sync()
+        with open(folder / "rows", "r+b") as file:
+            file.seek(stored[0].use.segment.place + 100)
+            byte = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 4]))
+        with pytest.raises(errors.ChecksumError, match="damaged"):
+            attend(device, layout, stored, own_look)
+        late.main.synchronize()
+        device._stream._answer.zero_()
+        monkeypatch.setattr(LateEvent, "synchronize", lambda _: None)
+        attend(device, layout, stored, own_look)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_checked_is_not_computed(folder: Path, way: str) -> None:
     """When a layer's attention comes back, its rows are checked and nothing else has to have
