@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # rank.
 RANK = {
     "errors": 0,
+    "streams": 0,
     "models": 1,
     "storage": 1,
     "ops": 1,
@@ -61,6 +62,7 @@ STRANGERS = {"espnx.retrieval.build", "espnx.retrieval.search"}
 # Third-party packages by layer, beyond the standard library.
 THIRD_PARTY = {
     "errors": set(),
+    "streams": {"torch"},
     "models": set(),
     "storage": {"torch", "numpy"},
     "ops": {"torch", "numpy", "triton", "faiss"},

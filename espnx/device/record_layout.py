@@ -374,7 +374,8 @@ def damage(
     if not numbers.size:
         return []
     if memory.is_cuda:
-        where = (positions[:, None] + torch.arange(HEADER_BYTES)).to(memory.device)
+        where = positions[:, None] + torch.arange(HEADER_BYTES)
+        where = where.to(memory.device, non_blocking=True)
         header = memory[where].cpu().numpy().view(_HEADER).reshape(-1)
     else:
         header = _headers(memory.numpy(), positions.numpy())

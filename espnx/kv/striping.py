@@ -3,7 +3,6 @@ all of them work on every layer."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from ..device.row_layout import RowLayout
 from ..device.several import files_of, stats_of, together
 from ..device.workers import Workers, wait
 from ..ops.attention import Queries, RowsInMemory
+from ..streams import Stream, current_stream, on
 
 Storage = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -234,7 +234,7 @@ class StripedDevices:
         if self._pool is None:
             return self.devices[0].attend(tickets[0], queries, tail)
         tails = self._tails(tickets[0], queries, tail)
-        stream = torch.cuda.current_stream(queries.q.device) if queries.q.is_cuda else None
+        stream = current_stream(queries.q.device)
         with Workers(self.devices) as workers:
             jobs = [
                 workers.submit(self._pool, _attend_on, stream, device, ticket, queries, own)
@@ -308,12 +308,12 @@ class StripedDevices:
 
 
 def _attend_on(
-    stream: torch.cuda.Stream | None,
+    stream: Stream | None,
     device: RowDevice,
     ticket: int,
     queries: Queries,
     tail: RowsInMemory | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends in a thread of the pool, whose current CUDA stream is not the caller's."""
-    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+    """Attends in a thread of the pool, whose current stream is not the caller's."""
+    with on(stream):
         return device.attend(ticket, queries, tail)

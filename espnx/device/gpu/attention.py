@@ -20,12 +20,12 @@ class GroupAttention(RunningAttention):
 
     def add_group(self, rows: RowReads, group: range, memory: torch.Tensor) -> None:
         """The rows of a group of blocks, which follow one another in `memory`."""
-        layout, chains = rows.layout, rows.chains(group)
+        layout, chains, self.table = rows.layout, rows.chains(group), rows.tables.put
         pair = chains.sequence * self._shape[1] + chains.head
         if not self.takes(layout.d, layout.dv):
             self._add_unpacked(layout, chains, pair, memory)
             return
-        offsets = torch.from_numpy(np.maximum(chains.blocks, 0) * layout.block_bytes)
+        offsets = self.table(np.maximum(chains.blocks, 0) * layout.block_bytes)
         self.add_blocks(
             pair,
             chains.first_position,
@@ -51,7 +51,7 @@ class GroupAttention(RunningAttention):
             blocks = np.maximum(chains.blocks[mine, begin : begin + step], 0)
             first_row, count = begin * layout.block_rows, blocks.shape[1] * layout.block_rows
             k, v = layout.unpack(
-                stored[torch.from_numpy(blocks).to(memory.device, non_blocking=True)], count
+                stored[self.table(blocks).to(memory.device, non_blocking=True)], count
             )
             self.add_matrices(
                 pair[mine], chains.first_position[mine], chains.n_rows[mine], k, v, first_row

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..interface import PIECE
 from ..row_layout import RowLayout
+from .staging import Tables
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class RowReads:
             in.
         group_bytes: that are read, checked and computed on together; at least a block.
         unit_bytes: of a single read.
+        tables: where what kernels look things up in is put.
 
     Attributes:
         offset_bytes: int64 [blocks]: where each lies in the file, ascending; what several sequences
@@ -55,8 +57,9 @@ class RowReads:
         sums: list[np.ndarray],
         group_bytes: int,
         unit_bytes: int,
+        tables: Tables,
     ):
-        self.layout = layout
+        self.layout, self.tables = layout, tables
         self.group_blocks = max(1, group_bytes // layout.block_bytes)
         self._unit_blocks = max(1, unit_bytes // layout.block_bytes)
         table = table[table["n_rows"] > 0]

@@ -3,6 +3,7 @@ way of host memory."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from typing import Protocol
@@ -13,6 +14,8 @@ import torch
 from ... import errors
 from ...storage import Engine, FileHandle, Future, NativeEngine, Plan, open_engine
 from ...storage.files import BLOCK_BYTES, aligned_empty
+from ...streams import Event, streams_of
+from .staging import Slot, Staging, host_memory
 
 log = logging.getLogger(__name__)
 GDS_PATHS = ("gds", "gds-compat")
@@ -22,8 +25,13 @@ class Arrival(Protocol):
     """Reads under way."""
 
     def wait(self) -> torch.Tensor:
-        """uint8 [bytes] on the device: what was asked for, one after the other. Raises what the
-        reads raised."""
+        """uint8 [bytes] on the device: what was asked for, one after the other, for what is queued
+        on the current stream from here on; other streams ask again. Raises what the reads
+        raised."""
+
+    def advance(self) -> None:
+        """Starts what can be started without waiting: a copy of what has been read. Raises
+        nothing."""
 
     def cancel(self) -> None: ...
 
@@ -66,6 +74,9 @@ class _Arriving:
             ]
         )
 
+    def advance(self) -> None:
+        """They arrive where they are computed on."""
+
     def cancel(self) -> None:
         self._future.cancel()
 
@@ -97,16 +108,50 @@ class DirectReader:
 
 
 class _Bouncing:
-    """Rows that go through host memory. What the device still writes to is kept by the engine, what
-    is still copied from by torch."""
+    """Rows that go through host memory. What the device still writes to is kept by the engine."""
 
-    def __init__(self, future: Future, device: torch.device):
-        self._future, self._device = future, device
+    def __init__(self, reader: BounceReader, future: Future, slot: Slot, size_bytes: int):
+        self._reader, self._future, self._size_bytes = reader, future, size_bytes
+        self._slot: Slot | None = slot
+        self._memory: torch.Tensor | None = None
+        self._copied: Event | None = None
+
+    def advance(self) -> None:
+        if self._slot is not None and self._memory is None and self._future.done():
+            # an error is for whoever waits
+            with contextlib.suppress(errors.EspnxError):
+                self._copy()
+
+    def _copy(self) -> None:
+        arrived, slot, reader = self._future.wait(), self._slot, self._reader
+        if slot is None:
+            return
+        streams, copies = reader.streams, reader.copies
+        if streams is None or copies is None:
+            self._memory = arrived
+            return
+        with streams.on(copies):
+            # of this stream, in whose order it is free
+            memory = torch.empty(self._size_bytes, dtype=torch.uint8, device=reader.device)
+            memory.copy_(slot.memory[: self._size_bytes], non_blocking=True)
+            self._copied = streams.event_behind(copies)
+        self._memory, self._slot = memory, None
+        reader.staging.give_back(slot, self._copied)
 
     def wait(self) -> torch.Tensor:
-        return self._future.wait().to(self._device, non_blocking=True)
+        if self._memory is None:
+            self._copy()
+        if self._memory is None:  # cancelled
+            return self._future.wait()
+        streams, memory = self._reader.streams, self._memory
+        if streams is not None:
+            compute = streams.current(memory.device)
+            compute.wait_event(self._copied)
+            memory.record_stream(compute)
+        return memory
 
     def cancel(self) -> None:
+        self._slot = None  # the device may still write to it
         self._future.cancel()
 
     @property
@@ -115,7 +160,16 @@ class _Bouncing:
 
 
 class BounceReader:
-    """Reads into pinned host memory, then copies."""
+    """Reads into pinned host memory, then copies, on a stream of its own: as soon as a read has
+    ended, beside what is computed.
+
+    Args:
+        engine, file: of the data file.
+        device: whose memory rows are copied to.
+        deadline_s: of a read.
+        slot_bytes: of the pinned memory that a read goes through; longer ones get their own.
+        why: what was tried before failed.
+    """
 
     def __init__(
         self,
@@ -123,36 +177,36 @@ class BounceReader:
         file: FileHandle,
         device: torch.device,
         deadline_s: float,
+        *,
+        slot_bytes: int,
         why: str = "",
     ):
-        self._engine, self._file, self._device, self._deadline_s = engine, file, device, deadline_s
+        self._engine, self._file, self.device, self._deadline_s = engine, file, device, deadline_s
         self.effective_path, self.fallback_reason = (
             f"{file.effective}+copy",
             why or engine.fallback_reason,
         )
+        self.streams = streams_of(device)
+        self.copies = None if self.streams is None else self.streams.new(device)
+        self.staging = Staging(device, slot_bytes)
 
     def read(self, offset_bytes: np.ndarray, size_bytes: np.ndarray) -> Arrival:
-        out = host_memory(int(size_bytes.sum()), self._device)
+        total = int(size_bytes.sum())
+        if self.streams is None:
+            slot = Slot(host_memory(total, self.device))
+        else:
+            slot = self.staging.take(total)
         plan = Plan.of(
             self._file,
             torch.from_numpy(offset_bytes),
             torch.from_numpy(size_bytes),
             torch.from_numpy(np.cumsum(size_bytes) - size_bytes),
         )
-        return _Bouncing(self._engine.read(plan, out, deadline_s=self._deadline_s), self._device)
+        future = self._engine.read(plan, slot.memory, deadline_s=self._deadline_s)
+        return _Bouncing(self, future, slot, total)
 
     def close(self) -> None:
         """The engine is the device's."""
-
-
-def host_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [bytes], uninitialised, that direct I/O can use and a device can copy from and to
-    without waiting."""
-    if device.type != "cuda":
-        return aligned_empty(size_bytes)
-    raw = torch.empty(size_bytes + BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
-    skip = -raw.data_ptr() % BLOCK_BYTES
-    return raw[skip : skip + size_bytes]
 
 
 def open_reader(
@@ -162,6 +216,7 @@ def open_reader(
     device: torch.device,
     *,
     window_bytes: int,
+    slot_bytes: int,
     deadline_s: float,
 ) -> Reader:
     """The way into a device's memory that a path names.
@@ -171,6 +226,7 @@ def open_reader(
             ``gds-compat``; any other: that of `engine`, through host memory.
         engine, file: of the data file, which still has its name.
         window_bytes: that may be in flight.
+        slot_bytes: of `BounceReader`.
 
     Raises:
         PathUnavailableError, MissingDependencyError: a path that was named cannot be had.
@@ -188,7 +244,7 @@ def open_reader(
                 raise
             why = str(error)
             log.debug("%s through host memory, not by gds: %s", file.path, why)
-    return BounceReader(engine, file, device, deadline_s, why)
+    return BounceReader(engine, file, device, deadline_s, slot_bytes=slot_bytes, why=why)
 
 
 def _open_gds(

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future as Task
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -16,12 +15,13 @@ import torch
 
 from ...storage import Engine, Future
 from ...storage.native import host_engine
+from ...streams import current_stream, on
 from ..command import Part
 from ..interface import DeviceStats, Pairs, RecordQuery
 from ..record_layout import RecordLayout
 from ..records.files import RecordFiles
 from ..records.score import pairs_of_items, score_pairs
-from .readers import host_memory
+from .staging import host_memory
 
 # As in csrc/device/record_stream.cpp.
 _LEAST, _PARTS = 16, 16
@@ -188,16 +188,13 @@ class TensorRecordTicket:
         self._per_batch = 2**62 if self._moves else max(_LEAST, len(numbers) // _PARTS)
         # Workers have current streams of their own: what the caller's has still to do on the
         # queries must come first.
-        self._stream = torch.cuda.current_stream(compute) if compute.type == "cuda" else None
+        self._stream = current_stream(compute)
         self._turn = threading.Lock()
         self._arrived: list[np.ndarray] = []
         self.is_finished = not len(numbers)
         self._error: BaseException | None = None
         self._added: list[Pairs] = []
         self._waiting_s = self._computing_s = self.finished_at = 0.0
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def work(self) -> None:
         """All that is left, in a worker."""
@@ -209,7 +206,7 @@ class TensorRecordTicket:
         if self.is_finished:
             return
         try:
-            with self._on_stream():
+            with on(self._stream):
                 begun = time.perf_counter()
                 items, is_last = self._future.next(self._per_batch)
                 here = time.perf_counter()
@@ -274,7 +271,7 @@ class TensorRecordTicket:
         for pairs in self._added:
             scores = np.empty(len(pairs), dtype=np.float32)
             chosen = np.argsort(pairs.query, kind="stable")
-            with self._on_stream():
+            with on(self._stream):
                 score_pairs(
                     self._layout, *self.records, self._numbers, pairs, chosen, self._queries, scores
                 )

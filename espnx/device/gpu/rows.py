@@ -17,6 +17,7 @@ from ... import errors
 from ...ops.attention import Queries, RowsInMemory
 from ...storage import NativeEngine, Plan
 from ...storage.engine import FileHandle
+from ...streams import streams_of
 from ..interface import Capabilities, FilePath, Show
 from ..row_layout import RowLayout
 from ..rows.file import UNIT_BYTES, RowFileDevice
@@ -24,8 +25,9 @@ from ..rows.ssd import block_sums
 from ..rows.writes import Write
 from .attention import GroupAttention
 from .plan import RowReads
-from .readers import GDS_PATHS, Reader, host_memory, open_reader
-from .stream import TensorStream, group_bytes
+from .readers import GDS_PATHS, Reader, open_reader
+from .staging import Tables, host_memory
+from .stream import SLOT_BYTES, TensorStream, group_bytes
 
 MakeReader = Callable[[NativeEngine, FileHandle], Reader]
 
@@ -38,7 +40,8 @@ def _typed_memory_errors(device: torch.device) -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
             raise
-        free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+        streams = streams_of(device)
+        free_bytes = None if streams is None else streams.free_bytes(device)
         raise errors.OutOfMemoryError(
             f"memory for stored rows on {device}", free_bytes=free_bytes
         ) from error
@@ -86,12 +89,13 @@ class GpuRowDevice(RowFileDevice):
         **options: Any,
     ):
         self.compute = torch.device(compute or "cuda")
-        if self.compute.type == "cuda" and not torch.cuda.is_available():
+        self._streams = streams_of(self.compute)
+        if self._streams is not None and not self._streams.is_available():
             raise errors.PathUnavailableError(
                 "no CUDA device here", got=str(self.compute), fix="compute='cpu'"
             )
-        if self.compute.type == "cuda" and self.compute.index is None:
-            self.compute = torch.device("cuda", torch.cuda.current_device())
+        if self._streams is not None and self.compute.index is None:
+            self.compute = torch.device(self.compute.type, self._streams.current_index())
         if self.compute.type == "cpu" and engine in GDS_PATHS:
             raise errors.InvalidInputError(
                 "rows would lie in GPU memory",
@@ -102,7 +106,7 @@ class GpuRowDevice(RowFileDevice):
         self._make_reader, self._threads = make_reader, threads
         self._reader: Reader | None = None
         # Copies to the host and then to the disk, beside what the model computes.
-        self._copies = torch.cuda.Stream(self.compute) if self.compute.type == "cuda" else None
+        self._copies = None if self._streams is None else self._streams.new(self.compute)
         self._writer = ThreadPoolExecutor(1, "espnx-writeback")
         try:
             super().__init__(
@@ -125,10 +129,11 @@ class GpuRowDevice(RowFileDevice):
                 file,
                 self.compute,
                 window_bytes=window_bytes,
+                slot_bytes=SLOT_BYTES,
                 deadline_s=self._deadline_s,
             )
         self._path = FilePath(file.path, self._reader.effective_path, self._reader.fallback_reason)
-        self._stream = TensorStream(self._reader, file.path, window_bytes)
+        self._stream = TensorStream(self._reader, file.path, window_bytes, self.compute)
 
     def _end_reads(self) -> None:
         if self._reader is not None:
@@ -137,11 +142,15 @@ class GpuRowDevice(RowFileDevice):
 
     def push(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray]) -> int:
         with _typed_memory_errors(self.compute):
-            return int(
-                self._stream.push(
-                    RowReads(layout, table, sums, group_bytes(self._read_ahead_bytes), UNIT_BYTES)
-                )
+            rows = RowReads(
+                layout,
+                table,
+                sums,
+                group_bytes(self._read_ahead_bytes),
+                UNIT_BYTES,
+                Tables(self.compute),
             )
+            return int(self._stream.push(rows))
 
     def attend(
         self, ticket: int, queries: Queries, tail: RowsInMemory | None = None
@@ -184,18 +193,17 @@ class GpuRowDevice(RowFileDevice):
         blocks = layout.pack(k.to(self.compute), None if v is None else v.to(self.compute)).view(-1)
         memory = host_memory(blocks.numel(), self.compute)
         event = None
-        if self._copies is None:
+        if self._streams is None or self._copies is None:
             memory.copy_(blocks)
             found = block_sums(blocks, layout.block_bytes)
         else:
-            self._copies.wait_stream(torch.cuda.current_stream(self.compute))
-            with torch.cuda.stream(self._copies):
+            self._copies.wait_stream(self._streams.current(self.compute))
+            with self._streams.on(self._copies):
                 memory.copy_(blocks, non_blocking=True)
                 # Of the bytes on the GPU: what goes wrong on the way to the disk is noticed too.
-                found = torch.empty(sums.size, dtype=torch.int64, pin_memory=True)
+                found = self._streams.pinned(8 * sums.size).view(torch.int64)
                 found.copy_(block_sums(blocks, layout.block_bytes), non_blocking=True)
-                event = torch.cuda.Event(blocking=True)
-                event.record(self._copies)
+                event = self._streams.event_behind(self._copies)
             blocks.record_stream(self._copies)
 
         def write() -> Write:

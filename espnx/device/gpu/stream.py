@@ -19,14 +19,19 @@ import torch
 
 from ... import errors
 from ...ops.crc32c import crc32c_ranges
+from ...storage.files import BLOCK_BYTES
+from ...streams import on, streams_of
 from ..interface import Show
 from .plan import RowReads
 from .readers import Arrival, Reader
+from .staging import host_memory
 
 #: Read, checked and computed on together, where the window allows several of them: kernels are
 #: launched once for it. 16 reads.
 GROUP_BYTES = 15 << 20
 _GROUPS_IN_WINDOW = 4
+#: Of pinned memory that a group goes through on its way, with a block for alignment a power of two.
+SLOT_BYTES = (16 << 20) - BLOCK_BYTES
 
 
 def group_bytes(window_bytes: int) -> int:
@@ -63,14 +68,19 @@ class TensorStream:
         reader: of the data file.
         path: its name, for errors.
         window_bytes: that may be in flight; a group is, whatever the window.
+        device: that rows arrive on. Checksums have a stream of their own there: whoever waits for
+            them does not wait for what is computed.
     """
 
-    def __init__(self, reader: Reader, path: str, window_bytes: int):
+    def __init__(self, reader: Reader, path: str, window_bytes: int, device: torch.device):
         if window_bytes < 1:
             raise errors.InvalidInputError(
                 "read_ahead_bytes", got=window_bytes, expected="at least 1"
             )
         self._reader, self._path, self._window_bytes = reader, path, window_bytes
+        self._streams = streams_of(device)
+        self._checks = None if self._streams is None else self._streams.new(device)
+        self._answer = host_memory(1, device)
         self._lock = threading.RLock()  # of what follows, and of the readings in line
         self._line: deque[_Reading] = deque()
         self._ahead_bytes = self._next = 0
@@ -124,25 +134,25 @@ class TensorStream:
         """
         sums: list[_Sums] = []
 
-        def look(rows: RowReads, group: range, memory: torch.Tensor) -> None:
+        def look(rows: RowReads, group: range, memory: torch.Tensor, arrival: Arrival) -> None:
             sums.append(self._sums(rows, group, memory))
-            arrived(rows, group, memory)
+            arrived(rows, group, arrival.wait())
 
         self._consume(ticket, look, lambda rows: self._check(rows, sums))
 
     def visit(self, ticket: int, show: Show) -> None:
         """See `RowDevice.visit`: a group at a time."""
 
-        def look(rows: RowReads, group: range, memory: torch.Tensor) -> None:
+        def look(rows: RowReads, group: range, memory: torch.Tensor, arrival: Arrival) -> None:
             self._check(rows, [self._sums(rows, group, memory)])
-            show(memory, rows.pieces(group))
+            show(arrival.wait(), rows.pieces(group))
 
         self._consume(ticket, look, lambda rows: None)
 
     def _consume(
         self,
         ticket: int,
-        look: Callable[[RowReads, range, torch.Tensor], None],
+        look: Callable[[RowReads, range, torch.Tensor, Arrival], None],
         end: Callable[[RowReads], None],
     ) -> None:
         with self._lock:
@@ -159,9 +169,10 @@ class TensorStream:
             while reading.arrivals:
                 group, arrival, n_reads = reading.arrivals[0]
                 waiting = time.perf_counter()
-                memory = arrival.wait()
+                with on(self._checks):
+                    memory = arrival.wait()
                 waited_s += time.perf_counter() - waiting
-                look(reading.rows, group, memory)
+                look(reading.rows, group, memory, arrival)
                 del memory
                 with self._lock:
                     reading.arrivals.popleft()
@@ -193,7 +204,10 @@ class TensorStream:
 
     def _pump(self) -> None:
         """Submits reads, in the order of the line, while there is room. The line's front always has
-        one under way, if it has any left."""
+        one under way, if it has any left. What has arrived goes on."""
+        for reading in self._line:
+            for _, arrival, _ in reading.arrivals:
+                arrival.advance()
         for reading in self._line:
             while reading.groups:
                 group = reading.groups[0]
@@ -206,30 +220,39 @@ class TensorStream:
                 self._ahead_bytes += size_bytes
 
     def _sums(self, rows: RowReads, group: range, memory: torch.Tensor) -> _Sums:
-        size_bytes = rows.layout.block_bytes
-        offsets = torch.arange(len(group)) * size_bytes
-        wanted = torch.from_numpy(rows.sums[group.start : group.stop].astype(np.int64)).to(
-            memory.device, non_blocking=True
-        )
-        return _Sums(
-            group, crc32c_ranges(memory, offsets, torch.full_like(offsets, size_bytes)), wanted
-        )
+        size_bytes, put = rows.layout.block_bytes, rows.tables.put
+        offsets = put(np.arange(len(group)) * size_bytes)
+        sizes = put(np.full(len(group), size_bytes))
+        wanted = put(rows.sums[group.start : group.stop].astype(np.int64))
+        with on(self._checks):
+            return _Sums(
+                group,
+                crc32c_ranges(memory, offsets, sizes),
+                wanted.to(memory.device, non_blocking=True),
+            )
 
     def _check(self, rows: RowReads, sums: list[_Sums]) -> None:
-        """Waits for the device. Raises ChecksumError."""
-        if not sums or not bool(
-            torch.stack([(each.found != each.wanted).any() for each in sums]).any()
-        ):
-            return
-        for each in sums:
-            bad = (each.found != each.wanted).nonzero().flatten()
-            if bad.numel():
-                i = int(bad[0])
-                raise errors.ChecksumError(
-                    "stored rows are damaged",
-                    path=self._path,
-                    offset_bytes=int(rows.offset_bytes[each.group.start + i]),
-                    size_bytes=rows.layout.block_bytes,
-                    got=f"CRC32C {int(each.found[i])}",
-                    expected=f"CRC32C {int(each.wanted[i])}",
-                )
+        """Waits until the sums are there. Raises ChecksumError."""
+        with on(self._checks):
+            if not sums or not self._are_bad(sums):
+                return
+            for each in sums:
+                bad = (each.found != each.wanted).nonzero().flatten()
+                if bad.numel():
+                    i = int(bad[0])
+                    raise errors.ChecksumError(
+                        "stored rows are damaged",
+                        path=self._path,
+                        offset_bytes=int(rows.offset_bytes[each.group.start + i]),
+                        size_bytes=rows.layout.block_bytes,
+                        got=f"CRC32C {int(each.found[i])}",
+                        expected=f"CRC32C {int(each.wanted[i])}",
+                    )
+
+    def _are_bad(self, sums: list[_Sums]) -> bool:
+        found = torch.stack([(each.found != each.wanted).any() for each in sums]).any()
+        if self._streams is None or self._checks is None:
+            return bool(found)
+        self._answer.copy_(found.view(torch.uint8).view(1), non_blocking=True)
+        self._streams.event_behind(self._checks).synchronize()
+        return bool(self._answer[0])

@@ -8,6 +8,8 @@ the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -33,6 +35,8 @@ class RunningAttention:
     """
 
     def __init__(self, queries: Queries, device: torch.device, threads: int | None = None):
+        #: Makes a host tensor of an array, for the device to copy.
+        self.table: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy
         self._shape = n_sequences, n_heads, n, d = queries.q.shape
         self._dv, self._threads = queries.dv, threads
         self._q = queries.q.to(device).reshape(n_sequences * n_heads, n, d)
@@ -115,14 +119,14 @@ class RunningAttention:
             and self._last.size
             and int(self._last.min()) < int((first + n_rows).max()) - 1
         ):
-            last = torch.from_numpy(self._last[None, :] - first[:, None])
+            last = self.table(self._last[None, :] - first[:, None])
         visible = self._visible_rows(pair, first, 0, int(n_rows.max(initial=0)))
         q, table, counts = (
             self.chosen(self._q, pair).unsqueeze(1),
             offset_bytes.unsqueeze(1),
-            torch.from_numpy(n_rows),
+            self.table(n_rows),
         )
-        shown = None if visible is None else torch.from_numpy(visible.view(np.uint8))
+        shown = None if visible is None else self.table(visible.view(np.uint8))
         if self._is_plain:
             o, lse = attention(
                 q,
@@ -164,7 +168,7 @@ class RunningAttention:
         bias = None
         if self._slopes is not None and self._position is not None:
             row = first[:, None, None] + np.arange(begin, end)
-            far = torch.from_numpy((row - self._position[:, None]).astype(np.float32))
+            far = self.table((row - self._position[:, None]).astype(np.float32))
             slopes = self.chosen(self._slopes, pair)
             bias = slopes[:, :, None] * far.to(slopes.device, non_blocking=True)
         q = self.chosen(self._q, pair)
@@ -178,7 +182,7 @@ class RunningAttention:
         """What changes the scores of chains whose first rows stand at these positions."""
         position = None
         if self._position is not None and (self._window or self._slopes is not None):
-            position = torch.from_numpy(self._position[None, :] - first[:, None])
+            position = self.table(self._position[None, :] - first[:, None])
         slopes = None if self._slopes is None else self.chosen(self._slopes, pair).unsqueeze(1)
         return ScoreRules(self._soft_cap, self._window, position, slopes)
 
@@ -214,13 +218,13 @@ class RunningAttention:
             found = found & (first[:, None, None] + row <= self._last[:, None])
         if self._window and self._position is not None:
             found = found & (first[:, None, None] + row > self._position[:, None] - self._window)
-        return torch.from_numpy(found).to(self._o.device, non_blocking=True)
+        return self.table(found).to(self._o.device, non_blocking=True)
 
     def chosen(self, rows: torch.Tensor, pair: np.ndarray) -> torch.Tensor:
         """Those of the (sequence, head) pairs, of rows that all of them have."""
         if len(pair) == len(rows) and np.array_equal(pair, np.arange(len(rows))):
             return rows
-        return rows[torch.from_numpy(pair).to(rows.device, non_blocking=True)]
+        return rows[self.table(pair).to(rows.device, non_blocking=True)]
 
     def fold(self, pair: np.ndarray, o: torch.Tensor, lse: torch.Tensor) -> None:
         """Parts of these (sequence, head) pairs, ascending. Where a pair has several, one after the
@@ -233,7 +237,7 @@ class RunningAttention:
                     self._o, self._lse, self.chosen(o, mine), self.chosen(lse, mine)
                 )
                 continue
-            at = torch.from_numpy(pair[mine]).to(o.device, non_blocking=True)
+            at = self.table(pair[mine]).to(o.device, non_blocking=True)
             merged = merge(self._o[at], self._lse[at], self.chosen(o, mine), self.chosen(lse, mine))
             self._o[at], self._lse[at] = merged
 

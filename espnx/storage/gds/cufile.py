@@ -198,6 +198,8 @@ class Batch:
         of an earlier one.
         """
         self._count[0] = self._events.size
+        # The bindings take an errno of this call for success: then nothing has been written here.
+        self._events["status"] = WAITING
         self._timeout[0] = divmod(int(timeout_s * 1e9), 1_000_000_000)
         self._cufile.call(
             "batch_io_get_status",
@@ -310,35 +312,44 @@ class CuFile:
                 raise
         try:
             # also where it is open: it stays so when the other library leaves
-            self._limited("driver_open", _OPEN_LIMIT_S)
+            self._limited("driver_open", _OPEN_LIMIT_S, undo="driver_close")
         except CallFailedError as error:
             if error.code != DRIVER_ALREADY_OPEN:
                 raise
             return False
         return True
 
-    def _limited(self, name: str, limit_s: float) -> None:
+    def _limited(self, name: str, limit_s: float, *, undo: str = "") -> None:
         """A call that is known to hang on some machines (no libcuda, no udev), with a limit; the
-        hung thread is left behind."""
+        hung thread is left behind. If it comes back after all, it calls `undo`."""
         failures: list[CallFailedError] = []
+        lock, is_over, is_late = threading.Lock(), False, False
 
         def run() -> None:
+            nonlocal is_over
             try:
                 self.memory.enter_thread()
                 self.call(name)
             except CallFailedError as error:
                 failures.append(error)
+            with lock:
+                is_over = True
+            if is_late and undo and not failures:
+                self.attempt(lambda: self.call(undo))
 
         thread = threading.Thread(target=run, daemon=True, name=f"espnx-{name}")
         thread.start()
         thread.join(limit_s)
-        if thread.is_alive():
+        with lock:
+            is_late = not is_over
+        if is_late:
             raise CallFailedError(
                 name,
                 0,
                 f"did not return within {limit_s:.0f} s (cuFile needs libcuda, and /run/udev in "
                 "containers)",
             )
+        thread.join()
         if failures:
             raise failures[0]
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ... import errors
+from ...streams import any_is_capturing
 
 _CUDA_OUT_OF_MEMORY = 2
 
@@ -59,7 +60,7 @@ class EventFence:
         self._record()
 
     def _record(self) -> None:
-        if not any(_is_capturing(stream) for stream in self._streams):
+        if not any_is_capturing(self._streams):
             self._events = [stream.record_event() for stream in self._streams]
             self._streams = set()
 
@@ -67,11 +68,6 @@ class EventFence:
         if self._streams:
             self._record()
         return not self._streams and all(event.query() for event in self._events)
-
-
-def _is_capturing(stream: Any) -> bool:
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()
 
 
 class Allocation:

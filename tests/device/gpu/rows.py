@@ -28,7 +28,9 @@ def opened_gpu(
 
     def make(engine: NativeEngine, file: FileHandle) -> Reader:
         if way == "bounce":
-            return BounceReader(engine, file, torch.device("cpu"), deadline_s, "no gds here")
+            return BounceReader(
+                engine, file, torch.device("cpu"), deadline_s, slot_bytes=1 << 20, why="no gds here"
+            )
         gds = GdsEngine(
             "gds-compat", bindings=bindings, memory=HostMemory(), poison=True, arena_bytes=1 << 20
         )

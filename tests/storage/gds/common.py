@@ -13,25 +13,32 @@ import pytest
 import torch
 
 from espnx.storage.gds.engine import GdsEngine
-from tests.storage.gds.cufile_stub import CuFileStub, HostMemory
+from tests.storage.gds.cufile_library import CuFileLibrary, load
+from tests.storage.gds.cufile_stub import Controls, CuFileStub, HostMemory
 
 KIB = 1024
 MakeEngine = Callable[..., GdsEngine]
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[MakeEngine]:
+@pytest.fixture(params=["stub", "library"])
+def make(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MakeEngine]:
     """Builds engines on a stub; afterwards nothing forbidden may have been done and nothing may be
-    left behind."""
+    left behind. ``library``: where a test says `CuFileStub`, it gets the real bindings on a library
+    of ours."""
     built: list[GdsEngine] = []
+    kind: type[Controls] = CuFileStub
+    if request.param == "library":
+        load()
+        kind = CuFileLibrary
+        monkeypatch.setattr(request.module, "CuFileStub", CuFileLibrary, raising=False)
 
-    def build(
-        stub: CuFileStub | None = None, path: str = "gds-compat", **options: Any
-    ) -> GdsEngine:
+    def build(stub: Controls | None = None, path: str = "gds-compat", **options: Any) -> GdsEngine:
         options.setdefault("arena_bytes", 1024 * KIB)
         engine = GdsEngine(
             path,
-            bindings=stub or CuFileStub(),
+            bindings=stub or kind(),
             memory=options.pop("memory", None) or HostMemory(),
             poison=True,
             **options,

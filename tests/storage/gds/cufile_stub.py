@@ -157,8 +157,8 @@ class HostMemory:
         return StubFence(self, {*streams, self.stream()})
 
 
-class CuFileStub:
-    """The module.
+class Controls:
+    """How a stand-in for cuFile behaves, and what it was asked: set and read by tests at any time.
 
     Attributes:
         direct: what the machine can do.
@@ -170,9 +170,11 @@ class CuFileStub:
             of that.
         few_is_error: a status call fails where fewer entries than asked for have ended in its time.
         counts_opens: whether opening the driver again makes another user of it, or an error.
+        shows_errno: whether a call that fails with an errno is seen to fail. cuda-bindings take it
+            for success, but in ``read``.
     """
 
-    cuFileError = cuFileError  # noqa: N815
+    shows_errno = True
 
     def __init__(
         self,
@@ -181,10 +183,8 @@ class CuFileStub:
         max_batch: int = 128,
         order: str = "fifo",
         rules: Iterable[Rule] = (),
-        seed: int = 0,
     ):
         self.direct, self.max_batch, self.order, self.rules = direct, max_batch, order, list(rules)
-        self.allow_compat = True
         self.force_compat = False
         self.statistics = True
         self.mixed = False  # every read shows up as a read through the host, too
@@ -193,8 +193,31 @@ class CuFileStub:
         self.register_fails = False
         self.refuse: dict[str, int] = {}
         self.passing: dict[str, list[int]] = {}
-        self.violations: list[str] = []
         self.calls: list[tuple[str, tuple[int, ...]]] = []
+
+    def noted(self, name: str, *arguments: int) -> int:
+        """Notes a call; what it fails with, or 0."""
+        self.calls.append((name, arguments))
+        waiting = self.passing.get(name)
+        return waiting.pop(0) if waiting else self.refuse.get(name, 0)
+
+    def count(self, name: str) -> int:
+        return sum(call == name for call, _ in self.calls)
+
+    def rule_of(self, offset: int, size: int) -> Rule | None:
+        """What happens to a read; each question counts as one."""
+        return next((rule for rule in self.rules if rule.fires(offset, size)), None)
+
+
+class CuFileStub(Controls):
+    """The module, in Python."""
+
+    cuFileError = cuFileError  # noqa: N815
+
+    def __init__(self, *, seed: int = 0, **options: Any):
+        super().__init__(**options)
+        self.allow_compat = True
+        self.violations: list[str] = []
         self.open_count = 0
         self.handles: dict[int, int] = {}
         self.regions: dict[int, int] = {}
@@ -208,9 +231,7 @@ class CuFileStub:
         self.changed = threading.Condition()
 
     def _note(self, name: str, *arguments: int) -> None:
-        self.calls.append((name, arguments))
-        waiting = self.passing.get(name)
-        code = waiting.pop(0) if waiting else self.refuse.get(name, 0)
+        code = self.noted(name, *arguments)
         if code >= 5000:
             raise cuFileError(code)
         if code:
@@ -219,9 +240,6 @@ class CuFileStub:
     def _require(self, condition: bool, what: str) -> None:
         if not condition:
             self.violations.append(what)
-
-    def count(self, name: str) -> int:
-        return sum(call == name for call, _ in self.calls)
 
     # --- the driver
 
@@ -339,7 +357,7 @@ class CuFileStub:
         self._note("read", handle, size, file_offset)
         entry = Entry(handle, self._inside(base, base_offset, size), file_offset, size, 0)
         with self.changed:
-            entry.rule = next((rule for rule in self.rules if rule.fires(file_offset, size)), None)
+            entry.rule = self.rule_of(file_offset, size)
             if entry.rule is not None and entry.rule.fault == "never":
                 self.changed.wait_for(lambda: entry.rule is None or entry.rule.fault != "never", 20)
         status, moved = self._perform(entry)
@@ -389,7 +407,7 @@ class CuFileStub:
                     size,
                     int(p["cookie"]),
                 )
-                entry.rule = next((rule for rule in self.rules if rule.fires(offset, size)), None)
+                entry.rule = self.rule_of(offset, size)
                 entry.polls_left = (
                     entry.rule.value if entry.rule and entry.rule.fault == "late" else 0
                 )

@@ -140,7 +140,9 @@ class Stream:
 
 
 def test_no_event_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gds_memory, "_is_capturing", lambda stream: stream.capturing)
+    monkeypatch.setattr(
+        gds_memory, "any_is_capturing", lambda some: any(stream.capturing for stream in some)
+    )
     streams = [Stream(), Stream()]
     streams[1].capturing = True
     fence = EventFence(set(streams))
@@ -173,8 +175,10 @@ def test_results_that_go_in_a_child_process_touch_no_device(
 
 
 def test_memory_that_kernels_still_read_is_waited_for_before_more_is_taken(
-    make: MakeEngine, tmp_path: Path
+    make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # five looks, on a machine that has other work
+    monkeypatch.setattr("espnx.storage.gds.arena._KERNELS_LIMIT_S", 30.0)
     path, data = write_file(tmp_path, 100_000)
     memory = HostMemory()
     engine = make(memory=memory, arena_bytes=64 * KIB)

@@ -26,6 +26,8 @@ __all__ = ["make"]  # a fixture is found by its name in this module
 def test_what_passes_is_asked_again(make: MakeEngine, tmp_path: Path, call: str, code: int) -> None:
     path, data = write_file(tmp_path, 100_000)
     stub = CuFileStub()
+    if code < 5000 and not stub.shows_errno:
+        pytest.skip("[cufile] an errno of this call is shown by no bindings: test_library.py")
     engine = make(stub, batch_size=2)
     file = engine.open(path)
     stub.passing[call] = [code] * 3
@@ -45,7 +47,7 @@ def test_what_passes_is_asked_again(make: MakeEngine, tmp_path: Path, call: str,
 def test_a_first_read_is_patient_too(make: MakeEngine, tmp_path: Path, call: str) -> None:
     path, _ = write_file(tmp_path, 5000)
     stub = CuFileStub()
-    stub.passing[call] = [5039, errno.EAGAIN]
+    stub.passing[call] = [5039, 5043]
     make(stub).open(path)
     assert stub.passing[call] == []
 
@@ -102,6 +104,8 @@ def test_a_library_that_calls_too_few_completions_an_error(
     assert engine.stats().failures == 0
 
 
+# the library's threads could not end the read while the test holds everything still
+@pytest.mark.parametrize("make", ["stub"], indirect=True)
 def test_completions_nobody_looked_at_are_in_time(make: MakeEngine, tmp_path: Path) -> None:
     """While the interpreter compiles a kernel, the I/O thread may not get its turn until the
     deadline is over."""
@@ -113,8 +117,7 @@ def test_completions_nobody_looked_at_are_in_time(make: MakeEngine, tmp_path: Pa
     transfer = future._transfer
     with stub.changed:  # the I/O thread stands still in its status call ...
         until(lambda: engine._loop._looked_at < time.monotonic())
-        for rule in stub.rules:
-            rule.fault = "none"  # ... the bytes arrive ...
+        stub.release()  # ... the bytes arrive ...
         transfer.deadline = time.monotonic()  # ... and then the deadline is over
     assert items_of(future.wait(), future.position_bytes, [10]) == [data[8200:8210]]
 
@@ -181,6 +184,7 @@ def test_any_call_fails_at_any_time(make: MakeEngine, tmp_path: Path, seed: int)
     rng = random.Random(seed)
     path, data = write_file(tmp_path, 200_000, seed)
     stub = CuFileStub(order=rng.choice(["fifo", "lifo", "random"]), seed=seed)
+    codes = [code for code in CODES if code >= 5000 or stub.shows_errno]
     memory = HostMemory()
     engine = make(
         stub,
@@ -195,7 +199,7 @@ def test_any_call_fails_at_any_time(make: MakeEngine, tmp_path: Path, seed: int)
     file = engine.open(path)
     ended = 0
     for step in range(40):
-        stub.passing[rng.choice(CALLS)] = [rng.choice(CODES) for _ in range(rng.randrange(4))]
+        stub.passing[rng.choice(CALLS)] = [rng.choice(codes) for _ in range(rng.randrange(4))]
         fault = rng.choice(["error", "short", "late", "twice", "none"])
         stub.rules[:] = [
             Rule(fault, rng.choice([errno.EIO, errno.EAGAIN, 3]), nth=rng.randrange(1, 4), count=1)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .... import errors
-from ....device.gpu.readers import host_memory
+from ....device.gpu.staging import host_memory
 from ....device.interface import RecordQuery
 from ....device.records.score import score
 from ....sizes import format_size

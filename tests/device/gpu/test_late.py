@@ -1,0 +1,258 @@
+"""`GpuRowDevice` on a device that is late on purpose (late.py): right bytes in every order that its
+streams and events allow, wrong ones as soon as one of its waits is taken out. And how often the
+host waits for it."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from espnx import errors
+from espnx.device.gpu import stream as tensor_stream
+from espnx.device.gpu.readers import BounceReader, DirectReader, Reader
+from espnx.device.gpu.rows import GpuRowDevice
+from espnx.device.gpu.staging import Slot, Staging
+from espnx.device.row_layout import RowLayout
+from espnx.ops.attention import Queries, RowsInMemory
+from espnx.storage import FileHandle, NativeEngine, Plan
+from espnx.storage.gds.engine import GdsEngine
+from espnx.storage.gds.memory import EventFence
+from tests.device.gpu.late import LateDevice, LateEvent, LateMemory, LateStream, LateTensor
+from tests.device.gpu.late import late_device as late_device
+from tests.device.rows import Seen, assert_right, attend, put, queries
+from tests.storage.gds.common import write_file
+from tests.storage.gds.cufile_stub import CuFileStub
+
+LAYOUTS = {
+    "fp16": RowLayout("fp16", 64, 64),
+    "int8": RowLayout("int8", 32, 64),
+    "X": RowLayout("fp16", 48, 48, is_shared=True),
+}
+WAYS = ("bounce", "gds")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def rng(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@contextmanager
+def opened(late: LateDevice, folder: Path, way: str, **options: Any) -> Iterator[GpuRowDevice]:
+    def make(engine: NativeEngine, file: FileHandle) -> Reader:
+        if way == "bounce":
+            slot_bytes = tensor_stream.group_bytes(options["read_ahead_bytes"])
+            return BounceReader(engine, file, late.device, 30.0, slot_bytes=slot_bytes)
+        gds = GdsEngine(
+            "gds-compat", bindings=CuFileStub(), memory=LateMemory(late), arena_bytes=256 << 10
+        )
+        return DirectReader(gds, gds.open(file.path), 30.0, owns_engine=True)
+
+    device = GpuRowDevice(folder, compute=late.device, engine="posix", make_reader=make, **options)
+    try:
+        yield device
+    finally:
+        device.close()
+
+
+def there(late: LateDevice, look: Queries, tail: RowsInMemory | None) -> Any:
+    """The same queries and rows, on the device."""
+    moved = None
+    if tail is not None:
+        k = tail.k.to(late.device)
+        v = k if tail.v is tail.k else tail.v.to(late.device)
+        moved = RowsInMemory(k, v, tail.skip, tail.n_rows, tail.first_position)
+    masks = (look.last_position, look.first_visible, look.visible)
+    return Queries(look.q.to(late.device), look.dv, *masks), moved
+
+
+def program(folder: Path, seed: int, way: str) -> LateDevice:
+    """A random program: rows are written, read ahead and attended to, several tickets in line, with
+    windows down to one group. Raises where something is wrong."""
+    draw = random.Random(seed)
+    layout = LAYOUTS[draw.choice([*LAYOUTS])]
+    n_heads = 1 if layout.is_shared else 2
+    window = draw.choice([1, 4, 12]) * layout.block_bytes
+    with (
+        late_device(seed, draw.choice([0.0, 0.05, 0.5])) as late,
+        opened(late, folder, way, read_ahead_bytes=window) as device,
+    ):
+        stored: list[Seen] = []
+        at = [0, 0]
+        for step in range(draw.randrange(1, 4)):
+            n = draw.choice([1, layout.block_rows, 3 * layout.block_rows + 5])
+            own = range(n_heads)
+            for i, each in enumerate(put(device, layout, 2, own, n, rng(100 * seed + step))):
+                stored.append(each.use(i, None, at[i]))
+                at[i] += n
+        if draw.random() < 0.5:
+            device.flush()
+        tickets = [
+            device.ahead(layout, [each.use for each in stored]) for _ in range(draw.randrange(1, 3))
+        ]
+        results = []
+        for number, ticket in enumerate(tickets):
+            look = queries(layout, 2, n_heads, draw.randrange(1, 4), rng(7 * seed + number))
+            with late.on(late.main if draw.random() < 0.7 else late.new(late.device)):
+                own_look, _ = there(late, look, None)
+                results.append((look, [x.cpu() for x in device.attend(ticket, own_look)]))
+        for look, (o, lse) in results:
+            assert_right((o, lse), stored, look)
+    return late
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "seeds", [range(10), pytest.param(range(10, 510), marks=pytest.mark.sweep)], ids=["few", "many"]
+)
+def test_right_in_any_order(folder: Path, way: str, seeds: range) -> None:
+    for seed in seeds:
+        program(folder / str(seed), seed, way)
+
+
+def _passed_at_once(fence: EventFence) -> bool:
+    return True
+
+
+def _any_slot(staging: Staging) -> Slot | None:
+    if not staging._free:
+        return None
+    slot = staging._free.popleft()
+    slot.copied = None
+    return slot
+
+
+GUARDS: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
+    "rows wait for their copy": ("bounce", LateStream, "wait_event", lambda *_: None),
+    "a copy's target is kept for who computes": (
+        "bounce",
+        LateTensor,
+        "record_stream",
+        lambda *_: None,
+    ),
+    "pinned memory is used again after its copy": ("bounce", Staging, "_copied", _any_slot),
+    "what is written waits for who made it": ("gds", LateStream, "wait_stream", lambda *_: None),
+    "what is written has arrived": ("gds", LateEvent, "synchronize", lambda *_: None),
+    "memory of reads waits for kernels": ("gds", EventFence, "passed", _passed_at_once),
+}
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_each_wait_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch, guard: str) -> None:
+    """Without it some order gives wrong bytes, and the tests above would see it."""
+    way, owner, name, instead = GUARDS[guard]
+    monkeypatch.setattr(owner, name, instead)
+    for seed in range(40):
+        try:
+            program(folder / str(seed), seed, way)
+        except (errors.ChecksumError, errors.NotConformingError):
+            return
+    pytest.fail("nobody noticed")
+
+
+def test_results_handed_out_on_another_stream(folder: Path, monkeypatch: Any) -> None:
+    """The engine's memory is not used again before that stream has read it, whichever stream is
+    current when the last view goes."""
+
+    def wrong(seed: int) -> bool:
+        path, data = write_file(folder, 200_000, seed, f"data{seed}")
+        with late_device(seed, 0.0) as late:
+            memory = LateMemory(late)
+            with GdsEngine(
+                "gds-compat", bindings=CuFileStub(), memory=memory, arena_bytes=64 << 10
+            ) as engine:
+                file, side = engine.open(path), late.new(late.device)
+                with late.on(side):
+                    rows = engine.read(Plan.of(file, [4096], [57_344])).wait()
+                    kept = rows.clone()
+                del rows
+                gc.collect()
+                engine.read(Plan.of(file, [100_000], [57_344])).wait()
+                side.synchronize()
+                return bytes(kept.cpu().numpy()) != data[4096 : 4096 + 57_344]
+
+    assert not any(wrong(seed) for seed in range(3))
+    monkeypatch.setattr(LateMemory, "fence", lambda self, some: EventFence({self.stream()}))
+    assert any(wrong(seed) for seed in range(3, 6))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_how_often_the_host_waits(folder: Path, way: str) -> None:
+    """Once for a layer's checksums, however many groups it is read in, and not for what is
+    computed; tables are copied from pinned memory."""
+    layout = LAYOUTS["fp16"]
+    with (
+        late_device(3, eagerness=1.0) as late,  # that keeps up
+        opened(late, folder, way, read_ahead_bytes=4 * layout.block_bytes) as device,
+    ):
+        stored = [
+            each.use(i)
+            for i, each in enumerate(
+                put(device, layout, 2, range(2), 8 * layout.block_rows, rng(1))
+            )
+        ]
+        look = queries(layout, 2, 2, 3, rng(2))
+        own_look, _ = there(late, look, None)
+        device.flush()
+        late.waits.clear()
+        late.pageable_copies = 0
+        o, lse = attend(device, layout, stored, own_look)
+        assert device.stats().read_requests >= 8
+        assert late.waits == {"event": 1}
+        assert late.pageable_copies == 0
+        assert_right((o.cpu(), lse.cpu()), stored, look)
+
+
+def test_the_answer_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage is seen before the rows count, however late the device is; without the wait it is
+    not."""
+    layout = LAYOUTS["fp16"]
+    with (
+        late_device(1, eagerness=0.0) as late,
+        opened(late, folder, "bounce", name="rows", read_ahead_bytes=64 << 20) as device,
+    ):
+        stored = [each.use(0) for each in put(device, layout, 1, range(2), 40, rng(1))]
+        own_look, _ = there(late, queries(layout, 1, 2, 1, rng(2)), None)
+        attend(device, layout, stored, own_look)
+        device.sync()
+        with open(folder / "rows", "r+b") as file:
+            file.seek(stored[0].use.segment.place + 100)
+            byte = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 4]))
+        with pytest.raises(errors.ChecksumError, match="damaged"):
+            attend(device, layout, stored, own_look)
+        late.main.synchronize()
+        device._stream._answer.zero_()
+        monkeypatch.setattr(LateEvent, "synchronize", lambda _: None)
+        attend(device, layout, stored, own_look)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_checked_is_not_computed(folder: Path, way: str) -> None:
+    """When a layer's attention comes back, its rows are checked and nothing else has to have
+    run."""
+    layout = LAYOUTS["fp16"]
+    with (
+        late_device(5, eagerness=0.0) as late,
+        opened(late, folder, way, read_ahead_bytes=64 << 20) as device,
+    ):
+        stored = [
+            each.use(i)
+            for i, each in enumerate(put(device, layout, 2, range(2), layout.block_rows, rng(1)))
+        ]
+        look = queries(layout, 2, 2, 3, rng(2))
+        own_look, _ = there(late, look, None)
+        device.flush()
+        late.main.synchronize()
+        begun = late.main.queued
+        o, lse = attend(device, layout, stored, own_look)
+        assert late.main.queued > begun + 3
+        assert late.main.done < late.main.queued
+        assert_right((o.cpu(), lse.cpu()), stored, look)
