@@ -27,16 +27,18 @@ _VERSION, _NAME = 1, "attention-"
 _MOST_BYTES = 1 << 20
 #: Passages that lines are planted in; questions are about some of them at a time.
 _POOL = 24
-_WORDS = (
-    "amber anchor apple arrow autumn badge bamboo basket beacon bell blanket bottle branch bridge "
-    "bronze butter cabin candle canvas carbon castle cedar chapel cherry circle clover cobalt "
-    "copper coral cotton crystal desert diamond dolphin dragon eagle ember falcon feather fern "
-    "forest fossil garden ginger glacier granite harbor hazel honey island ivory jade jasmine "
-    "kettle ladder lantern lemon linen lotus magnet maple marble meadow mirror mountain nectar "
-    "ocean olive orchid oyster panther pearl pepper pigeon planet pocket puzzle quartz rabbit "
-    "raven ribbon river rocket saddle saffron salmon shadow silver spider temple thunder timber "
-    "tulip turtle valley velvet violet walnut whistle willow winter zebra"
-).split()
+_TEXT_OF_WORDS = (
+    "amber anchor apple arrow autumn badge bamboo basket beacon bell blanket bottle branch "
+    "bridge bronze butter cabin candle canvas carbon castle cedar chapel cherry circle clover "
+    "cobalt copper coral cotton crystal desert diamond dolphin dragon eagle ember falcon "
+    "feather fern forest fossil garden ginger glacier granite harbor hazel honey island ivory "
+    "jade jasmine kettle ladder lantern lemon linen lotus magnet maple marble meadow mirror "
+    "mountain nectar ocean olive orchid oyster panther pearl pepper pigeon planet pocket "
+    "puzzle quartz rabbit raven ribbon river rocket saddle saffron salmon shadow silver "
+    "spider temple thunder timber tulip turtle valley velvet violet walnut whistle willow "
+    "winter zebra"
+)
+_WORDS = tuple(_TEXT_OF_WORDS.split())
 
 
 @dataclass(frozen=True)

@@ -390,9 +390,7 @@ class Rag:
         counter = self._generator.counter
         room = self._prompt_tokens // (2 * k)
         size = max(min(self._passage_tokens, room) - _LINE_TOKENS, 1)
-        pool = [
-            counter.data(text[: 64 * size]).cut(size).text for text in pool_of(texts, k, rng)
-        ]
+        pool = [counter.data(text[: 64 * size]).cut(size).text for text in pool_of(texts, k, rng)]
         made = planted(pool, line, rng)
         for _ in range(count):
             numbers = rng.sample(range(len(pool)), min(k, len(pool)))
@@ -412,9 +410,7 @@ class Rag:
                     "questions", got=repr(each)[:60], expected="KnownSource(question, passage)"
                 )
             found = self._prompt(each.question, self._hits(each.question, k, search, stop))
-            numbers = [
-                i for i, one in enumerate(found.references) if one.passage == each.passage
-            ]
+            numbers = [i for i, one in enumerate(found.references) if one.passage == each.passage]
             if numbers and len(found.references) > 1:
                 yield found, each.answer, numbers[0]
 

@@ -1,0 +1,28 @@
+"""Intervals of 95 % for shares and means."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+_Z = 1.959963984540054  # of the normal distribution, 95 % on both sides
+
+
+def share_interval(hits: int, n: int) -> tuple[float, float]:
+    """Of the share `hits` / `n` (Wilson 1927): it stays within 0 and 1, and is right for few. The
+    whole of 0 to 1 where n is 0."""
+    if n == 0:
+        return 0.0, 1.0
+    share, z2 = hits / n, _Z**2
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = _Z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def mean_interval(values: np.ndarray) -> tuple[float, float]:
+    """Of the mean of independent values, float [n], by their standard error; of paired differences
+    that is the paired interval. One value: itself."""
+    mean = float(values.mean())
+    half = _Z * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return mean - half, mean + half
