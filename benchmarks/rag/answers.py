@@ -147,7 +147,8 @@ def _measure(
     return _rows(options, opened, len(documents), found, layer, counts, say)
 
 
-_SEARCH: Any = {"first_stage": _FIRST_STAGE, "rerank": 0}
+#: The best by words, whose order MaxSim makes.
+_SEARCH: Any = {"first_stage": _FIRST_STAGE, "candidates": K}
 
 
 def _open_files() -> int:

@@ -1,6 +1,6 @@
 """The same blocks in memory: what a prompt that is composed of passages is held against. It shares
-no code with what composes: each passage is computed behind a copy of the prefix, by the framework, and
-its keys are rotated to their place by the model's own function."""
+no code with what composes: each passage is computed behind a copy of the prefix, by the framework,
+and its keys are rotated to their place by the model's own function."""
 
 from __future__ import annotations
 

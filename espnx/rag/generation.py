@@ -66,8 +66,8 @@ class PassageLibrary(Protocol):
 
 @dataclass(frozen=True)
 class Generated:
-    """Attributes: as of `Answer`; `attention`: of each source, or None; `attention_layer`: that it is
-    of, None: of none or of all."""
+    """Attributes: as of `Answer`; `attention`: of each source, or None; `attention_layer`: whose it
+    is, None: nobody's or the mean of all."""
 
     text: str
     tokens: int
