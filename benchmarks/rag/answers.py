@@ -102,7 +102,7 @@ def _measure(
     say: Say,
 ) -> list[Row]:
     model, tokenizer = opened.model, opened.tokenizer
-    words = {
+    words: dict[str, Any] = {
         "wording": WORDING,
         "passage_tokens": PASSAGE_TOKENS,
         "max_new_tokens": max(

@@ -167,9 +167,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_rag_uses_what_was_chosen(
-    store: Path, model: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_rag_uses_what_was_chosen(store: Path, model: Any, tokenizer: Any, tmp_path: Path) -> None:
     """Nothing of the made-up passages stays; the next `Rag` over the directory takes the layer;
     the attention of an answer is that layer's."""
     folder = tmp_path / "kv"
