@@ -1,6 +1,6 @@
-"""The last part of the demo: the model answers with references. K and V of each passage are computed
-for the first question and kept on SSD; for the second one they are read, at other places in the
-prompt, and nothing of them is computed again."""
+"""The last part of the demo: the model answers with references. K and V of each passage are
+computed for the first question and kept on SSD; for the second one they are read, at other places
+in the prompt, and nothing of them is computed again."""
 
 from __future__ import annotations
 

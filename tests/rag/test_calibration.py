@@ -13,6 +13,12 @@ import torch
 
 import espnx
 from espnx import errors
+
+pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import transformers
+
 from espnx.rag.calibration import (
     AttentionLayer,
     KnownSource,
@@ -26,6 +32,7 @@ from espnx.rag.calibration import (
     pool_of,
 )
 from espnx.rag.prompt import Wording
+from tests.retrieval.common import build, toy_encoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KEY = model_key({"model": 1})
@@ -138,11 +145,6 @@ def test_a_damaged_file_is_typed(tmp_path: Path, change: dict[str, Any] | None) 
 
 
 # --- with a model ---
-
-pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-from tests.retrieval.common import build, toy_encoder
 
 DOCUMENTS = [(f"d{i}", f"red green blue number {i}\nand one more line of {i}") for i in range(9)]
 
