@@ -17,7 +17,8 @@ def share_interval(hits: int, n: int) -> tuple[float, float]:
     share, z2 = hits / n, _Z**2
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = _Z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    # the ends are exact where all or none are hits, whatever rounding says
+    return (max(0.0, middle - half) if hits else 0.0, min(1.0, middle + half) if hits < n else 1.0)
 
 
 def mean_interval(values: np.ndarray) -> tuple[float, float]:
