@@ -7,9 +7,9 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 
 from ..harness.registry import Case, Say
 from ..harness.result import Row
+from .names import SHOWS
 from .table import VIEWS, table
 
-SHOWS = ("ttft", "shared", "answers", "quality")
 DESCRIPTION = """Passages are computed once behind a prefix of 32 tokens, kept by PassageKV, and
 read from then on (docs/passages.md). Results are verified first.
 
@@ -85,7 +85,8 @@ def configure(parser: ArgumentParser) -> None:
 def run(args: Namespace, say: Say) -> list[Row]:
     """Measures what `--show` names. Raises InvalidInputError, MissingDependencyError, and what
     building, reading and computing raise."""
-    from .options import measure_shows, read_options
+    from .measure import measure_shows
+    from .options import read_options
 
     return measure_shows(read_options(args), say)
 

@@ -109,7 +109,7 @@ class FirstToken:
                 yield cache, cache.composed_tokens
         elif name == KEPT:
             with self._kept() as kept:
-                # the whole prompt is asked for, as a program does that goes on with it
+                # as a program asks that has the whole prompt
                 ids = torch.cat([self.context, self.questions[0]])[None]
                 yield kept, kept.reuse_prefix(ids)
                 kept.crop(len(self.context) - kept.get_seq_length())

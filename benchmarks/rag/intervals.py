@@ -10,8 +10,8 @@ _Z = 1.959963984540054  # of the normal distribution, 95 % on both sides
 
 
 def share_interval(hits: int, n: int) -> tuple[float, float]:
-    """Of the share `hits` / `n` (Wilson 1927): it stays within 0 and 1, and is right for few. The
-    whole of 0 to 1 where n is 0."""
+    """The interval of `hits` of `n` (Wilson 1927), which stays within 0 and 1 and holds for few.
+    All of 0 to 1 where n is 0."""
     if n == 0:
         return 0.0, 1.0
     share, z2 = hits / n, _Z**2
@@ -22,8 +22,8 @@ def share_interval(hits: int, n: int) -> tuple[float, float]:
 
 
 def mean_interval(values: np.ndarray) -> tuple[float, float]:
-    """Of the mean of independent values, float [n], by their standard error; of paired differences
-    that is the paired interval. One value: itself."""
+    """Both ends for the mean of independent values, float [n], by their standard error; given
+    paired differences that is the paired interval. One value: itself."""
     mean = float(values.mean())
     half = _Z * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     return mean - half, mean + half

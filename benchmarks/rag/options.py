@@ -14,11 +14,10 @@ from espnx.models import DEMO, demo_model
 
 from ..harness.arguments import choices, positive, words
 from ..harness.registry import Say
-from ..harness.result import Row
 from ..kv.fleet import folder_in, scratch_parent
 from ..kv.systems import smollm2
 from ..kv.systems.models import load_model
-from .case import SHOWS
+from .names import SHOWS
 
 PREFIX_TOKENS, QUESTION_TOKENS = 32, 64
 _QUICK_PASSAGES, _QUICK_ANSWERS, _QUICK_QUALITY = 48, 8, 3
@@ -123,25 +122,3 @@ def opened(name: str, path: Path, say: Say) -> Iterator[Opened]:
             enable_kv_cache(load_model(folder, "fp32")),
             AutoTokenizer.from_pretrained(folder, local_files_only=True),
         )
-
-
-def measure_shows(options: Options, say: Say) -> list[Row]:
-    """The rows of every model and show."""
-    from .answers import show_answers
-    from .first_token import show_first_token
-    from .quality import show_quality
-    from .shared import show_shared
-
-    ways = {
-        "ttft": show_first_token,
-        "shared": show_shared,
-        "answers": show_answers,
-        "quality": show_quality,
-    }
-    rows = list[Row]()
-    for name in options.models:
-        with opened(name, options.path, say) as model:
-            for show in options.shows:
-                say(f"{show}, {model.name}")
-                rows += ways[show](options, model, say)
-    return rows

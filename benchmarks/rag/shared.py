@@ -111,9 +111,9 @@ class SharedWork:
         return None
 
     def reads_of_a_layer(self) -> tuple[int, int, int]:
-        """Of one pass of all questions, by a trace of what the device was asked: (least, most times
-        that attention took one passage's rows of one layer; bytes whose reads were in line and were
-        forgotten, because more queries came than were expected)."""
+        """(least, most times that attention took one passage's rows of one layer in a pass of all
+        questions; bytes whose reads were in line and were forgotten, because more queries came than
+        were expected), by a trace of what the device was asked."""
         folder = self.storage / "library"
         devices = espnx.device.open("ssd", [folder])
         file = self.storage / "shared.trace"

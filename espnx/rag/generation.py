@@ -321,7 +321,7 @@ class ModelGenerator:
 
     @property
     def directory(self) -> str | None:
-        """Where the library of passages lies; None: nowhere that is known."""
+        """The library's, which layers are kept in, too; None: its owner does not say."""
         found = getattr(self._library, "directory", None)
         return None if found is None else os.fspath(found)
 
@@ -331,7 +331,8 @@ class ModelGenerator:
         return model_key(_loaded(_FINGERPRINT)(self._model))
 
     def _layer_of(self, wanted: int | str | None, layers: int) -> int | None:
-        """The layer; None: the mean of all. Raises StateError, FormatError, ReadError."""
+        """Whose attention is reported; None: the mean of all layers. Raises StateError,
+        FormatError, ReadError."""
         if isinstance(wanted, int) or wanted == MEAN:
             return wanted if isinstance(wanted, int) else None
         directory = self.directory

@@ -1,5 +1,5 @@
-"""``espnx bench rag`` at toy size: every show runs, what is composed wrongly has no time, and what the
-rows count is there."""
+"""``espnx bench rag`` at toy size: every show runs, what is composed wrongly has no time, and what
+the rows count is there."""
 
 from __future__ import annotations
 
