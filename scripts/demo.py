@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """The main jobs on real input: indexes the documentation of the installed Python libraries and
-searches it from SSD; then a language model reads what was found, with its KV cache on SSD:
-SmolLM2-135M-Instruct where it is installed, else the small model of this repository.
+searches it from SSD; then a language model reads what was found, with its KV cache on SSD, and
+answers with references: SmolLM2-135M-Instruct where it is installed, else the small model of this
+repository, which recalls lines and answers nothing.
 
     make demo
     .venv/bin/python scripts/demo.py [--documents N] [--directory DIR] [--model DIR]
@@ -302,7 +303,20 @@ def read_aloud(index: espnx.Index, model: Path, storage: Path, steps: Steps) -> 
                     "right."
                 )
         with steps.step("A new process opens the kept context for another question", "answer"):
-            return second_question(model, QUESTIONS[1], prompt, kept) and is_same
+            is_same = second_question(model, QUESTIONS[1], prompt, kept) and is_same
+    from demo_rag import has_room, referenced_answers
+
+    if not has_room(model):
+        return is_same
+    with (
+        tempfile.TemporaryDirectory(dir=storage) as kept,
+        steps.step(
+            "It answers with references, from passages that are computed once and then read from "
+            "SSD",
+            "answer",
+        ),
+    ):
+        return referenced_answers(index, model, QUESTIONS[::-1], kept) and is_same
 
 
 def main() -> int:

@@ -167,6 +167,17 @@ COMMANDS = {
             ),
         },
     ),
+    "rag calibrate": Command(
+        ".rag:calibrate",
+        "choose the layer whose attention names sources, once a model",
+        {
+            "rag calibrate my.index --model model/ --kv /mnt/nvme/kv": (
+                "kept there; `rag ask` with the same --kv takes it"
+            ),
+            "rag calibrate my.index --model demo --kv kv --line 'KEY {name}: {value}' --question "
+            "'GET {name}:' --answer ' {value}'": "in words that a model was trained on",
+        },
+    ),
     "evaluate": Command(
         ".evaluate",
         "retrieval quality of an index against judged queries",

@@ -83,6 +83,11 @@ def is_emulated(name: str) -> bool:
 
 def _factory(name: str) -> Any:
     """Raises InvalidInputError, MissingDependencyError."""
+    own = next((each for each in _OWN if each.name == name), None)
+    if own is not None:
+        # The names of all others stand with every package that is installed: reading these takes
+        # longer than a cache takes to open.
+        return _loaded(own)
     known = _known()
     if not isinstance(name, str):
         raise errors.InvalidInputError(
@@ -104,15 +109,20 @@ def _factory(name: str) -> Any:
                 "spec (drive.yaml), or a 'module:class'"
             ),
         )
+    return _loaded(entry)
+
+
+def _loaded(entry: EntryPoint) -> Any:
+    """Raises InvalidInputError, MissingDependencyError."""
     try:
         found = entry.load()
     except (ImportError, AttributeError) as error:
         raise errors.MissingDependencyError(
-            f"device {name!r} cannot be loaded", got=str(error), expected=entry.value
+            f"device {entry.name!r} cannot be loaded", got=str(error), expected=entry.value
         ) from error
     if not callable(getattr(found, "together", None)):
         raise errors.InvalidInputError(
-            f"device {name!r}",
+            f"device {entry.name!r}",
             got=f"{entry.value}, a {type(found).__name__}",
             expected="a class derived from espnx.device.NearStorageDevice",
         )

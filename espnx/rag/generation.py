@@ -8,10 +8,12 @@ library of passages anything with `compose`.
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import EntryPoint
@@ -21,13 +23,17 @@ import torch
 
 from .. import errors
 from ..importers.chunks import count_words
+from .calibration import AttentionLayer, any_kept, keep, kept, model_key
 from .prompt import Counter, Frame, Prompt, Wording
 from .stop import Stop
 
 _SOURCES, _QUESTION = "\u2402sources\u2403", "\u2402question\u2403"
 # The library of passages lies in a room that imports transformers; it is looked up when wanted.
-_ROOM = "espnx.integrations.transformers.passages.passage_kv"
-_PASSAGE_KV = EntryPoint("passages", f"{_ROOM}:PassageKV", "espnx")
+_ROOM = "espnx.integrations.transformers"
+_PASSAGE_KV = EntryPoint("passages", f"{_ROOM}.passages.passage_kv:PassageKV", "espnx")
+_FINGERPRINT = EntryPoint("models", f"{_ROOM}.identity.fingerprint:fingerprint", "espnx")
+#: Words for `attention_layer`.
+MEAN, CALIBRATED = "mean", "calibrated"
 
 
 class ComposedCache(Protocol):
@@ -60,13 +66,15 @@ class PassageLibrary(Protocol):
 
 @dataclass(frozen=True)
 class Generated:
-    """Attributes: as of `Answer`; `attention`: of each source, or None."""
+    """Attributes: as of `Answer`; `attention`: of each source, or None; `attention_layer`: whose it
+    is, None: nobody's or the mean of all."""
 
     text: str
     tokens: int
     is_unfinished: bool = False
     first_token_s: float | None = None
     attention: tuple[float, ...] | None = None
+    attention_layer: int | None = None
     reused: Mapping[str, Any] | None = None
 
 
@@ -262,11 +270,12 @@ class ModelGenerator:
         model: with `generate`; a chat template of its tokenizer is applied.
         kv: a `PassageLibrary`, the directory of one, or None: prompts are computed whole.
         library_bytes: of a directory.
-        attention_layer: whose attention is reported; None: the mean of all.
+        attention_layer: whose attention is reported, as of `Rag`.
         options: of `generate`, such as ``do_sample``.
         tokenizer, wording, prefix, max_new_tokens: as of `Rag`.
 
-    Raises InvalidInputError, and what opening a library raises.
+    Raises InvalidInputError, StateError where no layer was chosen that is to be `CALIBRATED`, and
+    what opening a library raises.
     """
 
     def __init__(
@@ -279,7 +288,7 @@ class ModelGenerator:
         *,
         kv: Any = None,
         library_bytes: int | str | None = None,
-        attention_layer: int | None = None,
+        attention_layer: int | str | None = None,
         options: Mapping[str, Any] | None = None,
     ):
         if not callable(getattr(model, "generate", None)) or not callable(tokenizer):
@@ -289,39 +298,135 @@ class ModelGenerator:
                 expected="a model of transformers and its tokenizer",
                 fix="Rag(index, model, tokenizer), or Rag(index, generate=function)",
             )
-        self._model, self._tokenizer, self._layer = model, tokenizer, attention_layer
+        self._model, self._tokenizer = model, tokenizer
         self._options = dict(options or {})
         self.max_new_tokens = max_new_tokens
         text = model.config.get_text_config(decoder=True)
         self.positions: int | None = getattr(text, "max_position_embeddings", None)
         layers = getattr(text, "num_hidden_layers", None)
-        if attention_layer is not None and not 0 <= attention_layer < (layers or 1 << 30):
-            raise errors.InvalidInputError(
-                "attention_layer", got=attention_layer, expected=f"0 to {layers} - 1"
-            )
+        _check_layer(attention_layer, layers or 1 << 30)
         self.counter = IdCounter(tokenizer)
         self.frame = _model_frame(self.counter, tokenizer, wording, prefix)
         self._owned: Any = None
         self._library: PassageLibrary | None = None
         if kv is not None:
             self._library = kv if hasattr(kv, "compose") else self._opened(kv, library_bytes)
+        try:
+            self.layer = self._layer_of(attention_layer, layers or 1 << 30)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- the layer whose attention is reported ---
+
+    @property
+    def directory(self) -> str | None:
+        """The library's, which layers are kept in, too; None: its owner does not say."""
+        found = getattr(self._library, "directory", None)
+        return None if found is None else os.fspath(found)
+
+    @property
+    def _key(self) -> str:
+        """A name for the model."""
+        return model_key(_loaded(_FINGERPRINT)(self._model))
+
+    def _layer_of(self, wanted: int | str | None, layers: int) -> int | None:
+        """Whose attention is reported; None: the mean of all layers. Raises StateError,
+        FormatError, ReadError."""
+        if isinstance(wanted, int) or wanted == MEAN:
+            return wanted if isinstance(wanted, int) else None
+        directory = self.directory
+        found = kept(directory, self._key) if directory and any_kept(directory) else None
+        if found is not None and found.layer >= layers:
+            raise errors.FormatError(
+                "the layer of attention that was kept",
+                path=directory,
+                got=found.layer,
+                expected=f"one of {layers}",
+                fix="calibrate again",
+            )
+        if found is None and wanted == CALIBRATED:
+            raise errors.StateError(
+                f"attention_layer={CALIBRATED!r}",
+                got="no layer that was chosen for this model"
+                + (f" in {directory}" if directory else ", and no kv= to keep it in"),
+                expected="one that `Rag.calibrate` has chosen and kept",
+                fix="rag.calibrate(), or espnx rag calibrate; or attention_layer=None, the mean",
+            )
+        return None if found is None else found.layer
+
+    def use(self, found: AttentionLayer) -> None:
+        """The layer that is reported from now on, kept where passages are. Raises WriteError."""
+        if (directory := self.directory) is not None:
+            keep(directory, self._key, found)
+        self.layer = found.layer
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Passages go into a library that nothing is left of: those of tests would take room, and
+        the place of others. Raises StateError without a library."""
+        library, directory = self._library, self.directory
+        if library is None:
+            raise errors.StateError(
+                "attention of passages", got="no kv=", expected="a library of passages", fix="kv="
+            )
+        if directory is None:  # whose it is nobody here knows
+            yield
+            return
+        with (
+            tempfile.TemporaryDirectory(dir=directory, prefix=".calibration-") as folder,
+            self._made(folder, None) as other,
+        ):
+            self._library = other
+            try:
+                yield
+            finally:
+                self._library = library
+
+    def shares(self, prompt: Prompt, answer: str | None, stop: Stop) -> torch.Tensor:
+        """Which share of their attention the answer's tokens paid to each source, layer by layer:
+        float32 [layers, sources].
+
+        Args:
+            answer: what the model is made to say; None: what it says.
+
+        Raises what `Stop.check` raises.
+        """
+        said = [] if answer is None else self.counter.data(answer).ids
+        with closing(self._composed(prompt)) as cache:
+            asked = _asked(prompt)
+            self._generate(
+                {**self._given(cache, [*asked, *said]), "past_key_values": cache},
+                stop,
+                new=None if answer is None else 1,
+            )
+            begin = len(asked) - 1  # the token that the answer's first one comes from
+            end = None if answer is None else begin + max(len(said), 1)
+            return cache.passage_mass(begin, end)[0, :, 1::2]
+
+    # --- answers ---
 
     def _opened(self, directory: Any, library_bytes: int | str | None) -> PassageLibrary:
-        try:
-            kind = _PASSAGE_KV.load()
-        except ModuleNotFoundError as error:
-            raise errors.MissingDependencyError(
-                "Rag: kv", got=str(error), expected="PassageKV", fix="pip install 'espnx[kv]'"
-            ) from error
-        self._owned = kind(
+        self._owned = self._made(directory, library_bytes)
+        library: PassageLibrary = self._owned
+        return library
+
+    def _made(self, directory: Any, library_bytes: int | str | None) -> Any:
+        return _loaded(_PASSAGE_KV)(
             self._model,
             directory,
             prefix=list(self.frame.head.ids),  # type: ignore[attr-defined]
             tokenizer=self._tokenizer,
             library_bytes=library_bytes,
         )
-        library: PassageLibrary = self._owned
-        return library
+
+    def _composed(self, prompt: Prompt) -> ComposedCache:
+        if self._library is None:
+            raise errors.StateError("passages of a prompt", got="no library", fix="kv=")
+        return self._library.compose([_ids_of(piece) for pair in prompt.sources for piece in pair])
+
+    def _given(self, cache: ComposedCache, ids: list[int]) -> Mapping[str, torch.Tensor]:
+        return cache.prompt(torch.tensor([ids], device=self._model.device))
 
     def generate(self, prompt: Prompt, stop: Stop) -> Generated:
         stop.check()
@@ -331,27 +436,30 @@ class ModelGenerator:
             return self._generate(
                 {"input_ids": given, "attention_mask": torch.ones_like(given)}, stop
             )
-        passages = [_ids_of(piece) for pair in prompt.sources for piece in pair]
-        asked = [n for piece in prompt.pieces[-3:] for n in _ids_of(piece)]
-        begun = time.perf_counter()
-        with closing(self._library.compose(passages)) as cache:
+        asked, begun = _asked(prompt), time.perf_counter()
+        with closing(self._composed(prompt)) as cache:
             stop.check()
-            given = cache.prompt(torch.tensor([asked], device=self._model.device))
+            given = self._given(cache, asked)
             made = self._generate({**given, "past_key_values": cache}, stop, begun)
             # from the token on that the answer's first one comes of; labels are passages, too
             mass = cache.passage_mass(len(asked) - 1)[0, :, 1::2]
-            chosen = mass.mean(dim=0) if self._layer is None else mass[self._layer]
+            chosen = mass.mean(dim=0) if self.layer is None else mass[self.layer]
             return Generated(
                 made.text,
                 made.tokens,
                 made.is_unfinished,
                 made.first_token_s,
                 tuple(chosen.tolist()),
+                self.layer,
                 dict(cache.reused),
             )
 
     def _generate(
-        self, given: Mapping[str, Any], stop: Stop, begun: float | None = None
+        self,
+        given: Mapping[str, Any],
+        stop: Stop,
+        begun: float | None = None,
+        new: int | None = None,
     ) -> Generated:
         begun, watch = time.perf_counter() if begun is None else begun, _Watch()
         options = {"do_sample": False} | self._options
@@ -359,7 +467,7 @@ class ModelGenerator:
             made = self._model.generate(
                 **given,
                 **options,
-                max_new_tokens=self.max_new_tokens,
+                max_new_tokens=self.max_new_tokens if new is None else new,
                 stopping_criteria=[stop],
                 streamer=watch if options.get("num_beams", 1) == 1 else None,
             )
@@ -388,6 +496,33 @@ class ModelGenerator:
 
 def _ids_of(piece: Any) -> list[int]:
     return list(piece.ids)
+
+
+def _asked(prompt: Prompt) -> list[int]:
+    """Tokens behind the sources."""
+    return [n for piece in prompt.pieces[-3:] for n in _ids_of(piece)]
+
+
+def _loaded(entry: EntryPoint) -> Any:
+    """What lies in a room that imports transformers. Raises MissingDependencyError."""
+    try:
+        return entry.load()
+    except ModuleNotFoundError as error:
+        raise errors.MissingDependencyError(
+            "Rag: kv", got=str(error), expected="PassageKV", fix="pip install 'espnx[kv]'"
+        ) from error
+
+
+def _check_layer(wanted: object, layers: int) -> None:
+    """Raises InvalidInputError."""
+    is_number = isinstance(wanted, int) and not isinstance(wanted, bool)
+    if wanted in (None, MEAN, CALIBRATED) or (is_number and 0 <= wanted < layers):  # type: ignore[operator]
+        return
+    raise errors.InvalidInputError(
+        "attention_layer",
+        got=repr(wanted),
+        expected=f"0 to {layers} - 1, {MEAN!r}, {CALIBRATED!r}, or None",
+    )
 
 
 def _model_frame(counter: IdCounter, tokenizer: Any, wording: Wording, prefix: str) -> Frame:

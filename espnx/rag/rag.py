@@ -4,15 +4,19 @@ references."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
+
+import torch
 
 from .. import errors
 from ..checks import check_finite, check_whole
@@ -23,6 +27,7 @@ from ..retrieval.search.options import SearchKeywords
 from ..retrieval.search.result import Hit
 from ..suggestions import suggests_keywords
 from .answer import Answer, AnswerTimings, Reference
+from .calibration import AttentionLayer, KnownSource, PlantedLine, chosen, planted, pool_of
 from .generation import FunctionGenerator, Generated, Generator, ModelGenerator, PassageLibrary
 from .markers import MarkedText, cited_sentences, parse
 from .prompt import Prompt, Wording, fingerprint, make_prompt
@@ -34,6 +39,9 @@ _PROMPT_TOKENS = 4096
 _READ_DEADLINE_S = 30.0
 #: Coroutines whose answers are worked on at a time; others wait without a thread.
 _TOGETHER = 4
+#: Of an index, the first so many documents are looked at for passages to plant lines in; a line
+#: takes so many tokens at most.
+_LOOKED_AT, _LINE_TOKENS = 256, 48
 
 
 class Rag:
@@ -60,8 +68,10 @@ class Rag:
             the answer, or 4,096 for a function.
         passage_tokens: of one passage; the rest of a longer one is cut.
         library_bytes: as of `PassageKV`, where `kv` is a directory.
-        attention_layer: the layer whose attention `Reference.attention` is, from 0; None: the mean
-            of all, which names the right source less often than the best layer does.
+        attention_layer: the layer whose attention `Reference.attention` is, from 0; None: the one
+            that `calibrate` has chosen for this model and kept beside its passages, or else the
+            mean of all, which names the right source less often; ``mean``: that; ``calibrated``:
+            the one that was chosen, and nothing else.
         generate_options: of the model's `generate`, such as ``{"do_sample": True}``.
 
     Attributes:
@@ -70,6 +80,7 @@ class Rag:
     Raises:
         InvalidInputError: an argument is out of range, or a chat template drops what a user says.
         MissingDependencyError: `kv` is a directory, and this installation has no `PassageKV`.
+        StateError: `attention_layer` is to be ``calibrated``, and nobody has chosen one.
         StoreNotFoundError, ...: what opening an index raises, or a library of passages.
     """
 
@@ -89,7 +100,7 @@ class Rag:
         prompt_tokens: int | None = None,
         passage_tokens: int = 512,
         library_bytes: int | str | None = None,
-        attention_layer: int | None = None,
+        attention_layer: int | str | None = None,
         generate_options: Mapping[str, Any] | None = None,
     ):
         check_whole("max_new_tokens", max_new_tokens, 1)
@@ -198,24 +209,25 @@ class Rag:
             raise
 
     def _ask(self, question: str, k: int, search: SearchKeywords, stop: Stop) -> Answer:
+        with self._used():
+            return self._answer(question, k, search, stop)
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """It is not closed meanwhile. Raises EngineClosedError."""
         with self._changed:
             self._check_open()
             self._under_way += 1
         try:
-            return self._answer(question, k, search, stop)
+            yield
         finally:
             with self._changed:
                 self._under_way -= 1
                 self._changed.notify_all()
 
-    def _answer(self, question: str, k: int, search: SearchKeywords, stop: Stop) -> Answer:
-        timings, begun = AnswerTimings(), time.perf_counter()
-        stop.check()
-        hits = self._hits(question, k, search, stop)
-        at = time.perf_counter()
-        timings.retrieval_s = at - begun
+    def _prompt(self, question: str, hits: Sequence[Hit]) -> Prompt:
         generator = self._generator
-        prompt = make_prompt(
+        return make_prompt(
             generator.counter,
             generator.frame,
             question,
@@ -223,6 +235,14 @@ class Rag:
             tokens=self._prompt_tokens,
             passage_tokens=self._passage_tokens,
         )
+
+    def _answer(self, question: str, k: int, search: SearchKeywords, stop: Stop) -> Answer:
+        timings, begun = AnswerTimings(), time.perf_counter()
+        stop.check()
+        hits = self._hits(question, k, search, stop)
+        at = time.perf_counter()
+        timings.retrieval_s = at - begun
+        prompt = self._prompt(question, hits)
         timings.prompt_s, at = time.perf_counter() - at, time.perf_counter()
         if k and not prompt.references and all(each.why == "empty" for each in prompt.left_out):
             timings.total_s = time.perf_counter() - begun
@@ -249,6 +269,7 @@ class Rag:
             prompt_tokens=prompt.size,
             answer_tokens=made.tokens,
             is_unfinished=made.is_unfinished,
+            attention_layer=made.attention_layer,
             reused=made.reused,
             timings=timings,
         )
@@ -295,6 +316,103 @@ class Rag:
             )
             for each in prompt.references
         )
+
+    @suggests_keywords
+    def calibrate(
+        self,
+        questions: Sequence[KnownSource] | None = None,
+        *,
+        count: int = 64,
+        k: int = 5,
+        line: PlantedLine | None = None,
+        seed: int = 0,
+        search: SearchKeywords | None = None,
+        deadline_s: float | None = None,
+    ) -> AttentionLayer:
+        """Chooses the layer whose attention names sources, for this model; it is reported from then
+        on, and kept beside the passages (`kv`), for every `Rag` over the same model and directory.
+
+        Half of the questions choose, the other half say how often the layer is right. Nothing of
+        what is read for them stays in the library.
+
+        Args:
+            questions: whose source is known. Those whose source is not found, or has no room in the
+                prompt, do not count. None: made-up ones, about lines that are planted in passages
+                of the index.
+            count: made-up questions.
+            k: passages in the prompt of each.
+            line: how planted lines read, and how they are asked for.
+            seed: of what is made up.
+            search: as of `ask`, for `questions`.
+            deadline_s: for all of it.
+
+        Raises:
+            StateError: there is no `kv`, or a function generates.
+            InvalidInputError: an argument is out of range, or fewer than two questions count.
+            WriteError: the layer cannot be kept.
+            What `ask` raises.
+        """
+        check_whole("count", count, 2)
+        check_whole("k", k, 2, 64)
+        _check_deadline(deadline_s)
+        generator, stop = self._generator, Stop(deadline_s)
+        if not isinstance(generator, ModelGenerator):
+            raise errors.StateError(
+                "attention of passages", got="generate=", expected="a model", fix="Rag(kv=...)"
+            )
+        with self._used():
+            stop.take(self._turn)
+            try:
+                with generator.aside():
+                    asked = (
+                        self._made_up(count, k, line or PlantedLine(), seed)
+                        if questions is None
+                        else self._known(questions, k, search or {}, stop)
+                    )
+                    shares, sources = list[torch.Tensor](), list[int]()
+                    for prompt, answer, source in asked:
+                        stop.check()
+                        shares.append(generator.shares(prompt, answer, stop))
+                        sources.append(source)
+                found = chosen(shares, sources)
+                generator.use(found)
+                return found
+            finally:
+                self._turn.release()
+
+    def _made_up(
+        self, count: int, k: int, line: PlantedLine, seed: int
+    ) -> Iterator[tuple[Prompt, str, int]]:
+        """(prompt, answer, which source it comes from) of questions about planted lines."""
+        rng = random.Random(seed)
+        ids = list(itertools.islice(self.index.ids(), _LOOKED_AT))
+        texts = [text or "" for text in self.index.get(ids)]
+        counter = self._generator.counter
+        room = self._prompt_tokens // (2 * k)
+        size = max(min(self._passage_tokens, room) - _LINE_TOKENS, 1)
+        pool = [counter.data(text[: 64 * size]).cut(size).text for text in pool_of(texts, k, rng)]
+        made = planted(pool, line, rng)
+        for _ in range(count):
+            numbers = rng.sample(range(len(pool)), min(k, len(pool)))
+            source = rng.randrange(len(numbers))
+            name, value = made.names[numbers[source]], made.values[numbers[source]]
+            hits = [Hit(n, 0.0, made.texts[n], n, False) for n in numbers]
+            found = self._prompt(line.filled(line.question, name, value), hits)
+            if source < len(found.references):
+                yield found, line.filled(line.answer, name, value), source
+
+    def _known(
+        self, questions: Sequence[KnownSource], k: int, search: SearchKeywords, stop: Stop
+    ) -> Iterator[tuple[Prompt, str | None, int]]:
+        for each in questions:
+            if not isinstance(each, KnownSource):
+                raise errors.InvalidInputError(
+                    "questions", got=repr(each)[:60], expected="KnownSource(question, passage)"
+                )
+            found = self._prompt(each.question, self._hits(each.question, k, search, stop))
+            numbers = [i for i, one in enumerate(found.references) if one.passage == each.passage]
+            if numbers and len(found.references) > 1:
+                yield found, each.answer, numbers[0]
 
     def check(self, answer: Answer) -> dict[int, str]:
         """What has become of an answer's sources since: by number ``unchanged``, ``changed`` or
@@ -368,6 +486,11 @@ def _check_asked(question: object, k: object, deadline_s: object) -> None:
     check_whole("k", k, 0)
     if not isinstance(question, str) or not question.strip():
         raise errors.InvalidInputError("question", got=repr(question), expected="some text")
+    _check_deadline(deadline_s)
+
+
+def _check_deadline(deadline_s: object) -> None:
+    """Raises InvalidInputError."""
     if deadline_s is not None:
         check_finite("deadline_s", deadline_s)
         if not isinstance(deadline_s, int | float) or deadline_s <= 0:

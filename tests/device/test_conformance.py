@@ -116,6 +116,15 @@ def test_names() -> None:
             open_device(wrong, "/nowhere")
 
 
+def test_our_own_are_opened_without_asking_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache is opened for every prompt, and the metadata of all packages take tens of
+    milliseconds to read."""
+    monkeypatch.setattr(registry, "entry_points", lambda **_: pytest.fail("packages were asked"))
+    open_device("ssd", tmp_path / "rows").close()
+
+
 def test_a_package_brings_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By an entry point, as an installed package has it; it replaces none of ours."""
     info = tmp_path / "ram_device-1.0.dist-info"

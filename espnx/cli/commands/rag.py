@@ -1,29 +1,32 @@
-"""``espnx rag ask``: an answer from an index, with its sources."""
+"""``espnx rag``: an answer from an index, with its sources; and which layer's attention names
+them."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from ...errors import InvalidInputError
 from ...models import model_folder
 from ...suggestions import downloading
+from ...tables import render_table
 from ..output import add_json_option, emit, json_document
 from ..progress import ProgressLine
 from .search import add_index_options, add_search_options, check_store, open_index, search_options
+
+if TYPE_CHECKING:
+    from ...rag.rag import Rag
 
 
 def configure_ask(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("store", help="directory of the index")
     add("question", help="one argument")
-    add(
-        "--model",
-        required=True,
-        metavar="DIR",
-        help="folder of a Hugging Face model with its tokenizer; demo: the small one of espnx",
-    )
+    _add_model(parser)
     add(
         "--kv",
         metavar="DIR",
@@ -50,18 +53,12 @@ def configure_ask(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of the prompt, at most (default: what the model's positions leave)",
     )
-    add(
-        "--passage-tokens",
-        type=int,
-        default=512,
-        metavar="N",
-        help="of each passage; longer ones are cut (default: %(default)s)",
-    )
+    _add_passage_tokens(parser)
     add(
         "--attention-layer",
-        type=int,
         metavar="L",
-        help="beside --kv: whose attention is shown (default: the mean of all)",
+        help="beside --kv: whose attention is shown: a number, mean, or calibrated (default: that "
+        "of `espnx rag calibrate` where it has chosen one, else the mean of all)",
     )
     add(
         "--deadline",
@@ -74,7 +71,50 @@ def configure_ask(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser)
 
 
-def run_ask(args: argparse.Namespace) -> int:
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="folder of a Hugging Face model with its tokenizer; demo: the small one of espnx",
+    )
+
+
+def _add_passage_tokens(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--passage-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="of each passage; longer ones are cut (default: %(default)s)",
+    )
+
+
+def configure_calibrate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("store", help="directory of the index, in whose passages lines are planted")
+    _add_model(parser)
+    add("--kv", required=True, metavar="DIR", help="of `rag ask`; the layer is kept there")
+    add(
+        "--count",
+        type=int,
+        default=64,
+        metavar="N",
+        help="questions, of which half choose and half judge (default: %(default)s)",
+    )
+    add("-k", type=int, default=5, help="passages in each prompt (default: %(default)s)")
+    for name, what in (("line", "a planted line"), ("question", "its question")):
+        add(f"--{name}", metavar="TEXT", help=f"{what}, with {{name}} in it (default: English)")
+    add("--answer", metavar="TEXT", help="what the model is made to say, with {value} in it")
+    add("--seed", type=int, default=0, metavar="N", help="of what is made up (default: 0)")
+    _add_passage_tokens(parser)
+    add_index_options(parser)
+    add_json_option(parser)
+
+
+@contextmanager
+def _opened(args: argparse.Namespace, **options: object) -> Iterator[Rag]:
+    """The index of a command with its model. Raises InvalidInputError."""
     check_store(args.store)
     folder = model_folder(args.model)
     if not os.path.exists(folder):  # before seconds of imports
@@ -84,8 +124,6 @@ def run_ask(args: argparse.Namespace) -> int:
             expected="a folder with model and tokenizer, or a GGUF file",
             fix=downloading(folder),
         )
-    if args.library is not None and args.kv is None:
-        raise InvalidInputError("--library", got="no --kv", expected="both", fix="--kv DIR")
     with ProgressLine(is_terse=True) as progress, open_index(args, progress) as index:
         with progress.loading(f"model {folder}"):
             from ...integrations.generate.model_folder import load_model
@@ -97,20 +135,50 @@ def run_ask(args: argparse.Namespace) -> int:
                 model,
                 tokenizer,
                 kv=args.kv,
-                prefix=args.prefix,
-                max_new_tokens=args.max_new_tokens,
-                prompt_tokens=args.prompt_tokens,
                 passage_tokens=args.passage_tokens,
-                library_bytes=args.library,
-                attention_layer=args.attention_layer,
+                **options,  # type: ignore[arg-type]
             )
         with rag:
-            answer = rag.ask(
-                args.question,
-                args.k,
-                search=search_options(args),  # type: ignore[arg-type]
-                deadline_s=args.deadline,
-            )
+            yield rag
+
+
+def run_ask(args: argparse.Namespace) -> int:
+    if args.library is not None and args.kv is None:
+        raise InvalidInputError("--library", got="no --kv", expected="both", fix="--kv DIR")
+    layer = args.attention_layer
+    with _opened(
+        args,
+        prefix=args.prefix,
+        max_new_tokens=args.max_new_tokens,
+        prompt_tokens=args.prompt_tokens,
+        library_bytes=args.library,
+        attention_layer=int(layer) if layer is not None and layer.isdigit() else layer,
+    ) as rag:
+        answer = rag.ask(
+            args.question,
+            args.k,
+            search=search_options(args),  # type: ignore[arg-type]
+            deadline_s=args.deadline,
+        )
     found = asdict(answer)
     emit(args, answer.summary(), json_document("rag ask", store=args.store, **found))
+    return 0
+
+
+def run_calibrate(args: argparse.Namespace) -> int:
+    from ...rag.calibration import PlantedLine
+
+    given = {name: getattr(args, name) for name in ("line", "question", "answer")}
+    line = PlantedLine(**{name: text for name, text in given.items() if text is not None})
+    with _opened(args, max_new_tokens=16) as rag:
+        found = rag.calibrate(count=args.count, k=args.k, line=line, seed=args.seed)
+    rows = [
+        (f"layer {number}{' *' if number == found.layer else ''}", f"{right:.0%}")
+        for number, right in enumerate(found.right)
+    ]
+    rows += [("mean of all", f"{found.mean_right:.0%}"), ("by chance", f"{found.chance:.0%}")]
+    said = f"* chosen by half of {found.questions} questions, and kept in {args.kv}"
+    heads = ("attention of", "names the source")
+    text = f"{render_table(heads, rows, right=heads[1:])}\n{said}"
+    emit(args, text, json_document("rag calibrate", store=args.store, kv=args.kv, **asdict(found)))
     return 0

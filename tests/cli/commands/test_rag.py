@@ -1,4 +1,4 @@
-"""``espnx rag ask`` and ``espnx plan rag`` from the outside."""
+"""``espnx rag ask``, ``espnx rag calibrate`` and ``espnx plan rag`` from the outside."""
 
 from __future__ import annotations
 
@@ -68,6 +68,28 @@ def test_what_it_refuses(
     code, out, err = run(capsys, *ask(store, *words))
     assert (code, out) == (2, "")
     assert said in err
+
+
+def test_the_layer_of_attention(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Chosen, kept beside the passages, and taken by the next question."""
+    kv = ["--kv", tmp_path / "kv"]
+    code, _, err = run(capsys, *ask(store, *kv, "--attention-layer", "calibrated"))
+    assert code == 1
+    assert "espnx rag calibrate" in err
+    words = ["rag", "calibrate", store, "--model", "demo", "--encoder", "toy", *kv]
+    code, out, err = run(capsys, *words, "--count", 2, "-k", 2)
+    assert code == 0, err
+    assert "kept in" in out
+    found = strict_json(run(capsys, *words, "--count", 4, "-k", 2, "--json", "-")[1])
+    assert (len(found["right"]), found["questions"], found["chance"]) == (8, 4, 0.5)
+    answer = strict_json(run(capsys, *ask(store, *kv, "-k", 2, "--json", "-"))[1])
+    assert answer["attention_layer"] == found["layer"]
+    for wrong, said in ((["--line", "x"], "PlantedLine.line"), (["--count", 1], "count")):
+        code, _, err = run(capsys, *words, *wrong)
+        assert code == 2
+        assert said in err
 
 
 def test_a_plan_of_passages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,284 @@
+"""``--show answers``: passages of docstrings, some of them with a line to be recalled, asked for
+through `espnx.Rag`: are answers those of memory, and does attention name the right source?"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import espnx
+from espnx.errors import InvalidInputError
+from espnx.integrations.transformers.passages.passage_kv import PassageKV
+from espnx.rag.answer import Answer
+from espnx.rag.calibration import AttentionLayer, PlantedLine
+from espnx.rag.generation import IdCounter
+from espnx.rag.markers import parse
+from espnx.rag.prompt import Wording, quoted
+
+from ..harness.registry import Say
+from ..harness.result import Row
+from ..kv.fleet import folder_in
+from ..kv_quality.recall import HeldOut
+from ..report.render import source_root
+from .intervals import share_interval
+from .memory import BlocksInMemory
+from .options import Opened, Options
+
+BLOCKS, MEMORY, FULL = "composed", "blocks-in-memory", "full"
+PASSAGE_TOKENS, K = 128, 5
+#: Of a passage's words: with the line and its quotation no more than so many tokens.
+_SLICE_TOKENS = 60
+_FIRST_STAGE = "bm25"
+#: Exact answers from SSD may differ from memory's by a point.
+_POINTS = 0.01
+#: As the demo's model was trained to recall a line (docs/demo-model.md).
+WORDING = Wording(instructions="", sources="", question="\n\nGET", answer=":")
+LINE = PlantedLine("KEY {name}: {value}", " {name}", " {value}")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question. Attributes: name, value: of the line; passage: that has it."""
+
+    name: str
+    value: str
+    passage: str
+
+
+@dataclass
+class Counted:
+    """What a way to answer came to.
+
+    Attributes:
+        texts: the answers. exact: they begin with the line's value. retrieved: its passage stood
+            in the prompt. named: and got more attention than any other; None without attention.
+        openable: all references and all markers of the answer lead to a text that stands where they
+            say.
+    """
+
+    texts: list[str] = field(default_factory=list)
+    exact: list[bool] = field(default_factory=list)
+    retrieved: list[bool] = field(default_factory=list)
+    named: list[bool] = field(default_factory=list)
+    openable: list[bool] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    computed: int = 0
+    bytes_read: int = 0
+
+
+def show_answers(options: Options, opened: Opened, say: Say) -> list[Row]:
+    """Three rows: composed from SSD, the same blocks in memory, and full attention."""
+    if not (opened.folder / "held_out.safetensors").is_file():
+        say(f"    answers are left out: {opened.name} was not trained to recall KEY lines")
+        return []
+    with folder_in(options.path) as folder:
+        storage = Path(folder)
+        documents, asked = _documents(options, opened)
+        say(f"    {len(documents):,} passages are encoded and indexed")
+        espnx.build(
+            storage / "index",
+            documents,
+            espnx.load_encoder("minilm"),
+            first_stages=("ivf", _FIRST_STAGE),
+        )
+        with espnx.open(storage / "index") as index:
+            return _measure(options, opened, index, documents, asked, storage / "kv", say)
+
+
+def _measure(
+    options: Options,
+    opened: Opened,
+    index: Any,
+    documents: Sequence[tuple[str, str]],
+    asked: Sequence[Asked],
+    storage: Path,
+    say: Say,
+) -> list[Row]:
+    model, tokenizer = opened.model, opened.tokenizer
+    words: dict[str, Any] = {
+        "wording": WORDING,
+        "passage_tokens": PASSAGE_TOKENS,
+        "max_new_tokens": max(
+            len(tokenizer(each.value, add_special_tokens=False).input_ids) + 2 for each in asked
+        ),
+    }
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        full = enter(espnx.Rag(index, model, tokenizer, **words))
+        before = _open_files()
+        prefix = list(full.frame_ids)
+        kv = enter(PassageKV(model, storage, prefix=prefix, tokenizer=tokenizer))
+        counter = IdCounter(tokenizer)
+        for number, (_, text) in enumerate(documents):
+            kv.add(counter.data(quoted(text)).cut(PASSAGE_TOKENS).ids)
+            if number % 1000 == 999:
+                say(f"    {number + 1:,} passages are kept")
+        rags = {
+            BLOCKS: enter(espnx.Rag(index, model, tokenizer, kv=kv, **words)),
+            MEMORY: enter(
+                espnx.Rag(index, model, tokenizer, kv=BlocksInMemory(model, prefix), **words)
+            ),
+            FULL: full,
+        }
+        layer = rags[BLOCKS].calibrate(
+            count=8 if options.quick else 64, k=K, line=LINE, seed=options.seed + 1
+        )
+        say(
+            f"    layer {layer.layer} names {layer.layer_right:.0%} of the sources of other "
+            f"questions, the mean of all {layer.mean_right:.0%}, chance is {layer.chance:.0%}"
+        )
+        found = {name: Counted() for name in rags}
+        for each in asked:
+            for name, rag in rags.items():
+                _note(found[name], index, each, rag.ask(each.name, k=K, search=_SEARCH))
+        files = [name for name in os.listdir(storage) if name.endswith(".bin")]
+        counts = {
+            "data_files": float(len(files)),
+            "descriptors": float(_open_files() - before),
+            "library_bytes": float(kv.stats()["stored_bytes"]),
+        }
+    return _rows(options, opened, len(documents), found, layer, counts, say)
+
+
+#: The best by words, whose order MaxSim makes.
+_SEARCH: Any = {"first_stage": _FIRST_STAGE, "candidates": K}
+
+
+def _open_files() -> int:
+    """Descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _documents(options: Options, opened: Opened) -> tuple[list[tuple[str, str]], list[Asked]]:
+    """Passages, and the questions about those with a line. Raises InvalidInputError where this
+    machine has too few docstrings."""
+    known = HeldOut.load(opened.folder)
+    rng = np.random.default_rng(options.seed)
+    words = ["".join(opened.tokenizer.decode(ids)).strip() for ids in known.words]
+    if options.answers > len(words) or options.passages < options.answers:
+        raise InvalidInputError(
+            "--questions",
+            got=options.answers,
+            expected=f"at most --passages and the {len(words)} words of {opened.name}",
+        )
+    made = list(itertools.islice(_docstrings(), options.passages))
+    if len(made) < options.passages:
+        raise InvalidInputError(
+            "--passages", got=options.passages, expected=f"at most {len(made)} docstrings here"
+        )
+    asked = list[Asked]()
+    places = rng.permutation(len(made))[: options.answers].tolist()
+    for place, name in zip(places, rng.permutation(words)[: options.answers], strict=True):
+        identifier, text = made[place]
+        others = rng.permutation([word for word in words if word != name])[:3]
+        value = " ".join(others.tolist())
+        lines = text.splitlines()
+        lines.insert(int(rng.integers(len(lines) + 1)), f"KEY {name}: {value}")
+        made[place] = identifier, "\n".join(lines)
+        asked.append(Asked(f" {name}", value, identifier))
+    return made, asked
+
+
+def _docstrings() -> Iterator[tuple[str, str]]:
+    """Passages of the installed libraries' documentation, by scripts/docstrings.py."""
+    import importlib.util
+
+    path = source_root() / "scripts" / "docstrings.py"
+    spec = importlib.util.spec_from_file_location("docstrings", path)
+    if spec is None or spec.loader is None:
+        raise InvalidInputError("docstrings", got=str(path), expected="a clone of espnx")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for document in module.documents(slice_tokens=_SLICE_TOKENS):
+        yield str(document.get("_id", document.get("id"))), document["text"]
+
+
+def _note(to: Counted, index: Any, asked: Asked, answer: Answer) -> None:
+    to.texts.append(answer.text)
+    to.exact.append(answer.text.split()[: len(asked.value.split())] == asked.value.split())
+    shares = {each.passage: each.attention for each in answer.references}
+    to.retrieved.append(asked.passage in shares)
+    if asked.passage in shares and None not in shares.values():
+        to.named.append(max(shares, key=lambda each: shares[each] or 0.0) == asked.passage)
+    texts = index.get([each.passage for each in answer.references])
+    to.openable.append(
+        not parse(answer.text, len(answer.references)).unknown
+        and all(text is not None for text in texts)
+    )
+    to.seconds.append(answer.timings.generate_s)
+    to.computed += int((answer.reused or {}).get("computed", 0))
+    to.bytes_read += int((answer.reused or {}).get("bytes", 0))
+
+
+def _rows(
+    options: Options,
+    opened: Opened,
+    passages: int,
+    all_found: dict[str, Counted],
+    layer: AttentionLayer,
+    counts: dict[str, float],
+    say: Say,
+) -> list[Row]:
+    params = {
+        "show": "answers",
+        "model": opened.name,
+        "dtype": "fp32",
+        "passages": passages,
+        "questions": options.answers,
+        "k": K,
+        "passage_tokens": PASSAGE_TOKENS,
+    }
+    rows = list[Row]()
+    for name, found in all_found.items():
+        n = len(found.exact)
+        metrics = {"exact": sum(found.exact) / n}
+        metrics["exact_low"], metrics["exact_high"] = share_interval(sum(found.exact), n)
+        metrics["retrieved"] = sum(found.retrieved) / n
+        metrics["openable"] = sum(found.openable) / n
+        memory = all_found[MEMORY]
+        same = sum(a == b for a, b in zip(found.texts, memory.texts, strict=True))
+        metrics["same_as_in_memory"] = same / n
+        correct = True
+        if name == BLOCKS:
+            right = sum(found.named)
+            metrics |= {
+                "named": right / max(len(found.named), 1),
+                "layer": float(layer.layer),
+                "calibrated_right": layer.layer_right,
+                "calibrated_mean_right": layer.mean_right,
+                "read_bytes": found.bytes_read / n,
+                "computed_tokens": float(found.computed),
+                **counts,
+            }
+            metrics["named_low"], metrics["named_high"] = share_interval(right, len(found.named))
+            less = sum(memory.exact) / n - metrics["exact"]
+            correct = abs(less) <= _POINTS and metrics["openable"] == 1
+        rows.append(
+            Row(
+                case="rag",
+                params=params,
+                system=name,
+                kind="measured",
+                requested_path="auto" if name == BLOCKS else "memory",
+                effective_path="auto" if name == BLOCKS else "memory",
+                cache="warm",
+                n=n,
+                median_s=float(np.median(found.seconds)),
+                p99_s=float(np.percentile(found.seconds, 99)),
+                iqr_s=float(np.subtract(*np.percentile(found.seconds, [75, 25]))),
+                bytes_asked=found.bytes_read // n,
+                bytes_moved=found.bytes_read // n,
+                correct=correct,
+                metrics=metrics,
+            )
+        )
+        more = f", right reference {metrics['named']:.1%}" if "named" in metrics else ""
+        say(f"    {name}: exact {metrics['exact']:.1%}{more}")
+    return rows

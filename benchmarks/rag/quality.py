@@ -1,0 +1,191 @@
+"""``--show quality``: what each way to reuse passages loses against full attention, on planted
+facts and on text."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from espnx.errors import InvalidInputError
+from espnx.integrations.transformers.passages.passage_kv import PassageKV
+
+from ..harness.registry import Say
+from ..harness.result import Row
+from ..kv.fleet import folder_in
+from .intervals import mean_interval, share_interval
+from .items import PASSAGE_TOKENS, PASSAGES, Item, Items
+from .options import Opened, Options
+
+FULL = "full"
+#: System -> how a prompt is composed. What this installation's `compose` does not do is left out.
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    FULL: {},
+    "prefix": {"mode": "prefix"},
+    "blocks": {},
+    "repair-1": {"repair": 1},
+    "repair-4": {"repair": 4},
+    "repair-16": {"repair": 16},
+    "blend-0.15": {"blend": 0.15},
+    "blend-0.3": {"blend": 0.3},
+}
+#: Lossless: nothing but the order of sums may differ from full attention.
+_LOSSLESS, _NLL_ROUNDING = ("prefix",), 1e-3
+
+
+@dataclass
+class Judged:
+    """What a way made of the items, a number for each.
+
+    Attributes:
+        exact: greedy decoding gives the answer.
+        nll: mean negative log-likelihood of a judged token. kl: mean divergence of its distribution
+            from that of full attention.
+    """
+
+    exact: list[bool] = field(default_factory=list)
+    nll: list[float] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def show_quality(options: Options, opened: Opened, say: Say) -> list[Row]:
+    """Rows of facts and of text, behind the prefix and without one."""
+    items = Items(opened, options.seed)
+    rows = list[Row]()
+    for task, made in (("facts", items.facts), ("text", items.texts)):
+        for has_prefix in (True, False):
+            found = _judge(options, opened, list(made(options.quality)), has_prefix, say)
+            params = {
+                "show": "quality",
+                "model": opened.name,
+                "dtype": "fp32",
+                "task": task,
+                "text": items.source,
+                "prefix_tokens": 0 if not has_prefix else len(items.prefix),
+                "passages": PASSAGES,
+                "passage_tokens": PASSAGE_TOKENS,
+                "questions": options.quality,
+            }
+            rows += [_row(params, name, found) for name in found]
+            for row in rows[-len(found) :]:
+                exact = f"exact {row.metrics['exact']:.3f}, " if task == "facts" else ""
+                say(
+                    f"    {task}, prefix of {params['prefix_tokens']}: {row.system}: {exact}nll "
+                    f"{row.metrics['nll']:.3f}, KL {row.metrics['kl']:.4f}"
+                )
+    return rows
+
+
+def _judge(
+    options: Options, opened: Opened, items: list[Item], has_prefix: bool, say: Say
+) -> dict[str, Judged]:
+    prefix = items[0].prefix if has_prefix else items[0].prefix[:0]
+    with (
+        folder_in(options.path) as folder,
+        PassageKV(opened.model, Path(folder), prefix=prefix) as kv,
+    ):
+        ways = _there(kv, has_prefix, say)
+        found = {name: Judged() for name in ways}
+        for item in items:
+            whole: torch.Tensor | None = None
+            for name, words in ways.items():
+                begun = time.perf_counter()
+                logits = _logits(opened.model, kv, prefix, item, None if name == FULL else words)
+                found[name].seconds += time.perf_counter() - begun
+                whole = logits if whole is None else whole
+                _note(found[name], logits, whole, item.answer)
+    return found
+
+
+def _there(kv: PassageKV, has_prefix: bool, say: Say) -> dict[str, Mapping[str, Any]]:
+    """The ways that there are."""
+    found = dict[str, Mapping[str, Any]]()
+    for name, words in WAYS.items():
+        if not has_prefix and name == "prefix":
+            continue  # the same as behind a prefix
+        try:
+            with contextlib.nullcontext() if name == FULL else kv.compose([], **words):
+                found[name] = words
+        except InvalidInputError:
+            say(f"    {name} is not there")
+    return found
+
+
+@torch.inference_mode()
+def _logits(
+    model: Any, kv: PassageKV, prefix: torch.Tensor, item: Item, words: Mapping[str, Any] | None
+) -> torch.Tensor:
+    """float64 [answer, vocabulary]: log-probabilities of each token of the answer, the ones before
+    it being there. `words`: of `compose`; None: full attention."""
+    tail = torch.cat([item.asked, item.answer[:-1]])
+    n = len(item.answer)
+    with _opened(model, kv, prefix, item, words) as (before, cache):
+        logits = model(
+            input_ids=torch.cat([before, tail])[None],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=n,
+        ).logits[0]
+    return torch.as_tensor(logits.double().log_softmax(dim=-1))
+
+
+@contextlib.contextmanager
+def _opened(
+    model: Any, kv: PassageKV, prefix: torch.Tensor, item: Item, words: Mapping[str, Any] | None
+) -> Iterator[tuple[torch.Tensor, Any]]:
+    """(tokens that the cache does not hold, the cache)."""
+    if words is None:
+        yield torch.cat([prefix, *item.passages]), DynamicCache(config=model.config)
+        return
+    with kv.compose(item.passages, **words) as cache:
+        yield prefix[:0], cache
+
+
+def _note(to: Judged, found: torch.Tensor, whole: torch.Tensor, answer: torch.Tensor) -> None:
+    to.exact.append(bool((found.argmax(dim=-1) == answer).all()))
+    to.nll.append(float(-found.gather(1, answer[:, None]).mean()))
+    to.kl.append(float((whole.exp() * (whole - found)).sum(dim=-1).mean()))
+
+
+def _row(params: Mapping[str, Any], name: str, all_found: Mapping[str, Judged]) -> Row:
+    found, full = all_found[name], all_found[FULL]
+    n = len(found.nll)
+    more = np.array(found.nll) - np.array(full.nll)
+    metrics = {"exact": float(np.mean(found.exact))}
+    metrics["exact_low"], metrics["exact_high"] = share_interval(sum(found.exact), n)
+    metrics["nll"] = float(np.mean(found.nll))
+    for key, values in (("nll_more", more), ("kl", np.array(found.kl))):
+        metrics[key] = float(values.mean())
+        metrics[f"{key}_low"], metrics[f"{key}_high"] = mean_interval(values)
+    if params["task"] == "text":
+        for key in ("exact", "exact_low", "exact_high"):
+            del metrics[key]
+    correct = all(np.isfinite(list(metrics.values())))
+    if name in _LOSSLESS:
+        correct = correct and float(np.abs(more).max()) <= _NLL_ROUNDING
+    path = "memory" if name == FULL else "auto"
+    return Row(
+        case="rag",
+        params=params,
+        system=name,
+        kind="measured",
+        requested_path=path,
+        effective_path=path,
+        cache="warm",
+        n=0,
+        median_s=None,
+        p99_s=None,
+        iqr_s=None,
+        bytes_asked=0,
+        bytes_moved=0,
+        correct=correct,
+        metrics=metrics,
+    )
