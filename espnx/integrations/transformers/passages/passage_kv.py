@@ -32,12 +32,14 @@ from ....kv.places import Places
 from ....kv.striping import Storage, directories_of
 from ....sizes import parse_size
 from ....suggestions import suggests_keywords
+from ..cache import KVCache
 from ..cache_argument import CACHE_NAMES, cache_name
 from ..enable import enable_kv_cache
 from ..identity import fingerprint as fingerprints
 from ..identity.watch import Watch
 from .anew import check_lossy, compute_anew, deviating_tokens, first_tokens
 from .cache import PassageCache
+from .loss import PassageLoss
 from .prefetch import PassagePrefetch
 from .prompts import MODES, Ids, Prompts, check_ids
 from .rotary import rotary_rows
@@ -328,6 +330,37 @@ class PassageKV:
                 raise
             return cache
 
+    def loss(self, passages: Sequence[str | Ids], question: Ids, **options: Any) -> PassageLoss:
+        """What passages that are composed so lose against full attention over the same tokens,
+        which is computed for it.
+
+        Args:
+            passages: of one prompt, as of `compose`.
+            question: token ids behind them, at least one.
+            **options: of `compose`, such as ``repair``.
+
+        Raises what `compose` and the model raise.
+        """
+        asked = check_ids("question", question)
+        if not asked.size:
+            raise errors.InvalidInputError("question", got="no token", expected="1 or more")
+        with self.compose(passages, **options) as cache:
+            lossy, reused = self._next_words(cache, asked), cache.reused
+            given = cache.prompt(torch.empty(1, 0, dtype=torch.int64))["input_ids"][0].numpy()
+        with KVCache(self.model.config, self.directories, **self._own_rows) as whole:
+            for begin in range(0, len(given), self._chunk_tokens):
+                self._pass(whole, given[begin : begin + self._chunk_tokens])
+            exact = self._next_words(whole, asked)
+        return PassageLoss.of(exact, lossy, reused["repaired"] / max(reused["tokens"], 1))
+
+    def _next_words(self, cache: KVCache, ids: np.ndarray) -> torch.Tensor:
+        """Log-probabilities float64 [n, words] behind each of these tokens."""
+        given = torch.from_numpy(ids.astype(np.int64))[None].to(self._device)
+        name = cache_name(inspect.signature(self.model.forward).parameters) or CACHE_NAMES[-1]
+        with torch.no_grad():
+            logits = self.model(input_ids=given, use_cache=True, **{name: cache}).logits
+        return logits[0].double().log_softmax(dim=-1).cpu()
+
     def _ids_of(self, passage: str | Ids) -> np.ndarray:
         if not isinstance(passage, str):
             return check_ids("a passage", passage)
@@ -440,9 +473,7 @@ class PassageKV:
             for begin in range(0, len(ids), chunk):
                 self._pass(cache, ids[begin : begin + chunk])
 
-    def _pass(
-        self, cache: PassageCache, ids: np.ndarray, positions: torch.Tensor | None = None
-    ) -> None:
+    def _pass(self, cache: KVCache, ids: np.ndarray, positions: torch.Tensor | None = None) -> None:
         """Runs the model's body over tokens int32 [n], at positions int64 [n]; None: behind what is
         in the cache."""
         body, device = self.model.base_model, self._device
@@ -527,10 +558,6 @@ class PassageKV:
             context.layers = 1 if first else context.layers
             prompt.passages = context.passages
             context.renew = partial(self._renew, prompt)
-            own = {
-                name: getattr(self._options, name)
-                for name in ("engine", "device", "compute", "threads", "deadline_s")
-            }
             cache = PassageCache(
                 self.model.config,
                 self.directories,
@@ -540,7 +567,7 @@ class PassageKV:
                 release=partial(
                     _release, weakref.ref(self), context, places, self._library, prompt.pins
                 ),
-                **own | options,
+                **self._own_rows | options,
             )
         except BaseException:
             if places is not None:
@@ -549,6 +576,12 @@ class PassageKV:
         self._caches.add(cache)
         context.begin(self._heads)
         return cache
+
+    @property
+    def _own_rows(self) -> dict[str, Any]:
+        """Options of the cache of what comes behind passages."""
+        names = ("engine", "device", "compute", "threads", "deadline_s")
+        return {name: getattr(self._options, name) for name in names}
 
     def _opened(self) -> Places:
         """The data files, open for one cache."""
