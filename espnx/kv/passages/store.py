@@ -71,6 +71,10 @@ class ComposedStore(SsdCache):
         is_empty = self._n_anew and not any(self._own_tokens(i) for i in range(len(self.kv)))
         return 0 if is_empty else super().sequences
 
+    def check_sequences(self, count: int) -> None:
+        super().check_sequences(count)
+        self.context.texts.of(count, is_first=not self.sequences)
+
     def _own_tokens(self, layer: int) -> int:
         """Tokens behind the passages."""
         return super().length(layer) - self._n_anew

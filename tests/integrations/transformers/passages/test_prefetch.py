@@ -33,31 +33,59 @@ TOKEN_BYTES = 3 * 2 * 128 * 4
 class SlowFuture:
     """A read whose bytes are there when its device's time has come."""
 
-    def __init__(self, device: SlowDevice, future: Any, ready_s: float):
-        self._device, self._future, self._ready_s = device, future, ready_s
+    def __init__(self, device: SlowDevice, future: Any, size: int):
+        self._device, self._future, self.size, self.begun_s = device, future, size, device.now_s
+        self.is_served = False
 
     def done(self) -> bool:
-        return self._ready_s <= self._device.now_s and bool(self._future.wait() is not None)
+        self._device.serve(0.0)
+        return self.is_served
 
     def wait(self) -> torch.Tensor:
-        self._device.now_s = max(self._device.now_s, self._ready_s)
+        while not self.is_served:
+            self._device.serve_one()
         return self._future.wait()
 
     def cancel(self) -> None:
+        self._device.drop(self)
         self._future.cancel()
 
 
 class SlowDevice(NativeEngine):
-    """Serves one read after the other, in the time that its bytes take."""
+    """Serves one read after the other, in the time that its bytes take; those that are cancelled
+    before their turn take none."""
 
     def __init__(self) -> None:
         super().__init__("posix", pool_bytes=1 << 20)
-        self.now_s = self._busy_s = 0.0
+        self.now_s = self._free_s = 0.0
+        self._queue = list[SlowFuture]()
 
     def read(self, plan: Any, out: Any = None, **more: Any) -> Any:
-        size = int(plan.size_bytes.sum())
-        self._busy_s = max(self._busy_s, self.now_s) + size / BYTES_PER_S
-        return SlowFuture(self, super().read(plan, out, **more), self._busy_s)
+        self._queue.append(
+            SlowFuture(self, super().read(plan, out, **more), int(plan.size_bytes.sum()))
+        )
+        return self._queue[-1]
+
+    def _end_s(self, read: SlowFuture) -> float:
+        return max(self._free_s, read.begun_s) + read.size / BYTES_PER_S
+
+    def serve(self, seconds: float) -> None:
+        """Time goes by."""
+        self.now_s += seconds
+        while self._queue and self._end_s(self._queue[0]) <= self.now_s:
+            read = self._queue.pop(0)
+            self._free_s, read.is_served = self._end_s(read), True
+
+    def serve_one(self) -> None:
+        """Time goes by until the next read has ended."""
+        self.serve(max(self._end_s(self._queue[0]) - self.now_s, 0.0) + 1e-12)
+
+    def drop(self, read: SlowFuture) -> None:
+        """A read is not wanted any more."""
+        self.serve(0.0)
+        is_first = bool(self._queue) and self._queue[0] is read
+        if read in self._queue and not (is_first and self._free_s < self.now_s):
+            self._queue.remove(read)
 
 
 def exact(chosen: list[int]) -> torch.Tensor:
@@ -99,20 +127,19 @@ def test_reads_are_hidden_behind_retrieval(kv: PassageKV, share: float) -> None:
     blocks = (32 + 96 + 48 + 64 + 80) * TOKEN_BYTES
     with kv.prefetch(["4", "1", "5", "0"]) as prefetch:
         begun = device.now_s
-        device.now_s += share / 2 * blocks / BYTES_PER_S
+        device.serve(share / 2 * blocks / BYTES_PER_S)
         assert prefetch.want(["4", "1", "0", "2"])
-        device.now_s += share / 2 * blocks / BYTES_PER_S
+        device.serve(share / 2 * blocks / BYTES_PER_S)
         window_s = device.now_s - begun
         with kv.compose([str(i) for i in final], prefetch=prefetch) as cache:
             reused = cache.reused
             found = given(kv, cache)
             used = prefetch.early.used_bytes
             assert cache.reused["wasted"] == reused["wasted"]
-    hidden_s = reused["prefetched"] / BYTES_PER_S
-    if share in (0.3, 0.7, 1.0, 3.0):
-        assert (
-            hidden_s >= 0.8 * min(window_s, blocks / BYTES_PER_S) - reused["wasted"] / BYTES_PER_S
-        )
+    # what is on its way when the list is final is not counted: at most the largest read
+    largest_s = 112 * TOKEN_BYTES / 3 / BYTES_PER_S
+    hidden_s = reused["prefetched"] / BYTES_PER_S + min(largest_s, window_s / 4)
+    assert hidden_s >= 0.8 * min(window_s, blocks / BYTES_PER_S)
     if share == 3.0:
         assert reused["prefetched"] == blocks
     assert reused["wasted"] <= used / 2
@@ -125,12 +152,12 @@ def test_bytes_have_a_bound(kv: PassageKV) -> None:
     with kv.prefetch(["0", "1"], max_bytes=most) as prefetch:
         early = prefetch.early
         layer = 32 * TOKEN_BYTES // 3
-        order = [key for key in early._reads]
+        order = list(early._reads)
         assert [number for _, number in order] == sorted(number for _, number in order)
         assert prefetch.started_bytes <= most
         assert early._held_bytes >= most - 2 * layer - 64 * TOKEN_BYTES // 3
         for wanted in (["2", "3"], ["4", "5"], ["0", "1"], ["2", "5"], ["1"]):
-            device.now_s += 0.05
+            device.serve(0.05)
             prefetch.want(wanted)
             assert early._held_bytes <= most
             assert prefetch.started_bytes <= 1.5 * most
@@ -152,7 +179,7 @@ def test_what_misses_is_given_up(kv: PassageKV, folder: Path) -> None:
     dropped = kv.prefetch(["4"])
     del dropped
     assert not kv._library._pins._used
-    with pytest.raises(errors.InvalidInputError, match="sizes|max_bytes|size"):
+    with pytest.raises(errors.InvalidInputError, match="many"):
         kv.prefetch(["1"], max_bytes="many")
 
 
@@ -186,7 +213,7 @@ def test_prefetched_rows_may_be_hidden(kv: PassageKV, options: dict[str, Any]) -
     with kv.compose(["0", "3", "2"], **options) as cache:
         wanted = given(kv, cache)
     with kv.prefetch(["0", "3", "2"]) as prefetch:
-        device_of(kv).now_s += 10
+        device_of(kv).serve(10)
         with kv.compose(["0", "3", "2"], prefetch=prefetch, **options) as cache:
             assert float((given(kv, cache) - wanted).abs().max()) <= 1e-4
             assert cache.reused["wasted"] == 0
