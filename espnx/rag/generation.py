@@ -21,6 +21,7 @@ import torch
 
 from .. import errors
 from ..importers.chunks import count_words
+from .early import Prefetch
 from .prompt import Counter, Frame, Prompt, Wording
 from .stop import Stop
 
@@ -51,9 +52,10 @@ class ComposedCache(Protocol):
 
 
 class PassageLibrary(Protocol):
-    """What keeps the K and V of passages behind one prefix."""
+    """What keeps the K and V of passages behind one prefix. It may have `prefetch`, as `PassageKV`
+    has it: `compose` is then given what that returned."""
 
-    def compose(self, passages: Sequence[Sequence[int]], /) -> ComposedCache:
+    def compose(self, passages: Sequence[Sequence[int]], /, **prefetch: Any) -> ComposedCache:
         """A cache that begins with the prefix and the passages, given as token ids."""
         ...
 
@@ -87,8 +89,13 @@ class Generator(Protocol):
     @property
     def frame(self) -> Frame: ...
 
-    def generate(self, prompt: Prompt, stop: Stop) -> Generated:
-        """Raises what `Stop.check` raises."""
+    @property
+    def start_reads(self) -> Callable[[], Prefetch] | None:
+        """Begins to read passages before they are asked for; None: there is nothing to read."""
+        ...
+
+    def generate(self, prompt: Prompt, stop: Stop, prefetch: Prefetch | None = None) -> Generated:
+        """Raises what `Stop.check` raises. `prefetch`: what `start_reads` returned."""
         ...
 
     def close(self) -> None: ...
@@ -142,7 +149,7 @@ class FunctionGenerator:
     Raises InvalidInputError for a coroutine function, and for what is no function.
     """
 
-    positions = None
+    positions = start_reads = None
 
     def __init__(
         self,
@@ -167,7 +174,7 @@ class FunctionGenerator:
         )
         self.frame = _plain_frame(self.counter, wording, prefix)
 
-    def generate(self, prompt: Prompt, stop: Stop) -> Generated:
+    def generate(self, prompt: Prompt, stop: Stop, prefetch: Prefetch | None = None) -> Generated:
         stop.check()
         found = self._function("".join(piece.text for piece in prompt.pieces))
         if not isinstance(found, str):
@@ -323,7 +330,12 @@ class ModelGenerator:
         library: PassageLibrary = self._owned
         return library
 
-    def generate(self, prompt: Prompt, stop: Stop) -> Generated:
+    @property
+    def start_reads(self) -> Callable[[], Prefetch] | None:
+        found: Callable[[], Prefetch] | None = getattr(self._library, "prefetch", None)
+        return found
+
+    def generate(self, prompt: Prompt, stop: Stop, prefetch: Prefetch | None = None) -> Generated:
         stop.check()
         if self._library is None or not prompt.sources:
             ids = [n for piece in prompt.pieces for n in _ids_of(piece)]
@@ -334,7 +346,8 @@ class ModelGenerator:
         passages = [_ids_of(piece) for pair in prompt.sources for piece in pair]
         asked = [n for piece in prompt.pieces[-3:] for n in _ids_of(piece)]
         begun = time.perf_counter()
-        with closing(self._library.compose(passages)) as cache:
+        early = {} if prefetch is None else {"prefetch": prefetch}
+        with closing(self._library.compose(passages, **early)) as cache:
             stop.check()
             given = cache.prompt(torch.tensor([asked], device=self._model.device))
             made = self._generate({**given, "past_key_values": cache}, stop, begun)

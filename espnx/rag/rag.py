@@ -23,6 +23,7 @@ from ..retrieval.search.options import SearchKeywords
 from ..retrieval.search.result import Hit
 from ..suggestions import suggests_keywords
 from .answer import Answer, AnswerTimings, Reference
+from .early import EarlyPassages, Prefetch
 from .generation import FunctionGenerator, Generated, Generator, ModelGenerator, PassageLibrary
 from .markers import MarkedText, cited_sentences, parse
 from .prompt import Prompt, Wording, fingerprint, make_prompt
@@ -201,17 +202,28 @@ class Rag:
         with self._changed:
             self._check_open()
             self._under_way += 1
+        generator = self._generator
+        early = EarlyPassages(
+            generator.start_reads,
+            generator.counter,
+            self._passage_tokens,
+            search.get("on_candidates"),
+        )
         try:
-            return self._answer(question, k, search, stop)
+            with early:
+                return self._answer(question, k, search, stop, early)
         finally:
             with self._changed:
                 self._under_way -= 1
                 self._changed.notify_all()
 
-    def _answer(self, question: str, k: int, search: SearchKeywords, stop: Stop) -> Answer:
+    def _answer(
+        self, question: str, k: int, search: SearchKeywords, stop: Stop, early: EarlyPassages
+    ) -> Answer:
         timings, begun = AnswerTimings(), time.perf_counter()
         stop.check()
-        hits = self._hits(question, k, search, stop)
+        told = {} if early.told is None else {"on_candidates": early.told}
+        hits = self._hits(question, k, search | told, stop)  # type: ignore[operator]
         at = time.perf_counter()
         timings.retrieval_s = at - begun
         generator = self._generator
@@ -233,7 +245,7 @@ class Rag:
                 left_out=prompt.left_out,
                 timings=timings,
             )
-        made = self._generate(prompt, stop, timings)
+        made = self._generate(prompt, stop, timings, early.finish())
         at = time.perf_counter()
         marked = parse(made.text.strip(), len(prompt.references))
         references = self._with_evidence(prompt, made, marked)
@@ -261,14 +273,16 @@ class Rag:
         left_s = stop.left_s(given_s) if isinstance(given_s, int | float) else given_s
         return self.index.search(question, k, deadline_s=left_s, **options).hits  # type: ignore[call-overload]
 
-    def _generate(self, prompt: Prompt, stop: Stop, timings: AnswerTimings) -> Generated:
+    def _generate(
+        self, prompt: Prompt, stop: Stop, timings: AnswerTimings, prefetch: Prefetch | None
+    ) -> Generated:
         begun = time.perf_counter()
         if self._takes_turns:
             stop.take(self._turn)
         try:
             at = time.perf_counter()
             timings.waited_s = at - begun
-            made = self._generator.generate(prompt, stop)
+            made = self._generator.generate(prompt, stop, prefetch)
         finally:
             if self._takes_turns:
                 self._turn.release()

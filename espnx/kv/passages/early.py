@@ -4,14 +4,14 @@ will be: their first layers first, in memory until attention has used them once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ... import errors
 from ...storage.engine import Future
-from .extent import Extent
+from .extent import Extent, Identity
 from .library import Library
 
 #: Reads that are started, over those that may be in memory: what candidates that come and go may
@@ -37,7 +37,7 @@ class EarlyReads:
         started_bytes: of all reads.
         used_bytes: of those that attention has used.
         wasted_bytes: of those that nobody will use: cancelled ones as if they had been read.
-        arrived_bytes: of the prompt's passages, in memory when it was composed.
+        arrived_bytes: of the prompt's passages, in memory when it was composed: what was hidden.
     """
 
     def __init__(self, library: Library, most_bytes: int):
@@ -51,6 +51,16 @@ class EarlyReads:
         self._held_bytes = 0
         self.started_bytes = self.used_bytes = self.wasted_bytes = self.arrived_bytes = 0
         self._is_open = True
+
+    def only(self, identities: Collection[Identity]) -> None:
+        """Reads that are under way for other texts end, before anything else is waited for."""
+        with self._lock:
+            self._end_others(lambda extent: extent.identity in identities)
+
+    def _end_others(self, is_wanted: Callable[[Extent], bool]) -> None:
+        for key, read in list(self._reads.items()):
+            if not is_wanted(read.extent) and not read.future.done():
+                self._drop(key)
 
     def want(self, extents: Sequence[Extent]) -> None:
         """The passages that are likely now, the likeliest first, instead of those before. Reads
@@ -66,9 +76,7 @@ class EarlyReads:
                 return
             self.extents |= {each.number: each for each in extents}
             self._wanted = {each.number for each in extents}
-            for key, read in list(self._reads.items()):
-                if key[0] not in self._wanted and not read.future.done():
-                    self._drop(key)
+            self._end_others(lambda extent: extent.number in self._wanted)
             shape, once = self.library.shape, list({each.number: each for each in extents}.values())
             for layer in range(shape.layers):
                 for extent in once:

@@ -209,7 +209,8 @@ class Library:
         begins = np.concatenate([[0], np.cumsum(sizes)])[: len(sizes)].astype(np.int64)
         try:
             plan = Plan.of(list(files), list(offsets), list(sizes), begins.tolist())
-            self.engine.read(plan, memory, deadline_s=self.deadline_s).wait()
+            # somebody waits for it: ahead of rows that may be wanted later
+            self.engine.read(plan, memory, priority=1, deadline_s=self.deadline_s).wait()
         except (errors.ReadError, errors.TruncatedFileError):
             return False
         return True

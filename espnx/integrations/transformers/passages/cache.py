@@ -103,13 +103,18 @@ class PassageCache(KVCache):
         `blend`), and with `blend` ``deviation_left`` is the part of the squared deviation of layer
         1 that is left. ``damaged`` passages were found damaged and computed anew.
 
-        Bytes: ``bytes`` of rows were read so far, of which ``prefetched`` had arrived before the
-        prompt was composed (`PassageKV.prefetch`); ``wasted`` were read ahead for nothing.
+        Bytes: ``bytes`` of rows were read so far, of which the reads of ``prefetched`` had begun
+        before the prompt was composed (`PassageKV.prefetch`), and those of ``hidden`` had ended;
+        ``wasted`` were read ahead for nothing.
         """
         early = self._context.early
         found = self._reused | {"bytes": self._context.bytes_read}
         if early is not None:
-            found |= {"prefetched": early.arrived_bytes, "wasted": early.wasted_bytes}
+            found |= {
+                "prefetched": early.used_bytes,
+                "hidden": early.arrived_bytes,
+                "wasted": early.wasted_bytes,
+            }
         return found
 
     def prompt(

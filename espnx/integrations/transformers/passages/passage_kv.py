@@ -248,6 +248,7 @@ class PassageKV:
                 for identity, ids in zip(prompt.identities, prompt.texts, strict=True)
                 if ids.size
             ]
+            early.only({identity for identity, _ in wanted})
             there = self._library.find(wanted, known=early.extents, is_use=False)
             early.want([each for each in there if each is not None])
         finally:

@@ -55,7 +55,8 @@ class Prompts:
         for number, ids in enumerate(self.texts):
             behind = [self.texts[i] for i in self.before(number)]
             self.identities.append(Identity.of(space, behind, ids))
-        names = ("reused", "computed", "uncached", "damaged", "repaired", "prefetched", "wasted")
+        names = ("reused", "computed", "uncached", "damaged", "repaired", "prefetched")
+        names += ("hidden", "wasted")
         tokens = sum(map(len, self.texts))
         self.reused = {"tokens": tokens} | dict.fromkeys(names, 0)
         return self
