@@ -55,7 +55,7 @@ class PassageLibrary(Protocol):
     """What keeps the K and V of passages behind one prefix. It may have `prefetch`, as `PassageKV`
     has it: `compose` is then given what that returned."""
 
-    def compose(self, passages: Sequence[Sequence[int]], /, **prefetch: Any) -> ComposedCache:
+    def compose(self, passages: Sequence[Sequence[int]], /) -> ComposedCache:
         """A cache that begins with the prefix and the passages, given as token ids."""
         ...
 
@@ -346,8 +346,9 @@ class ModelGenerator:
         passages = [_ids_of(piece) for pair in prompt.sources for piece in pair]
         asked = [n for piece in prompt.pieces[-3:] for n in _ids_of(piece)]
         begun = time.perf_counter()
+        compose: Callable[..., ComposedCache] = self._library.compose
         early = {} if prefetch is None else {"prefetch": prefetch}
-        with closing(self._library.compose(passages, **early)) as cache:
+        with closing(compose(passages, **early)) as cache:
             stop.check()
             given = cache.prompt(torch.tensor([asked], device=self._model.device))
             made = self._generate({**given, "past_key_values": cache}, stop, begun)

@@ -222,8 +222,8 @@ class Rag:
     ) -> Answer:
         timings, begun = AnswerTimings(), time.perf_counter()
         stop.check()
-        told = {} if early.told is None else {"on_candidates": early.told}
-        hits = self._hits(question, k, search | told, stop)  # type: ignore[operator]
+        options = dict(search) | ({} if early.told is None else {"on_candidates": early.told})
+        hits = self._hits(question, k, options, stop)
         at = time.perf_counter()
         timings.retrieval_s = at - begun
         generator = self._generator
@@ -265,10 +265,9 @@ class Rag:
             timings=timings,
         )
 
-    def _hits(self, question: str, k: int, search: SearchKeywords, stop: Stop) -> list[Hit]:
+    def _hits(self, question: str, k: int, options: dict[str, Any], stop: Stop) -> list[Hit]:
         if not k:
             return []
-        options = dict(search)
         given_s: Any = options.pop("deadline_s", _READ_DEADLINE_S)
         left_s = stop.left_s(given_s) if isinstance(given_s, int | float) else given_s
         return self.index.search(question, k, deadline_s=left_s, **options).hits  # type: ignore[call-overload]

@@ -55,7 +55,7 @@ class Prompts:
         for number, ids in enumerate(self.texts):
             behind = [self.texts[i] for i in self.before(number)]
             self.identities.append(Identity.of(space, behind, ids))
-        names = ("reused", "computed", "uncached", "damaged", "repaired", "prefetched")
+        names: tuple[str, ...] = ("reused", "computed", "uncached", "damaged", "repaired", "prefetched")
         names += ("hidden", "wasted")
         tokens = sum(map(len, self.texts))
         self.reused = {"tokens": tokens} | dict.fromkeys(names, 0)
