@@ -98,6 +98,18 @@ class SsdCache:
                 return count
         return 0
 
+    def check_sequences(self, count: int) -> None:
+        """Raises InvalidInputError where the next pass of so many sequences is another batch than
+        the one whose rows are here."""
+        held = self.sequences
+        if held and held != count:
+            raise errors.InvalidInputError(
+                "sequences of the batch",
+                got=count,
+                expected=f"{held}, as in the cache",
+                fix="reset()",
+            )
+
     @property
     def memory_bytes(self) -> int:
         """Bytes of rows that wait in memory, of rows for drafts, and of checksums."""

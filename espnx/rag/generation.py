@@ -24,6 +24,7 @@ import torch
 from .. import errors
 from ..importers.chunks import count_words
 from .calibration import AttentionLayer, any_kept, keep, kept, model_key
+from .early import Prefetch
 from .prompt import Counter, Frame, Prompt, Wording
 from .stop import Stop
 
@@ -57,7 +58,8 @@ class ComposedCache(Protocol):
 
 
 class PassageLibrary(Protocol):
-    """What keeps the K and V of passages behind one prefix."""
+    """What keeps the K and V of passages behind one prefix. It may have `prefetch`, as `PassageKV`
+    has it: `compose` is then given what that returned."""
 
     def compose(self, passages: Sequence[Sequence[int]], /) -> ComposedCache:
         """A cache that begins with the prefix and the passages, given as token ids."""
@@ -95,8 +97,13 @@ class Generator(Protocol):
     @property
     def frame(self) -> Frame: ...
 
-    def generate(self, prompt: Prompt, stop: Stop) -> Generated:
-        """Raises what `Stop.check` raises."""
+    @property
+    def start_reads(self) -> Callable[[], Prefetch] | None:
+        """Begins to read passages before they are asked for; None: there is nothing to read."""
+        ...
+
+    def generate(self, prompt: Prompt, stop: Stop, prefetch: Prefetch | None = None) -> Generated:
+        """Raises what `Stop.check` raises. `prefetch`: what `start_reads` returned."""
         ...
 
     def close(self) -> None: ...
@@ -150,7 +157,7 @@ class FunctionGenerator:
     Raises InvalidInputError for a coroutine function, and for what is no function.
     """
 
-    positions = None
+    positions = start_reads = None
 
     def __init__(
         self,
@@ -175,7 +182,7 @@ class FunctionGenerator:
         )
         self.frame = _plain_frame(self.counter, wording, prefix)
 
-    def generate(self, prompt: Prompt, stop: Stop) -> Generated:
+    def generate(self, prompt: Prompt, stop: Stop, prefetch: Prefetch | None = None) -> Generated:
         stop.check()
         found = self._function("".join(piece.text for piece in prompt.pieces))
         if not isinstance(found, str):
@@ -420,15 +427,22 @@ class ModelGenerator:
             library_bytes=library_bytes,
         )
 
-    def _composed(self, prompt: Prompt) -> ComposedCache:
+    def _composed(self, prompt: Prompt, prefetch: Prefetch | None = None) -> ComposedCache:
         if self._library is None:
             raise errors.StateError("passages of a prompt", got="no library", fix="kv=")
-        return self._library.compose([_ids_of(piece) for pair in prompt.sources for piece in pair])
+        compose: Callable[..., ComposedCache] = self._library.compose
+        passages = [_ids_of(piece) for pair in prompt.sources for piece in pair]
+        return compose(passages, **({} if prefetch is None else {"prefetch": prefetch}))
 
     def _given(self, cache: ComposedCache, ids: list[int]) -> Mapping[str, torch.Tensor]:
         return cache.prompt(torch.tensor([ids], device=self._model.device))
 
-    def generate(self, prompt: Prompt, stop: Stop) -> Generated:
+    @property
+    def start_reads(self) -> Callable[[], Prefetch] | None:
+        found: Callable[[], Prefetch] | None = getattr(self._library, "prefetch", None)
+        return found
+
+    def generate(self, prompt: Prompt, stop: Stop, prefetch: Prefetch | None = None) -> Generated:
         stop.check()
         if self._library is None or not prompt.sources:
             ids = [n for piece in prompt.pieces for n in _ids_of(piece)]
@@ -437,7 +451,7 @@ class ModelGenerator:
                 {"input_ids": given, "attention_mask": torch.ones_like(given)}, stop
             )
         asked, begun = _asked(prompt), time.perf_counter()
-        with closing(self._composed(prompt)) as cache:
+        with closing(self._composed(prompt, prefetch)) as cache:
             stop.check()
             given = self._given(cache, asked)
             made = self._generate({**given, "past_key_values": cache}, stop, begun)

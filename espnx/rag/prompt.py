@@ -151,8 +151,8 @@ def make_prompt(
             left_out.append(LeftOut(hit.id, "empty"))
             continue
         number = len(references) + 1
-        label = counter.trusted(f"[{number}]\n" if number == 1 else f"\n\n[{number}]\n")
-        body, is_whole = _body(counter, hit.text, min(passage_tokens, room - label.size))
+        label = label_of(counter, number)
+        body, is_whole = body_of(counter, hit.text, min(passage_tokens, room - label.size))
         if is_full or body is None:
             is_full = True
             left_out.append(LeftOut(hit.id, "no room"))
@@ -164,7 +164,12 @@ def make_prompt(
     return Prompt(frame, asked, tuple(sources), tuple(references), tuple(left_out))
 
 
-def _body(counter: Counter, text: str, tokens: int) -> tuple[Counted | None, bool]:
+def label_of(counter: Counter, number: int) -> Counted:
+    """What stands in front of a source, by its number from 1."""
+    return counter.trusted(f"[{number}]\n" if number == 1 else f"\n\n[{number}]\n")
+
+
+def body_of(counter: Counter, text: str, tokens: int) -> tuple[Counted | None, bool]:
     """(the quoted text in at most so many tokens, or None where too few fit; whether all of it is
     there)."""
     if tokens < 1:

@@ -28,6 +28,7 @@ from ..retrieval.search.result import Hit
 from ..suggestions import suggests_keywords
 from .answer import Answer, AnswerTimings, Reference
 from .calibration import AttentionLayer, KnownSource, PlantedLine, chosen, planted, pool_of
+from .early import EarlyPassages, Prefetch
 from .generation import FunctionGenerator, Generated, Generator, ModelGenerator, PassageLibrary
 from .markers import MarkedText, cited_sentences, parse
 from .prompt import Prompt, Wording, fingerprint, make_prompt
@@ -209,8 +210,15 @@ class Rag:
             raise
 
     def _ask(self, question: str, k: int, search: SearchKeywords, stop: Stop) -> Answer:
-        with self._used():
-            return self._answer(question, k, search, stop)
+        generator = self._generator
+        early = EarlyPassages(
+            generator.start_reads,
+            generator.counter,
+            self._passage_tokens,
+            search.get("on_candidates"),
+        )
+        with self._used(), early:
+            return self._answer(question, k, search, stop, early)
 
     @contextmanager
     def _used(self) -> Iterator[None]:
@@ -236,10 +244,13 @@ class Rag:
             passage_tokens=self._passage_tokens,
         )
 
-    def _answer(self, question: str, k: int, search: SearchKeywords, stop: Stop) -> Answer:
+    def _answer(
+        self, question: str, k: int, search: SearchKeywords, stop: Stop, early: EarlyPassages
+    ) -> Answer:
         timings, begun = AnswerTimings(), time.perf_counter()
         stop.check()
-        hits = self._hits(question, k, search, stop)
+        options = dict(search) | ({} if early.told is None else {"on_candidates": early.told})
+        hits = self._hits(question, k, options, stop)
         at = time.perf_counter()
         timings.retrieval_s = at - begun
         prompt = self._prompt(question, hits)
@@ -253,7 +264,7 @@ class Rag:
                 left_out=prompt.left_out,
                 timings=timings,
             )
-        made = self._generate(prompt, stop, timings)
+        made = self._generate(prompt, stop, timings, early.finish())
         at = time.perf_counter()
         marked = parse(made.text.strip(), len(prompt.references))
         references = self._with_evidence(prompt, made, marked)
@@ -274,22 +285,23 @@ class Rag:
             timings=timings,
         )
 
-    def _hits(self, question: str, k: int, search: SearchKeywords, stop: Stop) -> list[Hit]:
+    def _hits(self, question: str, k: int, options: dict[str, Any], stop: Stop) -> list[Hit]:
         if not k:
             return []
-        options = dict(search)
         given_s: Any = options.pop("deadline_s", _READ_DEADLINE_S)
         left_s = stop.left_s(given_s) if isinstance(given_s, int | float) else given_s
-        return self.index.search(question, k, deadline_s=left_s, **options).hits  # type: ignore[call-overload]
+        return self.index.search(question, k, deadline_s=left_s, **options).hits
 
-    def _generate(self, prompt: Prompt, stop: Stop, timings: AnswerTimings) -> Generated:
+    def _generate(
+        self, prompt: Prompt, stop: Stop, timings: AnswerTimings, prefetch: Prefetch | None
+    ) -> Generated:
         begun = time.perf_counter()
         if self._takes_turns:
             stop.take(self._turn)
         try:
             at = time.perf_counter()
             timings.waited_s = at - begun
-            made = self._generator.generate(prompt, stop)
+            made = self._generator.generate(prompt, stop, prefetch)
         finally:
             if self._takes_turns:
                 self._turn.release()

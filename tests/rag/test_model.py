@@ -4,6 +4,7 @@ positions of a model, and passages that come from a library."""
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,6 +207,52 @@ def test_passages_come_from_ssd(
     assert [each.attention for each in first.references] == pytest.approx(list(shares.values()))
     assert max(shares, key=lambda each: shares[each] or 0.0) == "garden"
     assert 0 < sum(share or 0.0 for share in shares.values()) < 1
+
+
+def test_reads_begin_while_the_search_runs(
+    index: espnx.Index, model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """What is likely is what the prompt is composed of in the end; no thread is left; and who
+    listens to the search hears it, too."""
+    told, wanted = list[Any](), list[list[list[int]]]()
+
+    class Early(Library):
+        def prefetch(self) -> Any:
+            return self
+
+        def want(self, passages: list[list[int]]) -> None:
+            wanted.append([list(each) for each in passages])
+
+        def cancel(self) -> None:
+            self.cancelled = True
+
+        def compose(self, passages: list[list[int]], prefetch: Any = None) -> Any:
+            assert prefetch is self
+            return super().compose(passages)
+
+    options: Any = {"wording": RECALL, "max_new_tokens": 3}
+    with espnx.Rag(index, model, tokenizer, **options) as plain:
+        library = Early(model, plain.frame_ids)
+    before = threading.active_count()
+    with espnx.Rag(index, model, tokenizer, kv=library, **options) as rag:
+        answer = rag.ask("red", k=3, search={"on_candidates": told.append})
+        assert len(answer.references) == 3
+        assert told[-1].is_ranked
+        assert wanted[-1] == library.composed[0]
+        assert threading.active_count() == before
+        assert library.cancelled
+        library.want = lambda passages: 1 / 0  # type: ignore[assignment]
+        with pytest.raises(ZeroDivisionError):
+            rag.ask("red", k=3)
+        assert threading.active_count() == before
+        assert rag.ask("red", k=0).references == ()
+    with espnx.Rag(index, model, tokenizer, kv=tmp_path / "kv", **options) as rag:
+        rag.ask("red", k=3)
+        reused = rag.ask("red", k=2).reused
+        assert reused is not None
+        assert reused["computed"] == 0
+        assert reused["wasted"] <= reused["prefetched"] / 2
+        assert reused["hidden"] <= reused["prefetched"]
 
 
 def test_positions_bound_the_prompt(index: espnx.Index, model: Any, tokenizer: Any) -> None:

@@ -30,7 +30,8 @@ class Text:
         else:
             # one sequence stands for those that begin alike, until they differ
             before = self.tokens[:, :held]
-            before = before.expand(len(ids), -1) if len(before) == 1 else before
+            if len(before) < len(ids):
+                before = before.repeat_interleave(len(ids) // len(before), dim=0)
             self.tokens = torch.cat([before, ids.detach().cpu()], dim=1)
 
     def begins(self, ids: torch.Tensor, held: int) -> bool | None:

@@ -25,7 +25,7 @@ from ...storage.parse import check_plain_file
 from .extent import Identity
 from .pins import Pins
 
-VERSION = 1
+VERSION = 2
 BUSY_S = 30.0
 WRITING, READY, DAMAGED = 0, 1, -1
 _FIX = "remove the library's directory; passages are computed again as they are asked for"
@@ -35,13 +35,13 @@ _SCHEMA = (
     (
         "CREATE TABLE extents (number INTEGER PRIMARY KEY AUTOINCREMENT, space BLOB NOT NULL, "
         "context BLOB NOT NULL, text BLOB NOT NULL, ids BLOB NOT NULL, first_position INTEGER NOT "
-        "NULL, offset_bytes INTEGER NOT NULL, size_bytes INTEGER NOT NULL, state INTEGER NOT NULL, "
-        "cost REAL NOT NULL, uses INTEGER NOT NULL, priority REAL NOT NULL, last_used_s REAL NOT "
-        "NULL)"
+        "NULL, directory INTEGER NOT NULL, offset_bytes INTEGER NOT NULL, size_bytes INTEGER NOT "
+        "NULL, row_bytes INTEGER NOT NULL, state INTEGER NOT NULL, cost REAL NOT NULL, uses "
+        "INTEGER NOT NULL, priority REAL NOT NULL, last_used_s REAL NOT NULL)"
     ),
     "CREATE UNIQUE INDEX identities ON extents (space, context, text) WHERE state >= 0",
     # what is asked of all extents is answered without their texts
-    "CREATE INDEX places ON extents (offset_bytes, size_bytes, state)",
+    "CREATE INDEX places ON extents (directory, offset_bytes, size_bytes, row_bytes, state)",
     "CREATE INDEX priorities ON extents (priority, number) WHERE state = 1",
     "CREATE INDEX unfinished ON extents (number) WHERE state <> 1",
     (
@@ -53,15 +53,17 @@ _SCHEMA = (
 
 @dataclass(frozen=True)
 class Place:
-    """The place of an extent in the data file.
+    """The place of an extent in a data file.
 
     Attributes:
         number: in the index.
+        directory: whose data file it is, from 0.
         is_ready: its rows are there.
         is_own: it was taken, to be written by whoever asked.
     """
 
     number: int
+    directory: int
     offset_bytes: int
     size_bytes: int
     is_ready: bool
@@ -229,9 +231,11 @@ class Index:
 
     # --- extents ---
 
-    def find(self, wanted: Sequence[tuple[Identity, np.ndarray]]) -> list[Place | None]:
+    def find(
+        self, wanted: Sequence[tuple[Identity, np.ndarray]], *, is_use: bool = True
+    ) -> list[Place | None]:
         """The extents that are ready, pinned; None where there is none. Each is used once more from
-        here on."""
+        here on, unless `is_use` says that somebody may only be about to use it."""
         found = list[Place | None]()
         with self.change():
             for identity, ids in wanted:
@@ -239,38 +243,44 @@ class Index:
                 if place is None or not place.is_ready or not self._pins.use(place.number):
                     found.append(None)
                     continue
+                found.append(place)
+                if not is_use:
+                    continue
                 self._db.execute(
                     "UPDATE extents SET uses = uses + 1, last_used_s = ?, priority = (uses + 1) * "
                     "cost / size_bytes + (SELECT value FROM about WHERE name = 'clock') WHERE "
                     "number = ?",
                     (time.time(), place.number),
                 )
-                found.append(place)
         return found
 
     def _place(self, identity: Identity, ids: np.ndarray) -> Place | None:
         row = self._db.execute(
-            "SELECT number, offset_bytes, size_bytes, state, ids, first_position FROM extents "
-            "WHERE space = ? AND context = ? AND text = ? AND state >= 0",
+            "SELECT number, directory, offset_bytes, size_bytes, state, ids, first_position FROM "
+            "extents WHERE space = ? AND context = ? AND text = ? AND state >= 0",
             (identity.space, identity.context, identity.text),
         ).fetchone()
-        if row is None or row[4:] != (_bytes_of(ids), identity.first_position):
+        if row is None or row[5:] != (_bytes_of(ids), identity.first_position):
             return None
-        return Place(row[0], row[1], row[2], row[3] == READY)
+        return Place(row[0], row[1], row[2], row[3], row[4] == READY)
 
     def reserve(
         self,
         identity: Identity,
         ids: np.ndarray,
         size_bytes: int,
+        row_bytes: int,
         cost: float,
         limit_bytes: int | None,
+        directories: Sequence[int] = (0,),
     ) -> Place | None:
         """A place for an extent that is to be written, taken by this library alone.
 
         Args:
+            size_bytes, row_bytes: of the extent; of rows alone.
             cost: what computing it takes; extents whose bytes cost little are evicted first.
-            limit_bytes: of the data file; extents that nobody uses are evicted for it.
+            limit_bytes: of each data file; extents that nobody uses are evicted for it.
+            directories: where it may lie. The one with the fewest bytes that has room takes it.
 
         Returns:
             The place; that of the same extent, not taken, where it is ready or somebody else writes
@@ -283,24 +293,25 @@ class Index:
             if known is not None:  # whoever wrote it was killed
                 self._forget(known.number)
             self._sweep()
-            offset = self._gap(size_bytes)
-            while limit_bytes is not None and offset + size_bytes > limit_bytes:
-                if size_bytes > limit_bytes or not self._evict_one():
+            while (found := self._room(size_bytes, limit_bytes, directories)) is None:
+                if size_bytes > (limit_bytes or 0) or not self._evict_one():
                     return None
-                offset = self._gap(size_bytes)
+            directory, offset = found
             (clock,) = self._db.execute("SELECT value FROM about WHERE name = 'clock'").fetchone()
             number = self._db.execute(
-                "INSERT INTO extents (space, context, text, ids, first_position, offset_bytes, "
-                "size_bytes, state, cost, uses, priority, last_used_s) VALUES (?, ?, ?, ?, ?, ?, "
-                "?, ?, ?, 1, ?, ?)",
+                "INSERT INTO extents (space, context, text, ids, first_position, directory, "
+                "offset_bytes, size_bytes, row_bytes, state, cost, uses, priority, last_used_s) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1, ?, ?)",
                 (
                     identity.space,
                     identity.context,
                     identity.text,
                     _bytes_of(ids),
                     identity.first_position,
+                    directory,
                     offset,
                     size_bytes,
+                    row_bytes,
                     WRITING,
                     cost,
                     clock + cost / size_bytes,
@@ -309,13 +320,28 @@ class Index:
             ).lastrowid
             if number is None or not self._pins.take(number):
                 raise errors.StateError("an extent that is new, and in use", got=number)
-        return Place(number, offset, size_bytes, is_ready=False, is_own=True)
+        return Place(number, directory, offset, size_bytes, is_ready=False, is_own=True)
 
-    def _gap(self, size_bytes: int) -> int:
+    def _room(
+        self, size_bytes: int, limit_bytes: int | None, directories: Sequence[int]
+    ) -> tuple[int, int] | None:
+        """(directory, offset) for so many bytes, or None."""
+        used = dict.fromkeys(directories, 0) | dict(
+            self._db.execute("SELECT directory, sum(size_bytes) FROM extents GROUP BY directory")
+        )
+        for directory in sorted(directories, key=lambda each: (used[each], each)):
+            offset = self._gap(directory, size_bytes)
+            if limit_bytes is None or offset + size_bytes <= limit_bytes:
+                return directory, offset
+        return None
+
+    def _gap(self, directory: int, size_bytes: int) -> int:
         """The beginning of the first hole that is large enough, or the end."""
         end = 0
         for offset, size in self._db.execute(
-            "SELECT offset_bytes, size_bytes FROM extents ORDER BY offset_bytes"
+            "SELECT offset_bytes, size_bytes FROM extents WHERE directory = ? ORDER BY "
+            "offset_bytes",
+            (directory,),
         ):
             if offset - end >= size_bytes:
                 break
@@ -386,7 +412,7 @@ class Index:
         with typed(self.path):
             rows = self._db.execute(
                 "SELECT context, text, ids, first_position FROM extents WHERE space = ? AND state "
-                "= ? ORDER BY offset_bytes",
+                "= ? ORDER BY directory, offset_bytes",
                 (space, READY),
             ).fetchall()
         found = list[tuple[Identity, np.ndarray]]()
@@ -396,14 +422,28 @@ class Index:
         return found
 
     def totals(self) -> dict[str, int]:
-        """Extents that are ready, of all spaces, their bytes, and where the last of them ends."""
+        """Extents that are ready, of all spaces, their bytes and those of their rows alone, and how
+        long the data files are up to the last of them."""
         with typed(self.path):
-            count, size, end = self._db.execute(
-                "SELECT count(*), coalesce(sum(size_bytes), 0), coalesce(max(offset_bytes + "
-                "size_bytes), 0) FROM extents WHERE state = ?",
+            count, size, rows = self._db.execute(
+                "SELECT count(*), coalesce(sum(size_bytes), 0), coalesce(sum(row_bytes), 0) FROM "
+                "extents WHERE state = ?",
                 (READY,),
             ).fetchone()
-        return {"extents": count, "stored_bytes": size, "file_bytes": end}
+            (end,) = self._db.execute(
+                "SELECT coalesce(sum(most), 0) FROM (SELECT max(offset_bytes + size_bytes) AS most "
+                "FROM extents WHERE state = ? GROUP BY directory)",
+                (READY,),
+            ).fetchone()
+        return {"extents": count, "stored_bytes": size, "row_bytes": rows, "file_bytes": end}
+
+    def directories(self) -> int:
+        """How many directories the extents lie in, by the last of them."""
+        with typed(self.path):
+            (last,) = self._db.execute(
+                "SELECT coalesce(max(directory), -1) FROM extents"
+            ).fetchone()
+        return int(last) + 1
 
     def close(self) -> None:
         """Ends the connection."""

@@ -1,5 +1,5 @@
-"""A library of passages: one data file with an extent for each, an index beside it, locks of what
-is in use.
+"""A library of passages: a data file in each of its directories with an extent for each passage,
+in the first one an index beside it, and locks of what is in use.
 
 Any number of processes read and fill it. What was killed while it wrote leaves a place that is
 handed out again; what is damaged is found by its checksums, and by nobody afterwards.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,21 +20,31 @@ import torch
 from ... import errors
 from ...ops.crc32c import crc32c_ranges
 from ...storage import NativeEngine, Plan
+from ...storage.engine import FileHandle, Future
 from ...storage.files import make_given_directory, write_error
 from ...storage.parse import check_plain_file
-from .extent import Extent, Identity, RowShape, front_of, read_front
+from ..striping import Storage, directories_of
+from .extent import Extent, Identity, Rows, RowShape, front_of, read_front
 from .index import Index, Place
 from .pins import Pins
 
-DATA, INDEX, LOCKS = "passages.bin", "index.sqlite", "PINS"
+INDEX, LOCKS = "index.sqlite", "PINS"
+#: The data file of the first directory.
+DATA = "passages.bin"
 _POLL_S = 0.02
 #: Checksums of so many bytes are looked at together.
 _VERIFY_BYTES = 8 << 20
 
 
+def data_name(directory: int) -> str:
+    """The data file's name in a directory, by its number: directories that are given in another
+    order are seen."""
+    return DATA if not directory else f"passages-{directory}.bin"
+
+
 @dataclass(frozen=True)
 class Damaged:
-    """An extent that was found damaged: its place in the data file."""
+    """An extent that was found damaged: its place in a data file."""
 
     offset_bytes: int
     size_bytes: int
@@ -44,17 +54,21 @@ class Library:
     """The extents of one model's passages, in a directory that others may share.
 
     Args:
-        directory: made where it is missing.
+        storage: a directory, or one for each SSD, always in the same order; made where it is
+            missing.
         space: SHA-256 of the model, the shape of its rows and its tokenizer: extents of other
             spaces are never looked at.
         said: what the space is, in words.
         shape: of the rows.
-        limit_bytes: the data file never grows beyond it; None: as far as the disk goes.
+        limit_bytes: of all data files together, shared equally; None: as far as the disks go.
         engine: ``auto``, ``uring`` or ``posix``, or how to make an engine.
         deadline_s: of each transfer.
 
     Attributes:
-        shape: as given.
+        directories: of `storage`.
+        engine: of all files.
+        files: the data file of each directory.
+        shape, deadline_s: as given.
         damaged: what was found damaged so far.
 
     Raises:
@@ -64,7 +78,7 @@ class Library:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        storage: Storage,
         space: bytes,
         said: dict[str, Any],
         shape: RowShape,
@@ -73,81 +87,168 @@ class Library:
         engine: str | Callable[[], Any] = "auto",
         deadline_s: float = 30.0,
     ):
-        self.directory, self.shape, self.space = os.fspath(directory), shape, space
-        self._limit_bytes, self._deadline_s = limit_bytes, deadline_s
+        self.directories, self.shape, self.space = directories_of(storage), shape, space
+        count = len(self.directories)
+        self._limit_bytes = None if limit_bytes is None else limit_bytes // count
         self._lock, self.damaged = threading.RLock(), list[Damaged]()
-        make_given_directory(directory)
-        self.path = os.path.join(self.directory, DATA)
-        _make_file(self.path)
-        self._engine: NativeEngine = (
+        self.deadline_s = deadline_s
+        for each in self.directories:
+            make_given_directory(each)
+        self.engine: NativeEngine = (
             NativeEngine(engine, pool_bytes=_VERIFY_BYTES) if isinstance(engine, str) else engine()
         )
         try:
-            self._file = self._engine.open(self.path, "r+")
-            self._pins = Pins(os.path.join(self.directory, LOCKS))
+            first = self.directories[0]
+            self._pins = Pins(os.path.join(first, LOCKS))
             try:
-                self._index = Index(os.path.join(self.directory, INDEX), self._pins)
+                self._index = Index(os.path.join(first, INDEX), self._pins)
+                self._check_directories(self._index.directories())
+                self.files = [self._opened(number) for number in range(count)]
                 self._index.note_space(space, said)
             except BaseException:
                 self._pins.close()
                 raise
         except BaseException:
-            self._engine.close()
+            self.engine.close()
             raise
+
+    def _opened(self, number: int) -> FileHandle:
+        path = os.path.join(self.directories[number], data_name(number))
+        _make_file(path)
+        return self.engine.open(path, "r+")
+
+    def _check_directories(self, used: int) -> None:
+        """Raises FormatError where extents lie in directories that were not given, or were given in
+        another order."""
+        missing = [
+            number
+            for number in range(1, used)
+            if number >= len(self.directories)
+            or not os.path.lexists(os.path.join(self.directories[number], data_name(number)))
+        ]
+        if missing:
+            raise errors.FormatError(
+                "the directories of a library",
+                path=self.directories[0],
+                got=f"{len(self.directories)}, without {data_name(missing[0])} in its place",
+                expected=f"the {used} that it was filled with, in the same order",
+                fix="give all of them as they were",
+            )
 
     # --- what is there ---
 
-    def find(self, wanted: Sequence[tuple[Identity, np.ndarray]]) -> list[Extent | None]:
+    def find(
+        self,
+        wanted: Sequence[tuple[Identity, np.ndarray]],
+        *,
+        known: Mapping[int, Extent] | None = None,
+        is_use: bool = True,
+    ) -> list[Extent | None]:
         """The extents of these texts, pinned until `leave`; None where there is none, or where its
-        front is damaged."""
+        front is damaged.
+
+        Args:
+            known: by number, extents that the caller has pinned: their fronts are not read again.
+            is_use: counts as a use of each, by which it is kept longer.
+        """
         with self._lock:
-            places = self._index.find(wanted)
+            places = self._index.find(wanted, is_use=is_use)
             there = [
                 (place, identity)
                 for place, (identity, _) in zip(places, wanted, strict=True)
                 if place is not None
             ]
-            fronts = self._fronts(there)
-        by_number = {extent.number: extent for extent in fronts}
+            by_number = self._fronts(there, known or {})
         return [None if place is None else by_number.get(place.number) for place in places]
 
-    def _fronts(self, there: Sequence[tuple[Place, Identity]]) -> list[Extent]:
+    def _fronts(
+        self, there: Sequence[tuple[Place, Identity]], known: Mapping[int, Extent]
+    ) -> dict[int, Extent]:
         """Reads and checks what lies in front of extents that are pinned; those that are damaged
         are left."""
-        found, shape = dict[int, Extent](), self.shape
-        once = {place.number: (place, identity) for place, identity in there}
+        shape = self.shape
+        found = {place.number: known[place.number] for place, _ in there if place.number in known}
+        once = {
+            place.number: (place, identity)
+            for place, identity in there
+            if place.number not in found
+        }
+        files = [self.files[place.directory] for place, _ in once.values()]
+        offsets = [place.offset_bytes for place, _ in once.values()]
         sizes = [shape.front_bytes(identity.tokens) for _, identity in once.values()]
         begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        memory = self._engine.memory(max(int(begins[-1]), 1))
-        is_read = self._read([place.offset_bytes for place, _ in once.values()], sizes, memory)
-        for (place, identity), begin, size in zip(
-            once.values(), begins.tolist(), sizes, strict=False
-        ):
-            front = memory[begin : begin + size]
-            if not is_read and not self._read([place.offset_bytes], [size], front):
-                sums = None
+        memory = self.engine.memory(max(int(begins[-1]), 1))
+        is_read = not once or self._read(files, offsets, sizes, memory)
+        for number, (place, identity) in enumerate(once.values()):
+            size, front = sizes[number], memory[int(begins[number]) : int(begins[number + 1])]
+            if not is_read and not self._read(
+                files[number : number + 1], [offsets[number]], [size], front
+            ):
+                read = None
             else:
-                sums = read_front(shape, identity, front.numpy())
-            if sums is None or place.size_bytes != shape.extent_bytes(identity.tokens):
+                read = read_front(shape, identity, front.numpy())
+            if read is None or place.size_bytes != shape.extent_bytes(identity.tokens):
                 self._damage(place.number, place.offset_bytes, size)
                 continue
             found[place.number] = Extent(
-                place.number, identity, place.offset_bytes, place.size_bytes, sums
+                place.number, identity, place.directory, place.offset_bytes, place.size_bytes, *read
             )
         for place, _ in there:
             if place.number not in found:
                 self._pins.leave(place.number)
-        return list(found.values())
+        return found
 
-    def _read(self, offsets: Sequence[int], sizes: Sequence[int], memory: torch.Tensor) -> bool:
+    def _read(
+        self,
+        files: Sequence[FileHandle],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        memory: torch.Tensor,
+    ) -> bool:
         """Whether bytes could be read, which come one after the other."""
         begins = np.concatenate([[0], np.cumsum(sizes)])[: len(sizes)].astype(np.int64)
         try:
-            plan = Plan.of(self._file, list(offsets), list(sizes), begins.tolist())
-            self._engine.read(plan, memory, deadline_s=self._deadline_s).wait()
+            plan = Plan.of(list(files), list(offsets), list(sizes), begins.tolist())
+            # somebody waits for it: ahead of rows that may be wanted later
+            self.engine.read(plan, memory, priority=1, deadline_s=self.deadline_s).wait()
         except (errors.ReadError, errors.TruncatedFileError):
             return False
         return True
+
+    def begin_read(self, extent: Extent, layer: int) -> Future:
+        """Starts reading the blocks of a layer of an extent that is pinned, unchecked: [heads,
+        blocks, block bytes] in the future's memory."""
+        place = extent.places(self.shape)[layer]
+        plan = Plan.of(self.files[extent.directory], [place.offset_bytes], [place.size_bytes], [0])
+        memory = self.engine.memory(place.size_bytes)
+        return self.engine.read(plan, memory, deadline_s=self.deadline_s)
+
+    def rows(self, extent: Extent, layer: int) -> Rows:
+        """All rows of a layer of an extent that is pinned, checked. Raises ReadError,
+        TruncatedFileError, ChecksumError, DeadlineExceededError."""
+        parts = [extent.packed[layer]] if extent.packed else []
+        if extent.block_tokens:
+            layout, heads = self.shape.layout, self.shape.heads
+            memory = self.begin_read(extent, layer).wait()
+            self.check(extent, layer, memory)
+            blocks = memory.view(1, heads, -1, layout.block_bytes)
+            parts.insert(0, layout.unpack(blocks, extent.block_tokens))
+        k, v = (torch.cat([each[i] for each in parts], dim=2) for i in (0, 1))
+        return k, v
+
+    def check(self, extent: Extent, layer: int, memory: torch.Tensor) -> None:
+        """Raises ChecksumError unless these are the blocks of a layer of an extent."""
+        size_bytes = self.shape.layout.block_bytes
+        found, wanted = block_sums(memory, size_bytes), extent.sums[layer].reshape(-1)
+        for i in np.flatnonzero(found != wanted)[:1].tolist():
+            raise errors.ChecksumError(
+                "stored rows are damaged",
+                path=self.files[extent.directory].path,
+                offset_bytes=extent.places(self.shape)[layer].offset_bytes + i * size_bytes,
+                size_bytes=size_bytes,
+                got=f"CRC32C {found[i]}",
+                expected=f"CRC32C {wanted[i]}",
+            )
 
     def _damage(self, number: int, offset_bytes: int, size_bytes: int) -> None:
         self.damaged.append(Damaged(offset_bytes, size_bytes))
@@ -178,14 +279,24 @@ class Library:
 
         Raises WriteError, StoreBusyError.
         """
-        until, size_bytes = time.monotonic() + wait_s, self.shape.extent_bytes(identity.tokens)
+        until, shape, tokens = time.monotonic() + wait_s, self.shape, identity.tokens
+        size_bytes, row_bytes = shape.extent_bytes(tokens), tokens * shape.token_bytes
+        full = set[int]()  # directories on whose disk there is no room
         while True:
             with self._lock:
-                place = self._index.reserve(identity, ids, size_bytes, cost, self._limit_bytes)
+                place = self._index.reserve(
+                    identity,
+                    ids,
+                    size_bytes,
+                    row_bytes,
+                    cost,
+                    self._limit_bytes,
+                    [each for each in range(len(self.files)) if each not in full],
+                )
                 if place is None:
                     return None
                 if place.is_own:
-                    if self._make_room(place):
+                    if self._make_room(place, full):
                         return ExtentWriter(self, place, identity)
                     continue
                 if place.is_ready and (found := self.find([(identity, ids)])[0]) is not None:
@@ -194,16 +305,19 @@ class Library:
                 return None
             time.sleep(_POLL_S)  # another process writes it
 
-    def _make_room(self, place: Place) -> bool:
-        """Space in the file for an extent. Where the disk is full the place is given back, and
-        something is evicted, so that the next place may be a hole: False. Raises DiskFullError
-        where nothing can be."""
+    def _make_room(self, place: Place, full: set[int]) -> bool:
+        """Space in the file for an extent. Where the disk is full the place is given back: False.
+        The other directories are tried then, and when all are full, something is evicted, so that
+        the next place may be a hole. Raises DiskFullError where nothing can be."""
         try:
-            self._engine.allocate(self._file, place.offset_bytes + place.size_bytes)
+            self.engine.allocate(self.files[place.directory], place.offset_bytes + place.size_bytes)
         except errors.DiskFullError:
             self._index.abandon(place.number)
-            if not self._index.evict_one():
-                raise
+            full.add(place.directory)
+            if len(full) == len(self.files):
+                full.clear()
+                if not self._index.evict_one():
+                    raise
             return False
         except BaseException:
             self._index.abandon(place.number)
@@ -252,15 +366,17 @@ class Library:
         return read_bytes, damaged
 
     def _verify(self, extent: Extent) -> int:
-        """Bytes read of an extent; what is damaged is noted."""
+        """Bytes read of an extent; what is damaged is noted. The front was read when it was
+        found."""
         layout, front = (self.shape.layout, self.shape.front_bytes(extent.identity.tokens))
         sums, step = extent.sums.reshape(-1), max(1, _VERIFY_BYTES // layout.block_bytes)
+        file = self.files[extent.directory]
         for first in range(0, sums.size, step):
             wanted = sums[first : first + step]
             size = wanted.size * layout.block_bytes
-            memory = self._engine.memory(size)
+            memory = self.engine.memory(size)
             begin = extent.offset_bytes + front + first * layout.block_bytes
-            if not self._read([begin], [size], memory) or not np.array_equal(
+            if not self._read([file], [begin], [size], memory) or not np.array_equal(
                 block_sums(memory, layout.block_bytes), wanted
             ):
                 self.damage(extent, begin, size)
@@ -268,8 +384,8 @@ class Library:
         return extent.size_bytes
 
     def stats(self) -> dict[str, int]:
-        """Extents of all spaces, their bytes, the length of the data file, and how many were found
-        damaged by this library."""
+        """Extents of all spaces, their bytes, those of rows alone, the length of the data files,
+        and how many were found damaged by this library."""
         with self._lock:
             return self._index.totals() | {"damaged": len(self.damaged)}
 
@@ -286,7 +402,7 @@ class Library:
                 try:
                     self._index.close()
                 finally:
-                    self._engine.close()
+                    self.engine.close()
 
 
 class ExtentWriter:
@@ -304,6 +420,7 @@ class ExtentWriter:
             (shape.layers, shape.heads, shape.blocks(identity.tokens)), dtype=np.uint32
         )
         self._written = [0] * shape.layers  # tokens
+        self._packed: list[Rows | None] = [None] * shape.layers
         self._is_open = True
 
     def __enter__(self) -> ExtentWriter:
@@ -312,7 +429,7 @@ class ExtentWriter:
     def rows(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes the next tokens of a layer: k [1, heads, n, d] and v [1, heads, n, dv]; whole
         blocks, but for the last ones of the text. Raises WriteError, DeadlineExceededError."""
-        library, shape, tokens = self._library, self._library.shape, self._identity.tokens
+        shape, tokens = self._library.shape, self._identity.tokens
         layout, n = shape.layout, k.shape[2]
         first = self._written[layer]
         if first % layout.block_rows or (
@@ -321,11 +438,22 @@ class ExtentWriter:
             raise errors.InvalidInputError(
                 "rows of an extent", got=f"{n} after {first}", expected="whole blocks"
             )
-        blocks, at = layout.blocks(n), first // layout.block_rows
+        in_blocks = min(max(shape.block_tokens(tokens) - first, 0), n)
+        if in_blocks:
+            self._blocks(layer, k[0, :, :in_blocks], v[0, :, :in_blocks])
+        if in_blocks < n:  # they wait for the front, which comes last
+            self._packed[layer] = k[:, :, in_blocks:].clone(), v[:, :, in_blocks:].clone()
+        self._written[layer] += n
+
+    def _blocks(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes rows [heads, n, ...] in blocks."""
+        library, shape, tokens = self._library, self._library.shape, self._identity.tokens
+        layout, at = shape.layout, self._written[layer] // shape.layout.block_rows
+        blocks = layout.blocks(k.shape[1])
         size_bytes = blocks * layout.block_bytes
-        engine = library._engine
+        engine = library.engine
         memory = engine.memory(shape.heads * size_bytes)
-        layout.pack(k[0].cpu(), v[0].cpu(), memory.view(shape.heads, blocks, layout.block_bytes))
+        layout.pack(k.cpu(), v.cpu(), memory.view(shape.heads, blocks, layout.block_bytes))
         self._sums[layer, :, at : at + blocks] = block_sums(memory, layout.block_bytes).reshape(
             shape.heads, blocks
         )
@@ -337,13 +465,12 @@ class ExtentWriter:
             for head in range(shape.heads)
         ]
         plan = Plan.of(
-            library._file,
+            library.files[self._place.directory],
             offsets,
             [size_bytes] * shape.heads,
             [head * size_bytes for head in range(shape.heads)],
         )
-        engine.write(plan, memory, deadline_s=library._deadline_s).wait()
-        self._written[layer] += n
+        engine.write(plan, memory, deadline_s=library.deadline_s).wait()
 
     def finish(self) -> Extent:
         """The extent is whole, on disk, and pinned. Raises WriteError, StateError where rows are
@@ -355,16 +482,27 @@ class ExtentWriter:
                 got=min(self._written),
                 expected=f"{identity.tokens} tokens in every layer",
             )
-        front = front_of(library.shape, identity, self._sums)
-        memory = library._engine.memory(front.size)
+        packed = library.shape.pack([each for each in self._packed if each is not None])
+        front = front_of(library.shape, identity, self._sums, packed)
+        memory = library.engine.memory(front.size)
         memory.copy_(torch.from_numpy(front))
-        plan = Plan.of(library._file, [place.offset_bytes], [front.size], [0])
-        library._engine.write(plan, memory, deadline_s=library._deadline_s).wait()
-        library._engine.sync(library._file)
+        file = library.files[place.directory]
+        plan = Plan.of(file, [place.offset_bytes], [front.size], [0])
+        library.engine.write(plan, memory, deadline_s=library.deadline_s).wait()
+        library.engine.sync(file)
         with library._lock:
             library._index.finish(place.number)
         self._is_open = False
-        return Extent(place.number, identity, place.offset_bytes, place.size_bytes, self._sums)
+        tokens = library.shape.packed_tokens(identity.tokens)
+        return Extent(
+            place.number,
+            identity,
+            place.directory,
+            place.offset_bytes,
+            place.size_bytes,
+            self._sums,
+            library.shape.unpack(packed, tokens) if tokens else [],
+        )
 
     def __exit__(self, *error: object) -> None:
         if self._is_open:

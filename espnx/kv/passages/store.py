@@ -26,12 +26,20 @@ Tap = Callable[[int, torch.Tensor, torch.Tensor], None]
 class ComposedStore(SsdCache):
     """`SsdCache` behind passages: its lengths count their tokens, its own rows come after them.
 
+    Some tokens of the passages may be computed anew (`context.hide`): their rows are the first of
+    the cache's own, at the positions of the passages' tokens, and no length counts them again.
+
     Args:
         storage, n_layers, options: of `SsdCache`.
         context: the passages.
         tap: is given all new rows; None: nobody is.
         keeps: own rows stay; False: one pass of at least a chunk is all there will be, and its rows
             are for `tap` alone.
+
+    Attributes:
+        context, tap: as given.
+        last: int64 [n]: while tokens of the passages are computed anew, the last position of the
+            passages that each token of the pass sees; None: all.
     """
 
     def __init__(
@@ -45,36 +53,70 @@ class ComposedStore(SsdCache):
         keeps: bool = True,
     ):
         super().__init__(storage, n_layers, options)
-        self.context, self._tap, self._keeps = context, tap, keeps
+        self.context, self.tap, self._keeps = context, tap, keeps
+        self.last: torch.Tensor | None = None
+        # tokens that were computed anew, and their rows, to come back to
+        self._n_anew, self._anew = 0, None
         # of the pass under way: as the framework has it, and of the own rows alone
         self._seen: tuple[Visibility, Visibility] | None = None
 
+    _anew: SetAside | None
+
     def length(self, layer: int) -> int:
-        return self.context.tokens + super().length(layer)
+        return self.context.tokens + super().length(layer) - self._n_anew
+
+    @property
+    def sequences(self) -> int:
+        """See `SsdCache`. Rows that were computed anew stand before any batch."""
+        is_empty = self._n_anew and not any(self._own_tokens(i) for i in range(len(self.kv)))
+        return 0 if is_empty else super().sequences
+
+    def check_sequences(self, count: int) -> None:
+        super().check_sequences(count)
+        self.context.texts.of(count, is_first=not self.sequences)
+
+    def _own_tokens(self, layer: int) -> int:
+        """Tokens behind the passages."""
+        return super().length(layer) - self._n_anew
+
+    def stand(self) -> None:
+        """All tokens that came so far are tokens of the passages, computed anew."""
+        self._n_anew, self.last = super().length(0), None
+        self._anew = super().set_aside() if self._n_anew else None
+        self.context.mass.clear()
+        self.context.texts.clear()
 
     def _attend_kv(self, layer: int, step: Step) -> torch.Tensor:
-        if self._tap is not None:
-            self._tap(layer, step.k, step.v)
-        begin = super().length(layer)
-        before = self.context.attend(layer, step, begin)
-        seen = self._own(step.visibility, len(step.k), begin + step.k.shape[2])
+        if self.tap is not None:
+            self.tap(layer, step.k, step.v)
+        n_sequences, begin = len(step.k), self._own_tokens(layer)
+        if self._n_anew and not begin and super().sequences != n_sequences:
+            super().select([0] * n_sequences)
+        before = self.context.attend(layer, step, begin, self.last)
+        seen = self._own(step.visibility, n_sequences, begin, step.k.shape[2])
         return super()._attend_kv(layer, replace(step, visibility=seen, before=before))
 
-    def _own(self, seen: Visibility, n_sequences: int, own: int) -> Visibility:
+    def _own(self, seen: Visibility, n_sequences: int, begin: int, new: int) -> Visibility:
         """What is seen of the cache's own rows, by what is seen of all. Raises InvalidInputError
-        where a passage is hidden: the positions of what follows would be others."""
-        if seen.hidden is None:
+        where a passage is hidden, or what is no prompt's is not: positions would be others."""
+        padding = self.context.texts.padding(n_sequences, is_first=begin == 0)
+        if seen.hidden is None and not any(padding):
             return seen
         if self._seen is None or self._seen[0] is not seen:
             base = self.context.tokens
-            if bool(seen.hidden[:, :base].any()):
+            wanted = torch.arange(base) < torch.tensor(padding)[:, None]
+            if seen.hidden is None or not torch.equal(seen.hidden[:, :base], wanted):
                 raise errors.InvalidInputError(
                     "attention mask over composed passages",
-                    got="padding among them",
-                    expected=f"1 for their {base} tokens, padding behind them",
+                    got="none" if seen.hidden is None else "padding among them",
+                    expected="0 in front of shorter prompts, 1 for tokens of passages, any padding "
+                    "of questions behind them",
+                    fix="the attention_mask of cache.prompt(questions)",
                 )
-            own_mask = ~seen.hidden[:, base:]
-            self._seen = seen, Visibility.of(own_mask, n_sequences, own)
+            own = ~seen.hidden[:, base:]
+            anew = torch.ones(n_sequences, self._n_anew, dtype=torch.bool)
+            mask = torch.cat([anew, own], dim=1)
+            self._seen = seen, Visibility.of(mask, n_sequences, self._n_anew + begin + new)
         return self._seen[1]
 
     def attend_again(self, layer: int, step: Step) -> torch.Tensor:
@@ -88,7 +130,7 @@ class ComposedStore(SsdCache):
         return _PassingRows(self.striped, layout, n_heads, dtype, layout.block_rows)
 
     def propose(self, make_tier: MakeTier | None = None) -> None:
-        raise errors.InvalidInputError("drafts behind composed passages", fix="no draft")
+        raise errors.InvalidInputError("drafts behind composed passages", fix="draft=None")
 
     # --- the batch ---
 
@@ -98,21 +140,30 @@ class ComposedStore(SsdCache):
         own = max(tokens - self.context.tokens, 0)
         self.context.mass.crop(own)
         if own:
-            super().crop(own)
+            super().crop(own + self._n_anew)
         else:
-            super().clear()
+            self._empty()
 
     def select(self, sequences: Sequence[int]) -> None:
         super().select(sequences)
         self.context.mass.select(sequences)
+        self.context.texts.select(sequences)
 
     def set_aside(self) -> SetAside:
-        raise errors.InvalidInputError("drafts behind composed passages", fix="no draft")
+        raise errors.InvalidInputError("drafts behind composed passages", fix="draft=None")
 
     def clear(self) -> None:
         """Forgets the cache's own tokens; the passages stay."""
-        super().clear()
+        self._empty()
         self.context.mass.clear()
+
+    def _empty(self) -> None:
+        """No tokens are left behind the passages; the next batch may have another size."""
+        super().clear()
+        self.context.texts.clear()
+        if self._anew is not None:
+            self.kv = self._anew.kv
+            self._anew = super().set_aside()
 
 
 class _PassingRows(LayerRows):

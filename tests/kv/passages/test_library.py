@@ -62,19 +62,36 @@ def found(library: Library, ids: np.ndarray, before: list[np.ndarray] | None = N
     return extent is not None
 
 
-def read(folder: Path, extent: Extent) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Rows as they lie in the data file."""
-    data = np.fromfile(folder / DATA, np.uint8)
-    rows = []
-    for place in extent.places(SHAPE):
-        size = place.size_bytes
-        raw = torch.from_numpy(data[place.offset_bytes : place.offset_bytes + size].copy())
-        blocks = raw.view(SHAPE.heads, -1, SHAPE.layout.block_bytes)
-        rows.append(SHAPE.layout.unpack(blocks, place.n_rows))
-    return rows
+def read(folder: Path, extent: Extent, name: str = DATA) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows as they lie in the data file, by what docs/passages.md says of it."""
+    tokens, rows = extent.identity.tokens, 16  # of a block of 16 x (64 + 32) x 4 bytes
+    rest = tokens % rows
+    if (rows - rest) * 8 <= -(-tokens // rows) * rows:
+        rest = 0
+    blocks = -(-(tokens - rest) // rows)
+    sums, packed = 4 * 2 * 3 * blocks, rest * 2 * 3 * (64 + 32) * 4
+    front = -(-(128 + sums + packed) // 4096) * 4096
+    data = torch.from_numpy(np.fromfile(folder / name, np.uint8)[extent.offset_bytes :].copy())
+    begin, found = 128 + sums, []
+    for layer in range(2):
+        parts = []
+        block_bytes = SHAPE.layout.block_bytes
+        lead = front + layer * 3 * blocks * block_bytes
+        raw = data[lead : lead + 3 * blocks * block_bytes].view(3, blocks, block_bytes)
+        parts.append(SHAPE.layout.unpack(raw, tokens - rest))
+        loose = list[torch.Tensor]()
+        for width in (64, 32):
+            size = 3 * rest * width * 4
+            loose.append(
+                data[begin : begin + size].clone().view(torch.float32).view(3, rest, width)
+            )
+            begin += size
+        parts.append((loose[0], loose[1]))
+        found.append((torch.cat([k for k, _ in parts], 1), torch.cat([v for _, v in parts], 1)))
+    return found
 
 
-@pytest.mark.parametrize("n", [1, 15, 16, 17, 64, 100])
+@pytest.mark.parametrize("n", [1, 13, 14, 16, 17, 31, 64, 100, 127])
 def test_rows_come_back(folder: Path, n: int) -> None:
     ids = ids_of(n)
     with_prefix = [ids_of(5, 1)]
@@ -86,8 +103,78 @@ def test_rows_come_back(folder: Path, n: int) -> None:
             wanted = rows_of(ids, layer)
             assert torch.equal(k, wanted[0][0])
             assert torch.equal(v, wanted[1][0])
+            for one, other in zip(library.rows(extent, layer), wanted, strict=True):
+                assert torch.equal(one, other)
         assert library.stats()["extents"] == 1, turn
+        assert library.stats()["row_bytes"] == n * 2 * 3 * 96 * 4
         library.close()
+
+
+@pytest.mark.parametrize(
+    ("n", "kept", "before"), [(1, 8192, 135168), (16, 69632, 135168), (128, 528384, 528384)]
+)
+def test_short_texts_take_little(n: int, kept: int, before: int) -> None:
+    """The demo's model, 8 layers of 2 heads of 32 values in fp32, and what whole blocks took."""
+    shape = RowShape(8, 2, RowLayout("fp32", 32, 32))
+    assert shape.extent_bytes(n) == kept
+    whole = -(-n // 32)
+    assert before == -(-(128 + 4 * 16 * whole) // 4096) * 4096 + 16 * whole * 8192
+
+
+@pytest.mark.parametrize("layout", [("fp32", 32), ("fp32", 64), ("bf16", 128), ("fp16", 8)])
+def test_an_eighth_is_empty_at_most(layout: tuple[str, int]) -> None:
+    shape = RowShape(3, 2, RowLayout(layout[0], layout[1], layout[1]))
+    sums = 4 * 3 * 2
+    for n in range(1, 400):
+        blocks, packed = shape.blocks(n), shape.packed_tokens(n)
+        assert packed < shape.layout.block_rows
+        assert shape.block_tokens(n) <= blocks * shape.layout.block_rows
+        in_blocks = blocks * shape.layout.block_rows * shape.token_bytes
+        assert in_blocks - shape.block_tokens(n) * shape.token_bytes <= in_blocks / 8
+        whole = in_blocks + packed * shape.token_bytes + 128 + sums * blocks
+        assert whole <= shape.extent_bytes(n) < whole + 4096
+
+
+def test_directories_share_the_extents(folder: Path) -> None:
+    """In equal parts, each its own limit; and they have to be given as they were."""
+    folders = [folder / name for name in "abc"]
+    each = SHAPE.extent_bytes(40)
+    library = Library(folders, SPACE, {}, SHAPE, limit_bytes=3 * (2 * each) + 5)
+    extents = [filled(library, ids_of(40, seed)) for seed in range(6)]
+    assert [extent.directory for extent in extents if extent] == [0, 1, 2, 0, 1, 2]
+    assert filled(library, ids_of(40, 7)) is None, "all are in use"
+    for seed, extent in enumerate(extents):
+        assert extent is not None
+        name = DATA if not extent.directory else f"passages-{extent.directory}.bin"
+        for layer, (k, v) in enumerate(read(folders[extent.directory], extent, name)):
+            wanted = rows_of(ids_of(40, seed), layer)
+            assert torch.equal(k, wanted[0][0])
+            assert torch.equal(v, wanted[1][0])
+    assert library.stats()["file_bytes"] == 6 * each
+    assert library.verify() == (6 * each, 0)
+    library.leave([extent for extent in extents if extent])
+    assert filled(library, ids_of(40, 8)) is not None
+    library.close()
+    for wrong in ([folders[0]], [folders[0], folders[2], folders[1]], folders[:2]):
+        with pytest.raises(errors.FormatError, match="in the same order"):
+            Library(wrong, SPACE, {}, SHAPE)
+    more = Library([*folders, folder / "d"], SPACE, {}, SHAPE)
+    assert found(more, ids_of(40, 8))
+    more.close()
+
+
+def test_one_full_disk_of_several(folder: Path) -> None:
+    """The others take what it cannot."""
+    rules = [FaultRule(operation="allocate", path="*passages.bin", value=28)]
+    library = Library(
+        [folder / "a", folder / "b"], SPACE, {}, SHAPE, engine=lambda: FaultyEngine(rules)
+    )
+    for seed in range(3):
+        extent = filled(library, ids_of(20, seed))
+        assert extent is not None
+        assert extent.directory == 1
+    assert library.stats()["extents"] == 3
+    library.close()
 
 
 def test_only_the_same_text_behind_the_same_is_found(folder: Path) -> None:
@@ -193,14 +280,14 @@ def test_rows_have_to_be_whole_blocks(folder: Path) -> None:
     library.close()
 
 
-@pytest.mark.parametrize("where", ["head", "sums", "rows", "end"])
+@pytest.mark.parametrize("where", ["head", "sums", "packed", "rows", "end"])
 def test_damage_is_found(folder: Path, where: str) -> None:
     library, ids = opened(folder), ids_of(20)
     extent = filled(library, ids)
     assert extent is not None
     library.leave([extent])
     front = SHAPE.front_bytes(20)
-    at = {"head": 30, "sums": 200, "rows": front + 5000, "end": front + 5000}[where]
+    at = {"head": 30, "sums": 140, "packed": 200, "rows": front + 5000, "end": front + 5000}[where]
     if where == "end":
         os.truncate(folder / DATA, front + 4096)
     else:
@@ -209,7 +296,7 @@ def test_damage_is_found(folder: Path, where: str) -> None:
             (old,) = file.read(1)
             file.seek(at)
             file.write(bytes([old ^ 4]))
-    if where in ("head", "sums"):
+    if where in ("head", "sums", "packed"):
         assert not found(library, ids)
     else:
         assert library.verify()[1] == 1

@@ -119,17 +119,9 @@ class PassState:
                 expected=repr(NAME),
                 fix="espnx.enable_kv_cache(model)",
             )
-        held, n_layers = (
-            self.store.sequences if self.length() else 0,
-            len(self._of_framework.layers),
-        )
-        if held and sequences not in (None, held):
-            raise errors.InvalidInputError(
-                "sequences of the batch",
-                got=sequences,
-                expected=f"{held}, as in the cache",
-                fix="reset()",
-            )
+        n_layers = len(self._of_framework.layers)
+        if self.length() and sequences is not None:
+            self.store.check_sequences(sequences)
         core = model.base_model
         if core is not self._core() and (got := len(text.per_layer_config)) != n_layers:
             raise errors.InvalidInputError(

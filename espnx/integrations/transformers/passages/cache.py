@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
@@ -25,21 +24,24 @@ class PassageCache(KVCache):
     passages. Their rows are read from the library as they are attended to; the rows of what comes
     after them are the cache's own. A context manager.
 
-    All sequences of a batch stand behind the same passages. A batch is padded behind them, in front
-    of the question, if at all.
+    All sequences of a batch stand behind the same passages, or each behind its own (`compose` of
+    several prompts). Questions are padded behind passages, in front of the question, if at all;
+    shorter prompts of a batch in front of the prefix (`prompt` does it).
 
     Args:
         config: of the model.
         storage: where own rows go that do not wait in memory.
         context: the passages.
-        ids: int32 [n], their tokens.
+        ids: int32 [prompts, n], their tokens, padded in front.
+        is_token: bool [prompts, n]: which are not padding.
         reused: what came from where, see `reused`.
         tap, keeps: of `ComposedStore`.
         release: called once, when the cache is closed or gone.
         **options: of `KVCache`.
 
     Attributes:
-        passages: tokens of each passage, in the order of the prompt.
+        passages: tokens of each passage, in the order of the prompt, of several prompts those of
+            each, one after the other.
 
     Raises (from the model's forward pass): as `KVCache`. A passage that turns out to be damaged is
     computed anew meanwhile, and `reused` says so.
@@ -48,9 +50,10 @@ class PassageCache(KVCache):
     def __init__(
         self,
         config: PreTrainedConfig,
-        storage: str | os.PathLike[str],
+        storage: Storage,
         context: Context,
         ids: np.ndarray,
+        is_token: np.ndarray,
         reused: dict[str, Any],
         *,
         tap: Tap | None = None,
@@ -59,11 +62,14 @@ class PassageCache(KVCache):
         **options: Any,
     ):
         self._context, self._tap, self._keeps, self._reused = context, tap, keeps, reused
-        self._ids = torch.from_numpy(ids.astype(np.int64))[None]
+        self._ids = torch.from_numpy(ids.astype(np.int64))
+        self._is_token = torch.from_numpy(is_token)
         self.passages = [each.tokens for each in context.passages if each.is_counted]
         super().__init__(config, storage, x_rows=0, **options)
         self._end = weakref.finalize(self, release)
         self._set_text()
+
+    store: ComposedStore
 
     def _make_store(
         self, directories: Storage, layers: int, options: CacheOptions, names: list[str] | None
@@ -75,31 +81,73 @@ class PassageCache(KVCache):
     def _set_text(self) -> None:
         if self._ids.numel():
             self.passes.text.tokens = self._ids.clone()
+            self.passes.text.hidden = None if self._is_token.all() else ~self._is_token
+
+    def forget_text(self) -> None:
+        """The tokens that came so far are passages' tokens."""
+        self.passes.text.clear()
+        self._set_text()
 
     @property
     def composed_tokens(self) -> int:
-        """Tokens of the prefix and the passages."""
+        """Tokens of the prefix and the passages, of the longest prompt."""
         return self._context.tokens
 
     @property
     def reused(self) -> dict[str, Any]:
-        """What this prompt's rows came from: ``tokens`` in all, of which ``reused`` were in the
-        library, ``computed`` were computed for it (and are there from now on), and ``uncached`` of
-        these are in memory, because there was no room; ``damaged`` passages were found damaged and
-        computed anew; ``bytes`` of rows were read so far."""
-        return self._reused | {"bytes": self._context.bytes_read}
+        """What this prompt's rows came from, those of all prompts of a batch together.
 
-    def prompt(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        Tokens: ``tokens`` in all, of which ``reused`` were in the library, ``computed`` were
+        computed for it (and are there from now on), and ``uncached`` of these are in memory,
+        because there was no room; ``repaired`` were computed anew at their place (`repair`,
+        `blend`), and with `blend` ``deviation_left`` is the part of the squared deviation of layer
+        1 that is left. ``damaged`` passages were found damaged and computed anew.
+
+        Bytes: ``bytes`` of rows were read so far, of which the reads of ``prefetched`` had begun
+        before the prompt was composed (`PassageKV.prefetch`), and those of ``hidden`` had ended;
+        ``wasted`` were read ahead for nothing.
+        """
+        early = self._context.early
+        found = self._reused | {"bytes": self._context.bytes_read}
+        if early is not None:
+            found |= {
+                "prefetched": early.used_bytes,
+                "hidden": early.arrived_bytes,
+                "wasted": early.wasted_bytes,
+            }
+        return found
+
+    def prompt(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
         """The arguments of `generate` for what follows the passages.
 
         Args:
-            input_ids: int64 [sequences, n]: the question, or its first n tokens.
+            input_ids: int64 [sequences, n]: the questions, or their first n tokens: any number of
+                them behind one prompt, as many behind each of several, one after the other.
+            attention_mask: [sequences, n]: 0 where a question is padded; None: nowhere.
 
         Returns:
             ``input_ids`` with the passages' tokens before them, and the ``attention_mask``.
+
+        Raises InvalidInputError: fewer sequences than prompts, or no multiple of them.
         """
-        ids = torch.cat([self._ids.expand(len(input_ids), -1).to(input_ids), input_ids], dim=1)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        count = len(self._ids)
+        if len(input_ids) % count:
+            raise errors.InvalidInputError(
+                "questions behind composed prompts",
+                got=len(input_ids),
+                expected=f"{count}, or a multiple of it",
+            )
+        repeats = len(input_ids) // count
+        ids, is_token = (
+            each.repeat_interleave(repeats, dim=0) for each in (self._ids, self._is_token)
+        )
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        return {
+            "input_ids": torch.cat([ids.to(input_ids), input_ids], dim=1),
+            "attention_mask": torch.cat([is_token.to(mask), mask], dim=1),
+        }
 
     def passage_mass(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """Which share of their attention the tokens behind the passages paid to each of them.
@@ -112,14 +160,15 @@ class PassageCache(KVCache):
 
         Returns:
             float32 [sequences, layers, passages]: the mean over those tokens and over heads; zeros
-            where there are none. The rest of each sum is what the prefix and the tokens themselves
-            got. It says where the model looked, and proves nothing.
+            where there are none. The rest of each sum is what the prefix, the tokens themselves and
+            those that were computed anew (`repair`, `blend`) got. Of several prompts a column is
+            the n-th passage of each. It says where the model looked, and proves nothing.
         """
         first, shares = self._context.mass.shares()
         chosen = shares[:, :, max(begin - first, 0) : None if end is None else max(end - first, 0)]
         if not chosen.numel():
             sequences, layers = max(self.store.sequences, 1), len(self.layers)
-            return torch.zeros(sequences, layers, len(self.passages))
+            return torch.zeros(sequences, layers, self._context.texts.columns)
         return chosen.mean(dim=2)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -149,7 +198,8 @@ class PassageCache(KVCache):
         the passages."""
         base = self._context.tokens
         is_behind = input_ids.shape[1] > base and bool(
-            (input_ids[:, :base].cpu() == self._ids).all()
+            len(input_ids) % len(self._ids) == 0
+            and (input_ids[:, :base].cpu() == self._rows(len(input_ids))).all()
         )
         if not is_behind:
             raise errors.InvalidInputError(
@@ -164,6 +214,9 @@ class PassageCache(KVCache):
         if kept < base:
             self.reset()
         return max(kept, base)
+
+    def _rows(self, n_sequences: int) -> torch.Tensor:
+        return self._ids.repeat_interleave(n_sequences // len(self._ids), dim=0)
 
     def stats(self) -> dict[str, Any]:
         return super().stats() | {"passages": len(self.passages), "reused": self.reused}
@@ -184,21 +237,3 @@ class PassageCache(KVCache):
             f"<PassageCache: {own:,} tokens behind {len(self.passages)} passages of "
             f"{self._context.tokens:,} tokens>"
         )
-
-
-def check_ids(what: str, ids: Sequence[int] | torch.Tensor | np.ndarray) -> np.ndarray:
-    """Token ids as int32 [n]. Raises InvalidInputError."""
-    try:
-        found = np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids)
-    except (TypeError, ValueError) as error:
-        raise errors.InvalidInputError(what, got=repr(ids)[:60], expected="token ids") from error
-    if found.ndim == 2 and found.shape[0] == 1:
-        found = found[0]
-    is_whole = found.size == 0 or np.issubdtype(found.dtype, np.integer)
-    if found.ndim != 1 or not is_whole:
-        raise errors.InvalidInputError(
-            what, got=f"{found.dtype} {list(found.shape)}", expected="whole numbers [n]"
-        )
-    if found.size and not 0 <= int(found.min()) <= int(found.max()) < 1 << 31:
-        raise errors.InvalidInputError(what, got=f"{found.min()} to {found.max()}", expected="ids")
-    return found.astype(np.int32)

@@ -10,61 +10,46 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from .... import errors
-from ....device.interface import READ_AHEAD_BYTES, RowDevice
+from ....device.interface import READ_AHEAD_BYTES
 from ....device.registry import Devices
 from ....forks import check_own
 from ....kv.options import CacheOptions
-from ....kv.passages.context import Context, Passage, Rows
-from ....kv.passages.extent import Extent, Identity
-from ....kv.passages.library import DATA, ExtentWriter, Library
+from ....kv.passages.context import Context, Passage
+from ....kv.passages.early import EarlyReads
+from ....kv.passages.extent import Extent, Identity, Rows
+from ....kv.passages.library import ExtentWriter, Library, data_name
 from ....kv.places import Places
+from ....kv.striping import Storage, directories_of
 from ....sizes import parse_size
 from ....suggestions import suggests_keywords
+from ..cache import KVCache
 from ..cache_argument import CACHE_NAMES, cache_name
 from ..enable import enable_kv_cache
 from ..identity import fingerprint as fingerprints
 from ..identity.watch import Watch
-from .cache import PassageCache, check_ids
+from .anew import check_lossy, compute_anew, deviating_tokens, first_tokens
+from .cache import PassageCache
+from .loss import PassageLoss
+from .prefetch import PassagePrefetch
+from .prompts import MODES, Ids, Prompts, check_ids
 from .rotary import rotary_rows
 
 log = logging.getLogger(__name__)
 
-MODES = ("prefix", "blocks")
 #: Passages are computed by so many tokens at a time, in whole blocks.
 _CHUNK_TOKENS = 1024
-
-Ids: TypeAlias = Sequence[int] | torch.Tensor | np.ndarray[Any, Any]
-
-
-@dataclass
-class _Prompt:
-    """What a prompt is made of, while it is composed and used.
-
-    Attributes:
-        mode: as of `PassageKV.compose`.
-        texts: tokens of the prefix, where there is one, and of each passage.
-        identities: of each.
-        passages: those that are there so far, in the same order.
-        pins: extents in use.
-        reused: see `PassageCache.reused`.
-    """
-
-    mode: str
-    texts: list[np.ndarray]
-    identities: list[Identity]
-    passages: list[Passage] = field(default_factory=list)
-    pins: list[Extent] = field(default_factory=list)
-    reused: dict[str, Any] = field(default_factory=dict)
+#: What is read at most of passages that a prompt may have.
+PREFETCH_BYTES = 64 << 20
 
 
 class PassageKV:
@@ -77,15 +62,17 @@ class PassageKV:
 
     Args:
         model: a decoder with rotary positions in full attention; `enable_kv_cache` is called.
-        directory: on the SSD; made where it is missing. Its files are readable by nobody else: rows
-            can be turned back into text.
+        directory: on the SSD, or one on each of several, in the same order each time; made where
+            it is missing. Its files are readable by nobody else: rows can be turned back into text.
         prefix: token ids that stand before every passage, such as a system prompt (with the token
             that begins a text, if the model has one). Its rows are kept, too.
         tokenizer: counts for what an extent is found by, if given: token ids of another are other
             texts.
-        library_bytes: the data file does not grow beyond this size (``200GiB``): what costs least
-            to compute again for its bytes and its uses is evicted, and what does not fit all the
-            same is computed for each prompt. None: as far as the disk goes.
+        library_bytes: the data files together do not grow beyond this size (``200GiB``): what
+            costs least to compute again for its bytes and its uses is evicted, and what does not
+            fit all the same is computed for each prompt. What is beside the rows counts, too:
+            blocks that are not full (at most an eighth), and the front, whole pages of 4 KiB
+            (`stats`). None: as far as the disk goes.
         fingerprint: of the model: ``whole``, or ``sampled``, as of `KVCache`.
         engine, device, compute, threads, deadline_s: as of `KVCache`; a device must keep its rows.
         read_ahead_bytes: of passages' rows read before they are asked for.
@@ -100,7 +87,7 @@ class PassageKV:
     def __init__(
         self,
         model: PreTrainedModel,
-        directory: str | os.PathLike[str],
+        directory: Storage,
         *,
         prefix: Ids = (),
         tokenizer: Any = None,
@@ -132,13 +119,14 @@ class PassageKV:
                 "passages of a model", got="a model in training mode", fix="model.eval()"
             )
         self.model = enable_kv_cache(model)
-        self.directory, self._process = os.fspath(directory), os.getpid()
+        self.directories, self._process = directories_of(directory), os.getpid()
         self._lock, self._kind, self._tokenizer = threading.RLock(), fingerprint, tokenizer
         self._rows = rotary_rows(model)
         self._heads = int(model.config.get_text_config(decoder=True).num_attention_heads)
         self._cost = partial(_flops, sum(each.numel() for each in model.base_model.parameters()))
         self._idle: list[Places] = []
         self._caches = weakref.WeakSet[PassageCache]()
+        self._prefetches = weakref.WeakSet[PassagePrefetch]()
         self._is_closed = False
         self._limit_bytes = limit_bytes
         self._open_library()
@@ -155,7 +143,7 @@ class PassageKV:
         space = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).digest()
         engine = self._options.engine
         self._library = Library(
-            self.directory,
+            self.directories,
             space,
             {"model": made_by["model"], "rows": said["rows"]},
             self._rows.shape,
@@ -172,8 +160,7 @@ class PassageKV:
             raise errors.EngineClosedError("the library of passages is closed")
         if not self._watch.is_unchanged():
             log.warning("the model has changed since its passages were computed: others are used")
-            for cache in list(self._caches):
-                cache.close()
+            self._close_caches()
             self._library.close()
             self._rows = rotary_rows(self.model)
             self._open_library()
@@ -205,7 +192,7 @@ class PassageKV:
             key = identity.text.hex()[:32] if key is None else key
             self._library.name(key, ids)
             if ids.size:
-                prompt = self._prompt("prefix", [ids])
+                prompt = self._prompts("prefix", [[ids]])
                 try:
                     self._fill(prompt, for_use=False)
                 finally:
@@ -220,13 +207,62 @@ class PassageKV:
             if not self._library.remove(key):
                 raise _unknown(key)
 
+    def prefetch(
+        self, passages: Sequence[str | Ids] = (), *, max_bytes: int | str = PREFETCH_BYTES
+    ) -> PassagePrefetch:
+        """Starts reading passages that a prompt may have, while it is being found out which ones
+        it will have: the prefix and the first layers first. Nothing is computed, and nobody is
+        waited for, but for a page or two in front of each passage.
+
+        Args:
+            passages: as of `compose` in mode ``blocks``, the likeliest first; `want` of what is
+                returned says it again when more is known.
+            max_bytes: of rows in memory at a time, a size (``64MiB``); all reads together take at
+                most half as much again.
+
+        Returns:
+            The reads, for `compose(prefetch=)`, or to be cancelled.
+        """
+        check_own(self._process, "the library of passages")
+        early = EarlyReads(self._library, parse_size(max_bytes))
+        made = PassagePrefetch(early, self._start_early)
+        self._prefetches.add(made)
+        made.want(passages)
+        return made
+
+    def _start_early(self, early: EarlyReads, passages: Sequence[str | Ids]) -> bool:
+        texts = [check_ids("a passage", each) for each in passages if not isinstance(each, str)]
+        if not self._lock.acquire(blocking=False):  # a prompt is being computed
+            return False
+        try:
+            if self._is_closed or early.library is not self._library:
+                return False
+            given = iter(texts)
+            found = [
+                self._library.named(each) if isinstance(each, str) else next(given)
+                for each in passages
+            ]
+            prompt = self._prompts("blocks", [[ids for ids in found if ids is not None]])
+            wanted = [
+                (identity, ids)
+                for identity, ids in zip(prompt.identities, prompt.texts, strict=True)
+                if ids.size
+            ]
+            early.only({identity for identity, _ in wanted})
+            there = self._library.find(wanted, known=early.extents, is_use=False)
+            early.want([each for each in there if each is not None])
+        finally:
+            self._lock.release()
+        return True
+
     def compose(
         self,
-        passages: Sequence[str | Ids],
+        passages: Sequence[str | Ids] | Sequence[Sequence[str | Ids]],
         *,
         mode: str = "blocks",
         repair: int | None = None,
         blend: float | None = None,
+        prefetch: PassagePrefetch | None = None,
         **options: Any,
     ) -> PassageCache:
         """A cache that begins with the prefix and these passages, for `generate` or a forward pass
@@ -235,38 +271,96 @@ class PassageKV:
 
         Args:
             passages: names that `add` returned, or token ids; in the order of the prompt. A passage
-                may stand there twice.
+                may stand there twice. A list of such lists: a prompt for each, whose sequences are
+                a batch; what several of them have is read once for all.
             mode: ``blocks``: each passage sees the prefix and itself, as it was computed; it stands
                 at its place by rotation: exact by that definition, and another thing than full
                 attention, which lets a passage see those before it. ``prefix``: what full attention
                 computes: only rows that were computed behind the same tokens are used.
-            repair, blend: refused: tokens of passages are not computed again in part.
+            repair: of ``blocks``: the first so many tokens of each passage are computed anew at
+                their place, where they see all that stands before (EPIC, 2410.15332). Lossy, as
+                `blend` is: `loss` says by how much.
+            blend: of ``blocks``: the share of the passages' tokens that are computed anew, those
+                whose K and V of layer 1 are farthest from what full attention gives (CacheBlend,
+                2405.16444); 1: all of them, which is full attention. Finding them takes about a
+                layer's part of computing all of them.
+            prefetch: reads of them that began before; what this prompt does not need ends, and the
+                rest is the prompt's.
             **options: of `KVCache`, for rows that come after the passages (`spill_interval`,
-                `capacity_tokens`, ...).
+                `capacity_tokens`, ...), but for drafts.
 
         Raises:
-            InvalidInputError: an unknown name or mode, or more tokens than the model's positions.
+            InvalidInputError: an unknown name or mode, more tokens than the model's positions,
+                drafts, or several prompts with `repair` or `blend`.
             WriteError, ReadError, DeadlineExceededError.
         """
-        for name, value in (("repair", repair), ("blend", blend)):
-            if value is not None:
-                raise errors.InvalidInputError(
-                    f"compose({name}=...)",
-                    got=value,
-                    expected=f"None: one of {', '.join(MODES)} without it",
-                )
+        every = _prompts_of(passages)
+        check_lossy(repair, blend, mode, len(every))
         if mode not in MODES:
             raise errors.InvalidInputError("mode", got=repr(mode), expected=", ".join(MODES))
+        if options.get("draft") is not None or options.get("draft_memory") is not None:
+            raise errors.InvalidInputError(
+                "drafts behind composed passages",
+                got=options.get("draft"),
+                expected="None: tokens one by one",
+                fix="KVCache(..., draft=...), of which all is computed",
+            )
+        early = None if prefetch is None else prefetch.take()
         with self._lock:
-            self._check()
-            prompt = self._prompt(mode, [self._ids_of(each) for each in passages])
-            self._check_length(sum(map(len, prompt.texts)))
             try:
-                self._fill(prompt)
-                return self._cache(prompt, **options)
+                self._check()
+                prompt = self._prompts(mode, [[self._ids_of(x) for x in each] for each in every])
+                self._check_length(prompt.ids()[0].shape[1])
+                if early is not None and early.library is not self._library:
+                    early.close()
+                    early = None
+                try:
+                    self._fill(prompt, known=early)
+                    cache = self._cache(prompt, early=early, first=blend is not None, **options)
+                except BaseException:
+                    self._library.leave(prompt.pins)
+                    raise
             except BaseException:
-                self._library.leave(prompt.pins)
+                if early is not None:
+                    early.close()
                 raise
+            try:
+                self._compute_anew(cache, prompt, repair, blend)
+            except BaseException:
+                cache.close()
+                raise
+            return cache
+
+    def loss(self, passages: Sequence[str | Ids], question: Ids, **options: Any) -> PassageLoss:
+        """What passages that are composed so lose against full attention over the same tokens,
+        which is computed for it.
+
+        Args:
+            passages: of one prompt, as of `compose`.
+            question: token ids behind them, at least one.
+            **options: of `compose`, such as ``repair``.
+
+        Raises what `compose` and the model raise.
+        """
+        asked = check_ids("question", question)
+        if not asked.size:
+            raise errors.InvalidInputError("question", got="no token", expected="1 or more")
+        with self.compose(passages, **options) as cache:
+            lossy, reused = self._next_words(cache, asked), cache.reused
+            given = cache.prompt(torch.empty(1, 0, dtype=torch.int64))["input_ids"][0].numpy()
+        with KVCache(self.model.config, self.directories, **self._own_rows) as whole:
+            for begin in range(0, len(given), self._chunk_tokens):
+                self._pass(whole, given[begin : begin + self._chunk_tokens])
+            exact = self._next_words(whole, asked)
+        return PassageLoss.of(exact, lossy, reused["repaired"] / max(reused["tokens"], 1))
+
+    def _next_words(self, cache: KVCache, ids: np.ndarray) -> torch.Tensor:
+        """Log-probabilities float64 [n, words] behind each of these tokens."""
+        given = torch.from_numpy(ids.astype(np.int64))[None].to(self._device)
+        name = cache_name(inspect.signature(self.model.forward).parameters) or CACHE_NAMES[-1]
+        with torch.no_grad():
+            logits = self.model(input_ids=given, use_cache=True, **{name: cache}).logits
+        return logits[0].double().log_softmax(dim=-1).cpu()
 
     def _ids_of(self, passage: str | Ids) -> np.ndarray:
         if not isinstance(passage, str):
@@ -287,62 +381,51 @@ class PassageKV:
                 fix="fewer passages, or shorter ones",
             )
 
-    def _prompt(self, mode: str, texts: list[np.ndarray]) -> _Prompt:
-        space, prefix = self._library.space, [self._prefix] if self._prefix.size else []
-        every = [*prefix, *texts]
-        return _Prompt(
-            mode,
-            every,
-            [
-                Identity.of(space, _before(every, number, mode, len(prefix)), ids)
-                for number, ids in enumerate(every)
-            ],
-            reused={
-                "tokens": sum(map(len, every)),
-                "reused": 0,
-                "computed": 0,
-                "uncached": 0,
-                "damaged": 0,
-            },
-        )
+    def _prompts(self, mode: str, every: Sequence[Sequence[np.ndarray]]) -> Prompts:
+        return Prompts.made(mode, self._library.space, self._prefix, every)
 
-    def _fill(self, prompt: _Prompt, *, for_use: bool = True) -> None:
-        """Finds the passages of a prompt, and computes those that are not there. `for_use`: where
-        there is no room for one, it is computed all the same."""
+    def _fill(
+        self, prompt: Prompts, *, for_use: bool = True, known: EarlyReads | None = None
+    ) -> None:
+        """Finds the passages of prompts, and computes those that are not there, each once.
+        `for_use`: where there is no room for one, it is computed all the same."""
         wanted = [
             (identity, ids)
             for identity, ids in zip(prompt.identities, prompt.texts, strict=True)
             if ids.size
         ]
-        known = len(self._library.damaged)
-        there = iter(self._library.find(wanted))
+        damaged = len(self._library.damaged)
+        there = iter(self._library.find(wanted, known=known.extents if known else None))
         found = [next(there) if ids.size else None for ids in prompt.texts]
         prompt.pins += [each for each in found if each is not None]
-        prompt.reused["damaged"] += len(self._library.damaged) - known
-        n_prefix, begin = self._n_prefix, 0
+        prompt.reused["damaged"] += len(self._library.damaged) - damaged
+        if known is not None:
+            known.keep([each.number for each in prompt.pins])
+        made = dict[Identity, Passage]()
         for number, (ids, extent) in enumerate(zip(prompt.texts, found, strict=True)):
-            identity, is_counted = prompt.identities[number], number >= n_prefix
-            offset = begin - identity.first_position
-            begin += len(ids)
+            identity, is_last = prompt.identities[number], number == len(found) - 1
             if extent is not None:
+                made[identity] = Passage(len(ids), 0, extent)
+            if identity in made or not ids.size:
                 prompt.reused["reused"] += len(ids)
-                made = Passage(len(ids), offset, extent, None, is_counted)
-            elif ids.size:
-                last = number == len(found) - 1
-                computed = self._compute(prompt, number, must=for_use or not last)
-                prompt.reused["computed"] += len(ids)
-                made = Passage(len(ids), offset, computed.extent, computed.rows, is_counted)
             else:
-                made = Passage(0, 0, is_counted=is_counted)
-            prompt.passages.append(made)
-
-    @property
-    def _n_prefix(self) -> int:
-        return 1 if self._prefix.size else 0
+                made[identity] = self._compute(prompt, number, must=for_use or not is_last)
+                prompt.reused["computed"] += len(ids)
+            like = made.get(identity, Passage(0, 0))
+            prompt.passages.append(
+                Passage(
+                    len(ids),
+                    prompt.offset(number) if ids.size else 0,
+                    like.extent,
+                    like.rows,
+                    prompt.place(number) >= prompt.n_prefix,
+                    prompt.of[number],
+                )
+            )
 
     # --- computing ---
 
-    def _compute(self, prompt: _Prompt, number: int, *, must: bool = True) -> Passage:
+    def _compute(self, prompt: Prompts, number: int, *, must: bool = True) -> Passage:
         """Computes one passage behind what stands before it, into the library, or where there is no
         room into memory. `must`: False: nothing is computed then."""
         ids, identity = prompt.texts[number], prompt.identities[number]
@@ -355,11 +438,9 @@ class PassageKV:
         if isinstance(to, Extent):
             prompt.pins.append(to)
             return Passage(len(ids), 0, to)
-        before = _before(prompt.texts, number, prompt.mode, self._n_prefix)
-        passages = prompt.passages[: len(before)]
         if isinstance(to, ExtentWriter):
             with to:
-                self._run(before, passages, prompt, ids, to.rows)
+                self._run(prompt, number, to.rows)
                 extent = to.finish()
             prompt.pins.append(extent)
             return Passage(len(ids), 0, extent)
@@ -369,36 +450,76 @@ class PassageKV:
         log.info("a passage of %d tokens stays in memory: the library is full", len(ids))
         parts: list[list[Rows]] = [[] for _ in range(self._rows.shape.layers)]
         self._run(
-            before,
-            passages,
             prompt,
-            ids,
+            number,
             lambda layer, k, v: parts[layer].append((k.detach().clone(), v.detach().clone())),
         )
         return Passage(len(ids), 0, None, [_joined(each) for each in parts])
 
     def _run(
-        self,
-        before: Sequence[np.ndarray],
-        passages: Sequence[Passage],
-        prompt: _Prompt,
-        ids: np.ndarray,
-        tap: Callable[[int, torch.Tensor, torch.Tensor], None],
+        self, prompt: Prompts, number: int, tap: Callable[[int, torch.Tensor, torch.Tensor], None]
     ) -> None:
-        """Runs the model over tokens behind others, and gives each layer's rows to `tap`."""
-        body, chunk = self.model.base_model, self._chunk_tokens
-        inner = _Prompt(
+        """Runs the model over a text behind others, and gives each layer's rows to `tap`."""
+        before, ids, chunk = prompt.before(number), prompt.texts[number], self._chunk_tokens
+        inner = Prompts(
             prompt.mode,
-            list(before),
-            prompt.identities[: len(before)],
-            [Passage(each.tokens, 0, each.extent, each.rows, False) for each in passages],
+            prompt.n_prefix,
+            [prompt.texts[i] for i in before],
+            [0] * len(before),
+            [prompt.identities[i] for i in before],
+            [replace(prompt.passages[i], is_counted=False, text=0) for i in before],
             reused=prompt.reused,
         )
-        name = cache_name(inspect.signature(body.forward).parameters) or CACHE_NAMES[-1]
-        given = torch.from_numpy(ids.astype(np.int64))[None].to(self._device)
-        with self._cache(inner, tap=tap, keeps=len(ids) > chunk) as cache, torch.no_grad():
+        with self._cache(inner, tap=tap, keeps=len(ids) > chunk) as cache:
             for begin in range(0, len(ids), chunk):
-                body(input_ids=given[:, begin : begin + chunk], use_cache=True, **{name: cache})
+                self._pass(cache, ids[begin : begin + chunk])
+
+    def _pass(self, cache: KVCache, ids: np.ndarray, positions: torch.Tensor | None = None) -> None:
+        """Runs the model's body over tokens int32 [n], at positions int64 [n]; None: behind what is
+        in the cache."""
+        body, device = self.model.base_model, self._device
+        name = cache_name(inspect.signature(body.forward).parameters) or CACHE_NAMES[-1]
+        given = {"input_ids": torch.from_numpy(ids.astype(np.int64))[None].to(device)}
+        if positions is not None:
+            given["position_ids"] = positions[None].to(device)
+        with torch.no_grad():
+            body(**given, use_cache=True, **{name: cache})
+
+    def _compute_anew(
+        self, cache: PassageCache, prompt: Prompts, repair: int | None, blend: float | None
+    ) -> None:
+        """Computes tokens of passages anew at their place, as `compose` says."""
+        store, chunk = cache.store, self._chunk_tokens
+        if repair is not None:
+            chosen = first_tokens(prompt, repair)
+        elif blend is not None:
+            chosen = deviating_tokens(
+                cache,
+                prompt,
+                blend,
+                self._pass,
+                partial(self._layer_rows, prompt, store.context, 1),
+                self._rows.rotations[min(1, len(self._rows.rotations) - 1)],
+                chunk,
+            )
+            store.context.layers = self._rows.shape.layers
+        else:
+            return
+        compute_anew(cache, prompt, chosen, self._pass, chunk)
+        cache.forget_text()
+
+    def _layer_rows(self, prompt: Prompts, context: Context, layer: int, number: int) -> Rows:
+        """A layer's rows of a passage of a prompt, as they are kept."""
+        passage = context.passages[number]
+        if passage.extent is not None:
+            try:
+                return self._library.rows(passage.extent, layer)
+            except (errors.ChecksumError, errors.ReadError, errors.TruncatedFileError) as error:
+                context.renew_passage(number, error)
+                return self._layer_rows(prompt, context, layer, number)
+        if passage.rows is None:
+            raise errors.StateError("a passage without rows", got=number)
+        return passage.rows[layer]
 
     @property
     def _chunk_tokens(self) -> int:
@@ -414,34 +535,40 @@ class PassageKV:
 
     # --- caches ---
 
-    def _cache(self, prompt: _Prompt, **options: Any) -> PassageCache:
-        """The cache of a prompt whose passages are there. It takes their pins with it."""
+    def _cache(
+        self,
+        prompt: Prompts,
+        *,
+        early: EarlyReads | None = None,
+        first: bool = False,
+        **options: Any,
+    ) -> PassageCache:
+        """The cache of prompts whose passages are there. It takes their pins with it, and reads
+        that began early. `first`: only the first layer is asked for to begin with."""
         places = self._opened() if any(each.extent for each in prompt.passages) else None
         try:
             context = Context(
                 self._rows.shape,
                 prompt.passages,
                 self._rows.rotations,
-                None if places is None else places.striped.devices[0],
+                () if places is None else places.striped.devices,
                 self._options.threads or 0,
+                early,
+                prompt.count,
             )
+            context.layers = 1 if first else context.layers
             prompt.passages = context.passages
-            context.repair = partial(self._repair, prompt)
-            ids = np.concatenate([np.empty(0, np.int32), *prompt.texts]).astype(np.int32)
-            own = {
-                name: getattr(self._options, name)
-                for name in ("engine", "device", "compute", "threads", "deadline_s")
-            }
+            context.renew = partial(self._renew, prompt)
             cache = PassageCache(
                 self.model.config,
-                self.directory,
+                self.directories,
                 context,
-                ids,
+                *prompt.ids(),
                 prompt.reused,
                 release=partial(
                     _release, weakref.ref(self), context, places, self._library, prompt.pins
                 ),
-                **own | options,
+                **self._own_rows | options,
             )
         except BaseException:
             if places is not None:
@@ -451,11 +578,18 @@ class PassageKV:
         context.begin(self._heads)
         return cache
 
+    @property
+    def _own_rows(self) -> dict[str, Any]:
+        """Options of the cache of what comes behind passages."""
+        names = ("engine", "device", "compute", "threads", "deadline_s")
+        return {name: getattr(self._options, name) for name in names}
+
     def _opened(self) -> Places:
-        """The data file, open for one cache."""
+        """The data files, open for one cache."""
         if self._idle:
             return self._idle.pop()
-        places = Places(self.directory, self._options, [DATA])
+        names = [data_name(number) for number in range(len(self.directories))]
+        places = Places(self.directories, self._options, names)
         try:
             places.open(self._device)
         except BaseException:
@@ -463,7 +597,7 @@ class PassageKV:
             raise
         return places
 
-    def _repair(self, prompt: _Prompt, number: int, error: errors.StorageError) -> Passage:
+    def _renew(self, prompt: Prompts, number: int, error: errors.StorageError) -> Passage:
         """Computes a passage anew that was found damaged while it was attended to. Where that
         cannot be, it is not found any more, and the error is raised."""
         extent = prompt.passages[number].extent
@@ -492,8 +626,10 @@ class PassageKV:
         return {"bytes": read_bytes, "damaged": damaged}
 
     def stats(self) -> dict[str, int]:
-        """``extents`` of all models and prefixes in the directory, ``stored_bytes`` of them,
-        ``file_bytes``: where the last of them ends, ``damaged``: how many were found so far."""
+        """``extents`` of all models and prefixes in the directories, ``stored_bytes`` of them, of
+        which ``row_bytes`` are rows (the rest is checksums and what is empty), ``file_bytes``:
+        where the last of them ends in each data file, together, ``damaged``: how many were found so
+        far."""
         with self._lock:
             self._check()
             return self._library.stats()
@@ -503,12 +639,17 @@ class PassageKV:
         with self._lock:
             if self._is_closed:
                 return
-            for cache in list(self._caches):
-                cache.close()
+            self._close_caches()
             self._is_closed = True
             while self._idle:
                 self._idle.pop().close()
             self._library.close()
+
+    def _close_caches(self) -> None:
+        for prefetch in list(self._prefetches):
+            prefetch.early.close()
+        for cache in list(self._caches):
+            cache.close()
 
     def __enter__(self) -> Self:
         return self
@@ -522,12 +663,31 @@ class PassageKV:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<PassageKV in {self.directory}{', closed' if self._is_closed else ''}>"
+        return (
+            f"<PassageKV in {', '.join(self.directories)}{', closed' if self._is_closed else ''}>"
+        )
 
 
-def _before(texts: Sequence[np.ndarray], number: int, mode: str, n_prefix: int) -> list[np.ndarray]:
-    """What a text is computed behind: the prefix, or all that stands before it."""
-    return list(texts[: number if mode == "prefix" else min(number, n_prefix)])
+def _prompts_of(passages: Sequence[Any]) -> list[list[str | Ids]]:
+    """The passages of each prompt. Raises InvalidInputError where prompts and passages are
+    mixed."""
+    given = list(passages)
+    prompts = [each for each in given if isinstance(each, list | tuple) and _has_passages(each)]
+    empty = [each for each in given if isinstance(each, list | tuple) and not each]
+    if prompts and len(prompts) + len(empty) == len(given):
+        return [list(each) for each in given]
+    if prompts:
+        raise errors.InvalidInputError(
+            "passages",
+            got="passages, and lists of passages",
+            expected="passages, or a list of passages for each prompt",
+        )
+    return [given]
+
+
+def _has_passages(given: Sequence[Any]) -> bool:
+    """Whether this is a list of passages, and not token ids."""
+    return any(isinstance(x, str | list | tuple) or getattr(x, "ndim", 0) for x in given)
 
 
 def _release(
@@ -537,10 +697,10 @@ def _release(
     library: Library,
     pins: list[Extent],
 ) -> None:
-    """The end of a cache: its device may serve the next one."""
-    device: RowDevice | None = context.close()
+    """The end of a cache: its devices may serve the next one."""
+    context.close()
     mine = owner()
-    if places is not None and device is not None:
+    if places is not None:
         if mine is not None and not mine._is_closed and not mine._idle:
             mine._idle.append(places)
         else:

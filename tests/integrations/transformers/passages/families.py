@@ -137,6 +137,50 @@ def blocks_in_memory(
     return cache
 
 
+def anew_in_memory(
+    model: PreTrainedModel,
+    prefix: torch.Tensor,
+    passages: Sequence[torch.Tensor],
+    chosen: torch.Tensor,
+) -> DynamicCache:
+    """`blocks_in_memory`, and behind its rows those of the chosen tokens (bool [tokens]), which
+    were computed once more: each sees itself, chosen ones before it, and of the rows that were
+    there those before it that are not chosen."""
+    cache, ids = blocks_in_memory(model, prefix, passages), torch.cat([prefix, *passages])
+    at = chosen.nonzero().flatten()
+    if len(at):
+        kept = (torch.arange(len(ids)) < at[:, None]) & ~chosen
+        seen = torch.cat([kept, torch.ones(len(at), len(at)).tril().bool()], dim=1)
+        _pass(model, ids[at], at, cache, seen)
+    return cache
+
+
+def _pass(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    cache: DynamicCache,
+    seen: torch.Tensor,
+) -> torch.Tensor:
+    """Logits [n, words] under a mask bool [n, positions]."""
+    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+    with torch.no_grad():
+        return model(
+            ids[None], attention_mask=mask, position_ids=positions[None], past_key_values=cache
+        ).logits[0]
+
+
+def log_probabilities_anew(
+    model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache, chosen: torch.Tensor
+) -> torch.Tensor:
+    """float64 [n, words] of tokens behind what `anew_in_memory` returned."""
+    n, past = len(ids), int(cache.get_seq_length())
+    seen = torch.ones(n, past + n, dtype=torch.bool).tril(past)
+    seen[:, : len(chosen)] &= ~chosen
+    found = _pass(model, ids, len(chosen) + torch.arange(n), cache, seen)
+    return found.double().log_softmax(dim=-1)
+
+
 def log_probabilities(
     model: PreTrainedModel, ids: torch.Tensor, cache: Any, first: int
 ) -> torch.Tensor:

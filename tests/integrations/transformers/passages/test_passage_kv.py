@@ -218,8 +218,7 @@ def test_reads_run_ahead(kv: PassageKV) -> None:
         for _ in range(4):
             kv.model(QUESTION[None, :1], past_key_values=cache)
         assert not forgotten
-        device = context._device
-        assert device is not None
+        (device,) = context._devices
         stats = device.stats()
         assert stats.bytes_moved <= 1.5 * stats.bytes_asked
         context.forget = original  # type: ignore[method-assign]
@@ -237,23 +236,25 @@ def test_a_full_library_goes_on_uncached(folder: Path, limit: int) -> None:
         assert kv.stats()["file_bytes"] <= limit
 
 
-def test_a_damaged_passage_is_computed_anew(kv: PassageKV, folder: Path) -> None:
+def test_a_damaged_passage_is_computed_anew(folder: Path) -> None:
     """In the midst of a forward pass; and the prefix, which all others were computed behind."""
-    for number in (0, 2, 3):
-        with kv.compose([*PASSAGES, PASSAGES[1]]) as cache:
-            wanted = log_probabilities(kv.model, QUESTION, cache, FIRST + 33)
-        with kv.compose([*PASSAGES, PASSAGES[1]]) as cache:
-            cache._context.forget()
-            extent = cache._context.passages[number].extent
-            assert extent is not None
-            with open(folder / DATA, "r+b") as file:
-                file.seek(extent.offset_bytes + extent.size_bytes - 4096)  # of the last layer
-                file.write(b"damage")
-            found = log_probabilities(kv.model, QUESTION, cache, FIRST + 33)
-            assert cache.reused["damaged"] == 1
-            assert cache.reused["computed"] == extent.identity.tokens
-        assert close(found, wanted)
-        assert kv.verify()["damaged"] == 0
+    before, first = words(32, 1), FIRST + 23 + 33  # in blocks: what is packed is read at once
+    with PassageKV(enabled("llama"), folder, prefix=before) as kv:
+        for number in (0, 2, 3):
+            with kv.compose([*PASSAGES, PASSAGES[1]]) as cache:
+                wanted = log_probabilities(kv.model, QUESTION, cache, first)
+            with kv.compose([*PASSAGES, PASSAGES[1]]) as cache:
+                cache._context.forget()
+                extent = cache._context.passages[number].extent
+                assert extent is not None
+                with open(folder / DATA, "r+b") as file:
+                    file.seek(extent.offset_bytes + extent.size_bytes - 4096)  # of the last layer
+                    file.write(b"damage")
+                found = log_probabilities(kv.model, QUESTION, cache, first)
+                assert cache.reused["damaged"] == 1
+                assert cache.reused["computed"] == extent.identity.tokens
+            assert close(found, wanted)
+            assert kv.verify()["damaged"] == 0
 
 
 def test_a_removed_passage_stays_for_who_has_it(kv: PassageKV) -> None:
@@ -300,8 +301,13 @@ def test_prefixes_and_models_do_not_meet(folder: Path) -> None:
 
 def test_what_is_refused(kv: PassageKV) -> None:
     for options, match in (
-        ({"repair": 16}, "repair"),
-        ({"blend": 0.15}, "blend"),
+        ({"repair": -1}, "repair"),
+        ({"repair": 2.0}, "repair"),
+        ({"blend": 1.5}, "blend"),
+        ({"repair": 4, "blend": 0.5}, "one of them"),
+        ({"repair": 4, "mode": "prefix"}, "loses nothing"),
+        ({"draft": "lookup"}, "drafts behind composed passages"),
+        ({"draft_memory": 0.5}, "drafts behind composed passages"),
         ({"mode": "full"}, "prefix, blocks"),
     ):
         with pytest.raises(errors.InvalidInputError, match=match):
@@ -309,10 +315,20 @@ def test_what_is_refused(kv: PassageKV) -> None:
     for ids in ([[1, 2], [3, 4]], [0.5], [-1]):
         with pytest.raises(errors.InvalidInputError, match="token_ids"):
             kv.add(ids)
+    for passages, match in (
+        ([[PASSAGES[0]], PASSAGES[1]], "lists of passages"),
+        ([["a"], "a"], "lists of passages"),
+    ):
+        with pytest.raises(errors.InvalidInputError, match=match):
+            kv.compose(passages)
+    with pytest.raises(errors.InvalidInputError, match="of a batch"):
+        kv.compose([PASSAGES, PASSAGES], repair=3)
     with pytest.raises(errors.InvalidInputError, match="1024 positions"):
         kv.compose([words(600, 1), words(600, 2)])
     with pytest.raises(errors.InvalidInputError, match="drafts"):
         kv.compose(PASSAGES).store.propose()
+    with pytest.raises(errors.InvalidInputError, match="drafts"):
+        kv.compose(PASSAGES).store.set_aside()
     kv.close()
     with pytest.raises(errors.EngineClosedError):
         kv.compose(PASSAGES)
@@ -486,13 +502,12 @@ def test_reads_that_fail(folder: Path, fault: str, error: type[Exception] | None
     ) as kv:
         for each in PASSAGES:
             kv.add(each)
-    with open(folder / DATA, "rb") as file:
-        rows_begin = 4096
-        assert file.read(8) == b"espnxPKV"
+        shape = kv._rows.shape
+    # behind the prefix, which is packed, and the front of the first passage
+    begin = shape.extent_bytes(9) + shape.front_bytes(40)
+    end = shape.extent_bytes(9) + shape.extent_bytes(40)
     rules.append(
-        FaultRule(
-            fault, "read", f"*{DATA}", begin_bytes=rows_begin, end_bytes=40_000, nth=2, count=1
-        )
+        FaultRule(fault, "read", f"*{DATA}", begin_bytes=begin, end_bytes=end, nth=2, count=1)
     )
     with (
         PassageKV(
