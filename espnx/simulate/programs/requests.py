@@ -25,6 +25,8 @@ SAID = (
     "sync",
     "restore",
 )
+#: They wait until the rows are written that were put before.
+ENDS_WRITES = ("flush", "sync")
 WRITES = ("put", "join")
 READS = ("ahead", "attend", "visit", "maxsim", "read", "search", "walk", "distances", "scan")
 #: Verbs that a drive with an accelerator computes; other bytes pass to the host.
@@ -41,6 +43,7 @@ class Request:
     rounds: of reads that wait for one another.
     reading: number of the command whose reads it takes in; None: it reads on its own.
     query_heads: that share a pass over the rows.
+    flops_per_byte: of what is computed on what is read.
     is_asynchronous: it has ended when it has begun, and its reads go on.
     """
 
@@ -51,11 +54,34 @@ class Request:
     rounds: int = 1
     reading: int | None = None
     query_heads: int = 1
+    flops_per_byte: float = 1.0
     is_asynchronous: bool = False
 
     @property
     def is_empty(self) -> bool:
         return not (self.read_bytes or self.write_bytes)
+
+
+@dataclass(frozen=True)
+class VerbTimes:
+    """All commands of a verb. Attributes: count; read_bytes; write_bytes; recorded_s and
+    predicted_s: added up, from a command's beginning to its end."""
+
+    count: int = 0
+    read_bytes: int = 0
+    write_bytes: int = 0
+    recorded_s: float = 0.0
+    predicted_s: float = 0.0
+
+    def with_one(self, request: Request, recorded_s: float, predicted_s: float) -> VerbTimes:
+        """With one more."""
+        return VerbTimes(
+            self.count + 1,
+            self.read_bytes + request.read_bytes,
+            self.write_bytes + request.write_bytes,
+            self.recorded_s + recorded_s,
+            self.predicted_s + predicted_s,
+        )
 
 
 def requests_of(trace: Trace) -> list[Request | None]:
@@ -95,9 +121,31 @@ def _request(command: Command, units: Mapping[int, int]) -> Request:
         shared = _shape(command)[2] if "queries" in command.detail else 1
         own, reading = _units(command), _waits_for(command)
         read = size_bytes if reading is None else 0
-        return Request(verb, read, units=own, reading=reading, query_heads=shared)
+        # rows of half precision, a product and a sum for each value and query head
+        return Request(
+            verb,
+            read,
+            units=own,
+            reading=reading,
+            query_heads=shared,
+            flops_per_byte=float(shared),
+        )
     pages = max(1, math.ceil(size_bytes / PAGE_BYTES))
-    return Request(verb, size_bytes, units=pages, rounds=_rounds(command))
+    each = _maxsim_flops_per_byte(command) if verb == "maxsim" else 1.0
+    return Request(verb, size_bytes, units=pages, rounds=_rounds(command), flops_per_byte=each)
+
+
+def _maxsim_flops_per_byte(command: Command) -> float:
+    """A product and a sum for each value of a record, of half precision, and each token of the
+    queries that want it."""
+    detail = command.detail
+    if not ("queries" in detail and "pairs" in detail and "places" in detail):
+        return 1.0
+    tokens = detail.wholes("queries", count=1 << 20)
+    records = len(detail.wholes("places", count=1 << 24))
+    if not tokens or not records:
+        return 1.0
+    return sum(tokens) / len(tokens) * detail.whole("pairs") / records
 
 
 def _waits_for(command: Command) -> int | None:
