@@ -187,9 +187,7 @@ def _run(
                 before, since = topology.traffic(), topology.times()
             begun_s = topology.now()
             with steps.step():
-                parts = list(
-                    pool.map(lambda index, some=some: _asked(work, index, some), indexes)
-                )
+                parts = list(pool.map(lambda index, some=some: _asked(work, index, some), indexes))
                 found = _merged(work, parts)
             if number < _WARM_UP:
                 steps.forget()

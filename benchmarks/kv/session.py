@@ -110,7 +110,9 @@ class Session:
         decoder, kept, chosen = self.decoder, list[tuple[int, torch.Tensor]](), list[list[int]]()
         decoder.rest()
         own, before = decoder.counters(), read_counters()
-        counted = decoder.steps.step() if isinstance(decoder, EspnxDecoder) else contextlib.nullcontext()
+        counted = (
+            decoder.steps.step() if isinstance(decoder, EspnxDecoder) else contextlib.nullcontext()
+        )
         begin = time.perf_counter()
         with counted:
             for number in range(self._done, self._done + count):

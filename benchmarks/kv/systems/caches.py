@@ -158,9 +158,7 @@ class EspnxDecoder(HFDecoder):
         options = dict(self.options)
         if (file := options.pop("record", None)) is not None:
             devices = [open_device("ssd", self.storage)]
-            options["device"] = recording(
-                file, "espnx bench kv", devices, self._open, self.steps
-            )
+            options["device"] = recording(file, "espnx bench kv", devices, self._open, self.steps)
         return KVCache(self.model.config, self.storage, **options)
 
     @property

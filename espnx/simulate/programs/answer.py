@@ -105,7 +105,5 @@ def step_times(
             *(found.ended_s[each.number] for each in ended), found.began_s[own[-1].number], -1.0
         )
         of_host_s = (own[0].at_s - begin_s) + max(end_s - max(last_s, own[-1].at_s), 0.0)
-        times.append(
-            of_host_s * found.host_factor + until_s - found.began_s[own[0].number]
-        )
+        times.append(of_host_s * found.host_factor + until_s - found.began_s[own[0].number])
     return times

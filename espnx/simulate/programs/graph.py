@@ -287,9 +287,7 @@ class _Graph:
                     "bytes": each.size_bytes,
                     "flops": each.size_bytes * request.flops_per_byte,
                 }
-                ends.append(
-                    self._add("attend", sizes, (calls[place], each.command), each.members)
-                )
+                ends.append(self._add("attend", sizes, (calls[place], each.command), each.members))
             return tuple(ends)
         if inside:
             # they are in the drives' memory: all of them pass the links now
@@ -316,11 +314,7 @@ class _Graph:
             if waits_s:
                 before = (self._add("wait", {"seconds": waits_s}, before),)
             for size in self._pieces(request.read_bytes * share):
-                sizes = {
-                    "bytes": size,
-                    "twice": 2 * size,
-                    "flops": size * request.flops_per_byte,
-                }
+                sizes = {"bytes": size, "twice": 2 * size, "flops": size * request.flops_per_byte}
                 granted = self._granted("read", drive, size, before)
                 found.append(_Piece(self._add(verb, sizes, granted, members), size, members))
         return found

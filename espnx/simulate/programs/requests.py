@@ -123,12 +123,7 @@ def _request(command: Command, units: Mapping[int, int]) -> Request:
         read = size_bytes if reading is None else 0
         # rows of half precision, a product and a sum for each value and query head
         return Request(
-            verb,
-            read,
-            units=own,
-            reading=reading,
-            query_heads=shared,
-            flops_per_byte=float(shared),
+            verb, read, units=own, reading=reading, query_heads=shared, flops_per_byte=float(shared)
         )
     pages = max(1, math.ceil(size_bytes / PAGE_BYTES))
     each = _maxsim_flops_per_byte(command) if verb == "maxsim" else 1.0
