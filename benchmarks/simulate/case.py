@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from ..harness.runner import Sample
     from .work import Reads
 
-DESCRIPTION = """heap: Reads of pages of a drive pass eight parts each, with the account of every part's
-service, waiting and idle time. The plain heap is compiled by g++ before (-O3), walks the same
-commands on one core, and keeps the same account; it has to end every command at the same moment as
-ours, and ours twice at the same to the bit. Times are those of a processor, ours with what Python
-hands over.
+DESCRIPTION = """heap: reads of pages of a drive pass eight parts each, with the account of every
+part's service, waiting and idle time. The plain heap is compiled by g++ before (-O3), walks the
+same commands on one core, and keeps the same account; it has to end every command at the same
+moment as ours, and ours twice at the same to the bit. Times are those of a processor, ours with
+what Python hands over.
 
 throttle: a model that decodes and a corpus that is searched are recorded while the disk runs free;
 then they run under throttles, and take as long as predicted, or not (root, cgroup v1). device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -83,7 +84,7 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         "within",
     ]
     lines = []
-    for beside, predicted in zip(rows, rows[1:], strict=False):
+    for beside, predicted in itertools.pairwise(rows):
         if predicted.system != PREDICTED:
             continue
         over = predicted.metrics.get("of_measured")

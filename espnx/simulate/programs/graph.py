@@ -129,13 +129,12 @@ def _system(machine: Machine, asked: Sequence[tuple[Command, Request]]) -> Syste
         "work": (Leg(WORK, "seconds"),),
         "wait": (Leg(WAIT, "seconds"),),
         "call": (*calls, *into) if calls else into,
-        "compute": inside(("flash", "bytes"), *compute),
-        "take in": inside(("flash", "bytes"), ("drive memory", "bytes")),
+        "compute": inside(("flash", "flash bytes"), *compute),
+        "take in": inside(("flash", "flash bytes"), ("drive memory", "bytes")),
         "attend": inside(("drive memory", "bytes"), ("accelerator", "flops")),
-        "pass on": out,
-        "read": (Leg("flash", "bytes"),),
-        "read out": (Leg("flash", "bytes"), *out),
-        "write": (*into, Leg("flash", "flash time")),
+        "read": (Leg("flash", "flash bytes"),),
+        "read out": (Leg("flash", "flash bytes"), *out),
+        "write": (*into, Leg("flash", "flash bytes")),
     }
     there = {name: legs for name, legs in verbs.items() if legs}
     return System(parts.name, (*parts.groups, *own), there)
@@ -252,7 +251,7 @@ class _Graph:
         if request.verb in ENDS_WRITES:
             return (self._host(command, (work, *self.writes.pop(command.device, ()))),)
         if request.is_asynchronous:
-            verb = "take in" if self.computes_inside else "read out"
+            verb = "take in" if self.computes_inside and not request.is_shown else "read out"
             self.reads[command.number] = self._read(command, request, (work,), verb)
             return (self._host(command, (work,)),)
         if request.reading is not None or request.verb in ("attend", "visit"):
@@ -269,14 +268,13 @@ class _Graph:
 
     def _rows(self, command: Command, request: Request, work: int) -> tuple[int, ...]:
         """Attention over rows, or a look at them, which were asked for before or are now."""
-        inside = self.computes_inside
+        inside = self.computes_inside and not request.is_shown
         if request.reading is not None:
             rows = self.reads.pop(request.reading, [])
         else:
-            verb = "take in" if inside else "read out"
-            rows = self._read(command, request, (work,), verb)
+            rows = self._read(command, request, (work,), "take in" if inside else "read out")
         there = tuple(each.command for each in rows)
-        if inside and request.verb == "attend":
+        if inside:
             calls: dict[tuple[tuple[str, int], ...], int] = {}
             ends = [work]
             for each in rows:
@@ -289,13 +287,6 @@ class _Graph:
                 }
                 ends.append(self._add("attend", sizes, (calls[place], each.command), each.members))
             return tuple(ends)
-        if inside:
-            # they are in the drives' memory: all of them pass the links now
-            passed = [
-                self._add("pass on", {"bytes": each.size_bytes}, (work, *there), each.members)
-                for each in rows
-            ]
-            return (work, *passed, self._host(command, (work,)))
         return (work, *there, self._host(command, (work,)))
 
     def _host(self, command: Command, after: tuple[int, ...]) -> int:
@@ -313,8 +304,15 @@ class _Graph:
             waits_s = request.rounds * (self.machine.get("device.flash.read_latency") or 0.0)
             if waits_s:
                 before = (self._add("wait", {"seconds": waits_s}, before),)
-            for size in self._pieces(request.read_bytes * share):
-                sizes = {"bytes": size, "twice": 2 * size, "flops": size * request.flops_per_byte}
+            pieces = self._pieces(request.read_bytes * share)
+            least = self._least_bytes(request.requests * share) / len(pieces)
+            for size in pieces:
+                sizes = {
+                    "bytes": size,
+                    "flash bytes": max(size, least),
+                    "twice": 2 * size,
+                    "flops": size * request.flops_per_byte,
+                }
                 granted = self._granted("read", drive, size, before)
                 found.append(_Piece(self._add(verb, sizes, granted, members), size, members))
         return found
@@ -330,14 +328,14 @@ class _Graph:
             before: tuple[int, ...] = (work,)
             if request.read_bytes:
                 before = tuple(
-                    self._add("read", {"bytes": size}, before, members)
+                    self._add("read", {"flash bytes": size}, before, members)
                     for size in self._pieces(request.read_bytes * share)
                 )
             if latency_s:
                 before = (self._add("wait", {"seconds": latency_s}, before),)
             for size in self._pieces(request.write_bytes * share):
                 # flash is written at another rate than it is read
-                sizes = {"bytes": size, "flash time": size * self._flash_bytes_per_s() / write}
+                sizes = {"bytes": size, "flash bytes": size * self._flash_bytes_per_s() / write}
                 granted = self._granted("write", drive, size, before)
                 found.append(self._add("write", sizes, granted, members))
         return found
@@ -356,6 +354,11 @@ class _Graph:
         grants.add(size_bytes, self._add("wait", {"seconds": self.throttle.window_s}, (begun,)))
         self.granted[place] = begun
         return (begun,)
+
+    def _least_bytes(self, requests: float) -> float:
+        """Those that flash reads in the time that so many requests take it."""
+        rate = self.machine.get("device.flash.random_reads")
+        return 0.0 if rate is None else requests / rate * self._flash_bytes_per_s()
 
     def _flash_bytes_per_s(self) -> float:
         rate = self.system.group("flash").bytes_per_s

@@ -4,7 +4,7 @@ apart, and what is computed on them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ...device.trace.reader import Command, Trace
@@ -41,9 +41,11 @@ class Request:
     read_bytes, write_bytes: of flash.
     units: rows of so many sequences and heads, or so many pages, each of which lies in one drive.
     rounds: of reads that wait for one another.
+    requests: that read it; 0: so few that they do not count.
     reading: number of the command whose reads it takes in; None: it reads on its own.
     query_heads: that share a pass over the rows.
     flops_per_byte: of what is computed on what is read.
+    is_shown: what it reads goes to the host as it is.
     is_asynchronous: it has ended when it has begun, and its reads go on.
     """
 
@@ -52,9 +54,11 @@ class Request:
     write_bytes: int = 0
     units: int = 1
     rounds: int = 1
+    requests: int = 0
     reading: int | None = None
     query_heads: int = 1
     flops_per_byte: float = 1.0
+    is_shown: bool = False
     is_asynchronous: bool = False
 
     @property
@@ -91,15 +95,19 @@ def requests_of(trace: Trace) -> list[Request | None]:
         InvalidInputError: a verb that no part of any system serves.
         FormatError: a line that says what cannot be.
     """
-    units: dict[int, int] = {}
+    units, shown = dict[int, int](), set[int]()
     for command in trace.commands:
         waits_for = _waits_for(command)
         if waits_for is not None and "queries" in command.detail:
             units[waits_for] = _units(command)
-    return [None if command.failed else _request(command, units) for command in trace.commands]
+        if waits_for is not None and command.verb == "visit":
+            shown.add(waits_for)
+    return [
+        None if command.failed else _request(command, units, shown) for command in trace.commands
+    ]
 
 
-def _request(command: Command, units: Mapping[int, int]) -> Request:
+def _request(command: Command, units: Mapping[int, int], shown: Collection[int]) -> Request:
     verb, size_bytes = command.verb, command.size_bytes
     if verb in SAID:
         return Request(verb)
@@ -116,18 +124,40 @@ def _request(command: Command, units: Mapping[int, int]) -> Request:
         )
     if verb == "ahead":
         own = units.get(command.number, 1)
-        return Request(verb, size_bytes, units=own, is_asynchronous=True)
+        return Request(
+            verb,
+            size_bytes,
+            units=own,
+            is_shown=command.number in shown,
+            is_asynchronous=True,
+        )
     if verb in ("attend", "visit"):
         shared = _shape(command)[2] if "queries" in command.detail else 1
         own, reading = _units(command), _waits_for(command)
         read = size_bytes if reading is None else 0
         # rows of half precision, a product and a sum for each value and query head
         return Request(
-            verb, read, units=own, reading=reading, query_heads=shared, flops_per_byte=float(shared)
+            verb,
+            read,
+            units=own,
+            reading=reading,
+            query_heads=shared,
+            flops_per_byte=float(shared),
+            is_shown=verb == "visit",
         )
+    if "read_bytes" in command.detail:
+        size_bytes = command.detail.whole("read_bytes")
     pages = max(1, math.ceil(size_bytes / PAGE_BYTES))
     each = _maxsim_flops_per_byte(command) if verb == "maxsim" else 1.0
-    return Request(verb, size_bytes, units=pages, rounds=_rounds(command), flops_per_byte=each)
+    requests = command.detail.whole("requests") if "requests" in command.detail else 0
+    return Request(
+        verb,
+        size_bytes,
+        units=pages,
+        rounds=_rounds(command),
+        requests=requests,
+        flops_per_byte=each,
+    )
 
 
 def _maxsim_flops_per_byte(command: Command) -> float:
