@@ -18,7 +18,7 @@ from espnx.device.near_storage import NearStorageDevice
 
 from ..harness.registry import Say
 from ..harness.result import Row
-from ..harness.traces import recording
+from ..harness.traces import Steps, recording
 
 #: The system that others are compared with: the same disks, and all computing on the host.
 WITHOUT = "without"
@@ -78,19 +78,23 @@ def timed(
 
 @contextmanager
 def opened(
-    spec: DeviceSpec, directories: Sequence[str], *, record: Path | None = None, **options: Any
+    spec: DeviceSpec,
+    directories: Sequence[str],
+    *,
+    record: Path | None = None,
+    steps: Steps | None = None,
+    **options: Any,
 ) -> Iterator[tuple[list[NearStorageDevice], Topology]]:
     """Emulated devices of a spec, one for each directory, and the topology that they share.
-    `record`: the file of a trace."""
+    `record`: the file of a trace; `steps`: what is timed, for the file beside it."""
     with ExitStack() as stack:
         devices = Emulation(spec).together(directories, **options)
         for each in devices:
             stack.callback(each.close)
         topology, asked = devices[0].topology, list[NearStorageDevice](devices)
-        yield (
-            asked if record is None else recording(str(record), "espnx bench device", asked, stack),
-            topology,
-        )
+        if record is not None:
+            asked = recording(str(record), "espnx bench device", asked, stack, steps)
+        yield asked, topology
 
 
 def trace_file(folder: Path | None, n_devices: int, system: str) -> Path | None:

@@ -24,6 +24,7 @@ from espnx.postings import Found, Postings, SplitFound, SplitPostings, build_spl
 
 from ..harness.registry import Say
 from ..harness.result import Row
+from ..harness.traces import Steps
 from ..postings.corpus import df_of, make_passages, make_queries
 from . import emulated
 from .emulated import WITHOUT, Stretches, Timed
@@ -120,9 +121,10 @@ def _run(
         _parts(folder, placement, count),
         emulated.trace_file(work.record, count, system),
     )
-    places = [str(path) for path in paths]
+    places, steps = [str(path) for path in paths], Steps()
+    recorded = {"record": record, "steps": steps}
     with (
-        emulated.opened(work.spec, places, stretch=stretch, near_storage=scans, record=record) as (
+        emulated.opened(work.spec, places, stretch=stretch, near_storage=scans, **recorded) as (
             devices,
             topology,
         ),
@@ -134,7 +136,10 @@ def _run(
             if number == _WARM_UP:
                 before, since = topology.traffic(), topology.times()
             begun_s = topology.now()
-            result = postings.search(batch, work.k)
+            with steps.step():
+                result = postings.search(batch, work.k)
+            if number < _WARM_UP:
+                steps.forget()
             if number >= _WARM_UP:
                 times.append(topology.now() - begun_s)
                 found.append(result)

@@ -30,6 +30,7 @@ from espnx.retrieval.search.index import Index
 from ..corpora.mixtures import MIXTURES, Documents, Mixture, make_queries
 from ..harness.registry import Say
 from ..harness.result import Row
+from ..harness.traces import Steps
 from . import emulated
 from .emulated import WITHOUT, Stretches, Timed
 
@@ -166,9 +167,9 @@ def _run(
 ) -> _Run:
     spec = with_maxsim(work.spec, SYSTEMS[system])
     folder = str(partitions[0].parent)
-    record = emulated.trace_file(work.record, count, system)
+    record, steps = emulated.trace_file(work.record, count, system), Steps()
     with (
-        emulated.opened(spec, [folder] * count, stretch=stretch, record=record) as (
+        emulated.opened(spec, [folder] * count, stretch=stretch, record=record, steps=steps) as (
             devices,
             topology,
         ),
@@ -185,9 +186,11 @@ def _run(
             if number == _WARM_UP:
                 before, since = topology.traffic(), topology.times()
             begun_s = topology.now()
-            found = _merged(
-                work, list(pool.map(lambda index, some=some: _asked(work, index, some), indexes))
-            )
+            with steps.step():
+                parts = list(pool.map(lambda index, some=some: _asked(work, index, some), indexes))
+                found = _merged(work, parts)
+            if number < _WARM_UP:
+                steps.forget()
             if number >= _WARM_UP:
                 times.append(topology.now() - begun_s)
                 hits += found

@@ -29,6 +29,7 @@ from espnx.integrations.transformers.enable import enable_kv_cache
 
 from ..harness.registry import Say
 from ..harness.result import Row
+from ..harness.traces import Steps
 from ..kv.systems.caches import EspnxDecoder, HFDecoder
 from ..kv.systems.models import Task, logit_tolerance, write_weights
 from . import emulated
@@ -189,6 +190,7 @@ def _run(work: Work, weights: Path, directories: Sequence[str], name: str, stret
         "near_storage": system.near_storage,
         "hand_over": system.hand_over,
         "record": record,
+        "steps": (timed_steps := Steps()),
     }
     with emulated.opened(work.spec, directories, stretch=stretch, **near) as (devices, topology):
         x_rows = _x_rows(topology, work.batch) if system.has_x_rows else 0
@@ -209,10 +211,13 @@ def _run(work: Work, weights: Path, directories: Sequence[str], name: str, stret
                 if step == _WARM_UP:
                     before, since = topology.traffic(), topology.times()
                 begun_s = topology.now()
-                _, found = decoder.step(tokens[step])
-                if system.spill_interval == 1:
-                    for device in cache.store.striped.devices:
-                        device.flush()
+                with timed_steps.step():
+                    _, found = decoder.step(tokens[step])
+                    if system.spill_interval == 1:
+                        for device in cache.store.striped.devices:
+                            device.flush()
+                if step < _WARM_UP:
+                    timed_steps.forget()
                 if step >= _WARM_UP and found is not None:
                     times.append(topology.now() - begun_s)
                     logits.append(found.float())

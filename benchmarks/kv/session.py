@@ -25,7 +25,7 @@ from .attend import AttendWork
 from .resume import ResumeWork
 from .rss import reset_peak, resident_bytes
 from .speculation.work import SpeculationWork
-from .systems.caches import Decoder, HFDecoder, open_decoder
+from .systems.caches import Decoder, EspnxDecoder, HFDecoder, open_decoder
 from .systems.models import Task
 from .x_rows import XWork
 
@@ -100,6 +100,8 @@ class Session:
         """Does as `steps`, and says how much memory of its own the process had at most."""
         with sampled(anonymous_bytes) as peak:
             answer = self.do_steps(count, keep, folder)
+        if isinstance(self.decoder, EspnxDecoder):
+            self.decoder.steps.forget()
         return {**answer, "peak_bytes": max(peak)}
 
     def do_steps(self, count: int, keep: list[int], folder: str) -> Answer:
@@ -108,12 +110,16 @@ class Session:
         decoder, kept, chosen = self.decoder, list[tuple[int, torch.Tensor]](), list[list[int]]()
         decoder.rest()
         own, before = decoder.counters(), read_counters()
+        counted = (
+            decoder.steps.step() if isinstance(decoder, EspnxDecoder) else contextlib.nullcontext()
+        )
         begin = time.perf_counter()
-        for number in range(self._done, self._done + count):
-            ids, logits = decoder.step(self._tokens[number])
-            chosen.append(ids.tolist())
-            if logits is not None and number in keep:
-                kept.append((number, logits))
+        with counted:
+            for number in range(self._done, self._done + count):
+                ids, logits = decoder.step(self._tokens[number])
+                chosen.append(ids.tolist())
+                if logits is not None and number in keep:
+                    kept.append((number, logits))
         seconds = time.perf_counter() - begin
         spent, after = read_counters() - before, decoder.counters()
         for number, logits in kept:

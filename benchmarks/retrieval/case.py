@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..harness.registry import Case, Say
 from ..harness.result import Row
-from .names import SHOWS
+from .names import SHOWS, THROTTLED
 from .table import by_memory, by_size, table
 
 DESCRIPTION = """Searches a corpus by espnx and by baselines that share its first stage, its MaxSim
@@ -24,6 +24,8 @@ queries of the baseline's time over ours (above 1: ours is faster).
   # below, at and above the size that memory holds
   espnx bench retrieval --path /mnt/nvme --show sizes \\
       --docs 62500,125000,250000,500000,1000000,2000000 --memory 1GiB
+  # on a slower disk, and what it was asked
+  espnx bench retrieval --path /mnt/nvme --throttle 800MB/s --record traces
   # nDCG@10, MRR@10, recall@100 by format
   espnx bench retrieval --path /mnt/nvme --show formats --dataset DIR
 
@@ -181,6 +183,11 @@ def _add_searching(parser: ArgumentParser) -> None:
         help="table: espnx a second time, which writes a trace into DIR (espnx-recorded.trace)",
     )
     add("--engine", default="auto", help="of the record reads: auto, uring, posix (default: auto)")
+    add(
+        "--throttle",
+        metavar="RATE",
+        help=f"slow the disk down, such as 800MB/s (root, cgroup v1); {', '.join(THROTTLED)} alone",
+    )
 
 
 def run(args: Namespace, say: Say) -> list[Row]:

@@ -12,4 +12,6 @@ SHOWS = (
     "cascade",
     "sizes",
 )
+#: Those that `--throttle` has.
+THROTTLED = ("table", "batches", "callers", "cascade", "sizes")
 BASELINES = ("memory", "mmap-1", "mmap-2", "mmap-8", "mmap-willneed", "swap")

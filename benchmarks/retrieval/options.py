@@ -18,8 +18,9 @@ from ..harness.arguments import choices, positive, words
 from ..harness.registry import Say
 from ..harness.traces import trace_folder
 from ..machine.cgroup import check_limit_possible
+from ..machine.throttle import parse_rate
 from .fleet import Fleet, System
-from .names import SHOWS
+from .names import SHOWS, THROTTLED
 from .point import baseline_system, espnx_systems, recorded_systems
 
 NLIST, NLIST_LEAST = 4096, 16
@@ -57,6 +58,7 @@ class Options:
     engine: str
     seed: int
     quick: bool
+    throttle: int | None = None
 
     @property
     def nlist(self) -> int:
@@ -114,6 +116,11 @@ def read_options(args: Namespace) -> Options:
     for limit in limits:
         if limit is not None:
             check_limit_possible(limit)
+    throttle = parse_rate(args.throttle) if args.throttle else None
+    if throttle and (others := sorted(set(shows) - set(THROTTLED))):
+        raise InvalidInputError(
+            "--throttle", got=f"--show {','.join(others)}", expected=", ".join(THROTTLED)
+        )
     sizes = [positive("docs", word) for word in words(args.docs) or [args.docs]]
     sizes = list(dict.fromkeys(min(size, QUICK_DOCUMENTS) if quick else size for size in sizes))
     queries = min(args.queries, QUICK_QUERIES) if quick else args.queries
@@ -149,6 +156,7 @@ def read_options(args: Namespace) -> Options:
         engine=args.engine,
         seed=args.seed,
         quick=quick,
+        throttle=throttle,
     )
 
 

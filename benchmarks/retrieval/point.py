@@ -28,6 +28,7 @@ class Point:
         nprobe, candidates, rerank, k: of the searches. rerank None: all candidates.
         batch: queries of a search.
         threads: of the first stage; None for the index's own choice.
+        throttle: bytes per second of the disk; None: it runs free.
     """
 
     prepared: Prepared
@@ -38,6 +39,7 @@ class Point:
     batch: int
     threads: int | None
     k: int = 10
+    throttle: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -61,6 +63,7 @@ class Point:
             "rerank": self.rerank,
             "batch": self.batch,
             "threads": self.threads,
+            "throttle_bytes_per_s": self.throttle,
         }
 
     def __str__(self) -> str:
@@ -72,9 +75,10 @@ class Point:
             if self.threads
             else ""
         )
+        rate = f", throttled to {self.throttle / 1e6:g} MB/s" if self.throttle else ""
         return (
             f"{self.prepared.name}, {memory}, nprobe {self.nprobe}, {self.candidates} candidates, "
-            f"{depth}{batch}{threads}"
+            f"{depth}{batch}{threads}{rate}"
         )
 
 

@@ -25,7 +25,7 @@ from espnx.retrieval.search.result import SearchResult
 from espnx.retrieval.store.manifest import data_directories
 
 from ..corpora.stores import load_queries
-from ..harness.traces import recording
+from ..harness.traces import Steps, recording
 from ..machine.counters import read_counters
 from ..machine.memory import rss_bytes
 from .index import faiss_overlap, measure_index
@@ -46,7 +46,7 @@ class Session:
         self._ranker: WholeStoreRanker | None = None
         self._queries: list[Encoded] = []
         self._layout: LayoutReplay | None = None
-        self._recording = ExitStack()
+        self._recording, self._steps = ExitStack(), Steps()
 
     def handle(self, command: dict[str, Any]) -> dict[str, Any]:
         arguments = {key: value for key, value in command.items() if key != "do"}
@@ -104,7 +104,9 @@ class Session:
             device = None
             if record is not None:
                 devices = espnx.device.open("ssd", data_directories(store))
-                device = recording(record, "espnx bench retrieval", devices, self._recording)
+                device = recording(
+                    record, "espnx bench retrieval", devices, self._recording, self._steps
+                )
             self._index = Index(
                 store, engine=engine, threads=threads, coarse=coarse, hot=hot, device=device
             )
@@ -291,10 +293,11 @@ class Session:
 
         threads = [threading.Thread(target=work) for _ in range(callers)]
         begun = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with self._steps.step():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         return {"seconds": time.perf_counter() - begun, "latencies": latencies}
 
     def _search_one(self, number: int, options: dict[str, Any]) -> float:

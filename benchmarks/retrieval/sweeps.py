@@ -4,6 +4,7 @@ it (``show``)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from ..corpora.stores import QUERIES, Prepared
 from ..harness.registry import Say
 from ..harness.result import Row
+from ..machine.throttle import throttled
 from .bound import BoundMeter, batch_threshold
 from .curves import show_hit_rate, show_index_memory, show_layout
 from .fleet import Fleet, System
@@ -42,11 +44,17 @@ def measure_shows(options: Options, say: Say) -> list[Row]:
     wanted = [show for show in options.shows if show in of_corpora]
     for name in options.corpora if wanted else []:
         prepared = options.prepare(name, say)
-        for show in wanted:
-            say(f"{show} of corpus {prepared.name}")
-            rows += of_corpora[show](options, prepared, say)
+        with _slowed(options, prepared):  # before the processes, which inherit it
+            for show in wanted:
+                say(f"{show} of corpus {prepared.name}")
+                rows += of_corpora[show](options, prepared, say)
     rows += show_sizes(options, say) if "sizes" in options.shows else []
     return rows + (show_formats(options, say) if "formats" in options.shows else [])
+
+
+def _slowed(options: Options, prepared: Prepared) -> AbstractContextManager[None]:
+    """The disk of a store as `--throttle` wants it."""
+    return throttled(prepared.store, options.throttle) if options.throttle else nullcontext()
 
 
 def show_table(options: Options, prepared: Prepared, say: Say) -> list[Row]:
@@ -59,9 +67,7 @@ def show_table(options: Options, prepared: Prepared, say: Say) -> list[Row]:
             nprobe = resolve_nprobe(options, fleet, warm)
             for rerank in options.reranks:
                 for batch in options.batches:
-                    point = Point(
-                        prepared, limit, nprobe, options.candidates, rerank, batch, options.threads
-                    )
+                    point = _point(options, prepared, limit, nprobe, rerank, batch)
                     say(str(point))
                     meter = BoundMeter(fleet, point) if batch == 1 else None
                     rows += report(
@@ -73,6 +79,26 @@ def show_table(options: Options, prepared: Prepared, say: Say) -> list[Row]:
                         say,
                     )
     return rows
+
+
+def _point(
+    options: Options,
+    prepared: Prepared,
+    limit: int | None,
+    nprobe: int,
+    rerank: int | None,
+    batch: int = 1,
+) -> Point:
+    return Point(
+        prepared,
+        limit,
+        nprobe,
+        options.candidates,
+        rerank,
+        batch,
+        options.threads,
+        throttle=options.throttle,
+    )
 
 
 def split_systems(
@@ -98,14 +124,12 @@ def show_batches(options: Options, prepared: Prepared, say: Say) -> list[Row]:
             nprobe = resolve_nprobe(options, fleet, warm[:40])
             for rerank in options.reranks:
                 for size in sizes[:3] if options.quick else sizes:
-                    point = Point(
-                        prepared, limit, nprobe, options.candidates, rerank, size, options.threads
-                    )
+                    point = _point(options, prepared, limit, nprobe, rerank, size)
                     say(str(point))
                     turns = 3 if options.quick else max(LEAST_BATCHES, options.queries // size)
                     found = measure(point, fleet, [], queries, warm, options.seed, say, turns=turns)
                     rows += report(rows_of("batches", point, found), say)
-                one = Point(prepared, limit, nprobe, options.candidates, rerank, 1, options.threads)
+                one = _point(options, prepared, limit, nprobe, rerank)
                 rows.append(batch_threshold(fleet, AUTO, one, queries[:20], 0.1))
     return rows
 
@@ -118,9 +142,7 @@ def show_callers(options: Options, prepared: Prepared, say: Say) -> list[Row]:
         with Fleet(prepared, [MEMORY, AUTO], limit, options.threads, options.engine) as fleet:
             nprobe = resolve_nprobe(options, fleet, warm)
             for rerank in options.reranks:
-                point = Point(
-                    prepared, limit, nprobe, options.candidates, rerank, 1, options.threads
-                )
+                point = _point(options, prepared, limit, nprobe, rerank)
                 warm_up(fleet, fleet.systems, point, warm)
                 for callers in CALLERS:
                     for system in fleet.systems:
@@ -172,7 +194,7 @@ def show_cascade(options: Options, prepared: Prepared, say: Say) -> list[Row]:
     for limit in options.limits:
         with Fleet(prepared, systems, limit, options.threads, options.engine) as fleet:
             nprobe = resolve_nprobe(options, fleet, warm)
-            point = Point(prepared, limit, nprobe, options.candidates, None, 1, options.threads)
+            point = _point(options, prepared, limit, nprobe, None)
             say(str(point))
             rows += report(
                 rows_of(
@@ -195,16 +217,12 @@ def show_sizes(options: Options, say: Say) -> list[Row]:
         sized.prepare(name, say) for name in options.corpora for sized in options.of_sizes(name)
     ):
         for limit in options.limits:
-            with Fleet(prepared, resident, limit, options.threads, options.engine) as fleet:
-                point = Point(
-                    prepared,
-                    limit,
-                    resolve_nprobe(options, fleet, warm),
-                    options.candidates,
-                    None,
-                    1,
-                    options.threads,
-                )
+            with (
+                _slowed(options, prepared),
+                Fleet(prepared, resident, limit, options.threads, options.engine) as fleet,
+            ):
+                nprobe = resolve_nprobe(options, fleet, warm)
+                point = _point(options, prepared, limit, nprobe, None)
                 say(f"{prepared.documents:,} documents: {point}")
                 measured = measure(point, fleet, cached, queries, warm, options.seed, say)
                 size, found = (

@@ -40,6 +40,8 @@ def what(row: Row) -> str:
         text += f", {params['callers']} callers"
     if params.get("threads"):
         text += f", {params['threads']} thread{'s' if params['threads'] > 1 else ''}"
+    if params.get("throttle_bytes_per_s"):
+        text += f", at {params['throttle_bytes_per_s'] / 1e6:g} MB/s"
     return text
 
 

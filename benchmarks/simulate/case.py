@@ -1,5 +1,5 @@
-"""``espnx bench simulate``: page reads that the queues of `espnx simulate` walk in a second of a
-processor, beside a plain heap in C++."""
+"""``espnx bench simulate``: how fast the queues of `espnx simulate` walk, beside a plain heap in
+C++; and what they say of recorded programs, beside what these take."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from espnx.errors import InvalidInputError
 
+from ..harness.arguments import choices, positive, words
 from ..harness.cells import metric, ratio
 from ..harness.registry import Case, Say
 from ..harness.result import Row
@@ -20,28 +21,97 @@ if TYPE_CHECKING:
     from ..harness.runner import Sample
     from .work import Reads
 
-DESCRIPTION = """Reads of pages of a drive pass eight parts each, with the account of every part's
-service, waiting and idle time. The plain heap is compiled by g++ before (-O3), walks the same
-commands on one core, and keeps the same account; it has to end every command at the same moment as
-ours, and ours twice at the same to the bit. Times are those of a processor, ours with what Python
-hands over.
+DESCRIPTION = """heap: reads of pages of a drive pass eight parts each, with the account of every
+part's service, waiting and idle time. The plain heap is compiled by g++ before (-O3), walks the
+same commands on one core, and keeps the same account; it has to end every command at the same
+moment as ours, and ours twice at the same to the bit. Times are those of a processor, ours with
+what Python hands over.
+
+throttle: a model that decodes and a corpus that is searched are recorded while the disk runs free;
+then they run under throttles, and take as long as predicted, or not (root, cgroup v1). device:
+what `espnx bench device` records on emulated devices, predicted, beside the emulated time.
 
   espnx bench simulate
-  espnx bench simulate --reads 1000000 --json simulate.json"""
+  espnx bench simulate --reads 1000000 --json simulate.json
+  espnx bench simulate --show throttle,device --path /mnt/nvme --pairs 15 \\
+      --json simulate-measured.json
+
+throttle takes 10 GB of disk; its corpus stays below --path. --pairs are its turns."""
+SHOWS = ("heap", "throttle", "device")
+EMULATED = ("topology", "search", "postings")
 READS = "300000"
+#: Of the model of --quick.
+SMALL = {
+    "hidden_size": 128,
+    "word_embed_proj_dim": 128,
+    "ffn_dim": 128,
+    "vocab_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 READS_MAX = 10**7
 
 
 def configure(parser: ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.formatter_class = RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--reads", metavar="N", default=READS, help=f"of pages (default: {READS}; --quick 3000)"
+    add = parser.add_argument
+    add(
+        "--show",
+        metavar="S,...",
+        default="heap",
+        help=f"what to measure: {', '.join(SHOWS)} (default: heap)",
+    )
+    add("--reads", metavar="N", default=READS, help=f"of pages (default: {READS}; --quick 3000)")
+    add(
+        "--path",
+        metavar="DIR",
+        default=".",
+        help="throttle, device: a directory on the disk (default: the current one)",
+    )
+    add(
+        "--throttle",
+        metavar="RATE,...",
+        default="800MB/s,400MB/s",
+        help="throttle: each in turn (default: %(default)s)",
+    )
+    add(
+        "--documents",
+        type=int,
+        metavar="N",
+        default=100_000,
+        help="throttle: that are searched (default: %(default)s)",
+    )
+    add(
+        "--emulated",
+        metavar="S,...",
+        default=",".join(EMULATED),
+        help="device: shows of `espnx bench device` (default: %(default)s)",
+    )
+    add(
+        "--devices",
+        metavar="N,...",
+        default="1,2,4,8,16",
+        help="device: how many (default: %(default)s)",
+    )
+    add(
+        "--stretch",
+        type=float,
+        metavar="F",
+        default=60.0,
+        help="device: wall seconds of a virtual one, to begin with (default: %(default)g)",
     )
 
 
 def run(args: Namespace, say: Say) -> list[Row]:
-    """Raises InvalidInputError; MissingDependencyError: there is no compiler."""
+    """Raises InvalidInputError; MissingDependencyError: there is no compiler; PathUnavailableError:
+    no throttle can be had."""
+    shows = choices(args.show, SHOWS, "--show")
+    measured = {"heap": _heap, "throttle": _throttled, "device": _emulated}
+    return [row for show in shows for row in measured[show](args, say)]
+
+
+def _heap(args: Namespace, say: Say) -> list[Row]:
     from ..harness.runner import compare
     from .heap import compile_heap
     from .work import page_reads
@@ -61,6 +131,40 @@ def run(args: Namespace, say: Say) -> list[Row]:
             seed=args.seed,
             say=say,
         )
+
+
+def _throttled(args: Namespace, say: Say) -> list[Row]:
+    from ..kv.systems.models import CONFIGS
+    from ..machine.throttle import parse_rate
+    from .throttled import Work, measure
+
+    rates = [parse_rate(word) for word in words(args.throttle)]
+    if not rates:
+        raise InvalidInputError("--throttle", got=repr(args.throttle), expected="800MB/s, ...")
+    path, name = Path(args.path).resolve(), "opt-125m"
+    if not path.is_dir():
+        raise InvalidInputError("--path", got=args.path, expected="an existing directory")
+    documents = positive("--documents", args.documents)
+    if args.quick:
+        small = {"file_bytes": 8 << 20, "run_s": 0.02}
+        config = {**CONFIGS[name], **SMALL}
+        work = Work(path, rates, 2, "a small opt", config, 2, 64, 2, 400, 4, 64, args.seed, **small)
+        return measure(work, say)
+    turns = positive("--pairs", args.pairs)
+    return measure(
+        Work(
+            path, rates, turns, name, dict(CONFIGS[name]), 4, 3840, 8, documents, 100, 1000,
+            args.seed,
+        ),
+        say,
+    )  # fmt: skip
+
+
+def _emulated(args: Namespace, say: Say) -> list[Row]:
+    from .emulated import measure
+
+    shows = choices(args.emulated, EMULATED, "--emulated")
+    return measure(Path(args.path), shows, args.devices, args.stretch, args, say)
 
 
 class _System:
@@ -139,6 +243,11 @@ class Heap(_System):
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """A table of the rows of one kind: predictions and what they predict, or walks."""
+    from .compared import table as compared
+
+    if rows and "show" in rows[0].params:
+        return compared([row for row in rows if "show" in row.params])
     headers = ["system", "reads", "parts each", "reads/CPU s", "over the heap"]
     return headers, [
         [
@@ -149,13 +258,20 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
             ratio(row, "plain-heap"),
         ]
         for row in rows
+        if "reads" in row.params
     ]
+
+
+def leaves(directory: Path) -> list[Path]:
+    """The corpus, which is one of `espnx bench retrieval`."""
+    return [note.parent for note in directory.glob("*/CORPUS.json")]
 
 
 CASE = Case(
     name="simulate",
-    summary="page reads that the queues of `espnx simulate` walk, beside a plain heap",
+    summary="the queues of `espnx simulate`: their pace, and their predictions beside measurements",
     configure=configure,
     run=run,
     table=table,
+    leaves=leaves,
 )

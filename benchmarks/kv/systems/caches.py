@@ -25,7 +25,7 @@ from espnx.kv.read_ahead import Arrived
 from espnx.kv.rows import LayerRows
 from espnx.kv.shown import unpacked
 
-from ...harness.traces import recording
+from ...harness.traces import Steps, recording
 from .memmap_cache import MemmapCache
 from .models import KVShape, Rows, Task, load_model
 
@@ -150,15 +150,15 @@ class EspnxDecoder(HFDecoder):
 
     def __init__(self, *given: Any):
         self._open = ExitStack()
+        self.steps = Steps()
         super().__init__(*given)
 
     def make_cache(self) -> Cache:
         enable_kv_cache(self.model)
         options = dict(self.options)
         if (file := options.pop("record", None)) is not None:
-            options["device"] = recording(
-                file, "espnx bench kv", [open_device("ssd", self.storage)], self._open
-            )
+            devices = [open_device("ssd", self.storage)]
+            options["device"] = recording(file, "espnx bench kv", devices, self._open, self.steps)
         return KVCache(self.model.config, self.storage, **options)
 
     @property

@@ -6,9 +6,10 @@ from __future__ import annotations
 import numpy as np
 
 from ..model.spec import Accelerator
+from ..pages import page_reads
 from ..record_layout import RecordLayout
 from ..records.commands import MaxsimCommand
-from .work import COMPUTE, Group, Leg, Work, groups_of, page_reads
+from .work import COMPUTE, Group, Leg, Work, groups_of
 
 _SCORE_BYTES = 8  # a float32, and the record's number
 

@@ -15,8 +15,9 @@ from typing import Protocol
 import numpy as np
 
 from ..model.spec import Accelerator
+from ..pages import PAGE_BYTES
 from ..vectors.interface import WALK_REPLY
-from .work import COMPUTE, PAGE_BYTES, Leg, Work
+from .work import COMPUTE, Leg, Work
 
 #: Of a page of codes.
 CODE_PAGE_BYTES = 4096

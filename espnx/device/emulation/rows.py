@@ -21,9 +21,9 @@ from ...storage import Plan
 from ..command import Part
 from ..cost import rows as cost
 from ..cost.rows import HandOver, HeadRows, check_memory
-from ..cost.work import page_reads
 from ..interface import PIECE, READ_AHEAD_BYTES, Capabilities, Segment, SegmentView, Show
 from ..model.spec import Accelerator, DeviceSpec
+from ..pages import page_reads
 from ..row_layout import RowLayout
 from ..rows.file import SEGMENT_READ
 from ..rows.ssd import SsdRowDevice

@@ -269,6 +269,8 @@ class ScanCommand(Command):
             "reply": self.data_len,
             "payload": base64.b64encode(self.payload).decode(),
             "waited_s": 0.0,
+            "read_bytes": self.flash_bytes,
+            "requests": len(self.lists.places),
         }
 
     @classmethod

@@ -13,6 +13,7 @@ from ...storage import Future
 from ...storage.parse import Fields
 from ..command import Command
 from ..interface import Pairs, RecordQuery
+from ..pages import page_reads
 from ..record_layout import RecordLayout
 
 #: Of the queries of one request, in values: what a trace asks for is made in memory.
@@ -67,7 +68,14 @@ class MaxsimCommand(Command):
             "is_urgent": self.is_urgent,
             "deadline_s": self.deadline_s,
             "waited_s": 0.0,
+            **self._pages(stored),
         }
+
+    def _pages(self, stored: RecordLayout) -> dict[str, int]:
+        """What flash reads: whole pages, in so many requests."""
+        places = (each.numpy() for each in stored.locate(np.ascontiguousarray(self.numbers)))
+        begins, sizes = page_reads(*places, self.gap_bytes)
+        return {"read_bytes": int(sizes.sum()), "requests": int(begins.sum())}
 
     @classmethod
     def of_line(cls, said: Fields, stored: RecordLayout, memo: dict[Any, Any]) -> MaxsimCommand:

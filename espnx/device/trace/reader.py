@@ -56,13 +56,16 @@ class Command:
 class Trace:
     """Attributes: program: that ran; devices: ``name``, ``kind`` and ``path`` of each; commands: in
     the order of their numbers; is_whole: it has an end. Of version 1, which has none, nobody can
-    say; has_all_host_s: the host's work is there where another command ran, too."""
+    say; has_all_host_s: the host's work is there where another command ran, too; stretch: wall
+    seconds of a virtual one, of emulated devices, whose times are the wall's all the same (0: the
+    wall had no part in them)."""
 
     program: str
     devices: list[dict[str, str]]
     commands: list[Command] = field(repr=False)
     is_whole: bool = True
     has_all_host_s: bool = True
+    stretch: float | None = None
 
     @property
     def wall_s(self) -> float:
@@ -99,8 +102,16 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     for before, command in pairwise(commands):
         if command.number == before.number:
             command.detail.refuse("n", "a number that no other line has")
+    stretch = head.real("stretch") if "stretch" in head else None
+    if stretch is not None and stretch < 0:
+        head.refuse("stretch", "0 or more")
     return Trace(
-        head.text("program"), devices, commands, version != _WITHOUT_END, version == VERSION
+        head.text("program"),
+        devices,
+        commands,
+        version != _WITHOUT_END,
+        version == VERSION,
+        stretch,
     )
 
 

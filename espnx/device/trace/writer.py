@@ -52,16 +52,22 @@ class TraceWriter:
             raise errors.WriteError(
                 "cannot write the trace", path=self.path, errno=error.errno
             ) from error
-        self._write(
-            {
-                "espnx_trace": VERSION,
-                "program": program,
-                "devices": [
-                    {"name": each.name, "kind": each.kind, "path": os.path.abspath(each.path)}
-                    for each in devices
-                ],
-            }
-        )
+        head = {
+            "espnx_trace": VERSION,
+            "program": program,
+            "devices": [
+                {"name": each.name, "kind": each.kind, "path": os.path.abspath(each.path)}
+                for each in devices
+            ],
+        }
+        # of emulated devices, which together have one topology
+        topology = getattr(devices[0], "topology", None) if devices else None
+        self._write(head if topology is None else head | {"stretch": topology.stretch})
+
+    @property
+    def begun_s(self) -> float:
+        """`time.perf_counter` when recording began."""
+        return self._begun
 
     @property
     def commands(self) -> int:

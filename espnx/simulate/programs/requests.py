@@ -4,7 +4,7 @@ apart, and what is computed on them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ...device.trace.reader import Command, Trace
@@ -25,6 +25,8 @@ SAID = (
     "sync",
     "restore",
 )
+#: They wait until the rows are written that were put before.
+ENDS_WRITES = ("flush", "sync")
 WRITES = ("put", "join")
 READS = ("ahead", "attend", "visit", "maxsim", "read", "search", "walk", "distances", "scan")
 #: Verbs that a drive with an accelerator computes; other bytes pass to the host.
@@ -39,8 +41,11 @@ class Request:
     read_bytes, write_bytes: of flash.
     units: rows of so many sequences and heads, or so many pages, each of which lies in one drive.
     rounds: of reads that wait for one another.
+    requests: that read it; 0: so few that they do not count.
     reading: number of the command whose reads it takes in; None: it reads on its own.
     query_heads: that share a pass over the rows.
+    flops_per_byte: of what is computed on what is read.
+    is_shown: what it reads goes to the host as it is.
     is_asynchronous: it has ended when it has begun, and its reads go on.
     """
 
@@ -49,13 +54,38 @@ class Request:
     write_bytes: int = 0
     units: int = 1
     rounds: int = 1
+    requests: int = 0
     reading: int | None = None
     query_heads: int = 1
+    flops_per_byte: float = 1.0
+    is_shown: bool = False
     is_asynchronous: bool = False
 
     @property
     def is_empty(self) -> bool:
         return not (self.read_bytes or self.write_bytes)
+
+
+@dataclass(frozen=True)
+class VerbTimes:
+    """All commands of a verb. Attributes: count; read_bytes; write_bytes; recorded_s and
+    predicted_s: added up, from a command's beginning to its end."""
+
+    count: int = 0
+    read_bytes: int = 0
+    write_bytes: int = 0
+    recorded_s: float = 0.0
+    predicted_s: float = 0.0
+
+    def with_one(self, request: Request, recorded_s: float, predicted_s: float) -> VerbTimes:
+        """With one more."""
+        return VerbTimes(
+            self.count + 1,
+            self.read_bytes + request.read_bytes,
+            self.write_bytes + request.write_bytes,
+            self.recorded_s + recorded_s,
+            self.predicted_s + predicted_s,
+        )
 
 
 def requests_of(trace: Trace) -> list[Request | None]:
@@ -65,15 +95,19 @@ def requests_of(trace: Trace) -> list[Request | None]:
         InvalidInputError: a verb that no part of any system serves.
         FormatError: a line that says what cannot be.
     """
-    units: dict[int, int] = {}
+    units, shown = dict[int, int](), set[int]()
     for command in trace.commands:
         waits_for = _waits_for(command)
         if waits_for is not None and "queries" in command.detail:
             units[waits_for] = _units(command)
-    return [None if command.failed else _request(command, units) for command in trace.commands]
+        if waits_for is not None and command.verb == "visit":
+            shown.add(waits_for)
+    return [
+        None if command.failed else _request(command, units, shown) for command in trace.commands
+    ]
 
 
-def _request(command: Command, units: Mapping[int, int]) -> Request:
+def _request(command: Command, units: Mapping[int, int], shown: Collection[int]) -> Request:
     verb, size_bytes = command.verb, command.size_bytes
     if verb in SAID:
         return Request(verb)
@@ -90,14 +124,53 @@ def _request(command: Command, units: Mapping[int, int]) -> Request:
         )
     if verb == "ahead":
         own = units.get(command.number, 1)
-        return Request(verb, size_bytes, units=own, is_asynchronous=True)
+        return Request(
+            verb,
+            size_bytes,
+            units=own,
+            is_shown=command.number in shown,
+            is_asynchronous=True,
+        )
     if verb in ("attend", "visit"):
         shared = _shape(command)[2] if "queries" in command.detail else 1
         own, reading = _units(command), _waits_for(command)
         read = size_bytes if reading is None else 0
-        return Request(verb, read, units=own, reading=reading, query_heads=shared)
+        # rows of half precision, a product and a sum for each value and query head
+        return Request(
+            verb,
+            read,
+            units=own,
+            reading=reading,
+            query_heads=shared,
+            flops_per_byte=float(shared),
+            is_shown=verb == "visit",
+        )
+    if "read_bytes" in command.detail:
+        size_bytes = command.detail.whole("read_bytes")
     pages = max(1, math.ceil(size_bytes / PAGE_BYTES))
-    return Request(verb, size_bytes, units=pages, rounds=_rounds(command))
+    each = _maxsim_flops_per_byte(command) if verb == "maxsim" else 1.0
+    requests = command.detail.whole("requests") if "requests" in command.detail else 0
+    return Request(
+        verb,
+        size_bytes,
+        units=pages,
+        rounds=_rounds(command),
+        requests=requests,
+        flops_per_byte=each,
+    )
+
+
+def _maxsim_flops_per_byte(command: Command) -> float:
+    """A product and a sum for each value of a record, of half precision, and each token of the
+    queries that want it."""
+    detail = command.detail
+    if not ("queries" in detail and "pairs" in detail and "places" in detail):
+        return 1.0
+    tokens = detail.wholes("queries", count=1 << 20)
+    records = len(detail.wholes("places", count=1 << 24))
+    if not tokens or not records:
+        return 1.0
+    return sum(tokens) / len(tokens) * detail.whole("pairs") / records
 
 
 def _waits_for(command: Command) -> int | None:

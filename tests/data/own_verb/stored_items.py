@@ -13,10 +13,11 @@ import torch
 
 from espnx import errors
 from espnx.device.command import Command, Part
-from espnx.device.cost.work import COMPUTE, Group, Leg, Work, groups_of, page_reads
+from espnx.device.cost.work import COMPUTE, Group, Leg, Work, groups_of
 from espnx.device.interface import Capabilities, DeviceStats, FilePath
 from espnx.device.kinds import PartKind, Verb
 from espnx.device.model.spec import Accelerator
+from espnx.device.pages import page_reads
 from espnx.device.plain import SsdDevice
 from espnx.ops.crc32c import crc32c_ranges
 from espnx.storage import NativeEngine, Plan

@@ -1,0 +1,203 @@
+"""Programs that run here, recorded while the disk runs free: what `espnx simulate` says of them on
+the same disk under a throttle, and what they then take under it.
+
+The disk is measured free, as `espnx device calibrate` does; the throttle is what Linux's is
+(`espnx.simulate.programs.graph.Throttle`). A turn begins after a pause, so that a whole slice of
+the throttle is there; it is predicted as a whole, with what its steps have in common.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from espnx.device.model.disk import disk_spec, measure_disk
+from espnx.device.model.spec import DeviceSpec
+from espnx.device.trace.reader import read_trace
+from espnx.simulate.programs.answer import step_times
+from espnx.simulate.programs.graph import Throttle
+
+from ..corpora.mixtures import MIXTURES, Mixture
+from ..corpora.stores import Prepared, ensure_store
+from ..harness.registry import Say
+from ..harness.result import Row
+from ..harness.traces import read_steps
+from ..kv import fleet as kv
+from ..kv.systems.models import Task
+from ..machine.throttle import throttled
+from ..retrieval import fleet as retrieval
+from .compared import predicted_row, row
+from .machines import machine_of
+
+#: A throttle grants in slices of 0.1 s: a turn that follows another at once inherits part of one.
+_SETTLE_S = 0.5
+_WARM_UP, _CHECKED, _K = 2, 3, 10
+#: How far a prediction may be off.
+DECODE, SEARCH = 0.05, 0.15
+_PREFETCH = [0.3]  # what the chooser chooses depends on the disk
+
+
+@dataclass(frozen=True)
+class Work:
+    """Attributes: path: on the disk. rates: bytes/s of the throttles. turns: of each program, under
+    each. config, batch, context, steps: of what decodes, and tokens of a turn. documents, searches,
+    candidates: of what is searched, and of a turn. file_bytes, run_s: of the disk's measurement."""
+
+    path: Path
+    rates: Sequence[int]
+    turns: int
+    name: str
+    config: dict[str, Any]
+    batch: int
+    context: int
+    steps: int
+    documents: int
+    searches: int
+    candidates: int
+    seed: int
+    file_bytes: int = 256 << 20
+    run_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Attributes: times: seconds of each turn, by what ran; results: tokens, or hits; path: of the
+    bytes; asked_bytes: by a turn, by what ran."""
+
+    times: dict[str, list[float]]
+    results: Any
+    path: str
+    asked_bytes: dict[str, int]
+
+
+def measure(work: Work, say: Say) -> list[Row]:
+    """Rows of both programs: free, and under each throttle with the prediction behind. Raises
+    PathUnavailableError (no throttle here), and what decoding and searching raise."""
+    with throttled(work.path, work.rates[0]):  # told before the long way
+        pass
+    with tempfile.TemporaryDirectory(prefix="espnx-bench-simulate-", dir=work.path) as folder:
+        say("measuring the disk")
+        found = measure_disk(folder, file_bytes=work.file_bytes, run_s=work.run_s)
+        when = f"before the runs, {datetime.date.today().isoformat()}"
+        disk = disk_spec("this-disk", "this machine's disk", found, measured=when)
+        rows = _compared(_Decoding(work, Path(folder), say), work, disk, DECODE, say)
+        return rows + _compared(_Searching(work, Path(folder), say), work, disk, SEARCH, say)
+
+
+def _compared(
+    program: _Decoding | _Searching, work: Work, disk: DeviceSpec, allowed: float, say: Say
+) -> list[Row]:
+    say(f"{program.name}, recorded, the disk free")
+    free = program.run(record=True)
+    trace = read_trace(program.trace)
+    steps, machine = read_steps(program.trace), machine_of(disk, 1, computes_inside=False)
+    rows = [
+        row(
+            _params(what, None), "free", "measured", times, path=free.path,
+            size_bytes=free.asked_bytes[what],
+        )
+        for what, times in free.times.items()
+    ]  # fmt: skip
+    for rate in work.rates:
+        say(f"{program.name}, {rate / 1e6:g} MB/s")
+        with throttled(work.path, rate):
+            slow = program.run(record=False)
+        predicted = step_times(machine, trace, steps, throttle=Throttle(rate))
+        first = 0
+        for what, times in slow.times.items():
+            own = predicted[first : first + len(times)]
+            first += len(times)
+            rows.append(
+                row(
+                    _params(what, rate), "throttled", "measured", times, path=slow.path,
+                    size_bytes=slow.asked_bytes[what], correct=slow.results == free.results,
+                )
+            )  # fmt: skip
+            rows.append(predicted_row(_params(what, rate), own, rows[-1], allowed))
+            say(
+                f"    {what}: {1e3 * statistics.median(times):.1f} ms a turn, predicted "
+                f"{1e3 * statistics.median(own):.1f}"
+            )
+    return rows
+
+
+def _params(what: str, rate: int | None) -> dict[str, Any]:
+    under = "nothing" if rate is None else f"{rate / 1e6:g} MB/s"
+    return {"show": "throttle", "what": what, "under": under, "throttle_bytes_per_s": rate}
+
+
+class _Decoding:
+    """A model decodes with K and V on the disk."""
+
+    def __init__(self, work: Work, folder: Path, say: Say):
+        self._work, self._say = work, say
+        self.name, self.trace = "decode", folder / "decode.trace"
+        steps = _WARM_UP + work.turns * work.steps
+        self._task = Task(
+            work.name, work.config, work.batch, work.context, steps, "fp16", work.seed
+        )
+
+    def run(self, *, record: bool) -> _Run:
+        work, task = self._work, self._task
+        options = {"record": str(self.trace)} if record else {}
+        spec = kv.Spec("espnx", "espnx", options)
+        what = f"{work.steps} steps of {work.name}, {work.batch} x {work.context:,}"
+        times = []
+        with kv.Fleet(task, [spec], work.path, kv.Limit("ample"), _WARM_UP, [], self._say) as fleet:
+            for _ in range(work.turns):
+                time.sleep(_SETTLE_S)
+                times.append(fleet.steps(spec.name, work.steps)["seconds"])
+            ids, path = fleet.ids[spec.name], str(fleet.facts[spec.name]["effective_path"])
+        asked = task.kv_bytes(task.context + task.steps // 2) * work.steps
+        return _Run({what: times}, ids, path, {what: asked})
+
+
+class _Searching:
+    """A corpus is searched: all candidates scored, and the best 64."""
+
+    def __init__(self, work: Work, folder: Path, say: Say):
+        self._work = work
+        self.name, self.trace = "search", folder / "search.trace"
+        corpus = Mixture("B", work.documents, MIXTURES["B"])
+        nlist = max(16, work.documents * 4096 // 1_000_000)
+        self._prepared: Prepared = ensure_store(work.path, "B", corpus, {"nlist": nlist}, say)
+
+    def run(self, *, record: bool) -> _Run:
+        work = self._work
+        opening = {"record": str(self.trace)} if record else {}
+        system = retrieval.System("espnx", opening=opening)
+        times: dict[str, list[float]] = {}
+        asked: dict[str, int] = {}
+        hits = []
+        with retrieval.Fleet(self._prepared, [system], None, None) as fleet:
+            worker, facts = fleet.worker_of(system), fleet.facts(system)
+            for rerank in (None, 64):
+                depth = "exact" if rerank is None else f"re-rank {rerank}"
+                what = f"{work.searches} searches, {depth}, {work.documents:,} documents"
+                options = {
+                    "k": _K,
+                    "candidates": work.candidates,
+                    "rerank": rerank,
+                    "nprobe": facts["default_nprobe"],
+                    "prefetch_step": _PREFETCH,
+                }
+                queries = list(range(work.searches))
+                some = [
+                    worker.ask("search", queries=[each], options=options)
+                    for each in queries[:_CHECKED]
+                ]
+                hits += [each["hits"] for each in some]
+                of_one = statistics.fmean(each["bytes_asked"] for each in some)
+                asked[what] = round(of_one * len(queries))
+                times[what] = []
+                for _ in range(work.turns):
+                    time.sleep(_SETTLE_S)
+                    answer = worker.ask("callers", queries=queries, options=options, callers=1)
+                    times[what].append(answer["seconds"])
+        return _Run(times, hits, str(facts["effective_path"]), asked)
