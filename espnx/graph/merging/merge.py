@@ -43,6 +43,7 @@ from ..updates.pending import Pending
 from ..write import GraphFiles, Progress, code_pages, pages_of, publish, writing_version
 from .coding import codebook_for
 from .numbers import Numbers, choose_numbers
+from .order import packed_order, reordered
 from .prune import POOL_MOST, robust_prune, without_copies
 
 _BLOCK_BYTES = 4 << 20
@@ -98,6 +99,10 @@ class _Merge:
             engine, folder / "codes", replace(layout, n=names), memory_bytes // 4
         )
         options = pages.facts.options
+        #: Pages are packed anew where they hold several nodes; ids of old ones are kept for it.
+        self._packs = layout.nodes_per_page > 1
+        self._old_ids = np.empty(self._n if self._packs else 0, np.uint32)
+        self._memory_bytes = memory_bytes
         self._alpha = float(options.get("alpha", 1.2))
         self._list_size = int(options.get("list_size", 100))
         self._longest: float | None = None
@@ -114,8 +119,10 @@ class _Merge:
         """Everything, in order."""
         self._read()
         found = self._additions()
-        numbers = choose_numbers(self._n, self._dead, found, self._layout.nodes_per_page)
+        numbers = choose_numbers(self._n, self._dead, len(self._ids))
         edges = self._edges(found, numbers)
+        if self._packs:
+            numbers, edges = self._packed(numbers, edges)
         entries = self._entries(edges, numbers)
         try:
             return publish(
@@ -146,6 +153,8 @@ class _Merge:
                 part = slice(first, first + len(nodes))
                 if self._exact is not None:
                     self._exact[part] = rows
+                if self._packs:
+                    self._old_ids[part] = nodes["row"]
                 longest = max(longest, _longest(rows))
                 codes = self._book.encode(rows) if held is None else held[part]
                 file.write(np.ascontiguousarray(codes).reshape(-1).data)
@@ -352,18 +361,42 @@ class _Merge:
             kept[some] = self._pruned(names[some], targets[some], pool)
         return kept
 
+    def _packed(self, numbers: Numbers, edges: EdgesFile) -> tuple[Numbers, EdgesFile]:
+        """The same, once pages hold neighbours again. Pages are written anew in any case: those in
+        which additions took the places of what was deleted would hold what is far apart."""
+        self._progress("pack", 0, numbers.n_new)
+        order = packed_order(
+            edges,
+            lambda wanted: self._points(numbers.names_of(wanted)),
+            self._layout.nodes_per_page,
+            self._root(numbers),
+            self._memory_bytes // 2,
+        )
+        packed = reordered(self._engine, edges, numbers, order, self._folder / "packed_edges")
+        edges.path.unlink()
+        self._progress("pack", numbers.n_new, numbers.n_new)
+        return packed
+
+    def _living_entries(self, numbers: Numbers) -> tuple[np.ndarray, np.ndarray]:
+        """(numbers of nodes at which searches began and that are still there; which these are)"""
+        lives = ~np.isin(self._facts.entries, self._dead)
+        return numbers.number_of(self._facts.entries[lives]), lives
+
+    def _root(self, numbers: Numbers) -> int:
+        """The node in the middle of those at which searches began, as codes tell."""
+        old, lives = self._living_entries(numbers)
+        if not len(old):
+            return 0
+        points = self._facts.codebook.decode(self._facts.entry_codes[lives])
+        return int(old[np.argmin(np.square(points - points.mean(axis=0)).sum(axis=1))])
+
     def _entries(self, edges: EdgesFile, numbers: Numbers) -> np.ndarray:
         """Nodes at which searches begin: as before, and others in the place of those deleted."""
         n = numbers.n_new
         if not n:
             return np.empty(0, np.int64)
         facts = self._facts
-        lives = ~np.isin(facts.entries, self._dead)
-        old = numbers.number_of(facts.entries[lives])
-        root = 0
-        if len(old):
-            points = facts.codebook.decode(facts.entry_codes[lives])
-            root = int(old[np.argmin(np.square(points - points.mean(axis=0)).sum(axis=1))])
+        old, root = self._living_entries(numbers)[0], self._root(numbers)
         edges.connect(root)
         wanted = min(int(facts.options.get("num_entry_points", 1000)), n)
         more = np.random.default_rng(self._pending.stamp).choice(n, wanted, replace=False)
@@ -445,10 +478,7 @@ class _Merge:
             nodes = np.zeros(count * layout.nodes_per_page, layout.node_dtype)
             here, names = nodes[: end - begin], numbers.names_of(np.arange(begin, end))
             old = np.flatnonzero(names < self._n)
-            read = self._nodes(names[old])
-            here["vector"][old] = read["vector"]
-            for name in ("row", "row_high"):
-                here[name][old] = read[name]
+            here["vector"][old], here["row"][old] = self._held(names[old])
             new_here = np.flatnonzero(names >= self._n)
             added = names[new_here] - self._n
             here["vector"][new_here] = coding.encode(self._rows[added])
@@ -461,6 +491,13 @@ class _Merge:
                 here["codes"][there[:, :inline]] = self._codes_of(numbers, wanted)
             yield pages_of(nodes, layout, first, salt)
             self._progress("pages", end, layout.n)
+
+    def _held(self, names: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(what old nodes hold of their vectors; their ids)"""
+        if self._packs and self._exact is not None and self._layout.format != "pq":
+            return self._facts.coding.encode(self._exact[names]), self._old_ids[names]
+        read = self._nodes(names)
+        return read["vector"], read["row"]
 
     def _nodes(self, names: np.ndarray) -> np.ndarray:
         """Old nodes [m], of the old pages."""
@@ -482,14 +519,15 @@ class _Merge:
 
     def _moved_ids(self, numbers: Numbers) -> tuple[np.ndarray, np.ndarray]:
         """(ids; numbers) of old nodes that move."""
-        is_old = numbers.names < self._n
-        names = numbers.names[is_old]
+        names, moved = numbers.moved()
+        if self._packs:
+            return self._old_ids[names].astype(np.int64), moved
         at_once = max(1, _BLOCK_BYTES // self._layout.page_bytes)
         ids = [
             rows_of(self._nodes(names[first : first + at_once]))
             for first in range(0, len(names), at_once)
         ]
-        return np.concatenate([np.empty(0, np.int64), *ids]), numbers.numbers[is_old]
+        return np.concatenate([np.empty(0, np.int64), *ids]), moved
 
     def _row_blocks(
         self, numbers: Numbers, moved: tuple[np.ndarray, np.ndarray]
