@@ -651,6 +651,37 @@ class Vamana:
     def edges(self) -> tuple[Tensor, Tensor]: ...
     def pack(self, nodes_per_page: int, /) -> Tensor: ...
 
+class AddedGraph:
+    """csrc/graph/build/added.hpp."""
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        format: str,  # noqa: A002
+        metric: str,
+        degree: int,
+        list_size: int,
+        alpha: float,
+    ) -> None: ...
+    @property
+    def inserted(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+    def hold(self, rows: Tensor, /) -> None: ...
+    def insert_to(self, end: int, /) -> None: ...
+    def search(
+        self,
+        *,
+        queries: Tensor,
+        may: Tensor,
+        ids: Tensor,
+        k: int,
+        list_size: int,
+        threads: int,
+        known: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
 class RoundWalk:
     """csrc/graph/rounds.hpp."""
 

@@ -75,6 +75,8 @@ METRICS = ("l2", "ip", "cosine")
 #: several by 48.
 N_MAX, ROWS_MAX = 2**32 - 2, 2**48
 N_ENTRIES_MAX = 65536
+#: Vectors added or deleted since recall was measured, as a share of those that there are.
+STALE_SHARE = 0.1
 CLUSTERS_MAX = 65536
 _REBUILD = "restore the graph from a copy, or build it again"
 _CURVE_POINTS_MAX = 64
@@ -208,6 +210,12 @@ class GraphFacts:
     def n_rows(self) -> int:
         """Entries of the file of rows: ids are below it."""
         return self.layout.n if self.id_end is None else self.id_end
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether so many vectors were changed since recall was measured that it says too little of
+        those that there are."""
+        return self.unmeasured > STALE_SHARE * self.layout.n
 
     @property
     def has_gaps(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,11 @@ from .search.effort import list_size_for
 from .search.kinds import summary_of
 from .search.probing import Probing
 from .search.under_way import GraphSearch
-from .search.version import GraphVersion, ReadOptions
+from .search.version import THREADS_MAX, GraphVersion, ReadOptions
 from .updates.log import read_log
 from .updates.pending import Pending, replayed
 from .updates.search import search_changed, vectors_of
 
-THREADS_MAX = 256
 _TRIES = 8
 
 
@@ -79,17 +77,14 @@ class GraphIndex:
             path = check_path("directory of a graph", path)
         self._process, self._path = os.getpid(), path
         self.walks = threads * walks
-        self._options = ReadOptions(
+        self._options = ReadOptions.of(
             engine,
-            {
-                "path": engine,
-                "direct": direct,
-                "threads": threads,
-                "walks": walks,
-                "code_cache_bytes": code_cache_bytes,
-                "rules": [asdict(rule) for rule in rules],
-                "seed": fault_seed,
-            },
+            threads=threads,
+            walks=walks,
+            code_cache_bytes=code_cache_bytes,
+            direct=direct,
+            rules=rules,
+            fault_seed=fault_seed,
         )
         self._now = self._opened()
         self._is_open = True
@@ -136,7 +131,7 @@ class GraphIndex:
             self._now = self._opened()
             return True
         log = read_log(before[0].facts)
-        pending = replayed(before[0].facts, log.changes, log.path)
+        pending = replayed(before[0].facts, log.changes, log.path, before[1])
         if self._is_merged(before[0].facts):
             self._now = self._opened()
             return True

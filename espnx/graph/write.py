@@ -184,17 +184,28 @@ def write_graph(
     )
 
 
-def publish(engine: NativeEngine, path: str, files: GraphFiles) -> GraphFacts:
+def publish(
+    engine: NativeEngine,
+    path: str,
+    files: GraphFiles,
+    measured: Callable[[GraphFacts], GraphFacts] | None = None,
+) -> GraphFacts:
     """Writes the files of a graph, the manifest last; then those of the graph before are removed.
-    Raises WriteError, DiskFullError; there is no graph then, or the one before."""
+
+    Args:
+        measured: what the manifest is to say, once all other files are there.
+
+    Raises WriteError, DiskFullError; there is no graph then, or the one before.
+    """
     for name, pieces in files.contents.items():
         with StreamWriter(engine, files.facts.path(name)) as writer:
             for piece in pieces:
                 writer.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
             writer.sync()
-    write_manifest(engine, path, MAGIC, files.facts.version, files.facts.manifest())
-    _FILES.keep(path, files.facts.generation)
-    return files.facts
+    facts = files.facts if measured is None else measured(files.facts)
+    write_manifest(engine, path, MAGIC, facts.version, facts.manifest())
+    _FILES.keep(path, facts.generation)
+    return facts
 
 
 def _foreign(path: str) -> set[str]:

@@ -301,6 +301,16 @@ def run_delete(args: argparse.Namespace) -> int:
 
 def configure_merge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("graph", help="that `espnx graph add` or `delete` has changed")
+    parser.add_argument(
+        "--measure",
+        default="auto",
+        choices=("auto", "always", "never"),
+        help=(
+            "what searches find, which --recall goes by: again where more than a tenth of the "
+            "vectors were changed since (auto), also where nothing is pending, or not (default: "
+            "auto)"
+        ),
+    )
     _add_writer_options(parser)
 
 
@@ -309,9 +319,12 @@ def run_merge(args: argparse.Namespace) -> int:
     from ..progress import ProgressLine
 
     with GraphWriter(args.graph, memory=args.memory) as graph, ProgressLine() as line:
-        merged = graph.merge(progress=line.update)
-        facts = {"merged": merged, **_state(graph)}
+        before = graph.facts.recall
+        merged = graph.merge(progress=line.update, measure=args.measure)
+        measured = graph.facts.recall is not before and not graph.facts.unmeasured
+        facts = {"merged": merged, "measured": measured, **_state(graph)}
     text = "merged" if merged else "nothing to merge"
+    text += ", recall measured again" if measured else ""
     emit(args, f"{text}; {_shown(facts)}", json_document("graph merge", **facts))
     return 0
 

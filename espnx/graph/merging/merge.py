@@ -37,6 +37,7 @@ from ..layout import rows_of
 from ..native import native_view
 from ..options import GraphOptions, measured_rows
 from ..parts import NO_NODE
+from ..recall import stored_blocks, with_recall
 from ..search.asked import checked_queries
 from ..search.version import GraphVersion
 from ..updates.pending import Pending
@@ -53,8 +54,22 @@ _PRUNED_BYTES = 64 << 20
 _DEADLINE_S = 3600.0
 
 
+def measured_again(engine: NativeEngine, facts: GraphFacts, progress: Progress) -> GraphFacts:
+    """A graph whose files are written, with curves of what searches of it find. Raises as
+    `with_recall`."""
+    found = with_recall(
+        replace(facts, recall=(), filtered=()),
+        lambda: stored_blocks(engine, facts),
+        threads=torch.get_num_threads(),
+        seed=int(facts.options.get("seed", 0)),
+        progress=progress,
+        of_codes=True,  # of codes in place of vectors nobody knows others
+    )
+    return replace(found, recall_ceiling=facts.recall_ceiling)
+
+
 def merge_changes(
-    pages: GraphVersion, pending: Pending, memory_bytes: int, progress: Progress
+    pages: GraphVersion, pending: Pending, memory_bytes: int, measure: str, progress: Progress
 ) -> GraphFacts:
     """Publishes the next version of a graph, whose writer holds its lock. Raises as
     `GraphWriter.merge`; then the version before stays."""
@@ -63,7 +78,7 @@ def merge_changes(
         work = WorkFolder(pages.facts.where, job)
         with work.step("merged") as folder:
             merge = _Merge(engine, pages, pending, folder, memory_bytes, progress)
-            facts = merge.publish(generation)
+            facts = merge.publish(generation, measure)
         work.remove()
         return facts
 
@@ -115,7 +130,7 @@ class _Merge:
             memory_bytes // 8,
         )
 
-    def publish(self, generation: int) -> GraphFacts:
+    def publish(self, generation: int, measure: str) -> GraphFacts:
         """Everything, in order."""
         self._read()
         found = self._additions()
@@ -126,10 +141,19 @@ class _Merge:
         entries = self._entries(edges, numbers)
         try:
             return publish(
-                self._engine, self._facts.where, self._files(generation, numbers, edges, entries)
+                self._engine,
+                self._facts.where,
+                self._files(generation, numbers, edges, entries),
+                lambda facts: self._measured_again(facts, measure),
             )
         finally:
             self._codes.close()
+
+    def _measured_again(self, facts: GraphFacts, measure: str) -> GraphFacts:
+        """With curves of what there is now, where those of the version before say too little."""
+        if measure == "never" or (measure == "auto" and not facts.is_stale):
+            return facts
+        return measured_again(self._engine, facts, self._progress)
 
     def _blocks(self) -> Iterator[tuple[int, np.ndarray]]:
         """(number of the first, nodes) of the old pages."""
