@@ -321,6 +321,7 @@ class Extension:
     GraphSearch: type[GraphSearch]
     GraphSearcher: type[GraphSearcher]
     GraphSearchOptions: type[GraphSearchOptions]
+    AddedGraph: type[AddedGraph]
     GraphView: type[GraphView]
     KeptRecords: type[KeptRecords]
     LinkClock: type[LinkClock]
@@ -745,7 +746,7 @@ class GraphView:
     def __init__(
         self,
         *,
-        pages: tuple[str, int],
+        pages: list[tuple[str, int]],
         code_pages: tuple[str, int],
         layout: PageLayout,
         metric: str,
@@ -753,6 +754,7 @@ class GraphView:
         disk_book: Codebook | None,
         codes: Tensor | None,
         part_nodes: Tensor,
+        part_files: Tensor,
         copies: int,
         salt: int,
         entries: Tensor,

@@ -12,8 +12,8 @@ import torch
 
 from ..storage import NativeEngine
 from ..storage.manifest import write_manifest
-from .filters import RowFilter, read_pages
-from .format import MAGIC, NODES, FilteredRecall, GraphFacts, RecallPoint
+from .filters import RowFilter, open_pages, read_pages
+from .format import MAGIC, FilteredRecall, GraphFacts, RecallPoint
 from .layout import rows_of
 from .neighbours import nearer, nearest_of
 from .search.asked import checked_queries
@@ -123,11 +123,11 @@ def stored_blocks(
     engine: NativeEngine, facts: GraphFacts
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields vectors of a graph's pages as `add_recall` takes them. Raises as a search."""
-    layout, file = facts.layout, engine.open(facts.open_path(NODES))
+    layout, files = facts.layout, open_pages(engine, facts)
     at_once = max(1, RECALL_BLOCK_ROWS // layout.nodes_per_page)
     for first in range(0, layout.n_pages, at_once):
         pages = np.arange(first, min(first + at_once, layout.n_pages))
-        nodes = read_pages(engine, file, facts, pages, _MEASURING_S).reshape(-1)
+        nodes = read_pages(engine, files, facts, pages, _MEASURING_S).reshape(-1)
         nodes = nodes[: layout.n - first * layout.nodes_per_page]
         yield rows_of(nodes), facts.coding.decode(nodes["vector"])
 

@@ -21,7 +21,7 @@ from ...storage.work import WorkFolder
 from ..bounded.builder import CodeReader
 from ..bounded.merge import EdgesFile
 from ..edges import build_edges
-from ..filters import read_pages
+from ..filters import open_pages, read_pages
 from ..format import (
     CODEBOOK,
     CODES,
@@ -98,7 +98,7 @@ class _Merge:
         self._pending = pending
         layout = self._layout = pages.facts.layout
         self._n = layout.n
-        self._file = engine.open(pages.facts.open_path(NODES))
+        self._files_of_pages = open_pages(engine, pages.facts)
         places = np.flatnonzero(pending.lives)
         places = places[np.argsort(pending.ids[places], kind="stable")]
         self._ids, self._rows = pending.ids[places], pending.rows[places]
@@ -161,7 +161,7 @@ class _Merge:
         at_once = max(1, _BLOCK_BYTES // layout.page_bytes)
         for first in range(0, layout.n_pages, at_once):
             part = np.arange(first, min(first + at_once, layout.n_pages))
-            nodes = read_pages(self._engine, self._file, self._facts, part, _DEADLINE_S)
+            nodes = read_pages(self._engine, self._files_of_pages, self._facts, part, _DEADLINE_S)
             begin = first * layout.nodes_per_page
             yield begin, nodes.reshape(-1)[: self._n - begin]
 
@@ -317,7 +317,7 @@ class _Merge:
         pages, which = np.unique(self._dead // layout.nodes_per_page, return_inverse=True)
         for first in range(0, len(pages), at_once):
             part = pages[first : first + at_once]
-            read = read_pages(self._engine, self._file, self._facts, part, _DEADLINE_S)
+            read = read_pages(self._engine, self._files_of_pages, self._facts, part, _DEADLINE_S)
             here = np.flatnonzero((which >= first) & (which < first + len(part)))
             nodes = read[which[here] - first, self._dead[here] % layout.nodes_per_page]
             near = _lists_of(nodes)
@@ -529,7 +529,7 @@ class _Merge:
         pages, which = np.unique(names // layout.nodes_per_page, return_inverse=True)
         if not len(pages):
             return np.empty(0, layout.node_dtype)
-        read = read_pages(self._engine, self._file, self._facts, pages, _DEADLINE_S)
+        read = read_pages(self._engine, self._files_of_pages, self._facts, pages, _DEADLINE_S)
         return read[which, names % layout.nodes_per_page]
 
     def _vectors(self, names: np.ndarray) -> np.ndarray:

@@ -68,15 +68,18 @@ class ReadOptions:
 class GraphVersion:
     """Args:
     path: the graph's directory, or sections of another file; or facts of one whose files are
-        written, and not its manifest. options: of its reads.
+        written, and not its manifest. options: of its reads. partial: whether some of several
+        directories may be lost.
     """
 
-    def __init__(self, path: str | GraphSections | GraphFacts, options: ReadOptions):
+    def __init__(
+        self, path: str | GraphSections | GraphFacts, options: ReadOptions, *, partial: bool = False
+    ):
         engine = options.engine
         with NativeEngine(
             engine if engine in ("memory", "posix") else "posix", threads=1, pool_bytes=0
         ) as own:
-            self.facts, codes = _read(own, path)
+            self.facts, codes = _read(own, path, partial=partial)
         for pin in self.facts.pins.values():
             weakref.finalize(self, os.close, pin)
         self._requested = engine
@@ -171,6 +174,9 @@ class GraphVersion:
     ) -> GraphSearch:
         """`counts`: of each graph, nodes that a filter allows; None: there is none."""
         parts = None
+        if self.facts.lost:
+            nodes = self.facts.parts.nodes if counts is None else counts
+            counts = np.where(self.facts.is_there, nodes, 0)
         if walk.probing is not None:
             parts = choose_clusters(
                 self._distances_to_clusters(walk.wide),
@@ -195,6 +201,7 @@ class GraphVersion:
                 deadline_s=walk.deadline_s,
             ),
             clusters=None if parts is None else np.diff(parts[1]),
+            lost_share=self.facts.lost_share,
             **costs,
         )
 
@@ -221,21 +228,25 @@ class GraphVersion:
             self.facts.layout.page_bytes,
             shared_pages=nodes.n_pages,
             shared_requests=nodes.n_runs,
+            lost_share=self.facts.lost_share,
             **costs,
         )
 
 
 def _read(
-    engine: NativeEngine, path: str | GraphSections | GraphFacts
+    engine: NativeEngine, path: str | GraphSections | GraphFacts, *, partial: bool
 ) -> tuple[GraphFacts, np.ndarray | None]:
     """(facts, with pins; codes where they stay in memory). Files that a merge removes while they
     are read are those of the version before: then the next one is read."""
     for tried in range(_TRIES):
         pins: dict[str, int] = {}
         try:
-            facts = path if isinstance(path, GraphFacts) else read_graph(engine, path)
+            facts = (
+                path if isinstance(path, GraphFacts) else read_graph(engine, path, partial=partial)
+            )
             paged = [CODES] if facts.layout.paged_codes else []
-            names = [] if isinstance(path, GraphSections) else [NODES, ROWS, *paged]
+            nodes = [] if facts.directories else [NODES]
+            names = [] if isinstance(path, GraphSections) else [*nodes, ROWS, *paged]
             for name in names:
                 pins[name] = _pinned(facts.path(name))
             facts = replace(facts, pins=pins)
