@@ -233,7 +233,7 @@ class GraphFacts:
         """bool [graphs]: whether its pages can be read."""
         return ~np.isin(self.parts.files, list(self.lost))
 
-    @property
+    @cached_property
     def lost_share(self) -> float:
         """Nodes in directories that are lost, as a share of all."""
         nodes = self.parts.nodes

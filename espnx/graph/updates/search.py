@@ -86,9 +86,11 @@ class ChangedSearch(GraphSearch):
         return replace(found, ids=ids, distances=far.astype(np.float32))
 
     def _completed(self, found: Neighbours) -> Neighbours:
+        if self._again is None:
+            return found
         living = self._facts.layout.n - len(self._pending.dead)
         short = np.flatnonzero((found.ids >= 0).sum(axis=1) < min(self._walk.k, living))
-        if self._again is None or not len(short):
+        if not len(short):
             return found
         more = self._again(short)
         names = ("ids", "distances")
@@ -119,9 +121,11 @@ def search_changed(
     facts, dead = pages.facts, len(pending.dead)
     living = facts.layout.n - dead
     if mask is None and dead <= _PASSED_BY_MOST * facts.layout.n:
+        if not dead:
+            return ChangedSearch(pages, pending, walk, mask, pages.search(walk, None), None)
         # walks go by what was deleted, so that their lists lose as large a share of what they hold
         length = min(LIST_SIZE_MAX, math.ceil(walk.list_size * facts.layout.n / max(1, living)))
-        longer = max(walk.k, length) if dead else walk.k
+        longer = max(walk.k, length)
         inner = pages.search(replace(walk, k=longer, list_size=max(length, longer)), None)
 
         def again(short: np.ndarray) -> Neighbours:
