@@ -250,18 +250,22 @@ def _clusters(args: Namespace, say: Say) -> list[Row]:
 
 
 def _changes(args: Namespace, say: Say) -> list[Row]:
+    from .changes import SYSTEMS as KINDS
     from .changes import ChangesPlan, measure_changes
     from .data import by_recipe
 
+    chosen = choices(args.system, KINDS, "--system") if args.system else KINDS
     plan = ChangesPlan(
         Path(args.path).resolve(),
+        chosen[-1:] if args.quick else chosen,
         2 if args.quick else positive("--rounds", args.rounds),
         1 if args.quick else positive("--series", args.series),
+        (0.1,) if args.quick else (0.02, 0.1),
         args.pairs,
         positive("--threads", args.threads),
     )
     n_queries = 20 if args.quick else positive("--n-queries", args.n_queries)
-    dim = positive("--dim", args.dim)
+    dim = 16 if args.quick else positive("--dim", args.dim)
     return [
         row
         for n in ([400] if args.quick else _many("--n", args.n))

@@ -35,13 +35,16 @@ _PAIRS_S = 0.2  # of CPU that a side of a pair takes at least
 
 @dataclass(frozen=True)
 class ChangesPlan:
-    """Attributes: path: of a directory. rounds: in which a fifth of the vectors is replaced.
-    series: of such rounds, each of other vectors. pairs: of searches, with and without changes.
-    threads: of builds."""
+    """Attributes: path: of a directory. systems: of `SYSTEMS`. rounds: in which a fifth of the
+    vectors is replaced. series: of such rounds, each of other vectors. merged: shares of the
+    vectors that the merges replace whose costs are measured. pairs: of searches, with and without
+    changes. threads: of builds."""
 
     path: Path
+    systems: Sequence[str]
     rounds: int
     series: int
+    merged: Sequence[float]
     pairs: int
     threads: int
 
@@ -77,7 +80,7 @@ def measure_changes(
         n: vectors of a graph.
     """
     found = list[Row]()
-    for system in SYSTEMS:
+    for system in plan.systems:
         series = list[Series]()
         for number in range(plan.series):
             data = make(n + round(_REPLACED * n), number)
@@ -212,8 +215,7 @@ def _beside_fresh(params: dict[str, Any], system: str, series: Sequence[Series])
 def _costs(
     params: dict[str, Any], system: str, data: Data, n: int, folder: Path, plan: ChangesPlan
 ) -> Iterator[Row]:
-    """A merge of what one round replaces, and of a tenth, each in a process of its own; and a
-    build."""
+    """Merges, each in a process of its own, and a build."""
     np.save(folder / "base.npy", data.base[:n])
     options = {"codes": CODES.get(system, "inline"), "threads": plan.threads}
     with Worker("graph", system) as worker:
@@ -221,7 +223,7 @@ def _costs(
             "cost", base=str(folder / "base.npy"), folder=str(folder / "built"), **options
         )
     yield _row({**params, "show": MERGE, "what": "build", "replaced": 1.0}, system, built, True)
-    for share in (_REPLACED / plan.rounds, _UNMERGED):
+    for share in plan.merged:
         count = round(share * n)
         np.save(folder / "added.npy", data.base[n : n + count])
         with Worker("graph", system) as worker:

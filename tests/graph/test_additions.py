@@ -22,7 +22,7 @@ from espnx.ops._native import load_extension
 from espnx.storage import NativeEngine
 from tests.graph.conftest import clustered, exact, recall_of
 
-FEW = {"max_degree": 12, "list_size": 30, "threads": 1}
+FEW: dict[str, Any] = {"max_degree": 12, "list_size": 30, "threads": 1, "use_opq": False}
 
 
 def native_graph(rows: np.ndarray, metric: str = "l2", degree: int = 24) -> object:
@@ -99,6 +99,9 @@ def test_a_walk_finds_what_may_be_found_wherever_it_lies(share: float, is_region
     found, distances, measured = found_by(graph, queries, ids, may, k, 40)
     true, true_far = plain(rows, queries, ids, may, k, "l2")
     assert np.array_equal(found >= 0, true >= 0)
+    if share * n < k:
+        assert np.array_equal(found, true)
+        return
     assert recall_of(found, true) >= 0.99
     assert (distances[:, 0] >= true_far[:, 0] - 1e-3).all()
     if share == 1.0:
@@ -145,16 +148,18 @@ def test_wrong_arguments_are_refused() -> None:
         (np.arange(5), np.ones(5, bool), 0, queries),
         (np.arange(5), np.ones(5, bool), 2, queries[:, :3].copy()),
     ]:
-        with pytest.raises(errors.InvalidInputError):
+        # the latter before anything else of espnx was used
+        with pytest.raises((errors.InvalidInputError, RuntimeError), match=r"must|out of range"):
             found_by(graph, asked, ids, may, k, 0)
 
 
-@pytest.mark.parametrize("metric", ["l2", "cosine", "ip"])
+@pytest.mark.parametrize("metric", ["cosine", "ip", pytest.param("l2", marks=pytest.mark.sweep)])
 def test_searches_build_the_graph_and_go_on_to_find_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str
 ) -> None:
     monkeypatch.setattr(added, "INDEXED_MIN", 400)
-    base, more = clustered(1500, 12), clustered(900, 12, seed=3)
+    monkeypatch.setattr(added, "_INSERTION", 256)
+    base, more = clustered(700, 12), clustered(900, 12, seed=3)
     espnx.graph.build(base, tmp_path / "g", metric=metric, **FEW)
     queries = clustered(64, 12, seed=1)
     with espnx.graph.open_writer(tmp_path / "g", durability="none") as graph:
@@ -333,16 +338,20 @@ def test_additions_take_the_places_of_what_was_deleted() -> None:
 
 @pytest.mark.parametrize(
     ("options", "memory"),
-    [({"codes": "memory"}, "1GiB"), ({"codes": "paged"}, "16MiB"), ({"disk_pq_bytes": 6}, "1GiB")],
+    [
+        ({"codes": "memory"}, "1GiB"),
+        pytest.param({"codes": "paged"}, "16MiB", marks=pytest.mark.sweep),
+        pytest.param({"disk_pq_bytes": 6}, "1GiB", marks=pytest.mark.sweep),
+    ],
 )
 def test_after_merges_pages_hold_neighbours_again(
     tmp_path: Path, options: dict[str, Any], memory: str
 ) -> None:
     """A few rounds, in which all vectors but some are replaced: pages as in a fresh build."""
-    base, more, queries = clustered(900, 8), clustered(900, 8, seed=3), clustered(60, 8, seed=1)
+    base, more, queries = clustered(600, 8), clustered(600, 8, seed=3), clustered(60, 8, seed=1)
     espnx.graph.build(base, tmp_path / "g", **FEW, **options)
     with espnx.graph.open_writer(tmp_path / "g", durability="none", memory=memory) as graph:
-        for first in range(0, 900, 300):
+        for first in range(0, 600, 300):
             graph.delete(range(first, first + 300))
             graph.add(more[first : first + 300])
             graph.merge(measure="never")
@@ -356,7 +365,7 @@ def test_after_merges_pages_hold_neighbours_again(
                 assert ours.pages.mean() <= 1.15 * theirs.pages.mean()
         stored = more.astype(np.float16).astype(np.float32)
         if "disk_pq_bytes" not in options:
-            assert np.array_equal(graph.vectors(range(900, 1800)), stored)
-        true = exact(more, queries, 10) + 900
+            assert np.array_equal(graph.vectors(range(600, 1200)), stored)
+        true = exact(more, queries, 10) + 600
         wanted = 0.97 if "disk_pq_bytes" not in options else 0.3
         assert recall_of(graph.search(queries, 10, list_size=100).ids, true) >= wanted

@@ -11,7 +11,7 @@ from ... import errors
 from ...checks import check_given_directory
 from ...storage import NativeEngine
 from ...storage.files import write_error
-from ...storage.lock import DirectoryLock
+from ...storage.lock import LOCK_NAME, DirectoryLock
 from ...storage.manifest import NAME
 from ..format import DIRECTORIES_MAX, read_graph_manifest
 from ..write import forget_graph
@@ -65,6 +65,7 @@ def remove(path: str | os.PathLike[str]) -> None:
             forget_graph(where)
         except OSError as error:
             raise write_error("cannot remove a graph", where, error) from error
-    remove_homes(homes)
-    with contextlib.suppress(OSError):
-        os.rmdir(where)
+        remove_homes(homes)
+        with contextlib.suppress(OSError):  # unless something else is there
+            os.unlink(os.path.join(where, LOCK_NAME))
+            os.rmdir(where)
