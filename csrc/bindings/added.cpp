@@ -1,8 +1,9 @@
 // Vectors that were added to a graph, in memory, in Python.
+#include "graph/build/added.hpp"
+
 #include <optional>
 
 #include "bindings.hpp"
-#include "graph/build/added.hpp"
 
 namespace espnx::python {
 namespace {
@@ -59,8 +60,7 @@ class PyAddedGraph {
     const bool whole = is_whole(format);
     request.queries = contiguous<const uint8_t>(queries, whole ? Dtype::uint8 : Dtype::float32,
                                                 "queries", whole ? "uint8" : "float32");
-    if (queries.dim() != 2 || queries.size(1) != graph_->dim())
-      invalid("queries must be [q, dim]");
+    if (queries.dim() != 2 || queries.size(1) != graph_->dim()) invalid("queries must be [q, dim]");
     request.n_queries = queries.size(0);
     request.query_bytes = graph_->dim() * (whole ? 1 : 4);
     request.may = contiguous<const uint8_t>(may, Dtype::uint8, "may", "uint8");
@@ -78,8 +78,7 @@ class PyAddedGraph {
           contiguous<const float>(known->first, Dtype::float32, "distances", "float32");
       request.known_ids = contiguous<const int64_t>(known->second, Dtype::int64, "ids", "int64");
       if (known->first.dim() != 2 || known->second.dim() != 2 ||
-          known->first.size(0) != request.n_queries ||
-          known->second.size(0) != request.n_queries ||
+          known->first.size(0) != request.n_queries || known->second.size(0) != request.n_queries ||
           known->first.size(1) != known->second.size(1)) {
         invalid("what is known must be of each query");
       }
@@ -121,8 +120,7 @@ void bind_added(py::module_& m) {
       .def("hold", &PyAddedGraph::hold)
       .def("insert_to", &PyAddedGraph::insert_to)
       .def("search", &PyAddedGraph::search, py::kw_only(), py::arg("queries"), py::arg("may"),
-           py::arg("ids"), py::arg("k"), py::arg("list_size"), py::arg("threads"),
-           py::arg("known"))
+           py::arg("ids"), py::arg("k"), py::arg("list_size"), py::arg("threads"), py::arg("known"))
       .def_property_readonly("inserted", &PyAddedGraph::inserted)
       .def_property_readonly("size_bytes", &PyAddedGraph::size_bytes);
 }

@@ -444,9 +444,8 @@ GraphView make_view(const std::vector<std::pair<std::string, int64_t>>& pages,
                     const graph::PageLayout& layout, const std::string& metric,
                     const graph::Codebook& book, const std::optional<graph::Codebook>& disk_book,
                     const std::optional<Tensor>& codes, const Tensor& part_nodes,
-                    const Tensor& part_files, int64_t copies,
-                    uint64_t salt, const Tensor& entries, const Tensor& entry_codes,
-                    const Tensor& entries_begin) {
+                    const Tensor& part_files, int64_t copies, uint64_t salt, const Tensor& entries,
+                    const Tensor& entry_codes, const Tensor& entries_begin) {
   GraphView view;
   for (const auto& each : pages) view.pages.push_back(to_place(each));
   if (std::all_of(view.pages.begin(), view.pages.end(),
@@ -583,8 +582,8 @@ void bind_graph(py::module_& m) {
   py::class_<GraphView>(m, "GraphView")
       .def(py::init(&make_view), py::kw_only(), py::arg("pages"), py::arg("code_pages"),
            py::arg("layout"), py::arg("metric"), py::arg("book"), py::arg("disk_book"),
-           py::arg("codes"), py::arg("part_nodes"), py::arg("part_files"),
-           py::arg("copies"), py::arg("salt"), py::arg("entries"), py::arg("entry_codes"), py::arg("entries_begin"));
+           py::arg("codes"), py::arg("part_nodes"), py::arg("part_files"), py::arg("copies"),
+           py::arg("salt"), py::arg("entries"), py::arg("entry_codes"), py::arg("entries_begin"));
   py::class_<graph::SearchOptions>(m, "GraphSearchOptions")
       .def(py::init(&make_options), py::kw_only(), py::arg("path"), py::arg("direct"),
            py::arg("threads"), py::arg("walks"), py::arg("code_cache_bytes"), py::arg("rules"),

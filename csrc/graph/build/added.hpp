@@ -18,11 +18,11 @@ namespace espnx::graph {
 struct AddedRequest {
   const uint8_t* queries = nullptr;  // [n_queries], of the format of whole numbers, else fp32
   int64_t n_queries = 0, query_bytes = 0;
-  int64_t n = 0;                  // vectors of the version
-  const uint8_t* may = nullptr;   // [n]: 1: may be found
-  const int64_t* ids = nullptr;   // [n]
+  int64_t n = 0;                 // vectors of the version
+  const uint8_t* may = nullptr;  // [n]: 1: may be found
+  const int64_t* ids = nullptr;  // [n]
   int64_t k = 0;
-  int64_t list_size = 0;          // of a walk; 0: all are measured
+  int64_t list_size = 0;  // of a walk; 0: all are measured
   int threads = 1;
   // What is known already, [n_queries, n_known]; an id below 0 is nobody's.
   const float* known_distances = nullptr;
@@ -31,7 +31,7 @@ struct AddedRequest {
   // [n_queries, k]: the nearest of all first, ties by id, infinity and -1 behind the last.
   float* distances = nullptr;
   int64_t* found = nullptr;
-  int64_t* measured = nullptr;    // [n_queries]: distances that were taken
+  int64_t* measured = nullptr;  // [n_queries]: distances that were taken
 };
 
 class AddedGraph {

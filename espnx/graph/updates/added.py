@@ -21,7 +21,7 @@ INDEXED_MIN = 2048
 _INSERTION = 4096
 _DEGREE_MAX, _BUILD_LIST = 32, 64
 # Candidates that a walk keeps for a result: one among so many, and so much more among twice as
-# many. It finds .99 of the nearest of 5,000 and of 50,000 vectors that overlap, so that recall stays
+# many. It finds .99 of the nearest of 5,000 and of 50,000 vectors that overlap, and recall stays
 # that of the pages.
 _LIST_OF, _LIST_PER_DOUBLING = 1024, 0.5
 

@@ -19,6 +19,7 @@ from espnx.graph.filters import open_pages, read_pages
 from espnx.graph.format import CLUSTERS_VERSION, MAGIC
 from espnx.graph.layout import rows_of
 from espnx.graph.parts import balanced
+from espnx.graph.planning import plan_graph
 from espnx.storage import NativeEngine
 from espnx.storage.manifest import write_manifest
 from tests.graph.conftest import clustered, exact, recall_of
@@ -202,6 +203,14 @@ def test_a_build_replaces_one_and_leaves_its_directories(tmp_path: Path) -> None
     assert os.listdir(tmp_path / "c") == []
     with pytest.raises(errors.StoreNotFoundError):
         espnx.graph.remove(tmp_path / "g")
+
+
+def test_a_plan_says_what_the_fullest_has() -> None:
+    plan = plan_graph(9000, DIM, clusters=9, directories=2)
+    assert plan.disk["directory_bytes"] == plan.disk["nodes_bytes"] * 5 // 9
+    assert plan.disk["total_bytes"] == plan_graph(9000, DIM, clusters=9).disk["total_bytes"]
+    with pytest.raises(errors.InvalidInputError):
+        plan_graph(9000, DIM, directories=2)
 
 
 def test_directories_that_cannot_be_are_refused(tmp_path: Path) -> None:
