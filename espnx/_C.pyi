@@ -321,6 +321,7 @@ class Extension:
     GraphSearch: type[GraphSearch]
     GraphSearcher: type[GraphSearcher]
     GraphSearchOptions: type[GraphSearchOptions]
+    AddedGraph: type[AddedGraph]
     GraphView: type[GraphView]
     KeptRecords: type[KeptRecords]
     LinkClock: type[LinkClock]
@@ -657,6 +658,37 @@ class Vamana:
     def edges(self) -> tuple[Tensor, Tensor]: ...
     def pack(self, nodes_per_page: int, /) -> Tensor: ...
 
+class AddedGraph:
+    """csrc/graph/build/added.hpp."""
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        format: str,  # noqa: A002
+        metric: str,
+        degree: int,
+        list_size: int,
+        alpha: float,
+    ) -> None: ...
+    @property
+    def inserted(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+    def hold(self, rows: Tensor, /) -> None: ...
+    def insert_to(self, end: int, /) -> None: ...
+    def search(
+        self,
+        *,
+        queries: Tensor,
+        may: Tensor,
+        ids: Tensor,
+        k: int,
+        list_size: int,
+        threads: int,
+        known: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
 class RoundWalk:
     """csrc/graph/rounds.hpp."""
 
@@ -720,7 +752,7 @@ class GraphView:
     def __init__(
         self,
         *,
-        pages: tuple[str, int],
+        pages: list[tuple[str, int]],
         code_pages: tuple[str, int],
         layout: PageLayout,
         metric: str,
@@ -728,6 +760,7 @@ class GraphView:
         disk_book: Codebook | None,
         codes: Tensor | None,
         part_nodes: Tensor,
+        part_files: Tensor,
         copies: int,
         salt: int,
         entries: Tensor,

@@ -36,6 +36,13 @@ beside as many graphs of shares of the vectors (blind sharding), of which each i
 neighbours by as short a list as reach the recall, or (-k) for ten; every list through every number
 of clusters, between two by a straight line; "by recall=": as the build measured it.
 
+changes: a fifth of the vectors is deleted, others are added, and both are merged, in ten rounds, in
+ten series of other vectors: recall and pages at the lists with which a graph that is built of the
+same vectors finds .90, .95 and .99, beside it; the drift of recall and pages round by round; time,
+memory and bytes written of a merge, beside a build; CPU of searches with a tenth as many additions
+that are not merged, once the graph of these in memory is whole (it grows by searches), in turns
+with searches without.
+
   espnx bench graph --path /mnt/nvme --diskann-python ENV/bin/python --json graph.json
   python scripts/graph_vectors.py tokens --out tokens
   espnx bench graph --base tokens.npy --queries tokens-queries.npy --pq-bytes 47
@@ -43,6 +50,7 @@ of clusters, between two by a straight line; "by recall=": as the build measured
   espnx bench graph --path /mnt/nvme --show memory --n 10000,100000 \\
       --system espnx-inline,espnx-memory
   espnx bench graph --path /mnt/nvme --show clusters --clusters 16,64,256
+  espnx bench graph --path /mnt/nvme --show changes --n-queries 1000
   # does everything work here?
   espnx bench graph --quick
 
@@ -70,9 +78,9 @@ def configure(parser: ArgumentParser) -> None:
     )
     add(
         "--show",
-        choices=("sweep", "memory", "clusters"),
+        choices=("sweep", "memory", "clusters", "changes"),
         default="sweep",
-        help="sweep, memory or clusters (default: %(default)s)",
+        help="sweep, memory, clusters or changes (default: %(default)s)",
     )
     add(
         "--clusters",
@@ -85,6 +93,18 @@ def configure(parser: ArgumentParser) -> None:
         metavar="SHARE,...",
         default="0",
         help="of --show clusters: vectors in two clusters (default: %(default)s)",
+    )
+    add(
+        "--rounds",
+        metavar="N",
+        default="10",
+        help="of --show changes, in which a fifth is replaced (default: %(default)s)",
+    )
+    add(
+        "--series",
+        metavar="N",
+        default="10",
+        help="of such rounds, each of other vectors (default: %(default)s)",
     )
     add("--system", metavar="S,...", help=f"of {', '.join(SYSTEMS)} (default: all)")
     add("--n", metavar="N,...", default="50000", help="vectors by recipe (default: %(default)s)")
@@ -155,6 +175,8 @@ def run(args: Namespace, say: Say) -> list[Row]:
         )
     if args.show == "clusters":
         return _clusters(args, say)
+    if args.show == "changes":
+        return _changes(args, say)
     quick, python = args.quick, args.diskann_python
     if python is not None:
         # Processes start in another directory. Not resolved: by the link an environment's Python
@@ -227,6 +249,37 @@ def _clusters(args: Namespace, say: Say) -> list[Row]:
     )
 
 
+def _changes(args: Namespace, say: Say) -> list[Row]:
+    from .changes import SYSTEMS as KINDS
+    from .changes import ChangesPlan, measure_changes
+    from .data import by_recipe
+
+    chosen = choices(args.system, KINDS, "--system") if args.system else KINDS
+    plan = ChangesPlan(
+        Path(args.path).resolve(),
+        chosen[-1:] if args.quick else chosen,
+        2 if args.quick else positive("--rounds", args.rounds),
+        1 if args.quick else positive("--series", args.series),
+        (0.1,) if args.quick else (0.02, 0.1),
+        args.pairs,
+        positive("--threads", args.threads),
+    )
+    n_queries = 20 if args.quick else positive("--n-queries", args.n_queries)
+    dim = 16 if args.quick else positive("--dim", args.dim)
+    return [
+        row
+        for n in ([400] if args.quick else _many("--n", args.n))
+        for row in measure_changes(
+            lambda count, series: by_recipe(
+                count, n_queries, K, args.seed + series, dim=dim, dtype=args.dtype
+            ),
+            n,
+            plan,
+            say,
+        )
+    ]
+
+
 def _share(name: str, text: str) -> float:
     try:
         if 0 <= float(text) <= 1:
@@ -255,6 +308,7 @@ def _sets(args: Namespace) -> Iterator[Data]:
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """A table of rows of one show: those of the first."""
+    from .changes import DRIFT, MERGE, SEARCH, changes_table, drift_table, merge_table, search_table
     from .clusters import clusters_table
     from .rows import memory_table, summary_table, sweep_table
 
@@ -264,6 +318,10 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         "sweep": sweep_table,
         "memory": memory_table,
         "clusters": clusters_table,
+        "changes": changes_table,
+        DRIFT: drift_table,
+        MERGE: merge_table,
+        SEARCH: search_table,
     }
     return tables[show]([row for row in rows if row.params["show"] == show])
 

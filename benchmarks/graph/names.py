@@ -13,6 +13,7 @@ OURS = (
 )
 UNROTATED = ("espnx-inline-pq",)
 LONG_CODES = ("espnx-inline-full", "espnx-inline-fast")
+CODES = {"espnx-memory": "memory", "espnx-paged": "paged"}  # of builds, else inline
 LIST_SIZES = {"espnx-inline-fast": 50}  # of builds, in place of 100
 PEER, IN_RAM, MAPPED, LANCE = "diskann", "faiss-hnsw", "faiss-ondisk-ivf", "lancedb"
 SYSTEMS = (*OURS, PEER, IN_RAM, MAPPED, LANCE)

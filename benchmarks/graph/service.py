@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,25 @@ class Setting:
     list_size: int
     threads: int
     beam_width: int | None
+
+
+def most_bytes(work: Callable[[], object]) -> int:
+    """Memory of this process, at most while something is done."""
+    most, ended = rss_bytes(), threading.Event()
+
+    def sample() -> None:
+        nonlocal most
+        while not ended.wait(_SAMPLE_S):
+            most = max(most, rss_bytes())
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
+        work()
+    finally:
+        ended.set()
+        sampler.join()
+    return max(most, rss_bytes())
 
 
 class Opened(ABC):
@@ -144,19 +163,8 @@ class Service(ABC):
     def _peak(self, opened: Opened, setting: Setting) -> dict[str, Any]:
         """Memory above that before it was opened, at most while all queries are searched for, and
         before that."""
-        most, ended = rss_bytes(), threading.Event()
-
-        def sample() -> None:
-            nonlocal most
-            while not ended.wait(_SAMPLE_S):
-                most = max(most, rss_bytes())
-
-        sampler = threading.Thread(target=sample)
-        sampler.start()
-        self._timed(opened, self._queries, setting)
-        ended.set()
-        sampler.join()
-        return {"more_bytes": max(most, rss_bytes()) - self._empty_bytes}
+        most = most_bytes(lambda: self._timed(opened, self._queries, setting))
+        return {"more_bytes": most - self._empty_bytes}
 
     def close(self) -> None:
         if self._opened is not None:

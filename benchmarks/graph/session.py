@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,15 +12,16 @@ import numpy as np
 import espnx.graph
 from espnx.ops.quantise import load_faiss
 
+from ..machine.counters import read_counters
+from ..machine.memory import rss_bytes
 from .lance import LanceTable, build_lance, load_lance
-from .names import LANCE, LIST_SIZES, LONG_CODES, UNROTATED
-from .service import Found, Opened, Service, Setting
+from .names import CODES, LANCE, LIST_SIZES, LONG_CODES, UNROTATED
+from .service import Found, Opened, Service, Setting, most_bytes
 
 HNSW_DEGREE, HNSW_CONSTRUCTION = 32, 100
 _INDEX, _LISTS = "index", "lists"
 #: Of all threads together: pages of codes that are kept, where codes are paged.
 CODE_CACHE_BYTES = 5 << 20
-_CODES = {"espnx-memory": "memory", "espnx-paged": "paged"}
 
 
 class EspnxGraph(Opened):
@@ -76,8 +79,50 @@ class FaissIndex(Opened):
         self._index = None
 
 
+def cost(work: Callable[[], object]) -> dict[str, float]:
+    """What some work takes: seconds, processor time, memory beyond what there was, bytes written
+    to the device; without them where nobody counts, as of a file system in memory."""
+    begun, before = time.perf_counter(), read_counters()
+    held = rss_bytes()
+    most = most_bytes(work)
+    used = read_counters() - before
+    said = {
+        "seconds": time.perf_counter() - begun,
+        "cpu_s": used.cpu_s,
+        "more_bytes": float(most - held),
+    }
+    if used.device_written_bytes:
+        said["written_bytes"] = float(used.device_written_bytes)
+    return said
+
+
 class Session(Service):
     """A worker's session with one system."""
+
+    def handle(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        do, rest = command["do"], {name: value for name, value in command.items() if name != "do"}
+        if do == "cost":
+            return self._cost(**rest)
+        return self._cost_of_merge(**rest) if do == "cost_of_merge" else super().handle(command)
+
+    @staticmethod
+    def _cost(base: str, folder: str, codes: str, threads: int) -> dict[str, float]:
+        """Of a build."""
+        return cost(
+            lambda: espnx.graph.build(base, folder, codes=codes, threads=threads, replace=True)
+        )
+
+    def _cost_of_merge(
+        self, base: str, folder: str, added: str, codes: str, threads: int
+    ) -> dict[str, float]:
+        """Of a merge of what was added, and of as many deletions, as it goes by itself."""
+        self._cost(base, folder, codes, threads)
+        more = np.load(added)
+        with espnx.graph.open_writer(folder, durability="none") as graph:
+            gone = np.random.default_rng(0).choice(len(graph), len(more), replace=False)
+            graph.delete(np.sort(gone))
+            graph.add(more)
+            return cost(graph.merge)
 
     def build(
         self, system: str, base: str, folder: str, pq_bytes: int, threads: int
@@ -87,7 +132,7 @@ class Session(Service):
             report = espnx.graph.build(
                 base,
                 folder,
-                codes=_CODES.get(system, "inline"),
+                codes=CODES.get(system, "inline"),
                 pq_bytes=wanted,
                 threads=threads,
                 list_size=LIST_SIZES.get(system, 100),

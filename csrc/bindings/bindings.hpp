@@ -134,6 +134,7 @@ void bind_simulate(py::module_& m);
 
 // Graphs of vectors: building and searching them.
 void bind_graph(py::module_& m);
+void bind_added(py::module_& m);
 
 // Walks over graphs of any kind, in rounds.
 void bind_rounds(py::module_& m);

@@ -344,6 +344,7 @@ PYBIND11_MODULE(_C, m) {
   bind_links(m);
   bind_clusters(m);
   bind_graph(m);
+  bind_added(m);
   bind_rounds(m);
   bind_postings(m);
   bind_simulate(m);

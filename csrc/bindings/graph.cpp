@@ -329,6 +329,7 @@ class PyGraphSearch {
   void check_parts() const {
     const GraphView& view = searcher_->view();
     const auto nodes_of = [&](int64_t part) {
+      if (view.pages[view.parts[part].file].path.empty()) invalid("a part's file is not there");
       return view.layout.pages_of(view.parts[part]) * view.layout.nodes_per_page;
     };
     const int64_t n_walks = request_.parts == nullptr ? 1 : request_.n_queries;
@@ -415,32 +416,43 @@ graph::PagesAt to_place(const std::pair<std::string, int64_t>& place) {
   return {place.first, place.second};
 }
 
-// One after the other in a file.
-std::vector<graph::Part> make_parts(const Tensor& nodes, const std::vector<int64_t>& entries_begin,
+// One after the other in their files.
+std::vector<graph::Part> make_parts(const Tensor& nodes, const std::vector<int64_t>& files,
+                                    size_t n_files, const std::vector<int64_t>& entries_begin,
                                     uint64_t salt, const graph::PageLayout& layout) {
   std::vector<graph::Part> parts;
+  std::vector<int64_t> file_pages(n_files);
   int64_t first_page = 0;
   for (const int64_t n : to_vector(nodes, "part_nodes", -1)) {
     if (n < 0 || n >= UINT32_MAX || parts.size() + 1 >= entries_begin.size())
       invalid("a part must have fewer than 2^32 - 1 nodes, and its entry points");
     const size_t number = parts.size();
     parts.push_back(
-        {first_page, n, salt + number, entries_begin[number], entries_begin[number + 1]});
-    first_page += layout.pages_of(parts.back());
+        {first_page, n, salt + number, entries_begin[number], entries_begin[number + 1], 0, 0});
+    graph::Part& part = parts.back();
+    part.file = files[number];
+    if (part.file < 0 || part.file >= static_cast<int64_t>(n_files)) invalid("no such file");
+    part.file_page = file_pages[part.file];
+    first_page += layout.pages_of(part), file_pages[part.file] += layout.pages_of(part);
   }
   if (parts.empty()) invalid("a graph must have a part");
   return parts;
 }
 
-GraphView make_view(const std::pair<std::string, int64_t>& pages,
+GraphView make_view(const std::vector<std::pair<std::string, int64_t>>& pages,
                     const std::pair<std::string, int64_t>& code_pages,
                     const graph::PageLayout& layout, const std::string& metric,
                     const graph::Codebook& book, const std::optional<graph::Codebook>& disk_book,
-                    const std::optional<Tensor>& codes, const Tensor& part_nodes, int64_t copies,
-                    uint64_t salt, const Tensor& entries, const Tensor& entry_codes,
-                    const Tensor& entries_begin) {
+                    const std::optional<Tensor>& codes, const Tensor& part_nodes,
+                    const Tensor& part_files, int64_t copies, uint64_t salt, const Tensor& entries,
+                    const Tensor& entry_codes, const Tensor& entries_begin) {
   GraphView view;
-  view.pages = to_place(pages), view.code_pages = to_place(code_pages);
+  for (const auto& each : pages) view.pages.push_back(to_place(each));
+  if (std::all_of(view.pages.begin(), view.pages.end(),
+                  [](const graph::PagesAt& each) { return each.path.empty(); })) {
+    invalid("a graph must have a file of pages");
+  }
+  view.code_pages = to_place(code_pages);
   view.layout = layout, view.metric = to_metric(metric), view.book = book;
   if (book.parts() != layout.code_bytes || book.begin.back() != layout.dim)
     invalid("a codebook must be of the layout");
@@ -459,7 +471,8 @@ GraphView make_view(const std::pair<std::string, int64_t>& pages,
     invalid("codes in memory are needed");
   }
   const auto begin = to_vector(entries_begin, "entries_begin", part_nodes.numel() + 1);
-  view.parts = make_parts(part_nodes, begin, salt, layout);
+  const auto files = to_vector(part_files, "part_files", part_nodes.numel());
+  view.parts = make_parts(part_nodes, files, view.pages.size(), begin, salt, layout);
   if (copies < 1 || copies > static_cast<int64_t>(view.parts.size()))
     invalid("a row has at most one node in each part");
   view.copies = copies;
@@ -569,8 +582,8 @@ void bind_graph(py::module_& m) {
   py::class_<GraphView>(m, "GraphView")
       .def(py::init(&make_view), py::kw_only(), py::arg("pages"), py::arg("code_pages"),
            py::arg("layout"), py::arg("metric"), py::arg("book"), py::arg("disk_book"),
-           py::arg("codes"), py::arg("part_nodes"), py::arg("copies"), py::arg("salt"),
-           py::arg("entries"), py::arg("entry_codes"), py::arg("entries_begin"));
+           py::arg("codes"), py::arg("part_nodes"), py::arg("part_files"), py::arg("copies"),
+           py::arg("salt"), py::arg("entries"), py::arg("entry_codes"), py::arg("entries_begin"));
   py::class_<graph::SearchOptions>(m, "GraphSearchOptions")
       .def(py::init(&make_options), py::kw_only(), py::arg("path"), py::arg("direct"),
            py::arg("threads"), py::arg("walks"), py::arg("code_cache_bytes"), py::arg("rules"),

@@ -25,12 +25,13 @@ constexpr int64_t kPageHeaderBytes = 16;
 constexpr int64_t kNodeFixedBytes = 8;
 constexpr int64_t kCodePageBytes = 4096;
 
-// One of the graphs of a file.
+// One of the graphs of a directory.
 struct Part {
-  int64_t first_page = 0;  // in the file
+  int64_t first_page = 0;  // of all pages, one graph after the other
   int64_t n = 0;           // nodes, numbered page by page
   uint64_t salt = 0;
   int64_t first_entry = 0, end_entry = 0;  // among the entry points of all
+  int64_t file = 0, file_page = 0;         // where its first page lies: of the view's files
 };
 
 struct PageLayout {

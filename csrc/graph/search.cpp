@@ -24,7 +24,8 @@ GraphSearcher::GraphSearcher(GraphView view, SearchOptions options)
     return options_.path == "memory" ? io::open_memory_file(path, io::Mode::read)
                                      : io::open_file(path, io::Mode::read, options_.direct);
   };
-  file_ = open(view_.pages.path);
+  for (const PagesAt& each : view_.pages)
+    files_.push_back(each.path.empty() ? nullptr : open(each.path));
   if (view_.layout.paged_codes) codes_file_ = open(view_.code_pages.path);
   const auto work = [this] {
     std::unique_ptr<Worker> worker;
@@ -68,6 +69,11 @@ GraphSearcher::GraphSearcher(GraphView view, SearchOptions options)
 }
 
 GraphSearcher::~GraphSearcher() { close(); }
+
+const io::File& GraphSearcher::any_file() const {
+  return **std::find_if(files_.begin(), files_.end(),
+                        [](const std::shared_ptr<io::File>& each) { return each != nullptr; });
+}
 
 std::shared_ptr<GraphSearcher::Job> GraphSearcher::start(const SearchRequest& request) {
   auto job = std::make_shared<Job>();

@@ -95,7 +95,7 @@ class GraphSearcher {
   const GraphView& view() const { return view_; }
   const std::string& effective() const { return effective_; }
   const std::string& fallback_reason() const { return fallback_reason_; }
-  bool direct() const { return file_->direct; }
+  bool direct() const { return any_file().direct; }
 
  private:
   class Worker;
@@ -105,7 +105,11 @@ class GraphSearcher {
 
   GraphView view_;
   SearchOptions options_;
-  std::shared_ptr<io::File> file_, codes_file_;
+  // One of the files of pages that there are.
+  const io::File& any_file() const;
+
+  std::vector<std::shared_ptr<io::File>> files_;  // of pages; null: of a path that is empty
+  std::shared_ptr<io::File> codes_file_;
   std::shared_ptr<io::BufferPool> pool_;
   std::shared_ptr<io::FaultState> faults_;
   std::string effective_, fallback_reason_;

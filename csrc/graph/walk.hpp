@@ -16,7 +16,7 @@
 
 namespace espnx::graph {
 
-// Where pages lie: in a file of their own, or inside another.
+// Where pages lie: in a file of their own, or inside another. Without a path there is no such file.
 struct PagesAt {
   std::string path;
   int64_t begin = 0;  // in bytes
@@ -24,7 +24,8 @@ struct PagesAt {
 
 // A graph on storage as a searcher sees it, or several: what every walk over them shares.
 struct GraphView {
-  PagesAt pages, code_pages;  // of its codes where they are paged
+  std::vector<PagesAt> pages;  // one or more; the parts say in which they are
+  PagesAt code_pages;          // of its codes where they are paged
   PageLayout layout;
   std::vector<Part> parts;  // one or more; where codes are paged or in memory, one
   int64_t copies = 1;       // nodes that a row may have, each in another part

@@ -141,7 +141,8 @@ void GraphSearcher::Worker::go_on(size_t i) {
 int64_t GraphSearcher::Worker::begin_bytes(const Read& read) const {
   const GraphView& view = searcher_.view_;
   if (read.want.is_codes) return view.code_pages.begin + read.want.page * kCodePageBytes;
-  return view.pages.begin + (read.at.part->first_page + read.at.page) * layout_.page_bytes;
+  const Part& part = *read.at.part;
+  return view.pages[part.file].begin + (part.file_page + read.at.page) * layout_.page_bytes;
 }
 
 void GraphSearcher::Worker::start_read(size_t i, Want want) {
@@ -216,7 +217,7 @@ void GraphSearcher::Worker::look_at(size_t i, Clock::time_point now) {
   if (!slot.job) return;
   if (now - slot.begun > slot.job->patience) {
     io::Failure failure = make_failure(io::Kind::deadline, "searching a graph");
-    failure.path = searcher_.file_->path;
+    failure.path = searcher_.any_file().path;
     slot.job->fail(std::move(failure));
   }
   if (!slot.job->failed || slot.reads == 0) return;

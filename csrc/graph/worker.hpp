@@ -87,7 +87,7 @@ class GraphSearcher::Worker {
     return read.want.is_codes ? kCodePageBytes : layout_.page_bytes;
   }
   io::File& file(const Read& read) const {
-    return read.want.is_codes ? *searcher_.codes_file_ : *searcher_.file_;
+    return read.want.is_codes ? *searcher_.codes_file_ : *searcher_.files_[read.at.part->file];
   }
   int64_t begin_bytes(const Read& read) const;
   void start_read(size_t i, Want want);

@@ -300,6 +300,11 @@ COMMANDS = {
     "graph verify": Command(
         ".graph:verify", "read a whole graph and check every page", {"graph verify my.graph": ""}
     ),
+    "graph remove": Command(
+        ".graph:remove",
+        "remove a graph, also what lies in other directories",
+        {"graph remove my.graph": ""},
+    ),
     "graph import": Command(
         ".graph:import",
         "make a graph of an index that DiskANN has built",

@@ -13,6 +13,7 @@ from .build import GraphReport, build
 from .devices.stored import StoredGraph
 from .diskann.conversion import ExportReport, ImportReport, export_diskann, import_diskann
 from .format import METRICS, GraphShare, RecallPoint
+from .global_index.places import remove
 from .index import GraphIndex
 from .merging.writer import GraphWriter
 from .neighbours import Neighbours
@@ -42,4 +43,5 @@ __all__ = [
     "open",
     "open_writer",
     "read_vectors",
+    "remove",
 ]

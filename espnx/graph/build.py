@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from .codes.codebook import Codebook, train_codebook
 from .edges import build_edges, check_device
 from .format import N_MAX, ROWS_MAX, GraphFacts, GraphShare
 from .global_index.builder import build_bytes, build_clustered, check_clusters, plan_clusters
+from .global_index.places import check_directories
 from .layout import PageLayout, choose_layout, shorter_codes_hint
 from .options import GraphOptions, check_options, measured_rows, stored_rows
 from .recall import add_recall, row_blocks
@@ -128,6 +130,7 @@ def build(
     clusters: int | None = None,
     max_points: int | None = None,
     replicas: float = 0.0,
+    directories: Sequence[str | os.PathLike[str]] | None = None,
     replace: bool = False,
     share: GraphShare | None = None,
     progress: Progress | None = None,
@@ -186,6 +189,8 @@ def build(
         replicas: the share of the vectors, 0 to 1, that are in two clusters: those for which the
             second is nearly as near as their own, and has room. A search goes through fewer
             clusters then; the directory becomes larger by that share.
+        directories: other directories, one for each SSD, in which the clusters' pages lie, so that
+            all have about as many; the rest stays in `path`. None: all is in `path`.
         replace: a graph that is there, which stays as it is until the new one is whole.
         share: of a collection whose graphs are searched together, by `PrivateGraphs`;
             `build_private` builds all of them.
@@ -220,7 +225,8 @@ def build(
     )
     source, path = read_vectors(vectors, column=column), check_path("directory of a graph", path)
     progress = progress or _no_progress
-    if clusters is None and max_points is None and not replicas:
+    homes = check_directories(path, directories)
+    if clusters is None and max_points is None and not replicas and not homes:
         return _build(source, path, options, memory, progress, engine, replace, share)
     clusters = check_clusters(
         clusters,
@@ -232,7 +238,7 @@ def build(
     )
     return _build_clusters(
         source, path, options, memory, progress, engine, replace,
-        clusters, max_points, float(replicas),
+        clusters, max_points, float(replicas), homes,
     )  # fmt: skip
 
 
@@ -282,6 +288,7 @@ def _build_clusters(
     clusters: int,
     max_points: int | None,
     replicas: float,
+    directories: Sequence[str],
 ) -> GraphReport:
     layout = _layout_of(options, source, ROWS_MAX)
     check_device(options)
@@ -303,7 +310,9 @@ def _build_clusters(
         given_engine(engine) as own,
         writing_graph(own, path, replace=replace, keep_work=True) as generation,
     ):
-        built = build_clustered(own, path, source, layout, options, plan, progress, generation)
+        built = build_clustered(
+            own, path, source, layout, options, plan, progress, generation, directories
+        )
     return _report(built.facts, built.repaired, built.seconds, clusters=built.facts.parts.nodes)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,7 +265,10 @@ class FilterReader:
                     expected="one of each",
                     fix=_REBUILD,
                 )
-        per_page = allowed.reshape(-1, layout.nodes_per_page).sum(axis=1)
+        by_page = allowed.reshape(-1, layout.nodes_per_page)
+        if self._facts.lost:
+            by_page[~np.repeat(self._facts.is_there, parts.pages)] = False
+        per_page = by_page.sum(axis=1)
         page_mask = per_page > 0
         return NodeFilter(
             rows,
@@ -395,7 +398,7 @@ class FilterReader:
         if not len(pages):
             return np.empty(0, np.int64), np.empty((0, layout.code_bytes), np.uint8), pages
         found = read_pages(
-            engine, engine.open(self._facts.open_path(NODES)), self._facts, pages, clock.left_s()
+            engine, open_pages(engine, self._facts), self._facts, pages, clock.left_s()
         )
         numbers = pages[:, None] * layout.nodes_per_page + np.arange(layout.nodes_per_page)
         may = np.isin(numbers, allowed)
@@ -412,11 +415,11 @@ class FilterReader:
         may = np.unpackbits(nodes.nodes.numpy(), count=parts.n_places, bitorder="little") > 0
         left = nodes.rows.bits.numpy().copy()  # of rows with copies only one is measured
         with NativeEngine(self._requested) as engine:
-            file = engine.open(self._facts.open_path(NODES))
+            files = open_pages(engine, self._facts)
             at_once = max(1, _READ_BYTES // layout.page_bytes)
             for first in range(0, len(pages), at_once):
                 part = pages[first : first + at_once]
-                found = read_pages(engine, file, self._facts, part, clock.left_s())
+                found = read_pages(engine, files, self._facts, part, clock.left_s())
                 numbers = part[:, None] * layout.nodes_per_page + np.arange(layout.nodes_per_page)
                 inside = parts.is_node(numbers)
                 here, is_wanted = found[inside], may[numbers[inside]]
@@ -486,14 +489,35 @@ def places_at(facts: GraphFacts, memory: np.ndarray, at: np.ndarray) -> np.ndarr
     return places
 
 
+def open_pages(engine: NativeEngine, facts: GraphFacts) -> list[FileHandle | None]:
+    """A graph's files of pages, as `GraphFacts.page_files`; None: in a directory that is lost."""
+    if not facts.directories:
+        return [engine.open(facts.open_path(NODES))]
+    return [engine.open(each.path) if each.path else None for each in facts.page_files]
+
+
 def read_pages(
-    engine: NativeEngine, file: FileHandle, facts: GraphFacts, pages: np.ndarray, deadline_s: float
+    engine: NativeEngine,
+    files: Sequence[FileHandle | None],
+    facts: GraphFacts,
+    pages: np.ndarray,
+    deadline_s: float,
 ) -> np.ndarray:
-    """Nodes of some pages, see `parse_pages`. Raises as `GraphIndex.search`."""
+    """Nodes of some pages, of `open_pages`; see `parse_pages`. Raises as `GraphIndex.search`, and
+    FileMissingError for pages in a directory that is lost."""
     layout = facts.layout
-    begin = facts.begin_bytes(NODES) + pages * layout.page_bytes
-    plan = Plan.of(file, begin.tolist(), [layout.page_bytes] * len(pages))
-    future = engine.read(plan, deadline_s=deadline_s)
+    facts.check_there(pages)
+    which, inside = facts.parts.in_files(pages)
+    handles = [files[each] for each in which.tolist()]
+    begins = np.array([each.offset_bytes for each in facts.page_files], np.int64)[which]
+    future = engine.read(
+        Plan.of(
+            [each for each in handles if each is not None],
+            (begins + inside * layout.page_bytes).tolist(),
+            [layout.page_bytes] * len(pages),
+        ),
+        deadline_s=deadline_s,
+    )
     future.wait()
     return parse_pages(facts, pages, future.memory, future.position_bytes.numpy())
 

@@ -14,17 +14,19 @@ A directory holds::
 
 One that has a graph for each cluster also holds::
 
-    clusters.bin   of each cluster how many nodes and entry points it has, uint32
+    clusters.bin   of each cluster how many nodes and entry points it has, and in which of several
+                   directories its pages are, uint32
     centroids.bin  of the clusters, float32
 
-and its rows.bin has places of 64 bits.
+and its rows.bin has places of 64 bits. Its pages may lie in several directories, in each of which
+`home_of` is a folder with a nodes.bin of its own.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -75,6 +77,10 @@ METRICS = ("l2", "ip", "cosine")
 #: several by 48.
 N_MAX, ROWS_MAX = 2**32 - 2, 2**48
 N_ENTRIES_MAX = 65536
+#: In which the pages of clusters may lie.
+DIRECTORIES_MAX = 64
+#: Vectors added or deleted since recall was measured, as a share of those that there are.
+STALE_SHARE = 0.1
 CLUSTERS_MAX = 65536
 _REBUILD = "restore the graph from a copy, or build it again"
 _CURVE_POINTS_MAX = 64
@@ -181,6 +187,10 @@ class GraphFacts:
         unmeasured: vectors that were added or deleted since recall was measured.
         pins: descriptors of its files, by name, that are kept open while it is: a merge may remove
             the files' names meanwhile.
+        directories: in which its pages lie, in the order of `Clusters.files`; none: beside the
+            other files.
+        lost: which of these could not be read when it was opened, by somebody who wants what is in
+            the others.
     """
 
     where: str
@@ -203,11 +213,55 @@ class GraphFacts:
     id_end: int | None = None
     unmeasured: int = 0
     pins: Mapping[str, int] = field(default_factory=dict)
+    directories: Sequence[str] = ()
+    lost: frozenset[int] = frozenset()
+
+    @cached_property
+    def page_files(self) -> list[Region]:
+        """The files of pages, as `Parts.files` numbers them; of a lost one without a path."""
+        if not self.directories:
+            return [self.regions[NODES]]
+        return [
+            replace(each, path="") if number in self.lost else each
+            for number, each in enumerate(
+                page_files(self.directories, self.salt, self.generation, self.layout, self.parts)
+            )
+        ]
+
+    @cached_property
+    def is_there(self) -> np.ndarray:
+        """bool [graphs]: whether its pages can be read."""
+        return ~np.isin(self.parts.files, list(self.lost))
+
+    @cached_property
+    def lost_share(self) -> float:
+        """Nodes in directories that are lost, as a share of all."""
+        nodes = self.parts.nodes
+        return float(nodes[~self.is_there].sum() / max(1, nodes.sum()))
+
+    def place_of_page(self, page: int) -> tuple[str, int]:
+        """(the file; the byte at which it begins there) of a page of nodes."""
+        file, inside = self.parts.in_files(np.array([page]))
+        region = self.page_files[int(file[0])]
+        return region.path, region.offset_bytes + int(inside[0]) * self.layout.page_bytes
+
+    def check_there(self, pages: np.ndarray) -> None:
+        """Raises FileMissingError where one of some pages, int64 [m], is in a directory that is
+        lost."""
+        if self.lost and (gone := ~self.is_there[self.parts.of_pages(pages)]).any():
+            file = int(self.parts.in_files(pages[gone][:1])[0][0])
+            raise lost_directory(self.directories[file])
 
     @property
     def n_rows(self) -> int:
         """Entries of the file of rows: ids are below it."""
         return self.layout.n if self.id_end is None else self.id_end
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether so many vectors were changed since recall was measured that it says too little of
+        those that there are."""
+        return self.unmeasured > STALE_SHARE * self.layout.n
 
     @property
     def has_gaps(self) -> bool:
@@ -260,7 +314,10 @@ class GraphFacts:
         return rotated_files(self.codebook, self.disk_codebook)
 
     def path(self, name: str) -> str:
-        """The path of one of its files, or of that which it lies in."""
+        """The path of one of its files, or of that which it lies in; of pages in several
+        directories, the first of these files."""
+        if name == NODES:
+            return next(each.path for each in self.page_files if each.path)
         return self.regions[name].path
 
     def open_path(self, name: str) -> str:
@@ -295,6 +352,8 @@ class GraphFacts:
             layout["n_clusters"] = len(self.clusters.nodes)
             if self.clusters.copies > 1:
                 layout["copies"] = self.clusters.copies
+            if self.directories:
+                layout["directories"] = list(self.directories)
         if self.id_end is not None:
             layout |= {"id_end": self.id_end, "unmeasured": self.unmeasured}
         return {
@@ -319,6 +378,32 @@ class GraphFacts:
         }
 
 
+def home_of(directory: str, salt: int) -> str:
+    """The folder of a graph in one of several directories that its pages lie in."""
+    return os.path.join(directory, f"graph-{salt:016x}")
+
+
+def page_files(
+    directories: Sequence[str], salt: int, generation: int, layout: PageLayout, parts: Parts
+) -> list[Region]:
+    """The files of pages in several directories."""
+    sizes = parts.pages_of_files(len(directories)) * layout.page_bytes
+    return [
+        Region(os.path.join(home_of(each, salt), versioned(NODES, generation)), 0, int(size))
+        for each, size in zip(directories, sizes, strict=True)
+    ]
+
+
+def lost_directory(directory: str) -> errors.FileMissingError:
+    """What is said of clusters whose directory is lost."""
+    return errors.FileMissingError(
+        "a directory of a graph's clusters",
+        path=directory,
+        got="no pages of this graph",
+        fix="mount it, or search what is in the others: open(partial=True), --partial",
+    )
+
+
 def rotated_files(codebook: Codebook, disk_codebook: Codebook | None) -> list[str]:
     """Files of those of a graph's codebooks that have a rotation in them."""
     books = {CODEBOOK: codebook, DISK_CODEBOOK: disk_codebook}
@@ -329,8 +414,8 @@ def parts_of(layout: PageLayout, n_entries: int, clusters: Clusters | None) -> P
     """Graphs that pages are of."""
     per_page = layout.nodes_per_page
     if clusters is None:
-        return Parts(np.array([layout.n]), np.array([n_entries]), per_page)
-    return Parts(clusters.nodes, clusters.n_entries, per_page)
+        return Parts(np.array([layout.n]), np.array([n_entries]), per_page, np.zeros(1, np.int64))
+    return Parts(clusters.nodes, clusters.n_entries, per_page, clusters.files)
 
 
 def place_bytes(clusters: Clusters | None) -> int:
@@ -377,7 +462,8 @@ def in_directory(
     clusters: Clusters | None = None,
     id_end: int | None = None,
 ) -> dict[str, Region]:
-    """The places of the files of a graph that has a directory of its own."""
+    """The places of the files of a graph that has a directory of its own; pages in several others
+    have theirs in `page_files`."""
     rotated = rotated_files(codebook, disk_codebook)
     sizes = file_sizes(layout, n_entries, rotated, clusters, id_end)
     return _whole_files(directory, generation, sizes)
@@ -409,9 +495,14 @@ def section_of(file: str) -> str:
     return file.removesuffix(".bin")
 
 
-def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSections) -> GraphFacts:
+def read_graph(
+    engine: NativeEngine, source: str | os.PathLike[str] | GraphSections, *, partial: bool = False
+) -> GraphFacts:
     """What a directory, or what lies inside another file, says of its graph. Its pages are checked
     when they are read.
+
+    Args:
+        partial: whether some of several directories of pages may be lost, and not all.
 
     Raises:
         StoreNotFoundError: no graph was published there.
@@ -453,6 +544,14 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
     )
     rotated = _read_rotated(fields, has_disk_codebook=holds_codes)
     sizes = file_sizes(layout, n_entries, rotated, clusters, id_end)
+    salt = int(fields.hexadecimal("salt", 16), 16)
+    directories: list[str] = []
+    if clusters is not None and "directories" in fields:
+        directories = fields.texts("directories", count=DIRECTORIES_MAX)
+        if not directories or not all(map(os.path.isabs, directories)):
+            fields.refuse("directories", "absolute paths", directories)
+        del sizes[NODES]
+    _check_files_of(clusters, max(1, len(directories)), where)
     regions = _located(source, where, generation, sizes)
 
     def codebook(name: str, begin: np.ndarray) -> Codebook:
@@ -470,12 +569,13 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
             got=int(entries.max()),
             fix=_REBUILD,
         )
+    made = page_files(directories, salt, generation, layout, of_part) if directories else []
     return GraphFacts(
         where,
         regions,
         layout,
         fields.choice("metric", METRICS),
-        int(fields.hexadecimal("salt", 16), 16),
+        salt,
         codebook(CODEBOOK, parts),
         entries,
         np.frombuffer(data, np.uint8, offset=4 * n_entries).reshape(n_entries, layout.code_bytes),
@@ -490,7 +590,34 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
         clusters,
         id_end,
         fields.whole("unmeasured", 0) if "unmeasured" in fields else 0,
+        directories=directories,
+        lost=_lost(directories, made, partial=partial),
     )
+
+
+def _check_files_of(clusters: Clusters | None, n_files: int, where: str) -> None:
+    if clusters is not None and int(clusters.files.max(initial=0)) >= n_files:
+        raise errors.FormatError(
+            "directory of a cluster",
+            path=where,
+            got=int(clusters.files.max()),
+            expected=f"below {n_files}",
+            fix=_REBUILD,
+        )
+
+
+def _lost(directories: Sequence[str], files: Sequence[Region], *, partial: bool) -> frozenset[int]:
+    """Which of several directories have no file of pages. Raises FileMissingError for the first of
+    these unless `partial` is set and others have theirs, and for a file of another size."""
+    lost = set[int]()
+    for number, region in enumerate(files):
+        try:
+            check_file_size(region.path, region.size_bytes, "file of a graph", _REBUILD)
+        except (errors.FileMissingError, errors.ReadError) as error:
+            lost.add(number)
+            if not partial or len(lost) == len(files):
+                raise lost_directory(directories[number]) from error
+    return frozenset(lost)
 
 
 def read_graph_manifest(engine: NativeEngine, where: str) -> dict[str, Any]:
@@ -528,6 +655,7 @@ def _read_clusters(
     for region in regions.values():
         check_file_size(region.path, region.size_bytes, "file of a graph", _REBUILD)
     table = np.frombuffer(_read_whole(engine, regions, CLUSTERS, sums), TABLE)
+    files = table["directory"].astype(np.int64)
     centroids = np.frombuffer(_read_whole(engine, regions, CENTROIDS, sums), "<f4")
     nodes, entries = (table[name].astype(np.int64) for name in ("nodes", "entries"))
     is_right = (nodes > 0) & (nodes <= N_MAX) & (entries > 0) & (entries <= nodes)
@@ -550,7 +678,7 @@ def _read_clusters(
         )
     if layout.codes_in != "inline":
         fields.refuse("inline_pq", f"{layout.max_degree}, as with every graph of clusters")
-    return Clusters(centroids.reshape(count, layout.dim).copy(), nodes, entries, copies)
+    return Clusters(centroids.reshape(count, layout.dim).copy(), nodes, entries, copies, files)
 
 
 def _read_rotated(fields: Fields, *, has_disk_codebook: bool) -> list[str]:
@@ -621,15 +749,18 @@ def parse_code_pages(
     """uint8 [m, codes_per_page, code_bytes] of pages of codes that were read. See `parse_pages`."""
     layout = facts.layout
     salts = np.full(len(pages), code_salt(facts.salt), np.uint64)
-    found = _checked_pages(
-        facts.regions[CODES], CODE_PAGE_BYTES, salts, pages, pages, memory, position_bytes
-    )
+    region = facts.regions[CODES]
+
+    def place_of(page: int) -> tuple[str, int]:
+        return region.path, region.offset_bytes + page * CODE_PAGE_BYTES
+
+    found = _checked_pages(place_of, CODE_PAGE_BYTES, salts, pages, pages, memory, position_bytes)
     codes = found[:, HEADER.itemsize : HEADER.itemsize + layout.codes_per_page * layout.code_bytes]
     return codes.reshape(len(pages), layout.codes_per_page, layout.code_bytes)
 
 
 def _checked_pages(
-    region: Region,
+    place_of: Callable[[int], tuple[str, int]],
     page_bytes: int,
     salts: np.ndarray,
     pages: np.ndarray,
@@ -637,16 +768,18 @@ def _checked_pages(
     memory: torch.Tensor,
     position_bytes: np.ndarray,
 ) -> np.ndarray:
-    """uint8 [m, page_bytes], whose headers are right: of each the salt, and its number."""
+    """uint8 [m, page_bytes], whose headers are right: of each the salt, and its number.
+    `place_of`: the file of a page, and the byte at which it begins there."""
     begin = torch.from_numpy(np.ascontiguousarray(position_bytes, dtype=np.int64))
     found = memory.numpy()[begin.numpy()[:, None] + np.arange(page_bytes)]
     header = np.ascontiguousarray(found[:, : HEADER.itemsize]).view(HEADER).ravel()
     sums = crc32c_ranges(memory, begin + 4, torch.full_like(begin, page_bytes - 4)).numpy()
     for i in np.flatnonzero(sums != header["crc32c"])[:1]:
+        path, offset_bytes = place_of(int(pages[i]))
         raise errors.ChecksumError(
             f"page {pages[i]} of a graph is damaged",
-            path=region.path,
-            offset_bytes=region.offset_bytes + int(pages[i]) * page_bytes,
+            path=path,
+            offset_bytes=offset_bytes,
             got=f"CRC32C {sums[i]:08x}",
             expected=f"{header['crc32c'][i]:08x}",
             fix=_REBUILD,
@@ -654,7 +787,7 @@ def _checked_pages(
     for i in np.flatnonzero((header["salt"] != salts) | (header["page"] != numbers))[:1]:
         raise errors.StaleDataError(
             f"page {pages[i]} of a graph",
-            path=region.path,
+            path=place_of(int(pages[i]))[0],
             got=f"page {header['page'][i]}, salt {header['salt'][i]:016x}",
             expected=f"page {numbers[i]}, salt {salts[i]:016x}",
             fix=_REBUILD,
@@ -680,10 +813,10 @@ def parse_pages(
         ChecksumError: damaged. StaleDataError: of another graph, or another page of this one.
             FormatError: a node that cannot be.
     """
-    layout, path, parts = facts.layout, facts.path(NODES), facts.parts
+    layout, parts = facts.layout, facts.parts
     part = parts.of_pages(pages)
     found = _checked_pages(
-        facts.regions[NODES],
+        facts.place_of_page,
         layout.page_bytes,
         np.uint64(facts.salt) + part.astype(np.uint64),
         pages,
@@ -701,9 +834,10 @@ def parse_pages(
         | (nodes["neighbours"] >= parts.nodes[part, None, None]).any(axis=-1)
     )
     if wrong.any():
+        page = int(pages[np.nonzero(wrong)[0][0]])
         raise errors.FormatError(
-            f"a node of page {pages[np.nonzero(wrong)[0][0]]} of a graph",
-            path=path,
+            f"a node of page {page} of a graph",
+            path=facts.place_of_page(page)[0],
             got="numbers out of range",
             fix=_REBUILD,
         )

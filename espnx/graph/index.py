@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -17,19 +16,18 @@ from ..sizes import format_size
 from ..storage import FaultRule, NativeEngine
 from ..suggestions import suggests_keywords
 from .filters import RowFilter, filter_of, mask_of, row_mask
-from .format import CODES, NODES, GraphFacts, GraphSections, RecallPoint, read_graph_manifest
+from .format import CODES, GraphFacts, GraphSections, RecallPoint, read_graph_manifest
 from .neighbours import Neighbours
 from .search.asked import WalkRequest
 from .search.effort import list_size_for
 from .search.kinds import summary_of
 from .search.probing import Probing
 from .search.under_way import GraphSearch
-from .search.version import GraphVersion, ReadOptions
+from .search.version import THREADS_MAX, GraphVersion, ReadOptions
 from .updates.log import read_log
 from .updates.pending import Pending, replayed
 from .updates.search import search_changed, vectors_of
 
-THREADS_MAX = 256
 _TRIES = 8
 
 
@@ -51,6 +49,9 @@ class GraphIndex:
             (Knowhere's pq_read_page_cache_size).
         engine: path of the reads: ``auto``, ``uring``, ``posix`` or ``memory``.
         direct: whether reads go past the page cache; None: where the file system lets them.
+        partial: where the clusters of a graph lie in several directories, of which some are lost:
+            to search what is in the others; `Neighbours.lost_share` says how much is not looked at.
+            Else a directory that is lost is an error that names it.
         rules, fault_seed: injected faults (tests).
 
     Raises:
@@ -69,6 +70,7 @@ class GraphIndex:
         engine: str = "auto",
         code_cache_bytes: int = 5 << 20,
         direct: bool | None = None,
+        partial: bool = False,
         rules: Sequence[FaultRule] = (),
         fault_seed: int = 0,
     ):
@@ -77,19 +79,16 @@ class GraphIndex:
         check_whole("code_cache_bytes", code_cache_bytes, 0, 1 << 40)
         if not isinstance(path, GraphSections):
             path = check_path("directory of a graph", path)
-        self._process, self._path = os.getpid(), path
+        self._process, self._path, self._partial = os.getpid(), path, bool(partial)
         self.walks = threads * walks
-        self._options = ReadOptions(
+        self._options = ReadOptions.of(
             engine,
-            {
-                "path": engine,
-                "direct": direct,
-                "threads": threads,
-                "walks": walks,
-                "code_cache_bytes": code_cache_bytes,
-                "rules": [asdict(rule) for rule in rules],
-                "seed": fault_seed,
-            },
+            threads=threads,
+            walks=walks,
+            code_cache_bytes=code_cache_bytes,
+            direct=direct,
+            rules=rules,
+            fault_seed=fault_seed,
         )
         self._now = self._opened()
         self._is_open = True
@@ -97,7 +96,7 @@ class GraphIndex:
     def _opened(self) -> tuple[GraphVersion, Pending]:
         """The pages and the changes beside them, as they are now."""
         for _ in range(_TRIES):
-            pages = GraphVersion(self._path, self._options)
+            pages = GraphVersion(self._path, self._options, partial=self._partial)
             if isinstance(self._path, GraphSections) or pages.facts.clusters is not None:
                 return pages, Pending.none(pages.facts)
             log = read_log(pages.facts)
@@ -136,7 +135,7 @@ class GraphIndex:
             self._now = self._opened()
             return True
         log = read_log(before[0].facts)
-        pending = replayed(before[0].facts, log.changes, log.path)
+        pending = replayed(before[0].facts, log.changes, log.path, before[1])
         if self._is_merged(before[0].facts):
             self._now = self._opened()
             return True
@@ -170,9 +169,11 @@ class GraphIndex:
     def path_report(self) -> Sequence[FilePath]:
         """See `espnx.device.interface.Device`: of the files that walks read."""
         effective, reason, is_direct = self._now[0].native.path
-        names = [NODES, *([CODES] if self.facts.layout.paged_codes else [])]
+        facts = self.facts
+        found = [each.path for each in facts.page_files if each.path]
+        found += [facts.path(CODES)] if facts.layout.paged_codes else []
         said = f"{effective}{'' if is_direct else ' (buffered)'}"
-        paths = dict.fromkeys(self.facts.path(name) for name in names)
+        paths = dict.fromkeys(found)
         return [FilePath(path, said, reason) for path in paths]
 
     def list_size_for(self, recall: float) -> RecallPoint:

@@ -26,8 +26,8 @@ def native_view(facts: GraphFacts, codes: np.ndarray | None) -> _C.GraphView:
         codes = whole
     paged = CODES if layout.paged_codes else NODES  # or none are read
     return native.GraphView(
-        pages=(facts.path(NODES), facts.begin_bytes(NODES)),
-        code_pages=(facts.path(paged), facts.begin_bytes(paged)),
+        pages=[(each.path, each.offset_bytes) for each in facts.page_files],
+        code_pages=(facts.path(paged), facts.begin_bytes(paged) if paged in facts.regions else 0),
         layout=native.PageLayout(
             n=facts.n_rows,
             dim=layout.dim,
@@ -45,6 +45,7 @@ def native_view(facts: GraphFacts, codes: np.ndarray | None) -> _C.GraphView:
         disk_book=None if facts.disk_codebook is None else native_codebook(facts.disk_codebook),
         codes=None if codes is None else torch.from_numpy(codes.copy()),
         part_nodes=torch.from_numpy(facts.parts.nodes),
+        part_files=torch.from_numpy(facts.parts.files),
         copies=facts.copies,
         salt=facts.salt,
         entries=torch.from_numpy(facts.entries),

@@ -36,6 +36,8 @@ class Neighbours:
             that the graph was searched with.
         shared_requests, filter_requests: in which those were read: pages side by side in one.
         clusters: int64 [q]: that were searched, where each has a graph; else None.
+        lost_share: of the vectors' nodes, those that no search looked at, as their directory is
+            lost (`espnx.graph.open(partial=True)`).
     """
 
     ids: np.ndarray
@@ -51,6 +53,7 @@ class Neighbours:
     shared_requests: int = 0
     filter_requests: int = 0
     clusters: np.ndarray | None = None
+    lost_share: float = 0.0
 
     @property
     def bytes_read(self) -> np.ndarray:
@@ -65,9 +68,10 @@ class Neighbours:
     def __repr__(self) -> str:
         q, k = self.ids.shape
         shared = f", {self.shared_pages} for all" if self.shared_pages else ""
+        lost = f", {self.lost_share:.1%} not looked at" if self.lost_share else ""
         return (
             f"<Neighbours: {q} queries, k {k}, {self.pages.mean() if q else 0:.1f} pages a "
-            f"query{shared}>"
+            f"query{shared}{lost}>"
         )
 
 

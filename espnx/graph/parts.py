@@ -11,7 +11,7 @@ import numpy as np
 #: In place of the place of a copy that a row does not have; and of the node of an id that has none.
 NO_COPY, NO_NODE = 2**64 - 1, 2**32 - 1
 #: Of the table of clusters.
-TABLE = np.dtype([("nodes", "<u4"), ("entries", "<u4")])
+TABLE = np.dtype([("nodes", "<u4"), ("entries", "<u4"), ("directory", "<u4")])
 #: Memory that a cluster may take in an open graph, beside its centroid: of its entry points the
 #: numbers and codes, twice, once for walks, and its places in tables.
 CLUSTER_BYTES = 4096
@@ -20,7 +20,7 @@ _FIXED_BYTES, _ENTRY_BYTES = 128, 12
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Graphs that lie one after the other in a file of pages.
+    """Graphs that lie one after the other in files of pages.
 
     A node's place is its number in its own graph, behind the places of all pages before that:
     places of a graph's last page that have no node stay empty.
@@ -29,16 +29,43 @@ class Parts:
         nodes: int64 [parts]: of each graph.
         n_entries: int64 [parts]: entry points of each.
         nodes_per_page: of all pages.
+        files: int64 [parts]: the file that each is in, after those before it which are in the same;
+            pages are numbered as if there were one file.
     """
 
     nodes: np.ndarray
     n_entries: np.ndarray
     nodes_per_page: int
+    files: np.ndarray
+
+    @cached_property
+    def pages(self) -> np.ndarray:
+        """int64 [parts]: of each graph."""
+        found: np.ndarray = -(-self.nodes // self.nodes_per_page)
+        return found
 
     @cached_property
     def first_page(self) -> np.ndarray:
         """int64 [parts + 1]: where each begins; the last: how many pages there are."""
-        return _sums(-(-self.nodes // self.nodes_per_page))
+        return _sums(self.pages)
+
+    @cached_property
+    def _file_page(self) -> np.ndarray:
+        """int64 [parts]: where each begins in its file."""
+        found = np.empty_like(self.pages)
+        for file in np.unique(self.files).tolist():
+            inside = self.files == file
+            found[inside] = _sums(self.pages[inside])[:-1]
+        return found
+
+    def in_files(self, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(the file, and the page in it) of some pages, int64 [m]."""
+        part = self.of_pages(pages)
+        return self.files[part], pages - self.first_page[part] + self._file_page[part]
+
+    def pages_of_files(self, n_files: int) -> np.ndarray:
+        """int64 [n_files]: pages of each file."""
+        return np.bincount(self.files, self.pages, n_files).astype(np.int64)
 
     @cached_property
     def entries_begin(self) -> np.ndarray:
@@ -88,23 +115,37 @@ class Clusters:
         centroids: float32 [clusters, dim]. nodes, n_entries: see `Parts`; a cluster has one node or
             more.
         copies: clusters that a row may be in.
+        files: int64 [clusters]: the file of pages, of several in as many directories, in which the
+            graph of each lies.
     """
 
     centroids: np.ndarray
     nodes: np.ndarray
     n_entries: np.ndarray
-    copies: int = 1
+    copies: int
+    files: np.ndarray
 
     def table(self) -> np.ndarray:
         """`TABLE` [clusters]."""
         table = np.zeros(len(self.nodes), TABLE)
         table["nodes"], table["entries"] = self.nodes, self.n_entries
+        table["directory"] = self.files
         return table
 
 
 def most_entries(code_bytes: int) -> int:
     """Entry points that a cluster may have."""
     return max(1, (CLUSTER_BYTES - _FIXED_BYTES) // (_ENTRY_BYTES + 2 * code_bytes))
+
+
+def balanced(pages: np.ndarray, n_files: int) -> np.ndarray:
+    """int64 [clusters]: a file for each, so that all have about as many pages: the largest first,
+    each into the one that has the fewest."""
+    files, filled = np.zeros(len(pages), np.int64), np.zeros(n_files, np.int64)
+    for cluster in np.argsort(-pages, kind="stable").tolist():
+        files[cluster] = filled.argmin()
+        filled[files[cluster]] += pages[cluster]
+    return files
 
 
 def _sums(counts: np.ndarray) -> np.ndarray:

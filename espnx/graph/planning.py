@@ -11,7 +11,7 @@ from ..errors import InvalidInputError
 from ..ops.distances import DIM_MAX, VECTOR_FORMATS
 from .bounded.budget import fit_bytes, least_bytes, member_bytes
 from .codes.codebook import codebook_bytes, may_rotate
-from .format import N_MAX, ROWS_MAX
+from .format import DIRECTORIES_MAX, N_MAX, ROWS_MAX
 from .global_index.builder import build_bytes, check_clusters, room_of
 from .layout import CODES_IN, MAX_DEGREE_MAX, PageLayout, choose_layout, shorter_codes_hint
 from .options import GraphOptions
@@ -36,7 +36,8 @@ class GraphPlan:
             ``total_bytes``; searches have buffers.
 
     Of a graph for each cluster both have ``clusters_bytes``, too: of centroids, and on disk of the
-    table.
+    table; where its pages lie in several directories, ``disk`` has ``directory_bytes``, what the
+    fullest of these has of ``nodes_bytes``.
 
     Attributes:
         build: what a build asks for, beside the process's libraries: ``whole_bytes`` in memory at a
@@ -66,10 +67,11 @@ def plan_graph(
     num_entry_points: int = 1000,
     clusters: int | None = None,
     replicas: float = 0.0,
+    directories: int = 0,
 ) -> GraphPlan:
     """Sizes of a graph of n vectors of `dim` values. Options are those of `espnx.graph.build`, by
     distance (``l2``, ``cosine``); clusters are taken to be of equal size, and `replicas` to find
-    room.
+    room. `directories`: how many the clusters' pages lie in; 0: beside the rest.
 
     Raises InvalidInputError.
     """
@@ -81,6 +83,11 @@ def plan_graph(
     check_whole("dim of a plan", dim, 1, DIM_MAX)
     check_whole("max_degree", max_degree, 1, MAX_DEGREE_MAX)
     check_whole("num_entry_points", num_entry_points, 1, 65536)
+    check_whole("directories of a plan", directories, 0, DIRECTORIES_MAX)
+    if clusters is None and directories:
+        raise InvalidInputError(
+            "directories of a plan", got="no clusters", expected="how many clusters"
+        )
     if clusters is not None:
         check_clusters(clusters, replicas, codes=codes, vector_dtype=vector_dtype)
     if vector_dtype not in _DTYPES or codes not in CODES_IN:
@@ -103,7 +110,11 @@ def plan_graph(
         disk_pq_bytes=disk_pq_bytes,
     )
     if clusters is not None:
-        return _plan_clusters(layout, min(clusters, n), replicas, num_entry_points, use_opq)
+        plan = _plan_clusters(layout, min(clusters, n), replicas, num_entry_points, use_opq)
+        if directories:
+            largest = -(-plan.disk["nodes_bytes"] // min(clusters, n))
+            plan.disk["directory_bytes"] = -(-min(clusters, n) // directories) * largest
+        return plan
     code_bytes, entries = layout.code_bytes, min(n, num_entry_points)
     resident_bytes = layout.codes_bytes if codes == "memory" else 0
     of_books = [code_bytes, layout.disk_pq_bytes] if holds_codes else [code_bytes]

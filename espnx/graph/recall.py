@@ -4,6 +4,7 @@ vectors and of those that filters allow."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,19 +12,21 @@ import torch
 
 from ..storage import NativeEngine
 from ..storage.manifest import write_manifest
-from .filters import RowFilter
+from .filters import RowFilter, open_pages, read_pages
 from .format import MAGIC, FilteredRecall, GraphFacts, RecallPoint
-from .index import THREADS_MAX, GraphIndex
+from .layout import rows_of
 from .neighbours import nearer, nearest_of
 from .search.asked import checked_queries
 from .search.effort import REGION_PAGES, WALK_PAGES, lists_of_region
 from .search.probing import Probing
+from .search.version import THREADS_MAX, GraphVersion, ReadOptions
 from .write import Progress
 
 #: All vectors that a graph is built of, [m, dim] at a time, and their rows, int64 [m]; begins anew
 #: each time it is called.
 Blocks = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
 
+_MEASURING_S = 3600.0
 # Beside 200 queries, of which each has a distance to each row.
 RECALL_BLOCK_ROWS = 8192
 _K = 10
@@ -81,20 +84,60 @@ def add_recall(
     """
     if not facts.layout.n:
         return facts
+    facts = with_recall(
+        facts, blocks, threads=threads, seed=seed, progress=progress, of_codes=of_codes
+    )
+    write_manifest(engine, facts.where, MAGIC, facts.version, facts.manifest())
+    return facts
+
+
+def with_recall(
+    facts: GraphFacts,
+    blocks: Blocks,
+    *,
+    threads: int,
+    seed: int,
+    progress: Progress,
+    of_codes: bool = False,
+) -> GraphFacts:
+    """The same for a graph whose files are written, and, it may be, not its manifest: what that is
+    to say. Arguments and errors: see `add_recall`."""
+    if not facts.layout.n:
+        return facts
     progress("recall", 0, 2)
     # Of the page cache, for the pages were just written: their reads are counted, not timed.
-    with GraphIndex(
-        facts.where, threads=min(threads, THREADS_MAX), walks=_WALKS, direct=False
-    ) as index:
+    options = ReadOptions.of(threads=min(threads, THREADS_MAX), walks=_WALKS, direct=False)
+    index = GraphVersion(replace(facts, pins={}), options)
+    with closing(index.native):
         facts = _with_recall(
             index, facts, blocks, seed, has_ceiling=facts.disk_codebook is not None and not of_codes
         )
         progress("recall", 1, 2)
         if facts.layout.n >= _FILTERED_MIN and facts.recall:
             facts = replace(facts, filtered=_Filtered(index, facts, blocks, seed).measured())
-    write_manifest(engine, facts.where, MAGIC, facts.version, facts.manifest())
     progress("recall", 2, 2)
-    return facts
+    return replace(facts, unmeasured=0)
+
+
+def stored_blocks(
+    engine: NativeEngine, facts: GraphFacts
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields vectors of a graph's pages as `add_recall` takes them. Raises as a search."""
+    layout, files = facts.layout, open_pages(engine, facts)
+    at_once = max(1, RECALL_BLOCK_ROWS // layout.nodes_per_page)
+    for first in range(0, layout.n_pages, at_once):
+        pages = np.arange(first, min(first + at_once, layout.n_pages))
+        nodes = read_pages(engine, files, facts, pages, _MEASURING_S).reshape(-1)
+        nodes = nodes[: layout.n - first * layout.nodes_per_page]
+        yield rows_of(nodes), facts.coding.decode(nodes["vector"])
+
+
+def _ids_of(index: GraphVersion) -> np.ndarray:
+    """int64 [n], growing: rows that have a node."""
+    facts = index.facts
+    if not facts.has_gaps:
+        return np.arange(facts.layout.n)
+    return np.flatnonzero(index.filters.existing(_MEASURING_S))
 
 
 def row_blocks(rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -105,15 +148,19 @@ def row_blocks(rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _with_recall(
-    index: GraphIndex, facts: GraphFacts, blocks: Blocks, seed: int, *, has_ceiling: bool
+    index: GraphVersion, facts: GraphFacts, blocks: Blocks, seed: int, *, has_ceiling: bool
 ) -> GraphFacts:
     """What searches find for vectors of the graph, each as if the graph were without it, beside an
     exact search."""
     n, k = facts.layout.n, min(_K, facts.layout.n - 1)
     if k < 1:
         return facts
-    chosen = np.sort(np.random.default_rng(seed + 1).permutation(n)[:_QUERIES])
-    queries = _rows_of(blocks(), chosen, facts.layout.dim) if has_ceiling else index.vectors(chosen)
+    chosen = np.sort(_ids_of(index)[np.random.default_rng(seed + 1).permutation(n)[:_QUERIES]])
+    queries = (
+        _rows_of(blocks(), chosen, facts.layout.dim)
+        if has_ceiling
+        else index.reader.vectors(chosen, _MEASURING_S)
+    )
     wide = checked_queries(facts, queries)[1]
     exact = _others(nearest_of(facts.metric, wide, k + 1, blocks())[1], chosen, k)
     ceiling = None
@@ -139,7 +186,7 @@ def _with_recall(
 
 
 def _probed(
-    index: GraphIndex,
+    index: GraphVersion,
     entries_of: float,
     chosen: np.ndarray,
     queries: np.ndarray,
@@ -201,7 +248,7 @@ class _Filtered:
     what is allowed; and of those that are nearest to some vector, searched for vectors that are not
     among them."""
 
-    def __init__(self, index: GraphIndex, facts: GraphFacts, blocks: Blocks, seed: int):
+    def __init__(self, index: GraphVersion, facts: GraphFacts, blocks: Blocks, seed: int):
         self._index, self._facts, self._blocks, self._seed = index, facts, blocks, seed
         # as searches with filters do, at least
         usual = next((each for each in facts.recall if each.recall >= _USUAL), facts.recall[-1])
@@ -262,9 +309,8 @@ class _Filtered:
     def _trials(self) -> list[_Trial]:
         n, dim = self._facts.layout.n, self._facts.layout.dim
         random = np.random.default_rng(self._seed + 2)
-        rows = np.sort(
-            random.permutation(n)[: max(_NEAR_QUERIES, min(_SAMPLE, _SAMPLE_BYTES // (4 * dim)))]
-        )
+        count = max(_NEAR_QUERIES, min(_SAMPLE, _SAMPLE_BYTES // (4 * dim)))
+        rows = np.sort(_ids_of(self._index)[random.permutation(n)[:count]])
         sample = _rows_of(self._blocks(), rows, dim)
         made = []
         chosen = random.permutation(len(rows))[:_NEAR_QUERIES]
@@ -306,9 +352,8 @@ class _Filtered:
             queries.astype(layout.row_dtype) if layout.row_format in ("uint8", "int8") else queries
         )
         none = np.empty((len(rows), 0), np.float32), np.empty((len(rows), 0), np.int64)
-        return _Trial(
-            share, is_region, rows, asked, allows, np.zeros(-(-layout.n // 8), np.uint8), none
-        )
+        bits = np.zeros(-(-self._facts.n_rows // 8), np.uint8)
+        return _Trial(share, is_region, rows, asked, allows, bits, none)
 
     def _look_at(self, trial: _Trial, rows: np.ndarray, vectors: np.ndarray) -> None:
         chosen = trial.allows(rows, vectors)

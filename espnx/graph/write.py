@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ from .format import (
     in_directory,
     read_graph_manifest,
 )
+from .global_index.homes import homes_of, remove_homes
 from .layout import CODE_PAGE_BYTES, HEADER, PageLayout, code_salt
 
 if TYPE_CHECKING:
@@ -91,10 +92,12 @@ class GraphFiles:
     Attributes:
         facts: for the manifest. contents: of each file, by name, in pieces; each is made when it is
             asked for, once.
+        pages: where these lie in several directories: of each file, as `GraphFacts.page_files`.
     """
 
     facts: GraphFacts
     contents: Mapping[str, Iterable[np.ndarray]]
+    pages: Sequence[Iterable[np.ndarray]] = ()
 
 
 def graph_files(
@@ -184,17 +187,37 @@ def write_graph(
     )
 
 
-def publish(engine: NativeEngine, path: str, files: GraphFiles) -> GraphFacts:
+def publish(
+    engine: NativeEngine,
+    path: str,
+    files: GraphFiles,
+    measured: Callable[[GraphFacts], GraphFacts] | None = None,
+) -> GraphFacts:
     """Writes the files of a graph, the manifest last; then those of the graph before are removed.
-    Raises WriteError, DiskFullError; there is no graph then, or the one before."""
-    for name, pieces in files.contents.items():
-        with StreamWriter(engine, files.facts.path(name)) as writer:
+
+    Args:
+        measured: what the manifest is to say, once all other files are there.
+
+    Raises WriteError, DiskFullError; there is no graph then, or the one before.
+    """
+    whole = [(files.facts.path(name), pieces) for name, pieces in files.contents.items()]
+    regions = files.facts.page_files if files.pages else []
+    whole += [(region.path, pieces) for region, pieces in zip(regions, files.pages, strict=True)]
+    for file, pieces in whole:
+        with StreamWriter(engine, file) as writer:
             for piece in pieces:
                 writer.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
             writer.sync()
-    write_manifest(engine, path, MAGIC, files.facts.version, files.facts.manifest())
-    _FILES.keep(path, files.facts.generation)
-    return files.facts
+    facts = files.facts if measured is None else measured(files.facts)
+    write_manifest(engine, path, MAGIC, facts.version, facts.manifest())
+    _FILES.keep(path, facts.generation)
+    return facts
+
+
+def forget_graph(path: str) -> None:
+    """Removes all files of a graph whose manifest is gone. Raises WriteError."""
+    remove_work(path)
+    _FILES.keep(path, None)
 
 
 def _foreign(path: str) -> set[str]:
@@ -226,7 +249,9 @@ def writing_graph(
         check_work(path)
         if not keep_work:
             remove_work(path)
+        before = homes_of(engine, os.fspath(path)) if is_replacement else set()
         yield _FILES.begin(engine, path, KIND, is_replacement=is_replacement)
+        remove_homes(before - homes_of(engine, os.fspath(path)))
 
 
 @contextlib.contextmanager

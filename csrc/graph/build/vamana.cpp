@@ -41,6 +41,7 @@ struct Vamana::Scratch {
 
   std::vector<uint32_t> seen;
   uint32_t turn = 0;
+  int64_t measured = 0;
   std::vector<Near> list, passed, pool, chosen, linked;
   std::vector<char> expanded;  // beside `list`
   std::vector<uint32_t> around, fresh;
@@ -82,6 +83,7 @@ uint32_t Vamana::find_medoid() const {
 }
 
 void Vamana::measure(const std::vector<uint32_t>& nodes, Scratch& scratch) const {
+  scratch.measured += static_cast<int64_t>(nodes.size());
   scratch.rows.resize(nodes.size());
   for (size_t i = 0; i < nodes.size(); ++i) scratch.rows[i] = vectors_.row(nodes[i]);
   scratch.distance.resize(nodes.size());
@@ -100,12 +102,12 @@ void Vamana::copy_neighbours(uint32_t node, std::vector<uint32_t>& out) {
   unlock(node);
 }
 
-void Vamana::walk(uint32_t begin, Scratch& scratch) {
+void Vamana::walk(uint32_t begin, int64_t most, Scratch& scratch) {
   scratch.next_walk();
   scratch.passed.clear();
   scratch.list.clear();
   scratch.expanded.clear();
-  const auto list_size = static_cast<size_t>(options_.list_size);
+  const auto list_size = static_cast<size_t>(most);
   size_t first = 0;  // nothing before it waits for its expansion
   const auto add = [&](const std::vector<uint32_t>& nodes) {
     measure(nodes, scratch);
@@ -196,7 +198,7 @@ void Vamana::set_neighbours(uint32_t node, const std::vector<Near>& chosen) {
 
 void Vamana::insert(uint32_t node, float alpha, Scratch& scratch) {
   scratch.target.assign(vectors_.row(node));
-  walk(medoid_, scratch);
+  walk(medoid_, options_.list_size, scratch);
   scratch.pool = scratch.passed;
   copy_neighbours(node, scratch.fresh);  // of an earlier pass
   add_to_pool(scratch.fresh, scratch);
@@ -275,6 +277,43 @@ bool Vamana::build(const std::function<bool(int64_t, int64_t)>& progress) {
   return !ends && progress(total, total);
 }
 
+void Vamana::hold(VectorTable vectors) { vectors_ = vectors; }
+
+void Vamana::insert_to(int64_t end) {
+  const auto n = static_cast<size_t>(std::min(end, vectors_.n));
+  if (n > degree_.size()) {
+    const size_t room = std::max(n, degree_.size() + degree_.size() / 2);
+    edges_.resize(room * capacity_);
+    degree_.resize(room);
+    locks_.reset(new std::atomic_flag[room]);
+    for (size_t i = 0; i < room; ++i) locks_[i].clear();
+  }
+  ScratchPtr scratch = make_scratch();
+  for (; inserted_ < static_cast<int64_t>(n); ++inserted_) {
+    // the first one is where walks begin, and has nowhere to walk to
+    if (inserted_ > 0) insert(static_cast<uint32_t>(inserted_), options_.alpha, *scratch);
+  }
+}
+
+int64_t Vamana::size_bytes() const {
+  return static_cast<int64_t>(edges_.capacity() * sizeof(uint32_t) +
+                              degree_.capacity() * (sizeof(uint16_t) + sizeof(std::atomic_flag)));
+}
+
+Vamana::ScratchPtr Vamana::make_scratch() const {
+  return {new Scratch(vectors_), [](Scratch* each) { delete each; }};
+}
+
+const std::vector<Vamana::Near>& Vamana::nearest(const DistanceQuery& query, int64_t list_size,
+                                                 Scratch& scratch, int64_t& measured) {
+  if (static_cast<int64_t>(scratch.seen.size()) < vectors_.n) scratch.seen.resize(vectors_.n);
+  scratch.target = query;
+  scratch.measured = 0;
+  walk(medoid_, list_size, scratch);
+  measured += scratch.measured;
+  return scratch.list;
+}
+
 void Vamana::set_edges(const uint32_t* neighbours, const int64_t* counts, uint32_t medoid) {
   medoid_ = medoid;
   for (int64_t i = 0; i < vectors_.n; ++i) {
@@ -349,7 +388,7 @@ int64_t Vamana::connect(const std::vector<uint32_t>& entries) {
     if (reached[i]) continue;
     const auto lost = static_cast<uint32_t>(i);
     scratch.target.assign(vectors_.row(lost));
-    walk(entries[0], scratch);
+    walk(entries[0], options_.list_size, scratch);
     measure(last, scratch);
     for (size_t j = 0; j < last.size(); ++j) scratch.list.push_back({scratch.distance[j], last[j]});
     std::stable_sort(scratch.list.begin(), scratch.list.end(),

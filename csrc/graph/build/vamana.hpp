@@ -55,6 +55,30 @@ class Vamana {
   // degree.
   void set_edges(const uint32_t* neighbours, const int64_t* counts, uint32_t medoid);
 
+  // Instead of build(): a graph that grows. `vectors` takes the place of those before, the first of
+  // which it has too, wherever they lie; insert_to() inserts what follows of it up to node end - 1,
+  // in the order of their numbers, so that the graph of some first nodes is always the same. One
+  // thread at a time, and no walk meanwhile.
+  void hold(VectorTable vectors);
+  void insert_to(int64_t end);
+  int64_t inserted() const { return inserted_; }
+  int64_t size_bytes() const;
+
+  struct Near {
+    float distance;
+    uint32_t node;
+    bool operator<(const Near& other) const {
+      return distance != other.distance ? distance < other.distance : node < other.node;
+    }
+  };
+  struct Scratch;  // of a thread
+  using ScratchPtr = std::unique_ptr<Scratch, void (*)(Scratch*)>;
+  ScratchPtr make_scratch() const;
+  // What a walk to a query finds that keeps so many, nearest first; valid until the scratch is used
+  // again. `measured` becomes more by the distances that it took.
+  const std::vector<Near>& nearest(const DistanceQuery& query, int64_t list_size, Scratch& scratch,
+                                   int64_t& measured);
+
   // Gives every node that no walk from `entries` can come to an edge from a near one that can be
   // come to, and returns how many there were.
   int64_t connect(const std::vector<uint32_t>& entries);
@@ -70,21 +94,12 @@ class Vamana {
   const uint32_t* neighbours_of(int64_t node) const { return edges_.data() + node * capacity_; }
 
  private:
-  struct Near {
-    float distance;
-    uint32_t node;
-    bool operator<(const Near& other) const {
-      return distance != other.distance ? distance < other.distance : node < other.node;
-    }
-  };
-  struct Scratch;  // of a thread
-
   uint32_t find_medoid() const;
   // The distances of scratch.target to nodes, in scratch.distance.
   void measure(const std::vector<uint32_t>& nodes, Scratch& scratch) const;
   void add_to_pool(const std::vector<uint32_t>& nodes, Scratch& scratch) const;
-  // What a walk to scratch.target expands, in scratch.passed; `scratch.list` holds the L nearest.
-  void walk(uint32_t begin, Scratch& scratch);
+  // What a walk to scratch.target expands, in scratch.passed; `scratch.list` holds the nearest.
+  void walk(uint32_t begin, int64_t list_size, Scratch& scratch);
   // Of the pool, nearest first, those that remain: at most R, in scratch.chosen.
   void prune(uint32_t node, float alpha, Scratch& scratch) const;
   void insert(uint32_t node, float alpha, Scratch& scratch);
@@ -104,6 +119,7 @@ class Vamana {
   VamanaOptions options_;
   int64_t capacity_;  // of a node's neighbours while the graph is built: some more than R, so that
                       // it is pruned seldom
+  int64_t inserted_ = 0;  // of a graph that grows
   uint32_t medoid_ = 0;
   std::vector<uint32_t> edges_;
   std::vector<uint16_t> degree_;

@@ -32,7 +32,7 @@ _SHARED_OPTIONS = ("codes", "num_entry_points", "threads", "seed", "column", "re
 _BUILD_OPTIONS = (
     "metric", "max_degree", "list_size", "alpha", "inline_pq", "pq_bytes", "vector_dtype",
     "disk_pq_bytes", "use_opq", "device", "memory", "clusters", "max_points",
-    "replicas",
+    "replicas", "directories",
 )  # fmt: skip
 _IMPORT_OPTIONS = ("vectors", "data_type", "metric", "order")
 
@@ -101,6 +101,16 @@ def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
         help=(
             "vectors, as a share of all, that are in two clusters: those nearest to a border "
             "(default: none)"
+        ),
+    )
+    parser.add_argument(
+        "--directory",
+        dest="directories",
+        action="append",
+        metavar="DIR",
+        help=(
+            "put the clusters' pages there, one per SSD; may be repeated (default: into the "
+            "graph's directory)"
         ),
     )
 
@@ -301,6 +311,16 @@ def run_delete(args: argparse.Namespace) -> int:
 
 def configure_merge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("graph", help="that `espnx graph add` or `delete` has changed")
+    parser.add_argument(
+        "--measure",
+        default="auto",
+        choices=("auto", "always", "never"),
+        help=(
+            "what searches find, which --recall goes by: again where more than a tenth of the "
+            "vectors were changed since (auto), also where nothing is pending, or not (default: "
+            "auto)"
+        ),
+    )
     _add_writer_options(parser)
 
 
@@ -309,9 +329,12 @@ def run_merge(args: argparse.Namespace) -> int:
     from ..progress import ProgressLine
 
     with GraphWriter(args.graph, memory=args.memory) as graph, ProgressLine() as line:
-        merged = graph.merge(progress=line.update)
-        facts = {"merged": merged, **_state(graph)}
+        before = graph.facts.recall
+        merged = graph.merge(progress=line.update, measure=args.measure)
+        measured = graph.facts.recall is not before and not graph.facts.unmeasured
+        facts = {"merged": merged, "measured": measured, **_state(graph)}
     text = "merged" if merged else "nothing to merge"
+    text += ", recall measured again" if measured else ""
     emit(args, f"{text}; {_shown(facts)}", json_document("graph merge", **facts))
     return 0
 
@@ -354,6 +377,17 @@ def _ids_of(path: str) -> np.ndarray:
     return found
 
 
+def _add_partial_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help=(
+            "where clusters lie in several directories and some are lost: what is in the others "
+            "(default: an error that names the first)"
+        ),
+    )
+
+
 def configure_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("graph", help="that `espnx graph build` has made")
     parser.add_argument("queries", help="a file of vectors, as for build")
@@ -393,6 +427,7 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
         help="ids of the true neighbours, .npy [q, k or more]: says the recall",
     )
     parser.add_argument("--column", help="of a Parquet file")
+    _add_partial_option(parser)
     add_device_options(parser)
     add_json_option(parser)
 
@@ -431,6 +466,9 @@ def run_search(args: argparse.Namespace) -> int:
     )
     if "clusters_mean" in facts:
         shown += f" through {facts['clusters_mean']:.1f} clusters"
+    if found.lost_share:
+        facts["lost_share"] = found.lost_share
+        shown += f", {found.lost_share:.1%} of the vectors not looked at"
     if "recall" in facts:
         shown += f", recall@{args.k} {facts['recall']:.4f}"
     left = f"\nthe first {_SHOWN} are shown" if len(queries) > _SHOWN else ""
@@ -464,7 +502,7 @@ def _found(args: argparse.Namespace, queries: np.ndarray, devices: Devices | Non
     from ...graph import GraphIndex
 
     if devices is None:
-        with GraphIndex(args.graph, threads=args.threads) as index:
+        with GraphIndex(args.graph, threads=args.threads, partial=args.partial) as index:
             return index.search(
                 queries,
                 args.k,
@@ -522,14 +560,16 @@ def _recall(ids: Any, path: str) -> float:
 
 def configure_info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("graph", help="that `espnx graph build` has made")
+    _add_partial_option(parser)
     add_json_option(parser)
 
 
 def run_info(args: argparse.Namespace) -> int:
     from ...graph import GraphIndex
 
-    with GraphIndex(args.graph, threads=1, walks=1) as index:
+    with GraphIndex(args.graph, threads=1, walks=1, partial=args.partial) as index:
         facts = index.facts
+        pages = facts.parts.pages_of_files(len(facts.page_files))
         document = {
             **asdict(facts.layout),
             "nodes_per_page": facts.layout.nodes_per_page,
@@ -542,6 +582,14 @@ def run_info(args: argparse.Namespace) -> int:
             "vectors": len(index),
             "unmerged_added": index.pending.n_added,
             "unmerged_deleted": len(index.pending.dead),
+            "directories": [
+                {
+                    "path": directory,
+                    "pages_bytes": int(pages[number]) * facts.layout.page_bytes,
+                    "lost": number in facts.lost,
+                }
+                for number, directory in enumerate(facts.directories)
+            ],
         }
         emit(args, index.summary(), json_document("graph info", **document))
     return 0
@@ -562,6 +610,19 @@ def run_verify(args: argparse.Namespace) -> int:
         f"{pages:,} pages, {format_size(size_bytes)}: whole",
         json_document("graph verify", pages=pages, size_bytes=size_bytes),
     )
+    return 0
+
+
+def configure_remove(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("graph", help="that `espnx graph build` has made")
+    add_json_option(parser)
+
+
+def run_remove(args: argparse.Namespace) -> int:
+    from ...graph import remove
+
+    remove(args.graph)
+    emit(args, f"{args.graph}: removed", json_document("graph remove", graph=args.graph))
     return 0
 
 

@@ -62,6 +62,13 @@ def configure_graph(parser: ArgumentParser) -> None:
     add("--clusters", type=int, metavar="N", help="a graph for each (default: one graph)")
     add("--replicas", type=float, metavar="SHARE", help="of vectors in two clusters (default: 0)")
     add(
+        "--directories",
+        type=int,
+        default=0,
+        metavar="N",
+        help="in which the clusters' pages lie (default: beside the rest)",
+    )
+    add(
         "--price-per-tb-ssd",
         type=float,
         metavar="P",
@@ -94,6 +101,7 @@ def run_graph(args: Namespace) -> int:
         "use_opq": args.use_opq,
         "clusters": args.clusters,
         "replicas": args.replicas or 0.0,
+        "directories": args.directories,
     }
     if args.clusters is None and args.replicas is not None:
         raise InvalidInputError(
@@ -155,6 +163,11 @@ def _shown(codes: str, plan: GraphPlan, cost: dict[str, float]) -> list[tuple[st
     rows = [
         (f"{_WHERE[codes]}", "", f"--codes {codes}"),
         ("  on SSD", format_size(disk["total_bytes"]), nodes),
+        *(
+            [("  in the fullest directory", format_size(disk["directory_bytes"]), "of pages")]
+            if "directory_bytes" in disk
+            else []
+        ),
         (
             "  in memory",
             format_size(memory["total_bytes"]),

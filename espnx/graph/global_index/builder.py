@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ from ..format import (
 )
 from ..layout import PageLayout
 from ..options import GraphOptions, measured_rows, stored_rows
-from ..parts import NO_COPY, Clusters, most_entries
+from ..parts import NO_COPY, Clusters, balanced, most_entries
 from ..recall import add_recall
 from ..vectors import Vectors
 from ..write import (
@@ -50,6 +50,7 @@ from ..write import (
     publish,
 )
 from .division import COUNTS, Division, border_of, divide
+from .homes import make_homes
 
 #: Room of a cluster, where nobody says how much: so many times what each would have.
 _ROOM = 2
@@ -88,7 +89,9 @@ def check_clusters(
     Raises InvalidInputError."""
     if clusters is None:
         raise errors.InvalidInputError(
-            "clusters of a graph", got="None, with max_points or replicas", expected="how many"
+            "clusters of a graph",
+            got="None, with max_points, replicas or directories",
+            expected="how many",
         )
     check_whole("clusters of a graph", clusters, 1, CLUSTERS_MAX)
     if max_points is not None:
@@ -180,17 +183,21 @@ def build_clustered(
     plan: ClusterPlan,
     progress: Progress,
     generation: int,
+    directories: Sequence[str] = (),
 ) -> ClusteredBuild:
     """Builds the graphs of all clusters in a directory that nobody else writes to.
 
     The directory may have the work folder of an interrupted build; where that was of the same
-    vectors and options, what it had finished is kept. `generation`: of the files.
+    vectors and options, what it had finished is kept. `generation`: of the files. `directories`:
+    that the pages go to; none: beside the other files.
 
     Raises:
         InvalidInputError: as `stored_rows`.
         WriteError, DiskFullError, ReadError: of the directory.
     """
-    return _Builder(engine, path, source, layout, options, plan, progress, generation).run()
+    return _Builder(
+        engine, path, source, layout, options, plan, progress, generation, directories
+    ).run()
 
 
 class _Builder:
@@ -204,7 +211,9 @@ class _Builder:
         plan: ClusterPlan,
         progress: Progress,
         generation: int,
+        directories: Sequence[str],
     ):
+        self._directories = directories
         self._engine, self._path, self._source = engine, path, source
         self._layout, self._options, self._plan = layout, options, plan
         self._progress, self._generation = progress, generation
@@ -386,6 +395,9 @@ class _Builder:
             division.counts[filled],
             np.array([len(part) for part in each], np.int64),
             2 if self._n_nodes(division) > layout.n else 1,
+            balanced(
+                -(-division.counts[filled] // layout.nodes_per_page), max(1, len(self._directories))
+            ),
         )
         whole = {
             CODEBOOK: book.packed(),
@@ -393,9 +405,15 @@ class _Builder:
             CLUSTERS: clusters.table(),
             CENTROIDS: clusters.centroids,
         }
+        regions = in_directory(
+            self._path, self._generation, layout, len(entries), book, None, clusters
+        )
+        if self._directories:
+            del regions[NODES]
+            make_homes(self._directories, salt)
         facts = GraphFacts(
             self._path,
-            in_directory(self._path, self._generation, layout, len(entries), book, None, clusters),
+            regions,
             layout,
             self._options.metric,
             salt,
@@ -406,21 +424,25 @@ class _Builder:
             {name: value for name, value in self._chosen.items() if name != "metric"},
             generation=self._generation,
             clusters=clusters,
+            directories=self._directories,
         )
-        contents: dict[str, Iterable[np.ndarray]] = {
-            NODES: self._pages(numbers),
-            ROWS: self._places(division, numbers, facts),
-        }
+        of_files = [
+            self._pages(filled[clusters.files == file].tolist())
+            for file in range(len(facts.page_files))
+        ]
+        contents: dict[str, Iterable[np.ndarray]] = {ROWS: self._places(division, numbers, facts)}
+        if not self._directories:
+            contents[NODES] = of_files.pop()
         contents |= {name: [values] for name, values in whole.items()}
-        return publish(self._engine, self._path, GraphFiles(facts, contents))
+        return publish(self._engine, self._path, GraphFiles(facts, contents, of_files))
 
     def _pages(self, clusters: list[int]) -> Iterator[np.ndarray]:
-        for cluster in clusters:
+        for number, cluster in enumerate(clusters):
             path = self._work.file(_step(cluster), "pages")
             size = path.stat().st_size
             for first in range(0, size, _COPY_BYTES):
                 yield read_array(path, np.uint8, None, first, min(_COPY_BYTES, size - first))
-            self._progress("pages", cluster + 1, len(clusters))
+            self._progress("pages", number + 1, len(clusters))
 
     def _places(
         self, division: Division, clusters: list[int], facts: GraphFacts

@@ -21,7 +21,7 @@ from ...storage.work import WorkFolder
 from ..bounded.builder import CodeReader
 from ..bounded.merge import EdgesFile
 from ..edges import build_edges
-from ..filters import read_pages
+from ..filters import open_pages, read_pages
 from ..format import (
     CODEBOOK,
     CODES,
@@ -37,12 +37,14 @@ from ..layout import rows_of
 from ..native import native_view
 from ..options import GraphOptions, measured_rows
 from ..parts import NO_NODE
+from ..recall import stored_blocks, with_recall
 from ..search.asked import checked_queries
 from ..search.version import GraphVersion
 from ..updates.pending import Pending
 from ..write import GraphFiles, Progress, code_pages, pages_of, publish, writing_version
 from .coding import codebook_for
 from .numbers import Numbers, choose_numbers
+from .order import packed_order, reordered
 from .prune import POOL_MOST, robust_prune, without_copies
 
 _BLOCK_BYTES = 4 << 20
@@ -52,8 +54,22 @@ _PRUNED_BYTES = 64 << 20
 _DEADLINE_S = 3600.0
 
 
+def measured_again(engine: NativeEngine, facts: GraphFacts, progress: Progress) -> GraphFacts:
+    """A graph whose files are written, with curves of what searches of it find. Raises as
+    `with_recall`."""
+    found = with_recall(
+        replace(facts, recall=(), filtered=()),
+        lambda: stored_blocks(engine, facts),
+        threads=torch.get_num_threads(),
+        seed=int(facts.options.get("seed", 0)),
+        progress=progress,
+        of_codes=True,  # of codes in place of vectors nobody knows others
+    )
+    return replace(found, recall_ceiling=facts.recall_ceiling)
+
+
 def merge_changes(
-    pages: GraphVersion, pending: Pending, memory_bytes: int, progress: Progress
+    pages: GraphVersion, pending: Pending, memory_bytes: int, measure: str, progress: Progress
 ) -> GraphFacts:
     """Publishes the next version of a graph, whose writer holds its lock. Raises as
     `GraphWriter.merge`; then the version before stays."""
@@ -62,7 +78,7 @@ def merge_changes(
         work = WorkFolder(pages.facts.where, job)
         with work.step("merged") as folder:
             merge = _Merge(engine, pages, pending, folder, memory_bytes, progress)
-            facts = merge.publish(generation)
+            facts = merge.publish(generation, measure)
         work.remove()
         return facts
 
@@ -82,7 +98,7 @@ class _Merge:
         self._pending = pending
         layout = self._layout = pages.facts.layout
         self._n = layout.n
-        self._file = engine.open(pages.facts.open_path(NODES))
+        self._files_of_pages = open_pages(engine, pages.facts)
         places = np.flatnonzero(pending.lives)
         places = places[np.argsort(pending.ids[places], kind="stable")]
         self._ids, self._rows = pending.ids[places], pending.rows[places]
@@ -98,6 +114,10 @@ class _Merge:
             engine, folder / "codes", replace(layout, n=names), memory_bytes // 4
         )
         options = pages.facts.options
+        #: Pages are packed anew where they hold several nodes; ids of old ones are kept for it.
+        self._packs = layout.nodes_per_page > 1
+        self._old_ids = np.empty(self._n if self._packs else 0, np.uint32)
+        self._memory_bytes = memory_bytes
         self._alpha = float(options.get("alpha", 1.2))
         self._list_size = int(options.get("list_size", 100))
         self._longest: float | None = None
@@ -110,19 +130,30 @@ class _Merge:
             memory_bytes // 8,
         )
 
-    def publish(self, generation: int) -> GraphFacts:
+    def publish(self, generation: int, measure: str) -> GraphFacts:
         """Everything, in order."""
         self._read()
         found = self._additions()
-        numbers = choose_numbers(self._n, self._dead, found, self._layout.nodes_per_page)
+        numbers = choose_numbers(self._n, self._dead, len(self._ids))
         edges = self._edges(found, numbers)
+        if self._packs:
+            numbers, edges = self._packed(numbers, edges)
         entries = self._entries(edges, numbers)
         try:
             return publish(
-                self._engine, self._facts.where, self._files(generation, numbers, edges, entries)
+                self._engine,
+                self._facts.where,
+                self._files(generation, numbers, edges, entries),
+                lambda facts: self._measured_again(facts, measure),
             )
         finally:
             self._codes.close()
+
+    def _measured_again(self, facts: GraphFacts, measure: str) -> GraphFacts:
+        """With curves of what there is now, where those of the version before say too little."""
+        if measure == "never" or (measure == "auto" and not facts.is_stale):
+            return facts
+        return measured_again(self._engine, facts, self._progress)
 
     def _blocks(self) -> Iterator[tuple[int, np.ndarray]]:
         """(number of the first, nodes) of the old pages."""
@@ -130,7 +161,7 @@ class _Merge:
         at_once = max(1, _BLOCK_BYTES // layout.page_bytes)
         for first in range(0, layout.n_pages, at_once):
             part = np.arange(first, min(first + at_once, layout.n_pages))
-            nodes = read_pages(self._engine, self._file, self._facts, part, _DEADLINE_S)
+            nodes = read_pages(self._engine, self._files_of_pages, self._facts, part, _DEADLINE_S)
             begin = first * layout.nodes_per_page
             yield begin, nodes.reshape(-1)[: self._n - begin]
 
@@ -146,6 +177,8 @@ class _Merge:
                 part = slice(first, first + len(nodes))
                 if self._exact is not None:
                     self._exact[part] = rows
+                if self._packs:
+                    self._old_ids[part] = nodes["row"]
                 longest = max(longest, _longest(rows))
                 codes = self._book.encode(rows) if held is None else held[part]
                 file.write(np.ascontiguousarray(codes).reshape(-1).data)
@@ -284,7 +317,7 @@ class _Merge:
         pages, which = np.unique(self._dead // layout.nodes_per_page, return_inverse=True)
         for first in range(0, len(pages), at_once):
             part = pages[first : first + at_once]
-            read = read_pages(self._engine, self._file, self._facts, part, _DEADLINE_S)
+            read = read_pages(self._engine, self._files_of_pages, self._facts, part, _DEADLINE_S)
             here = np.flatnonzero((which >= first) & (which < first + len(part)))
             nodes = read[which[here] - first, self._dead[here] % layout.nodes_per_page]
             near = _lists_of(nodes)
@@ -352,18 +385,42 @@ class _Merge:
             kept[some] = self._pruned(names[some], targets[some], pool)
         return kept
 
+    def _packed(self, numbers: Numbers, edges: EdgesFile) -> tuple[Numbers, EdgesFile]:
+        """The same, once pages hold neighbours again. Pages are written anew in any case: those in
+        which additions took the places of what was deleted would hold what is far apart."""
+        self._progress("pack", 0, numbers.n_new)
+        order = packed_order(
+            edges,
+            lambda wanted: self._points(numbers.names_of(wanted)),
+            self._layout.nodes_per_page,
+            self._root(numbers),
+            self._memory_bytes // 2,
+        )
+        packed = reordered(self._engine, edges, numbers, order, self._folder / "packed_edges")
+        edges.path.unlink()
+        self._progress("pack", numbers.n_new, numbers.n_new)
+        return packed
+
+    def _living_entries(self, numbers: Numbers) -> tuple[np.ndarray, np.ndarray]:
+        """(numbers of nodes at which searches began and that are still there; which these are)"""
+        lives = ~np.isin(self._facts.entries, self._dead)
+        return numbers.number_of(self._facts.entries[lives]), lives
+
+    def _root(self, numbers: Numbers) -> int:
+        """The node in the middle of those at which searches began, as codes tell."""
+        old, lives = self._living_entries(numbers)
+        if not len(old):
+            return 0
+        points = self._facts.codebook.decode(self._facts.entry_codes[lives])
+        return int(old[np.argmin(np.square(points - points.mean(axis=0)).sum(axis=1))])
+
     def _entries(self, edges: EdgesFile, numbers: Numbers) -> np.ndarray:
         """Nodes at which searches begin: as before, and others in the place of those deleted."""
         n = numbers.n_new
         if not n:
             return np.empty(0, np.int64)
         facts = self._facts
-        lives = ~np.isin(facts.entries, self._dead)
-        old = numbers.number_of(facts.entries[lives])
-        root = 0
-        if len(old):
-            points = facts.codebook.decode(facts.entry_codes[lives])
-            root = int(old[np.argmin(np.square(points - points.mean(axis=0)).sum(axis=1))])
+        old, root = self._living_entries(numbers)[0], self._root(numbers)
         edges.connect(root)
         wanted = min(int(facts.options.get("num_entry_points", 1000)), n)
         more = np.random.default_rng(self._pending.stamp).choice(n, wanted, replace=False)
@@ -445,10 +502,7 @@ class _Merge:
             nodes = np.zeros(count * layout.nodes_per_page, layout.node_dtype)
             here, names = nodes[: end - begin], numbers.names_of(np.arange(begin, end))
             old = np.flatnonzero(names < self._n)
-            read = self._nodes(names[old])
-            here["vector"][old] = read["vector"]
-            for name in ("row", "row_high"):
-                here[name][old] = read[name]
+            here["vector"][old], here["row"][old] = self._held(names[old])
             new_here = np.flatnonzero(names >= self._n)
             added = names[new_here] - self._n
             here["vector"][new_here] = coding.encode(self._rows[added])
@@ -462,13 +516,20 @@ class _Merge:
             yield pages_of(nodes, layout, first, salt)
             self._progress("pages", end, layout.n)
 
+    def _held(self, names: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(what old nodes hold of their vectors; their ids)"""
+        if self._packs and self._exact is not None and self._layout.format != "pq":
+            return self._facts.coding.encode(self._exact[names]), self._old_ids[names]
+        read = self._nodes(names)
+        return read["vector"], read["row"]
+
     def _nodes(self, names: np.ndarray) -> np.ndarray:
         """Old nodes [m], of the old pages."""
         layout = self._layout
         pages, which = np.unique(names // layout.nodes_per_page, return_inverse=True)
         if not len(pages):
             return np.empty(0, layout.node_dtype)
-        read = read_pages(self._engine, self._file, self._facts, pages, _DEADLINE_S)
+        read = read_pages(self._engine, self._files_of_pages, self._facts, pages, _DEADLINE_S)
         return read[which, names % layout.nodes_per_page]
 
     def _vectors(self, names: np.ndarray) -> np.ndarray:
@@ -482,14 +543,15 @@ class _Merge:
 
     def _moved_ids(self, numbers: Numbers) -> tuple[np.ndarray, np.ndarray]:
         """(ids; numbers) of old nodes that move."""
-        is_old = numbers.names < self._n
-        names = numbers.names[is_old]
+        names, moved = numbers.moved()
+        if self._packs:
+            return self._old_ids[names].astype(np.int64), moved
         at_once = max(1, _BLOCK_BYTES // self._layout.page_bytes)
         ids = [
             rows_of(self._nodes(names[first : first + at_once]))
             for first in range(0, len(names), at_once)
         ]
-        return np.concatenate([np.empty(0, np.int64), *ids]), numbers.numbers[is_old]
+        return np.concatenate([np.empty(0, np.int64), *ids]), moved
 
     def _row_blocks(
         self, numbers: Numbers, moved: tuple[np.ndarray, np.ndarray]

@@ -33,6 +33,11 @@ class Numbers:
         order = np.argsort(self.numbers)
         return self.numbers[order], self.names[order]
 
+    def moved(self) -> tuple[np.ndarray, np.ndarray]:
+        """(names, numbers) of old nodes that do not keep theirs."""
+        is_old = self.names < self.n_old
+        return self.names[is_old], self.numbers[is_old]
+
     def names_of(self, numbers: np.ndarray) -> np.ndarray:
         """int64 [m]: the names of nodes."""
         changed, names = self.by_number()
@@ -42,38 +47,50 @@ class Numbers:
         return np.where(changed[at] == numbers, names[at], numbers)
 
 
-def choose_numbers(n_old: int, dead: np.ndarray, near: np.ndarray, nodes_per_page: int) -> Numbers:
-    """Additions take the places of deleted nodes, beside their neighbours where a page holds
-    several; where more was deleted than added, the last nodes move into what is left.
+@dataclass(frozen=True, eq=False)
+class PackedNumbers(Numbers):
+    """Numbers of nodes whose pages are packed anew, so that none keeps its own.
+
+    Attributes:
+        names: uint32 [n_new]: of the nodes by number. numbers: uint32, by name; of those that are
+            none any.
+    """
+
+    @classmethod
+    def of(cls, n_old: int, names: np.ndarray) -> PackedNumbers:
+        """Args: names: int64 [n_new], of the nodes by number."""
+        numbers = np.zeros(max(n_old, int(names.max(initial=-1)) + 1), np.uint32)
+        numbers[names] = np.arange(len(names), dtype=np.uint32)
+        return cls(n_old, len(names), names.astype(np.uint32), numbers)
+
+    def number_of(self, names: np.ndarray) -> np.ndarray:
+        """See `Numbers.number_of`."""
+        return self.numbers[names].astype(np.int64)
+
+    def names_of(self, numbers: np.ndarray) -> np.ndarray:
+        """See `Numbers.names_of`."""
+        return self.names[numbers].astype(np.int64)
+
+    def moved(self) -> tuple[np.ndarray, np.ndarray]:
+        """See `Numbers.moved`."""
+        numbers = np.flatnonzero(self.names < self.n_old)
+        return self.names[numbers].astype(np.int64), numbers
+
+
+def choose_numbers(n_old: int, dead: np.ndarray, n_added: int) -> Numbers:
+    """Additions take the places of deleted nodes; where more was deleted than added, the last nodes
+    move into what is left.
 
     Args:
         dead: int64 [d], growing: old nodes that are deleted.
-        near: int64 [a, r]: names of the neighbours of each addition, -1: none.
     """
-    n_added = len(near)
     n_new = n_old - len(dead) + n_added
     free = np.concatenate([dead[dead < n_new], np.arange(n_old, max(n_old, n_new))])
-    chosen = np.full(n_added, -1, np.int64)
-    is_taken = np.zeros(len(free), bool)
-    if nodes_per_page > 1:
-        in_page: dict[int, list[int]] = {}
-        for place, page in enumerate((free // nodes_per_page).tolist()):
-            in_page.setdefault(page, []).append(place)
-        for addition in range(n_added):
-            old = near[addition][(near[addition] >= 0) & (near[addition] < n_old)]
-            pages, counts = np.unique(old // nodes_per_page, return_counts=True)
-            for page in pages[np.argsort(-counts, kind="stable")].tolist():
-                if in_page.get(page):
-                    place = in_page[page].pop(0)
-                    chosen[addition], is_taken[place] = free[place], True
-                    break
     movers = np.arange(n_new, n_old)
     movers = movers[~np.isin(movers, dead)]
-    left, waiting = free[~is_taken], np.flatnonzero(chosen < 0)
-    chosen[waiting] = left[: len(waiting)]
     return Numbers(
         n_old,
         n_new,
         np.concatenate([movers, n_old + np.arange(n_added)]),
-        np.concatenate([left[len(waiting) :], chosen]),
+        np.concatenate([free[n_added:], free[:n_added]]),
     )

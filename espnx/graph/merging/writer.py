@@ -17,8 +17,10 @@ from ...sizes import parse_size
 from ...storage import FaultRule
 from ...storage.files import write_error
 from ...storage.lock import DirectoryLock
+from ...storage.manifest import write_manifest
+from ...storage.native import given_engine
 from ...suggestions import suggests_keywords
-from ..format import N_MAX
+from ..format import MAGIC, N_MAX
 from ..index import GraphIndex
 from ..options import stored_rows
 from ..search.kinds import refuse_clusters
@@ -27,10 +29,12 @@ from ..updates.pending import Pending
 from ..updates.search import in_pages
 from ..vectors import as_array
 from ..write import Progress
-from .merge import merge_changes
+from .merge import measured_again, merge_changes
 
 #: When an addition or a deletion is acknowledged, which is when its call returns.
 DURABILITIES = ("each", "group", "none")
+#: Whether a merge measures again what searches find.
+MEASURES = ("auto", "always", "never")
 _PENDING_BYTES = "64MiB"
 _PENDING_MIN, _MERGE_MIN = 4096, 16 << 20
 _MERGE_BYTES = "1GiB"
@@ -175,29 +179,51 @@ class GraphWriter(GraphIndex):
         self._merge_if_full()
         return len(chosen)
 
-    def merge(self, progress: Progress | None = None) -> bool:
+    @suggests_keywords
+    def merge(self, progress: Progress | None = None, *, measure: str = "auto") -> bool:
         """Writes what is pending into new pages, beside the old ones, which searches under way and
         other processes keep until they reload. Returns whether there was anything.
 
         Deleted nodes leave their neighbours' lists, which take over theirs, pruned again
         (FreshDiskANN, section 5); added ones are searched for in the old pages and linked both
         ways. Pages are read and written as a stream. Where all vectors fit in `memory`, lists are
-        pruned by these, else by their codes, as FreshDiskANN does.
+        pruned by these, else by their codes, as FreshDiskANN does. Pages that hold several nodes
+        are packed anew, so that neighbours lie together.
+
+        Args:
+            measure: whether what searches find is measured again, which `recall=` goes by:
+                ``auto``: where the vectors that were added or deleted since it was measured are
+                more than a tenth of those that there are; ``always``, also where nothing is
+                pending; ``never``: then searches by `recall=` are refused beyond that tenth.
 
         Raises:
+            InvalidInputError: another `measure`.
             WriteError, DiskFullError: nothing has changed, and the log keeps what is pending.
             What a search raises, for damaged pages.
         """
+        if measure not in MEASURES:
+            raise errors.InvalidInputError(
+                "measure", got=repr(measure), expected=", ".join(MEASURES)
+            )
+        progress = progress or _no_progress
         with self._changing:
             self._check_whole()
             pages, pending = self._now
             if not pending.stamp:
+                if measure == "always":
+                    self._measure(progress)
                 return False
-            merge_changes(pages, pending, self._memory_bytes, progress or _no_progress)
+            merge_changes(pages, pending, self._memory_bytes, measure, progress)
             self._close_log()
             self._now = self._opened()
             self._number = self._synced = self._end_bytes = 0
             return True
+
+    def _measure(self, progress: Progress) -> None:
+        with given_engine(None) as engine:
+            facts = measured_again(engine, self.facts, progress)
+            write_manifest(engine, facts.where, MAGIC, facts.version, facts.manifest())
+        self._now = self._opened()
 
     def reload(self) -> bool:
         """Nobody else changes it: False."""

@@ -71,6 +71,16 @@ def list_size_for(facts: GraphFacts, recall: float) -> RecallPoint:
                 "the graph was whole"
             ),
         )
+    if facts.is_stale:
+        raise errors.InvalidInputError(
+            "recall",
+            got=recall,
+            expected=(
+                f"a list_size: {facts.unmeasured:,} vectors were added or deleted since lists were "
+                f"measured, and there are {facts.layout.n:,}"
+            ),
+            fix="measure again: espnx graph merge --measure always, merge(measure='always')",
+        )
     if not facts.recall:  # too few vectors to measure anything
         return RecallPoint(max(10, facts.layout.n), 1.0, float(facts.layout.n_pages))
     found = next((each for each in facts.recall if each.recall >= recall), None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
+
 from ... import errors
 from ...sizes import format_size
 from ...storage.replacing import versioned
@@ -49,6 +51,11 @@ def summary_of(facts: GraphFacts, path: tuple[str, str, bool]) -> str:
             f"{len(facts.clusters.nodes)} clusters of {facts.clusters.nodes.min():,} to "
             f"{facts.clusters.nodes.max():,} vectors, a graph each"
         )
+    for number, directory in enumerate(facts.directories):
+        inside = facts.parts.files == number
+        size = int(facts.parts.pages[inside].sum()) * layout.page_bytes
+        state = "lost" if number in facts.lost else format_size(size)
+        lines.append(f"{np.count_nonzero(inside)} of them in {directory}: {state}")
     lines += [
         f"list of {each.list_size}: recall@10 {each.recall:.3f}, {each.pages:.1f} pages a query"
         + ("" if each.clusters is None else f", through {each.clusters:.1f} clusters")

@@ -9,10 +9,11 @@ import numpy as np
 
 from ... import errors
 from ...storage import NativeEngine, Plan
-from ..filters import places_at
-from ..format import NODES, ROWS, GraphFacts, parse_pages, read_codes
+from ..filters import open_pages, places_at, read_pages
+from ..format import NODES, ROWS, GraphFacts, read_codes
 from ..layout import rows_of
 
+_VERIFY_S = 3600.0  # of a block of pages
 _REBUILD = "restore the graph from a copy, or build it again"
 
 
@@ -31,16 +32,12 @@ class RowReader:
         if not len(rows):
             return found
         with NativeEngine(self._requested) as engine:
-            nodes = self.nodes_of(engine, rows, deadline_s)[:, 0]
+            nodes = self._there(self.nodes_of(engine, rows, deadline_s))
             pages, which = np.unique(nodes // layout.nodes_per_page, return_inverse=True)
-            file = engine.open(self.facts.open_path(NODES))
+            files = open_pages(engine, self.facts)
             for first in range(0, len(pages), 4096):
                 part = pages[first : first + 4096]
-                begin = self.facts.begin_bytes(NODES) + part * layout.page_bytes
-                plan = Plan.of(file, begin.tolist(), [layout.page_bytes] * len(part))
-                future = engine.read(plan, deadline_s=deadline_s)
-                future.wait()
-                read = parse_pages(self.facts, part, future.memory, future.position_bytes.numpy())
+                read = read_pages(engine, files, self.facts, part, deadline_s)
                 wanted = np.flatnonzero((which >= first) & (which < first + len(part)))
                 here = read[which[wanted] - first, nodes[wanted] % layout.nodes_per_page]
                 if (wrong := np.flatnonzero(rows_of(here) != rows[wanted])).size:
@@ -52,6 +49,18 @@ class RowReader:
                         fix=_REBUILD,
                     )
                 found[wanted] = self.facts.coding.decode(here["vector"])
+        return found
+
+    def _there(self, nodes: np.ndarray) -> np.ndarray:
+        """int64 [m]: of the copies of each row, [m, copies], one whose directory is not lost, where
+        there is one."""
+        if not self.facts.lost or nodes.shape[1] == 1:
+            return nodes[:, 0]
+        parts = self.facts.parts
+        is_there = (nodes >= 0) & self.facts.is_there[
+            parts.of_pages(np.maximum(nodes, 0) // parts.nodes_per_page)
+        ]
+        found: np.ndarray = nodes[np.arange(len(nodes)), is_there.argmax(axis=1)]
         return found
 
     def nodes_of(self, engine: NativeEngine, rows: np.ndarray, deadline_s: float) -> np.ndarray:
@@ -70,15 +79,12 @@ class RowReader:
         layout, parts = self.facts.layout, self.facts.parts
         reached = np.zeros(self.facts.n_rows, bool)
         with NativeEngine(self._requested) as engine:
-            file = engine.open(self.facts.open_path(NODES))
+            self.facts.check_there(np.arange(parts.n_pages))
+            files = open_pages(engine, self.facts)
             rows_file = engine.open(self.facts.open_path(ROWS))
             for first in range(0, parts.n_pages, 1024):
                 part = np.arange(first, min(first + 1024, parts.n_pages))
-                at_bytes = self.facts.begin_bytes(NODES) + first * layout.page_bytes
-                future = engine.read(Plan.of(file, [at_bytes], [len(part) * layout.page_bytes]))
-                future.wait()
-                begin = future.position_bytes.numpy()[0] + np.arange(len(part)) * layout.page_bytes
-                nodes = parse_pages(self.facts, part, future.memory, begin).reshape(-1)
+                nodes = read_pages(engine, files, self.facts, part, _VERIFY_S).reshape(-1)
                 places = first * layout.nodes_per_page + np.arange(len(nodes))
                 is_node = parts.is_node(places)
                 rows = rows_of(nodes[is_node])

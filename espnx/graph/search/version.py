@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from ... import errors
 from ...ops._native import load_extension
-from ...storage import NativeEngine
+from ...storage import FaultRule, NativeEngine
 from ..filters import FilterReader, NodeFilter, RowFilter
 from ..format import CODES, NODES, ROWS, GraphFacts, GraphSections, read_codes, read_graph
 from ..native import native_view
@@ -25,6 +26,7 @@ from .probing import Probing, choose_clusters, distances_to_clusters, ratios_of
 from .reading import RowReader
 from .under_way import GraphSearch
 
+THREADS_MAX = 256
 _MEASURING_S = 3600.0  # for searches of a build
 _TRIES = 8
 
@@ -36,18 +38,48 @@ class ReadOptions:
     engine: str
     native: dict[str, Any]
 
+    @classmethod
+    def of(
+        cls,
+        engine: str = "auto",
+        *,
+        threads: int,
+        walks: int,
+        code_cache_bytes: int = 5 << 20,
+        direct: bool | None = None,
+        rules: Sequence[FaultRule] = (),
+        fault_seed: int = 0,
+    ) -> ReadOptions:
+        """Arguments: see `espnx.graph.GraphIndex`."""
+        return cls(
+            engine,
+            {
+                "path": engine,
+                "direct": direct,
+                "threads": threads,
+                "walks": walks,
+                "code_cache_bytes": code_cache_bytes,
+                "rules": [asdict(rule) for rule in rules],
+                "seed": fault_seed,
+            },
+        )
+
 
 class GraphVersion:
     """Args:
-    path: the graph's directory, or sections of another file. options: of its reads.
+    path: the graph's directory, or sections of another file; or facts of one whose files are
+        written, and not its manifest. options: of its reads. partial: whether some of several
+        directories may be lost.
     """
 
-    def __init__(self, path: str | GraphSections, options: ReadOptions):
+    def __init__(
+        self, path: str | GraphSections | GraphFacts, options: ReadOptions, *, partial: bool = False
+    ):
         engine = options.engine
         with NativeEngine(
             engine if engine in ("memory", "posix") else "posix", threads=1, pool_bytes=0
         ) as own:
-            self.facts, codes = _read(own, path)
+            self.facts, codes = _read(own, path, partial=partial)
         for pin in self.facts.pins.values():
             weakref.finalize(self, os.close, pin)
         self._requested = engine
@@ -142,6 +174,9 @@ class GraphVersion:
     ) -> GraphSearch:
         """`counts`: of each graph, nodes that a filter allows; None: there is none."""
         parts = None
+        if self.facts.lost:
+            nodes = self.facts.parts.nodes if counts is None else counts
+            counts = np.where(self.facts.is_there, nodes, 0)
         if walk.probing is not None:
             parts = choose_clusters(
                 self._distances_to_clusters(walk.wide),
@@ -166,6 +201,7 @@ class GraphVersion:
                 deadline_s=walk.deadline_s,
             ),
             clusters=None if parts is None else np.diff(parts[1]),
+            lost_share=self.facts.lost_share,
             **costs,
         )
 
@@ -192,19 +228,25 @@ class GraphVersion:
             self.facts.layout.page_bytes,
             shared_pages=nodes.n_pages,
             shared_requests=nodes.n_runs,
+            lost_share=self.facts.lost_share,
             **costs,
         )
 
 
-def _read(engine: NativeEngine, path: str | GraphSections) -> tuple[GraphFacts, np.ndarray | None]:
+def _read(
+    engine: NativeEngine, path: str | GraphSections | GraphFacts, *, partial: bool
+) -> tuple[GraphFacts, np.ndarray | None]:
     """(facts, with pins; codes where they stay in memory). Files that a merge removes while they
     are read are those of the version before: then the next one is read."""
     for tried in range(_TRIES):
         pins: dict[str, int] = {}
         try:
-            facts = read_graph(engine, path)
+            facts = (
+                path if isinstance(path, GraphFacts) else read_graph(engine, path, partial=partial)
+            )
             paged = [CODES] if facts.layout.paged_codes else []
-            names = [] if isinstance(path, GraphSections) else [NODES, ROWS, *paged]
+            nodes = [] if facts.directories else [NODES]
+            names = [] if isinstance(path, GraphSections) else [*nodes, ROWS, *paged]
             for name in names:
                 pins[name] = _pinned(facts.path(name))
             facts = replace(facts, pins=pins)
@@ -214,7 +256,7 @@ def _read(engine: NativeEngine, path: str | GraphSections) -> tuple[GraphFacts, 
                 os.close(pin)
             is_gone = isinstance(error, errors.FileMissingError)
             is_gone = is_gone and not isinstance(error, errors.StoreNotFoundError)
-            if isinstance(path, GraphSections) or not is_gone or tried + 1 == _TRIES:
+            if not isinstance(path, str) or not is_gone or tried + 1 == _TRIES:
                 raise
     raise errors.StateError("no version of the graph stays", fix="open it again")
 

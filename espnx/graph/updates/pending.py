@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from ... import errors
 from ..format import GraphFacts
 from ..neighbours import Neighbours, nearest, nearest_of, shown
+from ..search.asked import WalkRequest
+from .added import AddedIndex
 from .log import ADD, Change, check_ids
 
 _AT_ONCE = 16_384
@@ -27,6 +28,8 @@ class Pending:
         dead: int64 [d], growing: ids whose nodes in the pages are deleted.
         id_end: above every id that there has been.
         stamp: changes that made it, from none on.
+        index: of the additions of all versions since the last merge; None: nodes hold codes in
+            place of vectors, and additions are measured one by one, as what their codes stand for.
     """
 
     ids: np.ndarray
@@ -35,6 +38,7 @@ class Pending:
     dead: np.ndarray
     id_end: int
     stamp: int = 0
+    index: AddedIndex | None = None
 
     @classmethod
     def none(cls, facts: GraphFacts) -> Pending:
@@ -42,7 +46,8 @@ class Pending:
         layout = facts.layout
         empty = np.empty(0, np.int64)
         rows = np.empty((0, layout.dim), layout.row_dtype)
-        return cls(empty, rows, np.empty(0, bool), empty, facts.n_rows)
+        index = AddedIndex(facts) if facts.disk_codebook is None else None
+        return cls(empty, rows, np.empty(0, bool), empty, facts.n_rows, index=index)
 
     @property
     def n_added(self) -> int:
@@ -57,7 +62,8 @@ class Pending:
     @property
     def size_bytes(self) -> int:
         """Memory that it takes."""
-        return self.rows.nbytes + 9 * len(self.ids) + self.dead.nbytes
+        of_index = 0 if self.index is None else self.index.size_bytes
+        return self.rows.nbytes + 9 * len(self.ids) + self.dead.nbytes + of_index
 
     def is_dead(self, ids: np.ndarray) -> np.ndarray:
         """bool, of the shape of `ids`: whether the node of an id is deleted."""
@@ -132,10 +138,15 @@ def _view(room: _Room, end: int) -> np.ndarray:
     return np.ndarray((end, *room.shape[1:]), room.dtype, buffer=room, strides=room.strides)
 
 
-def replayed(facts: GraphFacts, changes: Iterable[Change], path: str) -> Pending:
-    """The version after the changes of a log. Raises FormatError for one that cannot be."""
-    now = Pending.none(facts)
-    for change in changes:
+def replayed(
+    facts: GraphFacts, changes: list[Change], path: str, before: Pending | None = None
+) -> Pending:
+    """The version after the changes of a log; `before`: one after the first of these, if there are
+    as many. Raises FormatError for a change that cannot be."""
+    now = before
+    if now is None or now.stamp > len(changes):
+        now = Pending.none(facts)
+    for change in changes[now.stamp :]:
         ids = change.ids
         is_right = check_ids(ids) and len(np.unique(ids)) == len(ids)
         if is_right and change.kind == ADD and change.rows is not None:
@@ -160,23 +171,31 @@ def replayed(facts: GraphFacts, changes: Iterable[Change], path: str) -> Pending
 def merge_found(
     facts: GraphFacts,
     pending: Pending,
-    wide: torch.Tensor,
-    k: int,
+    walk: WalkRequest,
     found: Neighbours | None,
     allowed: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, distances) [q, k] of what walks have found and of additions together.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What walks have found and additions together.
 
     Args:
-        wide: queries, float32 [q, dim] tensor.
         found: of the pages: no deleted ones; None: nothing.
         allowed: bool by id; None: all.
+
+    Returns:
+        ids and distances [q, k], as `Neighbours` has them; additions that were measured, int64 [q].
     """
-    blocks: Iterable[tuple[np.ndarray, np.ndarray]] = pending.blocks(allowed)
-    if facts.disk_codebook is not None:  # as walks measure them
-        coding = facts.coding
-        blocks = ((ids, coding.decode(coding.encode(rows))) for ids, rows in blocks)
-    far, ids = nearest_of(facts.metric, wide, k, blocks)
+    if pending.index is not None:
+        may = pending.lives if allowed is None else pending.lives & allowed[pending.ids]
+        return pending.index.nearest(pending.rows, pending.ids, may, walk, found)
+    coding, k, measured = facts.coding, walk.k, 0
+
+    def blocks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        nonlocal measured
+        for ids, rows in pending.blocks(allowed):
+            measured += len(ids)
+            yield ids, coding.decode(coding.encode(rows))  # as walks measure them
+
+    far, ids = nearest_of(facts.metric, walk.wide, k, blocks())
     far = shown(facts.metric, far)
     if found is not None:
         far = np.concatenate([found.distances, far], axis=1)
@@ -187,4 +206,8 @@ def merge_found(
     far, keys = nearest(far, keys, k)
     ids = np.where(keys == 2**62, -1, keys)
     short = ((0, 0), (0, k - ids.shape[1]))
-    return np.pad(ids, short, constant_values=-1), np.pad(far, short, constant_values=np.inf)
+    return (
+        np.pad(ids, short, constant_values=-1),
+        np.pad(far, short, constant_values=np.inf),
+        np.full(len(ids), measured),
+    )

@@ -1,5 +1,5 @@
 """Searches of a graph with changes that are in no page yet: walks, without what was deleted, and
-additions measured one by one."""
+additions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class ChangedSearch(GraphSearch):
         found = None
         if self._inner is not None:
             found = self._living(_neighbours(*self._inner.partial(pages), self._facts))
-        return self._with_additions(found)
+        ids, far, _ = self._with_additions(found)
+        return ids, far
 
     def finish(self) -> Neighbours:
         """See `GraphSearch.finish`."""
@@ -61,9 +62,10 @@ class ChangedSearch(GraphSearch):
             else:
                 found = self._living(self._inner.finish())
                 found = self._completed(found)
-            ids, far = self._with_additions(found)
-            measured = found.measured + self._n_measured()
-            self._found = replace(found, ids=ids, distances=far, measured=measured)
+            ids, far, measured = self._with_additions(found)
+            self._found = replace(found, ids=ids, distances=far, measured=found.measured + measured)
+            if self._pending.index is not None:
+                self._pending.index.grow(len(self._pending.ids), q)
         return self._found
 
     def cancel(self) -> None:
@@ -74,6 +76,8 @@ class ChangedSearch(GraphSearch):
     def _living(self, found: Neighbours) -> Neighbours:
         """The first k of each query that are not deleted."""
         k = self._walk.k
+        if not len(self._pending.dead) and found.ids.shape[1] == k:
+            return found
         is_gone = (found.ids < 0) | self._pending.is_dead(found.ids)
         order = np.argsort(is_gone, axis=1, kind="stable")[:, :k]
         gone = np.take_along_axis(is_gone, order, axis=1)
@@ -82,9 +86,11 @@ class ChangedSearch(GraphSearch):
         return replace(found, ids=ids, distances=far.astype(np.float32))
 
     def _completed(self, found: Neighbours) -> Neighbours:
+        if self._again is None:
+            return found
         living = self._facts.layout.n - len(self._pending.dead)
         short = np.flatnonzero((found.ids >= 0).sum(axis=1) < min(self._walk.k, living))
-        if self._again is None or not len(short):
+        if not len(short):
             return found
         more = self._again(short)
         names = ("ids", "distances")
@@ -98,16 +104,10 @@ class ChangedSearch(GraphSearch):
         totals = {name: getattr(found, name) + getattr(more, name) for name in shared}
         return replace(found, **changed, **totals)
 
-    def _n_measured(self) -> int:
-        lives = self._pending.lives
-        if self._mask is not None:
-            lives = lives & self._mask[self._pending.ids]
-        return int(np.count_nonzero(lives))
-
-    def _with_additions(self, found: Neighbours | None) -> tuple[np.ndarray, np.ndarray]:
-        return merge_found(
-            self._facts, self._pending, self._walk.wide, self._walk.k, found, self._mask
-        )
+    def _with_additions(
+        self, found: Neighbours | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return merge_found(self._facts, self._pending, self._walk, found, self._mask)
 
 
 def search_changed(
@@ -121,9 +121,11 @@ def search_changed(
     facts, dead = pages.facts, len(pending.dead)
     living = facts.layout.n - dead
     if mask is None and dead <= _PASSED_BY_MOST * facts.layout.n:
+        if not dead:
+            return ChangedSearch(pages, pending, walk, mask, pages.search(walk, None), None)
         # walks go by what was deleted, so that their lists lose as large a share of what they hold
         length = min(LIST_SIZE_MAX, math.ceil(walk.list_size * facts.layout.n / max(1, living)))
-        longer = max(walk.k, length) if dead else walk.k
+        longer = max(walk.k, length)
         inner = pages.search(replace(walk, k=longer, list_size=max(length, longer)), None)
 
         def again(short: np.ndarray) -> Neighbours:

@@ -20,7 +20,7 @@ import torch
 
 import espnx.graph
 from espnx import errors
-from espnx.graph.filters import read_pages
+from espnx.graph.filters import open_pages, read_pages
 from espnx.graph.format import MAGIC, VERSION, GraphFacts, GraphSections, read_graph
 from espnx.graph.global_index import builder
 from espnx.graph.layout import rows_of
@@ -48,7 +48,7 @@ def members(facts: GraphFacts) -> list[np.ndarray]:
     """Rows of each cluster, as its pages have them."""
     with NativeEngine("posix") as engine:
         pages = np.arange(facts.parts.n_pages)
-        nodes = read_pages(engine, engine.open(facts.path("nodes.bin")), facts, pages, 30.0)
+        nodes = read_pages(engine, open_pages(engine, facts), facts, pages, 30.0)
     places = pages[:, None] * facts.layout.nodes_per_page + np.arange(facts.layout.nodes_per_page)
     rows, is_node = rows_of(nodes), facts.parts.is_node(places)
     part = facts.parts.of_pages(pages)
@@ -427,7 +427,7 @@ def test_rows_above_32_bits(index_path: Path, queries: np.ndarray) -> None:
         far = 5 << 32
         with NativeEngine("posix") as engine:
             pages = np.arange(facts.parts.n_pages)
-            nodes = read_pages(engine, engine.open(facts.path("nodes.bin")), facts, pages, 30.0)
+            nodes = read_pages(engine, open_pages(engine, facts), facts, pages, 30.0)
         nodes["row_high"] = 5
         moved = index_path.parent / "moved.bin"
         with moved.open("wb") as file:
