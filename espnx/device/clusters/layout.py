@@ -33,7 +33,7 @@ from ..vectors.interface import PAGE_BYTES
 MAGIC, VERSION = "espnx-clusters", 2
 DATA_NAME, TABLE_NAME = "clusters.bin", "clusters.table"
 #: Files of an index over the clusters, which lie beside them and go with them.
-INDEX_NAMES = ("heads.bin", "heads.links", "heads.graph", "lists.work")
+INDEX_NAMES = ("heads.bin", "heads.links", "heads.graph", "closure.work", "lists.work")
 #: Where an index's facts stand in the manifest.
 INDEX_FIELD = "index"
 #: Of one cluster: it is read in one piece.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ import torch
 from ... import errors
 from ...ops.distances.checks import check_dim
 from ...storage import NativeEngine
-from ...storage.files import StreamWriter, crc32c, names_in, write_file
-from ...storage.manifest import NAME, write_manifest
+from ...storage.files import StreamWriter, crc32c, names_in, write_error, write_file
+from ...storage.manifest import NAME, read_manifest, write_manifest
 from ...storage.native import given_engine
 from ...storage.replacing import StoreKind, VersionedFiles, versioned, writing_to
 from ..vectors.interface import PAGE_BYTES
@@ -132,6 +132,15 @@ class ClusterStore:
         """Of a file of this generation: `DATA_NAME`, `TABLE_NAME`, or one of `INDEX_NAMES`."""
         return os.path.join(self.directory, versioned(name, self.generation))
 
+    def remove(self, name: str) -> None:
+        """Removes a file of this generation, if it is there. Raises WriteError, DiskFullError."""
+        try:
+            os.unlink(self.path(name))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise write_error("cannot remove a work file", self.path(name), error) from error
+
     def write(
         self, table: np.ndarray, page_bytes: int, entries_of: Callable[[int], np.ndarray]
     ) -> int:
@@ -192,13 +201,35 @@ class ClusterStore:
 def writing_clusters(
     directory: str | os.PathLike[str], *, replace: bool, engine: NativeEngine | None = None
 ) -> Iterator[ClusterStore]:
-    """A directory that this process alone writes clusters to. Raises as `write_clusters`."""
+    """A directory that this process alone writes clusters to. After an error nothing is left of
+    what was written. Raises as `write_clusters`."""
     with (
         given_engine(engine) as own,
         writing_to(directory, KIND, replace=replace) as is_replacement,
     ):
         generation = _FILES.begin(own, directory, KIND, is_replacement=is_replacement)
-        yield ClusterStore(own, os.fspath(directory), generation)
+        try:
+            yield ClusterStore(own, os.fspath(directory), generation)
+        except BaseException:
+            with suppress(errors.EspnxError, OSError):
+                _tidy(own, directory, generation, is_replacement=is_replacement)
+            raise
+
+
+def _tidy(
+    engine: NativeEngine,
+    directory: str | os.PathLike[str],
+    generation: int,
+    *,
+    is_replacement: bool,
+) -> None:
+    """Removes what a write that failed has left, unless its manifest is in force."""
+    try:
+        published = int(read_manifest(engine, directory, MAGIC, VERSION)["generation"])
+    except errors.StoreNotFoundError:
+        published = 0
+    if published != generation and (published or not is_replacement):
+        _FILES.keep(directory, published or None)
 
 
 def _places(given: np.ndarray | None, size_bytes: np.ndarray, page_bytes: int) -> np.ndarray:
