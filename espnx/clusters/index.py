@@ -81,8 +81,10 @@ class ClusterIndex:
             )
         self._process, self._in_flight, self._engine_name = os.getpid(), in_flight, engine
         with NativeEngine("posix", threads=1, pool_bytes=0) as own:
-            self._stored = read_lists(own, where)
-        self.facts: ClusterFacts = self._stored.facts
+            stored = read_lists(own, where)
+        # not the heads: their finder has a copy
+        self.facts: ClusterFacts = stored.facts
+        self._file, self._coding = stored.file, stored.coding
         if heads not in (None, self.facts.heads):
             raise errors.InvalidInputError(
                 f"heads of the lists in {where}",
@@ -90,7 +92,7 @@ class ClusterIndex:
                 expected=repr(self.facts.heads),
                 fix=f"build them with heads={heads!r} (--heads {heads})",
             )
-        self._finder = _finder_of(self._stored, engine, threads)
+        self._finder = _finder_of(stored, engine, threads)
         try:
             self.device, self._owned = _device_of(device, where, engine, threads)
             try:
@@ -104,7 +106,7 @@ class ClusterIndex:
         self._is_open = True
 
     def _check_device(self) -> None:
-        file, held = self._stored.file, self.device.clusters
+        file, held = self._file, self.device.clusters
         if (held.format, held.dim) != (file.format, file.dim) or not np.array_equal(
             np.asarray(held.n_vectors), file.n_vectors
         ):
@@ -183,7 +185,7 @@ class ClusterIndex:
                 got=f"{deadline_s} and {ratio}",
                 expected="above 0; 1 or more",
             )
-        native, wide, worth = self._stored.coding.queries(queries)
+        native, wide, worth = self._coding.queries(queries)
         allowed = mask_of(include, exclude, self.facts.n)
         self.check_open()
         begun = time.perf_counter()
@@ -205,7 +207,7 @@ class ClusterIndex:
         ReadError for the first that is damaged."""
         self.check_open()
         self._finder.verify()
-        file = self._stored.file
+        file = self._file
         seen = np.zeros(self.facts.n, bool)
         with NativeEngine(self._engine_name, pool_bytes=2 * _VERIFY_BYTES) as engine:
             opened = engine.open(file.path)
@@ -238,7 +240,7 @@ class ClusterIndex:
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.facts.n:
             raise errors.FormatError(
                 f"list {number}",
-                path=self._stored.file.path,
+                path=self._file.path,
                 got=f"vectors {ids.min()} to {ids.max()}",
                 expected=f"0 to {self.facts.n - 1}",
             )
@@ -255,12 +257,12 @@ class ClusterIndex:
     ) -> DistanceTicket:
         """One request for the distances of a query to all vectors of some lists. Raises as
         `ClusterDevice.distances`."""
-        metric = self._stored.coding.device_metric
+        metric = self._coding.device_metric
         return self.device.distances(query, lists, metric=metric, deadline_s=deadline_s)
 
     def pages_of(self, lists: np.ndarray) -> int:
         """Pages of flash that some lists lie on, each counted once."""
-        return int(self._stored.file.new_pages(lists).sum())
+        return int(self._file.new_pages(lists).sum())
 
     @property
     def in_flight(self) -> int:

@@ -175,7 +175,7 @@ def gains_of(heads: np.ndarray, index: Any, asked: np.ndarray | None) -> Gains:
         heads: float32 [lists, dim]: near ones are read together.
         index: of FAISS, that finds the nearest of them.
         asked: int64 [queries, m]: the lists that each of some queries reads, -1 for none: then
-            lists are together as often as queries read both.
+            lists are together as often as queries read both, the more the nearer both are.
     """
     count = len(heads)
     pairs, weights = [np.empty((0, 2), np.int64)], [np.empty(0)]
@@ -192,5 +192,5 @@ def gains_of(heads: np.ndarray, index: Any, asked: np.ndarray | None) -> Gains:
         held = lists[lists >= 0]
         one, other = np.triu_indices(len(held), 1)
         pairs.append(np.stack([held[one], held[other]], axis=1))
-        weights.append(np.ones(len(one)))
+        weights.append(1.0 / (1 + other))  # by the farther one: near lists are read by all searches
     return Gains.of(np.concatenate(pairs), np.concatenate(weights), count)
