@@ -16,7 +16,7 @@ from ..graph.vectors import Vectors
 from .closure import HNSW_M
 from .options import DTYPES, N_MAX, REPLICAS_MAX, ClusterOptions, check_options
 
-#: Of a list that was split, and of a page that lists share, this much is used, about.
+#: Of a list that was split, and of pages that lists share, this much is used, about.
 _FILLED = 0.8
 _PACKED = 0.95
 #: Of a list in memory beside the table: links of its head in the lowest layer, and above.
@@ -93,9 +93,10 @@ def plan(
     count = max(options.heads_of(n), least)
     mean_bytes = entries * entry / count
     pages_each = math.ceil(mean_bytes / page_bytes)
-    per_page = 1.0 if mean_bytes <= page_bytes / 2 else _PACKED if pages_each > 1 else 0.0
-    used = entries * entry / (per_page * _PACKED) if per_page else count * page_bytes
-    lists_bytes = math.ceil(used / page_bytes) * page_bytes
+    if page_bytes < 2 * mean_bytes <= 2 * page_bytes:  # a page holds one, and little beside
+        lists_bytes = count * page_bytes
+    else:
+        lists_bytes = math.ceil(entries * entry / _PACKED / page_bytes) * page_bytes
     table_bytes, head_bytes = TABLE.itemsize * count, 4 * dim * count
     if heads == "memory":
         on_disk, resident = head_bytes + _LINK_BYTES * count, head_bytes + _LINK_BYTES * count

@@ -197,7 +197,11 @@ def run_search(args: argparse.Namespace) -> int:
 
     queries = _vectors_of(args.queries, args.column)
     with devices_of(args, [args.clusters]) as devices:
-        given = devices if devices is None or isinstance(devices, (str, NearStorageDevice)) else devices[0]
+        given = (
+            devices
+            if devices is None or isinstance(devices, (str, NearStorageDevice))
+            else devices[0]
+        )
         with ClusterIndex(args.clusters, device=given, threads=args.threads) as index:
             found = index.search(
                 queries, args.k, n_lists=args.n_lists, max_dist_ratio=args.max_dist_ratio
