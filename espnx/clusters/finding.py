@@ -69,7 +69,9 @@ class MemoryHeads:
         none = np.zeros(len(queries), np.int64)
         if not count or not len(queries):
             shape = len(queries), 0
-            return FoundLists(np.empty(shape, np.float32), np.empty(shape, np.int64), none, none.copy())
+            return FoundLists(
+                np.empty(shape, np.float32), np.empty(shape, np.int64), none, none.copy()
+            )
         # of this thread's regions alone: OpenMP keeps it for each
         before = self._faiss.omp_get_max_threads()
         self._faiss.omp_set_num_threads(self._threads)
@@ -138,7 +140,9 @@ class GraphHeads:
         count = min(count, self._count)
         if self._graph is None or not len(queries):
             shape, none = (len(queries), 0), np.zeros(len(queries), np.int64)
-            return FoundLists(np.empty(shape, np.float32), np.empty(shape, np.int64), none, none.copy())
+            return FoundLists(
+                np.empty(shape, np.float32), np.empty(shape, np.int64), none, none.copy()
+            )
         list_size = max(_LEAST_LIST_SIZE, int(_LIST_SIZE_FACTOR * count))
         found = self._graph.search(
             queries, count, list_size=list_size, beam_width=1, deadline_s=deadline_s

@@ -197,9 +197,7 @@ class ClusterIndex:
         while allowed is not None and short and n_lists < self.facts.n_lists:
             before, n_lists = n_lists, min(2 * n_lists, self.facts.n_lists)
             more = self._finder.find(asked.wide[short], n_lists, deadline_s)
-            fresh = [
-                _new(row, search.asked[at]) for row, at in zip(more.lists, short, strict=True)
-            ]
+            fresh = [_new(row, search.asked[at]) for row, at in zip(more.lists, short, strict=True)]
             search.read(fresh, short)
             found.pages[short] += more.pages
             found.rounds[short] += more.rounds
@@ -384,7 +382,9 @@ class _Search:
                 if len(under_way) == self._index.in_flight:
                     self._finish(*under_way.popleft())
                 begun = time.perf_counter()
-                ticket = self._index.start_reading(self._queries.native[at], wanted, self._deadline_s)
+                ticket = self._index.start_reading(
+                    self._queries.native[at], wanted, self._deadline_s
+                )
                 under_way.append((at, ticket, begun))
                 self.asked[at] = np.concatenate([self.asked[at], wanted])
                 self._costs[at].rounds += 1

@@ -123,9 +123,7 @@ def test_lists_of_an_hnsw_are_nearly_the_nearest(folder: Path) -> None:
     same = [
         found_by(found, query)
         == files.nearest(
-            queries[query].astype(float),
-            files.nearest_lists(queries[query].astype(float), 8)[0],
-            5,
+            queries[query].astype(float), files.nearest_lists(queries[query].astype(float), 8)[0], 5
         )
         for query in range(50)
     ]
