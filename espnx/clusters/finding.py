@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from .. import errors
+from ..device.clusters.layout import REBUILD
 from ..device.interface import FilePath
 from ..graph.hnsw.links import Links
 from ..graph.index import GraphIndex
@@ -126,13 +127,20 @@ class GraphHeads:
     """
 
     def __init__(self, stored: StoredLists, engine: str, threads: int):
-        self._count = stored.facts.n_lists
-        self._lock = threading.Lock()
-        self._graph = (
-            None
-            if stored.graph is None
-            else GraphIndex(stored.graph, engine=engine, threads=threads)
-        )
+        self._count, self._graph = stored.facts.n_lists, None
+        if stored.graph is None:
+            return
+        self._graph = GraphIndex(stored.graph, engine=engine, threads=threads)
+        layout, wanted = self._graph.facts.layout, (self._count, stored.coding.head_dim)
+        if (layout.n, layout.dim) != wanted or self._graph.facts.metric != "l2":
+            self._graph.close()
+            raise errors.FormatError(
+                "graph of heads",
+                path=stored.graph.where,
+                got=f"{layout.n} nodes of {layout.dim} values, {self._graph.facts.metric}",
+                expected=f"{wanted[0]} of {wanted[1]}, l2",
+                fix=REBUILD,
+            )
 
     def find(self, queries: np.ndarray, count: int, deadline_s: float) -> FoundLists:
         """See `HeadFinder`. Pages are read one after the other, each a round, where there are many
