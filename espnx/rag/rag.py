@@ -421,7 +421,7 @@ class Rag:
                 raise errors.InvalidInputError(
                     "questions", got=repr(each)[:60], expected="KnownSource(question, passage)"
                 )
-            found = self._prompt(each.question, self._hits(each.question, k, search, stop))
+            found = self._prompt(each.question, self._hits(each.question, k, dict(search), stop))
             numbers = [i for i, one in enumerate(found.references) if one.passage == each.passage]
             if numbers and len(found.references) > 1:
                 yield found, each.answer, numbers[0]
