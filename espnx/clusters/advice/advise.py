@@ -85,6 +85,12 @@ class Estimate:
     folder_bytes: int
     memory_bytes: int
 
+    @property
+    def query_said(self) -> str:
+        """`query_s` and its range, in microseconds."""
+        low, high = (f"{1e6 * each:.0f}" for each in self.query_s_range)
+        return f"{1e6 * self.query_s:.0f} ({low} to {high})"
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -144,8 +150,7 @@ class Advice:
                 f"{each.pages:.1f}",
                 f"{each.rounds:.1f}",
                 format_size(round(each.size_bytes)),
-                f"{1e6 * each.query_s:.0f} ({1e6 * each.query_s_range[0]:.0f} to "
-                f"{1e6 * each.query_s_range[1]:.0f})",
+                each.query_said,
                 f"{1e3 * each.alone_s:.2f}",
                 format_size(each.memory_bytes),
                 format_size(each.folder_bytes),

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -158,7 +159,9 @@ def try_lists(sample: Sample, folder: Path, options: TrialOptions) -> Trial:
                 sample,
                 most,
                 ratio,
-                lambda: index.search(sample.queries, options.k, n_lists=most, max_dist_ratio=ratio),
+                partial(
+                    index.search, sample.queries, options.k, n_lists=most, max_dist_ratio=ratio
+                ),
                 _reads_of_lists,
             )
             for ratio in (_RATIOS if options.metric != "ip" else ())
@@ -196,7 +199,7 @@ def _climb(
     reads: Callable[[Neighbours], tuple[np.ndarray, np.ndarray]],
 ) -> Iterator[Searched]:
     for effort in all_efforts:
-        found = _searched(sample, effort, None, lambda each=effort: search(each), reads)  # type: ignore[misc]
+        found = _searched(sample, effort, None, partial(search, effort), reads)
         yield found
         if found.hits.mean() >= options.enough * options.k:
             return

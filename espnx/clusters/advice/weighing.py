@@ -82,8 +82,8 @@ def cost_at(trial: Trial, recall: float, disk: DiskTimes, in_flight: int) -> Cos
 
 
 def extrapolated(small: Cost, large: Cost, sizes: tuple[int, int], n: int) -> tuple[Cost, float]:
-    """What a query of all n vectors reads, if reads grow as they did between two samples: by a power
-    of the vectors, 0 to 1; and that power, of pages. What fell with more vectors is taken to stay
+    """What a query of all n vectors reads, if reads grow as they did between two samples, by a
+    power of the vectors, 0 to 1; and that power, of pages. What fell with more vectors is taken to stay
     as it was."""
     grown: dict[str, float] = {}
     for each in fields(large):
@@ -203,9 +203,11 @@ def weigh(
     return Verdict(
         GRAPH if middle > 1 else LISTS,
         [
-            f"clusters take {middle:.2f} times what the graph takes; samples differ by a factor of "
-            f"{spread:.2f}, the middle half of the queries from {of_queries[0]:.2f} to "
-            f"{of_queries[1]:.2f}"
+            (
+                f"clusters take {middle:.2f} times what the graph takes; samples differ by a "
+                f"factor of {spread:.2f}, the middle half of the queries from {of_queries[0]:.2f} "
+                f"to {of_queries[1]:.2f}"
+            )
         ],
         middle,
         spread,
