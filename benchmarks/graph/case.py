@@ -48,7 +48,8 @@ of clusters, between two by a straight line; "by recall=": as the build measured
   espnx bench graph --quick
 
 Vectors by recipe: hard, 100 overlapping clusters in 24 dimensions, as 128 (--dim) float32 with
-noise; rc, a Gaussian centre in 32 dimensions for every 50 vectors, with more noise; as uint8 each value rounded to one of 256 steps over four standard deviations to both sides. DiskANN is
+noise; rc, a Gaussian centre in 32 dimensions for every 50 vectors, with more noise; as uint8 each
+value rounded to one of 256 steps over four standard deviations to both sides. DiskANN is
 diskannpy-rust (or diskannpy), in an environment of its own: python -m venv ENV; ENV/bin/pip install
 diskannpy-rust. LanceDB, in ours: pip install lancedb. What is not installed has a row that says so,
 and nothing stays on disk."""
@@ -59,7 +60,6 @@ K = 10
 PER_CLUSTER, PER_CLUSTER_QUICK = 2000, 200
 #: Of the thesis' mixes, and those of a query.
 DEVICE_LISTS, DEVICE_LISTS_QUICK, LISTS_PER_QUERY = 8192, 200, 64
-#: What each of `--show` reads of the others' options.
 SHOWS = ("sweep", "memory", "clusters", "lists")
 
 

@@ -205,8 +205,8 @@ def _timed(
 
 def devices_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     headers = [
-        "mix", "system", "threads", "lists/s", "queries/s", "ms a pass (IQR)", "MiB of flash a query",
-        "lists", "n", "correct",
+        "mix", "system", "threads", "lists/s", "queries/s", "ms a pass (IQR)",
+        "MiB of flash a query", "lists", "n", "correct",
     ]  # fmt: skip
     cells = [
         [

@@ -1,5 +1,5 @@
-"""Pages of a query of lists (SPANN) beside those of a graph of the same vectors, by recall, for each
-order in which lists are packed into pages."""
+"""Pages of a query of lists (SPANN) beside those of a graph of the same vectors, by recall, for
+each order in which lists are packed into pages."""
 
 from __future__ import annotations
 

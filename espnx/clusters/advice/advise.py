@@ -21,7 +21,7 @@ from ...tables import render_table
 from .disk import DiskTimes, measure_reads, middle_of
 from .samples import Sample, draw_samples, sizes_of
 from .trials import GRAPH, LISTS, Searched, Trial, TrialOptions, try_graph, try_lists
-from .weighing import Cost, Verdict, cost_at, cost_of_each, extrapolated, linear, mean_cost, weigh
+from .weighing import Cost, Verdict, cost_at, extrapolated, lie_apart, linear, mean_cost, weigh
 
 Progress = Callable[[str, int, int], None]
 #: Of each way what the smaller and the larger sample of a fold have shown.
@@ -102,7 +102,7 @@ class Advice:
         is_extrapolated: whether `estimates` are of more vectors than a sample had.
         disk: what reads take where the indexes were built.
         curves: of both ways and both sizes. estimates: of those ways that found so much.
-        difference, spread, of_queries: see `Verdict`.
+        difference, spread, of_parts: see `Verdict`.
     """
 
     n: int
@@ -119,7 +119,7 @@ class Advice:
     reasons: list[str]
     difference: float | None
     spread: float | None
-    of_queries: tuple[float, float] | None
+    of_parts: tuple[float, float] | None
     disk: DiskTimes
     curves: list[CurvePoint]
     estimates: list[Estimate]
@@ -199,8 +199,8 @@ def advise(
     reads that both take at one recall, weighed by what reads take on this disk; processor time is
     measured and shown, and does not count. What holds for samples is extrapolated to all vectors,
     by the growth between the two sizes. Each fold draws anew. It cannot tell where folds differ by
-    more than the two ways do, or where half of the queries or about that would do better the other
-    way.
+    more than the two ways do, nor where one way fits the queries whose neighbours lie apart and the
+    other way the rest.
 
     Args:
         vectors, column: of `espnx.graph.build`.
@@ -245,7 +245,15 @@ def advise(
         trials.append(found)
         disks.append(times)
     disk, sizes = middle_of(disks), sizes_of(samples)
-    verdict, estimates = _compare(trials, disk, source.n, sizes, recall, in_flight)
+    verdict, estimates = _compare(
+        trials,
+        [lie_apart(large.contrast) for large, _ in samples],
+        disk,
+        source.n,
+        sizes,
+        recall,
+        in_flight,
+    )
     return Advice(
         source.n,
         source.dim,
@@ -261,7 +269,7 @@ def advise(
         verdict.reasons,
         verdict.difference,
         verdict.spread,
-        verdict.of_queries,
+        verdict.of_parts,
         disk,
         _curves(trials, disk, in_flight),
         estimates,
@@ -318,8 +326,32 @@ def _checked(
     return folder
 
 
+def _extrapolated(
+    trials: tuple[Trial, Trial],
+    recall: float,
+    disk: DiskTimes,
+    n: int,
+    sizes: tuple[int, int],
+    in_flight: int,
+    part: np.ndarray | None,
+) -> tuple[Cost, float] | None:
+    small, large = (cost_at(each, recall, disk, in_flight, part) for each in trials)
+    return None if small is None or large is None else extrapolated(small, large, sizes, n)
+
+
+def _over(
+    found: dict[str, tuple[Cost, float] | None], disk: DiskTimes, in_flight: int
+) -> float | None:
+    """The time of clusters over that of the graph."""
+    graph, lists = found[GRAPH], found[LISTS]
+    if graph is None or lists is None:
+        return None
+    return lists[0].query_s(disk, in_flight) / graph[0].query_s(disk, in_flight)
+
+
 def _compare(
     trials: Sequence[Fold],
+    is_apart: Sequence[np.ndarray],
     disk: DiskTimes,
     n: int,
     sizes: tuple[int, int],
@@ -328,28 +360,23 @@ def _compare(
 ) -> tuple[Verdict, list[Estimate]]:
     costs: dict[str, list[Cost | None]] = {name: [] for name in SYSTEMS}
     powers: dict[str, list[float]] = {name: [] for name in SYSTEMS}
-    for fold in trials:
-        for name in SYSTEMS:
-            small, large = (cost_at(each, recall, disk, in_flight) for each in fold[name])
-            if small is None or large is None:
-                costs[name].append(None)
-                continue
-            cost, power = extrapolated(small, large, sizes, n)
-            costs[name].append(cost)
-            powers[name].append(power)
-    over = [
-        None
-        if graph is None or lists is None
-        else lists.query_s(disk, in_flight) / graph.query_s(disk, in_flight)
-        for graph, lists in zip(costs[GRAPH], costs[LISTS], strict=True)
-    ]
-    each = [
-        cost_of_each(fold[LISTS][1], recall, disk, in_flight)
-        / cost_of_each(fold[GRAPH][1], recall, disk, in_flight)
-        for fold in trials
-    ]
+    over, parts = list[float | None](), list[tuple[float | None, float | None]]()
+    for fold, apart in zip(trials, is_apart, strict=True):
+        of_fold = []
+        for part in (None, apart, ~apart):
+            found = {
+                name: _extrapolated(fold[name], recall, disk, n, sizes, in_flight, part)
+                for name in SYSTEMS
+            }
+            of_fold.append(_over(found, disk, in_flight))
+            if part is None:
+                for name, cost in found.items():
+                    costs[name].append(None if cost is None else cost[0])
+                    powers[name] += [] if cost is None else [cost[1]]
+        over.append(of_fold[0])
+        parts.append((of_fold[1], of_fold[2]))
     reach = {name: all(cost is not None for cost in found) for name, found in costs.items()}
-    verdict = weigh(n, over, reach, np.concatenate(each), recall)
+    verdict = weigh(n, over, parts, reach, recall)
     estimates = [
         _estimate(
             name,

@@ -18,7 +18,7 @@ SAMPLE_MAX, SAMPLE_BYTES = 16_384, 64 << 20
 SMALLER = 4
 #: Queries of a sample, and of vectors that give these themselves the share.
 QUERIES, QUERIES_SHARE = 256, 0.2
-_BLOCK_ROWS = 8192
+_BLOCK_ROWS, _CONTRAST = 8192, 4
 #: By which distances of one vector may differ, for they are summed in another order.
 _TOLERANCE = 1e-5
 
@@ -30,18 +30,25 @@ class Sample:
     Attributes:
         base: [m, dim], uint8, int8 or float32. queries: [q, dim], likewise.
         farthest: float32 [q]: how far the k-th nearest of each query is. metric: of these.
+        contrast: float32 [q]: that distance over the one of the 4 k-th nearest, by Euclid: little
+            where a query's neighbours lie apart from all else.
     """
 
     base: np.ndarray
     queries: np.ndarray
     farthest: np.ndarray
+    contrast: np.ndarray
     metric: str
 
     @classmethod
     def of(cls, base: np.ndarray, queries: np.ndarray, k: int, metric: str) -> Sample:
         """With what is right, by measuring all."""
-        far, _ = nearest_of(metric, _wide(metric, queries), k, _blocks(metric, base))
-        return cls(base, queries, far[:, -1].copy(), metric)
+        wide, more = _wide(metric, queries), min(_CONTRAST * k, len(base))
+        far, _ = nearest_of(metric, wide, more, _blocks(metric, base))
+        near = far if metric != "ip" else nearest_of("l2", wide, more, _blocks("l2", base))[0]
+        contrast = np.ones(len(near), np.float32)
+        np.divide(near[:, k - 1], near[:, -1], out=contrast, where=near[:, -1] > 0)
+        return cls(base, queries, far[:, k - 1].copy(), np.sqrt(contrast), metric)
 
     def hits(self, ids: np.ndarray) -> np.ndarray:
         """int64 [q]: how many of the rows found for each query, [q, k] with -1 for none, are as

@@ -16,7 +16,8 @@ from .trials import GRAPH, LISTS, Searched, Trial
 N_LEAST = 2000
 #: Pages grow with the vectors, at most as fast as these.
 _GROWTH = 0.0, 1.0
-_QUARTILES = (25, 75)
+#: Of all queries, that each of two parts has at least.
+PART_LEAST = 0.2
 
 
 @dataclass(frozen=True)
@@ -50,23 +51,26 @@ class Cost:
         )
 
 
-def mean_cost(found: Searched, k: int) -> Cost:
-    """What its queries read, and find."""
+def mean_cost(found: Searched, k: int, part: np.ndarray | None = None) -> Cost:
+    """What its queries read, and find. `part`: bool [q]: those that count; None: all."""
+    some = slice(None) if part is None else part
     return Cost(
-        float(found.hits.mean() / k),
+        float(found.hits[some].mean() / k),
         float(found.effort),
         *(
-            float(each.mean())
+            float(each[some].mean())
             for each in (found.pages, found.requests, found.size_bytes, found.rounds)
         ),
     )
 
 
-def cost_at(trial: Trial, recall: float, disk: DiskTimes, in_flight: int) -> Cost | None:
-    """What a query reads at a recall, between two efforts by a straight line; that of the least
-    effort where this finds as much, None where the largest does not. An effort counts that nothing
-    quicker finds as much as."""
-    costs = [mean_cost(each, trial.k) for each in trial.searched]
+def cost_at(
+    trial: Trial, recall: float, disk: DiskTimes, in_flight: int, part: np.ndarray | None = None
+) -> Cost | None:
+    """What a query, of all or of a part of them, reads at a recall, between two efforts by a
+    straight line; that of the least effort where this finds as much, None where the largest does
+    not. An effort counts that nothing quicker finds as much as."""
+    costs = [mean_cost(each, trial.k, part) for each in trial.searched]
     kept = list[Cost]()
     for cost in sorted(costs, key=lambda one: (-one.recall, one.query_s(disk, in_flight))):
         if not kept or cost.query_s(disk, in_flight) < kept[-1].query_s(disk, in_flight):
@@ -83,8 +87,8 @@ def cost_at(trial: Trial, recall: float, disk: DiskTimes, in_flight: int) -> Cos
 
 def extrapolated(small: Cost, large: Cost, sizes: tuple[int, int], n: int) -> tuple[Cost, float]:
     """What a query of all n vectors reads, if reads grow as they did between two samples, by a
-    power of the vectors, 0 to 1; and that power, of pages. What fell with more vectors is taken to stay
-    as it was."""
+    power of the vectors, 0 to 1; and that power, of pages. What fell with more vectors is taken
+    to stay as it was."""
     grown: dict[str, float] = {}
     for each in fields(large):
         before, after = getattr(small, each.name), getattr(large, each.name)
@@ -107,31 +111,25 @@ def linear(before: float, after: float, sizes: tuple[int, int], n: int) -> float
     return after + per_vector * (n - sizes[1])
 
 
-def cost_of_each(trial: Trial, recall: float, disk: DiskTimes, in_flight: int) -> np.ndarray:
-    """float64 [q]: seconds of each query with the least effort that finds it so many of its
-    neighbours; where none does, with the largest that was tried: it takes that, or more."""
-    wanted = recall * trial.k
-    low, high = math.floor(wanted), math.ceil(wanted)
-    share = wanted - low
-    ladder = trial.ladder
-    seconds = np.array(
-        [
-            [
-                disk.query_s(*reads, in_flight)
-                for reads in zip(each.rounds, each.requests, each.size_bytes, strict=True)
-            ]
-            for each in ladder
-        ]
-    )
-    hits = np.array([each.hits for each in ladder])
+def lie_apart(contrast: np.ndarray) -> np.ndarray:
+    """bool [q]: which of two parts a query is in: those whose neighbours lie apart, and the others.
+    The parts differ from one another as much as they can where each is a fifth of all or more.
 
-    def at(needed: int) -> np.ndarray:
-        is_enough = hits >= needed
-        place = np.where(is_enough.any(axis=0), is_enough.argmax(axis=0), len(ladder) - 1)
-        found: np.ndarray = seconds[place, np.arange(seconds.shape[1])]
-        return found
-
-    return at(low) * (1 - share) + at(high) * share
+    Args:
+        contrast: of `Sample`.
+    """
+    order = np.argsort(contrast, kind="stable")
+    values, n = contrast[order].astype(np.float64), len(contrast)
+    least = max(1, math.ceil(PART_LEAST * n))
+    sums = np.cumsum(values)
+    places = np.arange(least, max(least, n - least) + 1)
+    places = places[places < n] if n > 1 else places[:0]
+    found = np.zeros(n, bool)
+    if len(places):
+        low, high = sums[places - 1] / places, (sums[-1] - sums[places - 1]) / (n - places)
+        between = places * (n - places) * np.square(high - low)
+        found[order[: places[int(between.argmax())]]] = True
+    return found
 
 
 @dataclass(frozen=True)
@@ -142,19 +140,22 @@ class Verdict:
         choice: ``graph``, ``clusters`` or None: it cannot be told. reasons: for it.
         difference: what clusters take over what the graph takes, as a factor: the middle of the
             folds, of all vectors. spread: the largest of the folds over the smallest, a factor.
-        of_queries: that factor of single queries of the larger samples, the lower and the upper
-            quartile.
+        of_parts: that factor of the queries whose neighbours lie apart, and of the others.
     """
 
     choice: str | None
     reasons: list[str]
     difference: float | None
     spread: float | None
-    of_queries: tuple[float, float] | None
+    of_parts: tuple[float, float] | None
 
 
 def weigh(
-    n: int, over: Sequence[float | None], reach: dict[str, bool], queries: np.ndarray, recall: float
+    n: int,
+    over: Sequence[float | None],
+    parts: Sequence[tuple[float | None, float | None]],
+    reach: dict[str, bool],
+    recall: float,
 ) -> Verdict:
     """Decides.
 
@@ -162,54 +163,42 @@ def weigh(
         n: vectors in all.
         over: of each fold, the time of clusters over that of the graph, of all vectors; None where
             one of them does not find so much.
+        parts: likewise, of the two parts of the queries (`lie_apart`).
         reach: whether each way finds so much, in all folds.
-        queries: float64 [q]: the same of single queries.
     """
-    of_queries: tuple[float, float] | None = None
-    if len(queries):
-        low, high = np.exp(np.percentile(np.log(queries), _QUARTILES))
-        of_queries = float(low), float(high)
     known = [each for each in over if each is not None]
-    middle = spread = None
-    if known:
-        middle, spread = float(np.exp(np.mean(np.log(known)))), max(known) / min(known)
+    middle, spread = (middle_of(known), max(known) / min(known)) if known else (None, None)
+    halves = [
+        middle_of([each for each in part if each is not None]) for part in zip(*parts, strict=True)
+    ]
+    of_parts = (halves[0], halves[1]) if halves and None not in halves else None
+
+    def verdict(choice: str | None, *reasons: str) -> Verdict:
+        return Verdict(choice, list(reasons), middle, spread, of_parts)
+
     if n < N_LEAST:
-        why = f"{n:,} vectors are too few: fewer than {N_LEAST:,} say nothing of one another"
-        return Verdict(None, [why], middle, spread, of_queries)
+        return verdict(
+            None, f"{n:,} vectors are too few to say: from {N_LEAST:,} on samples are alike"
+        )
     if not all(reach.values()):
         there = [name for name, does in reach.items() if does]
         missing = " and ".join(name for name, does in reach.items() if not does)
-        why = f"{missing} did not find {recall:g} of the neighbours with any effort tried"
-        return Verdict(there[0] if there else None, [why], middle, spread, of_queries)
-    reasons = list[str]()
-    if middle is None or spread is None or of_queries is None:
-        return Verdict(None, ["nothing was measured"], middle, spread, of_queries)
-    factor = max(middle, 1 / middle)
-    if len(known) < 2 or spread >= factor:
-        reasons.append(
-            f"samples differ by a factor of {spread:.2f}, the two ways by {factor:.2f}"
-            if len(known) > 1
-            else "one sample has no spread"
-        )
-    if of_queries[0] <= 1 <= of_queries[1]:
-        reasons.append(
-            f"queries differ: of the middle half of them clusters take {of_queries[0]:.2f} to "
-            f"{of_queries[1]:.2f} times what the graph takes"
-        )
-    elif (of_queries[0] > 1) != (middle > 1):
-        reasons.append("the mean says one thing, most single queries the other")
-    if reasons:
-        return Verdict(None, reasons, middle, spread, of_queries)
-    return Verdict(
-        GRAPH if middle > 1 else LISTS,
-        [
-            (
-                f"clusters take {middle:.2f} times what the graph takes; samples differ by a "
-                f"factor of {spread:.2f}, the middle half of the queries from {of_queries[0]:.2f} "
-                f"to {of_queries[1]:.2f}"
-            )
-        ],
-        middle,
-        spread,
-        of_queries,
+        why = f"{missing} did not find {recall:g} of the neighbours with any effort that was tried"
+        return verdict(there[0] if there else None, why)
+    if middle is None or spread is None or of_parts is None:
+        return verdict(None, f"a part of the queries does not find {recall:g} of its neighbours")
+    said = (
+        f"clusters take {middle:.2f} times what the graph takes, samples differ by a factor of "
+        f"{spread:.2f}; {of_parts[0]:.2f} times for queries whose neighbours lie apart, "
+        f"{of_parts[1]:.2f} for the others"
     )
+    if len(known) < 2 or spread >= max(middle, 1 / middle):
+        return verdict(None, f"samples differ as much as the two ways do: {said}")
+    if any((part > 1) != (middle > 1) for part in of_parts):
+        return verdict(None, f"one fits a part of the queries, the other the rest: {said}")
+    return verdict(GRAPH if middle > 1 else LISTS, said)
+
+
+def middle_of(factors: Sequence[float]) -> float | None:
+    """The geometric mean; None of none."""
+    return math.exp(sum(map(math.log, factors)) / len(factors)) if factors else None
