@@ -182,8 +182,10 @@ def _lists(
 
         def one(n_lists: int, ratio: float | None) -> Tried:
             found = index.search(data.queries, data.k, n_lists=n_lists, max_dist_ratio=ratio)
-            # what is stored in fewer bits is as far as its stored values are
-            problem = None if dtype == "int8" else data.problem(found.ids, found.distances)
+            # what is stored in fewer bits is as far as its stored values are; few lists may hold
+            # fewer than k
+            is_known = dtype != "int8" and found.ids.min() >= 0
+            problem = data.problem(found.ids, found.distances) if is_known else None
             return _tried(data, found, n_lists, ratio, problem)
 
         tried = list[Tried]()
@@ -219,7 +221,7 @@ def _tried(
     return Tried(
         n_lists,
         ratio,
-        data.recall(found.ids),
+        _recall(data, found.ids),
         float(found.pages.mean()),
         float(found.bytes_moved.mean()),
         float(found.requests.mean()),
@@ -227,6 +229,12 @@ def _tried(
         float(found.lists.mean()),
         problem,
     )
+
+
+def _recall(data: Data, ids: np.ndarray) -> float:
+    """See `Data.recall`; -1 stands for nothing."""
+    far = np.where(ids < 0, np.inf, data.distances(np.maximum(ids, 0)))
+    return float((far <= data.farthest[:, None] * (1 + 1e-9)).mean())
 
 
 def _cpu(
