@@ -24,14 +24,15 @@ RANK = {
     "graph": 3,
     "postings": 3,
     "simulate": 3,
-    "retrieval": 4,
-    "kv": 4,
-    "encoders": 5,
-    "importers": 6,
-    "integrations": 7,
-    "rag": 8,
-    "benchmarks": 9,
-    "cli": 10,  # `espnx bench` runs the registered benchmarks
+    "clusters": 4,
+    "retrieval": 5,
+    "kv": 5,
+    "encoders": 6,
+    "importers": 7,
+    "integrations": 8,
+    "rag": 9,
+    "benchmarks": 10,
+    "cli": 11,  # `espnx bench` runs the registered benchmarks
 }
 # Modules directly under espnx/ that know nothing of the rest.
 BASE_MODULES = {
@@ -69,6 +70,7 @@ THIRD_PARTY = {
     "graph": {"torch", "numpy", "pyarrow"},
     "postings": {"torch", "numpy"},
     "simulate": {"torch", "numpy"},
+    "clusters": {"torch", "numpy"},
     "retrieval": {"torch", "numpy", "faiss", "safetensors", "ir_measures"},
     "kv": {"torch", "numpy", "safetensors"},
     "encoders": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "gensim"},
@@ -112,9 +114,14 @@ THIRD_PARTY = {
 # GPUDirect Storage stays behind one door.
 GDS_ONLY = {"cuda", "cupy"}
 # FAISS is loaded in one place; what takes it from there beside that are the files of inverted
-# lists, HNSW graphs that it has built, and benchmarks that compare with it.
+# lists, HNSW graphs that it has built, heads of lists, and benchmarks that compare with it.
 FAISS_LOADER = "espnx.ops.quantise"
-FAISS_USERS = ("espnx.retrieval.first_stage.ivf", "espnx.graph.hnsw.", "espnx.benchmarks.")
+FAISS_USERS = (
+    "espnx.retrieval.first_stage.ivf",
+    "espnx.graph.hnsw.",
+    "espnx.clusters.",
+    "espnx.benchmarks.",
+)
 
 
 def modules() -> list[tuple[Path, str, bool]]:

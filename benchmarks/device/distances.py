@@ -128,7 +128,7 @@ def entries_in_memory(file: ClusterFile, clusters: np.ndarray) -> np.ndarray:
     with open(file.path, "rb") as source:
         parts = []
         for cluster in clusters.tolist():
-            source.seek(int(file.first_page[cluster]) * 4096)
+            source.seek(int(file.begin_bytes[cluster]))
             parts.append(
                 np.frombuffer(
                     source.read(int(file.n_vectors[cluster]) * file.entry_bytes), file.entry_dtype

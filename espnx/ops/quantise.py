@@ -34,7 +34,12 @@ def load_faiss() -> Any:
 
 
 def fit_clusters(
-    sample: np.ndarray, n_clusters: int, *, is_spherical: bool, iterations: int = KMEANS_ROUNDS
+    sample: np.ndarray,
+    n_clusters: int,
+    *,
+    is_spherical: bool,
+    iterations: int = KMEANS_ROUNDS,
+    seed: int = 1234,
 ) -> np.ndarray:
     """k-means.
 
@@ -42,6 +47,7 @@ def fit_clusters(
         sample: float32 [m, d], m >= n_clusters.
         is_spherical: clusters by the largest inner product, centroids of length 1; else by the
             smallest distance.
+        seed: of what k-means begins with, below 2^31.
 
     Returns:
         Centroids, float32 [n_clusters, d].
@@ -50,7 +56,7 @@ def fit_clusters(
     sample = np.ascontiguousarray(sample, dtype=np.float32)
     dim = sample.shape[1]
     clustering = faiss.Clustering(dim, n_clusters)
-    clustering.spherical, clustering.niter = is_spherical, iterations
+    clustering.spherical, clustering.niter, clustering.seed = is_spherical, iterations, seed
     clustering.min_points_per_centroid = 1  # small corpora are no mistake
     clustering.train(sample, faiss.IndexFlatIP(dim) if is_spherical else faiss.IndexFlatL2(dim))
     return faiss.vector_to_array(clustering.centroids).reshape(n_clusters, dim)

@@ -13,8 +13,7 @@ import torch
 from ...ops.distances.checks import query_dtype
 from ...storage.parse import Fields
 from ..command import Command
-from ..vectors.interface import PAGE_BYTES, Clusters, query_said
-from .layout import entry_bytes, pages_of
+from ..vectors.interface import Clusters, query_said
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +41,7 @@ class DistancesCommand(Command):
         wanted = np.asarray(self.clusters, dtype=np.int64)
         vectors = np.asarray(stored.n_vectors)[wanted]
         return {
-            "bytes": int(pages_of(vectors, entry_bytes(stored.format, stored.dim)).sum())
-            * PAGE_BYTES,
+            "bytes": int(stored.new_pages(wanted).sum()) * stored.page_bytes,
             "clusters": wanted.tolist(),
             "vectors": int(vectors.sum()),
             "metric": self.metric,

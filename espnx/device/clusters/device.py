@@ -16,7 +16,7 @@ from ...storage import Future, NativeEngine, Plan
 from ...storage.native import load_native
 from ..command import Part
 from ..interface import Capabilities, DeviceStats, FilePath
-from ..vectors.interface import REPLY, DistanceCommand
+from ..vectors.interface import PAGE_BYTES, REPLY, DistanceCommand
 from .layout import ClusterFile, read_clusters
 
 _WINDOW_BYTES = 64 << 20
@@ -71,9 +71,17 @@ class SsdClusterDevice(Part):
         payload = query.contiguous().numpy().tobytes()
         file = self.clusters
         return [
-            DistanceCommand(page, payload, count, file.entry_bytes, metric)
-            for page, count in zip(
-                file.first_page[wanted].tolist(), file.n_vectors[wanted].tolist(), strict=True
+            DistanceCommand(
+                begin // PAGE_BYTES,
+                payload,
+                count,
+                file.entry_bytes,
+                metric,
+                cdw11=begin % PAGE_BYTES,
+                page_bytes=file.page_bytes,
+            )
+            for begin, count in zip(
+                file.begin_bytes[wanted].tolist(), file.n_vectors[wanted].tolist(), strict=True
             )
             if count
         ]

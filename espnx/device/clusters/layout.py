@@ -2,14 +2,15 @@
 
 A directory holds three files (the written specification is docs/device-verbs.md)::
 
-    clusters.bin    cluster after cluster: for each vector an int32 id and its raw values,
-                    zeros up to the next page of 4096 bytes
-    clusters.table  for each cluster its number of vectors and the CRC32C of its entries,
-                    uint32 each
-    MANIFEST.json   format, dimension, counts, sizes and the table's checksum; written last
+    clusters.bin    clusters at the places that the table says: for each vector an int32 id and its
+                    raw values; zeros between them
+    clusters.table  for each cluster where it begins, uint64, its number of vectors and the CRC32C
+                    of its entries, uint32 each
+    MANIFEST.json   format, dimension, page size, counts, sizes and the table's checksum; written
+                    last
 
-Where a cluster begins follows from the sizes of those before it, so nothing in the files can place
-two clusters on one another.
+Several clusters may share a page of flash, but none touches more pages than its size asks for: what
+fits a page never straddles two. No two clusters overlap.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ... import errors
+from ...checks import check_whole
 from ...ops.distances import DIM_MAX, VECTOR_FORMATS, vector_bytes
 from ...storage import NativeEngine
 from ...storage.files import crc32c, read_file
@@ -28,22 +30,30 @@ from ...storage.parse import Fields, check_file_size
 from ...storage.replacing import versioned
 from ..vectors.interface import PAGE_BYTES
 
-MAGIC, VERSION = "espnx-clusters", 1
+MAGIC, VERSION = "espnx-clusters", 2
 DATA_NAME, TABLE_NAME = "clusters.bin", "clusters.table"
+#: Files of an index over the clusters, which lie beside them and go with them.
+INDEX_NAMES = ("heads.bin", "heads.links", "heads.graph", "closure.work", "lists.work")
+#: Where an index's facts stand in the manifest.
+INDEX_FIELD = "index"
 #: Of one cluster: it is read in one piece.
 CLUSTER_BYTES_MAX = 64 << 20
-#: A cluster's address is a number of 32 bits.
+#: A cluster's address is a number of 32 bits, of pages of 4096 bytes.
 PAGES_MAX = 2**32
 CLUSTERS_MAX = 2**31
 ID_BYTES = 4
+#: A page of flash: a power of two, from `PAGE_BYTES` to this.
+PAGE_BYTES_MAX = 1 << 16
+#: Clusters begin at multiples of this: ids are numbers of 4 bytes.
+ALIGNMENT_BYTES = 4
 #: Formats of vectors, and their names in NumPy, which has no bfloat16.
 FORMATS = {
     name: str(dtype).removeprefix("torch.")
     for name, dtype in VECTOR_FORMATS.items()
     if name != "bf16"
 }
-TABLE = np.dtype([("n_vectors", "<u4"), ("crc32c", "<u4")])
-_REBUILD = "restore the directory from a copy, or write the clusters again"
+TABLE = np.dtype([("offset_bytes", "<u8"), ("n_vectors", "<u4"), ("crc32c", "<u4")])
+REBUILD = "restore the directory from a copy, or write the clusters again"
 
 
 def entry_bytes(format: str, dim: int) -> int:  # noqa: A002
@@ -51,9 +61,57 @@ def entry_bytes(format: str, dim: int) -> int:  # noqa: A002
     return ID_BYTES + vector_bytes(format, dim)
 
 
-def pages_of(n_vectors: np.ndarray, entry: int) -> np.ndarray:
-    """int64: whole pages that clusters of so many vectors take."""
-    return -(-n_vectors.astype(np.int64) * entry // PAGE_BYTES)
+def pages_touched(
+    begin_bytes: np.ndarray, size_bytes: np.ndarray, page_bytes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(the first page of each, how many it touches), int64; 0 of what is empty."""
+    first = begin_bytes // page_bytes
+    count = np.where(size_bytes > 0, (begin_bytes + size_bytes - 1) // page_bytes - first + 1, 0)
+    return first, count
+
+
+def check_page_bytes(page_bytes: int) -> None:
+    """Raises InvalidInputError for what is no size of a page."""
+    check_whole("page_bytes, of a page of flash", page_bytes, PAGE_BYTES, PAGE_BYTES_MAX)
+    if page_bytes & (page_bytes - 1):
+        raise errors.InvalidInputError(
+            "page_bytes, of a page of flash", got=page_bytes, expected="a power of two"
+        )
+
+
+def misplaced(
+    begin_bytes: np.ndarray, size_bytes: np.ndarray, page_bytes: int, end_bytes: int
+) -> tuple[int, str, str] | None:
+    """The first cluster that lies where none may, what is wrong with it, and what would not be;
+    None: all are in their places.
+
+    Args:
+        begin_bytes, size_bytes: int64 [clusters]. end_bytes: of the file.
+    """
+    begin_limit = np.where(size_bytes > 0, end_bytes - size_bytes, 0)
+    wrong = np.flatnonzero((begin_bytes < 0) | (begin_bytes > begin_limit))
+    if wrong.size:
+        which = int(wrong[0])
+        most = max(0, int(begin_limit[which]))
+        return which, f"at byte {begin_bytes[which]}", f"0 to {most}, in the file"
+    wrong = np.flatnonzero(begin_bytes % ALIGNMENT_BYTES)
+    if wrong.size:
+        which = int(wrong[0])
+        return which, f"at byte {begin_bytes[which]}", f"a multiple of {ALIGNMENT_BYTES}"
+    _, pages = pages_touched(begin_bytes, size_bytes, page_bytes)
+    wrong = np.flatnonzero(pages > -(-size_bytes // page_bytes))
+    if wrong.size:
+        which = int(wrong[0])
+        fit = -(-int(size_bytes[which]) // page_bytes)
+        return which, f"{size_bytes[which]} bytes on {pages[which]} pages", f"on {fit}"
+    held = np.flatnonzero(size_bytes > 0)
+    order = held[np.argsort(begin_bytes[held], kind="stable")]
+    end = begin_bytes[order] + size_bytes[order]
+    wrong = np.flatnonzero(begin_bytes[order][1:] < end[:-1])
+    if wrong.size:
+        before, which = (int(each) for each in order[wrong[0] : wrong[0] + 2])
+        return which, f"at byte {begin_bytes[which]}", f"behind cluster {before}, {end[wrong[0]]}"
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,17 +122,25 @@ class ClusterFile:
         path: of the entries.
         format: of the vectors, a key of `FORMATS`.
         dim: values of a vector.
+        page_bytes: of a page of flash.
         n_vectors: int64 [clusters], of each.
         crc32c: uint32 [clusters], of each one's entries.
-        first_page: int64 [clusters + 1]: where each begins; the last is the end.
+        begin_bytes: int64 [clusters]: where each begins.
+        size_bytes: of the file of entries.
+        generation: of its files.
+        index: what an index over the clusters has in the manifest; None: there is none.
     """
 
     path: str
     format: str
     dim: int
+    page_bytes: int
     n_vectors: np.ndarray
     crc32c: np.ndarray
-    first_page: np.ndarray
+    begin_bytes: np.ndarray
+    size_bytes: int
+    generation: int
+    index: Fields | None = None
 
     @property
     def n_clusters(self) -> int:
@@ -86,14 +152,9 @@ class ClusterFile:
         return entry_bytes(self.format, self.dim)
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of the file of entries."""
-        return int(self.first_page[-1]) * PAGE_BYTES
-
-    @property
     def memory_bytes(self) -> int:
         """Bytes that stay in host memory."""
-        return int(self.n_vectors.nbytes + self.crc32c.nbytes + self.first_page.nbytes)
+        return int(self.n_vectors.nbytes + self.crc32c.nbytes + self.begin_bytes.nbytes)
 
     @property
     def entry_dtype(self) -> np.dtype:
@@ -102,7 +163,18 @@ class ClusterFile:
 
     def offset_bytes(self, clusters: np.ndarray) -> np.ndarray:
         """int64: where those clusters begin in the file."""
-        return self.first_page[clusters] * PAGE_BYTES
+        found: np.ndarray = self.begin_bytes[clusters]
+        return found
+
+    def new_pages(self, clusters: np.ndarray) -> np.ndarray:
+        """See `Clusters`."""
+        first, count = pages_touched(
+            self.begin_bytes[clusters], self.size_bytes_of(clusters), self.page_bytes
+        )
+        owner = np.repeat(np.arange(len(clusters)), count)
+        within = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+        _, firsts = np.unique(first[owner] + within, return_index=True)
+        return np.bincount(owner[firsts], minlength=len(clusters))
 
     def size_bytes_of(self, clusters: np.ndarray) -> np.ndarray:
         """int64: of their entries."""
@@ -146,10 +218,13 @@ def read_clusters(engine: NativeEngine, directory: str | os.PathLike[str]) -> Cl
     fields = Fields(
         read_manifest(engine, directory, MAGIC, VERSION),
         os.path.join(directory, "MANIFEST.json"),
-        fix=_REBUILD,
+        fix=REBUILD,
     )
     format = fields.choice("format", FORMATS)  # noqa: A001
     dim = fields.whole("dim", 1, DIM_MAX)
+    page_bytes = fields.whole("page_bytes", PAGE_BYTES, PAGE_BYTES_MAX)
+    if page_bytes & (page_bytes - 1):
+        fields.refuse("page_bytes", "a power of two")
     n_clusters = fields.whole("n_clusters", 0, CLUSTERS_MAX)
     generation = fields.whole("generation", 1)
     table_path = os.path.join(directory, versioned(TABLE_NAME, generation))
@@ -163,21 +238,40 @@ def read_clusters(engine: NativeEngine, directory: str | os.PathLike[str]) -> Cl
             path=table_path,
             got=f"{n_vectors[too_long[0]]} vectors",
             expected=f"at most {CLUSTER_BYTES_MAX // entry}",
-            fix=_REBUILD,
+            fix=REBUILD,
         )
     if int(n_vectors.sum()) != fields.whole("n_vectors"):
         fields.refuse("n_vectors", f"{int(n_vectors.sum())}, as the table has")
-    first_page = np.concatenate([np.zeros(1, np.int64), np.cumsum(pages_of(n_vectors, entry))])
-    if fields.whole("data_bytes", 0, PAGES_MAX * PAGE_BYTES) != first_page[-1] * PAGE_BYTES:
-        fields.refuse("data_bytes", f"{first_page[-1] * PAGE_BYTES}, as the table has")
-    data_path = os.path.join(directory, versioned(DATA_NAME, generation))
-    found = ClusterFile(data_path, format, dim, n_vectors, table["crc32c"].copy(), first_page)
-    check_file_size(found.path, found.size_bytes, "file of clusters", _REBUILD)
+    size_bytes = fields.whole("data_bytes", 0, PAGES_MAX * PAGE_BYTES)
+    if size_bytes % PAGE_BYTES:
+        fields.refuse("data_bytes", f"a multiple of {PAGE_BYTES}")
+    begin_bytes = table["offset_bytes"].astype(np.int64)  # above 2^63: below 0, and refused
+    if wrong := misplaced(begin_bytes, n_vectors * entry, page_bytes, size_bytes):
+        raise errors.FormatError(
+            f"cluster {wrong[0]} of a table",
+            path=table_path,
+            got=wrong[1],
+            expected=wrong[2],
+            fix=REBUILD,
+        )
+    found = ClusterFile(
+        os.path.join(directory, versioned(DATA_NAME, generation)),
+        format,
+        dim,
+        page_bytes,
+        n_vectors,
+        table["crc32c"].copy(),
+        begin_bytes,
+        size_bytes,
+        generation,
+        fields.inner(INDEX_FIELD) if INDEX_FIELD in fields else None,
+    )
+    check_file_size(found.path, found.size_bytes, "file of clusters", REBUILD)
     return found
 
 
 def _read_table(engine: NativeEngine, path: str, n_clusters: int, expected_crc: int) -> np.ndarray:
-    check_file_size(path, n_clusters * TABLE.itemsize, "file of clusters", _REBUILD)
+    check_file_size(path, n_clusters * TABLE.itemsize, "file of clusters", REBUILD)
     data = read_file(engine, path)
     if crc32c(data) != expected_crc:
         raise errors.ChecksumError(
@@ -185,6 +279,6 @@ def _read_table(engine: NativeEngine, path: str, n_clusters: int, expected_crc: 
             path=path,
             got=f"CRC32C {crc32c(data):08x}",
             expected=f"{expected_crc:08x}",
-            fix=_REBUILD,
+            fix=REBUILD,
         )
     return np.frombuffer(data, TABLE)

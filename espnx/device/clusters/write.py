@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,8 +14,8 @@ import torch
 from ... import errors
 from ...ops.distances.checks import check_dim
 from ...storage import NativeEngine
-from ...storage.files import StreamWriter, crc32c, names_in, write_file
-from ...storage.manifest import NAME, write_manifest
+from ...storage.files import StreamWriter, crc32c, names_in, write_error, write_file
+from ...storage.manifest import NAME, read_manifest, write_manifest
 from ...storage.native import given_engine
 from ...storage.replacing import StoreKind, VersionedFiles, versioned, writing_to
 from ..vectors.interface import PAGE_BYTES
@@ -20,16 +24,19 @@ from .layout import (
     CLUSTERS_MAX,
     DATA_NAME,
     FORMATS,
+    INDEX_FIELD,
+    INDEX_NAMES,
     MAGIC,
     PAGES_MAX,
     TABLE,
     TABLE_NAME,
     VERSION,
+    check_page_bytes,
     entry_dtype,
-    pages_of,
+    misplaced,
 )
 
-_FILES = VersionedFiles((DATA_NAME, TABLE_NAME))
+_FILES = VersionedFiles((DATA_NAME, TABLE_NAME, *INDEX_NAMES))
 KIND = StoreKind(
     MAGIC,
     VERSION,
@@ -47,6 +54,8 @@ def write_clusters(
     assignment: np.ndarray | torch.Tensor,
     *,
     n_clusters: int | None = None,
+    page_bytes: int = PAGE_BYTES,
+    offset_bytes: np.ndarray | None = None,
     replace: bool = False,
     engine: NativeEngine | None = None,
 ) -> None:
@@ -61,12 +70,16 @@ def write_clusters(
         assignment: [n]: the cluster of each vector, from 0; or [n, r]: up to r of them, -1 where
             there are fewer. Within a cluster, vectors keep their order.
         n_clusters: with empty ones at the end; None: up to the largest that is named.
+        page_bytes: of a page of flash, 4096 to 65536, a power of two.
+        offset_bytes: int64 [n_clusters]: where each begins in the file, a multiple of 4; several
+            may share a page, and none touches more than its size asks for. None: one after the
+            other, each at the beginning of a page.
         replace: clusters that are there, which stay as they are until the new ones are whole.
         engine: of the writes; None: one of its own.
 
     Raises:
         InvalidInputError: shapes and dtypes; ids that int32 does not hold; a cluster of more than
-            64 MiB; a directory with clusters in it that are not to be replaced, or with something
+            64 MiB; places where no cluster may lie; a directory with clusters in it that are not to be replaced, or with something
             else.
         WriteError, DiskFullError, StoreBusyError: the directory cannot be written, is full, or
             somebody else writes there.
@@ -86,54 +99,164 @@ def write_clusters(
             expected="numbers that int32 holds",
         )
     counts = _counts(clusters, n_clusters, entry.itemsize)
+    check_page_bytes(page_bytes)
+    begin = _places(offset_bytes, counts * entry.itemsize, page_bytes)
+    first = np.cumsum(counts) - counts
+
+    def entries_of(cluster: int) -> np.ndarray:
+        chosen = members[first[cluster] : first[cluster] + counts[cluster]]
+        entries = np.empty(len(chosen), entry)
+        entries["id"], entries["vector"] = number[chosen], rows[chosen]
+        return entries.view(np.uint8)
+
+    with writing_clusters(directory, replace=replace, engine=engine) as store:
+        table = np.zeros(len(counts), TABLE)
+        table["offset_bytes"], table["n_vectors"] = begin, counts
+        data_bytes = store.write(table, page_bytes, entries_of)
+        store.publish(format, rows.shape[1], page_bytes, table, data_bytes)
+
+
+@dataclass(frozen=True)
+class ClusterStore:
+    """A directory of clusters that is being written: nothing is there before `publish`.
+
+    Attributes:
+        engine: of the writes. generation: of the files.
+    """
+
+    engine: NativeEngine
+    directory: str
+    generation: int
+
+    def path(self, name: str) -> str:
+        """Of a file of this generation: `DATA_NAME`, `TABLE_NAME`, or one of `INDEX_NAMES`."""
+        return os.path.join(self.directory, versioned(name, self.generation))
+
+    def remove(self, name: str) -> None:
+        """Removes a file of this generation, if it is there. Raises WriteError, DiskFullError."""
+        try:
+            os.unlink(self.path(name))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise write_error("cannot remove a work file", self.path(name), error) from error
+
+    def write(
+        self, table: np.ndarray, page_bytes: int, entries_of: Callable[[int], np.ndarray]
+    ) -> int:
+        """Writes the file of entries.
+
+        Args:
+            table: `TABLE` [clusters]: the checksums are filled in.
+            entries_of: the bytes of a cluster that is not empty; asked in the order of places.
+
+        Returns the file's size. Raises WriteError, DiskFullError.
+        """
+        held = np.flatnonzero(table["n_vectors"])
+        order = held[np.argsort(table["offset_bytes"][held], kind="stable")]
+        with StreamWriter(self.engine, self.path(DATA_NAME)) as writer:
+            for cluster in order.tolist():
+                data = entries_of(cluster)
+                table["crc32c"][cluster] = crc32c(data)
+                writer.write(bytes(int(table["offset_bytes"][cluster]) - writer.size_bytes))
+                writer.write(data)
+            writer.pad(page_bytes)
+            writer.sync()
+            return writer.size_bytes
+
+    def publish(
+        self,
+        format: str,  # noqa: A002
+        dim: int,
+        page_bytes: int,
+        table: np.ndarray,
+        data_bytes: int,
+        index: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Writes the table, and the manifest that makes all of it a store.
+
+        Args:
+            index: facts of an index over the clusters, whose files have been written.
+
+        Raises WriteError, DiskFullError.
+        """
+        _, table_crc32c = write_file(self.engine, self.path(TABLE_NAME), table.tobytes())
+        facts = {
+            "generation": self.generation,
+            "format": format,
+            "dim": dim,
+            "page_bytes": page_bytes,
+            "n_clusters": len(table),
+            "n_vectors": int(table["n_vectors"].sum(dtype=np.int64)),
+            "data_bytes": data_bytes,
+            "table_crc32c": table_crc32c,
+        }
+        if index is not None:
+            facts[INDEX_FIELD] = dict(index)
+        write_manifest(self.engine, self.directory, MAGIC, VERSION, facts)
+        _FILES.keep(self.directory, self.generation)
+
+
+@contextmanager
+def writing_clusters(
+    directory: str | os.PathLike[str], *, replace: bool, engine: NativeEngine | None = None
+) -> Iterator[ClusterStore]:
+    """A directory that this process alone writes clusters to. After an error nothing is left of
+    what was written. Raises as `write_clusters`."""
     with (
         given_engine(engine) as own,
         writing_to(directory, KIND, replace=replace) as is_replacement,
     ):
         generation = _FILES.begin(own, directory, KIND, is_replacement=is_replacement)
-        data_path, table_path = (
-            os.path.join(directory, versioned(name, generation)) for name in (DATA_NAME, TABLE_NAME)
-        )
-        table = np.zeros(len(counts), TABLE)
-        table["n_vectors"] = counts
-        data_bytes = _write_entries(own, data_path, entry, number, rows, members, table)
-        _, table_crc32c = write_file(own, table_path, table.tobytes())
-        facts = {
-            "generation": generation,
-            "format": format,
-            "dim": rows.shape[1],
-            "n_clusters": len(counts),
-            "n_vectors": len(members),
-            "data_bytes": data_bytes,
-            "table_crc32c": table_crc32c,
-        }
-        write_manifest(own, directory, MAGIC, VERSION, facts)
-        _FILES.keep(directory, generation)
+        try:
+            yield ClusterStore(own, os.fspath(directory), generation)
+        except BaseException:
+            with suppress(errors.EspnxError, OSError):
+                _tidy(own, directory, generation, is_replacement=is_replacement)
+            raise
 
 
-def _write_entries(
+def _tidy(
     engine: NativeEngine,
-    path: str,
-    entry: np.dtype,
-    number: np.ndarray,
-    rows: np.ndarray,
-    members: np.ndarray,
-    table: np.ndarray,
-) -> int:
-    """Fills in the table's checksums. Returns the file's size."""
-    begin = 0
-    with StreamWriter(engine, path) as writer:
-        for cluster, count in enumerate(table["n_vectors"].tolist()):
-            chosen = members[begin : begin + count]
-            begin += count
-            entries = np.empty(count, entry)
-            entries["id"], entries["vector"] = number[chosen], rows[chosen]
-            data = entries.view(np.uint8)
-            table["crc32c"][cluster] = crc32c(data)
-            writer.write(data)
-            writer.pad(PAGE_BYTES)
-        writer.sync()
-        return writer.size_bytes
+    directory: str | os.PathLike[str],
+    generation: int,
+    *,
+    is_replacement: bool,
+) -> None:
+    """Removes what a write that failed has left, unless its manifest is in force."""
+    try:
+        published = int(read_manifest(engine, directory, MAGIC, VERSION)["generation"])
+    except errors.StoreNotFoundError:
+        published = 0
+    if published != generation and (published or not is_replacement):
+        _FILES.keep(directory, published or None)
+
+
+def _places(given: np.ndarray | None, size_bytes: np.ndarray, page_bytes: int) -> np.ndarray:
+    """int64 [clusters]: where each begins. Raises InvalidInputError for places of another file."""
+    pages = -(-size_bytes // page_bytes)
+    if given is None:
+        begin = np.asarray((np.cumsum(pages) - pages) * page_bytes)
+        begin[size_bytes == 0] = 0
+    else:
+        begin = np.asarray(given)
+        if begin.shape != size_bytes.shape or begin.dtype.kind not in "iu":
+            raise errors.InvalidInputError(
+                "offset_bytes of clusters",
+                got=f"{begin.dtype} {list(begin.shape)}",
+                expected=f"whole numbers [{len(size_bytes)}]",
+            )
+        begin = begin.astype(np.int64)
+    end_bytes = int((begin + size_bytes).max(initial=0))
+    if end_bytes > PAGES_MAX * PAGE_BYTES - page_bytes:
+        raise errors.InvalidInputError(
+            "clusters",
+            got=f"{end_bytes} bytes",
+            expected=f"at most {PAGES_MAX} pages of {PAGE_BYTES} bytes",
+        )
+    if wrong := misplaced(begin, size_bytes, page_bytes, end_bytes):
+        raise errors.InvalidInputError(f"cluster {wrong[0]}", got=wrong[1], expected=wrong[2])
+    return begin
 
 
 def _array(values: np.ndarray | torch.Tensor) -> np.ndarray:
@@ -202,11 +325,5 @@ def _counts(clusters: np.ndarray, n_clusters: int | None, entry: int) -> np.ndar
             got=f"{counts.max()} vectors of {entry} bytes",
             expected=f"at most {CLUSTER_BYTES_MAX} bytes",
             fix="make more clusters",
-        )
-    if int(pages_of(counts, entry).sum()) > PAGES_MAX:
-        raise errors.InvalidInputError(
-            "clusters",
-            got=f"{int(pages_of(counts, entry).sum())} pages",
-            expected=f"at most {PAGES_MAX}",
         )
     return counts

@@ -8,9 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..clusters.commands import DistancesCommand
-from ..clusters.layout import entry_bytes, pages_of
 from ..model.spec import Accelerator
-from ..vectors.interface import PAGE_BYTES, REPLY, Clusters
+from ..vectors.interface import REPLY, Clusters
 from .work import COMPUTE, Group, Leg, Work, groups_of
 
 
@@ -21,13 +20,15 @@ def distances(
     clusters: that are stored.
     accelerator: that measures; None: the host does.
     """
-    vectors = np.asarray(clusters.n_vectors)[np.asarray(command.clusters, dtype=np.int64)]
-    flash = pages_of(vectors, entry_bytes(clusters.format, clusters.dim)) * PAGE_BYTES
+    wanted = np.asarray(command.clusters, dtype=np.int64)
+    vectors = np.asarray(clusters.n_vectors)[wanted]
+    # a page that clusters of the request share is read once
+    flash = clusters.new_pages(wanted) * clusters.page_bytes
     flop = 3.0 * command.query.numel() * vectors  # a difference, its square, a sum
     legs, groups = list[Leg](), list[Group]()
     for begin, end in groups_of(flash):
         part = slice(begin, end)
-        read_bytes, commands = int(flash[part].sum()), int(np.count_nonzero(flash[part]))
+        read_bytes, commands = int(flash[part].sum()), int(np.count_nonzero(vectors[part]))
         if accelerator is None:
             legs.append(Leg("flash_to_host", read_bytes, requests=commands))
         else:

@@ -26,7 +26,7 @@ from ..interface import Device, DeviceStats
 DIST_CALC = 0x83
 #: The opcode of `SearchCommand`: the next one of that kind.
 GRAPH_SEARCH = 0x87
-#: Of a cluster's address in `DistanceCommand.cdw10`.
+#: Of a cluster's address in `DistanceCommand.cdw10`; a page of flash has as many, or more.
 PAGE_BYTES = 4096
 #: An entry of a reply: 8 bytes.
 REPLY = np.dtype([("distance", np.float32), ("id", np.int32)])
@@ -44,12 +44,13 @@ class DistanceCommand:
 
     Attributes:
         cdw10: the cluster's address: pages of 4096 bytes before it in the file of clusters (a drive
-            adds the file's first block).
+            adds the file's first block). cdw11: bytes of that page before it.
         payload: the query's bytes.
         n_vectors: of the cluster.
         entry_bytes: of a vector and its id on the device.
         metric: ``l2`` or ``ip``.
         opcode: `DIST_CALC`.
+        page_bytes: of a page of the device's flash.
     """
 
     cdw10: int
@@ -58,6 +59,9 @@ class DistanceCommand:
     entry_bytes: int
     metric: str
     opcode: int = DIST_CALC
+    _: KW_ONLY
+    cdw11: int = 0
+    page_bytes: int = PAGE_BYTES
 
     @property
     def data_len(self) -> int:
@@ -66,8 +70,11 @@ class DistanceCommand:
 
     @property
     def flash_bytes(self) -> int:
-        """Bytes that the device reads of its own flash: whole pages."""
-        return -(-self.n_vectors * self.entry_bytes // PAGE_BYTES) * PAGE_BYTES
+        """Bytes that the device reads of its own flash: whole pages, which commands of one request
+        may share."""
+        begin = self.cdw10 * PAGE_BYTES + self.cdw11
+        end = begin + self.n_vectors * self.entry_bytes
+        return (-(-end // self.page_bytes) - begin // self.page_bytes) * self.page_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +187,11 @@ class Clusters(Protocol):
         format: of its vectors, a key of `espnx.ops.distances.VECTOR_FORMATS`.
         dim: values of a vector.
         n_vectors: int64 [clusters], of each.
+        page_bytes: of a page of flash.
     """
+
+    @property
+    def page_bytes(self) -> int: ...
 
     @property
     def format(self) -> str: ...
@@ -190,6 +201,10 @@ class Clusters(Protocol):
 
     @property
     def n_vectors(self) -> np.ndarray: ...
+
+    def new_pages(self, clusters: np.ndarray) -> np.ndarray:
+        """int64 [m]: pages of flash that each of these clusters lies on and none before it does:
+        what a request of them reads."""
 
 
 class ClusterDevice(Device, Protocol):

@@ -98,24 +98,33 @@ def beam_width_of(n_queries: int) -> int:
 def checked_queries(facts: GraphFacts, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries as the distance kernels take them, int8 as uint8, and as float32. Raises
     InvalidInputError."""
-    layout = facts.layout
+    return checked_values(given, facts.layout.dim, facts.layout.format, facts.metric)
+
+
+def checked_values(
+    given: Any,
+    dim: int,
+    format: str,  # noqa: A002
+    metric: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `checked_queries`, for vectors of `dim` values that are stored in such a format."""
     values = as_array(given)
     if values.ndim == 1:
         values = values[None]
-    if values.ndim != 2 or values.shape[1] != layout.dim or values.dtype.kind not in "iuf":
+    if values.ndim != 2 or values.shape[1] != dim or values.dtype.kind not in "iuf":
         raise errors.InvalidInputError(
             "queries",
             got=f"{values.dtype} {list(values.shape)}",
-            expected=f"numbers [q, {layout.dim}]",
+            expected=f"numbers [q, {dim}]",
         )
-    whole = {"uint8": np.uint8, "int8": np.int8}.get(layout.format)
+    whole = {"uint8": np.uint8, "int8": np.int8}.get(format)
     if whole is not None:
         exact = values.astype(whole)
         if not np.array_equal(exact, values):
             raise errors.InvalidInputError(
                 "queries",
                 got=str(values.dtype),
-                expected=f"values that {layout.format} holds, as the graph's",
+                expected=f"values that {format} holds, as the vectors'",
             )
         wide = exact.astype(np.float32)
         return torch.from_numpy(np.ascontiguousarray(exact).view(np.uint8)), torch.from_numpy(wide)
@@ -124,7 +133,7 @@ def checked_queries(facts: GraphFacts, given: Any) -> tuple[torch.Tensor, torch.
         raise errors.InvalidInputError(
             "queries", got="values that are not finite", expected="numbers that float32 holds"
         )
-    if facts.metric == "cosine":
+    if metric == "cosine":
         length = np.linalg.norm(wide.astype(np.float64), axis=1, keepdims=True)
         if not length.all():
             raise errors.InvalidInputError(
@@ -139,7 +148,7 @@ def checked_queries(facts: GraphFacts, given: Any) -> tuple[torch.Tensor, torch.
             f"query {int(np.argmax(squares))}",
             got=f"length {np.sqrt(squares.max()):.3g}",
             expected=f"at most {np.sqrt(SQUARES_MAX):.3g}",
-            fix="scale it, as the graph's vectors: distances overflow float32",
+            fix="scale it, as the vectors: distances overflow float32",
         )
     tensor = torch.from_numpy(wide)
     return tensor, tensor

@@ -16,7 +16,7 @@ import torch
 from espnx import errors
 from espnx.device.clusters import nearest_by_read, open_clusters, write_clusters
 from espnx.device.clusters.device import SsdClusterDevice
-from espnx.device.clusters.layout import CLUSTER_BYTES_MAX
+from espnx.device.clusters.layout import CLUSTER_BYTES_MAX, TABLE
 from espnx.storage import FaultRule, FaultyEngine
 from espnx.storage.files import crc32c
 from espnx.storage.manifest import _digest
@@ -47,7 +47,7 @@ def test_a_bit_of_a_cluster(folder: Path, at: int) -> None:
             match=f"cluster {damaged} is not what was written in .*clusters.bin at offset",
         ) as caught:
             device.distances(made.query(), range(5)).finish()
-        assert caught.value.offset_bytes == device.clusters.first_page[damaged] * 4096
+        assert caught.value.offset_bytes == device.clusters.begin_bytes[damaged]
         found = device.distances(made.query(), others).finish()
         assert pairs(found) == [
             each for cluster in others for each in made.reply(made.query(), cluster)
@@ -72,11 +72,11 @@ def change_manifest(directory: Path, **changes: object) -> None:
     path.write_text(json.dumps({**fields, "checksum": _digest(fields)}))
 
 
-def change_table(directory: Path, cluster: int, n_vectors: int) -> None:
+def change_table(directory: Path, cluster: int, n_vectors: int, field: str = "n_vectors") -> None:
     """With a checksum that is right."""
     path = directory / "clusters.table"
-    table = np.fromfile(path, np.uint32).reshape(-1, 2)
-    table[cluster, 0] = n_vectors
+    table = np.fromfile(path, TABLE)
+    table[field][cluster] = n_vectors
     table.tofile(path)
     change_manifest(directory, table_crc32c=crc32c(path.read_bytes()))
 
@@ -108,7 +108,7 @@ def change_table(directory: Path, cluster: int, n_vectors: int) -> None:
         (
             lambda d: os.truncate(d / "clusters.table", 8),
             errors.TruncatedFileError,
-            "clusters.table; got 8 bytes; expected 40",
+            "clusters.table; got 8 bytes; expected 80",
         ),
         (lambda d: flip(d / "clusters.table", 9), errors.ChecksumError, "table of clusters in"),
         (lambda d: flip(d / "MANIFEST.json", 40), errors.FormatError, "manifest"),
@@ -122,7 +122,7 @@ def change_table(directory: Path, cluster: int, n_vectors: int) -> None:
             errors.FormatError,
             "not a manifest of this kind",
         ),
-        (lambda d: change_manifest(d, version=2), errors.FormatError, "another version"),
+        (lambda d: change_manifest(d, version=1), errors.FormatError, "another version"),
         (
             lambda d: change_manifest(d, format="bf16"),
             errors.FormatError,
@@ -133,20 +133,56 @@ def change_table(directory: Path, cluster: int, n_vectors: int) -> None:
         (
             lambda d: change_manifest(d, dim=61),
             errors.FormatError,
-            "field data_bytes.*got 32768; expected 36864",
+            "cluster 3 of a table.*got at byte 8192; expected behind cluster 2, 8256",
         ),
         (lambda d: change_manifest(d, n_clusters=2**40), errors.FormatError, "field n_clusters"),
         (
             lambda d: change_manifest(d, n_clusters=6),
             errors.TruncatedFileError,
-            "clusters.table; got 40 bytes; expected 48",
+            "clusters.table; got 80 bytes; expected 96",
         ),
         (
             lambda d: change_manifest(d, n_vectors=331),
             errors.FormatError,
             "field n_vectors.*got 331; expected 332",
         ),
-        (lambda d: change_manifest(d, data_bytes=0), errors.FormatError, "field data_bytes"),
+        (
+            lambda d: change_manifest(d, data_bytes=0),
+            errors.FormatError,
+            "cluster 0 of a table.*got at byte 0; expected 0 to 0, in the file",
+        ),
+        (lambda d: change_manifest(d, data_bytes=32767), errors.FormatError, "field data_bytes"),
+        (lambda d: change_manifest(d, page_bytes=2048), errors.FormatError, "field page_bytes"),
+        (
+            lambda d: change_manifest(d, page_bytes=12288),
+            errors.FormatError,
+            "field page_bytes.*expected a power of two",
+        ),
+        (
+            lambda d: change_table(d, 3, 4096, "offset_bytes"),
+            errors.FormatError,
+            "cluster 3 of a table.*got at byte 4096; expected behind cluster 2, 8192",
+        ),
+        (
+            lambda d: change_table(d, 4, 32768, "offset_bytes"),
+            errors.FormatError,
+            "cluster 4 of a table.*got at byte 32768; expected 0 to 19968, in the file",
+        ),
+        (
+            lambda d: change_table(d, 4, 2**64 - 4096, "offset_bytes"),
+            errors.FormatError,
+            "cluster 4 of a table.*got at byte -4096",
+        ),
+        (
+            lambda d: change_table(d, 0, 2050, "offset_bytes"),
+            errors.FormatError,
+            "cluster 0 of a table.*expected a multiple of 4",
+        ),
+        (
+            lambda d: change_table(d, 0, 4000, "offset_bytes"),
+            errors.FormatError,
+            "cluster 0 of a table.*got 192 bytes on 2 pages; expected on 1",
+        ),
         (lambda d: change_table(d, 1, 1), errors.FormatError, "field n_vectors.*expected 333"),
         (
             lambda d: change_table(d, 1, 2**32 - 1),

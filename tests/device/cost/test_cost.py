@@ -28,7 +28,10 @@ assert PROCESSOR is not None
 def test_distances() -> None:
     """Groups of about a MiB: a query for each command, pages, three operations for each value, 8
     bytes for each vector."""
-    stored: Any = SimpleNamespace(n_vectors=np.array([124, 0, 7]), format="uint8", dim=128)
+    pages = np.array([4, 0, 1])
+    stored: Any = SimpleNamespace(
+        n_vectors=np.array([124, 0, 7]), page_bytes=4096, new_pages=lambda wanted: pages[wanted]
+    )
     command = DistancesCommand(torch.zeros(128, dtype=torch.uint8), [0, 2, 1, 0])
     work = distances(command, stored, PROCESSOR)
     assert [(each.begin, each.end, each.leg) for each in work.groups or ()] == [(0, 4, 3)]
