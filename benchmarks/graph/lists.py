@@ -30,6 +30,8 @@ GRAPH, LISTS = "espnx-graph", "espnx-lists"
 #: Of what is missing to all neighbours, that the largest effort leaves.
 _ENOUGH = 0.995
 _LIST_SIZE_MAX = 320
+#: Of the graph; what lists read of larger ones is not compared with it.
+PAGE_BYTES = 4096
 #: Heads that are at most so much farther than the nearest, by squared distance.
 _RATIOS = (1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5)
 _CPU_S = 0.3  # that is measured at least
@@ -91,7 +93,7 @@ def measure_lists(sets: Iterator[Data], plan: ListsPlan, say: Say) -> list[Row]:
         with tempfile.TemporaryDirectory(prefix="espnx-bench-lists-", dir=plan.path) as folder:
             graph, said = _graph(held_out, Path(folder) / "graph", plan)
             say(f"{data.name}: {GRAPH}: built in {said['build_s']:.1f} s")
-            systems = {GRAPH: (graph, said, {"page_bytes": 4096})}
+            systems = {GRAPH: (graph, said, {"page_bytes": PAGE_BYTES})}
             for dtype, page_bytes, packing in _kinds(plan):
                 name = f"{LISTS}-{packing}"
                 kind = {"page_bytes": page_bytes, "dtype": dtype}
@@ -284,7 +286,7 @@ def _row(
              "rounds": "rounds", "lists": "lists"}  # fmt: skip
     at = {name: _at(tried, recall, of) for name, of in names.items()}
     metrics |= {name: value for name, value in at.items() if value is not None}
-    if theirs is not None and at["reads"] is not None:
+    if theirs is not None and at["reads"] is not None and params["page_bytes"] == PAGE_BYTES:
         metrics["reads_over_graph"] = at["reads"] / theirs
     return Row(
         case="graph",

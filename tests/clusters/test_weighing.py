@@ -52,12 +52,13 @@ def test_a_read_takes_a_request_and_its_bytes() -> None:
     assert (found.read_s, found.request_s, 1 / found.bytes_per_s) == pytest.approx(
         (alone_s, request_s, byte_s)
     )
-    assert found.busy_s(10, 40960) == pytest.approx(10 * (request_s + 4096 * byte_s))
+    assert found.page_s == pytest.approx(request_s + 4096 * byte_s)
+    assert found.merged_s(3, 40960) == pytest.approx(3 * request_s + 40960 * byte_s)
     # each round waits for the one before
-    assert found.alone_s(10, 10, 40960) == pytest.approx(10 * alone_s)
-    assert found.alone_s(1, 10, 40960) == pytest.approx(alone_s + 9 * found.busy_s(1, 4096))
-    assert found.query_s(10, 10, 40960, 1) == found.alone_s(10, 10, 40960)
-    assert found.query_s(10, 10, 40960, MANY) == found.busy_s(10, 40960)
+    assert found.alone_s(10, 40960) == pytest.approx(10 * alone_s)
+    assert found.alone_s(1, 40960) == pytest.approx(alone_s + 9 * found.page_s)
+    assert found.query_s(10, 40960, 1) == found.alone_s(10, 40960)
+    assert found.query_s(10, 40960, MANY) == pytest.approx(10 * found.page_s)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_times_that_cannot_be_leave_a_disk(times: list[float], counts: list[int]
     found = times_of(times, counts, "posix")
     assert all(0 <= each < math.inf for each in (found.read_s, found.request_s, found.bytes_per_s))
     assert found.bytes_per_s > 0
-    assert 1 < found.busy_s(1, 32768) / found.busy_s(1, 4096) <= 8 + 1e-9
+    assert 1 < found.merged_s(1, 32768) / found.page_s <= 8 + 1e-9
 
 
 def test_the_middle_of_several_disks() -> None:

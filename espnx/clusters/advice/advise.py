@@ -69,7 +69,8 @@ class Estimate:
         growth: the power of the number of vectors by which pages grow.
         pages, requests, size_bytes, rounds: that a query reads.
         query_s: between the ends of two queries with many under way, and query_s_range of the
-            folds. alone_s: of a query with nothing else under way.
+            folds. alone_s: of a query with nothing else under way. merged_s: that its requests keep
+            the disk busy, pages that lie side by side in one.
         folder_bytes, memory_bytes: of the index, and of it while it is open.
     """
 
@@ -82,6 +83,7 @@ class Estimate:
     query_s: float
     query_s_range: tuple[float, float]
     alone_s: float
+    merged_s: float
     folder_bytes: int
     memory_bytes: int
 
@@ -151,6 +153,7 @@ class Advice:
                 f"{each.rounds:.1f}",
                 format_size(round(each.size_bytes)),
                 each.query_said,
+                f"{1e6 * each.merged_s:.0f}",
                 f"{1e3 * each.alone_s:.2f}",
                 format_size(each.memory_bytes),
                 format_size(each.folder_bytes),
@@ -158,7 +161,7 @@ class Advice:
             for each in self.estimates
         ]
         headers = ("way", "pages", "rounds", "read", f"us, {self.in_flight} under way",
-                   "alone, ms", "memory", "folder")  # fmt: skip
+                   "merged, us", "alone, ms", "memory", "folder")  # fmt: skip
         whole = render_table(headers, found, right=headers[1:])
         scale = (
             f"extrapolated to {self.n:,} vectors from samples of {self.samples[0]:,} and "
@@ -170,7 +173,7 @@ class Advice:
         return (
             f"{self.folds} samples of {self.samples[1]:,} vectors, {self.queries} queries of each, "
             f"on a disk that reads 4 KiB in {1e6 * self.disk.read_s:.0f} us, or "
-            f"{1 / self.disk.busy_s(1, 4096):,.0f} times a second ({self.disk.effective_path}):\n"
+            f"{1 / self.disk.page_s:,.0f} times a second ({self.disk.effective_path}):\n"
             f"{curves}\n\nAt recall@{self.k} {self.recall:g}, {scale}:\n{whole}\n\n"
             f"{name}: {'; '.join(self.reasons)}"
         )
@@ -195,9 +198,9 @@ def advise(
 ) -> Advice:
     """Builds a graph and lists of samples of some vectors, of two sizes, and says which way fits.
 
-    It goes by what does not depend on what else this machine does: pages, requests and rounds of
-    reads that both take at one recall, weighed by what reads take on this disk; processor time is
-    measured and shown, and does not count. What holds for samples is extrapolated to all vectors,
+    It goes by what does not depend on what else this machine does: pages and rounds of reads that
+    both take at one recall, weighed by what reads take on this disk. Requests, in which pages side
+    by side are merged, and processor time are measured and shown, and do not count. What holds for samples is extrapolated to all vectors,
     by the growth between the two sizes. Each fold draws anew. It cannot tell where folds differ by
     more than the two ways do, nor where one way fits the queries whose neighbours lie apart and the
     other way the rest.
@@ -414,7 +417,8 @@ def _estimate(
         mean(cost.rounds for cost in costs),
         mean(seconds),
         (min(seconds), max(seconds)),
-        mean(disk.alone_s(cost.rounds, cost.requests, cost.size_bytes) for cost in costs),
+        mean(disk.alone_s(cost.rounds, cost.size_bytes) for cost in costs),
+        mean(disk.merged_s(cost.requests, cost.size_bytes) for cost in costs),
         *(
             round(mean(linear(of(small), of(large), sizes, n) for small, large in trials))
             for of in (lambda each: each.folder_bytes, lambda each: each.memory_bytes)

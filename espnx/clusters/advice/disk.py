@@ -34,23 +34,30 @@ class DiskTimes:
     bytes_per_s: float
     effective_path: str = ""
 
-    def busy_s(self, requests: float, size_bytes: float) -> float:
-        """Of the disk's time, that so many reads take."""
+    @property
+    def page_s(self) -> float:
+        """A read of 4 KiB, with many under way."""
+        return self.merged_s(1, PAGE_BYTES)
+
+    def merged_s(self, requests: float, size_bytes: float) -> float:
+        """What so many requests keep the disk busy."""
         return requests * self.request_s + size_bytes / self.bytes_per_s
 
-    def alone_s(self, rounds: float, requests: float, size_bytes: float) -> float:
-        """Until reads have come that wait for one another in so many rounds, with nothing else
+    def alone_s(self, rounds: float, size_bytes: float) -> float:
+        """Until pages have come that wait for one another in so many rounds, with nothing else
         under way."""
-        waiting_s = max(0.0, self.read_s - self.busy_s(1, PAGE_BYTES))
-        return rounds * waiting_s + self.busy_s(requests, size_bytes)
+        pages = size_bytes / PAGE_BYTES
+        return rounds * max(0.0, self.read_s - self.page_s) + pages * self.page_s
 
-    def query_s(self, rounds: float, requests: float, size_bytes: float, in_flight: int) -> float:
-        """Between the ends of two queries, of which so many are under way: what they keep the disk
-        busy, or where they do not, what they wait."""
-        return max(
-            self.busy_s(requests, size_bytes),
-            self.alone_s(rounds, requests, size_bytes) / in_flight,
-        )
+    def query_s(self, rounds: float, size_bytes: float, in_flight: int) -> float:
+        """Between the ends of two queries, of which so many are under way: what their pages keep
+        the disk busy, or where they do not, what they wait.
+
+        Each page counts as a request of its own: that some lie side by side and come in one
+        (`merged_s`) is owed to packing and to what processors take for a request, and hangs on what
+        else the machine does."""
+        pages = size_bytes / PAGE_BYTES
+        return max(pages * self.page_s, self.alone_s(rounds, size_bytes) / in_flight)
 
 
 def measure_reads(path: str) -> DiskTimes:

@@ -38,7 +38,7 @@ class Cost:
 
     def query_s(self, disk: DiskTimes, in_flight: int) -> float:
         """See `DiskTimes.query_s`."""
-        return disk.query_s(self.rounds, self.requests, self.size_bytes, in_flight)
+        return disk.query_s(self.rounds, self.size_bytes, in_flight)
 
     def between(self, other: Cost, share: float) -> Cost:
         """So far along the straight line to another one."""
