@@ -278,10 +278,7 @@ class _Build:
                 squares = np.square(rows.astype(np.float32)).sum(axis=1)
                 most_squares = max(most_squares, float(squares.max()))
             if coding.step and len(rows):
-                least, most = (
-                    np.minimum(least, rows.min(axis=0)),
-                    np.maximum(most, rows.max(axis=0)),
-                )
+                least, most = np.minimum(least, rows.min(axis=0)), np.maximum(most, rows.max(axis=0))
             self._progress("read", first + len(rows), source.n)
         step, centre = 0.0, None
         if coding.step:
@@ -312,9 +309,7 @@ class _Build:
 
     def _publish(self, gathered: Gathered, heads: np.ndarray, asked: np.ndarray | None) -> None:
         options, store = self._options, self._store
-        index = (
-            hnsw_index(heads) if options.heads == "memory" or len(heads) > FLAT_HEADS_MAX else None
-        )
+        index = hnsw_index(heads) if options.heads == "memory" or len(heads) > FLAT_HEADS_MAX else None
         nearest = flat_index(heads) if len(heads) <= FLAT_HEADS_MAX else index
         begin = self._places(gathered, heads, nearest, asked)
         table = np.zeros(len(heads), TABLE)

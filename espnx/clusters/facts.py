@@ -153,9 +153,7 @@ def _read(engine: NativeEngine, where: str) -> StoredLists:
         bool(coding.step),
         file.n_clusters,
         int(counts.sum()),
-        (int(counts.min()), int(np.median(counts)), int(counts.max()))
-        if len(counts)
-        else (0, 0, 0),
+        (int(counts.min()), int(np.median(counts)), int(counts.max())) if len(counts) else (0, 0, 0),
         said.whole("list_bytes", file.entry_bytes),
         said.whole("replicas", 1, REPLICAS_MAX),
         file.page_bytes,

@@ -139,7 +139,9 @@ class _Gatherer:
         self._list_of = np.repeat(np.arange(len(heads)), pieces)
         self._first_piece = np.cumsum(pieces) - pieces
         number = np.arange(len(self._list_of)) - self._first_piece[self._list_of]
-        self._sizes = np.minimum(self._piece, assigned.counts[self._list_of] - number * self._piece)
+        self._sizes = np.minimum(
+            self._piece, assigned.counts[self._list_of] - number * self._piece
+        )
 
     def run(self, budget_bytes: int, progress: Progress) -> Gathered:
         found = Gathered(self._store.path(LISTS_WORK), self._entry)

@@ -200,10 +200,10 @@ def advise(
 
     It goes by what does not depend on what else this machine does: pages and rounds of reads that
     both take at one recall, weighed by what reads take on this disk. Requests, in which pages side
-    by side are merged, and processor time are measured and shown, and do not count. What holds for samples is extrapolated to all vectors,
-    by the growth between the two sizes. Each fold draws anew. It cannot tell where folds differ by
-    more than the two ways do, nor where one way fits the queries whose neighbours lie apart and the
-    other way the rest.
+    by side are merged, and processor time are measured and shown, and do not count. What holds for
+    samples is extrapolated to all vectors, by the growth between the two sizes. Each fold draws
+    anew. It cannot tell where folds differ by more than the two ways do, nor where one way fits the
+    queries whose neighbours lie apart and the other way the rest.
 
     Args:
         vectors, column: of `espnx.graph.build`.
