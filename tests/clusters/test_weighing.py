@@ -59,6 +59,11 @@ def test_a_read_takes_a_request_and_its_bytes() -> None:
     assert found.alone_s(1, 40960) == pytest.approx(alone_s + 9 * found.page_s)
     assert found.query_s(10, 40960, 1) == found.alone_s(10, 40960)
     assert found.query_s(10, 40960, MANY) == pytest.approx(10 * found.page_s)
+    assert found.query_s(10, 40960, 64) == pytest.approx(10 * found.page_s)
+    # all at once, so that fewer queries keep as many reads under way
+    assert found.query_s(1, 40960, 7) == pytest.approx(10 * found.page_s)
+    waiting_s = alone_s - found.page_s
+    assert found.query_s(10, 40960, 4) == pytest.approx(10 * found.page_s + 10 * waiting_s / 4)
 
 
 @pytest.mark.parametrize(

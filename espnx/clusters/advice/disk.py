@@ -50,14 +50,17 @@ class DiskTimes:
         return rounds * max(0.0, self.read_s - self.page_s) + pages * self.page_s
 
     def query_s(self, rounds: float, size_bytes: float, in_flight: int) -> float:
-        """Between the ends of two queries, of which so many are under way: what their pages keep
-        the disk busy, or where they do not, what they wait.
+        """Between the ends of two queries, of which so many are under way: what their pages take
+        with as many reads under way as that makes. With 64 or more, as when it was measured, a read
+        takes `page_s`, and how long one takes alone does not matter.
 
         Each page counts as a request of its own: that some lie side by side and come in one
         (`merged_s`) is owed to packing and to what processors take for a request, and hangs on what
         else the machine does."""
-        pages = size_bytes / PAGE_BYTES
-        return max(pages * self.page_s, self.alone_s(rounds, size_bytes) / in_flight)
+        busy_s = size_bytes / PAGE_BYTES * self.page_s
+        waiting_s = self.alone_s(rounds, size_bytes) - busy_s
+        under_way = in_flight * size_bytes / PAGE_BYTES / max(rounds, 1e-9)
+        return busy_s if under_way >= TOGETHER else busy_s + waiting_s / in_flight
 
 
 def measure_reads(path: str) -> DiskTimes:
