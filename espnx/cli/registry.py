@@ -311,6 +311,42 @@ COMMANDS = {
         "write a graph as an index that DiskANN searches",
         {"graph export my.graph /data/ann": "/data/ann_disk.index and the files beside it"},
     ),
+    "clusters build": Command(
+        ".clusters:build",
+        "build lists of vectors on SSD, of which a query reads a few, all at once (SPANN)",
+        {
+            "clusters build vectors.npy my.clusters": "",
+            "clusters build base.fbin my.clusters --vector-dtype int8 --list-bytes 4096": (
+                "vectors rounded to a byte a value: half the pages"
+            ),
+            "clusters build base.fbin my.clusters --heads graph": (
+                "memory does not grow with the vectors"
+            ),
+        },
+    ),
+    "clusters search": Command(
+        ".clusters:search",
+        "find the nearest neighbours of vectors in lists",
+        {
+            "clusters search my.clusters queries.npy -k 10 --n-lists 16": "",
+            "clusters search my.clusters queries.npy --n-lists 64 --max-dist-ratio 1.5": (
+                "fewer lists for queries that lie close to one"
+            ),
+        },
+    ),
+    "clusters info": Command(
+        ".clusters:info", "show what a directory of lists holds", {"clusters info my.clusters": ""}
+    ),
+    "clusters verify": Command(
+        ".clusters:verify",
+        "read all lists and check every one",
+        {"clusters verify my.clusters": ""},
+    ),
+    "clusters plan": Command(
+        ".clusters:plan",
+        "say what lists of so many vectors take on SSD and in memory",
+        {"clusters plan --vectors 1000000000 --dim 128 --vector-dtype uint8": ""},
+    ),
     "postings build": Command(
         ".postings:build",
         "build BM25, or an index of sparse vectors, from posting lists on SSD",
@@ -427,5 +463,6 @@ GROUPS = {
     "cache": "list, verify and remove kept KV caches",
     "postings": "build, search, change, inspect and verify BM25 and sparse vectors on SSD",
     "graph": "build, search, inspect, verify, import and export a graph of vectors",
+    "clusters": "build, search, inspect, verify and plan lists of vectors (SPANN)",
     "device": "list, inspect, calibrate, verify and begin near-storage devices",
 }

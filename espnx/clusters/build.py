@@ -234,7 +234,7 @@ class _Build:
     def run(self, queries: Any) -> ClusterReport:
         options, source = self._options, self._source
         sample = self._look_through()
-        asked = None if queries is None else self._coding.queries(queries)[1]
+        asked = None if queries is None else self._coding.queries(queries).wide
         heads = np.empty((0, self._coding.head_dim), np.float32)
         if source.n:
             heads = choose_heads(sample, options.heads_of(source.n), options.seed)
@@ -278,16 +278,16 @@ class _Build:
                 squares = np.square(rows.astype(np.float32)).sum(axis=1)
                 most_squares = max(most_squares, float(squares.max()))
             if coding.step and len(rows):
-                least, most = np.minimum(least, rows.min(axis=0)), np.maximum(most, rows.max(axis=0))
+                least, most = (
+                    np.minimum(least, rows.min(axis=0)),
+                    np.maximum(most, rows.max(axis=0)),
+                )
             self._progress("read", first + len(rows), source.n)
         step, centre = 0.0, None
         if coding.step:
-            by_centre = coding.metric != "ip" and count
-            centre = sample.mean(axis=0, dtype=np.float64).astype(np.float32) if by_centre else None
-            if centre is None and coding.metric != "ip":
-                centre = np.zeros(source.dim, np.float32)
-            middle = 0 if centre is None else centre
-            largest = np.maximum(most - middle, middle - least) if count else least[:0]
+            middle = sample.mean(axis=0, dtype=np.float64) if count else np.zeros(source.dim)
+            centre = middle.astype(np.float32)
+            largest = np.maximum(most - centre, centre - least) if count else least[:0]
             step = step_of(sample, largest, centre)
         self._coding = ListCoding(
             coding.format, coding.dim, coding.metric, most_squares, step, centre
@@ -309,7 +309,9 @@ class _Build:
 
     def _publish(self, gathered: Gathered, heads: np.ndarray, asked: np.ndarray | None) -> None:
         options, store = self._options, self._store
-        index = hnsw_index(heads) if options.heads == "memory" or len(heads) > FLAT_HEADS_MAX else None
+        index = (
+            hnsw_index(heads) if options.heads == "memory" or len(heads) > FLAT_HEADS_MAX else None
+        )
         nearest = flat_index(heads) if len(heads) <= FLAT_HEADS_MAX else index
         begin = self._places(gathered, heads, nearest, asked)
         table = np.zeros(len(heads), TABLE)

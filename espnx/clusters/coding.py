@@ -7,6 +7,7 @@ get one dimension more, in which they have one length, so that the nearest has t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +15,36 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import errors
 from ..device.clusters.layout import FORMATS, entry_dtype
 from ..graph.options import measured_rows, stored_rows
 from ..graph.search.asked import checked_values
 from ..graph.vectors import Vectors
 
-#: Shares of the largest value that one of 127 steps may be of: where a few values are large, the
-#: others are rounded less if these are cut.
-_SHARES = np.linspace(1.0, 0.3, 15)
+#: Shares of the largest value that 127 steps may reach: where a few values are large, the others
+#: are rounded less if these are cut.
+_SHARES = np.geomspace(1.0, 0.01, 40)
+#: Of the vectors, those that may be cut whatever they lose.
+_OUTLIERS = 0.001
+_SAMPLED = 16_384
 _STEPS = 127
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """Queries.
+
+    Attributes:
+        native: [q, dim], as a device takes them. wide: float32 [q, head_dim], in the space of
+            heads.
+        worth, shift: float32 [q]: a device's distance times the one and plus the other is that of
+            what stored vectors stand for.
+    """
+
+    native: torch.Tensor
+    wide: np.ndarray
+    worth: np.ndarray
+    shift: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +79,7 @@ class ListCoding:
         return "ip" if self.metric == "ip" else "l2"
 
     def _from_centre(self, values: np.ndarray) -> np.ndarray:
-        return values if self.centre is None or self.metric == "ip" else values - self.centre
+        return values if self.centre is None else values - self.centre
 
     def stored(self, rows: np.ndarray) -> np.ndarray:
         """Vectors as they lie in lists, of those that `checked_blocks` gives."""
@@ -71,7 +93,7 @@ class ListCoding:
         values = stored.astype(np.float32)
         if self.step:
             values *= np.float32(self.step)
-            if self.centre is not None and self.metric != "ip":
+            if self.centre is not None:
                 values += self.centre
         return values
 
@@ -80,19 +102,20 @@ class ListCoding:
         found, _ = measured_rows(rows, self.metric, self.format, self.most_squares)
         return np.ascontiguousarray(found, np.float32)
 
-    def queries(self, given: Any) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-        """(queries as a device takes them, [q, dim]; float32 [q, head_dim], in the space of heads;
-        float32 [q]: what a device's distances are worth). Raises InvalidInputError."""
+    def queries(self, given: Any) -> Asked:
+        """Queries, checked. Raises InvalidInputError."""
         format = "fp32" if self.step else self.format  # noqa: A001
         native, wide = checked_values(given, self.dim, format, self.metric)
         values = wide.numpy()
-        worth = np.ones(len(values), np.float32)
+        worth, shift = np.ones(len(values), np.float32), np.zeros(len(values), np.float32)
         if self.step:
             step = np.full(len(values), self.step)
             if self.metric == "ip":
                 largest = np.abs(values).max(axis=1, initial=0) / _STEPS
                 own = np.where(largest > 0, largest, 1.0)
                 steps, worth = values / own[:, None], (own * step).astype(np.float32)
+                if self.centre is not None:  # of which all vectors' products have a share
+                    shift = -(values.astype(np.float64) @ self.centre).astype(np.float32)
             else:
                 steps = self._from_centre(values) / np.float32(self.step)
                 worth = np.square(step).astype(np.float32)
@@ -102,7 +125,7 @@ class ListCoding:
             native = native.view(torch.int8)
         if self.metric == "ip":
             values = np.concatenate([values, np.zeros((len(values), 1), np.float32)], axis=1)
-        return native, np.ascontiguousarray(values), worth
+        return Asked(native, np.ascontiguousarray(values), worth, shift)
 
 
 def checked_blocks(source: Vectors, coding: ListCoding) -> Iterator[tuple[int, np.ndarray]]:
@@ -115,25 +138,27 @@ def checked_blocks(source: Vectors, coding: ListCoding) -> Iterator[tuple[int, n
         yield done, stored_rows(block, done, coding.metric, format)
         done += len(block)
     if done != source.n:
-        from .. import errors
-
         raise errors.FormatError(source.name, got=f"{done} vectors", expected=source.n)
 
 
 def step_of(sample: np.ndarray, largest: np.ndarray, centre: np.ndarray | None) -> float:
     """What a step of rounded values is worth: of some shares of the largest value the one that
-    rounds the sample, float32 [m, dim], least.
+    rounds the sample, float32 [m, dim], least, but for a few vectors far out.
 
     Args:
         largest: of the values' distances from the centre.
     """
+    if len(sample) > _SAMPLED:
+        sample = sample[:: len(sample) // _SAMPLED]
     values = sample if centre is None else sample - centre
     most = float(largest.max(initial=0))
     if not most:
         return 1.0
+    kept = max(1, len(sample) - math.ceil(_OUTLIERS * len(sample)))
     losses = []
     for share in _SHARES:
         step = np.float32(most * share / _STEPS)
         rounded = np.clip(np.rint(values / step), -_STEPS, _STEPS) * step
-        losses.append(float(np.square(values - rounded, dtype=np.float64).mean()))
+        loss = np.square(values - rounded).sum(axis=1, dtype=np.float64)
+        losses.append(float(np.partition(loss, kept - 1)[:kept].mean()))
     return most * float(_SHARES[int(np.argmin(losses))]) / _STEPS

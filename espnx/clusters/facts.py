@@ -153,7 +153,9 @@ def _read(engine: NativeEngine, where: str) -> StoredLists:
         bool(coding.step),
         file.n_clusters,
         int(counts.sum()),
-        (int(counts.min()), int(np.median(counts)), int(counts.max())) if len(counts) else (0, 0, 0),
+        (int(counts.min()), int(np.median(counts)), int(counts.max()))
+        if len(counts)
+        else (0, 0, 0),
         said.whole("list_bytes", file.entry_bytes),
         said.whole("replicas", 1, REPLICAS_MAX),
         file.page_bytes,
@@ -187,7 +189,7 @@ def _read_heads(
         said.refuse("most_squares", "0 or more", most_squares)
     head_dim = file.dim + (metric == "ip")
     n_heads = file.n_clusters if kind == "memory" else 0
-    has_centre = step > 0 and metric != "ip"
+    has_centre = step > 0
     path = os.path.join(where, versioned(HEADS_NAME, file.generation))
     data = _checked_file(
         engine, path, 4 * (n_heads * head_dim + has_centre * file.dim), said.whole("heads_crc32c")

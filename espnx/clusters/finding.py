@@ -69,7 +69,7 @@ class MemoryHeads:
         none = np.zeros(len(queries), np.int64)
         if not count or not len(queries):
             shape = len(queries), 0
-            return FoundLists(np.empty(shape, np.float32), np.empty(shape, np.int64), none, none)
+            return FoundLists(np.empty(shape, np.float32), np.empty(shape, np.int64), none, none.copy())
         # of this thread's regions alone: OpenMP keeps it for each
         before = self._faiss.omp_get_max_threads()
         self._faiss.omp_set_num_threads(self._threads)
@@ -81,7 +81,7 @@ class MemoryHeads:
                 far, lists = self._index.search(queries, count, params=options)
         finally:
             self._faiss.omp_set_num_threads(before)
-        return FoundLists(far, lists, none, none)
+        return FoundLists(far, lists, none, none.copy())
 
     def verify(self) -> None:
         """See `HeadFinder`: they were checked when they were read."""
@@ -138,7 +138,7 @@ class GraphHeads:
         count = min(count, self._count)
         if self._graph is None or not len(queries):
             shape, none = (len(queries), 0), np.zeros(len(queries), np.int64)
-            return FoundLists(np.empty(shape, np.float32), np.empty(shape, np.int64), none, none)
+            return FoundLists(np.empty(shape, np.float32), np.empty(shape, np.int64), none, none.copy())
         list_size = max(_LEAST_LIST_SIZE, int(_LIST_SIZE_FACTOR * count))
         found = self._graph.search(
             queries, count, list_size=list_size, beam_width=1, deadline_s=deadline_s

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -139,15 +140,13 @@ class _Gatherer:
         self._list_of = np.repeat(np.arange(len(heads)), pieces)
         self._first_piece = np.cumsum(pieces) - pieces
         number = np.arange(len(self._list_of)) - self._first_piece[self._list_of]
-        self._sizes = np.minimum(
-            self._piece, assigned.counts[self._list_of] - number * self._piece
-        )
+        self._sizes = np.minimum(self._piece, assigned.counts[self._list_of] - number * self._piece)
 
     def run(self, budget_bytes: int, progress: Progress) -> Gathered:
         found = Gathered(self._store.path(LISTS_WORK), self._entry)
         group = np.cumsum(self._sizes * self._entry.itemsize) // max(1, budget_bytes)
         bounds = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(self._sizes)]
-        passes = [each for each in zip(bounds[:-1], bounds[1:], strict=True) if each[1] > each[0]]
+        passes = [each for each in pairwise(bounds) if each[1] > each[0]]
         with StreamWriter(self._store.engine, found.path) as writer:
             for number, (begin, end) in enumerate(passes):
                 entries = self._pass(

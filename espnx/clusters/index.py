@@ -25,6 +25,7 @@ from ..graph.filters import mask_of
 from ..graph.neighbours import shown
 from ..storage import NativeEngine, Plan
 from ..suggestions import suggests_keywords
+from .coding import Asked
 from .facts import ClusterFacts, StoredLists, read_lists
 from .finding import FoundLists, GraphHeads, HeadFinder, MemoryHeads
 from .found import ListNeighbours
@@ -45,7 +46,7 @@ class ClusterIndex:
     Args:
         path: the directory.
         device: that keeps the lists and measures their vectors: None, this machine's SSD; a name,
-            as of `espnx.device.open` (``emulated:smartssd``), opened in that directory; a
+            as of `espnx.device.open` (``smartssd``), opened in that directory; a
             `NearStorageDevice`; or a `ClusterDevice` of this directory, which stays the caller's.
         heads: ``memory`` or ``graph``, as the lists were built with; None: that.
         engine: path of the reads: ``auto``, ``uring``, ``posix`` or ``memory``.
@@ -81,8 +82,10 @@ class ClusterIndex:
             )
         self._process, self._in_flight, self._engine_name = os.getpid(), in_flight, engine
         with NativeEngine("posix", threads=1, pool_bytes=0) as own:
-            self._stored = read_lists(own, where)
-        self.facts: ClusterFacts = self._stored.facts
+            stored = read_lists(own, where)
+        # not the heads: their finder has a copy
+        self.facts: ClusterFacts = stored.facts
+        self._file, self._coding = stored.file, stored.coding
         if heads not in (None, self.facts.heads):
             raise errors.InvalidInputError(
                 f"heads of the lists in {where}",
@@ -90,7 +93,7 @@ class ClusterIndex:
                 expected=repr(self.facts.heads),
                 fix=f"build them with heads={heads!r} (--heads {heads})",
             )
-        self._finder = _finder_of(self._stored, engine, threads)
+        self._finder = _finder_of(stored, engine, threads)
         try:
             self.device, self._owned = _device_of(device, where, engine, threads)
             try:
@@ -104,7 +107,7 @@ class ClusterIndex:
         self._is_open = True
 
     def _check_device(self) -> None:
-        file, held = self._stored.file, self.device.clusters
+        file, held = self._file, self.device.clusters
         if (held.format, held.dim) != (file.format, file.dim) or not np.array_equal(
             np.asarray(held.n_vectors), file.n_vectors
         ):
@@ -183,29 +186,32 @@ class ClusterIndex:
                 got=f"{deadline_s} and {ratio}",
                 expected="above 0; 1 or more",
             )
-        native, wide, worth = self._stored.coding.queries(queries)
+        asked = self._coding.queries(queries)
         allowed = mask_of(include, exclude, self.facts.n)
         self.check_open()
         begun = time.perf_counter()
-        found = self._finder.find(wide, n_lists, deadline_s)
-        search = _Search(self, native, k, allowed, deadline_s, begun)
-        search.read(_within(found, ratio), range(len(native)))
+        found = self._finder.find(asked.wide, n_lists, deadline_s)
+        search = _Search(self, asked, k, allowed, deadline_s, begun)
+        search.read(_within(found, ratio), range(len(asked.native)))
         short = search.short()
         while allowed is not None and short and n_lists < self.facts.n_lists:
             before, n_lists = n_lists, min(2 * n_lists, self.facts.n_lists)
-            more = self._finder.find(wide[short], n_lists, deadline_s)
-            search.read([_new(row, search.asked[at]) for row, at in zip(more.lists, short)], short)
+            more = self._finder.find(asked.wide[short], n_lists, deadline_s)
+            fresh = [
+                _new(row, search.asked[at]) for row, at in zip(more.lists, short, strict=True)
+            ]
+            search.read(fresh, short)
             found.pages[short] += more.pages
             found.rounds[short] += more.rounds
             short = search.short() if n_lists > before else []
-        return search.result(found, worth, shown_by=self.facts.metric)
+        return search.result(found)
 
     def verify(self) -> int:
         """Reads and checks every list: how many there are. Raises ChecksumError, FormatError,
         ReadError for the first that is damaged."""
         self.check_open()
         self._finder.verify()
-        file = self._stored.file
+        file = self._file
         seen = np.zeros(self.facts.n, bool)
         with NativeEngine(self._engine_name, pool_bytes=2 * _VERIFY_BYTES) as engine:
             opened = engine.open(file.path)
@@ -238,7 +244,7 @@ class ClusterIndex:
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.facts.n:
             raise errors.FormatError(
                 f"list {number}",
-                path=self._stored.file.path,
+                path=self._file.path,
                 got=f"vectors {ids.min()} to {ids.max()}",
                 expected=f"0 to {self.facts.n - 1}",
             )
@@ -255,12 +261,12 @@ class ClusterIndex:
     ) -> DistanceTicket:
         """One request for the distances of a query to all vectors of some lists. Raises as
         `ClusterDevice.distances`."""
-        metric = self._stored.coding.device_metric
+        metric = self._coding.device_metric
         return self.device.distances(query, lists, metric=metric, deadline_s=deadline_s)
 
     def pages_of(self, lists: np.ndarray) -> int:
         """Pages of flash that some lists lie on, each counted once."""
-        return int(self._stored.file.new_pages(lists).sum())
+        return int(self._file.new_pages(lists).sum())
 
     @property
     def in_flight(self) -> int:
@@ -355,7 +361,7 @@ class _Search:
     def __init__(
         self,
         index: ClusterIndex,
-        queries: torch.Tensor,
+        queries: Asked,
         k: int,
         allowed: np.ndarray | None,
         deadline_s: float,
@@ -364,9 +370,9 @@ class _Search:
         self._index, self._queries, self._k = index, queries, k
         self._allowed, self._deadline_s = allowed, deadline_s
         self._begun = begun
-        self.asked = [np.empty(0, np.int64)] * len(queries)
-        self._best = [(np.empty(0, np.int32), np.empty(0, np.float32))] * len(queries)
-        self._costs = [_Costs() for _ in range(len(queries))]
+        self.asked = [np.empty(0, np.int64)] * len(queries.native)
+        self._best = [(np.empty(0, np.int32), np.empty(0, np.float32))] * len(queries.native)
+        self._costs = [_Costs() for _ in range(len(queries.native))]
 
     def read(self, lists: Sequence[np.ndarray], places: Sequence[int]) -> None:
         """Reads lists of some queries, each query's in one request, several queries at a time."""
@@ -378,7 +384,7 @@ class _Search:
                 if len(under_way) == self._index.in_flight:
                     self._finish(*under_way.popleft())
                 begun = time.perf_counter()
-                ticket = self._index.start_reading(self._queries[at], wanted, self._deadline_s)
+                ticket = self._index.start_reading(self._queries.native[at], wanted, self._deadline_s)
                 under_way.append((at, ticket, begun))
                 self.asked[at] = np.concatenate([self.asked[at], wanted])
                 self._costs[at].rounds += 1
@@ -419,31 +425,28 @@ class _Search:
         """Queries that have fewer results than are wanted."""
         return [at for at, (ids, _) in enumerate(self._best) if len(ids) < self._k]
 
-    def result(self, found: FoundLists, worth: np.ndarray, *, shown_by: str) -> ListNeighbours:
-        """What was found.
-
-        Args:
-            found: what the lists were found by. worth: float32 [q]: of a distance.
-        """
-        q = len(self._queries)
+    def result(self, found: FoundLists) -> ListNeighbours:
+        """What was found. `found`: what the lists were found by."""
+        asked, facts = self._queries, self._index.facts
+        q = len(asked.native)
         ids = np.full((q, self._k), -1, np.int64)
         far = np.full((q, self._k), np.inf, np.float32)
         for at, (own, distances) in enumerate(self._best):
             ids[at, : len(own)] = own
-            far[at, : len(own)] = distances * worth[at]
+            far[at, : len(own)] = distances * asked.worth[at] + asked.shift[at]
 
         def of_each(name: str, dtype: type) -> np.ndarray:
             return np.array([getattr(each, name) for each in self._costs], dtype)
 
         return ListNeighbours(
             ids,
-            shown(shown_by, far),
+            shown(facts.metric, far),
             of_each("pages", np.int64) + [self._index.pages_of(each) for each in self.asked],
             np.zeros(q, np.int64),
             of_each("measured", np.int64),
             np.zeros(q, np.int64),
             of_each("seconds", np.float32),
-            self._index.facts.page_bytes,
+            facts.page_bytes,
             lists=np.array([len(each) for each in self.asked], np.int64),
             requests=of_each("requests", np.int64),
             bytes_moved=of_each("bytes_moved", np.int64),

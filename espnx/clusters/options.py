@@ -17,7 +17,7 @@ REPLICAS_MAX = 8
 #: Ids of entries are int32.
 N_MAX = 2**31 - 1
 #: Names of dtypes, and their formats.
-DTYPES = {name: format for format, name in FORMATS.items()}
+DTYPES = {name: each for each, name in FORMATS.items()}
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,9 @@ class Gains:
     @classmethod
     def of(cls, pairs: np.ndarray, weights: np.ndarray, count: int) -> Gains:
         """Of pairs, int64 [m, 2], both ways; what comes twice is added up."""
-        codes = np.concatenate([pairs[:, 0] * count + pairs[:, 1], pairs[:, 1] * count + pairs[:, 0]])
+        codes = np.concatenate(
+            [pairs[:, 0] * count + pairs[:, 1], pairs[:, 1] * count + pairs[:, 0]]
+        )
         known, place = np.unique(codes, return_inverse=True)
         summed = np.bincount(place, np.concatenate([weights, weights]), minlength=len(known))
         first = np.searchsorted(known, np.arange(count + 1) * count)
@@ -131,9 +133,7 @@ def _add(gained: dict[int, float], more: Mapping[int, float]) -> None:
         gained[number] = gained.get(number, 0.0) + gain
 
 
-def _joined(
-    groups: Sequence[Sequence[int]], size_bytes: np.ndarray, page_bytes: int
-) -> np.ndarray:
+def _joined(groups: Sequence[Sequence[int]], size_bytes: np.ndarray, page_bytes: int) -> np.ndarray:
     """int64 [lists]: where each begins when groups of lists, each of a page, are put together onto
     fewer pages: the fullest first, each onto the page that it leaves the least room of. A group
     that begins with a list of several pages begins a page."""
@@ -142,7 +142,9 @@ def _joined(
     pages: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(page_bytes // ALIGNMENT_BYTES + 1)]
     has_room = 0  # bit r: some page has r times the alignment left
-    for which in sorted(range(len(groups)), key=lambda each: (not is_long[each], -used[each], each)):
+    for which in sorted(
+        range(len(groups)), key=lambda each: (not is_long[each], -used[each], each)
+    ):
         need = used[which] // ALIGNMENT_BYTES
         fits = 0 if is_long[which] else has_room >> need
         if fits:
@@ -175,7 +177,7 @@ def gains_of(heads: np.ndarray, index: Any, asked: np.ndarray | None) -> Gains:
         heads: float32 [lists, dim]: near ones are read together.
         index: of FAISS, that finds the nearest of them.
         asked: int64 [queries, m]: the lists that each of some queries reads, -1 for none: then
-            lists are together as often as queries read both.
+            lists are together as often as queries read both, the more the nearer both are.
     """
     count = len(heads)
     pairs, weights = [np.empty((0, 2), np.int64)], [np.empty(0)]
@@ -192,5 +194,5 @@ def gains_of(heads: np.ndarray, index: Any, asked: np.ndarray | None) -> Gains:
         held = lists[lists >= 0]
         one, other = np.triu_indices(len(held), 1)
         pairs.append(np.stack([held[one], held[other]], axis=1))
-        weights.append(np.ones(len(one)))
+        weights.append(1.0 / (1 + other))  # of the farther one: searches of few lists read the near
     return Gains.of(np.concatenate(pairs), np.concatenate(weights), count)

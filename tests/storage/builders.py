@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import espnx
+import espnx.clusters
 import espnx.graph
 import espnx.postings
 from espnx.device.clusters import write_clusters
@@ -85,6 +86,15 @@ def _read_clusters(path: Path) -> object:
     return found.n_vectors.tolist(), Path(found.path).read_bytes()
 
 
+def _lists(path: Path, version: int, **options: Any) -> None:
+    espnx.clusters.build(vectors(version), path, n_lists=3, threads=1, **options)
+
+
+def _read_lists(path: Path) -> tuple[list[int], bytes]:
+    with espnx.clusters.open(path, engine="posix", threads=1) as index:
+        return [len(index), index.verify()], Path(index.path_report()[0].path).read_bytes()
+
+
 def _graph(path: Path, version: int, **options: Any) -> None:
     espnx.graph.build(
         vectors(version),
@@ -154,6 +164,10 @@ BUILDERS: dict[str, tuple[Callable[..., object], Read]] = {
         ),
         lambda p: _read_clusters(p[0]),
     ),
+    "lists": (
+        lambda paths, version, **options: _lists(paths[0], version, **options),
+        lambda p: _read_lists(p[0]),
+    ),
     "trained": (
         lambda paths, version, **options: _train(paths[0], version, **options),
         lambda p: Trained.load(p[0]).id,
@@ -176,5 +190,12 @@ def run(job: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    load("espnx.postings", "espnx.graph", "espnx.retrieval", "espnx.storage", "espnx.device")
+    load(
+        "espnx.postings",
+        "espnx.graph",
+        "espnx.clusters",
+        "espnx.retrieval",
+        "espnx.storage",
+        "espnx.device",
+    )
     serve(run)

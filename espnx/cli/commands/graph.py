@@ -420,15 +420,8 @@ def run_search(args: argparse.Namespace) -> int:
     if found.clusters is not None:
         facts["clusters_mean"] = float(found.clusters.mean()) if len(queries) else 0.0
     if args.ground_truth is not None:
-        facts["recall"] = _recall(found.ids, args.ground_truth)
-    rows = [
-        (query, rank + 1, int(row), f"{far:.6g}")
-        for query in range(min(len(queries), _SHOWN))
-        for rank, (row, far) in enumerate(
-            zip(found.ids[query], found.distances[query], strict=True)
-        )
-        if row >= 0
-    ]
+        facts["recall"] = recall_of(found.ids, args.ground_truth)
+    rows, results = results_of(found, _SHOWN)
     shown = (
         f"{len(queries):,} queries, {facts['pages_mean']:.1f} pages "
         f"({format_size(round(facts['bytes_mean']))}) a query"
@@ -438,14 +431,6 @@ def run_search(args: argparse.Namespace) -> int:
     if "recall" in facts:
         shown += f", recall@{args.k} {facts['recall']:.4f}"
     left = f"\nthe first {_SHOWN} are shown" if len(queries) > _SHOWN else ""
-    results = [
-        [
-            {"id": int(row), "distance": float(far)}
-            for row, far in zip(ids, distances, strict=True)
-            if row >= 0
-        ]
-        for ids, distances in zip(found.ids, found.distances, strict=True)
-    ]
     text = (
         render_table(
             ("query", "rank", "id", "distance"), rows, right=("query", "rank", "id", "distance")
@@ -454,6 +439,30 @@ def run_search(args: argparse.Namespace) -> int:
     )
     emit(args, text, json_document("graph search", **facts, results=results))
     return 0
+
+
+def results_of(
+    found: Neighbours, most: int
+) -> tuple[list[tuple[int, int, int, str]], list[list[dict[str, float]]]]:
+    """(rows of a table of the first `most` queries: query, rank, id, distance; the same of all
+    queries, for programs)"""
+    rows = [
+        (query, rank + 1, int(row), f"{far:.6g}")
+        for query in range(min(len(found.ids), most))
+        for rank, (row, far) in enumerate(
+            zip(found.ids[query], found.distances[query], strict=True)
+        )
+        if row >= 0
+    ]
+    results = [
+        [
+            {"id": int(row), "distance": float(far)}
+            for row, far in zip(ids, distances, strict=True)
+            if row >= 0
+        ]
+        for ids, distances in zip(found.ids, found.distances, strict=True)
+    ]
+    return rows, results
 
 
 def _nprobe(given: str | None) -> int | str | None:
@@ -495,7 +504,9 @@ def _found(args: argparse.Namespace, queries: np.ndarray, devices: Devices | Non
     return found
 
 
-def _recall(ids: Any, path: str) -> float:
+def recall_of(ids: Any, path: str) -> float:
+    """The share of the true neighbours, of a .npy file, that are among the ids, [q, k]. Raises
+    InvalidInputError."""
     import numpy as np
 
     try:

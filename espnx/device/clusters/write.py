@@ -79,8 +79,8 @@ def write_clusters(
 
     Raises:
         InvalidInputError: shapes and dtypes; ids that int32 does not hold; a cluster of more than
-            64 MiB; places where no cluster may lie; a directory with clusters in it that are not to be replaced, or with something
-            else.
+            64 MiB; places where no cluster may lie; a directory with clusters in it that are not to
+            be replaced, or with something else.
         WriteError, DiskFullError, StoreBusyError: the directory cannot be written, is full, or
             somebody else writes there.
     """
