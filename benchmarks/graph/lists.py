@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import espnx.clusters
 import espnx.graph
 from espnx.clusters.advice.trials import efforts
+from espnx.clusters.facts import read_lists
+from espnx.clusters.finding import MemoryHeads
 from espnx.clusters.found import ListNeighbours
+from espnx.errors import InvalidInputError
+from espnx.storage import NativeEngine
 
 from ..harness.cells import ABSENT, metric
 from ..harness.leftovers import size_bytes
@@ -35,6 +40,7 @@ PAGE_BYTES = 4096
 #: Heads that are at most so much farther than the nearest, by squared distance.
 _RATIOS = (1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5)
 _CPU_S = 0.3  # that is measured at least
+_DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -203,7 +209,22 @@ def _lists(
             ),
             len(data.queries),
         )
+    heads, wide = _heads(path, data.queries)
+    of_heads = _cpu(
+        tried, lambda each: heads.find(wide, each.effort, _DEADLINE_S), len(data.queries)
+    )
+    said |= {f"heads_{name}": value for name, value in of_heads.items()}
     return tried, said
+
+
+def _heads(path: Path, queries: np.ndarray) -> tuple[MemoryHeads, np.ndarray]:
+    """The heads of lists, without the lists, and queries as these take them."""
+    with NativeEngine("posix", threads=1, pool_bytes=0) as engine:
+        stored = read_lists(engine, path)
+    if stored.heads is None or stored.links is None:
+        raise InvalidInputError("heads", got="a graph", expected="heads in memory")
+    finder = MemoryHeads(stored.heads, stored.links, torch.get_num_threads())
+    return finder, stored.coding.queries(queries).wide
 
 
 def _is_flat(tried: Sequence[Tried]) -> bool:
@@ -213,7 +234,7 @@ def _is_flat(tried: Sequence[Tried]) -> bool:
     return (
         half is not None
         and tried[-1].recall > TARGETS[0]
-        and (tried[-1].recall - half.recall < 1 - _ENOUGH) / 2
+        and tried[-1].recall - half.recall < (1 - _ENOUGH) / 2
     )
 
 
@@ -278,9 +299,11 @@ def _row(
     theirs: float | None,
 ) -> Row:
     recall = params["recall"]
-    metrics = {name: value for name, value in said.items() if not name.startswith("cpu_s_")}
+    metrics = {name: value for name, value in said.items() if "cpu_s_" not in name}
     if f"cpu_s_{recall:g}" in said:
         metrics["cpu_s"] = said[f"cpu_s_{recall:g}"]
+    if f"heads_cpu_s_{recall:g}" in said:
+        metrics["heads_share"] = said[f"heads_cpu_s_{recall:g}"] / metrics["cpu_s"]
     metrics["best_recall"] = max(each.recall for each in tried)
     names = {"reads": "pages", "bytes_read": "size_bytes", "requests": "requests",
              "rounds": "rounds", "lists": "lists"}  # fmt: skip
@@ -310,7 +333,7 @@ def _row(
 def lists_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     headers = [
         "vectors", "recall@10", "system", "stored as", "page, KiB", "pages", "of the graph's",
-        "rounds", "requests", "KiB read", "lists", "CPU, us", "most recall", "copies",
+        "rounds", "requests", "KiB read", "lists", "CPU, us", "of it heads", "most recall", "copies",
         "pages filled", "RAM, MiB", "folder, MB", "build, s", "correct",
     ]  # fmt: skip
     cells = [
@@ -327,6 +350,7 @@ def lists_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
             metric("bytes_read", 1024, 0)(row),
             metric("lists", 1, 1)(row),
             metric("cpu_s", 1e-6, 0)(row),
+            metric("heads_share")(row),
             metric("best_recall", 1, 3)(row),
             metric("copies", 1, 2)(row),
             metric("filled", 1, 2)(row),
