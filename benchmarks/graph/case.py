@@ -267,6 +267,7 @@ def _clusters(args: Namespace, say: Say) -> list[Row]:
 
 def _lists(args: Namespace, say: Say) -> list[Row]:
     from espnx.clusters import PACKINGS
+    from espnx.clusters.options import DTYPES
 
     from .data import LIST_MIXES, RECIPES
     from .list_devices import DevicesPlan, measure_devices
@@ -277,9 +278,10 @@ def _lists(args: Namespace, say: Say) -> list[Row]:
         path,
         choices(args.packing, PACKINGS, "--packing"),
         [4096] if quick else _many("--list-page-bytes", args.list_page_bytes),
-        ["float16"] if quick else words(args.list_dtype),
+        ["float16"] if quick else choices(args.list_dtype, tuple(DTYPES), "--list-dtype"),
         positive("--threads", args.threads),
         args.seed,
+        0.0 if quick else 0.3,
     )
     recipes = choices(args.recipe, RECIPES, "--recipe")
     devices = DevicesPlan(

@@ -13,7 +13,7 @@ from ...device.model.disk import batches
 from ...storage import NativeEngine
 
 PAGE_BYTES, LARGE_BYTES, TOGETHER = 4096, 32 << 10, 64
-_RUN_S = 0.3
+_RUN_S = 0.15
 #: How much longer a read of 32 KiB takes than one of 4 KiB, at least and at most: outside of it
 #: something else was measured.
 _LARGER = 1.2, 8.0
