@@ -51,11 +51,13 @@ with searches without.
       --system espnx-inline,espnx-memory
   espnx bench graph --path /mnt/nvme --show clusters --clusters 16,64,256
   espnx bench graph --path /mnt/nvme --show changes --n-queries 1000
+  espnx bench graph --path /mnt/nvme --show lists --n-queries 1000
   # does everything work here?
   espnx bench graph --quick
 
-Vectors by recipe: 100 overlapping clusters in 24 dimensions, as 128 (--dim) float32 with noise; as
-uint8 each value rounded to one of 256 steps over four standard deviations to both sides. DiskANN is
+Vectors by recipe: hard, 100 overlapping clusters in 24 dimensions, as 128 (--dim) float32 with
+noise; rc, a Gaussian centre in 32 dimensions for every 50 vectors, with more noise; as uint8 each
+value rounded to one of 256 steps over four standard deviations to both sides. DiskANN is
 diskannpy-rust (or diskannpy), in an environment of its own: python -m venv ENV; ENV/bin/pip install
 diskannpy-rust. LanceDB, in ours: pip install lancedb. What is not installed has a row that says so,
 and nothing stays on disk."""
@@ -64,6 +66,9 @@ LIST_SIZES = "10,14,18,22,28,34,42,56,80,120"
 K = 10
 #: Vectors of a cluster.
 PER_CLUSTER, PER_CLUSTER_QUICK = 2000, 200
+#: Of the thesis' mixes, and those of a query.
+DEVICE_LISTS, DEVICE_LISTS_QUICK, LISTS_PER_QUERY = 8192, 200, 64
+SHOWS = ("sweep", "memory", "clusters", "changes", "lists")
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -78,9 +83,9 @@ def configure(parser: ArgumentParser) -> None:
     )
     add(
         "--show",
-        choices=("sweep", "memory", "clusters", "changes"),
+        choices=SHOWS,
         default="sweep",
-        help="sweep, memory, clusters or changes (default: %(default)s)",
+        help=f"{', '.join(SHOWS[:-1])} or {SHOWS[-1]} (default: %(default)s)",
     )
     add(
         "--clusters",
@@ -106,6 +111,7 @@ def configure(parser: ArgumentParser) -> None:
         default="10",
         help="of such rounds, each of other vectors (default: %(default)s)",
     )
+    _add_lists_options(parser)
     add("--system", metavar="S,...", help=f"of {', '.join(SYSTEMS)} (default: all)")
     add("--n", metavar="N,...", default="50000", help="vectors by recipe (default: %(default)s)")
     add("--dim", metavar="N", default="128", help="of vectors by recipe (default: %(default)s)")
@@ -164,6 +170,36 @@ def configure(parser: ArgumentParser) -> None:
     )
 
 
+def _add_lists_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("of --show lists").add_argument
+    add("--recipe", metavar="R,...", default="hard,rc", help="of vectors (default: %(default)s)")
+    add(
+        "--packing",
+        metavar="P,...",
+        default="order,best-fit,co-access",
+        help="of lists into pages (default: %(default)s)",
+    )
+    add(
+        "--list-page-bytes",
+        metavar="N,...",
+        default="4096,16384",
+        help="pages of flash that lists are packed into (default: %(default)s)",
+    )
+    add(
+        "--list-dtype",
+        metavar="T,...",
+        default="float16,int8",
+        help="that vectors in lists are stored as (default: %(default)s)",
+    )
+    add("--mix", metavar="M,...", default="sift,spacev", help="of sizes (default: %(default)s)")
+    add(
+        "--list-threads",
+        metavar="T,...",
+        default="1,2,4,8,16,32",
+        help="of the host, beside devices (default: %(default)s)",
+    )
+
+
 def run(args: Namespace, say: Say) -> list[Row]:
     """Measures. Raises what reading, building and searching raise, and InvalidInputError for
     options that make no sense."""
@@ -177,6 +213,8 @@ def run(args: Namespace, say: Say) -> list[Row]:
         return _clusters(args, say)
     if args.show == "changes":
         return _changes(args, say)
+    if args.show == "lists":
+        return _lists(args, say)
     quick, python = args.quick, args.diskann_python
     if python is not None:
         # Processes start in another directory. Not resolved: by the link an environment's Python
@@ -280,6 +318,39 @@ def _changes(args: Namespace, say: Say) -> list[Row]:
     ]
 
 
+def _lists(args: Namespace, say: Say) -> list[Row]:
+    from espnx.clusters import PACKINGS
+    from espnx.clusters.options import DTYPES
+
+    from .data import LIST_MIXES, RECIPES
+    from .list_devices import DevicesPlan, measure_devices
+    from .lists import ListsPlan, measure_lists
+
+    quick, path = args.quick, Path(args.path).resolve()
+    plan = ListsPlan(
+        path,
+        choices(args.packing, PACKINGS, "--packing"),
+        [4096] if quick else _many("--list-page-bytes", args.list_page_bytes),
+        ["float16"] if quick else choices(args.list_dtype, tuple(DTYPES), "--list-dtype"),
+        positive("--threads", args.threads),
+        args.seed,
+        0.0 if quick else 0.3,
+    )
+    recipes = choices(args.recipe, RECIPES, "--recipe")
+    devices = DevicesPlan(
+        path,
+        choices(args.mix, tuple(LIST_MIXES), "--mix"),
+        DEVICE_LISTS_QUICK if quick else DEVICE_LISTS,
+        2 if quick else 32,
+        8 if quick else LISTS_PER_QUERY,
+        [1, 3] if quick else _many("--list-threads", args.list_threads),
+        args.pairs,
+        args.seed,
+    )
+    sets = (each for recipe in recipes for each in _sets(args, recipe))
+    return measure_lists(sets, plan, say) + measure_devices(devices, say)
+
+
 def _share(name: str, text: str) -> float:
     try:
         if 0 <= float(text) <= 1:
@@ -293,7 +364,7 @@ def _many(name: str, text: str) -> list[int]:
     return [positive(name, word) for word in words(text)]
 
 
-def _sets(args: Namespace) -> Iterator[Data]:
+def _sets(args: Namespace, recipe: str = "hard") -> Iterator[Data]:
     from .data import by_recipe, from_files
 
     n_queries = 20 if args.quick else positive("--n-queries", args.n_queries)
@@ -302,7 +373,13 @@ def _sets(args: Namespace) -> Iterator[Data]:
         return
     for n in [700] if args.quick else _many("--n", args.n):
         yield by_recipe(
-            n, n_queries, K, args.seed, dim=positive("--dim", args.dim), dtype=args.dtype
+            n,
+            n_queries,
+            K,
+            args.seed,
+            dim=positive("--dim", args.dim),
+            dtype=args.dtype,
+            recipe=recipe,
         )
 
 
@@ -310,6 +387,8 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """A table of rows of one show: those of the first."""
     from .changes import DRIFT, MERGE, SEARCH, changes_table, drift_table, merge_table, search_table
     from .clusters import clusters_table
+    from .list_devices import devices_table
+    from .lists import lists_table
     from .rows import memory_table, summary_table, sweep_table
 
     show = rows[0].params["show"] if rows else "summary"
@@ -322,6 +401,8 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         DRIFT: drift_table,
         MERGE: merge_table,
         SEARCH: search_table,
+        "lists": lists_table,
+        "list-devices": devices_table,
     }
     return tables[show]([row for row in rows if row.params["show"] == show])
 

@@ -292,6 +292,15 @@ COMMANDS = {
         "write what was added and deleted into a graph's pages",
         {"graph merge my.graph": ""},
     ),
+    "graph advise": Command(
+        ".graph:advise",
+        "measure on samples which fits vectors on a disk, a graph or lists (espnx.clusters)",
+        {
+            "graph advise vectors.npy": "by reads that keep this disk busy, many queries at a time",
+            "graph advise vectors.npy --queries queries.npy --recall 0.99 --path /mnt/nvme": "",
+            "graph advise vectors.npy --in-flight 1": "by how long a query alone waits",
+        },
+    ),
     "graph info": Command(
         ".graph:info",
         "show what a graph holds, and what searches cost",

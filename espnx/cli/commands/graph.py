@@ -1,5 +1,5 @@
-"""``espnx graph build|add|delete|merge|search|info|verify|import|export``: nearest neighbours from
-SSD."""
+"""``espnx graph build|add|delete|merge|search|info|verify|import|export|advise``: nearest
+neighbours from SSD."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ _BUILD_OPTIONS = (
     "metric", "max_degree", "list_size", "alpha", "inline_pq", "pq_bytes", "vector_dtype",
     "disk_pq_bytes", "use_opq", "device", "memory", "clusters", "max_points",
     "replicas", "directories",
+)  # fmt: skip
+_ADVISE_OPTIONS = (
+    "queries", "k", "recall", "path", "metric", "in_flight", "sample", "folds", "threads", "seed",
+    "column",
 )  # fmt: skip
 _IMPORT_OPTIONS = ("vectors", "data_type", "metric", "order")
 
@@ -697,4 +701,57 @@ def run_export(args: argparse.Namespace) -> int:
 
     report = export_diskann(args.graph, args.prefix)
     emit(args, report.summary(), json_document("graph export", **asdict(report)))
+    return 0
+
+
+def configure_advise(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("vectors", help="a file of vectors, as for build")
+    add(
+        "--queries",
+        metavar="FILE",
+        help="of those that will be asked (default: vectors that the samples do not hold)",
+    )
+    add("-k", "--k", type=int, default=10, metavar="K", help="neighbours of each (default: 10)")
+    add(
+        "--recall",
+        type=float,
+        default=0.95,
+        metavar="R",
+        help="share of them that is to be found (default: 0.95)",
+    )
+    add(
+        "--path",
+        default=".",
+        metavar="DIR",
+        help="on the disk in question, for indexes that are gone afterwards (default: here)",
+    )
+    add("--metric", default="l2", choices=("l2", "ip", "cosine"), help="what is near (default: l2)")
+    add(
+        "--in-flight",
+        type=int,
+        default=64,
+        metavar="N",
+        help="queries under way at a time; 1: what counts is how long one waits (default: 64)",
+    )
+    add(
+        "--sample",
+        type=int,
+        metavar="N",
+        help="vectors of a sample (default: 16384, or as many as 64 MiB hold)",
+    )
+    add("--folds", type=int, default=3, metavar="N", help="samples, 2 or more (default: 3)")
+    add("--threads", type=int, metavar="N", help="of builds (default: as many as torch uses)")
+    add("--seed", type=int, default=0, help="of samples and builds (default: 0)")
+    add("--column", help="of a Parquet file")
+    add_json_option(parser)
+
+
+def run_advise(args: argparse.Namespace) -> int:
+    from ...clusters.advice import advise
+    from ..progress import ProgressLine
+
+    with ProgressLine() as line:
+        advice = advise(args.vectors, **_chosen(args, *_ADVISE_OPTIONS), progress=line.update)
+    emit(args, advice.summary(), json_document("graph advise", **asdict(advice)))
     return 0
