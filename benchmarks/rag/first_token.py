@@ -127,9 +127,11 @@ class FirstToken:
             offset = begin - PREFIX_TOKENS if number else 0
             passages.append(Passage(n, offset, None, part, number > 0))
             begin += n
-        context = Context(self.rows.shape, passages, self.rows.rotations, None)
-        ids = self.context.numpy().astype(np.int32)
-        return PassageCache(self.model.config, self.storage, context, ids, {})
+        context = Context(self.rows.shape, passages, self.rows.rotations, ())
+        ids = self.context.numpy().astype(np.int32)[None]
+        return PassageCache(
+            self.model.config, self.storage, context, ids, np.ones_like(ids, bool), {}
+        )
 
     @torch.inference_mode()
     def run(self, name: str, turn: int) -> dict[str, float]:

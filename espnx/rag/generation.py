@@ -328,9 +328,9 @@ class ModelGenerator:
 
     @property
     def directory(self) -> str | None:
-        """The library's, which layers are kept in, too; None: its owner does not say."""
-        found = getattr(self._library, "directory", None)
-        return None if found is None else os.fspath(found)
+        """The library's first one, which layers are kept in, too; None: its owner does not say."""
+        found = getattr(self._library, "directories", None)
+        return os.fspath(found[0]) if found else None
 
     @property
     def _key(self) -> str:
