@@ -41,8 +41,8 @@ class HeadFinder(Protocol):
     """Where the heads are."""
 
     def find(self, queries: np.ndarray, count: int, deadline_s: float) -> FoundLists:
-        """The `count` nearest lists, as far as there are so many, of float32 [q, head_dim]. All of
-        them where `count` is all there are."""
+        """Finds the `count` nearest lists, as far as there are so many, of float32 [q, head_dim];
+        all of them where `count` is all there are."""
 
     def verify(self) -> None:
         """Reads and checks what is on storage. Raises as `ClusterIndex.verify`."""
@@ -172,7 +172,7 @@ class GraphHeads:
 
     @property
     def memory_bytes(self) -> int:
-        """That the open graph keeps."""
+        """What the open graph keeps in memory."""
         return 0 if self._graph is None else int(self._graph.facts.memory_bytes)
 
     def close(self) -> None:

@@ -134,7 +134,7 @@ class ClusterIndex:
 
     @property
     def memory_bytes(self) -> int:
-        """That it keeps, whatever it searches."""
+        """What it keeps in memory, whatever it searches."""
         more = self._finder.memory_bytes if isinstance(self._finder, GraphHeads) else 0
         return self.facts.memory_bytes + more
 
@@ -164,7 +164,8 @@ class ClusterIndex:
             n_lists: that are read for a query (nprobe), at most: those of the nearest heads.
             max_dist_ratio: 1 or more: of these only lists whose head is at most so many times as
                 far from the query as the nearest head, by squared distance (query-aware pruning,
-                SPANN section 3.3, SPTAG's MaxDistRatio). None: all.
+                SPANN section 3.3, SPTAG's MaxDistRatio). A query that is a head itself reads that
+                list alone. None: all.
             include, exclude: rows that alone may be found, or may not: bool [n], or numbers in any
                 collection. More lists are read, twice as many each time, until a query has k.
             deadline_s: of each read.
@@ -339,7 +340,7 @@ def _new(lists: np.ndarray, asked: np.ndarray) -> np.ndarray:
 
 @dataclass
 class _Costs:
-    """Of a query."""
+    """What a query has taken so far."""
 
     pages: int = 0
     requests: int = 0

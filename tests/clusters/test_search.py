@@ -171,7 +171,7 @@ def test_heads_in_a_graph(folder: Path) -> None:
         )
         assert graph.verify() == graph.facts.n_lists
         assert len(graph.path_report()) > len(memory.path_report())
-    with pytest.raises(errors.InvalidInputError, match="got 'memory'; expected 'graph'.*heads="):
+    with pytest.raises(errors.InvalidInputError, match=r"got 'memory'; expected 'graph'.*heads="):
         espnx.clusters.open(folder / "g", heads="memory")
 
 
