@@ -35,7 +35,7 @@ def vectors(recipe: str, n: int, seed: int, dim: int = 128) -> np.ndarray:
 
 
 @functools.cache
-def advised(recipe: str, folder: Path, n: int = N) -> Advice:
+def advised(recipe: str, folder: Path, n: int) -> Advice:
     return advise(vectors(recipe, N, 0, DIM)[:n], path=folder, sample=SAMPLE, folds=2)
 
 
@@ -77,7 +77,7 @@ def test_which_way_fits(recipe: str, n: int, choice: str | None, folder: Path) -
 
 def test_what_the_estimates_say_is_what_was_built(folder: Path) -> None:
     """Of all vectors the folder of a graph is as many pages as there are, and more entry points."""
-    found = advised("hard", folder)
+    found = advised("hard", folder, N)
     graph, lists = found.estimates
     assert graph.folder_bytes >= N * 4096
     assert graph.folder_bytes < 1.2 * N * 4096 + (1 << 20)
@@ -86,7 +86,7 @@ def test_what_the_estimates_say_is_what_was_built(folder: Path) -> None:
 
 
 def test_the_summary_says_it(folder: Path) -> None:
-    found = advised("rc", folder)
+    found = advised("rc", folder, N)
     text = found.summary()
     assert text.splitlines()[-1].startswith("clusters: clusters take 0.")
     assert f"extrapolated to {N:,} vectors from samples of 300 and 1,200" in text
