@@ -52,7 +52,7 @@ class EarlyPassages:
 
     @property
     def told(self) -> OnCandidates | None:
-        """For `Index.search(on_candidates=)`."""
+        """What `Index.search(on_candidates=)` is given."""
         return self._also if self._start is None else self._tell
 
     def _tell(self, known: KnownCandidates) -> None:

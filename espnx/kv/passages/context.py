@@ -177,7 +177,7 @@ class Context:
         return -1 if extent is None else extent.number
 
     def _stored(self, layer: int, taken: Sequence[int] = ()) -> list[list[int]]:
-        """By device, the passages of which blocks are to be read in a layer: those of `taken` (by
+        """The passages of which blocks are to be read in a layer, by device: those of `taken` (by
         extent) and those that are on their way are not."""
         found: list[list[int]] = [[] for _ in self._devices]
         for number, segments in enumerate(self._segments):

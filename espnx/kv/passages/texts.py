@@ -12,7 +12,7 @@ from ... import errors
 
 @dataclass(frozen=True)
 class Spread:
-    """Where the sequences of a batch are among the queries of each prompt.
+    """The places of a batch's sequences among the queries of each prompt.
 
     Attributes:
         most: sequences of a prompt; those that have fewer are filled up.

@@ -1,4 +1,4 @@
-"""What composing passages loses against full attention."""
+"""What composing passages loses against full attention. A file of its own: callers get it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PassageLoss:
 
     @classmethod
     def of(cls, exact: torch.Tensor, lossy: torch.Tensor, repaired_share: float) -> Self:
-        """By log-probabilities [n, words] of both."""
+        """The loss by log-probabilities [n, words] of both."""
         kl = (exact.exp() * (exact - lossy)).sum(dim=-1).mean()
         same = (exact.argmax(dim=-1) == lossy.argmax(dim=-1)).double().mean()
         return cls(float(kl), float(same), repaired_share)

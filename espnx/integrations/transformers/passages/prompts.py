@@ -55,10 +55,10 @@ class Prompts:
         for number, ids in enumerate(self.texts):
             behind = [self.texts[i] for i in self.before(number)]
             self.identities.append(Identity.of(space, behind, ids))
-        names: tuple[str, ...] = ("reused", "computed", "uncached", "damaged", "repaired", "prefetched")
-        names += ("hidden", "wasted")
+        counted = ("reused", "computed", "uncached", "damaged", "repaired")
+        in_bytes = ("prefetched", "hidden", "wasted")
         tokens = sum(map(len, self.texts))
-        self.reused = {"tokens": tokens} | dict.fromkeys(names, 0)
+        self.reused = {"tokens": tokens} | dict.fromkeys([*counted, *in_bytes], 0)
         return self
 
     @property
