@@ -213,11 +213,11 @@ install_packages() {
     say "going on without: espnx.load_gguf needs them, nothing else does"
   packages "installing PEFT, whose adapters kept caches tell apart" peft ||
     say "going on without PEFT: tests of adapters are skipped, nothing else needs it"
+  packages "installing GPUDirect Storage support, which tests run on a library of their own" cuda-bindings ||
+    say "going on without cuda-bindings: reads into GPU memory go through host memory; 'espnx doctor' shows it"
   if has_gpu; then
     venv_python -c 'import sys, torch; sys.exit(not torch.version.cuda)' ||
       say "there is an NVIDIA GPU, but pip chose a torch without CUDA, so it will stay idle (check pip's index and find-links settings)"
-    packages "installing GPUDirect Storage support" cuda-bindings ||
-      say "going on without cuda-bindings: reads into GPU memory go through host memory; 'espnx doctor' shows it"
   fi
 }
 

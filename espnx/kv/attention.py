@@ -388,7 +388,7 @@ class Attention:
 def _over_one_another(step: Step, past: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The new tokens of a chunk."""
     hidden = step.visibility.hidden
-    own = None if hidden is None else hidden[:, past : past + step.k.shape[2]].to(step.q.device)
+    own = None if hidden is None else hidden[:, past : past + step.k.shape[2]]
     wants_lse = past > 0 or step.rules.sinks is not None or step.before is not None
     return chunk_attention(
         step.q, step.k, step.v, step.scale, own, wants_lse=wants_lse, rules=step.rules

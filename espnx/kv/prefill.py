@@ -11,6 +11,7 @@ from .scores import PLAIN, ScoreRules
 
 _QUERIES_AT_ONCE = 256
 _WIDEST_FUSED = 256  # values of a head, on a GPU
+_FUSED_MULTIPLE = 8  # of them there, where kernels are called by their names
 
 
 def chunk_attention(
@@ -28,8 +29,8 @@ def chunk_attention(
         q: [sequences, heads, n, d].
         k, v: [sequences, KV heads, n, d] and [..., dv].
         scale: of the scores.
-        hidden: bool [sequences, n]: padding, or None. A token that sees nothing but padding gets
-            zeros.
+        hidden: bool [sequences, n]: padding, or None; on the host, where it is looked at. A token
+            that sees nothing but padding gets zeros.
         wants_lse: whether the log-sum-exp is needed, for merging with what came before.
         rules: what the model does to scores.
 
@@ -38,14 +39,17 @@ def chunk_attention(
     """
     q, k, v = (rows.to(torch.promote_types(q.dtype, k.dtype)) for rows in (q, k, v))
     if not rules.are_plain:
-        return _masked(q, k, v, scale, hidden, rules)
+        on_device = None if hidden is None else hidden.to(q.device, non_blocking=True)
+        return _masked(q, k, v, scale, on_device, rules)
     if hidden is None:
         return _causal(q, k, v, scale, wants_lse)
     o = q.new_zeros((*q.shape[:3], v.shape[-1]))
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32) if wants_lse else None
-    for first, sequences in _by_padding(hidden):
+    for first, which in _by_padding(hidden):
+        sequences = which.to(q.device, non_blocking=True)
         if first is None:  # padding elsewhere than on the left
-            part, sums = _masked(q[sequences], k[sequences], v[sequences], scale, hidden[sequences])
+            elsewhere = hidden[which].to(q.device, non_blocking=True)
+            part, sums = _masked(q[sequences], k[sequences], v[sequences], scale, elsewhere)
             first = 0
         else:
             part, sums = _causal(
@@ -65,11 +69,7 @@ def _by_padding(hidden: torch.Tensor) -> list[tuple[int | None, torch.Tensor]]:
     """Sequences with the same number of hidden tokens on the left; None where others are hidden
     too."""
     counts = hidden.sum(dim=1)
-    on_left = (
-        (torch.arange(hidden.shape[1], device=hidden.device) < counts[:, None])
-        .eq(hidden)
-        .all(dim=1)
-    )
+    on_left = (torch.arange(hidden.shape[1]) < counts[:, None]).eq(hidden).all(dim=1)
     keys = torch.where(on_left, counts, -1)
     return [
         (None if key < 0 else int(key), (keys == key).nonzero().flatten())
@@ -84,8 +84,10 @@ def _causal(
         return q.new_zeros((*q.shape[:3], v.shape[-1])), q.new_zeros(
             q.shape[:3], dtype=torch.float32
         )
-    if not has_fused(q, v) or (wants_lse and q.device.type != "cpu"):
+    if not has_fused(q, v):
         return _masked(q, k, v, scale, None)
+    if wants_lse and q.device.type != "cpu":
+        return _causal_on_gpu(q, k, v, scale)
     k, v = for_fused(q, k, v)
     if not wants_lse:
         return F.scaled_dot_product_attention(
@@ -96,6 +98,27 @@ def _causal(
         q, k, v, 0.0, True, scale=scale
     )
     return o, lse.float().reshape(q.shape[:3])
+
+
+def _causal_on_gpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """By the kernels behind `F.scaled_dot_product_attention`, which does not show the log-sum-exp:
+    FlashAttention for half precision, the memory-efficient one for fp32, whose log-sum-exps are as
+    many as a whole number of its tiles."""
+    n = q.shape[2]
+    if q.shape[-1] % _FUSED_MULTIPLE:
+        return _masked(q, k, v, scale, None)
+    k, v = (rows.repeat_interleave(q.shape[1] // rows.shape[1], dim=1) for rows in (k, v))
+    if q.dtype == torch.float32:
+        o, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, True, scale=scale
+        )
+    else:
+        o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, True, False, scale=scale
+        )
+    return o, lse[:, :, :n]
 
 
 def has_fused(q: torch.Tensor, v: torch.Tensor) -> bool:

@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from espnx.integrations.transformers.forward.attention import attend_in_memory
 from espnx.integrations.transformers.forward.masks import Mask
+from espnx.kv import prefill
 from espnx.kv.prefill import chunk_attention
+from tests.device.gpu.late import late_device
 
 N = 1200
 
@@ -129,3 +131,33 @@ def test_products_are_whole_float32(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_float32_matmul_precision(before)
     assert seen
     assert set(seen) == {"highest"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 31, 70])
+def test_the_log_sum_exp_of_a_gpu_comes_from_fused_kernels(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int
+) -> None:
+    """By the arguments and shapes of torch's kernels for CUDA, whatever tiles their sums come
+    in."""
+    generator = torch.Generator().manual_seed(n)
+    q, k, v = (torch.randn(2, count, n, 16, generator=generator).to(dtype) for count in (4, 2, 2))
+    groups = (rows.float().repeat_interleave(2, dim=1) for rows in (k, v))
+    wanted, sums = prefill._masked(q.float(), *groups, 0.25, None)
+    monkeypatch.setattr(prefill, "_masked", lambda *_: pytest.fail("a matrix of scores"))
+    hidden = torch.zeros(2, n, dtype=torch.bool)
+    hidden[1, : n // 2] = True
+    with late_device(n) as late:
+        there = [rows.to(late.device) for rows in (q, k, v)]
+        late.waits.clear()
+        o, lse = chunk_attention(*there, 0.25, None, True)
+        assert not late.waits
+        assert o.dtype == dtype
+        torch.testing.assert_close(o.cpu().float(), wanted, rtol=2e-2, atol=2e-2)
+        assert lse is not None
+        torch.testing.assert_close(lse.cpu(), sums, rtol=1e-4, atol=1e-4)
+        late.waits.clear()
+        padded, _ = chunk_attention(*there, 0.25, hidden, True)
+        assert not late.waits
+        torch.testing.assert_close(padded[0].cpu().float(), wanted[0], rtol=2e-2, atol=2e-2)
+        assert not padded[1, :, : n // 2].cpu().any()

@@ -432,8 +432,11 @@ class GdsFuture:
                 yield items
 
     def wait(self) -> torch.Tensor:
+        """Also for another stream than the one that items were handed out on: the memory is not
+        used again before what is queued there has run."""
         while not self._finished:
             self.next(at_least=2**62)
+        self._transfer.streams.add(self._device_memory.stream())
         return self.memory
 
     def done(self) -> bool:

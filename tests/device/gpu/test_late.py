@@ -156,9 +156,9 @@ def test_each_wait_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch, guar
     pytest.fail("nobody noticed")
 
 
-def test_results_handed_out_on_another_stream(folder: Path, monkeypatch: Any) -> None:
-    """The engine's memory is not used again before that stream has read it, whichever stream is
-    current when the last view goes."""
+def test_results_handed_out_on_two_streams(folder: Path, monkeypatch: Any) -> None:
+    """The engine's memory is not used again before both have read it, whichever stream is current
+    when the last view goes."""
 
     def wrong(seed: int) -> bool:
         path, data = write_file(folder, 200_000, seed, f"data{seed}")
@@ -168,10 +168,11 @@ def test_results_handed_out_on_another_stream(folder: Path, monkeypatch: Any) ->
                 "gds-compat", bindings=CuFileStub(), memory=memory, arena_bytes=64 << 10
             ) as engine:
                 file, side = engine.open(path), late.new(late.device)
+                future = engine.read(Plan.of(file, [4096], [57_344]))
+                future.wait()
                 with late.on(side):
-                    rows = engine.read(Plan.of(file, [4096], [57_344])).wait()
-                    kept = rows.clone()
-                del rows
+                    kept = future.wait().clone()
+                del future
                 gc.collect()
                 engine.read(Plan.of(file, [100_000], [57_344])).wait()
                 side.synchronize()
