@@ -10,8 +10,8 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def scale_or_nan(scale):
-    """A scale of int8 rows that is not finite as NaN, as everywhere else."""
-    return scale + (scale - scale)
+    """A scale of int8 rows that is not finite as NaN, as everywhere else; one instruction."""
+    return scale * 0.0 + scale
 
 
 @triton.jit
