@@ -83,16 +83,15 @@ def has_long_tiles(d: int, dv: int, fmt: str) -> bool:
     """Whether few queries take 128 rows at a time: queries and weights are read from shared memory
     once a tile, so that shared memory allows more rows a second."""
     widest = max(d, dv)
-    return (
-        widest <= 128
-        and fmt != "fp32"
-        and (fmt == "int8" or (fmt == "bf16" and widest > 32) or 32 < widest <= 64)
-    )
+    # Rows that are padded to a power of two spill their registers at that length.
+    is_padded = d & (d - 1) or dv & (dv - 1)
+    long_to = {"int8": 128, "bf16": 128, "fp16": 64}.get(fmt, 0)
+    return widest <= long_to and (fmt == "int8" or (widest > 32 and not is_padded))
 
 
 def programs_wanted(d: int, dv: int, fmt: str) -> int:
     """As many as fit at once on the multiprocessors: more would wait for the first."""
-    return _MULTIPROCESSORS * (2 if has_long_tiles(d, dv, fmt) else 3)
+    return _MULTIPROCESSORS * (2 if fmt == "int8" or has_long_tiles(d, dv, fmt) else 3)
 
 
 def launch_options(n_queries: int, d: int, dv: int, fmt: str) -> dict[str, int]:
