@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -84,7 +86,7 @@ def test_maxsim_beyond_4_gib() -> None:
 @pytest.mark.parametrize("unit", [1, 4, 16])
 @pytest.mark.parametrize("at", [0, 5 << 30])
 def test_gather(unit: int, at: int) -> None:
-    """By `csrc/cuda` where it is compiled, and by torch; offsets that do not fit in 32 bits, too."""
+    """By `csrc/cuda` where it is compiled, and by torch; offsets that do not fit in 32 bits."""
     sizes = unit * torch.tensor([0, 1, 7, 4000, 0, 333, 20_000])
     offsets = unit * torch.tensor([9, 3, 0, 17, 0, 1, 0])
     near = torch.randint(0, 256, (20_000 * unit,), dtype=torch.uint8)

@@ -90,7 +90,7 @@ def has_long_tiles(d: int, dv: int, fmt: str) -> bool:
 
 
 def programs_wanted(d: int, dv: int, fmt: str) -> int:
-    """As many as fit at once on the multiprocessors: more would wait for the first."""
+    """So many as fit on the multiprocessors at once: more would wait for the first."""
     return _MULTIPROCESSORS * (2 if fmt == "int8" or has_long_tiles(d, dv, fmt) else 3)
 
 
