@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+
+from .. import errors
 from .kinds import KINDS, ROWS, PartKind
 from .near_storage import NearStorageDevice
 from .rows.ssd import SsdRowDevice
@@ -54,3 +57,15 @@ class GpuDevice(PlainDevice):
         super().__init__(path)
         self.rows = GpuRowDevice
         self.capabilities = GpuRowDevice.capabilities
+
+    def open_part(self, kind: PartKind, *what: Any, **options: Any) -> Any:
+        """See `NearStorageDevice`. Raises PathUnavailableError for anything but rows on a machine
+        without a GPU (rows say themselves where they are computed on)."""
+        if kind is not ROWS and not torch.cuda.is_available():
+            raise errors.PathUnavailableError(
+                f"device 'gpu' for {kind.keeps}",
+                got="no CUDA device here",
+                expected="a GPU to compute on",
+                fix="device='ssd'",
+            )
+        return super().open_part(kind, *what, **options)

@@ -16,7 +16,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,7 +28,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _SHARED_BYTES_MAX = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_BYTES_FREE = 48 * 1024  # of a block without asking
 
-Argument = torch.Tensor | ctypes.c_int64 | ctypes.c_uint32
+Argument: TypeAlias = torch.Tensor | ctypes.c_int64 | ctypes.c_uint32
 
 
 class LaunchError(EspnxError):

@@ -96,6 +96,16 @@ def test_what_a_device_does_not_do(tmp_path: Path) -> None:
         espnx.open(tmp_path / "s", device=device)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the hardware is there")
+def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    """What was named is not replaced by the CPU."""
+    build(tmp_path / "s", corpus(20))
+    with pytest.raises(errors.PathUnavailableError, match=r"embedding records.*device='ssd'"):
+        espnx.open(tmp_path / "s", device="gpu")
+    with pytest.raises(errors.PathUnavailableError, match="no CUDA device"):
+        espnx.device.open("gpu", tmp_path).open_rows()
+
+
 def test_a_search_over_several_devices(spread: tuple[Path, list[Path]]) -> None:
     """Each scores what lies on it; the hits are those of one device, to the bit."""
     path, directories = spread

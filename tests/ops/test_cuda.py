@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from espnx.ops import crc32c_ranges, crc32c_ranges_reference, maxsim, maxsim_reference
+from espnx.ops import (
+    crc32c_ranges,
+    crc32c_ranges_reference,
+    gather,
+    gather_reference,
+    maxsim,
+    maxsim_reference,
+)
+from espnx.ops.crc32c.cuda import crc32c_cuda, crc32c_triton
+from espnx.ops.gather.cuda import copy_by_index
 from tests.ops.records import integers, normals, scatter
 from tests.ops.tolerances import assert_scores_close, maxsim_bound
 
@@ -70,6 +81,33 @@ def test_maxsim_beyond_4_gib() -> None:
     query = integers(5, 16, seed=1)
     scores = maxsim(query.cuda(), buffer, records.offset_bytes + far, records.n_tokens)
     assert torch.equal(scores.cpu(), maxsim_reference(query, *records.args))
+
+
+@pytest.mark.parametrize("unit", [1, 4, 16])
+@pytest.mark.parametrize("at", [0, 5 << 30])
+def test_gather(unit: int, at: int) -> None:
+    """By `csrc/cuda` where it is compiled, and by torch; offsets that do not fit in 32 bits."""
+    sizes = unit * torch.tensor([0, 1, 7, 4000, 0, 333, 20_000])
+    offsets = unit * torch.tensor([9, 3, 0, 17, 0, 1, 0])
+    near = torch.randint(0, 256, (20_000 * unit,), dtype=torch.uint8)
+    buffer = torch.empty(at + near.numel(), dtype=torch.uint8, device="cuda")
+    buffer[at:] = near.cuda()
+    expected = gather_reference(near, offsets, sizes)
+    assert torch.equal(gather(buffer, offsets + at, sizes).cpu(), expected)
+    assert torch.equal(gather(buffer, (offsets + at).cuda(), sizes.cuda()).cpu(), expected)
+    begin = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]).cuda()
+    out = torch.empty(int(begin[-1]), dtype=torch.uint8, device="cuda")
+    copy_by_index(buffer, (offsets + at).cuda(), begin, out, min(unit, 8))
+    assert torch.equal(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("version", [crc32c_cuda, crc32c_triton])
+def test_both_versions_of_crc32c(version: Any) -> None:
+    buffer = torch.randint(0, 256, (3 << 20,), dtype=torch.uint8)
+    sizes = torch.cat([torch.arange(300) * 37, torch.tensor([2 << 20])])
+    offsets = torch.arange(sizes.numel()) * 11
+    found = version(buffer.cuda(), offsets, sizes, 5)
+    assert torch.equal(found.cpu(), crc32c_ranges(buffer, offsets, sizes, 5))
 
 
 def test_crc32c() -> None:

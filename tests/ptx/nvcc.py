@@ -15,6 +15,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def executable(ptx: str, entry: str, shared_bytes: int, n_threads: int) -> Execu
     return Executable(ptx, shared_bytes, entry, n_threads)
 
 
-Argument = torch.Tensor | ctypes.c_int64 | ctypes.c_uint32
+Argument: TypeAlias = torch.Tensor | ctypes.c_int64 | ctypes.c_uint32
 
 
 class Launcher:

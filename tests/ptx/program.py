@@ -14,8 +14,8 @@ ADDRESS = re.compile(r"\[\s*([%\w.$]+)\s*(?:\+\s*(-?\w+)\s*)?\]")
 STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 LABEL = re.compile(r"([$\w]+):")
 DYNAMIC_SHARED = re.compile(r"\.extern\s+\.shared\s[^;]*?([\w$]+)\[\];")
-#: Where shared memory begins that a launch gives to a kernel of nvcc's: the first bytes of any block
-#: are the system's on sm_90. Triton's name for its own stands for address 0 here.
+#: Where shared memory begins that a launch gives to a kernel of nvcc's: the first bytes are the
+#: system's on sm_90. Triton's name for its own stands for address 0 here.
 DYNAMIC_SHARED_BEGIN = 1024
 TRITON_SHARED = "global_smem"
 SHARED_WIDTHS = re.compile(r"(?:ld|st)\.shared\S*\.[bsuf](8|16|32|64|128)\b")

@@ -13,7 +13,15 @@ import torch
 from espnx.errors import NotConformingError
 from espnx.ops.attention import cuda
 from tests.device.rows import assert_right
-from tests.ops.attention.ruled import DTYPES, RULES, WIDTHS, by_kernel, check_rules, ruled_case
+from tests.ops.attention.ruled import (
+    DTYPES,
+    RULES,
+    WIDTHS,
+    by_kernel,
+    check_rules,
+    check_sinks,
+    ruled_case,
+)
 from tests.ops.attention.scales import check_scale
 from tests.ops.attention.test_attention import FORMATS, assert_close, causal, make_case
 from tests.ops.attention.test_kernel import PRECISION, case_dtype, run
@@ -69,6 +77,11 @@ def test_scores_of_models(
     monkeypatch: pytest.MonkeyPatch, fmt: str, d: int, dv: int, names: tuple[str, ...], n: int
 ) -> None:
     check_rules(monkeypatch, fmt, d, dv, n, names)
+
+
+@pytest.mark.parametrize("fmt", DTYPES)
+def test_sinks(monkeypatch: pytest.MonkeyPatch, fmt: str) -> None:
+    check_sinks(monkeypatch, fmt)
 
 
 @pytest.mark.parametrize("name", ["soft_cap", "slopes", "window"])

@@ -15,8 +15,7 @@ from .checks import ROW_FORMATS, block_bytes, check_arguments, check_inside, che
 DIM_MAX = 1024  # a program holds the sums of whole rows
 _NARROW_DIM_MAX = 256  # and rows up to this length as they come
 _SPLIT_ROWS_MIN = 512
-# As many as fit at once on the 132 multiprocessors of an H200: more would wait for the first.
-_PROGRAMS_WANTED = {"fp16": 396, "bf16": 396, "fp32": 396, "int8": 264}
+_MULTIPROCESSORS = 132  # of an H100 or H200
 _HEADS_MAX = 2**31 - 1  # CUDA's largest grid; in its other two dimensions 65535
 
 
@@ -71,7 +70,7 @@ def launch_shape(n_queries: int, d: int, dv: int, fmt: str) -> dict[str, int]:
     elif is_fp32:
         rows = 32
     else:
-        rows = 128 if fmt == "int8" and queries == 16 else 64
+        rows = 128 if queries == 16 and has_long_tiles(d, dv, fmt) else 64
     return {
         "BLOCK_Q": queries,
         "BLOCK_T": rows,
@@ -80,15 +79,33 @@ def launch_shape(n_queries: int, d: int, dv: int, fmt: str) -> dict[str, int]:
     }
 
 
+def has_long_tiles(d: int, dv: int, fmt: str) -> bool:
+    """Whether few queries take 128 rows at a time: queries and weights are read from shared memory
+    once a tile, so that shared memory allows more rows a second."""
+    widest = max(d, dv)
+    # Rows that are padded to a power of two spill their registers at that length.
+    is_padded = d & (d - 1) or dv & (dv - 1)
+    long_to = {"int8": 128, "bf16": 128, "fp16": 64}.get(fmt, 0)
+    return widest <= long_to and (fmt == "int8" or (widest > 32 and not is_padded))
+
+
+def programs_wanted(d: int, dv: int, fmt: str) -> int:
+    """So many as fit on the multiprocessors at once: more would wait for the first."""
+    return _MULTIPROCESSORS * (2 if fmt == "int8" or has_long_tiles(d, dv, fmt) else 3)
+
+
 def launch_options(n_queries: int, d: int, dv: int, fmt: str) -> dict[str, int]:
     """Stages of the loop over tiles (that many less one are loaded ahead, and where rows are comes
-    a stage before them), and registers: so many that three programs fit on a multiprocessor."""
+    a stage before them), and registers: so many that three programs fit on a multiprocessor, or
+    with tiles of 128 rows two."""
     if is_wide(d, dv):
         options = {"num_stages": 1, "num_warps": 8}
     elif max(d, dv) > 128:
         options = {"num_stages": 1}
     elif fmt == "int8" or n_queries > 16:
         options = {"num_stages": 2}
+    elif has_long_tiles(d, dv, fmt):
+        options = {"num_stages": 3 if max(d, dv) <= 64 else 2}
     else:
         options = {"num_stages": 3, "maxnreg": 168}
     return options
@@ -164,7 +181,10 @@ def attention_triton(
         )
     rows_max = int(n_rows.max())
     splits = n_splits or max(
-        min(_PROGRAMS_WANTED[fmt] // (n_heads * q_blocks), rows_max // _SPLIT_ROWS_MIN, 64), 1
+        min(
+            programs_wanted(d, width, fmt) // (n_heads * q_blocks), rows_max // _SPLIT_ROWS_MIN, 64
+        ),
+        1,
     )
     split_rows = -(-max(rows_max, 1) // splits // shape["BLOCK_T"]) * shape["BLOCK_T"]
     if n_heads > _HEADS_MAX or q_blocks > 65535:

@@ -1,4 +1,5 @@
-"""Ragged records of an I/O buffer as one compact tensor, for callers."""
+"""Ragged records of an I/O buffer as one compact tensor, for callers; a file of its own, as each
+op has one."""
 
 from __future__ import annotations
 

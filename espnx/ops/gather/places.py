@@ -1,4 +1,4 @@
-"""Where records lie in the compact tensor."""
+"""The places of records in the compact tensor."""
 
 from __future__ import annotations
 

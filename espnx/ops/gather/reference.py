@@ -1,4 +1,5 @@
-"""Records one after the other in plain Python: what the fast versions are tested against."""
+"""Records one after the other in plain Python: what the fast versions are tested against, and so a
+file of its own, which shares no code with them."""
 
 from __future__ import annotations
 

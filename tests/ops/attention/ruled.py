@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from espnx.ops.attention import Queries, RowsInMemory, running
+from espnx.ops.attention import Queries, RowsInMemory, add_sinks, running
 from tests.device.rows import assert_right, normal
 from tests.ops.attention.test_rows import N_HEADS, N_SEQUENCES, changes
 
@@ -59,3 +59,25 @@ def check_rules(
 ) -> None:
     look, rows = ruled_case(fmt, d, dv, n, names, n_rows)
     assert_right(by_kernel(monkeypatch, look, rows), [], look, rows)
+
+
+def check_sinks(monkeypatch: pytest.MonkeyPatch, fmt: str) -> None:
+    """Sinks join what the kernels gave: beside a softmax in fp64 over one column more, of logits
+    far below, among and far above the scores, and none; and of rows that nobody sees."""
+    n_rows, n, d = 69, 3, 64
+    look, rows = ruled_case(fmt, d, d, n, (), n_rows)
+    result = by_kernel(monkeypatch, look, rows)
+    k, v = (each[:, :, 3 : 3 + n_rows].double() for each in (rows.k, rows.v))
+    scores = look.q.double() @ k.mT
+    for logits in ((-30.0, 0.5), (40.0, -torch.inf)):  # of two heads
+        sinks = torch.tensor(logits)[:, None]
+        column = sinks.double().expand(scores.shape[:3])[..., None]
+        whole = torch.cat([scores, column], dim=-1)
+        expected = whole.softmax(dim=-1)[..., :-1] @ v, whole.logsumexp(dim=-1)
+        for got, wanted in zip(add_sinks(*result, sinks), expected, strict=True):
+            assert torch.allclose(got.double(), wanted, rtol=2e-5, atol=2e-5)
+    blind = Queries(look.q, d, last_position=torch.full((n,), -1))
+    sinks = torch.tensor([0.5, -3.0])[:, None]
+    o, lse = add_sinks(*by_kernel(monkeypatch, blind, rows), sinks)
+    assert bool((o == 0).all())
+    assert torch.equal(lse, sinks.expand_as(lse))

@@ -17,7 +17,9 @@ def check_scale(
     """Of three queries the first sees two blocks of 16 rows, the second a row more, the third two.
     A scale of K is one channel's of the third block, one of V the last row's: who sees them gets
     NaN in all values, and nobody else anything but what there was."""
-    case = causal(make_case(n_rows=[N_ROWS], q_len=3, n_kv=1, d=D, fmt="int8", block_rows=ROWS, gap_bytes=16))
+    case = causal(
+        make_case(n_rows=[N_ROWS], q_len=3, n_kv=1, d=D, fmt="int8", block_rows=ROWS, gap_bytes=16)
+    )
     before = run(case)
     place = int(case.table[0, 0, 2]) + (4 * D + ROWS * D + 4 if of_v else 4 * 5)
     case.buffer[place : place + 4] = torch.tensor([value]).view(torch.uint8)

@@ -17,7 +17,8 @@ import torch
 
 from espnx.errors import InvalidInputError
 from espnx.ops.attention.cuda import ScoreRules, attention_triton
-from tests.ops.attention.ruled import RULES, WIDTHS, check_rules
+from tests.ops.attention.ruled import RULES, WIDTHS, check_rules, check_sinks
+from tests.ops.attention.scales import check_scale
 from tests.ops.attention.test_attention import FORMATS, Case, assert_close, causal, make_case
 
 pytest.importorskip("triton", reason="triton has no wheel for this machine's processor")
@@ -88,6 +89,15 @@ def interpreted_rules(fmt: str) -> None:
         for (d, dv), names in zip(WIDTHS, RULES, strict=True):
             with pytest.MonkeyPatch.context() as monkeypatch:
                 check_rules(monkeypatch, fmt, d, dv, 5, names)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            check_sinks(monkeypatch, fmt)
+
+
+def interpreted_scales(fmt: str) -> None:
+    if fmt == "int8":
+        for value in (torch.nan, torch.inf, -torch.inf):
+            check_scale(run, value, of_v=False)
+            check_scale(run, value, of_v=True)
 
 
 def interpreted_wide(fmt: str) -> None:
@@ -111,6 +121,7 @@ def case_dtype(case: Case) -> torch.dtype:
         interpreted_x_rows,
         interpreted_not_finite,
         interpreted_rules,
+        interpreted_scales,
         interpreted_wide,
     ],
 )
