@@ -103,9 +103,9 @@ def _causal(
 def _causal_on_gpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """By the kernels behind `F.scaled_dot_product_attention`, which does not show the log-sum-exp:
-    FlashAttention for half precision, the memory-efficient one for fp32, whose log-sum-exps are as
-    many as a whole number of its tiles."""
+    """Calls the kernels behind `F.scaled_dot_product_attention`, which does not show the
+    log-sum-exp: FlashAttention for half precision, the memory-efficient one for fp32, whose
+    log-sum-exps are as many as a whole number of its tiles."""
     n = q.shape[2]
     if q.shape[-1] % _FUSED_MULTIPLE:
         return _masked(q, k, v, scale, None)

@@ -50,12 +50,14 @@ def _setup() -> torch.device:
 
 
 class LateStream:
-    """See `espnx.streams.Stream`. `queue` holds work and points to wait for."""
+    """See `espnx.streams.Stream`. `queue` holds work and points to wait for; `pace` is how often
+    the stream gets its turn, beside others up to a thousand times as fast."""
 
     def __init__(self, late: LateDevice):
         self.late, self.device = late, late.device
         self.queue: deque[Callable[[], object] | LateEvent] = deque()
         self.queued = self.done = 0
+        self.pace = 10.0 ** -late.draw(3)
 
     def record_event(self) -> LateEvent:
         return LateEvent(self, self.queued)
@@ -230,6 +232,10 @@ class LateDevice(TorchDispatchMode):
             stream.queued += 1
         self.nudge()
 
+    def draw(self, most: float) -> float:
+        with self._lock:
+            return self._random.uniform(0.0, most)
+
     def nudge(self) -> None:
         """Time passes: something may be done."""
         with self._lock:
@@ -295,7 +301,7 @@ class LateDevice(TorchDispatchMode):
             if stream.queue
             and (not isinstance(head := stream.queue[0], LateEvent) or head.has_passed())
         ]
-        return self._random.choice(able) if able else None
+        return self._random.choices(able, [each.pace for each in able])[0] if able else None
 
     # --- tensors
 

@@ -257,3 +257,24 @@ def test_checked_is_not_computed(folder: Path, way: str) -> None:
         assert late.main.queued > begun + 3
         assert late.main.done < late.main.queued
         assert_right((o.cpu(), lse.cpu()), stored, look)
+
+
+def test_any_slot_whose_copy_has_run() -> None:
+    """Also one that came back after others."""
+    with late_device(0, eagerness=0.0) as late:
+        staging = Staging(late.device, 4096)
+        slots = [staging.take(100) for _ in range(3)]
+        slow, fast = late.new(late.device), late.new(late.device)
+        for slot, stream in zip(slots, (slow, fast, slow), strict=True):
+            with late.on(stream):
+                slot.memory[:100].to(late.device, non_blocking=True)
+            staging.give_back(slot, late.event_behind(stream))
+        fast.synchronize()
+        late.waits.clear()
+        assert staging.take(4096) is slots[1]
+        assert staging.take(1) not in slots
+        assert not late.waits
+        assert staging.take(5000).memory.numel() == 5000
+        big = staging.take(5000)
+        staging.give_back(big, late.event_behind(fast))
+        assert big not in staging._free

@@ -20,6 +20,7 @@ from espnx.retrieval.store.store import EmbeddingStore
 from espnx.storage import NativeEngine
 from tests.device.gpu.late import LateDevice, late_device
 from tests.retrieval.common import exact_scores, queries
+from tests.storage.common import until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUMBERS = np.array([299, 3, 4, 70, 120])
@@ -50,6 +51,7 @@ def scored(
         cls, tokens = (x.to(late.device) * 1.0 for x in (query.cls.reshape(1, -1), query.tokens))
         late.waits.clear()
         ticket = kept.full.maxsim(NUMBERS, [RecordQuery(cls, tokens, 2.0)], is_urgent=is_urgent)
+        assert is_urgent or until(lambda: ticket.is_finished)  # by a worker, not by this thread
         return ticket.finish()
 
 
