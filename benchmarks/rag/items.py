@@ -49,13 +49,15 @@ class Items:
         opened: a model; where its folder has held-out text and words, these are used, and lines
             that it was trained to recall; else Python's reference, which it may have seen, and
             facts in plain English.
+        seed: of what is drawn.
+        text_of: tokens of that reference, to draw from.
 
     Attributes:
         source: what the text is.
         prefix: token ids before the passages.
     """
 
-    def __init__(self, opened: Opened, seed: int):
+    def __init__(self, opened: Opened, seed: int, text_of: int = 60_000):
         self._opened, self._seed, self._tokenizer = opened, seed, opened.tokenizer
         if (opened.folder / NAME).is_file():
             self._known: HeldOut | None = HeldOut.load(opened.folder)
@@ -63,7 +65,7 @@ class Items:
             self.source = "held-out text"
         else:
             self._known = None
-            self._text, self.source = text_tokens(self._tokenizer, 60_000), "Python's reference"
+            self._text, self.source = text_tokens(self._tokenizer, text_of), "Python's reference"
         words = self._ids(_PREFIX * PREFIX_TOKENS)
         self.prefix = torch.tensor(words[:PREFIX_TOKENS])
 

@@ -1,4 +1,5 @@
-"""All shows of all models."""
+"""All shows of all models. A file of its own: what is measured imports the options, which know
+nothing of it."""
 
 from __future__ import annotations
 

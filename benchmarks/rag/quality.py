@@ -36,6 +36,8 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "blend-0.15": {"blend": 0.15},
     "blend-0.3": {"blend": 0.3},
 }
+#: Tokens to draw from, where a model has no held-out text.
+_TEXT, _QUICK_TEXT = 60_000, 4_000
 #: Lossless: nothing but the order of sums may differ from full attention.
 _LOSSLESS, _NLL_ROUNDING = ("prefix",), 1e-3
 
@@ -58,7 +60,7 @@ class Judged:
 
 def show_quality(options: Options, opened: Opened, say: Say) -> list[Row]:
     """Rows of facts and of text, behind the prefix and without one."""
-    items = Items(opened, options.seed)
+    items = Items(opened, options.seed, _QUICK_TEXT if options.quick else _TEXT)
     rows = list[Row]()
     for task, made in (("facts", items.facts), ("text", items.texts)):
         for has_prefix in (True, False):

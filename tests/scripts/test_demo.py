@@ -31,12 +31,14 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 import demo as demo_program
 import demo_answer
 import demo_generate
+import demo_rag
 
 import espnx
 from espnx.benchmarks.kv.systems import smollm2
 from espnx.benchmarks.kv_quality.recall import HeldOut, question
 from espnx.kv.striping import StripedDevices
 from tests.forks import Forks
+from tests.retrieval.common import build, toy_encoder
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = espnx.demo_model()
@@ -220,6 +222,35 @@ def test_what_is_kept_wrong_makes_it_fail(
     assert not demo_answer.first_question(
         answering, passages, ["a?", "b?"], str(tmp_path / "wrong")
     )[0]
+
+
+def test_the_second_question_is_composed(
+    answering: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its passages are read, and counters say so; an answer whose passages were computed fails."""
+    assert not demo_rag.has_room(answering)
+    roomy = tmp_path / "roomy"
+    shutil.copytree(answering, roomy)
+    config = json.loads((roomy / "config.json").read_text())
+    (roomy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    assert demo_rag.has_room(roomy)
+    texts = [(f"t{i}", f"red green number {i}, " * 4) for i in range(6)]
+    build(tmp_path / "store", texts, encoder=toy_encoder(), dims=None, nlist=1)
+    monkeypatch.setattr(demo_rag, "NEW_TOKENS", 3)
+    monkeypatch.setattr(demo_rag, "_PASSAGE_TOKENS", 40)
+    with espnx.open(tmp_path / "store", toy_encoder()) as index:
+        asked = ("red green?", "green?")
+        assert demo_rag.referenced_answers(index, roomy, asked, str(tmp_path / "kv"))
+        lines = capsys.readouterr().out.splitlines()
+        (computed,) = (line.split()[-2:] for line in lines if line.startswith("their tokens"))
+        assert int(computed[0].replace(",", "")) > 5 * 40
+        assert computed[1] == "0"
+        assert [line for line in lines if line.startswith("[3]")]
+        monkeypatch.setattr(demo_rag, "_said", lambda answer, name: 1)
+        assert not demo_rag.referenced_answers(index, roomy, asked, str(tmp_path / "kv"))
 
 
 def test_a_new_process_that_fails_makes_it_fail(answering: Path, tmp_path: Path) -> None:
