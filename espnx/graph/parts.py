@@ -8,6 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
+from .. import errors
+
 #: In place of the place of a copy that a row does not have; and of the node of an id that has none.
 NO_COPY, NO_NODE = 2**64 - 1, 2**32 - 1
 #: Of the table of clusters.
@@ -131,6 +133,16 @@ class Clusters:
         table["nodes"], table["entries"] = self.nodes, self.n_entries
         table["directory"] = self.files
         return table
+
+
+def lost_directory(directory: str) -> errors.FileMissingError:
+    """What is said of clusters whose directory is lost."""
+    return errors.FileMissingError(
+        "a directory of a graph's clusters",
+        path=directory,
+        got="no pages of this graph",
+        fix="mount it, or search what is in the others: open(partial=True), --partial",
+    )
 
 
 def most_entries(code_bytes: int) -> int:

@@ -12,12 +12,13 @@ import torch
 
 from ..storage import NativeEngine
 from ..storage.manifest import write_manifest
-from .filters import RowFilter, open_pages, read_pages
+from .filters import RowFilter
 from .format import MAGIC, FilteredRecall, GraphFacts, RecallPoint
 from .layout import rows_of
 from .neighbours import nearer, nearest_of
 from .search.asked import checked_queries
 from .search.effort import REGION_PAGES, WALK_PAGES, lists_of_region
+from .search.pages import open_pages, read_pages
 from .search.probing import Probing
 from .search.version import THREADS_MAX, GraphVersion, ReadOptions
 from .write import Progress

@@ -12,9 +12,10 @@ import torch
 from ... import errors
 from ...device.vectors.interface import Estimate, Nodes
 from ...storage import Engine, FileHandle, NativeEngine, Plan
-from ..format import NODES, GraphFacts, parse_pages, read_codes, read_graph
+from ..format import NODES, GraphFacts, read_graph
 from ..layout import HEADER
 from ..search.kinds import refuse_clusters, refuse_gaps
+from ..search.pages import parse_pages, read_codes
 
 
 class StoredGraph:
