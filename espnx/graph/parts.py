@@ -3,6 +3,7 @@ part."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -133,6 +134,11 @@ class Clusters:
         table["nodes"], table["entries"] = self.nodes, self.n_entries
         table["directory"] = self.files
         return table
+
+
+def home_of(directory: str, salt: int) -> str:
+    """The folder of a graph in one of several directories that its pages lie in."""
+    return os.path.join(directory, f"graph-{salt:016x}")
 
 
 def lost_directory(directory: str) -> errors.FileMissingError:
