@@ -18,8 +18,8 @@ from ..checks import plain
 from ..storage import NativeEngine, Plan
 from .format import ROWS, GraphFacts
 from .layout import rows_of
+from .pages.checked import open_pages, read_pages
 from .parts import NO_COPY, NO_NODE
-from .search.pages import open_pages, read_pages
 from .vectors import as_array
 
 _REBUILD = "restore the graph from a copy, or build it again"

@@ -16,9 +16,9 @@ from .filters import RowFilter
 from .format import MAGIC, FilteredRecall, GraphFacts, RecallPoint
 from .layout import rows_of
 from .neighbours import nearer, nearest_of
+from .pages.checked import open_pages, read_pages
 from .search.asked import checked_queries
 from .search.effort import REGION_PAGES, WALK_PAGES, lists_of_region
-from .search.pages import open_pages, read_pages
 from .search.probing import Probing
 from .search.version import THREADS_MAX, GraphVersion, ReadOptions
 from .write import Progress

@@ -1,5 +1,5 @@
-"""``espnx graph build|add|delete|merge|search|info|verify|import|export``: nearest neighbours from
-SSD."""
+"""``espnx graph build|add|delete|merge|search|info|verify|remove|import|export``: nearest
+neighbours from SSD."""
 
 from __future__ import annotations
 

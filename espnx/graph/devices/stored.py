@@ -14,8 +14,8 @@ from ...device.vectors.interface import Estimate, Nodes
 from ...storage import Engine, FileHandle, NativeEngine, Plan
 from ..format import NODES, GraphFacts, read_graph
 from ..layout import HEADER
+from ..pages.checked import parse_pages, read_codes
 from ..search.kinds import refuse_clusters, refuse_gaps
-from ..search.pages import parse_pages, read_codes
 
 
 class StoredGraph:

@@ -28,9 +28,9 @@ from ...suggestions import suggests_keywords
 from ..codes.codebook import Codebook
 from ..format import N_ENTRIES_MAX, NODES, GraphFacts, read_graph
 from ..layout import CODES_IN, PageLayout, choose_layout
+from ..pages.checked import parse_pages, read_codes
 from ..recall import add_recall, row_blocks
 from ..search.kinds import refuse_clusters, refuse_gaps
-from ..search.pages import parse_pages, read_codes
 from ..vectors import read_vectors
 from ..write import Progress, WholeGraph, connect_and_choose_entries, write_graph, writing_graph
 from . import files as theirs

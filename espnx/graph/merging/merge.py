@@ -25,10 +25,10 @@ from ..format import CODEBOOK, CODES, DISK_CODEBOOK, ENTRIES, NODES, ROWS, Graph
 from ..layout import rows_of
 from ..native import native_view
 from ..options import GraphOptions, measured_rows
+from ..pages.checked import open_pages, read_codes, read_pages
 from ..parts import NO_NODE
 from ..recall import stored_blocks, with_recall
 from ..search.asked import checked_queries
-from ..search.pages import open_pages, read_codes, read_pages
 from ..search.version import GraphVersion
 from ..updates.pending import Pending
 from ..write import GraphFiles, Progress, code_pages, pages_of, publish, writing_version

@@ -12,7 +12,7 @@ from ...storage import NativeEngine, Plan
 from ..filters import places_at
 from ..format import NODES, ROWS, GraphFacts
 from ..layout import rows_of
-from .pages import open_pages, read_codes, read_pages
+from ..pages.checked import open_pages, read_codes, read_pages
 
 _VERIFY_S = 3600.0  # of a block of pages
 _REBUILD = "restore the graph from a copy, or build it again"

@@ -20,9 +20,9 @@ from ..filters import FilterReader, NodeFilter, RowFilter
 from ..format import CODES, NODES, ROWS, GraphFacts, GraphSections, read_graph
 from ..native import native_view
 from ..neighbours import Neighbours, nearest_of, shown
+from ..pages.checked import read_codes
 from .asked import WalkRequest, checked_queries
 from .effort import Effort, effort_of, filtered_probing
-from .pages import read_codes
 from .probing import Probing, choose_clusters, distances_to_clusters, ratios_of
 from .reading import RowReader
 from .under_way import GraphSearch

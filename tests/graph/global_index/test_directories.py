@@ -17,9 +17,9 @@ from espnx import errors
 from espnx.cli.main import main
 from espnx.graph.format import CLUSTERS_VERSION, MAGIC
 from espnx.graph.layout import rows_of
+from espnx.graph.pages.checked import open_pages, read_pages
 from espnx.graph.parts import balanced
 from espnx.graph.planning import plan_graph
-from espnx.graph.search.pages import open_pages, read_pages
 from espnx.storage import NativeEngine
 from espnx.storage.manifest import write_manifest
 from tests.graph.conftest import clustered, exact, recall_of
