@@ -81,36 +81,7 @@ def configure(parser: ArgumentParser) -> None:
         default=".",
         help="a directory on the SSD (default: the current one)",
     )
-    add(
-        "--show",
-        choices=SHOWS,
-        default="sweep",
-        help=f"{', '.join(SHOWS[:-1])} or {SHOWS[-1]} (default: %(default)s)",
-    )
-    add(
-        "--clusters",
-        metavar="N,...",
-        default="16,64,256",
-        help="of --show clusters, 2,000 vectors in each (default: %(default)s)",
-    )
-    add(
-        "--replicas",
-        metavar="SHARE,...",
-        default="0",
-        help="of --show clusters: vectors in two clusters (default: %(default)s)",
-    )
-    add(
-        "--rounds",
-        metavar="N",
-        default="10",
-        help="of --show changes, in which a fifth is replaced (default: %(default)s)",
-    )
-    add(
-        "--series",
-        metavar="N",
-        default="10",
-        help="of such rounds, each of other vectors (default: %(default)s)",
-    )
+    _add_shows(parser)
     _add_lists_options(parser)
     add("--system", metavar="S,...", help=f"of {', '.join(SYSTEMS)} (default: all)")
     add("--n", metavar="N,...", default="50000", help="vectors by recipe (default: %(default)s)")
@@ -197,6 +168,41 @@ def _add_lists_options(parser: ArgumentParser) -> None:
         metavar="T,...",
         default="1,2,4,8,16,32",
         help="of the host, beside devices (default: %(default)s)",
+    )
+
+
+def _add_shows(parser: ArgumentParser) -> None:
+    """What is shown, and options of some shows alone."""
+    add = parser.add_argument
+    add(
+        "--show",
+        choices=SHOWS,
+        default="sweep",
+        help=f"{', '.join(SHOWS[:-1])} or {SHOWS[-1]} (default: %(default)s)",
+    )
+    add(
+        "--clusters",
+        metavar="N,...",
+        default="16,64,256",
+        help="of --show clusters, 2,000 vectors in each (default: %(default)s)",
+    )
+    add(
+        "--replicas",
+        metavar="SHARE,...",
+        default="0",
+        help="of --show clusters: vectors in two clusters (default: %(default)s)",
+    )
+    add(
+        "--rounds",
+        metavar="N",
+        default="10",
+        help="of --show changes, in which a fifth is replaced (default: %(default)s)",
+    )
+    add(
+        "--series",
+        metavar="N",
+        default="10",
+        help="of such rounds, each of other vectors (default: %(default)s)",
     )
 
 

@@ -161,7 +161,7 @@ def _build(vectors: np.ndarray, path: Path, system: str, threads: int) -> None:
 
 
 def _at_targets(known: _Known, graph: espnx.graph.GraphIndex, own: bool) -> dict[float, Point]:
-    """By recall the shortest list that reaches it; of one that none reaches the longest."""
+    """The shortest list that reaches each recall; of one that none reaches the longest."""
     found: dict[float, Point] = {}
     for list_size in _LISTS:
         point, _ = known.point(graph, list_size, own)

@@ -107,7 +107,7 @@ class Session(Service):
 
     @staticmethod
     def _cost(base: str, folder: str, codes: str, threads: int) -> dict[str, float]:
-        """Of a build."""
+        """What a build takes."""
         return cost(
             lambda: espnx.graph.build(base, folder, codes=codes, threads=threads, replace=True)
         )
@@ -115,7 +115,7 @@ class Session(Service):
     def _cost_of_merge(
         self, base: str, folder: str, added: str, codes: str, threads: int
     ) -> dict[str, float]:
-        """Of a merge of what was added, and of as many deletions, as it goes by itself."""
+        """What a merge takes of some additions, and of as many deletions, as it goes by itself."""
         self._cost(base, folder, codes, threads)
         more = np.load(added)
         with espnx.graph.open_writer(folder, durability="none") as graph:

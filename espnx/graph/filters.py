@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ import torch
 
 from .. import errors
 from ..checks import plain
-from ..storage import FileHandle, NativeEngine, Plan
-from .format import NODES, ROWS, GraphFacts, parse_pages
+from ..storage import NativeEngine, Plan
+from .format import ROWS, GraphFacts
 from .layout import rows_of
+from .pages.checked import open_pages, read_pages
 from .parts import NO_COPY, NO_NODE
 from .vectors import as_array
 
@@ -487,39 +488,6 @@ def places_at(facts: GraphFacts, memory: np.ndarray, at: np.ndarray) -> np.ndarr
             fix=_REBUILD,
         )
     return places
-
-
-def open_pages(engine: NativeEngine, facts: GraphFacts) -> list[FileHandle | None]:
-    """A graph's files of pages, as `GraphFacts.page_files`; None: in a directory that is lost."""
-    if not facts.directories:
-        return [engine.open(facts.open_path(NODES))]
-    return [engine.open(each.path) if each.path else None for each in facts.page_files]
-
-
-def read_pages(
-    engine: NativeEngine,
-    files: Sequence[FileHandle | None],
-    facts: GraphFacts,
-    pages: np.ndarray,
-    deadline_s: float,
-) -> np.ndarray:
-    """Nodes of some pages, of `open_pages`; see `parse_pages`. Raises as `GraphIndex.search`, and
-    FileMissingError for pages in a directory that is lost."""
-    layout = facts.layout
-    facts.check_there(pages)
-    which, inside = facts.parts.in_files(pages)
-    handles = [files[each] for each in which.tolist()]
-    begins = np.array([each.offset_bytes for each in facts.page_files], np.int64)[which]
-    future = engine.read(
-        Plan.of(
-            [each for each in handles if each is not None],
-            (begins + inside * layout.page_bytes).tolist(),
-            [layout.page_bytes] * len(pages),
-        ),
-        deadline_s=deadline_s,
-    )
-    future.wait()
-    return parse_pages(facts, pages, future.memory, future.position_bytes.numpy())
 
 
 def _bits_at(bits: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -26,17 +26,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 
 from .. import errors
 from ..checks import check_whole
-from ..ops.crc32c import crc32c_ranges
 from ..ops.distances import DIM_MAX
 from ..storage import NativeEngine
 from ..storage.files import Region, crc32c, read_region
@@ -53,10 +51,8 @@ from .layout import (
     PAGE_BYTES_MAX,
     PAGE_UNIT_BYTES,
     PageLayout,
-    code_salt,
-    rows_of,
 )
-from .parts import TABLE, Clusters, Parts
+from .parts import TABLE, Clusters, Parts, home_of, lost_directory
 
 #: Of a directory with one graph, and of one with a graph for each cluster.
 MAGIC, VERSION, CLUSTERS_VERSION = "espnx-graph", 1, 2
@@ -378,11 +374,6 @@ class GraphFacts:
         }
 
 
-def home_of(directory: str, salt: int) -> str:
-    """The folder of a graph in one of several directories that its pages lie in."""
-    return os.path.join(directory, f"graph-{salt:016x}")
-
-
 def page_files(
     directories: Sequence[str], salt: int, generation: int, layout: PageLayout, parts: Parts
 ) -> list[Region]:
@@ -392,16 +383,6 @@ def page_files(
         Region(os.path.join(home_of(each, salt), versioned(NODES, generation)), 0, int(size))
         for each, size in zip(directories, sizes, strict=True)
     ]
-
-
-def lost_directory(directory: str) -> errors.FileMissingError:
-    """What is said of clusters whose directory is lost."""
-    return errors.FileMissingError(
-        "a directory of a graph's clusters",
-        path=directory,
-        got="no pages of this graph",
-        fix="mount it, or search what is in the others: open(partial=True), --partial",
-    )
 
 
 def rotated_files(codebook: Codebook, disk_codebook: Codebook | None) -> list[str]:
@@ -556,10 +537,10 @@ def read_graph(
 
     def codebook(name: str, begin: np.ndarray) -> Codebook:
         # torch takes no memory that is read-only
-        values = np.frombuffer(_read_whole(engine, regions, name, expected), "<f4").copy()
+        values = np.frombuffer(read_whole(engine, regions, name, expected), "<f4").copy()
         return unpack_codebook(begin, values, layout.dim)
 
-    data = _read_whole(engine, regions, ENTRIES, expected)
+    data = read_whole(engine, regions, ENTRIES, expected)
     entries = np.frombuffer(data, "<u4", n_entries).astype(np.int64)
     of_part = parts_of(layout, n_entries, clusters)
     if (entries >= np.repeat(of_part.nodes, of_part.n_entries)).any():
@@ -654,9 +635,9 @@ def _read_clusters(
     regions = _whole_files(where, generation, sizes)
     for region in regions.values():
         check_file_size(region.path, region.size_bytes, "file of a graph", _REBUILD)
-    table = np.frombuffer(_read_whole(engine, regions, CLUSTERS, sums), TABLE)
+    table = np.frombuffer(read_whole(engine, regions, CLUSTERS, sums), TABLE)
     files = table["directory"].astype(np.int64)
-    centroids = np.frombuffer(_read_whole(engine, regions, CENTROIDS, sums), "<f4")
+    centroids = np.frombuffer(read_whole(engine, regions, CENTROIDS, sums), "<f4")
     nodes, entries = (table[name].astype(np.int64) for name in ("nodes", "entries"))
     is_right = (nodes > 0) & (nodes <= N_MAX) & (entries > 0) & (entries <= nodes)
     copies = fields.whole("copies", 2, count) if "copies" in fields else 1
@@ -728,122 +709,6 @@ def _located(
     return regions
 
 
-def read_codes(engine: NativeEngine, facts: GraphFacts) -> np.ndarray:
-    """uint8 [n, code_bytes], by node, of a graph whose codes are not inline. Raises as
-    `read_graph`."""
-    layout = facts.layout
-    if not layout.paged_codes:
-        data = _read_whole(engine, facts.regions, CODES, facts.sums)
-        return np.frombuffer(data, np.uint8).reshape(layout.n, layout.code_bytes)
-    region = replace(facts.regions[CODES], path=facts.open_path(CODES))
-    memory = torch.from_numpy(read_region(engine, region))
-    pages = np.arange(layout.codes_bytes // CODE_PAGE_BYTES)
-    return parse_code_pages(facts, pages, memory, pages * CODE_PAGE_BYTES).reshape(
-        -1, layout.code_bytes
-    )[: layout.n]
-
-
-def parse_code_pages(
-    facts: GraphFacts, pages: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray
-) -> np.ndarray:
-    """uint8 [m, codes_per_page, code_bytes] of pages of codes that were read. See `parse_pages`."""
-    layout = facts.layout
-    salts = np.full(len(pages), code_salt(facts.salt), np.uint64)
-    region = facts.regions[CODES]
-
-    def place_of(page: int) -> tuple[str, int]:
-        return region.path, region.offset_bytes + page * CODE_PAGE_BYTES
-
-    found = _checked_pages(place_of, CODE_PAGE_BYTES, salts, pages, pages, memory, position_bytes)
-    codes = found[:, HEADER.itemsize : HEADER.itemsize + layout.codes_per_page * layout.code_bytes]
-    return codes.reshape(len(pages), layout.codes_per_page, layout.code_bytes)
-
-
-def _checked_pages(
-    place_of: Callable[[int], tuple[str, int]],
-    page_bytes: int,
-    salts: np.ndarray,
-    pages: np.ndarray,
-    numbers: np.ndarray,
-    memory: torch.Tensor,
-    position_bytes: np.ndarray,
-) -> np.ndarray:
-    """uint8 [m, page_bytes], whose headers are right: of each the salt, and its number.
-    `place_of`: the file of a page, and the byte at which it begins there."""
-    begin = torch.from_numpy(np.ascontiguousarray(position_bytes, dtype=np.int64))
-    found = memory.numpy()[begin.numpy()[:, None] + np.arange(page_bytes)]
-    header = np.ascontiguousarray(found[:, : HEADER.itemsize]).view(HEADER).ravel()
-    sums = crc32c_ranges(memory, begin + 4, torch.full_like(begin, page_bytes - 4)).numpy()
-    for i in np.flatnonzero(sums != header["crc32c"])[:1]:
-        path, offset_bytes = place_of(int(pages[i]))
-        raise errors.ChecksumError(
-            f"page {pages[i]} of a graph is damaged",
-            path=path,
-            offset_bytes=offset_bytes,
-            got=f"CRC32C {sums[i]:08x}",
-            expected=f"{header['crc32c'][i]:08x}",
-            fix=_REBUILD,
-        )
-    for i in np.flatnonzero((header["salt"] != salts) | (header["page"] != numbers))[:1]:
-        raise errors.StaleDataError(
-            f"page {pages[i]} of a graph",
-            path=place_of(int(pages[i]))[0],
-            got=f"page {header['page'][i]}, salt {header['salt'][i]:016x}",
-            expected=f"page {numbers[i]}, salt {salts[i]:016x}",
-            fix=_REBUILD,
-        )
-    return found
-
-
-def parse_pages(
-    facts: GraphFacts, pages: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray
-) -> np.ndarray:
-    """Nodes of some pages.
-
-    Args:
-        pages: int64 [m]: their numbers.
-        memory: uint8, what was read.
-        position_bytes: int64 [m]: where each begins in it.
-
-    Returns:
-        `PageLayout.node_dtype` [m, nodes_per_page]; places of the last page that have no node are
-        zeros.
-
-    Raises:
-        ChecksumError: damaged. StaleDataError: of another graph, or another page of this one.
-            FormatError: a node that cannot be.
-    """
-    layout, parts = facts.layout, facts.parts
-    part = parts.of_pages(pages)
-    found = _checked_pages(
-        facts.place_of_page,
-        layout.page_bytes,
-        np.uint64(facts.salt) + part.astype(np.uint64),
-        pages,
-        pages - parts.first_page[part],
-        memory,
-        position_bytes,
-    )
-    nodes = np.ascontiguousarray(
-        found[:, HEADER.itemsize : HEADER.itemsize + layout.nodes_per_page * layout.node_bytes]
-    )
-    nodes = nodes.view(layout.node_dtype).reshape(len(pages), layout.nodes_per_page)
-    wrong = (
-        (nodes["n_neighbours"] > layout.max_degree)
-        | (rows_of(nodes) >= facts.n_rows)
-        | (nodes["neighbours"] >= parts.nodes[part, None, None]).any(axis=-1)
-    )
-    if wrong.any():
-        page = int(pages[np.nonzero(wrong)[0][0]])
-        raise errors.FormatError(
-            f"a node of page {page} of a graph",
-            path=facts.place_of_page(page)[0],
-            got="numbers out of range",
-            fix=_REBUILD,
-        )
-    return nodes
-
-
 def _read_layout(fields: Fields, n_max: int) -> PageLayout:
     max_degree, dim = fields.whole("max_degree", 1, MAX_DEGREE_MAX), fields.whole("dim", 1, DIM_MAX)
     format = fields.choice("format", NODE_FORMATS)  # noqa: A001
@@ -911,9 +776,10 @@ def _read_filtered(fields: Fields) -> list[FilteredRecall]:
     return found
 
 
-def _read_whole(
+def read_whole(
     engine: NativeEngine, regions: Mapping[str, Region], name: str, sums: Mapping[str, int]
 ) -> bytes:
+    """One of a graph's files that are read whole. Raises ChecksumError, and as a read."""
     data = read_region(engine, regions[name]).tobytes()
     if crc32c(data) != sums[name]:
         raise errors.ChecksumError(

@@ -3,10 +3,13 @@ part."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+
+from .. import errors
 
 #: In place of the place of a copy that a row does not have; and of the node of an id that has none.
 NO_COPY, NO_NODE = 2**64 - 1, 2**32 - 1
@@ -131,6 +134,21 @@ class Clusters:
         table["nodes"], table["entries"] = self.nodes, self.n_entries
         table["directory"] = self.files
         return table
+
+
+def home_of(directory: str, salt: int) -> str:
+    """The folder of a graph in one of several directories that its pages lie in."""
+    return os.path.join(directory, f"graph-{salt:016x}")
+
+
+def lost_directory(directory: str) -> errors.FileMissingError:
+    """What is said of clusters whose directory is lost."""
+    return errors.FileMissingError(
+        "a directory of a graph's clusters",
+        path=directory,
+        got="no pages of this graph",
+        fix="mount it, or search what is in the others: open(partial=True), --partial",
+    )
 
 
 def most_entries(code_bytes: int) -> int:

@@ -12,10 +12,11 @@ import torch
 
 from ..storage import NativeEngine
 from ..storage.manifest import write_manifest
-from .filters import RowFilter, open_pages, read_pages
+from .filters import RowFilter
 from .format import MAGIC, FilteredRecall, GraphFacts, RecallPoint
 from .layout import rows_of
 from .neighbours import nearer, nearest_of
+from .pages.checked import open_pages, read_pages
 from .search.asked import checked_queries
 from .search.effort import REGION_PAGES, WALK_PAGES, lists_of_region
 from .search.probing import Probing

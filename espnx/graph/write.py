@@ -40,8 +40,8 @@ from .format import (
     in_directory,
     read_graph_manifest,
 )
-from .global_index.homes import homes_of, remove_homes
 from .layout import CODE_PAGE_BYTES, HEADER, PageLayout, code_salt
+from .pages.homes import homes_of, remove_homes
 
 if TYPE_CHECKING:
     from .._C import Vamana

@@ -1,4 +1,4 @@
-"""``espnx graph build|add|delete|merge|search|info|verify|import|export|advise``: nearest
+"""``espnx graph build|add|delete|merge|search|info|verify|remove|import|export|advise``: nearest
 neighbours from SSD."""
 
 from __future__ import annotations

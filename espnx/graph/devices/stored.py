@@ -12,8 +12,9 @@ import torch
 from ... import errors
 from ...device.vectors.interface import Estimate, Nodes
 from ...storage import Engine, FileHandle, NativeEngine, Plan
-from ..format import NODES, GraphFacts, parse_pages, read_codes, read_graph
+from ..format import NODES, GraphFacts, read_graph
 from ..layout import HEADER
+from ..pages.checked import parse_pages, read_codes
 from ..search.kinds import refuse_clusters, refuse_gaps
 
 

@@ -38,6 +38,7 @@ from ..format import (
 )
 from ..layout import PageLayout
 from ..options import GraphOptions, measured_rows, stored_rows
+from ..pages.homes import make_homes
 from ..parts import NO_COPY, Clusters, balanced, most_entries
 from ..recall import add_recall
 from ..vectors import Vectors
@@ -50,7 +51,6 @@ from ..write import (
     publish,
 )
 from .division import COUNTS, Division, border_of, divide
-from .homes import make_homes
 
 #: Room of a cluster, where nobody says how much: so many times what each would have.
 _ROOM = 2

@@ -14,8 +14,8 @@ from ...storage.files import write_error
 from ...storage.lock import LOCK_NAME, DirectoryLock
 from ...storage.manifest import NAME
 from ..format import DIRECTORIES_MAX, read_graph_manifest
+from ..pages.homes import homes_in, remove_homes
 from ..write import forget_graph
-from .homes import homes_in, remove_homes
 
 
 def check_directories(path: str, directories: Sequence[str | os.PathLike[str]] | None) -> list[str]:

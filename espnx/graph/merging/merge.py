@@ -21,21 +21,11 @@ from ...storage.work import WorkFolder
 from ..bounded.builder import CodeReader
 from ..bounded.merge import EdgesFile
 from ..edges import build_edges
-from ..filters import open_pages, read_pages
-from ..format import (
-    CODEBOOK,
-    CODES,
-    DISK_CODEBOOK,
-    ENTRIES,
-    NODES,
-    ROWS,
-    GraphFacts,
-    in_directory,
-    read_codes,
-)
+from ..format import CODEBOOK, CODES, DISK_CODEBOOK, ENTRIES, NODES, ROWS, GraphFacts, in_directory
 from ..layout import rows_of
 from ..native import native_view
 from ..options import GraphOptions, measured_rows
+from ..pages.checked import open_pages, read_codes, read_pages
 from ..parts import NO_NODE
 from ..recall import stored_blocks, with_recall
 from ..search.asked import checked_queries
@@ -150,7 +140,7 @@ class _Merge:
             self._codes.close()
 
     def _measured_again(self, facts: GraphFacts, measure: str) -> GraphFacts:
-        """With curves of what there is now, where those of the version before say too little."""
+        """Facts with curves of what there is now, where those before say too little of it."""
         if measure == "never" or (measure == "auto" and not facts.is_stale):
             return facts
         return measured_again(self._engine, facts, self._progress)

@@ -9,9 +9,10 @@ import numpy as np
 
 from ... import errors
 from ...storage import NativeEngine, Plan
-from ..filters import open_pages, places_at, read_pages
-from ..format import NODES, ROWS, GraphFacts, read_codes
+from ..filters import places_at
+from ..format import NODES, ROWS, GraphFacts
 from ..layout import rows_of
+from ..pages.checked import open_pages, read_codes, read_pages
 
 _VERIFY_S = 3600.0  # of a block of pages
 _REBUILD = "restore the graph from a copy, or build it again"

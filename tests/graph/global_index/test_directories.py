@@ -15,9 +15,9 @@ import pytest
 import espnx.graph
 from espnx import errors
 from espnx.cli.main import main
-from espnx.graph.filters import open_pages, read_pages
 from espnx.graph.format import CLUSTERS_VERSION, MAGIC
 from espnx.graph.layout import rows_of
+from espnx.graph.pages.checked import open_pages, read_pages
 from espnx.graph.parts import balanced
 from espnx.graph.planning import plan_graph
 from espnx.storage import NativeEngine

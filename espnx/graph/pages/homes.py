@@ -10,7 +10,8 @@ from typing import Any
 from ... import errors
 from ...storage import NativeEngine
 from ...storage.files import make_given_directory
-from ..format import NODES, home_of, read_graph_manifest
+from ..format import NODES, read_graph_manifest
+from ..parts import home_of
 
 _FILE = NODES.partition(".")[0]
 
