@@ -38,7 +38,7 @@ class FoundLists:
 
 
 class HeadFinder(Protocol):
-    """Where the heads are."""
+    """Finds lists by their heads."""
 
     def find(self, queries: np.ndarray, count: int, deadline_s: float) -> FoundLists:
         """Looks for the nearest lists of float32 [q, head_dim].
