@@ -44,6 +44,7 @@ if __name__ == "__main__":
     faiss.omp_set_num_threads(1)
     load(
         "espnx.cli",
+        "espnx.clusters",
         "espnx.device",
         "espnx.encoders",
         "espnx.graph",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from .. import errors
+from ..device.clusters.layout import REBUILD
 from ..device.interface import FilePath
 from ..graph.hnsw.links import Links
 from ..graph.index import GraphIndex
@@ -40,8 +41,8 @@ class HeadFinder(Protocol):
     """Where the heads are."""
 
     def find(self, queries: np.ndarray, count: int, deadline_s: float) -> FoundLists:
-        """The `count` nearest lists, as far as there are so many, of float32 [q, head_dim]. All of
-        them where `count` is all there are."""
+        """Finds the `count` nearest lists, as far as there are so many, of float32 [q, head_dim];
+        all of them where `count` is all there are."""
 
     def verify(self) -> None:
         """Reads and checks what is on storage. Raises as `ClusterIndex.verify`."""
@@ -69,7 +70,9 @@ class MemoryHeads:
         none = np.zeros(len(queries), np.int64)
         if not count or not len(queries):
             shape = len(queries), 0
-            return FoundLists(np.empty(shape, np.float32), np.empty(shape, np.int64), none, none.copy())
+            return FoundLists(
+                np.empty(shape, np.float32), np.empty(shape, np.int64), none, none.copy()
+            )
         # of this thread's regions alone: OpenMP keeps it for each
         before = self._faiss.omp_get_max_threads()
         self._faiss.omp_set_num_threads(self._threads)
@@ -124,13 +127,20 @@ class GraphHeads:
     """
 
     def __init__(self, stored: StoredLists, engine: str, threads: int):
-        self._count = stored.facts.n_lists
-        self._lock = threading.Lock()
-        self._graph = (
-            None
-            if stored.graph is None
-            else GraphIndex(stored.graph, engine=engine, threads=threads)
-        )
+        self._count, self._graph = stored.facts.n_lists, None
+        if stored.graph is None:
+            return
+        self._graph = GraphIndex(stored.graph, engine=engine, threads=threads)
+        layout, wanted = self._graph.facts.layout, (self._count, stored.coding.head_dim)
+        if (layout.n, layout.dim) != wanted or self._graph.facts.metric != "l2":
+            self._graph.close()
+            raise errors.FormatError(
+                "graph of heads",
+                path=stored.graph.where,
+                got=f"{layout.n} nodes of {layout.dim} values, {self._graph.facts.metric}",
+                expected=f"{wanted[0]} of {wanted[1]}, l2",
+                fix=REBUILD,
+            )
 
     def find(self, queries: np.ndarray, count: int, deadline_s: float) -> FoundLists:
         """See `HeadFinder`. Pages are read one after the other, each a round, where there are many
@@ -138,7 +148,9 @@ class GraphHeads:
         count = min(count, self._count)
         if self._graph is None or not len(queries):
             shape, none = (len(queries), 0), np.zeros(len(queries), np.int64)
-            return FoundLists(np.empty(shape, np.float32), np.empty(shape, np.int64), none, none.copy())
+            return FoundLists(
+                np.empty(shape, np.float32), np.empty(shape, np.int64), none, none.copy()
+            )
         list_size = max(_LEAST_LIST_SIZE, int(_LIST_SIZE_FACTOR * count))
         found = self._graph.search(
             queries, count, list_size=list_size, beam_width=1, deadline_s=deadline_s
@@ -160,7 +172,7 @@ class GraphHeads:
 
     @property
     def memory_bytes(self) -> int:
-        """That the open graph keeps."""
+        """What the open graph keeps in memory."""
         return 0 if self._graph is None else int(self._graph.facts.memory_bytes)
 
     def close(self) -> None:

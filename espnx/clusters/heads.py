@@ -55,7 +55,7 @@ def choose_heads(vectors: np.ndarray, count: int, seed: int) -> np.ndarray:
 
 
 def _shared_out(total: int, sizes: np.ndarray) -> np.ndarray:
-    """At least 1 each, at most its size, by size: sums to about the total."""
+    """Divides a total among parts by their sizes: each gets 1 or more, at most its size."""
     exact = total * sizes / sizes.sum()
     shares = np.floor(exact).astype(np.int64)
     rest = total - int(shares.sum())

@@ -134,7 +134,7 @@ class ClusterIndex:
 
     @property
     def memory_bytes(self) -> int:
-        """That it keeps, whatever it searches."""
+        """What it keeps in memory, whatever it searches."""
         more = self._finder.memory_bytes if isinstance(self._finder, GraphHeads) else 0
         return self.facts.memory_bytes + more
 
@@ -164,7 +164,8 @@ class ClusterIndex:
             n_lists: that are read for a query (nprobe), at most: those of the nearest heads.
             max_dist_ratio: 1 or more: of these only lists whose head is at most so many times as
                 far from the query as the nearest head, by squared distance (query-aware pruning,
-                SPANN section 3.3, SPTAG's MaxDistRatio). None: all.
+                SPANN section 3.3, SPTAG's MaxDistRatio). A query that is a head itself reads that
+                list alone. None: all.
             include, exclude: rows that alone may be found, or may not: bool [n], or numbers in any
                 collection. More lists are read, twice as many each time, until a query has k.
             deadline_s: of each read.
@@ -197,9 +198,7 @@ class ClusterIndex:
         while allowed is not None and short and n_lists < self.facts.n_lists:
             before, n_lists = n_lists, min(2 * n_lists, self.facts.n_lists)
             more = self._finder.find(asked.wide[short], n_lists, deadline_s)
-            fresh = [
-                _new(row, search.asked[at]) for row, at in zip(more.lists, short, strict=True)
-            ]
+            fresh = [_new(row, search.asked[at]) for row, at in zip(more.lists, short, strict=True)]
             search.read(fresh, short)
             found.pages[short] += more.pages
             found.rounds[short] += more.rounds
@@ -341,7 +340,7 @@ def _new(lists: np.ndarray, asked: np.ndarray) -> np.ndarray:
 
 @dataclass
 class _Costs:
-    """Of a query."""
+    """What a query has taken so far."""
 
     pages: int = 0
     requests: int = 0
@@ -384,7 +383,9 @@ class _Search:
                 if len(under_way) == self._index.in_flight:
                     self._finish(*under_way.popleft())
                 begun = time.perf_counter()
-                ticket = self._index.start_reading(self._queries.native[at], wanted, self._deadline_s)
+                ticket = self._index.start_reading(
+                    self._queries.native[at], wanted, self._deadline_s
+                )
                 under_way.append((at, ticket, begun))
                 self.asked[at] = np.concatenate([self.asked[at], wanted])
                 self._costs[at].rounds += 1

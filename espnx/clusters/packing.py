@@ -37,7 +37,7 @@ class Gains:
 
     @classmethod
     def of(cls, pairs: np.ndarray, weights: np.ndarray, count: int) -> Gains:
-        """Of pairs, int64 [m, 2], both ways; what comes twice is added up."""
+        """Makes them of pairs, int64 [m, 2], both ways; what comes twice is added up."""
         codes = np.concatenate(
             [pairs[:, 0] * count + pairs[:, 1], pairs[:, 1] * count + pairs[:, 0]]
         )
@@ -118,7 +118,7 @@ def _grown(
 
 
 def _used(size: int, page_bytes: int) -> int:
-    """Of the last page that a list lies on, bytes, up to where another may begin."""
+    """Bytes that a list takes of the last page that it lies on, up to where another may begin."""
     rest = (size - 1) % page_bytes + 1 if size else 0
     return -(-rest // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 

@@ -16,9 +16,10 @@ from ..graph.vectors import Vectors
 from .closure import HNSW_M
 from .options import DTYPES, N_MAX, REPLICAS_MAX, ClusterOptions, check_options
 
-#: Of a list that was split, and of pages that lists share, this much is used, about.
+#: Of a list that was split this much is used, about; and of pages, where lists are at most half as
+#: long as one, and where they are longer.
 _FILLED = 0.8
-_PACKED = 0.95
+_SMALL_PACKED, _LARGE_PACKED = 0.95, 0.85
 #: Of a list in memory beside the table: links of its head in the lowest layer, and above.
 _LINK_BYTES = 1 + 8 + 4 * 2 * HNSW_M + 4
 
@@ -93,10 +94,8 @@ def plan(
     count = max(options.heads_of(n), least)
     mean_bytes = entries * entry / count
     pages_each = math.ceil(mean_bytes / page_bytes)
-    if page_bytes < 2 * mean_bytes <= 2 * page_bytes:  # a page holds one, and little beside
-        lists_bytes = count * page_bytes
-    else:
-        lists_bytes = math.ceil(entries * entry / _PACKED / page_bytes) * page_bytes
+    packed = _SMALL_PACKED if 2 * mean_bytes <= page_bytes else _LARGE_PACKED
+    lists_bytes = math.ceil(entries * entry / packed / page_bytes) * page_bytes
     table_bytes, head_bytes = TABLE.itemsize * count, 4 * dim * count
     if heads == "memory":
         on_disk, resident = head_bytes + _LINK_BYTES * count, head_bytes + _LINK_BYTES * count

@@ -123,9 +123,7 @@ def test_lists_of_an_hnsw_are_nearly_the_nearest(folder: Path) -> None:
     same = [
         found_by(found, query)
         == files.nearest(
-            queries[query].astype(float),
-            files.nearest_lists(queries[query].astype(float), 8)[0],
-            5,
+            queries[query].astype(float), files.nearest_lists(queries[query].astype(float), 8)[0], 5
         )
         for query in range(50)
     ]
@@ -173,7 +171,7 @@ def test_heads_in_a_graph(folder: Path) -> None:
         )
         assert graph.verify() == graph.facts.n_lists
         assert len(graph.path_report()) > len(memory.path_report())
-    with pytest.raises(errors.InvalidInputError, match="got 'memory'; expected 'graph'.*heads="):
+    with pytest.raises(errors.InvalidInputError, match=r"got 'memory'; expected 'graph'.*heads="):
         espnx.clusters.open(folder / "g", heads="memory")
 
 

@@ -20,7 +20,7 @@ from tests.storage.builders import BUILDERS, SEVERAL, directories
 from tests.sweeps import some
 
 STORES = Path("stores")
-SAME = {"postings by term": "split postings"}  # of one kind
+SAME = {"postings by term": "split postings", "lists": "clusters"}  # of one kind
 # of states that are looked at: it is published as split postings are
 STEP = {"postings by term": 3}
 

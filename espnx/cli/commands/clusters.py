@@ -7,9 +7,9 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ...checks import check_given_directory
 from ...errors import InvalidInputError
 from ...sizes import format_size
-from ...storage.files import check_given_directory
 from ...tables import render_table
 from ..device_options import add_device_options, devices_of
 from ..output import add_json_option, emit, json_document

@@ -129,7 +129,8 @@ class ClusterStore:
     generation: int
 
     def path(self, name: str) -> str:
-        """Of a file of this generation: `DATA_NAME`, `TABLE_NAME`, or one of `INDEX_NAMES`."""
+        """Where a file of this generation lies: `DATA_NAME`, `TABLE_NAME` or one of
+        `INDEX_NAMES`."""
         return os.path.join(self.directory, versioned(name, self.generation))
 
     def remove(self, name: str) -> None:

@@ -107,15 +107,13 @@ def checked_values(
     format: str,  # noqa: A002
     metric: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `checked_queries`, for vectors of `dim` values that are stored in such a format."""
+    """Does the same for vectors of `dim` values that are stored in such a format."""
     values = as_array(given)
     if values.ndim == 1:
         values = values[None]
     if values.ndim != 2 or values.shape[1] != dim or values.dtype.kind not in "iuf":
         raise errors.InvalidInputError(
-            "queries",
-            got=f"{values.dtype} {list(values.shape)}",
-            expected=f"numbers [q, {dim}]",
+            "queries", got=f"{values.dtype} {list(values.shape)}", expected=f"numbers [q, {dim}]"
         )
     whole = {"uint8": np.uint8, "int8": np.int8}.get(format)
     if whole is not None:

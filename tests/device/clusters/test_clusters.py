@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.device.clusters import open_clusters
+from espnx.device.clusters import open_clusters, write_clusters
+from espnx.device.clusters.commands import DistancesCommand
 from espnx.device.clusters.device import SsdClusterDevice
 from espnx.device.clusters.layout import FORMATS
 from espnx.device.vectors.interface import DIST_CALC
@@ -210,3 +211,57 @@ def test_paths_are_told(folder: Path, path: str) -> None:
         (told,) = device.path_report()
         assert told.path == str(made.directory / "clusters.bin")
         assert told.effective_path.startswith(path)
+
+
+def test_clusters_that_share_a_page(folder: Path, path: str) -> None:
+    """Each is found where the table says, in whatever order they lie; what a request reads of flash
+    is each page once."""
+    made = make(folder, [3, 0, 20, 64, 10, 300], dim=60)
+    begin = np.array([16384 + 2048, 0, 16384 + 4, 0, 4096 + 1284, 20480 + 4096 * 3])
+    write_clusters(
+        folder / "packed",
+        made.ids,
+        made.vectors,
+        np.array(
+            [np.flatnonzero([row in own for own in made.of_cluster])[0] for row in range(397)]
+        ),
+        n_clusters=6,
+        page_bytes=16384,
+        offset_bytes=begin,
+    )
+    query = made.query()
+    with open_clusters(folder / "packed", engine=path) as device:
+        for wanted in ([5, 4, 3, 2, 1, 0], [0, 2], [3, 4, 3]):
+            assert pairs(device.distances(query, wanted).finish()) == all_replies(
+                made, query, wanted
+            )
+        commands = device.commands(query, [0, 1, 2, 4])
+        assert [(each.cdw10, each.cdw11) for each in commands] == [(4, 2048), (4, 4), (1, 1284)]
+        assert {each.flash_bytes for each in commands} == {16384}
+        file = device.clusters
+        assert file.new_pages(np.array([0, 2, 1, 5, 4, 3, 0])).tolist() == [1, 0, 0, 2, 1, 0, 0]
+        line = DistancesCommand(query, [0, 2, 1, 5, 4, 3]).begin_line(file, {})
+        assert line["bytes"] == 4 * 16384
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"page_bytes": 5000}, "page_bytes, of a page of flash; got 5000"),
+        ({"page_bytes": 1 << 17}, "page_bytes, of a page of flash; got 131072"),
+        ({"offset_bytes": np.zeros(3)}, r"offset_bytes of clusters; got float64 \[3\]"),
+        ({"offset_bytes": np.zeros(3, int)}, r"offset_bytes of clusters; got int64 \[3\]"),
+        ({"offset_bytes": np.array([0, 100])}, "cluster 1; got at byte 100; expected behind"),
+        ({"offset_bytes": np.array([0, 4094])}, "cluster 1; got at byte 4094; expected a multiple"),
+        ({"offset_bytes": np.array([0, 4092])}, "cluster 1; got 3200 bytes on 2 pages"),
+        ({"offset_bytes": np.array([0, -4])}, "cluster 1; got at byte -4"),
+        ({"offset_bytes": np.array([0, 2**44])}, "clusters; got 17592186047616 bytes"),
+    ],
+)
+def test_places_where_no_cluster_may_lie(
+    folder: Path, change: dict[str, object], message: str
+) -> None:
+    made = make(folder, [50, 50])
+    of = np.array([int(row in made.of_cluster[1]) for row in range(100)])
+    with pytest.raises(errors.InvalidInputError, match=message):
+        write_clusters(folder / "c", made.ids, made.vectors, of, **change)  # type: ignore[arg-type]
