@@ -131,10 +131,11 @@ def _read_queries(given: Any, vectors: Vectors) -> np.ndarray:
         raise errors.InvalidInputError(
             "dtype of queries", got=str(known.dtype), expected=f"{vectors.dtype}, as the vectors'"
         )
-    every = []
+    every, first = list[np.ndarray](), 0
     for block in known.blocks():
-        _check_finite(block, "query", sum(map(len, every)))
+        _check_finite(block, "query", first)
         every.append(np.array(block))
+        first += len(block)
     return np.concatenate(every)
 
 
