@@ -38,11 +38,14 @@ class FoundLists:
 
 
 class HeadFinder(Protocol):
-    """Where the heads are."""
+    """Finds lists by their heads."""
 
     def find(self, queries: np.ndarray, count: int, deadline_s: float) -> FoundLists:
-        """Finds the `count` nearest lists, as far as there are so many, of float32 [q, head_dim];
-        all of them where `count` is all there are."""
+        """Looks for the nearest lists of float32 [q, head_dim].
+
+        Args:
+            count: of them; where that is all there are, all are found.
+        """
 
     def verify(self) -> None:
         """Reads and checks what is on storage. Raises as `ClusterIndex.verify`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -147,15 +148,14 @@ class _Gatherer:
         group = np.cumsum(self._sizes * self._entry.itemsize) // max(1, budget_bytes)
         bounds = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(self._sizes)]
         passes = [each for each in pairwise(bounds) if each[1] > each[0]]
+
+        def told(number: int, done: int) -> None:
+            n = self._source.n
+            progress("lists", number * n + done, len(passes) * n)
+
         with StreamWriter(self._store.engine, found.path) as writer:
             for number, (begin, end) in enumerate(passes):
-                entries = self._pass(
-                    begin,
-                    end,
-                    lambda done, at=number: progress(
-                        "lists", at * self._source.n + done, len(passes) * self._source.n
-                    ),
-                )
+                entries = self._pass(begin, end, partial(told, number))
                 self._write(begin, end, entries, found, writer)
             writer.sync()
         found.passes = len(passes)

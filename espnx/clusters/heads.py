@@ -3,6 +3,8 @@ section 3.2.1), and what splits a list that is too long."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,9 @@ from ..ops.quantise import fit_clusters, load_faiss
 _BRANCHES = 32  # SPTAG's BKTKmeansK
 _LEAF_VECTORS = 1024  # that are clustered at once
 _ROUNDS = 10
+#: Fewer take less time than other threads take to wake up: on cores that others use, too, a hundred
+#: times as long.
+_ALONE_DISTANCES = 1 << 15
 
 
 def choose_heads(vectors: np.ndarray, count: int, seed: int) -> np.ndarray:
@@ -36,14 +41,12 @@ def choose_heads(vectors: np.ndarray, count: int, seed: int) -> np.ndarray:
             found.append(vectors[rows].mean(axis=0, dtype=np.float64)[None])
             continue
         is_leaf = len(rows) <= _LEAF_VECTORS or wanted <= _BRANCHES
-        middles = fit_clusters(
-            vectors[rows],
-            wanted if is_leaf else _BRANCHES,
-            is_spherical=False,
-            iterations=_ROUNDS,
-            seed=seed,
-        )
-        of = nearest_middle(vectors[rows], middles)
+        branches = wanted if is_leaf else _BRANCHES
+        with _suited(len(rows) * branches):
+            middles = fit_clusters(
+                vectors[rows], branches, is_spherical=False, iterations=_ROUNDS, seed=seed
+            )
+            of = nearest_middle(vectors[rows], middles)
         counts = np.bincount(of, minlength=len(middles))
         if is_leaf or counts.max() == len(rows):
             found.append(middles[counts > 0])
@@ -52,6 +55,21 @@ def choose_heads(vectors: np.ndarray, count: int, seed: int) -> np.ndarray:
         shares = _shared_out(wanted, np.array([len(part) for part in parts]))
         waiting += reversed(list(zip(parts, shares.tolist(), strict=True)))
     return np.ascontiguousarray(np.concatenate(found), np.float32)
+
+
+@contextmanager
+def _suited(n_distances: int) -> Iterator[None]:
+    """Has FAISS work on so few distances with one thread."""
+    if n_distances >= _ALONE_DISTANCES:
+        yield
+        return
+    faiss = load_faiss()
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(before)
 
 
 def _shared_out(total: int, sizes: np.ndarray) -> np.ndarray:
@@ -88,7 +106,9 @@ def split(vectors: np.ndarray, most: int, seed: int) -> list[np.ndarray]:
             found.append(rows)
             continue
         count = -(-len(rows) // most)
-        of = nearest_middle(vectors[rows], choose_heads(vectors[rows], count, seed))
+        heads = choose_heads(vectors[rows], count, seed)
+        with _suited(len(rows) * len(heads)):
+            of = nearest_middle(vectors[rows], heads)
         counts = np.bincount(of)
         if counts.max() == len(rows):  # they are alike
             found += np.array_split(rows, count)

@@ -129,8 +129,7 @@ class ClusterStore:
     generation: int
 
     def path(self, name: str) -> str:
-        """Where a file of this generation lies: `DATA_NAME`, `TABLE_NAME` or one of
-        `INDEX_NAMES`."""
+        """Names `DATA_NAME`, `TABLE_NAME` or one of `INDEX_NAMES` as files of this generation."""
         return os.path.join(self.directory, versioned(name, self.generation))
 
     def remove(self, name: str) -> None:
