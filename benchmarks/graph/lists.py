@@ -100,6 +100,7 @@ def measure_lists(sets: Iterator[Data], plan: ListsPlan, say: Say) -> list[Row]:
         with tempfile.TemporaryDirectory(prefix="espnx-bench-lists-", dir=plan.path) as folder:
             graph, said = _graph(held_out, Path(folder) / "graph", plan)
             say(f"{data.name}: {GRAPH}: built in {said['build_s']:.1f} s")
+            systems: dict[str, tuple[list[Tried], dict[str, float], dict[str, Any]]]
             systems = {GRAPH: (graph, said, {"page_bytes": PAGE_BYTES})}
             for dtype, page_bytes, packing in _kinds(plan):
                 name = f"{LISTS}-{packing}"

@@ -10,6 +10,7 @@ say which of them a query reads, all at once.
 
 from __future__ import annotations
 
+from .advice import Advice, advise
 from .build import ClusterReport, build
 from .facts import ClusterFacts, info
 from .found import ListNeighbours
@@ -21,11 +22,13 @@ open = ClusterIndex  # noqa: A001 - espnx.clusters.open reads as it should
 
 __all__ = [
     "PACKINGS",
+    "Advice",
     "ClusterFacts",
     "ClusterIndex",
     "ClusterPlan",
     "ClusterReport",
     "ListNeighbours",
+    "advise",
     "build",
     "info",
     "open",

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .advise import Advice, advise
+from .advising import Advice, advise
 
 __all__ = ["Advice", "advise"]

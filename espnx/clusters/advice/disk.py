@@ -44,7 +44,7 @@ class DiskTimes:
         return requests * self.request_s + size_bytes / self.bytes_per_s
 
     def alone_s(self, rounds: float, size_bytes: float) -> float:
-        """Until pages have come that wait for one another in so many rounds, with nothing else
+        """Time until pages have come that wait for one another in so many rounds, with nothing else
         under way."""
         pages = size_bytes / PAGE_BYTES
         return rounds * max(0.0, self.read_s - self.page_s) + pages * self.page_s

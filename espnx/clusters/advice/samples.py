@@ -42,7 +42,7 @@ class Sample:
 
     @classmethod
     def of(cls, base: np.ndarray, queries: np.ndarray, k: int, metric: str) -> Sample:
-        """With what is right, by measuring all."""
+        """Measures all vectors, which says what is right."""
         wide, more = _wide(metric, queries), min(_CONTRAST * k, len(base))
         far, _ = nearest_of(metric, wide, more, _blocks(metric, base))
         near = far if metric != "ip" else nearest_of("l2", wide, more, _blocks("l2", base))[0]
@@ -74,7 +74,7 @@ def draw_samples(
     seed: int,
     column: str | None = None,
 ) -> tuple[Vectors, list[tuple[Sample, Sample]]]:
-    """Of each fold a sample and a smaller one of the same queries, which is a part of it.
+    """Draws for each fold a sample and, of the same queries, a smaller one that is a part of it.
 
     Args:
         source, column: of `espnx.graph.read_vectors`, read once, block by block.
@@ -131,10 +131,11 @@ def _read_queries(given: Any, vectors: Vectors) -> np.ndarray:
         raise errors.InvalidInputError(
             "dtype of queries", got=str(known.dtype), expected=f"{vectors.dtype}, as the vectors'"
         )
-    every = []
+    every, first = list[np.ndarray](), 0
     for block in known.blocks():
-        _check_finite(block, "query", sum(map(len, every)))
+        _check_finite(block, "query", first)
         every.append(np.array(block))
+        first += len(block)
     return np.concatenate(every)
 
 

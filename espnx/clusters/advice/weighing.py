@@ -168,10 +168,10 @@ def weigh(
     """
     known = [each for each in over if each is not None]
     middle, spread = (middle_of(known), max(known) / min(known)) if known else (None, None)
-    halves = [
-        middle_of([each for each in part if each is not None]) for part in zip(*parts, strict=True)
-    ]
-    of_parts = (halves[0], halves[1]) if halves and None not in halves else None
+    apart, others = (
+        middle_of([each[place] for each in parts]) if parts else None for place in (0, 1)
+    )
+    of_parts = None if apart is None or others is None else (apart, others)
 
     def verdict(choice: str | None, *reasons: str) -> Verdict:
         return Verdict(choice, list(reasons), middle, spread, of_parts)
@@ -199,6 +199,7 @@ def weigh(
     return verdict(GRAPH if middle > 1 else LISTS, said)
 
 
-def middle_of(factors: Sequence[float]) -> float | None:
-    """The geometric mean; None of none."""
-    return math.exp(sum(map(math.log, factors)) / len(factors)) if factors else None
+def middle_of(factors: Sequence[float | None]) -> float | None:
+    """The geometric mean of those that are there; None of none."""
+    known = [math.log(each) for each in factors if each is not None]
+    return math.exp(sum(known) / len(known)) if known else None

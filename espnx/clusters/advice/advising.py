@@ -239,12 +239,12 @@ def advise(
     width, trials, disks = beam_width_of(in_flight), list[Fold](), list[DiskTimes]()
     for fold, pair in enumerate(samples):
         options = TrialOptions(k, recall, metric, width, threads, seed + fold)
-        found, times = _tried(
-            pair,
-            folder,
-            options,
-            lambda done, fold=fold: tell("trials", 4 * fold + done, 4 * folds),
-        )
+        before = 4 * fold
+
+        def step(done: int, before: int = before) -> None:
+            tell("trials", before + done, 4 * folds)
+
+        found, times = _tried(pair, folder, options, step)
         trials.append(found)
         disks.append(times)
     disk, sizes = middle_of(disks), sizes_of(samples)
@@ -445,15 +445,14 @@ def _curves(trials: Sequence[Fold], disk: DiskTimes, in_flight: int) -> list[Cur
                         round(mean(one.effort for one, _ in same)),
                         ratio or None,
                         len(same),
-                        *(
-                            mean(getattr(cost, of) for cost in costs)
-                            for of in ("recall", "pages", "requests", "size_bytes", "rounds")
-                        ),
-                        mean(cost.query_s(disk, in_flight) for cost in costs),
-                        *(
-                            mean(getattr(one, of) / len(one.hits) for one, _ in same)
-                            for of in ("wall_s", "cpu_s")
-                        ),
+                        recall=mean(cost.recall for cost in costs),
+                        pages=mean(cost.pages for cost in costs),
+                        requests=mean(cost.requests for cost in costs),
+                        size_bytes=mean(cost.size_bytes for cost in costs),
+                        rounds=mean(cost.rounds for cost in costs),
+                        query_s=mean(cost.query_s(disk, in_flight) for cost in costs),
+                        wall_s=mean(one.wall_s / len(one.hits) for one, _ in same),
+                        cpu_s=mean(one.cpu_s / len(one.hits) for one, _ in same),
                     )
                 )
     return found
