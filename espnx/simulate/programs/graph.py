@@ -20,7 +20,7 @@ from .requests import COMPUTED, ENDS_WRITES, WRITES, Request, requests_of
 
 #: Of a command in one drive: it goes in so many pieces at most, of so many bytes at least, so that
 #: parts overlap.
-PIECES_MAX, PIECE_BYTES = 16, 1 << 20
+PIECES_MAX, PIECE_BYTES = 16, 4096
 HALF_BYTES = 2
 WORK, WAIT = "program", "wait of a read"
 _OUT, _IN = ("link out", "port out", "uplink out"), ("uplink in", "port in", "link in")
