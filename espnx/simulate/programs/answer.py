@@ -60,7 +60,7 @@ def answer(machine: Machine, trace: Trace, *, throttle: Throttle | None = None) 
         trace.program,
         len(found.asked),
         trace.wall_s,
-        float(found.done.ended_s.max()) - begun_s,
+        found.end_s - begun_s,
         found.host_s,
         max(busy_s, key=lambda name: busy_s[name]) if busy_s else WORK,
         busy_s,

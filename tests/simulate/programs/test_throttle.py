@@ -51,7 +51,7 @@ def by_hand(sizes: Sequence[int], gaps: Sequence[float], throttle: Throttle) -> 
         n = max(min(16, max(1, size // 4096)), -(-size * 16 // int(throttle.grant_bytes)))
         for _ in range(n):
             piece, begun = size / n, max(begun, at)
-            while sum(each for _, each in past) + piece > throttle.grant_bytes and past:
+            while sum(each for _, each in past) + piece > throttle.grant_bytes * (1 + 1e-9) and past:
                 begun = max(begun, past.pop(0)[0] + throttle.window_s)
             past.append((begun, piece))
             flash = max(flash, begun) + piece / spec.flash.read_bandwidth.value
