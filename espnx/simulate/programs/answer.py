@@ -71,7 +71,7 @@ def answer(machine: Machine, trace: Trace, *, throttle: Throttle | None = None) 
 
 
 def _busy_s(found: Walked) -> dict[str, float]:
-    """Of each group of parts that does something, the mean of a part of it."""
+    """What a part of each group that does something is busy, on average."""
     names, busy_s = np.array(found.system.names()), {}
     for name in dict.fromkeys(found.system.names()):
         served_s = [found.done.accounts[i].served_s for i in np.flatnonzero(names == name)]

@@ -146,8 +146,8 @@ def _system(machine: Machine, asked: Sequence[tuple[Command, Request]]) -> Syste
 
 @dataclass(frozen=True)
 class _Piece:
-    """Of what a drive has read: the command of the walk that reads it, its size, and its drive's
-    parts."""
+    """A part of what a drive reads: the command of the walk that reads it, its size, and the parts
+    of its drive."""
 
     command: int
     size_bytes: float
@@ -217,8 +217,8 @@ class _Graph:
 
     @property
     def host_factor(self) -> float:
-        """Of emulated devices' traces: what the host does is worth as much less as the wall was
-        stretched; nothing where it had no part in their time."""
+        """A second of the host here: in traces of emulated devices it is worth as much less as the
+        wall was stretched, and nothing where that had no part in their time."""
         stretch = self.trace.stretch
         return 1.0 if stretch is None else 1 / stretch if stretch else 0.0
 

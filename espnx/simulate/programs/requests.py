@@ -78,7 +78,7 @@ class VerbTimes:
     predicted_s: float = 0.0
 
     def with_one(self, request: Request, recorded_s: float, predicted_s: float) -> VerbTimes:
-        """With one more."""
+        """All of these, and one more command."""
         return VerbTimes(
             self.count + 1,
             self.read_bytes + request.read_bytes,

@@ -1,4 +1,4 @@
-"""``espnx bench simulate --show throttle,device``: what is recorded and what it is compared with."""
+"""``espnx bench simulate --show throttle,device``: what is recorded, beside what it predicts."""
 
 from __future__ import annotations
 
