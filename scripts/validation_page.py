@@ -13,6 +13,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "validation.json"
+#: Of programs that ran here, by `espnx bench simulate --show throttle,device`, where it is there.
+MEASURED = ROOT / "benchmarks" / "results" / "simulate-measured.json"
 PAGE = ROOT / "docs" / "measured" / "predictions.md"
 PLOT = ROOT / "docs" / "plots" / "predictions.svg"
 #: Of the plot: a model that memory does not hold.
@@ -38,8 +40,9 @@ Rendered from `benchmarks/results/validation.json` by `python scripts/validation
 """
 
 
-def page(document: Mapping[str, Any]) -> str:
-    """The page of such a document."""
+def page(document: Mapping[str, Any], measured: Path = MEASURED) -> str:
+    """The page of such a document, and of a result file of programs that ran here if there is
+    one."""
     rows = document["validation"]
     predicted = [row for row in rows if "value" in row]
     parts = [HEAD]
@@ -50,6 +53,8 @@ def page(document: Mapping[str, Any]) -> str:
     parts.append(_fitted(document))
     parts.append(_orders(document["orders"]))
     parts.append(_not_predicted(rows))
+    if measured.exists():
+        parts.append(_measured(measured))
     return "\n".join(parts)
 
 
@@ -113,6 +118,23 @@ def _not_predicted(rows: list[dict[str, Any]]) -> str:
     lines = ["## Not predicted\n"]
     lines += [f"- {reason}: {', '.join(ids)}" for reason, ids in reasons.items()]
     return "\n".join(lines) + "\n"
+
+
+def _measured(file: Path) -> str:
+    from espnx.benchmarks.harness.result import load, rows_of
+    from espnx.benchmarks.simulate.compared import table
+
+    headers, cells = table(rows_of(load(file)))
+    lines = [
+        "## On one machine\n",
+        "Programs that were recorded while the disk ran free, predicted under throttles and then",
+        "run under them; and programs on emulated devices, predicted beside the emulated time",
+        f"(`{file.name}`, `espnx bench simulate --show throttle,device`). What took is measured or",
+        "emulated, the predictions are **modelled**.\n",
+        f"| {' | '.join(headers)} |",
+        f"|{' --- |' * len(headers)}",
+    ]
+    return "\n".join([*lines, *(f"| {' | '.join(each)} |" for each in cells)]) + "\n"
 
 
 def draw(document: Mapping[str, Any], path: Path) -> None:

@@ -72,10 +72,11 @@ class MaxsimCommand(Command):
         }
 
     def _pages(self, stored: RecordLayout) -> dict[str, int]:
-        """What flash reads: whole pages, in so many requests."""
+        """What flash reads, whole pages in so many requests, and the tokens of the records."""
         places = (each.numpy() for each in stored.locate(np.ascontiguousarray(self.numbers)))
         begins, sizes = page_reads(*places, self.gap_bytes)
-        return {"read_bytes": int(sizes.sum()), "requests": int(begins.sum())}
+        tokens = int(stored.n_tokens[self.numbers].sum())
+        return {"read_bytes": int(sizes.sum()), "requests": int(begins.sum()), "tokens": tokens}
 
     @classmethod
     def of_line(cls, said: Fields, stored: RecordLayout, memo: dict[Any, Any]) -> MaxsimCommand:

@@ -60,7 +60,7 @@ def answer(machine: Machine, trace: Trace, *, throttle: Throttle | None = None) 
         trace.program,
         len(found.asked),
         trace.wall_s,
-        float(found.done.ended_s.max()) - begun_s,
+        found.end_s - begun_s,
         found.host_s,
         max(busy_s, key=lambda name: busy_s[name]) if busy_s else WORK,
         busy_s,
@@ -71,7 +71,7 @@ def answer(machine: Machine, trace: Trace, *, throttle: Throttle | None = None) 
 
 
 def _busy_s(found: Walked) -> dict[str, float]:
-    """Of each group of parts that does something, the mean of a part of it."""
+    """What a part of each group that does something is busy, on average."""
     names, busy_s = np.array(found.system.names()), {}
     for name in dict.fromkeys(found.system.names()):
         served_s = [found.done.accounts[i].served_s for i in np.flatnonzero(names == name)]

@@ -20,12 +20,13 @@ from .requests import COMPUTED, ENDS_WRITES, WRITES, Request, requests_of
 
 #: Of a command in one drive: it goes in so many pieces at most, of so many bytes at least, so that
 #: parts overlap.
-PIECES_MAX, PIECE_BYTES = 16, 1 << 20
+PIECES_MAX, PIECE_BYTES = 16, 4096
 HALF_BYTES = 2
 WORK, WAIT = "program", "wait of a read"
 _OUT, _IN = ("link out", "port out", "uplink out"), ("uplink in", "port in", "link in")
 #: Of what a throttle grants at once, a piece is so small a part at least.
 _PART_OF_GRANT = 16
+_ROUNDED = 1e-9
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Walked:
     asked: the commands that did not fail, and what they ask.
     system, done: the parts, and their walk.
     began_s, ended_s: by the number of a command.
+    end_s: of all of it, with what is written in the end.
     host_s: of the host's work between commands.
     host_factor: what a second of the host in the trace is here: of an emulated device's trace a
         stretched one is less.
@@ -68,6 +70,7 @@ class Walked:
     done: Outcome
     began_s: Mapping[int, float]
     ended_s: Mapping[int, float]
+    end_s: float
     host_s: float
     host_factor: float
 
@@ -101,6 +104,7 @@ def walk_program(machine: Machine, trace: Trace, throttle: Throttle | None) -> W
             number: max(float(done.ended_s[each]) for each in last)
             for number, last in graph.ended.items()
         },
+        float(np.delete(done.ended_s, graph.windows).max()),
         graph.host_s,
         graph.host_factor,
     )
@@ -142,8 +146,8 @@ def _system(machine: Machine, asked: Sequence[tuple[Command, Request]]) -> Syste
 
 @dataclass(frozen=True)
 class _Piece:
-    """Of what a drive has read: the command of the walk that reads it, its size, and its drive's
-    parts."""
+    """A part of what a drive reads: the command of the walk that reads it, its size, and the parts
+    of its drive."""
 
     command: int
     size_bytes: float
@@ -160,7 +164,9 @@ class _Grants:
     def room(self, size_bytes: float, grant_bytes: float) -> tuple[int, ...]:
         """Whose window has to be over before so many more may begin."""
         last: tuple[int, ...] = ()
-        while self._begun and self._size_bytes + size_bytes > grant_bytes:
+        # pieces may fill a grant exactly: what their sum is rounded to is no matter
+        most = grant_bytes * (1 + _ROUNDED)
+        while self._begun and self._size_bytes + size_bytes > most:
             size, window = self._begun.popleft()
             self._size_bytes -= size
             last = (window,)
@@ -180,6 +186,7 @@ class _Graph:
         began, ended: which of them a recorded command begins with, and which have to end.
         reads: by the number of a command that reads ahead.
         writes: by device, those that nobody has waited for.
+        windows: of a throttle, which nobody waits for once all has begun.
         host_s: of the program's own work.
     """
 
@@ -197,6 +204,7 @@ class _Graph:
     writes: dict[int, list[int]] = field(default_factory=dict)
     grants: dict[tuple[str, int], _Grants] = field(default_factory=dict)
     granted: dict[tuple[str, int], int] = field(default_factory=dict)
+    windows: list[int] = field(default_factory=list)
     host_s: float = 0.0
 
     @property
@@ -209,8 +217,8 @@ class _Graph:
 
     @property
     def host_factor(self) -> float:
-        """Of emulated devices' traces: what the host does is worth as much less as the wall was
-        stretched; nothing where it had no part in their time."""
+        """A second of the host here: in traces of emulated devices it is worth as much less as the
+        wall was stretched, and nothing where that had no part in their time."""
         stretch = self.trace.stretch
         return 1.0 if stretch is None else 1 / stretch if stretch else 0.0
 
@@ -351,7 +359,9 @@ class _Graph:
         room = grants.room(size_bytes, self.throttle.grant_bytes)
         line = (self.granted[place],) if place in self.granted else ()
         begun = self._add("wait", {"seconds": 0.0}, (*after, *line, *room))
-        grants.add(size_bytes, self._add("wait", {"seconds": self.throttle.window_s}, (begun,)))
+        window = self._add("wait", {"seconds": self.throttle.window_s}, (begun,))
+        self.windows.append(window)
+        grants.add(size_bytes, window)
         self.granted[place] = begun
         return (begun,)
 

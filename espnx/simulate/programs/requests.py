@@ -78,7 +78,7 @@ class VerbTimes:
     predicted_s: float = 0.0
 
     def with_one(self, request: Request, recorded_s: float, predicted_s: float) -> VerbTimes:
-        """With one more."""
+        """All of these, and one more command."""
         return VerbTimes(
             self.count + 1,
             self.read_bytes + request.read_bytes,
@@ -95,19 +95,24 @@ def requests_of(trace: Trace) -> list[Request | None]:
         InvalidInputError: a verb that no part of any system serves.
         FormatError: a line that says what cannot be.
     """
-    units, shown = dict[int, int](), set[int]()
+    units, shown, dims = dict[int, int](), set[int](), dict[int, int]()
     for command in trace.commands:
         waits_for = _waits_for(command)
         if waits_for is not None and "queries" in command.detail:
             units[waits_for] = _units(command)
         if waits_for is not None and command.verb == "visit":
             shown.add(waits_for)
+        if command.verb == "keep_records" and "dim" in command.detail:
+            dims[command.part] = command.detail.whole("dim")
     return [
-        None if command.failed else _request(command, units, shown) for command in trace.commands
+        None if command.failed else _request(command, units, shown, dims)
+        for command in trace.commands
     ]
 
 
-def _request(command: Command, units: Mapping[int, int], shown: Collection[int]) -> Request:
+def _request(
+    command: Command, units: Mapping[int, int], shown: Collection[int], dims: Mapping[int, int]
+) -> Request:
     verb, size_bytes = command.verb, command.size_bytes
     if verb in SAID:
         return Request(verb)
@@ -125,11 +130,7 @@ def _request(command: Command, units: Mapping[int, int], shown: Collection[int])
     if verb == "ahead":
         own = units.get(command.number, 1)
         return Request(
-            verb,
-            size_bytes,
-            units=own,
-            is_shown=command.number in shown,
-            is_asynchronous=True,
+            verb, size_bytes, units=own, is_shown=command.number in shown, is_asynchronous=True
         )
     if verb in ("attend", "visit"):
         shared = _shape(command)[2] if "queries" in command.detail else 1
@@ -148,7 +149,7 @@ def _request(command: Command, units: Mapping[int, int], shown: Collection[int])
     if "read_bytes" in command.detail:
         size_bytes = command.detail.whole("read_bytes")
     pages = max(1, math.ceil(size_bytes / PAGE_BYTES))
-    each = _maxsim_flops_per_byte(command) if verb == "maxsim" else 1.0
+    flops = _maxsim_flops(command, dims) if verb == "maxsim" else None
     requests = command.detail.whole("requests") if "requests" in command.detail else 0
     return Request(
         verb,
@@ -156,21 +157,23 @@ def _request(command: Command, units: Mapping[int, int], shown: Collection[int])
         units=pages,
         rounds=_rounds(command),
         requests=requests,
-        flops_per_byte=each,
+        flops_per_byte=1.0 if flops is None or not size_bytes else flops / size_bytes,
     )
 
 
-def _maxsim_flops_per_byte(command: Command) -> float:
-    """A product and a sum for each value of a record, of half precision, and each token of the
-    queries that want it."""
+def _maxsim_flops(command: Command, dims: Mapping[int, int]) -> float | None:
+    """A product and a sum for each value of the records and each token of the queries that want
+    them. None: the trace does not say."""
     detail = command.detail
-    if not ("queries" in detail and "pairs" in detail and "places" in detail):
-        return 1.0
-    tokens = detail.wholes("queries", count=1 << 20)
+    dim = dims.get(command.part)
+    if dim is None or not all(name in detail for name in ("tokens", "queries", "pairs", "places")):
+        return None
+    lengths = detail.wholes("queries", count=1 << 20)
     records = len(detail.wholes("places", count=1 << 24))
-    if not tokens or not records:
-        return 1.0
-    return sum(tokens) / len(tokens) * detail.whole("pairs") / records
+    if not lengths or not records:
+        return 0.0
+    wanted = detail.whole("pairs") / records
+    return 2.0 * dim * detail.whole("tokens") * sum(lengths) / len(lengths) * wanted
 
 
 def _waits_for(command: Command) -> int | None:
