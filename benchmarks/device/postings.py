@@ -122,12 +122,10 @@ def _run(
         emulated.trace_file(work.record, count, system),
     )
     places, steps = [str(path) for path in paths], Steps()
-    recorded = {"record": record, "steps": steps}
     with (
-        emulated.opened(work.spec, places, stretch=stretch, near_storage=scans, **recorded) as (
-            devices,
-            topology,
-        ),
+        emulated.opened(
+            work.spec, places, stretch=stretch, near_storage=scans, record=record, steps=steps
+        ) as (devices, topology),
         SplitPostings(paths, device=devices) as postings,
     ):
         before, since = topology.traffic(), topology.times()

@@ -146,9 +146,10 @@ def _throttled(args: Namespace, say: Say) -> list[Row]:
         raise InvalidInputError("--path", got=args.path, expected="an existing directory")
     documents = positive("--documents", args.documents)
     if args.quick:
-        small = {"file_bytes": 8 << 20, "run_s": 0.02}
         config = {**CONFIGS[name], **SMALL}
-        work = Work(path, rates, 2, "a small opt", config, 2, 64, 2, 400, 4, 64, args.seed, **small)
+        work = Work(
+            path, rates, 2, "a small opt", config, 2, 64, 2, 400, 4, 64, args.seed, 8 << 20, 0.02
+        )
         return measure(work, say)
     turns = positive("--pairs", args.pairs)
     return measure(

@@ -73,8 +73,9 @@ class MaxsimCommand(Command):
 
     def _pages(self, stored: RecordLayout) -> dict[str, int]:
         """What flash reads, whole pages in so many requests, and the tokens of the records."""
-        places = (each.numpy() for each in stored.locate(np.ascontiguousarray(self.numbers)))
-        begins, sizes = page_reads(*places, self.gap_bytes)
+        places = stored.locate(np.ascontiguousarray(self.numbers))
+        file, offset_bytes, size_bytes = (each.numpy() for each in places)
+        begins, sizes = page_reads(file, offset_bytes, size_bytes, self.gap_bytes)
         tokens = int(stored.n_tokens[self.numbers].sum())
         return {"read_bytes": int(sizes.sum()), "requests": int(begins.sum()), "tokens": tokens}
 
