@@ -121,7 +121,7 @@ def show_resumed(options: Options, say: Say) -> list[Row]:
 
 
 def show_speculated(options: Options, say: Say) -> list[Row]:
-    """At `--context` alone: turns that read all K and V for each token take long."""
+    """Rows of `--context` alone: turns that read all K and V for each token take long."""
     return show_speculation(options, options.context, say)
 
 
