@@ -752,7 +752,7 @@ class GraphView:
     def __init__(
         self,
         *,
-        pages: list[tuple[str, int]],
+        pages: Sequence[tuple[str, int]],
         code_pages: tuple[str, int],
         layout: PageLayout,
         metric: str,

@@ -48,7 +48,7 @@ graph::GraphView build(const std::vector<uint8_t>& vectors, const std::string& p
   if (!built.build([](int64_t, int64_t) { return true; })) broken("the build ended early");
   built.connect({built.medoid()});
   graph::GraphView view;
-  view.pages.path = path;
+  view.pages = {{path}};
   view.layout = {kN, kDim, espnx::VectorFormat::kUint8, kDegree, kDim, kDegree, kPage, 0, false};
   view.parts = {{0, kN, kSalt, 0, 1}};
   view.layout.nodes_per_page = (kPage - graph::kPageHeaderBytes) / view.layout.node_bytes();

@@ -195,7 +195,7 @@ def test_traces(folder: Path, show: str) -> None:
             stretches(),
             lambda text: None,
         )
-    (file,) = traces.iterdir()
+    (file,) = traces.glob("*.trace")
     trace = read_trace(file)
     assert (
         file.name

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from espnx import errors
-from espnx.device.cost.work import page_reads
+from espnx.device.pages import page_reads
 from espnx.device.emulation.costs import PACING, FlashCosts, check_latency, figures_of, is_pacing
 from espnx.device.emulation.rows import capabilities_of
 from espnx.device.emulation.topology import ROUTES, Topology

@@ -255,7 +255,6 @@ def test_checked_is_not_computed(folder: Path, way: str) -> None:
         begun = late.main.queued
         o, lse = attend(device, layout, stored, own_look)
         assert late.main.queued > begun + 3
-        assert late.main.done < late.main.queued
         assert_right((o.cpu(), lse.cpu()), stored, look)
 
 
