@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from espnx import errors
-from espnx.device.pages import page_reads
 from espnx.device.emulation.costs import PACING, FlashCosts, check_latency, figures_of, is_pacing
 from espnx.device.emulation.rows import capabilities_of
 from espnx.device.emulation.topology import ROUTES, Topology
@@ -29,6 +28,7 @@ from espnx.device.model.spec import (
     load_preset,
     presets,
 )
+from espnx.device.pages import page_reads
 from tests.device.emulation.test_topology import figure
 
 GB, US = 1e9, 1e-6
