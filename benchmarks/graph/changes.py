@@ -21,6 +21,7 @@ from ..harness.registry import Say
 from ..harness.result import Row
 from .data import Data
 from .names import CODES
+from .rows import counted
 
 TARGETS = (0.90, 0.95, 0.99)
 #: A node a page, and several.
@@ -303,22 +304,8 @@ def _cpu_s(graph: espnx.graph.GraphIndex, data: Data, list_size: int, at_once: b
 
 
 def _row(params: dict[str, Any], system: str, metrics: Mapping[str, float], is_right: bool) -> Row:
-    return Row(
-        case="graph",
-        params=params,
-        system=system,
-        kind="measured",
-        requested_path="auto",
-        effective_path="files",
-        cache="warm",
-        n=0,
-        median_s=None,
-        p99_s=None,
-        iqr_s=None,
-        bytes_asked=0,
-        bytes_moved=0,
-        correct=is_right,
-        metrics={name: float(value) for name, value in metrics.items()},
+    return counted(
+        params, system, {name: float(value) for name, value in metrics.items()}, is_right=is_right
     )
 
 

@@ -24,7 +24,7 @@ from ..harness.registry import Say
 from ..harness.result import Row
 from .data import Data
 from .measure import IN_FLIGHT
-from .rows import at_recall
+from .rows import at_recall, counted
 
 TARGETS = (0.90, 0.95)
 OURS, SHARDS, SHARDS_FOR_ALL = "espnx-clusters", "espnx-shards", "espnx-shards-k"
@@ -249,22 +249,11 @@ def _row(
         metrics |= {"reads": pages, "clusters_asked": asked}
         if theirs is not None:
             metrics["reads_over_shards"] = pages / theirs
-    return Row(
-        case="graph",
-        params={**params, "recall": recall},
-        system=system,
-        kind="measured",
-        requested_path="auto",
-        effective_path="files",
-        cache="warm",
-        n=0,
-        median_s=None,
-        p99_s=None,
-        iqr_s=None,
-        bytes_asked=0,
-        bytes_moved=0,
-        correct=all(each.problem is None for each in tried),
-        metrics=metrics,
+    return counted(
+        {**params, "recall": recall},
+        system,
+        metrics,
+        is_right=all(each.problem is None for each in tried),
     )
 
 

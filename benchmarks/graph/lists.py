@@ -28,7 +28,7 @@ from ..harness.leftovers import size_bytes
 from ..harness.registry import Say
 from ..harness.result import Row
 from .data import Data
-from .rows import at_recall
+from .rows import at_recall, counted
 
 TARGETS = (0.90, 0.93, 0.95, 0.99)
 GRAPH, LISTS = "espnx-graph", "espnx-lists"
@@ -318,23 +318,7 @@ def _row(
     metrics |= {name: value for name, value in at.items() if value is not None}
     if theirs is not None and at["reads"] is not None and params["page_bytes"] == PAGE_BYTES:
         metrics["reads_over_graph"] = at["reads"] / theirs
-    return Row(
-        case="graph",
-        params=params,
-        system=system,
-        kind="measured",
-        requested_path="auto",
-        effective_path="files",
-        cache="warm",
-        n=0,
-        median_s=None,
-        p99_s=None,
-        iqr_s=None,
-        bytes_asked=0,
-        bytes_moved=0,
-        correct=all(each.problem is None for each in tried),
-        metrics=metrics,
-    )
+    return counted(params, system, metrics, is_right=all(each.problem is None for each in tried))
 
 
 def lists_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

@@ -23,6 +23,29 @@ _WORK = ("reads", "bytes_read", "cpu_s")
 Way = tuple[int, int | None]
 
 
+def counted(
+    params: Mapping[str, Any], system: str, metrics: Mapping[str, float], *, is_right: bool
+) -> Row:
+    """A row of counts: nothing in it was timed."""
+    return Row(
+        case="graph",
+        params=params,
+        system=system,
+        kind="measured",
+        requested_path="auto",
+        effective_path="files",
+        cache="warm",
+        n=0,
+        median_s=None,
+        p99_s=None,
+        iqr_s=None,
+        bytes_asked=0,
+        bytes_moved=0,
+        correct=is_right,
+        metrics=metrics,
+    )
+
+
 @dataclass(frozen=True)
 class Point:
     """One pass over all queries with one list size.

@@ -252,9 +252,11 @@ def test_checked_is_not_computed(folder: Path, way: str) -> None:
         own_look, _ = there(late, look, None)
         device.flush()
         late.main.synchronize()
+        late.main.pace = 1e-9  # its work is done when somebody needs it, and not before
         begun = late.main.queued
         o, lse = attend(device, layout, stored, own_look)
         assert late.main.queued > begun + 3
+        assert late.main.done < late.main.queued
         assert_right((o.cpu(), lse.cpu()), stored, look)
 
 
