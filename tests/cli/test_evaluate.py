@@ -11,9 +11,9 @@ import espnx
 
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
 
+from tests.cli.commands.test_search import TEXTS
 from tests.cli.documents import strict_json
 from tests.cli.test_index import run
-from tests.cli.test_search import TEXTS
 from tests.retrieval.common import build, toy_encoder
 
 QUERIES = {"q1": "red green", "q2": "two three", "q3": "one"}
