@@ -109,7 +109,7 @@ def test_one_query_at_a_time(
     much, of rows drawn by lot at a price that grows with what is not allowed, and what begins them
     is counted, too."""
     random = np.random.default_rng(6)
-    queries = vectors[random.permutation(N)[:40]]
+    queries = vectors[random.permutation(N)[:120]]
     wide = vectors.astype(np.float32)
     filters = {f"lot {share}": random.random(N) < share for share in (0.5, 0.2, 0.05)}
     for share in (0.7, 0.5, 0.3, 0.15, 0.12, 0.1, 0.05):

@@ -348,12 +348,12 @@ def test_after_merges_pages_hold_neighbours_again(
     tmp_path: Path, options: dict[str, Any], memory: str
 ) -> None:
     """A few rounds, in which all vectors but some are replaced: pages as in a fresh build."""
-    base, more, queries = clustered(600, 8), clustered(600, 8, seed=3), clustered(60, 8, seed=1)
+    base, more, queries = clustered(2000, 8), clustered(2000, 8, seed=3), clustered(400, 8, seed=1)
     espnx.graph.build(base, tmp_path / "g", **FEW, **options)
     with espnx.graph.open_writer(tmp_path / "g", durability="none", memory=memory) as graph:
-        for first in range(0, 600, 300):
-            graph.delete(range(first, first + 300))
-            graph.add(more[first : first + 300])
+        for first in range(0, 2000, 1000):
+            graph.delete(range(first, first + 1000))
+            graph.add(more[first : first + 1000])
             graph.merge(measure="never")
             graph.verify()
         assert graph.facts.layout.nodes_per_page > 3
@@ -362,10 +362,11 @@ def test_after_merges_pages_hold_neighbours_again(
             for list_size in (10, 30):
                 ours = graph.search(queries, 10, list_size=list_size)
                 theirs = fresh.search(queries, 10, list_size=list_size)
-                assert ours.pages.mean() <= 1.15 * theirs.pages.mean()
+                # of ten pairs of graphs the ratio was 1.02, with a deviation of .017
+                assert ours.pages.mean() <= 1.1 * theirs.pages.mean()
         stored = more.astype(np.float16).astype(np.float32)
         if "disk_pq_bytes" not in options:
-            assert np.array_equal(graph.vectors(range(600, 1200)), stored)
-        true = exact(more, queries, 10) + 600
+            assert np.array_equal(graph.vectors(range(2000, 4000)), stored)
+        true = exact(more, queries, 10) + 2000
         wanted = 0.97 if "disk_pq_bytes" not in options else 0.3
         assert recall_of(graph.search(queries, 10, list_size=100).ids, true) >= wanted
