@@ -19,7 +19,7 @@ import torch
 
 from ... import errors
 from ...device.interface import RowDevice, Segment, SegmentView
-from ...ops.attention import Queries, RowsInMemory, attend_rows, attention, merge
+from ...ops.attention import Queries, RowsInMemory, attend_rows, attention
 from ..attention import Before, Step
 from ..shown import ShownAttention
 from .early import EarlyReads
@@ -515,17 +515,17 @@ class _Sums:
         )
 
     def add(self, part: Sequence[int], o: torch.Tensor, lse: torch.Tensor) -> None:
-        """Some rows of these passages gave o [passages, KV heads, n, dv] and lse [passages, KV
-        heads, n]."""
+        """Some rows of these passages gave o [passages, KV heads, n, dv], which is used up, and lse
+        [passages, KV heads, n]."""
         self.lse_of[list(part)] = torch.logaddexp(self.lse_of[list(part)], lse)
         by_text = dict[int, list[int]]()
         for i, number in enumerate(part):
             by_text.setdefault(self._context.passages[number].text, []).append(i)
         for text, mine in by_text.items():
             sums = lse if len(mine) == len(part) else lse[mine]
-            whole = sums.logsumexp(dim=0)
-            weights = torch.exp(sums - torch.where(whole == -torch.inf, 0.0, whole))[..., None]
             found = o if len(mine) == len(part) else o[mine]
-            self.o[text], self.lse[text] = merge(
-                self.o[text], self.lse[text], (weights * found).sum(dim=0), whole
-            )
+            whole = torch.logaddexp(self.lse[text], sums.logsumexp(dim=0))
+            peak = torch.where(whole == -torch.inf, 0.0, whole)
+            self.o[text].mul_(torch.exp(self.lse[text] - peak)[..., None])
+            self.o[text] += found.mul_(torch.exp(sums - peak)[..., None]).sum(dim=0)
+            self.lse[text] = whole

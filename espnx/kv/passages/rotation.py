@@ -48,13 +48,12 @@ class Rotation:
         angles = moved[:, None] * torch.tensor(self.radians, dtype=torch.float64)
         shape = (len(positions), *[1] * (rows.dim() - 2), len(self.radians))
         cos, sin = (each.to(rows).view(shape) for each in (angles.cos(), angles.sin()))
-        out = rows.expand(len(positions), *rows.shape[1:]).clone(
-            memory_format=torch.contiguous_format
-        )
+        out = rows.new_empty(len(positions), *rows.shape[1:])
+        out[..., self.width :] = rows[..., self.width :]
         first, second = self._halves(rows)
         to_first, to_second = self._halves(out)
-        to_first.copy_(first * cos - second * sin)
-        to_second.copy_(second * cos + first * sin)
+        torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=to_second).addcmul_(first, sin)
         return out
 
     def _halves(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
