@@ -3,7 +3,6 @@ ops, compiled kernels that are kept, and a count of what was skipped."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib.util
@@ -99,8 +98,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def open_forks() -> Iterator[Callable[[str], Forks]]:
     """Each module of jobs (see tests/forks.py) is imported once, when the first test asks for
     it."""
-    with contextlib.ExitStack() as opened:
-        yield functools.cache(lambda module: opened.enter_context(forks(module)))
+    with forks() as open_module:
+        yield functools.cache(open_module)
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpp.includes import own_files, own_text
+from tests.cpp.includes import own_files, own_text, standard_headers
+from tests.cpp.sanitized import precompiled_header
 from tests.layers import modules, own_graph
 from tests.style_rules import (
     FILE_LINES_MAX,
@@ -197,24 +198,22 @@ def test_own_cpp_compiles_without_a_warning(pytestconfig: pytest.Config, tmp_pat
         path: clean / hashlib.sha256(key + own_text(path)).hexdigest()[:32] for path in sources
     }
     new = [path for path in sources if not stamps[path].exists()]
-    pybind = tmp_path / "pybind.hpp"
-    # pybind11's headers take seconds of each such file: compiled once
-    if any(path.is_relative_to(ROOT / PYTHON_IN_CPP) for path in new):
-        pybind.write_text("#include <pybind11/pybind11.h>\n#include <pybind11/stl.h>\n")
-        subprocess.run(
-            [
-                compiler,
-                *(flag for flag in flags if flag != "-fsyntax-only"),
-                "-x",
-                "c++-header",
-                str(pybind),
-            ],
-            capture_output=True,
+    command = [compiler, *(flag for flag in flags if flag != "-fsyntax-only")]
+    # read once: of most files, they take longer than what is ours
+    first = {
+        is_binding: precompiled_header(
+            command,
+            standard_headers() + "#include <pybind11/pybind11.h>\n#include <pybind11/stl.h>\n" * is_binding,
+            tmp_path,
         )
+        for is_binding in {path.is_relative_to(ROOT / PYTHON_IN_CPP) for path in new}
+    }
 
     def check(path: Path) -> str:
-        first = ["-include", str(pybind)] if path.is_relative_to(ROOT / PYTHON_IN_CPP) else []
-        done = subprocess.run([compiler, *flags, *first, str(path)], capture_output=True, text=True)
+        header = first[path.is_relative_to(ROOT / PYTHON_IN_CPP)]
+        done = subprocess.run(
+            [compiler, *flags, "-include", str(header), str(path)], capture_output=True, text=True
+        )
         if done.returncode == 0 and not done.stderr:
             stamps[path].touch()
         return done.stderr

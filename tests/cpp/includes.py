@@ -38,3 +38,10 @@ def includes(path: Path) -> tuple[Path, ...]:
 def own_text(source: Path) -> bytes:
     """Names and bytes of them all."""
     return b"".join(path.name.encode() + b"\0" + path.read_bytes() for path in own_files(source))
+
+
+def standard_headers() -> str:
+    """A header of those of the language that files of ours include most."""
+    names = "algorithm atomic chrono cmath condition_variable cstdint cstring deque functional limits"
+    names += " memory mutex optional random string thread tuple unordered_map utility vector"
+    return "".join(f"#include <{name}>\n" for name in names.split())
