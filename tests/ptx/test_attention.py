@@ -153,6 +153,7 @@ def test_not_finite(fmt: str, value: float, group: int) -> None:
     assert run(case)[1][0, 0].isnan().tolist() == [False, False, True]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("of_v", [False, True])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_scales_that_are_not_finite(value: float, of_v: bool) -> None:

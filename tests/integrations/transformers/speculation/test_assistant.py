@@ -39,6 +39,7 @@ def _without_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_without_lookup")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_twin", [True, False])
 def test_tokens_are_those_of_one_by_one(folder: Path, mode: str, is_twin: bool) -> None:
