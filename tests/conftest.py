@@ -56,10 +56,10 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_samples(items)
-    # Long files first: of the last ones, the processes of a parallel run end at about the same
-    # time.
+    # Long files first, then those of the whole tree: of the last ones, the processes of a parallel
+    # run end at about the same time.
     long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long)
+    items.sort(key=lambda item: (item.path not in long, item.path.parent != TESTS))
     for item in items:
         for marker in ("gpu", "root"):
             if item.get_closest_marker(marker) and (reason := lacking(marker)):

@@ -177,11 +177,11 @@ def test_the_bytes_of_commands_and_replies(
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_parts_without_records_or_terms(placement: str, tmp_path: Path) -> None:
     documents = [["a"], ["b", "a"], []]
-    for i, some in enumerate((documents, [], [[], []])):
+    for i, texts in enumerate((documents, [], [[], []])):
         paths = directories(tmp_path / str(i), 5)
         (tmp_path / str(i)).mkdir()
-        build_split(paths, terms=some, placement=placement)
-        Postings.build(tmp_path / str(i) / "one", terms=some)
+        build_split(paths, terms=texts, placement=placement)
+        Postings.build(tmp_path / str(i) / "one", terms=texts)
         with SplitPostings(paths) as postings, Postings.open(tmp_path / str(i) / "one") as one:
             assert_same(
                 postings.search([["a"], ["b", "b"], ["c"]], 4),
