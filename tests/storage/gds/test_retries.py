@@ -180,6 +180,7 @@ CALLS = (
 CODES = (*PASSING, 5008, 5022, 5030, 5044, 5049, errno.EIO)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_any_call_fails_at_any_time(make: MakeEngine, tmp_path: Path, seed: int) -> None:
     """Random programs: right bytes or a typed error, no deadlock, memory given back or counted as
