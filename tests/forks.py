@@ -150,8 +150,12 @@ def serve_modules(listening: socket.socket) -> None:
         with connection:
             # to the end of the line, and not a byte of the jobs after it
             name = connection.makefile("rb", buffering=0).readline().decode().strip()
-            module = importlib.import_module(name)
-            load(*module.PACKAGES)
+            try:
+                module = importlib.import_module(name)
+                load(*module.PACKAGES)
+            except Exception:  # those who want another module are served all the same
+                traceback.print_exc()
+                continue
             gc.collect()
             gc.freeze()
             if os.fork() == 0:
