@@ -3,7 +3,6 @@ ops, compiled kernels that are kept, and a count of what was skipped."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib.util
@@ -57,10 +56,10 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_samples(items)
-    # Long files first: of the last ones, the processes of a parallel run end at about the same
-    # time.
+    # Long files first, then those of the whole tree: of the last ones, the processes of a parallel
+    # run end at about the same time.
     long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long)
+    items.sort(key=lambda item: (item.path not in long, item.path.parent != TESTS))
     for item in items:
         for marker in ("gpu", "root"):
             if item.get_closest_marker(marker) and (reason := lacking(marker)):
@@ -99,8 +98,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def open_forks() -> Iterator[Callable[[str], Forks]]:
     """Each module of jobs (see tests/forks.py) is imported once, when the first test asks for
     it."""
-    with contextlib.ExitStack() as opened:
-        yield functools.cache(lambda module: opened.enter_context(forks(module)))
+    with forks() as open_module:
+        yield functools.cache(open_module)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import numpy.random  # noqa: F401 - as what `load` imports: for all children
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401 - what most examples wait for
 
-from tests.forks import command_line, load, serve
+from tests.forks import command_line, serve
 
 
 def run(job: dict[str, Any]) -> int:
@@ -39,24 +39,26 @@ def run(job: dict[str, Any]) -> int:
     return 0
 
 
-if __name__ == "__main__":
+PACKAGES = (
+    "espnx.cli",
+    "espnx.clusters",
+    "espnx.device",
+    "espnx.encoders",
+    "espnx.graph",
+    "espnx.importers",
+    "espnx.integrations.generate",
+    "espnx.integrations.streamed",
+    "espnx.integrations.transformers",
+    "espnx.kv",
+    "espnx.ops",
+    "espnx.rag",
+    "espnx.retrieval",
+    "espnx.storage",
+    "espnx.weights",
+)
+
+
+def jobs() -> None:
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
-    load(
-        "espnx.cli",
-        "espnx.clusters",
-        "espnx.device",
-        "espnx.encoders",
-        "espnx.graph",
-        "espnx.importers",
-        "espnx.integrations.generate",
-        "espnx.integrations.streamed",
-        "espnx.integrations.transformers",
-        "espnx.kv",
-        "espnx.ops",
-        "espnx.rag",
-        "espnx.retrieval",
-        "espnx.storage",
-        "espnx.weights",
-    )
     serve(run)

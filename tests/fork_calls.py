@@ -41,7 +41,7 @@ import espnx.graph
 import espnx.postings
 from espnx import errors
 from tests.encoders import tiny
-from tests.forks import load, serve
+from tests.forks import serve
 
 DEADLINE_S = 10.0
 HANGS = "hangs"
@@ -568,7 +568,22 @@ def run(job: dict[str, Any]) -> int:
     return 0
 
 
-if __name__ == "__main__":
+PACKAGES = (
+    "espnx.device",
+    "espnx.encoders",
+    "espnx.graph",
+    "espnx.importers",
+    "espnx.integrations.streamed",
+    "espnx.integrations.transformers",
+    "espnx.kv",
+    "espnx.ops",
+    "espnx.postings",
+    "espnx.retrieval",
+    "espnx.storage",
+)
+
+
+def jobs() -> None:
     torch.set_num_threads(2)
     faiss.omp_set_num_threads(2)
     os.environ |= {
@@ -576,17 +591,4 @@ if __name__ == "__main__":
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "true",
     }
-    load(
-        "espnx.device",
-        "espnx.encoders",
-        "espnx.graph",
-        "espnx.importers",
-        "espnx.integrations.streamed",
-        "espnx.integrations.transformers",
-        "espnx.kv",
-        "espnx.ops",
-        "espnx.postings",
-        "espnx.retrieval",
-        "espnx.storage",
-    )
     serve(run)

@@ -2,7 +2,9 @@
 everything and started no thread, and not from the test process itself, whose threads a child would
 not have.
 
-A module calls `serve` when it is run, and tests open it with `forks`.
+A module of jobs says in `PACKAGES` what its jobs import, and in `jobs` what it prepares before it
+calls `serve`; tests open it with `forks`. The processes of all modules are forked from one that
+imports what any of them needs: once, when the first of them is asked for.
 """
 
 from __future__ import annotations
@@ -12,16 +14,19 @@ import importlib
 import json
 import os
 import pkgutil
+import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -106,15 +111,13 @@ def forking() -> BaseContext:
 class Forks:
     """The tests' end."""
 
-    def __init__(self, process: subprocess.Popen[str]):
-        self._process = process
+    def __init__(self, stream: TextIO):
+        self._stream = stream
 
     def _ask(self, job: dict[str, Any]) -> int:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job, default=str) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        self._stream.write(json.dumps(job, default=str) + "\n")
+        self._stream.flush()
+        return int(self._stream.readline())
 
     def start(self, **job: Any) -> int:
         """The new child's process id."""
@@ -134,18 +137,67 @@ def is_running(child: int) -> bool:
     return Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+def serve_modules(listening: socket.socket) -> None:
+    """Forks a process for each connection, which has the connection in place of its standard input
+    and output and runs the jobs of the module that the first line names. Ends with this process's
+    own standard input."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how such a process ended
+    while True:
+        ready, _, _ = select.select([listening, sys.stdin], [], [])
+        if sys.stdin in ready:
+            return
+        connection, _ = listening.accept()
+        with connection:
+            # to the end of the line, and not a byte of the jobs after it
+            name = connection.makefile("rb", buffering=0).readline().decode().strip()
+            try:
+                module = importlib.import_module(name)
+                load(*module.PACKAGES)
+            except Exception:  # those who want another module are served all the same
+                traceback.print_exc()
+                continue
+            gc.collect()
+            gc.freeze()
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                listening.close()
+                os.dup2(connection.fileno(), 0)
+                os.dup2(connection.fileno(), 1)
+                connection.close()
+                module.jobs()
+                os._exit(0)
+
+
 @contextmanager
-def forks(module: str) -> Iterator[Forks]:
-    """Children of that module."""
+def forks() -> Iterator[Callable[[str], Forks]]:
+    """What opens children of a module, by its name."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-m", module],
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        yield Forks(process)
-        assert process.stdin is not None
-        process.stdin.close()
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        listening = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listening.bind(f"{folder}/modules")
+        listening.listen()
+        stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.forks", str(listening.fileno())],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                pass_fds=[listening.fileno()],
+            )
+        )
+        listening.close()
+
+        def open_module(module: str) -> Forks:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(f"{folder}/modules")
+                stream = stack.enter_context(connection.makefile("rw"))
+            stream.write(f"{module}\n")
+            return Forks(stream)
+
+        yield open_module
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as listening:
+        serve_modules(listening)

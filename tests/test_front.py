@@ -8,8 +8,6 @@ import dataclasses
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,38 +56,6 @@ def test_every_name_is_what_a_type_checker_is_told() -> None:
 def test_a_misspelt_name_is_an_error() -> None:
     with pytest.raises(AttributeError, match="'buidl'"):
         espnx.buidl  # type: ignore[attr-defined]
-
-
-def test_a_type_checker_sees_misspelt_names(tmp_path: Path) -> None:
-    pytest.importorskip("mypy")
-    wrong = {
-        "espnx.buidl('s', [])": 'Module has no attribute "buidl"',
-        "espnx.KVCache(config, 'kv', spill_intervall=3)": (
-            'Unexpected keyword argument "spill_intervall"'
-        ),
-        "espnx.open_engine('uring', queue_dept=3)": 'Unexpected keyword argument "queue_dept"',
-        "espnx.build('s', [], nlists=3)": 'Unexpected keyword argument "nlists"',
-        "espnx.open('s').evaluate({}, {}, nprob=3)": 'Unexpected keyword argument "nprob"',
-        "espnx.open('s', encoder=3)": 'Argument "encoder" to "Index" has incompatible type "int"',
-    }
-    source = tmp_path / "use.py"
-    source.write_text(
-        "from typing import Any\n\nimport espnx\n\nconfig: Any = None\n"
-        + "".join(f"{line}\n" for line in wrong)
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--cache-dir",
-        str(ROOT / ".cache" / "mypy"),
-        "--no-error-summary",
-        str(source),
-    ]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300).stdout
-    errors = [line for line in found.splitlines() if " error: " in line]
-    assert len(errors) == len(wrong), found
-    assert all(error in line for line, error in zip(errors, wrong.values(), strict=True)), found
 
 
 def test_the_docs_list_every_option_of_a_cache() -> None:

@@ -3,7 +3,6 @@ they are installed."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import shutil
@@ -17,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpp.includes import own_files, own_text
+from tests.cpp.includes import clean_stamp, own_files, standard_headers
+from tests.cpp.sanitized import precompiled_header
 from tests.layers import modules, own_graph
 from tests.style_rules import (
     FILE_LINES_MAX,
@@ -152,6 +152,39 @@ def test_mypy() -> None:
     run_linter("mypy", [sys.executable, "-m", "mypy"])
 
 
+def test_a_type_checker_sees_misspelt_names(tmp_path: Path) -> None:
+    """After the test above: in a cache that is empty each would read the whole package."""
+    pytest.importorskip("mypy")
+    wrong = {
+        "espnx.buidl('s', [])": 'Module has no attribute "buidl"',
+        "espnx.KVCache(config, 'kv', spill_intervall=3)": (
+            'Unexpected keyword argument "spill_intervall"'
+        ),
+        "espnx.open_engine('uring', queue_dept=3)": 'Unexpected keyword argument "queue_dept"',
+        "espnx.build('s', [], nlists=3)": 'Unexpected keyword argument "nlists"',
+        "espnx.open('s').evaluate({}, {}, nprob=3)": 'Unexpected keyword argument "nprob"',
+        "espnx.open('s', encoder=3)": 'Argument "encoder" to "Index" has incompatible type "int"',
+    }
+    source = tmp_path / "use.py"
+    source.write_text(
+        "from typing import Any\n\nimport espnx\n\nconfig: Any = None\n"
+        + "".join(f"{line}\n" for line in wrong)
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--cache-dir",
+        str(ROOT / ".cache" / "mypy"),
+        "--no-error-summary",
+        str(source),
+    ]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300).stdout
+    errors = [line for line in found.splitlines() if " error: " in line]
+    assert len(errors) == len(wrong), found
+    assert all(error in line for line, error in zip(errors, wrong.values(), strict=True)), found
+
+
 def test_clang_format() -> None:
     sources = [str(path) for path in FILES if path.suffix in CPP]
     binary = shutil.which("clang-format", path=str(Path(sys.executable).parent))
@@ -190,31 +223,22 @@ def test_own_cpp_compiles_without_a_warning(pytestconfig: pytest.Config, tmp_pat
         ]
     else:
         sources = [path for path in sources if not path.is_relative_to(ROOT / PYTHON_IN_CPP)]
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    clean = pytestconfig.cache.mkdir("clean-cpp")
-    key = repr(flags).encode() + version
-    stamps = {
-        path: clean / hashlib.sha256(key + own_text(path)).hexdigest()[:32] for path in sources
-    }
+    cache = pytestconfig.cache.mkdir("clean-cpp").parent
+    stamps = {path: clean_stamp(path, compiler, cache) for path in sources}
     new = [path for path in sources if not stamps[path].exists()]
-    pybind = tmp_path / "pybind.hpp"
-    # pybind11's headers take seconds of each such file: compiled once
-    if any(path.is_relative_to(ROOT / PYTHON_IN_CPP) for path in new):
-        pybind.write_text("#include <pybind11/pybind11.h>\n#include <pybind11/stl.h>\n")
-        subprocess.run(
-            [
-                compiler,
-                *(flag for flag in flags if flag != "-fsyntax-only"),
-                "-x",
-                "c++-header",
-                str(pybind),
-            ],
-            capture_output=True,
-        )
+    command = [compiler, *(flag for flag in flags if flag != "-fsyntax-only")]
+    # read once: of most files, they take longer than what is ours
+    pybind = "#include <pybind11/pybind11.h>\n#include <pybind11/stl.h>\n"
+    first = {
+        is_binding: precompiled_header(command, standard_headers() + pybind * is_binding, tmp_path)
+        for is_binding in {path.is_relative_to(ROOT / PYTHON_IN_CPP) for path in new}
+    }
 
     def check(path: Path) -> str:
-        first = ["-include", str(pybind)] if path.is_relative_to(ROOT / PYTHON_IN_CPP) else []
-        done = subprocess.run([compiler, *flags, *first, str(path)], capture_output=True, text=True)
+        header = first[path.is_relative_to(ROOT / PYTHON_IN_CPP)]
+        done = subprocess.run(
+            [compiler, *flags, "-include", str(header), str(path)], capture_output=True, text=True
+        )
         if done.returncode == 0 and not done.stderr:
             stamps[path].touch()
         return done.stderr

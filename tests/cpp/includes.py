@@ -4,7 +4,9 @@ those include. What was compiled from it stays as it is while these do."""
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,3 +40,27 @@ def includes(path: Path) -> tuple[Path, ...]:
 def own_text(source: Path) -> bytes:
     """Names and bytes of them all."""
     return b"".join(path.name.encode() + b"\0" + path.read_bytes() for path in own_files(source))
+
+
+def standard_headers() -> str:
+    """A header of those of the language that files of ours include most."""
+    names = "algorithm atomic chrono cmath condition_variable cstdint cstring deque functional"
+    names += " limits memory mutex optional random string thread tuple unordered_map utility vector"
+    return "".join(f"#include <{name}>\n" for name in names.split())
+
+
+@functools.cache
+def version(compiler: str) -> bytes:
+    return subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+
+
+def clean_stamp(source: Path, compiler: str, cache: Path) -> Path:
+    """A file that is there when that source, as it is now, has been compiled with -Wall and -Wextra
+    and there was no warning: by the test that looks for them, or for a program with a sanitizer.
+
+    Args:
+        cache: the folder of pytest's cache.
+    """
+    folder = cache / "clean-cpp"
+    folder.mkdir(exist_ok=True)
+    return folder / hashlib.sha256(version(compiler) + own_text(source)).hexdigest()[:32]

@@ -1,24 +1,28 @@
 """Builds the C++ programs of tests/cpp with a sanitizer and plain g++. Objects are kept between
-runs, by the hash of all that went into them, and shared by the programs."""
+runs, by the hash of all that went into them, and shared by the programs: of two test processes that
+want the same one, the second waits for the first."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.cpp.includes import CSRC, ROOT, own_text
+from tests.cpp.includes import CSRC, ROOT, clean_stamp, own_text, standard_headers
 
 DRIVERS = ROOT / "tests" / "cpp"
 SANITIZERS = ["thread", "address,undefined"]
-KEPT_S = 30 * 86_400  # an object that nobody has asked for
+KEPT = {".o", ".lock", ".hpp", ".gch"}
+KEPT_S = 30 * 86_400  # what nobody has asked for
 ENGINE = [
     *sorted(CSRC.glob("io/**/*.cpp")),
     CSRC / "cpu" / "crc32c.cpp",
@@ -49,6 +53,37 @@ def flags(sanitizer: str, *, optimise: bool = False) -> list[str]:
     return [*always, level, *([f"-fsanitize={sanitizer}"] if sanitizer else [])]
 
 
+@contextmanager
+def only_one(target: Path) -> Iterator[None]:
+    """One process, and one thread, at a time makes that file."""
+    with open(target.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def make(command: Sequence[str], target: Path) -> None:
+    """A file that is there whole or not at all."""
+    part = target.with_suffix(f".{os.getpid()}.part")
+    done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    os.replace(part, target)
+
+
+def precompiled_header(command: Sequence[str], text: str, folder: Path) -> Path:
+    """A header for ``-include`` of later calls of that command, which has been compiled: what most
+    of the time of compiling a small file goes to."""
+    name = hashlib.sha256(repr((command, text)).encode()).hexdigest()[:24]
+    header = folder / f"first-{name}.hpp"
+    compiled = header.with_suffix(".hpp.gch")
+    with only_one(header):
+        if not compiled.exists():
+            header.write_text(text)
+            make([*command, "-x", "c++-header", str(header)], compiled)
+        for path in (header, compiled):
+            os.utime(path)
+    return header
+
+
 def build(
     driver: str,
     sources: Sequence[Path],
@@ -69,33 +104,34 @@ def build(
         optimise: the sources, too, where they would take long without.
     """
 
+    def words(*, optimise: bool) -> list[str]:
+        tsan = ["-Wno-tsan"] if sanitizer == "thread" else []
+        return [compiler(), *flags(sanitizer, optimise=optimise), "-I", str(CSRC), *tsan]
+
+    common, precompiled = words(optimise=optimise), standard_headers()
+
     def compile_one(source: Path) -> Path:
-        words = [
-            compiler(),
-            *flags(sanitizer, optimise=optimise or source.parent == DRIVERS),
-            "-I",
-            str(CSRC),
-        ]
-        if sanitizer == "thread":
-            words.append("-Wno-tsan")
-        if source.name in (defines or {}):
-            words.append(f"-D{(defines or {})[source.name]}")
-        name = hashlib.sha256(repr(words).encode() + own_text(source)).hexdigest()[:24]
-        target = folder / f"{source.stem}-{name}.o"
-        if not target.exists():
-            part = target.with_suffix(f".{os.getpid()}.part")
-            done = subprocess.run(
-                [*words, "-c", str(source), "-o", str(part)], capture_output=True, text=True
-            )
-            assert done.returncode == 0, done.stderr
-            os.replace(part, target)
-        os.utime(target)
+        command = words(optimise=optimise or source.parent == DRIVERS)
+        define = (defines or {}).get(source.name)
+        # a header that was compiled before a name of its own was another's is of no use
+        first = precompiled if command == common and define is None else None
+        command += [f"-D{define}"] if define else []
+        what = repr((command, first)).encode() + own_text(source)
+        target = folder / f"{source.stem}-{hashlib.sha256(what).hexdigest()[:24]}.o"
+        with only_one(target):
+            if not target.exists():
+                if first is not None:
+                    command += ["-include", str(precompiled_header(common, first, folder))]
+                make([*command, "-c", str(source)], target)
+                if define is None and source.is_relative_to(CSRC):
+                    clean_stamp(source, command[0], folder.parent).touch()
+            os.utime(target)
         return target
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compile_one, [*sources, DRIVERS / f"{driver}.cpp"]))
-    for old in folder.glob("*.o"):
-        if old.stat().st_mtime < time.time() - KEPT_S:
+    for old in folder.iterdir():
+        if old.suffix in KEPT and old.stat().st_mtime < time.time() - KEPT_S:
             old.unlink(missing_ok=True)
     program = folder / driver
     done = subprocess.run(

@@ -73,6 +73,7 @@ def test_grouped_queries(folder: Path) -> None:
     )
 
 
+@pytest.mark.sampled(1)
 @KINDS
 @pytest.mark.parametrize("window_bytes", [1, 100_000, 64 << 20])
 def test_ragged_programs(folder: Path, path: str, kind: str, window_bytes: int) -> None:
@@ -251,6 +252,7 @@ def test_tickets(folder: Path) -> None:
         assert_right(device.attend(again, look), [seen[2]], look)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("window_bytes", [4096, 200_000, 64 << 20])
 def test_many_tickets_ahead(folder: Path, path: str, window_bytes: int) -> None:
     """Of different layouts; rows that come while earlier tickets wait change nothing."""

@@ -71,6 +71,7 @@ def first_failure(
     return len(tickets), None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("visits", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_each_read_fails_in_turn(folder: Path, path: str, threads: int, visits: bool) -> None:
@@ -102,6 +103,7 @@ def test_each_read_fails_in_turn(folder: Path, path: str, threads: int, visits: 
     assert not hits
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("value", [0, 1, 4096, 5000])
 def test_short_reads(folder: Path, path: str, value: int) -> None:
     """Once: the rest is asked for. Forever: an error, in time."""
@@ -122,6 +124,7 @@ def test_short_reads(folder: Path, path: str, value: int) -> None:
         assert caught.value.path == device.space.path
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("block", [0, 1, 37, 159])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_bit_that_flips_on_the_way(folder: Path, path: str, block: int, threads: int) -> None:
@@ -145,6 +148,7 @@ def test_a_bit_that_flips_on_the_way(folder: Path, path: str, block: int, thread
         assert_reads_right(device, stored)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("byte", [0, BLOCK - 1, BLOCK, 3 * BLOCK + 4000])
 @pytest.mark.parametrize("visits", [False, True])
 def test_a_damaged_file(folder: Path, byte: int, visits: bool) -> None:
@@ -189,6 +193,7 @@ def test_a_file_that_was_cut(folder: Path, path: str) -> None:
         assert_reads_right(device, stored[:1])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_reads_that_never_end(folder: Path, path: str, threads: int) -> None:
     def attempt(deadline_s: float) -> bool:
@@ -225,6 +230,7 @@ WAYS = [
 WAYS.remove(("never", "is_written"))  # a deadline is seen by who waits
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("fault", "how"), WAYS)
 def test_a_write_that_fails_is_repeated(folder: Path, path: str, fault: str, how: str) -> None:
     """Whoever waits is told once; the rows come from memory, which the caller may have used

@@ -15,9 +15,11 @@ from espnx import errors
 from espnx.graph.format import CODEBOOK, CODES, ENTRIES, NODES, ROWS
 from espnx.storage import FaultRule
 from espnx.storage.manifest import NAME
-from tests.sweeps import at_length
+from tests.sweeps import at_length, some
 
 QUERY = np.zeros((8, 24), np.float32)
+#: Who waits for whom does not depend on where the codes lie.
+one_graph = pytest.mark.parametrize("graph", some(["paged", "inline", "memory"], 3), indirect=True)
 
 
 def copy_of(graph: Path, to: Path) -> Path:
@@ -49,6 +51,7 @@ def test_files_that_are_missing_cut_or_long(graph: Path, tmp_path: Path, name: s
             espnx.graph.open(path)
 
 
+@pytest.mark.sampled(1)
 @at_length("places", 9, 25)
 @pytest.mark.parametrize("name", [NODES, ROWS, CODES, CODEBOOK, ENTRIES])
 def test_every_region_of_bytes_is_checked(
@@ -106,6 +109,7 @@ def test_no_graph(tmp_path: Path) -> None:
         espnx.graph.open(tmp_path / "nothing")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["auto", "posix"])
 @pytest.mark.parametrize(
     ("rule", "error"),
@@ -129,6 +133,7 @@ def test_reads_that_fail(
         assert np.array_equal(again.ids, index.search(queries, 5, list_size=30, beam_width=1).ids)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "rules",
     [
@@ -153,6 +158,7 @@ def test_reads_that_take_several_turns(
         )
 
 
+@one_graph
 def test_a_deadline_is_of_each_query_and_not_of_the_batch(graph: Path, queries: np.ndarray) -> None:
     slow = FaultRule("delay", operation="read", probability=1.0, value=20_000_000)
     deadline_s, asked = 1.0, np.resize(queries, (20, queries.shape[1]))
@@ -166,6 +172,7 @@ def test_a_deadline_is_of_each_query_and_not_of_the_batch(graph: Path, queries: 
         assert np.array_equal(found.ids, plain.search(asked, 5, list_size=5, beam_width=1).ids)
 
 
+@one_graph
 @pytest.mark.parametrize("walks", [1, 64])
 def test_searches_go_on_after_reads_that_never_end(
     graph: Path, queries: np.ndarray, walks: int
@@ -186,6 +193,7 @@ def test_searches_go_on_after_reads_that_never_end(
         assert time.monotonic() - begun < 10, "every step waits for reads that never end"
 
 
+@one_graph
 def test_a_query_alone_does_not_wait_behind_a_batch(graph: Path, queries: np.ndarray) -> None:
     slow = FaultRule("delay", operation="read", probability=1.0, value=2_000_000)
     with espnx.graph.open(graph, threads=1, walks=1, rules=[slow]) as index:
@@ -197,6 +205,7 @@ def test_a_query_alone_does_not_wait_behind_a_batch(graph: Path, queries: np.nda
         assert (ids[-1] < 0).all(), "the batch was over first"
 
 
+@one_graph
 def test_early_results_are_of_pages_that_have_arrived(graph: Path, queries: np.ndarray) -> None:
     slow = FaultRule("delay", operation="read", probability=1.0, value=2_000_000)
     with espnx.graph.open(graph, threads=1, walks=8, rules=[slow]) as index:
@@ -209,6 +218,7 @@ def test_early_results_are_of_pages_that_have_arrived(graph: Path, queries: np.n
         search.finish()
 
 
+@one_graph
 @at_length("times", 6, 20)
 def test_a_search_outlives_the_graph_that_began_it(
     graph: Path, queries: np.ndarray, times: int
@@ -226,6 +236,7 @@ def exact_ids(graph: Path, queries: np.ndarray) -> np.ndarray:
         return index.search(queries, 5, list_size=300).ids
 
 
+@one_graph
 def test_closing_does_not_hang_on_a_read_that_never_ends(graph: Path) -> None:
     index = espnx.graph.open(graph, rules=[FaultRule("never", operation="read")])
     with pytest.raises(errors.DeadlineExceededError):

@@ -15,7 +15,7 @@ from espnx import errors
 from espnx.graph.filters import FilterReader, RowFilter
 from espnx.graph.format import ROWS
 from tests.graph.conftest import exact, recall_of
-from tests.sweeps import at_length
+from tests.sweeps import at_length, some
 
 N, DIM = 6000, 16
 
@@ -101,6 +101,7 @@ def test_finds_what_is_allowed_wherever_it_lies(
             )
 
 
+@pytest.mark.parametrize("ten", some(["inline", "memory", "paged"], 3), indirect=True)
 @at_length("places", 1, 3)
 def test_one_query_at_a_time(
     ten: Path, vectors: np.ndarray, labels: np.ndarray, places: int

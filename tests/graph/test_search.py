@@ -103,6 +103,7 @@ def plain_walk(
     return [row for _, row in sorted(measured)[:k]], len(read)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("list_size", [1, 5, 20, 64])
 def test_walk_is_the_plain_one(graph: Path, queries: np.ndarray, list_size: int) -> None:
     k = min(5, list_size)
@@ -219,6 +220,7 @@ def test_results_do_not_depend_on_who_else_searches(graph: Path, queries: np.nda
     assert np.array_equal(np.concatenate([found[number] for number in range(6)]), expected.ids)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("beam_width", [2, 4, 64])
 def test_wider_beams_find_as_much(
     graph: Path, base: np.ndarray, queries: np.ndarray, beam_width: int
@@ -278,6 +280,7 @@ def test_metrics_and_dtypes(tmp_path: Path, metric: str, dtype: str) -> None:
     assert (np.abs(found.distances - far) <= 16 * 2.0**-24 * scale).all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 16, 17, 300])
 @pytest.mark.parametrize("codes", ["inline", "memory", "paged"])
 def test_few_vectors(tmp_path: Path, n: int, codes: str) -> None:
@@ -331,6 +334,7 @@ def test_k_beyond_n_and_one_query(graph: Path, base: np.ndarray) -> None:
     assert none.ids.shape == (0, 3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", [0.5, 0.1, 0.01, 0.001, 0.0])
 def test_filters(graph: Path, base: np.ndarray, queries: np.ndarray, share: float) -> None:
     allowed = np.flatnonzero(np.random.default_rng(5).random(len(base)) < share)

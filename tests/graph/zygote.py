@@ -9,7 +9,7 @@ import numpy as np
 
 import espnx.graph
 from espnx.graph.bounded import budget, builder
-from tests.forks import load, serve
+from tests.forks import serve
 
 BUILD = sys.modules["espnx.graph.build"]  # by its name the package knows the function
 
@@ -65,6 +65,8 @@ def run(job: dict[str, Any]) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    load("espnx.graph", "espnx.storage")
+PACKAGES = ("espnx.graph", "espnx.storage")
+
+
+def jobs() -> None:
     serve(run)

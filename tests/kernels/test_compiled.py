@@ -42,9 +42,21 @@ LOOPS = """
 
 
 @pytest.mark.usefixtures("triton_cache")
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("variant", [*TESTED, *DEVICE_VARIANTS], ids=lambda variant: variant.name)
-def test_like_the_table(capability: int, variant: Variant) -> None:
+@pytest.mark.parametrize(
+    ("variant", "capability"),
+    [
+        # in turn; each of both in the sweep
+        pytest.param(
+            variant,
+            capability,
+            id=f"{variant.name}-{capability}",
+            marks=[pytest.mark.sweep] if (i + j) % len(CAPABILITIES) else [],
+        )
+        for i, variant in enumerate([*TESTED, *DEVICE_VARIANTS])
+        for j, capability in enumerate(CAPABILITIES)
+    ],
+)
+def test_like_the_table(variant: Variant, capability: int) -> None:
     """The same compiler gives the same code: not one instruction more, no byte more spilled."""
     if variant in DEVICE_VARIANTS:
         if nvcc() is None:

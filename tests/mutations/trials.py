@@ -283,6 +283,14 @@ def job(options: dict[str, Any]) -> int:
     return int(bool(outcome.faults) or outcome.typed == 0)
 
 
+PACKAGES = ()
+
+
+def jobs() -> None:
+    trials()
+    serve(job)
+
+
 def main(kinds: list[str]) -> int:
     known, code = trials(), 0
     for kind in known if kinds == ["all"] else kinds:
@@ -301,7 +309,4 @@ def main(kinds: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        sys.exit(main(sys.argv[1:]))
-    trials()
-    serve(job)
+    sys.exit(main(sys.argv[1:] or ["all"]))

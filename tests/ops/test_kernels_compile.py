@@ -51,6 +51,7 @@ def compile_for(
     return compiled
 
 
+@pytest.mark.sampled(1)
 @CAPABILITIES
 @pytest.mark.parametrize(
     ("fmt", "d", "n_query_tokens", "align_bytes"),

@@ -16,6 +16,7 @@ from espnx.ops.maxsim import FORMATS
 from tests.ops.records import integers, scatter
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("shape", [(5, 16), (3, 5, 16)])
 def test_opcheck_maxsim(shape: tuple[int, ...], fmt: str) -> None:

@@ -172,6 +172,7 @@ def test_with_other_options_it_begins_anew(tmp_path: Path) -> None:
     assert built(tmp_path / "z", terms=RECORDS)[1] == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["postings", "lengths", "facts.json"])
 @pytest.mark.parametrize("how", ["bent", "short", "gone"])
 def test_a_damaged_run_is_built_again(tmp_path: Path, name: str, how: str) -> None:

@@ -19,6 +19,7 @@ from espnx.postings.stored import terms as stored_terms
 from espnx.storage import FaultRule, NativeEngine
 from tests.postings.common import corpus, numbers_of
 from tests.storage.common import in_child
+from tests.sweeps import some
 
 PLACEMENTS = ("passages", "terms")
 DAMAGED = (errors.ChecksumError, errors.FormatError, errors.TruncatedFileError)
@@ -30,7 +31,7 @@ def directories(folder: Path, count: int) -> list[Path]:
 
 @pytest.fixture(
     scope="module",
-    params=[(placement, count) for placement in PLACEMENTS for count in (1, 2, 4, 8)],
+    params=some([((name, count),) for name in PLACEMENTS for count in (1, 2, 4, 8)], 3),
     ids=lambda each: f"{each}",
 )
 def split(
@@ -176,11 +177,11 @@ def test_the_bytes_of_commands_and_replies(
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_parts_without_records_or_terms(placement: str, tmp_path: Path) -> None:
     documents = [["a"], ["b", "a"], []]
-    for i, some in enumerate((documents, [], [[], []])):
+    for i, texts in enumerate((documents, [], [[], []])):
         paths = directories(tmp_path / str(i), 5)
         (tmp_path / str(i)).mkdir()
-        build_split(paths, terms=some, placement=placement)
-        Postings.build(tmp_path / str(i) / "one", terms=some)
+        build_split(paths, terms=texts, placement=placement)
+        Postings.build(tmp_path / str(i) / "one", terms=texts)
         with SplitPostings(paths) as postings, Postings.open(tmp_path / str(i) / "one") as one:
             assert_same(
                 postings.search([["a"], ["b", "b"], ["c"]], 4),
@@ -249,6 +250,7 @@ def test_a_damaged_list_names_its_directory_and_harms_nothing_else(
         assert_same(postings.search([["w0"]], 5), asked)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("fault", ["error", "stale"])
 def test_a_read_that_fails(

@@ -10,7 +10,7 @@ import numpy.random  # noqa: F401 - as what `load` imports: for all children
 
 import espnx.postings
 from espnx.postings import Postings
-from tests.forks import load, serve
+from tests.forks import serve
 from tests.kills import watch
 from tests.postings.common import corpus
 
@@ -39,6 +39,8 @@ def run(job: dict[str, Any]) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    load("espnx.postings", "espnx.storage")
+PACKAGES = ("espnx.postings", "espnx.storage")
+
+
+def jobs() -> None:
     serve(run)

@@ -27,6 +27,7 @@ from tests.ops.attention.test_attention import FORMATS, assert_close, causal, ma
 from tests.ops.attention.test_kernel import PRECISION, case_dtype, run
 from tests.ptx.program import Fault
 from tests.ptx.sparse import BEYOND, moved
+from tests.sweeps import some
 
 pytestmark = pytest.mark.usefixtures("launch")
 
@@ -62,7 +63,7 @@ def test_prefill(fmt: str) -> None:
     assert_close(case, run(case, n_splits=2), **PRECISION)
 
 
-@pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("fmt", some(["fp16", "bf16", "fp32"], 3))
 def test_x_rows(fmt: str) -> None:
     case = make_case(n_rows=[50], n_kv=1, d=256, dv=0, q_len=5, fmt=fmt, gap_bytes=0)
     assert_close(case, run(case), **PRECISION)
@@ -93,7 +94,7 @@ def test_a_rule_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch, name: str)
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("d", [8, 40, 80, 96, 112])
+@pytest.mark.parametrize("d", some([8, 40, 80, 96, 112], 2))
 @pytest.mark.parametrize("fmt", ["fp16", "int8"])
 def test_every_multiple_of_8(fmt: str, d: int) -> None:
     case = make_case(n_rows=[33], n_kv=1, group=16, d=d, fmt=fmt, block_rows=32, gap_bytes=16)
@@ -153,6 +154,7 @@ def test_not_finite(fmt: str, value: float, group: int) -> None:
     assert run(case)[1][0, 0].isnan().tolist() == [False, False, True]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("of_v", [False, True])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_scales_that_are_not_finite(value: float, of_v: bool) -> None:

@@ -151,7 +151,7 @@ def why_a_mask_is_not_needed(program: str, text: str) -> str | None:
     return None
 
 
-@in_steps(12)
+@in_steps(24)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_one_less_is_noticed(program: str, step: int, launch: Callable[..., Any]) -> None:
     texts: list[str] = []

@@ -17,7 +17,7 @@ from espnx.retrieval.store.texts import TextWriter
 from espnx.retrieval.versions import generations, part_writer, publish
 from espnx.retrieval.versions.segments import Layout
 from espnx.storage import NativeEngine, ownership
-from tests.forks import command_line, killed_at, load, serve
+from tests.forks import command_line, killed_at, serve
 from tests.kills import watch
 from tests.retrieval.build.memory_child import measured
 from tests.retrieval.common import build, corpus, toy_encoder
@@ -70,6 +70,8 @@ def run(job: dict[str, Any]) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    load("espnx.cli", "espnx.device", "espnx.ops", "espnx.retrieval", "espnx.storage")
+PACKAGES = ("espnx.cli", "espnx.device", "espnx.ops", "espnx.retrieval", "espnx.storage")
+
+
+def jobs() -> None:
     serve(run)

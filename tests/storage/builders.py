@@ -20,7 +20,7 @@ from espnx.graph.hnsw import HnswGraph, Links, write_hnsw
 from espnx.postings import Postings, SplitPostings, build_split
 from espnx.retrieval.build.trained import Trained
 from espnx.storage import NativeEngine
-from tests.forks import load, serve
+from tests.forks import serve
 from tests.kills import watch
 from tests.retrieval.common import D_CLS, DIM, build, corpus, queries
 
@@ -189,13 +189,15 @@ def run(job: dict[str, Any]) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    load(
-        "espnx.postings",
-        "espnx.graph",
-        "espnx.clusters",
-        "espnx.retrieval",
-        "espnx.storage",
-        "espnx.device",
-    )
+PACKAGES = (
+    "espnx.postings",
+    "espnx.graph",
+    "espnx.clusters",
+    "espnx.retrieval",
+    "espnx.storage",
+    "espnx.device",
+)
+
+
+def jobs() -> None:
     serve(run)

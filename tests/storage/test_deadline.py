@@ -161,6 +161,7 @@ def numpy_backed(size_bytes: int) -> tuple[torch.Tensor, weakref.ref[np.ndarray]
     return torch.from_numpy(array), weakref.ref(array)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["dropped", "data replaced"])
 @pytest.mark.parametrize("reading", [True, False])
 def test_the_callers_memory_waits_for_the_device(
@@ -253,6 +254,7 @@ def test_closing_waits_for_the_late_ones(
     assert (stats.in_flight, stats.quarantined_buffers, stats.quarantined_bytes) == (0, 0, 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grace_s", [0.0, -1.0, float("nan")])
 def test_odd_graces(path: str, grace_s: float, open_engine: OpenEngine, tmp_path: Path) -> None:
     make_file(tmp_path / "a", BLOCK)

@@ -154,6 +154,7 @@ def run(path: str, kind: Kind, nth: int, count: int, folder: Path) -> tuple[bool
         engine.close(grace_s=0.001)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_sweep(disk_path: str, name: str, tmp_path: Path) -> None:
     sweep(disk_path, name, tmp_path)

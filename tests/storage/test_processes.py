@@ -158,6 +158,7 @@ def test_a_forked_child_lets_go_of_an_idle_engine(path: str, tmp_path: Path) -> 
     engines[0].close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["close", "drop", "stats"])
 def test_freeing_memory_that_needs_the_gil(disk_path: str, how: str, tmp_path: Path) -> None:
     """The caller forgets a write from NumPy's memory: freeing it takes the GIL, which may be held

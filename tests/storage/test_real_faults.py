@@ -127,6 +127,7 @@ def test_a_full_disk(disk_path: str, kind: str, open_engine: OpenEngine, tmp_pat
         engine.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.root
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
 @pytest.mark.parametrize("own_mib", [0, 4])

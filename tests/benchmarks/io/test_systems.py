@@ -46,6 +46,7 @@ def flip_a_byte(data: DataFile, offset: int) -> None:
     os.utime(data.path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("pattern", "block", "items"),

@@ -36,6 +36,7 @@ def logits_of(
     return torch.stack(found[1:], dim=1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options", [{"hand_over": "scores"}, {"hand_over": "lse"}], ids=["scores", "lse"]
 )
@@ -78,6 +79,7 @@ def test_logits_of_a_model_in_fp16(folder: Path, options: dict[str, str], count:
         each.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hand_over", ["scores", "lse"])
 @pytest.mark.parametrize("spill_interval", [None, 1, 16])
 def test_bits_of_a_model_on_more_devices(

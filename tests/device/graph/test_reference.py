@@ -66,6 +66,7 @@ def as_query(vector: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(vector if vector.dtype.kind in "iu" else vector.astype(np.float32))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codes", ["inline", "memory"])
 @pytest.mark.parametrize(
     ("n", "dim", "dtype", "metric"),
@@ -190,6 +191,7 @@ def test_equal_vectors_in_layers(tmp_path: Path, kind: type[HnswGraph]) -> None:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("shared_slots", [0, 1, 3, 8])
 def test_nodes_that_come_along(tmp_path: Path, coded: bool, shared_slots: int) -> None:

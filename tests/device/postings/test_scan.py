@@ -240,6 +240,7 @@ def test_lists_that_lie_elsewhere_are_refused(directory: Path) -> None:
         assert len(device.scan(where, weights, 3).finish()) == 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("k", [5, 0])
 @pytest.mark.parametrize("how", ["cancel", "forget", "close"])
 def test_who_waits_is_woken(directory: Path, k: int, how: str) -> None:

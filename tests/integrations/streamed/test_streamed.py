@@ -150,6 +150,7 @@ def test_a_read_that_fails_in_enable(folders: Any, expected: Any) -> None:
         )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("rule", "error"),
     [

@@ -23,7 +23,7 @@ from espnx.kv.kept import folders
 from espnx.kv.kept import state as kept
 from espnx.kv.rows import LayerRows
 from espnx.storage import NativeEngine
-from tests.forks import command_line, killed_at, load, serve
+from tests.forks import command_line, killed_at, serve
 from tests.integrations.transformers.child import interrupted
 from tests.integrations.transformers.tiny import enabled, expected, generate, prompt
 from tests.kills import watch
@@ -141,17 +141,19 @@ def run(job: dict[str, Any]) -> int:
     return 0
 
 
-if __name__ == "__main__":
+PACKAGES = (
+    "espnx.cli",
+    "espnx.device",
+    "espnx.integrations.generate",
+    "espnx.integrations.transformers",
+    "espnx.kv",
+    "espnx.ops",
+)
+
+
+def jobs() -> None:
     torch.set_num_threads(1)
     extents._GROW_BYTES = 1 << 20  # see tests/conftest.py
-    load(
-        "espnx.cli",
-        "espnx.device",
-        "espnx.integrations.generate",
-        "espnx.integrations.transformers",
-        "espnx.kv",
-        "espnx.ops",
-    )
     for name in ("llama", "opt"):
         enabled(name), wanted(name)
     serve(run)

@@ -50,6 +50,7 @@ def test_no_room_for_the_capacity(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.root
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
 @pytest.mark.parametrize("room_tokens", [0, 20, 28, 40])

@@ -147,6 +147,7 @@ def test_assisted_decoding_of_x(folder: Path) -> None:
             )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize("x_rows", [0, 2])
 def test_a_conversation_goes_on(folder: Path, name: str, x_rows: int) -> None:

@@ -1,15 +1,13 @@
 """The Triton version of attention in Triton's interpreter, against the reference.
 
-Triton decides between interpreter and compiler when it is imported, so one of the tests here runs
-the others' file in a process of its own.
+Triton decides between interpreter and compiler when it is imported, so what is interpreted runs in
+a process of its own (tests/ops/test_kernels_interpreted.py).
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +17,14 @@ from espnx.errors import InvalidInputError
 from espnx.ops.attention.cuda import ScoreRules, attention_triton
 from tests.ops.attention.ruled import RULES, WIDTHS, check_rules, check_sinks
 from tests.ops.attention.scales import check_scale
-from tests.ops.attention.test_attention import FORMATS, Case, assert_close, causal, make_case
+from tests.ops.attention.test_attention import (
+    FORMATS,
+    ROW_FORMATS,
+    Case,
+    assert_close,
+    causal,
+    make_case,
+)
 
 pytest.importorskip("triton", reason="triton has no wheel for this machine's processor")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -112,17 +117,24 @@ def case_dtype(case: Case) -> torch.dtype:
     return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[case.format]
 
 
-@FORMATS
+#: What is interpreted of which formats; in the sweep, all of them.
+PARTS: dict[Callable[[str], None], str] = {
+    interpreted_decode: "fp32 fp16 bf16 int8",
+    interpreted_prefill: "fp16 int8",
+    interpreted_x_rows: "bf16",
+    interpreted_not_finite: "fp16",
+    interpreted_rules: "bf16",
+    interpreted_scales: "int8",
+    interpreted_wide: "fp32 int8",
+}
+
+
 @pytest.mark.parametrize(
-    "part",
+    ("part", "fmt"),
     [
-        interpreted_decode,
-        interpreted_prefill,
-        interpreted_x_rows,
-        interpreted_not_finite,
-        interpreted_rules,
-        interpreted_scales,
-        interpreted_wide,
+        pytest.param(part, fmt, marks=[] if fmt in formats.split() else [pytest.mark.sweep])
+        for part, formats in PARTS.items()
+        for fmt in ROW_FORMATS
     ],
 )
 @pytest.mark.filterwarnings(
@@ -131,32 +143,6 @@ def case_dtype(case: Case) -> torch.dtype:
 @pytest.mark.skipif(not IS_INTERPRETED, reason="[triton] runs in the interpreter's own process")
 def test_interpreted(part: Any, fmt: str) -> None:
     part(fmt)
-
-
-@pytest.mark.skipif(IS_INTERPRETED, reason="[triton] starts the interpreter's process")
-def test_in_the_interpreter(pytestconfig: pytest.Config, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-o",
-        f"cache_dir={tmp_path}",
-        "-k",
-        "test_interpreted",
-        __file__,
-    ]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONUNBUFFERED": "1"}
-    finished = subprocess.run(
-        command,
-        cwd=pytestconfig.rootpath,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "28 passed" in finished.stdout
 
 
 def test_what_cuda_refuses() -> None:

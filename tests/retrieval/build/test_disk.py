@@ -28,6 +28,7 @@ ROOM = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.root
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
 @pytest.mark.parametrize("room", ROOM)

@@ -275,6 +275,7 @@ def test_what_was_recorded_can_be_replayed(store: Path, tmp_path: Path, kind: st
     assert found.verbs["maxsim"].count > 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("verb", ["walk", "scan"])
 @pytest.mark.parametrize(
     ("fault", "error"),

@@ -254,6 +254,7 @@ def test_documents_without_tokens_rank_by_cls(
     assert {hit.score for hit in alone if hit.id in empty} == {0.0}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("code", ["flat", "sq8", "pq8"])
 @pytest.mark.parametrize("step", [0.05, 0.3, 0.7, 1.0])
 def test_hit_rate_and_two_steps_equal_faiss(folder: Path, code: str, step: float) -> None:

@@ -114,6 +114,7 @@ BLUNT: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", BLUNT)
 def test_blunt_damage(

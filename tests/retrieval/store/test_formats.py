@@ -147,7 +147,7 @@ def assert_ranks(path: Path, documents: list[espnx.Document], wanted: list[espnx
             assert_ranking(hits, *expected(index, documents, query, LEVELS[level]))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dim", [8, 32, 128])
 @pytest.mark.parametrize("d_cls", [24, 0])

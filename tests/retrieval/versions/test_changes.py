@@ -112,6 +112,7 @@ def check(path: Path, documents: Sequence[espnx.Document], fmt: str = "fp16") ->
     return ranking(path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", ["fp16", "fp32"])
 @pytest.mark.parametrize("sizes", [(70, 50, 1), (64, 64, 64), (1, 130, 63)])
 def test_every_step_ranks_as_the_documents_say(

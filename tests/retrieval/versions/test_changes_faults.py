@@ -479,6 +479,7 @@ class Own(BaseException):
     """Of the caller, and no Exception even."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [Own, KeyError])
 @pytest.mark.parametrize("place", ["iterator", "encoder"])
 @pytest.mark.parametrize("after", [0, 1, 300])

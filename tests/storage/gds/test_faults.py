@@ -22,6 +22,7 @@ from tests.storage.gds.cufile_stub import CuFileStub, Rule
 __all__ = ["make"]  # a fixture is found by its name in this module
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("rule", "number", "words"),
     [
@@ -61,6 +62,7 @@ def test_failed_entry_is_named(
     assert items_of(again.wait(), again.position_bytes, [10]) == [data[8200:8210]]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("moved", [1, 4095, 4096, 5000, 8192])
 @pytest.mark.parametrize("batches", [True, False])
 def test_short_reads_go_on_from_the_last_whole_block(
@@ -271,6 +273,7 @@ def test_timeout_inside_cufile_is_no_completion(make: MakeEngine, tmp_path: Path
     assert stub.count("batch_io_destroy") == 1  # the first read's, at open
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("call", ["batch_io_set_up", "batch_io_submit", "batch_io_get_status"])
 def test_failing_calls_fail_the_read_and_spare_the_engine(
     make: MakeEngine, tmp_path: Path, call: str

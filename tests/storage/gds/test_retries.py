@@ -21,6 +21,7 @@ from tests.storage.gds.cufile_stub import CuFileStub, HostMemory, Rule
 __all__ = ["make"]  # a fixture is found by its name in this module
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("call", ["batch_io_set_up", "batch_io_submit", "batch_io_get_status"])
 @pytest.mark.parametrize("code", [5037, 5039, 5040, 5041, 5043, errno.EINTR, errno.EAGAIN])
 def test_what_passes_is_asked_again(make: MakeEngine, tmp_path: Path, call: str, code: int) -> None:
@@ -43,6 +44,7 @@ def test_what_passes_is_asked_again(make: MakeEngine, tmp_path: Path, call: str,
     assert stats.requests == future.request_count == 8
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("call", ["batch_io_set_up", "batch_io_submit", "batch_io_get_status"])
 def test_a_first_read_is_patient_too(make: MakeEngine, tmp_path: Path, call: str) -> None:
     path, _ = write_file(tmp_path, 5000)
@@ -52,6 +54,7 @@ def test_a_first_read_is_patient_too(make: MakeEngine, tmp_path: Path, call: str
     assert stub.passing[call] == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("call", ["batch_io_set_up", "batch_io_submit", "batch_io_get_status"])
 def test_patience_ends_with_the_deadline(make: MakeEngine, tmp_path: Path, call: str) -> None:
     """The error says what cuFile said, nothing spins meanwhile, and when cuFile comes round nothing
@@ -177,6 +180,7 @@ CALLS = (
 CODES = (*PASSING, 5008, 5022, 5030, 5044, 5049, errno.EIO)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_any_call_fails_at_any_time(make: MakeEngine, tmp_path: Path, seed: int) -> None:
     """Random programs: right bytes or a typed error, no deadlock, memory given back or counted as

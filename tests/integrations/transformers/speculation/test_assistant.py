@@ -20,6 +20,7 @@ from espnx.kv.draft.pace import Pace
 from tests.integrations.transformers.speculation.drafts import knowing, one_by_one, speculated
 from tests.integrations.transformers.tiny import enabled, make, plain, prompt
 from tests.kv.draft.test_acceptance import probability
+from tests.sweeps import at_length
 
 LONG = [100, 61, 30]
 MODES: dict[str, tuple[list[int], dict[str, Any]]] = {
@@ -39,6 +40,7 @@ def _without_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_without_lookup")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_twin", [True, False])
 def test_tokens_are_those_of_one_by_one(folder: Path, mode: str, is_twin: bool) -> None:
@@ -147,7 +149,7 @@ def _second_token(model: Any, ids: torch.Tensor, vocabulary: int) -> torch.Tenso
 
 
 @pytest.mark.usefixtures("_without_lookup")
-@pytest.mark.parametrize("is_right", [True, False])
+@at_length("is_right", True, False)
 def test_sampled_tokens_keep_their_distribution(
     folder: Path, is_right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

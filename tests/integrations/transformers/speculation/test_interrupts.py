@@ -52,6 +52,7 @@ def _go_on(
     return speculated("llama", asked, cache, max_new_tokens=first + end - ids.shape[1])
 
 
+@pytest.mark.sampled(1)
 @in_steps(3)
 @pytest.mark.parametrize("kind", ["pages", "4bit", "lookup"])
 @pytest.mark.parametrize("where", ["a layer", "what is kept"])
@@ -140,6 +141,7 @@ def test_more_is_proposed_than_there_is_room_for(
     assert torch.equal(got, wanted)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["pages", "4bit"])
 @pytest.mark.parametrize("room", [0, 1, 2])
 def test_rows_for_drafts_that_no_longer_fit(

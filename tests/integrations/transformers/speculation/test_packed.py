@@ -38,7 +38,7 @@ def without_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "continuation", lambda tokens, n: [])
 
 
-@in_steps(2)
+@in_steps(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_those_of_one_by_one(folder: Path, name: str, step: int) -> None:
     for mode in list(MODES)[NAMES.index(name) % step :: step]:
@@ -168,6 +168,7 @@ def test_what_does_not_go_together(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["pages", "4bit"])
 @pytest.mark.parametrize(("count", "device"), [(3, None), (2, "smartssd")])
 def test_several_disks_and_an_emulated_device(

@@ -40,7 +40,7 @@ def without_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "continuation", lambda tokens, n: [])
 
 
-@in_steps(2)
+@in_steps(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_those_of_one_by_one(folder: Path, name: str, step: int) -> None:
     for mode in list(MODES)[NAMES.index(name) % step :: step]:

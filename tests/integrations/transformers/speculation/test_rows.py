@@ -81,6 +81,7 @@ def test_a_lead_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert 16 <= max(leads) <= 16 + 8
 
 
+@pytest.mark.sampled(1)
 @in_steps(3)
 @pytest.mark.parametrize("x_rows", [0, 2])
 @pytest.mark.parametrize(
