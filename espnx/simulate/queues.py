@@ -65,6 +65,25 @@ class Account:
 
 
 @dataclass(frozen=True)
+class After:
+    """Whom commands wait for, of many commands: those of command i are
+    ``others[first[i]:first[i + 1]]``.
+
+    Attributes:
+        first: int64 [commands + 1].
+        others: int64.
+    """
+
+    first: np.ndarray
+    others: np.ndarray
+
+    @staticmethod
+    def of(after: Sequence[Sequence[int]]) -> After:
+        others = [other for each in after for other in each]
+        return After(np.array([0, *accumulate(map(len, after))]), np.array(others, dtype=np.int64))
+
+
+@dataclass(frozen=True)
 class Outcome:
     """Attributes:
     begun_s, ended_s: float64 [commands]; -1 of those beyond the window's end.
@@ -88,7 +107,7 @@ def walk(
     client: np.ndarray,
     *,
     at_s: np.ndarray | None = None,
-    after: Sequence[Sequence[int]] | None = None,
+    after: Sequence[Sequence[int]] | After | None = None,
     n_before: int = 0,
     n_until: int | None = None,
 ) -> Outcome:
@@ -108,6 +127,7 @@ def walk(
         InvalidInputError: parts, routes or commands that are none, places held in a circle.
         OutOfMemoryError: more of them than memory holds.
     """
+    waits = after if after is None or isinstance(after, After) else After.of(after)
     try:
         found = load_native().walk_queues(
             [
@@ -124,8 +144,8 @@ def walk(
             torch.as_tensor(np.ascontiguousarray(route, dtype=np.int64)),
             torch.as_tensor(np.ascontiguousarray(client, dtype=np.int64)),
             [] if at_s is None else np.asarray(at_s, dtype=np.float64).tolist(),
-            [] if after is None else [0, *accumulate(map(len, after))],
-            [] if after is None else [other for others in after for other in others],
+            [] if waits is None else waits.first.tolist(),
+            [] if waits is None else waits.others.tolist(),
             n_before,
             len(route) if n_until is None else n_until,
         )

@@ -84,6 +84,10 @@ def run(args: Namespace) -> int:
             )
     if args.system in BOARDS:
         return run_board(args)
-    from ...simulate.specs.load import is_service
+    from ...simulate.specs.graphs import ServerSpec
+    from ...simulate.specs.load import is_a
+    from ...simulate.specs.rag import ServiceSpec
 
-    return run_service(args) if is_service(args.system) else run_decoder(args)
+    if is_a(ServerSpec, args.system):
+        return run_server(args)
+    return run_service(args) if is_a(ServiceSpec, args.system) else run_decoder(args)

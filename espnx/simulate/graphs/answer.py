@@ -1,0 +1,241 @@
+"""What a server makes of a collection's queries: how long they take and how many it answers, what
+bounds them, and where a query's time goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import InvalidInputError, OutOfMemoryError
+from ..queues import After, Outcome, walk
+from .search import Shape, Walk, Ways, walk_of
+from .server import Server, check_fits
+
+SEED = 1
+#: Queries of each stream that are accounted, and before and behind those.
+WINDOW, BEFORE, BEHIND = 5, 1, 1
+LIST_MAX, STREAMS_MAX = 10_000, 4096
+#: Of a simulation; each takes some hundred bytes.
+COMMANDS_MAX = 20_000_000
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Attributes:
+    system, workload: by name.
+    list_size, streams: of a search, and queries that are under way.
+    queries_per_s: in the window.
+    mean_s, p50_s, p95_s: from a query's beginning to its answer.
+    bound: "streams", "cores" or "drives", whatever allows the fewest queries.
+    bounds_per_s: queries a second that each of them would allow without any waiting.
+    busy: share of the time in which cores and drives are, the mean of each.
+    vertices, reads, codes: of a query.
+    core_s: of one core, of a query.
+    is_extrapolated: its graphs are larger than those on which the law of walks was fitted.
+    stored_bytes: of the index.
+    window_s, n_queries: that were accounted.
+    residual: the second half's rate over the first's, less 1.
+    """
+
+    system: str
+    workload: str
+    list_size: int
+    streams: int
+    queries_per_s: float
+    mean_s: float
+    p50_s: float
+    p95_s: float
+    bound: str
+    bounds_per_s: dict[str, float]
+    busy: dict[str, float]
+    vertices: float
+    reads: float
+    codes: float
+    core_s: float
+    is_extrapolated: bool
+    stored_bytes: float
+    window_s: float
+    n_queries: int
+    residual: float
+
+
+def answer(
+    server: Server,
+    list_size: int,
+    streams: int | None = None,
+    *,
+    window: int = WINDOW,
+    seed: int = SEED,
+) -> Answer:
+    """Simulates so many queries of each stream (None: as many streams as the collection says).
+
+    Raises:
+        InvalidInputError: no such numbers; an index that does not fit the drives.
+        OutOfMemoryError: more commands than can be simulated.
+    """
+    n_streams = server.count("collection.streams") if streams is None else streams
+    for name, value, most in (
+        ("a list", list_size, LIST_MAX),
+        ("streams of queries", n_streams, STREAMS_MAX),
+    ):
+        if not 1 <= value <= most:
+            raise InvalidInputError(name, got=value, expected=f"1 to {most}")
+    check_fits(server)
+    asked = Queries(server, list_size, n_streams, BEFORE + window + BEHIND, seed)
+    done = asked.walked(n_streams * BEFORE, n_streams * (BEFORE + window))
+    return _answer(server, asked, done)
+
+
+class Queries:
+    """Queries as commands: for each its beginning, its searches one behind the other, its end; the
+    first of all streams, then their second.
+
+    Attributes:
+        walk: of one search.
+        ways: over the server.
+        n: of queries.
+        begins, ends: commands of each, int64 [n].
+        reads: from each drive by all of a query's searches, int64 [n, drives].
+    """
+
+    def __init__(self, server: Server, list_size: int, streams: int, each: int, seed: int) -> None:
+        self.server, self.list_size, self.streams = server, list_size, streams
+        self.walk = walk_of(server, list_size)
+        self.probed, self.n = server.count("collection.probed"), streams * each
+        beam = server.count("server.beam")
+        self.shape = Shape.of(self.walk, beam, min(beam, server.count("server.expanded")))
+        n_drives = server.count("server.drives.count")
+        self.own = self.shape.commands(n_drives)
+        self.per_query = 2 + self.probed * self.own
+        n_commands = self.n * self.per_query
+        if n_commands > COMMANDS_MAX:
+            raise OutOfMemoryError(
+                f"a simulation of {n_commands:,} commands, of {self.n} queries",
+                expected=f"at most {COMMANDS_MAX:,}",
+                fix="a shorter list, or fewer streams",
+            )
+        self.ways = Ways(server, streams * self.probed)
+        self.begins = np.arange(self.n) * self.per_query
+        self.ends = self.begins + self.per_query - 1
+        self.route, self.reads = self._routes(np.random.default_rng(seed))
+
+    def _routes(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Of all commands; pages lie on any drive, all alike."""
+        ways, shape, searches = self.ways, self.shape, self.n * self.probed
+        shares = np.full(ways.drives, 1 / ways.drives)
+        works = (searches, len(shape.vertices))
+        mean = shape.vertices * self.walk.pages
+        pages = np.floor(mean + rng.random(works)).astype(np.int64)
+        codes = rng.multinomial(pages, shares)
+        starts = np.flatnonzero(shape.beams)
+        vertices = rng.multinomial(np.tile(shape.beams[starts], (searches, 1)), shares)
+        of_search = np.full((searches, self.own), ways.tables)
+        first = 1 + np.arange(works[1]) * (ways.drives + 1)
+        first += np.cumsum(shape.beams > 0) * ways.drives  # behind the reads of vertices
+        places = np.arange(ways.drives)
+        of_search[:, first[:, None] + places] = ways.reads(codes)
+        of_search[:, (first[starts] - ways.drives)[:, None] + places] = ways.reads(vertices)
+        of_search[:, first + ways.drives] = ways.work(
+            np.tile(shape.vertices, (searches, 1)), pages, self.walk.codes
+        )
+        route = np.empty((self.n, self.per_query), dtype=np.int64)
+        route[:, 0], route[:, -1] = ways.begin, ways.end
+        route[:, 1:-1] = of_search.reshape(self.n, -1)
+        reads = codes.sum(axis=1) + vertices.sum(axis=1)
+        return route.ravel(), reads.reshape(self.n, self.probed, -1).sum(axis=1)
+
+    def after(self) -> After:
+        """Whom each command waits for: a stream's next query for its last, searches for their
+        query, its end for them all."""
+        first, others = self.shape.after(self.ways.drives)
+        counts = np.empty((self.n, self.per_query), dtype=np.int64)
+        own = np.diff(first)
+        own[0] = 1  # the tables, for the query
+        counts[:, 1:-1] = np.tile(own, self.probed)
+        counts[:, 0] = np.arange(self.n) >= self.streams
+        counts[:, -1] = self.probed
+        places = 1 + self.own * np.arange(self.probed)  # of searches within a query
+        within = np.empty((self.probed, 1 + len(others)), dtype=np.int64)
+        within[:, 0] = 0
+        within[:, 1:] = others + places[:, None]
+        of_query = np.concatenate([within.ravel(), places + self.own - 1])
+        of_all = of_query + self.begins[:, None]
+        with_last = np.concatenate([self.ends[:, None] - self.streams * self.per_query, of_all], 1)
+        flat = np.concatenate(
+            [of_all[: self.streams].ravel(), with_last[self.streams :].ravel()]
+        )
+        return After(np.concatenate([[0], np.cumsum(counts.ravel())]), flat)
+
+    def walked(self, n_before: int, n_until: int) -> Outcome:
+        """The window is of queries."""
+        return walk(
+            self.ways.parts,
+            self.ways.routes,
+            self.route,
+            np.arange(len(self.route)),
+            after=self.after(),
+            n_before=n_before * self.per_query,
+            n_until=n_until * self.per_query,
+        )
+
+
+def _answer(server: Server, asked: Queries, done: Outcome) -> Answer:
+    window_s = done.end_s - done.begin_s
+    ended_s = done.ended_s[asked.ends]
+    inside = (ended_s > done.begin_s) & (ended_s <= done.end_s)
+    took_s = (ended_s - done.begun_s[asked.begins])[inside]
+    n, half_s = len(took_s), done.begin_s + window_s / 2
+    first = int(np.count_nonzero(inside & (ended_s <= half_s)))
+    ways, found = asked.ways, asked.walk
+    core_s, reads = _core_s(asked), float(asked.reads.sum(axis=1).mean())
+    alone_s = _alone_s(server, asked, core_s)
+    n_cores = ways.parts[ways.CORES].places
+    bounds = {
+        "streams": asked.streams / alone_s,
+        "cores": n_cores / core_s,
+        "drives": ways.drives / (reads * ways.times.drive),
+    }
+    drives = done.accounts[ways.DRIVE :]
+    median_s, late_s = np.percentile(took_s, [50, 95])
+    return Answer(
+        server.server.name,
+        server.collection.name,
+        asked.list_size,
+        asked.streams,
+        n / window_s,
+        float(took_s.mean()),
+        float(median_s),
+        float(late_s),
+        min(bounds, key=lambda name: bounds[name]),
+        bounds,
+        {
+            "cores": done.accounts[ways.CORES].served_s / window_s / n_cores,
+            "drives": sum(each.served_s for each in drives) / window_s / ways.drives,
+        },
+        float(asked.probed * found.vertices),
+        reads,
+        asked.probed * found.vertices * found.codes,
+        core_s,
+        server.get("collection.vectors") > server.get("walk.walked"),
+        server.stored_bytes,
+        window_s,
+        n,
+        (n - first) / first - 1 if first else 0.0,
+    )
+
+
+def _core_s(asked: Queries) -> float:
+    """Of a query, the mean."""
+    own, found = asked.ways.times, asked.walk
+    vertex_s = own.vertex + found.codes * own.code + found.pages * own.read
+    return own.query + asked.probed * (own.tables + found.vertices * vertex_s)
+
+
+def _alone_s(server: Server, asked: Queries, core_s: float) -> float:
+    """At least what a query takes that nobody waits for: one of its searches, each read of which
+    goes to as many drives as there are."""
+    own, found, shape = asked.ways.times, asked.walk, asked.shape
+    rounds = np.count_nonzero(shape.beams) + len(shape.vertices) * min(1.0, found.pages)
+    search_s = (core_s - own.query) / asked.probed + rounds * server.get("server.read")
+    return float(2 * server.get("network.latency") + own.query + search_s)
