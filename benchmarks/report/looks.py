@@ -13,6 +13,7 @@ from typing import Any
 STYLE = Path(__file__).with_name("style.mplstyle")
 WHOLE_INCHES = (6.8, 3.7)
 HALF_INCHES = (5.0, 3.7)  # two beside one another
+TITLE_POINTS = 11
 _CHARACTERS_PER_INCH = 10.4  # of a title
 _LABEL_SHARE = 0.065  # of the height of the axes, that a name takes
 
@@ -75,7 +76,7 @@ def new_axes(
     text = textwrap.fill(
         title, round(size_inches[0] * _CHARACTERS_PER_INCH), break_on_hyphens=False
     )
-    figure.suptitle(text, x=0.01, ha="left", size=11, weight="bold")
+    figure.suptitle(text, x=0.01, ha="left", size=TITLE_POINTS, weight="bold")
     return figure, axes
 
 

@@ -14,7 +14,7 @@ from .server import Server, check_fits
 
 SEED = 1
 #: Queries of each stream that are accounted, and before and behind those.
-WINDOW, BEFORE, BEHIND = 5, 1, 1
+WINDOW, BEFORE, BEHIND = 8, 2, 1
 LIST_MAX, STREAMS_MAX = 10_000, 4096
 #: Of a simulation; each takes some hundred bytes.
 COMMANDS_MAX = 20_000_000
@@ -120,6 +120,24 @@ class Queries:
         self.ends = self.begins + self.per_query - 1
         self.route, self.reads = self._routes(np.random.default_rng(seed))
 
+    @property
+    def core_s(self) -> float:
+        """Seconds of a core that a query takes, the mean."""
+        own, found = self.ways.times, self.walk
+        vertex_s = own.vertex + found.codes * own.code + found.pages * own.read
+        return own.query + self.probed * (own.tables + found.vertices * vertex_s)
+
+    @property
+    def alone_s(self) -> float:
+        """What a query takes at least, if nobody waits: one of its searches, whose reads of a round
+        all go to drives of their own."""
+        own, server = self.ways.times, self.server
+        rounds = np.count_nonzero(self.shape.beams)
+        rounds += len(self.shape.vertices) * min(1.0, self.walk.pages)
+        search_s = (self.core_s - own.query) / self.probed
+        search_s += rounds * (server.get("server.read") + own.drive)
+        return float(2 * server.get("network.latency") + own.query + search_s)
+
     def _routes(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Of all commands; pages lie on any drive, all alike."""
         ways, shape, searches = self.ways, self.shape, self.n * self.probed
@@ -167,6 +185,13 @@ class Queries:
         )
         return After(np.concatenate([[0], np.cumsum(counts.ravel())]), flat)
 
+    def at_s(self) -> np.ndarray:
+        """Before which none begins; float64 [commands]: streams begin one after another, within the
+        time of a query, so that they do not go in step."""
+        found = np.zeros(len(self.route))
+        found[self.begins[: self.streams]] = np.arange(self.streams) / self.streams * self.alone_s
+        return found
+
     def walked(self, n_before: int, n_until: int) -> Outcome:
         """The window is of queries."""
         return walk(
@@ -174,6 +199,7 @@ class Queries:
             self.ways.routes,
             self.route,
             np.arange(len(self.route)),
+            at_s=self.at_s(),
             after=self.after(),
             n_before=n_before * self.per_query,
             n_until=n_until * self.per_query,
@@ -188,11 +214,10 @@ def _answer(server: Server, asked: Queries, done: Outcome) -> Answer:
     n, half_s = len(took_s), done.begin_s + window_s / 2
     first = int(np.count_nonzero(inside & (ended_s <= half_s)))
     ways, found = asked.ways, asked.walk
-    core_s, reads = _core_s(asked), float(asked.reads.sum(axis=1).mean())
-    alone_s = _alone_s(server, asked, core_s)
+    core_s, reads = asked.core_s, float(asked.reads.sum(axis=1).mean())
     n_cores = ways.parts[ways.CORES].places
     bounds = {
-        "streams": asked.streams / alone_s,
+        "streams": asked.streams / asked.alone_s,
         "cores": n_cores / core_s,
         "drives": ways.drives / (reads * ways.times.drive),
     }
@@ -223,19 +248,3 @@ def _answer(server: Server, asked: Queries, done: Outcome) -> Answer:
         n,
         (n - first) / first - 1 if first else 0.0,
     )
-
-
-def _core_s(asked: Queries) -> float:
-    """Of a query, the mean."""
-    own, found = asked.ways.times, asked.walk
-    vertex_s = own.vertex + found.codes * own.code + found.pages * own.read
-    return own.query + asked.probed * (own.tables + found.vertices * vertex_s)
-
-
-def _alone_s(server: Server, asked: Queries, core_s: float) -> float:
-    """At least what a query takes that nobody waits for: one of its searches, each read of which
-    goes to as many drives as there are."""
-    own, found, shape = asked.ways.times, asked.walk, asked.shape
-    rounds = np.count_nonzero(shape.beams) + len(shape.vertices) * min(1.0, found.pages)
-    search_s = (core_s - own.query) / asked.probed + rounds * server.get("server.read")
-    return float(2 * server.get("network.latency") + own.query + search_s)
