@@ -23,6 +23,7 @@ COLOURS = (
     "#b8b33f",
     "#3fa8b8",
     "#b83f7d",
+    "#5b4a3f",
 )
 _PANELS_INCHES, _STEP_INCHES = (8.6, 3.9), (7.6, 3.7)
 MS = 1e3
@@ -131,7 +132,7 @@ def _breakdown(document: Mapping[str, Any]) -> Any:
         f"{inputs['system']}, {inputs['title']}: {rates} commands/s with "
         f"{sweep[-1]['threads']} threads (modelled)"
     )
-    figure.suptitle(title, x=0.01, ha="left", size=looks.TITLE_POINTS, weight="bold")
+    looks.entitle(figure, title)
     return figure
 
 
@@ -188,13 +189,7 @@ def _servers(document: Mapping[str, Any]) -> Any:
     handles, labels = panels[0].get_legend_handles_labels()
     if len(labels) > 1:
         figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
-    figure.suptitle(
-        f"{document['inputs']['title']} (modelled)",
-        x=0.01,
-        ha="left",
-        size=looks.TITLE_POINTS,
-        weight="bold",
-    )
+    looks.entitle(figure, f"{document['inputs']['title']} (modelled)")
     return figure
 
 
@@ -212,8 +207,18 @@ def _lines(document: Mapping[str, Any], x: str, y: str, words: str, title: str) 
     for look, points in systems:
         looks.line(axes, look, points)
     looks.logarithmic(axes, looks.plain, looks.plain)
+    swept = sorted({at for _, points in systems for at, _ in points})
+    axes.set_xticks(swept, [_short(at) for at in swept])
     looks.name_ends(axes, with_leaders=True)
     return figure
+
+
+def _short(value: float) -> str:
+    """``500K``, ``50M``, ``16,384``: as few letters as say it whole."""
+    for factor, letter in ((10**9, "G"), (10**6, "M"), (10**3, "K")):
+        if value >= factor and value % (factor // 10) == 0:
+            return f"{value / factor:g}{letter}"
+    return f"{value:,.0f}"
 
 
 def _points(

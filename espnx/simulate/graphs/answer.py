@@ -16,8 +16,8 @@ SEED = 1
 #: Queries of each stream that are accounted, and before and behind those.
 WINDOW, BEFORE, BEHIND = 8, 2, 1
 LIST_MAX, STREAMS_MAX = 10_000, 4096
-#: Of a simulation; each takes some hundred bytes.
-COMMANDS_MAX = 20_000_000
+#: Of a simulation, each of which takes some 150 bytes; the window is shorter where there are more.
+COMMANDS_MAX = 6_000_000
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def answer(
     window: int = WINDOW,
     seed: int = SEED,
 ) -> Answer:
-    """Simulates so many queries of each stream (None: as many streams as the collection says).
+    """Simulates so many queries of each stream, or as many as can be (None: as many streams as the
+    collection says).
 
     Raises:
         InvalidInputError: no such numbers; an index that does not fit the drives.
@@ -82,8 +83,8 @@ def answer(
         if not 1 <= value <= most:
             raise InvalidInputError(name, got=value, expected=f"1 to {most}")
     check_fits(server)
-    asked = Queries(server, list_size, n_streams, BEFORE + window + BEHIND, seed)
-    done = asked.walked(n_streams * BEFORE, n_streams * (BEFORE + window))
+    asked = Queries(server, list_size, n_streams, window, seed)
+    done = asked.walked()
     return _answer(server, asked, done)
 
 
@@ -93,28 +94,32 @@ class Queries:
 
     Attributes:
         walk: of one search.
+        window: queries of each stream that are accounted.
         ways: over the server.
         n: of queries.
         begins, ends: commands of each, int64 [n].
         reads: from each drive by all of a query's searches, int64 [n, drives].
     """
 
-    def __init__(self, server: Server, list_size: int, streams: int, each: int, seed: int) -> None:
+    def __init__(
+        self, server: Server, list_size: int, streams: int, window: int, seed: int
+    ) -> None:
         self.server, self.list_size, self.streams = server, list_size, streams
         self.walk = walk_of(server, list_size)
-        self.probed, self.n = server.count("collection.probed"), streams * each
+        self.probed = server.count("collection.probed")
         beam = server.count("server.beam")
         self.shape = Shape.of(self.walk, beam, min(beam, server.count("server.expanded")))
         n_drives = server.count("server.drives.count")
         self.own = self.shape.commands(n_drives)
         self.per_query = 2 + self.probed * self.own
-        n_commands = self.n * self.per_query
-        if n_commands > COMMANDS_MAX:
+        self.window = min(window, COMMANDS_MAX // (streams * self.per_query) - BEFORE - BEHIND)
+        if self.window < 1:
+            least = streams * self.per_query * (BEFORE + 1 + BEHIND)
             raise OutOfMemoryError(
-                f"a simulation of {n_commands:,} commands, of {self.n} queries",
-                expected=f"at most {COMMANDS_MAX:,}",
+                f"a simulation of {least:,} commands, where {COMMANDS_MAX:,} are the most",
                 fix="a shorter list, or fewer streams",
             )
+        self.n = streams * (BEFORE + self.window + BEHIND)
         self.ways = Ways(server, streams * self.probed)
         self.begins = np.arange(self.n) * self.per_query
         self.ends = self.begins + self.per_query - 1
@@ -192,8 +197,9 @@ class Queries:
         found[self.begins[: self.streams]] = np.arange(self.streams) / self.streams * self.alone_s
         return found
 
-    def walked(self, n_before: int, n_until: int) -> Outcome:
-        """The window is of queries."""
+    def walked(self) -> Outcome:
+        """Their window is accounted."""
+        n_before = self.streams * BEFORE
         return walk(
             self.ways.parts,
             self.ways.routes,
@@ -202,7 +208,7 @@ class Queries:
             at_s=self.at_s(),
             after=self.after(),
             n_before=n_before * self.per_query,
-            n_until=n_until * self.per_query,
+            n_until=(n_before + self.streams * self.window) * self.per_query,
         )
 
 
