@@ -68,7 +68,9 @@ def test_one_search_by_hand() -> None:
     assert found.residual == pytest.approx(0)
 
 
-def simpy_queries(given: Server, list_size: int, streams: int, each: int, seed: int) -> list[Any]:
+def simpy_queries(
+    given: Server, list_size: int, streams: int, each: int, seed: int, apart_s: float
+) -> list[Any]:
     """(begin, end) of queries, whose searches and reads are processes of their own."""
     simpy = pytest.importorskip("simpy", reason="SimPy is not installed (extra [dev])")
     env, rng = simpy.Environment(), np.random.default_rng(seed)
@@ -110,7 +112,7 @@ def simpy_queries(given: Server, list_size: int, streams: int, each: int, seed: 
             yield from core((1 + pages) * value["read_call"] + compared * value["lookup"])
 
     def stream(number: int) -> Any:
-        yield env.timeout(number * 1e-4)
+        yield env.timeout(number * apart_s)
         for _ in range(each):
             begin = env.now
             yield env.timeout(value["latency"])
@@ -128,28 +130,36 @@ def simpy_queries(given: Server, list_size: int, streams: int, each: int, seed: 
 
 @pytest.mark.parametrize(
     ("streams", "cores", "random_reads", "bound"),
-    [(1, 64, 2e6, "streams"), (4, 3, 2e6, "cores"), (4, 64, 5e4, "drives")],
+    [(1, 64, 2e6, "streams"), (4, 1, 2e6, "cores"), (4, 64, 1e4, "drives")],
 )
 def test_as_simpy_has_it(streams: int, cores: int, random_reads: float, bound: str) -> None:
-    """Read by read, and with places of its own: within what chance makes of so few."""
+    """Read by read, with draws of its own: in which phase streams go beside one another is chance,
+    and moves a mean by 3 % from seed to seed, so that several are compared."""
     more = {
         f"{SERVER}.cores": float(cores),
-        f"{COLLECTION}.probed": 3.0,
+        f"{COLLECTION}.probed": 2.0,
         f"{SERVER}.missed": 0.37,
         "cd8p.flash.random_reads": random_reads,
     }
-    given = steady(20)
+    given = steady(6)
     given = dataclasses.replace(given, values={**given.values, **more})
-    found = answer(given, 20, streams)
-    took = simpy_queries(given, 20, streams, 8, 3)
-    begin_s, end_s = took[streams][1], took[-streams][1]
-    inside = [end - begin for begin, end in took if begin_s < end <= end_s]
-    assert found.bound == bound
-    assert found.mean_s == pytest.approx(np.mean(inside), rel=0.04)
-    assert found.queries_per_s == pytest.approx(len(inside) / (end_s - begin_s), rel=0.06)
+    found = [answer(given, 6, streams, window=24, seed=seed) for seed in range(4)]
+    means_s, rates = [], []
+    apart_s = 1 / found[0].bounds_per_s["streams"]
+    for seed in range(2):
+        took = simpy_queries(given, 6, streams, 12, seed, apart_s)
+        begin_s, end_s = took[2 * streams][1], took[-streams][1]
+        inside = [end - begin for begin, end in took if begin_s < end <= end_s]
+        means_s.append(np.mean(inside))
+        rates.append(len(inside) / (end_s - begin_s))
+    assert {each.bound for each in found} == {bound}
+    assert np.mean([each.mean_s for each in found]) == pytest.approx(np.mean(means_s), rel=0.04)
+    assert np.mean([each.queries_per_s for each in found]) == pytest.approx(
+        np.mean(rates), rel=0.04
+    )
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_no_rate_is_above_its_bounds(seed: int) -> None:
     """Of any figures and any number of streams; and Little's law holds."""
     rng = np.random.default_rng(seed)
@@ -160,7 +170,7 @@ def test_no_rate_is_above_its_bounds(seed: int) -> None:
     values[f"{SERVER}.drives.count"] = float(rng.integers(1, 7))
     values["cd8p.flash.random_reads"] = float(10 ** rng.uniform(4, 6.5))
     streams = int(rng.integers(1, 12))
-    found = answer(specs.given(values), int(rng.integers(1, 40)), streams)
+    found = answer(specs.given(values), int(rng.integers(1, 25)), streams)
     assert found.queries_per_s <= 1.05 * min(found.bounds_per_s.values())
     assert found.queries_per_s * found.mean_s == pytest.approx(streams, rel=0.15)
     assert found.p50_s <= found.p95_s
