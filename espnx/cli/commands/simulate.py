@@ -8,8 +8,8 @@ from ...errors import InvalidInputError
 from ..output import add_json_option, check_json
 from ..simulations.boards import run_board
 from ..simulations.decoders import add_decoder_options, run_decoder
-from ..simulations.programs import run_program
 from ..simulations.plots import check_plot
+from ..simulations.programs import run_program
 from ..simulations.servers import add_server_options, run_server
 from ..simulations.services import add_service_options, run_service
 from ..simulations.shown import run_list, run_validation
@@ -66,11 +66,7 @@ def configure(parser: ArgumentParser) -> None:
         help="in place of an answer: what papers have measured, predicted, with ranges",
     )
     add("--draws", type=int, default=20, metavar="N", help="for a range (default: %(default)s)")
-    add(
-        "--plot",
-        metavar="FILE",
-        help="also draw the answer: an .svg file (needs matplotlib)",
-    )
+    add("--plot", metavar="FILE", help="also draw the answer: an .svg file (needs matplotlib)")
     add_json_option(parser)
 
 

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ...errors import InvalidInputError
 from ...tables import render_table
 from ..output import json_document
 from .answers import say
@@ -26,6 +27,8 @@ def run_board(args: Namespace) -> int:
     from ...simulate.figures import middles
     from ...simulate.workloads import load_workload
 
+    if args.vs is not None:
+        raise InvalidInputError("--vs", got=args.vs, expected=f"none beside {args.system}")
     workload = load_workload(args.workload)
     channels = CHANNELS if args.channels is None else args.channels
     known = ranges()

@@ -161,9 +161,7 @@ def _decoders(document: Mapping[str, Any]) -> Any:
     """Tokens a second over the context, the batch or the output."""
     x = _swept(document, ("context", "batch", "output"))
     inputs = document["inputs"]
-    fixed = [
-        f"{name} {inputs[name][0]:,}" for name in ("context", "batch", "output") if name != x
-    ]
+    fixed = [f"{name} {inputs[name][0]:,}" for name in ("context", "batch", "output") if name != x]
     title = f"{inputs['title']}, {', '.join(fixed)}: tokens a second (modelled)"
     return _lines(document, x, "tokens_per_s", "tokens/s", title)
 

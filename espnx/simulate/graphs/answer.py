@@ -9,7 +9,7 @@ import numpy as np
 
 from ...errors import InvalidInputError, OutOfMemoryError
 from ..queues import After, Outcome, walk
-from .search import Shape, Walk, Ways, walk_of
+from .search import Shape, Ways, walk_of
 from .server import Server, check_fits
 
 SEED = 1
@@ -137,7 +137,7 @@ class Queries:
         """What a query takes at least, if nobody waits: one of its searches, whose reads of a round
         all go to drives of their own."""
         own, server = self.ways.times, self.server
-        rounds = np.count_nonzero(self.shape.beams)
+        rounds = float(np.count_nonzero(self.shape.beams))
         rounds += len(self.shape.vertices) * min(1.0, self.walk.pages)
         search_s = (self.core_s - own.query) / self.probed
         search_s += rounds * (server.get("server.read") + own.drive)
@@ -185,9 +185,7 @@ class Queries:
         of_query = np.concatenate([within.ravel(), places + self.own - 1])
         of_all = of_query + self.begins[:, None]
         with_last = np.concatenate([self.ends[:, None] - self.streams * self.per_query, of_all], 1)
-        flat = np.concatenate(
-            [of_all[: self.streams].ravel(), with_last[self.streams :].ravel()]
-        )
+        flat = np.concatenate([of_all[: self.streams].ravel(), with_last[self.streams :].ravel()])
         return After(np.concatenate([[0], np.cumsum(counts.ravel())]), flat)
 
     def at_s(self) -> np.ndarray:

@@ -118,7 +118,8 @@ class Shape:
         """(first, others) as `espnx.simulate.queues.After` has them, within one search; the tables
         wait for nobody here."""
         waits: list[Sequence[int]] = [()]
-        last, number = (0,), 1
+        last: tuple[int, ...] = (0,)
+        number = 1
         for beam in self.beams:
             for _ in range(1 + bool(beam)):
                 waits += [last] * drives

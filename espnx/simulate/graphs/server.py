@@ -92,9 +92,7 @@ class Specs:
         return found
 
     def given(self, values: Mapping[str, float]) -> Server:
-        return Server(
-            self.server, self.collection, self.walk, self.network, self.device, values
-        )
+        return Server(self.server, self.collection, self.walk, self.network, self.device, values)
 
 
 def load_server(source: str, collection: str) -> Specs:

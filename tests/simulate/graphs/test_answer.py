@@ -15,8 +15,8 @@ from espnx.simulate.figures import draw, middles
 from espnx.simulate.graphs import answer as answers
 from espnx.simulate.graphs.answer import Answer, answer
 from espnx.simulate.graphs.server import Server, load_server
-from espnx.simulate.specs.load import load_preset
 from espnx.simulate.specs.graphs import CollectionSpec, ServerSpec
+from espnx.simulate.specs.load import load_preset
 
 SERVER, COLLECTION = "dell-r760xa", "falcon-4.8b"
 PRESETS = Path(__file__).resolve().parents[3] / "espnx" / "simulate" / "specs" / "presets"
