@@ -113,7 +113,7 @@ def _aisaq(shown: Mapping[str, Any]) -> str:
         "Searching 60 shards of 80 million blindly takes a P95 that is",
         f"{published['blind_over']:g} times as long (published); predicted: {blind}.\n",
         "All queries ask the same of every cluster here, so P95 is hardly above the mean.",
-        f"Published are {streams:g} streams and {published['queries_per_s']:g} queries/s, a mean of",
+        f"Published: {streams:g} streams and {published['queries_per_s']:g} queries/s, a mean of",
         f"{streams / published['queries_per_s'] * 1e3:.0f} ms. Computed with (what is not here,",
         "such as sizes, is as the publication's set-up has it):\n",
         "| figure | value | range | basis | source |",

@@ -3,6 +3,7 @@ walk itself is in csrc/simulate/queues.cpp."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -100,6 +101,11 @@ class Outcome:
     accounts: tuple[Account, ...]
 
 
+def _numbers(given: np.ndarray | None) -> array[int]:
+    """Whole numbers in as few bytes as they take, where a list has an object for each."""
+    return array("q", b"" if given is None else given.astype(np.int64).tobytes())
+
+
 def walk(
     parts: Sequence[Part],
     routes: Sequence[Sequence[Step]],
@@ -144,8 +150,8 @@ def walk(
             torch.as_tensor(np.ascontiguousarray(route, dtype=np.int64)),
             torch.as_tensor(np.ascontiguousarray(client, dtype=np.int64)),
             [] if at_s is None else np.asarray(at_s, dtype=np.float64).tolist(),
-            [] if waits is None else waits.first.tolist(),
-            [] if waits is None else waits.others.tolist(),
+            _numbers(None if waits is None else waits.first),
+            _numbers(None if waits is None else waits.others),
             n_before,
             len(route) if n_until is None else n_until,
         )

@@ -14,7 +14,7 @@ from .server import Server, check_fits
 
 SEED = 1
 #: Queries of each stream that are accounted, and before and behind those.
-WINDOW, BEFORE, BEHIND = 8, 2, 1
+WINDOW, BEFORE, BEHIND = 4, 2, 1
 LIST_MAX, STREAMS_MAX = 10_000, 4096
 #: Of a simulation, each of which takes some 150 bytes; the window is shorter where there are more.
 COMMANDS_MAX = 6_000_000
@@ -164,6 +164,9 @@ class Queries:
         )
         route = np.empty((self.n, self.per_query), dtype=np.int64)
         route[:, 0], route[:, -1] = ways.begin, ways.end
+        # streams begin one after another, within the time of a query, so as not to go in step
+        starts_s = np.arange(self.streams) / self.streams * self.alone_s
+        route[: self.streams, 0] = ways.late(starts_s.tolist())
         route[:, 1:-1] = of_search.reshape(self.n, -1)
         reads = codes.sum(axis=1) + vertices.sum(axis=1)
         return route.ravel(), reads.reshape(self.n, self.probed, -1).sum(axis=1)
@@ -188,13 +191,6 @@ class Queries:
         flat = np.concatenate([of_all[: self.streams].ravel(), with_last[self.streams :].ravel()])
         return After(np.concatenate([[0], np.cumsum(counts.ravel())]), flat)
 
-    def at_s(self) -> np.ndarray:
-        """Before which none begins; float64 [commands]: streams begin one after another, within the
-        time of a query, so that they do not go in step."""
-        found = np.zeros(len(self.route))
-        found[self.begins[: self.streams]] = np.arange(self.streams) / self.streams * self.alone_s
-        return found
-
     def walked(self) -> Outcome:
         """Their window is accounted."""
         n_before = self.streams * BEFORE
@@ -203,7 +199,6 @@ class Queries:
             self.ways.routes,
             self.route,
             np.arange(len(self.route)),
-            at_s=self.at_s(),
             after=self.after(),
             n_before=n_before * self.per_query,
             n_until=(n_before + self.streams * self.window) * self.per_query,

@@ -141,7 +141,7 @@ class Ways:
         begin, tables, end: routes of a query's beginning, of a search's, and of its end.
     """
 
-    CORES, NETWORK, FLASH, NOTHING, DRIVE = range(5)  # parts; more drives behind the first
+    CORES, NETWORK, FLASH, NOTHING, START, DRIVE = range(6)  # parts; more drives behind the first
 
     def __init__(self, server: Server, searches: int) -> None:
         """`searches`: that are under way at most."""
@@ -152,6 +152,7 @@ class Ways:
             Part(many, server.get("network.latency")),
             Part(many, server.get("server.read")),
             Part(many),
+            Part(many, 0.0, SECONDS),
             *(Part(1, 0.0, SECONDS) for _ in range(self.drives)),
         ]
         self.routes = [
@@ -160,6 +161,12 @@ class Ways:
             [Step(self.NETWORK)],
         ]
         self.begin, self.tables, self.end = range(3)
+
+    def late(self, starts_s: Sequence[float]) -> list[int]:
+        """Routes of queries that begin so late."""
+        first = len(self.routes)
+        self.routes += [[Step(self.START, each), *self.routes[self.begin]] for each in starts_s]
+        return list(range(first, len(self.routes)))
 
     def reads(self, counts: np.ndarray) -> np.ndarray:
         """Routes of so many reads from each drive, int64 [..., drives]; what reads nothing from one

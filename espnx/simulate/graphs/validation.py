@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -90,7 +91,26 @@ def show(
     drawn = [draw(known, rng) for _ in range(n_draws)]
     rows = tuple(_row(each, values, drawn) for each in list_sizes)
     blind = {each: _blind_over(each) for each in blind_list_sizes}
-    return Shown(Published(), rows, blind, known)
+    asked = _Asked(values)
+    answer(specs().given(asked), list_sizes[0], window=DRAWN_WINDOW)
+    used = {name: each for name, each in known.items() if name in asked.names}
+    return Shown(Published(), rows, blind, used)
+
+
+class _Asked(dict[str, float]):
+    """Values that remember which of them were asked for.
+
+    Attributes:
+        names: of those.
+    """
+
+    def __init__(self, values: Mapping[str, float]) -> None:
+        super().__init__(values)
+        self.names: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
 
 
 def _row(list_size: int, values: Mapping[str, float], drawn: Sequence[Mapping[str, float]]) -> Row:
