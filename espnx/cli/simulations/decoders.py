@@ -127,7 +127,7 @@ def _text(
 
 def _rates(answers: Sequence[Answer]) -> str:
     headers = ["system", "context", "batch", "output", "tokens/s", "with contexts", "bound by"]
-    headers += ["busy", "X share", "s/step"]
+    headers += ["busy", "X share", "s/step", "drift"]
     rows = [
         (
             each.system,
@@ -140,6 +140,7 @@ def _rates(answers: Sequence[Answer]) -> str:
             f"{each.stage(each.bound).busy:.0%}",
             f"{each.x_share:g}",
             f"{each.step_s:.3g}",
+            f"{each.residual:+.1%}",
         )
         for each in answers
     ]

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ...errors import InvalidInputError
+from ...sizes import format_size
 from ...tables import render_table
 from ..output import json_document
 from .answers import say
@@ -90,6 +91,14 @@ def run_service(args: Namespace) -> int:
     if beside:
         names = [each.system for each in answers[: len(specs)]]
         parts.append("\n".join(lines(names, beside, "queries/s")))
+    if assumed := {each.system: each for each in answers if each.kept == "memory"}:
+        parts.append(
+            "\n".join(
+                f"{name}: its memory is taken to hold {format_size(int(each.kept_bytes))}, "
+                "whether it does or not"
+                for name, each in assumed.items()
+            )
+        )
     if any(each.is_extrapolated for each in answers):
         parts.append(
             "walks marked * are of graphs larger than any that was walked: by a fitted law"

@@ -276,6 +276,9 @@ def test_services(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     text = capsys.readouterr().out
     assert "the queue grows" in text
+    assert "its memory is taken to hold" not in text
+    assert main(["simulate", "--system", "gpu-dram", "--workload", "gtr"]) == 0
+    assert "gpu-dram: its memory is taken to hold 14.31 GiB" in capsys.readouterr().out
     assert "by a fitted law" in text
 
 
