@@ -72,11 +72,15 @@ def new_axes(
     figure = Figure(figsize=size_inches)
     axes = figure.add_subplot()
     axes.set(xlabel=x, ylabel=y)
-    text = textwrap.fill(
-        title, round(size_inches[0] * _CHARACTERS_PER_INCH), break_on_hyphens=False
-    )
-    figure.suptitle(text, x=0.01, ha="left", size=11, weight="bold")
+    entitle(figure, title)
     return figure, axes
+
+
+def entitle(figure: Any, title: str) -> None:
+    """The finding above a figure, broken into lines as it needs."""
+    width = round(figure.get_size_inches()[0] * _CHARACTERS_PER_INCH)
+    text = textwrap.fill(title, width, break_on_hyphens=False)
+    figure.suptitle(text, x=0.01, ha="left", size=11, weight="bold")
 
 
 def line(axes: Any, look: Look, points: Sequence[tuple[float, float]], **more: Any) -> None:

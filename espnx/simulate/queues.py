@@ -3,6 +3,7 @@ walk itself is in csrc/simulate/queues.cpp."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -65,6 +66,25 @@ class Account:
 
 
 @dataclass(frozen=True)
+class After:
+    """Whom commands wait for, of many commands: those of command i are
+    ``others[first[i]:first[i + 1]]``.
+
+    Attributes:
+        first: int64 [commands + 1].
+        others: int64.
+    """
+
+    first: np.ndarray
+    others: np.ndarray
+
+    @staticmethod
+    def of(after: Sequence[Sequence[int]]) -> After:
+        others = [other for each in after for other in each]
+        return After(np.array([0, *accumulate(map(len, after))]), np.array(others, dtype=np.int64))
+
+
+@dataclass(frozen=True)
 class Outcome:
     """Attributes:
     begun_s, ended_s: float64 [commands]; -1 of those beyond the window's end.
@@ -81,6 +101,11 @@ class Outcome:
     accounts: tuple[Account, ...]
 
 
+def _numbers(given: np.ndarray | None) -> array[int]:
+    """Whole numbers in as few bytes as they take, where a list has an object for each."""
+    return array("q", b"" if given is None else given.astype(np.int64).tobytes())
+
+
 def walk(
     parts: Sequence[Part],
     routes: Sequence[Sequence[Step]],
@@ -88,7 +113,7 @@ def walk(
     client: np.ndarray,
     *,
     at_s: np.ndarray | None = None,
-    after: Sequence[Sequence[int]] | None = None,
+    after: Sequence[Sequence[int]] | After | None = None,
     n_before: int = 0,
     n_until: int | None = None,
 ) -> Outcome:
@@ -108,6 +133,7 @@ def walk(
         InvalidInputError: parts, routes or commands that are none, places held in a circle.
         OutOfMemoryError: more of them than memory holds.
     """
+    waits = after if after is None or isinstance(after, After) else After.of(after)
     try:
         found = load_native().walk_queues(
             [
@@ -124,8 +150,8 @@ def walk(
             torch.as_tensor(np.ascontiguousarray(route, dtype=np.int64)),
             torch.as_tensor(np.ascontiguousarray(client, dtype=np.int64)),
             [] if at_s is None else np.asarray(at_s, dtype=np.float64).tolist(),
-            [] if after is None else [0, *accumulate(map(len, after))],
-            [] if after is None else [other for others in after for other in others],
+            _numbers(None if waits is None else waits.first),
+            _numbers(None if waits is None else waits.others),
             n_before,
             len(route) if n_until is None else n_until,
         )

@@ -8,7 +8,9 @@ from ...errors import InvalidInputError
 from ..output import add_json_option, check_json
 from ..simulations.boards import run_board
 from ..simulations.decoders import add_decoder_options, run_decoder
+from ..simulations.plots import check_plot
 from ..simulations.programs import run_program
+from ..simulations.servers import add_server_options, run_server
 from ..simulations.services import add_service_options, run_service
 from ..simulations.shown import run_list, run_validation
 
@@ -18,8 +20,8 @@ from ranges that are shown (--validation says how far to believe them).
 
 Systems: cosmos, an SSD with processing elements on its flash channels, asked for clusters of
 vectors (sift, spacev, stress); machines that decode with a model's K and V on drives; services that
-find passages for a model's answer. The latter two are files (--list names those that come along;
-others by their path)."""
+find passages for a model's answer; servers that search graphs of vectors on drives. All but the
+first are files (--list names those that come along; others by their path)."""
 BOARDS = ("cosmos",)
 
 
@@ -35,7 +37,7 @@ def configure(parser: ArgumentParser) -> None:
         action="store_true",
         help="in place of an answer: systems, workloads and what they are made of",
     )
-    add("--vs", metavar="NAME", help="a second system, beside it; not of cosmos")
+    add("--vs", metavar="NAME[,NAME...]", help="systems beside it; not of cosmos")
     add(
         "--batch",
         metavar="N[,N...]",
@@ -43,13 +45,14 @@ def configure(parser: ArgumentParser) -> None:
     )
     add_decoder_options(parser)
     add_service_options(parser)
+    add_server_options(parser)
     clusters = parser.add_argument_group("of cosmos")
     clusters.add_argument(
         "--threads",
-        type=int,
-        default=32,
-        metavar="N",
-        help="that ask, each with one command under way (default: %(default)s)",
+        default="32",
+        metavar="N[,N...]",
+        help="that ask, each with one command under way; several are a sweep "
+        "(default: %(default)s)",
     )
     clusters.add_argument(
         "--channels", type=int, metavar="N", help="of flash, with the same bandwidth (default: 8)"
@@ -63,12 +66,15 @@ def configure(parser: ArgumentParser) -> None:
         help="in place of an answer: what papers have measured, predicted, with ranges",
     )
     add("--draws", type=int, default=20, metavar="N", help="for a range (default: %(default)s)")
+    add("--plot", metavar="FILE", help="also draw the answer: an .svg file (needs matplotlib)")
     add_json_option(parser)
 
 
 def run(args: Namespace) -> int:
     if args.json:
         check_json(args.json)
+    if args.plot:
+        _check_plot(args)
     if args.list:
         return run_list(args)
     if args.validation:
@@ -84,6 +90,20 @@ def run(args: Namespace) -> int:
             )
     if args.system in BOARDS:
         return run_board(args)
-    from ...simulate.specs.load import is_service
+    from ...simulate.specs.graphs import ServerSpec
+    from ...simulate.specs.load import is_a
+    from ...simulate.specs.rag import ServiceSpec
 
-    return run_service(args) if is_service(args.system) else run_decoder(args)
+    if is_a(ServerSpec, args.system):
+        return run_server(args)
+    return run_service(args) if is_a(ServiceSpec, args.system) else run_decoder(args)
+
+
+def _check_plot(args: Namespace) -> None:
+    if args.list or args.validation or args.trace is not None:
+        raise InvalidInputError(
+            "--plot",
+            got="--list, --validation or --trace",
+            expected="an answer of --system and --workload",
+        )
+    check_plot(args.plot)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ...errors import InvalidInputError
 from ...tables import render_table
-from ..output import emit, json_document
+from ..output import json_document
+from .answers import say
+from .numbers import numbers
 
 if TYPE_CHECKING:
     from ...simulate.closed_loop import Answer
@@ -23,17 +27,24 @@ def run_board(args: Namespace) -> int:
     from ...simulate.figures import middles
     from ...simulate.workloads import load_workload
 
+    if args.vs is not None:
+        raise InvalidInputError("--vs", got=args.vs, expected=f"none beside {args.system}")
     workload = load_workload(args.workload)
     channels = CHANNELS if args.channels is None else args.channels
     known = ranges()
     figures = middles(known)
     set_up_s = calibrate_set_up_s(figures)
-    answers = {
-        element: ask(
-            Cosmos(element, figures, set_up_s, channels), workload, args.threads, seed=args.seed
-        )
-        for element in ELEMENTS
+    threads = numbers("threads", args.threads)
+    sweep = {
+        number: {
+            element: ask(
+                Cosmos(element, figures, set_up_s, channels), workload, number, seed=args.seed
+            )
+            for element in ELEMENTS
+        }
+        for number in sorted(threads)
     }
+    answers = sweep[max(threads)]
     fitted = {
         "set_up_s": set_up_s,
         "on": "synchronous over conventional, stress, 32 threads",
@@ -45,7 +56,7 @@ def run_board(args: Namespace) -> int:
             "system": args.system,
             "workload": workload.name,
             "title": workload.title,
-            "threads": args.threads,
+            "threads": threads,
             "channels": channels,
             "seed": args.seed,
         },
@@ -54,11 +65,19 @@ def run_board(args: Namespace) -> int:
         figures={name: asdict(each) | {"value": each.middle} for name, each in known.items()},
         fitted=fitted,
         elements={element: asdict(answer) for element, answer in answers.items()},
+        sweep=[
+            {
+                "threads": number,
+                "elements": {element: asdict(answer) for element, answer in each.items()},
+            }
+            for number, each in sweep.items()
+        ],
     )
-    head = (
-        f"{args.system}, {channels} channels: {workload.title}, {args.threads} threads (modelled)"
-    )
-    emit(args, f"{head}\n\n{_rates(answers)}\n\n{_times(answers)}", document)
+    head = f"{args.system}, {channels} channels: {workload.title}, {max(threads)} threads"
+    parts = [f"{head} (modelled)", _rates(answers), _times(answers)]
+    if len(threads) > 1:
+        parts += [_breakdown(element, sweep) for element in ELEMENTS]
+    say(args, "\n\n".join(parts), document)
     return 0
 
 
@@ -83,6 +102,20 @@ def _rates(answers: dict[str, Answer]) -> str:
             )
         )
     return render_table(headers, rows, right=[each for each in headers if each[-1] in "sr"])
+
+
+def _breakdown(element: str, sweep: Mapping[int, Mapping[str, Answer]]) -> str:
+    """Where a command's time goes over the threads: microseconds before and in each part."""
+    names = [stage.name for stage in next(iter(sweep.values()))[element].stages]
+    rows = []
+    for threads, each in sweep.items():
+        found = each[element]
+        cells = [f"{(one.waiting_s + one.service_s) * US:,.0f}" for one in found.stages]
+        rows.append(
+            (f"{threads}", f"{found.commands_per_s:,.0f}", f"{found.command_s * US:,.0f}", *cells)
+        )
+    headers = [f"{element}, threads", "commands/s", "command us", *names]
+    return render_table(headers, rows, right=headers)
 
 
 def _times(answers: dict[str, Answer]) -> str:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from ...errors import InvalidInputError
 from ...sizes import format_size
 from ...tables import render_table
-from ..output import emit, json_document
-from .numbers import numbers
+from ..output import json_document
+from .answers import say
+from .numbers import flat, lines, numbers, ratios, systems
 
 if TYPE_CHECKING:
     from ...simulate.decoding.answer import Answer
@@ -47,7 +48,7 @@ def run_decoder(args: Namespace) -> int:
     from ...simulate.specs.kinds import ModelSpec
     from ...simulate.specs.load import load
 
-    systems = [load_system(each) for each in (args.system, args.vs) if each is not None]
+    machines = [load_system(each) for each in systems(args)]
     workload = load(ModelSpec, args.workload)
     shape = Shape.of(workload)
     contexts, outputs = (numbers(name, getattr(args, name)) for name in ("context", "output"))
@@ -68,8 +69,9 @@ def run_decoder(args: Namespace) -> int:
         for context in contexts
         for batch in batches
         for output in outputs
-        for specs in systems
+        for specs in machines
     ]
+    beside = ratios([each.tokens_per_s for each in answers], len(machines))
     document = json_document(
         "simulate",
         kind="modelled",
@@ -84,13 +86,13 @@ def run_decoder(args: Namespace) -> int:
         },
         figures={
             name: asdict(each) | {"value": each.middle}
-            for specs in systems
+            for specs in machines
             for name, each in specs.ranges.items()
         },
         answers=[asdict(each) for each in answers],
-        ratios=_ratios(answers) if len(systems) > 1 else None,
+        ratios=flat(beside),
     )
-    emit(args, _text(systems, workload.title, answers), document)
+    say(args, _text(machines, workload.title, answers, beside), document)
     return 0
 
 
@@ -108,25 +110,24 @@ def _techniques(text: str | None) -> tuple[str, ...] | None:
     return words
 
 
-def _ratios(answers: Sequence[Answer]) -> list[float]:
-    """The first system's tokens a second over the second's, for each pair of answers."""
-    pairs = zip(answers[::2], answers[1::2], strict=True)
-    return [ours.tokens_per_s / other.tokens_per_s for ours, other in pairs]
-
-
-def _text(systems: Sequence[Specs], title: str, answers: Sequence[Answer]) -> str:
+def _text(
+    machines: Sequence[Specs],
+    title: str,
+    answers: Sequence[Answer],
+    beside: Sequence[Sequence[float]],
+) -> str:
     parts = [f"{title} (modelled)", _rates(answers)]
-    if len(systems) > 1:
-        ratios = ", ".join(f"{each:.2f}" for each in _ratios(answers))
-        parts.append(f"{answers[0].system} over {answers[1].system}, tokens/s: {ratios}")
-    if len(answers) == len(systems):
+    if beside:
+        names = [each.system for each in answers[: len(machines)]]
+        parts.append("\n".join(lines(names, beside, "tokens/s")))
+    if len(answers) == len(machines):
         parts += [_times(answers), _costs(answers)]
     return "\n\n".join(parts)
 
 
 def _rates(answers: Sequence[Answer]) -> str:
     headers = ["system", "context", "batch", "output", "tokens/s", "with contexts", "bound by"]
-    headers += ["busy", "X share", "s/step"]
+    headers += ["busy", "X share", "s/step", "drift"]
     rows = [
         (
             each.system,
@@ -139,6 +140,7 @@ def _rates(answers: Sequence[Answer]) -> str:
             f"{each.stage(each.bound).busy:.0%}",
             f"{each.x_share:g}",
             f"{each.step_s:.3g}",
+            f"{each.residual:+.1%}",
         )
         for each in answers
     ]

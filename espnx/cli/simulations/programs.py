@@ -11,6 +11,7 @@ from ...errors import InvalidInputError
 from ...sizes import format_size
 from ...tables import render_table
 from ..output import emit, json_document
+from .numbers import systems
 
 if TYPE_CHECKING:
     from ...simulate.programs.answer import Answer
@@ -29,8 +30,8 @@ def run_program(args: Namespace) -> int:
             expected="--system, whose drives are asked, and no --workload",
         )
     trace = read_trace(args.trace)
-    systems = [load_system(each) for each in (args.system, args.vs) if each is not None]
-    answers = [answer(specs.machine(middles(specs.ranges)), trace) for specs in systems]
+    machines = [load_system(each) for each in systems(args)]
+    answers = [answer(specs.machine(middles(specs.ranges)), trace) for specs in machines]
     document = json_document(
         "simulate",
         kind="modelled",
@@ -39,7 +40,7 @@ def run_program(args: Namespace) -> int:
         has_all_host_s=trace.has_all_host_s,
         figures={
             name: asdict(each) | {"value": each.middle}
-            for specs in systems
+            for specs in machines
             for name, each in specs.ranges.items()
         },
         programs=[asdict(each) for each in answers],

@@ -9,13 +9,18 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ...errors import InvalidInputError
+from ...sizes import format_size
 from ...tables import render_table
-from ..output import emit, json_document
-from .numbers import numbers
+from ..output import json_document
+from .answers import say
+from .numbers import flat, lines, numbers, ratios, systems
 
 if TYPE_CHECKING:
     from ...simulate.retrieval.answer import Answer
     from ...simulate.retrieval.arrivals import Waits
+
+#: Answers whose phases are shown, a column each.
+PHASES_MAX = 8
 
 
 def add_service_options(parser: ArgumentParser) -> None:
@@ -45,8 +50,7 @@ def run_service(args: Namespace) -> int:
     from ...simulate.retrieval.service import FITTED, load_service
     from ...simulate.retrieval.validation import middle_values
 
-    names = [each for each in (args.system, args.vs) if each is not None]
-    specs = [load_service(each, args.workload, args.generation) for each in names]
+    specs = [load_service(each, args.workload, args.generation) for each in systems(args)]
     values, _ = middle_values()
     own = {name: each.middle for spec in specs for name, each in spec.ranges.items()}
     given = {**own, **{name: values[name] for name in FITTED}}
@@ -55,6 +59,7 @@ def run_service(args: Namespace) -> int:
     answers = [
         answer(spec.given(given), passages, batch) for passages, batch in asked for spec in specs
     ]
+    beside = ratios([each.queries_per_s for each in answers], len(specs))
     waits = [] if args.rate is None else [_waits(each, args.rate) for each in answers]
     document = json_document(
         "simulate",
@@ -65,7 +70,7 @@ def run_service(args: Namespace) -> int:
             "workload": specs[0].retriever.name,
             "title": specs[0].retriever.title,
             "generation": specs[0].generation.name,
-            "passages": [each for each, _ in asked],
+            "passages": numbers("passages", args.passages),
             "batch": batches,
             "rate": args.rate,
         },
@@ -77,18 +82,28 @@ def run_service(args: Namespace) -> int:
         fitted={name: values[name] for name in FITTED},
         answers=[asdict(each) for each in answers],
         waits=[None if each is None else asdict(each) for each in waits],
-        ratios=_ratios(answers) if len(specs) > 1 else None,
+        ratios=flat(beside),
     )
     parts = [f"{specs[0].retriever.title}, answers by {specs[0].generation.title} (modelled)"]
-    parts += [_rates(answers, waits), _phases(answers)]
-    if len(specs) > 1:
-        ratios = ", ".join(f"{each:.2f}" for each in _ratios(answers))
-        parts.append(f"{answers[0].system} over {answers[1].system}, queries/s: {ratios}")
+    parts.append(_rates(answers, waits))
+    if len(answers) <= PHASES_MAX:
+        parts.append(_phases(answers))
+    if beside:
+        names = [each.system for each in answers[: len(specs)]]
+        parts.append("\n".join(lines(names, beside, "queries/s")))
+    if assumed := {each.system: each for each in answers if each.kept == "memory"}:
+        parts.append(
+            "\n".join(
+                f"{name}: its memory is taken to hold {format_size(int(each.kept_bytes))}, "
+                "whether it does or not"
+                for name, each in assumed.items()
+            )
+        )
     if any(each.is_extrapolated for each in answers):
         parts.append(
             "walks marked * are of graphs larger than any that was walked: by a fitted law"
         )
-    emit(args, "\n\n".join(parts), document)
+    say(args, "\n\n".join(parts), document)
     return 0
 
 
@@ -103,11 +118,6 @@ def _waits(found: Answer, rate: float) -> Waits | None:
     if rate >= found.queries_per_s:
         return None
     return arrive(found.serial_s, rate)
-
-
-def _ratios(answers: Sequence[Answer]) -> list[float]:
-    pairs = zip(answers[::2], answers[1::2], strict=True)
-    return [ours.queries_per_s / other.queries_per_s for ours, other in pairs]
 
 
 def _rates(answers: Sequence[Answer], waits: Sequence[Waits | None]) -> str:

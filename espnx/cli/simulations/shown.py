@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...tables import render_table
 from ..output import emit, json_document
 
-US = 1e6
+if TYPE_CHECKING:
+    from ...simulate.graphs import validation as graphs
+
+US, MS = 1e6, 1e3
 
 
 def run_validation(args: Namespace) -> int:
     from ...simulate import validation
     from ...simulate.decoding import validation as decoding
+    from ...simulate.graphs import validation as graphs
     from ...simulate.retrieval import validation as retrieval
 
     found, services = validation.validate(args.draws), retrieval.validate(args.draws)
+    beside = _beside(graphs.show(args.draws))
     rows = [*found.rows, *decoding.validate(args.draws), *services.rows]
     document = json_document(
         "simulate",
@@ -29,10 +34,49 @@ def run_validation(args: Namespace) -> int:
         fitted_on={**found.fitted_on, **services.fitted_on},
         check=dict(found.check),
         checks=[dict(each) for each in services.checks],
+        aisaq=beside,
     )
     text = _validation_text(document, rows)
-    emit(args, f"{text}\n\n{_orders_text(document['orders'])}", document)
+    parts = [text, _orders_text(document["orders"]), _beside_text(beside)]
+    emit(args, "\n\n".join(parts), document)
     return 0
+
+
+def _beside(shown: graphs.Shown) -> dict[str, Any]:
+    """What is shown beside a publication and not scored, as the document has it."""
+    from dataclasses import asdict
+
+    return {
+        "scored": False,
+        "published": asdict(shown.published),
+        "rows": [asdict(each) for each in shown.rows],
+        "blind_over": [
+            {"list_size": list_size, "value": value}
+            for list_size, value in shown.blind_over.items()
+        ],
+        "figures": {
+            name: asdict(each) | {"value": each.middle} for name, each in shown.figures.items()
+        },
+    }
+
+
+def _beside_text(beside: dict[str, Any]) -> str:
+    published, rows = beside["published"], []
+    for row in beside["rows"]:
+        cells = [f"{row['list_size']}"]
+        for name, factor in (("p95_s", MS), ("queries_per_s", 1.0)):
+            value, low, high = (factor * row[name][each] for each in ("value", "low", "high"))
+            cells += [f"{value:.3g}", f"{low:.3g} to {high:.3g}"]
+        rows.append(cells)
+    headers = ["AiSAQ, list", "P95 ms", "range", "queries/s", "range "]
+    blind = ", ".join(f"{each['value']:.2f} ({each['list_size']})" for each in beside["blind_over"])
+    return (
+        f"{render_table(headers, rows, right=headers)}\n\n"
+        f"published, not scored: P95 {published['p95_s'] * MS:g} ms, "
+        f"{published['queries_per_s']:g} queries/s, at a list that is not\n"
+        f"blind shards over clusters, P95: published {published['blind_over']:g}, "
+        f"predicted {blind}"
+    )
 
 
 def _kernels() -> list[dict[str, Any]]:
@@ -113,7 +157,7 @@ def run_list(args: Namespace) -> int:
         {"kind": "device", "name": name, "title": load_device(name).title} for name in devices()
     ]
     order = ["system", "workload", "clusters", "service", "retriever", "searcher", "walk"]
-    order += ["generation", "program", "host", "gpu", "network", "device"]
+    order += ["server", "collection", "generation", "program", "host", "gpu", "network", "device"]
     found.sort(key=lambda each: order.index(each["kind"]))
     table = render_table(["kind", "name", ""], [tuple(each.values()) for each in found])
     emit(args, table, json_document("simulate", specs=found))

@@ -30,6 +30,8 @@ class Answer:
     distances, hops: of a walk in one drive; None: there is none.
     is_extrapolated: the graph is larger than those on which the law of its walks was fitted.
     search_joules: of a query, of what encodes and searches.
+    kept_bytes: of vectors or lists; of a memory no size is known, and it is taken to hold them.
+    kept: of `HELD_IN`, where.
     """
 
     system: str
@@ -43,6 +45,8 @@ class Answer:
     hops: float | None
     is_extrapolated: bool
     search_joules: float
+    kept_bytes: float
+    kept: str
 
     @property
     def serial_s(self) -> float:
@@ -87,12 +91,14 @@ def answer(service: Service, passages: int, batch: int = 1) -> Answer:
         found.hops,
         found.distances is not None and passages / service.n_drives > service.get("walk.walked"),
         _search_joules(service, phases_s) / batch,
+        kept_bytes(service, passages),
+        service.service.kept,
     )
 
 
 def check_fits(service: Service, passages: int, batch: int) -> None:
     """Raises InvalidInputError for a model that does not fit its GPUs, and for vectors or lists
-    that do not fit drives or a CPU's memory."""
+    that do not fit drives."""
     after = service.generation
     tokens = after.prompt.value + after.output.value
     model = after.parameters.value * HALF_BYTES + batch * tokens * after.kv.value
@@ -100,11 +106,15 @@ def check_fits(service: Service, passages: int, batch: int) -> None:
     _check(f"{after.name} for {batch} queries", model, service.gpu.name, has)
     capacity = None if service.device is None else service.device.capacity
     if capacity is not None:
-        kept = service.retriever.vector or service.retriever.lists
-        size = 0.0 if kept is None else passages * kept.value
         has = capacity.value * service.n_drives
         what = f"{service.retriever.name} of {passages:,} passages"
-        _check(what, size, service.service.name, has)
+        _check(what, kept_bytes(service, passages), service.service.name, has)
+
+
+def kept_bytes(service: Service, passages: int) -> float:
+    """Of all vectors or lists, without what leads to them."""
+    kept = service.retriever.vector or service.retriever.lists
+    return 0.0 if kept is None else passages * kept.value
 
 
 def _check(what: str, size: float, where: str, has: float) -> None:

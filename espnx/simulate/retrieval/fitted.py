@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from ...errors import InvalidInputError
 from ..figures import Range, rounded
 from .answer import answer
@@ -37,14 +35,17 @@ def fit(values: Mapping[str, float], shares: Mapping[int, float]) -> dict[str, f
         with_postings_s, _ = _times({**values, FITTED[0]: 0.0, FITTED[1]: 1.0}, passages)
         rows.append([with_vectors_s - least_s, with_postings_s - least_s])
         missing_s.append(share / (1 - share) * rest_s - least_s)
-    found = np.linalg.solve(np.array(rows), np.array(missing_s))
-    if not (found > 0).all():
+    # by hand, since what a library for equations makes of the last bits differs between processors
+    (a, b), (c, d) = rows
+    (e, f), under = missing_s, a * d - b * c
+    found = [(e * d - b * f) / under, (a * f - e * c) / under]
+    if not all(each > 0 for each in found):
         raise InvalidInputError(
             "the time of a vector and of a posting",
             got=", ".join(f"{each:.3g} s" for each in found),
             expected="above 0",
         )
-    return dict(zip(FITTED, found.tolist(), strict=True))
+    return dict(zip(FITTED, found, strict=True))
 
 
 def _times(values: Mapping[str, float], passages: int) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from ...device.model.reader import read_spec as read
 from ...device.model.spec_file import Keys, parse_yaml, read_file
 from ...errors import InvalidInputError
 from ..figures import Range
+from .graphs import CollectionSpec, ServerSpec
 from .kinds import ClusterSpec, GpuSpec, HostSpec, ModelSpec, NetworkSpec, ProgramSpec, SystemSpec
 from .rag import GenerationSpec, GraphWalkSpec, RetrieverSpec, SearcherSpec, ServiceSpec
 
@@ -34,6 +35,8 @@ WORDS: Mapping[type, str] = {
     SearcherSpec: "searcher",
     ServiceSpec: "service",
     GenerationSpec: "generation",
+    CollectionSpec: "collection",
+    ServerSpec: "server",
 }
 
 
@@ -174,14 +177,14 @@ def as_range(figure: Figure) -> Range:
     return Range(low, high, figure.source, figure.confidence)
 
 
-def is_service(source: str) -> bool:
-    """Whether a system finds passages: a preset of that kind, or a file that says what searches.
+def is_a(kind: type, source: str) -> bool:
+    """Whether a system is of that kind, `ServiceSpec` or `ServerSpec`: a preset, or a file that has
+    what such a file alone has.
 
     Raises:
         FileMissingError, ReadError, FormatError: as they say, of a file.
     """
     if not source.endswith(SUFFIXES):
-        return source in presets(ServiceSpec)
-    return (
-        "searcher" in parse_yaml(read_file(source, "a system spec"), source, "a system spec").items
-    )
+        return source in presets(kind)
+    has = parse_yaml(read_file(source, "a system spec"), source, "a system spec").items
+    return {ServiceSpec: "searcher", ServerSpec: "cores"}[kind] in has

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from espnx.cli.main import main
+from espnx.cli.simulations import plots
 from espnx.simulate import predictions, validation
 from espnx.simulate.decoding import validation as decoding
+from espnx.simulate.graphs import validation as graphs
 from espnx.simulate.retrieval import validation as retrieval
 from tests.cli.documents import strict_json
 
 COSMOS = ("simulate", "--system", "cosmos")
 NEAR = ("simulate", "--system", "smartssd-16")
 DRIVE = ("simulate", "--system", "ragx-1", "--workload", "gtr")
+SERVER = ("simulate", "--system", "dell-r760xa", "--workload", "falcon-4.8b")
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "simulate.md"
+needs_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None,
+    reason="matplotlib is not installed (extra [bench])",
+)
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -56,6 +66,129 @@ def test_channels(capsys: pytest.CaptureFixture[str]) -> None:
         for n in (8, 4)
     )
     assert four["commands_per_s"] < eight["commands_per_s"]
+
+
+def test_threads(capsys: pytest.CaptureFixture[str]) -> None:
+    """A sweep has each number of threads, the least first; the table is of the most."""
+    words = [*COSMOS, "--workload", "stress", "--threads", "4,1"]
+    assert main([*words, "--json", "-"]) == 0
+    found = strict_json(capsys.readouterr().out)
+    assert [each["threads"] for each in found["sweep"]] == [1, 4]
+    assert found["sweep"][1]["elements"] == found["elements"]
+    one, four = (each["elements"]["synchronous"]["commands_per_s"] for each in found["sweep"])
+    assert four == pytest.approx(4 * one, rel=0.01)
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    for element in ("asynchronous", "synchronous", "conventional"):
+        assert f"{element}, threads" in text
+    assert f"{one:,.0f}" in text
+
+
+def test_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A preset beside a file of one's own, with drives that take longer."""
+    from espnx.simulate.specs import load
+
+    own = Path(load.__file__).parent / "presets" / "server" / "dell-r760xa.yaml"
+    text = own.read_text().replace("name: dell-r760xa", "name: slow")
+    text = text.replace("value: 85, low: 60, high: 110", "value: 850")
+    (tmp_path / "slow.yaml").write_text(text)
+    words = [*SERVER, "--list-size", "10,20", "--streams", "1"]
+    words += ["--vs", str(tmp_path / "slow.yaml")]
+    assert main([*words, "--json", "-"]) == 0
+    found = strict_json(capsys.readouterr().out)
+    asked = [(each["system"], each["list_size"]) for each in found["answers"]]
+    assert asked == [(name, size) for size in (10, 20) for name in ("dell-r760xa", "slow")]
+    rates = [each["queries_per_s"] for each in found["answers"]]
+    assert found["ratios"] == [rates[0] / rates[1], rates[2] / rates[3]]
+    assert found["ratios"][0] > 2
+    assert found["figures"]["slow.read"]["value"] == pytest.approx(850e-6)
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert f"dell-r760xa over slow, queries/s: {found['ratios'][0]:.2f}" in text
+    assert "which recall a list leads to is not modelled" in text
+
+
+def test_several_systems(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*NEAR, "--workload", "opt-30b", "--context", "16384,32768"]
+    words += ["--vs", "smartssd-8,flexgen-4ssd"]
+    assert main([*words, "--json", "-"]) == 0
+    found = strict_json(capsys.readouterr().out)
+    rates = [each["tokens_per_s"] for each in found["answers"]]
+    assert [each["system"] for each in found["answers"][:3]] == [
+        "smartssd-16",
+        "smartssd-8",
+        "flexgen-4ssd",
+    ]
+    assert found["ratios"] == [rates[at] / rates[at + other] for at in (0, 3) for other in (1, 2)]
+    assert main(words) == 0
+    line = f"over flexgen-4ssd, tokens/s: {found['ratios'][1]:.2f}, {found['ratios'][3]:.2f}"
+    assert line in capsys.readouterr().out
+
+
+def cases() -> list[list[str]]:
+    """The words of each case that the page shows."""
+    [block] = re.findall(
+        r"<!-- cases -->\n\n```\n(.*?)```\n\n<!-- /cases -->", PAGE.read_text(), re.DOTALL
+    )
+    return [line.split()[1:] for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("words", cases(), ids=lambda words: words[-1])
+def test_the_page_s_cases(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The table always, the picture with matplotlib; it is drawn from the document alone."""
+    monkeypatch.chdir(tmp_path)
+    at = words.index("--plot")
+    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+    if not has_matplotlib:
+        words = words[:at] + words[at + 2 :]
+    assert main([*words, "--json", "found.json"]) == 0
+    text = capsys.readouterr().out
+    document = strict_json(Path("found.json").read_text())
+    assert document["kind"] == "modelled"
+    assert words[2] in text
+    if has_matplotlib:
+        picture = Path(words[at + 1]).read_text()
+        assert picture == plots.drawn(document)
+        names = document.get("elements") or {each["system"] for each in document["answers"]}
+        for name in names if len(names) > 1 else ():  # of one alone there is no need to
+            assert f">{name}</text>" in picture
+
+
+@needs_matplotlib
+def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bars of one number, a line over several; a sweep of two things is no picture."""
+    file = tmp_path / "a.svg"
+    words = [*NEAR, "--workload", "opt-30b", "--vs", "flexgen-4ssd", "--plot", str(file)]
+    assert main([*words, "--json", "-"]) == 0
+    bars = strict_json(capsys.readouterr().out)
+    for each in bars["answers"]:
+        assert f"{each['tokens_per_s']:.3g}</text>" in file.read_text()
+        assert f"{each['system']}</text>" in file.read_text()
+    assert main([*words, "--batch", "1,2"]) == 0
+    assert "batch</text>" in file.read_text()
+    assert main([*words, "--batch", "1,2", "--output", "16,64"]) == 2
+    assert "sweeps of batch and output" in capsys.readouterr().err
+    assert main([*words[:-1], str(tmp_path / "a.jpg")]) == 2
+    assert "ends in .svg" in capsys.readouterr().err
+    assert main([*words[:-1], str(tmp_path / "no" / "a.svg")]) == 1
+    assert "cannot write a plot" in capsys.readouterr().err
+    assert main(["simulate", "--list", "--plot", str(file)]) == 2
+
+
+def test_pictures_need_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Said before anything is computed, and no file is left."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    words = [*NEAR, "--workload", "opt-30b", "--plot", str(tmp_path / "a.svg")]
+    assert main(words) != 0
+    assert "espnx[bench]" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_machines_that_decode(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +248,7 @@ def test_a_user_s_own_clusters(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_the_page_s_own_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).resolve().parents[3] / "docs" / "simulate.md").read_text()
+    page = PAGE.read_text()
     [text] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     [command] = re.findall(r"```\nespnx (simulate --system two-drives.*?)\n```", page)
     (tmp_path / "two-drives.yaml").write_text(text)
@@ -143,6 +276,9 @@ def test_services(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     text = capsys.readouterr().out
     assert "the queue grows" in text
+    assert "its memory is taken to hold" not in text
+    assert main(["simulate", "--system", "gpu-dram", "--workload", "gtr"]) == 0
+    assert "gpu-dram: its memory is taken to hold 14.31 GiB" in capsys.readouterr().out
     assert "by a fitted law" in text
 
 
@@ -219,6 +355,8 @@ def test_validation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     beside = {"id": "e", "measured": 5, "predicted": 6.0}
     services = retrieval.Validation((far,), {"s": 1e-6}, {"f": 0.5}, (beside,))
     monkeypatch.setattr(retrieval, "validate", lambda draws: services)
+    shown = graphs.show(10, (10,), ())
+    monkeypatch.setattr(graphs, "show", lambda draws: shown)
     order = {"model": "m", "context": 16384, "tokens_per_s": {"fast": 2.0, "slow": 1.0}}
     monkeypatch.setattr(decoding, "orders", lambda: [order])
     assert main(["simulate", "--validation", "--json", "-"]) == 0
@@ -235,6 +373,8 @@ def test_validation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert "measured 5, predicted 6" in text
     assert "fast 2 > slow 1" in text
     assert "12.8 for 11.9" in text
+    assert "published, not scored: P95 57 ms, 200 queries/s" in text
+    assert found["aisaq"]["rows"][0]["answer"]["list_size"] == 10
     assert [each["query_heads"] for each in found["kernels"]] == [1, 4, 5]
 
 
@@ -266,6 +406,15 @@ def test_validation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         ([*DRIVE, "--rate", "0"], "--rate; got 0"),
         ([*DRIVE, "--rate", "1", "--batch", "8"], "batches of 8"),
         ([*DRIVE, "--generation", "llama2-34"], "did you mean llama2-34b?"),
+        ([*DRIVE, "--vs", "cpu-nvme,cpu-nvme"], "each system once"),
+        ([*DRIVE, "--vs", "ragx-1"], "each system once"),
+        ([*COSMOS, "--workload", "sift", "--threads", "4,x"], "--threads; got 4,x"),
+        ([*COSMOS, "--workload", "sift", "--vs", "smartssd-4"], "--vs; got smartssd-4"),
+        ([*SERVER, "--list-size", "0"], "a list; got 0"),
+        ([*SERVER, "--list-size", "10,10"], "each number once"),
+        ([*SERVER, "--streams", "0"], "streams of queries; got 0"),
+        ([*SERVER, "--vs", "tape"], "a server spec; got tape"),
+        ([*SERVER[:-1], "falcon"], "a collection spec; got falcon"),
     ],
 )
 def test_wrong_usage(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

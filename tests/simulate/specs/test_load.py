@@ -9,6 +9,7 @@ import pytest
 
 from espnx import errors
 from espnx.device.model.reader import CONFIDENCES
+from espnx.simulate.specs.graphs import CollectionSpec, ServerSpec
 from espnx.simulate.specs.kinds import (
     ClusterSpec,
     GpuSpec,
@@ -40,6 +41,8 @@ KINDS = (
     SearcherSpec,
     ServiceSpec,
     GenerationSpec,
+    CollectionSpec,
+    ServerSpec,
 )
 PRESETS = Path(__file__).resolve().parents[3] / "espnx" / "simulate" / "specs" / "presets"
 

@@ -1,0 +1,1 @@
+"""Searches of graphs of vectors that lie on drives: AiSAQ's global index."""
