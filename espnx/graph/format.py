@@ -14,12 +14,12 @@ A directory holds::
 
 One that has a graph for each cluster also holds::
 
-    clusters.bin   of each cluster how many nodes and entry points it has, and in which of several
-                   directories its pages are, uint32
+    clusters.bin   of each cluster how many nodes and entry points it has, and where its pages are
     centroids.bin  of the clusters, float32
 
-and its rows.bin has places of 64 bits. Its pages may lie in several directories, in each of which
-`home_of` is a folder with a nodes.bin of its own.
+and its rows.bin has places of 64 bits. Its pages lie in one or more files of that name, which the
+manifest lists: each version adds one with the clusters that it has changed. They may lie in several
+directories, in each of which `home_of` is a folder for them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from .layout import (
     PAGE_UNIT_BYTES,
     PageLayout,
 )
-from .parts import TABLE, Clusters, Parts, home_of, lost_directory
+from .parts import TABLE, Clusters, PageFile, Parts, home_of, lost_directory
 
 #: Of a directory with one graph, and of one with a graph for each cluster.
 MAGIC, VERSION, CLUSTERS_VERSION = "espnx-graph", 1, 2
@@ -73,8 +73,8 @@ METRICS = ("l2", "ip", "cosine")
 #: several by 48.
 N_MAX, ROWS_MAX = 2**32 - 2, 2**48
 N_ENTRIES_MAX = 65536
-#: In which the pages of clusters may lie.
-DIRECTORIES_MAX = 64
+#: In which the pages of clusters may lie, and how many files of them there may be in all.
+DIRECTORIES_MAX, PAGE_FILES_MAX = 64, 1024
 #: Vectors added or deleted since recall was measured, as a share of those that there are.
 STALE_SHARE = 0.1
 CLUSTERS_MAX = 65536
@@ -181,12 +181,14 @@ class GraphFacts:
         id_end: of a graph that has been changed: above its largest id; some below it have no node.
             None: each id below `PageLayout.n` has one.
         unmeasured: vectors that were added or deleted since recall was measured.
-        pins: descriptors of its files, by name, that are kept open while it is: a merge may remove
+        pins: descriptors of its files, by path, that are kept open while it is: a merge may remove
             the files' names meanwhile.
-        directories: in which its pages lie, in the order of `Clusters.files`; none: beside the
+        directories: in which its pages lie, as `PageFile.directory` numbers them; none: beside the
             other files.
-        lost: which of these could not be read when it was opened, by somebody who wants what is in
-            the others.
+        lost: files of pages, by number, that could not be read when it was opened, by somebody who
+            wants what is in the others.
+        border: of clusters with replicas, see `espnx.graph.global_index.division.border_of`.
+        built_recall: of a graph of clusters that has been changed: what was measured at build.
     """
 
     where: str
@@ -211,18 +213,42 @@ class GraphFacts:
     pins: Mapping[str, int] = field(default_factory=dict)
     directories: Sequence[str] = ()
     lost: frozenset[int] = frozenset()
+    border: float | None = None
+    built_recall: Sequence[RecallPoint] = ()
 
     @cached_property
     def page_files(self) -> list[Region]:
         """The files of pages, as `Parts.files` numbers them; of a lost one without a path."""
-        if not self.directories:
+        if self.clusters is None:
             return [self.regions[NODES]]
+        made = page_files(
+            self.where, self.directories, self.salt, self.layout, self.clusters.page_files
+        )
         return [
             replace(each, path="") if number in self.lost else each
-            for number, each in enumerate(
-                page_files(self.directories, self.salt, self.generation, self.layout, self.parts)
-            )
+            for number, each in enumerate(made)
         ]
+
+    @cached_property
+    def lost_directories(self) -> frozenset[int]:
+        """Which of the directories have a file of pages that is lost."""
+        files = () if self.clusters is None else self.clusters.page_files
+        return frozenset(files[each].directory for each in self.lost)
+
+    def in_directory(self, number: int) -> np.ndarray:
+        """bool [graphs]: whose pages are in that one of several directories."""
+        files = () if self.clusters is None else self.clusters.page_files
+        there = np.array([each.directory == number for each in files], bool)
+        found: np.ndarray = there[self.parts.files]
+        return found
+
+    @property
+    def unused_bytes(self) -> int:
+        """What the files of pages hold of clusters that were written anew since, elsewhere."""
+        if self.clusters is None:
+            return 0
+        pages = sum(each.pages for each in self.clusters.page_files)
+        return (pages - self.parts.n_pages) * self.layout.page_bytes
 
     @cached_property
     def is_there(self) -> np.ndarray:
@@ -246,7 +272,8 @@ class GraphFacts:
         lost."""
         if self.lost and (gone := ~self.is_there[self.parts.of_pages(pages)]).any():
             file = int(self.parts.in_files(pages[gone][:1])[0][0])
-            raise lost_directory(self.directories[file])
+            files = () if self.clusters is None else self.clusters.page_files
+            raise lost_directory(self.directories[files[file].directory])
 
     @property
     def n_rows(self) -> int:
@@ -267,7 +294,7 @@ class GraphFacts:
     @cached_property
     def parts(self) -> Parts:
         """Graphs that the pages are of."""
-        return parts_of(self.layout, len(self.entries), self.clusters)
+        return parts_of(self.layout, len(self.entries), self.clusters, self.salt)
 
     @property
     def copies(self) -> int:
@@ -317,9 +344,13 @@ class GraphFacts:
         return self.regions[name].path
 
     def open_path(self, name: str) -> str:
-        """The same for whoever opens it: of a file whose name has been removed, by the descriptor
-        that is kept open."""
-        path, pin = self.path(name), self.pins.get(name)
+        """The same for whoever opens it, see `pinned`."""
+        return self.pinned(self.path(name))
+
+    def pinned(self, path: str) -> str:
+        """A path for whoever opens one of its files now: of one whose name has been removed, by the
+        descriptor that is kept open."""
+        pin = self.pins.get(path)
         if pin is None:
             return path
         try:
@@ -348,8 +379,13 @@ class GraphFacts:
             layout["n_clusters"] = len(self.clusters.nodes)
             if self.clusters.copies > 1:
                 layout["copies"] = self.clusters.copies
+            layout["page_files"] = [asdict(each) for each in self.clusters.page_files]
             if self.directories:
                 layout["directories"] = list(self.directories)
+            if self.border is not None:
+                layout["border"] = self.border
+            if self.built_recall:
+                layout["built_recall"] = [each.manifest() for each in self.built_recall]
         if self.id_end is not None:
             layout |= {"id_end": self.id_end, "unmeasured": self.unmeasured}
         return {
@@ -375,13 +411,21 @@ class GraphFacts:
 
 
 def page_files(
-    directories: Sequence[str], salt: int, generation: int, layout: PageLayout, parts: Parts
+    where: str,
+    directories: Sequence[str],
+    salt: int,
+    layout: PageLayout,
+    files: Sequence[PageFile],
 ) -> list[Region]:
-    """The files of pages in several directories."""
-    sizes = parts.pages_of_files(len(directories)) * layout.page_bytes
+    """The files of pages of clusters. `where`: the graph's directory."""
+    folders = [home_of(each, salt) for each in directories] or [where]
     return [
-        Region(os.path.join(home_of(each, salt), versioned(NODES, generation)), 0, int(size))
-        for each, size in zip(directories, sizes, strict=True)
+        Region(
+            os.path.join(folders[each.directory], versioned(NODES, each.generation)),
+            0,
+            each.pages * layout.page_bytes,
+        )
+        for each in files
     ]
 
 
@@ -391,12 +435,21 @@ def rotated_files(codebook: Codebook, disk_codebook: Codebook | None) -> list[st
     return [name for name, book in books.items() if book is not None and book.rotation is not None]
 
 
-def parts_of(layout: PageLayout, n_entries: int, clusters: Clusters | None) -> Parts:
-    """Graphs that pages are of."""
+def parts_of(layout: PageLayout, n_entries: int, clusters: Clusters | None, salt: int) -> Parts:
+    """Graphs that pages are of. `salt`: of the pages, where there is one graph."""
     per_page = layout.nodes_per_page
-    if clusters is None:
-        return Parts(np.array([layout.n]), np.array([n_entries]), per_page, np.zeros(1, np.int64))
-    return Parts(clusters.nodes, clusters.n_entries, per_page, clusters.files)
+    if clusters is not None:
+        return Parts(
+            clusters.nodes,
+            clusters.n_entries,
+            per_page,
+            clusters.files,
+            clusters.file_pages,
+            clusters.salts,
+        )
+    first = np.zeros(1, np.int64)
+    salts = np.array([salt], np.uint64)
+    return Parts(np.array([layout.n]), np.array([n_entries]), per_page, first, first, salts)
 
 
 def place_bytes(clusters: Clusters | None) -> int:
@@ -423,8 +476,11 @@ def file_sizes(
     codes = {} if layout.codes_in == "inline" else {CODES: layout.codes_bytes}
     names = [CODEBOOK, DISK_CODEBOOK] if layout.format == "pq" else [CODEBOOK]
     books = {name: codebook_bytes(layout.dim, is_rotated=name in rotated) for name in names}
+    n_pages = layout.n_pages
+    if clusters is not None:
+        n_pages = sum(each.pages for each in clusters.page_files)
     return {
-        NODES: parts_of(layout, n_entries, clusters).n_pages * layout.page_bytes,
+        NODES: n_pages * layout.page_bytes,
         ROWS: place_bytes(clusters) * (layout.n if id_end is None else id_end),
         **books,
         ENTRIES: n_entries * (4 + layout.code_bytes),
@@ -443,10 +499,12 @@ def in_directory(
     clusters: Clusters | None = None,
     id_end: int | None = None,
 ) -> dict[str, Region]:
-    """The places of the files of a graph that has a directory of its own; pages in several others
+    """The places of the files of a graph that has a directory of its own; the pages of clusters
     have theirs in `page_files`."""
     rotated = rotated_files(codebook, disk_codebook)
     sizes = file_sizes(layout, n_entries, rotated, clusters, id_end)
+    if clusters is not None:
+        del sizes[NODES]
     return _whole_files(directory, generation, sizes)
 
 
@@ -527,12 +585,11 @@ def read_graph(
     sizes = file_sizes(layout, n_entries, rotated, clusters, id_end)
     salt = int(fields.hexadecimal("salt", 16), 16)
     directories: list[str] = []
-    if clusters is not None and "directories" in fields:
-        directories = fields.texts("directories", count=DIRECTORIES_MAX)
-        if not directories or not all(map(os.path.isabs, directories)):
-            fields.refuse("directories", "absolute paths", directories)
+    made: list[Region] = []
+    if clusters is not None:
+        directories = _read_directories(fields, clusters)
         del sizes[NODES]
-    _check_files_of(clusters, max(1, len(directories)), where)
+        made = page_files(where, directories, salt, layout, clusters.page_files)
     regions = _located(source, where, generation, sizes)
 
     def codebook(name: str, begin: np.ndarray) -> Codebook:
@@ -542,7 +599,7 @@ def read_graph(
 
     data = read_whole(engine, regions, ENTRIES, expected)
     entries = np.frombuffer(data, "<u4", n_entries).astype(np.int64)
-    of_part = parts_of(layout, n_entries, clusters)
+    of_part = parts_of(layout, n_entries, clusters, salt)
     if (entries >= np.repeat(of_part.nodes, of_part.n_entries)).any():
         raise errors.FormatError(
             "entry point of a graph",
@@ -550,7 +607,6 @@ def read_graph(
             got=int(entries.max()),
             fix=_REBUILD,
         )
-    made = page_files(directories, salt, generation, layout, of_part) if directories else []
     return GraphFacts(
         where,
         regions,
@@ -572,32 +628,42 @@ def read_graph(
         id_end,
         fields.whole("unmeasured", 0) if "unmeasured" in fields else 0,
         directories=directories,
-        lost=_lost(directories, made, partial=partial),
+        lost=frozenset() if clusters is None else _lost(directories, clusters, made, partial),
+        border=fields.real("border") if "border" in fields else None,
+        built_recall=_read_recall(fields, "built_recall") if "built_recall" in fields else (),
     )
 
 
-def _check_files_of(clusters: Clusters | None, n_files: int, where: str) -> None:
-    if clusters is not None and int(clusters.files.max(initial=0)) >= n_files:
-        raise errors.FormatError(
-            "directory of a cluster",
-            path=where,
-            got=int(clusters.files.max()),
-            expected=f"below {n_files}",
-            fix=_REBUILD,
-        )
+def _read_directories(fields: Fields, clusters: Clusters) -> list[str]:
+    """The directories of pages, if these do not lie beside the other files."""
+    directories: list[str] = []
+    if "directories" in fields:
+        directories = fields.texts("directories", count=DIRECTORIES_MAX)
+        if not directories or not all(map(os.path.isabs, directories)):
+            fields.refuse("directories", "absolute paths", directories)
+    named = max(each.directory for each in clusters.page_files)
+    if named >= max(1, len(directories)):
+        fields.refuse("page_files", f"a directory of a cluster below {len(directories)}", named)
+    return directories
 
 
-def _lost(directories: Sequence[str], files: Sequence[Region], *, partial: bool) -> frozenset[int]:
-    """Which of several directories have no file of pages. Raises FileMissingError for the first of
-    these unless `partial` is set and others have theirs, and for a file of another size."""
+def _lost(
+    directories: Sequence[str], clusters: Clusters, files: Sequence[Region], partial: bool
+) -> frozenset[int]:
+    """Which files of pages are not there. Raises FileMissingError for the first of these unless
+    `partial` is set and others are there, and they lie in several directories; and for a file of
+    another size."""
     lost = set[int]()
     for number, region in enumerate(files):
         try:
             check_file_size(region.path, region.size_bytes, "file of a graph", _REBUILD)
         except (errors.FileMissingError, errors.ReadError) as error:
             lost.add(number)
+            if not directories:
+                raise
             if not partial or len(lost) == len(files):
-                raise lost_directory(directories[number]) from error
+                where = directories[clusters.page_files[number].directory]
+                raise lost_directory(where) from error
     return frozenset(lost)
 
 
@@ -636,10 +702,12 @@ def _read_clusters(
     for region in regions.values():
         check_file_size(region.path, region.size_bytes, "file of a graph", _REBUILD)
     table = np.frombuffer(read_whole(engine, regions, CLUSTERS, sums), TABLE)
-    files = table["directory"].astype(np.int64)
+    page_files = _read_page_files(fields, generation)
     centroids = np.frombuffer(read_whole(engine, regions, CENTROIDS, sums), "<f4")
     nodes, entries = (table[name].astype(np.int64) for name in ("nodes", "entries"))
     is_right = (nodes > 0) & (nodes <= N_MAX) & (entries > 0) & (entries <= nodes)
+    if count == 1 and not layout.n:  # all that it had was deleted
+        is_right = (nodes == 0) & (entries == 0)
     copies = fields.whole("copies", 2, count) if "copies" in fields else 1
     has_all = layout.n <= nodes.sum() <= layout.n * copies
     if not is_right.all() or not has_all or entries.sum() != n_entries:
@@ -659,7 +727,57 @@ def _read_clusters(
         )
     if layout.codes_in != "inline":
         fields.refuse("inline_pq", f"{layout.max_degree}, as with every graph of clusters")
-    return Clusters(centroids.reshape(count, layout.dim).copy(), nodes, entries, copies, files)
+    files, first = (table[name].astype(np.int64) for name in ("file", "first_page"))
+    pages = -(-nodes // layout.nodes_per_page)
+    _check_places(regions[CLUSTERS].path, page_files, files, first, pages)
+    return Clusters(
+        centroids.reshape(count, layout.dim).copy(),
+        nodes,
+        entries,
+        copies,
+        files,
+        first,
+        table["salt"].astype(np.uint64),
+        page_files,
+    )
+
+
+def _read_page_files(fields: Fields, generation: int) -> list[PageFile]:
+    found = [
+        PageFile(
+            each.whole("directory", 0, DIRECTORIES_MAX - 1),
+            each.whole("generation", 1, generation),
+            each.whole("pages", 0, ROWS_MAX),
+        )
+        for each in fields.each("page_files", count=PAGE_FILES_MAX)
+    ]
+    if not found or len({(each.directory, each.generation) for each in found}) < len(found):
+        fields.refuse("page_files", "one or more, each once")
+    return found
+
+
+def _check_places(
+    path: str,
+    page_files: Sequence[PageFile],
+    files: np.ndarray,
+    first: np.ndarray,
+    pages: np.ndarray,
+) -> None:
+    """Raises FormatError for clusters that lie outside of their files, or on one another."""
+    sizes = np.array([each.pages for each in page_files])
+    room = sizes[np.minimum(files, len(sizes) - 1)]
+    is_right = (files < len(sizes)) & (first >= 0) & (first <= room) & (pages <= room - first)
+    order = np.lexsort((pages, first, files))
+    ends = (first + pages)[order]
+    is_same = files[order][1:] == files[order][:-1]
+    if not is_right.all() or (is_same & (first[order][1:] < ends[:-1])).any():
+        raise errors.FormatError(
+            "places of clusters",
+            path=path,
+            got="pages outside of their file, or of two clusters",
+            expected=f"those of {len(sizes)} files, each of one",
+            fix=_REBUILD,
+        )
 
 
 def _read_rotated(fields: Fields, *, has_disk_codebook: bool) -> list[str]:
@@ -737,9 +855,7 @@ def _read_layout(fields: Fields, n_max: int) -> PageLayout:
 def _read_id_end(fields: Fields, layout: PageLayout, n_clusters: int | None) -> int | None:
     if "id_end" not in fields:
         return None
-    if n_clusters is not None:
-        fields.refuse("id_end", "none, with a graph for each cluster", n_clusters)
-    return fields.whole("id_end", layout.n, N_MAX)
+    return fields.whole("id_end", layout.n, N_MAX if n_clusters is None else ROWS_MAX)
 
 
 def _read_share(fields: Fields) -> GraphShare | None:

@@ -23,13 +23,13 @@ from ...suggestions import suggests_keywords
 from ..format import MAGIC, N_MAX
 from ..index import GraphIndex
 from ..options import stored_rows
-from ..search.kinds import refuse_clusters
 from ..updates.log import ADD, DELETE, Change, header_of, log_path, read_log, record_of
 from ..updates.pending import Pending
 from ..updates.search import in_pages
 from ..vectors import as_array
 from ..write import Progress
-from .merge import measured_again, merge_changes
+from .measuring import measured_again
+from .merge import merge_changes
 
 #: When an addition or a deletion is acknowledged, which is when its call returns.
 DURABILITIES = ("each", "group", "none")
@@ -61,7 +61,6 @@ class GraphWriter(GraphIndex):
     Raises:
         StoreBusyError: another writer has it.
         ForeignFileError: its log is of another graph.
-        InvalidInputError: a graph for each cluster, which takes no changes.
         What `GraphIndex` raises; ChecksumError, FormatError: a damaged log.
     """
 
@@ -107,7 +106,6 @@ class GraphWriter(GraphIndex):
                 fault_seed=fault_seed,
             )
             opened.callback(super().close)
-            refuse_clusters(self.facts, "to change")
             log = read_log(self.facts)
             self.torn_bytes = log.torn_bytes
             self._number, self._synced, self._end_bytes = log.number, 0, log.end_bytes

@@ -52,9 +52,9 @@ def summary_of(facts: GraphFacts, path: tuple[str, str, bool]) -> str:
             f"{facts.clusters.nodes.max():,} vectors, a graph each"
         )
     for number, directory in enumerate(facts.directories):
-        inside = facts.parts.files == number
+        inside = facts.in_directory(number)
         size = int(facts.parts.pages[inside].sum()) * layout.page_bytes
-        state = "lost" if number in facts.lost else format_size(size)
+        state = "lost" if number in facts.lost_directories else format_size(size)
         lines.append(f"{np.count_nonzero(inside)} of them in {directory}: {state}")
     lines += [
         f"list of {each.list_size}: recall@10 {each.recall:.3f}, {each.pages:.1f} pages a query"
