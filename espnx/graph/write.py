@@ -41,6 +41,7 @@ from .format import (
     read_graph_manifest,
 )
 from .layout import CODE_PAGE_BYTES, HEADER, PageLayout, code_salt
+from .parts import home_of
 from .pages.homes import homes_of, keep_pages, remove_homes, sync_homes
 
 if TYPE_CHECKING:
@@ -227,8 +228,7 @@ def keep_version(facts: GraphFacts) -> None:
     pages = [each.path for each in facts.page_files]
     shared = [] if facts.directories else [os.path.basename(each) for each in pages]
     _FILES.keep(facts.where, facts.generation, shared)
-    if facts.directories:
-        keep_pages(pages)
+    keep_pages([home_of(each, facts.salt) for each in facts.directories], pages)
 
 
 def forget_graph(path: str) -> None:

@@ -593,6 +593,7 @@ def run_info(args: argparse.Namespace) -> int:
             "memory_bytes": facts.memory_bytes,
             "options": dict(facts.options),
             "recall": [asdict(each) for each in facts.recall],
+            "built_recall": [asdict(each) for each in facts.built_recall],
             "vectors": len(index),
             "unused_bytes": facts.unused_bytes,
             "unmerged_added": index.pending.n_added,

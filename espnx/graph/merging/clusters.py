@@ -186,7 +186,10 @@ class _Clusters:
             for piece in self._pieces_of(cluster, book)
         ]
         if not pieces:  # one stays, for additions that come
-            pieces = [_Piece(self._old.centroids[0], 0, secrets.randbits(64), 0, make=_no_pages)]
+            piece = _Piece(self._old.centroids[0], 0, secrets.randbits(64), 0, make=_no_pages)
+            piece.entries = np.empty(0, np.uint32)
+            piece.entry_codes = np.empty((0, self._layout.code_bytes), np.uint8)
+            pieces = [piece]
         page_files = self._placed(pieces, generation)
         return publish(
             self._engine,
@@ -487,8 +490,6 @@ class _Clusters:
         """(nodes at which searches of a cluster begin; their codes)"""
         if piece.entries is not None and piece.entry_codes is not None:
             return piece.entries, piece.entry_codes
-        if not piece.n:
-            return np.empty(0, np.int64), np.empty((0, self._layout.code_bytes), np.uint8)
         begin, end = self._parts.entries_begin[piece.old : piece.old + 2].tolist()
         return self._facts.entries[begin:end], self._facts.entry_codes[begin:end]
 
@@ -501,7 +502,7 @@ class _Clusters:
         for piece, place in zip(pieces, first.tolist(), strict=True):
             if piece.entries is None:
                 moved[piece.old] = place
-            else:
+            elif piece.n:
                 members.append(self._members_of(piece, place))
         file = self._engine.open(self._facts.open_path(ROWS))
         size = self._facts.place_bytes
@@ -516,10 +517,11 @@ class _Clusters:
             future.wait()
             at = int(future.position_bytes[0]) + size * np.arange(count)
             places = places_at(self._facts, future.memory.numpy(), at)
-            part = old.of_pages(np.maximum(places, 0) // per_page)
-            stays = (places >= 0) & (moved[part] >= 0)
-            new = moved[part] + places - old.first_page[part] * per_page
-            found[:count] = np.where(stays, new.astype(np.uint64), np.uint64(NO_COPY))
+            there = places >= 0
+            part = old.of_pages(places[there] // per_page)
+            new = moved[part] + places[there] - old.first_page[part] * per_page
+            stays = moved[part] >= 0
+            found[:count][there] = np.where(stays, new.astype(np.uint64), np.uint64(NO_COPY))
             return found
 
         yield from row_places(self._pending.id_end, now.copies, members, known)

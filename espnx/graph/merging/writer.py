@@ -20,7 +20,7 @@ from ...storage.lock import DirectoryLock
 from ...storage.manifest import write_manifest
 from ...storage.native import given_engine
 from ...suggestions import suggests_keywords
-from ..format import MAGIC, N_MAX
+from ..format import MAGIC, N_MAX, ROWS_MAX
 from ..index import GraphIndex
 from ..options import stored_rows
 from ..updates.log import ADD, DELETE, Change, header_of, log_path, read_log, record_of
@@ -281,23 +281,25 @@ class GraphWriter(GraphIndex):
         rows = stored_rows(values.astype(np.float32), 0, facts.metric, layout.format)
         return np.ascontiguousarray(rows, dtype=layout.row_dtype)
 
-    @staticmethod
-    def _chosen(ids: Any, count: int, pending: Pending) -> np.ndarray:
+    def _chosen(self, ids: Any, count: int, pending: Pending) -> np.ndarray:
+        most = N_MAX
+        if self.facts.clusters is not None:  # no farther apart than there are many
+            most = min(ROWS_MAX, max(N_MAX, 2 * pending.id_end))
         if ids is None:
-            if pending.id_end + count > N_MAX:
+            if pending.id_end + count > most:
                 raise errors.InvalidInputError(
                     "ids of a graph",
                     got=f"{pending.id_end:,} that were given, and {count:,} more",
-                    expected=f"at most {N_MAX:,}",
+                    expected=f"at most {most:,}",
                     fix="build it again: ids begin anew",
                 )
             return np.arange(pending.id_end, pending.id_end + count)
         chosen = _whole_numbers(ids)
-        if len(chosen) != count or (count and chosen.max() >= N_MAX):
+        if len(chosen) != count or (count and chosen.max() >= most):
             raise errors.InvalidInputError(
                 "ids to add",
                 got=f"{len(chosen)} for {count} vectors, the largest {chosen.max(initial=0)}",
-                expected=f"one for each, below {N_MAX}",
+                expected=f"one for each, below {most}",
             )
         return chosen
 

@@ -48,10 +48,10 @@ def sync_homes(homes: Iterable[str]) -> None:
                 raise write_error("cannot flush a directory of pages", home, error) from error
 
 
-def keep_pages(paths: Collection[str]) -> None:
-    """Removes all files of pages beside these, in folders of graphs; what cannot be removed stays
+def keep_pages(homes: Iterable[str], paths: Collection[str]) -> None:
+    """Removes all files of pages in folders of a graph beside these; what cannot be removed stays
     until a later version."""
-    for home in {os.path.dirname(each) for each in paths}:
+    for home in homes:
         with contextlib.suppress(OSError):
             for name in os.listdir(home):
                 path = os.path.join(home, name)
