@@ -411,11 +411,7 @@ class GraphFacts:
 
 
 def page_files(
-    where: str,
-    directories: Sequence[str],
-    salt: int,
-    layout: PageLayout,
-    files: Sequence[PageFile],
+    where: str, directories: Sequence[str], salt: int, layout: PageLayout, files: Sequence[PageFile]
 ) -> list[Region]:
     """The files of pages of clusters. `where`: the graph's directory."""
     folders = [home_of(each, salt) for each in directories] or [where]

@@ -41,8 +41,8 @@ from .format import (
     read_graph_manifest,
 )
 from .layout import CODE_PAGE_BYTES, HEADER, PageLayout, code_salt
-from .parts import home_of
 from .pages.homes import homes_of, keep_pages, remove_homes, sync_homes
+from .parts import home_of
 
 if TYPE_CHECKING:
     from .._C import Vamana

@@ -460,4 +460,3 @@ def _step(cluster: int) -> str:
 
 def _bytes(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-

@@ -52,9 +52,7 @@ def build_cluster(
     """
     layout = replace(layout, n=len(vectors))
     measured, format_name = measured_rows(vectors, options.metric, layout.row_format, longest)
-    graph = build_edges(
-        measured, format_name, options, seed, lambda done, _: progress(done)
-    )
+    graph = build_edges(measured, format_name, options, seed, lambda done, _: progress(done))
     n_entries = min(options.num_entry_points, most_entries(layout.code_bytes))
     repaired, entries = connect_and_choose_entries(graph, layout.n, n_entries, seed)
     row_of = graph.pack(layout.nodes_per_page).numpy()

@@ -57,9 +57,7 @@ class ClusterMerge(PartMerge):
         self.entries = entries.astype(np.uint32)
         self.entry_codes = self._codes_of(self._numbers, entries)
         layout = replace(self._layout, n=self._numbers.n_new)
-        yield from self._node_pages(
-            self._numbers, edges, replace(self._facts, layout=layout), salt
-        )
+        yield from self._node_pages(self._numbers, edges, replace(self._facts, layout=layout), salt)
 
     def ids_by_node(self) -> np.ndarray:
         """int64 [n]."""

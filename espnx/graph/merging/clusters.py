@@ -1,5 +1,5 @@
-"""Writes what was added to a graph of clusters and deleted from it into pages: those of the clusters
-that have changed go into a new file, the others stay where they are."""
+"""Writes what was added to a graph of clusters and deleted from it into pages: those of the
+clusters that have changed go into a new file, the others stay where they are."""
 
 from __future__ import annotations
 
@@ -232,9 +232,7 @@ class _Clusters:
         before = int(old.nodes[cluster])
         n = before - len(dead) + len(added)
         file = old.page_files[int(old.files[cluster])]
-        piece = _Piece(
-            old.centroids[cluster], n, secrets.randbits(64), file.directory, old=cluster
-        )
+        piece = _Piece(old.centroids[cluster], n, secrets.randbits(64), file.directory, old=cluster)
         if not n:
             return []
         fits = n * member_bytes(self._layout, self._options) <= self._memory_bytes
@@ -267,7 +265,7 @@ class _Clusters:
             vectors = self._facts.coding.decode(nodes["vector"])
             before += vectors.astype(np.float64).sum(axis=0)
             lives = ~np.isin(first + np.arange(len(nodes)), dead)
-            part = slice(done, done + np.count_nonzero(lives))
+            part = slice(done, done + int(np.count_nonzero(lives)))
             ids[part], rows[part] = rows_of(nodes[lives]), vectors[lives]
             done = part.stop
         ids[done:], rows[done:] = self._ids[added], self._rows[added]
@@ -284,9 +282,7 @@ class _Clusters:
             first = (page - begin) * per_page
             yield first, nodes[: n - first]
 
-    def _split(
-        self, cluster: int, n_pieces: int, directory: int, book: Codebook
-    ) -> list[_Piece]:
+    def _split(self, cluster: int, n_pieces: int, directory: int, book: Codebook) -> list[_Piece]:
         """Divides a cluster that has too many vectors, as a build divides all; the pieces are
         built, and their pages kept in files."""
         ids, rows, _ = self._members(cluster)
@@ -351,9 +347,7 @@ class _Clusters:
         ids, rows, before = self._members(cluster)
         after = rows.sum(axis=0, dtype=np.float64)
         n_before = int(self._parts.nodes[cluster])
-        piece.centroid = _moved(
-            self._old.centroids[cluster], before, n_before, after, len(rows)
-        )
+        piece.centroid = _moved(self._old.centroids[cluster], before, n_before, after, len(rows))
         yield from self._built(piece, ids, rows, book).pages
 
     def _changed(self, piece: _Piece, cluster: int, book: Codebook) -> Iterator[np.ndarray]:
@@ -397,7 +391,9 @@ class _Clusters:
         per_page = self._layout.nodes_per_page
         pages = np.array([-(-each.n // per_page) for each in pieces])
         stays = np.array([each.make is None for each in pieces])
-        files = np.array([self._old.files[each.old] if each.make is None else -1 for each in pieces])
+        files = np.array(
+            [self._old.files[each.old] if each.make is None else -1 for each in pieces]
+        )
         kept = chosen_files(self._old.page_files, pages, files)
         found = [self._old.page_files[each] for each in kept]
         number_of = {old: new for new, old in enumerate(kept)}

@@ -15,9 +15,7 @@ FILES_MOST = 8
 _NEEDED_LEAST = 0.5
 
 
-def chosen_files(
-    page_files: Sequence[PageFile], pages: np.ndarray, files: np.ndarray
-) -> list[int]:
+def chosen_files(page_files: Sequence[PageFile], pages: np.ndarray, files: np.ndarray) -> list[int]:
     """Numbers of files that stay; clusters in others are copied into new ones.
 
     Args:

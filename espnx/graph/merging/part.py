@@ -1,5 +1,5 @@
-"""Writes additions and deletions into the pages of one graph: StreamingMerge of FreshDiskANN (section
-5.3), page by page. Where the new pages go, somebody else decides."""
+"""Writes additions and deletions into the pages of one graph: StreamingMerge of FreshDiskANN
+(section 5.3), page by page. Where the new pages go, somebody else decides."""
 
 from __future__ import annotations
 

@@ -67,10 +67,8 @@ def summary_of(facts: GraphFacts, path: tuple[str, str, bool]) -> str:
 
 
 def _of_clusters(facts: GraphFacts, clusters: Clusters) -> list[str]:
-    lines = [
-        f"{len(clusters.nodes)} clusters of {clusters.nodes.min():,} to "
-        f"{clusters.nodes.max():,} vectors, a graph each"
-    ]
+    least, largest = int(clusters.nodes.min()), int(clusters.nodes.max())
+    lines = [f"{len(clusters.nodes)} clusters of {least:,} to {largest:,} vectors, a graph each"]
     most = int(facts.options.get("max_points", N_MAX))
     if crowded := int(np.count_nonzero(clusters.nodes > most)):
         lines.append(
