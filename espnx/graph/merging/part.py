@@ -137,7 +137,7 @@ class PartMerge:
                 self._engine.close_file(file)
 
     def _searcher(self) -> Any:
-        """Of walks over the old pages by distance, by which edges are."""
+        """A searcher of the old pages, by distance, by which edges are."""
         native, facts = load_extension(), self._facts
         codes = read_codes(self._engine, facts) if facts.layout.codes_in == "memory" else None
         return native.GraphSearcher(

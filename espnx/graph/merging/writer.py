@@ -117,9 +117,10 @@ class GraphWriter(GraphIndex):
 
         Args:
             vectors: [m, dim] or [dim]: as the graph's.
-            ids: of each, whole numbers from 0 to 4,294,967,293 that no vector has, each once. The
-                file of rows takes 4 bytes for every number up to the largest, and a filter a bit.
-                None: those behind the largest that there has been.
+            ids: of each, whole numbers from 0 to 4,294,967,293 that no vector has, each once; of a
+                graph of clusters that has come to more, up to twice as large. The file of rows
+                takes 4 bytes (of clusters 8 or 16) for every number up to the largest, and a filter
+                a bit. None: those behind the largest that there has been.
 
         Returns:
             int64 [m]: the ids, by which searches name them, also after merges.
@@ -187,6 +188,10 @@ class GraphWriter(GraphIndex):
         ways. Pages are read and written as a stream. Where all vectors fit in `memory`, lists are
         pruned by these, else by their codes, as FreshDiskANN does. Pages that hold several nodes
         are packed anew, so that neighbours lie together.
+
+        Of a graph of clusters additions go to the nearest cluster, and at its border to the second,
+        as the build would have it; clusters that have changed are written anew, each by itself, and
+        those with more than `max_points` vectors divided.
 
         Args:
             measure: whether what searches find is measured again, which `recall=` goes by:
