@@ -16,8 +16,9 @@ from ..sizes import format_size
 from ..storage import FaultRule, NativeEngine
 from ..suggestions import suggests_keywords
 from .filters import RowFilter, filter_of, mask_of, row_mask
-from .format import CODES, GraphFacts, GraphSections, RecallPoint, read_graph_manifest
+from .format import CODES, GraphFacts, GraphSections, RecallPoint
 from .neighbours import Neighbours
+from .pages.directory import read_graph_manifest
 from .search.asked import WalkRequest
 from .search.effort import list_size_for
 from .search.kinds import summary_of

@@ -38,9 +38,9 @@ from .format import (
     GraphFacts,
     GraphShare,
     in_directory,
-    read_graph_manifest,
 )
 from .layout import CODE_PAGE_BYTES, HEADER, PageLayout, code_salt
+from .pages.directory import read_graph_manifest
 from .pages.homes import homes_of, keep_pages, remove_homes, sync_homes
 from .parts import home_of
 

@@ -26,7 +26,8 @@ from ...storage.manifest import NAME
 from ...storage.native import given_engine
 from ...suggestions import suggests_keywords
 from ..codes.codebook import Codebook
-from ..format import N_ENTRIES_MAX, NODES, GraphFacts, read_graph
+from ..format import N_ENTRIES_MAX, NODES, GraphFacts
+from ..pages.directory import read_graph
 from ..layout import CODES_IN, PageLayout, choose_layout
 from ..pages.checked import parse_pages, read_codes
 from ..recall import add_recall, row_blocks

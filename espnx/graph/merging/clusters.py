@@ -4,7 +4,7 @@ clusters that have changed go into a new file, the others stay where they are.""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,7 +42,6 @@ from ..updates.pending import Pending
 from ..write import GraphFiles, Progress, pages_of, publish, write_pieces
 from .cluster import ClusterMerge, cluster_facts
 from .coding import codebook_for
-from .files import chosen_files
 from .measuring import measured_if
 from .part import BLOCK_BYTES, DEADLINE_S, PartChanges
 
@@ -50,6 +49,10 @@ from .part import BLOCK_BYTES, DEADLINE_S, PartChanges
 #: takes no longer then than changing its graph.
 _REBUILT_SHARE, _REBUILT_MOST = 0.25, 256
 _SAMPLE_ROWS = 65_536
+#: Files of pages in a directory, at most.
+FILES_MOST = 8
+# Of a file less of which is needed, all that is needed goes into the new one.
+_NEEDED_LEAST = 0.5
 _PIECE = "piece"
 
 
@@ -531,6 +534,29 @@ class _Clusters:
             lambda first, count: read_array(ids, np.int64, None, piece.members + first, count),
             lambda first, count: read_array(nodes, np.uint32, None, piece.members + first, count),
         )
+
+
+def chosen_files(page_files: Sequence[PageFile], pages: np.ndarray, files: np.ndarray) -> list[int]:
+    """Numbers of files that stay; clusters in others are copied into new ones.
+
+    Args:
+        page_files: that there are.
+        pages: int64 [m]: of clusters. files: int64 [m]: which of the files each is in; -1: it is
+            written anew.
+    """
+    stays = files >= 0
+    needed = np.bincount(files[stays], pages[stays], len(page_files))
+    kept = [
+        number
+        for number, each in enumerate(page_files)
+        if needed[number] > 0 and needed[number] >= _NEEDED_LEAST * each.pages
+    ]
+    for directory in {each.directory for each in page_files}:
+        there = [each for each in kept if page_files[each].directory == directory]
+        there.sort(key=lambda each: (needed[each], each))
+        for each in there[: max(0, len(there) - (FILES_MOST - 1))]:
+            kept.remove(each)
+    return kept
 
 
 def _moved(

@@ -13,8 +13,9 @@ from ... import errors
 from ...ops.crc32c import crc32c_ranges
 from ...storage import FileHandle, NativeEngine, Plan
 from ...storage.files import read_region
-from ..format import CODES, GraphFacts, read_whole
+from ..format import CODES, GraphFacts
 from ..layout import CODE_PAGE_BYTES, HEADER, code_salt, rows_of
+from .directory import read_whole
 
 _REBUILD = "restore the graph from a copy, or build it again"
 

@@ -11,8 +11,9 @@ from typing import Any
 from ... import errors
 from ...storage import NativeEngine
 from ...storage.files import make_given_directory, write_error
-from ..format import NODES, read_graph_manifest
+from ..format import NODES
 from ..parts import home_of
+from .directory import read_graph_manifest
 
 _FILE = NODES.partition(".")[0]
 

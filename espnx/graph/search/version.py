@@ -17,10 +17,11 @@ from ... import errors
 from ...ops._native import load_extension
 from ...storage import FaultRule, NativeEngine
 from ..filters import FilterReader, NodeFilter, RowFilter
-from ..format import CODES, ROWS, GraphFacts, GraphSections, read_graph, read_graph_manifest
+from ..format import CODES, ROWS, GraphFacts, GraphSections
 from ..native import native_view
 from ..neighbours import Neighbours, nearest_of, shown
 from ..pages.checked import read_codes
+from ..pages.directory import read_graph, read_graph_manifest
 from .asked import WalkRequest, checked_queries
 from .effort import Effort, effort_of, filtered_probing
 from .probing import Probing, choose_clusters, distances_to_clusters, ratios_of

@@ -20,11 +20,12 @@ import torch
 
 import espnx.graph
 from espnx import errors
-from espnx.graph.format import MAGIC, VERSION, GraphFacts, GraphSections, read_graph
+from espnx.graph.format import MAGIC, VERSION, GraphFacts, GraphSections
 from espnx.graph.global_index import builder
 from espnx.graph.layout import rows_of
 from espnx.graph.native import native_view
 from espnx.graph.pages.checked import open_pages, read_pages
+from espnx.graph.pages.directory import read_graph
 from espnx.graph.search.probing import Probing, choose_clusters
 from espnx.graph.write import pages_of
 from espnx.ops._native import load_extension

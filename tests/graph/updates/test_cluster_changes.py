@@ -19,7 +19,7 @@ from espnx.cli.main import main
 from espnx.graph.format import CLUSTERS, CLUSTERS_VERSION, MAGIC, GraphFacts
 from espnx.graph.layout import rows_of
 from espnx.graph.merging import clusters as merging
-from espnx.graph.merging.files import FILES_MOST, chosen_files
+from espnx.graph.merging.clusters import FILES_MOST, chosen_files
 from espnx.graph.pages.checked import open_pages, read_pages
 from espnx.graph.parts import TABLE, PageFile
 from espnx.storage import NativeEngine, files
