@@ -130,7 +130,7 @@ class _Clusters:
         self._dead = self._dead_nodes(pages)
         self._added = self._assigned()
         self._n = self._layout.n - len(pending.dead) + len(self._ids)
-        self._n_members = 0
+        self._n_members, self._n_clusters = 0, len(facts.clusters.nodes)
         #: Pages of each directory.
         self._filled = np.array(
             [
@@ -240,7 +240,7 @@ class _Clusters:
             return []
         fits = n * member_bytes(self._layout, self._options) <= self._memory_bytes
         n_pieces = max(2, round(2 * n / self._max_points))
-        n_pieces = min(n_pieces, CLUSTERS_MAX - len(old.nodes) + 1, n)
+        n_pieces = min(n_pieces, CLUSTERS_MAX - self._n_clusters + 1, n)
         if n > self._max_points and fits and n_pieces > 1:
             return self._split(cluster, n_pieces, file.directory, book)
         changed = len(dead) + len(added)
@@ -315,6 +315,7 @@ class _Clusters:
                     file.write(part.data)
             piece.make = lambda _, path=path: _pages_in(path)
             made.append(piece)
+        self._n_clusters += len(made) - 1
         return made
 
     def _built(

@@ -80,7 +80,7 @@ def _of_clusters(facts: GraphFacts, clusters: Clusters) -> list[str]:
             f"{format_size(unused)} of clusters that were written anew since, which later merges "
             "give back"
         )
-    if (drift := drift_of(facts)) is not None:
+    if (drift := _drift_of(facts)) is not None:
         recall, before, now = drift
         line = (
             f"recall@10 {recall:g} took {before:.1f} pages a query when it was built, {now:.1f} "
@@ -90,7 +90,7 @@ def _of_clusters(facts: GraphFacts, clusters: Clusters) -> list[str]:
     return lines
 
 
-def drift_of(facts: GraphFacts) -> tuple[float, float, float] | None:
+def _drift_of(facts: GraphFacts) -> tuple[float, float, float] | None:
     """How pages of a query have grown with the changes of a graph of clusters: (a recall@10; pages
     of the cheapest search that reached it when the graph was built; of one that does as was
     measured last). None: it was not measured again."""
