@@ -170,10 +170,7 @@ class VersionedFiles:
         return 1 + max((self._version(name) for name in os.listdir(directory)), default=0)
 
     def keep(
-        self,
-        directory: str | os.PathLike[str],
-        version: int | None,
-        shared: Collection[str] = (),
+        self, directory: str | os.PathLike[str], version: int | None, shared: Collection[str] = ()
     ) -> None:
         """Removes the files of all versions but one. `shared`: names of files of other versions
         that this one has, too. Raises WriteError, DiskFullError."""
