@@ -416,24 +416,28 @@ graph::PagesAt to_place(const std::pair<std::string, int64_t>& place) {
   return {place.first, place.second};
 }
 
-// One after the other in their files.
-std::vector<graph::Part> make_parts(const Tensor& nodes, const std::vector<int64_t>& files,
-                                    size_t n_files, const std::vector<int64_t>& entries_begin,
-                                    uint64_t salt, const graph::PageLayout& layout) {
+// Of each graph the nodes, the file that it lies in, the page at which it begins there, and its
+// salt.
+struct PartTables {
+  std::vector<int64_t> nodes, files, file_pages, salts;
+};
+
+std::vector<graph::Part> make_parts(const PartTables& tables, size_t n_files,
+                                    const std::vector<int64_t>& entries_begin,
+                                    const graph::PageLayout& layout) {
   std::vector<graph::Part> parts;
-  std::vector<int64_t> file_pages(n_files);
   int64_t first_page = 0;
-  for (const int64_t n : to_vector(nodes, "part_nodes", -1)) {
-    if (n < 0 || n >= UINT32_MAX || parts.size() + 1 >= entries_begin.size())
-      invalid("a part must have fewer than 2^32 - 1 nodes, and its entry points");
-    const size_t number = parts.size();
-    parts.push_back(
-        {first_page, n, salt + number, entries_begin[number], entries_begin[number + 1], 0, 0});
-    graph::Part& part = parts.back();
-    part.file = files[number];
-    if (part.file < 0 || part.file >= static_cast<int64_t>(n_files)) invalid("no such file");
-    part.file_page = file_pages[part.file];
-    first_page += layout.pages_of(part), file_pages[part.file] += layout.pages_of(part);
+  for (size_t number = 0; number < tables.nodes.size(); ++number) {
+    graph::Part part;
+    part.first_page = first_page, part.n = tables.nodes[number];
+    if (part.n < 0 || part.n >= UINT32_MAX) invalid("a part must have fewer than 2^32 - 1 nodes");
+    part.salt = static_cast<uint64_t>(tables.salts[number]);
+    part.first_entry = entries_begin[number], part.end_entry = entries_begin[number + 1];
+    part.file = tables.files[number], part.file_page = tables.file_pages[number];
+    if (part.file < 0 || part.file >= static_cast<int64_t>(n_files) || part.file_page < 0)
+      invalid("no such file");
+    first_page += layout.pages_of(part);
+    parts.push_back(part);
   }
   if (parts.empty()) invalid("a graph must have a part");
   return parts;
@@ -444,8 +448,9 @@ GraphView make_view(const std::vector<std::pair<std::string, int64_t>>& pages,
                     const graph::PageLayout& layout, const std::string& metric,
                     const graph::Codebook& book, const std::optional<graph::Codebook>& disk_book,
                     const std::optional<Tensor>& codes, const Tensor& part_nodes,
-                    const Tensor& part_files, int64_t copies, uint64_t salt, const Tensor& entries,
-                    const Tensor& entry_codes, const Tensor& entries_begin) {
+                    const Tensor& part_files, const Tensor& part_pages, const Tensor& part_salts,
+                    int64_t copies, const Tensor& entries, const Tensor& entry_codes,
+                    const Tensor& entries_begin) {
   GraphView view;
   for (const auto& each : pages) view.pages.push_back(to_place(each));
   if (std::all_of(view.pages.begin(), view.pages.end(),
@@ -470,9 +475,13 @@ GraphView make_view(const std::vector<std::pair<std::string, int64_t>>& pages,
   } else if (!layout.paged_codes && layout.inline_codes < layout.degree) {
     invalid("codes in memory are needed");
   }
-  const auto begin = to_vector(entries_begin, "entries_begin", part_nodes.numel() + 1);
-  const auto files = to_vector(part_files, "part_files", part_nodes.numel());
-  view.parts = make_parts(part_nodes, files, view.pages.size(), begin, salt, layout);
+  const int64_t n_parts = part_nodes.numel();
+  const auto begin = to_vector(entries_begin, "entries_begin", n_parts + 1);
+  const PartTables tables{to_vector(part_nodes, "part_nodes", n_parts),
+                          to_vector(part_files, "part_files", n_parts),
+                          to_vector(part_pages, "part_pages", n_parts),
+                          to_vector(part_salts, "part_salts", n_parts)};
+  view.parts = make_parts(tables, view.pages.size(), begin, layout);
   if (copies < 1 || copies > static_cast<int64_t>(view.parts.size()))
     invalid("a row has at most one node in each part");
   view.copies = copies;
@@ -582,8 +591,9 @@ void bind_graph(py::module_& m) {
   py::class_<GraphView>(m, "GraphView")
       .def(py::init(&make_view), py::kw_only(), py::arg("pages"), py::arg("code_pages"),
            py::arg("layout"), py::arg("metric"), py::arg("book"), py::arg("disk_book"),
-           py::arg("codes"), py::arg("part_nodes"), py::arg("part_files"), py::arg("copies"),
-           py::arg("salt"), py::arg("entries"), py::arg("entry_codes"), py::arg("entries_begin"));
+           py::arg("codes"), py::arg("part_nodes"), py::arg("part_files"), py::arg("part_pages"),
+           py::arg("part_salts"), py::arg("copies"), py::arg("entries"), py::arg("entry_codes"),
+           py::arg("entries_begin"));
   py::class_<graph::SearchOptions>(m, "GraphSearchOptions")
       .def(py::init(&make_options), py::kw_only(), py::arg("path"), py::arg("direct"),
            py::arg("threads"), py::arg("walks"), py::arg("code_cache_bytes"), py::arg("rules"),

@@ -232,12 +232,13 @@ class FilterReader:
             clock = _Clock(deadline_s)
             with NativeEngine(self._requested) as engine:
                 file = engine.open(facts.open_path(ROWS))
-                for first in range(0, facts.n_rows, _READ_BYTES // 4):
-                    count = min(_READ_BYTES // 4, facts.n_rows - first)
-                    plan = Plan.of(file, [facts.begin_bytes(ROWS) + 4 * first], [4 * count])
+                size = facts.place_bytes
+                for first in range(0, facts.n_rows, _READ_BYTES // size):
+                    count = min(_READ_BYTES // size, facts.n_rows - first)
+                    plan = Plan.of(file, [facts.begin_bytes(ROWS) + size * first], [size * count])
                     future = engine.read(plan, deadline_s=clock.left_s())
                     future.wait()
-                    at = int(future.position_bytes[0]) + 4 * np.arange(count)
+                    at = int(future.position_bytes[0]) + size * np.arange(count)
                     found[first : first + count] = (
                         places_at(facts, future.memory.numpy(), at)[:, 0] >= 0
                     )
@@ -473,10 +474,9 @@ def places_at(facts: GraphFacts, memory: np.ndarray, at: np.ndarray) -> np.ndarr
     node."""
     size, width = facts.place_bytes, facts.place_bytes // facts.copies
     read: np.ndarray = memory[at[:, None] + np.arange(size)].view(f"<u{width}")
-    is_none = np.zeros(read.shape, bool)
-    is_none[:, 1:] = read[:, 1:] == NO_COPY
-    if facts.has_gaps and facts.clusters is None:
-        is_none = read == NO_NODE
+    is_none = read == (NO_NODE if facts.clusters is None else NO_COPY)
+    if not facts.has_gaps:
+        is_none[:, 0] = False
     places = np.where(is_none, -1, read.astype(np.int64))
     found = places[~is_none]
     if (found >= facts.parts.n_places).any() or not facts.parts.is_node(found).all():

@@ -1,5 +1,5 @@
-"""A graph as it lies on storage, parsed and never believed. The written specification is
-docs/graph-format.md.
+"""A graph as it lies on storage; `espnx.graph.pages.directory` reads it. The written specification
+is docs/graph-format.md.
 
 A directory holds::
 
@@ -14,12 +14,12 @@ A directory holds::
 
 One that has a graph for each cluster also holds::
 
-    clusters.bin   of each cluster how many nodes and entry points it has, and in which of several
-                   directories its pages are, uint32
+    clusters.bin   of each cluster how many nodes and entry points it has, and where its pages are
     centroids.bin  of the clusters, float32
 
-and its rows.bin has places of 64 bits. Its pages may lie in several directories, in each of which
-`home_of` is a folder with a nodes.bin of its own.
+and its rows.bin has places of 64 bits. Its pages lie in one or more files of that name, which the
+manifest lists: each version adds one with the clusters that it has changed. They may lie in several
+directories, in each of which `home_of` is a folder for them.
 """
 
 from __future__ import annotations
@@ -35,24 +35,12 @@ import numpy as np
 
 from .. import errors
 from ..checks import check_whole
-from ..ops.distances import DIM_MAX
-from ..storage import NativeEngine
-from ..storage.files import Region, crc32c, read_region
-from ..storage.manifest import NAME, read_manifest
-from ..storage.parse import Fields, check_file_size
+from ..storage.files import Region
 from ..storage.replacing import versioned
-from .codes.codebook import Codebook, codebook_bytes, unpack_codebook
+from .codes.codebook import Codebook, codebook_bytes
 from .codes.coding import VectorCoding
-from .layout import (
-    CODE_PAGE_BYTES,
-    HEADER,
-    MAX_DEGREE_MAX,
-    NODE_FORMATS,
-    PAGE_BYTES_MAX,
-    PAGE_UNIT_BYTES,
-    PageLayout,
-)
-from .parts import TABLE, Clusters, Parts, home_of, lost_directory
+from .layout import PageLayout
+from .parts import TABLE, Clusters, PageFile, Parts, home_of, lost_directory
 
 #: Of a directory with one graph, and of one with a graph for each cluster.
 MAGIC, VERSION, CLUSTERS_VERSION = "espnx-graph", 1, 2
@@ -73,13 +61,11 @@ METRICS = ("l2", "ip", "cosine")
 #: several by 48.
 N_MAX, ROWS_MAX = 2**32 - 2, 2**48
 N_ENTRIES_MAX = 65536
-#: In which the pages of clusters may lie.
-DIRECTORIES_MAX = 64
+#: In which the pages of clusters may lie, and how many files of them there may be in all.
+DIRECTORIES_MAX, PAGE_FILES_MAX = 64, 1024
 #: Vectors added or deleted since recall was measured, as a share of those that there are.
 STALE_SHARE = 0.1
 CLUSTERS_MAX = 65536
-_REBUILD = "restore the graph from a copy, or build it again"
-_CURVE_POINTS_MAX = 64
 
 
 @dataclass(frozen=True)
@@ -181,12 +167,14 @@ class GraphFacts:
         id_end: of a graph that has been changed: above its largest id; some below it have no node.
             None: each id below `PageLayout.n` has one.
         unmeasured: vectors that were added or deleted since recall was measured.
-        pins: descriptors of its files, by name, that are kept open while it is: a merge may remove
+        pins: descriptors of its files, by path, that are kept open while it is: a merge may remove
             the files' names meanwhile.
-        directories: in which its pages lie, in the order of `Clusters.files`; none: beside the
+        directories: in which its pages lie, as `PageFile.directory` numbers them; none: beside the
             other files.
-        lost: which of these could not be read when it was opened, by somebody who wants what is in
-            the others.
+        lost: files of pages, by number, that could not be read when it was opened, by somebody who
+            wants what is in the others.
+        border: of clusters with replicas, see `espnx.graph.global_index.division.border_of`.
+        built_recall: of a graph of clusters that has been changed: what was measured at build.
     """
 
     where: str
@@ -211,18 +199,42 @@ class GraphFacts:
     pins: Mapping[str, int] = field(default_factory=dict)
     directories: Sequence[str] = ()
     lost: frozenset[int] = frozenset()
+    border: float | None = None
+    built_recall: Sequence[RecallPoint] = ()
 
     @cached_property
     def page_files(self) -> list[Region]:
         """The files of pages, as `Parts.files` numbers them; of a lost one without a path."""
-        if not self.directories:
+        if self.clusters is None:
             return [self.regions[NODES]]
+        made = page_files(
+            self.where, self.directories, self.salt, self.layout, self.clusters.page_files
+        )
         return [
             replace(each, path="") if number in self.lost else each
-            for number, each in enumerate(
-                page_files(self.directories, self.salt, self.generation, self.layout, self.parts)
-            )
+            for number, each in enumerate(made)
         ]
+
+    @cached_property
+    def lost_directories(self) -> frozenset[int]:
+        """Which of the directories have a file of pages that is lost."""
+        files = () if self.clusters is None else self.clusters.page_files
+        return frozenset(files[each].directory for each in self.lost)
+
+    def in_directory(self, number: int) -> np.ndarray:
+        """bool [graphs]: whose pages are in that one of several directories."""
+        files = () if self.clusters is None else self.clusters.page_files
+        there = np.array([each.directory == number for each in files], bool)
+        found: np.ndarray = there[self.parts.files]
+        return found
+
+    @property
+    def unused_bytes(self) -> int:
+        """What the files of pages hold of clusters that were written anew since, elsewhere."""
+        if self.clusters is None:
+            return 0
+        pages = sum(each.pages for each in self.clusters.page_files)
+        return (pages - self.parts.n_pages) * self.layout.page_bytes
 
     @cached_property
     def is_there(self) -> np.ndarray:
@@ -246,7 +258,8 @@ class GraphFacts:
         lost."""
         if self.lost and (gone := ~self.is_there[self.parts.of_pages(pages)]).any():
             file = int(self.parts.in_files(pages[gone][:1])[0][0])
-            raise lost_directory(self.directories[file])
+            files = () if self.clusters is None else self.clusters.page_files
+            raise lost_directory(self.directories[files[file].directory])
 
     @property
     def n_rows(self) -> int:
@@ -267,7 +280,7 @@ class GraphFacts:
     @cached_property
     def parts(self) -> Parts:
         """Graphs that the pages are of."""
-        return parts_of(self.layout, len(self.entries), self.clusters)
+        return parts_of(self.layout, len(self.entries), self.clusters, self.salt)
 
     @property
     def copies(self) -> int:
@@ -317,9 +330,13 @@ class GraphFacts:
         return self.regions[name].path
 
     def open_path(self, name: str) -> str:
-        """The same for whoever opens it: of a file whose name has been removed, by the descriptor
-        that is kept open."""
-        path, pin = self.path(name), self.pins.get(name)
+        """The same for whoever opens it, see `pinned`."""
+        return self.pinned(self.path(name))
+
+    def pinned(self, path: str) -> str:
+        """A path for whoever opens one of its files now: of one whose name has been removed, by the
+        descriptor that is kept open."""
+        pin = self.pins.get(path)
         if pin is None:
             return path
         try:
@@ -348,8 +365,13 @@ class GraphFacts:
             layout["n_clusters"] = len(self.clusters.nodes)
             if self.clusters.copies > 1:
                 layout["copies"] = self.clusters.copies
+            layout["page_files"] = [asdict(each) for each in self.clusters.page_files]
             if self.directories:
                 layout["directories"] = list(self.directories)
+            if self.border is not None:
+                layout["border"] = self.border
+            if self.built_recall:
+                layout["built_recall"] = [each.manifest() for each in self.built_recall]
         if self.id_end is not None:
             layout |= {"id_end": self.id_end, "unmeasured": self.unmeasured}
         return {
@@ -375,13 +397,17 @@ class GraphFacts:
 
 
 def page_files(
-    directories: Sequence[str], salt: int, generation: int, layout: PageLayout, parts: Parts
+    where: str, directories: Sequence[str], salt: int, layout: PageLayout, files: Sequence[PageFile]
 ) -> list[Region]:
-    """The files of pages in several directories."""
-    sizes = parts.pages_of_files(len(directories)) * layout.page_bytes
+    """The files of pages of clusters. `where`: the graph's directory."""
+    folders = [home_of(each, salt) for each in directories] or [where]
     return [
-        Region(os.path.join(home_of(each, salt), versioned(NODES, generation)), 0, int(size))
-        for each, size in zip(directories, sizes, strict=True)
+        Region(
+            os.path.join(folders[each.directory], versioned(NODES, each.generation)),
+            0,
+            each.pages * layout.page_bytes,
+        )
+        for each in files
     ]
 
 
@@ -391,12 +417,21 @@ def rotated_files(codebook: Codebook, disk_codebook: Codebook | None) -> list[st
     return [name for name, book in books.items() if book is not None and book.rotation is not None]
 
 
-def parts_of(layout: PageLayout, n_entries: int, clusters: Clusters | None) -> Parts:
-    """Graphs that pages are of."""
+def parts_of(layout: PageLayout, n_entries: int, clusters: Clusters | None, salt: int) -> Parts:
+    """Graphs that pages are of. `salt`: of the pages, where there is one graph."""
     per_page = layout.nodes_per_page
-    if clusters is None:
-        return Parts(np.array([layout.n]), np.array([n_entries]), per_page, np.zeros(1, np.int64))
-    return Parts(clusters.nodes, clusters.n_entries, per_page, clusters.files)
+    if clusters is not None:
+        return Parts(
+            clusters.nodes,
+            clusters.n_entries,
+            per_page,
+            clusters.files,
+            clusters.file_pages,
+            clusters.salts,
+        )
+    first = np.zeros(1, np.int64)
+    salts = np.array([salt], np.uint64)
+    return Parts(np.array([layout.n]), np.array([n_entries]), per_page, first, first, salts)
 
 
 def place_bytes(clusters: Clusters | None) -> int:
@@ -423,8 +458,11 @@ def file_sizes(
     codes = {} if layout.codes_in == "inline" else {CODES: layout.codes_bytes}
     names = [CODEBOOK, DISK_CODEBOOK] if layout.format == "pq" else [CODEBOOK]
     books = {name: codebook_bytes(layout.dim, is_rotated=name in rotated) for name in names}
+    n_pages = layout.n_pages
+    if clusters is not None:
+        n_pages = sum(each.pages for each in clusters.page_files)
     return {
-        NODES: parts_of(layout, n_entries, clusters).n_pages * layout.page_bytes,
+        NODES: n_pages * layout.page_bytes,
         ROWS: place_bytes(clusters) * (layout.n if id_end is None else id_end),
         **books,
         ENTRIES: n_entries * (4 + layout.code_bytes),
@@ -443,14 +481,17 @@ def in_directory(
     clusters: Clusters | None = None,
     id_end: int | None = None,
 ) -> dict[str, Region]:
-    """The places of the files of a graph that has a directory of its own; pages in several others
+    """The places of the files of a graph that has a directory of its own; the pages of clusters
     have theirs in `page_files`."""
     rotated = rotated_files(codebook, disk_codebook)
     sizes = file_sizes(layout, n_entries, rotated, clusters, id_end)
-    return _whole_files(directory, generation, sizes)
+    if clusters is not None:
+        del sizes[NODES]
+    return whole_files(directory, generation, sizes)
 
 
-def _whole_files(directory: str, generation: int, sizes: Mapping[str, int]) -> dict[str, Region]:
+def whole_files(directory: str, generation: int, sizes: Mapping[str, int]) -> dict[str, Region]:
+    """The places of files that a directory has, of a generation."""
     return {
         name: Region(os.path.join(directory, versioned(name, generation)), 0, size)
         for name, size in sizes.items()
@@ -474,320 +515,3 @@ class GraphSections:
 def section_of(file: str) -> str:
     """The section that holds what one of a graph's files does."""
     return file.removesuffix(".bin")
-
-
-def read_graph(
-    engine: NativeEngine, source: str | os.PathLike[str] | GraphSections, *, partial: bool = False
-) -> GraphFacts:
-    """What a directory, or what lies inside another file, says of its graph. Its pages are checked
-    when they are read.
-
-    Args:
-        partial: whether some of several directories of pages may be lost, and not all.
-
-    Raises:
-        StoreNotFoundError: no graph was published there.
-        FormatError, ChecksumError, TruncatedFileError, FileMissingError: damaged, or of another
-            kind or version.
-    """
-    if isinstance(source, GraphSections):
-        where, fields = source.where, Fields(source.manifest, source.where, fix=_REBUILD)
-    else:
-        where = os.fspath(source)
-        fields = Fields(read_graph_manifest(engine, where), os.path.join(where, NAME), fix=_REBUILD)
-    n_clusters = fields.whole("n_clusters", 0, CLUSTERS_MAX) if "n_clusters" in fields else None
-    if n_clusters is not None and isinstance(source, GraphSections):
-        fields.refuse("n_clusters", "none: sections hold one graph", n_clusters)
-    layout = _read_layout(fields, N_MAX if n_clusters is None else ROWS_MAX)
-    id_end = _read_id_end(fields, layout, n_clusters)
-    sums = fields.inner("sums")
-    holds_codes = layout.format == "pq"
-    names = [
-        CODEBOOK,
-        ENTRIES,
-        *([CODES] if layout.codes_in == "memory" else []),
-        *([DISK_CODEBOOK] if holds_codes else []),
-        *([] if n_clusters is None else [CLUSTERS, CENTROIDS]),
-    ]
-    expected = {name: sums.whole(name, 0, 2**32 - 1) for name in names}
-    most = N_ENTRIES_MAX if n_clusters is None else N_ENTRIES_MAX * n_clusters
-    n_entries = fields.whole("n_entries", min(1, layout.n), most)
-    parts = _read_parts(fields, "parts", layout.code_bytes, layout.dim)
-    disk_parts = (
-        _read_parts(fields, "disk_parts", layout.disk_pq_bytes, layout.dim) if holds_codes else None
-    )
-    ceiling = fields.real("recall_ceiling") if holds_codes and "recall_ceiling" in fields else None
-    generation = fields.whole("generation", 1)
-    clusters = (
-        None
-        if n_clusters is None
-        else _read_clusters(engine, where, generation, fields, layout, n_entries, expected)
-    )
-    rotated = _read_rotated(fields, has_disk_codebook=holds_codes)
-    sizes = file_sizes(layout, n_entries, rotated, clusters, id_end)
-    salt = int(fields.hexadecimal("salt", 16), 16)
-    directories: list[str] = []
-    if clusters is not None and "directories" in fields:
-        directories = fields.texts("directories", count=DIRECTORIES_MAX)
-        if not directories or not all(map(os.path.isabs, directories)):
-            fields.refuse("directories", "absolute paths", directories)
-        del sizes[NODES]
-    _check_files_of(clusters, max(1, len(directories)), where)
-    regions = _located(source, where, generation, sizes)
-
-    def codebook(name: str, begin: np.ndarray) -> Codebook:
-        # torch takes no memory that is read-only
-        values = np.frombuffer(read_whole(engine, regions, name, expected), "<f4").copy()
-        return unpack_codebook(begin, values, layout.dim)
-
-    data = read_whole(engine, regions, ENTRIES, expected)
-    entries = np.frombuffer(data, "<u4", n_entries).astype(np.int64)
-    of_part = parts_of(layout, n_entries, clusters)
-    if (entries >= np.repeat(of_part.nodes, of_part.n_entries)).any():
-        raise errors.FormatError(
-            "entry point of a graph",
-            path=regions[ENTRIES].path,
-            got=int(entries.max()),
-            fix=_REBUILD,
-        )
-    made = page_files(directories, salt, generation, layout, of_part) if directories else []
-    return GraphFacts(
-        where,
-        regions,
-        layout,
-        fields.choice("metric", METRICS),
-        salt,
-        codebook(CODEBOOK, parts),
-        entries,
-        np.frombuffer(data, np.uint8, offset=4 * n_entries).reshape(n_entries, layout.code_bytes),
-        expected,
-        fields.inner("options").values(),
-        _read_recall(fields, "recall"),
-        None if disk_parts is None else codebook(DISK_CODEBOOK, disk_parts),
-        ceiling,
-        generation,
-        _read_filtered(fields),
-        _read_share(fields),
-        clusters,
-        id_end,
-        fields.whole("unmeasured", 0) if "unmeasured" in fields else 0,
-        directories=directories,
-        lost=_lost(directories, made, partial=partial),
-    )
-
-
-def _check_files_of(clusters: Clusters | None, n_files: int, where: str) -> None:
-    if clusters is not None and int(clusters.files.max(initial=0)) >= n_files:
-        raise errors.FormatError(
-            "directory of a cluster",
-            path=where,
-            got=int(clusters.files.max()),
-            expected=f"below {n_files}",
-            fix=_REBUILD,
-        )
-
-
-def _lost(directories: Sequence[str], files: Sequence[Region], *, partial: bool) -> frozenset[int]:
-    """Which of several directories have no file of pages. Raises FileMissingError for the first of
-    these unless `partial` is set and others have theirs, and for a file of another size."""
-    lost = set[int]()
-    for number, region in enumerate(files):
-        try:
-            check_file_size(region.path, region.size_bytes, "file of a graph", _REBUILD)
-        except (errors.FileMissingError, errors.ReadError) as error:
-            lost.add(number)
-            if not partial or len(lost) == len(files):
-                raise lost_directory(directories[number]) from error
-    return frozenset(lost)
-
-
-def read_graph_manifest(engine: NativeEngine, where: str) -> dict[str, Any]:
-    """Reads the manifest of a directory, of either version. Raises as `read_graph`."""
-    built_by = "espnx graph build"
-    try:
-        return read_manifest(engine, where, MAGIC, VERSION, built_by=built_by)
-    except errors.FormatError as error:
-        if error.got != CLUSTERS_VERSION:
-            raise
-    fields = read_manifest(engine, where, MAGIC, CLUSTERS_VERSION, built_by=built_by)
-    if not isinstance(fields.get("n_clusters"), int):
-        raise errors.FormatError(
-            "field n_clusters",
-            path=os.path.join(where, NAME),
-            got=fields.get("n_clusters"),
-            expected="a whole number",
-            fix=_REBUILD,
-        )
-    return fields
-
-
-def _read_clusters(
-    engine: NativeEngine,
-    where: str,
-    generation: int,
-    fields: Fields,
-    layout: PageLayout,
-    n_entries: int,
-    sums: Mapping[str, int],
-) -> Clusters:
-    count = fields.whole("n_clusters", min(1, layout.n), CLUSTERS_MAX)
-    sizes = {CLUSTERS: TABLE.itemsize * count, CENTROIDS: 4 * count * layout.dim}
-    regions = _whole_files(where, generation, sizes)
-    for region in regions.values():
-        check_file_size(region.path, region.size_bytes, "file of a graph", _REBUILD)
-    table = np.frombuffer(read_whole(engine, regions, CLUSTERS, sums), TABLE)
-    files = table["directory"].astype(np.int64)
-    centroids = np.frombuffer(read_whole(engine, regions, CENTROIDS, sums), "<f4")
-    nodes, entries = (table[name].astype(np.int64) for name in ("nodes", "entries"))
-    is_right = (nodes > 0) & (nodes <= N_MAX) & (entries > 0) & (entries <= nodes)
-    copies = fields.whole("copies", 2, count) if "copies" in fields else 1
-    has_all = layout.n <= nodes.sum() <= layout.n * copies
-    if not is_right.all() or not has_all or entries.sum() != n_entries:
-        raise errors.FormatError(
-            "table of clusters",
-            path=regions[CLUSTERS].path,
-            got=f"{nodes.sum()} nodes, {entries.sum()} entry points",
-            expected=f"{layout.n} rows, up to {copies} nodes of each, and {n_entries}",
-            fix=_REBUILD,
-        )
-    if not np.isfinite(centroids).all():
-        raise errors.FormatError(
-            "centroids of a graph",
-            path=regions[CENTROIDS].path,
-            got="values that are not finite",
-            fix=_REBUILD,
-        )
-    if layout.codes_in != "inline":
-        fields.refuse("inline_pq", f"{layout.max_degree}, as with every graph of clusters")
-    return Clusters(centroids.reshape(count, layout.dim).copy(), nodes, entries, copies, files)
-
-
-def _read_rotated(fields: Fields, *, has_disk_codebook: bool) -> list[str]:
-    rotated = fields.texts("rotated", count=2)
-    among = [CODEBOOK, DISK_CODEBOOK] if has_disk_codebook else [CODEBOOK]
-    if rotated != [name for name in among if name in rotated]:
-        fields.refuse("rotated", f"of {', '.join(among)}, each once", rotated)
-    return rotated
-
-
-def _read_parts(fields: Fields, name: str, count: int, dim: int) -> np.ndarray:
-    """The begins of the parts of a code of `count` bytes."""
-    parts = np.array(fields.wholes(name, 0, dim, count=count + 1), np.int64)
-    if len(parts) != count + 1 or parts[0] != 0 or parts[-1] != dim or (np.diff(parts) < 1).any():
-        fields.refuse(name, f"{count + 1} growing numbers from 0 to {dim}")
-    return parts
-
-
-def _located(
-    source: str | os.PathLike[str] | GraphSections,
-    where: str,
-    generation: int,
-    sizes: Mapping[str, int],
-) -> dict[str, Region]:
-    """The region of each file, of the size that it must have: checked before memory is taken for
-    anything."""
-    if not isinstance(source, GraphSections):
-        regions = _whole_files(where, generation, sizes)
-        for region in regions.values():
-            check_file_size(region.path, region.size_bytes, "file of a graph", _REBUILD)
-        return regions
-    regions = {
-        name: source.regions[section_of(name)]
-        for name in sizes
-        if section_of(name) in source.regions
-    }
-    for name, size_bytes in sizes.items():
-        found = regions[name].size_bytes if name in regions else None
-        if found != size_bytes:
-            raise errors.FormatError(
-                f"section {section_of(name)} of a graph",
-                path=where,
-                got="none" if found is None else f"{found} bytes",
-                expected=f"{size_bytes} bytes",
-                fix=_REBUILD,
-            )
-    return regions
-
-
-def _read_layout(fields: Fields, n_max: int) -> PageLayout:
-    max_degree, dim = fields.whole("max_degree", 1, MAX_DEGREE_MAX), fields.whole("dim", 1, DIM_MAX)
-    format = fields.choice("format", NODE_FORMATS)  # noqa: A001
-    layout = PageLayout(
-        fields.whole("n", 0, n_max),
-        dim,
-        format,
-        max_degree,
-        fields.whole("code_bytes", 1, DIM_MAX),
-        fields.whole("inline_pq", 0, max_degree),
-        fields.flag("paged_codes"),
-        fields.whole("page_bytes", PAGE_UNIT_BYTES, PAGE_BYTES_MAX),
-        fields.whole("disk_pq_bytes", 1, dim) if format == "pq" else 0,
-    )
-    if layout.codes_in == "inline" and layout.paged_codes:
-        fields.refuse("paged_codes", "false where all codes are inline")
-    if layout.paged_codes and layout.code_bytes > CODE_PAGE_BYTES - HEADER.itemsize:
-        fields.refuse(
-            "code_bytes", f"at most {CODE_PAGE_BYTES - HEADER.itemsize}, what a page holds"
-        )
-    if layout.page_bytes % PAGE_UNIT_BYTES or layout.nodes_per_page < 1:
-        fields.refuse("page_bytes", "a multiple of 4096 that holds a node")
-    return layout
-
-
-def _read_id_end(fields: Fields, layout: PageLayout, n_clusters: int | None) -> int | None:
-    if "id_end" not in fields:
-        return None
-    if n_clusters is not None:
-        fields.refuse("id_end", "none, with a graph for each cluster", n_clusters)
-    return fields.whole("id_end", layout.n, N_MAX)
-
-
-def _read_share(fields: Fields) -> GraphShare | None:
-    if "share" not in fields:
-        return None
-    share = fields.inner("share")
-    count = share.whole("count", 1)
-    return GraphShare(
-        share.hexadecimal("collection", 32), share.whole("number", most=count - 1), count
-    )
-
-
-def _read_recall(fields: Fields, name: str) -> list[RecallPoint]:
-    return [
-        RecallPoint(
-            each.whole("list_size", 1),
-            each.real("recall"),
-            each.real("pages"),
-            each.real("probe_ratio") if "probe_ratio" in each else None,
-            each.real("clusters") if "clusters" in each else None,
-        )
-        for each in fields.each(name, count=_CURVE_POINTS_MAX)
-    ]
-
-
-def _read_filtered(fields: Fields) -> list[FilteredRecall]:
-    found = [
-        FilteredRecall(each.real("share"), _read_recall(each, "near"), _read_recall(each, "far"))
-        for each in fields.each("filtered", count=_CURVE_POINTS_MAX)
-    ]
-    shares = [each.share for each in found]
-    if shares != sorted(shares, reverse=True) or not all(0 < share <= 1 for share in shares):
-        fields.refuse("filtered", "shares above 0, at most 1, the largest first", shares)
-    return found
-
-
-def read_whole(
-    engine: NativeEngine, regions: Mapping[str, Region], name: str, sums: Mapping[str, int]
-) -> bytes:
-    """One of a graph's files that are read whole. Raises ChecksumError, and as a read."""
-    data = read_region(engine, regions[name]).tobytes()
-    if crc32c(data) != sums[name]:
-        raise errors.ChecksumError(
-            "file of a graph",
-            path=regions[name].path,
-            offset_bytes=regions[name].offset_bytes,
-            got=f"CRC32C {crc32c(data):08x}",
-            expected=f"{sums[name]:08x}",
-            fix=_REBUILD,
-        )
-    return data

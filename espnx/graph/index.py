@@ -16,8 +16,9 @@ from ..sizes import format_size
 from ..storage import FaultRule, NativeEngine
 from ..suggestions import suggests_keywords
 from .filters import RowFilter, filter_of, mask_of, row_mask
-from .format import CODES, GraphFacts, GraphSections, RecallPoint, read_graph_manifest
+from .format import CODES, GraphFacts, GraphSections, RecallPoint
 from .neighbours import Neighbours
+from .pages.directory import read_graph_manifest
 from .search.asked import WalkRequest
 from .search.effort import list_size_for
 from .search.kinds import summary_of
@@ -97,7 +98,7 @@ class GraphIndex:
         """The pages and the changes beside them, as they are now."""
         for _ in range(_TRIES):
             pages = GraphVersion(self._path, self._options, partial=self._partial)
-            if isinstance(self._path, GraphSections) or pages.facts.clusters is not None:
+            if isinstance(self._path, GraphSections):
                 return pages, Pending.none(pages.facts)
             log = read_log(pages.facts)
             # a log goes with its pages: of one that is not there, others may have come
@@ -129,7 +130,7 @@ class GraphIndex:
         """
         self.check_open()
         before = self._now
-        if isinstance(self._path, GraphSections) or before[0].facts.clusters is not None:
+        if isinstance(self._path, GraphSections):
             return False
         if self._is_merged(before[0].facts):
             self._now = self._opened()

@@ -26,7 +26,7 @@ def native_view(facts: GraphFacts, codes: np.ndarray | None) -> _C.GraphView:
         codes = whole
     paged = CODES if layout.paged_codes else NODES  # or none are read
     return native.GraphView(
-        pages=[(each.path, each.offset_bytes) for each in facts.page_files],
+        pages=[(facts.pinned(each.path), each.offset_bytes) for each in facts.page_files],
         code_pages=(facts.path(paged), facts.begin_bytes(paged) if paged in facts.regions else 0),
         layout=native.PageLayout(
             n=facts.n_rows,
@@ -46,8 +46,9 @@ def native_view(facts: GraphFacts, codes: np.ndarray | None) -> _C.GraphView:
         codes=None if codes is None else torch.from_numpy(codes.copy()),
         part_nodes=torch.from_numpy(facts.parts.nodes),
         part_files=torch.from_numpy(facts.parts.files),
+        part_pages=torch.from_numpy(facts.parts.file_pages),
+        part_salts=torch.from_numpy(facts.parts.salts.view(np.int64)),
         copies=facts.copies,
-        salt=facts.salt,
         entries=torch.from_numpy(facts.entries),
         entry_codes=torch.from_numpy(facts.entry_codes.copy()),
         entries_begin=torch.from_numpy(facts.parts.entries_begin),

@@ -4,6 +4,7 @@ part."""
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +15,16 @@ from .. import errors
 #: In place of the place of a copy that a row does not have; and of the node of an id that has none.
 NO_COPY, NO_NODE = 2**64 - 1, 2**32 - 1
 #: Of the table of clusters.
-TABLE = np.dtype([("nodes", "<u4"), ("entries", "<u4"), ("directory", "<u4")])
+TABLE = np.dtype(
+    [
+        ("salt", "<u8"),
+        ("first_page", "<u8"),
+        ("nodes", "<u4"),
+        ("entries", "<u4"),
+        ("file", "<u4"),
+        ("zero", "<u4"),
+    ]
+)
 #: Memory that a cluster may take in an open graph, beside its centroid: of its entry points the
 #: numbers and codes, twice, once for walks, and its places in tables.
 CLUSTER_BYTES = 4096
@@ -23,7 +33,7 @@ _FIXED_BYTES, _ENTRY_BYTES = 128, 12
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Graphs that lie one after the other in files of pages.
+    """Graphs that lie in files of pages.
 
     A node's place is its number in its own graph, behind the places of all pages before that:
     places of a graph's last page that have no node stay empty.
@@ -32,14 +42,17 @@ class Parts:
         nodes: int64 [parts]: of each graph.
         n_entries: int64 [parts]: entry points of each.
         nodes_per_page: of all pages.
-        files: int64 [parts]: the file that each is in, after those before it which are in the same;
-            pages are numbered as if there were one file.
+        files: int64 [parts]: the file that each is in. file_pages: int64 [parts]: the page at which
+            it begins there. Pages are numbered as if the graphs lay one after the other.
+        salts: uint64 [parts]: of the pages of each.
     """
 
     nodes: np.ndarray
     n_entries: np.ndarray
     nodes_per_page: int
     files: np.ndarray
+    file_pages: np.ndarray
+    salts: np.ndarray
 
     @cached_property
     def pages(self) -> np.ndarray:
@@ -52,22 +65,13 @@ class Parts:
         """int64 [parts + 1]: where each begins; the last: how many pages there are."""
         return _sums(self.pages)
 
-    @cached_property
-    def _file_page(self) -> np.ndarray:
-        """int64 [parts]: where each begins in its file."""
-        found = np.empty_like(self.pages)
-        for file in np.unique(self.files).tolist():
-            inside = self.files == file
-            found[inside] = _sums(self.pages[inside])[:-1]
-        return found
-
     def in_files(self, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(the file, and the page in it) of some pages, int64 [m]."""
         part = self.of_pages(pages)
-        return self.files[part], pages - self.first_page[part] + self._file_page[part]
+        return self.files[part], pages - self.first_page[part] + self.file_pages[part]
 
     def pages_of_files(self, n_files: int) -> np.ndarray:
-        """int64 [n_files]: pages of each file."""
+        """int64 [n_files]: pages of these graphs in each file."""
         return np.bincount(self.files, self.pages, n_files).astype(np.int64)
 
     @cached_property
@@ -110,16 +114,31 @@ class Parts:
         return np.diff(total[self.first_page])
 
 
+@dataclass(frozen=True)
+class PageFile:
+    """A file of pages of clusters.
+
+    Attributes:
+        directory: of several, the one that it lies in; 0: of none.
+        generation: of the version that wrote it, and that its name has.
+        pages: that it has, those of graphs among them that no later version needs.
+    """
+
+    directory: int
+    generation: int
+    pages: int
+
+
 @dataclass(frozen=True, eq=False)
 class Clusters:
-    """The centroids, and how large the graph of each cluster is.
+    """The centroids, and how large the graph of each cluster is, and where.
 
     Attributes:
         centroids: float32 [clusters, dim]. nodes, n_entries: see `Parts`; a cluster has one node or
-            more.
+            more, unless it is the only one.
         copies: clusters that a row may be in.
-        files: int64 [clusters]: the file of pages, of several in as many directories, in which the
-            graph of each lies.
+        files, file_pages, salts: see `Parts`.
+        page_files: these files.
     """
 
     centroids: np.ndarray
@@ -127,13 +146,27 @@ class Clusters:
     n_entries: np.ndarray
     copies: int
     files: np.ndarray
+    file_pages: np.ndarray
+    salts: np.ndarray
+    page_files: Sequence[PageFile]
 
     def table(self) -> np.ndarray:
         """`TABLE` [clusters]."""
         table = np.zeros(len(self.nodes), TABLE)
         table["nodes"], table["entries"] = self.nodes, self.n_entries
-        table["directory"] = self.files
+        table["file"], table["first_page"] = self.files, self.file_pages
+        table["salt"] = self.salts
         return table
+
+
+def pages_in_files(pages: np.ndarray, files: np.ndarray) -> np.ndarray:
+    """int64 [parts]: the page at which each graph begins in its file, where those of a file lie one
+    after the other in their order. Args: as of `Parts`."""
+    found = np.empty_like(pages)
+    for file in np.unique(files).tolist():
+        inside = files == file
+        found[inside] = _sums(pages[inside])[:-1]
+    return found
 
 
 def home_of(directory: str, salt: int) -> str:

@@ -124,12 +124,18 @@ def stored_blocks(
     engine: NativeEngine, facts: GraphFacts
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields vectors of a graph's pages as `add_recall` takes them. Raises as a search."""
-    layout, files = facts.layout, open_pages(engine, facts)
+    layout, parts, files = facts.layout, facts.parts, open_pages(engine, facts)
     at_once = max(1, RECALL_BLOCK_ROWS // layout.nodes_per_page)
-    for first in range(0, layout.n_pages, at_once):
-        pages = np.arange(first, min(first + at_once, layout.n_pages))
-        nodes = read_pages(engine, files, facts, pages, _MEASURING_S).reshape(-1)
-        nodes = nodes[: layout.n - first * layout.nodes_per_page]
+    seen = np.zeros(facts.n_rows if facts.copies > 1 else 0, bool)
+    for first in range(0, parts.n_pages, at_once):
+        pages = np.arange(first, min(first + at_once, parts.n_pages))
+        nodes = read_pages(engine, files, facts, pages, _MEASURING_S)
+        places = pages[:, None] * layout.nodes_per_page + np.arange(layout.nodes_per_page)
+        nodes = nodes[parts.is_node(places)]
+        if facts.copies > 1:  # each row once
+            nodes = nodes[np.sort(np.unique(rows_of(nodes), return_index=True)[1])]
+            nodes = nodes[~seen[rows_of(nodes)]]
+            seen[rows_of(nodes)] = True
         yield rows_of(nodes), facts.coding.decode(nodes["vector"])
 
 

@@ -38,10 +38,11 @@ from .format import (
     GraphFacts,
     GraphShare,
     in_directory,
-    read_graph_manifest,
 )
 from .layout import CODE_PAGE_BYTES, HEADER, PageLayout, code_salt
-from .pages.homes import homes_of, remove_homes
+from .pages.directory import read_graph_manifest
+from .pages.homes import homes_of, keep_pages, remove_homes, sync_homes
+from .parts import home_of
 
 if TYPE_CHECKING:
     from .._C import Vamana
@@ -92,7 +93,8 @@ class GraphFiles:
     Attributes:
         facts: for the manifest. contents: of each file, by name, in pieces; each is made when it is
             asked for, once.
-        pages: where these lie in several directories: of each file, as `GraphFacts.page_files`.
+        pages: of clusters: of each file of pages, as `GraphFacts.page_files`; none: these are
+            there.
     """
 
     facts: GraphFacts
@@ -200,18 +202,33 @@ def publish(
 
     Raises WriteError, DiskFullError; there is no graph then, or the one before.
     """
-    whole = [(files.facts.path(name), pieces) for name, pieces in files.contents.items()]
     regions = files.facts.page_files if files.pages else []
-    whole += [(region.path, pieces) for region, pieces in zip(regions, files.pages, strict=True)]
-    for file, pieces in whole:
-        with StreamWriter(engine, file) as writer:
-            for piece in pieces:
-                writer.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
-            writer.sync()
+    for region, pieces in zip(regions, files.pages, strict=True):
+        write_pieces(engine, region.path, pieces)
+    for name, pieces in files.contents.items():
+        write_pieces(engine, files.facts.path(name), pieces)
+    if files.facts.directories:
+        sync_homes({os.path.dirname(each.path) for each in files.facts.page_files})
     facts = files.facts if measured is None else measured(files.facts)
     write_manifest(engine, path, MAGIC, facts.version, facts.manifest())
-    _FILES.keep(path, facts.generation)
+    keep_version(facts)
     return facts
+
+
+def write_pieces(engine: NativeEngine, path: str, pieces: Iterable[np.ndarray]) -> None:
+    """Writes a file, which is on the device then. Raises WriteError, DiskFullError."""
+    with StreamWriter(engine, path) as writer:
+        for piece in pieces:
+            writer.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
+        writer.sync()
+
+
+def keep_version(facts: GraphFacts) -> None:
+    """Removes all files of a graph that this version of it has not. Raises WriteError."""
+    pages = [each.path for each in facts.page_files]
+    shared = [] if facts.directories else [os.path.basename(each) for each in pages]
+    _FILES.keep(facts.where, facts.generation, shared)
+    keep_pages([home_of(each, facts.salt) for each in facts.directories], pages)
 
 
 def forget_graph(path: str) -> None:
@@ -263,13 +280,14 @@ def writing_version(engine: NativeEngine, facts: GraphFacts) -> Iterator[int]:
     """
     check_work(facts.where)
     remove_work(facts.where)
+    keep_version(facts)
     try:
         yield _FILES.begin(engine, facts.where, KIND, is_replacement=True)
     except BaseException:
         remove_work(facts.where)
         with contextlib.suppress(errors.EspnxError, OSError):
             if read_graph_manifest(engine, facts.where)["generation"] == facts.generation:
-                _FILES.keep(facts.where, facts.generation)
+                keep_version(facts)
         raise
 
 

@@ -169,10 +169,13 @@ class VersionedFiles:
             pass
         return 1 + max((self._version(name) for name in os.listdir(directory)), default=0)
 
-    def keep(self, directory: str | os.PathLike[str], version: int | None) -> None:
-        """Removes the files of all versions but one. Raises WriteError, DiskFullError."""
+    def keep(
+        self, directory: str | os.PathLike[str], version: int | None, shared: Collection[str] = ()
+    ) -> None:
+        """Removes the files of all versions but one. `shared`: names of files of other versions
+        that this one has, too. Raises WriteError, DiskFullError."""
         for name in sorted(os.listdir(directory)):
-            if self._version(name) in (0, version):
+            if self._version(name) in (0, version) or name in shared:
                 continue
             try:
                 os.unlink(os.path.join(directory, name))

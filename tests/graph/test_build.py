@@ -157,13 +157,14 @@ def test_refuses(tmp_path: Path, wrong: dict[str, Any]) -> None:
 
 
 def test_one_thread_gives_the_same_graph(tmp_path: Path) -> None:
+    from espnx.graph.pages.directory import read_graph
     from espnx.storage import NativeEngine
 
     facts = []
     for name in ("a", "b"):
         espnx.graph.build(clustered(500, 9), tmp_path / name, max_degree=10, threads=1, seed=4)
         with NativeEngine("posix") as engine:
-            facts.append(espnx.graph.format.read_graph(engine, tmp_path / name))
+            facts.append(read_graph(engine, tmp_path / name))
     pages = [
         np.fromfile(each.path("nodes.bin"), np.uint8).reshape(-1, each.layout.page_bytes)[:, 16:]
         for each in facts

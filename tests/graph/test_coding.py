@@ -271,7 +271,8 @@ def test_damage(base: np.ndarray, tmp_path: Path) -> None:
 )
 def test_a_manifest_that_cannot_be(base: np.ndarray, tmp_path: Path, name: str, value: Any) -> None:
     espnx.graph.build(base[:300], tmp_path / "g", disk_pq_bytes=4, **SMALL)
-    from espnx.graph.format import MAGIC, VERSION, read_graph
+    from espnx.graph.format import MAGIC, VERSION
+    from espnx.graph.pages.directory import read_graph
     from espnx.storage import NativeEngine
     from espnx.storage.manifest import read_manifest, write_manifest
 

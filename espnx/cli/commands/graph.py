@@ -584,7 +584,6 @@ def run_info(args: argparse.Namespace) -> int:
 
     with GraphIndex(args.graph, threads=1, walks=1, partial=args.partial) as index:
         facts = index.facts
-        pages = facts.parts.pages_of_files(len(facts.page_files))
         document = {
             **asdict(facts.layout),
             "nodes_per_page": facts.layout.nodes_per_page,
@@ -594,14 +593,17 @@ def run_info(args: argparse.Namespace) -> int:
             "memory_bytes": facts.memory_bytes,
             "options": dict(facts.options),
             "recall": [asdict(each) for each in facts.recall],
+            "built_recall": [asdict(each) for each in facts.built_recall],
             "vectors": len(index),
+            "unused_bytes": facts.unused_bytes,
             "unmerged_added": index.pending.n_added,
             "unmerged_deleted": len(index.pending.dead),
             "directories": [
                 {
                     "path": directory,
-                    "pages_bytes": int(pages[number]) * facts.layout.page_bytes,
-                    "lost": number in facts.lost,
+                    "pages_bytes": int(facts.parts.pages[facts.in_directory(number)].sum())
+                    * facts.layout.page_bytes,
+                    "lost": number in facts.lost_directories,
                 }
                 for number, directory in enumerate(facts.directories)
             ],

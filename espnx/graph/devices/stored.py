@@ -12,9 +12,10 @@ import torch
 from ... import errors
 from ...device.vectors.interface import Estimate, Nodes
 from ...storage import Engine, FileHandle, NativeEngine, Plan
-from ..format import NODES, GraphFacts, read_graph
+from ..format import NODES, GraphFacts
 from ..layout import HEADER
 from ..pages.checked import parse_pages, read_codes
+from ..pages.directory import read_graph
 from ..search.kinds import refuse_clusters, refuse_gaps
 
 

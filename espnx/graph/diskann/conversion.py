@@ -26,9 +26,10 @@ from ...storage.manifest import NAME
 from ...storage.native import given_engine
 from ...suggestions import suggests_keywords
 from ..codes.codebook import Codebook
-from ..format import N_ENTRIES_MAX, NODES, GraphFacts, read_graph
+from ..format import N_ENTRIES_MAX, NODES, GraphFacts
 from ..layout import CODES_IN, PageLayout, choose_layout
 from ..pages.checked import parse_pages, read_codes
+from ..pages.directory import read_graph
 from ..recall import add_recall, row_blocks
 from ..search.kinds import refuse_clusters, refuse_gaps
 from ..vectors import read_vectors

@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,6 @@ from ...storage.work import WorkFolder
 from ..bounded.budget import fit_bytes, member_bytes, resident_bytes
 from ..bounded.work import identity, read_array
 from ..codes.codebook import Codebook, train_codebook, unpack_codebook
-from ..edges import build_edges
 from ..format import (
     CENTROIDS,
     CLUSTERS,
@@ -30,34 +29,29 @@ from ..format import (
     CODEBOOK,
     ENTRIES,
     N_MAX,
-    NODES,
     ROWS,
     GraphFacts,
     GraphShare,
     in_directory,
 )
 from ..layout import PageLayout
-from ..options import GraphOptions, measured_rows, stored_rows
+from ..options import GraphOptions, stored_rows
 from ..pages.homes import make_homes
-from ..parts import NO_COPY, Clusters, balanced, most_entries
+from ..parts import Clusters, PageFile, balanced, pages_in_files
 from ..recall import add_recall
 from ..vectors import Vectors
-from ..write import (
-    GraphFiles,
-    Progress,
-    WholeGraph,
-    connect_and_choose_entries,
-    node_pages,
-    publish,
-)
+from ..write import GraphFiles, Progress, publish
+from .cluster import build_cluster
 from .division import COUNTS, Division, border_of, divide
+from .rows import Members, row_places
 
 #: Room of a cluster, where nobody says how much: so many times what each would have.
 _ROOM = 2
 _SAMPLE_ROWS, _SAMPLE_PER_CLUSTER = 65_536, 64
 _BUFFERS_BYTES = 48 << 20
 _COPY_BYTES = 4 << 20
-_ROWS_AT_ONCE = 1 << 18
+# In place of a border that has no end: what a manifest holds.
+_BORDER_MOST = 1e30
 _SAMPLED, _DIVIDED = "sampled", "divided"
 
 
@@ -256,7 +250,7 @@ class _Builder:
                 self._build(cluster, division, book, longest, salt)
         self._progress("edges", *[self._n_nodes(division)] * 2)
         times.append(time.perf_counter())
-        facts = self._write(division, filled, centres, book, salt)
+        facts = self._write(division, filled, centres, border, book, salt)
         repaired = sum(int(self._built(each, "repaired", np.int64)[0]) for each in filled.tolist())
         times.append(time.perf_counter())
         facts = add_recall(
@@ -340,49 +334,39 @@ class _Builder:
     ) -> None:
         """Writes, as a step: pages, the number of each row's node (rows ascending), and of the
         entry points numbers and codes."""
-        options = self._options
-        layout = replace(self._layout, n=int(division.counts[cluster]))
-        vectors = division.vectors(cluster)
-        measured, format_name = measured_rows(vectors, options.metric, layout.row_format, longest)
         before = int(division.counts[:cluster].sum())
-        graph = build_edges(
-            measured,
-            format_name,
-            options,
-            options.seed + cluster,
-            lambda done, total: self._progress("edges", before + done, self._n_nodes(division)),
-        )
-        n_entries = min(options.num_entry_points, most_entries(layout.code_bytes))
-        repaired, entries = connect_and_choose_entries(
-            graph, layout.n, n_entries, options.seed + cluster
-        )
-        row_of = graph.pack(layout.nodes_per_page).numpy()
-        neighbours, counts = (each.numpy() for each in graph.edges())
-        del graph, measured
-        codes = book.encode(vectors)
-        node_of = np.empty(layout.n, np.uint32)
-        node_of[row_of] = np.arange(layout.n, dtype=np.uint32)
-        whole = WholeGraph(
-            layout, options.metric, vectors, codes, book, neighbours, counts, entries, {}
-        )
         number = int(np.count_nonzero(division.counts[:cluster]))  # clusters without any have none
-        pages = node_pages(
-            whole, row_of, node_of, division.rows(cluster), (salt + number) % 2**64, _silent
+        built = build_cluster(
+            division.vectors(cluster),
+            division.rows(cluster),
+            self._layout,
+            self._options,
+            book,
+            longest,
+            (salt + number) % 2**64,
+            self._options.seed + cluster,
+            lambda done: self._progress("edges", before + done, self._n_nodes(division)),
         )
         with self._work.step(_step(cluster)) as folder:
             with (folder / "pages").open("wb") as file:
-                for part in pages:
+                for part in built.pages:
                     file.write(part.data)
-            node_of.tofile(folder / "node_of")
-            node_of[entries].tofile(folder / "entries")
-            codes[entries].tofile(folder / "entry_codes")
-            np.array([repaired]).tofile(folder / "repaired")
+            built.node_of.tofile(folder / "node_of")
+            built.entries.tofile(folder / "entries")
+            built.entry_codes.tofile(folder / "entry_codes")
+            np.array([built.repaired]).tofile(folder / "repaired")
 
     def _built(self, cluster: int, name: str, dtype: type, width: int | None = None) -> np.ndarray:
         return read_array(self._work.file(_step(cluster), name), dtype, width)
 
     def _write(
-        self, division: Division, filled: np.ndarray, centres: np.ndarray, book: Codebook, salt: int
+        self,
+        division: Division,
+        filled: np.ndarray,
+        centres: np.ndarray,
+        border: float,
+        book: Codebook,
+        salt: int,
     ) -> GraphFacts:
         layout, numbers = self._layout, filled.tolist()
         each = [self._built(cluster, "entries", np.uint32) for cluster in numbers]
@@ -390,14 +374,19 @@ class _Builder:
         codes = np.concatenate(
             [self._built(c, "entry_codes", np.uint8, layout.code_bytes) for c in numbers]
         )
+        pages = -(-division.counts[filled] // layout.nodes_per_page)
+        n_files = max(1, len(self._directories))
+        files = balanced(pages, n_files)
+        sizes = np.bincount(files, pages, n_files).astype(np.int64).tolist()
         clusters = Clusters(
             np.ascontiguousarray(centres[filled]),
             division.counts[filled],
             np.array([len(part) for part in each], np.int64),
             2 if self._n_nodes(division) > layout.n else 1,
-            balanced(
-                -(-division.counts[filled] // layout.nodes_per_page), max(1, len(self._directories))
-            ),
+            files,
+            pages_in_files(pages, files),
+            np.uint64(salt) + np.arange(len(pages), dtype=np.uint64),
+            [PageFile(file, self._generation, size) for file, size in enumerate(sizes)],
         )
         whole = {
             CODEBOOK: book.packed(),
@@ -409,7 +398,6 @@ class _Builder:
             self._path, self._generation, layout, len(entries), book, None, clusters
         )
         if self._directories:
-            del regions[NODES]
             make_homes(self._directories, salt)
         facts = GraphFacts(
             self._path,
@@ -425,14 +413,13 @@ class _Builder:
             generation=self._generation,
             clusters=clusters,
             directories=self._directories,
+            border=min(border, _BORDER_MOST) if self._plan.replicas else None,
         )
         of_files = [
             self._pages(filled[clusters.files == file].tolist())
             for file in range(len(facts.page_files))
         ]
         contents: dict[str, Iterable[np.ndarray]] = {ROWS: self._places(division, numbers, facts)}
-        if not self._directories:
-            contents[NODES] = of_files.pop()
         contents |= {name: [values] for name, values in whole.items()}
         return publish(self._engine, self._path, GraphFiles(facts, contents, of_files))
 
@@ -447,24 +434,20 @@ class _Builder:
     def _places(
         self, division: Division, clusters: list[int], facts: GraphFacts
     ) -> Iterator[np.ndarray]:
-        """Yields places of the nodes of some rows of the input at a time, uint64 [m, copies]."""
-        n, first_node = self._layout.n, facts.parts.first_page * self._layout.nodes_per_page
-        done = np.zeros(len(clusters), np.int64)
-        for first in range(0, n, _ROWS_AT_ONCE):
-            end = min(n, first + _ROWS_AT_ONCE)
-            places = np.full((end - first, facts.copies), NO_COPY, np.uint64)
-            n_found = np.zeros(end - first, np.int64)
-            for i, cluster in enumerate(clusters):
-                left = int(division.counts[cluster] - done[i])
-                rows = division.rows(cluster, int(done[i]), min(left, end - first))
-                rows = rows[: np.searchsorted(rows, end)]
-                path = self._work.file(_step(cluster), "node_of")
-                nodes = read_array(path, np.uint32, None, int(done[i]), len(rows))
-                here = rows - first
-                places[here, n_found[here]] = nodes.astype(np.uint64) + np.uint64(first_node[i])
-                n_found[here] += 1
-                done[i] += len(rows)
-            yield places
+        first_place = facts.parts.first_page * self._layout.nodes_per_page
+
+        def members(i: int, cluster: int) -> Members:
+            path = self._work.file(_step(cluster), "node_of")
+            return Members(
+                int(division.counts[cluster]),
+                int(first_place[i]),
+                lambda first, count: division.rows(cluster, first, count),
+                lambda first, count: read_array(path, np.uint32, None, first, count),
+            )
+
+        return row_places(
+            self._layout.n, facts.copies, [members(*each) for each in enumerate(clusters)]
+        )
 
     @staticmethod
     def _n_nodes(division: Division) -> int:
@@ -477,7 +460,3 @@ def _step(cluster: int) -> str:
 
 def _bytes(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    pass

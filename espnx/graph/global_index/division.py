@@ -86,14 +86,14 @@ def divide(
         folder: for `COUNTS` (int64 [clusters]), `ROWS` (int64), `IS_COPY` (bool), `VECTORS`.
     """
     room, kinds = np.full(len(centres), max_points), [HOMES]
-    _write_homes(blocks, folder / HOMES, lambda vectors, _: _homes(vectors, centres, room))
+    _write_homes(blocks, folder / HOMES, lambda vectors, _: homes_of(vectors, centres, room))
     if border >= 0 and len(centres) > 1:
         kinds.append(GUESTS)
         with (folder / HOMES).open("rb") as homes:
             _write_homes(
                 blocks,
                 folder / GUESTS,
-                lambda vectors, count: _guests(
+                lambda vectors, count: guests_of(
                     vectors, centres, np.fromfile(homes, np.uint32, count), room, border
                 ),
             )
@@ -153,8 +153,9 @@ def _pieces(vectors: np.ndarray, centres: np.ndarray) -> Iterator[np.ndarray]:
         yield vectors[first : first + at_once]
 
 
-def _homes(vectors: np.ndarray, centres: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """uint32 [m]; `room`, of each centre, becomes less."""
+def homes_of(vectors: np.ndarray, centres: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """uint32 [m]: the clusters that some vectors, float32 [m, dim], go to; `room`, of each centre,
+    becomes less."""
     found = [
         take_nearest(distances_to_means(part, centres).copy(), room)
         for part in _pieces(vectors, centres)
@@ -162,10 +163,11 @@ def _homes(vectors: np.ndarray, centres: np.ndarray, room: np.ndarray) -> np.nda
     return np.concatenate(found) if found else np.empty(0, np.uint32)
 
 
-def _guests(
+def guests_of(
     vectors: np.ndarray, centres: np.ndarray, homes: np.ndarray, room: np.ndarray, border: float
 ) -> np.ndarray:
-    """uint32 [m], `NOBODY` where a vector is at no border, or its second centre has no room."""
+    """uint32 [m]: the clusters that they are copied into; `NOBODY` where a vector is at no border,
+    or its second centre has no room."""
     found, done = [np.empty(0, np.uint32)], 0
     for part in _pieces(vectors, centres):
         far, each = _squares(part, centres), np.arange(len(part))

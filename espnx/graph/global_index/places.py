@@ -13,7 +13,8 @@ from ...storage import NativeEngine
 from ...storage.files import write_error
 from ...storage.lock import LOCK_NAME, DirectoryLock
 from ...storage.manifest import NAME
-from ..format import DIRECTORIES_MAX, read_graph_manifest
+from ..format import DIRECTORIES_MAX
+from ..pages.directory import read_graph_manifest
 from ..pages.homes import homes_in, remove_homes
 from ..write import forget_graph
 

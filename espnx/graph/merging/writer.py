@@ -20,16 +20,16 @@ from ...storage.lock import DirectoryLock
 from ...storage.manifest import write_manifest
 from ...storage.native import given_engine
 from ...suggestions import suggests_keywords
-from ..format import MAGIC, N_MAX
+from ..format import MAGIC, N_MAX, ROWS_MAX
 from ..index import GraphIndex
 from ..options import stored_rows
-from ..search.kinds import refuse_clusters
 from ..updates.log import ADD, DELETE, Change, header_of, log_path, read_log, record_of
 from ..updates.pending import Pending
 from ..updates.search import in_pages
 from ..vectors import as_array
 from ..write import Progress
-from .merge import measured_again, merge_changes
+from .measuring import measured_again
+from .merge import merge_changes
 
 #: When an addition or a deletion is acknowledged, which is when its call returns.
 DURABILITIES = ("each", "group", "none")
@@ -61,7 +61,6 @@ class GraphWriter(GraphIndex):
     Raises:
         StoreBusyError: another writer has it.
         ForeignFileError: its log is of another graph.
-        InvalidInputError: a graph for each cluster, which takes no changes.
         What `GraphIndex` raises; ChecksumError, FormatError: a damaged log.
     """
 
@@ -107,7 +106,6 @@ class GraphWriter(GraphIndex):
                 fault_seed=fault_seed,
             )
             opened.callback(super().close)
-            refuse_clusters(self.facts, "to change")
             log = read_log(self.facts)
             self.torn_bytes = log.torn_bytes
             self._number, self._synced, self._end_bytes = log.number, 0, log.end_bytes
@@ -119,9 +117,10 @@ class GraphWriter(GraphIndex):
 
         Args:
             vectors: [m, dim] or [dim]: as the graph's.
-            ids: of each, whole numbers from 0 to 4,294,967,293 that no vector has, each once. The
-                file of rows takes 4 bytes for every number up to the largest, and a filter a bit.
-                None: those behind the largest that there has been.
+            ids: of each, whole numbers from 0 to 4,294,967,293 that no vector has, each once; of a
+                graph of clusters that has come to more, up to twice as large. The file of rows
+                takes 4 bytes (of clusters 8 or 16) for every number up to the largest, and a filter
+                a bit. None: those behind the largest that there has been.
 
         Returns:
             int64 [m]: the ids, by which searches name them, also after merges.
@@ -189,6 +188,10 @@ class GraphWriter(GraphIndex):
         ways. Pages are read and written as a stream. Where all vectors fit in `memory`, lists are
         pruned by these, else by their codes, as FreshDiskANN does. Pages that hold several nodes
         are packed anew, so that neighbours lie together.
+
+        Of a graph of clusters additions go to the nearest cluster, and at its border to the second,
+        as the build would have it; clusters that have changed are written anew, each by itself, and
+        those with more than `max_points` vectors divided.
 
         Args:
             measure: whether what searches find is measured again, which `recall=` goes by:
@@ -283,23 +286,25 @@ class GraphWriter(GraphIndex):
         rows = stored_rows(values.astype(np.float32), 0, facts.metric, layout.format)
         return np.ascontiguousarray(rows, dtype=layout.row_dtype)
 
-    @staticmethod
-    def _chosen(ids: Any, count: int, pending: Pending) -> np.ndarray:
+    def _chosen(self, ids: Any, count: int, pending: Pending) -> np.ndarray:
+        most = N_MAX
+        if self.facts.clusters is not None:  # no farther apart than there are many
+            most = min(ROWS_MAX, max(N_MAX, 2 * pending.id_end))
         if ids is None:
-            if pending.id_end + count > N_MAX:
+            if pending.id_end + count > most:
                 raise errors.InvalidInputError(
                     "ids of a graph",
                     got=f"{pending.id_end:,} that were given, and {count:,} more",
-                    expected=f"at most {N_MAX:,}",
+                    expected=f"at most {most:,}",
                     fix="build it again: ids begin anew",
                 )
             return np.arange(pending.id_end, pending.id_end + count)
         chosen = _whole_numbers(ids)
-        if len(chosen) != count or (count and chosen.max() >= N_MAX):
+        if len(chosen) != count or (count and chosen.max() >= most):
             raise errors.InvalidInputError(
                 "ids to add",
                 got=f"{len(chosen)} for {count} vectors, the largest {chosen.max(initial=0)}",
-                expected=f"one for each, below {N_MAX}",
+                expected=f"one for each, below {most}",
             )
         return chosen
 

@@ -1,1 +1,1 @@
-"""Pages of a graph: read and checked, and the folders that they lie in."""
+"""A graph's directory and its pages: read and checked, and the folders that pages lie in."""

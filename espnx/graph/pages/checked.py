@@ -13,17 +13,18 @@ from ... import errors
 from ...ops.crc32c import crc32c_ranges
 from ...storage import FileHandle, NativeEngine, Plan
 from ...storage.files import read_region
-from ..format import CODES, NODES, GraphFacts, read_whole
+from ..format import CODES, GraphFacts
 from ..layout import CODE_PAGE_BYTES, HEADER, code_salt, rows_of
+from .directory import read_whole
 
 _REBUILD = "restore the graph from a copy, or build it again"
 
 
 def open_pages(engine: NativeEngine, facts: GraphFacts) -> list[FileHandle | None]:
     """A graph's files of pages, as `GraphFacts.page_files`; None: in a directory that is lost."""
-    if not facts.directories:
-        return [engine.open(facts.open_path(NODES))]
-    return [engine.open(each.path) if each.path else None for each in facts.page_files]
+    return [
+        engine.open(facts.pinned(each.path)) if each.path else None for each in facts.page_files
+    ]
 
 
 def read_pages(
@@ -142,7 +143,7 @@ def parse_pages(
     found = _checked_pages(
         facts.place_of_page,
         layout.page_bytes,
-        np.uint64(facts.salt) + part.astype(np.uint64),
+        parts.salts[part],
         pages,
         pages - parts.first_page[part],
         memory,

@@ -9,7 +9,12 @@ import numpy as np
 from ... import errors
 from ...sizes import format_size
 from ...storage.replacing import versioned
-from ..format import CHANGES, GraphFacts
+from ..format import CHANGES, N_MAX, GraphFacts
+from ..parts import Clusters
+
+# Recall at which pages are compared, and by how much they have to grow before somebody is told to
+# build anew.
+_DRIFT_AT, _DRIFTED = (0.95, 0.9, 0.8), 1.25
 
 
 def summary_of(facts: GraphFacts, path: tuple[str, str, bool]) -> str:
@@ -47,14 +52,11 @@ def summary_of(facts: GraphFacts, path: tuple[str, str, bool]) -> str:
             f"{facts.recall_ceiling:.3f}"
         )
     if facts.clusters is not None:
-        lines.append(
-            f"{len(facts.clusters.nodes)} clusters of {facts.clusters.nodes.min():,} to "
-            f"{facts.clusters.nodes.max():,} vectors, a graph each"
-        )
+        lines += _of_clusters(facts, facts.clusters)
     for number, directory in enumerate(facts.directories):
-        inside = facts.parts.files == number
+        inside = facts.in_directory(number)
         size = int(facts.parts.pages[inside].sum()) * layout.page_bytes
-        state = "lost" if number in facts.lost else format_size(size)
+        state = "lost" if number in facts.lost_directories else format_size(size)
         lines.append(f"{np.count_nonzero(inside)} of them in {directory}: {state}")
     lines += [
         f"list of {each.list_size}: recall@10 {each.recall:.3f}, {each.pages:.1f} pages a query"
@@ -62,6 +64,46 @@ def summary_of(facts: GraphFacts, path: tuple[str, str, bool]) -> str:
         for each in facts.recall
     ]
     return "\n".join(lines)
+
+
+def _of_clusters(facts: GraphFacts, clusters: Clusters) -> list[str]:
+    least, largest = int(clusters.nodes.min()), int(clusters.nodes.max())
+    lines = [f"{len(clusters.nodes)} clusters of {least:,} to {largest:,} vectors, a graph each"]
+    most = int(facts.options.get("max_points", N_MAX))
+    if crowded := int(np.count_nonzero(clusters.nodes > most)):
+        lines.append(
+            f"{crowded} of them have more than the {most:,} that they were to have: a merge with "
+            "more memory divides them"
+        )
+    if unused := facts.unused_bytes:
+        lines.append(
+            f"{format_size(unused)} of clusters that were written anew since, which later merges "
+            "give back"
+        )
+    if (drift := _drift_of(facts)) is not None:
+        recall, before, now = drift
+        line = (
+            f"recall@10 {recall:g} took {before:.1f} pages a query when it was built, {now:.1f} "
+            "since it was changed"
+        )
+        lines.append(f"{line}: build it again" if now > _DRIFTED * before else line)
+    return lines
+
+
+def _drift_of(facts: GraphFacts) -> tuple[float, float, float] | None:
+    """How pages of a query have grown with the changes of a graph of clusters: (a recall@10; pages
+    of the cheapest search that reached it when the graph was built; of one that does as was
+    measured last). None: it was not measured again."""
+    if not facts.built_recall or facts.recall == facts.built_recall:
+        return None
+    for recall in _DRIFT_AT:
+        both = [
+            [each.pages for each in points if each.recall >= recall]
+            for points in (facts.built_recall, facts.recall)
+        ]
+        if all(both):
+            return recall, min(both[0]), min(both[1])
+    return None
 
 
 def refuse_clusters(facts: GraphFacts, where: str) -> None:

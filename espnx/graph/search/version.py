@@ -17,10 +17,11 @@ from ... import errors
 from ...ops._native import load_extension
 from ...storage import FaultRule, NativeEngine
 from ..filters import FilterReader, NodeFilter, RowFilter
-from ..format import CODES, NODES, ROWS, GraphFacts, GraphSections, read_graph
+from ..format import CODES, ROWS, GraphFacts, GraphSections
 from ..native import native_view
 from ..neighbours import Neighbours, nearest_of, shown
 from ..pages.checked import read_codes
+from ..pages.directory import read_graph, read_graph_manifest
 from .asked import WalkRequest, checked_queries
 from .effort import Effort, effort_of, filtered_probing
 from .probing import Probing, choose_clusters, distances_to_clusters, ratios_of
@@ -245,11 +246,12 @@ def _read(
             facts = (
                 path if isinstance(path, GraphFacts) else read_graph(engine, path, partial=partial)
             )
-            paged = [CODES] if facts.layout.paged_codes else []
-            nodes = [] if facts.directories else [NODES]
-            names = [] if isinstance(path, GraphSections) else [*nodes, ROWS, *paged]
-            for name in names:
-                pins[name] = _pinned(facts.path(name))
+            if not isinstance(path, GraphSections):
+                _check_unchanged(engine, facts)
+                paged = [facts.path(CODES)] if facts.layout.paged_codes else []
+                pages = [each.path for each in facts.page_files if each.path]
+                for each in (*pages, facts.path(ROWS), *paged):
+                    pins[each] = _pinned(each)
             facts = replace(facts, pins=pins)
             return facts, read_codes(engine, facts) if facts.layout.codes_in == "memory" else None
         except BaseException as error:
@@ -260,6 +262,12 @@ def _read(
             if not isinstance(path, str) or not is_gone or tried + 1 == _TRIES:
                 raise
     raise errors.StateError("no version of the graph stays", fix="open it again")
+
+
+def _check_unchanged(engine: NativeEngine, facts: GraphFacts) -> None:
+    """Raises FileMissingError where files are missing that a merge has removed, and not lost."""
+    if facts.lost and read_graph_manifest(engine, facts.where)["generation"] != facts.generation:
+        raise errors.FileMissingError("a file of the graph's version before", path=facts.where)
 
 
 def _pinned(path: str) -> int:

@@ -13,7 +13,7 @@ from ... import errors
 from ...storage.files import crc32c
 from ...storage.parse import check_plain_file
 from ...storage.replacing import versioned
-from ..format import CHANGES, N_MAX, GraphFacts
+from ..format import CHANGES, N_MAX, ROWS_MAX, GraphFacts
 
 MAGIC, VERSION = b"ESPNXLOG", 1
 HEADER = np.dtype(
@@ -222,6 +222,7 @@ def _candidates(data: bytes, at: int) -> Iterator[int]:
         at += 1
 
 
-def check_ids(ids: np.ndarray) -> bool:
+def check_ids(facts: GraphFacts, ids: np.ndarray) -> bool:
     """Whether all may be ids of a graph."""
-    return not ids.size or (int(ids.min()) >= 0 and int(ids.max()) < N_MAX)
+    most = N_MAX if facts.clusters is None else ROWS_MAX
+    return not ids.size or (int(ids.min()) >= 0 and int(ids.max()) < most)

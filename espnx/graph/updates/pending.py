@@ -73,6 +73,12 @@ class Pending:
         found: np.ndarray = self.dead[at] == ids
         return found
 
+    def living(self) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, growing; vectors) of additions that live."""
+        places = np.flatnonzero(self.lives)
+        places = places[np.argsort(self.ids[places], kind="stable")]
+        return self.ids[places], self.rows[places]
+
     def places_of(self, ids: np.ndarray) -> np.ndarray:
         """int64 [m]: where living additions are; -1: an id is none."""
         places = np.flatnonzero(self.lives)
@@ -148,7 +154,7 @@ def replayed(
         now = Pending.none(facts)
     for change in changes[now.stamp :]:
         ids = change.ids
-        is_right = check_ids(ids) and len(np.unique(ids)) == len(ids)
+        is_right = check_ids(facts, ids) and len(np.unique(ids)) == len(ids)
         if is_right and change.kind == ADD and change.rows is not None:
             is_right = bool((now.places_of(ids) < 0).all())
             finite = change.rows.dtype.kind in "iu" or bool(np.isfinite(change.rows).all())

@@ -185,5 +185,13 @@ def _neighbours(ids: np.ndarray, far: np.ndarray, facts: GraphFacts) -> Neighbou
     """What was found, at no cost."""
     none = np.zeros(len(ids), np.int64)
     return Neighbours(
-        ids, far, none, none, none, none, none.astype(np.float32), facts.layout.page_bytes
+        ids,
+        far,
+        none,
+        none,
+        none,
+        none,
+        none.astype(np.float32),
+        facts.layout.page_bytes,
+        lost_share=facts.lost_share,
     )

@@ -20,11 +20,12 @@ import torch
 
 import espnx.graph
 from espnx import errors
-from espnx.graph.format import MAGIC, VERSION, GraphFacts, GraphSections, read_graph
+from espnx.graph.format import MAGIC, VERSION, GraphFacts, GraphSections
 from espnx.graph.global_index import builder
 from espnx.graph.layout import rows_of
 from espnx.graph.native import native_view
 from espnx.graph.pages.checked import open_pages, read_pages
+from espnx.graph.pages.directory import read_graph
 from espnx.graph.search.probing import Probing, choose_clusters
 from espnx.graph.write import pages_of
 from espnx.ops._native import load_extension
@@ -429,17 +430,16 @@ def test_rows_above_32_bits(index_path: Path, queries: np.ndarray) -> None:
             pages = np.arange(facts.parts.n_pages)
             nodes = read_pages(engine, open_pages(engine, facts), facts, pages, 30.0)
         nodes["row_high"] = 5
-        moved = index_path.parent / "moved.bin"
+        moved = index_path.parent / "moved" / "nodes.bin"
+        moved.parent.mkdir()
         with moved.open("wb") as file:
             for part, (begin, end) in enumerate(
                 zip(facts.parts.first_page[:-1], facts.parts.first_page[1:], strict=True)
             ):
                 salt = (facts.salt + part) % 2**64
                 file.write(pages_of(nodes[begin:end].reshape(-1), facts.layout, 0, salt).data)
-        regions = dict(facts.regions)
-        regions["nodes.bin"] = replace(regions["nodes.bin"], path=str(moved))
         layout = replace(facts.layout, n=1 << 40)
-        many = replace(facts, regions=regions, layout=layout)
+        many = replace(facts, where=str(moved.parent), layout=layout)
         native = load_extension()
         options = native.GraphSearchOptions(
             path="auto", direct=None, threads=1, walks=8, code_cache_bytes=0, rules=[], seed=0

@@ -33,7 +33,8 @@ def small(path: Path, n: int = 400, dim: int = 8, **options: Any) -> np.ndarray:
 def living(graph: espnx.graph.GraphIndex) -> list[int]:
     """All ids that a search finds."""
     query = np.zeros((1, graph.facts.layout.dim), np.float32)
-    found = graph.search(query, len(graph) + 20, list_size=4000).ids[0]
+    every = None if graph.facts.clusters is None else 1000
+    found = graph.search(query, len(graph) + 20, list_size=4000, nprobe=every).ids[0]
     ids = sorted(found[found >= 0].tolist())
     assert len(ids) == len(graph)
     return ids
@@ -185,12 +186,6 @@ def test_wrong_input_changes_nothing(tmp_path: Path) -> None:
         espnx.graph.open_writer(tmp_path / "g", durability="some")
 
 
-def test_clusters_take_no_changes(tmp_path: Path) -> None:
-    small(tmp_path / "g", 300, clusters=3)
-    with pytest.raises(errors.InvalidInputError, match="clusters"):
-        espnx.graph.open_writer(tmp_path / "g")
-
-
 def test_one_writer_and_readers_that_keep_their_version(tmp_path: Path) -> None:
     base = small(tmp_path / "g", codes="paged")
     with espnx.graph.open_writer(tmp_path / "g", durability="group") as graph:
@@ -293,8 +288,11 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "kills", [5, pytest.param(100, marks=pytest.mark.sweep)], ids=["few", "many"]
 )
-def test_killed_at_any_moment(tmp_path: Path, processes: Forks, kills: int) -> None:
-    small(tmp_path / "first", 1000)
+@pytest.mark.parametrize("options", [{}, {"clusters": 5, "replicas": 0.2}], ids=["one", "clusters"])
+def test_killed_at_any_moment(
+    tmp_path: Path, processes: Forks, kills: int, options: dict[str, Any]
+) -> None:
+    small(tmp_path / "first", 1000, **options)
     random = np.random.default_rng(0)
     note, graph = tmp_path / "note", tmp_path / "g"
     done = 600
