@@ -17,12 +17,20 @@ class FlatPart:
 
     Args:
         vectors: [n, dim], of the records from `first_number` on.
+
+    Attributes:
+        wide: the same, float32.
     """
 
     def __init__(self, first_number: int, vectors: np.ndarray):
         self.first_number, self.count = first_number, len(vectors)
         self._stored = vectors
-        self._wide = vectors.astype(np.float32)
+        self.wide = vectors.astype(np.float32)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What it keeps in memory."""
+        return self._stored.nbytes + self.wide.nbytes
 
     def search(
         self, queries: np.ndarray, candidates: int, allowed: Allowed | None
@@ -33,7 +41,7 @@ class FlatPart:
             if allowed is None
             else rows_allowed(allowed, self.first_number, self.count).rows()
         )
-        scores = queries @ self._wide[rows].T
+        scores = queries @ self.wide[rows].T
         return [top(rows + self.first_number, each, candidates) for each in scores]
 
     def all_vectors(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
