@@ -27,14 +27,7 @@ from ..graph.neighbours import shown
 from ..storage import NativeEngine
 from ..suggestions import suggests_keywords
 from .coding import Asked
-from .facts import (
-    ClusterFacts,
-    StoredLists,
-    check_all_there,
-    check_ids,
-    entries_in,
-    read_lists,
-)
+from .facts import ClusterFacts, StoredLists, check_all_there, check_ids, entries_in, read_lists
 from .finding import FoundLists, GraphHeads, HeadFinder, MemoryHeads
 from .found import ListNeighbours
 from .options import HEADS_IN, N_MAX

@@ -11,8 +11,8 @@ import torch
 
 from .. import errors
 from ..storage import Engine
-from .interface import READ_AHEAD_BYTES, Capabilities, RecordDevice, RowDevice
 from .clusters.layout import ClusterSections
+from .interface import READ_AHEAD_BYTES, Capabilities, RecordDevice, RowDevice
 from .kinds import CLUSTERS, GRAPHS, POSTINGS, RECORDS, ROWS, PartKind
 from .postings.interface import PostingLists, PostingsDevice
 from .vectors.encoding import Encoding, encode_on_host

@@ -5,14 +5,13 @@ reads."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import espnx
 import espnx.clusters
@@ -23,7 +22,6 @@ from espnx.retrieval.first_stage.clusters import search as searching
 from espnx.retrieval.first_stage.clusters import stage as clusters
 from espnx.retrieval.first_stage.clusters.entries import sections_of
 from espnx.retrieval.first_stage.clusters.stage import ClusterSettings, ClusterStage
-from espnx.retrieval.first_stage.document_vector import DocumentVector
 from espnx.retrieval.first_stage.interface import Allowed
 from espnx.storage.parse import Fields
 from tests.retrieval.common import (
@@ -385,7 +383,7 @@ def test_lists_of_a_store_open_by_themselves(folder: Path) -> None:
             [queries(1)[0].cls.numpy()], 20, 9
         ).complete()[0]
     assert isinstance(found, ClusterSections)
-    before = {path for path in folder.rglob("*")}
+    before = set(folder.rglob("*"))
     with espnx.clusters.open(found, engine="posix", threads=1) as lists:
         assert lists.facts.n == len(DOCUMENTS)
         assert lists.verify() == lists.facts.n_lists
@@ -397,12 +395,12 @@ def test_lists_of_a_store_open_by_themselves(folder: Path) -> None:
         )
         assert str(part_file(folder / "s")) in lists.summary() + repr(lists)
     assert espnx.clusters.info(found).metric == "ip"
-    assert {path for path in folder.rglob("*")} == before
+    assert set(folder.rglob("*")) == before
     wide = ClusterSections(found.where, {**found.manifest, "page_bytes": 16384}, found.regions)
     with pytest.raises(errors.FormatError, match="4096: sections begin at multiples of it"):
         espnx.clusters.open(wide)
     less = {name: at for name, at in found.regions.items() if name != "clusters_table"}
-    with pytest.raises(errors.FormatError, match="section clusters_table.*got none"):
+    with pytest.raises(errors.FormatError, match=r"section clusters_table.*got none"):
         espnx.clusters.open(ClusterSections(found.where, found.manifest, less))
 
 
@@ -430,9 +428,8 @@ def test_every_section_is_checked(folder: Path, heads: str) -> None:
             data = bytearray(whole)
             data[at.offset_bytes + inside] ^= 1 << int(rng.integers(8))
             file.write_bytes(data)
-            with pytest.raises(errors.EspnxError):
-                with espnx.open(folder / "s") as index:
-                    index.store.verify()
+            with pytest.raises(errors.EspnxError), espnx.open(folder / "s") as index:
+                index.store.verify()
             try:
                 with espnx.open(folder / "s") as index:
                     found = index.search(query, k=20, nprobe=EVERYTHING)
@@ -529,21 +526,18 @@ def test_vectors_that_cannot_be_stored(folder: Path, count: int) -> None:
 
 def test_beside_others(folder: Path) -> None:
     """With lists that decide how records lie, fused with them, and explained."""
-    build(
-        folder / "s",
-        DOCUMENTS[:300],
-        first_stages={"clusters": SMALL, "ivf": {"code": "flat", "nlist": 8}},
-    )
+    options = {"clusters": SMALL, "ivf": {"code": "flat", "nlist": 8}}
+    espnx.build(folder / "s", DOCUMENTS[:300], dims=(D_CLS, DIM), first_stages=options)
     espnx.add(folder / "s", DOCUMENTS[300:400])
     espnx.delete(folder / "s", [document.id for document in DOCUMENTS[:30]])
     query = queries(1)[0]
     with espnx.open(folder / "s") as index:
-        options: dict[str, Any] = {"k": 12, "candidates": 60, "nprobe": EVERYTHING}
+        asked: dict[str, Any] = {"k": 12, "candidates": 60, "nprobe": EVERYTHING}
         alone = [
-            index.search(query, first_stage=name, **options) for name in ("clusters", "ivf")
+            index.search(query, first_stage=name, **asked) for name in ("clusters", "ivf")
         ]
         assert [hit.id for hit in alone[0]] == [hit.id for hit in alone[1]]
-        fused = index.search(query, first_stage=("clusters", "ivf"), **options)
+        fused = index.search(query, first_stage=("clusters", "ivf"), **asked)
         assert {"clusters", "ivf"} <= {name for hit in fused for name in hit.found_by}
         assert index.store.verify() == 370
     espnx.compact(folder / "s")
@@ -583,18 +577,7 @@ def test_an_answer_waits_no_longer_than_it_may(folder: Path) -> None:
     part.start = lambda *rest: Failing()
     with pytest.raises(errors.ReadError):
         loaded.start(query * 3, 10, 5).complete()
-    assert len(cancelled) == 2
+    assert len(cancelled) == 3
     part.start = start
     assert loaded.start(query, 10, 5).complete()[0][0].tolist() == wanted[0].tolist()
     loaded.close()
-
-
-@pytest.fixture(autouse=True)
-def few_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def test_document_vector_is_told() -> None:
-    assert ClusterStage(DocumentVector(None, 5), ClusterSettings()).vector_dim == 5

@@ -20,7 +20,7 @@ from espnx.device.emulation.device import Emulation
 from espnx.device.emulation.faults import DeviceFault
 from espnx.device.emulation.topology import Topology
 from espnx.device.interface import RecordDevice
-from espnx.device.kinds import POSTINGS, RECORDS
+from espnx.device.kinds import CLUSTERS, POSTINGS, RECORDS
 from espnx.device.model.spec import load_spec
 from espnx.device.near_storage import NearStorageDevice
 from espnx.device.plain import SsdDevice
@@ -30,6 +30,7 @@ from espnx.device.trace.replay import replay
 from espnx.device.trace.writer import TraceWriter
 from espnx.graph.devices.walks import WALKS
 from espnx.postings.stored import terms as stored_terms
+from espnx.retrieval.first_stage.clusters import stage as clusters
 from espnx.retrieval.first_stage.devices import StageDevices, asked_of_devices
 from espnx.retrieval.first_stage.graph import stage as graph
 from espnx.retrieval.search.result import SearchResult
@@ -37,7 +38,7 @@ from tests.retrieval.common import build, corpus, toy_encoder
 from tests.retrieval.first_stage.test_lexical import ASKED, DOCUMENTS, Counting
 from tests.sweeps import some
 
-STAGES = ("graph", "ivf", "bm25", "splade")
+STAGES = ("graph", "clusters", "ivf", "bm25", "splade")
 GONE = [f"doc-{number}" for number in range(0, 400, 9)]
 
 
@@ -47,6 +48,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     two tiers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph, "FLAT_MAX", 40)
+        patch.setattr(clusters, "FLAT_MAX", 40)
         patch.setattr(
             "espnx.retrieval.first_stage.lexical.stage.remembered_sparse_encoder",
             lambda name: Counting(),
@@ -254,7 +256,11 @@ def test_what_was_recorded_can_be_replayed(store: Path, tmp_path: Path, kind: st
         espnx.open(store, toy_encoder()) as index,
     ):
         there = asked_of_devices(index.store.first_stage, index.store.parts)
-        assert {kind: len(some) for kind, some in there.items()} == {WALKS: 3, POSTINGS: 8}
+        assert {kind: len(some) for kind, some in there.items()} == {
+            WALKS: 3,
+            CLUSTERS: 3,
+            POSTINGS: 8,
+        }
         with espnx.open(store, toy_encoder(), device=devices) as again:
             tiers = [again.store.full, again.store.coarse]
             found = replay(trace, devices, {**there, RECORDS: tiers}, with_host=False)
@@ -262,20 +268,20 @@ def test_what_was_recorded_can_be_replayed(store: Path, tmp_path: Path, kind: st
         [json.loads(line) for line in path.read_text().splitlines()[1:-1]]
         for path in (tmp_path / "trace", tmp_path / "again")
     ]
-    for verb in ("walk", "scan"):
+    for verb in ("walk", "distances", "scan"):
         lines = [[line for line in each if line["verb"] == verb] for each in told]
         assert found.verbs[verb].count == len(lines[0]) > 3
         payloads = [
             sorted((line["payload"], line.get("filter", "")) for line in each) for each in lines
         ]
         assert payloads[0] == payloads[1]
-        assert sorted(line["bytes"] for line in lines[0] if verb == "scan") == sorted(
-            line["bytes"] for line in lines[1] if verb == "scan"
+        assert sorted(line["bytes"] for line in lines[0] if verb != "walk") == sorted(
+            line["bytes"] for line in lines[1] if verb != "walk"
         )
     assert found.verbs["maxsim"].count > 0
 
 
-@pytest.mark.parametrize("verb", ["walk", "scan"])
+@pytest.mark.parametrize("verb", ["walk", "distances", "scan"])
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
@@ -293,7 +299,7 @@ def test_a_device_that_fails(
     error: type[Exception],
 ) -> None:
     """No ranking, early or late; the one after is right."""
-    named = "graph" if verb == "walk" else "bm25"
+    named = {"walk": "graph", "distances": "clusters", "scan": "bm25"}[verb]
     for prefetch in (0, 0.5):
         (device,) = Emulation("smartssd").together(
             [store], stretch=0, faults=[DeviceFault(fault, verb=verb, nth=2)]

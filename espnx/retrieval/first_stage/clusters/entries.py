@@ -84,15 +84,17 @@ def list_entries(
         scratch: a directory for work files, which are removed.
     """
     names = (DATA, TABLE, HEADS, LINKS if recipe.options.heads == "memory" else GRAPH, MANIFEST)
-    sections = in_turn(_made(source, numbers, order, recipe, scratch), (_ORDER, *names))
-    found = sections.pop(_ORDER)
-    return Entries(found, sections)
+    made = _made(source, numbers, order, recipe, scratch)
+    if order is not None:
+        return Entries([order], in_turn(made, names))
+    sections = in_turn(made, (_ORDER, *names))
+    return Entries(sections.pop(_ORDER), sections)
 
 
 def _made(
     source: Vectors, numbers: np.ndarray, order: np.ndarray | None, recipe: Recipe, scratch: str
 ) -> Iterator[tuple[str, Iterable[np.ndarray]]]:
-    """The order, then each section, made as they are asked for."""
+    """The order, where none was given, then each section, made as they are asked for."""
     with NativeEngine() as engine:
         work = ClusterStore(engine, scratch or ".", 1)
         try:
@@ -106,7 +108,6 @@ def _made(
                 yield _ORDER, [numbers[rows]]
             else:
                 rows = _places(numbers, order)
-                yield _ORDER, [order]
             labels = np.empty(source.n, np.int64)  # of each row the place of its record
             labels[rows] = np.arange(source.n)
             yield from _sections(made, labels)

@@ -203,9 +203,9 @@ class ClusterStage:
     def in_words(description: Mapping[str, Any]) -> str:
         """What `describe` says, and what it means for a search."""
         words = [
-            f"clusters of {description['vector']} vectors, {description['dim']} dimensions as "
+            (f"clusters of {description['vector']} vectors, {description['dim']} dimensions as "
             f"{description['vector_dtype']}, lists of {description['list_bytes']} bytes or less, "
-            f"heads in {'memory' if description['heads'] == 'memory' else 'a graph on SSD'}"
+            f"heads in {'memory' if description['heads'] == 'memory' else 'a graph on SSD'}")
         ]
         if description["pages"]:
             words.append(

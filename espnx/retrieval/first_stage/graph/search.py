@@ -61,7 +61,8 @@ class GraphPart:
         with self._filtering:
             found = self._filters.get(allowed)
             if found is None:
-                found = self._filters[allowed] = rows_allowed(allowed, self.first_number, self.count)
+                found = rows_allowed(allowed, self.first_number, self.count)
+                self._filters[allowed] = found
             return found
 
     def all_vectors(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
