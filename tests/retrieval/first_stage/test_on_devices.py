@@ -196,7 +196,7 @@ def test_what_is_read_past_the_devices_has_no_time(store: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("named", ["graph", "bm25", "splade"])
+@pytest.mark.parametrize("named", ["graph", "clusters", "bm25", "splade"])
 def test_how_long_a_first_stage_takes(store: Path, tmp_path: Path, named: str) -> None:
     """On an emulated device: what its commands cost, all parts of the store beside one another,
     by hand from the trace."""
@@ -211,7 +211,8 @@ def test_how_long_a_first_stage_takes(store: Path, tmp_path: Path, named: str) -
         found = index.search(ASKED[0], k=3, first_stage=named, rerank=0, candidates=20)
     lines = [json.loads(line) for line in (tmp_path / "trace").read_text().splitlines()[1:-1]]
     asked = [line for line in lines if line["n"] >= before]
-    assert {line["verb"] for line in asked} == {"walk" if named == "graph" else "scan"}
+    verb = {"graph": "walk", "clusters": "distances"}.get(named, "scan")
+    assert {line["verb"] for line in asked} == {verb}
     assert 2 <= len(asked) <= 4
     with Topology(load_spec("smartssd"), 1, stretch=0) as topology:
         last = []
@@ -223,6 +224,13 @@ def test_how_long_a_first_stage_takes(store: Path, tmp_path: Path, named: str) -
                 last.append(
                     topology.transfer(
                         0, "flash_to_host", 4096 * sum(pages), requests=len(line["lists"])
+                    )
+                )
+                continue
+            if line["verb"] == "distances":
+                last.append(
+                    topology.transfer(
+                        0, "flash_to_host", line["bytes"], requests=len(line["clusters"])
                     )
                 )
                 continue

@@ -24,7 +24,7 @@ from ....clusters.facts import read_lists
 from ....clusters.index import ClusterIndex
 from ....clusters.making import LEAST_MEMORY_BYTES, least_memory
 from ....clusters.options import DTYPES, HEADS_IN, PACKINGS, ClusterOptions, check_options
-from ....clusters.planning import plan
+from ....clusters.planning import ClusterPlan, plan
 from ....device.clusters.layout import FORMATS, entry_bytes
 from ....device.kinds import CLUSTERS, PartKind
 from ....graph.devices.walks import WALKS
@@ -481,8 +481,18 @@ class ClusterStage:
             return records * self.vector_dim * (4 + self._flat_dtype.itemsize)
         if self.bytes_per_record:
             return math.ceil(records * self.bytes_per_record)
+        memory = self._planned(records).memory
+        return memory["total_bytes"] + memory["table_bytes"]  # a device has the table, too
+
+    def stored_bytes(self, records: int) -> int:
+        """What so many will take on SSD."""
+        if records < FLAT_MAX:
+            return records * self.vector_dim * self._flat_dtype.itemsize
+        return self._planned(records).disk["total_bytes"]
+
+    def _planned(self, records: int) -> ClusterPlan:
         settings = self.settings
-        planned = plan(
+        return plan(
             records,
             self.vector_dim,
             vector_dtype=settings.dtype_name,
@@ -491,4 +501,3 @@ class ClusterStage:
             list_bytes=settings.list_bytes,
             heads=settings.heads,
         )
-        return planned.memory["total_bytes"] + planned.memory["table_bytes"]
