@@ -73,7 +73,9 @@ def measure_stages(
                 effort = math.ceil(_GROWTH * effort)
             point = next((each for each in reached if each.recall >= recall), reached[-1])
             rows.append(
-                _row(stage, recall, point, loaded[stage], asked[stage], given, index, encoded, pairs)
+                _row(
+                    stage, recall, point, loaded[stage], asked[stage], given, index, encoded, pairs
+                )
             )
     return rows
 
@@ -136,12 +138,7 @@ def _row(
     }
     return Row(
         case="hybrid",
-        params={
-            "show": "stages",
-            **given.params(index),
-            "candidates": count,
-            "recall": recall,
-        },
+        params={"show": "stages", **given.params(index), "candidates": count, "recall": recall},
         system=stage,
         kind="measured",
         requested_path="auto",

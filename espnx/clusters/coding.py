@@ -141,9 +141,7 @@ def checked_blocks(source: Vectors, coding: ListCoding) -> Iterator[tuple[int, n
         raise errors.FormatError(source.name, got=f"{done} vectors", expected=source.n)
 
 
-def grid_of(
-    sample: np.ndarray, least: np.ndarray, most: np.ndarray
-) -> tuple[float, np.ndarray]:
+def grid_of(sample: np.ndarray, least: np.ndarray, most: np.ndarray) -> tuple[float, np.ndarray]:
     """(what a step of rounded values is worth; what is taken off each before, float32 [dim]).
 
     Args:

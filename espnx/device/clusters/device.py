@@ -210,10 +210,7 @@ class SsdDistanceTicket:
 
 
 def open_clusters(
-    source: ClusterSource,
-    *,
-    engine: NativeEngine | str = "auto",
-    threads: int | None = None,
+    source: ClusterSource, *, engine: NativeEngine | str = "auto", threads: int | None = None
 ) -> SsdClusterDevice:
     """Opens clusters on the plain SSD. Arguments and errors are those of `SsdClusterDevice`."""
     return SsdClusterDevice(source, engine=engine, threads=threads)

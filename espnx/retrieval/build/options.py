@@ -35,8 +35,8 @@ class BuildOptions:
             ``bit1``, ``residual1``, ``residual2`` or ``residual4``.
         first_stages: what finds candidates: ``ivf``, ``graph``, ``clusters``, ``bm25``, ``splade``,
             those of other packages (first_stage/registry.py) or ``module:class``; one or several,
-            or a mapping from each to its options. Searches take the first unless told otherwise. Once
-            checked, the `Settings` of each, by kind.
+            or a mapping from each to its options. Searches take the first unless told otherwise.
+            Once checked, the `Settings` of each, by kind.
         unused: options of stages that are not among them, by kind; they are checked, and tell
             builds apart.
         pca: dimensions to project token vectors to; None keeps them.

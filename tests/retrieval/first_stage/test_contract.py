@@ -257,7 +257,8 @@ def test_names_of_sections(folder: Path, monkeypatch: pytest.MonkeyPatch, name: 
 
 def test_kinds_that_are_unknown_or_taken(folder: Path) -> None:
     with pytest.raises(
-        errors.InvalidInputError, match=r"first-stage kind.*bm25, clusters, exact, graph, ivf or splade"
+        errors.InvalidInputError,
+        match=r"first-stage kind.*bm25, clusters, exact, graph, ivf or splade",
     ):
         build(folder / "s", DOCUMENTS[:2], first_stages="hnsw")
     with pytest.raises(errors.InvalidInputError, match="first-stage kind 'ivf'"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,14 +18,16 @@ from ....clusters.index import check_device
 from ....device.kinds import CLUSTERS
 from ....device.vectors.interface import DistanceTicket
 from ....graph.devices.walks import WALKS
+from ....graph.format import CODEBOOK, ENTRIES, section_of
 from ....storage import NativeEngine
+from ....storage.files import Region
 from ..devices import StageDevices
 from ..flat import rows_allowed
 from ..interface import Allowed, StageReads, StoredEntries
 from .entries import FIX, sections_of, stored_rows
 
-#: Of numbers of lists, and of what a search asks for.
-Numbers = np.ndarray
+#: Of a graph of heads, sections that stay in memory while it is open.
+_KEPT = tuple(map(section_of, (CODEBOOK, ENTRIES)))
 
 
 class ClusterPart:
@@ -102,7 +104,7 @@ class ClusterPart:
 
     def find(
         self, wide: np.ndarray, count: int, deadline_s: float
-    ) -> tuple[Numbers, StageReads, int]:
+    ) -> tuple[np.ndarray, StageReads, int]:
         """(the nearest lists of each query, int64 [q, m], -1 where there are no more; what that has
         read; rounds of reads that waited for one another).
 
@@ -111,19 +113,19 @@ class ClusterPart:
         """
         return self._heads.find(wide, min(count, self.n_lists), deadline_s)
 
-    def start(self, query: torch.Tensor, lists: Numbers, deadline_s: float) -> DistanceTicket:
+    def start(self, query: torch.Tensor, lists: np.ndarray, deadline_s: float) -> DistanceTicket:
         """One request for the distances of a query to all vectors of some lists."""
         found: DistanceTicket = self.clusters.distances(
             query, lists, metric=self._coding.device_metric, deadline_s=deadline_s
         )
         return found
 
-    def n_vectors(self, lists: Numbers) -> np.ndarray:
+    def n_vectors(self, lists: np.ndarray) -> np.ndarray:
         """int64 [m]: of each of some lists."""
         found: np.ndarray = self._file.n_vectors[lists]
         return found
 
-    def pages_of(self, lists: Numbers) -> int:
+    def pages_of(self, lists: np.ndarray) -> int:
         """Pages that some lists lie on, each counted once."""
         return int(self._file.new_pages(lists).sum())
 
@@ -137,9 +139,7 @@ class ClusterPart:
                 found = self._masks[allowed] = rows.mask(self.count)
             return found
 
-    def scored(
-        self, engine: NativeEngine, asked: Asked
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def scored(self, engine: NativeEngine, asked: Asked) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(rows, similarities float32 [q, m] of each query to them), as the device measures, over
         all lists: every one is read."""
         native = asked.native.numpy().astype(np.float32)
@@ -170,7 +170,7 @@ class _HeadsInMemory:
 
     def find(
         self, wide: np.ndarray, count: int, deadline_s: float
-    ) -> tuple[Numbers, StageReads, int]:
+    ) -> tuple[np.ndarray, StageReads, int]:
         """See `ClusterPart.find`."""
         return self._finder.find(wide, count, deadline_s).lists, StageReads(), 0
 
@@ -192,13 +192,11 @@ class _HeadsInGraph:
 
     def find(
         self, wide: np.ndarray, count: int, deadline_s: float
-    ) -> tuple[Numbers, StageReads, int]:
+    ) -> tuple[np.ndarray, StageReads, int]:
         """See `ClusterPart.find`."""
         if not count or not len(wide):
             return np.empty((len(wide), 0), np.int64), StageReads(), 0
-        ticket = self._walks.walk(
-            wide, count, list_size=list_size_of(count), deadline_s=deadline_s
-        )
+        ticket = self._walks.walk(wide, count, list_size=list_size_of(count), deadline_s=deadline_s)
         found = ticket.finish()
         moved_bytes = found.total_bytes
         reads = StageReads(
@@ -231,9 +229,6 @@ def _heads_of(
     return _HeadsInGraph(walks, stored.facts.n_lists, held, is_on_device=is_on_device)
 
 
-def _graph_bytes(regions: Any) -> int:
+def _graph_bytes(regions: Mapping[str, Region]) -> int:
     """What an open graph keeps: its codebook, entry points and their codes."""
     return sum(regions[name].size_bytes for name in _KEPT if name in regions)
-
-
-_KEPT: Sequence[str] = ("codebook", "entries")

@@ -202,10 +202,11 @@ class ClusterStage:
     @staticmethod
     def in_words(description: Mapping[str, Any]) -> str:
         """What `describe` says, and what it means for a search."""
+        heads = "memory" if description["heads"] == "memory" else "a graph on SSD"
         words = [
-            (f"clusters of {description['vector']} vectors, {description['dim']} dimensions as "
-            f"{description['vector_dtype']}, lists of {description['list_bytes']} bytes or less, "
-            f"heads in {'memory' if description['heads'] == 'memory' else 'a graph on SSD'}")
+            f"clusters of {description['vector']} vectors, {description['dim']} dimensions as "
+            f"{description['vector_dtype']}",
+            f"lists of {description['list_bytes']} bytes or less, heads in {heads}",
         ]
         if description["pages"]:
             words.append(
@@ -289,9 +290,7 @@ class ClusterStage:
         entries = self.settings.replicas * entry_bytes(format, dim)
         all_of_them = min(_BUDGET_BYTES, count * (4 * 8 * (dim + 1) + 3 * entries))
         return max(
-            LEAST_MEMORY_BYTES,
-            all_of_them,
-            least_memory(self.settings.options(1), count, dim),
+            LEAST_MEMORY_BYTES, all_of_them, least_memory(self.settings.options(1), count, dim)
         )
 
     def add_bytes(self, count: int) -> int:
@@ -412,9 +411,7 @@ class ClusterStage:
                     each.append(FlatPart(part.first_number, rows))
                     continue
                 own = 1 if any(isinstance(one, ClusterPart) for one in each) else threads
-                each.append(
-                    ClusterPart(part, self.vector_dim, engine, threads=own, device=device)
-                )
+                each.append(ClusterPart(part, self.vector_dim, engine, threads=own, device=device))
                 opened.callback(each[-1].close)
             loaded = LoadedClusters(
                 each, engine, self.document_vector.of_query, self.probed, self.steps
