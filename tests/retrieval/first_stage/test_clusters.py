@@ -290,10 +290,16 @@ def test_what_is_known_early(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     loaded.close()
 
 
-@pytest.mark.parametrize("count", [1, 2, 39, 40, 41])
-def test_few_documents(folder: Path, count: int) -> None:
-    """One, and as many as a part with lists has, one fewer, and one more."""
-    build(folder / "s", DOCUMENTS[:count], first_stages={"clusters": SMALL})
+ONE_LIST: dict[str, Any] = {"n_lists": 1, "list_bytes": 1 << 16}
+
+
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [(1, {}), (2, {}), (39, {}), (40, {}), (41, {"heads": "graph"}), (40, ONE_LIST)],
+)
+def test_few_documents(folder: Path, count: int, options: dict[str, Any]) -> None:
+    """One, and as many as a part with lists has, one fewer, and one more; one list of them all."""
+    build(folder / "s", DOCUMENTS[:count], first_stages={"clusters": {**SMALL, **options}})
     names = set(sections(part_file(folder / "s")))
     assert ("vectors" in names) == (count < 40)
     assert ("clusters" in names) == (count >= 40)

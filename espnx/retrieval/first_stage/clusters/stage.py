@@ -294,6 +294,8 @@ class ClusterStage:
         )
 
     def add_bytes(self, count: int) -> int:
+        if count < FLAT_MAX:
+            return 2 * count * self.vector_dim * 4
         # Numbers and labels of the records, and their order.
         return self._budget_bytes(count) + 32 * count
 
