@@ -203,9 +203,9 @@ class ClusterStage:
     def in_words(description: Mapping[str, Any]) -> str:
         """What `describe` says, and what it means for a search."""
         heads = "memory" if description["heads"] == "memory" else "a graph on SSD"
+        values = f"{description['dim']} dimensions as {description['vector_dtype']}"
         words = [
-            f"clusters of {description['vector']} vectors, {description['dim']} dimensions as "
-            f"{description['vector_dtype']}",
+            f"clusters of {description['vector']} vectors, {values}",
             f"lists of {description['list_bytes']} bytes or less, heads in {heads}",
         ]
         if description["pages"]:
