@@ -233,7 +233,7 @@ def _read(engine: NativeEngine, source: ClusterSource, where: str) -> StoredList
 
 
 class _Places:
-    """Where the files of heads lie. Attributes: size_bytes: of those that were asked for."""
+    """The places of the files of heads. Attributes: size_bytes: of those that were asked for."""
 
     def __init__(self, source: ClusterSource, generation: int):
         self._source, self._generation, self.size_bytes = source, generation, 0

@@ -90,7 +90,7 @@ class Lists:
 
 
 def lists_of(whole: dict[str, bytes], first_number: int = 0) -> Lists:
-    """Of sections by name."""
+    """The lists of sections by name."""
     manifest = json.loads(whole["manifest"])
     dim = manifest["dim"]
     dtype = {"fp16": "<f2", "fp32": "<f4", "int8": "i1"}[manifest["format"]]
@@ -256,7 +256,7 @@ def test_records_lie_as_lists_do(folder: Path) -> None:
 
 
 def test_what_is_known_early(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the lists that are there, and nothing else; the whole search finds what it finds without;
+    """What the lists hold that are there, and nothing else; the whole search finds what it finds without;
     many queries, and requests of few lists each."""
     rows = vectors(300)
     stage = stage_of()
@@ -536,7 +536,7 @@ def test_vectors_that_cannot_be_stored(folder: Path, count: int) -> None:
 
 
 def test_beside_others(folder: Path) -> None:
-    """With lists that decide how records lie, fused with them, and explained."""
+    """Beside inverted lists, which decide how records lie, and fused with them."""
     options = {"clusters": SMALL, "ivf": {"code": "flat", "nlist": 8}}
     espnx.build(folder / "s", DOCUMENTS[:300], dims=(D_CLS, DIM), first_stages=options)
     espnx.add(folder / "s", DOCUMENTS[300:400])
@@ -658,14 +658,21 @@ def test_on_the_command_line(
 
 
 def words_as_vectors(texts: Sequence[str]) -> espnx.FunctionEncoder:
-    """Weighted words (TF-IDF), projected to 128 dimensions: no network, and seconds for Cranfield.
-    The one token of a text is its CLS vector."""
+    """Weighted words (TF-IDF), projected to the 128 dimensions that say most of these texts (LSA):
+    no network, and seconds for Cranfield. The one token of a text is its CLS vector."""
     known = {word: number for number, word in enumerate({w for t in texts for w in t.split()})}
     frequency = np.zeros(len(known))
     for text in texts:
         frequency[[known[word] for word in set(text.split())]] += 1
     rarity = np.log(len(texts) / frequency)
-    projection = np.random.default_rng(0).normal(size=(len(known), 128))
+    weights = np.zeros((len(texts), len(known)), np.float32)
+    for row, text in zip(weights, texts, strict=True):
+        numbers, counts = np.unique([known[word] for word in text.split()], return_counts=True)
+        numbers = numbers.astype(int)
+        row[numbers] = np.log1p(counts) * rarity[numbers]
+        row /= max(1e-9, float(np.linalg.norm(row)))
+    values, left = np.linalg.eigh(weights @ weights.T)
+    projection = (weights.T @ left[:, -128:]) / np.sqrt(values[-128:])
 
     def encode(some: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         found = []

@@ -310,8 +310,8 @@ class ClusterStageSearch:
 
     @property
     def rounds(self) -> list[int]:
-        """Of each query: reads that waited for one another; of a complete search. Parts are read
-        beside one another."""
+        """How many reads of each query waited for one another; of a complete search. Parts are
+        read beside one another."""
         return [
             self._head_rounds + max((each.rounds for each, _, _ in of_query), default=0)
             for of_query in self._readings

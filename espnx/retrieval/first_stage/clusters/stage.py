@@ -125,7 +125,7 @@ class ClusterSettings:
 
     @property
     def dtype_name(self) -> str:
-        """Of stored vectors."""
+        """The dtype of stored vectors."""
         return str(FORMATS[self.check(1)])
 
 
@@ -271,7 +271,7 @@ class ClusterStage:
 
     @property
     def _flat_dtype(self) -> np.dtype:
-        """Of the vectors of small parts: what lists will be made of."""
+        """The dtype of the vectors of small parts: lists will be made of them."""
         return np.dtype("<f2" if self.settings.dtype_name == "float16" else "<f4")
 
     def _recipe(self, count: int) -> Recipe:
