@@ -256,8 +256,8 @@ def test_records_lie_as_lists_do(folder: Path) -> None:
 
 
 def test_what_is_known_early(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the lists hold that are there, and nothing else; the whole search finds what it finds without;
-    many queries, and requests of few lists each."""
+    """What the lists hold that are there, and nothing else; the whole search finds what it finds
+    without; many queries, and requests of few lists each."""
     rows = vectors(300)
     stage = stage_of()
     entries = InMemoryEntries(stage.add(InMemoryDocuments(rows)))
