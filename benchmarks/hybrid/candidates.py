@@ -1,5 +1,5 @@
 """How many candidates a first stage should find: quality and cost of MaxSim over 50 to 1,000 of
-them, from a graph on SSD and from inverted lists in memory."""
+them, from a graph and from lists on SSD, and from inverted lists in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from ..harness.registry import Say
 from ..harness.result import Row
 from .collection import Collection
 
-STAGES = ("ivf", "graph")
 COUNTS = (50, 100, 200, 400, 700, 1000)
 K = 10
 
@@ -34,7 +33,12 @@ class _Point:
 
 
 def measure_candidates(
-    index: espnx.Index, encoder: espnx.Encoder, given: Collection, pairs: int, say: Say
+    index: espnx.Index,
+    encoder: espnx.Encoder,
+    given: Collection,
+    stages: Sequence[str],
+    pairs: int,
+    say: Say,
 ) -> list[Row]:
     """A row for each stage and number of candidates. Each query is asked of all of them before the
     next one is."""
@@ -45,8 +49,8 @@ def measure_candidates(
         name: index.search(query, k=len(index), candidates=len(index), first_stage="ivf")
         for name, query in encoded.items()
     }
-    asked = [(stage, count) for count in COUNTS if count < len(index) for stage in STAGES] or [
-        (stage, len(index)) for stage in STAGES
+    asked = [(stage, count) for count in COUNTS if count < len(index) for stage in stages] or [
+        (stage, len(index)) for stage in stages
     ]
     points = {at: _Point() for at in asked}
     for turn in range(pairs):

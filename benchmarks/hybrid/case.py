@@ -12,23 +12,28 @@ from espnx.errors import InvalidInputError
 from ..harness.registry import Case, Say
 from ..harness.result import Row
 
-SHOWS = ("rankings", "candidates", "overlap")
-DESCRIPTION = """One index of a test collection with four first stages: BM25 and SPLADE from posting
-lists on SSD, inverted lists in memory and a graph on SSD over CLS vectors, whose candidates MaxSim
-ranks. Quality by the collection's judgements.
+SHOWS = ("rankings", "candidates", "stages", "overlap")
+#: Of one vector a document, which can be compared.
+STAGES = ("ivf", "graph", "clusters")
+DESCRIPTION = """One index of a test collection with five first stages: BM25 and SPLADE from posting
+lists on SSD, inverted lists in memory, and a graph and clusters on SSD over CLS vectors, whose
+candidates MaxSim ranks. Quality by the collection's judgements.
 
 rankings: those of BM25, SPLADE and MaxSim alone, reciprocal rank fusion (k = 60, nothing fitted) of
 two and of all three, and MaxSim over the union of what the three find. Fused searches are compared
 with what fusing the rankings by hand gives. The difference from the best of the three alone comes
 with the interval of a paired bootstrap. candidates: MaxSim over 50 to 1,000 candidates of the
-graph, and of the inverted lists; scores are compared with a search of all documents. overlap: what
-BM25, SPLADE and the inverted lists take to find all that they find, alone and together, nothing
-re-ranked and without encoding; beside the sum of their CPU over two cores plus the longest wait of
-one of them.
+inverted lists, the graph, and the clusters (--stages); scores are compared with a search of all
+documents. stages: the same first stages at equal recall, each with the least effort that finds
+0.90, 0.95 and 0.98 of the 100 nearest. overlap: what BM25, SPLADE and the inverted lists take to
+find all that they find, alone and together, nothing re-ranked and without encoding; beside the sum
+of their CPU over two cores plus the longest wait of one of them.
 
   espnx bench hybrid --path /mnt/ssd/bench --collection cranfield \\
       --json benchmarks/results/hybrid.json
   espnx bench hybrid --path /mnt/ssd/bench --collection cranfield --show candidates
+  espnx bench hybrid --path /mnt/ssd/bench --collection cranfield --show stages \\
+      --stages graph,clusters
   # does everything work here?
   espnx bench hybrid --quick
 
@@ -52,6 +57,12 @@ def configure(parser: ArgumentParser) -> None:
         help="in BEIR's form: corpus.jsonl, queries.jsonl, qrels.tsv",
     )
     add("--show", choices=SHOWS, default=SHOWS[0], help="(default: %(default)s)")
+    add(
+        "--stages",
+        default=",".join(STAGES),
+        metavar="S,...",
+        help="first stages of one vector a document to compare (default: %(default)s)",
+    )
     add("--encoder", default="minilm", metavar="M", help="of token vectors (default: %(default)s)")
     add("--sparse-encoder", default="splade-tiny", metavar="M", help="(default: %(default)s)")
 
@@ -64,12 +75,16 @@ def run(args: Namespace, say: Say) -> list[Row]:
         raise InvalidInputError(
             "--collection", got="none", expected="a folder in BEIR's form", fix="or --quick"
         )
+    stages = args.stages.split(",")
+    if unknown := [stage for stage in stages if stage not in STAGES]:
+        raise InvalidInputError("--stages", got=", ".join(unknown), expected=", ".join(STAGES))
     return measure(
         args.path,
         args.collection,
         args.encoder,
         args.sparse_encoder,
         args.show,
+        stages,
         1 if args.quick else args.pairs,
         say,
     )
@@ -79,11 +94,17 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """A table of rows of one show: those of the first."""
     from .candidates import candidates_table
     from .overlap import overlap_table
+    from .stages import stages_table
 
     # results of before there were others
     shows = [row.params.get("show", "rankings") for row in rows]
     show = shows[0] if rows else "rankings"
-    tables = {"candidates": candidates_table, "overlap": overlap_table, "rankings": _rankings_table}
+    tables = {
+        "candidates": candidates_table,
+        "overlap": overlap_table,
+        "rankings": _rankings_table,
+        "stages": stages_table,
+    }
     return tables[show]([row for row, own in zip(rows, shows, strict=True) if own == show])
 
 

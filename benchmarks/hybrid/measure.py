@@ -4,6 +4,7 @@ command line reads case.py, and needs none of what measuring imports."""
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import espnx
 
@@ -13,8 +14,9 @@ from .candidates import measure_candidates
 from .collection import read_collection, toy_collection
 from .overlap import Clocked, measure_overlap
 from .rankings import measure_rankings
+from .stages import measure_stages
 
-STAGES = ("ivf", "bm25", "splade", "graph")
+STAGES = ("ivf", "bm25", "splade", "graph", "clusters")
 
 
 def measure(
@@ -23,10 +25,11 @@ def measure(
     encoder: str,
     sparse_encoder: str,
     show: str,
+    stages: Sequence[str],
     pairs: int,
     say: Say,
 ) -> list[Row]:
-    """Raises what the library raises."""
+    """`stages`: that are compared, of one vector a document. Raises what the library raises."""
     given = toy_collection() if collection is None else read_collection(collection)
     store = os.path.join(path, f"hybrid-{given.name}")
     dense = espnx.load_encoder(encoder)
@@ -40,8 +43,8 @@ def measure(
         with espnx.open(store, clocked[0], sparse_encoder=clocked[1]) as index:
             return measure_overlap(index, list(clocked), given, pairs, say)
     with espnx.open(store, dense) as index:
-        return (
-            measure_candidates(index, dense, given, pairs, say)
-            if show == "candidates"
-            else measure_rankings(index, given, pairs, say)
-        )
+        if show == "candidates":
+            return measure_candidates(index, dense, given, stages, pairs, say)
+        if show == "stages":
+            return measure_stages(index, dense, given, stages, pairs, say)
+        return measure_rankings(index, given, pairs, say)

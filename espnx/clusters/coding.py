@@ -141,6 +141,20 @@ def checked_blocks(source: Vectors, coding: ListCoding) -> Iterator[tuple[int, n
         raise errors.FormatError(source.name, got=f"{done} vectors", expected=source.n)
 
 
+def grid_of(sample: np.ndarray, least: np.ndarray, most: np.ndarray) -> tuple[float, np.ndarray]:
+    """(what a step of rounded values is worth; what is taken off each before, float32 [dim]).
+
+    Args:
+        sample: float32 [m, dim], of the vectors.
+        least, most: float32 [dim]: of all values.
+    """
+    count, dim = sample.shape
+    middle = sample.mean(axis=0, dtype=np.float64) if count else np.zeros(dim)
+    centre = middle.astype(np.float32)
+    largest = np.maximum(most - centre, centre - least) if count else least[:0]
+    return step_of(sample, largest, centre), centre
+
+
 def step_of(sample: np.ndarray, largest: np.ndarray, centre: np.ndarray | None) -> float:
     """What a step of rounded values is worth: of some shares of the largest value the one that
     rounds the sample, float32 [m, dim], least, but for a few vectors far out.

@@ -12,6 +12,7 @@ from ..device.clusters.layout import REBUILD
 from ..device.interface import FilePath
 from ..graph.hnsw.links import Links
 from ..graph.index import GraphIndex
+from ..graph.neighbours import Neighbours
 from ..ops.quantise import load_faiss
 from .closure import EF_CONSTRUCTION
 from .facts import StoredLists
@@ -134,16 +135,12 @@ class GraphHeads:
         if stored.graph is None:
             return
         self._graph = GraphIndex(stored.graph, engine=engine, threads=threads)
-        layout, wanted = self._graph.facts.layout, (self._count, stored.coding.head_dim)
-        if (layout.n, layout.dim) != wanted or self._graph.facts.metric != "l2":
+        layout = self._graph.facts.layout
+        try:
+            check_head_graph(stored, layout.n, layout.dim, self._graph.facts.metric)
+        except BaseException:
             self._graph.close()
-            raise errors.FormatError(
-                "graph of heads",
-                path=stored.graph.where,
-                got=f"{layout.n} nodes of {layout.dim} values, {self._graph.facts.metric}",
-                expected=f"{wanted[0]} of {wanted[1]}, l2",
-                fix=REBUILD,
-            )
+            raise
 
     def find(self, queries: np.ndarray, count: int, deadline_s: float) -> FoundLists:
         """See `HeadFinder`. Pages are read one after the other, each a round, where there are many
@@ -154,15 +151,10 @@ class GraphHeads:
             return FoundLists(
                 np.empty(shape, np.float32), np.empty(shape, np.int64), none, none.copy()
             )
-        list_size = max(_LEAST_LIST_SIZE, int(_LIST_SIZE_FACTOR * count))
         found = self._graph.search(
-            queries, count, list_size=list_size, beam_width=1, deadline_s=deadline_s
+            queries, count, list_size=list_size_of(count), beam_width=1, deadline_s=deadline_s
         )
-        far, lists = found.distances, found.ids
-        if count == self._count:
-            lists = _completed(lists, self._count)
-        pages = found.pages * (found.page_bytes // 4096)
-        return FoundLists(far, lists, pages, found.pages)
+        return lists_of(found, self._count)
 
     def verify(self) -> None:
         """See `HeadFinder`."""
@@ -184,10 +176,32 @@ class GraphHeads:
             self._graph.close()
 
 
-def _completed(lists: np.ndarray, count: int) -> np.ndarray:
-    """All lists, where a walk came by none of some: these behind those that were found."""
-    whole = lists.copy()
-    for row in whole:
-        missing = np.setdiff1d(np.arange(count), row[row >= 0])
-        row[row < 0] = missing
-    return whole
+def list_size_of(count: int) -> int:
+    """Candidates that a walk through a graph of heads keeps for so many lists."""
+    return max(_LEAST_LIST_SIZE, int(_LIST_SIZE_FACTOR * count))
+
+
+def check_head_graph(stored: StoredLists, n: int, dim: int, metric: str) -> None:
+    """Raises FormatError for a graph of so many nodes, of so many values, by that metric, which is
+    none of the heads of these lists."""
+    wanted = stored.facts.n_lists, stored.coding.head_dim
+    if (n, dim) != wanted or metric != "l2":
+        raise errors.FormatError(
+            "graph of heads",
+            path=stored.facts.where,
+            got=f"{n} nodes of {dim} values, {metric}",
+            expected=f"{wanted[0]} of {wanted[1]}, l2",
+            fix=REBUILD,
+        )
+
+
+def lists_of(found: Neighbours, count: int) -> FoundLists:
+    """What a walk through a graph of `count` heads has found; where it was to find all of them, all
+    are there, those that it came by none of behind the others."""
+    lists = found.ids
+    if lists.shape[1] == count:
+        lists = lists.copy()
+        for row in lists:
+            row[row < 0] = np.setdiff1d(np.arange(count), row[row >= 0])
+    pages = found.pages * (found.page_bytes // 4096)
+    return FoundLists(found.distances, lists, pages, found.pages)

@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from .. import errors
 from ..checks import check_finite, check_path, check_whole, plain
 from ..device.clusters.device import SsdClusterDevice
+from ..device.clusters.layout import ClusterFile, ClusterSections, ClusterSource
 from ..device.clusters.nearest import nearest
 from ..device.interface import FilePath
 from ..device.near_storage import NearStorageDevice
@@ -23,16 +24,16 @@ from ..device.vectors.interface import ClusterDevice, DistanceTicket
 from ..forks import check_own
 from ..graph.filters import mask_of
 from ..graph.neighbours import shown
-from ..storage import NativeEngine, Plan
+from ..storage import NativeEngine
 from ..suggestions import suggests_keywords
 from .coding import Asked
-from .facts import ClusterFacts, StoredLists, read_lists
+from .facts import ClusterFacts, StoredLists, check_all_there, check_ids, entries_in, read_lists
 from .finding import FoundLists, GraphHeads, HeadFinder, MemoryHeads
 from .found import ListNeighbours
 from .options import HEADS_IN, N_MAX
 
 _IN_FLIGHT_MAX = 4096
-_VERIFY_BYTES = 8 << 20
+_VERIFY_BYTES = 16 << 20
 
 
 class ClusterIndex:
@@ -44,10 +45,10 @@ class ClusterIndex:
         device: that measures the lists' vectors, a `ClusterDevice`.
 
     Args:
-        path: the directory.
+        path: the directory, or the sections of another file that hold what its files do.
         device: that keeps the lists and measures their vectors: None, this machine's SSD; a name,
             as of `espnx.device.open` (``smartssd``), opened in that directory; a
-            `NearStorageDevice`; or a `ClusterDevice` of this directory, which stays the caller's.
+            `NearStorageDevice`; or a `ClusterDevice` of these lists, which stays the caller's.
         heads: ``memory`` or ``graph``, as the lists were built with; None: that.
         engine: path of the reads: ``auto``, ``uring``, ``posix`` or ``memory``.
         threads: that measure vectors and search heads; None: as many as torch uses.
@@ -64,7 +65,7 @@ class ClusterIndex:
     @suggests_keywords
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: ClusterSource,
         *,
         device: Any = None,
         heads: str | None = None,
@@ -72,7 +73,9 @@ class ClusterIndex:
         threads: int | None = None,
         in_flight: int = 32,
     ):
-        where = check_path("directory of lists", path)
+        source = (
+            path if isinstance(path, ClusterSections) else check_path("directory of lists", path)
+        )
         threads = torch.get_num_threads() if threads is None else threads
         check_whole("threads of lists", threads, 1, 256)
         check_whole("in_flight, queries at a time", in_flight, 1, _IN_FLIGHT_MAX)
@@ -82,22 +85,23 @@ class ClusterIndex:
             )
         self._process, self._in_flight, self._engine_name = os.getpid(), in_flight, engine
         with NativeEngine("posix", threads=1, pool_bytes=0) as own:
-            stored = read_lists(own, where)
+            stored = read_lists(own, source)
         # not the heads: their finder has a copy
+        self._stored = replace(stored, heads=None, links=None)
         self.facts: ClusterFacts = stored.facts
         self._file, self._coding = stored.file, stored.coding
         if heads not in (None, self.facts.heads):
             raise errors.InvalidInputError(
-                f"heads of the lists in {where}",
+                f"heads of the lists in {self.facts.where}",
                 got=repr(heads),
                 expected=repr(self.facts.heads),
                 fix=f"build them with heads={heads!r} (--heads {heads})",
             )
         self._finder = _finder_of(stored, engine, threads)
         try:
-            self.device, self._owned = _device_of(device, where, engine, threads)
+            self.device, self._owned = _device_of(device, source, engine, threads)
             try:
-                self._check_device()
+                check_device(self._file, self.device, self.facts.where)
             except BaseException:
                 self._close_owned()
                 raise
@@ -105,18 +109,6 @@ class ClusterIndex:
             self._finder.close()
             raise
         self._is_open = True
-
-    def _check_device(self) -> None:
-        file, held = self._file, self.device.clusters
-        if (held.format, held.dim) != (file.format, file.dim) or not np.array_equal(
-            np.asarray(held.n_vectors), file.n_vectors
-        ):
-            raise errors.InvalidInputError(
-                f"device of the lists in {self.facts.where}",
-                got=f"{len(held.n_vectors)} clusters of {held.dim} values of {held.format}",
-                expected=f"these {file.n_clusters} of {file.dim} values of {file.format}",
-                fix="open it on the same directory",
-            )
 
     def __len__(self) -> int:
         return self.facts.n
@@ -210,43 +202,12 @@ class ClusterIndex:
         ReadError for the first that is damaged."""
         self.check_open()
         self._finder.verify()
-        file = self._file
         seen = np.zeros(self.facts.n, bool)
-        with NativeEngine(self._engine_name, pool_bytes=2 * _VERIFY_BYTES) as engine:
-            opened = engine.open(file.path)
-            order = np.argsort(file.begin_bytes, kind="stable")
-            group = np.cumsum(file.size_bytes_of(order)) // _VERIFY_BYTES
-            for some in np.split(order, np.flatnonzero(np.diff(group)) + 1):
-                plan = Plan.of(
-                    opened,
-                    torch.from_numpy(file.offset_bytes(some)),
-                    torch.from_numpy(file.size_bytes_of(some)),
-                    crc32c=torch.from_numpy(file.crc32c[some].astype(np.int64)),
-                )
-                future = engine.read(plan)
-                memory, places = future.wait().numpy(), future.position_bytes.tolist()
-                for number, at in zip(some.tolist(), places, strict=True):
-                    size_bytes = int(file.n_vectors[number]) * file.entry_bytes
-                    held = memory[at : at + size_bytes].view(file.entry_dtype)["id"]
-                    self._check_ids(number, held)
-                    seen[held] = True
-        if not seen.all():
-            raise errors.FormatError(
-                f"vector {int(np.argmin(seen))} of lists",
-                path=file.path,
-                got="in none of them",
-                expected="in one or more",
-            )
+        with NativeEngine(self._engine_name, pool_bytes=_VERIFY_BYTES) as engine:
+            for _, held in entries_in(engine, self._stored):
+                seen[held["id"]] = True
+        check_all_there(self.facts, seen)
         return self.facts.n_lists
-
-    def _check_ids(self, number: int, ids: np.ndarray) -> None:
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.facts.n:
-            raise errors.FormatError(
-                f"list {number}",
-                path=self._file.path,
-                got=f"vectors {ids.min()} to {ids.max()}",
-                expected=f"0 to {self.facts.n - 1}",
-            )
 
     def check_open(self) -> None:
         """Raises EngineClosedError after `close`, InvalidInputError in a child of the process that
@@ -290,6 +251,20 @@ class ClusterIndex:
         self.close()
 
 
+def check_device(file: ClusterFile, device: ClusterDevice, where: str) -> None:
+    """Raises InvalidInputError for a device of other clusters than the lists in `where` are."""
+    held = device.clusters
+    if (held.format, held.dim) != (file.format, file.dim) or not np.array_equal(
+        np.asarray(held.n_vectors), file.n_vectors
+    ):
+        raise errors.InvalidInputError(
+            f"device of the lists in {where}",
+            got=f"{len(held.n_vectors)} clusters of {held.dim} values of {held.format}",
+            expected=f"these {file.n_clusters} of {file.dim} values of {file.format}",
+            fix="open it on the same lists",
+        )
+
+
 def _finder_of(stored: StoredLists, engine: str, threads: int) -> HeadFinder:
     if stored.heads is None or stored.links is None:
         return GraphHeads(stored, engine, threads)
@@ -297,22 +272,23 @@ def _finder_of(stored: StoredLists, engine: str, threads: int) -> HeadFinder:
 
 
 def _device_of(
-    given: Any, where: str, engine: str, threads: int
+    given: Any, source: ClusterSource, engine: str, threads: int
 ) -> tuple[ClusterDevice, Sequence[Any]]:
     """(the device; what is to be closed with the index, in order)"""
     if given is None:
-        own = SsdClusterDevice(where, engine=engine, threads=threads - 1)
+        own = SsdClusterDevice(source, engine=engine, threads=threads - 1)
         return own, [own]
     if isinstance(given, str):
-        whole = open_device(given, where)
+        inside = isinstance(source, ClusterSections)
+        whole = open_device(given, os.path.dirname(source.where) if inside else source)
         try:
-            part = whole.open_clusters(where, engine=engine, threads=threads - 1)
+            part = whole.open_clusters(source, engine=engine, threads=threads - 1)
         except BaseException:
             whole.close()
             raise
         return part, [part, whole]
     if isinstance(given, NearStorageDevice):
-        part = given.open_clusters(where, engine=engine, threads=threads - 1)
+        part = given.open_clusters(source, engine=engine, threads=threads - 1)
         return part, [part]
     if not hasattr(given, "distances") or not hasattr(given, "clusters"):
         raise errors.InvalidInputError(
@@ -403,16 +379,7 @@ class _Search:
         costs.bytes_moved += stats.bytes_moved
         costs.measured += len(replies)
         costs.seconds += time.perf_counter() - begun
-        wrong = replies["id"].size and not (
-            0 <= int(replies["id"].min()) <= int(replies["id"].max()) < self._index.facts.n
-        )
-        if wrong:
-            raise errors.FormatError(
-                "vectors of lists",
-                path=self._index.facts.where,
-                got=f"{replies['id'].min()} to {replies['id'].max()}",
-                expected=f"0 to {self._index.facts.n - 1}",
-            )
+        check_ids(self._index.facts, "vectors of lists", replies["id"])
         if self._allowed is not None:
             replies = replies[self._allowed[replies["id"]]]
         ids, far = self._best[at]

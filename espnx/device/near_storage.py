@@ -11,6 +11,7 @@ import torch
 
 from .. import errors
 from ..storage import Engine
+from .clusters.layout import ClusterSections
 from .interface import READ_AHEAD_BYTES, Capabilities, RecordDevice, RowDevice
 from .kinds import CLUSTERS, GRAPHS, POSTINGS, RECORDS, ROWS, PartKind
 from .postings.interface import PostingLists, PostingsDevice
@@ -121,18 +122,23 @@ class NearStorageDevice:
         return found
 
     def open_clusters(
-        self, directory: str | os.PathLike[str], *, engine: Any = "auto", threads: int | None = None
+        self,
+        source: str | os.PathLike[str] | ClusterSections,
+        *,
+        engine: Any = "auto",
+        threads: int | None = None,
     ) -> ClusterDevice:
-        """Opens the clusters in `directory` (`espnx.device.clusters.write_clusters`), for distances
-        of their vectors.
+        """Opens clusters, for distances of their vectors.
 
         Args:
+            source: a directory of them (`espnx.device.clusters.write_clusters`), or sections of
+                another file.
             engine: the path that bytes are to take, or a storage engine.
             threads: that compute on the host; None: as many as PyTorch uses.
 
         Raises InvalidInputError; what reading the clusters' manifest does.
         """
-        found: ClusterDevice = self.open_part(CLUSTERS, directory, engine=engine, threads=threads)
+        found: ClusterDevice = self.open_part(CLUSTERS, source, engine=engine, threads=threads)
         return found
 
     def open_graph(self, graph: Graph, *, engine: Any = "auto") -> GraphDevice:

@@ -173,7 +173,7 @@ def test_bounded_memory_gives_the_same_lists(folder: Path, monkeypatch: pytest.M
     np.save(folder / "v.npy", grouped(3000, 1))
     options: dict[str, Any] = {"n_lists": 50, "list_bytes": 2048, "threads": 1}
     whole = espnx.clusters.build(folder / "v.npy", folder / "a", **options)
-    monkeypatch.setattr(sys.modules["espnx.clusters.build"], "_GATHER_SHARE", 2e-4)
+    monkeypatch.setattr(sys.modules["espnx.clusters.making"], "_GATHER_SHARE", 2e-4)
     monkeypatch.setattr("espnx.graph.vectors._BLOCK_BYTES", 9000)  # of which 281 rows have place
     parts = espnx.clusters.build(folder / "v.npy", folder / "b", memory="64MiB", **options)
     assert (whole.parts, parts.parts > 4) == (1, True)

@@ -10,7 +10,7 @@ from ...checks import check_given_directory
 from ...errors import InvalidInputError
 from ...sizes import format_size
 from ...tables import render_table
-from ..index_options import FORMATS, POOLINGS
+from ..index_options import FORMATS, POOLINGS, first_stages_of
 from ..output import add_json_option, add_memory_option, emit, json_document
 from ..progress import ProgressLine
 from .search import check_store
@@ -77,8 +77,8 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
         default="ivf",
         metavar="S,...",
         help=(
-            "what finds candidates: ivf (in memory), graph, bm25, splade (on SSD), those of "
-            "installed packages, or several; searches take the first (default: ivf)"
+            "what finds candidates: ivf (in memory), graph, clusters, bm25, splade (on SSD), those "
+            "of installed packages, or several; searches take the first (default: ivf)"
         ),
     )
     parser.add_argument(
@@ -188,7 +188,7 @@ def run_build(args: argparse.Namespace) -> int:
             from ...retrieval.build.options import BuildOptions
             from ...retrieval.build.place import check_place
 
-            options["first_stages"] = _first_stages(args)
+            options["first_stages"] = first_stages_of(args)
             BuildOptions.given(**options)
             check_place(args.store, options["directories"], replace=args.replace)
             encoder = load_encoder(args.encoder, dtype=args.encoder_dtype)
@@ -209,22 +209,6 @@ def run_build(args: argparse.Namespace) -> int:
         )
     emit(args, report.summary(), json_document("index build", report=asdict(report)))
     return 0
-
-
-def _first_stages(args: argparse.Namespace) -> list[str] | dict[str, dict[str, Any]]:
-    """The first stages asked for, as `espnx.build` takes them. Raises InvalidInputError."""
-    from ...retrieval.first_stage.settings import settings_of_words
-
-    named, options = args.first_stages.split(","), settings_of_words(args.stage_option)
-    if strange := sorted(options.keys() - set(named)):
-        raise InvalidInputError(
-            "--stage-option",
-            got=", ".join(strange),
-            expected=f"of --first-stages {args.first_stages}",
-        )
-    if not options or len(set(named)) < len(named):  # which is refused where it is checked
-        return named
-    return {kind: options.get(kind, {}) for kind in named}
 
 
 def configure_add(parser: argparse.ArgumentParser) -> None:

@@ -59,7 +59,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--candidates",
         type=int,
-        help="handed on by the first stage, at least k (default: 1000; of a graph 100)",
+        help="handed on by the first stage, at least k (default: 1000; of graph and clusters 100)",
     )
     parser.add_argument(
         "--first-stage",
@@ -88,8 +88,8 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         "--nprobe",
         default="auto",
         help=(
-            "effort of the first stage that is named first: lists of ivf, L of graph (default: "
-            "measured at build)"
+            "effort of the first stage that is named first: lists of ivf and clusters, L of graph "
+            "(default: measured at build)"
         ),
     )
 

@@ -11,7 +11,7 @@ from ...errors import InvalidInputError
 from ...sizes import format_size
 from ...tables import render_table
 from ..host import usable_memory_bytes
-from ..index_options import FORMATS, POOLINGS
+from ..index_options import FORMATS, POOLINGS, first_stages_of
 from ..output import emit, json_document
 
 if TYPE_CHECKING:
@@ -50,6 +50,14 @@ def configure_index(parser: ArgumentParser) -> None:
     add("--pooling", choices=POOLINGS, metavar="P")
     add("--first-stage-code", default="sq8", metavar="CODE", help="default: %(default)s")
     add("--nlist", type=int, metavar="N")
+    add("--first-stages", default="ivf", metavar="S", help="ivf or clusters (default: %(default)s)")
+    add(
+        "--stage-option",
+        action="append",
+        default=[],
+        metavar="S.OPTION=VALUE",
+        help="an option of clusters; may be repeated",
+    )
 
 
 def run_index(args: Namespace) -> int:
@@ -74,11 +82,12 @@ def run_index(args: Namespace) -> int:
         encoder = load_encoder(args.encoder, dtype=args.encoder_dtype)
     dims = (args.d_cls, args.dim) if encoder is None else (encoder.d_cls, encoder.dim)
     options = {name: getattr(args, name) for name in _OPTIONS}
+    stages = _stages(args)
     plan = plan_index(
         args.documents,
         args.tokens,
         dims,
-        BuildOptions.given(**options),
+        BuildOptions.given(**options, first_stages=stages),
         storage=args.storage,
         encoder=encoder,
     )
@@ -91,6 +100,7 @@ def run_index(args: Namespace) -> int:
         "d_cls": dims[0],
         "dim": dims[1],
         "storage": args.storage,
+        "first_stages": stages,
         **options,
     }
     kinds = {"sizes": "computed", "speeds": "measured", "seconds": "modelled"}
@@ -103,6 +113,20 @@ def run_index(args: Namespace) -> int:
         ),
     )
     return 0
+
+
+def _stages(args: Namespace) -> list[str] | dict[str, dict[str, Any]]:
+    """The first stage that is planned. Raises InvalidInputError for one whose size nobody knows
+    before."""
+    stages = first_stages_of(args)
+    if list(stages) not in (["ivf"], ["clusters"]):
+        raise InvalidInputError(
+            "plan --documents --first-stages",
+            got=args.first_stages,
+            expected="ivf or clusters",
+            fix="of a graph: plan --vectors N --dim D; of words: plan --postings N",
+        )
+    return stages
 
 
 def _assumed(args: Namespace) -> dict[str, tuple[str, str, str]]:
@@ -142,10 +166,12 @@ def _sizes(plan: IndexPlan, inputs: dict[str, Any]) -> list[tuple[str, str, str]
     if "coarse_records_bytes" in disk:
         each = f"{disk['coarse_records_bytes'] / documents:,.0f} bytes a document, of the cascade"
         rows.append(("  coarse records", format_size(disk["coarse_records_bytes"]), each))
-    code = inputs["first_stage_code"]
+    kind = f"inverted lists, {inputs['first_stage_code']}"
+    if list(inputs["first_stages"]) != ["ivf"]:
+        kind = "lists on SSD, heads in memory or in a graph"
     return [
         *rows,
-        ("  first stage", format_size(disk["first_stage_bytes"]), f"inverted lists, {code}"),
+        ("  first stage", format_size(disk["first_stage_bytes"]), kind),
         (
             "  while it is built",
             format_size(disk["spool_bytes"]),

@@ -4,12 +4,13 @@ algorithms over it."""
 from __future__ import annotations
 
 from .device import SsdClusterDevice, open_clusters
-from .layout import ClusterFile
+from .layout import ClusterFile, ClusterSections
 from .nearest import nearest_by_command, nearest_by_read
 from .write import write_clusters
 
 __all__ = [
     "ClusterFile",
+    "ClusterSections",
     "SsdClusterDevice",
     "nearest_by_command",
     "nearest_by_read",

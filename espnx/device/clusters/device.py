@@ -17,7 +17,7 @@ from ...storage.native import load_native
 from ..command import Part
 from ..interface import Capabilities, DeviceStats, FilePath
 from ..vectors.interface import PAGE_BYTES, REPLY, DistanceCommand
-from .layout import ClusterFile, read_clusters
+from .layout import ClusterFile, ClusterSource, read_clusters
 
 _WINDOW_BYTES = 64 << 20
 
@@ -26,7 +26,7 @@ class SsdClusterDevice(Part):
     """See `espnx.device.vectors.interface.ClusterDevice`.
 
     Args:
-        directory: of clusters (`write_clusters`).
+        source: a directory of clusters (`write_clusters`), or sections of another file.
         engine: of the reads, which stays the caller's; a name opens one of its own.
         threads: that measure clusters as they arrive, beside the thread that waits for them, which
             does too; None: as many as PyTorch uses, less one. A request of less than 256 KiB is
@@ -41,7 +41,7 @@ class SsdClusterDevice(Part):
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        source: ClusterSource,
         *,
         engine: NativeEngine | str = "auto",
         threads: int | None = None,
@@ -52,7 +52,7 @@ class SsdClusterDevice(Part):
             NativeEngine(engine, pool_bytes=window_bytes) if isinstance(engine, str) else engine
         )
         try:
-            self.clusters: ClusterFile = read_clusters(self.engine, directory)
+            self.clusters: ClusterFile = read_clusters(self.engine, source)
             self._file = self.engine.open(self.clusters.path)
         except BaseException:
             if self._owns_engine:
@@ -81,7 +81,7 @@ class SsdClusterDevice(Part):
                 page_bytes=file.page_bytes,
             )
             for begin, count in zip(
-                file.begin_bytes[wanted].tolist(), file.n_vectors[wanted].tolist(), strict=True
+                file.offset_bytes(wanted).tolist(), file.n_vectors[wanted].tolist(), strict=True
             )
             if count
         ]
@@ -210,11 +210,7 @@ class SsdDistanceTicket:
 
 
 def open_clusters(
-    directory: str | os.PathLike[str],
-    *,
-    engine: NativeEngine | str = "auto",
-    threads: int | None = None,
+    source: ClusterSource, *, engine: NativeEngine | str = "auto", threads: int | None = None
 ) -> SsdClusterDevice:
-    """Opens a directory of clusters on the plain SSD. Arguments and errors are those of
-    `SsdClusterDevice`."""
-    return SsdClusterDevice(directory, engine=engine, threads=threads)
+    """Opens clusters on the plain SSD. Arguments and errors are those of `SsdClusterDevice`."""
+    return SsdClusterDevice(source, engine=engine, threads=threads)

@@ -11,12 +11,16 @@ A directory holds three files (the written specification is docs/device-verbs.md
 
 Several clusters may share a page of flash, but none touches more pages than its size asks for: what
 fits a page never straddles two. No two clusters overlap.
+
+The same may lie inside another file, as sections (`ClusterSections`).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +28,7 @@ from ... import errors
 from ...checks import check_whole
 from ...ops.distances import DIM_MAX, VECTOR_FORMATS, vector_bytes
 from ...storage import NativeEngine
-from ...storage.files import crc32c, read_file
+from ...storage.files import Region, crc32c, read_region
 from ...storage.manifest import read_manifest
 from ...storage.parse import Fields, check_file_size
 from ...storage.replacing import versioned
@@ -54,6 +58,59 @@ FORMATS = {
 }
 TABLE = np.dtype([("offset_bytes", "<u8"), ("n_vectors", "<u4"), ("crc32c", "<u4")])
 REBUILD = "restore the directory from a copy, or write the clusters again"
+
+
+@dataclass(frozen=True)
+class ClusterSections:
+    """Clusters inside another file, as sections that are named like the files of a directory
+    (`section_of`).
+
+    Attributes:
+        where: for messages. manifest: what their manifest says. regions: of the sections; each
+            begins at a multiple of 4096 bytes, so that is what a page of flash may have.
+    """
+
+    where: str
+    manifest: Mapping[str, Any]
+    regions: Mapping[str, Region]
+
+
+#: A directory of clusters, or sections of another file.
+ClusterSource = str | os.PathLike[str] | ClusterSections
+
+
+def section_of(file: str) -> str:
+    """The section that holds what one of the files of a directory does."""
+    return file.removesuffix(".bin").replace(".", "_")
+
+
+def located(
+    source: ClusterSource, generation: int, name: str, size_bytes: int, what: str
+) -> Region:
+    """The place of one of the files, of the size that it must have: checked before memory is taken
+    for it.
+
+    Args:
+        what: the file is, for messages.
+
+    Raises FileMissingError, TruncatedFileError, FormatError, ReadError.
+    """
+    if not isinstance(source, ClusterSections):
+        path = os.path.join(source, versioned(name, generation))
+        check_file_size(path, size_bytes, what, REBUILD)
+        return Region(path, 0, size_bytes)
+    found = source.regions.get(section_of(name))
+    if found is None or found.size_bytes != size_bytes or found.offset_bytes % PAGE_BYTES:
+        raise errors.FormatError(
+            f"section {section_of(name)}, a {what}",
+            path=source.where,
+            got="none"
+            if found is None
+            else f"{found.size_bytes} bytes at byte {found.offset_bytes}",
+            expected=f"{size_bytes} bytes at a multiple of {PAGE_BYTES}",
+            fix=REBUILD,
+        )
+    return found
 
 
 def entry_bytes(format: str, dim: int) -> int:  # noqa: A002
@@ -125,10 +182,11 @@ class ClusterFile:
         page_bytes: of a page of flash.
         n_vectors: int64 [clusters], of each.
         crc32c: uint32 [clusters], of each one's entries.
-        begin_bytes: int64 [clusters]: where each begins.
-        size_bytes: of the file of entries.
+        begin_bytes: int64 [clusters]: where each begins, counted from that of all entries.
+        size_bytes: of all entries.
         generation: of its files.
         index: what an index over the clusters has in the manifest; None: there is none.
+        first_byte: at which the entries begin in `path`.
     """
 
     path: str
@@ -141,6 +199,7 @@ class ClusterFile:
     size_bytes: int
     generation: int
     index: Fields | None = None
+    first_byte: int = 0
 
     @property
     def n_clusters(self) -> int:
@@ -163,7 +222,7 @@ class ClusterFile:
 
     def offset_bytes(self, clusters: np.ndarray) -> np.ndarray:
         """int64: where those clusters begin in the file."""
-        found: np.ndarray = self.begin_bytes[clusters]
+        found: np.ndarray = self.begin_bytes[clusters] + self.first_byte
         return found
 
     def new_pages(self, clusters: np.ndarray) -> np.ndarray:
@@ -207,35 +266,39 @@ def entry_dtype(format: str, dim: int) -> np.dtype:  # noqa: A002
     return np.dtype([("id", "<i4"), ("vector", FORMATS[format], (dim,))])
 
 
-def read_clusters(engine: NativeEngine, directory: str | os.PathLike[str]) -> ClusterFile:
-    """What a directory of clusters says of itself.
+def read_clusters(engine: NativeEngine, source: ClusterSource) -> ClusterFile:
+    """What a directory of clusters, or sections of another file, say of themselves.
 
     Raises:
         StoreNotFoundError: nothing was written there.
         FormatError, ChecksumError, TruncatedFileError, FileMissingError: damaged, or of another
             kind or version.
     """
-    fields = Fields(
-        read_manifest(engine, directory, MAGIC, VERSION),
-        os.path.join(directory, "MANIFEST.json"),
-        fix=REBUILD,
-    )
+    if isinstance(source, ClusterSections):
+        fields = Fields(source.manifest, source.where, fix=REBUILD)
+        generation = 1
+    else:
+        said = read_manifest(engine, source, MAGIC, VERSION)
+        fields = Fields(said, os.path.join(source, "MANIFEST.json"), fix=REBUILD)
+        generation = fields.whole("generation", 1)
     format = fields.choice("format", FORMATS)  # noqa: A001
     dim = fields.whole("dim", 1, DIM_MAX)
     page_bytes = fields.whole("page_bytes", PAGE_BYTES, PAGE_BYTES_MAX)
     if page_bytes & (page_bytes - 1):
         fields.refuse("page_bytes", "a power of two")
+    if page_bytes > PAGE_BYTES and isinstance(source, ClusterSections):
+        fields.refuse("page_bytes", f"{PAGE_BYTES}: sections begin at multiples of it", page_bytes)
     n_clusters = fields.whole("n_clusters", 0, CLUSTERS_MAX)
-    generation = fields.whole("generation", 1)
-    table_path = os.path.join(directory, versioned(TABLE_NAME, generation))
-    table = _read_table(engine, table_path, n_clusters, fields.whole("table_crc32c", 0, 2**32 - 1))
+    size_bytes = n_clusters * TABLE.itemsize
+    place = located(source, generation, TABLE_NAME, size_bytes, "file of clusters")
+    table = _read_table(engine, place, fields.whole("table_crc32c", 0, 2**32 - 1))
     n_vectors = table["n_vectors"].astype(np.int64)
     entry = entry_bytes(format, dim)
     too_long = np.flatnonzero(n_vectors > CLUSTER_BYTES_MAX // entry)
     if too_long.size:
         raise errors.FormatError(
             f"cluster {too_long[0]} of a table",
-            path=table_path,
+            path=place.path,
             got=f"{n_vectors[too_long[0]]} vectors",
             expected=f"at most {CLUSTER_BYTES_MAX // entry}",
             fix=REBUILD,
@@ -249,13 +312,14 @@ def read_clusters(engine: NativeEngine, directory: str | os.PathLike[str]) -> Cl
     if wrong := misplaced(begin_bytes, n_vectors * entry, page_bytes, size_bytes):
         raise errors.FormatError(
             f"cluster {wrong[0]} of a table",
-            path=table_path,
+            path=place.path,
             got=wrong[1],
             expected=wrong[2],
             fix=REBUILD,
         )
-    found = ClusterFile(
-        os.path.join(directory, versioned(DATA_NAME, generation)),
+    data = located(source, generation, DATA_NAME, size_bytes, "file of clusters")
+    return ClusterFile(
+        data.path,
         format,
         dim,
         page_bytes,
@@ -265,20 +329,19 @@ def read_clusters(engine: NativeEngine, directory: str | os.PathLike[str]) -> Cl
         size_bytes,
         generation,
         fields.inner(INDEX_FIELD) if INDEX_FIELD in fields else None,
+        data.offset_bytes,
     )
-    check_file_size(found.path, found.size_bytes, "file of clusters", REBUILD)
-    return found
 
 
-def _read_table(engine: NativeEngine, path: str, n_clusters: int, expected_crc: int) -> np.ndarray:
-    check_file_size(path, n_clusters * TABLE.itemsize, "file of clusters", REBUILD)
-    data = read_file(engine, path)
+def _read_table(engine: NativeEngine, place: Region, expected_crc: int) -> np.ndarray:
+    data = read_region(engine, place)
     if crc32c(data) != expected_crc:
         raise errors.ChecksumError(
             "table of clusters",
-            path=path,
+            path=place.path,
+            offset_bytes=place.offset_bytes,
             got=f"CRC32C {crc32c(data):08x}",
             expected=f"{expected_crc:08x}",
             fix=REBUILD,
         )
-    return np.frombuffer(data, TABLE)
+    return data.view(TABLE)

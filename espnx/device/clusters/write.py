@@ -152,15 +152,9 @@ class ClusterStore:
 
         Returns the file's size. Raises WriteError, DiskFullError.
         """
-        held = np.flatnonzero(table["n_vectors"])
-        order = held[np.argsort(table["offset_bytes"][held], kind="stable")]
         with StreamWriter(self.engine, self.path(DATA_NAME)) as writer:
-            for cluster in order.tolist():
-                data = entries_of(cluster)
-                table["crc32c"][cluster] = crc32c(data)
-                writer.write(bytes(int(table["offset_bytes"][cluster]) - writer.size_bytes))
-                writer.write(data)
-            writer.pad(page_bytes)
+            for piece in data_pieces(table, page_bytes, entries_of):
+                writer.write(piece)
             writer.sync()
             return writer.size_bytes
 
@@ -180,21 +174,52 @@ class ClusterStore:
 
         Raises WriteError, DiskFullError.
         """
-        _, table_crc32c = write_file(self.engine, self.path(TABLE_NAME), table.tobytes())
-        facts = {
-            "generation": self.generation,
-            "format": format,
-            "dim": dim,
-            "page_bytes": page_bytes,
-            "n_clusters": len(table),
-            "n_vectors": int(table["n_vectors"].sum(dtype=np.int64)),
-            "data_bytes": data_bytes,
-            "table_crc32c": table_crc32c,
-        }
-        if index is not None:
-            facts[INDEX_FIELD] = dict(index)
+        write_file(self.engine, self.path(TABLE_NAME), table.tobytes())
+        facts = manifest_of(format, dim, page_bytes, table, data_bytes, index)
+        facts["generation"] = self.generation
         write_manifest(self.engine, self.directory, MAGIC, VERSION, facts)
         _FILES.keep(self.directory, self.generation)
+
+
+def data_pieces(
+    table: np.ndarray, page_bytes: int, entries_of: Callable[[int], np.ndarray]
+) -> Iterator[np.ndarray]:
+    """The file of entries, uint8, piece after piece. Arguments: see `ClusterStore.write`."""
+    held = np.flatnonzero(table["n_vectors"])
+    end = 0
+    for cluster in held[np.argsort(table["offset_bytes"][held], kind="stable")].tolist():
+        begin, data = int(table["offset_bytes"][cluster]), entries_of(cluster)
+        table["crc32c"][cluster] = crc32c(data)
+        if begin > end:
+            yield np.zeros(begin - end, np.uint8)
+        yield data
+        end = begin + len(data)
+    if end % page_bytes:
+        yield np.zeros(-end % page_bytes, np.uint8)
+
+
+def manifest_of(
+    format: str,  # noqa: A002
+    dim: int,
+    page_bytes: int,
+    table: np.ndarray,
+    data_bytes: int,
+    index: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What a manifest says of clusters whose table is complete. Arguments: see
+    `ClusterStore.publish`."""
+    facts: dict[str, Any] = {
+        "format": format,
+        "dim": dim,
+        "page_bytes": page_bytes,
+        "n_clusters": len(table),
+        "n_vectors": int(table["n_vectors"].sum(dtype=np.int64)),
+        "data_bytes": data_bytes,
+        "table_crc32c": crc32c(table.tobytes()),
+    }
+    if index is not None:
+        facts[INDEX_FIELD] = dict(index)
+    return facts
 
 
 @contextmanager

@@ -33,10 +33,10 @@ class BuildOptions:
     Attributes:
         format: of the token vectors in the records: ``fp16``, ``fp32``, ``bf16``, ``int8``,
             ``bit1``, ``residual1``, ``residual2`` or ``residual4``.
-        first_stages: what finds candidates: ``ivf``, ``graph``, ``bm25``, ``splade``, those of
-            other packages (first_stage/registry.py) or ``module:class``; one or several, or a
-            mapping from each to its options. Searches take the first unless told otherwise. Once
-            checked, the `Settings` of each, by kind.
+        first_stages: what finds candidates: ``ivf``, ``graph``, ``clusters``, ``bm25``, ``splade``,
+            those of other packages (first_stage/registry.py) or ``module:class``; one or several,
+            or a mapping from each to its options. Searches take the first unless told otherwise.
+            Once checked, the `Settings` of each, by kind.
         unused: options of stages that are not among them, by kind; they are checked, and tell
             builds apart.
         pca: dimensions to project token vectors to; None keeps them.

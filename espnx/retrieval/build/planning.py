@@ -22,6 +22,7 @@ from ...device.record_layout import RecordSchema
 from ...ops.maxsim import token_format
 from ...weights.speed import gemm_speed, read_speed
 from ..encoder import Encoder
+from ..first_stage.interface import FirstStage
 from ..store.part import GROUP_RECORDS
 from ..store.part_file import HEADER_BYTES
 from ..store.record import MAX_TOKENS
@@ -98,7 +99,8 @@ def plan_index(
     )
     disk = {f"{name}_records_bytes": size + HEADER_BYTES * segments for name, size in tiers.items()}
     stage_bytes = recipe.stage.resident_bytes(documents)
-    disk |= {"first_stage_bytes": stage_bytes, "total_bytes": sum(disk.values()) + stage_bytes}
+    stored_bytes = stored_by(recipe.stage, documents)
+    disk |= {"first_stage_bytes": stored_bytes, "total_bytes": sum(disk.values()) + stored_bytes}
     per_document = 4 * recipe.stage.vector_dim + 2 + DIGEST_BYTES
     disk["spool_bytes"] = (
         records_bytes(recipe.spooled, documents, tokens) + documents * per_document
@@ -117,6 +119,13 @@ def plan_index(
     if storage is not None:
         _measure(plan, storage, encoder, documents, tokens)
     return plan
+
+
+def stored_by(stage: FirstStage, documents: int) -> int:
+    """Bytes of a first stage on SSD: what it keeps in memory, unless it says another number
+    (``stored_bytes``)."""
+    own = getattr(stage, "stored_bytes", stage.resident_bytes)
+    return int(own(documents))
 
 
 def records_bytes(schema: RecordSchema, documents: int, tokens: int) -> int:

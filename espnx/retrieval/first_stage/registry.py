@@ -27,6 +27,7 @@ _KINDS: dict[str, tuple[str, str]] = {
     "bm25": ("espnx.retrieval.first_stage.lexical.stage", "Bm25Stage"),
     "splade": ("espnx.retrieval.first_stage.lexical.stage", "SpladeStage"),
     "graph": ("espnx.retrieval.first_stage.graph.stage", "GraphStage"),
+    "clusters": ("espnx.retrieval.first_stage.clusters.stage", "ClusterStage"),
     _SEVERAL: ("espnx.retrieval.first_stage.several", "SeveralStages"),
 }
 

@@ -201,7 +201,7 @@ class Index(OpenIndex):
                 vector, in first-stage order; nothing is read for it.
             k: hits wanted; fewer where the corpus or the candidates are fewer.
             candidates: how many the first stage hands on; at least k are. None: 1,000, and 100
-                where each costs a read (``graph``).
+                where each costs a read (``graph``, ``clusters``).
             first_stage: which of the index's first stages finds them (`build`, `first_stages`), or
                 several, whose rankings are fused: each brings so many candidates, and the best of
                 the union are kept. None: the one that was named first at build.
@@ -215,8 +215,9 @@ class Index(OpenIndex):
                 others follow in coarse order. Needs a store built with a coarse tier. Lossy as
                 `rerank` is, and much less so.
             nprobe: effort of the first stage (of the first that is named): lists that an IVF scans,
-                or candidates that a walk over a graph keeps (DiskANN's L); or ``auto`` (measured at
-                build: 98 % of the exhaustive candidates). Lists without a document that may be
+                or that are read of each part's clusters, or candidates that a walk over a graph
+                keeps (DiskANN's L); or ``auto`` (measured at build: 98 % of the exhaustive
+                candidates). Lists without a document that may be
                 found do not count. With ``auto``, and beside a filter or deleted documents, as many
                 more are scanned as it takes to find `candidates`, or all there are; with a number,
                 as it takes to find k.

@@ -52,13 +52,25 @@ def test_a_quick_run_of_candidates(tmp_path: Path, capsys: pytest.CaptureFixture
         == 0
     )
     rows = {row.system: row for row in rows_of(load(result))}
-    assert set(rows) == {"graph", "ivf"}
+    assert set(rows) == {"graph", "ivf", "clusters"}
     assert all(
         row.correct and row.params["candidates"] == 40 and row.metrics["recall_exact"] == 1.0
         for row in rows.values()
     )
     assert rows["graph"].metrics["ndcg_10"] == rows["ivf"].metrics["ndcg_10"] > 0.5
     assert "candidates" in capsys.readouterr().out
+    again = ["bench", "hybrid", "--path", str(tmp_path), "--quick", "--show", "stages"]
+    assert main([*again, "--stages", "graph,clusters", "--json", str(result)]) == 0
+    found = [(row.system, row.params["recall"]) for row in rows_of(load(result))]
+    assert found == [
+        (name, recall) for name in ("graph", "clusters") for recall in (0.9, 0.95, 0.98)
+    ]
+    assert all(
+        row.correct and row.metrics["recall_candidates"] == 1 for row in rows_of(load(result))
+    )
+    assert "found of the candidates" in capsys.readouterr().out
+    assert main([*again, "--stages", "hnsw"]) == 2
+    assert "ivf, graph, clusters" in capsys.readouterr().err
 
 
 @needs_models

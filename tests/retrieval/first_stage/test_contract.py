@@ -14,6 +14,8 @@ import espnx
 from espnx import errors
 from espnx.retrieval.build import builder
 from espnx.retrieval.first_stage import registry
+from espnx.retrieval.first_stage.clusters import stage as clusters
+from espnx.retrieval.first_stage.clusters.stage import ClusterSettings, ClusterStage
 from espnx.retrieval.first_stage.document_vector import DocumentVector
 from espnx.retrieval.first_stage.graph import stage as graph
 from espnx.retrieval.first_stage.graph.stage import GraphStage
@@ -38,6 +40,7 @@ DOCUMENTS = corpus(260)
 def known_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))
     monkeypatch.setattr(graph, "FLAT_MAX", 40)  # or none of these parts would have a graph
+    monkeypatch.setattr(clusters, "FLAT_MAX", 40)  # or lists
     registry.register("exact", ExactStage.__module__, "ExactStage")
 
 
@@ -45,7 +48,7 @@ def known_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
 NAMED = {"several": ("graph", "ivf")}
 
 
-@pytest.fixture(params=["ivf", "exact", "graph", "several"])
+@pytest.fixture(params=["ivf", "exact", "graph", "clusters", "several"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -227,6 +230,7 @@ def test_a_section_of_another_size(folder: Path, kind: str) -> None:
         "ivf": "stage.codes",
         "exact": "stage.vectors",
         "graph": "stage.vectors",
+        "clusters": "stage.vectors",
         "several": "stage.ivf.codes",
     }[kind]
     place = section_places(file)[name]
@@ -253,7 +257,8 @@ def test_names_of_sections(folder: Path, monkeypatch: pytest.MonkeyPatch, name: 
 
 def test_kinds_that_are_unknown_or_taken(folder: Path) -> None:
     with pytest.raises(
-        errors.InvalidInputError, match=r"first-stage kind.*bm25, exact, graph, ivf or splade"
+        errors.InvalidInputError,
+        match=r"first-stage kind.*bm25, clusters, exact, graph, ivf or splade",
     ):
         build(folder / "s", DOCUMENTS[:2], first_stages="hnsw")
     with pytest.raises(errors.InvalidInputError, match="first-stage kind 'ivf'"):
@@ -272,6 +277,7 @@ def stages() -> dict[str, Any]:
         "exact": ExactStage(16),
         "ivf": ivf,
         "graph": graph,
+        "clusters": ClusterStage(of, ClusterSettings(list_bytes=400)),
         "several": SeveralStages.of([graph, ivf]),
     }
 

@@ -20,7 +20,7 @@ from espnx.device.emulation.device import Emulation
 from espnx.device.emulation.faults import DeviceFault
 from espnx.device.emulation.topology import Topology
 from espnx.device.interface import RecordDevice
-from espnx.device.kinds import POSTINGS, RECORDS
+from espnx.device.kinds import CLUSTERS, POSTINGS, RECORDS
 from espnx.device.model.spec import load_spec
 from espnx.device.near_storage import NearStorageDevice
 from espnx.device.plain import SsdDevice
@@ -30,6 +30,7 @@ from espnx.device.trace.replay import replay
 from espnx.device.trace.writer import TraceWriter
 from espnx.graph.devices.walks import WALKS
 from espnx.postings.stored import terms as stored_terms
+from espnx.retrieval.first_stage.clusters import stage as clusters
 from espnx.retrieval.first_stage.devices import StageDevices, asked_of_devices
 from espnx.retrieval.first_stage.graph import stage as graph
 from espnx.retrieval.search.result import SearchResult
@@ -37,7 +38,7 @@ from tests.retrieval.common import build, corpus, toy_encoder
 from tests.retrieval.first_stage.test_lexical import ASKED, DOCUMENTS, Counting
 from tests.sweeps import some
 
-STAGES = ("graph", "ivf", "bm25", "splade")
+STAGES = ("graph", "clusters", "ivf", "bm25", "splade")
 GONE = [f"doc-{number}" for number in range(0, 400, 9)]
 
 
@@ -47,6 +48,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     two tiers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph, "FLAT_MAX", 40)
+        patch.setattr(clusters, "FLAT_MAX", 40)
         patch.setattr(
             "espnx.retrieval.first_stage.lexical.stage.remembered_sparse_encoder",
             lambda name: Counting(),
@@ -194,7 +196,7 @@ def test_what_is_read_past_the_devices_has_no_time(store: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("named", ["graph", "bm25", "splade"])
+@pytest.mark.parametrize("named", ["graph", "clusters", "bm25", "splade"])
 def test_how_long_a_first_stage_takes(store: Path, tmp_path: Path, named: str) -> None:
     """On an emulated device: what its commands cost, all parts of the store beside one another,
     by hand from the trace."""
@@ -209,7 +211,8 @@ def test_how_long_a_first_stage_takes(store: Path, tmp_path: Path, named: str) -
         found = index.search(ASKED[0], k=3, first_stage=named, rerank=0, candidates=20)
     lines = [json.loads(line) for line in (tmp_path / "trace").read_text().splitlines()[1:-1]]
     asked = [line for line in lines if line["n"] >= before]
-    assert {line["verb"] for line in asked} == {"walk" if named == "graph" else "scan"}
+    verb = {"graph": "walk", "clusters": "distances"}.get(named, "scan")
+    assert {line["verb"] for line in asked} == {verb}
     assert 2 <= len(asked) <= 4
     with Topology(load_spec("smartssd"), 1, stretch=0) as topology:
         last = []
@@ -221,6 +224,13 @@ def test_how_long_a_first_stage_takes(store: Path, tmp_path: Path, named: str) -
                 last.append(
                     topology.transfer(
                         0, "flash_to_host", 4096 * sum(pages), requests=len(line["lists"])
+                    )
+                )
+                continue
+            if line["verb"] == "distances":
+                last.append(
+                    topology.transfer(
+                        0, "flash_to_host", line["bytes"], requests=len(line["clusters"])
                     )
                 )
                 continue
@@ -254,7 +264,11 @@ def test_what_was_recorded_can_be_replayed(store: Path, tmp_path: Path, kind: st
         espnx.open(store, toy_encoder()) as index,
     ):
         there = asked_of_devices(index.store.first_stage, index.store.parts)
-        assert {kind: len(some) for kind, some in there.items()} == {WALKS: 3, POSTINGS: 8}
+        assert {kind: len(some) for kind, some in there.items()} == {
+            WALKS: 3,
+            CLUSTERS: 3,
+            POSTINGS: 8,
+        }
         with espnx.open(store, toy_encoder(), device=devices) as again:
             tiers = [again.store.full, again.store.coarse]
             found = replay(trace, devices, {**there, RECORDS: tiers}, with_host=False)
@@ -262,21 +276,21 @@ def test_what_was_recorded_can_be_replayed(store: Path, tmp_path: Path, kind: st
         [json.loads(line) for line in path.read_text().splitlines()[1:-1]]
         for path in (tmp_path / "trace", tmp_path / "again")
     ]
-    for verb in ("walk", "scan"):
+    for verb in ("walk", "distances", "scan"):
         lines = [[line for line in each if line["verb"] == verb] for each in told]
         assert found.verbs[verb].count == len(lines[0]) > 3
         payloads = [
             sorted((line["payload"], line.get("filter", "")) for line in each) for each in lines
         ]
         assert payloads[0] == payloads[1]
-        assert sorted(line["bytes"] for line in lines[0] if verb == "scan") == sorted(
-            line["bytes"] for line in lines[1] if verb == "scan"
+        assert sorted(line["bytes"] for line in lines[0] if verb != "walk") == sorted(
+            line["bytes"] for line in lines[1] if verb != "walk"
         )
     assert found.verbs["maxsim"].count > 0
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("verb", ["walk", "scan"])
+@pytest.mark.parametrize("verb", ["walk", "distances", "scan"])
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
@@ -294,7 +308,7 @@ def test_a_device_that_fails(
     error: type[Exception],
 ) -> None:
     """No ranking, early or late; the one after is right."""
-    named = "graph" if verb == "walk" else "bm25"
+    named = {"walk": "graph", "distances": "clusters", "scan": "bm25"}[verb]
     for prefetch in (0, 0.5):
         (device,) = Emulation("smartssd").together(
             [store], stretch=0, faults=[DeviceFault(fault, verb=verb, nth=2)]

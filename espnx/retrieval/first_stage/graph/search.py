@@ -15,6 +15,7 @@ from ....graph.devices.walks import WalksTicket
 from ....graph.filters import RowFilter
 from ....graph.search.asked import LIST_SIZE_MAX
 from ...encoder import Encoded
+from ..flat import FlatPart, merged, rows_allowed
 from ..interface import Allowed, Candidates, StageReads
 from ..ivf.search import top
 
@@ -23,45 +24,6 @@ DEFAULT_CANDIDATES = 100
 _ROWS = 16384  # vectors at a time, of those that are looked at one by one
 _ALL_PAGES = 1 << 62
 _WALK_BYTES = 1 << 16  # of a walk under way: its list, and what it has met
-
-
-class FlatPart:
-    """A small part: vectors in memory.
-
-    Args:
-        vectors: [n, dim], of the records from `first_number` on.
-    """
-
-    def __init__(self, first_number: int, vectors: np.ndarray):
-        self.first_number, self.count = first_number, len(vectors)
-        self._stored = vectors
-        self._wide = vectors.astype(np.float32)
-
-    def search(
-        self, queries: np.ndarray, candidates: int, allowed: Allowed | None
-    ) -> list[Candidates]:
-        """The best of each query, exactly."""
-        rows = (
-            np.arange(self.count)
-            if allowed is None
-            else _filter(allowed, self.first_number, self.count).rows()
-        )
-        scores = queries @ self._wide[rows].T
-        return [top(rows + self.first_number, each, candidates) for each in scores]
-
-    def all_vectors(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(rows, their vectors as stored), in pieces, by row."""
-        yield np.arange(self.count), self._stored
-
-    def vectors(self, rows: np.ndarray) -> np.ndarray:
-        return self._stored[rows]
-
-    def close(self) -> None: ...
-
-    def __enter__(self) -> FlatPart:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 class GraphPart:
@@ -99,7 +61,8 @@ class GraphPart:
         with self._filtering:
             found = self._filters.get(allowed)
             if found is None:
-                found = self._filters[allowed] = _filter(allowed, self.first_number, self.count)
+                found = rows_allowed(allowed, self.first_number, self.count)
+                self._filters[allowed] = found
             return found
 
     def all_vectors(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -195,7 +158,7 @@ class LoadedGraph:
             for rows, vectors in part.all_vectors():
                 scores = queries @ vectors.astype(np.float32).T
                 found = [top(rows + part.first_number, each, candidates) for each in scores]
-                best = [_merged([a, b], candidates) for a, b in zip(best, found, strict=True)]
+                best = [merged([a, b], candidates) for a, b in zip(best, found, strict=True)]
         return best
 
     def vectors(self, numbers: np.ndarray) -> np.ndarray:
@@ -271,7 +234,7 @@ class GraphStageSearch:
 
     def _together(self, walked: list[list[Candidates]]) -> list[Candidates]:
         return [
-            _merged([*flat, *(found[i] for found in walked)], self._candidates)
+            merged([*flat, *(found[i] for found in walked)], self._candidates)
             for i, flat in enumerate(self._flat)
         ]
 
@@ -282,22 +245,3 @@ def _found(part: GraphPart, ids: np.ndarray, distances: np.ndarray) -> list[Cand
         (rows[rows >= 0] + part.first_number, -far[rows >= 0])
         for rows, far in zip(ids, distances, strict=True)
     ]
-
-
-def _merged(each: Sequence[Candidates], count: int) -> Candidates:
-    return top(
-        np.concatenate([np.empty(0, np.int64), *(numbers for numbers, _ in each)]),
-        np.concatenate([np.empty(0, np.float32), *(similarities for _, similarities in each)]),
-        count,
-    )
-
-
-def _filter(allowed: Allowed, first_number: int, count: int) -> RowFilter:
-    """The filter of a part's rows. Parts begin at multiples of 64 records, so at whole bytes."""
-    first = first_number >> 3
-    mask = np.unpackbits(
-        allowed.bitmap[first : first + -(-count // 8)], count=count, bitorder="little"
-    ).astype(bool)
-    padded = np.zeros(count, bool)
-    padded[: len(mask)] = mask
-    return RowFilter.of(padded)

@@ -32,9 +32,10 @@ from ....storage.parse import Fields
 from ...encoder import Encoded
 from ..devices import StageDevices
 from ..document_vector import DocumentVector
+from ..flat import FlatPart
 from ..interface import Documents, Entries, LoadedStage, NoSettings, StoredEntries, alive
 from ..ivf.probing import STEPS, describe_steps, distinct_sample, hits_of, known_of, parse_steps
-from .search import DEFAULT_CANDIDATES, FlatPart, GraphPart, LoadedGraph
+from .search import DEFAULT_CANDIDATES, GraphPart, LoadedGraph
 
 log = logging.getLogger(__name__)
 

@@ -49,6 +49,7 @@ from ...sparse_encoder import (
     sparse_encoder_of,
 )
 from ..devices import StageDevices
+from ..in_turn import in_turn
 from ..interface import Documents, Entries, LoadedStage, StoredEntries, alive
 from .scans import ScannedPart
 from .search import LoadedLexical, Words
@@ -127,7 +128,7 @@ class _Lexical(ABC):
         if order is None:
             order = np.arange(len(documents))
         sections = self._sections(documents, order)
-        return Entries([order], {name: _next_of(sections, name) for name in self._section_names})
+        return Entries([order], in_turn(sections, self._section_names))
 
     def _sections(
         self, documents: Documents, order: np.ndarray
@@ -164,7 +165,7 @@ class _Lexical(ABC):
             )
             order = numbers[alive(numbers, deleted)]
         sections = self._merged_sections(parts, order)
-        return Entries([order], {name: _next_of(sections, name) for name in self._section_names})
+        return Entries([order], in_turn(sections, self._section_names))
 
     def _merged_sections(
         self, parts: Sequence[StoredEntries], order: np.ndarray
@@ -389,21 +390,3 @@ class SpladeStage(_Lexical):
 
     def resident_bytes(self, records: int) -> int:
         return 6 * records + 24 * 30_000  # the place of each forward record; a vocabulary
-
-
-def _next_of(
-    sections: Iterator[tuple[str, Iterable[np.ndarray]]], name: str
-) -> Iterator[np.ndarray]:
-    """The content of the next section, which is the one of that name: all are taken in their order,
-    each once."""
-    for found, content in sections:
-        if found != name:
-            raise errors.StateError(
-                "sections of posting lists",
-                got=found,
-                expected=f"{name}: each once, in their order",
-            )
-        yield from content
-        if name == DICTIONARY:
-            next(sections, None)  # the last one: what was opened is closed
-        return
