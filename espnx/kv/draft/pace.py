@@ -22,7 +22,7 @@ from .sources import LOOKUP
 #: Tokens that are proposed at most.
 _MOST = 16
 #: What a measurement counts after each further pass: texts and times change.
-_KEPT_STOOD, _KEPT_SECONDS = 0.95, 0.9
+_KEPT_STOOD, _KEPT_SECONDS, _KEPT_SLOPE = 0.95, 0.9, 0.95
 #: How often a token stands whose draft stood so far, before anything is known: of passes over given
 #: text (docs/measured/kv.md).
 _STANDS = {LOOKUP: 0.3, "pages": 0.86, "4bit": 0.93, "assistant": 0.7}
@@ -36,8 +36,9 @@ _MORE_OF_POSITION = 0.15
 _MORE_OF_PASS = 0.04
 #: A pass that does more than those after it counts so much.
 _OF_SLOW = 0.05
-#: The prior of that slope counts as passes that lie so far apart: positions, squared.
-_SPREAD = 16.0
+#: The prior of that slope counts as passes that lie so far apart (positions, squared); what passes
+#: said from twice as much on is the prior of what comes.
+_SPREAD = 2.0
 #: The last so many draft steps count evenly. One that takes many times as long says that the
 #: processor did something else.
 _STEPS, _SLOWEST = 8, 4.0
@@ -52,16 +53,19 @@ _REMEMBERED = 16
 
 
 class PassLine:
-    """Seconds of a pass over its positions: a line, which recent passes count most for."""
+    """Seconds of a pass over its positions: a line, which recent passes count most for. What it
+    takes changes sooner than what one more position takes."""
 
     def __init__(self) -> None:
-        # sums over passes: 1, positions, their squares, seconds, seconds x positions
+        # sums over passes: 1, positions, seconds
+        self._level = [0.0] * 3
+        # and 1, positions, their squares, seconds, seconds x positions
         self._sums = [0.0] * 5
-        self._slope_s: float | None = None  # where passes do not say otherwise
+        self._prior_s: float | None = None  # of a further position, where passes do not say
 
     @property
     def is_known(self) -> bool:
-        return self._sums[0] > 0
+        return self._level[0] > 0
 
     def note(
         self,
@@ -78,32 +82,36 @@ class PassLine:
             is_slow: it did more than those after it: it says something only where nothing else is
                 known.
         """
-        if self._slope_s is None:
-            self._slope_s = (
+        if self._prior_s is None:
+            self._prior_s = (
                 _MORE_OF_PASS * seconds
                 if waited_s is None
                 else _MORE_OF_POSITION * max(0.0, seconds - waited_s)
             )
         weight = _OF_SLOW if is_slow else 1.0
-        new = (weight * x for x in (1.0, positions, positions**2, seconds, seconds * positions))
-        self._sums = [_KEPT_SECONDS * old + one for old, one in zip(self._sums, new, strict=True)]
+        level = (weight, weight * positions, weight * seconds)
+        new = (*level[:2], weight * positions**2, weight * seconds, weight * seconds * positions)
+        self._level = [_KEPT_SECONDS * old + x for old, x in zip(self._level, level, strict=True)]
+        self._sums = [_KEPT_SLOPE * old + x for old, x in zip(self._sums, new, strict=True)]
         slope_s, spread = self._slope()
-        if spread > _SPREAD:  # passes say it well: what they said holds until they say otherwise
-            self._slope_s = slope_s
+        if spread > 2 * _SPREAD:
+            self._prior_s = slope_s
 
     def scale(self, by: float) -> None:
         """From here on passes take `by` of what they took, perhaps: what is known counts half."""
+        weight, n, s = (0.5 * each for each in self._level)
+        self._level = [weight, n, by * s]
         weight, n, n_squared, s, ns = (0.5 * each for each in self._sums)
         self._sums = [weight, n, n_squared, by * s, by * ns]
-        if self._slope_s is not None:
-            self._slope_s *= by
+        if self._prior_s is not None:
+            self._prior_s *= by
 
     def _slope(self) -> tuple[float, float]:
         """(seconds of a further position, how far apart passes lie: positions, squared)."""
         weight, n, n_squared, s, ns = self._sums
         spread = max(0.0, n_squared - n * n / weight)
         return (
-            (ns - n * s / weight + _SPREAD * (self._slope_s or 0.0)) / (spread + _SPREAD),
+            (ns - n * s / weight + _SPREAD * (self._prior_s or 0.0)) / (spread + _SPREAD),
             spread,
         )
 
@@ -114,7 +122,7 @@ class PassLine:
 
     def predict(self, positions: int, draft_step_s: float) -> float:
         """Seconds of a pass."""
-        weight, n, _, s, _ = self._sums
+        weight, n, s = self._level
         return max(0.0, s / weight + self.slope_s(draft_step_s) * (positions - n / weight))
 
 
@@ -128,6 +136,7 @@ class Pace:
         gamma: tokens that are proposed for the next pass at most.
         why: it is so many.
         predicted_s: seconds of a token of each sequence with so many; None: not known yet.
+        decisions: the last ones: how many tokens were proposed, and why.
     """
 
     def __init__(self, kind: str = "pages") -> None:
@@ -146,6 +155,13 @@ class Pace:
         self._most = _MOST
         self._is_trial = False
         self.decisions: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
+        self._foretold_s = self._foretold_tokens = 0.0  # of all passes, when they were chosen
+
+    @property
+    def foretold_s(self) -> float | None:
+        """Seconds of a token of each sequence, as they were predicted for all passes so far; None:
+        for none."""
+        return self._foretold_s / self._foretold_tokens if self._foretold_tokens else None
 
     # --- what happened ---
 
@@ -196,6 +212,10 @@ class Pace:
         self._at(len(drafted))
         longest = max(drafted)
         self.decisions.append({"gamma": longest, "why": self.why})
+        if self.predicted_s is not None:
+            tokens = self._tokens[min(longest, _MOST)]
+            self._foretold_s += self._seconds(longest) * tokens
+            self._foretold_tokens += tokens
         self._line.note(longest + 1, pass_s, is_slow=is_slow)
         self._passes += 1
         self._idle = 0 if longest else self._idle + 1

@@ -129,7 +129,7 @@ class Tally:
             "gamma": self.pace.gamma,
             "why": self.pace.why,
             "decisions": list(self.pace.decisions),
-            "predicted_s": self.pace.predicted_s,
+            "predicted_s": self.pace.foretold_s,
             "measured_s": (self.draft_s + self.pass_s) * self.turns / self.passes / self.tokens
             if self.tokens
             else None,
