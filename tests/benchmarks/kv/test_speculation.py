@@ -3,17 +3,19 @@ acceptance by a second program, and what becomes of wrong tokens."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+from espnx import errors
 from espnx.benchmarks.harness.result import load, rows_of
 from espnx.benchmarks.kv import sweeps
-from espnx.benchmarks.kv.speculation import work
+from espnx.benchmarks.kv.fleet import Limit
+from espnx.benchmarks.kv.speculation import show, work
 from espnx.benchmarks.kv.speculation.work import GAMMA, ONE_BY_ONE, SYSTEMS, SpeculationWork
 from espnx.benchmarks.kv.systems.models import Task, write_weights
 from espnx.cli.main import main
@@ -170,19 +172,17 @@ def test_sequences_that_begin_alike_are_those_of_their_own_prompts(tmp_path: Pat
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
-        custom_generate=None,
     )
     assert torch.equal(it.reference, plain[:, CONTEXT + 1 :])
     with it._kept(ONE_BY_ONE, 3) as cache:
         assert cache.stats()["stored_bytes"] > 2.5 * CONTEXT * 2 * 2 * 2 * 64 * 4
 
 
-def test_a_long_show_needs_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "tiny.json"
-    config.write_text(json.dumps(LLAMA))
-    words = ["bench", "kv", "--quick", "--path", str(tmp_path), "--model", str(config)]
-    if main([*words, "--show", "long", "--memory", "auto", "--dtype", "fp32"]) != 0:
-        assert "--memory 2GiB" in capsys.readouterr().err
+def test_a_long_show_needs_a_size() -> None:
+    """What a process needs is not known before."""
+    options: Any = SimpleNamespace(limit=Limit("auto"))
+    with pytest.raises(errors.InvalidInputError, match="--memory 2GiB"):
+        show._group(options)
 
 
 @pytest.mark.usefixtures("short")
