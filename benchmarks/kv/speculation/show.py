@@ -107,16 +107,19 @@ def show_long(options: Options, context: int, say: Say) -> list[Row]:
     """
     task = task_of(options, context)
     row_bytes = task.row_bytes // DTYPES[task.dtype].itemsize * torch.bfloat16.itemsize
-    with _group(options) as group, opened(
-        options,
-        "long",
-        task,
-        say,
-        throttle=options.throttle,
-        group=group,
-        cache={"format": _LONG_ROWS},
-        is_shared=True,
-    ) as at:
+    with (
+        _group(options) as group,
+        opened(
+            options,
+            "long",
+            task,
+            say,
+            throttle=options.throttle,
+            group=group,
+            cache={"format": _LONG_ROWS},
+            is_shared=True,
+        ) as at,
+    ):
         task, said = at.filled(task.batch, context, say)
         say(f"    one by one: {said['one_by_one_s']:.1f} s for {task.steps} tokens of each")
         params = {
@@ -133,7 +136,9 @@ def show_long(options: Options, context: int, say: Say) -> list[Row]:
         if group is not None and (peak_bytes := group.peak_bytes()) is not None:
             more["group_peak_bytes"] = peak_bytes
         return [
-            dataclasses.replace(row, metrics={**row.metrics, **more}) if row.system == _PACED else row
+            dataclasses.replace(row, metrics={**row.metrics, **more})
+            if row.system == _PACED and row.n
+            else row
             for row in rows
         ]
 

@@ -1,5 +1,5 @@
-// Makes pages of four bits, and decodes them. The loops are written once; the compiler makes vectors
-// of them for each instruction set.
+// Makes pages of four bits, and decodes them. The loops are written once; the compiler makes
+// vectors of them for each instruction set.
 #include "packed.hpp"
 
 #include <algorithm>

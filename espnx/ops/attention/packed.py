@@ -44,12 +44,11 @@ def pack_pages(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     n, d, dv = k.shape[-2], k.shape[-1], v.shape[-1]
     if k.device.type != "cpu" or n % PACKED_ROWS or k.shape[:-1] != v.shape[:-1]:
         return pack_pages_reference(k, v)
-    pages = torch.empty(*k.shape[:-2], n // PACKED_ROWS, packed_page_bytes(d, dv), dtype=torch.uint8)
+    shape = (*k.shape[:-2], n // PACKED_ROWS, packed_page_bytes(d, dv))
+    pages = torch.empty(shape, dtype=torch.uint8)
     if pages.numel():
         rows = (each.float().contiguous().view(-1, each.shape[-1]) for each in (k, v))
-        load_extension().pack_pages(
-            *rows, pages.view(-1, pages.shape[-1]), torch.get_num_threads()
-        )
+        load_extension().pack_pages(*rows, pages.view(-1, shape[-1]), torch.get_num_threads())
     return pages
 
 

@@ -189,14 +189,10 @@ def test_the_disk_reads_while_drafts_are_made(
 
 def test_rows_of_a_narrower_format_are_rounded_when_they_come(folder: Path) -> None:
     """Logits do not depend on when rows are written."""
-    asked = {**prompt([70]), "past_key_values": None}
-    found = []
+    ids, found = prompt([70])["input_ids"], []
     for interval in (8, 64, 999):
-        with (
-            KVCache(enabled("llama").config, folder, format="bf16", spill_interval=interval) as cache,
-            torch.no_grad(),
-        ):
-            ids = asked["input_ids"]
+        options: dict[str, Any] = {"format": "bf16", "spill_interval": interval}
+        with KVCache(enabled("llama").config, folder, **options) as cache, torch.no_grad():
             for begin in range(0, 70, 7):
                 out = enabled("llama")(ids[:, begin : begin + 7], past_key_values=cache)
             rows = cache.store.kv[0]
