@@ -17,7 +17,7 @@ from espnx.kv import attention
 from espnx.kv.read_ahead import ReadAhead
 from espnx.storage import FaultRule, FaultyEngine
 from tests.integrations.transformers.speculation.drafts import drafting, one_by_one, speculated
-from tests.integrations.transformers.tiny import enabled, prompt
+from tests.integrations.transformers.tiny import enabled, generate, prompt
 
 KINDS = ("pages", "4bit")
 
@@ -30,9 +30,9 @@ def without_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def kept(folder: Path, lengths: list[int], new: int) -> dict[str, torch.Tensor]:
     """A kept cache of prompts, and prompts that go on with so many tokens."""
-    held, inputs = prompt(lengths), enabled("llama")
-    with KVCache(inputs.config, folder, name="talk", spill_interval=8) as cache, torch.no_grad():
-        inputs(**held, past_key_values=cache)
+    held = prompt(lengths)
+    with KVCache(enabled("llama").config, folder, name="talk", spill_interval=8) as cache:
+        generate(enabled("llama"), held, cache, max_new_tokens=1)  # which is not fed
     more = prompt([new] * len(lengths), seed=4)
     return {name: torch.cat([held[name], more[name]], dim=1) for name in held}
 
