@@ -500,6 +500,9 @@ class Extension:
         """(o, lse). `rows`: K, V, how many to skip, how many count, and the position of the first:
         those in memory."""
     @staticmethod
+    def pack_pages(k: Tensor, v: Tensor, pages: Tensor, threads: int) -> None:
+        """Writes pages of four bits (csrc/cpu/packed/packed.hpp)."""
+    @staticmethod
     def attend_packed(
         pages: Tensor,
         n_pages: int,

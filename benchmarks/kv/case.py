@@ -42,6 +42,12 @@ baseline's time over ours (above 1: ours is faster). A turn begins with nothing 
       --context 7680 --throttle 800MB/s
   espnx bench kv --path /mnt/nvme --show acceptance --model smollm2 --dtype fp32 --batch 1 \\
       --context 7680
+  # how many tokens are proposed, chosen beside 0, 2, 4, 8 and 16; at both rates of the disk
+  espnx bench kv --path /mnt/nvme --show gamma --model smollm2 --dtype fp32 --batch 8 \\
+      --context 7680 --throttle 400MB/s --new 32 --pairs 1
+  # 261,120 tokens of K and V in bf16, 6 GB, in 2 GiB of memory
+  espnx bench kv --path /mnt/nvme --show long --model smollm2 --dtype fp32 --batch 34 \\
+      --context 7680 --throttle 400MB/s --memory 2GiB --new 24 --pairs 1
   # memory beside what is stored
   espnx bench kv --path /mnt/nvme --show growth --model llama-rows --batch 256 --context 2048 \\
       --dtype fp32

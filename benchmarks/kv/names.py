@@ -3,8 +3,8 @@
 
 SHOWS = (
     "decode", "spill", "context", "batch", "attend", "x", "x-sweep", "rss", "growth", "resume",
-    "speculation", "acceptance",
+    "speculation", "gamma", "long", "acceptance",
 )  # fmt: skip
 #: Shows that bring what they are compared with, and take no `--baseline`.
-ALONE = ("attend", "x", "resume", "speculation", "acceptance")
+ALONE = ("attend", "x", "resume", "speculation", "gamma", "long", "acceptance")
 BASELINES = ("host", "dynamic", "static", "memmap", "flexgen-disk", "fio")

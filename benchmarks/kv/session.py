@@ -220,11 +220,11 @@ class Session:
         self._speculation = SpeculationWork(**words)
         return {}
 
-    def do_speculation_fill(self, context: int) -> Answer:
-        return self._speculation.fill(context)
+    def do_speculation_fill(self, **words: Any) -> Answer:
+        return self._speculation.fill(**words)
 
-    def do_speculation_run(self, name: str) -> Answer:
-        return self._speculation.run(name)
+    def do_speculation_run(self, **words: Any) -> Answer:
+        return self._speculation.run(**words)
 
     def do_speculation_verdict(self, name: str) -> Answer:
         return {"verdict": self._speculation.verdict(name)}

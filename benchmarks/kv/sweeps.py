@@ -19,7 +19,7 @@ from .names import ALONE
 from .options import Options
 from .resume import show_resume
 from .rss import show_growth, show_rss
-from .speculation.show import show_acceptance, show_speculation
+from .speculation.show import show_acceptance, show_gamma, show_long, show_speculation
 from .x_rows import show_x
 
 _LEAST_CONTEXT, _LEAST_RESUMED, _LEAST_SPECULATED = 512, 1024, 2048
@@ -41,6 +41,8 @@ def measure_shows(options: Options, say: Say) -> list[Row]:
         "growth": show_growth,
         "resume": show_resumed,
         "speculation": show_speculated,
+        "gamma": show_paced,
+        "long": show_crowded,
         "acceptance": show_accepted,
     }
     if set(options.shows) - set(ALONE):
@@ -123,6 +125,17 @@ def show_resumed(options: Options, say: Say) -> list[Row]:
 def show_speculated(options: Options, say: Say) -> list[Row]:
     """Rows of `--context` alone: turns that read all K and V for each token take long."""
     return show_speculation(options, options.context, say)
+
+
+def show_paced(options: Options, say: Say) -> list[Row]:
+    """A short context and `--context`, of one sequence and of `--batch`."""
+    contexts = sorted({min(_LEAST_SPECULATED, options.context), options.context})
+    return show_gamma(options, contexts, sorted({1, options.batch}), say)
+
+
+def show_crowded(options: Options, say: Say) -> list[Row]:
+    """`--batch` sequences of `--context` tokens."""
+    return show_long(options, options.context, say)
 
 
 def show_accepted(options: Options, say: Say) -> list[Row]:

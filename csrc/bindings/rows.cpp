@@ -313,6 +313,31 @@ std::tuple<NewTensor, NewTensor> attend_packed(const Tensor& pages, int64_t n_pa
   return {o.tensor(), lse.tensor()};
 }
 
+// Packs rows k [pages * kPackedRows, d] and v [..., dv], float32, into uint8 pages [pages,
+// page_bytes], on at most so many threads.
+void pack_pages(const Tensor& k, const Tensor& v, const Tensor& pages, int threads) {
+  if (threads < 1) invalid("threads must be 1 or more");
+  const auto* from_k = contiguous<const float>(k, Dtype::float32, "k", "float32");
+  const auto* from_v = contiguous<const float>(v, Dtype::float32, "v", "float32");
+  auto* to = contiguous<uint8_t>(pages, Dtype::uint8, "pages", "uint8");
+  if (k.dim() != 2 || v.dim() != 2 || pages.dim() != 2) invalid("k, v and pages must be matrices");
+  const int64_t n_pages = pages.size(0), d = k.size(1), dv = v.size(1);
+  const int64_t page_bytes = espnx::packed_page_bytes(d, dv);
+  if (d < 1 || dv < 1 || k.size(0) != n_pages * espnx::kPackedRows || v.size(0) != k.size(0) ||
+      pages.size(1) != page_bytes) {
+    invalid("k and v must have " + std::to_string(espnx::kPackedRows) +
+            " rows a page, and pages as many bytes as they take");
+  }
+  constexpr int64_t kPagesOfThread = 8;  // fewer are not worth a thread
+  py::gil_scoped_release unlocked;
+  espnx::parallel_for(n_pages, kPagesOfThread, threads, [&](int, int64_t begin, int64_t end) {
+    for (int64_t page = begin; page < end; ++page) {
+      const int64_t row = page * espnx::kPackedRows;
+      espnx::pack_page(from_k + row * d, from_v + row * dv, d, dv, to + page * page_bytes);
+    }
+  });
+}
+
 // Which of a tier's sequences each of the queries' is, and the memory of the tier's pages.
 struct PageTensors {
   Tensor k, v, seen, lse, stays, number, place;
@@ -495,6 +520,8 @@ void bind_rows(py::module_& m) {
         found["computing_s"] = stats.computing_s;
         return found;
       });
+  m.def("pack_pages", &pack_pages, py::arg("k"), py::arg("v"), py::arg("pages"),
+        py::arg("threads"));
   m.def(
       "attend_packed",
       [](const Tensor& pages, int64_t n_pages, const Tensor& q, int64_t dv,

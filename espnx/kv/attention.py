@@ -137,10 +137,16 @@ class Attention:
         self._on_host: dict[LayerRows, tuple[str, ...]] = {}
         self.leaves_holes = False
 
-    def cut(self, step: Step, *, with_x: bool) -> None:
-        """Decides how many sequences attend at a time in the layer's pass. `with_x`: queries may
-        become as wide as X rows."""
-        heads, n, width = step.q.shape[1], step.k.shape[2], max(step.q.shape[-1], step.v.shape[-1])
+    def cut(self, step: Step, *, with_x: bool, least_tokens: int = 1) -> None:
+        """Decides how many sequences attend at a time in the layer's pass.
+
+        Args:
+            with_x: queries may become as wide as X rows.
+            least_tokens: as for so many new tokens, though there may be fewer: reads ahead are of
+                as many sequences as attend together, and serve no pass that is cut otherwise.
+        """
+        heads, width = step.q.shape[1], max(step.q.shape[-1], step.v.shape[-1])
+        n = max(step.k.shape[2], least_tokens)
         if with_x and step.x is not None:
             width = max(width, step.x.shape[-1])
         threads = self._threads or torch.get_num_threads()

@@ -171,14 +171,18 @@ class SsdCache:
             rows.to(step.k.device)
         if not self.every:
             self._reserve(step, split)
-        self.attention.cut(step, with_x=split > 0)
+        if not self.is_drafting:  # which reads nothing
+            most = 1 if self.ends is None else CHUNK_TOKENS  # passes over 1 to so many follow
+            self.attention.cut(step, with_x=split > 0, least_tokens=most)
 
     def _attend_kv(self, layer: int, step: Step) -> torch.Tensor:
         rows = self.kv[layer]
         if rows is None:
-            rows = self.kv[layer] = self.make_rows(
-                self._kv_layout(step), step.k.shape[1], step.k.dtype
-            )
+            layout = self._kv_layout(step)
+            # numbers are rounded when they come, not when they are written, so that they do not
+            # depend on when that is; those of int8 are, by row, when they are
+            dtype = step.k.dtype if layout.format == "int8" else layout.dtype
+            rows = self.kv[layer] = self.make_rows(layout, step.k.shape[1], dtype)
         over: Over = self.attention.stored
         if self._make_tier is not None:
             if layer not in self._tiers:

@@ -1,172 +1,203 @@
-"""``--show speculation`` and ``--show acceptance``: decoding with drafts beside decoding one by one
-from the same kept cache, verified first; and what does not depend on the machine alone: tokens a
-pass and bytes a token over given text."""
+"""``--show speculation``, ``gamma``, ``long`` and ``acceptance``: decoding with drafts beside
+decoding one by one from the same kept cache, verified first; the number of drafts that is chosen
+beside fixed ones; many long sequences in little memory; and what does not depend on the machine
+alone: tokens a pass and bytes a token over given text."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shutil
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
+
+from espnx.errors import InvalidInputError
 
 from ...harness.processes import Worker
 from ...harness.registry import Say
 from ...harness.result import Row
-from ...harness.runner import Sample, compare
-from ...io.content import ensure_file
-from ...io.fio import FioSystem, variants
-from ...io.work import SEQUENTIAL_STEP_BYTES, Point, Work
-from ...machine.throttle import throttled
-from ..fleet import folder_in, scratch_parent
-from ..measure import FIO_FILE
+from ...machine.cgroup import MemoryGroup, memory_group
 from ..options import Options
-from ..systems.models import Task, write_weights
+from ..systems.models import DTYPES, Task
+from .timing import Variant, opened, task_of, timed
 from .work import ONE_BY_ONE, SYSTEMS, TEXTS
 
-_NEW, _QUICK_NEW = 64, 16
-_POSITIONS, _QUICK_POSITIONS = 192, 24
-_SETTLE_S = 0.5  # a throttle grants in slices of 0.1 s
-#: Of 1,000 tokens so many may differ, where logits lie closer than rounding.
-_PLACES_OF_1000 = 2
-
-
-class SpeculationSystem:
-    """A way to decode, for the runner."""
-
-    def __init__(self, name: str, worker: Worker, task: Task, effective_path: str, say: Say):
-        self.name = self.group = name
-        self.requested_path = self.effective_path = effective_path
-        self._worker, self._task, self._say = worker, task, say
-
-    def verify(self) -> str | None:
-        if self.name == ONE_BY_ONE:
-            return None  # what the others are compared with
-        self._worker.ask("speculation_run", name=self.name)
-        return self.problem()
-
-    def problem(self) -> str | None:
-        """What is wrong with the tokens of the last turn."""
-        found = self._worker.ask("speculation_verdict", name=self.name)["verdict"]
-        for place in found["places"]:
-            self._say(
-                f"    {self.name}: sequence {place['sequence']} parts at its token "
-                f"{place['token']}: logits {place['best']:.6g} and {place['other']:.6g}"
-            )
-        problem: str | None = found["problem"]
-        most = max(1, _PLACES_OF_1000 * self._task.batch * self._task.steps // 1000)
-        if problem is None and len(found["places"]) > most:
-            return f"{len(found['places'])} sequences part from one by one, allowed are {most}"
-        return problem
-
-    def prepare(self, turn: int) -> str:
-        return "warm" if "buffered" in self.effective_path else "cold"
-
-    def run(self) -> Sample:
-        answer, n = self._worker.ask("speculation_run", name=self.name), self._task.steps
-        first = self._task.context + 1
-        # of all K and V for each token: what decoding one by one asks for
-        whole = sum(self._task.kv_bytes(first + i) for i in range(n))
-        moved = answer["bytes_moved"] if answer["read_bytes"] is None else answer["read_bytes"]
-        metrics = {
-            "step_s": answer["seconds"] / n,
-            "tokens_per_s": n * self._task.batch / answer["seconds"],
-            "asked_share": answer["bytes_asked"] / whole,
-            "tokens_a_pass": answer["tokens_a_pass"],
-            "draft_bytes": answer["draft_bytes"],
-            "draft_memory_bytes": answer["draft_memory_bytes"],
-            "draft_s_per_step": answer["draft_s"] / n,
-            "gamma": answer["gamma"],
-        }
-        return Sample(answer["seconds"], whole, int(moved), metrics)
-
-    def close(self) -> None:
-        pass
+#: The draft whose number of tokens is chosen or fixed, and the numbers.
+_PACED, _GAMMAS = "pages-1/16", (0, 2, 4, 8, 16)
+_CHOSEN = "chosen"
+#: Of the time of the best fixed number, that the chosen ones may take more.
+_ALLOWED = 0.15
+#: What rows are stored as where memory is short, whatever the model computes in.
+_LONG_ROWS = "bf16"
 
 
 def show_speculation(options: Options, context: int, say: Say) -> list[Row]:
     """Rows of a context of so many tokens."""
-    with _opened(options, "speculation", context, say) as (worker, task, storage):
-        return _timed(options, _at(task, context), worker, storage, say)
+    task = task_of(options, context)
+    with opened(options, "speculation", task, say, throttle=options.throttle) as at:
+        task, said = at.filled(task.batch, context, say)
+        ours = [Variant(name, name) for name in SYSTEMS if name != ONE_BY_ONE]
+        params = _params(options, "speculation", task, said["source"])
+        one_by_one = Variant(ONE_BY_ONE, ONE_BY_ONE)
+        return timed(options, params, at, task, said["effective_path"], ours, [one_by_one], say)
+
+
+def show_gamma(
+    options: Options, contexts: Sequence[int], batches: Sequence[int], say: Say
+) -> list[Row]:
+    """How many tokens are proposed: chosen, beside numbers that are fixed, in turns of one process
+    for each rate of the disk: the one that it is throttled to, and its own.
+
+    Args:
+        contexts, batches: ascending; every context with every batch is measured.
+    """
+    found = list[Row]()
+    rates = [options.throttle, None] if options.throttle else [None]
+    longest = dataclasses.replace(task_of(options, contexts[-1]), batch=batches[-1])
+    for rate in rates:
+        at_rate = dataclasses.replace(options, throttle=rate)
+        with opened(at_rate, "gamma", longest, say, throttle=rate) as at:
+            for context in contexts:
+                for batch in batches:
+                    task, said = at.filled(batch, context, say)
+                    rows = timed(
+                        at_rate,
+                        _params(at_rate, "gamma", task, said["source"]),
+                        at,
+                        task,
+                        said["effective_path"],
+                        [Variant(_CHOSEN, _PACED)],
+                        [Variant(f"gamma-{n}", _PACED, n) for n in _GAMMAS],
+                        say,
+                        with_fio=False,
+                        verifies=False,
+                    )
+                    found += _beside_the_best(rows, say)
+    over = [row.metrics["over_best"] for row in found if "over_best" in row.metrics]
+    say(
+        f"    {sum(each <= 1 + _ALLOWED for each in over)} of {len(over)} within "
+        f"{_ALLOWED:.0%} of the best fixed number"
+    )
+    return found
+
+
+def _beside_the_best(rows: list[Row], say: Say) -> list[Row]:
+    """The rows of a point, of which the chosen one says how it stands beside the best fixed."""
+    chosen = next(row for row in rows if row.system == _CHOSEN)
+    fixed = [row for row in rows if row.system != _CHOSEN and row.median_s]
+    if not chosen.median_s or not fixed:
+        return rows
+    best = min(fixed, key=lambda row: row.median_s or 0.0)
+    # of pairs, as all ratios are: the baseline's time over ours
+    over = 1 / chosen.ratio[best.system]
+    say(f"    chosen: {over:.2f} of the time of {best.system}, the best fixed number")
+    more = {"over_best": over, "best_gamma": float(best.system.removeprefix("gamma-"))}
+    return [
+        dataclasses.replace(row, metrics={**row.metrics, **more}) if row is chosen else row
+        for row in rows
+    ]
+
+
+def show_long(options: Options, context: int, say: Say) -> list[Row]:
+    """Many long sequences in a process that may take `--memory`: pages of 1/16, beside fio.
+
+    All begin with one text, which is computed once, and go on from different tokens; each has rows
+    of its own, in bf16. Decoding one by one, which says what the tokens are, is timed once.
+    """
+    task = task_of(options, context)
+    row_bytes = task.row_bytes // DTYPES[task.dtype].itemsize * torch.bfloat16.itemsize
+    with (
+        _group(options) as group,
+        opened(
+            options,
+            "long",
+            task,
+            say,
+            throttle=options.throttle,
+            group=group,
+            cache={"format": _LONG_ROWS},
+            is_shared=True,
+        ) as at,
+    ):
+        task, said = at.filled(task.batch, context, say)
+        say(f"    one by one: {said['one_by_one_s']:.1f} s for {task.steps} tokens of each")
+        params = {
+            **_params(options, "long", task, said["source"]),
+            "prefill": "of one sequence, written as that of each; they go on from different tokens",
+            "rows": _LONG_ROWS,
+        }
+        ours, path = [Variant(_PACED, _PACED)], said["effective_path"]
+        rows = timed(options, params, at, task, path, ours, [], say, row_bytes=row_bytes)
+        more = {
+            "one_by_one_s": said["one_by_one_s"] / task.steps,
+            "kv_bytes": task.batch * task.context * row_bytes,
+        }
+        if group is not None and (peak_bytes := group.peak_bytes()) is not None:
+            more["group_peak_bytes"] = peak_bytes
+        return [
+            dataclasses.replace(row, metrics={**row.metrics, **more})
+            if row.system == _PACED and row.n
+            else row
+            for row in rows
+        ]
+
+
+def _group(options: Options) -> contextlib.AbstractContextManager[MemoryGroup | None]:
+    """The group of the worker: of so many bytes, where `--memory` is a size. Raises
+    InvalidInputError for `auto`, which would need a process to measure first."""
+    if options.limit.size_bytes:
+        return memory_group("long", options.limit.size_bytes)
+    if options.limit.kind == "auto":
+        raise InvalidInputError(
+            "--memory of --show long", got="auto", expected="a size, or ample", fix="--memory 2GiB"
+        )
+    return contextlib.nullcontext()
 
 
 def show_acceptance(options: Options, contexts: Sequence[int], say: Say) -> list[Row]:
     """`contexts`: tokens, ascending. No time is measured."""
     found = list[Row]()
-    with _opened(options, "acceptance", contexts[-1], say) as (worker, task, _):
+    # of one sequence, and nothing is compared with tokens of a turn
+    task = dataclasses.replace(task_of(options, contexts[-1]), batch=1, steps=1)
+    with opened(options, "acceptance", task, say) as at:
         for context in contexts:
-            at = _at(task, context)
-            path, source = _filled(at, worker, say)
-            params = _params(options, "acceptance", at, source)
-            for name in SYSTEMS:
-                if name == ONE_BY_ONE:
-                    continue
-                metrics = _forced(worker, name, say)
-                row = Row(
-                    case="kv",
-                    params=params,
-                    system=name,
-                    kind="measured",
-                    requested_path=path,
-                    effective_path=path,
-                    cache="warm" if "buffered" in path else "cold",
-                    n=0,
-                    median_s=None,
-                    p99_s=None,
-                    iqr_s=None,
-                    bytes_asked=0,
-                    bytes_moved=0,
-                    correct=True,
-                    metrics=metrics,
-                )
-                found.append(row)
+            own, said = at.filled(1, context, say)
+            found += _rows_of_acceptance(
+                at.worker,
+                said["effective_path"],
+                _params(options, "acceptance", own, said["source"]),
+                say,
+            )
     return found
 
 
-@contextlib.contextmanager
-def _opened(options: Options, show: str, longest: int, say: Say) -> Any:
-    """(worker with the model's weights, the task, the directory of its caches). `longest`: of the
-    contexts."""
-    new = options.new or (_QUICK_NEW if options.quick else _NEW)
-    task = dataclasses.replace(options.task(options.plan()), steps=new, context=longest)
-    if show == "acceptance":  # of one sequence, and nothing is compared with tokens of a turn
-        task = dataclasses.replace(task, batch=1, steps=1)
-    positions = _QUICK_POSITIONS if options.quick else _POSITIONS
-    with contextlib.ExitStack() as stack:
-        scratch, storage = (
-            Path(stack.enter_context(folder_in(where)))
-            for where in (scratch_parent(options.path), options.path)
+def _rows_of_acceptance(
+    worker: Worker, path: str, params: Mapping[str, Any], say: Say
+) -> Iterator[Row]:
+    for name in SYSTEMS:
+        if name == ONE_BY_ONE:
+            continue
+        yield Row(
+            case="kv",
+            params=params,
+            system=name,
+            kind="measured",
+            requested_path=path,
+            effective_path=path,
+            cache="warm" if "buffered" in path else "cold",
+            n=0,
+            median_s=None,
+            p99_s=None,
+            iqr_s=None,
+            bytes_asked=0,
+            bytes_moved=0,
+            correct=True,
+            metrics=_forced(worker, name, say),
         )
-        say(f"{show}: the weights of {task.name}")
-        end = longest + max(new, positions) + 16
-        write_weights(dataclasses.replace(task, context=end), scratch / "weights")
-        if show == "speculation" and options.throttle:  # before the worker, which inherits it
-            stack.enter_context(throttled(options.path, options.throttle))
-        worker = stack.enter_context(Worker("kv", "speculation"))
-        worker.ask(
-            "speculation_open",
-            task=task.words(),
-            positions=positions,
-            weights=str(scratch / "weights"),
-            storage=str(storage),
-            options={**options.cache, "x_rows": 0},
-        )
-        yield worker, task, storage
 
 
-def _at(task: Task, context: int) -> Task:
-    return dataclasses.replace(task, context=context)
-
-
-def _filled(task: Task, worker: Worker, say: Say) -> tuple[str, str]:
-    """(the path of the bytes, what the text is)."""
-    say(f"    {task.name}, {task.batch} x {task.context} tokens are read")
-    answer = worker.ask("speculation_fill", context=task.context)
-    return answer["effective_path"], answer["source"]
-
-
-def _params(options: Options, show: str, task: Task, source: str) -> Mapping[str, Any]:
+def _params(options: Options, show: str, task: Task, source: str) -> dict[str, Any]:
     return options.params(show, task) | {"text": source, "prefill": "the model's own"}
 
 
@@ -193,61 +224,3 @@ def _forced(worker: Worker, name: str, say: Say) -> dict[str, float]:
         f"{metrics['forced_tokens_a_pass_quoted']:.2f}"
     )
     return metrics
-
-
-def _timed(options: Options, task: Task, worker: Worker, storage: Path, say: Say) -> list[Row]:
-    path, source = _filled(task, worker, say)
-    systems = {name: SpeculationSystem(name, worker, task, path, say) for name in SYSTEMS}
-    fio = _fio_systems(options, task, storage, say)
-    rows = compare(
-        "kv",
-        _params(options, "speculation", task, source),
-        [systems[name] for name in SYSTEMS if name != ONE_BY_ONE],
-        [systems[ONE_BY_ONE], *fio],
-        pairs=options.pairs,
-        seed=options.seed,
-        say=say,
-        settle_s=_SETTLE_S if options.throttle else 0,
-    )
-    fio_row = next((row for row in rows if row.system == "fio" and row.median_s), None)
-    found = []
-    for row in rows:
-        if row.system in SYSTEMS and row.n:
-            if fio_row is not None and fio_row.median_s:
-                step_s = fio_row.median_s / fio_row.bytes_asked * row.bytes_asked / task.steps
-                more = {"fio_s": step_s, "over_fio": row.metrics["step_s"] / step_s}
-                row = dataclasses.replace(row, metrics={**row.metrics, **more})
-            if row.system != ONE_BY_ONE:
-                problem = systems[row.system].problem()
-                if problem:
-                    say(f"WRONG RESULT of {row.system}: {problem}. Its times are dropped.")
-                    row = _without_times(row)
-        found.append(row)
-    return found
-
-
-def _without_times(row: Row) -> Row:
-    return dataclasses.replace(
-        row,
-        n=0,
-        median_s=None,
-        p99_s=None,
-        iqr_s=None,
-        bytes_asked=0,
-        bytes_moved=0,
-        correct=False,
-        metrics={},
-        ratio={},
-    )
-
-
-def _fio_systems(options: Options, task: Task, storage: Path, say: Say) -> list[FioSystem]:
-    """fio on about as many bytes as all K and V; none, and said, where it is not installed."""
-    if shutil.which("fio") is None:
-        say("    the disk's own line is left out: fio is not installed")
-        return []
-    steps = max(1, round(task.kv_bytes(task.context) / SEQUENTIAL_STEP_BYTES))
-    data = ensure_file(storage / FIO_FILE, steps * SEQUENTIAL_STEP_BYTES, options.seed, say)
-    point = Point("read", "sequential", 960 << 10, 8)
-    work = Work(point, data, steps * SEQUENTIAL_STEP_BYTES // point.block_bytes, options.seed)
-    return [FioSystem(work, variant) for variant in variants(point)]

@@ -7,11 +7,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mode
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, DynamicCache
 
 from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.enable import enable_kv_cache
@@ -23,6 +25,7 @@ from ...kv_quality.recall import NAME as HELD_OUT
 from ...kv_quality.recall import HeldOut
 from ...machine.counters import read_counters
 from ..resume import text_tokens
+from ..systems.caches import without_attention
 from ..systems.models import Task, load_model, tolerance_of_other_shapes
 
 ONE_BY_ONE = "one-by-one"
@@ -69,6 +72,8 @@ class SpeculationWork:
         positions: of each text whose tokens are given.
         weights, storage: directories.
         options: of the caches.
+        is_shared: all sequences begin with the same text, which is computed once, and go on from
+            different tokens. Each has rows of its own.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class SpeculationWork:
         weights: str,
         storage: str,
         options: Mapping[str, Any],
+        is_shared: bool = False,
     ):
         self.task, self.positions = Task(**task), positions
         self.model = load_model(Path(weights), self.task.dtype)
@@ -85,27 +91,53 @@ class SpeculationWork:
         self.storage, self.options = storage, dict(options)
         length = self.task.context + positions + GAMMA + 1
         self.tokens, self.source = _text(Path(weights), self.task, length)
+        self.is_shared = is_shared
+        if is_shared:
+            self.tokens[:, : self.task.context] = self.tokens[0, : self.task.context]
         self.found = dict[str, torch.Tensor]()
 
     @torch.inference_mode()
-    def fill(self, context: int) -> dict[str, Any]:
+    def fill(self, context: int, batch: int | None = None) -> dict[str, Any]:
         """Reads the contexts of the batch, and the first one alone, into kept caches, and decodes
-        one by one for comparison."""
-        self.context = context
+        one by one for comparison. `batch`: of the task's, the first so many; None: all."""
+        self.context, self.batch = context, batch or self.task.batch
         self.found.clear()
-        for batch in sorted({1, self.task.batch}):
-            with self._kept(ONE_BY_ONE, batch) as cache:
-                for part in self.tokens[:batch, :context].split(_CHUNK_TOKENS, dim=1):
+        for n in sorted({1, self.batch}):
+            with self._kept(ONE_BY_ONE, n) as cache:
+                if cache.get_seq_length():
+                    continue  # of another fill
+                if self.is_shared:
+                    self._write_alike(cache, n)
+                    continue
+                for part in self.tokens[:n, :context].split(_CHUNK_TOKENS, dim=1):
                     self.model(
                         input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1
                     )
-        with self._kept(ONE_BY_ONE, self.task.batch) as cache:
+        with self._kept(ONE_BY_ONE, self.batch) as cache:
+            begun = time.perf_counter()
             out = self._decode(cache, ONE_BY_ONE, return_dict_in_generate=True, output_logits=True)
+            seconds = time.perf_counter() - begun
             self.reference = out.sequences[:, context + 1 :]
             self.logits = torch.stack(list(out.logits), dim=1).float()  # [batch, new, vocabulary]
             path = str(cache.stats()["effective_path"])
             cache.crop(context - cache.get_seq_length())
-        return {"effective_path": path, "source": self.source}
+        return {"effective_path": path, "source": self.source, "one_by_one_s": seconds}
+
+    def _write_alike(self, cache: KVCache, n: int) -> None:
+        """The rows of the first sequence's context, computed once, as those of `n` sequences."""
+        ids = self.tokens[:n, : self.context]
+        rows = DynamicCache(config=self.model.config)
+        for part in ids[:1].split(_CHUNK_TOKENS, dim=1):
+            self.model(input_ids=part, past_key_values=rows, use_cache=True, logits_to_keep=1)
+        heads = self.model.config.num_attention_heads
+        cache.passes.begin(self.model, ids, n)
+        with mock.patch("espnx.kv.attention.chunk_attention", without_attention):
+            for layer, held in zip(cache.layers, rows.layers, strict=True):
+                k, v = (each.expand(n, -1, -1, -1) for each in (held.keys, held.values))
+                layer.update(k, v)
+                q = k.new_zeros(1).expand(n, heads, k.shape[2], k.shape[3])
+                layer.attend(q, None, 1.0)
+        cache.passes.end(self.model, failed=False)
 
     def _kept(self, system: str, batch: int) -> KVCache:
         """The kept cache, which a system's own draft continues. Who uses it brings it back."""
@@ -117,8 +149,11 @@ class SpeculationWork:
             **SYSTEMS[system],
         )
 
-    def _decode(self, cache: KVCache, system: str, **more: Any) -> Any:
-        ids = self.tokens[: self.task.batch, : self.context + 1]
+    def _decode(
+        self, cache: KVCache, system: str, gamma: int | None = None, **more: Any
+    ) -> Any:
+        ids = self.tokens[: self.batch, : self.context + 1]
+        drafts = {"custom_generate": generate, "gamma": gamma}
         return self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -127,17 +162,22 @@ class SpeculationWork:
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
-            **({} if system == ONE_BY_ONE else {"custom_generate": generate}),
+            **({} if system == ONE_BY_ONE else drafts),
             **more,
         )
 
     @torch.inference_mode()
-    def run(self, system: str) -> dict[str, Any]:
-        """One turn: so many new tokens of each sequence, behind the same context."""
-        with self._kept(system, self.task.batch) as cache:
+    def run(self, system: str, gamma: int | None = None, name: str | None = None) -> dict[str, Any]:
+        """One turn: so many new tokens of each sequence, behind the same context.
+
+        Args:
+            gamma: tokens that are proposed; None: chosen.
+            name: by which the tokens are asked for; None: the system's.
+        """
+        with self._kept(system, self.batch) as cache:
             before, asked = read_counters(), cache.stats()
             begun = time.perf_counter()
-            self.found[system] = self._decode(cache, system)[:, self.context + 1 :]
+            self.found[name or system] = self._decode(cache, system, gamma)[:, self.context + 1 :]
             seconds, spent = time.perf_counter() - begun, read_counters() - before
             stats = cache.stats()
             cache.crop(self.context - cache.get_seq_length())
@@ -151,7 +191,8 @@ class SpeculationWork:
             "draft_bytes": said.get("draft_bytes_asked", 0),
             "draft_memory_bytes": said.get("draft_memory_bytes", 0),
             "draft_s": said.get("draft_s", 0.0),
-            "gamma": said.get("gamma", 0),
+            # of the passes that are remembered, most often
+            "gamma": mode([each["gamma"] for each in said.get("decisions", [])] or [0]),
         }
 
     def verdict(self, system: str) -> dict[str, Any]:

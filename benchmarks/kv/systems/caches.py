@@ -170,7 +170,7 @@ class EspnxDecoder(HFDecoder):
         # nobody's subject.
         prompt = self.task.prompt()
         self.cache.passes.begin(self.model, prompt, len(prompt))
-        with mock.patch("espnx.kv.attention.chunk_attention", _no_attention):
+        with mock.patch("espnx.kv.attention.chunk_attention", without_attention):
             super().seed()
         self.cache.passes.end(self.model, failed=False)
         self.cache.store.striped.flush()
@@ -202,9 +202,10 @@ class EspnxDecoder(HFDecoder):
             self.cache.close()
 
 
-def _no_attention(
+def without_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
+    """In place of a chunk's attention over itself, where only its K and V are wanted."""
     return v.new_zeros(1).expand(*q.shape[:3], v.shape[-1]), None
 
 

@@ -22,4 +22,7 @@ inline int64_t packed_page_bytes(int64_t d, int64_t dv) {
 // Writes k [kPackedRows, d] and v [kPackedRows, dv] of a page. `page` is even.
 void unpack_page(const uint8_t* page, int64_t d, int64_t dv, float* k, float* v);
 
+// The other way round, to the bit as pack_pages_reference of espnx/ops/attention/packed.py.
+void pack_page(const float* k, const float* v, int64_t d, int64_t dv, uint8_t* page);
+
 }  // namespace espnx

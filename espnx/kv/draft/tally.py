@@ -11,8 +11,10 @@ from ... import errors
 from .pace import Pace
 from .sources import Sources
 
+#: All rows in four bits.
+PACKED = "4bit"
 #: Ways to draft.
-KINDS = ("lookup", "pages", "4bit")
+KINDS = ("lookup", "pages", PACKED)
 #: And what one is called that a smaller model makes.
 ASSISTANT = "assistant"
 #: Of K and V, that stays in memory for drafts unless one says how much.
@@ -53,7 +55,7 @@ class Tally:
     draft_bytes_asked: int = 0
     memory_bytes: int = 0
     lost: int = 0
-    pace: Pace = field(default_factory=Pace)
+    pace: Pace = field(init=False)
     sources: Sources = field(default_factory=Sources)
 
     def __post_init__(self) -> None:
@@ -62,6 +64,7 @@ class Tally:
             raise errors.InvalidInputError(
                 "draft of a cache", got=repr(self.kind), expected=" or ".join(map(repr, KINDS))
             )
+        self.pace = Pace(self.kind)
         if self.kind == "pages" and self.share is None:
             self.share = _SHARE
         if self.share is not None and (
@@ -86,10 +89,12 @@ class Tally:
         draft_s: float,
         pass_s: float,
         sources: Sequence[str],
+        *,
+        is_slow: bool = False,
     ) -> None:
         """A pass: how many tokens were proposed for each sequence and by whom, how many it got, and
-        the seconds of the drafts and of the pass."""
-        self.pace.note(drafted, kept, draft_s, pass_s)
+        the seconds of the drafts and of the pass. `is_slow`: it did more than those after it."""
+        self.pace.note(drafted, kept, pass_s, is_slow=is_slow)
         self.sources.note(sources, drafted, kept, draft_s, pass_s)
         self.draft_s, self.pass_s = self.draft_s + draft_s, self.pass_s + pass_s
         self.passes, self.turns = self.passes + 1, self.turns + len(kept)
@@ -123,7 +128,8 @@ class Tally:
             "pass_s": self.pass_s,
             "gamma": self.pace.gamma,
             "why": self.pace.why,
-            "predicted_s": self.pace.predicted_s,
+            "decisions": list(self.pace.decisions),
+            "predicted_s": self.pace.foretold_s,
             "measured_s": (self.draft_s + self.pass_s) * self.turns / self.passes / self.tokens
             if self.tokens
             else None,

@@ -29,7 +29,7 @@ def packed_page_bytes(d: int, dv: int) -> int:
 
 
 def pack_pages(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Packs whole pages.
+    """Packs whole pages: compiled on the CPU, by `pack_pages_reference` elsewhere.
 
     Args:
         k, v: [..., n, d] and [..., n, dv] of any float dtype; n: a multiple of `PACKED_ROWS`, dv of
@@ -41,6 +41,19 @@ def pack_pages(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     Raises:
         InvalidInputError: another n.
     """
+    n, d, dv = k.shape[-2], k.shape[-1], v.shape[-1]
+    if k.device.type != "cpu" or n % PACKED_ROWS or k.shape[:-1] != v.shape[:-1]:
+        return pack_pages_reference(k, v)
+    shape = (*k.shape[:-2], n // PACKED_ROWS, packed_page_bytes(d, dv))
+    pages = torch.empty(shape, dtype=torch.uint8)
+    if pages.numel():
+        rows = (each.float().contiguous().view(-1, each.shape[-1]) for each in (k, v))
+        load_extension().pack_pages(*rows, pages.view(-1, shape[-1]), torch.get_num_threads())
+    return pages
+
+
+def pack_pages_reference(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """`pack_pages` in plain PyTorch, to the bit the same."""
     n = k.shape[-2]
     if n % PACKED_ROWS or v.shape[-2] != n:
         raise InvalidInputError(

@@ -4,15 +4,18 @@ acceptance by a second program, and what becomes of wrong tokens."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+from espnx import errors
 from espnx.benchmarks.harness.result import load, rows_of
 from espnx.benchmarks.kv import sweeps
-from espnx.benchmarks.kv.speculation import work
+from espnx.benchmarks.kv.fleet import Limit
+from espnx.benchmarks.kv.speculation import show, work
 from espnx.benchmarks.kv.speculation.work import GAMMA, ONE_BY_ONE, SYSTEMS, SpeculationWork
 from espnx.benchmarks.kv.systems.models import Task, write_weights
 from espnx.cli.main import main
@@ -38,7 +41,7 @@ DRAFTS = [name for name in SYSTEMS if name != ONE_BY_ONE]
 @pytest.fixture
 def short(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeps, "_LEAST_SPECULATED", 128)
-    monkeypatch.setattr("espnx.benchmarks.kv.speculation.show.shutil.which", lambda name: None)
+    monkeypatch.setattr("espnx.benchmarks.kv.speculation.timing.shutil.which", lambda name: None)
 
 
 def made(folder: Path, batch: int = 1) -> SpeculationWork:
@@ -101,6 +104,85 @@ def test_wrong_tokens_have_no_time(
     assert (found["lookup"].correct, found["lookup"].n, found["lookup"].ratio) == (False, 0, {})
     assert found[ONE_BY_ONE].correct
     assert "WRONG RESULT of lookup" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("short")
+def test_gamma_beside_the_best_fixed_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "r.json"
+    words = ["--pairs", "1", "--context", "200", "--batch", "2", "--dtype", "fp32", "--new", "6"]
+    assert bench(tmp_path, *words, "--show", "gamma", "--json", str(result)) == 0
+    rows = rows_of(load(result))
+    cells = {(one.params["context"], one.params["batch"]) for one in rows}
+    assert cells == {(128, 1), (128, 2), (200, 1), (200, 2)}
+    for cell in cells:
+        own = [one for one in rows if (one.params["context"], one.params["batch"]) == cell]
+        assert [one.system for one in own] == ["chosen", *(f"gamma-{n}" for n in (0, 2, 4, 8, 16))]
+        assert all((one.n, one.correct) == (1, True) for one in own)
+        chosen, fixed = own[0], {one.system: one for one in own[1:]}
+        best = f"gamma-{chosen.metrics['best_gamma']:.0f}"
+        assert fixed[best].median_s == min(one.median_s or 0.0 for one in own[1:])
+        assert chosen.metrics["over_best"] == pytest.approx(
+            (chosen.median_s or 0.0) / (fixed[best].median_s or 1.0), rel=1e-6
+        )
+        assert fixed["gamma-0"].metrics["tokens_a_pass"] == 1.0
+    captured = capsys.readouterr()
+    assert "of 4 within 15% of the best fixed number" in captured.err
+    assert "x the best fixed" in captured.out
+
+
+@pytest.mark.usefixtures("short")
+def test_many_long_sequences_begin_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each has rows of its own, of half the bytes, and goes on as from a prompt of its own."""
+    result = tmp_path / "r.json"
+    words = ["--pairs", "1", "--context", "200", "--batch", "2", "--dtype", "fp32"]
+    assert bench(tmp_path, *words, "--show", "long", "--json", str(result)) == 0
+    (row,) = rows_of(load(result))
+    assert (row.system, row.n, row.correct, row.params["rows"]) == ("pages-1/16", 1, True, "bf16")
+    assert row.metrics["kv_bytes"] == 2 * 200 * 2 * 2 * 2 * 64 * 2
+    assert row.metrics["one_by_one_s"] > 0
+    assert row.metrics["draft_bytes"] == 0
+    assert "written as that of each" in row.params["prefill"]
+    assert "one by one ms" in capsys.readouterr().out
+
+
+def test_sequences_that_begin_alike_are_those_of_their_own_prompts(tmp_path: Path) -> None:
+    task = Task("tiny", LLAMA, 3, CONTEXT, 8, "fp32", 1)
+    write_weights(task, tmp_path / "weights")
+    it = SpeculationWork(
+        task.words(),
+        POSITIONS,
+        str(tmp_path / "weights"),
+        str(tmp_path / "kv"),
+        {"x_rows": 0},
+        is_shared=True,
+    )
+    it.fill(CONTEXT)
+    assert (it.tokens[:, :CONTEXT] == it.tokens[0, :CONTEXT]).all()
+    assert len({tuple(row) for row in it.tokens[:, CONTEXT:].tolist()}) == 3
+    ids = it.tokens[:, : CONTEXT + 1]
+    plain = it.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=DynamicCache(config=it.model.config),
+        max_new_tokens=8,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert torch.equal(it.reference, plain[:, CONTEXT + 1 :])
+    with it._kept(ONE_BY_ONE, 3) as cache:
+        assert cache.stats()["stored_bytes"] > 2.5 * CONTEXT * 2 * 2 * 2 * 64 * 4
+
+
+def test_a_long_show_needs_a_size() -> None:
+    """What a process needs is not known before."""
+    options: Any = SimpleNamespace(limit=Limit("auto"))
+    with pytest.raises(errors.InvalidInputError, match="--memory 2GiB"):
+        show._group(options)
 
 
 @pytest.mark.usefixtures("short")

@@ -23,6 +23,7 @@ from espnx.ops.attention.packed import (
     PACKED_ROWS,
     attend_packed,
     pack_pages,
+    pack_pages_reference,
     packed_page_bytes,
     unpack_pages,
 )
@@ -65,6 +66,23 @@ def level(request: pytest.FixtureRequest) -> Iterator[int]:
     load_extension().set_cpu_level(request.param)
     yield request.param
     load_extension().set_cpu_level(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("n_pages", "d", "dv"), [(0, 64, 64), (1, 8, 8), (3, 64, 64), (19, 40, 136), (2, 7, 72)]
+)
+def test_pages_are_packed_to_the_bit_as_the_reference_packs_them(
+    level: int, n_pages: int, d: int, dv: int, dtype: torch.dtype
+) -> None:
+    k, v = (each.to(dtype) for each in rows_of(n_pages * PACKED_ROWS, d, dv, seed=n_pages))
+    if n_pages:
+        k[..., 0], k[..., 1, 2], v[0, 1, 3], v[1, 0, 4, 1] = 7.0, torch.inf, -3.0, torch.nan
+        k[0, 0, 5, 1], v[0, 0, 6], k[..., 3] = -torch.inf, 1e-6, k[..., 3] * 1e-5
+    assert torch.equal(pack_pages(k, v), pack_pages_reference(k, v))
+    # of another layout in memory
+    across = k.mT.contiguous().mT, v.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(pack_pages(*across), pack_pages_reference(k, v))
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class PassState:
         self.text = Text()
         self._unused = states_of(self.in_memory)
         self._of_framework = Cache(layers=list(layers))
-        self._guard = PassGuard()
+        self._guard, self._is_prompting = PassGuard(), False
         # of the pass under way
         self._masks: tuple[torch.Tensor | None, int, Visibility] | None = None
         # of the model that was checked last
@@ -107,7 +107,8 @@ class PassState:
     def _is_step(self, ids: torch.Tensor | None, held: int) -> bool:
         """Whether a pass is of decoding; otherwise it computes a prompt."""
         is_short = ids is not None and ids.shape[1] == 1
-        return held > 0 and (is_short or self.store.ends is not None)
+        is_decided = self.store.ends is not None and not self._is_prompting
+        return held > 0 and (is_short or is_decided)
 
     def check_model(self, model: PreTrainedModel, sequences: int | None) -> None:
         """Raises what `begin` raises of the model and the batch."""
@@ -230,6 +231,15 @@ class PassState:
             self.store.crop(held - tokens)
 
     # --- tokens that may be rejected ---
+
+    @contextmanager
+    def prompting(self) -> Iterator[None]:
+        """Passes inside compute a prompt."""
+        self._is_prompting = True
+        try:
+            yield
+        finally:
+            self._is_prompting = False
 
     def accept(self, n_new: int, kept: Sequence[int]) -> None:
         """Keeps the first `kept` of the last pass's `n_new` tokens of each sequence, which move to

@@ -10,6 +10,7 @@ that they can be written.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,12 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from .... import errors
+from ....kv.attention import CHUNK_TOKENS
 from ....kv.draft.acceptance import drawn, next_token
 from ....kv.draft.lookup import continuation
 from ....kv.draft.rows import tier_of
 from ....kv.draft.sources import LOOKUP
-from ....kv.draft.tally import Tally
+from ....kv.draft.tally import PACKED, Tally
 from ..cache import KVCache
 from ..forward.positions import learned_positions
 from .assistant import Assistant
@@ -109,19 +111,23 @@ class Decoding:
             found[row, length:] = self._rules.pad or 0  # drafts stood there
         return found
 
-    def run(self, logits: torch.Tensor, name: str) -> None:
-        """Decodes from the prompt's last logits [sequences, vocabulary] to the end of every text.
-        `name`: of the cache among the arguments of the model.
+    def run(self, prefill: Callable[[], torch.Tensor], name: str, *, chunk: int | None) -> None:
+        """Decodes to the end of every text.
+
+        Args:
+            prefill: computes what of the prompt is not in the cache yet: the logits [sequences,
+                vocabulary] behind it.
+            name: of the cache among the arguments of the model.
+            chunk: new tokens that `prefill` computes at a time; None: all.
 
         Raises what `generate` raises.
         """
         passes = self._cache.passes
         self._inputs[name] = self._cache
-        self._prompted = self._cache.get_seq_length()
-        self._before = self._prompted - self._lengths[0]
         with ExitStack() as undo:
-            self._cache.store.propose(tier_of(self._tally))
-            undo.callback(passes.settle)
+            logits = self._prefilled(prefill, chunk, undo)
+            self._prompted = self._cache.get_seq_length()
+            self._before = self._prompted - self._lengths[0]
             try:
                 for row in self._going:
                     self._decide(row, logits[row : row + 1], Draft([]))
@@ -132,6 +138,46 @@ class Decoding:
             except errors.EspnxError as error:
                 error.sequences = self.ids()  # type: ignore[attr-defined]
                 raise
+
+    def _prefilled(
+        self, prefill: Callable[[], torch.Tensor], chunk: int | None, undo: ExitStack
+    ) -> torch.Tensor:
+        """What `prefill` returns. From then on tokens may be rejected, until `undo`.
+
+        Where a few tokens follow a text that is in the cache, their pass over its rows is like any
+        other: it brings rows for drafts, and says what a pass takes, before the first draft.
+        """
+        cache, passes, tally = self._cache, self._cache.passes, self._tally
+        held, n = cache.get_seq_length(), self._lengths[0]
+        if self._seen is None or self._seen.shape[1] == n:
+            n -= held  # the prompt begins with what is in the cache
+        is_pass = held > 0 and 0 < n < CHUNK_TOKENS and (chunk is None or n <= chunk)
+        brings_tier = is_pass and tier_of(tally) is not None
+        if brings_tier:
+            cache.store.propose(tier_of(tally))
+            undo.callback(passes.settle)
+        begun, waited_s = time.perf_counter(), self._waited_s()
+        with passes.prompting():
+            logits = prefill()
+        if brings_tier:
+            passes.accept(n, [n] * len(self._going))
+        else:
+            cache.store.propose(tier_of(tally))
+            undo.callback(passes.settle)
+        if is_pass and n == 1:
+            tally.pace.note_first(
+                len(self._going),
+                time.perf_counter() - begun,
+                self._waited_s() - waited_s,
+                is_slow=brings_tier and tally.kind == PACKED,
+            )
+        return logits
+
+    def _waited_s(self) -> float:
+        """Seconds that passes waited for reads so far."""
+        store = self._cache.store
+        threads = store.options.threads or torch.get_num_threads()
+        return store.striped.stats().waiting_s / threads
 
     def _drop_ended(self, undo: ExitStack) -> None:
         """Sequences that have ended leave the batch of the passes; the cache gets them back at the
@@ -152,6 +198,8 @@ class Decoding:
         asked, begun = self._bytes_asked(), time.perf_counter()
         drafts = self._drafts()
         drafted_bytes, drafted = self._bytes_asked() - asked, time.perf_counter()
+        # the pass that packs all rows is slower than any after it
+        is_slow = tally.kind == PACKED and not self._cache.store.has_tier
         n = 1 + max(len(draft.tokens) for draft in drafts)
         own = [
             [int(self._ids[row, self._lengths[row] - 1]), *draft.tokens]
@@ -178,6 +226,7 @@ class Decoding:
             draft_s=drafted - begun,
             pass_s=time.perf_counter() - drafted,
             sources=[draft.source for draft in drafts],
+            is_slow=is_slow,
         )
         tally.lost = max(tally.lost, len(self._cache.store.lost.sequences))
         tally.memory_bytes = max(tally.memory_bytes, self._cache.store.tier_bytes)
@@ -193,13 +242,14 @@ class Decoding:
         """Tokens that may come next, for each sequence that goes on: what lookup finds, and where
         it finds nothing what a model says."""
         pace, store, kind = self._tally.pace, self._cache.store, self._tally.kind
+        most = [self._room(row) for row in self._going]
         if self._gamma is None:
-            pace.choose()
+            pace.choose(len(self._going), max(most))
         else:
             pace.gamma, pace.why = self._gamma, "as asked"
         if lost := len(store.lost.sequences):
             pace.why += f"; {lost} of {len(self._going)} sequences have no memory for drafts"
-        room = [self._room(row, pace.gamma) for row in self._going]
+        room = [min(pace.gamma, n) for n in most]
         drafts = [Draft([]) for _ in room]
         # by the clock only where that chooses in any case: what is sampled comes again otherwise
         by_clock = self._gamma is None and kind != LOOKUP
@@ -208,14 +258,17 @@ class Decoding:
                 Draft(continuation(self._ids[row, : self._lengths[row]].numpy(), n))
                 for row, n in zip(self._going, room, strict=True)
             ]
-        left = [0 if draft.tokens else n for draft, n in zip(drafts, room, strict=True)]
+        if self._assistant is None and (kind == LOOKUP or not store.has_tier):
+            return drafts  # the first pass brings what a model attends to
+        left = [0 if draft.tokens else n for draft, n in zip(drafts, most, strict=True)]
         if self._assistant is not None:
+            begun = time.perf_counter()
             said = [
-                self._assisted(row, n, self._assistant)
+                self._assisted(row, min(n, pace.gamma), self._assistant)
                 for row, n in zip(self._going, left, strict=True)
             ]
-        elif kind == LOOKUP or not store.has_tier:  # which the first pass brings
-            return drafts
+            if longest := max(len(draft.tokens) for draft in said):
+                pace.note_step((time.perf_counter() - begun) / longest)
         else:
             for place in store.lost.sequences:
                 left[place] = 0
@@ -232,10 +285,10 @@ class Decoding:
         draft.source = self._tally.kind
         return draft
 
-    def _room(self, row: int, gamma: int) -> int:
-        """How many tokens may be proposed for a text, at most `gamma`."""
+    def _room(self, row: int) -> int:
+        """How many tokens may be proposed for a text at most."""
         length = self._lengths[row]
-        room = [gamma, self._rules.max_length - length - 1]
+        room = [self._rules.max_length - length - 1]
         if self._limit is not None:
             room.append(self._limit - 1 - self._position(row))
         shortest = min(self._lengths[each] for each in self._going)
@@ -250,6 +303,9 @@ class Decoding:
         last = [[int(self._ids[row, self._lengths[row] - 1])] for row in self._going]
         with self._cache.passes.drafting():
             for done in range(max(room)):
+                if not self._goes_on(done):
+                    break
+                begun = time.perf_counter()
                 logits = self._forward(last, 1, begin, done)
                 for place, (row, draft) in enumerate(zip(self._going, drafts, strict=True)):
                     if done >= room[place]:
@@ -263,7 +319,12 @@ class Decoding:
                     if by is not None and draft.drawn_by is not None:
                         draft.drawn_by.append(by)
                     last[place] = [token]
+                self._tally.pace.note_step(time.perf_counter() - begun)
         return drafts
+
+    def _goes_on(self, done: int) -> bool:
+        """Whether a model proposes one more token behind so many."""
+        return self._tally.pace.goes_on(done) if self._gamma is None else done < self._gamma
 
     def _position(self, row: int) -> int:
         """The position, to the model, of a text's last token, which is not in the cache yet."""

@@ -119,8 +119,11 @@ def generate(
         decoding = Decoding(
             model, cache, tally, inputs, rest, rules, gamma, streamer, assistant=assistant
         )
-        outputs = model._prefill(inputs, config, dict(rest))
-        decoding.run(outputs.logits[:, -1], cache_name(rest) or CACHE_NAMES[0])
+        decoding.run(
+            lambda: model._prefill(inputs, config, dict(rest)).logits[:, -1],
+            cache_name(rest) or CACHE_NAMES[0],
+            chunk=config.prefill_chunk_size,
+        )
     ids = decoding.ids().to(inputs.device)
     if not config.return_dict_in_generate:
         return ids

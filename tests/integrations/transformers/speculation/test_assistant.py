@@ -129,7 +129,8 @@ def test_a_draft_that_is_behind_is_not_asked(folder: Path, monkeypatch: pytest.M
         return wrong(tokens, n) if asked % 2 else []
 
     monkeypatch.setattr(decoding, "continuation", sometimes)
-    monkeypatch.setattr(Pace, "choose", lambda pace: setattr(pace, "gamma", 2))
+    monkeypatch.setattr(Pace, "choose", lambda pace, *_: setattr(pace, "gamma", 2))
+    monkeypatch.setattr(Pace, "goes_on", lambda _, done: done < 2)
     with KVCache(enabled("llama").config, folder, draft="pages", draft_memory=1.0) as cache:
         got = speculated("llama", inputs, cache, max_new_tokens=120, gamma=None)
         said = cache.stats()["speculation"]

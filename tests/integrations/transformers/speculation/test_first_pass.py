@@ -1,0 +1,204 @@
+"""A text that is continued: its first pass over what is stored brings rows for drafts; and reads
+that run ahead while drafts are made serve the pass, whatever its number of tokens."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from espnx import errors
+from espnx.integrations.transformers.cache import KVCache
+from espnx.integrations.transformers.speculation import decoding
+from espnx.kv import attention
+from espnx.kv.read_ahead import ReadAhead
+from espnx.storage import FaultRule, FaultyEngine
+from tests.integrations.transformers.speculation.drafts import drafting, one_by_one, speculated
+from tests.integrations.transformers.tiny import enabled, generate, prompt
+
+KINDS = ("pages", "4bit")
+
+
+@pytest.fixture
+def without_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model alone proposes."""
+    monkeypatch.setattr(decoding, "continuation", lambda tokens, n: [])
+
+
+def kept(folder: Path, lengths: list[int], new: int) -> dict[str, torch.Tensor]:
+    """A kept cache of prompts, and prompts that go on with so many tokens."""
+    held = prompt(lengths)
+    with KVCache(enabled("llama").config, folder, name="talk", spill_interval=8) as cache:
+        generate(enabled("llama"), held, cache, max_new_tokens=1)  # which is not fed
+    more = prompt([new] * len(lengths), seed=4)
+    return {name: torch.cat([held[name], more[name]], dim=1) for name in held}
+
+
+def reopened(folder: Path, kind: str, **options: Any) -> KVCache:
+    return KVCache(
+        enabled("llama").config, folder, name="talk", draft=kind, spill_interval=8, **options
+    )
+
+
+@pytest.mark.usefixtures("without_lookup")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("lengths", "new"), [([150], 1), ([150, 80, 30], 1), ([90, 150], 12)])
+def test_the_pass_that_reads_the_prompt_brings_rows_for_drafts(
+    folder: Path, kind: str, lengths: list[int], new: int
+) -> None:
+    asked = kept(folder, lengths, new)
+    wanted = one_by_one("llama", asked, max_new_tokens=20)
+    with reopened(folder, kind) as cache:
+        got = speculated("llama", asked, cache, max_new_tokens=20, gamma=4)
+        said = cache.stats()
+    assert torch.equal(got, wanted)
+    gammas = [each["gamma"] for each in said["speculation"]["decisions"]]
+    assert gammas[0] == 4
+    assert said["decode_tokens"] + said["prefill_tokens"] >= 19 * len(lengths)
+
+
+@pytest.mark.usefixtures("without_lookup")
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_longer_prompts_are_computed_in_chunks(folder: Path, chunk: int | None) -> None:
+    """Then the first pass over single positions brings them."""
+    asked = kept(folder, [150], 30)
+    wanted = one_by_one("llama", asked, max_new_tokens=12)
+    more = {} if chunk is None else {"prefill_chunk_size": chunk}
+    with reopened(folder, "pages") as cache:
+        got = speculated("llama", asked, cache, max_new_tokens=12, gamma=4, **more)
+        gammas = [each["gamma"] for each in cache.stats()["speculation"]["decisions"]]
+    assert torch.equal(got, wanted)
+    assert gammas[:2] == [0, 4]
+
+
+@pytest.mark.usefixtures("without_lookup")
+def test_the_first_number_is_chosen_by_that_pass(folder: Path) -> None:
+    asked = kept(folder, [150], 1)
+    wanted = one_by_one("llama", asked, max_new_tokens=20)
+    with reopened(folder, "pages") as cache:
+        got = speculated("llama", asked, cache, max_new_tokens=20, gamma=None)
+        said = cache.stats()["speculation"]
+    assert torch.equal(got, wanted)
+    assert said["decisions"][0]["gamma"] > 0
+    assert "a pass over one position" in said["decisions"][0]["why"]
+    assert said["predicted_s"] > 0
+    assert said["measured_s"] > 0
+
+
+@pytest.mark.usefixtures("without_lookup")
+@pytest.mark.parametrize(
+    ("fault", "value"), [("error", errno.EIO), ("flip", 801), ("delay", 600_000_000)]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_read_of_that_pass_fails(folder: Path, kind: str, fault: str, value: int) -> None:
+    """As any error, and the cache is as before: one read of the second layer."""
+    asked = kept(folder, [150], 1)
+    wanted = one_by_one("llama", asked, max_new_tokens=20)
+    made = list[FaultyEngine]()
+
+    def make_engine() -> FaultyEngine:
+        rule = FaultRule(fault, operation="read", nth=2, count=1, value=value)
+        made.append(FaultyEngine([rule], poison=True, pool_bytes=1 << 20))
+        return made[-1]
+
+    with reopened(folder, kind, engine=make_engine, deadline_s=0.2) as cache:
+        with pytest.raises(errors.StorageError):
+            speculated("llama", asked, cache, max_new_tokens=20)
+        assert cache.get_seq_length() == 150
+        assert cache.store.ends is None
+        assert not cache.store.has_tier
+        got = speculated("llama", asked, cache, max_new_tokens=20)
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("gammas", [(8, 3, 16, 0, 5)])
+def test_reads_ahead_serve_a_pass_over_any_number_of_tokens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, gammas: tuple[int, ...]
+) -> None:
+    """What attends at a time depends on the number of queries; what was read ahead is not thrown
+    away for that."""
+    asked = kept(folder, [64] * 6, 1)
+    wanted = one_by_one("llama", asked, max_new_tokens=40)
+    drafting(monkeypatch, wanted, right=0.9)
+    # the queries of two sequences of 17 tokens, or of 34 of one
+    shape = enabled("llama").config
+    each = 4 * shape.num_attention_heads * shape.head_dim
+    monkeypatch.setattr(attention, "_PART_BYTES", 34 * each)
+    forgotten, turn = 0, iter(gammas * 20)
+    forget, room = ReadAhead.forget, decoding.Decoding._room
+
+    def counted(self: ReadAhead) -> None:
+        nonlocal forgotten
+        forgotten += 1
+        forget(self)
+
+    now = 0
+
+    def drafts(self: Any) -> Any:
+        nonlocal now
+        now = next(turn)
+        return make_drafts(self)
+
+    make_drafts = decoding.Decoding._drafts
+    monkeypatch.setattr(decoding.Decoding, "_drafts", drafts)
+    monkeypatch.setattr(decoding.Decoding, "_room", lambda self, row: min(now, room(self, row)))
+    monkeypatch.setattr(ReadAhead, "forget", counted)
+    with reopened(folder, "lookup", x_rows=0) as cache:
+        before = forgotten
+        decoded = speculated("llama", asked, cache, max_new_tokens=40, gamma=16)
+        said = cache.stats()["speculation"]
+        during = forgotten - before
+    assert torch.equal(decoded, wanted)
+    assert len({each["gamma"] for each in said["decisions"]}) > 2
+    # the first pass, sequences that end before others, and the end
+    assert during <= 2 + 2 * len(asked["input_ids"])
+    assert said["passes"] > 6
+
+
+@pytest.mark.usefixtures("without_lookup")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window_bytes", [64 << 10, 8 << 20])
+def test_the_disk_reads_while_drafts_are_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, window_bytes: int
+) -> None:
+    """Before a pass begins as many of its bytes were asked for as may be read ahead, or all."""
+    inputs = prompt([400])
+    ahead, forward = list[int](), decoding.Decoding._forward
+
+    def watched(self: Any, own: Any, n: int, begin: int, done: int = 0) -> torch.Tensor:
+        store = self._cache.store
+        if n > 1 and not store.is_drafting:
+            device = store.striped.devices[0]
+            asked = device.engine.stats().bytes_asked - store.striped.stats().bytes_written
+            ahead.append(asked - store.striped.stats().bytes_asked)
+        return forward(self, own, n, begin, done)
+
+    monkeypatch.setattr(decoding.Decoding, "_forward", watched)
+    options: dict[str, Any] = {"read_ahead_bytes": window_bytes, "spill_interval": 400}
+    with KVCache(enabled("llama").config, folder, draft=kind, **options) as cache:
+        got = speculated("llama", inputs, cache, max_new_tokens=30, gamma=4)
+        stored = cache.store.striped.stats().stored_bytes
+    assert torch.equal(got, one_by_one("llama", inputs, max_new_tokens=30))
+    unit = 960 << 10
+    assert len(ahead) > 2
+    assert min(ahead) >= min(stored, window_bytes) - min(unit, window_bytes // 2)
+
+
+def test_rows_of_a_narrower_format_are_rounded_when_they_come(folder: Path) -> None:
+    """Logits do not depend on when rows are written."""
+    ids, found = prompt([70])["input_ids"], []
+    for interval in (8, 64, 999):
+        options: dict[str, Any] = {"format": "bf16", "spill_interval": interval}
+        with KVCache(enabled("llama").config, folder, **options) as cache, torch.no_grad():
+            for begin in range(0, 70, 7):
+                out = enabled("llama")(ids[:, begin : begin + 7], past_key_values=cache)
+            rows = cache.store.kv[0]
+            assert rows is not None
+            assert rows.dtype == torch.bfloat16
+            found.append(out.logits)
+    assert torch.allclose(found[0], found[1], atol=1e-4)
+    assert torch.allclose(found[0], found[2], atol=1e-4)
+
