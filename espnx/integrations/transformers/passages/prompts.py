@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -31,6 +31,7 @@ class Prompts:
         passages: those that are there so far, in the same order.
         pins: extents in use.
         reused: see `PassageCache.reused`.
+        check: is called before a part of a passage is computed, and may raise.
     """
 
     mode: str
@@ -41,6 +42,7 @@ class Prompts:
     passages: list[Passage] = field(default_factory=list)
     pins: list[Extent] = field(default_factory=list)
     reused: dict[str, Any] = field(default_factory=dict)
+    check: Callable[[], object] = lambda: None
 
     @classmethod
     def made(
