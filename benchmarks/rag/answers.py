@@ -17,7 +17,7 @@ import espnx
 from espnx.errors import InvalidInputError
 from espnx.integrations.transformers.passages.passage_kv import PassageKV
 from espnx.rag.answer import Answer
-from espnx.rag.calibration import AttentionHeads, PlantedLine
+from espnx.rag.calibration import AttentionHeads, KnownSource, PlantedLine
 from espnx.rag.generation import IdCounter
 from espnx.rag.markers import parse
 from espnx.rag.prompt import Wording, fingerprint, quoted
@@ -58,7 +58,8 @@ class Counted:
 
     Attributes:
         texts: the answers. exact: they begin with the line's value. retrieved: its passage stood
-            in the prompt. named: and got more attention than any other; None without attention.
+            in the prompt. named: of those that did, whether it got more attention than any other;
+            none without attention. named_exact: the same of exact answers.
         openable: all markers of the answer are numbers of its references, and each of these is a
             passage of the index whose text is still what the answer was made from.
         unknown: numbers of no source that the model wrote, which were taken out.
@@ -68,6 +69,7 @@ class Counted:
     exact: list[bool] = field(default_factory=list)
     retrieved: list[bool] = field(default_factory=list)
     named: list[bool] = field(default_factory=list)
+    named_exact: list[bool] = field(default_factory=list)
     openable: list[bool] = field(default_factory=list)
     unknown: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -107,6 +109,7 @@ def _measure(
     words: dict[str, Any] = {
         "wording": WORDING,
         "passage_tokens": PASSAGE_TOKENS,
+        "generate_options": _ends_with_the_line(tokenizer),
         "max_new_tokens": max(
             len(tokenizer(each.value, add_special_tokens=False).input_ids) + 2 for each in asked
         ),
@@ -142,13 +145,24 @@ def _measure(
         for each in asked:
             for name, rag in rags.items():
                 _note(found[name], index, each, rag.ask(each.name, k=K, search=_SEARCH))
+        known = [KnownSource(each.name, each.passage, f" {each.value}") for each in asked]
+        fed = [each for each in rags[BLOCKS].judge(known, k=K, search=_SEARCH) if each is not None]
         files = [name for name in os.listdir(storage) if name.endswith(".bin")]
         counts = {
             "data_files": float(len(files)),
             "descriptors": float(_open_files() - before),
             "library_bytes": float(kv.stats()["stored_bytes"]),
         }
-    return _rows(options, opened, len(documents), found, heads, counts, say)
+    return _rows(options, opened, len(documents), found, heads, fed, counts, say)
+
+
+def _ends_with_the_line(tokenizer: Any) -> dict[str, Any]:
+    """Options of `generate`: a newline ends an answer, as it ends a line's value. What a model that
+    was taught so writes behind it answers nothing, and looks anywhere."""
+    ends = [
+        number for number in range(len(tokenizer)) if tokenizer.decode([number]).startswith("\n")
+    ]
+    return {"eos_token_id": [tokenizer.eos_token_id, *ends], "pad_token_id": tokenizer.eos_token_id}
 
 
 #: The best by words, whose order MaxSim makes.
@@ -211,6 +225,8 @@ def _note(to: Counted, index: Any, asked: Asked, answer: Answer) -> None:
     to.retrieved.append(asked.passage in shares)
     if asked.passage in shares and None not in shares.values():
         to.named.append(max(shares, key=lambda each: shares[each] or 0.0) == asked.passage)
+        if to.exact[-1]:
+            to.named_exact.append(to.named[-1])
     texts = index.get([each.passage for each in answer.references])
     to.openable.append(
         not parse(answer.text, len(answer.references)).unknown
@@ -233,6 +249,7 @@ def _rows(
     passages: int,
     all_found: dict[str, Counted],
     heads: AttentionHeads,
+    fed: Sequence[bool],
     counts: dict[str, float],
     say: Say,
 ) -> list[Row]:
@@ -263,9 +280,12 @@ def _rows(
         metrics["same_as_in_memory"] = same / n
         correct = True
         if name == BLOCKS:
-            right = sum(found.named)
+            ways = {"named": found.named, "named_exact": found.named_exact, "named_fed": fed}
+            for key, named in ways.items():
+                metrics[key] = sum(named) / max(len(named), 1)
+                low, high = share_interval(sum(named), len(named))
+                metrics |= {f"{key}_low": low, f"{key}_high": high}
             metrics |= {
-                "named": right / max(len(found.named), 1),
                 "heads": float(len(heads.heads)),
                 "calibrated_right": heads.right,
                 "calibrated_layer_right": max(heads.layer_right),
@@ -274,7 +294,6 @@ def _rows(
                 "computed_tokens": float(found.computed),
                 **counts,
             }
-            metrics["named_low"], metrics["named_high"] = share_interval(right, len(found.named))
             apart = abs(sum(memory.exact) / n - metrics["exact"])
             correct = apart <= _POINTS and metrics["openable"] == 1
         rows.append(
@@ -296,6 +315,11 @@ def _rows(
                 metrics=metrics,
             )
         )
-        more = f", right reference {metrics['named']:.1%}" if "named" in metrics else ""
+        more = (
+            f", right reference {metrics['named']:.1%}, of exact answers "
+            f"{metrics['named_exact']:.1%}, with the right answer fed {metrics['named_fed']:.1%}"
+            if "named" in metrics
+            else ""
+        )
         say(f"    {name}: exact {metrics['exact']:.1%}{more}")
     return rows

@@ -116,6 +116,8 @@ _ANSWERS: Columns = (
     ("system", lambda row: row.system),
     ("exact answers (95 %)", _share("exact")),
     ("right reference (95 %)", _share("named")),
+    ("of exact answers", _share("named_exact")),
+    ("right answer fed", _share("named_fed")),
     ("retrieved", _share("retrieved")),
     ("references opened", _share("openable")),
     ("answers as in memory", _share("same_as_in_memory")),

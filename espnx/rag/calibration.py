@@ -170,25 +170,44 @@ def chosen(shares: Sequence[torch.Tensor], sources: Sequence[int]) -> AttentionH
     order = torch.argsort(alone, descending=True, stable=True)[:MOST_HEADS]
     added = [each[order].cumsum(dim=0) for each in flat]  # [1, 2, ... heads, passages]
     count = int(_score(added[choosing], sources[choosing]).argmax()) + 1
-    whole = [each.mean(dim=(0, 1))[None] for each in shares]
     known = sources[judging]
+    whole = [is_named(each, at) for each, at in zip(shares[judging], known, strict=True)]
     return AttentionHeads(
         heads=tuple((int(at) // n_heads, int(at) % n_heads) for at in order[:count]),
         right=float(_right(added[judging], known)[count - 1]),
         layer_right=tuple(_right([each.mean(dim=1) for each in shares[judging]], known).tolist()),
-        mean_right=float(_right(whole[judging], known)),
+        mean_right=float(torch.stack(whole).double().mean()),
         questions=len(shares),
         chance=sum(1 / each.shape[-1] for each in shares) / len(shares),
     )
 
 
+def is_named(
+    shares: torch.Tensor, source: int, heads: Sequence[tuple[int, int]] = ()
+) -> torch.Tensor:
+    """bool: whether a source got more attention than any other passage.
+
+    Args:
+        shares: float32 [layers, heads, passages], as of `chosen`.
+        source: which of the passages it is.
+        heads: whose attention counts, their sum; none: that of all.
+    """
+    found = shares.flatten(0, 1)
+    if heads:
+        found = torch.stack([shares[layer, head] for layer, head in heads])
+    return _most(found.mean(dim=0)[None], source)[0]
+
+
+def _most(shares: torch.Tensor, source: int) -> torch.Tensor:
+    """bool [ways], of shares [ways, passages]: whether this one got the most. None of several that
+    got the same did."""
+    others = torch.cat([shares[:, :source], shares[:, source + 1 :]], dim=1)
+    return (shares[:, source, None] > others).all(dim=1)
+
+
 def _right(shares: Sequence[torch.Tensor], sources: Sequence[int]) -> torch.Tensor:
-    """float64 [ways], of shares [ways, passages]: how often each is right. None of several that got
-    the same is."""
-    hits = [
-        (each[:, at, None] > torch.cat([each[:, :at], each[:, at + 1 :]], dim=1)).all(dim=1)
-        for each, at in zip(shares, sources, strict=True)
-    ]
+    """float64 [ways], of shares [ways, passages]: how often each is right."""
+    hits = [_most(each, at) for each, at in zip(shares, sources, strict=True)]
     return torch.stack(hits).double().mean(dim=0)
 
 
@@ -266,7 +285,7 @@ def kept(directory: str, key: str) -> AttentionHeads | None:
             path=path,
             got=str(error)[:120],
             expected=f"what `Rag.calibrate` keeps, version {_VERSION}",
-            fix="espnx rag calibrate, or Rag(attention_heads='mean').calibrate(), which replaces it",
+            fix="espnx rag calibrate, or Rag(attention_heads='mean', ...).calibrate(), replaces it",
         ) from error
 
 

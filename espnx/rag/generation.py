@@ -558,7 +558,7 @@ class ModelGenerator:
         stop.check()
         tokens = made[0, given["input_ids"].shape[1] :].tolist()
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        ends = self._model.generation_config.eos_token_id
+        ends = options.get("eos_token_id", self._model.generation_config.eos_token_id)
         is_ended = bool(tokens) and tokens[-1] in (ends if isinstance(ends, list) else [ends])
         return Generated(
             str(text),

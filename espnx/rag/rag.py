@@ -27,7 +27,15 @@ from ..retrieval.search.options import SearchKeywords
 from ..retrieval.search.result import Hit
 from ..suggestions import suggests_keywords
 from .answer import Answer, AnswerTimings, Reference
-from .calibration import AttentionHeads, KnownSource, PlantedLine, chosen, planted, pool_of
+from .calibration import (
+    AttentionHeads,
+    KnownSource,
+    PlantedLine,
+    chosen,
+    is_named,
+    planted,
+    pool_of,
+)
 from .early import EarlyPassages, Prefetch
 from .generation import (
     FunctionGenerator,
@@ -384,7 +392,69 @@ class Rag:
         check_whole("count", count, 2)
         check_whole("k", k, 2, 64)
         _check_deadline(deadline_s)
-        generator, stop = self._generator, Stop(deadline_s)
+        stop = Stop(deadline_s)
+        with self._watched(stop) as generator:
+            with generator.aside():
+                asked = (
+                    self._made_up(count, k, line or PlantedLine(), seed)
+                    if questions is None
+                    else self._known(questions, k, search or {}, stop)
+                )
+                shares, sources = list[torch.Tensor](), list[int]()
+                for known in asked:
+                    if known is not None:
+                        prompt, answer, source = known
+                        stop.check()
+                        shares.append(generator.shares(prompt, answer, stop))
+                        sources.append(source)
+            found = chosen(shares, sources)
+            generator.use(found)
+            return found
+
+    @suggests_keywords
+    def judge(
+        self,
+        questions: Sequence[KnownSource],
+        k: int = 5,
+        *,
+        search: SearchKeywords | None = None,
+        deadline_s: float | None = None,
+    ) -> tuple[bool | None, ...]:
+        """Whether the attention that is reported names the sources of questions whose source is
+        known: how far to trust it. Passages are read from `kv`, or computed for it and kept.
+
+        Args:
+            questions: others than `calibrate` has chosen by.
+            k, search, deadline_s: as of `ask`.
+
+        Returns:
+            Of each question whether its source got more attention than any other passage of its
+            prompt; None: it did not stand there beside another.
+
+        Raises:
+            StateError: there is no `kv`, or a function generates.
+            InvalidInputError: an argument is out of range.
+            What `ask` raises.
+        """
+        check_whole("k", k, 2, 64)
+        _check_deadline(deadline_s)
+        stop, found = Stop(deadline_s), list[bool | None]()
+        with self._watched(stop) as generator:
+            for known in self._known(questions, k, search or {}, stop):
+                stop.check()
+                if known is None:
+                    found.append(None)
+                    continue
+                prompt, answer, source = known
+                shares = generator.shares(prompt, answer, stop)
+                found.append(bool(is_named(shares, source, generator.heads)))
+        return tuple(found)
+
+    @contextmanager
+    def _watched(self, stop: Stop) -> Iterator[ModelGenerator]:
+        """A model whose attention is looked at, for oneself. Raises StateError where there is
+        none."""
+        generator = self._generator
         if not isinstance(generator, ModelGenerator):
             raise errors.StateError(
                 "attention of passages", got="generate=", expected="a model", fix="Rag(kv=...)"
@@ -392,20 +462,7 @@ class Rag:
         with self._used():
             stop.take(self._turn)
             try:
-                with generator.aside():
-                    asked = (
-                        self._made_up(count, k, line or PlantedLine(), seed)
-                        if questions is None
-                        else self._known(questions, k, search or {}, stop)
-                    )
-                    shares, sources = list[torch.Tensor](), list[int]()
-                    for prompt, answer, source in asked:
-                        stop.check()
-                        shares.append(generator.shares(prompt, answer, stop))
-                        sources.append(source)
-                found = chosen(shares, sources)
-                generator.use(found)
-                return found
+                yield generator
             finally:
                 self._turn.release()
 
@@ -432,7 +489,9 @@ class Rag:
 
     def _known(
         self, questions: Sequence[KnownSource], k: int, search: SearchKeywords, stop: Stop
-    ) -> Iterator[tuple[Prompt, str | None, int]]:
+    ) -> Iterator[tuple[Prompt, str | None, int] | None]:
+        """The same of questions whose source is known; None: it does not stand in the prompt beside
+        another."""
         for each in questions:
             if not isinstance(each, KnownSource):
                 raise errors.InvalidInputError(
@@ -440,8 +499,8 @@ class Rag:
                 )
             found = self._prompt(each.question, self._hits(each.question, k, dict(search), stop))
             numbers = [i for i, one in enumerate(found.references) if one.passage == each.passage]
-            if numbers and len(found.references) > 1:
-                yield found, each.answer, numbers[0]
+            is_there = numbers and len(found.references) > 1
+            yield (found, each.answer, numbers[0]) if is_there else None
 
     def check(self, answer: Answer) -> dict[int, str]:
         """What has become of an answer's sources since: by number ``unchanged``, ``changed`` or

@@ -222,7 +222,7 @@ def test_rag_uses_what_was_chosen(store: Path, model: Any, tokenizer: Any, tmp_p
         # what an earlier version has kept is refused by name, and replaced
         (path,) = folder.glob("attention-*")
         path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 1}))
-        with pytest.raises(errors.FormatError, match="version 1.*calibrate"):
+        with pytest.raises(errors.FormatError, match=r"version 1.*calibrate"):
             espnx.Rag(index, model, tokenizer, **words)
         with espnx.Rag(index, model, tokenizer, attention_heads="mean", **words) as rag:
             assert rag.calibrate(count=2, k=2, line=LINE).questions == 2

@@ -1,4 +1,5 @@
-"""``espnx rag``: an answer from an index, with its sources; and which heads' attention names them."""
+"""``espnx rag``: an answer from an index, with its sources; and which heads' attention names
+them."""
 
 from __future__ import annotations
 
@@ -58,9 +59,9 @@ def configure_ask(parser: argparse.ArgumentParser) -> None:
     add(
         "--attention-heads",
         metavar="L.H,...",
-        help="beside --kv: whose attention is shown: layer and head, from 0, such as 3.1,5.0; mean; "
-        "or calibrated (default: those of `espnx rag calibrate` where it has chosen some, else the "
-        "mean of all)",
+        help="beside --kv: whose attention is shown: layer and head, from 0, such as 3.1,5.0; "
+        "mean; or calibrated (default: those of `espnx rag calibrate` where it has chosen some, "
+        "else the mean of all)",
     )
     add(
         "--deadline",

@@ -42,7 +42,7 @@ from .anew import check_anew, compute_anew, deviating_tokens, first_tokens
 from .cache import PassageCache
 from .loss import PassageLoss
 from .prefetch import PassagePrefetch
-from .prompts import MODES, Ids, Prompts, check_ids
+from .prompts import MODES, Ids, Prompts, check_ids, prompts_of
 from .rotary import rotary_rows
 
 log = logging.getLogger(__name__)
@@ -304,7 +304,7 @@ class PassageKV:
                 drafts, or several prompts with `repair` or `blend`.
             WriteError, ReadError, DeadlineExceededError.
         """
-        every = _prompts_of(passages)
+        every = prompts_of(passages)
         check_anew(repair, blend, mode, len(every))
         if question_tokens is not None:
             check_whole("question_tokens", question_tokens, 1)
@@ -686,28 +686,6 @@ class PassageKV:
         return (
             f"<PassageKV in {', '.join(self.directories)}{', closed' if self._is_closed else ''}>"
         )
-
-
-def _prompts_of(passages: Sequence[Any]) -> list[list[str | Ids]]:
-    """The passages of each prompt. Raises InvalidInputError where prompts and passages are
-    mixed."""
-    given = list(passages)
-    prompts = [each for each in given if isinstance(each, list | tuple) and _has_passages(each)]
-    empty = [each for each in given if isinstance(each, list | tuple) and not each]
-    if prompts and len(prompts) + len(empty) == len(given):
-        return [list(each) for each in given]
-    if prompts:
-        raise errors.InvalidInputError(
-            "passages",
-            got="passages, and lists of passages",
-            expected="passages, or a list of passages for each prompt",
-        )
-    return [given]
-
-
-def _has_passages(given: Sequence[Any]) -> bool:
-    """Whether this is a list of passages, and not token ids."""
-    return any(isinstance(x, str | list | tuple) or getattr(x, "ndim", 0) for x in given)
 
 
 def _release(

@@ -102,6 +102,28 @@ class Prompts:
         return ids, is_token
 
 
+def prompts_of(passages: Sequence[Any]) -> list[list[str | Ids]]:
+    """The passages of each prompt. Raises InvalidInputError where prompts and passages are
+    mixed."""
+    given = list(passages)
+    prompts = [each for each in given if isinstance(each, list | tuple) and _has_passages(each)]
+    empty = [each for each in given if isinstance(each, list | tuple) and not each]
+    if prompts and len(prompts) + len(empty) == len(given):
+        return [list(each) for each in given]
+    if prompts:
+        raise errors.InvalidInputError(
+            "passages",
+            got="passages, and lists of passages",
+            expected="passages, or a list of passages for each prompt",
+        )
+    return [given]
+
+
+def _has_passages(given: Sequence[Any]) -> bool:
+    """Whether this is a list of passages, and not token ids."""
+    return any(isinstance(x, str | list | tuple) or getattr(x, "ndim", 0) for x in given)
+
+
 def check_ids(what: str, ids: Ids) -> np.ndarray:
     """Token ids as int32 [n]. Raises InvalidInputError."""
     try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +257,7 @@ def test_reads_that_began_are_used(
         context.forget = lambda: (forgotten.append(1), original())  # type: ignore[assignment]
         if told == "prompt":
             cache.prompt(both)
-        assert {layer for layer in context._line} == {0, 1, 2}
+        assert set(context._line) == {0, 1, 2}
         kv.model(both, past_key_values=cache)
         (device,) = context._devices
         asked, moved = device.stats().bytes_asked, device.stats().bytes_moved
@@ -283,7 +284,7 @@ def test_composing_asks_whether_to_go_on(
     for most in (2, 5, 99):
         calls = 0
         try:
-            with kv.compose(PASSAGES, check=lambda: check(most), **options) as cache:
+            with kv.compose(PASSAGES, check=partial(check, most), **options) as cache:
                 counts.append(calls)
                 assert cache.reused["computed"] < FIRST
         except errors.DeadlineExceededError:
