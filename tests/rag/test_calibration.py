@@ -26,6 +26,7 @@ from espnx.rag.calibration import (
     PlantedLine,
     any_kept,
     chosen,
+    is_named,
     keep,
     kept,
     model_key,
@@ -84,6 +85,14 @@ def test_of_heads_that_are_right_alike_the_clearer_one() -> None:
     nobody = chosen([torch.zeros(2, 40, 2)] * 2, [0, 0])  # nobody looked anywhere
     assert (nobody.questions, nobody.right, nobody.mean_right) == (2, 0, 0)
     assert len(nobody.heads) <= MOST_HEADS
+
+
+def test_a_source_is_named_by_more_than_any_other() -> None:
+    shares = torch.tensor([[[0.3, 0.2, 0.3]], [[0.1, 0.4, 0.1]]])  # two layers of a head
+    assert [bool(is_named(shares, at)) for at in range(3)] == [False, True, False]
+    assert not any(bool(is_named(shares, at, [(0, 0)])) for at in range(3))
+    assert is_named(shares, 1, [(1, 0)])
+    assert is_named(shares, 1, [(0, 0), (1, 0)])
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -247,6 +256,26 @@ def test_questions_whose_source_is_known(
             KnownSource("red green", "nobody"),
         ]
         assert rag.calibrate(known, k=3).questions == 2
+        # the same attention by another way: `ask` watches the heads while the model speaks
+        order = ["mean", [(3, 6)], [(0, 0), (7, 7)]]
+        for heads in order:
+            with espnx.Rag(
+                index,
+                model,
+                tokenizer,
+                wording=RECALL,
+                max_new_tokens=2,
+                kv=tmp_path / "kv",
+                attention_heads=heads,
+            ) as other:
+                answer = other.ask("red green", k=3)
+                shares = [each.attention or 0.0 for each in answer.references]
+                most = answer.references[shares.index(max(shares))].passage
+                asked = [KnownSource("red green", each.id) for each in hits]
+                found = other.judge([*asked, KnownSource("red green", "nobody")], k=3)
+                assert found == (*[each.id == most for each in hits], None)
+        with pytest.raises(errors.InvalidInputError, match="KnownSource"):
+            rag.judge(["red"], k=3)  # type: ignore[list-item]
         with pytest.raises(errors.InvalidInputError, match="2 or more"):
             rag.calibrate(known[1:], k=3)
         with pytest.raises(errors.InvalidInputError, match="KnownSource"):
@@ -262,8 +291,11 @@ def test_without_a_library_nothing_is_chosen(store: Path, model: Any, tokenizer:
             espnx.Rag(index, generate=lambda prompt: "x"),
             espnx.Rag(index, model, tokenizer, max_new_tokens=2),
         ):
-            with rag, pytest.raises(errors.StateError, match="attention of passages"):
-                rag.calibrate(count=2, k=2)
+            with rag:
+                with pytest.raises(errors.StateError, match=r"attention of passages|passages of a"):
+                    rag.judge([KnownSource("red", "d0")], k=2)
+                with pytest.raises(errors.StateError, match="attention of passages"):
+                    rag.calibrate(count=2, k=2)
         with pytest.raises(errors.StateError, match="no kv="):
             espnx.Rag(index, model, tokenizer, attention_heads="calibrated")
         for wrong in (3, [(99, 0)], [(0, 8)], [(0, True)], [], "best"):

@@ -143,17 +143,21 @@ class _Shares:
 def check_heads(heads: object, layers: int, heads_each: int) -> list[tuple[int, int]]:
     """(layer, head) pairs of a model. Raises InvalidInputError."""
     found = list[tuple[int, int]]()
-    for pair in heads if isinstance(heads, Sequence) and not isinstance(heads, str) else [heads]:
-        is_pair = isinstance(pair, Sequence) and len(pair) == 2
-        if not is_pair or not all(type(each) is int for each in pair):
-            raise errors.InvalidInputError(
-                "heads of attention", got=repr(heads)[:60], expected="pairs (layer, head), from 0"
-            )
-        if not (0 <= pair[0] < layers and 0 <= pair[1] < heads_each):
+    for pair in heads if isinstance(heads, Sequence) else [heads]:
+        match pair:
+            case [int() as layer, int() as head] if bool not in (type(layer), type(head)):
+                pass
+            case _:
+                raise errors.InvalidInputError(
+                    "heads of attention",
+                    got=repr(heads)[:60],
+                    expected="pairs (layer, head), from 0",
+                )
+        if not (0 <= layer < layers and 0 <= head < heads_each):
             raise errors.InvalidInputError(
                 "heads of attention",
-                got=f"head {pair[1]} of layer {pair[0]}",
+                got=f"head {head} of layer {layer}",
                 expected=f"of {heads_each} heads of {layers} layers, from 0",
             )
-        found.append((pair[0], pair[1]))
+        found.append((layer, head))
     return found

@@ -149,7 +149,8 @@ def test_answers(tmp_path: Path) -> None:
     assert ours.metrics["unknown_markers"] == 0
     full = rows[answers.FULL].metrics["exact"]
     assert ours.metrics["exact_below_full"] == pytest.approx(full - ours.metrics["exact"])
-    assert 0 <= ours.metrics["named"] <= 1
+    for name in ("named", "named_exact", "named_fed"):
+        assert 0 <= ours.metrics[f"{name}_low"] <= ours.metrics[name] <= 1
 
 
 class Texts:
@@ -181,6 +182,7 @@ def test_what_is_counted_of_an_answer(
     answers._note(found, Texts(), asked, Answer("x", text, references))
     assert found.exact == [exact]
     assert found.named == ([] if named is None else [named])
+    assert found.named_exact == ([named] if exact and named is not None else [])
     assert found.retrieved == [named is not None]
     assert found.openable == [openable]
     for change in ({"fingerprint": "of another text"}, {"text": "tex"}, {"passage": "c"}):
