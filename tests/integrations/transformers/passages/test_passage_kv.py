@@ -492,8 +492,8 @@ def test_two_prompts_at_once(kv: PassageKV) -> None:
         assert close(first[1], log_probabilities(plain("llama"), half[0], memory, 82))
 
 
-def _forked(job: Any) -> int:
-    """Runs a job in a child; its exit code, or minus the signal that ended it."""
+def _started(job: Any) -> int:
+    """Runs a job in a child, which is returned."""
     child = os.fork()
     if not child:
         code = 1
@@ -503,21 +503,34 @@ def _forked(job: Any) -> int:
             code = 0
         finally:
             os._exit(code)
+    return child
+
+
+def _ended(child: int) -> int:
+    """A child's exit code, or minus the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def _forked(job: Any) -> int:
+    return _ended(_started(job))
+
+
 def test_two_processes_fill_one_library(folder: Path) -> None:
-    """And a cache of the parent's is no child's."""
+    """At the same time, from both ends, while a third has it open; each passage is there once. And a
+    cache of the parent's is no child's."""
     model = enabled("llama")
 
-    def fill() -> None:
+    def fill(order: list[torch.Tensor]) -> None:
         with PassageKV(model, folder, prefix=BEFORE) as own:
-            for each in PASSAGES[::-1]:
+            for each in order:
                 own.add(each)
 
     with PassageKV(model, folder, prefix=BEFORE) as kv:
         kv.add(PASSAGES[0])
-        assert _forked(fill) == 0
+        children = [_started(partial(fill, each)) for each in (PASSAGES[::-1], PASSAGES)]
+        assert [_ended(child) for child in children] == [0, 0]
+        assert kv.stats()["extents"] == 4
+        assert kv.verify()["damaged"] == 0
         with kv.compose(PASSAGES) as cache:
             assert cache.reused["computed"] == 0
             assert close(given(kv, cache), exact())
