@@ -17,17 +17,17 @@ import espnx
 from espnx.errors import InvalidInputError
 from espnx.integrations.transformers.passages.passage_kv import PassageKV
 from espnx.rag.answer import Answer
-from espnx.rag.calibration import AttentionLayer, PlantedLine
+from espnx.rag.calibration import AttentionHeads, KnownSource, PlantedLine
 from espnx.rag.generation import IdCounter
 from espnx.rag.markers import parse
-from espnx.rag.prompt import Wording, quoted
+from espnx.rag.prompt import Wording, fingerprint, quoted
 
 from ..harness.registry import Say
 from ..harness.result import Row
 from ..kv.fleet import folder_in
 from ..kv_quality.recall import HeldOut
 from ..report.render import source_root
-from .intervals import share_interval
+from .intervals import mean_interval, share_interval
 from .memory import BlocksInMemory
 from .options import Opened, Options
 
@@ -58,16 +58,20 @@ class Counted:
 
     Attributes:
         texts: the answers. exact: they begin with the line's value. retrieved: its passage stood
-            in the prompt. named: and got more attention than any other; None without attention.
-        openable: all references and all markers of the answer lead to a text that stands where they
-            say.
+            in the prompt. named: of those that did, whether it got more attention than any other;
+            none without attention. named_exact: the same of exact answers.
+        openable: all markers of the answer are numbers of its references, and each of these is a
+            passage of the index whose text is still what the answer was made from.
+        unknown: numbers of no source that the model wrote, which were taken out.
     """
 
     texts: list[str] = field(default_factory=list)
     exact: list[bool] = field(default_factory=list)
     retrieved: list[bool] = field(default_factory=list)
     named: list[bool] = field(default_factory=list)
+    named_exact: list[bool] = field(default_factory=list)
     openable: list[bool] = field(default_factory=list)
+    unknown: int = 0
     seconds: list[float] = field(default_factory=list)
     computed: int = 0
     bytes_read: int = 0
@@ -105,6 +109,7 @@ def _measure(
     words: dict[str, Any] = {
         "wording": WORDING,
         "passage_tokens": PASSAGE_TOKENS,
+        "generate_options": _ends_with_the_line(tokenizer),
         "max_new_tokens": max(
             len(tokenizer(each.value, add_special_tokens=False).input_ids) + 2 for each in asked
         ),
@@ -127,24 +132,37 @@ def _measure(
             ),
             FULL: full,
         }
-        layer = rags[BLOCKS].calibrate(
+        heads = rags[BLOCKS].calibrate(
             count=8 if options.quick else 64, k=K, line=LINE, seed=options.seed + 1
         )
         say(
-            f"    layer {layer.layer} names {layer.layer_right:.0%} of the sources of other "
-            f"questions, the mean of all {layer.mean_right:.0%}, chance is {layer.chance:.0%}"
+            f"    {len(heads.heads)} heads ({', '.join(f'{a}.{b}' for a, b in heads.heads)}) name "
+            f"{heads.right:.0%} of the sources of other questions, the best layer "
+            f"{max(heads.layer_right):.0%}, the mean of all {heads.mean_right:.0%}, chance is "
+            f"{heads.chance:.0%}"
         )
         found = {name: Counted() for name in rags}
         for each in asked:
             for name, rag in rags.items():
                 _note(found[name], index, each, rag.ask(each.name, k=K, search=_SEARCH))
+        known = [KnownSource(each.name, each.passage, f" {each.value}") for each in asked]
+        fed = [each for each in rags[BLOCKS].judge(known, k=K, search=_SEARCH) if each is not None]
         files = [name for name in os.listdir(storage) if name.endswith(".bin")]
         counts = {
             "data_files": float(len(files)),
             "descriptors": float(_open_files() - before),
             "library_bytes": float(kv.stats()["stored_bytes"]),
         }
-    return _rows(options, opened, len(documents), found, layer, counts, say)
+    return _rows(options, opened, len(documents), found, heads, fed, counts, say)
+
+
+def _ends_with_the_line(tokenizer: Any) -> dict[str, Any]:
+    """Options of `generate`: a newline ends an answer, as it ends a line's value. What a model that
+    was taught so writes behind it answers nothing, and looks anywhere."""
+    ends = [
+        number for number in range(len(tokenizer)) if tokenizer.decode([number]).startswith("\n")
+    ]
+    return {"eos_token_id": [tokenizer.eos_token_id, *ends], "pad_token_id": tokenizer.eos_token_id}
 
 
 #: The best by words, whose order MaxSim makes.
@@ -207,11 +225,19 @@ def _note(to: Counted, index: Any, asked: Asked, answer: Answer) -> None:
     to.retrieved.append(asked.passage in shares)
     if asked.passage in shares and None not in shares.values():
         to.named.append(max(shares, key=lambda each: shares[each] or 0.0) == asked.passage)
+        if to.exact[-1]:
+            to.named_exact.append(to.named[-1])
     texts = index.get([each.passage for each in answer.references])
     to.openable.append(
         not parse(answer.text, len(answer.references)).unknown
-        and all(text is not None for text in texts)
+        and all(
+            text is not None
+            and fingerprint(text) == each.fingerprint
+            and (each.is_cut or each.text == text)
+            for each, text in zip(answer.references, texts, strict=True)
+        )
     )
+    to.unknown += len(answer.unknown_references)
     to.seconds.append(answer.timings.generate_s)
     to.computed += int((answer.reused or {}).get("computed", 0))
     to.bytes_read += int((answer.reused or {}).get("bytes", 0))
@@ -222,7 +248,8 @@ def _rows(
     opened: Opened,
     passages: int,
     all_found: dict[str, Counted],
-    layer: AttentionLayer,
+    heads: AttentionHeads,
+    fed: Sequence[bool],
     counts: dict[str, float],
     say: Say,
 ) -> list[Row]:
@@ -242,24 +269,33 @@ def _rows(
         metrics["exact_low"], metrics["exact_high"] = share_interval(sum(found.exact), n)
         metrics["retrieved"] = sum(found.retrieved) / n
         metrics["openable"] = sum(found.openable) / n
+        metrics["unknown_markers"] = float(found.unknown)
+        if name != FULL:
+            less = np.subtract(all_found[FULL].exact, found.exact, dtype=np.float64)
+            metrics["exact_below_full"] = float(less.mean())
+            low, high = mean_interval(less)
+            metrics |= {"exact_below_full_low": low, "exact_below_full_high": high}
         memory = all_found[MEMORY]
         same = sum(a == b for a, b in zip(found.texts, memory.texts, strict=True))
         metrics["same_as_in_memory"] = same / n
         correct = True
         if name == BLOCKS:
-            right = sum(found.named)
+            ways = {"named": found.named, "named_exact": found.named_exact, "named_fed": fed}
+            for key, named in ways.items():
+                metrics[key] = sum(named) / max(len(named), 1)
+                low, high = share_interval(sum(named), len(named))
+                metrics |= {f"{key}_low": low, f"{key}_high": high}
             metrics |= {
-                "named": right / max(len(found.named), 1),
-                "layer": float(layer.layer),
-                "calibrated_right": layer.layer_right,
-                "calibrated_mean_right": layer.mean_right,
+                "heads": float(len(heads.heads)),
+                "calibrated_right": heads.right,
+                "calibrated_layer_right": max(heads.layer_right),
+                "calibrated_mean_right": heads.mean_right,
                 "read_bytes": found.bytes_read / n,
                 "computed_tokens": float(found.computed),
                 **counts,
             }
-            metrics["named_low"], metrics["named_high"] = share_interval(right, len(found.named))
-            less = sum(memory.exact) / n - metrics["exact"]
-            correct = abs(less) <= _POINTS and metrics["openable"] == 1
+            apart = abs(sum(memory.exact) / n - metrics["exact"])
+            correct = apart <= _POINTS and metrics["openable"] == 1
         rows.append(
             Row(
                 case="rag",
@@ -279,6 +315,11 @@ def _rows(
                 metrics=metrics,
             )
         )
-        more = f", right reference {metrics['named']:.1%}" if "named" in metrics else ""
+        more = (
+            f", right reference {metrics['named']:.1%}, of exact answers "
+            f"{metrics['named_exact']:.1%}, with the right answer fed {metrics['named_fed']:.1%}"
+            if "named" in metrics
+            else ""
+        )
         say(f"    {name}: exact {metrics['exact']:.1%}{more}")
     return rows

@@ -102,7 +102,7 @@ class FirstToken:
     def _opened(self, name: str) -> Iterator[tuple[Any, int]]:
         """(cache, tokens of the prompt that it holds)."""
         if name == COMPOSED:
-            with self.kv.compose(self.keys) as cache:
+            with self.kv.compose(self.keys, question_tokens=QUESTION_TOKENS) as cache:
                 yield cache, cache.composed_tokens
         elif name == IN_RAM:
             with self._in_ram() as cache:

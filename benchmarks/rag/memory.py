@@ -104,5 +104,12 @@ class _Composed(DynamicCache):
         """Zeros [1, layers, passages]: it does not look."""
         return torch.zeros(1, len(self.layers), self._passages)
 
+    def watch_heads(self, heads: Sequence[tuple[int, int]] | None = None) -> None:
+        """It does not look."""
+
+    def head_mass(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """Nothing [1, 0, 0, passages]."""
+        return torch.zeros(1, 0, 0, self._passages)
+
     def close(self) -> None:
         """Nothing is open."""

@@ -70,7 +70,7 @@ class SharedWork:
             if cache is not None:
                 found.append(self.first_of(part, cache))
                 continue
-            with self.kv.compose(self.keys) as composed:
+            with self.kv.compose(self.keys, question_tokens=part.numel()) as composed:
                 found.append(self.first_of(part, composed))
                 asked_bytes += composed.reused["bytes"]
         seconds, spent = time.perf_counter() - begun, read_counters() - before
@@ -120,7 +120,7 @@ class SharedWork:
         with (
             TraceWriter(file, "shared", devices) as writer,
             self.library(device=recorded(devices, writer)) as kv,
-            kv.compose(self.keys) as cache,
+            kv.compose(self.keys, question_tokens=self.questions[0].numel()) as cache,
             torch.inference_mode(),
         ):
             self.first_of(self.questions[0], cache)

@@ -40,6 +40,19 @@ def _share(name: str) -> Callable[[Row], str]:
     return cell
 
 
+def _points(name: str) -> Callable[[Row], str]:
+    """A difference of shares in points with its interval, where there is one."""
+
+    def cell(row: Row) -> str:
+        found = row.metrics
+        if name not in found:
+            return ABSENT
+        value, low, high = (100 * found[f"{name}{end}"] for end in ("", "_low", "_high"))
+        return f"{value:+.1f} ({low:+.1f} to {high:+.1f})"
+
+    return cell
+
+
 def _interval(name: str, digits: int = 3) -> Callable[[Row], str]:
     def cell(row: Row) -> str:
         found = row.metrics
@@ -103,12 +116,17 @@ _ANSWERS: Columns = (
     ("system", lambda row: row.system),
     ("exact answers (95 %)", _share("exact")),
     ("right reference (95 %)", _share("named")),
+    ("of exact answers", _share("named_exact")),
+    ("right answer fed", _share("named_fed")),
     ("retrieved", _share("retrieved")),
     ("references opened", _share("openable")),
     ("answers as in memory", _share("same_as_in_memory")),
-    ("layer", metric("layer", 1, 0)),
+    ("points below full (95 %)", _points("exact_below_full")),
+    ("unknown markers", metric("unknown_markers", 1, 0)),
+    ("heads", metric("heads", 1, 0)),
     ("of other questions", _share("calibrated_right")),
-    ("mean of layers", _share("calibrated_mean_right")),
+    ("best layer", _share("calibrated_layer_right")),
+    ("mean of all heads", _share("calibrated_mean_right")),
     ("questions", _param("questions")),
     ("s an answer (IQR)", _seconds),
     ("tokens computed", metric("computed_tokens", 1, 0)),

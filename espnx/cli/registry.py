@@ -165,11 +165,14 @@ COMMANDS = {
             'rag ask my.index "who writes to the log?" --model model/ --kv /mnt/nvme/kv -k 8': (
                 "K and V of passages are read from SSD the next time"
             ),
+            'rag ask my.index "who writes to the log?" --model model/ --kv kv --repair 16': (
+                "and 16 tokens of each passage are computed anew"
+            ),
         },
     ),
     "rag calibrate": Command(
         ".rag:calibrate",
-        "choose the layer whose attention names sources, once a model",
+        "choose the heads whose attention names sources, once a model",
         {
             "rag calibrate my.index --model model/ --kv /mnt/nvme/kv": (
                 "kept there; `rag ask` with the same --kv takes it"

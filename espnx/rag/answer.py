@@ -131,8 +131,8 @@ class Answer:
         prompt_tokens, answer_tokens: as the model counts them, or, where a function generates, as
             `Rag` was told to count.
         is_unfinished: the answer ends because it had no more tokens.
-        attention_layer: whose attention the references have; None: the mean of all layers, where
-            they have any.
+        attention_heads: (layer, head), whose attention the references have; none: the mean of
+            all, where they have any.
         reused: what a `PassageKV` says of the prompt's rows; None without one.
         timings: where the time went.
     """
@@ -146,7 +146,7 @@ class Answer:
     prompt_tokens: int = 0
     answer_tokens: int = 0
     is_unfinished: bool = False
-    attention_layer: int | None = None
+    attention_heads: tuple[tuple[int, int], ...] = ()
     reused: Mapping[str, Any] | None = None
     timings: AnswerTimings = field(default_factory=AnswerTimings)
 

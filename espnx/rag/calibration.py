@@ -1,8 +1,9 @@
-"""Which layer's attention names the source of an answer: chosen once a model, on questions whose
+"""Which heads' attention names the source of an answer: chosen once a model, on questions whose
 source is known, and kept beside the K and V of its passages.
 
-What a layer looks at differs: some tell sources apart, some look at the beginning or at what is
-near. No config says which do, so a model is asked.
+What heads look at differs: a few look at what the next word is copied from (retrieval heads, Wu et
+al. 2024, 2404.15574), others at the beginning or at what is near, and the mean of a layer has both.
+No config says which are which, so a model is asked.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from .. import errors
 from ..storage.documents.ids import DocumentId
 from ..storage.files import make_given_directory, write_error
 
-_VERSION, _NAME = 1, "attention-"
+#: Version 1 kept a layer.
+_VERSION, _NAME = 2, "attention-"
+#: Heads that are added up at most.
+MOST_HEADS = 8
 #: A file has a few hundred bytes; of a larger one no more is read.
 _MOST_BYTES = 1 << 20
 #: Passages that lines are planted in; questions are about some of them at a time.
@@ -85,27 +89,25 @@ class PlantedLine:
 
 
 @dataclass(frozen=True)
-class AttentionLayer:
-    """The layer whose attention names sources best, of a model.
+class AttentionHeads:
+    """The heads whose attention names sources best, of a model. Half of the questions chose them,
+    and the other half judged what follows.
 
     Attributes:
-        layer: from 0. Half of the questions chose it.
-        right: of each layer, the share of the other questions whose source got the most attention.
-        mean_right: the same for the mean of all layers.
+        heads: (layer, query head), from 0, the best first. Their attention is added up.
+        right: the share of questions whose source got the most attention from them.
+        layer_right: the same of each layer, the mean over all of its heads.
+        mean_right: of the mean of all heads of all layers.
         questions: both halves.
         chance: what `right` would be without looking.
     """
 
-    layer: int
-    right: tuple[float, ...]
+    heads: tuple[tuple[int, int], ...]
+    right: float
+    layer_right: tuple[float, ...]
     mean_right: float
     questions: int
     chance: float
-
-    @property
-    def layer_right(self) -> float:
-        """`right` of `layer`."""
-        return self.right[self.layer]
 
 
 @dataclass(frozen=True)
@@ -142,12 +144,14 @@ def pool_of(texts: Sequence[str], k: int, rng: random.Random) -> list[str]:
     return rng.sample(usable, min(len(usable), max(_POOL, k)))
 
 
-def chosen(shares: Sequence[torch.Tensor], sources: Sequence[int]) -> AttentionLayer:
-    """Chooses a layer.
+def chosen(shares: Sequence[torch.Tensor], sources: Sequence[int]) -> AttentionHeads:
+    """Chooses heads: those that are right most often, alone, in the order of that; of them as many
+    as are right most often together, at most `MOST_HEADS`. Where as many questions are right, what
+    counts is how much of the attention that passages got went to the right one.
 
     Args:
-        shares: of each question, float32 [layers, passages]: the share of attention that its answer
-            paid to each.
+        shares: of each question, float32 [layers, heads, passages]: the share of attention that its
+            answer paid to each.
         sources: which of these passages is the source of each.
 
     Raises InvalidInputError for fewer than two questions.
@@ -159,26 +163,63 @@ def chosen(shares: Sequence[torch.Tensor], sources: Sequence[int]) -> AttentionL
             expected="2 or more",
             fix="more questions, or a larger k",
         )
-    hits = torch.stack(
-        [each.argmax(dim=1) == source for each, source in zip(shares, sources, strict=True)]
-    )
-    # how much of what passages got went to the right one, where as many questions are right
-    lead = torch.stack(
-        [
-            each[:, source] / each.sum(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
-            for each, source in zip(shares, sources, strict=True)
-        ]
-    )
     choosing, judging = slice(0, None, 2), slice(1, None, 2)
-    score = hits[choosing].double().sum(dim=0) + lead[choosing].double().mean(dim=0) / 2
-    means = [int(each.mean(dim=0).argmax()) == at for each, at in zip(shares, sources, strict=True)]
-    return AttentionLayer(
-        layer=int(score.argmax()),
-        right=tuple(hits[judging].double().mean(dim=0).tolist()),
-        mean_right=sum(means[judging]) / len(means[judging]),
+    n_heads = shares[0].shape[1]
+    flat = [each.flatten(0, 1) for each in shares]  # [layers x heads, passages]
+    alone = _score(flat[choosing], sources[choosing])
+    order = torch.argsort(alone, descending=True, stable=True)[:MOST_HEADS]
+    added = [each[order].cumsum(dim=0) for each in flat]  # [1, 2, ... heads, passages]
+    count = int(_score(added[choosing], sources[choosing]).argmax()) + 1
+    known = sources[judging]
+    whole = [is_named(each, at) for each, at in zip(shares[judging], known, strict=True)]
+    return AttentionHeads(
+        heads=tuple((int(at) // n_heads, int(at) % n_heads) for at in order[:count]),
+        right=float(_right(added[judging], known)[count - 1]),
+        layer_right=tuple(_right([each.mean(dim=1) for each in shares[judging]], known).tolist()),
+        mean_right=float(torch.stack(whole).double().mean()),
         questions=len(shares),
-        chance=sum(1 / each.shape[1] for each in shares) / len(shares),
+        chance=sum(1 / each.shape[-1] for each in shares) / len(shares),
     )
+
+
+def is_named(
+    shares: torch.Tensor, source: int, heads: Sequence[tuple[int, int]] = ()
+) -> torch.Tensor:
+    """bool: whether a source got more attention than any other passage.
+
+    Args:
+        shares: float32 [layers, heads, passages], as of `chosen`.
+        source: which of the passages it is.
+        heads: whose attention counts, their sum; none: that of all.
+    """
+    found = shares.flatten(0, 1)
+    if heads:
+        found = torch.stack([shares[layer, head] for layer, head in heads])
+    return _most(found.mean(dim=0)[None], source)[0]
+
+
+def _most(shares: torch.Tensor, source: int) -> torch.Tensor:
+    """bool [ways], of shares [ways, passages]: whether this one got the most. None of several that
+    got the same did."""
+    others = torch.cat([shares[:, :source], shares[:, source + 1 :]], dim=1)
+    return (shares[:, source, None] > others).all(dim=1)
+
+
+def _right(shares: Sequence[torch.Tensor], sources: Sequence[int]) -> torch.Tensor:
+    """float64 [ways], of shares [ways, passages]: how often each is right."""
+    hits = [_most(each, at) for each, at in zip(shares, sources, strict=True)]
+    return torch.stack(hits).double().mean(dim=0)
+
+
+def _score(shares: Sequence[torch.Tensor], sources: Sequence[int]) -> torch.Tensor:
+    """float64 [ways]: questions that are right, and below a whole one the lead."""
+    least = torch.finfo(torch.float32).tiny
+    leads = [
+        each[:, at] / each.sum(dim=1).clamp_min(least)
+        for each, at in zip(shares, sources, strict=True)
+    ]
+    hits = _right(shares, sources) * len(shares)
+    return hits.round() + torch.stack(leads).double().mean(dim=0) / 2
 
 
 # --- kept beside the passages ---
@@ -190,7 +231,7 @@ def model_key(fingerprint: Any) -> str:
 
 
 def any_kept(directory: str) -> bool:
-    """Whether a layer was kept for any model: what tells models apart takes reading them."""
+    """Whether heads were kept for any model: what tells models apart takes reading them."""
     try:
         return any(each.startswith(_NAME) for each in os.listdir(directory))
     except FileNotFoundError:
@@ -201,8 +242,8 @@ def _path(directory: str, key: str) -> str:
     return os.path.join(directory, f"{_NAME}{key[:32]}.json")
 
 
-def keep(directory: str, key: str, found: AttentionLayer) -> None:
-    """Keeps the layer of a model; what was kept for it before is gone. Raises WriteError."""
+def keep(directory: str, key: str, found: AttentionHeads) -> None:
+    """Keeps the heads of a model; what was kept for it before is gone. Raises WriteError."""
     make_given_directory(directory)
     path = _path(directory, key)
     text = json.dumps({"version": _VERSION, "model": key, **asdict(found)})
@@ -219,12 +260,12 @@ def keep(directory: str, key: str, found: AttentionLayer) -> None:
             os.unlink(scratch)
             raise
     except OSError as error:
-        raise write_error("cannot keep the layer of attention", path, error) from error
+        raise write_error("cannot keep the heads of attention", path, error) from error
 
 
-def kept(directory: str, key: str) -> AttentionLayer | None:
-    """The layer that was kept for a model; None: nobody has chosen one. Raises FormatError for a
-    damaged file, ReadError for one that cannot be read."""
+def kept(directory: str, key: str) -> AttentionHeads | None:
+    """The heads that were kept for a model; None: nobody has chosen any. Raises FormatError for a
+    damaged file or one of another version, ReadError for one that cannot be read."""
     path = _path(directory, key)
     try:
         with open(path, "rb") as file:
@@ -233,30 +274,33 @@ def kept(directory: str, key: str) -> AttentionLayer | None:
         return None
     except OSError as error:
         raise errors.ReadError(
-            "the layer of attention", path=path, got=error.strerror, errno=error.errno
+            "the heads of attention", path=path, got=error.strerror, errno=error.errno
         ) from error
     try:
         found = json.loads(said)
         return _checked(found, key)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise errors.FormatError(
-            "cannot read the layer of attention",
+            "cannot read the heads of attention",
             path=path,
             got=str(error)[:120],
-            expected="what `Rag.calibrate` keeps",
-            fix="remove the file, or calibrate again",
+            expected=f"what `Rag.calibrate` keeps, version {_VERSION}",
+            fix="espnx rag calibrate, or Rag(attention_heads='mean', ...).calibrate(), replaces it",
         ) from error
 
 
-def _checked(found: Any, key: str) -> AttentionLayer:
+def _checked(found: Any, key: str) -> AttentionHeads:
     """Raises ValueError, TypeError, KeyError."""
-    if found["version"] != _VERSION or found["model"] != key:
-        raise ValueError(f"version {found['version']} of model {str(found['model'])[:8]}")
-    layer, right, questions = found["layer"], found["right"], found["questions"]
-    shares = [*right, found["mean_right"], found["chance"]]
-    whole = all(isinstance(each, int) and not isinstance(each, bool) for each in (layer, questions))
-    if not whole or not 0 <= layer < len(right) or not all(0 <= each <= 1 for each in shares):
-        raise ValueError(f"layer {layer!r} of {len(right)}")
-    return AttentionLayer(
-        layer, tuple(map(float, right)), found["mean_right"], questions, found["chance"]
-    )
+    if found["version"] != _VERSION:
+        raise ValueError(f"version {found['version']}")
+    if found["model"] != key:
+        raise ValueError(f"model {str(found['model'])[:8]}")
+    heads, questions = tuple((layer, head) for layer, head in found["heads"]), found["questions"]
+    rights = [found["right"], *found["layer_right"], found["mean_right"], found["chance"]]
+    is_whole = all(type(each) is int and each >= 0 for pair in heads for each in pair)
+    if not heads or not is_whole or type(questions) is not int:
+        raise ValueError(f"heads {heads!r} of {questions!r} questions")
+    if not all(isinstance(each, int | float) and 0 <= each <= 1 for each in rights):
+        raise ValueError(f"shares {rights!r}")
+    right, *layer_right, mean_right, chance = map(float, rights)
+    return AttentionHeads(heads, right, tuple(layer_right), mean_right, questions, chance)

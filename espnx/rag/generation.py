@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import EntryPoint
 from typing import Any, Protocol, Self
@@ -23,9 +23,11 @@ import torch
 
 from .. import errors
 from ..importers.chunks import count_words
-from .calibration import AttentionLayer, any_kept, keep, kept, model_key
+from ..kv.passages.lossy import check_lossy
+from ..kv.passages.mass import check_heads
+from .calibration import AttentionHeads, any_kept, keep, kept, model_key
 from .early import Prefetch
-from .prompt import Counter, Frame, Prompt, Wording
+from .prompt import Counted, Counter, Frame, Prompt, Wording
 from .stop import Stop
 
 _SOURCES, _QUESTION = "\u2402sources\u2403", "\u2402question\u2403"
@@ -33,7 +35,7 @@ _SOURCES, _QUESTION = "\u2402sources\u2403", "\u2402question\u2403"
 _ROOM = "espnx.integrations.transformers"
 _PASSAGE_KV = EntryPoint("passages", f"{_ROOM}.passages.passage_kv:PassageKV", "espnx")
 _FINGERPRINT = EntryPoint("models", f"{_ROOM}.identity.fingerprint:fingerprint", "espnx")
-#: Words for `attention_layer`.
+#: Words for `attention_heads`.
 MEAN, CALIBRATED = "mean", "calibrated"
 
 
@@ -51,7 +53,16 @@ class ComposedCache(Protocol):
 
     def passage_mass(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """float32 [1, layers, passages]: the share of attention that tokens behind the passages
-        paid to each."""
+        paid to each, the mean over heads."""
+        ...
+
+    def watch_heads(self, heads: Sequence[tuple[int, int]] | None = None) -> None:
+        """Keeps the attention of these heads, (layer, head), by themselves; None: of all, layer by
+        layer. Raises InvalidInputError for one that the model has not."""
+        ...
+
+    def head_mass(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """float32 [1, heads, tokens, passages]: the same share by head and token."""
         ...
 
     def close(self) -> None: ...
@@ -59,7 +70,8 @@ class ComposedCache(Protocol):
 
 class PassageLibrary(Protocol):
     """What keeps the K and V of passages behind one prefix. It may have `prefetch`, as `PassageKV`
-    has it: `compose` is then given what that returned."""
+    has it: `compose` is then given what that returned; and `compose` may take `repair`, `blend` and
+    `check`, as there."""
 
     def compose(self, passages: Sequence[Sequence[int]], /) -> ComposedCache:
         """A cache that begins with the prefix and the passages, given as token ids."""
@@ -68,15 +80,15 @@ class PassageLibrary(Protocol):
 
 @dataclass(frozen=True)
 class Generated:
-    """Attributes: as of `Answer`; `attention`: of each source, or None; `attention_layer`: whose it
-    is, None: nobody's or the mean of all."""
+    """Attributes: as of `Answer`; `attention`: of each source, or None; `attention_heads`: whose it
+    is, none: nobody's or the mean of all."""
 
     text: str
     tokens: int
     is_unfinished: bool = False
     first_token_s: float | None = None
     attention: tuple[float, ...] | None = None
-    attention_layer: int | None = None
+    attention_heads: tuple[tuple[int, int], ...] = ()
     reused: Mapping[str, Any] | None = None
 
 
@@ -277,11 +289,12 @@ class ModelGenerator:
         model: with `generate`; a chat template of its tokenizer is applied.
         kv: a `PassageLibrary`, the directory of one, or None: prompts are computed whole.
         library_bytes: of a directory.
-        attention_layer: whose attention is reported, as of `Rag`.
+        repair, blend: of `PassageKV.compose`.
+        attention_heads: whose attention is reported, as of `Rag`.
         options: of `generate`, such as ``do_sample``.
         tokenizer, wording, prefix, max_new_tokens: as of `Rag`.
 
-    Raises InvalidInputError, StateError where no layer was chosen that is to be `CALIBRATED`, and
+    Raises InvalidInputError, StateError where no heads were chosen that are to be `CALIBRATED`, and
     what opening a library raises.
     """
 
@@ -295,7 +308,9 @@ class ModelGenerator:
         *,
         kv: Any = None,
         library_bytes: int | str | None = None,
-        attention_layer: int | str | None = None,
+        repair: int | None = None,
+        blend: float | None = None,
+        attention_heads: Sequence[tuple[int, int]] | str | None = None,
         options: Mapping[str, Any] | None = None,
     ):
         if not callable(getattr(model, "generate", None)) or not callable(tokenizer):
@@ -310,25 +325,45 @@ class ModelGenerator:
         self.max_new_tokens = max_new_tokens
         text = model.config.get_text_config(decoder=True)
         self.positions: int | None = getattr(text, "max_position_embeddings", None)
-        layers = getattr(text, "num_hidden_layers", None)
-        _check_layer(attention_layer, layers or 1 << 30)
+        self._layers = getattr(text, "num_hidden_layers", None) or 1 << 30
+        self._heads = getattr(text, "num_attention_heads", None) or 1 << 30
+        self._check_heads(attention_heads)
         self.counter = IdCounter(tokenizer)
         self.frame = _model_frame(self.counter, tokenizer, wording, prefix)
         self._owned: Any = None
         self._library: PassageLibrary | None = None
+        check_lossy(repair, blend)
+        self._lossy = {
+            name: value
+            for name, value in (("repair", repair), ("blend", blend))
+            if value is not None
+        }
         if kv is not None:
             self._library = kv if hasattr(kv, "compose") else self._opened(kv, library_bytes)
         try:
-            self.layer = self._layer_of(attention_layer, layers or 1 << 30)
+            self._check_lossy()
+            self.heads = self._heads_of(attention_heads)
         except BaseException:
             self.close()
             raise
 
-    # --- the layer whose attention is reported ---
+    def _check_lossy(self) -> None:
+        """Raises InvalidInputError where nobody computes tokens anew."""
+        for name in self._lossy:
+            compose = getattr(self._library, "compose", None)
+            if compose is None or not _takes(compose, name):
+                raise errors.InvalidInputError(
+                    f"{name} of a Rag",
+                    got="no kv=" if compose is None else type(self._library).__name__,
+                    expected=f"a library of passages whose compose takes {name}",
+                    fix="kv=DIRECTORY, or a PassageKV",
+                )
+
+    # --- the heads whose attention is reported ---
 
     @property
     def directory(self) -> str | None:
-        """The library's first one, which layers are kept in, too; None: its owner does not say."""
+        """The library's first one, which heads are kept in, too; None: its owner does not say."""
         found = getattr(self._library, "directories", None)
         return os.fspath(found[0]) if found else None
 
@@ -337,36 +372,56 @@ class ModelGenerator:
         """A name for the model."""
         return model_key(_loaded(_FINGERPRINT)(self._model))
 
-    def _layer_of(self, wanted: int | str | None, layers: int) -> int | None:
-        """Whose attention is reported; None: the mean of all layers. Raises StateError,
-        FormatError, ReadError."""
-        if isinstance(wanted, int) or wanted == MEAN:
-            return wanted if isinstance(wanted, int) else None
+    def _check_heads(self, wanted: Sequence[tuple[int, int]] | str | None) -> None:
+        """Raises InvalidInputError."""
+        if isinstance(wanted, str) and wanted not in (MEAN, CALIBRATED):
+            raise errors.InvalidInputError(
+                "attention_heads",
+                got=repr(wanted),
+                expected=f"pairs (layer, head), {MEAN!r}, {CALIBRATED!r}, or None",
+            )
+        if wanted is not None and not isinstance(wanted, str):
+            found = check_heads(wanted, self._layers, self._heads)
+            if not found:
+                raise errors.InvalidInputError("attention_heads", got="none", expected="1 or more")
+
+    def _heads_of(
+        self, wanted: Sequence[tuple[int, int]] | str | None
+    ) -> tuple[tuple[int, int], ...]:
+        """Whose attention is reported; none: the mean of all. Raises StateError, FormatError,
+        ReadError."""
+        if wanted == MEAN:
+            return ()
+        if wanted is not None and not isinstance(wanted, str):
+            return tuple(check_heads(wanted, self._layers, self._heads))
         directory = self.directory
         found = kept(directory, self._key) if directory and any_kept(directory) else None
-        if found is not None and found.layer >= layers:
-            raise errors.FormatError(
-                "the layer of attention that was kept",
-                path=directory,
-                got=found.layer,
-                expected=f"one of {layers}",
-                fix="calibrate again",
-            )
+        if found is not None:
+            try:
+                check_heads(found.heads, self._layers, self._heads)
+            except errors.InvalidInputError as error:
+                raise errors.FormatError(
+                    "the heads of attention that were kept",
+                    path=directory,
+                    got=error.got,
+                    expected=error.expected,
+                    fix="calibrate again",
+                ) from error
         if found is None and wanted == CALIBRATED:
             raise errors.StateError(
-                f"attention_layer={CALIBRATED!r}",
-                got="no layer that was chosen for this model"
-                + (f" in {directory}" if directory else ", and no kv= to keep it in"),
-                expected="one that `Rag.calibrate` has chosen and kept",
-                fix="rag.calibrate(), or espnx rag calibrate; or attention_layer=None, the mean",
+                f"attention_heads={CALIBRATED!r}",
+                got="no heads that were chosen for this model"
+                + (f" in {directory}" if directory else ", and no kv= to keep them in"),
+                expected="some that `Rag.calibrate` has chosen and kept",
+                fix="rag.calibrate(), or espnx rag calibrate; or attention_heads=None, the mean",
             )
-        return None if found is None else found.layer
+        return () if found is None else found.heads
 
-    def use(self, found: AttentionLayer) -> None:
-        """The layer that is reported from now on, kept where passages are. Raises WriteError."""
+    def use(self, found: AttentionHeads) -> None:
+        """The heads that are reported from now on, kept where passages are. Raises WriteError."""
         if (directory := self.directory) is not None:
             keep(directory, self._key, found)
-        self.layer = found.layer
+        self.heads = found.heads
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -391,17 +446,18 @@ class ModelGenerator:
                 self._library = library
 
     def shares(self, prompt: Prompt, answer: str | None, stop: Stop) -> torch.Tensor:
-        """Which share of their attention the answer's tokens paid to each source, layer by layer:
-        float32 [layers, sources].
+        """Which share of their attention the answer's tokens paid to each source, head by head:
+        float32 [layers, heads, sources].
 
         Args:
             answer: what the model is made to say; None: what it says.
 
         Raises what `Stop.check` raises.
         """
-        said = [] if answer is None else self.counter.data(answer).ids
-        with closing(self._composed(prompt)) as cache:
+        said = [] if answer is None else ids_of(self.counter.data(answer))
+        with closing(self._composed(prompt, stop)) as cache:
             asked = _asked(prompt)
+            cache.watch_heads()
             self._generate(
                 {**self._given(cache, [*asked, *said]), "past_key_values": cache},
                 stop,
@@ -409,7 +465,17 @@ class ModelGenerator:
             )
             begin = len(asked) - 1  # the token that the answer's first one comes from
             end = None if answer is None else begin + max(len(said), 1)
-            return cache.passage_mass(begin, end)[0, :, 1::2]
+            mass = cache.head_mass(begin, end)[0, :, :, 1::2]  # labels are passages, too
+            layers = cache.passage_mass().shape[1]
+            return mass.mean(dim=1).unflatten(0, (layers, -1))
+
+    def _attention(self, cache: ComposedCache, begin: int) -> tuple[float, ...]:
+        """Of each source, of the tokens from `begin` on behind the passages."""
+        if self.heads:
+            mass = cache.head_mass(begin)[0].mean(dim=(0, 1))
+        else:
+            mass = cache.passage_mass(begin)[0].mean(dim=0)
+        return tuple(mass[1::2].tolist())  # labels are passages, too
 
     # --- answers ---
 
@@ -422,17 +488,24 @@ class ModelGenerator:
         return _loaded(_PASSAGE_KV)(
             self._model,
             directory,
-            prefix=list(self.frame.head.ids),  # type: ignore[attr-defined]
+            prefix=ids_of(self.frame.head),
             tokenizer=self._tokenizer,
             library_bytes=library_bytes,
         )
 
-    def _composed(self, prompt: Prompt, prefetch: Prefetch | None = None) -> ComposedCache:
+    def _composed(
+        self, prompt: Prompt, stop: Stop, prefetch: Prefetch | None = None
+    ) -> ComposedCache:
+        """Raises what `Stop.check` raises, where the library asks in between."""
         if self._library is None:
             raise errors.StateError("passages of a prompt", got="no library", fix="kv=")
         compose: Callable[..., ComposedCache] = self._library.compose
-        passages = [_ids_of(piece) for pair in prompt.sources for piece in pair]
-        return compose(passages, **({} if prefetch is None else {"prefetch": prefetch}))
+        options: dict[str, Any] = dict(self._lossy)
+        if prefetch is not None:
+            options["prefetch"] = prefetch
+        if _takes(compose, "check"):
+            options["check"] = stop.check
+        return compose([ids_of(piece) for pair in prompt.sources for piece in pair], **options)
 
     def _given(self, cache: ComposedCache, ids: list[int]) -> Mapping[str, torch.Tensor]:
         return cache.prompt(torch.tensor([ids], device=self._model.device))
@@ -445,27 +518,24 @@ class ModelGenerator:
     def generate(self, prompt: Prompt, stop: Stop, prefetch: Prefetch | None = None) -> Generated:
         stop.check()
         if self._library is None or not prompt.sources:
-            ids = [n for piece in prompt.pieces for n in _ids_of(piece)]
+            ids = [n for piece in prompt.pieces for n in ids_of(piece)]
             given = torch.tensor([ids], device=self._model.device)
             return self._generate(
                 {"input_ids": given, "attention_mask": torch.ones_like(given)}, stop
             )
         asked, begun = _asked(prompt), time.perf_counter()
-        with closing(self._composed(prompt, prefetch)) as cache:
+        with closing(self._composed(prompt, stop, prefetch)) as cache:
             stop.check()
+            if self.heads:
+                cache.watch_heads(self.heads)
             given = self._given(cache, asked)
             made = self._generate({**given, "past_key_values": cache}, stop, begun)
-            # from the token on that the answer's first one comes of; labels are passages, too
-            mass = cache.passage_mass(len(asked) - 1)[0, :, 1::2]
-            chosen = mass.mean(dim=0) if self.layer is None else mass[self.layer]
-            return Generated(
-                made.text,
-                made.tokens,
-                made.is_unfinished,
-                made.first_token_s,
-                tuple(chosen.tolist()),
-                self.layer,
-                dict(cache.reused),
+            # from the token on that the answer's first one comes of
+            return replace(
+                made,
+                attention=self._attention(cache, len(asked) - 1),
+                attention_heads=self.heads,
+                reused=dict(cache.reused),
             )
 
     def _generate(
@@ -488,7 +558,7 @@ class ModelGenerator:
         stop.check()
         tokens = made[0, given["input_ids"].shape[1] :].tolist()
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        ends = self._model.generation_config.eos_token_id
+        ends = options.get("eos_token_id", self._model.generation_config.eos_token_id)
         is_ended = bool(tokens) and tokens[-1] in (ends if isinstance(ends, list) else [ends])
         return Generated(
             str(text),
@@ -508,13 +578,23 @@ class ModelGenerator:
         self.close()
 
 
-def _ids_of(piece: Any) -> list[int]:
+def ids_of(piece: Counted) -> list[int]:
+    """The tokens of a model's piece. Raises StateError for one that has none."""
+    if not isinstance(piece, IdPiece):
+        raise errors.StateError(
+            "token ids", got=type(piece).__name__, expected="what a model's tokenizer has read"
+        )
     return list(piece.ids)
 
 
 def _asked(prompt: Prompt) -> list[int]:
     """Tokens behind the sources."""
-    return [n for piece in prompt.pieces[-3:] for n in _ids_of(piece)]
+    return [n for piece in prompt.pieces[-3:] for n in ids_of(piece)]
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has an argument of this name."""
+    return name in inspect.signature(function).parameters
 
 
 def _loaded(entry: EntryPoint) -> Any:
@@ -525,18 +605,6 @@ def _loaded(entry: EntryPoint) -> Any:
         raise errors.MissingDependencyError(
             "Rag: kv", got=str(error), expected="PassageKV", fix="pip install 'espnx[kv]'"
         ) from error
-
-
-def _check_layer(wanted: object, layers: int) -> None:
-    """Raises InvalidInputError."""
-    is_number = isinstance(wanted, int) and not isinstance(wanted, bool)
-    if wanted in (None, MEAN, CALIBRATED) or (is_number and 0 <= wanted < layers):  # type: ignore[operator]
-        return
-    raise errors.InvalidInputError(
-        "attention_layer",
-        got=repr(wanted),
-        expected=f"0 to {layers} - 1, {MEAN!r}, {CALIBRATED!r}, or None",
-    )
 
 
 def _model_frame(counter: IdCounter, tokenizer: Any, wording: Wording, prefix: str) -> Frame:

@@ -27,9 +27,24 @@ from ..retrieval.search.options import SearchKeywords
 from ..retrieval.search.result import Hit
 from ..suggestions import suggests_keywords
 from .answer import Answer, AnswerTimings, Reference
-from .calibration import AttentionLayer, KnownSource, PlantedLine, chosen, planted, pool_of
+from .calibration import (
+    AttentionHeads,
+    KnownSource,
+    PlantedLine,
+    chosen,
+    is_named,
+    planted,
+    pool_of,
+)
 from .early import EarlyPassages, Prefetch
-from .generation import FunctionGenerator, Generated, Generator, ModelGenerator, PassageLibrary
+from .generation import (
+    FunctionGenerator,
+    Generated,
+    Generator,
+    ModelGenerator,
+    PassageLibrary,
+    ids_of,
+)
 from .markers import MarkedText, cited_sentences, parse
 from .prompt import Prompt, Wording, fingerprint, make_prompt
 from .stop import Stop
@@ -69,10 +84,13 @@ class Rag:
             the answer, or 4,096 for a function.
         passage_tokens: of one passage; the rest of a longer one is cut.
         library_bytes: as of `PassageKV`, where `kv` is a directory.
-        attention_layer: the layer whose attention `Reference.attention` is, from 0; None: the one
-            that `calibrate` has chosen for this model and kept beside its passages, or else the
-            mean of all, which names the right source less often; ``mean``: that; ``calibrated``:
-            the one that was chosen, and nothing else.
+        repair, blend: as of `PassageKV.compose`: tokens of the passages that are computed anew at
+            their place, where they see those before them. `Reference.attention` leaves them out.
+        attention_heads: (layer, query head), from 0, of the heads whose attention
+            `Reference.attention` is, their mean; None: those that `calibrate` has chosen for this
+            model and kept beside its passages, or else the mean of all, which names the right
+            source less often; ``mean``: that; ``calibrated``: those that were chosen, and nothing
+            else.
         generate_options: of the model's `generate`, such as ``{"do_sample": True}``.
 
     Attributes:
@@ -81,7 +99,8 @@ class Rag:
     Raises:
         InvalidInputError: an argument is out of range, or a chat template drops what a user says.
         MissingDependencyError: `kv` is a directory, and this installation has no `PassageKV`.
-        StateError: `attention_layer` is to be ``calibrated``, and nobody has chosen one.
+        StateError: `attention_heads` are to be ``calibrated``, and nobody has chosen any.
+        FormatError: the file of the chosen ones is damaged or of another version.
         StoreNotFoundError, ...: what opening an index raises, or a library of passages.
     """
 
@@ -101,7 +120,9 @@ class Rag:
         prompt_tokens: int | None = None,
         passage_tokens: int = 512,
         library_bytes: int | str | None = None,
-        attention_layer: int | str | None = None,
+        repair: int | None = None,
+        blend: float | None = None,
+        attention_heads: Sequence[tuple[int, int]] | str | None = None,
         generate_options: Mapping[str, Any] | None = None,
     ):
         check_whole("max_new_tokens", max_new_tokens, 1)
@@ -110,8 +131,11 @@ class Rag:
             check_whole("prompt_tokens", prompt_tokens, 1)
         if not isinstance(prefix, str):
             raise errors.InvalidInputError("prefix", got=repr(prefix), expected="a str")
-        if (model is None) == (generate is None) or (generate is not None and kv is not None):
-            got = [n for n, v in (("model", model), ("generate", generate), ("kv", kv)) if v]
+        of_kv = {"kv": kv, "repair": repair, "blend": blend}
+        is_of_kv = any(each is not None for each in of_kv.values())
+        if (model is None) == (generate is None) or (generate is not None and is_of_kv):
+            answers = {"model": model, "generate": generate, **of_kv}
+            got = [name for name, each in answers.items() if each is not None]
             raise errors.InvalidInputError(
                 "Rag: what answers",
                 got=" and ".join(got) or "neither a model nor a function",
@@ -135,7 +159,9 @@ class Rag:
                     *words,
                     kv=kv,
                     library_bytes=library_bytes,
-                    attention_layer=attention_layer,
+                    repair=repair,
+                    blend=blend,
+                    attention_heads=attention_heads,
                     options=generate_options,
                 )
             )
@@ -151,12 +177,11 @@ class Rag:
     def frame_ids(self) -> tuple[int, ...]:
         """Token ids before the first passage: the prefix of a `PassageKV` for `kv`. Raises
         InvalidInputError where a function generates."""
-        ids = getattr(self._generator.frame.head, "ids", None)
-        if ids is None:
+        if not isinstance(self._generator, ModelGenerator):
             raise errors.InvalidInputError(
                 "frame_ids", got="generate=", expected="a model", fix="Rag(index, model, tokenizer)"
             )
-        return tuple(ids)
+        return tuple(ids_of(self._generator.frame.head))
 
     @suggests_keywords
     def ask(
@@ -280,7 +305,7 @@ class Rag:
             prompt_tokens=prompt.size,
             answer_tokens=made.tokens,
             is_unfinished=made.is_unfinished,
-            attention_layer=made.attention_layer,
+            attention_heads=made.attention_heads,
             reused=made.reused,
             timings=timings,
         )
@@ -340,11 +365,11 @@ class Rag:
         seed: int = 0,
         search: SearchKeywords | None = None,
         deadline_s: float | None = None,
-    ) -> AttentionLayer:
-        """Chooses the layer whose attention names sources, for this model; it is reported from then
+    ) -> AttentionHeads:
+        """Chooses the heads whose attention names sources, for this model; it is reported from then
         on, and kept beside the passages (`kv`), for every `Rag` over the same model and directory.
 
-        Half of the questions choose, the other half say how often the layer is right. Nothing of
+        Half of the questions choose, the other half say how often the heads are right. Nothing of
         what is read for them stays in the library.
 
         Args:
@@ -361,13 +386,75 @@ class Rag:
         Raises:
             StateError: there is no `kv`, or a function generates.
             InvalidInputError: an argument is out of range, or fewer than two questions count.
-            WriteError: the layer cannot be kept.
+            WriteError: the heads cannot be kept.
             What `ask` raises.
         """
         check_whole("count", count, 2)
         check_whole("k", k, 2, 64)
         _check_deadline(deadline_s)
-        generator, stop = self._generator, Stop(deadline_s)
+        stop = Stop(deadline_s)
+        with self._watched(stop) as generator:
+            with generator.aside():
+                asked = (
+                    self._made_up(count, k, line or PlantedLine(), seed)
+                    if questions is None
+                    else self._known(questions, k, search or {}, stop)
+                )
+                shares, sources = list[torch.Tensor](), list[int]()
+                for known in asked:
+                    if known is not None:
+                        prompt, answer, source = known
+                        stop.check()
+                        shares.append(generator.shares(prompt, answer, stop))
+                        sources.append(source)
+            found = chosen(shares, sources)
+            generator.use(found)
+            return found
+
+    @suggests_keywords
+    def judge(
+        self,
+        questions: Sequence[KnownSource],
+        k: int = 5,
+        *,
+        search: SearchKeywords | None = None,
+        deadline_s: float | None = None,
+    ) -> tuple[bool | None, ...]:
+        """Whether the attention that is reported names the sources of questions whose source is
+        known: how far to trust it. Passages are read from `kv`, or computed for it and kept.
+
+        Args:
+            questions: others than `calibrate` has chosen by.
+            k, search, deadline_s: as of `ask`.
+
+        Returns:
+            Of each question whether its source got more attention than any other passage of its
+            prompt; None: it did not stand there beside another.
+
+        Raises:
+            StateError: there is no `kv`, or a function generates.
+            InvalidInputError: an argument is out of range.
+            What `ask` raises.
+        """
+        check_whole("k", k, 2, 64)
+        _check_deadline(deadline_s)
+        stop, found = Stop(deadline_s), list[bool | None]()
+        with self._watched(stop) as generator:
+            for known in self._known(questions, k, search or {}, stop):
+                stop.check()
+                if known is None:
+                    found.append(None)
+                    continue
+                prompt, answer, source = known
+                shares = generator.shares(prompt, answer, stop)
+                found.append(bool(is_named(shares, source, generator.heads)))
+        return tuple(found)
+
+    @contextmanager
+    def _watched(self, stop: Stop) -> Iterator[ModelGenerator]:
+        """A model whose attention is looked at, for oneself. Raises StateError where there is
+        none."""
+        generator = self._generator
         if not isinstance(generator, ModelGenerator):
             raise errors.StateError(
                 "attention of passages", got="generate=", expected="a model", fix="Rag(kv=...)"
@@ -375,20 +462,7 @@ class Rag:
         with self._used():
             stop.take(self._turn)
             try:
-                with generator.aside():
-                    asked = (
-                        self._made_up(count, k, line or PlantedLine(), seed)
-                        if questions is None
-                        else self._known(questions, k, search or {}, stop)
-                    )
-                    shares, sources = list[torch.Tensor](), list[int]()
-                    for prompt, answer, source in asked:
-                        stop.check()
-                        shares.append(generator.shares(prompt, answer, stop))
-                        sources.append(source)
-                found = chosen(shares, sources)
-                generator.use(found)
-                return found
+                yield generator
             finally:
                 self._turn.release()
 
@@ -415,7 +489,9 @@ class Rag:
 
     def _known(
         self, questions: Sequence[KnownSource], k: int, search: SearchKeywords, stop: Stop
-    ) -> Iterator[tuple[Prompt, str | None, int]]:
+    ) -> Iterator[tuple[Prompt, str | None, int] | None]:
+        """The same of questions whose source is known; None: it does not stand in the prompt beside
+        another."""
         for each in questions:
             if not isinstance(each, KnownSource):
                 raise errors.InvalidInputError(
@@ -423,8 +499,8 @@ class Rag:
                 )
             found = self._prompt(each.question, self._hits(each.question, k, dict(search), stop))
             numbers = [i for i, one in enumerate(found.references) if one.passage == each.passage]
-            if numbers and len(found.references) > 1:
-                yield found, each.answer, numbers[0]
+            is_there = numbers and len(found.references) > 1
+            yield (found, each.answer, numbers[0]) if is_there else None
 
     def check(self, answer: Answer) -> dict[int, str]:
         """What has become of an answer's sources since: by number ``unchanged``, ``changed`` or

@@ -21,8 +21,10 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import transformers
 
+from espnx.integrations.transformers.passages.passage_kv import PassageKV
 from espnx.rag.generation import IdCounter, ModelGenerator
 from espnx.rag.prompt import Wording, quoted
+from espnx.rag.stop import Stop
 from tests.retrieval.common import build, toy_encoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -94,7 +96,16 @@ class Library:
             shares = torch.tensor([float(len(each)) for each in passages])
             return torch.stack([shares, 2 * shares])[None]
 
+        def watch_heads(heads: Any = None) -> None:
+            cache.watched = heads
+
+        def head_mass(begin: int = 0, end: int | None = None) -> torch.Tensor:
+            shares = torch.tensor([float(len(each)) for each in passages])
+            weights = torch.tensor([10.0 * layer + head for layer, head in cache.watched])
+            return (weights[:, None] * shares)[None, :, None].expand(-1, -1, 3, -1)
+
         cache.prompt, cache.passage_mass, cache.close = prompt, passage_mass, close
+        cache.watch_heads, cache.head_mass = watch_heads, head_mass
         cache.reused = {"tokens": len(held)}
         return cache
 
@@ -162,9 +173,9 @@ def test_a_template_that_drops_the_user_is_refused(
         ModelGenerator(model, tokenizer, Wording(), "", 8)
 
 
-@pytest.mark.parametrize("layer", [None, 0, 1])
+@pytest.mark.parametrize("heads", [None, [(0, 1)], [(1, 1), (0, 3)]])
 def test_passages_come_from_a_library(
-    index: espnx.Index, model: Any, tokenizer: Any, layer: int | None
+    index: espnx.Index, model: Any, tokenizer: Any, heads: list[tuple[int, int]] | None
 ) -> None:
     """The same tokens as without one; labels are passages of their own, so that a passage's tokens
     are the same whatever its number is."""
@@ -172,7 +183,7 @@ def test_passages_come_from_a_library(
     with espnx.Rag(index, model, tokenizer, **options) as rag:
         plain = rag.ask("red", k=3)
         library = Library(model, rag.frame_ids)
-    with espnx.Rag(index, model, tokenizer, kv=library, attention_layer=layer, **options) as rag:
+    with espnx.Rag(index, model, tokenizer, kv=library, attention_heads=heads, **options) as rag:
         composed = rag.ask("red", k=3)
         first = rag.ask("red", k=1)
         assert rag.ask("red", k=0).reused is None
@@ -182,7 +193,9 @@ def test_passages_come_from_a_library(
     assert library.composed[1] == library.composed[0][:2]
     assert first.references[0].attention == composed.references[0].attention
     sizes = [len(each) for each in library.composed[0][1::2]]
-    factor = {None: 1.5, 0: 1.0, 1: 2.0}[layer]
+    # the mean of both layers, or that of the heads
+    factor = 1.5 if heads is None else sum(10 * a + b for a, b in heads) / len(heads)
+    assert composed.attention_heads == tuple(heads or ())
     assert [each.attention for each in composed.references] == [factor * n for n in sizes]
     assert composed.reused == {"tokens": sum(map(len, library.composed[0])) + len(library.prefix)}
 
@@ -207,6 +220,106 @@ def test_passages_come_from_ssd(
     assert [each.attention for each in first.references] == pytest.approx(list(shares.values()))
     assert max(shares, key=lambda each: shares[each] or 0.0) == "garden"
     assert 0 < sum(share or 0.0 for share in shares.values()) < 1
+
+
+@pytest.mark.parametrize("options", [{"repair": 3}, {"blend": 0.3}])
+def test_tokens_are_computed_anew(
+    index: espnx.Index, model: Any, tokenizer: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """As `PassageKV.compose` does it: the answer is that behind the same passages, composed so."""
+    words: dict[str, Any] = {"wording": RECALL, "max_new_tokens": 6}
+    folder = tmp_path / "kv"
+    with espnx.Rag(index, model, tokenizer, kv=folder, **words, **options) as rag:
+        answer = rag.ask("red", k=3)
+        ids = rag.frame_ids
+    assert answer.reused is not None
+    assert answer.reused["repaired"] > 0
+    assert all(0 < (each.attention or 0) < 1 for each in answer.references)
+    shown = list[Any]()
+
+    class Watched(espnx.PassageKV):
+        def compose(self, passages: Any, *, blend: Any = None, **more: Any) -> Any:
+            shown.append((passages, more.get("repair"), blend))
+            return super().compose(passages, blend=blend, **more)
+
+    with Watched(model, folder, prefix=ids, tokenizer=tokenizer) as kv:
+        if "blend" in options:
+            with espnx.Rag(index, model, tokenizer, kv=kv, **words, **options) as rag:
+                assert rag.ask("red", k=3).text == answer.text
+            assert [each[1:] for each in shown] == [(None, options["blend"])]
+        else:  # its compose does not say that it takes repair
+            with pytest.raises(errors.InvalidInputError, match="takes repair"):
+                espnx.Rag(index, model, tokenizer, kv=kv, **words, **options)
+    for wrong, match in (({"repair": -1}, "0 or more"), ({"repair": 2, "blend": 0.5}, "one of")):
+        with pytest.raises(errors.InvalidInputError, match=match):
+            espnx.Rag(index, model, tokenizer, kv=folder, **wrong)
+    with pytest.raises(errors.InvalidInputError, match="no kv="):
+        espnx.Rag(index, model, tokenizer, **options)
+    with pytest.raises(errors.InvalidInputError, match="what answers"):
+        espnx.Rag(index, generate=lambda prompt: "x", **options)
+
+
+def test_a_deadline_ends_composing(
+    index: espnx.Index, model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has passed when the second passage is to be computed: what is whole by then stays, and
+    the next question goes on from there."""
+    computed, original = list[int](), PassageKV._pass
+    left_s = Stop.left_s
+
+    def counted(self: Any, cache: Any, ids: Any, positions: Any = None) -> None:
+        original(self, cache, ids, positions)
+        computed.append(len(ids))
+
+    def left(self: Stop, most: float) -> float:
+        return 0.0 if len(computed) == 2 else left_s(self, most)
+
+    monkeypatch.setattr(PassageKV, "_pass", counted)
+    monkeypatch.setattr(Stop, "left_s", left)
+    with espnx.Rag(
+        index, model, tokenizer, kv=tmp_path / "kv", wording=RECALL, max_new_tokens=2
+    ) as rag:
+        with pytest.raises(errors.DeadlineExceededError):
+            rag.ask("red", k=3, deadline_s=600)
+        assert len(computed) == 2
+        monkeypatch.setattr(Stop, "left_s", left_s)
+        reused = rag.ask("red", k=3).reused
+        assert reused is not None
+        assert reused["reused"] == sum(computed[:2])
+        assert reused["computed"] == reused["tokens"] - sum(computed[:2])
+
+
+def test_a_passage_that_is_a_book(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Of 100,000 tokens as many are read as one passage may have; beside it stands another."""
+    documents = [("book", "red green blue one " * 25_000), ("b", "red one two three"), ("c", " ")]
+    inner = toy_encoder()
+    encoder = espnx.FunctionEncoder(  # of the first words, as encoders cut
+        lambda texts: inner.encode_documents([" ".join(each.split()[:32]) for each in texts]),
+        "toy@first",
+        d_cls=inner.d_cls,
+        dim=inner.dim,
+    )
+    build(tmp_path / "store", documents, encoder=encoder, dims=None, nlist=1)
+    with (
+        espnx.open(tmp_path / "store", encoder) as index,
+        espnx.Rag(
+            index,
+            model,
+            tokenizer,
+            kv=tmp_path / "kv",
+            wording=RECALL,
+            max_new_tokens=2,
+            passage_tokens=64,
+        ) as rag,
+    ):
+        answer = rag.ask("red", k=3)
+        assert {each.passage: each.is_cut for each in answer.references} == {
+            "book": True,
+            "b": False,
+        }
+        assert [(each.passage, each.why) for each in answer.left_out] == [("c", "empty")]
+        assert answer.prompt_tokens < 200
+        assert rag.check(answer) == {1: "unchanged", 2: "unchanged"}
 
 
 def test_reads_begin_while_the_search_runs(

@@ -1,10 +1,11 @@
-"""``espnx rag``: an answer from an index, with its sources; and which layer's attention names
+"""``espnx rag``: an answer from an index, with its sources; and which heads' attention names
 them."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -54,11 +55,13 @@ def configure_ask(parser: argparse.ArgumentParser) -> None:
         help="of the prompt, at most (default: what the model's positions leave)",
     )
     _add_passage_tokens(parser)
+    _add_lossy(parser)
     add(
-        "--attention-layer",
-        metavar="L",
-        help="beside --kv: whose attention is shown: a number, mean, or calibrated (default: that "
-        "of `espnx rag calibrate` where it has chosen one, else the mean of all)",
+        "--attention-heads",
+        metavar="L.H,...",
+        help="beside --kv: whose attention is shown: layer and head, from 0, such as 3.1,5.0; "
+        "mean; or calibrated (default: those of `espnx rag calibrate` where it has chosen some, "
+        "else the mean of all)",
     )
     add(
         "--deadline",
@@ -90,11 +93,27 @@ def _add_passage_tokens(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_lossy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--repair",
+        type=int,
+        metavar="N",
+        help="beside --kv: the first N tokens of each passage are computed anew at their place",
+    )
+    parser.add_argument(
+        "--blend",
+        type=float,
+        metavar="SHARE",
+        help="beside --kv: so is this share of the passages' tokens, those that differ most from "
+        "full attention (0 to 1)",
+    )
+
+
 def configure_calibrate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("store", help="directory of the index, in whose passages lines are planted")
     _add_model(parser)
-    add("--kv", required=True, metavar="DIR", help="of `rag ask`; the layer is kept there")
+    add("--kv", required=True, metavar="DIR", help="of `rag ask`; the heads are kept there")
     add(
         "--count",
         type=int,
@@ -108,6 +127,7 @@ def configure_calibrate(parser: argparse.ArgumentParser) -> None:
     add("--answer", metavar="TEXT", help="what the model is made to say, with {value} in it")
     add("--seed", type=int, default=0, metavar="N", help="of what is made up (default: 0)")
     _add_passage_tokens(parser)
+    _add_lossy(parser)
     add_index_options(parser)
     add_json_option(parser)
 
@@ -136,6 +156,8 @@ def _opened(args: argparse.Namespace, **options: object) -> Iterator[Rag]:
                 tokenizer,
                 kv=args.kv,
                 passage_tokens=args.passage_tokens,
+                repair=args.repair,
+                blend=args.blend,
                 **options,  # type: ignore[arg-type]
             )
         with rag:
@@ -143,16 +165,17 @@ def _opened(args: argparse.Namespace, **options: object) -> Iterator[Rag]:
 
 
 def run_ask(args: argparse.Namespace) -> int:
-    if args.library is not None and args.kv is None:
-        raise InvalidInputError("--library", got="no --kv", expected="both", fix="--kv DIR")
-    layer = args.attention_layer
+    for name in ("library", "repair", "blend", "attention_heads"):
+        if getattr(args, name) is not None and args.kv is None:
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidInputError(option, got="no --kv", expected="both", fix="--kv DIR")
     with _opened(
         args,
         prefix=args.prefix,
         max_new_tokens=args.max_new_tokens,
         prompt_tokens=args.prompt_tokens,
         library_bytes=args.library,
-        attention_layer=int(layer) if layer is not None and layer.isdigit() else layer,
+        attention_heads=_heads(args.attention_heads),
     ) as rag:
         answer = rag.ask(
             args.question,
@@ -165,18 +188,35 @@ def run_ask(args: argparse.Namespace) -> int:
     return 0
 
 
+def _heads(said: str | None) -> str | list[tuple[int, int]] | None:
+    """``3.1,5.0`` -> [(3, 1), (5, 0)]; words stay. Raises InvalidInputError."""
+    if said is None or said in ("mean", "calibrated"):
+        return said
+    found = [re.fullmatch(r"(\d+)\.(\d+)", each.strip()) for each in said.split(",")]
+    if None in found:
+        raise InvalidInputError(
+            "--attention-heads",
+            got=repr(said),
+            expected="layer and head, such as 3.1,5.0; mean; or calibrated",
+        )
+    return [(int(each[1]), int(each[2])) for each in found if each]
+
+
 def run_calibrate(args: argparse.Namespace) -> int:
     from ...rag.calibration import PlantedLine
 
     given = {name: getattr(args, name) for name in ("line", "question", "answer")}
     line = PlantedLine(**{name: text for name, text in given.items() if text is not None})
-    with _opened(args, max_new_tokens=16) as rag:
+    # heads that were kept before, of whatever version, are replaced
+    with _opened(args, max_new_tokens=16, attention_heads="mean") as rag:
         found = rag.calibrate(count=args.count, k=args.k, line=line, seed=args.seed)
+    chosen = ", ".join(f"{layer}.{head}" for layer, head in found.heads)
     rows = [
-        (f"layer {number}{' *' if number == found.layer else ''}", f"{right:.0%}")
-        for number, right in enumerate(found.right)
+        (f"heads {chosen} *", f"{found.right:.0%}"),
+        *((f"layer {number}", f"{right:.0%}") for number, right in enumerate(found.layer_right)),
+        ("mean of all", f"{found.mean_right:.0%}"),
+        ("by chance", f"{found.chance:.0%}"),
     ]
-    rows += [("mean of all", f"{found.mean_right:.0%}"), ("by chance", f"{found.chance:.0%}")]
     said = f"* chosen by half of {found.questions} questions, and kept in {args.kv}"
     heads = ("attention of", "names the source")
     text = f"{render_table(heads, rows, right=heads[1:])}\n{said}"

@@ -31,8 +31,6 @@ from .texts import Spread, Texts
 #: Queries of so many bytes attend at a time: those of some passages, or of one. Each thread has
 #: sums of its own, of that size, which together take at most `_SUMS_BYTES`.
 _PART_BYTES, _SUMS_BYTES = 4 << 20, 64 << 20
-#: Reads begin before it is known how many queries come: as for a question of so many tokens.
-_EXPECTED_TOKENS = 64
 
 
 @dataclass(eq=False)
@@ -145,9 +143,13 @@ class Context:
 
     # --- reads ---
 
-    def begin(self, heads: int) -> None:
-        """Starts reading the first layers, for a question that will come. `heads`: of queries."""
-        each_bytes = 4 * heads * _EXPECTED_TOKENS * self._widest
+    def begin(self, heads: int, tokens: int) -> None:
+        """Starts reading the first layers, for a pass of so many tokens behind each prompt, those
+        of all its sequences together. What is in line stays as it is: it is as of the last pass.
+        `heads`: of queries."""
+        if self._line:
+            return
+        each_bytes = 4 * heads * tokens * self._widest
         for layer in range(self.layers):
             self._look(layer, each_bytes)
 
@@ -443,7 +445,7 @@ class Context:
         [passages, sequences, heads, n]; `whole`: that over all rows, of some sequences."""
         sequences = range(first, first + len(whole))
         if len(parts):
-            shares = torch.exp(parts[:, first : sequences.stop] - whole).mean(dim=2)
+            shares = torch.exp(parts[:, first : sequences.stop] - whole)
             self.mass.note(layer, begin, sequences, shares)
 
     def _release(self, number: int) -> None:

@@ -4,6 +4,7 @@ the rows count is there."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from espnx.benchmarks.rag.memory import computed, joined
 from espnx.benchmarks.rag.quality import FULL
 from espnx.cli.main import main
 from espnx.rag.answer import Answer, Reference
+from espnx.rag.prompt import fingerprint
 from tests.integrations.transformers.passages.families import blocks_in_memory, make, words
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -144,7 +146,11 @@ def test_answers(tmp_path: Path) -> None:
     assert ours.metrics["data_files"] == 1
     assert ours.metrics["descriptors"] <= 40
     assert ours.metrics["openable"] == 1
-    assert 0 <= ours.metrics["named"] <= 1
+    assert ours.metrics["unknown_markers"] == 0
+    full = rows[answers.FULL].metrics["exact"]
+    assert ours.metrics["exact_below_full"] == pytest.approx(full - ours.metrics["exact"])
+    for name in ("named", "named_exact", "named_fed"):
+        assert 0 <= ours.metrics[f"{name}_low"] <= ours.metrics[name] <= 1
 
 
 class Texts:
@@ -168,7 +174,7 @@ def test_what_is_counted_of_an_answer(
     text: str, passage: str, exact: bool, named: bool | None, openable: bool
 ) -> None:
     references = tuple(
-        Reference(i + 1, name, name, 0, 4, 1.0, "text", False, "", attention=share)
+        Reference(i + 1, name, name, 0, 4, 1.0, "text", False, fingerprint("text"), attention=share)
         for i, (name, share) in enumerate((("a", 0.5), ("b", 0.1)))
     )
     found = answers.Counted()
@@ -176,8 +182,14 @@ def test_what_is_counted_of_an_answer(
     answers._note(found, Texts(), asked, Answer("x", text, references))
     assert found.exact == [exact]
     assert found.named == ([] if named is None else [named])
+    assert found.named_exact == ([named] if exact and named is not None else [])
     assert found.retrieved == [named is not None]
     assert found.openable == [openable]
+    for change in ({"fingerprint": "of another text"}, {"text": "tex"}, {"passage": "c"}):
+        changed = replace(references[0], **change)
+        answers._note(found, Texts(), asked, Answer("x", "", (changed,), unknown_references=(3,)))
+    assert found.openable[1:] == [False] * 3
+    assert found.unknown == 3
 
 
 def test_blocks_in_memory_are_those_of_a_masked_pass() -> None:

@@ -59,6 +59,10 @@ def test_an_answer_and_its_sources(store: Path, capsys: pytest.CaptureFixture[st
         (["--prompt-tokens", "9000"], "prompt_tokens"),
         (["--deadline", "-1"], "deadline_s"),
         (["--library", "1GiB"], "--kv"),
+        (["--repair", "2"], "--kv"),
+        (["--blend", "0.2"], "--kv"),
+        (["--attention-heads", "mean"], "--kv"),
+        (["--kv", "kv", "--attention-heads", "3"], "such as 3.1,5.0"),
         (["--model", "/nowhere/at/all"], "no such folder"),
     ],
 )
@@ -70,12 +74,12 @@ def test_what_it_refuses(
     assert said in err
 
 
-def test_the_layer_of_attention(
+def test_the_heads_of_attention(
     store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Chosen, kept beside the passages, and taken by the next question."""
     kv = ["--kv", tmp_path / "kv"]
-    code, _, err = run(capsys, *ask(store, *kv, "--attention-layer", "calibrated"))
+    code, _, err = run(capsys, *ask(store, *kv, "--attention-heads", "calibrated"))
     assert code == 1
     assert "espnx rag calibrate" in err
     words = ["rag", "calibrate", store, "--model", "demo", "--encoder", "toy", *kv]
@@ -83,9 +87,13 @@ def test_the_layer_of_attention(
     assert code == 0, err
     assert "kept in" in out
     found = strict_json(run(capsys, *words, "--count", 4, "-k", 2, "--json", "-")[1])
-    assert (len(found["right"]), found["questions"], found["chance"]) == (8, 4, 0.5)
+    assert (len(found["layer_right"]), found["questions"], found["chance"]) == (8, 4, 0.5)
     answer = strict_json(run(capsys, *ask(store, *kv, "-k", 2, "--json", "-"))[1])
-    assert answer["attention_layer"] == found["layer"]
+    assert answer["attention_heads"] == found["heads"]
+    given = [*kv, "-k", 2, "--attention-heads", "0.1, 7.3", "--repair", 2, "--json", "-"]
+    answer = strict_json(run(capsys, *ask(store, *given))[1])
+    assert answer["attention_heads"] == [[0, 1], [7, 3]]
+    assert answer["reused"]["repaired"] == 6  # of two labels and a passage: the first lacks nothing
     for wrong, said in ((["--line", "x"], "PlantedLine.line"), (["--count", 1], "count")):
         code, _, err = run(capsys, *words, *wrong)
         assert code == 2

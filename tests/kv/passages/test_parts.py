@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from espnx.kv.passages.mass import KEPT_TOKENS, MassRecord
+from espnx import errors
+from espnx.kv.passages import mass
+from espnx.kv.passages.mass import KEPT_TOKENS, MassRecord, check_heads
 from espnx.kv.passages.pins import Pins
 from espnx.kv.passages.rotation import Rotation
 
@@ -63,36 +65,64 @@ def test_locks(tmp_path: Path) -> None:
 
 
 def test_shares_are_kept_by_token() -> None:
-    made = torch.Generator().manual_seed(0)
-    record, wanted = MassRecord(2, 3), torch.rand(2, 2, 90, 3, generator=made)
+    """Means of all heads, and those heads by themselves that are watched, in their order."""
+    made, watched = torch.Generator().manual_seed(0), [(1, 3), (0, 0), (1, 0)]
+    record, wanted = MassRecord(2, 3), torch.rand(2, 2, 4, 90, 3, generator=made)
+    record.watch(watched)
     begin = 0
     for n in (64, 1, 1, 7, 1, 16):
         for layer in range(2):
             for row in range(2):  # one sequence of the batch at a time
-                part = wanted[row : row + 1, layer, begin : begin + n]
-                record.note(layer, begin, range(row, row + 1), part.permute(2, 0, 1))
+                part = wanted[row : row + 1, layer, :, begin : begin + n]
+                record.note(layer, begin, range(row, row + 1), part.permute(3, 0, 1, 2))
         begin += n
-    first, found = record.shares()
-    assert first == 0
-    assert torch.equal(found, wanted)
+    means = wanted.mean(dim=2)
+    heads = torch.stack([wanted[:, layer, head] for layer, head in watched], dim=1)
+    for (first, found), known in ((record.shares(), means), (record.head_shares(), heads)):
+        assert first == 0
+        torch.testing.assert_close(found, known, rtol=1e-6, atol=0)
     record.select([1, 1, 0])
     record.crop(70)
-    first, found = record.shares()
-    assert torch.equal(found, wanted[[1, 1, 0], :, :70])
+    for (_, found), known in ((record.shares(), means), (record.head_shares(), heads)):
+        torch.testing.assert_close(found, known[[1, 1, 0], :, :70], rtol=1e-6, atol=0)
     record.crop(0)
-    assert record.shares()[1].shape[2] == 0
+    assert record.shares()[1].shape[2] == record.head_shares()[1].shape[2] == 0
 
 
-def test_shares_of_a_long_text_are_of_its_last_tokens() -> None:
+def test_heads_are_watched_from_then_on() -> None:
+    record = MassRecord(1, 1)
+    record.note(0, 0, range(1), torch.zeros(1, 1, 2, 5))
+    record.watch([(0, 1)])
+    record.note(0, 5, range(1), torch.tensor([[[[7.0, 7.0]], [[1.0, 2.0]]]]).view(1, 1, 2, 2))
+    first, found = record.head_shares()
+    assert (first, found.tolist()) == (5, [[[[1.0], [2.0]]]])
+    assert record.shares()[0] == 0
+    record.watch([])
+    record.note(0, 7, range(1), torch.zeros(1, 1, 2, 1))
+    assert record.head_shares()[1].numel() == 0
+    assert record.count == 8
+
+
+@pytest.mark.parametrize("heads", [[(2, 0)], [(0, 4)], [(-1, 0)], [(0,)], [(0, True)], 3, "ab"])
+def test_heads_that_a_model_has_not(heads: object) -> None:
+    with pytest.raises(errors.InvalidInputError, match="heads of attention"):
+        check_heads(heads, 2, 4)
+
+
+def test_shares_of_a_long_text_are_of_its_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of heads in a bound of bytes: here 100 tokens."""
+    monkeypatch.setattr(mass, "KEPT_HEAD_BYTES", 4 * 100)
     record, begin = MassRecord(1, 1), 0
+    record.watch([(0, 0)])
     for n in (KEPT_TOKENS - 1, 5, 3 * KEPT_TOKENS, 1, KEPT_TOKENS // 2, 1):
         values = torch.arange(begin, begin + n, dtype=torch.float32)
-        record.note(0, begin, range(1), values.view(1, 1, n))
+        record.note(0, begin, range(1), values.view(1, 1, 1, n))
         begin += n
-        first, found = record.shares()
-        assert first + found.shape[2] == begin == record.count
-        assert found.shape[2] == min(begin, KEPT_TOKENS)
-        assert found.flatten().tolist() == list(range(first, begin))
-    assert record._shares.numel() <= 2 * KEPT_TOKENS
+        for (first, found), most in ((record.shares(), KEPT_TOKENS), (record.head_shares(), 100)):
+            assert first + found.shape[2] == begin == record.count
+            assert found.shape[2] == min(begin, most)
+            assert found.flatten().tolist() == list(range(first, begin))
+    assert record._means._kept.numel() <= 2 * KEPT_TOKENS
+    assert record._heads._kept.numel() <= 200
     record.crop(3)
-    assert record.shares()[1].shape[2] == 0
+    assert record.shares()[1].shape[2] == record.head_shares()[1].shape[2] == 0

@@ -17,6 +17,7 @@ import torch
 
 from .... import errors
 from ....kv.passages.extent import Rows
+from ....kv.passages.lossy import check_lossy
 from ....kv.passages.rotation import Rotation
 from .cache import PassageCache
 from .prompts import Prompts
@@ -36,21 +37,9 @@ class _EnoughError(Exception):
     """A pass has shown what was wanted."""
 
 
-def check_lossy(repair: int | None, blend: float | None, mode: str, n_prompts: int) -> None:
+def check_anew(repair: int | None, blend: float | None, mode: str, n_prompts: int) -> None:
     """Raises InvalidInputError for what cannot be computed anew so."""
-    if repair is not None and blend is not None:
-        raise errors.InvalidInputError(
-            "compose(repair=, blend=)", got=f"{repair} and {blend}", expected="one of them"
-        )
-    is_whole = isinstance(repair, int) and not isinstance(repair, bool) and repair >= 0
-    if repair is not None and not is_whole:
-        raise errors.InvalidInputError(
-            "repair", got=repr(repair), expected="0 or more tokens of each passage"
-        )
-    if blend is not None and not (isinstance(blend, float | int) and 0 <= blend <= 1):
-        raise errors.InvalidInputError(
-            "blend", got=repr(blend), expected="a share of the passages' tokens, 0 to 1"
-        )
+    check_lossy(repair, blend)
     name = "repair" if repair is not None else "blend"
     if (repair is not None or blend is not None) and mode != "blocks":
         raise errors.InvalidInputError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -14,6 +15,7 @@ from .... import errors
 from ....kv.cache import SsdCache
 from ....kv.options import CacheOptions
 from ....kv.passages.context import Context
+from ....kv.passages.mass import check_heads
 from ....kv.passages.store import ComposedStore, Tap
 from ....kv.striping import Storage
 from ..cache import KVCache
@@ -62,6 +64,7 @@ class PassageCache(KVCache):
         **options: Any,
     ):
         self._context, self._tap, self._keeps, self._reused = context, tap, keeps, reused
+        self._heads = int(config.get_text_config(decoder=True).num_attention_heads)
         self._ids = torch.from_numpy(ids.astype(np.int64))
         self._is_token = torch.from_numpy(is_token)
         self.passages = [each.tokens for each in context.passages if each.is_counted]
@@ -117,10 +120,15 @@ class PassageCache(KVCache):
             }
         return found
 
+    def begin(self, question_tokens: int) -> None:
+        """Starts reading the first layers of the passages, for a pass of so many tokens behind each
+        prompt, those of all its sequences together. `prompt` does so by itself."""
+        self._context.begin(self._heads, question_tokens)
+
     def prompt(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """The arguments of `generate` for what follows the passages.
+        """The arguments of `generate` for what follows the passages, whose reads begin.
 
         Args:
             input_ids: int64 [sequences, n]: the questions, or their first n tokens: any number of
@@ -144,6 +152,8 @@ class PassageCache(KVCache):
             each.repeat_interleave(repeats, dim=0) for each in (self._ids, self._is_token)
         )
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if input_ids.numel():
+            self.begin(repeats * input_ids.shape[1])
         return {
             "input_ids": torch.cat([ids.to(input_ids), input_ids], dim=1),
             "attention_mask": torch.cat([is_token.to(mask), mask], dim=1),
@@ -170,6 +180,33 @@ class PassageCache(KVCache):
             sequences, layers = max(self.store.sequences, 1), len(self.layers)
             return torch.zeros(sequences, layers, self._context.texts.columns)
         return chosen.mean(dim=2)
+
+    def watch_heads(self, heads: Sequence[tuple[int, int]] | None = None) -> None:
+        """Keeps the attention of some heads by themselves from here on, for `head_mass`.
+
+        Args:
+            heads: (layer, query head), from 0; None: all of them, of which a few hundred tokens are
+                kept where a model is large (`espnx.kv.passages.mass.KEPT_HEAD_BYTES`).
+
+        Raises InvalidInputError for a head that the model has not.
+        """
+        layers = len(self.layers)
+        if heads is None:
+            heads = list(itertools.product(range(layers), range(self._heads)))
+        self._context.mass.watch(check_heads(heads, layers, self._heads))
+
+    def head_mass(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """`passage_mass` by head and by token.
+
+        Args:
+            begin, end: as of `passage_mass`.
+
+        Returns:
+            float32 [sequences, heads, tokens, passages], of the heads of `watch_heads`, in its
+            order, and of those of the tokens that came since it was called and are still known.
+        """
+        first, shares = self._context.mass.head_shares()
+        return shares[:, :, max(begin - first, 0) : None if end is None else max(end - first, 0)]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens; those of passages stay. See `KVCache.crop`.

@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .... import errors
+from ....checks import check_whole
 from ....device.interface import READ_AHEAD_BYTES
 from ....device.registry import Devices
 from ....forks import check_own
@@ -37,11 +38,11 @@ from ..cache_argument import CACHE_NAMES, cache_name
 from ..enable import enable_kv_cache
 from ..identity import fingerprint as fingerprints
 from ..identity.watch import Watch
-from .anew import check_lossy, compute_anew, deviating_tokens, first_tokens
+from .anew import check_anew, compute_anew, deviating_tokens, first_tokens
 from .cache import PassageCache
 from .loss import PassageLoss
 from .prefetch import PassagePrefetch
-from .prompts import MODES, Ids, Prompts, check_ids
+from .prompts import MODES, Ids, Prompts, check_ids, prompts_of
 from .rotary import rotary_rows
 
 log = logging.getLogger(__name__)
@@ -263,6 +264,8 @@ class PassageKV:
         repair: int | None = None,
         blend: float | None = None,
         prefetch: PassagePrefetch | None = None,
+        question_tokens: int | None = None,
+        check: Callable[[], object] | None = None,
         **options: Any,
     ) -> PassageCache:
         """A cache that begins with the prefix and these passages, for `generate` or a forward pass
@@ -286,6 +289,13 @@ class PassageKV:
                 layer's part of computing all of them.
             prefetch: reads of them that began before; what this prompt does not need ends, and the
                 rest is the prompt's.
+            question_tokens: tokens of the first pass behind each prompt, those of all its sequences
+                together: reads of the first layers begin at once, in portions that so many queries
+                attend to at a time. None: they begin with `PassageCache.prompt`, which knows, or
+                with the pass. Where more come, what was in line is read again: `read_ahead_bytes`
+                at most.
+            check: is called before each part of a passage that has to be computed; what it raises
+                ends composing, and passages that are whole by then stay in the library.
             **options: of `KVCache`, for rows that come after the passages (`spill_interval`,
                 `capacity_tokens`, ...), but for drafts.
 
@@ -294,8 +304,10 @@ class PassageKV:
                 drafts, or several prompts with `repair` or `blend`.
             WriteError, ReadError, DeadlineExceededError.
         """
-        every = _prompts_of(passages)
-        check_lossy(repair, blend, mode, len(every))
+        every = prompts_of(passages)
+        check_anew(repair, blend, mode, len(every))
+        if question_tokens is not None:
+            check_whole("question_tokens", question_tokens, 1)
         if mode not in MODES:
             raise errors.InvalidInputError("mode", got=repr(mode), expected=", ".join(MODES))
         if options.get("draft") is not None or options.get("draft_memory") is not None:
@@ -310,6 +322,7 @@ class PassageKV:
             try:
                 self._check()
                 prompt = self._prompts(mode, [[self._ids_of(x) for x in each] for each in every])
+                prompt.check = check or prompt.check
                 self._check_length(prompt.ids()[0].shape[1])
                 if early is not None and early.library is not self._library:
                     early.close()
@@ -329,6 +342,8 @@ class PassageKV:
             except BaseException:
                 cache.close()
                 raise
+            if question_tokens is not None:
+                cache.begin(question_tokens)
             return cache
 
     def loss(self, passages: Sequence[str | Ids], question: Ids, **options: Any) -> PassageLoss:
@@ -472,6 +487,7 @@ class PassageKV:
         )
         with self._cache(inner, tap=tap, keeps=len(ids) > chunk) as cache:
             for begin in range(0, len(ids), chunk):
+                prompt.check()
                 self._pass(cache, ids[begin : begin + chunk])
 
     def _pass(self, cache: KVCache, ids: np.ndarray, positions: torch.Tensor | None = None) -> None:
@@ -490,6 +506,11 @@ class PassageKV:
     ) -> None:
         """Computes tokens of passages anew at their place, as `compose` says."""
         store, chunk = cache.store, self._chunk_tokens
+
+        def run(cache: PassageCache, ids: np.ndarray, positions: torch.Tensor) -> None:
+            prompt.check()
+            self._pass(cache, ids, positions)
+
         if repair is not None:
             chosen = first_tokens(prompt, repair)
         elif blend is not None:
@@ -497,7 +518,7 @@ class PassageKV:
                 cache,
                 prompt,
                 blend,
-                self._pass,
+                run,
                 partial(self._layer_rows, prompt, store.context, 1),
                 self._rows.rotations[min(1, len(self._rows.rotations) - 1)],
                 chunk,
@@ -505,7 +526,7 @@ class PassageKV:
             store.context.layers = self._rows.shape.layers
         else:
             return
-        compute_anew(cache, prompt, chosen, self._pass, chunk)
+        compute_anew(cache, prompt, chosen, run, chunk)
         cache.forget_text()
 
     def _layer_rows(self, prompt: Prompts, context: Context, layer: int, number: int) -> Rows:
@@ -575,7 +596,6 @@ class PassageKV:
                 places.close()
             raise
         self._caches.add(cache)
-        context.begin(self._heads)
         return cache
 
     @property
@@ -666,28 +686,6 @@ class PassageKV:
         return (
             f"<PassageKV in {', '.join(self.directories)}{', closed' if self._is_closed else ''}>"
         )
-
-
-def _prompts_of(passages: Sequence[Any]) -> list[list[str | Ids]]:
-    """The passages of each prompt. Raises InvalidInputError where prompts and passages are
-    mixed."""
-    given = list(passages)
-    prompts = [each for each in given if isinstance(each, list | tuple) and _has_passages(each)]
-    empty = [each for each in given if isinstance(each, list | tuple) and not each]
-    if prompts and len(prompts) + len(empty) == len(given):
-        return [list(each) for each in given]
-    if prompts:
-        raise errors.InvalidInputError(
-            "passages",
-            got="passages, and lists of passages",
-            expected="passages, or a list of passages for each prompt",
-        )
-    return [given]
-
-
-def _has_passages(given: Sequence[Any]) -> bool:
-    """Whether this is a list of passages, and not token ids."""
-    return any(isinstance(x, str | list | tuple) or getattr(x, "ndim", 0) for x in given)
 
 
 def _release(

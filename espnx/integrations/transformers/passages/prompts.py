@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -31,6 +31,7 @@ class Prompts:
         passages: those that are there so far, in the same order.
         pins: extents in use.
         reused: see `PassageCache.reused`.
+        check: is called before a part of a passage is computed, and may raise.
     """
 
     mode: str
@@ -41,6 +42,7 @@ class Prompts:
     passages: list[Passage] = field(default_factory=list)
     pins: list[Extent] = field(default_factory=list)
     reused: dict[str, Any] = field(default_factory=dict)
+    check: Callable[[], object] = lambda: None
 
     @classmethod
     def made(
@@ -98,6 +100,28 @@ class Prompts:
         for row, each in enumerate(rows):
             ids[row, most - len(each) :], is_token[row, most - len(each) :] = each, True
         return ids, is_token
+
+
+def prompts_of(passages: Sequence[Any]) -> list[list[str | Ids]]:
+    """The passages of each prompt. Raises InvalidInputError where prompts and passages are
+    mixed."""
+    given = list(passages)
+    prompts = [each for each in given if isinstance(each, list | tuple) and _has_passages(each)]
+    empty = [each for each in given if isinstance(each, list | tuple) and not each]
+    if prompts and len(prompts) + len(empty) == len(given):
+        return [list(each) for each in given]
+    if prompts:
+        raise errors.InvalidInputError(
+            "passages",
+            got="passages, and lists of passages",
+            expected="passages, or a list of passages for each prompt",
+        )
+    return [given]
+
+
+def _has_passages(given: Sequence[Any]) -> bool:
+    """Whether this is a list of passages, and not token ids."""
+    return any(isinstance(x, str | list | tuple) or getattr(x, "ndim", 0) for x in given)
 
 
 def check_ids(what: str, ids: Ids) -> np.ndarray:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,15 +161,26 @@ def test_mass_is_the_share_of_attention(kv: PassageKV) -> None:
             QUESTION[None], position_ids=positions, past_key_values=memory, output_attentions=True
         ).attentions
     ends = torch.tensor([9, 9 + 40, 9 + 73, FIRST])
-    with kv.compose(PASSAGES) as cache:
-        kv.model(QUESTION[None], past_key_values=cache)
+    watched = [(2, 1), (0, 3)]
+    with kv.compose(PASSAGES) as cache, kv.compose(PASSAGES) as other:
+        cache.watch_heads()
+        other.watch_heads(watched)
+        for each in (cache, other):
+            kv.model(QUESTION[None], past_key_values=each)
         for begin, end in ((0, None), (11, None), (3, 8)):
             found = cache.passage_mass(begin, end)
+            heads = cache.head_mass(begin, end)[0].unflatten(0, (3, -1))
             for layer, each in enumerate(weights):
                 for number in range(3):
-                    columns = each[0, :, begin:end, ends[number] : ends[number + 1]]
-                    wanted = columns.sum(-1).mean()
-                    assert abs(float(found[0, layer, number] - wanted)) < 1e-5
+                    columns = each[0, :, begin:end, ends[number] : ends[number + 1]].sum(-1)
+                    assert abs(float(found[0, layer, number] - columns.mean())) < 1e-5
+                    torch.testing.assert_close(
+                        heads[layer, :, :, number], columns, rtol=0, atol=1e-5
+                    )
+            chosen = torch.stack([heads[layer, head] for layer, head in watched])[None]
+            assert torch.equal(other.head_mass(begin, end), chosen)
+        with pytest.raises(errors.InvalidInputError, match="of 4 heads of 3 layers"):
+            cache.watch_heads([(0, 4)])
         assert cache.passage_mass(12, 12).tolist() == torch.zeros(1, 3, 3).tolist()
 
 
@@ -222,6 +234,77 @@ def test_reads_run_ahead(kv: PassageKV) -> None:
         stats = device.stats()
         assert stats.bytes_moved <= 1.5 * stats.bytes_asked
         context.forget = original  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("told", ["prompt", "question_tokens", None])
+def test_reads_that_began_are_used(
+    kv: PassageKV, monkeypatch: pytest.MonkeyPatch, told: str | None
+) -> None:
+    """Two questions take twice the queries of one: known before, the reads of the first pass are
+    begun in portions that fit, and none of them is forgotten. A wrong word costs no more than what
+    was in line."""
+    heads, width, n = 4, 64, len(QUESTION)
+    monkeypatch.setattr(contexts, "_PART_BYTES", 4 * heads * width * 3 * n)
+    for each in PASSAGES:
+        kv.add(each)
+    both = QUESTION.repeat(2, 1)
+    wrong = {} if told else {"question_tokens": 1}
+    given = {"question_tokens": 2 * n} if told == "question_tokens" else wrong
+    with kv.compose(PASSAGES, **given) as cache:
+        context, forgotten = cache._context, list[int]()
+        assert bool(context._line) == (told != "prompt")
+        original = context.forget
+        context.forget = lambda: (forgotten.append(1), original())  # type: ignore[assignment]
+        if told == "prompt":
+            cache.prompt(both)
+        assert set(context._line) == {0, 1, 2}
+        kv.model(both, past_key_values=cache)
+        (device,) = context._devices
+        asked, moved = device.stats().bytes_asked, device.stats().bytes_moved
+        assert bool(forgotten) == (told is None)
+        assert moved <= (3.5 if told is None else 2.5) * asked
+        context.forget = original  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("options", [{}, {"repair": 8}, {"blend": 0.5}])
+def test_composing_asks_whether_to_go_on(
+    kv: PassageKV, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Before each part that is computed; what is whole by then stays. Nothing is left open."""
+    monkeypatch.setattr(passage_kv, "_CHUNK_TOKENS", 16)
+    calls, before = 0, len(os.listdir("/proc/self/fd"))
+
+    def check(most: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > most:
+            raise errors.DeadlineExceededError("enough")
+
+    counts = list[int]()
+    for most in (2, 5, 99):
+        calls = 0
+        try:
+            with kv.compose(PASSAGES, check=partial(check, most), **options) as cache:
+                counts.append(calls)
+                assert cache.reused["computed"] < FIRST
+        except errors.DeadlineExceededError:
+            assert most < 99
+            assert calls == most + 1
+        assert kv.stats()["extents"] == {2: 1, 5: 2, 99: 4}[most]
+    assert counts[0] >= 6
+    with kv.compose(PASSAGES, check=lambda: check(-1)) as cache:
+        assert cache.reused["computed"] == 0, "where nothing is computed nobody is asked"
+    kv.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_passages_of_100000_tokens(kv: PassageKV, folder: Path) -> None:
+    """More than the model has positions for are refused before anything is computed."""
+    book = words(100_000, 9)
+    for refused in (lambda: kv.add(book), lambda: kv.compose([PASSAGES[0], book])):
+        with pytest.raises(errors.InvalidInputError, match="fewer than the model's 1024 positions"):
+            refused()
+    assert kv.stats()["extents"] == 0
 
 
 @pytest.mark.parametrize("limit", [1, 400_000])
@@ -309,6 +392,7 @@ def test_what_is_refused(kv: PassageKV) -> None:
         ({"draft": "lookup"}, "drafts behind composed passages"),
         ({"draft_memory": 0.5}, "drafts behind composed passages"),
         ({"mode": "full"}, "prefix, blocks"),
+        ({"question_tokens": 0}, "question_tokens"),
     ):
         with pytest.raises(errors.InvalidInputError, match=match):
             kv.compose(PASSAGES, **options)
@@ -408,8 +492,8 @@ def test_two_prompts_at_once(kv: PassageKV) -> None:
         assert close(first[1], log_probabilities(plain("llama"), half[0], memory, 82))
 
 
-def _forked(job: Any) -> int:
-    """Runs a job in a child; its exit code, or minus the signal that ended it."""
+def _started(job: Any) -> int:
+    """Runs a job in a child, which is returned."""
     child = os.fork()
     if not child:
         code = 1
@@ -419,21 +503,34 @@ def _forked(job: Any) -> int:
             code = 0
         finally:
             os._exit(code)
+    return child
+
+
+def _ended(child: int) -> int:
+    """A child's exit code, or minus the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def _forked(job: Any) -> int:
+    return _ended(_started(job))
+
+
 def test_two_processes_fill_one_library(folder: Path) -> None:
-    """And a cache of the parent's is no child's."""
+    """At the same time, from both ends, while a third has it open; each passage is there once. And a
+    cache of the parent's is no child's."""
     model = enabled("llama")
 
-    def fill() -> None:
+    def fill(order: list[torch.Tensor]) -> None:
         with PassageKV(model, folder, prefix=BEFORE) as own:
-            for each in PASSAGES[::-1]:
+            for each in order:
                 own.add(each)
 
     with PassageKV(model, folder, prefix=BEFORE) as kv:
         kv.add(PASSAGES[0])
-        assert _forked(fill) == 0
+        children = [_started(partial(fill, each)) for each in (PASSAGES[::-1], PASSAGES)]
+        assert [_ended(child) for child in children] == [0, 0]
+        assert kv.stats()["extents"] == 4
+        assert kv.verify()["damaged"] == 0
         with kv.compose(PASSAGES) as cache:
             assert cache.reused["computed"] == 0
             assert close(given(kv, cache), exact())
