@@ -31,6 +31,11 @@ class Chains:
     n_rows: np.ndarray
     blocks: np.ndarray
 
+    def chosen(self, which: np.ndarray) -> Chains:
+        """Some of the chains."""
+        columns = (self.sequence, self.head, self.first_position, self.n_rows, self.blocks)
+        return Chains(*(column[which] for column in columns))
+
 
 class RowReads:
     """The reads of one ticket.
@@ -95,12 +100,13 @@ class RowReads:
         ):
             self.sums[mine] = each.reshape(-1)[number[mine]]
 
-    def groups(self) -> list[range]:
-        """The groups' blocks."""
+    def groups(self, first_block: int = 0, at_most: int | None = None) -> list[range]:
+        """The groups' blocks, from the group that begins with a block on, perhaps so many."""
         count = self.offset_bytes.size
+        end = count if at_most is None else min(count, first_block + at_most * self.group_blocks)
         return [
             range(begin, min(begin + self.group_blocks, count))
-            for begin in range(0, count, self.group_blocks)
+            for begin in range(first_block, end, self.group_blocks)
         ]
 
     def requests(self, group: range) -> tuple[np.ndarray, np.ndarray]:
