@@ -242,9 +242,7 @@ class StripedDevices:
         stream = current_stream(queries.q.device)
         with Workers(self.devices) as workers:
             jobs = [
-                workers.submit(
-                    self._pool, _attend_on, stream, attend, device, ticket, queries, own
-                )
+                workers.submit(self._pool, _attend_on, stream, attend, device, ticket, queries, own)
                 for device, ticket, own in zip(self.devices, tickets, tails, strict=True)
             ]
             try:
@@ -330,9 +328,7 @@ class StripedDevices:
                 self._pool.shutdown()
 
 
-Attend = Callable[
-    [RowDevice, int, Queries, RowsInMemory | None], tuple[torch.Tensor, torch.Tensor]
-]
+Attend = Callable[[RowDevice, int, Queries, RowsInMemory | None], tuple[torch.Tensor, torch.Tensor]]
 
 
 def _attend(

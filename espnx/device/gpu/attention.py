@@ -43,7 +43,6 @@ class GroupAttention(RunningAttention):
         """The chains of a group. Those of many groups are made together, and copied to the device
         in one piece."""
         if self._known is None or self._known[0] is not rows or group.start not in self._known[1]:
-            self.table = rows.tables.put
             groups = rows.groups(group.start, _GROUPS_AT_ONCE)
             chains = [rows.chains(each) for each in groups]
             made = zip(chains, self._blocks(rows.layout, chains), strict=True)

@@ -15,7 +15,7 @@ from ... import errors
 from ...ops.crc32c.api import crc32c_inside
 from ...streams import on, streams_of
 from .plan import RowReads
-from .staging import host_memory
+from .staging import Tables, host_memory
 
 #: Blocks whose checksums may be on the device before the host looks: 16 bytes each there, and 8 in
 #: the host's memory. They stand for gigabytes of rows, whose reading takes longer than the wait.
@@ -69,7 +69,7 @@ class Checks:
     def __init__(self, path: str, device: torch.device):
         self._path, self._device, self._streams = path, device, streams_of(device)
         self.stream = None if self._streams is None else self._streams.new(device)
-        self._answer = host_memory(1, device)
+        self._answer, self._tables = host_memory(1, device), Tables(device)
         self._waiting: list[TicketSums] = []
 
     @property
@@ -86,10 +86,8 @@ class Checks:
         table[longest : 2 * longest] = size_bytes
         table[2 * longest :] = rows.sums
         with on(self.stream):
-            there = rows.tables.put(table).to(self._device, non_blocking=True)
-        return TicketSums(
-            rows, there[:longest], there[longest : 2 * longest], there[2 * longest :]
-        )
+            there = self._tables.put(table).to(self._device, non_blocking=True)
+        return TicketSums(rows, there[:longest], there[longest : 2 * longest], there[2 * longest :])
 
     def add(self, sums: TicketSums, group: range, memory: torch.Tensor) -> None:
         """A group has arrived in `memory`, for what is queued on `stream`."""

@@ -13,7 +13,6 @@ import numpy as np
 
 from ..interface import PIECE
 from ..row_layout import RowLayout
-from .staging import Tables
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class RowReads:
             in.
         group_bytes: that are read, checked and computed on together; at least a block.
         unit_bytes: of a single read.
-        tables: where what kernels look things up in is put.
 
     Attributes:
         offset_bytes: int64 [blocks]: where each lies in the file, ascending; what several sequences
@@ -62,9 +60,8 @@ class RowReads:
         sums: list[np.ndarray],
         group_bytes: int,
         unit_bytes: int,
-        tables: Tables,
     ):
-        self.layout, self.tables = layout, tables
+        self.layout = layout
         self.group_blocks = max(1, group_bytes // layout.block_bytes)
         self._unit_blocks = max(1, unit_bytes // layout.block_bytes)
         table = table[table["n_rows"] > 0]

@@ -66,11 +66,17 @@ class RunningAttention:
         queries: what attends; `q` may be anywhere.
         device: where rows are.
         threads: that compute on a CPU; None: as many as the op finds worth it.
+        table: makes a host tensor of an array, for the device to copy.
     """
 
-    def __init__(self, queries: Queries, device: torch.device, threads: int | None = None):
-        #: Makes a host tensor of an array, for the device to copy.
-        self.table: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy
+    def __init__(
+        self,
+        queries: Queries,
+        device: torch.device,
+        threads: int | None = None,
+        table: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy,
+    ):
+        self.table = table
         self._shape = n_sequences, n_heads, n, d = queries.q.shape
         self._dv, self._threads = queries.dv, threads
         self._q = queries.q.to(device).reshape(n_sequences * n_heads, n, d)
