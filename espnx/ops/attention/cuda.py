@@ -196,7 +196,7 @@ def attention_inside_triton(
     n_splits: int | None = None,
     rules: ScoreRules = NO_RULES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention_triton` of arguments that are known to be right (`inside.attention_inside`): looks
+    """`attention_triton` of arguments that are known to be right (`api.attention_inside`): looks
     at no entry of a table, and so does not wait for the device.
 
     Args:

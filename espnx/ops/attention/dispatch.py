@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .cpu import attention_cpu
+from .cpu import attention_cpu, attention_inside_cpu
 from .cuda import attention_inside_triton, attention_triton
-from .inside import attention_inside_cpu
 
 # dv 0: blocks hold X rows, which stand for K and V at once.
 torch.library.define(
@@ -39,7 +38,7 @@ def _(
     )
 
 
-# The same, of tables that nobody looks at (`inside`).
+# The same, of tables that nobody looks at (`api.attention_inside`).
 torch.library.define(
     "espnx::attention_inside",
     "(Tensor query, Tensor buffer, Tensor block_offset_bytes, Tensor n_rows, int rows_max, int "

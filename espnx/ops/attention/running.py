@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from ..precision import whole_float32
+from .api import alignment, attention_inside
 from .checks import DIM_MAX as HOST_DIM_MAX
 from .checks import ROW_FORMATS
 from .cuda import DIM_MAX as CUDA_DIM_MAX
 from .cuda import ScoreRules, attention_inside_triton
 from .fused import QUERIES_MIN, fused_attention, takes_fused
-from .inside import alignment, attention_inside
 from .parts import Parts
 from .rows import Queries, RowsInMemory
 
@@ -144,7 +144,7 @@ class RunningAttention:
         takes them (`takes`)."""
         pair, first, rows_max = blocks.pair, blocks.first, blocks.rows_max
         last = shown = None
-        if self._hides_last(first, blocks.n_rows).any():
+        if self._last is not None and self._hides_last(first, blocks.n_rows).any():
             last = self.there(self._last[None, :] - first[:, None])
         if (visible := self._visible_rows(pair, first, 0, rows_max)) is not None:
             shown = self.there(visible.view(np.uint8))

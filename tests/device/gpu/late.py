@@ -473,7 +473,14 @@ def _attended(
 
 
 def _flash(
-    q: Any, k: Any, v: Any, dropout: float, is_causal: bool, debug: bool = False, *, scale: float
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    debug: bool = False,
+    *,
+    scale: float,
 ) -> Any:
     assert (dropout, debug) == (0.0, False)
     return _attended(q, k, v, scale, q.shape[2], is_causal)

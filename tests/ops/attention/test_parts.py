@@ -73,7 +73,7 @@ def test_many_queries_by_the_framework(
     weights = torch.exp(
         look.q.double() @ rows.counting[0].double().transpose(-1, -2) - lse[..., None]
     )
-    allowed = 4 * UNITS[dtype] * (weights @ v_size) + n_rows * 2.0**-24 * v_size.amax(
+    allowed = 2.01 * UNITS[dtype] * (weights @ v_size) + n_rows * 2.0**-24 * v_size.amax(
         dim=-2, keepdim=True
     )
     monkeypatch.setattr(running, "attention_inside", by_op)
@@ -87,7 +87,7 @@ def test_many_queries_by_the_framework(
             adding.add_rows(rows.to(late.device))
             got = tuple(each.cpu() for each in adding.result())  # type: ignore[assignment]
     assert bool(((got[0] - o).abs() <= allowed).all())
-    torch.testing.assert_close(got[1].double(), lse, rtol=0, atol=2e-5)
+    torch.testing.assert_close(got[1].double(), lse, rtol=0, atol=2.0**-14)
 
 
 @pytest.mark.parametrize(
