@@ -137,13 +137,18 @@ class SsdCache:
         """
         self.striped.checks_later = False
         try:
-            self.striped.check()
+            self.check()
         except BaseException:
             self.crop(self._begun)
             raise
         if self.attention.leaves_holes:
             self.attention.leaves_holes = False
             trim_heap()
+
+    def check(self) -> None:
+        """Waits until all rows that the pass has looked at so far are checked. Raises
+        ChecksumError; the pass must then be given up."""
+        self.striped.check()
 
     def attend(self, layer: int, step: Step) -> torch.Tensor:
         """Adds new tokens to a layer and attends over all of them: [sequences, heads, n, dv], in

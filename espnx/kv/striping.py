@@ -281,22 +281,23 @@ class StripedDevices:
         may be checked as those that are attended to."""
         self._views.pop(tickets[0], None)
         for device, ticket in zip(self.devices, tickets, strict=True):
-            if may_check_later and self.checks_later and isinstance(device, ChecksLater):
-                device.visit_unchecked(ticket, show)
-            else:
+            later = _that_checks_later(device) if may_check_later and self.checks_later else None
+            if later is None:
                 device.visit(ticket, show)
+            else:
+                later.visit_unchecked(ticket, show)
 
     def check(self) -> None:
         """Waits until all that was looked at is checked. Raises ChecksumError."""
         for device in self.devices:
-            if isinstance(device, ChecksLater):
-                device.check_looked_at()
+            if (later := _that_checks_later(device)) is not None:
+                later.check_looked_at()
 
     def forget_checks(self) -> None:
         """What was made of rows so far is thrown away, whether they were right or not."""
         for device in self.devices:
-            if isinstance(device, ChecksLater):
-                device.forget_checks()
+            if (later := _that_checks_later(device)) is not None:
+                later.forget_checks()
 
     def are_next(self, tickets: list[int]) -> bool:
         return self.is_open and all(
@@ -340,9 +341,17 @@ def _attend(
 def _attend_unchecked(
     device: RowDevice, ticket: int, queries: Queries, tail: RowsInMemory | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if isinstance(device, ChecksLater):
-        return device.attend_unchecked(ticket, queries, tail)
-    return device.attend(ticket, queries, tail)
+    later = _that_checks_later(device)
+    if later is None:
+        return device.attend(ticket, queries, tail)
+    return later.attend_unchecked(ticket, queries, tail)
+
+
+def _that_checks_later(device: RowDevice) -> ChecksLater | None:
+    """The device, if it can check later itself: one that stands in front of such a device (a trace,
+    say) hands on what it does not know, and would be passed by."""
+    knows = hasattr(type(device), "attend_unchecked")
+    return device if knows and isinstance(device, ChecksLater) else None
 
 
 def _attend_on(

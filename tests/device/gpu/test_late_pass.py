@@ -19,9 +19,11 @@ from espnx.device.gpu.rows import GpuRowDevice
 from espnx.device.interface import ChecksLater, RowDevice
 from espnx.device.plain import PlainDevice
 from espnx.device.row_layout import RowLayout
+from espnx.device.wrapper import Wrapper
 from espnx.kv.attention import Step
 from espnx.kv.cache import SsdCache
 from espnx.kv.options import CacheOptions
+from espnx.kv.striping import StripedDevices
 from espnx.storage import FileHandle, NativeEngine
 from tests.device.gpu.late import LateDevice, LateEvent
 from tests.device.gpu.late import late_device as late_device
@@ -187,8 +189,7 @@ def test_outside_of_passes_each_layer_is_checked(
 def test_tickets_wait_together_up_to_a_bound(
     folder: Path, monkeypatch: pytest.MonkeyPatch, blocks_max: int
 ) -> None:
-    """More blocks than the bound are looked at in between; a device that stands in front and knows
-    nothing of later is asked for checked rows."""
+    """More blocks than the bound are looked at in between."""
     monkeypatch.setattr("espnx.device.gpu.stream.BLOCKS_MAX", blocks_max)
     layout = RowLayout("fp16", 64, 64)
     with late_device(5, eagerness=1.0) as late:
@@ -209,6 +210,34 @@ def test_tickets_wait_together_up_to_a_bound(
         for o, lse in results:
             assert_attended((o.cpu(), lse.cpu()), [stored.use(0)], look)
         device.close()
+
+
+def test_a_device_in_front_is_not_passed_by(folder: Path) -> None:
+    """It hands on what it does not know (`Wrapper`), and is asked for checked rows all the same."""
+    asked: list[str] = []
+
+    class Front(Wrapper):
+        def attend(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            asked.append("attend")
+            found: tuple[torch.Tensor, torch.Tensor] = self._inner.attend(*given)
+            return found
+
+    layout = RowLayout("fp16", 64, 64)
+    device = GpuRowDevice(folder, compute="cpu", engine="posix")
+    striped = StripedDevices(1, lambda number, compute: Front(device))  # type: ignore[arg-type]
+    striped.open(torch.device("cpu"))
+    stored = put(device, layout, 1, range(2), 10, torch.Generator())[0]
+    look = queries(layout, 1, 2, 3, torch.Generator().manual_seed(1))
+    striped.checks_later = True
+    device.flush()
+    assert_attended(
+        striped.attend(striped.ahead(layout, [[stored.use(0).use]]), look, None),
+        [stored.use(0)],
+        look,
+    )
+    striped.check()
+    assert asked == ["attend"]
+    striped.close()
 
 
 def test_what_a_group_costs_the_host(folder: Path) -> None:
