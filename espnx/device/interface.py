@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -322,6 +322,32 @@ class RowDevice(Device, Protocol):
         blocks, checked, uint8 [bytes] in the memory of `compute`, and with what they are: every row
         once, reads in any order. The bytes are not valid any more when it returns. Raises as
         `attend`, and what `show` raises."""
+
+
+@runtime_checkable
+class ChecksLater(Protocol):
+    """A `RowDevice` whose checksums are computed beside what is computed of rows: whoever looks at
+    several tickets waits for all their checksums once, not for each.
+
+    Nothing that was made of rows may leave before `check_looked_at` has returned.
+    """
+
+    def attend_unchecked(
+        self, ticket: int, queries: Queries, tail: RowsInMemory | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `RowDevice.attend`, but that blocks may be checked later. Raises as it."""
+
+    def visit_unchecked(self, ticket: int, show: Show) -> None:
+        """As `RowDevice.visit`, but that blocks may be checked later. Raises as it."""
+
+    def check_looked_at(self) -> None:
+        """Every block that the calls above have looked at is checked when this returns.
+
+        Raises ChecksumError; every ticket is invalid then.
+        """
+
+    def forget_checks(self) -> None:
+        """What was made of rows so far is thrown away: `check_looked_at` is not about it."""
 
 
 @dataclass(frozen=True)

@@ -352,7 +352,7 @@ class Attention:
         made = Recomputer(queries, projection, rows.layout, self._threads, arrived.sequences.start)
         tail = arrived.tail
         if arrived.tickets is not None:
-            self._striped.visit(arrived.tickets, made.show)
+            self._striped.visit(arrived.tickets, made.show, may_check_later=True)
         if tail is not None:
             for sequence in range(n_sequences):
                 made.add(sequence, tail.counting[0][sequence, 0], tail.first_position)
@@ -435,6 +435,8 @@ def _queries(step: Step, n_heads: int, dv: int, span: Span) -> Queries:
         None if span.last is None else span.last.repeat(groups),
         seen.first_visible,
         seen.visible,
+        scale=step.scale,
+        dtype=step.q.dtype,
     )
     if rules.are_plain:
         return found

@@ -124,18 +124,36 @@ class SsdCache:
 
     def begin(self, tokens: int) -> None:
         """A forward pass begins with so many tokens in the cache; where it fails, the cache returns
-        to them."""
+        to them. Rows in a GPU's memory are checked by the pass's `end`, all at once."""
         self._begun = tokens
+        self.striped.forget_checks()
+        self.striped.checks_later = True
 
     def end(self) -> None:
-        """A forward pass has ended."""
+        """A forward pass has ended: what it gave counts when this has returned.
+
+        Raises ChecksumError: rows that it looked at are damaged; its tokens are forgotten in every
+        layer then, and the cache can be used as it was before.
+        """
+        self.striped.checks_later = False
+        try:
+            self.check()
+        except BaseException:
+            self.crop(self._begun)
+            raise
         if self.attention.leaves_holes:
             self.attention.leaves_holes = False
             trim_heap()
 
+    def check(self) -> None:
+        """Waits until all rows that the pass has looked at so far are checked. Raises
+        ChecksumError; the pass must then be given up."""
+        self.striped.check()
+
     def attend(self, layer: int, step: Step) -> torch.Tensor:
         """Adds new tokens to a layer and attends over all of them: [sequences, heads, n, dv], in
-        q's dtype. A query that may see nothing gets zeros.
+        q's dtype. A query that may see nothing gets zeros. Between `begin` and `end` the result
+        counts when `end` has returned.
 
         Raises:
             DiskFullError, WriteError, ReadError, ChecksumError, DeadlineExceededError: the tokens
@@ -327,6 +345,7 @@ class SsdCache:
     def crop(self, tokens: int) -> None:
         """Keeps the first `tokens` tokens of every sequence."""
         self.ahead.forget()
+        self.striped.forget_checks()
         for rows in self.every:
             rows.crop(tokens)
 
@@ -383,6 +402,7 @@ class SsdCache:
     def clear(self) -> None:
         """Forgets all tokens; the space is used again."""
         self.ahead.forget()
+        self.striped.forget_checks()
         for rows in self.every:
             rows.clear()
         self.kv, self.x = [None] * len(self.kv), [None] * len(self.x)

@@ -14,6 +14,7 @@ import torch
 
 from .. import errors
 from ..device.interface import (
+    ChecksLater,
     DeviceStats,
     FilePath,
     RowDevice,
@@ -76,10 +77,13 @@ class StripedDevices:
     Attributes:
         count: as given.
         devices: those that are open: all, or none yet.
+        checks_later: devices that can (`ChecksLater`) look at rows whose checksums `check` waits
+            for, once for all; before that nothing may leave that was made of them.
     """
 
     def __init__(self, count: int, open_device: Callable[[int, torch.device], RowDevice]):
         self.count, self.devices = count, list[RowDevice]()
+        self.checks_later = False
         self._open_device = open_device
         self._kept: list[StripedSegment] = []  # of a published state, to be restored
         # by the first device's ticket, where devices share the tail
@@ -231,13 +235,14 @@ class StripedDevices:
         self, tickets: list[int], queries: Queries, tail: RowsInMemory | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Each device over its own rows, at the same time; merged by log-sum-exp."""
+        attend = _attend_unchecked if self.checks_later else _attend
         if self._pool is None:
-            return self.devices[0].attend(tickets[0], queries, tail)
+            return attend(self.devices[0], tickets[0], queries, tail)
         tails = self._tails(tickets[0], queries, tail)
         stream = current_stream(queries.q.device)
         with Workers(self.devices) as workers:
             jobs = [
-                workers.submit(self._pool, _attend_on, stream, device, ticket, queries, own)
+                workers.submit(self._pool, _attend_on, stream, attend, device, ticket, queries, own)
                 for device, ticket, own in zip(self.devices, tickets, tails, strict=True)
             ]
             try:
@@ -270,12 +275,29 @@ class StripedDevices:
                 )
         return [replace(tail, counts=owner == device) for device in range(self.count)]
 
-    def visit(self, tickets: list[int], show: Show) -> None:
+    def visit(self, tickets: list[int], show: Show, *, may_check_later: bool = False) -> None:
         """Shows the rows of each device, one device after the other; their reads run at the same
-        time all the same."""
+        time all the same. `may_check_later`: `show` computes on them and nothing else, so that they
+        may be checked as those that are attended to."""
         self._views.pop(tickets[0], None)
         for device, ticket in zip(self.devices, tickets, strict=True):
-            device.visit(ticket, show)
+            later = _that_checks_later(device) if may_check_later and self.checks_later else None
+            if later is None:
+                device.visit(ticket, show)
+            else:
+                later.visit_unchecked(ticket, show)
+
+    def check(self) -> None:
+        """Waits until all that was looked at is checked. Raises ChecksumError."""
+        for device in self.devices:
+            if (later := _that_checks_later(device)) is not None:
+                later.check_looked_at()
+
+    def forget_checks(self) -> None:
+        """What was made of rows so far is thrown away, whether they were right or not."""
+        for device in self.devices:
+            if (later := _that_checks_later(device)) is not None:
+                later.forget_checks()
 
     def are_next(self, tickets: list[int]) -> bool:
         return self.is_open and all(
@@ -307,8 +329,34 @@ class StripedDevices:
                 self._pool.shutdown()
 
 
+Attend = Callable[[RowDevice, int, Queries, RowsInMemory | None], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _attend(
+    device: RowDevice, ticket: int, queries: Queries, tail: RowsInMemory | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return device.attend(ticket, queries, tail)
+
+
+def _attend_unchecked(
+    device: RowDevice, ticket: int, queries: Queries, tail: RowsInMemory | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    later = _that_checks_later(device)
+    if later is None:
+        return device.attend(ticket, queries, tail)
+    return later.attend_unchecked(ticket, queries, tail)
+
+
+def _that_checks_later(device: RowDevice) -> ChecksLater | None:
+    """The device, if it can check later itself: one that stands in front of such a device (a trace,
+    say) hands on what it does not know, and would be passed by."""
+    knows = hasattr(type(device), "attend_unchecked")
+    return device if knows and isinstance(device, ChecksLater) else None
+
+
 def _attend_on(
     stream: Stream | None,
+    attend: Attend,
     device: RowDevice,
     ticket: int,
     queries: Queries,
@@ -316,4 +364,4 @@ def _attend_on(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends in a thread of the pool, whose current stream is not the caller's."""
     with on(stream):
-        return device.attend(ticket, queries, tail)
+        return attend(device, ticket, queries, tail)

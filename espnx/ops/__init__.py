@@ -11,7 +11,6 @@ from __future__ import annotations
 from .attention import attention, attention_reference, merge
 from .crc32c import crc32c, crc32c_ranges, crc32c_ranges_reference, crc32c_reference
 from .distances import distances, distances_reference
-from .gather import gather, gather_reference
 from .maxsim import maxsim, maxsim_reference, token_format, token_row_bytes
 from .postings import postings, postings_reference
 
@@ -24,8 +23,6 @@ __all__ = [
     "crc32c_reference",
     "distances",
     "distances_reference",
-    "gather",
-    "gather_reference",
     "maxsim",
     "maxsim_reference",
     "merge",

@@ -273,7 +273,9 @@ def forward(
 ) -> list[torch.Tensor]:
     """The pass, layer by layer, as a model runs it. Raises what the cache raises."""
     cache.begin(before)
-    return [cache.attend(number, step) for number, (step, _, _) in enumerate(steps)]
+    found = [cache.attend(number, step) for number, (step, _, _) in enumerate(steps)]
+    cache.end()
+    return found
 
 
 def assert_right(

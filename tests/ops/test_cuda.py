@@ -7,15 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from espnx.ops import (
-    crc32c_ranges,
-    crc32c_ranges_reference,
-    gather,
-    gather_reference,
-    maxsim,
-    maxsim_reference,
-)
+from espnx.ops import crc32c_ranges, crc32c_ranges_reference, maxsim, maxsim_reference
 from espnx.ops.crc32c.cuda import crc32c_cuda, crc32c_triton
+from espnx.ops.gather import gather, gather_reference
 from espnx.ops.gather.cuda import copy_by_index
 from tests.ops.records import integers, normals, scatter
 from tests.ops.tolerances import assert_scores_close, maxsim_bound

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from espnx.ops import crc32c_ranges_reference, gather_reference, maxsim_reference
+from espnx.ops import crc32c_ranges_reference, maxsim_reference
 from espnx.ops.crc32c.cuda import crc32c_cuda, crc32c_triton
+from espnx.ops.gather import gather_reference
 from espnx.ops.gather.cuda import gather_cuda
 from espnx.ops.maxsim.cuda import maxsim_triton
 from tests.ops.attention.test_attention import assert_close, causal, make_case

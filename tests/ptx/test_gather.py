@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from espnx.ops import gather_reference
-from espnx.ops.gather import cuda
+from espnx.ops.gather import cuda, gather_reference
 from tests.ptx.nvcc import needs_nvcc
 from tests.ptx.program import Fault
 from tests.ptx.sparse import BEYOND, moved

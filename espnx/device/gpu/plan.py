@@ -13,7 +13,6 @@ import numpy as np
 
 from ..interface import PIECE
 from ..row_layout import RowLayout
-from .staging import Tables
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,11 @@ class Chains:
     n_rows: np.ndarray
     blocks: np.ndarray
 
+    def chosen(self, which: np.ndarray) -> Chains:
+        """Some of the chains."""
+        columns = (self.sequence, self.head, self.first_position, self.n_rows, self.blocks)
+        return Chains(*(column[which] for column in columns))
+
 
 class RowReads:
     """The reads of one ticket.
@@ -41,7 +45,6 @@ class RowReads:
             in.
         group_bytes: that are read, checked and computed on together; at least a block.
         unit_bytes: of a single read.
-        tables: where what kernels look things up in is put.
 
     Attributes:
         offset_bytes: int64 [blocks]: where each lies in the file, ascending; what several sequences
@@ -57,9 +60,8 @@ class RowReads:
         sums: list[np.ndarray],
         group_bytes: int,
         unit_bytes: int,
-        tables: Tables,
     ):
-        self.layout, self.tables = layout, tables
+        self.layout = layout
         self.group_blocks = max(1, group_bytes // layout.block_bytes)
         self._unit_blocks = max(1, unit_bytes // layout.block_bytes)
         table = table[table["n_rows"] > 0]
@@ -95,12 +97,13 @@ class RowReads:
         ):
             self.sums[mine] = each.reshape(-1)[number[mine]]
 
-    def groups(self) -> list[range]:
-        """The groups' blocks."""
+    def groups(self, first_block: int = 0, at_most: int | None = None) -> list[range]:
+        """The groups' blocks, from the group that begins with a block on, perhaps so many."""
         count = self.offset_bytes.size
+        end = count if at_most is None else min(count, first_block + at_most * self.group_blocks)
         return [
             range(begin, min(begin + self.group_blocks, count))
-            for begin in range(0, count, self.group_blocks)
+            for begin in range(first_block, end, self.group_blocks)
         ]
 
     def requests(self, group: range) -> tuple[np.ndarray, np.ndarray]:

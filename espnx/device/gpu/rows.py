@@ -105,6 +105,7 @@ class GpuRowDevice(RowFileDevice):
         self._asked_path = engine if isinstance(engine, str) else "uring"
         self._make_reader, self._threads = make_reader, threads
         self._reader: Reader | None = None
+        self._tables = Tables(self.compute)
         # Copies to the host and then to the disk, beside what the model computes.
         self._copies = None if self._streams is None else self._streams.new(self.compute)
         self._writer = ThreadPoolExecutor(1, "espnx-writeback")
@@ -142,26 +143,30 @@ class GpuRowDevice(RowFileDevice):
 
     def push(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray]) -> int:
         with _typed_memory_errors(self.compute):
-            rows = RowReads(
-                layout,
-                table,
-                sums,
-                group_bytes(self._read_ahead_bytes),
-                UNIT_BYTES,
-                Tables(self.compute),
-            )
+            rows = RowReads(layout, table, sums, group_bytes(self._read_ahead_bytes), UNIT_BYTES)
             return int(self._stream.push(rows))
 
     def attend(
         self, ticket: int, queries: Queries, tail: RowsInMemory | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `RowDevice`."""
+        return self._attend(ticket, queries, tail, checks_later=False)
+
+    def attend_unchecked(
+        self, ticket: int, queries: Queries, tail: RowsInMemory | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ChecksLater`."""
+        return self._attend(ticket, queries, tail, checks_later=True)
+
+    def _attend(
+        self, ticket: int, queries: Queries, tail: RowsInMemory | None, *, checks_later: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.check_open()
         with _typed_memory_errors(self.compute):
-            running = GroupAttention(queries, self.compute, self._threads)
+            running = GroupAttention(queries, self.compute, self._threads, self._tables.put)
             if tail is not None:
                 running.add_rows(tail)
-            self._stream.attend(ticket, running.add_group)
+            self._stream.attend(ticket, running.add_group, checks_later=checks_later)
             o, lse = running.result()
             return o.to(queries.q.device), lse.to(queries.q.device)
 
@@ -170,6 +175,21 @@ class GpuRowDevice(RowFileDevice):
         self.check_open()
         with _typed_memory_errors(self.compute):
             self._stream.visit(ticket, show)
+
+    def visit_unchecked(self, ticket: int, show: Show) -> None:
+        """See `ChecksLater`."""
+        self.check_open()
+        with _typed_memory_errors(self.compute):
+            self._stream.visit(ticket, show, checks_later=True)
+
+    def check_looked_at(self) -> None:
+        """See `ChecksLater`."""
+        with _typed_memory_errors(self.compute):
+            self._stream.check()
+
+    def forget_checks(self) -> None:
+        """See `ChecksLater`."""
+        self._stream.forget_checks()
 
     def _begin_write(
         self,

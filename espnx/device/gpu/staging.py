@@ -1,5 +1,5 @@
 """Host memory that a device copies from: pinned memory in pieces of one size, each used again when
-the copy out of it has run, and the small tables of a ticket."""
+the copy out of it has run, and small tables."""
 
 from __future__ import annotations
 
@@ -88,9 +88,8 @@ class Staging:
 
 
 class Tables:
-    """Arrays that kernels of one ticket look things up in, in pinned memory: a copy of
-    pageable memory to a device may wait for all that is queued there. On a CPU they stay where they
-    are."""
+    """Arrays that kernels look things up in, in pinned memory: a copy of pageable memory to a
+    device may wait for all that is queued there. On a CPU they stay where they are."""
 
     def __init__(self, device: torch.device):
         self._device, self._is_pinned = device, streams_of(device) is not None

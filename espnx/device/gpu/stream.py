@@ -14,17 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from ... import errors
-from ...ops.crc32c import crc32c_ranges
 from ...storage.files import BLOCK_BYTES
-from ...streams import on, streams_of
+from ...streams import on
 from ..interface import Show
+from .checks import BLOCKS_MAX, Checks, TicketSums
 from .plan import RowReads
 from .readers import Arrival, Reader
-from .staging import host_memory
 
 #: Read, checked and computed on together, where the window allows several of them: kernels are
 #: launched once for it. 16 reads.
@@ -51,15 +49,6 @@ class _Reading:
     is_forgotten: bool = False
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Checksums of a group, computed on the device; they may not be there yet."""
-
-    group: range
-    found: torch.Tensor
-    wanted: torch.Tensor
-
-
 class TensorStream:
     """`clear`, `front` and `stats` may be called by any thread at any time; the other calls by one
     thread at a time.
@@ -68,8 +57,7 @@ class TensorStream:
         reader: of the data file.
         path: its name, for errors.
         window_bytes: that may be in flight; a group is, whatever the window.
-        device: that rows arrive on. Checksums have a stream of their own there: whoever waits for
-            them does not wait for what is computed.
+        device: that rows arrive on.
     """
 
     def __init__(self, reader: Reader, path: str, window_bytes: int, device: torch.device):
@@ -78,9 +66,7 @@ class TensorStream:
                 "read_ahead_bytes", got=window_bytes, expected="at least 1"
             )
         self._reader, self._path, self._window_bytes = reader, path, window_bytes
-        self._streams = streams_of(device)
-        self._checks = None if self._streams is None else self._streams.new(device)
-        self._answer = host_memory(1, device)
+        self._checks = Checks(path, device)
         self._lock = threading.RLock()  # of what follows, and of the readings in line
         self._line: deque[_Reading] = deque()
         self._ahead_bytes = self._next = 0
@@ -126,34 +112,75 @@ class TensorStream:
             "computing_s": self._computing_s,
         }
 
-    def attend(self, ticket: int, arrived: Callable[[RowReads, range, torch.Tensor], None]) -> None:
+    def attend(
+        self,
+        ticket: int,
+        arrived: Callable[[RowReads, range, torch.Tensor], None],
+        *,
+        checks_later: bool = False,
+    ) -> None:
         """Shows the groups of the ticket at the front, as they arrive. What is made of them counts
-        only when this has returned: by then all of them are checked.
+        only when this has returned, or with `checks_later` when `check` has: by then all of them
+        are checked.
 
         Raises ReadError, ChecksumError, DeadlineExceededError; every ticket is invalid then.
         """
-        sums: list[_Sums] = []
+        sums: list[TicketSums] = []
 
         def look(rows: RowReads, group: range, memory: torch.Tensor, arrival: Arrival) -> None:
-            sums.append(self._sums(rows, group, memory))
+            if not sums:
+                sums.append(self._checks.begin(rows))
+            self._checks.add(sums[0], group, memory)
             arrived(rows, group, arrival.wait())
 
-        self._consume(ticket, look, lambda rows: self._check(rows, sums))
+        def end() -> None:
+            for each in sums:
+                self._checks.end(each)
+            if not checks_later or self._checks.waiting_blocks > BLOCKS_MAX:
+                self._checks.look()
 
-    def visit(self, ticket: int, show: Show) -> None:
-        """See `RowDevice.visit`: a group at a time."""
+        self._consume(ticket, look, end)
+
+    def check(self) -> None:
+        """Waits for the checksums of what `attend` has shown. Raises ChecksumError; every ticket is
+        invalid then."""
+        try:
+            self._checks.look()
+        except errors.ChecksumError:
+            self.clear()
+            raise
+
+    def forget_checks(self) -> None:
+        """What `attend` has shown counts for nothing: nobody wants to know whether it was right."""
+        self._checks.forget()
+
+    def visit(self, ticket: int, show: Show, *, checks_later: bool = False) -> None:
+        """See `RowDevice.visit`: a group at a time. With `checks_later` what is shown is checked as
+        `attend` says, and not before it is shown."""
+        if checks_later:
+            self.attend(
+                ticket,
+                lambda rows, group, memory: show(memory, rows.pieces(group)),
+                checks_later=True,
+            )
+            return
+        sums: list[TicketSums] = []
 
         def look(rows: RowReads, group: range, memory: torch.Tensor, arrival: Arrival) -> None:
-            self._check(rows, [self._sums(rows, group, memory)])
+            if not sums:
+                sums.append(self._checks.begin(rows))
+            self._checks.add(sums[0], group, memory)
+            self._checks.end(sums[0].split(group))
+            self._checks.look()
             show(arrival.wait(), rows.pieces(group))
 
-        self._consume(ticket, look, lambda rows: None)
+        self._consume(ticket, look, lambda: None)
 
     def _consume(
         self,
         ticket: int,
         look: Callable[[RowReads, range, torch.Tensor, Arrival], None],
-        end: Callable[[RowReads], None],
+        end: Callable[[], None],
     ) -> None:
         with self._lock:
             front = self.front()
@@ -169,7 +196,7 @@ class TensorStream:
             while reading.arrivals:
                 group, arrival, n_reads = reading.arrivals[0]
                 waiting = time.perf_counter()
-                with on(self._checks):
+                with on(self._checks.stream):
                     memory = arrival.wait()
                 waited_s += time.perf_counter() - waiting
                 look(reading.rows, group, memory, arrival)
@@ -188,7 +215,7 @@ class TensorStream:
                     if not reading.is_forgotten:
                         self._ahead_bytes -= size_bytes
                         self._pump()
-            end(reading.rows)
+            end()
         except BaseException:
             with self._lock:
                 # also what came after: whoever catches this plans anew. Unless another thread
@@ -218,41 +245,3 @@ class TensorStream:
                 arrival = self._reader.read(offset_bytes, sizes)
                 reading.arrivals.append((reading.groups.popleft(), arrival, len(sizes)))
                 self._ahead_bytes += size_bytes
-
-    def _sums(self, rows: RowReads, group: range, memory: torch.Tensor) -> _Sums:
-        size_bytes, put = rows.layout.block_bytes, rows.tables.put
-        offsets = put(np.arange(len(group)) * size_bytes)
-        sizes = put(np.full(len(group), size_bytes))
-        wanted = put(rows.sums[group.start : group.stop].astype(np.int64))
-        with on(self._checks):
-            return _Sums(
-                group,
-                crc32c_ranges(memory, offsets, sizes),
-                wanted.to(memory.device, non_blocking=True),
-            )
-
-    def _check(self, rows: RowReads, sums: list[_Sums]) -> None:
-        """Waits until the sums are there. Raises ChecksumError."""
-        with on(self._checks):
-            if not sums or not self._are_bad(sums):
-                return
-            for each in sums:
-                bad = (each.found != each.wanted).nonzero().flatten()
-                if bad.numel():
-                    i = int(bad[0])
-                    raise errors.ChecksumError(
-                        "stored rows are damaged",
-                        path=self._path,
-                        offset_bytes=int(rows.offset_bytes[each.group.start + i]),
-                        size_bytes=rows.layout.block_bytes,
-                        got=f"CRC32C {int(each.found[i])}",
-                        expected=f"CRC32C {int(each.wanted[i])}",
-                    )
-
-    def _are_bad(self, sums: list[_Sums]) -> bool:
-        found = torch.stack([(each.found != each.wanted).any() for each in sums]).any()
-        if self._streams is None or self._checks is None:
-            return bool(found)
-        self._answer.copy_(found.view(torch.uint8).view(1), non_blocking=True)
-        self._streams.event_behind(self._checks).synchronize()
-        return bool(self._answer[0])

@@ -72,10 +72,18 @@ class GroupedCache(Cache):
                 cache.passes.begin(model, part, size)
 
     def end(self, model: nn.Module, *, failed: bool) -> None:
-        """The forward pass has come to its end."""
-        for cache in self.caches:
-            if isinstance(cache, KVCache):
-                cache.passes.end(model, failed=failed)
+        """The forward pass has come to its end. Raises ChecksumError: rows that it looked at are
+        damaged; it is taken out of all caches then."""
+        stored = [cache for cache in self.caches if isinstance(cache, KVCache)]
+        try:
+            for cache in stored:
+                if not failed:
+                    cache.store.check()  # of all, before one of them takes the pass for ended
+        except BaseException:
+            self.undo()
+            raise
+        for cache in stored:
+            cache.passes.end(model, failed=failed)
 
     def undo(self) -> None:
         """Takes the forward pass under way out of all caches, but for layers that keep a window or

@@ -153,7 +153,7 @@ def attention_triton(
     ``threads`` has no meaning here."""
     check_arguments(query, buffer, block_offset_bytes, n_rows, visible, last_position)
     _check_rules(rules, query)
-    batch, heads, q_len, d = query.shape
+    d = query.shape[-1]
     check_rows(block_rows, d, dv, fmt)
     if max(d, dv) > DIM_MAX:
         raise InvalidInputError(
@@ -171,6 +171,40 @@ def attention_triton(
         visible,
     )
     align_bytes = _alignment(buffer, block_offset_bytes, n_rows, block_rows, fmt)
+    rows_max = int(n_rows.max()) if n_rows.numel() else 0
+    given = (query, buffer, block_offset_bytes, n_rows, rows_max, align_bytes, block_rows)
+    return attention_inside_triton(
+        *given, fmt, scale, dv, visible, last_position, n_splits=n_splits, rules=rules
+    )
+
+
+def attention_inside_triton(
+    query: torch.Tensor,
+    buffer: torch.Tensor,
+    block_offset_bytes: torch.Tensor,
+    n_rows: torch.Tensor,
+    rows_max: int,
+    align_bytes: int,
+    block_rows: int,
+    fmt: str,
+    scale: float,
+    dv: int,
+    visible: torch.Tensor | None = None,
+    last_position: torch.Tensor | None = None,
+    threads: int = 0,
+    *,
+    n_splits: int | None = None,
+    rules: ScoreRules = NO_RULES,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention_triton` of arguments that are known to be right (`api.attention_inside`): looks
+    at no entry of a table, and so does not wait for the device.
+
+    Args:
+        rows_max: the largest of `n_rows`.
+        align_bytes: what every block's address is a multiple of: 16, or the size of an element
+            (int8: of a scale).
+    """
+    batch, heads, q_len, d = query.shape
     n_kv, n_blocks = block_offset_bytes.shape[1:]
     n_heads, n_queries, width = batch * n_kv, heads // n_kv * q_len, dv or d
     shape = launch_shape(n_queries, d, width, fmt)
@@ -179,36 +213,36 @@ def attention_triton(
         return query.new_zeros((batch, heads, q_len, width), dtype=torch.float32), query.new_zeros(
             query.shape[:3], dtype=torch.float32
         )
-    rows_max = int(n_rows.max())
-    splits = n_splits or max(
-        min(
-            programs_wanted(d, width, fmt) // (n_heads * q_blocks), rows_max // _SPLIT_ROWS_MIN, 64
-        ),
-        1,
-    )
-    split_rows = -(-max(rows_max, 1) // splits // shape["BLOCK_T"]) * shape["BLOCK_T"]
     if n_heads > _HEADS_MAX or q_blocks > 65535:
         raise InvalidInputError(
             "attention queries on CUDA",
             got=n_queries,
             expected=f"at most {65535 * shape['BLOCK_Q']} for a KV head",
         )
+    wanted = programs_wanted(d, width, fmt) // (n_heads * q_blocks)
+    splits = n_splits or max(min(wanted, rows_max // _SPLIT_ROWS_MIN, 64), 1)
+    split_rows = -(-max(rows_max, 1) // splits // shape["BLOCK_T"]) * shape["BLOCK_T"]
     o = torch.empty((splits, n_heads, n_queries, width), dtype=torch.float32, device=query.device)
     lse = torch.empty((splits, n_heads, n_queries), dtype=torch.float32, device=query.device)
     unused = torch.empty(1, dtype=torch.int64, device=query.device)
+    tables = [
+        spare if each is None else _there(each, query.device)
+        for each, spare in (
+            (block_offset_bytes, unused),
+            (n_rows, unused),
+            (visible, unused.view(torch.uint8)),
+            (last_position, unused),
+            (rules.position, unused),
+            (rules.slopes, unused.view(torch.float32)),
+        )
+    ]
+    scaled = query.float() if scale == 1.0 else query.float() * scale
     kernel = _kernel_for(d, width)
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
         kernel[(n_heads, q_blocks, splits)](
-            (query.float() * scale).contiguous(),
+            scaled.contiguous(),
             buffer,
-            _there(block_offset_bytes, query.device),
-            _there(n_rows, query.device),
-            unused.view(torch.uint8) if visible is None else _there(visible, query.device),
-            unused if last_position is None else _there(last_position, query.device),
-            unused if rules.position is None else _there(rules.position, query.device),
-            unused.view(torch.float32)
-            if rules.slopes is None
-            else _there(rules.slopes, query.device),
+            *tables,
             o,
             lse,
             n_kv,

@@ -30,6 +30,8 @@ class Queries:
         soft_cap: a score s becomes soft_cap * tanh(s / soft_cap), or None.
         slopes: float32 [KV heads, n]: a row at position p adds slope * (p - position) to its score
             (ALiBi), or None.
+        scale, dtype: what q was multiplied by, and what it was before that: where rows have the
+            same dtype of half precision, many queries are attended with in it.
 
     Raises:
         InvalidInputError: a window or slopes without position; one of them out of range.
@@ -44,6 +46,8 @@ class Queries:
     window: int | None = None
     soft_cap: float | None = None
     slopes: torch.Tensor | None = None
+    scale: float = 1.0
+    dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         if self.position is None and (self.window is not None or self.slopes is not None):

@@ -9,20 +9,54 @@ the device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ..precision import whole_float32
-from .api import attention, merge
+from .api import alignment, attention_inside
 from .checks import DIM_MAX as HOST_DIM_MAX
 from .checks import ROW_FORMATS
 from .cuda import DIM_MAX as CUDA_DIM_MAX
-from .cuda import ScoreRules, attention_triton
+from .cuda import ScoreRules, attention_inside_triton
+from .fused import QUERIES_MIN, fused_attention, takes_fused
+from .parts import Parts
 from .rows import Queries, RowsInMemory
 
 #: Types of devices on which the op knows more of scores than products and masks.
 _RULED = ("cuda",)
+
+
+@dataclass(frozen=True)
+class ChainedBlocks:
+    """Rows of chains of blocks in one buffer, and the tables that kernels look them up in.
+
+    Attributes:
+        pair: int64 [chains]: sequence x heads + head of each, ascending.
+        first, n_rows: int64 [chains]: position of the first row, and how many there are.
+        at, offset_bytes, counts: int64 [chains], [chains, 1, blocks] and [chains], on the device:
+            `pair`, where the blocks begin, and `n_rows`.
+        multiple: all of `offset_bytes` are multiples of it.
+        block_rows: rows of a block.
+        form: of the rows.
+        dv: of the op: 0 for X rows.
+    """
+
+    pair: np.ndarray
+    first: np.ndarray
+    n_rows: np.ndarray
+    at: torch.Tensor
+    offset_bytes: torch.Tensor
+    counts: torch.Tensor
+    multiple: int
+    block_rows: int
+    form: str
+    dv: int
+
+    @property
+    def rows_max(self) -> int:
+        return int(self.n_rows.max(initial=0))
 
 
 class RunningAttention:
@@ -32,11 +66,17 @@ class RunningAttention:
         queries: what attends; `q` may be anywhere.
         device: where rows are.
         threads: that compute on a CPU; None: as many as the op finds worth it.
+        table: makes a host tensor of an array, for the device to copy.
     """
 
-    def __init__(self, queries: Queries, device: torch.device, threads: int | None = None):
-        #: Makes a host tensor of an array, for the device to copy.
-        self.table: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy
+    def __init__(
+        self,
+        queries: Queries,
+        device: torch.device,
+        threads: int | None = None,
+        table: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy,
+    ):
+        self.table = table
         self._shape = n_sequences, n_heads, n, d = queries.q.shape
         self._dv, self._threads = queries.dv, threads
         self._q = queries.q.to(device).reshape(n_sequences * n_heads, n, d)
@@ -51,102 +91,124 @@ class RunningAttention:
         self._is_plain = not self._window and not self._soft_cap and self._slopes is None
         self._takes_rules = device.type in _RULED
         self._dim_max = CUDA_DIM_MAX if device.type == "cuda" else HOST_DIM_MAX
-        self._o = torch.zeros(
-            n_sequences * n_heads, n, queries.dv, dtype=torch.float32, device=device
-        )
-        self._lse = torch.full(
-            (n_sequences * n_heads, n), -torch.inf, dtype=torch.float32, device=device
-        )
+        self._device, self._scale, self._dtype = device, queries.scale, queries.dtype
+        self._parts = Parts(n_sequences * n_heads, n, queries.dv, device)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(o float32 [sequences, heads, n, dv], lse [sequences, heads, n])."""
         n_sequences, n_heads, n, _ = self._shape
-        return self._o.view(n_sequences, n_heads, n, self._dv), self._lse.view(
-            n_sequences, n_heads, n
-        )
+        o, lse = self._parts.merged(self.there)
+        return o.view(n_sequences, n_heads, n, self._dv), lse.view(n_sequences, n_heads, n)
+
+    def there(self, array: np.ndarray) -> torch.Tensor:
+        """A table on the device."""
+        return self.table(array).to(self._device, non_blocking=True)
 
     def add_rows(self, rows: RowsInMemory) -> None:
         """Rows in memory. They become one block of each head."""
         if rows.n_rows == 0 or not self._q.numel():
             return
-        k, v = (each.to(self._o.device).flatten(0, 1) for each in rows.counting)
+        k, v = (each.to(self._device).flatten(0, 1) for each in rows.counting)
         if k.dtype != v.dtype:
             k, v = k.float(), v.float()
         pair = np.arange(len(k))
         first, n_rows = np.full(len(k), rows.first_position), np.full(len(k), rows.n_rows)
+        if self.all_seen(pair, first, n_rows).all() and self.fuses(k, v):
+            self.add_fused(pair, None, k, v)
+            return
         if not self.takes(k.shape[-1], v.shape[-1]):
             self.add_matrices(pair, first, n_rows, k, v, 0)
             return
         is_shared = rows.v is rows.k
         flat = k.flatten(1) if is_shared else torch.cat([k.flatten(1), v.flatten(1)], dim=1)
         memory = flat.contiguous().view(torch.uint8)
-        offsets = torch.arange(len(k)).unsqueeze(1) * memory.shape[1]
-        form = next(name for name, dtype in ROW_FORMATS.items() if dtype == k.dtype)
-        self.add_blocks(
+        size = memory.shape[1]
+        table = self.there(np.concatenate([pair, pair * size, n_rows]))
+        at, offsets, counts = table.split(len(k))
+        blocks = ChainedBlocks(
             pair,
             first,
             n_rows,
-            memory.view(-1),
-            offsets,
-            block_rows=rows.n_rows,
-            form=form,
-            dv=0 if is_shared else v.shape[-1],
+            at,
+            offsets.view(-1, 1, 1),
+            counts,
+            size,
+            rows.n_rows,
+            next(name for name, dtype in ROW_FORMATS.items() if dtype == k.dtype),
+            0 if is_shared else v.shape[-1],
         )
+        self.add_blocks(blocks, memory.view(-1))
 
-    def add_blocks(
-        self,
-        pair: np.ndarray,
-        first: np.ndarray,
-        n_rows: np.ndarray,
-        memory: torch.Tensor,
-        offset_bytes: torch.Tensor,
-        *,
-        block_rows: int,
-        form: str,
-        dv: int,
-    ) -> None:
-        """Rows of chains of blocks, as the attention op takes them (`dv` 0: X rows).
-
-        Args:
-            pair: int64 [chains]: sequence x heads + head of each, ascending.
-            first, n_rows: int64 [chains]: position of the first row, and how many there are.
-            memory: uint8 [bytes], on the device.
-            offset_bytes: int64 [chains, blocks], on the host.
-        """
-        last = None
-        if (
-            self._last is not None
-            and self._last.size
-            and int(self._last.min()) < int((first + n_rows).max()) - 1
-        ):
-            last = self.table(self._last[None, :] - first[:, None])
-        visible = self._visible_rows(pair, first, 0, int(n_rows.max(initial=0)))
-        q, table, counts = (
-            self.chosen(self._q, pair).unsqueeze(1),
-            offset_bytes.unsqueeze(1),
-            self.table(n_rows),
-        )
-        shown = None if visible is None else self.table(visible.view(np.uint8))
+    def add_blocks(self, blocks: ChainedBlocks, memory: torch.Tensor) -> None:
+        """Rows of chains of blocks in `memory`, uint8 [bytes] on the device, as the attention op
+        takes them (`takes`)."""
+        pair, first, rows_max = blocks.pair, blocks.first, blocks.rows_max
+        last = shown = None
+        if self._last is not None and self._hides_last(first, blocks.n_rows).any():
+            last = self.there(self._last[None, :] - first[:, None])
+        if (visible := self._visible_rows(pair, first, 0, rows_max)) is not None:
+            shown = self.there(visible.view(np.uint8))
+        q = self.chosen(self._q, pair, blocks.at).unsqueeze(1)
+        align_bytes = alignment(memory, blocks.multiple, blocks.form)
         if self._is_plain:
-            o, lse = attention(
+            o, lse = attention_inside(
                 q,
                 memory,
-                table,
-                counts,
-                block_rows=block_rows,
-                format=form,
-                scale=1.0,
-                dv=dv,
+                blocks.offset_bytes,
+                blocks.counts,
+                rows_max=rows_max,
+                align_bytes=align_bytes,
+                block_rows=blocks.block_rows,
+                format=blocks.form,
+                dv=blocks.dv,
                 visible=shown,
                 last_position=last,
                 threads=self._threads,
             )
         else:
-            rules = self._rules(pair, first)
-            o, lse = attention_triton(
-                q, memory, table, counts, block_rows, form, 1.0, dv, shown, last, rules=rules
-            )
-        self.fold(pair, o.squeeze(1), lse.squeeze(1))
+            given = (q, memory, blocks.offset_bytes, blocks.counts, rows_max, align_bytes)
+            kind = (blocks.block_rows, blocks.form, 1.0, blocks.dv, shown, last)
+            rules = self._rules(pair, first, blocks.at)
+            o, lse = attention_inside_triton(*given, *kind, rules=rules)
+        self._parts.add(pair, o.squeeze(1), lse.squeeze(1), self.there)
+
+    def add_fused(
+        self, pair: np.ndarray, at: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Rows of chains of one length, all of which every query sees (`all_seen`), by the
+        framework's kernel for many queries (`fuses`).
+
+        Args:
+            pair: int64 [chains]; `at`: the same on the device, or None.
+            k, v: [chains, rows, d] and [chains, rows, dv], on the device.
+        """
+        q = self.chosen(self._q, pair, at)
+        self._parts.add(pair, *fused_attention(q, k, v, self._scale), self.there)
+
+    def fuses(self, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """Whether `add_fused` takes such rows, and is faster than the attention op."""
+        return (
+            self._is_plain
+            and self._shape[2] >= QUERIES_MIN
+            and self._dtype == k.dtype == v.dtype
+            and takes_fused(k.shape[-1], v.shape[-1], k.dtype)
+        )
+
+    def all_seen(self, pair: np.ndarray, first: np.ndarray, n_rows: np.ndarray) -> np.ndarray:
+        """bool [chains]: whether every query sees all rows of a chain."""
+        seen = ~self._hides_last(first, n_rows)
+        visible = self._visible_rows(pair, first, 0, int(n_rows.max(initial=0)))
+        if visible is not None:
+            row = np.arange(visible.shape[1])
+            seen &= (visible | (row >= n_rows[:, None])).all(axis=1)
+        return seen
+
+    def _hides_last(self, first: np.ndarray, n_rows: np.ndarray) -> np.ndarray:
+        """bool [chains]: whether some query sees not even up to the last row."""
+        if self._last is None or not self._last.size:
+            return np.zeros(len(first), dtype=bool)
+        hides: np.ndarray = self._last.min() < first + n_rows - 1
+        return hides
 
     def add_matrices(
         self,
@@ -172,18 +234,20 @@ class RunningAttention:
             slopes = self.chosen(self._slopes, pair)
             bias = slopes[:, :, None] * far.to(slopes.device, non_blocking=True)
         q = self.chosen(self._q, pair)
-        self.fold(pair, *matrix_attention(q, k, v, seen, soft_cap=self._soft_cap, bias=bias))
+        found = matrix_attention(q, k, v, seen, soft_cap=self._soft_cap, bias=bias)
+        self._parts.add(pair, *found, self.there)
 
     def takes(self, d: int, dv: int) -> bool:
         """Whether the op on this device takes rows of these lengths with these queries' scores."""
         return max(d, dv) <= self._dim_max and (self._is_plain or self._takes_rules)
 
-    def _rules(self, pair: np.ndarray, first: np.ndarray) -> ScoreRules:
+    def _rules(self, pair: np.ndarray, first: np.ndarray, at: torch.Tensor) -> ScoreRules:
         """What changes the scores of chains whose first rows stand at these positions."""
-        position = None
+        position = slopes = None
         if self._position is not None and (self._window or self._slopes is not None):
-            position = self.table(self._position[None, :] - first[:, None])
-        slopes = None if self._slopes is None else self.chosen(self._slopes, pair).unsqueeze(1)
+            position = self.there(self._position[None, :] - first[:, None])
+        if self._slopes is not None:
+            slopes = self.chosen(self._slopes, pair, at).unsqueeze(1)
         return ScoreRules(self._soft_cap, self._window, position, slopes)
 
     def _visible_rows(
@@ -218,28 +282,16 @@ class RunningAttention:
             found = found & (first[:, None, None] + row <= self._last[:, None])
         if self._window and self._position is not None:
             found = found & (first[:, None, None] + row > self._position[:, None] - self._window)
-        return self.table(found).to(self._o.device, non_blocking=True)
+        return self.there(found)
 
-    def chosen(self, rows: torch.Tensor, pair: np.ndarray) -> torch.Tensor:
-        """Those of the (sequence, head) pairs, of rows that all of them have."""
+    def chosen(
+        self, rows: torch.Tensor, pair: np.ndarray, at: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Those of the (sequence, head) pairs, of rows that all of them have. `at`: the pairs on
+        the device, where they are there."""
         if len(pair) == len(rows) and np.array_equal(pair, np.arange(len(rows))):
             return rows
-        return rows[self.table(pair).to(rows.device, non_blocking=True)]
-
-    def fold(self, pair: np.ndarray, o: torch.Tensor, lse: torch.Tensor) -> None:
-        """Parts of these (sequence, head) pairs, ascending. Where a pair has several, one after the
-        other: sums in a fixed order."""
-        turn = np.arange(len(pair)) - np.searchsorted(pair, pair)
-        for i in range(int(turn.max(initial=-1)) + 1):
-            mine = np.flatnonzero(turn == i)
-            if len(mine) == len(self._o):
-                self._o, self._lse = merge(
-                    self._o, self._lse, self.chosen(o, mine), self.chosen(lse, mine)
-                )
-                continue
-            at = self.table(pair[mine]).to(o.device, non_blocking=True)
-            merged = merge(self._o[at], self._lse[at], self.chosen(o, mine), self.chosen(lse, mine))
-            self._o[at], self._lse[at] = merged
+        return rows[self.there(pair) if at is None else at]
 
 
 def _host(tensor: torch.Tensor | None) -> np.ndarray | None:

@@ -29,10 +29,32 @@ def crc32c_cuda(
     buffer: torch.Tensor, offset_bytes: torch.Tensor, size_bytes: torch.Tensor, seed: int = 0
 ) -> torch.Tensor:
     """`espnx.ops.crc32c_ranges` of CUDA tensors."""
-    if not device_code.is_there("crc32c", "espnx_crc32c", buffer.device, SHARED_BYTES):
+    if not _is_compiled(buffer.device):
         return crc32c_triton(buffer, offset_bytes, size_bytes, seed)
     check_ranges(buffer, offset_bytes, size_bytes, seed)
     check_inside(buffer.numel(), offset_bytes, size_bytes)
+    return _launch_compiled(buffer, offset_bytes, size_bytes, seed)
+
+
+def crc32c_inside_cuda(
+    buffer: torch.Tensor,
+    offset_bytes: torch.Tensor,
+    size_bytes: torch.Tensor,
+    has_whole_words: bool,
+) -> torch.Tensor:
+    """`api.crc32c_inside` of CUDA tensors: looks at no range, and so does not wait."""
+    if _is_compiled(buffer.device):
+        return _launch_compiled(buffer, offset_bytes, size_bytes, 0)
+    return _launch_triton(buffer, offset_bytes, size_bytes, 0, has_whole_words)
+
+
+def _is_compiled(device: torch.device) -> bool:
+    return device_code.is_there("crc32c", "espnx_crc32c", device, SHARED_BYTES)
+
+
+def _launch_compiled(
+    buffer: torch.Tensor, offset_bytes: torch.Tensor, size_bytes: torch.Tensor, seed: int
+) -> torch.Tensor:
     crcs = torch.empty(offset_bytes.numel(), dtype=torch.int64, device=buffer.device)
     n = crcs.numel()
     if n:
@@ -62,10 +84,20 @@ def crc32c_triton(
     """`espnx.ops.crc32c_ranges` by Triton: CUDA tensors, or CPU tensors in Triton's interpreter."""
     check_ranges(buffer, offset_bytes, size_bytes, seed)
     check_inside(buffer.numel(), offset_bytes, size_bytes)
+    has_whole_words = not bool((((offset_bytes + buffer.data_ptr() % 4) | size_bytes) % 4).any())
+    return _launch_triton(buffer, offset_bytes, size_bytes, seed, has_whole_words)
+
+
+def _launch_triton(
+    buffer: torch.Tensor,
+    offset_bytes: torch.Tensor,
+    size_bytes: torch.Tensor,
+    seed: int,
+    has_whole_words: bool,
+) -> torch.Tensor:
     crcs = torch.empty(offset_bytes.numel(), dtype=torch.int64, device=buffer.device)
     if crcs.numel() == 0:
         return crcs
-    is_aligned = not bool((((offset_bytes + buffer.data_ptr() % 4) | size_bytes) % 4).any())
     register = seed ^ 0xFFFFFFFF
     round_shift, lane_shift = kernel_tables(LANES, buffer.device)
     kernel: Any = load_kernel("crc32c")
@@ -80,7 +112,7 @@ def crc32c_triton(
             # the same bits as a signed number: always one type of argument
             register - (1 << 32) if register >> 31 else register,
             LANES=LANES,
-            WORDS=is_aligned,
+            WORDS=has_whole_words,
             num_warps=WARPS,
             enable_fp_fusion=True,
         )

@@ -1,4 +1,8 @@
-"""Ragged records of an I/O buffer as one compact tensor."""
+"""Ragged records of an I/O buffer as one compact tensor, for a kernel that takes nothing else.
+
+Not part of what `espnx.ops` offers: MaxSim scores records where they lie, which moves each byte
+once and not three times (docs/measured/kernels.md).
+"""
 
 from __future__ import annotations
 

@@ -375,7 +375,8 @@ class LateDevice(TorchDispatchMode):
         return out
 
     def _shapes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func.namespace != "aten":  # ours, which are right whatever the bytes are
+        if func.namespace != "aten" and not func._opname.endswith("_inside"):
+            # ours, which are right whatever the bytes are; but for those that trust their tables
             return func(*_inner(args), **_inner(kwargs))
         if not list(_tensors((args, kwargs))):
             kwargs = {**kwargs, "device": "meta"}
@@ -459,29 +460,37 @@ class _OtherThread(TorchDispatchMode):
         return self.late.__torch_dispatch__(func, types, args, kwargs)
 
 
-def _causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, n_sums: int
+def _attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, n_sums: int, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scores = q.double() @ k.double().transpose(-1, -2) * scale
-    n = scores.shape[-1]
-    scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
+    n, rows = scores.shape[-2:]
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(n, rows).triu(1).bool(), -torch.inf)
     sums = torch.full((*q.shape[:2], n_sums), torch.inf)
     sums[:, :, :n] = scores.logsumexp(dim=-1)
     return (scores.softmax(dim=-1) @ v.double()).to(q.dtype), sums
 
 
 def _flash(
-    q: Any, k: Any, v: Any, dropout: float, is_causal: bool, debug: bool = False, *, scale: float
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    debug: bool = False,
+    *,
+    scale: float,
 ) -> Any:
-    assert (dropout, is_causal, debug) == (0.0, True, False)
-    return _causal(q, k, v, scale, q.shape[2])
+    assert (dropout, debug) == (0.0, False)
+    return _attended(q, k, v, scale, q.shape[2], is_causal)
 
 
 def _efficient(
     q: Any, k: Any, v: Any, bias: Any, sums: bool, dropout: float, is_causal: bool, *, scale: float
 ) -> Any:
     assert (bias, sums, dropout, is_causal) == (None, True, 0.0, True)
-    return _causal(q, k, v, scale, -(-q.shape[2] // 32) * 32)
+    return _attended(q, k, v, scale, -(-q.shape[2] // 32) * 32, is_causal)
 
 
 #: Kernels that torch has for CUDA alone: what they give, of which shape their meta versions know.

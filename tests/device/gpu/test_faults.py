@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from espnx import errors
+from espnx.device.gpu import checks
 from espnx.device.gpu import rows as gpu
-from espnx.device.gpu import stream as tensor_stream
 from espnx.device.gpu.rows import GpuRowDevice
 from espnx.device.row_layout import RowLayout
 from espnx.ops.attention import running
@@ -211,7 +211,7 @@ def test_memory_that_is_used_up(
     what they are."""
     with opened_gpu(folder) as device:
         stored = put(device, LAYOUT, 1, HEADS, 40, rng())
-        places = [(running, "attention"), (gpu, "host_memory"), (tensor_stream, "crc32c_ranges")]
+        places = [(running, "attention_inside"), (gpu, "host_memory"), (checks, "crc32c_inside")]
         for module, name in places:
             for text, expected in (
                 ("CUDA error: out of memory", errors.OutOfMemoryError),

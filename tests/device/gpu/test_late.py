@@ -230,7 +230,7 @@ def test_the_answer_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(errors.ChecksumError, match="damaged"):
             attend(device, layout, stored, own_look)
         late.main.synchronize()
-        device._stream._answer.zero_()
+        device._stream._checks._answer.zero_()
         monkeypatch.setattr(LateEvent, "synchronize", lambda _: None)
         attend(device, layout, stored, own_look)
 
@@ -255,7 +255,7 @@ def test_checked_is_not_computed(folder: Path, way: str) -> None:
         late.main.pace = 1e-9  # its work is done when somebody needs it, and not before
         begun = late.main.queued
         o, lse = attend(device, layout, stored, own_look)
-        assert late.main.queued > begun + 3
+        assert late.main.queued >= begun + 2  # its table, and a kernel
         assert late.main.done < late.main.queued
         assert_right((o.cpu(), lse.cpu()), stored, look)
 

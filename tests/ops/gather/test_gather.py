@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from espnx.errors import InvalidInputError
-from espnx.ops import gather, gather_reference
 from espnx.ops._native import load_extension, load_ops
-from espnx.ops.gather import cuda
+from espnx.ops.gather import cuda, gather, gather_reference
 from espnx.ops.gather.places import begins
 
 VERSIONS = pytest.mark.parametrize("version", [gather, gather_reference, cuda.gather_cuda])

@@ -138,7 +138,9 @@ class PassState:
         """The model has returned, or an error ended it; where one is inside another, the outer
         one's end counts.
 
-        Raises StateError: attention did not ask for the K and V of a layer.
+        Raises:
+            StateError: attention did not ask for the K and V of a layer.
+            ChecksumError: rows that the pass looked at are damaged; it is taken out of the cache.
         """
         if not self._guard.is_of(model):
             return
@@ -151,7 +153,11 @@ class PassState:
                 self.abort()
         for layer in self.stored:
             layer.end_pass()
-        self.store.end()
+        try:
+            self.store.end()
+        except BaseException as error:
+            self.fail(error)
+            raise
         self._guard.end()
 
     def abort(self) -> None:
