@@ -231,7 +231,9 @@ def test_what_does_not_fit_is_refused() -> None:
 
 GROWTH = """
 import os
+from pathlib import Path
 import torch
+from espnx.kv.cache import trim_heap
 from espnx.kv.draft.packed import PackedTier
 from espnx.ops.attention import RowsInMemory
 
