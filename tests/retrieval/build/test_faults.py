@@ -171,7 +171,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "older"
 
 
-@in_steps(16)
+@in_steps(8)
 @pytest.mark.parametrize("name", KINDS)
 def test_every_call_of_a_build(folder: Path, known: Path, name: str, step: int) -> None:
     """In steps, from another call on for each kind of fault."""
