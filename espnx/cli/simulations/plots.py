@@ -93,8 +93,8 @@ def _swept(document: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _breakdown(document: Mapping[str, Any]) -> Any:
-    """Where a command's time goes, waiting and served, over the threads: a panel for each
-    element (the thesis's figures 2.7 and 3.7)."""
+    """A command's time, waiting and served, over the threads: a panel for each element
+    (the thesis's figures 2.7 and 3.7)."""
     from matplotlib.figure import Figure
 
     from ...benchmarks.report import looks
@@ -222,7 +222,7 @@ def _short(value: float) -> str:
 def _points(
     document: Mapping[str, Any], x: str, y: str
 ) -> list[tuple[Any, list[tuple[float, float]]]]:
-    """Of each system its look, and its points from left to right; the first is ours."""
+    """Each system's look, and its points from left to right; the first is ours."""
     from ...benchmarks.report.looks import ESPNX, MEMORY, MMAP, OTHER, WILLNEED, Look
 
     found: dict[str, list[tuple[float, float]]] = {}

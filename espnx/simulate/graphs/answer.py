@@ -144,7 +144,7 @@ class Queries:
         return float(2 * server.get("network.latency") + own.query + search_s)
 
     def _routes(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Of all commands; pages lie on any drive, all alike."""
+        """The route of each command, and `reads`; pages lie on any drive, all alike."""
         ways, shape, searches = self.ways, self.shape, self.n * self.probed
         shares = np.full(ways.drives, 1 / ways.drives)
         works = (searches, len(shape.vertices))
