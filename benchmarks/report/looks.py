@@ -76,6 +76,14 @@ def new_axes(
     return figure, axes
 
 
+def new_panels(n: int, size_inches: tuple[float, float], *, share_y: bool) -> tuple[Any, Any]:
+    """A figure without a title yet, and so many axes beside one another."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size_inches)
+    return figure, figure.subplots(1, n, sharey=share_y, squeeze=False)[0]
+
+
 def entitle(figure: Any, title: str) -> None:
     """The finding above a figure, broken into lines as it needs."""
     width = round(figure.get_size_inches()[0] * _CHARACTERS_PER_INCH)

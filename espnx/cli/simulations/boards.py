@@ -105,7 +105,7 @@ def _rates(answers: dict[str, Answer]) -> str:
 
 
 def _breakdown(element: str, sweep: Mapping[int, Mapping[str, Answer]]) -> str:
-    """Where a command's time goes over the threads: microseconds before and in each part."""
+    """A command's time over the threads: microseconds before and in each part."""
     names = [stage.name for stage in next(iter(sweep.values()))[element].stages]
     rows = []
     for threads, each in sweep.items():

@@ -93,16 +93,13 @@ def _swept(document: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _breakdown(document: Mapping[str, Any]) -> Any:
-    """Where a command's time goes, waiting and served, over the threads: a panel for each
-    element (the thesis's figures 2.7 and 3.7)."""
-    from matplotlib.figure import Figure
-
+    """A command's time, waiting and served, over the threads: a panel for each element
+    (the thesis's figures 2.7 and 3.7)."""
     from ...benchmarks.report import looks
 
     sweep, inputs = document["sweep"], document["inputs"]
     elements = list(sweep[0]["elements"])
-    figure = Figure(figsize=_PANELS_INCHES)
-    panels = figure.subplots(1, len(elements), sharey=True, squeeze=False)[0]
+    figure, panels = looks.new_panels(len(elements), _PANELS_INCHES, share_y=True)
     names = list(
         dict.fromkeys(
             stage["name"]
@@ -169,13 +166,10 @@ def _decoders(document: Mapping[str, Any]) -> Any:
 def _servers(document: Mapping[str, Any]) -> Any:
     """P95 and queries a second over the length of the list, beside one another (AiSAQ's figure 5,
     which has them over the recall that it leads to)."""
-    from matplotlib.figure import Figure
-
     from ...benchmarks.report import looks
 
     x = _swept(document, ("list_size", "streams"))
-    figure = Figure(figsize=_STEP_INCHES)
-    panels = figure.subplots(1, 2)
+    figure, panels = looks.new_panels(2, _STEP_INCHES, share_y=False)
     for axes, name, factor, words in (
         (panels[0], "p95_s", MS, "P95, ms"),
         (panels[1], "queries_per_s", 1.0, "queries/s"),
@@ -222,7 +216,7 @@ def _short(value: float) -> str:
 def _points(
     document: Mapping[str, Any], x: str, y: str
 ) -> list[tuple[Any, list[tuple[float, float]]]]:
-    """Of each system its look, and its points from left to right; the first is ours."""
+    """Each system's look, and its points from left to right; the first is ours."""
     from ...benchmarks.report.looks import ESPNX, MEMORY, MMAP, OTHER, WILLNEED, Look
 
     found: dict[str, list[tuple[float, float]]] = {}

@@ -42,9 +42,9 @@ def _to_gpu_bytes_per_s(machine: Machine) -> float:
 
 
 def x_share(machine: Machine, shape: Shape, batch: int, context: float) -> float:
-    """The one of `SHARES` with the least of that; of equals the least share."""
+    """The one of `SHARES` with the least of that, of those that are whole sequences; of equals the
+    least share."""
     if "x-cache" not in machine.techniques or machine.without == "x-cache":
         return 0.0
-    return min(
-        SHARES, key=lambda share: (effective_s(machine, shape, batch, context, share), share)
-    )
+    whole = [share for share in SHARES if (batch * share).is_integer()]
+    return min(whole, key=lambda share: (effective_s(machine, shape, batch, context, share), share))

@@ -35,7 +35,7 @@ class Answer:
     is_extrapolated: its graphs are larger than those on which the law of walks was fitted.
     stored_bytes: of the index.
     window_s, n_queries: that were accounted.
-    residual: the second half's rate over the first's, less 1.
+    residual: the rate of the second half of those queries over that of the first, less 1.
     """
 
     system: str
@@ -144,7 +144,7 @@ class Queries:
         return float(2 * server.get("network.latency") + own.query + search_s)
 
     def _routes(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Of all commands; pages lie on any drive, all alike."""
+        """The route of each command, and `reads`; pages lie on any drive, all alike."""
         ways, shape, searches = self.ways, self.shape, self.n * self.probed
         shares = np.full(ways.drives, 1 / ways.drives)
         works = (searches, len(shape.vertices))
@@ -210,8 +210,7 @@ def _answer(server: Server, asked: Queries, done: Outcome) -> Answer:
     ended_s = done.ended_s[asked.ends]
     inside = (ended_s > done.begin_s) & (ended_s <= done.end_s)
     took_s = (ended_s - done.begun_s[asked.begins])[inside]
-    n, half_s = len(took_s), done.begin_s + window_s / 2
-    first = int(np.count_nonzero(inside & (ended_s <= half_s)))
+    n = len(took_s)
     ways, found = asked.ways, asked.walk
     core_s, reads = asked.core_s, float(asked.reads.sum(axis=1).mean())
     n_cores = ways.parts[ways.CORES].places
@@ -245,5 +244,16 @@ def _answer(server: Server, asked: Queries, done: Outcome) -> Answer:
         server.stored_bytes,
         window_s,
         n,
-        (n - first) / first - 1 if first else 0.0,
+        _residual(np.sort(ended_s[inside])),
     )
+
+
+def _residual(ends_s: np.ndarray) -> float:
+    """The rate of the later half of queries that end then over that of the earlier, less 1; 0 of
+    too few."""
+    n = len(ends_s) - 1
+    if n < 2:
+        return 0.0
+    half = n // 2
+    first_s, second_s = ends_s[half] - ends_s[0], ends_s[-1] - ends_s[half]
+    return float((n - half) / second_s * (first_s / half) - 1) if second_s > 0 else 0.0

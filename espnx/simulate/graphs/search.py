@@ -39,7 +39,8 @@ class Walk:
 
 
 def walk_of(server: Server, list_size: int) -> Walk:
-    """By the law of walks, never more codes than a vertex has neighbours or the cluster vectors."""
+    """What the law of walks says, with no more codes than a vertex has neighbours, and no more
+    vertices than there are vectors."""
     vectors = server.get("collection.vectors")
     grown = (vectors / server.get("walk.vectors")) ** server.get("walk.more_vectors")
     grown *= (list_size / server.get("walk.ef")) ** server.get("walk.more_ef")

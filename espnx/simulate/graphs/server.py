@@ -69,7 +69,7 @@ class Server:
 
 
 def _pages(size_bytes: int) -> float:
-    """Of one thing of many that lie in pages one after another."""
+    """How many pages one thing takes of many that lie one after another."""
     return 1 / (PAGE // size_bytes) if size_bytes <= PAGE else float(math.ceil(size_bytes / PAGE))
 
 

@@ -112,7 +112,7 @@ def check_fits(service: Service, passages: int, batch: int) -> None:
 
 
 def kept_bytes(service: Service, passages: int) -> float:
-    """Of all vectors or lists, without what leads to them."""
+    """Bytes of all vectors or lists, without what leads to them."""
     kept = service.retriever.vector or service.retriever.lists
     return 0.0 if kept is None else passages * kept.value
 

@@ -87,6 +87,8 @@ def test_x_for_as_many_as_pays(system: str, model: str) -> None:
     assert effective_s(known, shape_, 16, 32768.0, share) == best
     assert (share == 0) == (model == "qwen2.5-32b")
     assert x_share(machine(system, techniques=("writeback",)), shape_, 16, 32768.0) == 0
+    for batch in (1, 2, 5, 8):  # whole sequences keep X, or none does
+        assert (batch * x_share(known, shape_, batch, 32768.0)).is_integer()
 
 
 @pytest.mark.parametrize("n", [4, 8, 16])
