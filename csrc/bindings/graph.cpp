@@ -477,10 +477,9 @@ GraphView make_view(const std::vector<std::pair<std::string, int64_t>>& pages,
   }
   const int64_t n_parts = part_nodes.numel();
   const auto begin = to_vector(entries_begin, "entries_begin", n_parts + 1);
-  const PartTables tables{to_vector(part_nodes, "part_nodes", n_parts),
-                          to_vector(part_files, "part_files", n_parts),
-                          to_vector(part_pages, "part_pages", n_parts),
-                          to_vector(part_salts, "part_salts", n_parts)};
+  const PartTables tables{
+      to_vector(part_nodes, "part_nodes", n_parts), to_vector(part_files, "part_files", n_parts),
+      to_vector(part_pages, "part_pages", n_parts), to_vector(part_salts, "part_salts", n_parts)};
   view.parts = make_parts(tables, view.pages.size(), begin, layout);
   if (copies < 1 || copies > static_cast<int64_t>(view.parts.size()))
     invalid("a row has at most one node in each part");
