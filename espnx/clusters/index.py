@@ -279,8 +279,8 @@ def _device_of(
         own = SsdClusterDevice(source, engine=engine, threads=threads - 1)
         return own, [own]
     if isinstance(given, str):
-        inside = isinstance(source, ClusterSections)
-        whole = open_device(given, os.path.dirname(source.where) if inside else source)
+        home = os.path.dirname(source.where) if isinstance(source, ClusterSections) else source
+        whole = open_device(given, home)
         try:
             part = whole.open_clusters(source, engine=engine, threads=threads - 1)
         except BaseException:

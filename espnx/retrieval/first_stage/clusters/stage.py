@@ -336,7 +336,8 @@ class ClusterStage:
             return flat_entries(rows, numbers, order)
         blocks = range(0, len(rows), _ROWS)
         source = Vectors(
-            *rows.shape,
+            len(rows),
+            self.vector_dim,
             rows.dtype,
             lambda: (rows[first : first + _ROWS] for first in blocks),
             "first-stage vectors",
