@@ -204,5 +204,7 @@ def test_rows_of_a_narrower_format_are_rounded_when_they_come(folder: Path) -> N
             assert rows is not None
             assert rows.dtype == torch.bfloat16
             found.append(out.logits)
-    for each in found[1:]:
-        assert float((each - found[0]).abs().max()) < 1e-4
+    for each in found[1:]:  # to rounding; a value between two of bf16 may become either
+        off = (each - found[0]).abs()
+        assert float(off.median()) < 1e-5
+        assert float(off.max()) < 1e-2
