@@ -149,9 +149,7 @@ class SpeculationWork:
             **SYSTEMS[system],
         )
 
-    def _decode(
-        self, cache: KVCache, system: str, gamma: int | None = None, **more: Any
-    ) -> Any:
+    def _decode(self, cache: KVCache, system: str, gamma: int | None = None, **more: Any) -> Any:
         ids = self.tokens[: self.batch, : self.context + 1]
         drafts = {"custom_generate": generate, "gamma": gamma}
         return self.model.generate(

@@ -166,12 +166,7 @@ class Pace:
     # --- what happened ---
 
     def note_first(
-        self,
-        sequences: int,
-        pass_s: float,
-        waited_s: float | None = None,
-        *,
-        is_slow: bool = False,
+        self, sequences: int, pass_s: float, waited_s: float | None = None, *, is_slow: bool = False
     ) -> None:
         """A pass over one position of so many sequences has ended, before anything was proposed:
         the one that a continued text begins with.
@@ -194,12 +189,7 @@ class Pace:
         self._step_s += (min(seconds, _SLOWEST * self._step_s) - self._step_s) / self._steps
 
     def note(
-        self,
-        drafted: Sequence[int],
-        kept: Sequence[int],
-        pass_s: float,
-        *,
-        is_slow: bool = False,
+        self, drafted: Sequence[int], kept: Sequence[int], pass_s: float, *, is_slow: bool = False
     ) -> None:
         """A pass has ended.
 

@@ -47,8 +47,8 @@ def pack_pages(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     shape = (*k.shape[:-2], n // PACKED_ROWS, packed_page_bytes(d, dv))
     pages = torch.empty(shape, dtype=torch.uint8)
     if pages.numel():
-        rows = (each.float().contiguous().view(-1, each.shape[-1]) for each in (k, v))
-        load_extension().pack_pages(*rows, pages.view(-1, shape[-1]), torch.get_num_threads())
+        k, v = (each.float().contiguous().view(-1, each.shape[-1]) for each in (k, v))
+        load_extension().pack_pages(k, v, pages.view(-1, shape[-1]), torch.get_num_threads())
     return pages
 
 

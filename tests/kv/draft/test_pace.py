@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from espnx.kv.draft.pace import PassLine, Pace
+from espnx.kv.draft.pace import Pace, PassLine
 
 #: Seconds of one over the positions, of a draft step, by sequences.
 Seconds = Callable[[int, int], float]

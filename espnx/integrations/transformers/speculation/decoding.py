@@ -122,7 +122,6 @@ class Decoding:
 
         Raises what `generate` raises.
         """
-        passes = self._cache.passes
         self._inputs[name] = self._cache
         with ExitStack() as undo:
             logits = self._prefilled(prefill, chunk, undo)

@@ -94,8 +94,9 @@ def test_the_first_number_is_chosen_by_that_pass(folder: Path) -> None:
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_read_of_that_pass_fails(folder: Path, kind: str, fault: str, value: int) -> None:
-    """As any error, and the cache is as before: one read of the second layer."""
-    asked = kept(folder, [150], 1)
+    """As any error, and the cache is as before."""
+    held, new = prompt([150]), prompt([1], seed=4)
+    asked = {name: torch.cat([held[name], new[name]], dim=1) for name in held}
     wanted = one_by_one("llama", asked, max_new_tokens=20)
     made = list[FaultyEngine]()
 
@@ -104,13 +105,17 @@ def test_a_read_of_that_pass_fails(folder: Path, kind: str, fault: str, value: i
         made.append(FaultyEngine([rule], poison=True, pool_bytes=1 << 20))
         return made[-1]
 
-    with reopened(folder, kind, engine=make_engine, deadline_s=0.2) as cache:
+    options: dict[str, Any] = {"engine": make_engine, "spill_interval": 8, "deadline_s": 0.2}
+    with KVCache(enabled("llama").config, folder, draft=kind, **options) as cache:
+        generate(enabled("llama"), held, cache, max_new_tokens=1)  # which is not fed
         with pytest.raises(errors.StorageError):
             speculated("llama", asked, cache, max_new_tokens=20)
         assert cache.get_seq_length() == 150
         assert cache.store.ends is None
         assert not cache.store.has_tier
         got = speculated("llama", asked, cache, max_new_tokens=20)
+    for engine in made:
+        engine.close()
     assert torch.equal(got, wanted)
 
 
@@ -199,6 +204,7 @@ def test_rows_of_a_narrower_format_are_rounded_when_they_come(folder: Path) -> N
             assert rows is not None
             assert rows.dtype == torch.bfloat16
             found.append(out.logits)
-    assert torch.allclose(found[0], found[1], atol=1e-4)
-    assert torch.allclose(found[0], found[2], atol=1e-4)
-
+    for each in found[1:]:  # to rounding; a value between two of bf16 may become either
+        off = (each - found[0]).abs()
+        assert float(off.median()) < 1e-5
+        assert float(off.max()) < 1e-2
