@@ -58,7 +58,7 @@ class ComposedCache(Protocol):
 
     def watch_heads(self, heads: Sequence[tuple[int, int]] | None = None) -> None:
         """Keeps the attention of these heads, (layer, head), by themselves; None: of all, layer by
-        layer. Raises InvalidInputError for one that the model has not."""
+        layer. Raises InvalidInputError for one that the model does not have."""
         ...
 
     def head_mass(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
@@ -470,7 +470,7 @@ class ModelGenerator:
             return mass.mean(dim=1).unflatten(0, (layers, -1))
 
     def _attention(self, cache: ComposedCache, begin: int) -> tuple[float, ...]:
-        """Of each source, of the tokens from `begin` on behind the passages."""
+        """The share of each source, from the tokens from `begin` on behind the passages."""
         if self.heads:
             mass = cache.head_mass(begin)[0].mean(dim=(0, 1))
         else:

@@ -98,7 +98,7 @@ class _Shares:
         self._kept = torch.empty(0, self._rows, 0, self._columns)
 
     def skip_to(self, count: int) -> None:
-        """Of the first `count` tokens nothing is known."""
+        """Nothing is known of the first `count` tokens."""
         self.count = self._first = count
 
     def note(self, rows: list[int], begin: int, sequences: range, shares: torch.Tensor) -> None:

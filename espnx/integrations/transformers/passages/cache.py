@@ -188,7 +188,7 @@ class PassageCache(KVCache):
             heads: (layer, query head), from 0; None: all of them, of which a few hundred tokens are
                 kept where a model is large (`espnx.kv.passages.mass.KEPT_HEAD_BYTES`).
 
-        Raises InvalidInputError for a head that the model has not.
+        Raises InvalidInputError for a head that the model does not have.
         """
         layers = len(self.layers)
         if heads is None:

@@ -516,7 +516,7 @@ def _forked(job: Any) -> int:
 
 
 def test_two_processes_fill_one_library(folder: Path) -> None:
-    """At the same time, from both ends, while a third has it open; each passage is there once. And a
+    """From both ends at the same time, while a third has it open; each passage is there once. A
     cache of the parent's is no child's."""
     model = enabled("llama")
 
