@@ -335,10 +335,10 @@ class ChecksLater(Protocol):
     def attend_unchecked(
         self, ticket: int, queries: Queries, tail: RowsInMemory | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `RowDevice.attend`, but that blocks may be checked later. Raises as it."""
+        """Does what `RowDevice.attend` does, but may check blocks later. Raises as it."""
 
     def visit_unchecked(self, ticket: int, show: Show) -> None:
-        """As `RowDevice.visit`, but that blocks may be checked later. Raises as it."""
+        """Does what `RowDevice.visit` does, but may check blocks later. Raises as it."""
 
     def check_looked_at(self) -> None:
         """Every block that the calls above have looked at is checked when this returns.

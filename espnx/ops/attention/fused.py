@@ -1,6 +1,6 @@
 """Attention of many queries over rows that all of them see, by the framework's fused kernel, with
 its log-sum-exp. For a chunk of a prompt over stored rows: the kernels of `espnx.kernels` are made
-for few queries, whose time is that of reading the rows."""
+for few queries, whose time is that of reading the rows. A file of its own: nothing here is ours."""
 
 from __future__ import annotations
 

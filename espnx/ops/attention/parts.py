@@ -1,5 +1,6 @@
 """Attention of the same queries over different rows, merged: parts wait until there are many, so
-that a device is given one merge of all of them and not one for each."""
+that a device is given one merge of all of them and not one for each. A file of its own: nothing
+here knows of rows."""
 
 from __future__ import annotations
 
