@@ -205,7 +205,7 @@ class EspnxDecoder(HFDecoder):
 def without_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    """In place of a chunk's attention over itself, where only its K and V are wanted."""
+    """Zeros stand for a chunk's attention over itself, where only its K and V are wanted."""
     return v.new_zeros(1).expand(*q.shape[:3], v.shape[-1]), None
 
 

@@ -98,7 +98,7 @@ class PassLine:
             self._prior_s = slope_s
 
     def scale(self, by: float) -> None:
-        """From here on passes take `by` of what they took, perhaps: what is known counts half."""
+        """Passes may take `by` of what they took, from here on: what is known counts half."""
         weight, n, s = (0.5 * each for each in self._level)
         self._level = [weight, n, by * s]
         weight, n, n_squared, s, ns = (0.5 * each for each in self._sums)
@@ -279,7 +279,7 @@ class Pace:
         return min(range(least, max(least, self._most) + 1), key=self._seconds)
 
     def _seconds(self, gamma: int) -> float:
-        """Of a token of each sequence with drafts of so many tokens."""
+        """What a token of each sequence takes, with drafts of so many tokens."""
         step_s = self._assumed_step_s()
         tokens = self._tokens[min(gamma, _MOST)]
         return (self._line.predict(gamma + 1, step_s) + gamma * step_s) / tokens

@@ -29,7 +29,7 @@ def without_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept(folder: Path, lengths: list[int], new: int) -> dict[str, torch.Tensor]:
-    """A kept cache of prompts, and prompts that go on with so many tokens."""
+    """A kept cache of prompts, and prompts with so many tokens more."""
     held = prompt(lengths)
     with KVCache(enabled("llama").config, folder, name="talk", spill_interval=8) as cache:
         generate(enabled("llama"), held, cache, max_new_tokens=1)  # which is not fed
