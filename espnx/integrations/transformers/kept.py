@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ... import errors
-from ...device.row_layout import format_of
+from ...device.row_layout import DTYPES
 from ...kv.cache import SsdCache
 from ...kv.kept.folders import KeptName
 from ...kv.kept.library import evict
@@ -74,10 +74,13 @@ class KeptState:
             raise errors.InvalidInputError(
                 "x_rows of a kept cache", got=x_rows, expected=f"{store.x_rows}, or None"
             )
+        dtypes = str(self._fingerprint["dtype"])  # of the model that computed the rows
+        exact = {name for name, dtype in DTYPES.items() if str(dtype) in dtypes.split(", ")}
+        # weights of integers alone do not say in which floats they compute
+        exact = exact - {"int8"} or set(DTYPES) - {"int8"}
+        asked = {store.options.format} if store.options.format else exact
         for rows in store.kv:
-            if rows is not None and rows.layout.format != (
-                store.options.format or format_of(rows.dtype)
-            ):
+            if rows is not None and rows.layout.format not in asked:
                 raise errors.InvalidInputError(
                     "format of a kept cache",
                     got=store.options.format or "none: rows as they are",

@@ -50,6 +50,7 @@ def _setup() -> torch.device:
         module = getattr(torch, NAME)
         module.get_rng_state = lambda device=None: torch.zeros(0, dtype=torch.uint8)
         module.set_rng_state = lambda state, device=None: None
+        module.__name__ = NAME  # transformers asks an accelerator's module for it
     return torch.device(NAME, 0)
 
 

@@ -518,8 +518,14 @@ def test_a_build_goes_on_where_it_was(base: np.ndarray, tmp_path: Path, stage: s
     assert (len(set(built)) <= 7) == whole, "graphs that were whole are not built again"
     assert not (tmp_path / "g" / "work").exists()
     espnx.graph.build(base, tmp_path / "other", clusters=6, **FEW)
-    for name in ("rows.bin", "codebook.bin", "entries.bin", "clusters.bin", "centroids.bin"):
+    for name in ("rows.bin", "codebook.bin", "entries.bin", "centroids.bin"):
         assert (tmp_path / "g" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
+    with espnx.graph.open(tmp_path / "g") as g, espnx.graph.open(tmp_path / "other") as other:
+        mine, theirs = (each.facts.clusters for each in (g, other))
+        assert mine is not None
+        assert theirs is not None
+        for name in ("nodes", "n_entries", "files", "file_pages"):
+            assert (getattr(mine, name) == getattr(theirs, name)).all()
 
 
 def test_a_build_replaces_a_graph_of_the_other_kind(base: np.ndarray, tmp_path: Path) -> None:
@@ -531,7 +537,7 @@ def test_a_build_replaces_a_graph_of_the_other_kind(base: np.ndarray, tmp_path: 
             assert (index.facts.clusters is None) == (clusters is None)
             names = {os.path.basename(each.path) for each in index.facts.regions.values()}
             if clusters is not None:
-                names |= {"clusters.v2.bin", "centroids.v2.bin"}
+                names |= {"clusters.v2.bin", "centroids.v2.bin", "nodes.v2.bin"}
         left = {each.name for each in path.iterdir() if each.suffix == ".bin"}
         assert left == names
 
