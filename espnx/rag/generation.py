@@ -37,6 +37,19 @@ _PASSAGE_KV = EntryPoint("passages", f"{_ROOM}.passages.passage_kv:PassageKV", "
 _FINGERPRINT = EntryPoint("models", f"{_ROOM}.identity.fingerprint:fingerprint", "espnx")
 #: Words for `attention_heads`.
 MEAN, CALIBRATED = "mean", "calibrated"
+#: What `generate` is given here, and what replaces it.
+_OWN_OPTIONS = {
+    "max_new_tokens": "max_new_tokens= of Rag",
+    "max_length": "max_new_tokens= of Rag",
+    "stopping_criteria": "deadline_s= of ask",
+    "streamer": "none: an answer comes whole",
+    "past_key_values": "kv= of Rag",
+    "inputs": "the prompt of a question",
+    "input_ids": "the prompt of a question",
+    "inputs_embeds": "the prompt of a question",
+    "attention_mask": "the prompt of a question",
+    "return_dict_in_generate": "none: tokens alone",
+}
 
 
 class ComposedCache(Protocol):
@@ -321,7 +334,7 @@ class ModelGenerator:
                 fix="Rag(index, model, tokenizer), or Rag(index, generate=function)",
             )
         self._model, self._tokenizer = model, tokenizer
-        self._options = dict(options or {})
+        self._options = _checked_options(options or {})
         self.max_new_tokens = max_new_tokens
         text = model.config.get_text_config(decoder=True)
         self.positions: int | None = getattr(text, "max_position_embeddings", None)
@@ -332,6 +345,10 @@ class ModelGenerator:
         self.frame = _model_frame(self.counter, tokenizer, wording, prefix)
         self._owned: Any = None
         self._library: PassageLibrary | None = None
+        if kv is None and attention_heads not in (None, MEAN, CALIBRATED):
+            raise errors.InvalidInputError(
+                "attention_heads of a Rag", got="no kv=", fix="kv=DIRECTORY, or a PassageKV"
+            )
         check_lossy(repair, blend)
         self._lossy = {
             name: value
@@ -457,6 +474,13 @@ class ModelGenerator:
         said = [] if answer is None else ids_of(self.counter.data(answer))
         with closing(self._composed(prompt, stop)) as cache:
             asked = _asked(prompt)
+            whole = sum(map(len, map(ids_of, prompt.pieces))) + len(said)
+            if self.positions is not None and whole > self.positions:
+                raise errors.InvalidInputError(
+                    "answer of a known source",
+                    got=f"{len(said)} tokens behind a prompt of {whole - len(said)}",
+                    expected=f"{self.positions} positions in all",
+                )
             cache.watch_heads()
             self._generate(
                 {**self._given(cache, [*asked, *said]), "past_key_values": cache},
@@ -530,11 +554,13 @@ class ModelGenerator:
                 cache.watch_heads(self.heads)
             given = self._given(cache, asked)
             made = self._generate({**given, "past_key_values": cache}, stop, begun)
-            # from the token on that the answer's first one comes of
+            # of beams the mass is each one's own, and which was chosen is not known
+            is_one = self._options.get("num_beams", 1) == 1
             return replace(
                 made,
-                attention=self._attention(cache, len(asked) - 1),
-                attention_heads=self.heads,
+                # from the token on that the answer's first one comes of
+                attention=self._attention(cache, len(asked) - 1) if is_one else None,
+                attention_heads=self.heads if is_one else (),
                 reused=dict(cache.reused),
             )
 
@@ -559,7 +585,8 @@ class ModelGenerator:
         tokens = made[0, given["input_ids"].shape[1] :].tolist()
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         ends = options.get("eos_token_id", self._model.generation_config.eos_token_id)
-        is_ended = bool(tokens) and tokens[-1] in (ends if isinstance(ends, list) else [ends])
+        ended_by = [] if ends is None else torch.as_tensor(ends).flatten().tolist()
+        is_ended = bool(tokens) and tokens[-1] in ended_by
         return Generated(
             str(text),
             len(tokens),
@@ -590,6 +617,20 @@ def ids_of(piece: Counted) -> list[int]:
 def _asked(prompt: Prompt) -> list[int]:
     """Tokens behind the sources."""
     return [n for piece in prompt.pieces[-3:] for n in ids_of(piece)]
+
+
+def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `generate` that leave one answer of tokens. Raises InvalidInputError for others."""
+    for name in options:
+        if name in _OWN_OPTIONS:
+            raise errors.InvalidInputError(
+                f"generate_options: {name}", got="given", expected=_OWN_OPTIONS[name]
+            )
+    if (answers := options.get("num_return_sequences", 1)) != 1:
+        raise errors.InvalidInputError(
+            "generate_options: num_return_sequences", got=answers, expected=1
+        )
+    return dict(options)
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

@@ -91,7 +91,8 @@ class Rag:
             model and kept beside its passages, or else the mean of all, which names the right
             source less often; ``mean``: that; ``calibrated``: those that were chosen, and nothing
             else.
-        generate_options: of the model's `generate`, such as ``{"do_sample": True}``.
+        generate_options: of the model's `generate`, such as ``{"do_sample": True}``. With beams no
+            attention is reported.
 
     Attributes:
         index: that is searched.
@@ -369,8 +370,9 @@ class Rag:
         """Chooses the heads whose attention names sources, for this model; it is reported from then
         on, and kept beside the passages (`kv`), for every `Rag` over the same model and directory.
 
-        Half of the questions choose, the other half say how often the heads are right. Nothing of
-        what is read for them stays in the library.
+        Half of the questions choose, the other half say how often the heads are right: where that
+        is no more than chance, they are not kept. Nothing of what is read for the questions stays
+        in the library.
 
         Args:
             questions: whose source is known. Those whose source is not found, or has no room in the
@@ -408,7 +410,8 @@ class Rag:
                         shares.append(generator.shares(prompt, answer, stop))
                         sources.append(source)
             found = chosen(shares, sources)
-            generator.use(found)
+            if found.right > found.chance:
+                generator.use(found)
             return found
 
     @suggests_keywords

@@ -174,7 +174,11 @@ class VersionedFiles:
     ) -> None:
         """Removes the files of all versions but one. `shared`: names of files of other versions
         that this one has, too. Raises WriteError, DiskFullError."""
-        for name in sorted(os.listdir(directory)):
+        try:
+            names = sorted(os.listdir(directory))
+        except OSError as error:
+            raise write_error("cannot list a directory", os.fspath(directory), error) from error
+        for name in names:
             if self._version(name) in (0, version) or name in shared:
                 continue
             try:

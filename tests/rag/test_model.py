@@ -368,6 +368,54 @@ def test_reads_begin_while_the_search_runs(
         assert reused["hidden"] <= reused["prefetched"]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 3},
+        {"streamer": None},
+        {"past_key_values": None},
+        {"return_dict_in_generate": True},
+        {"num_return_sequences": 2, "do_sample": True},
+    ],
+)
+def test_options_that_a_rag_has_itself(
+    index: espnx.Index, model: Any, tokenizer: Any, options: dict[str, Any]
+) -> None:
+    with pytest.raises(errors.InvalidInputError, match=f"generate_options: {max(options)}"):
+        espnx.Rag(index, model, tokenizer, generate_options=options)
+
+
+def test_heads_need_a_library(index: espnx.Index, model: Any, tokenizer: Any) -> None:
+    with pytest.raises(errors.InvalidInputError, match="attention_heads"):
+        espnx.Rag(index, model, tokenizer, attention_heads=[(0, 0)])
+
+
+def test_nobody_knows_which_beam_looked_where(
+    index: espnx.Index, model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    beams = {"num_beams": 2, "eos_token_id": torch.tensor([0, 5])}
+    for options, is_known in ((beams, False), ({}, True)):
+        with espnx.Rag(
+            index, model, tokenizer, kv=tmp_path / "kv", max_new_tokens=4, generate_options=options
+        ) as rag:
+            found = rag.ask("what does the log hold?", k=2).references
+            assert found
+            assert all((each.attention is not None) == is_known for each in found)
+
+
+def test_tokens_beyond_the_vocabulary(model: Any, tmp_path: Path) -> None:
+    most = len(model.get_input_embeddings().weight)
+    with PassageKV(model, tmp_path / "kv") as kv:
+        for wrong in ([most], [-1], torch.tensor([0, 1 << 40])):
+            with pytest.raises(errors.InvalidInputError, match="token_ids"):
+                kv.add(wrong, key="x")
+            with pytest.raises(errors.InvalidInputError, match="a passage"):
+                kv.compose([wrong])
+        with pytest.raises(errors.InvalidInputError, match="x"):
+            kv.compose(["x"])
+        kv.add([most - 1])
+
+
 def test_positions_bound_the_prompt(index: espnx.Index, model: Any, tokenizer: Any) -> None:
     most = model.config.max_position_embeddings
     for options in ({"max_new_tokens": most}, {"prompt_tokens": most}):

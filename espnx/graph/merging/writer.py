@@ -20,7 +20,7 @@ from ...storage.lock import DirectoryLock
 from ...storage.manifest import write_manifest
 from ...storage.native import given_engine
 from ...suggestions import suggests_keywords
-from ..format import MAGIC, N_MAX, ROWS_MAX
+from ..format import MAGIC, N_MAX, ROWS_MAX, GraphFacts
 from ..index import GraphIndex
 from ..options import stored_rows
 from ..updates.log import ADD, DELETE, Change, header_of, log_path, read_log, record_of
@@ -89,7 +89,7 @@ class GraphWriter(GraphIndex):
         check_whole("pending_bytes", self._limit_bytes, _PENDING_MIN, 1 << 40)
         check_whole("memory of a merge", self._memory_bytes, _MERGE_MIN, 1 << 50)
         self._changing, self._syncing = threading.RLock(), threading.Lock()
-        self._broken: errors.EspnxError | None = None
+        self._broken: BaseException | None = None
         self._log_file: int | None = None
         with contextlib.ExitStack() as opened:
             if not os.path.isdir(path):
@@ -110,6 +110,7 @@ class GraphWriter(GraphIndex):
             self.torn_bytes = log.torn_bytes
             self._number, self._synced, self._end_bytes = log.number, 0, log.end_bytes
             opened.callback(self._close_log)
+            self._sync_all(log.path)
             self._opened_writer = opened.pop_all()
 
     def add(self, vectors: Any, ids: Any = None) -> np.ndarray:
@@ -201,7 +202,9 @@ class GraphWriter(GraphIndex):
 
         Raises:
             InvalidInputError: another `measure`.
-            WriteError, DiskFullError: nothing has changed, and the log keeps what is pending.
+            WriteError, DiskFullError: the log keeps what is pending; or, where the new pages were
+                there already and could not be opened or old ones not removed, the writer takes no
+                more changes: open the graph again, nothing is lost.
             What a search raises, for damaged pages.
         """
         if measure not in MEASURES:
@@ -216,11 +219,23 @@ class GraphWriter(GraphIndex):
                 if measure == "always":
                     self._measure(progress)
                 return False
-            merge_changes(pages, pending, self._memory_bytes, measure, progress)
-            self._close_log()
-            self._now = self._opened()
+            try:
+                merge_changes(pages, pending, self._memory_bytes, measure, progress)
+                self._close_log()
+                self._now = self._opened()
+            except BaseException as error:
+                # the new pages may be there all the same: nobody reads this log any more
+                if self._may_be_merged(pages.facts):
+                    self._broken = error
+                raise
             self._number = self._synced = self._end_bytes = 0
             return True
+
+    def _may_be_merged(self, facts: GraphFacts) -> bool:
+        try:
+            return self._is_merged(facts)
+        except (errors.EspnxError, OSError):
+            return True  # nobody knows
 
     def _measure(self, progress: Progress) -> None:
         with given_engine(None) as engine:
@@ -251,8 +266,8 @@ class GraphWriter(GraphIndex):
         self.check_open()
         if self._broken is not None:
             raise errors.StateError(
-                "the log of a graph failed before",
-                got=str(self._broken),
+                "the log or a merge of a graph failed before",
+                got=str(self._broken) or type(self._broken).__name__,
                 fix="close the graph, and open it again",
             )
 
@@ -283,7 +298,9 @@ class GraphWriter(GraphIndex):
                     expected=f"values that {layout.format} holds, as the graph's",
                 )
             return np.ascontiguousarray(exact)
-        rows = stored_rows(values.astype(np.float32), 0, facts.metric, layout.format)
+        with np.errstate(over="ignore"):  # infinite ones are refused
+            values = values.astype(np.float32)
+        rows = stored_rows(values, 0, facts.metric, layout.format)
         return np.ascontiguousarray(rows, dtype=layout.row_dtype)
 
     def _chosen(self, ids: Any, count: int, pending: Pending) -> np.ndarray:
@@ -360,6 +377,16 @@ class GraphWriter(GraphIndex):
                 raise failed from error
             self._synced = max(self._synced, last)
 
+    def _sync_all(self, path: str) -> None:
+        """Brings what other writers have left in the log to the device, so that damage to it is
+        told from a change that was not written to its end."""
+        if self._number:
+            try:
+                self._log_file = _opened_log(path)
+            except OSError as error:
+                raise write_error("cannot open the log of a graph", path, error) from error
+            self._sync(self._number)
+
     def _close_log(self) -> None:
         with self._syncing:
             if self._log_file is not None:
@@ -382,13 +409,20 @@ def _opened_log(path: str) -> int:
 
 def _whole_numbers(ids: Any) -> np.ndarray:
     """int64 [m], each 0 or more, and once. Raises InvalidInputError."""
-    found = np.atleast_1d(as_array(plain(ids) if not isinstance(ids, range) else list(ids)))
+    try:
+        found = np.atleast_1d(as_array(plain(ids) if not isinstance(ids, range) else list(ids)))
+    except ValueError as error:
+        raise errors.InvalidInputError(
+            "ids", got=repr(ids)[:60], expected="whole numbers [m]"
+        ) from error
     if not found.size:
         return np.empty(0, np.int64)
     if found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < 0:
         raise errors.InvalidInputError(
             "ids", got=f"{found.dtype} {list(found.shape)}", expected="whole numbers [m], 0 or more"
         )
+    if found.max() > np.iinfo(np.int64).max:
+        raise errors.InvalidInputError("ids", got=int(found.max()), expected="64-bit ones, signed")
     if len(np.unique(found)) != len(found):
         raise errors.InvalidInputError("ids", got="some twice", expected="each once")
     return found.astype(np.int64)

@@ -159,10 +159,12 @@ def test_wrong_input_changes_nothing(tmp_path: Path) -> None:
         for vectors, ids in [
             (bad, None), (base[:2, :5], None), (base[:2], [5, 200]), (base[:2], [200, 200]),
             (base[:2], [200]), (base[:1], [2**32]), (base[:1], [-1]),
+            (base[:1], np.array([2**64 - 1], np.uint64)), (np.full(8, 1e300), None),
         ]:  # fmt: skip
             with pytest.raises(errors.InvalidInputError):
                 graph.add(vectors, ids=ids)
-        for gone in ([100], [3, 3], [1.5], [-1], [2, 2**40]):
+        unsigned = np.array([2**64 - 1], np.uint64)
+        for gone in ([100], [3, 3], [1.5], [-1], [2, 2**40], [[1], [2, 3]], unsigned):
             with pytest.raises(errors.InvalidInputError):
                 graph.delete(gone)
         assert living(graph) == list(range(100))
@@ -240,6 +242,15 @@ def test_logs_that_are_torn_damaged_or_foreign(tmp_path: Path) -> None:
         log.write_bytes(data)
         with pytest.raises(errors.ChecksumError):
             espnx.graph.open(tmp_path / "g")
+    log.unlink()
+    for number in range(2):  # each by a writer of its own, as from the command line
+        with espnx.graph.open_writer(tmp_path / "g") as graph:
+            graph.add(base[number : number + 1])
+    data = bytearray(log.read_bytes())
+    data[60] ^= 1
+    log.write_bytes(data)
+    with pytest.raises(errors.ChecksumError):
+        espnx.graph.open(tmp_path / "g")
     log.write_bytes(whole)
     small(tmp_path / "other", 100)
     shutil.copy(log, tmp_path / "other" / log.name)
@@ -283,6 +294,30 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 graph.add(base[:1])
         with pytest.raises(errors.StateError):  # nobody knows what is on the device
             graph.add(base[:1])
+
+
+@pytest.mark.parametrize("clusters", [None, 3])
+def test_what_is_merged_and_cannot_be_opened_takes_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clusters: int | None
+) -> None:
+    """The log that it would go into is that of older pages, which nobody reads."""
+    base = small(tmp_path / "g", 200, clusters=clusters)
+
+    def fail(self: object) -> None:
+        raise errors.ReadError("no descriptors are left", path="x", errno=errno.EMFILE)
+
+    with espnx.graph.open_writer(tmp_path / "g") as graph:
+        graph.add(base[:5])
+        with monkeypatch.context() as patched:
+            patched.setattr(espnx.graph.GraphIndex, "_opened", fail)
+            with pytest.raises(errors.ReadError):
+                graph.merge()
+        for change in (lambda: graph.add(base[:1]), lambda: graph.delete([0]), graph.merge):
+            with pytest.raises(errors.StateError, match="open it again"):
+                change()
+        assert len(graph) == 205
+    with espnx.graph.open_writer(tmp_path / "g") as graph:
+        assert living(graph) == list(range(205))
 
 
 @pytest.mark.parametrize(

@@ -113,13 +113,14 @@ class PassageKV:
             raise errors.InvalidInputError(
                 "fingerprint", got=repr(fingerprint), expected=" or ".join(fingerprints.KINDS)
             )
-        self._prefix = check_ids("prefix", prefix)
         limit_bytes = None if library_bytes is None else parse_size(library_bytes)
         if model.training:
             raise errors.InvalidInputError(
                 "passages of a model", got="a model in training mode", fix="model.eval()"
             )
         self.model = enable_kv_cache(model)
+        self._vocabulary = len(model.get_input_embeddings().weight)
+        self._prefix = check_ids("prefix", prefix, self._vocabulary)
         self.directories, self._process = directories_of(directory), os.getpid()
         self._lock, self._kind, self._tokenizer = threading.RLock(), fingerprint, tokenizer
         self._rows = rotary_rows(model)
@@ -184,7 +185,7 @@ class PassageKV:
             InvalidInputError: no token ids, or the passage does not fit behind the prefix.
             WriteError, ReadError, DeadlineExceededError.
         """
-        ids = check_ids("token_ids", token_ids)
+        ids = check_ids("token_ids", token_ids, self._vocabulary)
         with self._lock:
             self._check()
             texts = [each for each in (self._prefix, ids) if each.size]
@@ -232,7 +233,11 @@ class PassageKV:
         return made
 
     def _start_early(self, early: EarlyReads, passages: Sequence[str | Ids]) -> bool:
-        texts = [check_ids("a passage", each) for each in passages if not isinstance(each, str)]
+        texts = [
+            check_ids("a passage", each, self._vocabulary)
+            for each in passages
+            if not isinstance(each, str)
+        ]
         if not self._lock.acquire(blocking=False):  # a prompt is being computed
             return False
         try:
@@ -357,7 +362,7 @@ class PassageKV:
 
         Raises what `compose` and the model raise.
         """
-        asked = check_ids("question", question)
+        asked = check_ids("question", question, self._vocabulary)
         if not asked.size:
             raise errors.InvalidInputError("question", got="no token", expected="1 or more")
         with self.compose(passages, **options) as cache:
@@ -379,7 +384,7 @@ class PassageKV:
 
     def _ids_of(self, passage: str | Ids) -> np.ndarray:
         if not isinstance(passage, str):
-            return check_ids("a passage", passage)
+            return check_ids("a passage", passage, self._vocabulary)
         found = self._library.named(passage)
         if found is None:
             raise _unknown(passage)

@@ -124,8 +124,8 @@ def _has_passages(given: Sequence[Any]) -> bool:
     return any(isinstance(x, str | list | tuple) or getattr(x, "ndim", 0) for x in given)
 
 
-def check_ids(what: str, ids: Ids) -> np.ndarray:
-    """Token ids as int32 [n]. Raises InvalidInputError."""
+def check_ids(what: str, ids: Ids, vocabulary: int) -> np.ndarray:
+    """Token ids, below `vocabulary`, as int32 [n]. Raises InvalidInputError."""
     try:
         found = np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids)
     except (TypeError, ValueError) as error:
@@ -137,6 +137,8 @@ def check_ids(what: str, ids: Ids) -> np.ndarray:
         raise errors.InvalidInputError(
             what, got=f"{found.dtype} {list(found.shape)}", expected="whole numbers [n]"
         )
-    if found.size and not 0 <= int(found.min()) <= int(found.max()) < 1 << 31:
-        raise errors.InvalidInputError(what, got=f"{found.min()} to {found.max()}", expected="ids")
+    if found.size and not 0 <= int(found.min()) <= int(found.max()) < vocabulary:
+        raise errors.InvalidInputError(
+            what, got=f"{found.min()} to {found.max()}", expected=f"ids from 0 to {vocabulary - 1}"
+        )
     return found.astype(np.int32)
