@@ -87,7 +87,7 @@ def _moves(rows: list[dict[str, Any]]) -> str:
     still = [row for row in rows if not _by_mechanism(row)]
     if still:
         lines += ["", "No mechanism and no figure moves these, so they show nothing of the model:\n"]
-        lines += [f"- `{row['id']}`, {row['value']:.2f}; by: {row['mechanism']}" for row in still]
+        lines += [f"- `{row['id']}`, {row['value']:.2f}: {row['mechanism']}" for row in still]
     return "\n".join(lines) + "\n"
 
 

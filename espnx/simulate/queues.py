@@ -131,7 +131,8 @@ def walk(
             commands to that of the first `n_until` (None: all).
 
     Raises:
-        InvalidInputError: parts (a rate of 0 among them), routes or commands that are none, places held in a circle.
+        InvalidInputError: parts (a rate of 0 among them), routes or commands that are none,
+            places held in a circle.
         OutOfMemoryError: more of them than memory holds.
     """
     for number, part in enumerate(parts):

@@ -182,7 +182,7 @@ def power_w(machine: Machine, shape: Shape, step: Step, unknown: list[str]) -> f
 
 
 def unknown_of_drives(machine: Machine) -> list[str]:
-    """Of what wears and what fits, what is not known. Where drives keep nothing, neither matters."""
+    """What is not known of wear and room; nothing where drives keep no rows."""
     if machine.system.kv != "drives":
         return []
     named = machine.device.name

@@ -21,6 +21,7 @@ from tests.cli.documents import strict_json
 
 COSMOS = ("simulate", "--system", "cosmos")
 NEAR = ("simulate", "--system", "smartssd-16")
+OPT = ("--workload", "opt-66b")
 DRIVE = ("simulate", "--system", "ragx-1", "--workload", "gtr")
 SERVER = ("simulate", "--system", "dell-r760xa", "--workload", "falcon-4.8b")
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "simulate.md"
@@ -415,7 +416,7 @@ def test_validation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         ([*SERVER, "--streams", "0"], "streams of queries; got 0"),
         ([*SERVER, "--vs", "tape"], "a server spec; got tape"),
         ([*SERVER[:-1], "falcon"], "a collection spec; got falcon"),
-        ([*NEAR, "--workload", "opt-66b", "--rate", "5"], "--rate; got 5.0; expected none with sma"),
+        ([*NEAR, "--workload", "opt-66b", "--rate", "5"], "--rate; got 5.0; expected none"),
         ([*NEAR, "--workload", "opt-66b", "--threads", "foo"], "--threads; got foo"),
         ([*NEAR, "--workload", "opt-66b", "--draws", "20"], "--draws; got 20"),
         ([*COSMOS, "--workload", "sift", "--batch", "4"], "--batch; got 4"),
@@ -423,10 +424,10 @@ def test_validation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         ([*SERVER, "--batch", "9"], "--batch; got 9"),
         (["simulate", "--list", "--validation"], "--validation; got given; expected none with"),
         (["simulate", "--validation", "--seed", "1"], "--seed; got 1"),
-        (["simulate", "--validation", "--draws", "1001"], "draws; got 1001; expected 10 to 1,000"),
-        (["simulate", "--trace", "x", "--system", "isp-1", "--techniques", "none"], "--techniques"),
+        (["simulate", "--validation", "--draws", "1001"], "draws; got 1001; expected 10 to"),
+        (["simulate", "--trace", "x", "--techniques", "none"], "--techniques; got none"),
         (
-            ["simulate", "--system", "flexgen-4ssd", "--workload", "opt-66b", "--techniques", "none"],
+            ["simulate", "--system", "flexgen-4ssd", *OPT, "--techniques", "none"],
             "--techniques; got none; expected a system",
         ),
     ],

@@ -176,7 +176,7 @@ def test_layers_that_are_left_over(system: str) -> None:
             {"layers": 2, "experts": 1, "active_experts": 1},
         )
     )
-    assert all_.step_s == pytest.approx(whole.step_s + plain.step_s, rel=0.02)
+    assert all_.step_s == pytest.approx(whole.step_s + plain.step_s, rel=0.05)
     assert all_.busy_s.keys() == whole.busy_s.keys()
     for name, each in all_.busy_s.items():
         assert each == pytest.approx(whole.busy_s[name] + plain.busy_s.get(name, 0.0)), name
@@ -208,4 +208,4 @@ def test_a_network_s_latency_holds_nobody_up() -> None:
     load_ = Load(shape("opt-30b"), BATCH, CONTEXT)
     by_latency = decode(slow, load_).step_s - decode(fast, load_).step_s
     # a layer waits for it there and back, and for rows that it makes again
-    assert 48 * 0.01 < by_latency < 48 * 4 * 0.01
+    assert 48 * 0.005 < by_latency < 48 * 8 * 0.01

@@ -187,7 +187,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
 def test_drives_are_written_in_turn(tmp_path: Path) -> None:
     """Their flash is at work at once, behind an uplink that all share."""
     size = 1000 * MB
-    trace = trace_of(tmp_path, put(0, 0.0, size), line(1, "flush", 1e-5, 0.0))
+    trace = trace_of(tmp_path, put(0, 0.0, size, heads=16), line(1, "flush", 1e-5, 0.0))
     known = machine("smartssd-16")
     found = answer(known, trace)
     flash_s = size / 16 / known.need("device.flash.write_bandwidth")
