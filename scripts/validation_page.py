@@ -86,7 +86,7 @@ def _moves(rows: list[dict[str, Any]]) -> str:
         lines.append(f"| `{row['id']}` | {', '.join(moved) or 'nothing moves it'} |")
     still = [row for row in rows if not _by_mechanism(row)]
     if still:
-        lines += ["", "No mechanism and no figure moves these, so they show nothing of the model:\n"]
+        lines += ["", "No mechanism and no figure moves these, which show nothing:\n"]
         lines += [f"- `{row['id']}`, {row['value']:.2f}: {row['mechanism']}" for row in still]
     return "\n".join(lines) + "\n"
 
