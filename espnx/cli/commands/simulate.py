@@ -60,15 +60,12 @@ def configure(parser: ArgumentParser) -> None:
     clusters.add_argument(
         "--threads",
         metavar="N[,N...]",
-        help="that ask, each with one command under way; several are a sweep "
-        f"(default: {THREADS})",
+        help=f"that ask, each with one command under way; several are a sweep (default: {THREADS})",
     )
     clusters.add_argument(
         "--channels", type=int, metavar="N", help="of flash, with the same bandwidth (default: 8)"
     )
-    clusters.add_argument(
-        "--seed", type=int, metavar="N", help=f"of places (default: {SEED})"
-    )
+    clusters.add_argument("--seed", type=int, metavar="N", help=f"of places (default: {SEED})")
     add(
         "--validation",
         action="store_true",

@@ -39,9 +39,7 @@ def run_board(args: Namespace) -> int:
     threads = numbers("threads", THREADS if args.threads is None else args.threads)
     sweep = {
         number: {
-            element: ask(
-                Cosmos(element, figures, set_up_s, channels), workload, number, seed=seed
-            )
+            element: ask(Cosmos(element, figures, set_up_s, channels), workload, number, seed=seed)
             for element in ELEMENTS
         }
         for number in sorted(threads)

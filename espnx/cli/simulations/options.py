@@ -16,9 +16,7 @@ DECODER = (*MACHINE, "batch", "context", "output", "techniques")
 SERVICE = (*MACHINE, "batch", "passages", "generation", "rate")
 SERVER = (*MACHINE, "list_size", "streams")
 #: Each once, in the order in which they are refused. `--json` and `--plot` belong to all.
-ALL = tuple(
-    dict.fromkeys((*LIST, *VALIDATION, *TRACE, *BOARD, *DECODER, *SERVICE, *SERVER)),
-)
+ALL = tuple(dict.fromkeys((*LIST, *VALIDATION, *TRACE, *BOARD, *DECODER, *SERVICE, *SERVER)))
 
 
 def check_options(args: Namespace, what: str, own: Sequence[str]) -> None:

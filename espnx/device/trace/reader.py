@@ -186,9 +186,9 @@ def _lines(path: str | os.PathLike[str]) -> Iterator[Fields]:
                     raise errors.FormatError(
                         f"line {number} of a trace", path=path, got=str(error), expected="JSON"
                     ) from error
-                if number == 1 and isinstance(value, dict):
-                    if value.get("espnx_trace") == _WITHOUT_END:
-                        fix = "cut the last line off"
+                is_head = number == 1 and isinstance(value, dict)
+                if is_head and value.get("espnx_trace") == _WITHOUT_END:
+                    fix = "cut the last line off"
                 yield Fields(value, path, where=f"line {number}: ")
     except FileNotFoundError as error:
         raise errors.FileMissingError("no such trace", path=path) from error

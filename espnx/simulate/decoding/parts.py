@@ -65,12 +65,7 @@ def _drives(machine: Machine, group: int) -> list[PartGroup]:
     ends = {"out": ROOT, "in": ROOT}
 
     def link(
-        name: str,
-        count: int,
-        bytes_per_s: float | None,
-        *,
-        places: int = 1,
-        latency_s: float = 0.0,
+        name: str, count: int, bytes_per_s: float | None, *, places: int = 1, latency_s: float = 0.0
     ) -> None:
         for way, behind in ends.items():
             own = PartGroup(f"{name} {way}", behind, count, places, latency_s, bytes_per_s)

@@ -124,7 +124,7 @@ def _walked(machine: Machine, load: Load, add: Callable[[_Layers, int], list[int
     at_s, served_s = _passed(machine, load, add, periods * shape.expert_every)
     marks_s = [at_s[n * shape.expert_every - 1] for n in range(BEFORE, periods - BEHIND + 1)]
     taken_s = np.diff(marks_s)
-    step_s = float(sum(taken_s)) * (whole / ACCOUNTED)
+    step_s = float(np.sum(taken_s)) * (whole / ACCOUNTED)
     busy_s = {name: each * (whole / periods) for name, each in served_s.items()}
     if rest:
         # behind the last period: as many layers as begin one

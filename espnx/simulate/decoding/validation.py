@@ -55,8 +55,7 @@ WORDS: Mapping[str, tuple[str, str]] = {
     ),
     "hilos.16dev": (_SPEEDUP, "smartssd-16 over flexgen-dram, where memory holds the batch"),
     "hilos.16ssd_no_fpga_over_flex_ssd_min": (
-        "none: the same copy threads and CPU are the limit of both machines, so it is 1 but for "
-        "the first pieces of a stream",
+        "none: copy threads and CPU, the limit of both, are the same: 1 but for the first pieces",
         "flexgen-16ssd over flexgen-4ssd",
     ),
     "hilos.16ssd": (
@@ -72,8 +71,7 @@ WORDS: Mapping[str, tuple[str, str]] = {
         f"contexts and {LONG_OUTPUT} tokens together, over flexgen-4ssd",
     ),
     "hilos.endurance_gain_min": (
-        "none: models whose X is larger than K and V keep no X, and with writeback as with FlexGen "
-        "no row is written alone, so both write the same bytes",
+        "none: where X is larger than K and V none is kept, and both write the same bytes",
         "bytes to flash of a sequence with FlexGen over those with both techniques",
     ),
     "hilos.endurance": (

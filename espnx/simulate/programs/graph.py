@@ -337,17 +337,18 @@ class _Graph:
         read = self.machine.need("device.flash.read_bandwidth")
         write = self.machine.get("device.flash.write_bandwidth") or read
         latency_s = self.machine.get("device.flash.write_latency") or 0.0
+        # one wait for all drives, which are ready at once then
+        begun = (work,) if request.read_bytes else self._written_after(latency_s, (work,))
         rows: list[list[tuple[int, Mapping[str, int], float, tuple[int, ...]]]] = []
         for drive, share in self._shares(command, request.units):
             members = self._members(drive)
-            before: tuple[int, ...] = (work,)
+            before = begun
             if request.read_bytes:
-                before = tuple(
+                read_before = tuple(
                     self._add("read", {"flash bytes": size}, before, members)
                     for size in self._pieces(request.read_bytes * share)
                 )
-            if latency_s:
-                before = (self._add("wait", {"seconds": latency_s}, before),)
+                before = self._written_after(latency_s, read_before)
             pieces = self._pieces(request.write_bytes * share)
             rows.append([(drive, members, size, before) for size in pieces])
         # drives take their pieces in turn: one is written while the next one's are on their way
@@ -358,6 +359,12 @@ class _Graph:
                 granted = self._granted("write", drive, size, before)
                 found.append(self._add("write", sizes, granted, members))
         return found
+
+    def _written_after(self, latency_s: float, before: tuple[int, ...]) -> tuple[int, ...]:
+        """What a write begins with, after the latency of one."""
+        if not latency_s:
+            return before
+        return (self._add("wait", {"seconds": latency_s}, before),)
 
     def _granted(
         self, way: str, drive: int, size_bytes: float, after: tuple[int, ...]

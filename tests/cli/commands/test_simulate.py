@@ -441,6 +441,7 @@ def test_one_file_is_one_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("two.yaml").write_text("schema_version: 2\n")
     words = ["simulate", "--system", "two.yaml", "--workload", "opt-30b", "--vs"]
     for same in ("./two.yaml", str(tmp_path / "two.yaml")):
         assert main([*words, same]) == 2
