@@ -21,6 +21,8 @@ PLOT = ROOT / "docs" / "plots" / "predictions.svg"
 PLOTTED = "opt-66b"
 #: What moves an id by less is not shown.
 SHOWN = 0.02
+#: What is no mechanism: fewer models.
+ALONE = "opt models alone"
 #: By how much a prediction may be off that nothing was fitted on, before it is called missed.
 NEAR = 0.15
 
@@ -82,7 +84,20 @@ def _moves(rows: list[dict[str, Any]]) -> str:
             if abs(value - row["value"]) >= SHOWN * abs(row["value"])
         ]
         lines.append(f"| `{row['id']}` | {', '.join(moved) or 'nothing moves it'} |")
+    still = [row for row in rows if not _by_mechanism(row)]
+    if still:
+        lines += ["", "No mechanism and no figure moves these, which show nothing:\n"]
+        lines += [f"- `{row['id']}`, {row['value']:.2f}: {row['mechanism']}" for row in still]
     return "\n".join(lines) + "\n"
+
+
+def _by_mechanism(row: Mapping[str, Any]) -> bool:
+    """Whether something moves it that is not which models are asked for."""
+    return any(
+        abs(value - row["value"]) >= SHOWN * abs(row["value"])
+        for what, value in row["moved"].items()
+        if what != ALONE
+    )
 
 
 def _aisaq(shown: Mapping[str, Any]) -> str:

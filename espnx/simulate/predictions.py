@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import InvalidInputError, StateError
 
-DRAWS, DRAWS_MIN, SEED = 20, 10, 7
+DRAWS, DRAWS_MIN, DRAWS_MAX, SEED = 20, 10, 1000, 7
 RANGE = (5.0, 95.0)  # percentiles
 #: How much a figure is raised to see what it moves.
 RAISED = 1.1
@@ -48,9 +48,9 @@ class NotPredicted:
 
 
 def check_draws(n_draws: int) -> None:
-    """Raises InvalidInputError: too few for a range."""
-    if n_draws < DRAWS_MIN:
-        raise InvalidInputError("draws", got=n_draws, expected=f"{DRAWS_MIN} or more")
+    """Raises InvalidInputError: too few for a range, or so many that they take hours."""
+    if not DRAWS_MIN <= n_draws <= DRAWS_MAX:
+        raise InvalidInputError("draws", got=n_draws, expected=f"{DRAWS_MIN} to {DRAWS_MAX:,}")
 
 
 def predictions(

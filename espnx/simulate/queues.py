@@ -3,6 +3,7 @@ walk itself is in csrc/simulate/queues.cpp."""
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from ..errors import OutOfMemoryError
+from ..errors import InvalidInputError, OutOfMemoryError
 from ..storage.native import load_native
 
 
@@ -130,9 +131,18 @@ def walk(
             commands to that of the first `n_until` (None: all).
 
     Raises:
-        InvalidInputError: parts, routes or commands that are none, places held in a circle.
+        InvalidInputError: parts (a rate of 0 among them), routes or commands that are none,
+            places held in a circle.
         OutOfMemoryError: more of them than memory holds.
     """
+    for number, part in enumerate(parts):
+        # the core takes 0 as no rate
+        if part.bytes_per_s is not None and not 0 < part.bytes_per_s < math.inf:
+            raise InvalidInputError(
+                f"rate of part {number}",
+                got=part.bytes_per_s,
+                expected="bytes/s above 0, or None where bytes take no time",
+            )
     waits = after if after is None or isinstance(after, After) else After.of(after)
     try:
         found = load_native().walk_queues(

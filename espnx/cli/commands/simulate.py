@@ -6,8 +6,18 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 
 from ...errors import InvalidInputError
 from ..output import add_json_option, check_json
-from ..simulations.boards import run_board
+from ..simulations.boards import SEED, THREADS, run_board
 from ..simulations.decoders import add_decoder_options, run_decoder
+from ..simulations.options import (
+    BOARD,
+    DECODER,
+    LIST,
+    SERVER,
+    SERVICE,
+    TRACE,
+    VALIDATION,
+    check_options,
+)
 from ..simulations.plots import check_plot
 from ..simulations.programs import run_program
 from ..simulations.servers import add_server_options, run_server
@@ -49,23 +59,19 @@ def configure(parser: ArgumentParser) -> None:
     clusters = parser.add_argument_group("of cosmos")
     clusters.add_argument(
         "--threads",
-        default="32",
         metavar="N[,N...]",
-        help="that ask, each with one command under way; several are a sweep "
-        "(default: %(default)s)",
+        help=f"that ask, each with one command under way; several are a sweep (default: {THREADS})",
     )
     clusters.add_argument(
         "--channels", type=int, metavar="N", help="of flash, with the same bandwidth (default: 8)"
     )
-    clusters.add_argument(
-        "--seed", type=int, default=1, metavar="N", help="of places (default: %(default)s)"
-    )
+    clusters.add_argument("--seed", type=int, metavar="N", help=f"of places (default: {SEED})")
     add(
         "--validation",
         action="store_true",
         help="in place of an answer: what papers have measured, predicted, with ranges",
     )
-    add("--draws", type=int, default=20, metavar="N", help="for a range (default: %(default)s)")
+    add("--draws", type=int, metavar="N", help="for a range, 10 to 1,000 (default: 20)")
     add("--plot", metavar="FILE", help="also draw the answer: an .svg file (needs matplotlib)")
     add_json_option(parser)
 
@@ -76,10 +82,13 @@ def run(args: Namespace) -> int:
     if args.plot:
         _check_plot(args)
     if args.list:
+        check_options(args, "--list", LIST)
         return run_list(args)
     if args.validation:
+        check_options(args, "--validation", VALIDATION)
         return run_validation(args)
     if args.trace is not None:
+        check_options(args, "--trace", TRACE)
         return run_program(args)
     for name in ("system", "workload"):
         if getattr(args, name) is None:
@@ -89,14 +98,20 @@ def run(args: Namespace) -> int:
                 expected="--system and --workload or --trace, or --list, or --validation",
             )
     if args.system in BOARDS:
+        check_options(args, args.system, BOARD)
         return run_board(args)
     from ...simulate.specs.graphs import ServerSpec
     from ...simulate.specs.load import is_a
     from ...simulate.specs.rag import ServiceSpec
 
     if is_a(ServerSpec, args.system):
+        check_options(args, f"{args.system}, a server", SERVER)
         return run_server(args)
-    return run_service(args) if is_a(ServiceSpec, args.system) else run_decoder(args)
+    if is_a(ServiceSpec, args.system):
+        check_options(args, f"{args.system}, a service", SERVICE)
+        return run_service(args)
+    check_options(args, f"{args.system}, a machine that decodes", DECODER)
+    return run_decoder(args)
 
 
 def _check_plot(args: Namespace) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ...simulate.closed_loop import Answer
 
 US = 1e6
+THREADS, SEED = "32", 1
 
 
 def run_board(args: Namespace) -> int:
@@ -30,16 +31,15 @@ def run_board(args: Namespace) -> int:
     if args.vs is not None:
         raise InvalidInputError("--vs", got=args.vs, expected=f"none beside {args.system}")
     workload = load_workload(args.workload)
+    seed = SEED if args.seed is None else args.seed
     channels = CHANNELS if args.channels is None else args.channels
     known = ranges()
     figures = middles(known)
     set_up_s = calibrate_set_up_s(figures)
-    threads = numbers("threads", args.threads)
+    threads = numbers("threads", THREADS if args.threads is None else args.threads)
     sweep = {
         number: {
-            element: ask(
-                Cosmos(element, figures, set_up_s, channels), workload, number, seed=args.seed
-            )
+            element: ask(Cosmos(element, figures, set_up_s, channels), workload, number, seed=seed)
             for element in ELEMENTS
         }
         for number in sorted(threads)
@@ -58,7 +58,7 @@ def run_board(args: Namespace) -> int:
             "title": workload.title,
             "threads": threads,
             "channels": channels,
-            "seed": args.seed,
+            "seed": seed,
         },
         kind="modelled",
         clusters_per_query=workload.clusters_per_query,

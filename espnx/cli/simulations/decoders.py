@@ -13,30 +13,33 @@ from ...sizes import format_size
 from ...tables import render_table
 from ..output import json_document
 from .answers import say
-from .numbers import flat, lines, numbers, ratios, systems
+from .numbers import flat, lines, numbers, ratios, systems, unwritten
 
 if TYPE_CHECKING:
     from ...simulate.decoding.answer import Answer
     from ...simulate.decoding.machine import Specs
 
 
+DEFAULTS = {"context": "32768", "output": "64", "batch": "16"}
+
+
 def add_decoder_options(parser: ArgumentParser) -> None:
     options = parser.add_argument_group("of machines that decode")
     add = options.add_argument
-    for name, default, what in (
-        ("context", "32768", "tokens of each before"),
-        ("output", "64", "tokens of each that are made"),
+    for name, what in (
+        ("context", "tokens of each before"),
+        ("output", "tokens of each that are made"),
     ):
         add(
             f"--{name}",
-            default=default,
             metavar="N[,N...]",
-            help=f"{what}; several are a sweep (default: %(default)s)",
+            help=f"{what}; several are a sweep (default: {DEFAULTS[name]})",
         )
     add(
         "--techniques",
         metavar="WORDS",
-        help="of the program, such as writeback,x-cache, or none (default: what the system says)",
+        help="of programs that attend in drives, such as writeback,x-cache, or none (default: what "
+        "the system says)",
     )
 
 
@@ -51,9 +54,11 @@ def run_decoder(args: Namespace) -> int:
     machines = [load_system(each) for each in systems(args)]
     workload = load(ModelSpec, args.workload)
     shape = Shape.of(workload)
-    contexts, outputs = (numbers(name, getattr(args, name)) for name in ("context", "output"))
-    batches = numbers("batch", "16" if args.batch is None else args.batch)
-    techniques = _techniques(args.techniques)
+    contexts, outputs, batches = (
+        numbers(name, DEFAULTS[name] if getattr(args, name) is None else getattr(args, name))
+        for name in ("context", "output", "batch")
+    )
+    techniques = _techniques(args.techniques, machines)
     answers = [
         answer(
             specs.machine(
@@ -96,11 +101,15 @@ def run_decoder(args: Namespace) -> int:
     return 0
 
 
-def _techniques(text: str | None) -> tuple[str, ...] | None:
+def _techniques(text: str | None, machines: Sequence[Specs]) -> tuple[str, ...] | None:
     from ...simulate.specs.kinds import TECHNIQUES
 
     if text is None:
         return None
+    if all(specs.program.attention != "drives" for specs in machines):
+        raise InvalidInputError(
+            "--techniques", got=text, expected="a system whose program attends in drives"
+        )
     words = () if text == "none" else tuple(text.split(","))
     for word in words:
         if word not in TECHNIQUES:
@@ -199,4 +208,7 @@ def _costs(answers: Sequence[Answer]) -> str:
     ]
     text = render_table(headers, rows, right=headers[1:])
     unknown = dict.fromkeys(word for each in answers for word in each.unknown)
-    return text + (f"\nnot known: {', '.join(unknown)}" if unknown else "")
+    notes = [f"not known: {', '.join(unknown)}"] if unknown else []
+    if idle := unwritten({each.system: each.written_bytes for each in answers}):
+        notes.append(idle)
+    return "\n".join([text, *notes])

@@ -3,8 +3,9 @@ ratios of what they bring."""
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ...errors import InvalidInputError
 
@@ -24,9 +25,12 @@ def numbers(name: str, text: str) -> list[int]:
 
 def systems(args: Namespace) -> list[str]:
     """Those that are asked for: ``--system``, then all of ``--vs``. Raises InvalidInputError: a
-    name twice."""
+    name or a file twice."""
+    from ...device.model.reader import SUFFIXES
+
     found = [args.system, *(args.vs.split(",") if args.vs is not None else ())]
-    if len(set(found)) != len(found):
+    places = {os.path.realpath(each) if each.endswith(SUFFIXES) else each for each in found}
+    if len(places) != len(found):
         raise InvalidInputError("--vs", got=args.vs, expected="each system once")
     return found
 
@@ -55,3 +59,9 @@ def lines(names: Sequence[str], found: Sequence[Sequence[float]], what: str) -> 
         f"{names[0]} over {name}, {what}: {', '.join(f'{each:.2f}' for each in own)}"
         for name, own in zip(names[1:], found, strict=True)
     ]
+
+
+def unwritten(written_bytes: Mapping[str, float]) -> str | None:
+    """Why there is no wear, of the systems to whose drives nothing is written; None: of none."""
+    names = [name for name, size_bytes in written_bytes.items() if not size_bytes]
+    return f"nothing is written to drives, so none wears: {', '.join(names)}" if names else None

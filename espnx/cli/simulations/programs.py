@@ -11,7 +11,7 @@ from ...errors import InvalidInputError
 from ...sizes import format_size
 from ...tables import render_table
 from ..output import emit, json_document
-from .numbers import systems
+from .numbers import systems, unwritten
 
 if TYPE_CHECKING:
     from ...simulate.programs.answer import Answer
@@ -47,6 +47,10 @@ def run_program(args: Namespace) -> int:
     )
     parts = [f"{trace.program} (modelled)", _totals(answers)]
     parts += [_verbs(each) for each in answers]
+    if unknown := dict.fromkeys(word for each in answers for word in each.unknown):
+        parts.append(f"not known: {', '.join(unknown)}")
+    if idle := unwritten({each.system: each.written_bytes for each in answers}):
+        parts.append(idle)
     if not trace.has_all_host_s:
         parts.append("a trace before version 3, without the host's work beside other commands")
     emit(args, "\n\n".join(parts), document)

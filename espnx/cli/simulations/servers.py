@@ -25,9 +25,8 @@ def add_server_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("of servers that search graphs on drives").add_argument
     add(
         "--list-size",
-        default=LIST_SIZES,
         metavar="N[,N...]",
-        help="of a search; several are a sweep (default: %(default)s)",
+        help=f"of a search; several are a sweep (default: {LIST_SIZES})",
     )
     add(
         "--streams",
@@ -43,7 +42,7 @@ def run_server(args: Namespace) -> int:
 
     specs = [load_server(each, args.workload) for each in systems(args)]
     collection = specs[0].collection
-    list_sizes = numbers("list-size", args.list_size)
+    list_sizes = numbers("list-size", LIST_SIZES if args.list_size is None else args.list_size)
     streams = (
         [int(collection.streams.value)]
         if args.streams is None

@@ -21,21 +21,20 @@ if TYPE_CHECKING:
 
 #: Answers whose phases are shown, a column each.
 PHASES_MAX = 8
+PASSAGES, GENERATION = "5000000", "llama2-34b"
 
 
 def add_service_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("of services that find passages").add_argument
     add(
         "--passages",
-        default="5000000",
         metavar="N[,N...]",
-        help="that are searched; several are a sweep (default: %(default)s)",
+        help=f"that are searched; several are a sweep (default: {PASSAGES})",
     )
     add(
         "--generation",
-        default="llama2-34b",
         metavar="NAME",
-        help="the model that answers: a name, or a .yaml file (default: %(default)s)",
+        help=f"the model that answers: a name, or a .yaml file (default: {GENERATION})",
     )
     add(
         "--rate",
@@ -50,15 +49,15 @@ def run_service(args: Namespace) -> int:
     from ...simulate.retrieval.service import FITTED, load_service
     from ...simulate.retrieval.validation import middle_values
 
-    specs = [load_service(each, args.workload, args.generation) for each in systems(args)]
+    generation = GENERATION if args.generation is None else args.generation
+    specs = [load_service(each, args.workload, generation) for each in systems(args)]
+    passages = numbers("passages", PASSAGES if args.passages is None else args.passages)
     values, _ = middle_values()
     own = {name: each.middle for spec in specs for name, each in spec.ranges.items()}
     given = {**own, **{name: values[name] for name in FITTED}}
     batches = [1] if args.batch is None else numbers("batch", args.batch)
-    asked = [(each, batch) for each in numbers("passages", args.passages) for batch in batches]
-    answers = [
-        answer(spec.given(given), passages, batch) for passages, batch in asked for spec in specs
-    ]
+    asked = [(each, batch) for each in passages for batch in batches]
+    answers = [answer(spec.given(given), each, batch) for each, batch in asked for spec in specs]
     beside = ratios([each.queries_per_s for each in answers], len(specs))
     waits = [] if args.rate is None else [_waits(each, args.rate) for each in answers]
     document = json_document(
@@ -70,7 +69,7 @@ def run_service(args: Namespace) -> int:
             "workload": specs[0].retriever.name,
             "title": specs[0].retriever.title,
             "generation": specs[0].generation.name,
-            "passages": numbers("passages", args.passages),
+            "passages": passages,
             "batch": batches,
             "rate": args.rate,
         },

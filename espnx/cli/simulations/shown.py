@@ -19,11 +19,13 @@ def run_validation(args: Namespace) -> int:
     from ...simulate import validation
     from ...simulate.decoding import validation as decoding
     from ...simulate.graphs import validation as graphs
+    from ...simulate.predictions import DRAWS
     from ...simulate.retrieval import validation as retrieval
 
-    found, services = validation.validate(args.draws), retrieval.validate(args.draws)
-    beside = _beside(graphs.show(args.draws))
-    rows = [*found.rows, *decoding.validate(args.draws), *services.rows]
+    draws = DRAWS if args.draws is None else args.draws
+    found, services = validation.validate(draws), retrieval.validate(draws)
+    beside = _beside(graphs.show(draws))
+    rows = [*found.rows, *decoding.validate(draws), *services.rows]
     document = json_document(
         "simulate",
         kind="modelled",

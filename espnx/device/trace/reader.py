@@ -17,6 +17,7 @@ from .writer import VERSION
 LINE_BYTES_MAX = 64 << 20
 _DEVICES_MAX = 4096
 _WITHOUT_END, _ALONE = 1, 2  # versions
+_READ = (_WITHOUT_END, _ALONE, VERSION)
 _ROUNDED_S = 1e-6  # times are written with seven places
 
 
@@ -86,9 +87,13 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
             got="a file without its first line",
             expected='{"espnx_trace": ...}',
         )
-    if (version := head.whole("espnx_trace")) not in (_WITHOUT_END, _ALONE, VERSION):
+    if (version := head.whole("espnx_trace")) not in _READ:
         raise errors.FormatError(
-            "version of a trace", path=path, got=version, expected=VERSION, fix="record it again"
+            "version of a trace",
+            path=path,
+            got=version,
+            expected=f"one of {', '.join(map(str, _READ))}",
+            fix="record it again",
         )
     devices = [
         {name: each.text(name) for name in ("name", "kind", "path")}
@@ -96,6 +101,8 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     ]
     if version == _WITHOUT_END:
         commands = [_command(line, len(devices)) for line in lines]
+        for command in commands:
+            _check_host(command, 0.0)
     else:
         commands = _whole(lines, len(devices), path)
     commands.sort(key=lambda command: command.number)
@@ -138,6 +145,7 @@ def _whole(lines: Iterator[Fields], n_devices: int, path: str | os.PathLike[str]
         after = line.whole("after", least=-1)
         if after not in ends_s or ends_s[after] > command.at_s + _ROUNDED_S:
             line.refuse("after", "-1, or a command that had ended", after)
+        _check_host(command, ends_s[after])
         ends_s[command.number] = last_s = command.end_s
         commands.append(command)
     raise errors.FormatError(
@@ -149,10 +157,19 @@ def _whole(lines: Iterator[Fields], n_devices: int, path: str | os.PathLike[str]
     )
 
 
+def _check_host(command: Command, since_s: float) -> None:
+    """The host cannot have worked for longer than has passed since a command ended."""
+    passed_s = command.at_s - since_s
+    if command.host_s > passed_s + 2 * _ROUNDED_S:
+        command.detail.refuse(
+            "host_s", f"at most the {max(passed_s, 0.0):.7f} s that have passed", command.host_s
+        )
+
+
 def _lines(path: str | os.PathLike[str]) -> Iterator[Fields]:
     try:
         with open(path, "rb") as file:
-            number = 0
+            number, fix = 0, "record it again"
             while text := file.readline(LINE_BYTES_MAX):
                 number += 1
                 if not text.endswith(b"\n"):
@@ -161,7 +178,7 @@ def _lines(path: str | os.PathLike[str]) -> Iterator[Fields]:
                         path=path,
                         got=f"{len(text)} bytes without an end",
                         expected="whole lines",
-                        fix="the program that wrote it was stopped: cut the last line off",
+                        fix=f"the program that wrote it was stopped: {fix}",
                     )
                 try:
                     value: Any = json.loads(text)
@@ -169,6 +186,9 @@ def _lines(path: str | os.PathLike[str]) -> Iterator[Fields]:
                     raise errors.FormatError(
                         f"line {number} of a trace", path=path, got=str(error), expected="JSON"
                     ) from error
+                is_head = number == 1 and isinstance(value, dict)
+                if is_head and value.get("espnx_trace") == _WITHOUT_END:
+                    fix = "cut the last line off"
                 yield Fields(value, path, where=f"line {number}: ")
     except FileNotFoundError as error:
         raise errors.FileMissingError("no such trace", path=path) from error

@@ -47,7 +47,8 @@ class Answer:
     drives_dollars: drives and their chassis; None: not known.
     tokens_per_s_per_drives_dollar: of decoding; prices of hosts and GPUs are not known.
     written_bytes: to flash, of one sequence.
-    sequences_until_worn: of such; None: where no endurance is known, or nothing is written.
+    sequences_until_worn: of such; None: where no endurance is known (`unknown`), or nothing is
+        written.
     residual: of the simulated window.
     unknown: what of it is not known, and why.
     """
@@ -97,6 +98,7 @@ def answer(
     step, first = decode(machine, middle), prefill(machine, before)
     unknown: list[str] = []
     watts = power_w(machine, shape, step, unknown)
+    unknown += unknown_of_drives(machine)
     written = written_bytes(machine, shape, share, context, output)
     endurance, dollars = machine.get("device.endurance"), drives_dollars(machine)
     return Answer(
@@ -177,6 +179,21 @@ def power_w(machine: Machine, shape: Shape, step: Step, unknown: list[str]) -> f
         else:
             total_w += powers[kernel].value * machine.n_drives
     return None if unknown else total_w
+
+
+def unknown_of_drives(machine: Machine) -> list[str]:
+    """What is not known of wear and room; nothing where drives keep no rows."""
+    if machine.system.kv != "drives":
+        return []
+    named = machine.device.name
+    return [
+        words
+        for figure, words in (
+            ("endurance", f"endurance of {named}"),
+            ("capacity", f"capacity of {named}, so whether it fits the drives"),
+        )
+        if machine.get(f"device.{figure}") is None
+    ]
 
 
 def drives_dollars(machine: Machine) -> float | None:

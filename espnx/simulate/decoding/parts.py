@@ -3,11 +3,17 @@ storage, a copy through memory, a product."""
 
 from __future__ import annotations
 
+from ...device.model.spec import Accelerator
+from ...errors import InvalidInputError
 from ..system import ROOT, Leg, PartGroup, System
 from .machine import Machine
 
 #: Commands that wait for nothing but themselves.
 MANY = 4096
+#: A network, drives first: its bandwidth, and its latency, in which others may be under way.
+NETWORK = ("network", "network latency")
+#: Groups in which commands pass time and nothing is busy.
+DELAYS = ("network latency out", "network latency in")
 
 
 def decoder_system(machine: Machine, group: int) -> System:
@@ -58,26 +64,43 @@ def _drives(machine: Machine, group: int) -> list[PartGroup]:
     n, device, groups = machine.n_drives, machine.device, list[PartGroup]()
     ends = {"out": ROOT, "in": ROOT}
 
-    def link(name: str, count: int, latency_s: float, bytes_per_s: float | None) -> None:
+    def link(
+        name: str, count: int, bytes_per_s: float | None, *, places: int = 1, latency_s: float = 0.0
+    ) -> None:
         for way, behind in ends.items():
-            groups.append(PartGroup(f"{name} {way}", behind, count, 1, latency_s, bytes_per_s))
+            own = PartGroup(f"{name} {way}", behind, count, places, latency_s, bytes_per_s)
+            groups.append(own)
             ends[way] = f"{name} {way}"
 
     if machine.network is not None:
-        link("network", 1, machine.need("network.latency"), machine.need("network.bandwidth"))
+        link("network latency", 1, None, places=MANY, latency_s=machine.need("network.latency"))
+        link("network", 1, machine.need("network.bandwidth"))
     if device.links.uplink is not None:
-        link("uplink", 1, 0.0, machine.get("device.links.uplink"))
+        link("uplink", 1, machine.get("device.links.uplink"))
     if device.links.switch_port is not None and device.links.devices_per_port is not None:
         ports = -(-n // int(device.links.devices_per_port.value))
-        link("port", ports, 0.0, machine.get("device.links.switch_port"))
-    link("link", n, 0.0, machine.get("device.links.device"))
+        link("port", ports, machine.get("device.links.switch_port"))
+    link("link", n, machine.get("device.links.device"))
     groups.append(PartGroup("flash", "link out", n, 1, 0.0, flash_bytes_per_s(machine)))
     if machine.is_near_storage and device.accelerator is not None:
         memory = machine.get("device.memory.bandwidth")
         groups.append(PartGroup("drive memory", "flash", n, 1, 0.0, memory))
-        flops_per_s = device.accelerator.flops_per_s(group)
+        flops_per_s = _kernel_flops_per_s(machine, device.accelerator, group)
         groups.append(PartGroup("accelerator", "drive memory", n, 1, 0.0, flops_per_s))
     return groups
+
+
+def _kernel_flops_per_s(machine: Machine, accelerator: Accelerator, group: int) -> float:
+    """Raises InvalidInputError: no kernel of the device shares a pass among so many."""
+    if accelerator.rates and group > accelerator.max_group:
+        raise InvalidInputError(
+            f"query heads that share a pass in the drives of {machine.system.name}",
+            got=f"{group}, where the largest kernel of {machine.device.name} has "
+            f"{accelerator.max_group}",
+            expected=f"1 to {accelerator.max_group}",
+            fix="a model whose query heads share less, or drives with such a kernel",
+        )
+    return accelerator.flops_per_s(group)
 
 
 def flash_bytes_per_s(machine: Machine) -> float:
@@ -90,7 +113,7 @@ def flash_bytes_per_s(machine: Machine) -> float:
 def _verbs(machine: Machine) -> dict[str, tuple[Leg, ...]]:
     def over(way: str, size: str) -> tuple[Leg, ...]:
         """The route from a drive to the host, or back."""
-        names = ["link", "port", "uplink", "network"]
+        names = ["link", "port", "uplink", *NETWORK]
         ordered = names if way == "out" else names[::-1]
         return tuple(Leg(f"{name} {way}", size) for name in ordered)
 

@@ -20,8 +20,7 @@ def effective_s(machine: Machine, shape: Shape, batch: int, context: float, shar
     gpu = machine.need("gpu.peak") * machine.need("gpu.gemm_share")
     weights = 0.0
     if machine.keeps_on_drives(shape.parameters):
-        layers = [shape.layer(number, batch) for number in range(shape.expert_every)]
-        weights = sum(layer.weight_bytes for layer in layers) / len(layers)
+        weights = shape.weight_bytes(batch) / shape.layers
     return max(
         share * shape.regeneration_flops * tokens / gpu,
         (share * x_bytes + (1 - share) * rows_bytes + weights) / flash,

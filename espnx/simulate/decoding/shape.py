@@ -92,10 +92,16 @@ class Shape:
     @property
     def parameters(self) -> float:
         """Without embeddings."""
-        weights = sum(
-            each.weight_bytes for each in (self.layer(i, None) for i in range(self.expert_every))
-        )
-        return weights * self.layers / self.expert_every / HALF_BYTES
+        return self.weight_bytes(None) / HALF_BYTES
+
+    def weight_bytes(self, batch: int | None) -> float:
+        """Bytes of the weights of all layers, experts as `layer` has them. The last of every
+        `expert_every` layers has experts, and none of those that are left over."""
+        with_experts = self.layers // self.expert_every
+        last = self.layer(self.expert_every - 1, batch).weight_bytes
+        plain = self.layers - with_experts
+        others = plain * self.layer(0, batch).weight_bytes if plain else 0.0
+        return with_experts * last + others
 
     def layer(self, number: int, batch: int | None) -> Layer:
         """The layer of that number. Experts are those that `batch` tokens choose, alike and on

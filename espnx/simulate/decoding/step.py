@@ -12,7 +12,7 @@ import numpy as np
 from ..queues import Outcome, walk
 from ..system import System
 from .machine import Machine
-from .parts import decoder_system, flash_bytes_per_s
+from .parts import DELAYS, decoder_system, flash_bytes_per_s
 from .shape import HALF_BYTES, Layer, Shape
 
 #: What passes several parts goes in so many pieces, so that parts overlap.
@@ -119,25 +119,44 @@ def prefill(machine: Machine, load: Load) -> Step:
 
 def _walked(machine: Machine, load: Load, add: Callable[[_Layers, int], list[int]]) -> Step:
     shape = load.shape
-    work = Work(decoder_system(machine, shape.group))
-    layers = (_NearStorage if machine.is_near_storage else _OnTheCpu)(machine, load, work)
-    until = BEFORE + ACCOUNTED
-    ends = [add(layers, number) for number in range((until + BEHIND) * shape.expert_every)]
-    done = work.walked()
-    at_s = [max(float(done.ended_s[each]) for each in end) for end in ends]
-    marks_s = [at_s[period * shape.expert_every - 1] for period in range(BEFORE, until + 1)]
+    whole, rest = divmod(shape.layers, shape.expert_every)
+    periods = BEFORE + ACCOUNTED + BEHIND
+    at_s, served_s = _passed(machine, load, add, periods * shape.expert_every)
+    marks_s = [at_s[n * shape.expert_every - 1] for n in range(BEFORE, periods - BEHIND + 1)]
     taken_s = np.diff(marks_s)
-    rounds = shape.layers / shape.expert_every / ACCOUNTED
-    per_layer = shape.layers / len(ends)
-    names = np.array(work.system.names())
-    busy_s = {}
-    for name in dict.fromkeys(work.system.names()):
-        served = [done.accounts[i].served_s for i in np.flatnonzero(names == name)]
-        if sum(served):
-            busy_s[name] = float(np.mean(served)) * per_layer
+    step_s = float(np.sum(taken_s)) * (whole / ACCOUNTED)
+    busy_s = {name: each * (whole / periods) for name, each in served_s.items()}
+    if rest:
+        # behind the last period: as many layers as begin one
+        begun_s = [
+            at_s[n * shape.expert_every + rest - 1] - at_s[n * shape.expert_every - 1]
+            for n in range(BEFORE, periods - BEHIND)
+        ]
+        step_s += float(np.mean(begun_s))
+        _, more_s = _passed(machine, load, add, periods * shape.expert_every + rest)
+        for name, each in more_s.items():
+            busy_s[name] = busy_s.get(name, 0.0) + each - served_s.get(name, 0.0)
     half = ACCOUNTED // 2
     residual = float(sum(taken_s[half:]) / sum(taken_s[:half]) - 1)
-    return Step(float(sum(taken_s)) * rounds, busy_s, residual)
+    return Step(step_s, busy_s, residual)
+
+
+def _passed(
+    machine: Machine, load: Load, add: Callable[[_Layers, int], list[int]], n_layers: int
+) -> tuple[list[float], dict[str, float]]:
+    """When each of so many layers has ended, and how long a part of each group that does something
+    has served all of them."""
+    work = Work(decoder_system(machine, load.shape.group))
+    layers = (_NearStorage if machine.is_near_storage else _OnTheCpu)(machine, load, work)
+    ends = [add(layers, number) for number in range(n_layers)]
+    done = work.walked()
+    names = np.array(work.system.names())
+    served_s = {}
+    for name in dict.fromkeys(work.system.names()):
+        served = [done.accounts[i].served_s for i in np.flatnonzero(names == name)]
+        if name not in DELAYS and sum(served):
+            served_s[name] = float(np.mean(served))
+    return [max(float(done.ended_s[each]) for each in end) for end in ends], served_s
 
 
 class _Layers:
@@ -231,9 +250,12 @@ class _Layers:
         """Writes from the GPU to all drives alike."""
         n, found = self.machine.n_drives, list[int]()
         slower = flash_bytes_per_s(self.machine) / write_bytes_per_s(self.machine)
-        for drive in range(n):
-            sizes = {"bytes": size_bytes / n, "flash time": size_bytes / n * slower}
-            found += self.work.add("write", sizes, after, self.members(drive), pieces)
+        piece_bytes = size_bytes / n / pieces
+        sizes = {"bytes": piece_bytes, "flash time": piece_bytes * slower}
+        # drives take their pieces in turn: one is written while the next one's are on their way
+        for _ in range(pieces):
+            for drive in range(n):
+                found += self.work.add("write", sizes, after, self.members(drive))
         return found
 
 

@@ -54,6 +54,10 @@ WORDS: Mapping[str, tuple[str, str]] = {
         "smartssd-4 over flexgen-dram, where memory holds the batch",
     ),
     "hilos.16dev": (_SPEEDUP, "smartssd-16 over flexgen-dram, where memory holds the batch"),
+    "hilos.16ssd_no_fpga_over_flex_ssd_min": (
+        "none: copy threads and CPU, the limit of both, are the same: 1 but for the first pieces",
+        "flexgen-16ssd over flexgen-4ssd",
+    ),
     "hilos.16ssd": (
         "FlexGen's copy threads are the limit with four drives and with 16",
         "flexgen-16ssd over flexgen-4ssd",
@@ -65,6 +69,10 @@ WORDS: Mapping[str, tuple[str, str]] = {
     "hilos.long_output": (
         _SPEEDUP,
         f"contexts and {LONG_OUTPUT} tokens together, over flexgen-4ssd",
+    ),
+    "hilos.endurance_gain_min": (
+        "none: where X is larger than K and V none is kept, and both write the same bytes",
+        "bytes to flash of a sequence with FlexGen over those with both techniques",
     ),
     "hilos.endurance": (
         "X is half of K and V; no row is written alone",

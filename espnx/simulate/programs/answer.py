@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...device.trace.reader import Trace
+from ..decoding.answer import unknown_of_drives
 from ..decoding.machine import Machine
+from ..decoding.parts import DELAYS
 from .graph import WAIT, WORK, Throttle, Walked, walk_program
 from .requests import VerbTimes
 
@@ -26,7 +28,8 @@ class Answer:
     busy_s: of each group of parts that does something, a part of it.
     verbs: by verb.
     written_bytes: to flash.
-    runs_until_worn: of the program; None: no endurance is known, or nothing is written.
+    runs_until_worn: of the program; None: no endurance is known (`unknown`), or nothing is written.
+    unknown: what of its drives is not known.
     """
 
     system: str
@@ -40,11 +43,13 @@ class Answer:
     verbs: Mapping[str, VerbTimes]
     written_bytes: int
     runs_until_worn: float | None
+    unknown: tuple[str, ...]
 
 
 def answer(machine: Machine, trace: Trace, *, throttle: Throttle | None = None) -> Answer:
-    """Raises InvalidInputError: a trace without commands, or with a verb that no part serves;
-    FormatError: a line that says what cannot be."""
+    """Raises InvalidInputError: a trace without commands, with a verb that no part serves, or with
+    more rows than drives hold; a machine that keeps rows in memory. FormatError: a line that says
+    what cannot be."""
     found = walk_program(machine, trace, throttle)
     verbs: dict[str, VerbTimes] = {}
     for command, request in found.asked:
@@ -67,6 +72,7 @@ def answer(machine: Machine, trace: Trace, *, throttle: Throttle | None = None) 
         verbs,
         written,
         endurance * machine.n_drives / written if endurance and written else None,
+        tuple(unknown_of_drives(machine)),
     )
 
 
@@ -75,7 +81,7 @@ def _busy_s(found: Walked) -> dict[str, float]:
     names, busy_s = np.array(found.system.names()), {}
     for name in dict.fromkeys(found.system.names()):
         served_s = [found.done.accounts[i].served_s for i in np.flatnonzero(names == name)]
-        if name != WAIT and any(served_s):
+        if name != WAIT and name not in DELAYS and any(served_s):
             busy_s[name] = float(np.mean(served_s))
     return busy_s
 

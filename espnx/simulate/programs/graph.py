@@ -7,15 +7,17 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 
 from ...device.trace.reader import Command, Trace
 from ...errors import InvalidInputError
 from ..decoding.machine import Machine
-from ..decoding.parts import MANY, decoder_system
+from ..decoding.parts import MANY, NETWORK, decoder_system
 from ..queues import Outcome, Step, walk
 from ..system import ROOT, Leg, PartGroup, System
+from .kept import check_fits, shares
 from .requests import COMPUTED, ENDS_WRITES, WRITES, Request, requests_of
 
 #: Of a command in one drive: it goes in so many pieces at most, of so many bytes at least, so that
@@ -23,7 +25,9 @@ from .requests import COMPUTED, ENDS_WRITES, WRITES, Request, requests_of
 PIECES_MAX, PIECE_BYTES = 16, 4096
 HALF_BYTES = 2
 WORK, WAIT = "program", "wait of a read"
-_OUT, _IN = ("link out", "port out", "uplink out"), ("uplink in", "port in", "link in")
+_WAYS = ("link", "port", "uplink", *NETWORK)
+_OUT = tuple(f"{name} out" for name in _WAYS)
+_IN = tuple(f"{name} in" for name in reversed(_WAYS))
 #: Of what a throttle grants at once, a piece is so small a part at least.
 _PART_OF_GRANT = 16
 _ROUNDED = 1e-9
@@ -76,8 +80,9 @@ class Walked:
 
 
 def walk_program(machine: Machine, trace: Trace, throttle: Throttle | None) -> Walked:
-    """Raises InvalidInputError: a trace without commands, or with a verb that no part serves;
-    FormatError: a line that says what cannot be."""
+    """Raises InvalidInputError: a trace without commands, with a verb that no part serves, or with
+    more rows than drives hold; a machine that keeps rows in memory. FormatError: a line that says
+    what cannot be."""
     requests = requests_of(trace)
     asked = [
         (command, request)
@@ -86,6 +91,7 @@ def walk_program(machine: Machine, trace: Trace, throttle: Throttle | None) -> W
     ]
     if not asked:
         raise InvalidInputError("a trace", got="no command that did not fail", expected="some")
+    check_fits(machine, trace, asked)
     graph = _Graph(machine, _system(machine, asked), trace, throttle)
     graph.add_all(asked)
     done = walk(
@@ -327,26 +333,38 @@ class _Graph:
 
     def _write(self, command: Command, request: Request, work: int) -> list[int]:
         """The host's rows, to all drives that keep some of them; of a join, read before."""
-        found = []
+        found: list[int] = []
         read = self.machine.need("device.flash.read_bandwidth")
         write = self.machine.get("device.flash.write_bandwidth") or read
         latency_s = self.machine.get("device.flash.write_latency") or 0.0
+        # one wait for all drives, which are ready at once then
+        begun = (work,) if request.read_bytes else self._written_after(latency_s, (work,))
+        rows: list[list[tuple[int, Mapping[str, int], float, tuple[int, ...]]]] = []
         for drive, share in self._shares(command, request.units):
             members = self._members(drive)
-            before: tuple[int, ...] = (work,)
+            before = begun
             if request.read_bytes:
-                before = tuple(
+                read_before = tuple(
                     self._add("read", {"flash bytes": size}, before, members)
                     for size in self._pieces(request.read_bytes * share)
                 )
-            if latency_s:
-                before = (self._add("wait", {"seconds": latency_s}, before),)
-            for size in self._pieces(request.write_bytes * share):
+                before = self._written_after(latency_s, read_before)
+            pieces = self._pieces(request.write_bytes * share)
+            rows.append([(drive, members, size, before) for size in pieces])
+        # drives take their pieces in turn: one is written while the next one's are on their way
+        for turn in zip_longest(*rows):
+            for drive, members, size, before in filter(None, turn):
                 # flash is written at another rate than it is read
                 sizes = {"bytes": size, "flash bytes": size * self._flash_bytes_per_s() / write}
                 granted = self._granted("write", drive, size, before)
                 found.append(self._add("write", sizes, granted, members))
         return found
+
+    def _written_after(self, latency_s: float, before: tuple[int, ...]) -> tuple[int, ...]:
+        """What a write begins with, after the latency of one."""
+        if not latency_s:
+            return before
+        return (self._add("wait", {"seconds": latency_s}, before),)
 
     def _granted(
         self, way: str, drive: int, size_bytes: float, after: tuple[int, ...]
@@ -377,11 +395,7 @@ class _Graph:
     def _shares(self, command: Command, units: int) -> list[tuple[int, float]]:
         """(drive, its share) of so many rows or pages, one after another over all drives; where
         there are as many as in the trace, each keeps its own."""
-        n = self.machine.n_drives
-        if n == len(self.trace.devices):
-            return [(command.device, 1.0)]
-        counts = [(units + n - 1 - drive) // n for drive in range(n)]
-        return [(drive, count / units) for drive, count in enumerate(counts) if count]
+        return shares(self.machine.n_drives, len(self.trace.devices), command, units)
 
     def _members(self, drive: int) -> dict[str, int]:
         per_port = self.machine.device.links.devices_per_port

@@ -40,6 +40,10 @@ WORDS: Mapping[type, str] = {
 }
 
 
+#: Of so many layers one may have experts: a few such periods are simulated, layer by layer.
+EVERY_MAX = 256
+
+
 def presets(kind: type) -> tuple[str, ...]:
     """Names of the specs of a kind that come with the package."""
     return names_in(__package__, f"presets/{WORDS[kind]}")
@@ -155,6 +159,13 @@ def _check_model(spec: ModelSpec, tree: Keys) -> None:
         raise tree.place.wrong(
             "experts that are not there", got=str(experts[1]), expected=f"at most {experts[0]}"
         )
+    every = shape.expert_every
+    if every is not None:
+        most = min(int(shape.layers.value), EVERY_MAX)
+        if every.value > most:
+            raise tree.place.wrong(
+                "layers of which one has experts", got=str(every), expected=f"1 to {most}"
+            )
 
 
 def figures(spec: object, prefix: str) -> dict[str, Figure]:

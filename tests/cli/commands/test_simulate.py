@@ -21,6 +21,7 @@ from tests.cli.documents import strict_json
 
 COSMOS = ("simulate", "--system", "cosmos")
 NEAR = ("simulate", "--system", "smartssd-16")
+OPT = ("--workload", "opt-66b")
 DRIVE = ("simulate", "--system", "ragx-1", "--workload", "gtr")
 SERVER = ("simulate", "--system", "dell-r760xa", "--workload", "falcon-4.8b")
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "simulate.md"
@@ -415,8 +416,41 @@ def test_validation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         ([*SERVER, "--streams", "0"], "streams of queries; got 0"),
         ([*SERVER, "--vs", "tape"], "a server spec; got tape"),
         ([*SERVER[:-1], "falcon"], "a collection spec; got falcon"),
+        ([*NEAR, "--workload", "opt-66b", "--rate", "5"], "--rate; got 5.0; expected none"),
+        ([*NEAR, "--workload", "opt-66b", "--threads", "foo"], "--threads; got foo"),
+        ([*NEAR, "--workload", "opt-66b", "--draws", "20"], "--draws; got 20"),
+        ([*COSMOS, "--workload", "sift", "--batch", "4"], "--batch; got 4"),
+        ([*DRIVE, "--context", "9"], "--context; got 9"),
+        ([*SERVER, "--batch", "9"], "--batch; got 9"),
+        (["simulate", "--list", "--validation"], "--validation; got given; expected none with"),
+        (["simulate", "--validation", "--seed", "1"], "--seed; got 1"),
+        (["simulate", "--validation", "--draws", "1001"], "draws; got 1001; expected 10 to"),
+        (["simulate", "--trace", "x", "--techniques", "none"], "--techniques; got none"),
+        (
+            ["simulate", "--system", "flexgen-4ssd", *OPT, "--techniques", "none"],
+            "--techniques; got none; expected a system",
+        ),
     ],
 )
 def test_wrong_usage(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_one_file_is_one_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("two.yaml").write_text("schema_version: 2\n")
+    words = ["simulate", "--system", "two.yaml", "--workload", "opt-30b", "--vs"]
+    for same in ("./two.yaml", str(tmp_path / "two.yaml")):
+        assert main([*words, same]) == 2
+        assert "each system once" in capsys.readouterr().err
+
+
+def test_why_nothing_wears(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "--workload", "opt-30b", "--context", "16384", "--system"]
+    assert main([*words, "flexgen-dram", "--vs", "isp-1"]) == 0
+    text = capsys.readouterr().out
+    assert "nothing is written to drives, so none wears: flexgen-dram" in text
+    assert "endurance of hilos-isp" in text

@@ -242,7 +242,11 @@ LATER = {**LINE, "n": 1, "at_s": 1.0, "after": 0}
     [
         ("", "no trace"),
         ("{}\n", "no trace"),
-        ('{"espnx_trace":7}\n', "version of a trace"),
+        ('{"espnx_trace":7}\n', "version of a trace.*got 7; expected one of 1, 2, 3"),
+        (HEAD + json.dumps(LINE)[:-3], "stopped: record it again"),
+        (HEAD.replace("3", "1", 1) + json.dumps(LINE)[:-3], "cut the last line off"),
+        (lines(LINE, LATER | {"host_s": 1e300}), "host_s"),
+        (lines(LINE, LATER | {"host_s": 1.01}), "host_s"),
         (HEAD[:-1], "without an end"),
         (HEAD + "no json\n", "line 2"),
         (HEAD + "[]\n", "an object"),

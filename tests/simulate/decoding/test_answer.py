@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def test_energy_is_power_for_a_time() -> None:
     assert near.watts == pytest.approx(idle_w + 200 * near.stage("gpu").busy)
     unknown = ask("isp-1", "opt-30b")
     assert unknown.watts is None
-    assert unknown.unknown == ("power of hilos-isp",)
+    assert unknown.unknown == ("power of hilos-isp", "endurance of hilos-isp")
 
 
 def test_tokens_a_second() -> None:
@@ -160,7 +161,34 @@ def test_systems_that_are_none(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidInputError, match=said):
             load_system(made(old, new))
-    with pytest.raises(InvalidInputError, match="query heads that share a pass"):
+    with pytest.raises(
+        InvalidInputError,
+        match="share a pass in the drives of isp-1; got 5.*hilos-isp has 1; expected 1 to 1. Fix: a model",
+    ):
         ask("isp-1", "qwen2.5-32b")
     with pytest.raises(InvalidInputError, match="a mechanism; got luck"):
         machine("smartssd-4", without="luck")
+
+
+def test_what_is_not_known_of_drives() -> None:
+    """Wear and fit have a reason where drives keep something, and are no matter elsewhere."""
+    known = machine("smartssd-4")
+    values = {
+        name: value
+        for name, value in known.values.items()
+        if name not in ("smartssd.endurance", "smartssd.capacity")
+    }
+    found = answer(
+        replace(known, values=values),
+        "opt-30b",
+        shape("opt-30b"),
+        batch=16,
+        context=16384,
+        output=64,
+    )
+    assert found.sequences_until_worn is None
+    assert found.unknown == (
+        "endurance of smartssd",
+        "capacity of smartssd, so whether it fits the drives",
+    )
+    assert ask("flexgen-dram", "opt-30b").unknown == ()

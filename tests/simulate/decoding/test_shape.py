@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -62,3 +64,15 @@ def test_experts_that_a_batch_chooses() -> None:
     assert found == pytest.approx(chosen, abs=5 * 2.5 / np.sqrt(2000))
     assert glam.layer(1, None).rest_bytes == 4096 * 4096 * 2 + 64 * expert_bytes
     assert sparse.rest_flops == 2 * (4096 * 4096 + 2 * 2 * 4096 * 16384)
+
+
+@pytest.mark.parametrize(("layers", "every"), [(32, 1), (32, 5), (32, 32), (7, 3), (1, 1)])
+def test_experts_of_one_of_several_layers(layers: int, every: int) -> None:
+    """Counted layer by layer, those that are left over too."""
+    model = replace(shape("mixtral-8x7b"), layers=layers, expert_every=every)
+    attention = 2 * 4096 * 32 * 128 + 2 * 4096 * 8 * 128
+    mlp = 3 * 4096 * 14336
+    counted = sum(
+        attention + mlp * (8 if number % every == every - 1 else 1) for number in range(layers)
+    )
+    assert model.parameters == counted

@@ -8,8 +8,17 @@ from dataclasses import replace
 import pytest
 
 from espnx.simulate.decoding.machine import Machine, load_system
+from espnx.simulate.decoding.parts import decoder_system, flash_bytes_per_s
 from espnx.simulate.decoding.shape import Shape
-from espnx.simulate.decoding.step import PIECES, Load, decode, prefill
+from espnx.simulate.decoding.step import (
+    PIECES,
+    Load,
+    Work,
+    _NearStorage,
+    decode,
+    prefill,
+    write_bytes_per_s,
+)
 from espnx.simulate.figures import middles
 from espnx.simulate.specs.kinds import ModelSpec, NetworkSpec, SystemSpec
 from espnx.simulate.specs.load import load, presets
@@ -135,7 +144,7 @@ def test_what_comes_by_a_network_is_bound_by_it() -> None:
     known = specs.machine(middles(specs.ranges))
     load_ = Load(shape("opt-30b"), BATCH, CONTEXT, 1.0)
     step = decode(known, load_)
-    assert step.busy_s["network out"] > 48 * 2 * 7168 * CONTEXT * BATCH / 12.5e9
+    assert step.busy_s["network out"] == pytest.approx(48 * 2 * 7168 * CONTEXT * BATCH / 12.5e9)
     assert step.step_s > decode(machine("smartssd-16"), load_).step_s
 
 
@@ -153,3 +162,50 @@ def test_prefill_is_products_or_writes() -> None:
         Load(shape_, BATCH, CONTEXT),
     )
     assert slow.bound == "flash"
+
+
+@pytest.mark.parametrize("system", ["flexgen-dram", "smartssd-4"])
+def test_layers_that_are_left_over(system: str) -> None:
+    """Every fifth of 32 layers has experts: as 30 layers, and two without experts."""
+    known, mixtral = machine(system), shape("mixtral-8x7b")
+    whole, all_, plain = (
+        decode(known, Load(replace(mixtral, **more), BATCH, CONTEXT))
+        for more in (
+            {"layers": 30, "expert_every": 5},
+            {"layers": 32, "expert_every": 5},
+            {"layers": 2, "experts": 1, "active_experts": 1},
+        )
+    )
+    assert all_.step_s == pytest.approx(whole.step_s + plain.step_s, rel=0.05)
+    assert all_.busy_s.keys() == whole.busy_s.keys()
+    for name, each in all_.busy_s.items():
+        assert each == pytest.approx(whole.busy_s[name] + plain.busy_s.get(name, 0.0)), name
+
+
+def test_drives_are_written_in_turn() -> None:
+    """All are done as soon as what reaches them and their flash allow, not one after another."""
+    known = machine("smartssd-16")
+    work = Work(decoder_system(known, 1))
+    size_bytes = 16e9
+    layers = _NearStorage(known, Load(shape("opt-30b"), BATCH, CONTEXT), work)
+    layers.write(size_bytes, [], PIECES)
+    took_s = float(work.walked().ended_s.max())
+    slower = flash_bytes_per_s(known) / write_bytes_per_s(known)
+    flash_s = size_bytes / 16 * slower / flash_bytes_per_s(known)
+    link_s = size_bytes / known.need("gpu.link")
+    # in turn the last drive has its first piece after a sixteenth of the link's time
+    assert took_s < max(flash_s, link_s) + link_s / 16 + flash_s / 16
+    assert took_s >= max(flash_s, link_s)
+
+
+def test_a_network_s_latency_holds_nobody_up() -> None:
+    """It is passed by many at once: of what takes a second at its bandwidth, pieces do not add
+    theirs up."""
+    specs = replace(load_system("smartssd-16"), network=load(NetworkSpec, "ethernet-100g"))
+    known = middles(specs.ranges)
+    slow = specs.machine(known | {"ethernet-100g.latency": 0.01})
+    fast = specs.machine(known)
+    load_ = Load(shape("opt-30b"), BATCH, CONTEXT)
+    by_latency = decode(slow, load_).step_s - decode(fast, load_).step_s
+    # a layer waits for it there and back, and for rows that it makes again
+    assert 48 * 0.005 < by_latency < 48 * 8 * 0.01

@@ -4,6 +4,7 @@ be."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from espnx.simulate.decoding.machine import Machine, load_system
 from espnx.simulate.figures import middles
 from espnx.simulate.programs.answer import Answer, answer
 from espnx.simulate.programs.requests import Request, requests_of
+from espnx.simulate.specs.kinds import NetworkSpec
+from espnx.simulate.specs.load import load
 
 HEAD = {
     "espnx_trace": 3,
@@ -137,3 +140,68 @@ def test_what_cannot_be(tmp_path: Path) -> None:
             machine("smartssd-4"),
             trace_of(tmp_path, line(0, "put", 0.0, 0.0, bytes=1, segments=[segment])),
         )
+
+
+def networked(name: str, bytes_per_s: float, latency_s: float) -> Machine:
+    specs = replace(load_system(name), network=load(NetworkSpec, "ethernet-100g"))
+    own = {"ethernet-100g.bandwidth": bytes_per_s, "ethernet-100g.latency": latency_s}
+    return specs.machine(middles(specs.ranges) | own)
+
+
+def put(n: int, at_s: float, size: int, heads: int = 8, **more: Any) -> dict[str, Any]:
+    segments = [{"number": n, "heads": [0, heads, 1], "n_rows": 128}]
+    return line(n, "put", at_s, 1e-6, bytes=size, segments=segments, **more)
+
+
+def test_what_comes_by_a_network(tmp_path: Path) -> None:
+    """Both ways pass it, at its rate and after its latency, which pieces do not add up."""
+    size = 10 * MB
+    trace = trace_of(tmp_path, read(0, 0.0, 1e-6, size))
+    near = answer(machine("flexgen-4ssd"), trace)
+    far = answer(networked("flexgen-4ssd", 1e7, 0.02), trace)
+    assert far.bound == "network out"
+    assert far.predicted_s == pytest.approx(size / 1e7 + 0.02, rel=0.02)
+    assert far.predicted_s > 50 * near.predicted_s
+    written = trace_of(tmp_path, put(0, 0.0, size))
+    assert answer(networked("smartssd-4", 1e7, 0.02), written).bound == "network in"
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    """What is kept at a time, by how many bytes; what was let go of leaves its place."""
+    known = machine("smartssd-4")
+    small = replace(known, values={**known.values, "smartssd.capacity": 2.0 * MB})
+    assert answer(small, trace_of(tmp_path, put(0, 0.0, 8 * MB))).written_bytes == 8 * MB
+    with pytest.raises(InvalidInputError, match=r"the drives of smartssd-4; got 4 MiB too much"):
+        answer(small, trace_of(tmp_path, put(0, 0.0, 12 * MB)))
+    # two sequences and heads lie on two drives alone
+    with pytest.raises(InvalidInputError, match=r"4 MiB too much, at command 0"):
+        answer(small, trace_of(tmp_path, put(0, 0.0, 8 * MB, heads=2)))
+    twice = [put(0, 0.0, 8 * MB), put(1, 0.1, 8 * MB), line(2, "flush", 0.2, 0.0)]
+    with pytest.raises(InvalidInputError, match=r"8 MiB too much, at command 1"):
+        answer(small, trace_of(tmp_path, *twice))
+    release = line(1, "release", 0.1, 0.0, segment=0)
+    found = answer(small, trace_of(tmp_path, twice[0], release, put(2, 0.2, 8 * MB)))
+    assert found.written_bytes == 16 * MB
+
+
+def test_drives_are_written_in_turn(tmp_path: Path) -> None:
+    """Their flash is at work at once, behind an uplink that all share."""
+    size = 1000 * MB
+    trace = trace_of(tmp_path, put(0, 0.0, size, heads=16), line(1, "flush", 1e-5, 0.0))
+    known = machine("smartssd-16")
+    found = answer(known, trace)
+    flash_s = size / 16 / known.need("device.flash.write_bandwidth")
+    uplink_s = size / known.need("device.links.uplink")
+    # the last drive has its first piece after a sixteenth of the uplink's time
+    most_s = max(flash_s, uplink_s) + flash_s / 16 + uplink_s / 8 + 1e-3
+    assert flash_s < found.predicted_s < most_s
+
+
+def test_rows_in_memory_are_no_flash(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="flexgen-dram.*kv: memory.*flexgen-4ssd"):
+        answer(machine("flexgen-dram"), trace_of(tmp_path, read(0, 0.0, 1e-6, MB)))
+
+
+def test_what_is_not_known_is_said(tmp_path: Path) -> None:
+    known = answer(machine("isp-1"), trace_of(tmp_path, read(0, 0.0, 1e-6, MB)))
+    assert known.unknown == ("endurance of hilos-isp",)

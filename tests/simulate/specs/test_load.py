@@ -97,6 +97,7 @@ MODEL = "opt-66b"
         (ModelSpec, MODEL, "kv_heads: {value: 72", "kv_heads: {value: 7", "share no K and V"),
         (ModelSpec, "glam-143b", "  experts: {value: 64", "  experts: {value: 1", "not there"),
         (ModelSpec, "glam-143b", "  experts:", "  #", "lacks a field: model.experts"),
+        (ModelSpec, "glam-143b", "expert_every: {value: 2", "expert_every: {value: 33", "1 to 32"),
         (SystemSpec, "smartssd-4", "kv: drives", "kv: tape", "expected drives, memory"),
         (SystemSpec, "smartssd-4", "[writeback, x-cache]", "[write]", "expected writeback, x-c"),
         (SystemSpec, "smartssd-4", "{value: 4,", "{value: 0,", "out of range"),
