@@ -1,4 +1,7 @@
-"""Which options belong to which kind of answer: others are refused, not passed over."""
+"""Which options belong to which kind of answer: others are refused, not passed over.
+
+A file of its own: kinds of answers do not know of one another, and this is what they differ in.
+"""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def _walked(machine: Machine, load: Load, add: Callable[[_Layers, int], list[int
     at_s, served_s = _passed(machine, load, add, periods * shape.expert_every)
     marks_s = [at_s[n * shape.expert_every - 1] for n in range(BEFORE, periods - BEHIND + 1)]
     taken_s = np.diff(marks_s)
-    step_s = float(np.sum(taken_s)) * (whole / ACCOUNTED)
+    step_s = float(sum(taken_s)) * (whole / ACCOUNTED)
     busy_s = {name: each * (whole / periods) for name, each in served_s.items()}
     if rest:
         # behind the last period: as many layers as begin one
@@ -154,7 +154,7 @@ def _passed(
     served_s = {}
     for name in dict.fromkeys(work.system.names()):
         served = [done.accounts[i].served_s for i in np.flatnonzero(names == name)]
-        if name not in DELAYS and sum(served):
+        if name not in DELAYS and any(served):
             served_s[name] = float(np.mean(served))
     return [max(float(done.ended_s[each]) for each in end) for end in ends], served_s
 

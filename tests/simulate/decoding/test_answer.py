@@ -163,7 +163,7 @@ def test_systems_that_are_none(tmp_path: Path) -> None:
             load_system(made(old, new))
     with pytest.raises(
         InvalidInputError,
-        match="share a pass in the drives of isp-1; got 5.*hilos-isp has 1; expected 1 to 1. Fix: a model",
+        match=r"a pass in the drives of isp-1; got 5.*hilos-isp has 1; expected 1 to 1. Fix: a",
     ):
         ask("isp-1", "qwen2.5-32b")
     with pytest.raises(InvalidInputError, match="a mechanism; got luck"):

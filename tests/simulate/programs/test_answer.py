@@ -198,7 +198,7 @@ def test_drives_are_written_in_turn(tmp_path: Path) -> None:
 
 
 def test_rows_in_memory_are_no_flash(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="flexgen-dram.*kv: memory.*flexgen-4ssd"):
+    with pytest.raises(InvalidInputError, match=r"flexgen-dram.*kv: memory.*flexgen-4ssd"):
         answer(machine("flexgen-dram"), trace_of(tmp_path, read(0, 0.0, 1e-6, MB)))
 
 
