@@ -408,7 +408,7 @@ def test_files_that_hold_little_of_use_go() -> None:
     + [pytest.param(each, 40, marks=pytest.mark.sweep) for each in range(3, 60)],
 )
 def test_random_programs(tmp_path: Path, seed: int, steps: int) -> None:
-    Program(tmp_path, seed).run(steps)
+    Program(tmp_path / "p", seed).run(steps)
 
 
 def test_the_command_line_changes_clusters(
