@@ -188,7 +188,8 @@ def _measured(file: Path) -> str:
         "Programs that were recorded while the disk ran free, predicted under throttles and then",
         "run under them; and programs on emulated devices, predicted beside the emulated time",
         f"(`{file.name}`, `espnx bench simulate --show throttle,device`). What took is measured or",
-        "emulated, the predictions are **modelled**.\n",
+        "emulated, the predictions are **modelled**. Where n is 0 the run's results were not those",
+        "of the free run, so that it has no time to hold the prediction against.\n",
         f"| {' | '.join(headers)} |",
         f"|{' --- |' * len(headers)}",
     ]

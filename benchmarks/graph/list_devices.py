@@ -32,6 +32,7 @@ from espnx.device.clusters import (
     write_clusters,
 )
 from espnx.device.emulation.device import EmulatedDevice
+from espnx.device.vectors.interface import ClusterDevice
 
 from ..harness.cells import metric, number
 from ..harness.registry import Say
@@ -114,16 +115,14 @@ def _row(plan: DevicesPlan, mix: str, system: str, threads: int, folder: str, as
             stack.callback(device.close)
             clusters = device.open_clusters(Path(folder) / "lists")
             stack.callback(clusters.close)
-            find: Find = lambda query, lists, each: nearest_by_command(  # noqa: E731
-                clusters, query, lists, K, threads=each
-            )
+            find: Find = partial(_find_by_command, clusters)
             now, passes = device.topology.now, 1
             flash_bytes = partial(_flash_bytes, device)
         else:
             plain = stack.enter_context(open_clusters(Path(folder) / "lists"))
             find = partial(_find_plain, plain, system)
             passes = plan.pairs
-            flash_bytes = lambda: float(plain.engine.stats().bytes_moved)  # noqa: E731
+            flash_bytes = partial(_read_bytes, plain)
         first = _pass(find, asked, threads)
         is_correct = np.array_equal(first, asked.nearest)
         seconds, before = list[float](), flash_bytes()
@@ -146,11 +145,22 @@ def _row(plan: DevicesPlan, mix: str, system: str, threads: int, folder: str, as
     return _timed(params, system, kind, path, seconds, moved, asked, is_correct=is_correct)
 
 
+def _find_by_command(
+    device: ClusterDevice, query: torch.Tensor, lists: np.ndarray, threads: int
+) -> tuple[np.ndarray, np.ndarray]:
+    return nearest_by_command(device, query, lists, K, threads=threads)
+
+
 def _find_plain(
     device: SsdClusterDevice, system: str, query: torch.Tensor, lists: np.ndarray, threads: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    find = nearest_by_command if system == COMMAND else nearest_by_read
-    return find(device, query, lists, K, threads=threads)
+    if system == COMMAND:
+        return _find_by_command(device, query, lists, threads)
+    return nearest_by_read(device, query, lists, K, threads=threads)
+
+
+def _read_bytes(device: SsdClusterDevice) -> float:
+    return float(device.engine.stats().bytes_moved)
 
 
 def _flash_bytes(device: EmulatedDevice) -> float:
