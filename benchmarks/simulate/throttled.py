@@ -2,7 +2,7 @@
 the same disk under a throttle, and what they then take under it.
 
 The disk is measured free, as `espnx device calibrate` does; the throttle is what Linux's is
-(`espnx.simulate.programs.graph.Throttle`). A turn begins after a pause, so that a whole slice of
+(`espnx.simulate.programs.throttle.Throttle`). A turn begins after a pause, so that a whole slice of
 the throttle is there; it is predicted as a whole, with what its steps have in common.
 """
 
@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from espnx.device.model.disk import disk_spec, measure_disk
 from espnx.device.model.spec import DeviceSpec
 from espnx.device.trace.reader import read_trace
 from espnx.simulate.programs.answer import step_times
-from espnx.simulate.programs.graph import Throttle
+from espnx.simulate.programs.throttle import Throttle
 
 from ..corpora.mixtures import MIXTURES, Mixture
 from ..corpora.stores import Prepared, ensure_store
@@ -29,7 +31,8 @@ from ..harness.registry import Say
 from ..harness.result import Row
 from ..harness.traces import read_steps
 from ..kv import fleet as kv
-from ..kv.systems.models import Task
+from ..kv.measure import judge_step
+from ..kv.systems.models import Task, logit_tolerance
 from ..machine.throttle import throttled
 from ..retrieval import fleet as retrieval
 from .compared import predicted_row, row
@@ -67,8 +70,8 @@ class Work:
 
 @dataclass(frozen=True)
 class _Run:
-    """Attributes: times: seconds of each turn, by what ran; results: tokens, or hits; path: of the
-    bytes; asked_bytes: by a turn, by what ran."""
+    """Attributes: times: seconds of each turn, by what ran; results: what the program can be judged
+    by; path: of the bytes; asked_bytes: by a turn, by what ran."""
 
     times: dict[str, list[float]]
     results: Any
@@ -108,6 +111,9 @@ def _compared(
         say(f"{program.name}, {rate / 1e6:g} MB/s")
         with throttled(work.path, rate):
             slow = program.run(record=False)
+        problem = program.problem(free.results, slow.results)
+        if problem:
+            say(f"    its results are not those of the free disk: {problem}")
         predicted = step_times(machine, trace, steps, throttle=Throttle(rate))
         first = 0
         for what, times in slow.times.items():
@@ -116,7 +122,7 @@ def _compared(
             rows.append(
                 row(
                     _params(what, rate), "throttled", "measured", times, path=slow.path,
-                    size_bytes=slow.asked_bytes[what], correct=slow.results == free.results,
+                    size_bytes=slow.asked_bytes[what], correct=problem is None,
                 )
             )  # fmt: skip
             rows.append(predicted_row(_params(what, rate), own, rows[-1], allowed))
@@ -148,14 +154,27 @@ class _Decoding:
         options = {"record": str(self.trace)} if record else {}
         spec = kv.Spec("espnx", "espnx", options)
         what = f"{work.steps} steps of {work.name}, {work.batch} x {work.context:,}"
-        times = []
-        with kv.Fleet(task, [spec], work.path, kv.Limit("ample"), _WARM_UP, [], self._say) as fleet:
+        times, every = [], list(range(task.steps))
+        with kv.Fleet(
+            task, [spec], work.path, kv.Limit("ample"), _WARM_UP, every, self._say
+        ) as fleet:
             for _ in range(work.turns):
                 time.sleep(_SETTLE_S)
                 times.append(fleet.steps(spec.name, work.steps)["seconds"])
             ids, path = fleet.ids[spec.name], str(fleet.facts[spec.name]["effective_path"])
+            logits = [np.load(fleet.logits / spec.name / f"{step}.npy") for step in every]
         asked = task.kv_bytes(task.context + task.steps // 2) * work.steps
-        return _Run({what: times}, ids, path, {what: asked})
+        return _Run({what: times}, list(zip(ids, logits, strict=True)), path, {what: asked})
+
+    def problem(self, expected: Any, got: Any) -> str | None:
+        """Of two runs' tokens and logits. A model of random weights has ties, and sums of many
+        threads come in any order: either token of two that lie so near is right."""
+        tolerance = logit_tolerance(self._task, None)
+        for step, ((_, right), (ids, logits)) in enumerate(zip(expected, got, strict=True)):
+            verdict = judge_step(right, np.array(ids), logits, tolerance)
+            if verdict.problem:
+                return f"step {step}: {verdict.problem}"
+        return None
 
 
 class _Searching:
@@ -201,3 +220,10 @@ class _Searching:
                     answer = worker.ask("callers", queries=queries, options=options, callers=1)
                     times[what].append(answer["seconds"])
         return _Run(times, hits, str(facts["effective_path"]), asked)
+
+    def problem(self, expected: Any, got: Any) -> str | None:
+        """Of two runs' hits, which are the same to the bit."""
+        if expected == got:
+            return None
+        first = next(i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b)
+        return f"search {first} of those that were checked has other hits"

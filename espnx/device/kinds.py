@@ -197,6 +197,8 @@ ROWS = PartKind(
     "open_rows",
     {each.verb: Verb(each) for each in ROW_COMMANDS},
     _plain_rows,
+    # a part of somebody else's need not say
+    stored=lambda part: getattr(part, "read_ahead_bytes", None),
     mixins=(RowSpace,),
 )
 RECORDS = PartKind(

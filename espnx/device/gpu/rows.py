@@ -120,7 +120,7 @@ class GpuRowDevice(RowFileDevice):
             raise
 
     def _begin_reads(self, file: FileHandle) -> None:
-        window_bytes = self._read_ahead_bytes
+        window_bytes = self.read_ahead_bytes
         if self._make_reader is not None:
             self._reader = self._make_reader(self.engine, file)
         else:
@@ -143,7 +143,7 @@ class GpuRowDevice(RowFileDevice):
 
     def push(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray]) -> int:
         with _typed_memory_errors(self.compute):
-            rows = RowReads(layout, table, sums, group_bytes(self._read_ahead_bytes), UNIT_BYTES)
+            rows = RowReads(layout, table, sums, group_bytes(self.read_ahead_bytes), UNIT_BYTES)
             return int(self._stream.push(rows))
 
     def attend(

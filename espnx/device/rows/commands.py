@@ -194,6 +194,9 @@ class AheadCommand(_RowCommand):
     layout: RowLayout
     views: Sequence[SegmentView]
 
+    def begin_line(self, stored: Any, memo: dict[Any, Any]) -> dict[str, Any]:
+        return {} if stored is None else {"read_ahead_bytes": stored}
+
     def end_line(
         self, line: dict[str, Any], ticket: Any, found: int | None, memo: dict[Any, Any]
     ) -> None:

@@ -82,6 +82,7 @@ class RowFileDevice(Part, ABC):
     Attributes:
         compute: in whose memory rows are computed on.
         capabilities: see `Capabilities`.
+        read_ahead_bytes: as given.
         space: of the data file.
 
     Raises:
@@ -113,7 +114,7 @@ class RowFileDevice(Part, ABC):
             if isinstance(engine, str)
             else engine
         )
-        self._deadline_s, self._write_behind_bytes, self._read_ahead_bytes = (
+        self._deadline_s, self._write_behind_bytes, self.read_ahead_bytes = (
             deadline_s,
             write_behind_bytes,
             read_ahead_bytes,

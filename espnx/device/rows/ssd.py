@@ -59,7 +59,7 @@ class SsdRowDevice(RowFileDevice):
     def _begin_reads(self, file: FileHandle) -> None:
         self._native = load_native()
         self._stream = self._native.RowStream(
-            self.engine.native, self._read_ahead_bytes, self._deadline_s
+            self.engine.native, self.read_ahead_bytes, self._deadline_s
         )
         self._path = FilePath(file.path, file.effective, self.engine.fallback_reason)
 

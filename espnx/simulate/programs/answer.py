@@ -13,8 +13,9 @@ from ...device.trace.reader import Trace
 from ..decoding.answer import unknown_of_drives
 from ..decoding.machine import Machine
 from ..decoding.parts import DELAYS
-from .graph import WAIT, WORK, Throttle, Walked, walk_program
+from .graph import WAIT, WORK, Walked, walk_program
 from .requests import VerbTimes
+from .throttle import Throttle
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ its drives read, compute and write for it."""
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -18,7 +17,9 @@ from ..decoding.parts import MANY, NETWORK, decoder_system
 from ..queues import Outcome, Step, walk
 from ..system import ROOT, Leg, PartGroup, System
 from .kept import check_fits, shares
-from .requests import COMPUTED, ENDS_WRITES, WRITES, Request, requests_of
+from .reads_ahead import Piece, ReadsAhead, Wanted
+from .requests import COMPUTED, ENDS_WRITES, FORGET, WRITES, Request, requests_of
+from .throttle import Grants, Throttle
 
 #: Of a command in one drive: it goes in so many pieces at most, of so many bytes at least, so that
 #: parts overlap.
@@ -30,31 +31,6 @@ _OUT = tuple(f"{name} out" for name in _WAYS)
 _IN = tuple(f"{name} in" for name in reversed(_WAYS))
 #: Of what a throttle grants at once, a piece is so small a part at least.
 _PART_OF_GRANT = 16
-_ROUNDED = 1e-9
-
-
-@dataclass(frozen=True)
-class Throttle:
-    """A limit of a drive's reads, and one of its writes: within any `window_s` no more begin than
-    `bytes_per_s` allows in so long. That is what Linux's ``blkio.throttle`` does, whose slices are
-    0.1 s: what is left of a grant is read as fast as the drive can.
-
-    Raises InvalidInputError.
-    """
-
-    bytes_per_s: float
-    window_s: float = 0.1
-
-    def __post_init__(self) -> None:
-        for name, value in (("bytes_per_s", self.bytes_per_s), ("window_s", self.window_s)):
-            if not 0 < value < math.inf:
-                raise InvalidInputError(
-                    f"{name} of a throttle", got=value, expected="a finite number above 0"
-                )
-
-    @property
-    def grant_bytes(self) -> float:
-        return self.bytes_per_s * self.window_s
 
 
 @dataclass(frozen=True)
@@ -150,39 +126,6 @@ def _system(machine: Machine, asked: Sequence[tuple[Command, Request]]) -> Syste
     return System(parts.name, (*parts.groups, *own), there)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A part of what a drive reads: the command of the walk that reads it, its size, and the parts
-    of its drive."""
-
-    command: int
-    size_bytes: float
-    members: Mapping[str, int]
-
-
-class _Grants:
-    """What has begun within a throttle's window, the oldest first."""
-
-    def __init__(self) -> None:
-        self._begun: deque[tuple[float, int]] = deque()  # bytes, and the end of their window
-        self._size_bytes = 0.0
-
-    def room(self, size_bytes: float, grant_bytes: float) -> tuple[int, ...]:
-        """Whose window has to be over before so many more may begin."""
-        last: tuple[int, ...] = ()
-        # pieces may fill a grant exactly: what their sum is rounded to is no matter
-        most = grant_bytes * (1 + _ROUNDED)
-        while self._begun and self._size_bytes + size_bytes > most:
-            size, window = self._begun.popleft()
-            self._size_bytes -= size
-            last = (window,)
-        return last
-
-    def add(self, size_bytes: float, window: int) -> None:
-        self._begun.append((size_bytes, window))
-        self._size_bytes += size_bytes
-
-
 @dataclass
 class _Graph:
     """Commands of a walk: the program's own work, one after another, and the reads of its
@@ -190,7 +133,8 @@ class _Graph:
 
     Attributes:
         began, ended: which of them a recorded command begins with, and which have to end.
-        reads: by the number of a command that reads ahead.
+        ahead: by part and drive, what is read ahead.
+        tickets: by the number of a command that reads ahead, where.
         writes: by device, those that nobody has waited for.
         windows: of a throttle, which nobody waits for once all has begun.
         host_s: of the program's own work.
@@ -206,9 +150,10 @@ class _Graph:
     after: list[tuple[int, ...]] = field(default_factory=list)
     began: dict[int, int] = field(default_factory=dict)
     ended: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    reads: dict[int, list[_Piece]] = field(default_factory=dict)
+    ahead: dict[tuple[int, int], ReadsAhead] = field(default_factory=dict)
+    tickets: dict[int, list[ReadsAhead]] = field(default_factory=dict)
     writes: dict[int, list[int]] = field(default_factory=dict)
-    grants: dict[tuple[str, int], _Grants] = field(default_factory=dict)
+    grants: dict[tuple[str, int], Grants] = field(default_factory=dict)
     granted: dict[tuple[str, int], int] = field(default_factory=dict)
     windows: list[int] = field(default_factory=list)
     host_s: float = 0.0
@@ -265,9 +210,12 @@ class _Graph:
         if request.verb in ENDS_WRITES:
             return (self._host(command, (work, *self.writes.pop(command.device, ()))),)
         if request.is_asynchronous:
-            verb = "take in" if self.computes_inside and not request.is_shown else "read out"
-            self.reads[command.number] = self._read(command, request, (work,), verb)
+            self._read_ahead(command, request, work)
             return (self._host(command, (work,)),)
+        if request.verb == FORGET:
+            for (part, _), ahead in self.ahead.items():
+                if part == command.part:
+                    ahead.forget()
         if request.reading is not None or request.verb in ("attend", "visit"):
             return self._rows(command, request, work)
         if request.is_empty:
@@ -284,7 +232,8 @@ class _Graph:
         """Attention over rows, or a look at them, which were asked for before or are now."""
         inside = self.computes_inside and not request.is_shown
         if request.reading is not None:
-            rows = self.reads.pop(request.reading, [])
+            tickets = self.tickets.pop(request.reading, [])
+            rows = [each for ahead in tickets for each in ahead.take(request.reading, work)]
         else:
             rows = self._read(command, request, (work,), "take in" if inside else "read out")
         there = tuple(each.command for each in rows)
@@ -306,11 +255,29 @@ class _Graph:
     def _host(self, command: Command, after: tuple[int, ...]) -> int:
         return self._add("work", {"seconds": self._inside_s(command)}, after)
 
+    def _read_ahead(self, command: Command, request: Request, work: int) -> None:
+        """In every drive behind what the part reads ahead already. What a drive computes on it
+        brings into its own memory, all of it."""
+        inside = self.computes_inside and not request.is_shown
+        verb, window = ("take in", None) if inside else ("read out", request.window_bytes)
+        wanted: dict[int, list[Wanted]] = {}
+        for each in self._wanted(command, request, (work,), verb):
+            wanted.setdefault(each.drive, []).append(each)
+        for drive, pieces in wanted.items():
+            ahead = self.ahead.setdefault((command.part, drive), ReadsAhead(self._begin))
+            ahead.ask(command.number, pieces, window)
+            self.tickets.setdefault(command.number, []).append(ahead)
+
     def _read(
         self, command: Command, request: Request, after: tuple[int, ...], verb: str
-    ) -> list[_Piece]:
+    ) -> list[Piece]:
         """A request's reads, in all drives that have something of it."""
-        found: list[_Piece] = []
+        return [self._begin(each, ()) for each in self._wanted(command, request, after, verb)]
+
+    def _wanted(
+        self, command: Command, request: Request, after: tuple[int, ...], verb: str
+    ) -> Iterator[Wanted]:
+        """The pieces of a request's reads."""
         for drive, share in self._shares(command, request.units):
             members, before = self._members(drive), after
             if verb == "compute":
@@ -327,9 +294,14 @@ class _Graph:
                     "twice": 2 * size,
                     "flops": size * request.flops_per_byte,
                 }
-                granted = self._granted("read", drive, size, before)
-                found.append(_Piece(self._add(verb, sizes, granted, members), size, members))
-        return found
+                yield Wanted(verb, drive, size, sizes, members, before)
+
+    def _begin(self, wanted: Wanted, after: tuple[int, ...]) -> Piece:
+        """A piece's read, as soon as all before it and those of `after` have ended, and a throttle
+        lets it."""
+        granted = self._granted("read", wanted.drive, wanted.size_bytes, (*wanted.before, *after))
+        command = self._add(wanted.verb, wanted.sizes, granted, wanted.members)
+        return Piece(command, wanted.size_bytes, wanted.members)
 
     def _write(self, command: Command, request: Request, work: int) -> list[int]:
         """The host's rows, to all drives that keep some of them; of a join, read before."""
@@ -373,7 +345,7 @@ class _Graph:
         if self.throttle is None:
             return after
         place = (way, drive)
-        grants = self.grants.setdefault(place, _Grants())
+        grants = self.grants.setdefault(place, Grants())
         room = grants.room(size_bytes, self.throttle.grant_bytes)
         line = (self.granted[place],) if place in self.granted else ()
         begun = self._add("wait", {"seconds": 0.0}, (*after, *line, *room))

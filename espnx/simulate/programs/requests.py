@@ -12,6 +12,8 @@ from ...errors import InvalidInputError
 from ...storage.parse import Fields
 from ..system import meant
 
+#: Nothing that its part reads ahead is wanted any more.
+FORGET = "forget"
 #: What is served by no drive: it names what is there, or lets go of it.
 SAID = (
     "keep_records",
@@ -20,7 +22,7 @@ SAID = (
     "open_walks",
     "keep_lists",
     "release",
-    "forget",
+    FORGET,
     "flush",
     "sync",
     "restore",
@@ -47,6 +49,7 @@ class Request:
     flops_per_byte: of what is computed on what is read.
     is_shown: what it reads goes to the host as it is.
     is_asynchronous: it has ended when it has begun, and its reads go on.
+    window_bytes: that such reads of its part are ahead of their use at most; None: all of them.
     """
 
     verb: str
@@ -60,6 +63,7 @@ class Request:
     flops_per_byte: float = 1.0
     is_shown: bool = False
     is_asynchronous: bool = False
+    window_bytes: int | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -130,7 +134,12 @@ def _request(
     if verb == "ahead":
         own = units.get(command.number, 1)
         return Request(
-            verb, size_bytes, units=own, is_shown=command.number in shown, is_asynchronous=True
+            verb,
+            size_bytes,
+            units=own,
+            is_shown=command.number in shown,
+            is_asynchronous=True,
+            window_bytes=_window_bytes(command),
         )
     if verb in ("attend", "visit"):
         shared = _shape(command)[2] if "queries" in command.detail else 1
@@ -181,6 +190,12 @@ def _waits_for(command: Command) -> int | None:
         return None
     number = command.detail.whole("waits_for", least=-1)
     return None if number < 0 else number
+
+
+def _window_bytes(command: Command) -> int | None:
+    if "read_ahead_bytes" not in command.detail:
+        return None
+    return command.detail.whole("read_ahead_bytes", least=1)
 
 
 def _units(command: Command) -> int:

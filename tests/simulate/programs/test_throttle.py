@@ -16,8 +16,8 @@ from espnx.device.trace.reader import Trace, read_trace
 from espnx.errors import FormatError, InvalidInputError
 from espnx.simulate.decoding.machine import Machine
 from espnx.simulate.programs.answer import answer, step_times
-from espnx.simulate.programs.graph import Throttle
 from espnx.simulate.programs.requests import requests_of
+from espnx.simulate.programs.throttle import Throttle
 
 MB = 10**6
 
@@ -156,3 +156,75 @@ def test_pages_and_products_of_records(tmp_path: Path) -> None:
     assert (request.read_bytes, request.requests) == (12288, 2)
     # 2 x 64 x 30 tokens x 12 of a query x 1.5 queries a record
     assert request.flops_per_byte * 12288 == pytest.approx(2 * 64 * 30 * 12 * 1.5)
+
+
+def ahead(n: int, size: int, window: int | None) -> dict[str, Any]:
+    known = {} if window is None else {"read_ahead_bytes": window}
+    return read(n, n * 1e-6, size, verb="ahead", ticket=n, took_s=1e-7, **known)
+
+
+def attend(n: int, at_s: float, size: int, ticket: int, host_s: float) -> dict[str, Any]:
+    return read(
+        n, at_s, size, verb="attend", ticket=ticket, waits_for=ticket, queries=[1, 1, 1, 128],
+        host_s=host_s,
+    )  # fmt: skip
+
+
+def window_by_hand(sizes: Sequence[int], gaps: Sequence[float], window: float) -> float:
+    """All is asked for at once. A piece begins when so many before it have come and been asked for
+    by an attention that no more than a window's bytes are left with it."""
+    spec = load_spec("990-pro")
+    assert spec.flash.read_latency is not None
+    latency_s = spec.flash.read_latency.value
+    pieces = [
+        (i, size / n)
+        for i, size in enumerate(sizes)
+        for n in [min(16, max(1, size // 4096))]
+        for _ in range(n)
+    ]
+    taken: list[float] = []
+    flash = link = attends_s = ended_s = 0.0
+    current = -1
+    for p, (i, size) in enumerate(pieces):
+        if i != current:
+            current, attends_s = i, ended_s + gaps[i]
+        first = p
+        while first > 0 and sum(each for _, each in pieces[first - 1 : p + 1]) <= window:
+            first -= 1
+        at = max(latency_s, taken[first - 1] if first else 0.0)
+        flash = max(flash, at) + size / spec.flash.read_bandwidth.value
+        link = max(link, flash) + size / spec.links.device.value
+        taken.append(max(link, attends_s))
+        ended_s = taken[-1]
+    return ended_s
+
+
+@pytest.mark.parametrize("window", [1, 5 * MB, 48 * MB, 300 * MB, None])
+def test_rows_are_read_a_window_ahead(tmp_path: Path, window: int | None) -> None:
+    rng = random.Random(window)
+    sizes = [rng.choice([4096, 3 * MB, 37 * MB, 90_001]) for _ in range(9)]
+    gaps = [rng.choice([1e-4, 0.01, 0.05]) for _ in sizes]
+    lines, n, at_s = [ahead(i, size, window) for i, size in enumerate(sizes)], len(sizes), 0.01
+    for i, (size, gap) in enumerate(zip(sizes, gaps, strict=True)):
+        at_s += 1.0
+        lines.append(attend(n + i, at_s, size, i, gap))
+    found = answer(disk(), trace_of(tmp_path, *lines))
+    by_hand_s = window_by_hand(sizes, gaps, float("inf") if window is None else window)
+    assert found.predicted_s == pytest.approx(by_hand_s, rel=1e-4, abs=2e-5)
+
+
+def test_what_is_forgotten_is_not_read(tmp_path: Path) -> None:
+    """But for what the window had let begin."""
+    many = [ahead(i, 20 * MB, 20 * MB) for i in range(20)]
+    forget = read(20, 0.5, 0, verb="forget", took_s=1e-7)
+    del forget["bytes"]
+    again = [ahead(21, 20 * MB, 20 * MB) | {"at_s": 0.6}, attend(22, 0.7, 20 * MB, 21, 0.0)]
+    found = answer(disk(), trace_of(tmp_path, *many, forget, *again)).predicted_s
+    rate = load_spec("990-pro").flash.read_bandwidth.value
+    assert 2 < found / (20 * MB / rate) < 2.2
+    kept = answer(disk(), trace_of(tmp_path, *many, *(
+        {**each, "n": each["n"] - 1, "after": each["n"] - 2} for each in again
+    )))  # fmt: skip
+    assert kept.predicted_s < found  # it was needed now, and went before the rest
+    with pytest.raises(FormatError, match="read_ahead_bytes"):
+        answer(disk(), trace_of(tmp_path, ahead(0, MB, 0)))
