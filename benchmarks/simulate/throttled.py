@@ -186,16 +186,20 @@ class _Searching:
         corpus = Mixture("B", work.documents, MIXTURES["B"])
         nlist = max(16, work.documents * 4096 // 1_000_000)
         self._prepared: Prepared = ensure_store(work.path, "B", corpus, {"nlist": nlist}, say)
+        #: What a read costs on the free disk: how large a hole a search reads over depends on it.
+        self._cost: dict[str, float] | None = None
 
     def run(self, *, record: bool) -> _Run:
         work = self._work
-        opening = {"record": str(self.trace)} if record else {}
+        opening: dict[str, Any] = {"record": str(self.trace)} if record else {"cost": self._cost}
         system = retrieval.System("espnx", opening=opening)
         times: dict[str, list[float]] = {}
         asked: dict[str, int] = {}
         hits = []
         with retrieval.Fleet(self._prepared, [system], None, None) as fleet:
             worker, facts = fleet.worker_of(system), fleet.facts(system)
+            if record:
+                self._cost = facts["cost"]
             for rerank in (None, 64):
                 depth = "exact" if rerank is None else f"re-rank {rerank}"
                 what = f"{work.searches} searches, {depth}, {work.documents:,} documents"
