@@ -167,7 +167,7 @@ class _Decoding:
         return _Run({what: times}, list(zip(ids, logits, strict=True)), path, {what: asked})
 
     def problem(self, expected: Any, got: Any) -> str | None:
-        """Of two runs' tokens and logits. A model of random weights has ties, and sums of many
+        """What differs in two runs' tokens and logits. A model of random weights has ties, and sums of many
         threads come in any order: either token of two that lie so near is right."""
         tolerance = logit_tolerance(self._task, None)
         for step, ((_, right), (ids, logits)) in enumerate(zip(expected, got, strict=True)):
@@ -226,7 +226,7 @@ class _Searching:
         return _Run(times, hits, str(facts["effective_path"]), asked)
 
     def problem(self, expected: Any, got: Any) -> str | None:
-        """Of two runs' hits, which are the same to the bit."""
+        """What differs in two runs' hits, which are the same to the bit."""
         if expected == got:
             return None
         first = next(i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b)

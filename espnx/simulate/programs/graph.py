@@ -25,7 +25,7 @@ from .throttle import Grants, Throttle
 #: parts overlap.
 PIECES_MAX, PIECE_BYTES = 16, 4096
 HALF_BYTES = 2
-WORK, WAIT = "program", "wait of a read"
+WORK, WAIT, FLASH_WRITE = "program", "wait of a read", "flash write"
 _WAYS = ("link", "port", "uplink", *NETWORK)
 _OUT = tuple(f"{name} out" for name in _WAYS)
 _IN = tuple(f"{name} in" for name in reversed(_WAYS))
@@ -100,7 +100,16 @@ def _system(machine: Machine, asked: Sequence[tuple[Command, Request]]) -> Syste
         # of more query heads than the largest kernel takes, there are several passes
         group = min(group, max(accelerator.rates, default=1))
     parts = decoder_system(machine, group)
-    own = (PartGroup(WORK, ROOT, 1, MANY, 0.0, 1.0), PartGroup(WAIT, ROOT, 1, MANY, 0.0, 1.0))
+    # A write does not stand in line behind the reads that its drive was given: it is buffered.
+    write = machine.get("device.flash.write_bandwidth") or machine.need(
+        "device.flash.read_bandwidth"
+    )
+    behind = parts.group("flash").behind
+    own = (
+        PartGroup(WORK, ROOT, 1, MANY, 0.0, 1.0),
+        PartGroup(WAIT, ROOT, 1, MANY, 0.0, 1.0),
+        PartGroup(FLASH_WRITE, behind, machine.n_drives, 1, 0.0, write),
+    )
     known = {each.name for each in parts.groups}
     out, into = (
         tuple(Leg(name, "bytes") for name in names if name in known) for names in (_OUT, _IN)
@@ -120,7 +129,7 @@ def _system(machine: Machine, asked: Sequence[tuple[Command, Request]]) -> Syste
         "attend": inside(("drive memory", "bytes"), ("accelerator", "flops")),
         "read": (Leg("flash", "flash bytes"),),
         "read out": (Leg("flash", "flash bytes"), *out),
-        "write": (*into, Leg("flash", "flash bytes")),
+        "write": (*into, Leg(FLASH_WRITE, "bytes")),
     }
     there = {name: legs for name, legs in verbs.items() if legs}
     return System(parts.name, (*parts.groups, *own), there)
@@ -256,8 +265,8 @@ class _Graph:
         return self._add("work", {"seconds": self._inside_s(command)}, after)
 
     def _read_ahead(self, command: Command, request: Request, work: int) -> None:
-        """In every drive behind what the part reads ahead already. What a drive computes on it
-        brings into its own memory, all of it."""
+        """Puts pieces in line behind what every drive reads ahead already. What a drive computes on,
+        it brings into its own memory, all of it."""
         inside = self.computes_inside and not request.is_shown
         verb, window = ("take in", None) if inside else ("read out", request.window_bytes)
         wanted: dict[int, list[Wanted]] = {}
@@ -271,7 +280,7 @@ class _Graph:
     def _read(
         self, command: Command, request: Request, after: tuple[int, ...], verb: str
     ) -> list[Piece]:
-        """A request's reads, in all drives that have something of it."""
+        """Brings a request's reads into the walk, in all drives that have something of it."""
         return [self._begin(each, ()) for each in self._wanted(command, request, after, verb)]
 
     def _wanted(
@@ -306,8 +315,6 @@ class _Graph:
     def _write(self, command: Command, request: Request, work: int) -> list[int]:
         """The host's rows, to all drives that keep some of them; of a join, read before."""
         found: list[int] = []
-        read = self.machine.need("device.flash.read_bandwidth")
-        write = self.machine.get("device.flash.write_bandwidth") or read
         latency_s = self.machine.get("device.flash.write_latency") or 0.0
         # one wait for all drives, which are ready at once then
         begun = (work,) if request.read_bytes else self._written_after(latency_s, (work,))
@@ -326,10 +333,8 @@ class _Graph:
         # drives take their pieces in turn: one is written while the next one's are on their way
         for turn in zip_longest(*rows):
             for drive, members, size, before in filter(None, turn):
-                # flash is written at another rate than it is read
-                sizes = {"bytes": size, "flash bytes": size * self._flash_bytes_per_s() / write}
                 granted = self._granted("write", drive, size, before)
-                found.append(self._add("write", sizes, granted, members))
+                found.append(self._add("write", {"bytes": size}, granted, members))
         return found
 
     def _written_after(self, latency_s: float, before: tuple[int, ...]) -> tuple[int, ...]:
