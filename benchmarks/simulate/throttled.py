@@ -167,8 +167,8 @@ class _Decoding:
         return _Run({what: times}, list(zip(ids, logits, strict=True)), path, {what: asked})
 
     def problem(self, expected: Any, got: Any) -> str | None:
-        """What differs in two runs' tokens and logits. A model of random weights has ties, and sums of many
-        threads come in any order: either token of two that lie so near is right."""
+        """What differs in two runs' tokens and logits. A model of random weights has ties, and sums
+        of many threads come in any order: either token of two that lie so near is right."""
         tolerance = logit_tolerance(self._task, None)
         for step, ((_, right), (ids, logits)) in enumerate(zip(expected, got, strict=True)):
             verdict = judge_step(right, np.array(ids), logits, tolerance)

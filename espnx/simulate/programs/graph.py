@@ -265,8 +265,8 @@ class _Graph:
         return self._add("work", {"seconds": self._inside_s(command)}, after)
 
     def _read_ahead(self, command: Command, request: Request, work: int) -> None:
-        """Puts pieces in line behind what every drive reads ahead already. What a drive computes on,
-        it brings into its own memory, all of it."""
+        """Puts pieces in line behind what every drive reads ahead already. What it computes on, a
+        drive brings into its own memory, all of it."""
         inside = self.computes_inside and not request.is_shown
         verb, window = ("take in", None) if inside else ("read out", request.window_bytes)
         wanted: dict[int, list[Wanted]] = {}
