@@ -129,7 +129,9 @@ class RecordingPart(PartWrapper):
         line = self._writer.begin(self._device, command.verb) | {"part": self._part}
         try:
             ticket = command.ask(self._inner, watch)
+            asked = time.perf_counter()
             line |= command.begin_line(self._stored, self._memo)
+            self._writer.waited(time.perf_counter() - asked)
         except BaseException as error:
             command.end_line(line, None, None, self._memo)
             self._writer.end(line, failed=type(error).__name__)
@@ -165,8 +167,11 @@ class RecordingTicket(Wrapper):
     def finish(self, *timeout_s: float | None) -> Any:
         """Waits for all of it."""
         found = self._waited(self._inner.finish, *timeout_s)
+        self._stop()
         if self._is_open:
+            ended = time.perf_counter()
             self._command.end_line(self._line, self._inner, found, self._memo)
+            self._writer.waited(time.perf_counter() - ended)
         self._end()
         return found
 

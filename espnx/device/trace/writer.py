@@ -40,7 +40,8 @@ class TraceWriter:
         self._begun = time.perf_counter()
         self._count = 0
         self._last = -1  # the command that ended last
-        # when a command has begun or ended last, and what the host has waited for since
+        # when a command has begun or ended last, and what has passed since without being the
+        # program's work: it waited, or this wrote
         self._since_s = self._waited_s = 0.0
         self._parts = self._lines = 0
         # that have ended, in that order, and wait to be written
@@ -98,7 +99,8 @@ class TraceWriter:
             return line
 
     def waited(self, seconds: float) -> None:
-        """The host has waited for a part of a command's result, which is no work of its own."""
+        """The host has waited for a part of a command's result, or has written down what it asks,
+        which is no work of its own."""
         with self._lock:
             self._waited_s += seconds
 
@@ -117,9 +119,11 @@ class TraceWriter:
         if failed is not None:
             line["failed"] = failed
         with self._lock:
+            begun = time.perf_counter()
             self._complete.add(line["n"])
             while self._ended and self._ended[0]["n"] in self._complete:
                 self._write_next()
+            self._waited_s += time.perf_counter() - begun
 
     def end(self, line: dict[str, Any], *, failed: str | None = None) -> None:
         """Both."""
