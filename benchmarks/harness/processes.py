@@ -44,7 +44,9 @@ class Closing(ABC):
 
 
 class Answering(Protocol):
-    """Answers a line for each line it is told."""
+    """Answers a line for each line it is told. Attributes: number: of its process."""
+
+    number: int
 
     def ask(self, line: str) -> str:
         """Empty where it ended over it. BrokenPipeError: it had ended before."""
@@ -67,6 +69,7 @@ class Process:
             env=environment,
             cwd=_ROOT,
         )
+        self.number = self._process.pid
 
     def ask(self, line: str) -> str:
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -102,6 +105,7 @@ class Worker(Closing):
             ours. OSError: there is no such file.
 
     Attributes:
+        number: of it.
         instead: what answers for a session where no program is named, instead of a process.
     """
 
@@ -127,6 +131,7 @@ class Worker(Closing):
             if program or Worker.instead is None
             else Worker.instead(session)
         )
+        self.number = self._answering.number
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Raises WorkerError."""

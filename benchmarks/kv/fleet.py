@@ -180,6 +180,9 @@ class Fleet(Workers):
         self.ids[name] += answer["ids"]
         return answer
 
+    def worker(self, spec: Spec) -> Worker:
+        return self._workers[spec.name]
+
     def ask(self, name: str, do: str, **arguments: Any) -> dict[str, Any]:
         return self._workers[name].ask(do, **arguments)
 

@@ -60,13 +60,18 @@ def blkio_group(mounts: str, membership: str) -> Path:
 
 
 @contextlib.contextmanager
-def throttled(path: Path, bytes_per_s: int) -> Iterator[None]:
-    """Limits reads and writes of this process to `bytes_per_s` on the disk of `path`. The group
-    goes away on every way out but SIGKILL; what a killed run left is removed by the next one.
+def throttled(path: Path, bytes_per_s: int, process: int | None = None) -> Iterator[None]:
+    """Limits reads and writes of this process, and of those that it starts meanwhile, to
+    `bytes_per_s` on the disk of `path`. The group goes away on every way out but SIGKILL; what a
+    killed run left is removed by the next one.
+
+    Args:
+        process: the number of one that is slowed down instead.
 
     Raises:
         PathUnavailableError: not root, no such controller, or no block device.
     """
+    slowed = str(os.getpid() if process is None else process)
     numbers = disk_numbers(path)
     parent = blkio_group(
         Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text()
@@ -85,10 +90,11 @@ def throttled(path: Path, bytes_per_s: int) -> Iterator[None]:
                 _tell_kernel(
                     group / f"blkio.throttle.{operation}_bps_device", f"{numbers} {bytes_per_s}"
                 )
-            _tell_kernel(group / "cgroup.procs", str(os.getpid()))
+            _tell_kernel(group / "cgroup.procs", slowed)
             yield
         finally:
-            (parent / "cgroup.procs").write_text(str(os.getpid()))
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                (parent / "cgroup.procs").write_text(slowed)
             group.rmdir()
 
 

@@ -92,10 +92,9 @@ class Session:
         coarse: str = "ssd",
         hot: int = 0,
         record: str | None = None,
-        cost: dict[str, float] | None = None,
     ) -> dict[str, Any]:
         """Opens a store. `system`: ``espnx``, or one of `WHOLE_STORE`. `record`: the file of a
-        trace, of ``espnx``. `cost`: of the device's reads; None: it is measured."""
+        trace, of ``espnx``."""
         before = rss_bytes()
         self._queries = load_queries(Path(queries))
         if system in WHOLE_STORE:
@@ -109,13 +108,7 @@ class Session:
                     record, "espnx bench retrieval", devices, self._recording, self._steps
                 )
             self._index = Index(
-                store,
-                engine=engine,
-                threads=threads,
-                coarse=coarse,
-                hot=hot,
-                device=device,
-                cost=None if cost is None else DeviceCost(**cost),
+                store, engine=engine, threads=threads, coarse=coarse, hot=hot, device=device
             )
         index = self._index
         manifest = index.store.manifest

@@ -27,8 +27,8 @@ same commands on one core, and keeps the same account; it has to end every comma
 moment as ours, and ours twice at the same to the bit. Times are those of a processor, ours with
 what Python hands over.
 
-throttle: a model that decodes and a corpus that is searched are recorded while the disk runs free;
-then they run under throttles, and take as long as predicted, or not (root, cgroup v1). device:
+throttle: a model that decodes and a corpus that is searched run in turns with the disk free and
+throttled, and take as long as is predicted of the free turns, or not (root, cgroup v1). device:
 what `espnx bench device` records on emulated devices, predicted, beside the emulated time.
 
   espnx bench simulate

@@ -1,9 +1,10 @@
-"""Programs that run here, recorded while the disk runs free: what `espnx simulate` says of them on
-the same disk under a throttle, and what they then take under it.
+"""Programs that run here, in turns with the disk free and under a throttle: what `espnx simulate`
+says of a free turn on the same disk under a throttle, and what the turns beside it take under it.
 
 The disk is measured free, as `espnx device calibrate` does; the throttle is what Linux's is
 (`espnx.simulate.programs.throttle.Throttle`). A turn begins after a pause, so that a whole slice of
-the throttle is there; it is predicted as a whole, with what its steps have in common.
+the throttle is there; it is predicted as a whole, with what its steps have in common. All turns are
+one process's, since two differ by more than turns do.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from espnx.simulate.programs.throttle import Throttle
 
 from ..corpora.mixtures import MIXTURES, Mixture
 from ..corpora.stores import Prepared, ensure_store
+from ..harness.processes import Worker
 from ..harness.registry import Say
 from ..harness.result import Row
 from ..harness.traces import read_steps
@@ -68,15 +71,22 @@ class Work:
     run_s: float = 1.0
 
 
+#: What ran, and the throttle in bytes/s (None: none).
+_Turn = tuple[str, int | None]
+
+
 @dataclass(frozen=True)
 class _Run:
-    """Attributes: times: seconds of each turn, by what ran; results: what the program can be judged
-    by; path: of the bytes; asked_bytes: by a turn, by what ran."""
+    """Attributes: turns: in their order, of each what it was and its seconds; results: what the
+    program can be judged by; path: of the bytes; asked_bytes: by a turn, by what ran."""
 
-    times: dict[str, list[float]]
+    turns: list[tuple[_Turn, float]]
     results: Any
     path: str
     asked_bytes: dict[str, int]
+
+    def times(self, what: str, rate: int | None) -> list[float]:
+        return [seconds for turn, seconds in self.turns if turn == (what, rate)]
 
 
 def measure(work: Work, say: Say) -> list[Row]:
@@ -96,41 +106,49 @@ def measure(work: Work, say: Say) -> list[Row]:
 def _compared(
     program: _Decoding | _Searching, work: Work, disk: DeviceSpec, allowed: float, say: Say
 ) -> list[Row]:
-    say(f"{program.name}, recorded, the disk free")
-    free = program.run(record=True)
-    trace = read_trace(program.trace)
-    steps, machine = read_steps(program.trace), machine_of(disk, 1, computes_inside=False)
-    rows = [
-        row(
-            _params(what, None), "free", "measured", times, path=free.path,
-            size_bytes=free.asked_bytes[what],
-        )
-        for what, times in free.times.items()
-    ]  # fmt: skip
+    say(f"{program.name}, free and throttled in turns, recorded")
+    run = program.run(work.rates, record=True)
+    say(f"{program.name}, free")
+    problem = program.problem(program.run((), record=False).results, run.results)
+    if problem:
+        say(f"    its results are not those of the free disk: {problem}")
+    trace, steps = read_trace(program.trace), read_steps(program.trace)
+    machine, rows = machine_of(disk, 1, computes_inside=False), []
+    for what, asked in run.asked_bytes.items():
+        rows.append(
+            row(
+                _params(what, None), "free", "measured", run.times(what, None), path=run.path,
+                size_bytes=asked, correct=problem is None,
+            )
+        )  # fmt: skip
     for rate in work.rates:
-        say(f"{program.name}, {rate / 1e6:g} MB/s")
-        with throttled(work.path, rate):
-            slow = program.run(record=False)
-        problem = program.problem(free.results, slow.results)
-        if problem:
-            say(f"    its results are not those of the free disk: {problem}")
         predicted = step_times(machine, trace, steps, throttle=Throttle(rate))
-        first = 0
-        for what, times in slow.times.items():
-            own = predicted[first : first + len(times)]
-            first += len(times)
+        for what, asked in run.asked_bytes.items():
+            # of free turns: what the host did in a slow one is not known
+            own = [
+                each
+                for each, (turn, _) in zip(predicted, run.turns, strict=True)
+                if turn == (what, None)
+            ]
+            times = run.times(what, rate)
             rows.append(
                 row(
-                    _params(what, rate), "throttled", "measured", times, path=slow.path,
-                    size_bytes=slow.asked_bytes[what], correct=problem is None,
+                    _params(what, rate), "throttled", "measured", times, path=run.path,
+                    size_bytes=asked, correct=problem is None,
                 )
             )  # fmt: skip
             rows.append(predicted_row(_params(what, rate), own, rows[-1], allowed))
             say(
-                f"    {what}: {1e3 * statistics.median(times):.1f} ms a turn, predicted "
-                f"{1e3 * statistics.median(own):.1f}"
+                f"    {what}, {rate / 1e6:g} MB/s: {1e3 * statistics.median(times):.1f} ms a turn, "
+                f"predicted {1e3 * statistics.median(own):.1f}"
             )
     return rows
+
+
+def _under(rate: int | None, path: Path, worker: Worker) -> AbstractContextManager[None]:
+    """A throttle of a process, after a pause; None: none."""
+    time.sleep(_SETTLE_S)
+    return nullcontext() if rate is None else throttled(path, rate, worker.number)
 
 
 def _params(what: str, rate: int | None) -> dict[str, Any]:
@@ -144,27 +162,28 @@ class _Decoding:
     def __init__(self, work: Work, folder: Path, say: Say):
         self._work, self._say = work, say
         self.name, self.trace = "decode", folder / "decode.trace"
-        steps = _WARM_UP + work.turns * work.steps
+        steps = _WARM_UP + work.turns * (1 + len(work.rates)) * work.steps
         self._task = Task(
             work.name, work.config, work.batch, work.context, steps, "fp16", work.seed
         )
 
-    def run(self, *, record: bool) -> _Run:
+    def run(self, rates: Sequence[int], *, record: bool) -> _Run:
         work, task = self._work, self._task
-        options = {"record": str(self.trace)} if record else {}
-        spec = kv.Spec("espnx", "espnx", options)
+        spec = kv.Spec("espnx", "espnx", {"record": str(self.trace)} if record else {})
         what = f"{work.steps} steps of {work.name}, {work.batch} x {work.context:,}"
-        times, every = [], list(range(task.steps))
+        turns, every = list[tuple[_Turn, float]](), list(range(task.steps))
         with kv.Fleet(
             task, [spec], work.path, kv.Limit("ample"), _WARM_UP, every, self._say
         ) as fleet:
             for _ in range(work.turns):
-                time.sleep(_SETTLE_S)
-                times.append(fleet.steps(spec.name, work.steps)["seconds"])
+                for rate in (None, *work.rates):
+                    with _under(rate if rate in rates else None, work.path, fleet.worker(spec)):
+                        seconds = fleet.steps(spec.name, work.steps)["seconds"]
+                    turns.append(((what, rate), seconds))
             ids, path = fleet.ids[spec.name], str(fleet.facts[spec.name]["effective_path"])
             logits = [np.load(fleet.logits / spec.name / f"{step}.npy") for step in every]
         asked = task.kv_bytes(task.context + task.steps // 2) * work.steps
-        return _Run({what: times}, list(zip(ids, logits, strict=True)), path, {what: asked})
+        return _Run(turns, list(zip(ids, logits, strict=True)), path, {what: asked})
 
     def problem(self, expected: Any, got: Any) -> str | None:
         """What differs in two runs' tokens and logits. A model of random weights has ties, and sums
@@ -186,20 +205,15 @@ class _Searching:
         corpus = Mixture("B", work.documents, MIXTURES["B"])
         nlist = max(16, work.documents * 4096 // 1_000_000)
         self._prepared: Prepared = ensure_store(work.path, "B", corpus, {"nlist": nlist}, say)
-        #: What a read costs on the free disk: how large a hole a search reads over depends on it.
-        self._cost: dict[str, float] | None = None
 
-    def run(self, *, record: bool) -> _Run:
+    def run(self, rates: Sequence[int], *, record: bool) -> _Run:
         work = self._work
-        opening: dict[str, Any] = {"record": str(self.trace)} if record else {"cost": self._cost}
+        opening = {"record": str(self.trace)} if record else {}
         system = retrieval.System("espnx", opening=opening)
-        times: dict[str, list[float]] = {}
-        asked: dict[str, int] = {}
+        turns, asked = list[tuple[_Turn, float]](), dict[str, int]()
         hits = []
         with retrieval.Fleet(self._prepared, [system], None, None) as fleet:
             worker, facts = fleet.worker_of(system), fleet.facts(system)
-            if record:
-                self._cost = facts["cost"]
             for rerank in (None, 64):
                 depth = "exact" if rerank is None else f"re-rank {rerank}"
                 what = f"{work.searches} searches, {depth}, {work.documents:,} documents"
@@ -211,19 +225,23 @@ class _Searching:
                     "prefetch_step": _PREFETCH,
                 }
                 queries = list(range(work.searches))
-                some = [
-                    worker.ask("search", queries=[each], options=options)
-                    for each in queries[:_CHECKED]
-                ]
-                hits += [each["hits"] for each in some]
-                of_one = statistics.fmean(each["bytes_asked"] for each in some)
-                asked[what] = round(of_one * len(queries))
-                times[what] = []
-                for _ in range(work.turns):
-                    time.sleep(_SETTLE_S)
-                    answer = worker.ask("callers", queries=queries, options=options, callers=1)
-                    times[what].append(answer["seconds"])
-        return _Run(times, hits, str(facts["effective_path"]), asked)
+                for rate in (None, *work.rates):
+                    with _under(rate if rate in rates else None, work.path, worker):
+                        some = [
+                            worker.ask("search", queries=[each], options=options)
+                            for each in queries[:_CHECKED]
+                        ]
+                    hits += [each["hits"] for each in some]
+                    of_one = statistics.fmean(each["bytes_asked"] for each in some)
+                    asked[what] = round(of_one * len(queries))
+                for _ in range(work.turns if rates else 0):
+                    for rate in (None, *rates):
+                        with _under(rate, work.path, worker):
+                            answer = worker.ask(
+                                "callers", queries=queries, options=options, callers=1
+                            )
+                        turns.append(((what, rate), answer["seconds"]))
+        return _Run(turns, hits, str(facts["effective_path"]), asked)
 
     def problem(self, expected: Any, got: Any) -> str | None:
         """What differs in two runs' hits, which are the same to the bit."""

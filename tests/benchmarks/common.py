@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +91,7 @@ class HereSession:
     each system would take most of a minute on a busy machine."""
 
     def __init__(self, session: str):
+        self.number = os.getpid()
         self._session: Any = importlib.import_module(
             f"espnx.benchmarks.{session}.session"
         ).Session()
