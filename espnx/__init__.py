@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from .rag.answer import Answer, Reference
     from .rag.prompt import Wording
     from .rag.rag import Rag
-    from .retrieval.build.builder import build, train
+    from .retrieval.build.api import build, train
     from .retrieval.build.changes.change import add, add_first_stage, compact, delete
     from .retrieval.build.changes.detach import detach
     from .retrieval.build.documents import Document
@@ -89,7 +89,7 @@ _HOME = {
     "rag.answer": ["Answer", "Reference"],
     "rag.prompt": ["Wording"],
     "rag.rag": ["Rag"],
-    "retrieval.build.builder": ["build", "train"],
+    "retrieval.build.api": ["build", "train"],
     "retrieval.build.changes.change": ["add", "add_first_stage", "compact", "delete"],
     "retrieval.build.changes.detach": ["detach"],
     "retrieval.build.documents": ["Document"],

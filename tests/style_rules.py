@@ -27,7 +27,6 @@ SMALL_FILES = {
     "espnx.ops.distances.api": "of an op",
     "espnx.ops.distances.reference": "of an op",
     "espnx.ops.maxsim.reference": "of an op",
-    "espnx.retrieval.build.resuming": "what of an interrupted build is continued",
     "espnx.retrieval.search.explain": "why a document scores what it scores",
     "espnx.retrieval.search.lookup": "documents by id",
     "espnx.benchmarks.io.table": "of a case",

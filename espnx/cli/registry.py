@@ -257,7 +257,7 @@ COMMANDS = {
         },
     ),
     "graph build": Command(
-        ".graph:build",
+        ".graphs.making:build",
         "build a graph for nearest neighbours whose every part lies on SSD",
         {
             "graph build vectors.npy my.graph": "memory does not grow with the vectors",
@@ -278,7 +278,7 @@ COMMANDS = {
         },
     ),
     "graph add": Command(
-        ".graph:add",
+        ".graphs.changing:add",
         "add vectors to a graph",
         {
             "graph add my.graph more.npy": "under new ids, which it says",
@@ -286,17 +286,17 @@ COMMANDS = {
         },
     ),
     "graph delete": Command(
-        ".graph:delete",
+        ".graphs.changing:delete",
         "delete vectors of a graph",
         {"graph delete my.graph 17 4711": "", "graph delete my.graph ids.npy": ""},
     ),
     "graph merge": Command(
-        ".graph:merge",
+        ".graphs.changing:merge",
         "write what was added and deleted into a graph's pages",
         {"graph merge my.graph": ""},
     ),
     "graph advise": Command(
-        ".graph:advise",
+        ".graphs.making:advise",
         "measure on samples which fits vectors on a disk, a graph or lists (espnx.clusters)",
         {
             "graph advise vectors.npy": "by reads that keep this disk busy, many queries at a time",
@@ -318,7 +318,7 @@ COMMANDS = {
         {"graph remove my.graph": ""},
     ),
     "graph import": Command(
-        ".graph:import",
+        ".graphs.making:import",
         "make a graph of an index that DiskANN has built",
         {
             "graph import /data/ann my.graph": "of /data/ann_disk.index and the files beside it",
@@ -326,7 +326,7 @@ COMMANDS = {
         },
     ),
     "graph export": Command(
-        ".graph:export",
+        ".graphs.making:export",
         "write a graph as an index that DiskANN searches",
         {"graph export my.graph /data/ann": "/data/ann_disk.index and the files beside it"},
     ),

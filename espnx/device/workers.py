@@ -19,8 +19,26 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
+class Members(Protocol):
+    """Who asks a clock for something, by numbers."""
+
+    def join(self) -> int:
+        """A new member, at work: the clock stands."""
+
+    def rest(self, member: int, /) -> None:
+        """It waits for another member, and does not hold the clock up."""
+
+    def resume(self, member: int, /) -> None:
+        """It is at work again."""
+
+    def leave(self, member: int, /) -> None:
+        """It asks for nothing any more."""
+
+
 class Clock(Protocol):
-    """What `Workers` tell a clock. Members are numbers."""
+    """A clock that waits for its members: `Workers` join it."""
+
+    members: Members
 
     @property
     def member(self) -> int | None:
@@ -28,18 +46,6 @@ class Clock(Protocol):
 
     def bind(self, member: int | None) -> None:
         """Who asks from this thread from now on."""
-
-    def join(self) -> int:
-        """A new member, at work: the clock stands."""
-
-    def rest(self, member: int) -> None:
-        """It waits for another member, and does not hold the clock up."""
-
-    def resume(self, member: int) -> None:
-        """It is at work again."""
-
-    def leave(self, member: int) -> None:
-        """It asks for nothing any more."""
 
 
 def clock_of(device: object) -> Clock | None:
@@ -57,7 +63,7 @@ class Job(Generic[T]):
 
     def __init__(self, clocks: Sequence[Clock], call: Callable[[], T], pool: Executor):
         self._clocks, self._call = clocks, call
-        self._members = [clock.join() for clock in clocks]
+        self._members = [clock.members.join() for clock in clocks]
         self._lock = threading.Lock()  # guards what follows
         self.has_ended = False
         self._resting: list[tuple[Clock, int]] = []  # who waits for it
@@ -83,11 +89,11 @@ class Job(Generic[T]):
             self.has_ended = True
             self._wake()
             for clock, member in zip(self._clocks, self._members, strict=True):
-                clock.leave(member)
+                clock.members.leave(member)
 
     def _wake(self) -> None:
         for clock, member in self._resting:
-            clock.resume(member)
+            clock.members.resume(member)
         self._resting = []
 
     def result(self) -> T:
@@ -98,7 +104,7 @@ class Job(Generic[T]):
                     (clock, clock.member) for clock in self._clocks if clock.member is not None
                 ]
                 for clock, member in self._resting:
-                    clock.rest(member)
+                    clock.members.rest(member)
         try:
             return self._future.result()
         finally:
@@ -132,7 +138,7 @@ class Workers:
     def __enter__(self) -> Self:
         for clock in self._clocks:
             if clock.member is None:
-                self._joined.append((clock, clock.join()))
+                self._joined.append((clock, clock.members.join()))
                 clock.bind(self._joined[-1][1])
         return self
 
@@ -151,5 +157,5 @@ class Workers:
     ) -> None:
         for clock, member in self._joined:
             clock.bind(None)
-            clock.leave(member)
+            clock.members.leave(member)
         self._joined = []

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ..checks import check_path
 from ..errors import InvalidInputError
-from ..retrieval.build.builder import Progress, build
+from ..retrieval.build.api import build
+from ..retrieval.build.builder import Progress
 from ..retrieval.build.documents import Document
 from ..retrieval.build.options import FirstStages
 from ..retrieval.build.reports import BuildReport

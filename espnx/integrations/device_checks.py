@@ -152,7 +152,7 @@ def _sure_model(head_dim: int, seed: int) -> tuple[Any, torch.Tensor, torch.Tens
 
 def searches_the_same(device: NearStorageDevice) -> None:
     """An index in the device's directory gives the hits that the plain SSD gives."""
-    from ..retrieval.build.builder import build
+    from ..retrieval.build.api import build
     from ..retrieval.build.documents import Document
     from ..retrieval.encoder import Encoded
     from ..retrieval.search.index import Index

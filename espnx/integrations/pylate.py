@@ -23,7 +23,7 @@ import torch
 
 from ..checks import check_whole
 from ..errors import InvalidInputError
-from ..retrieval.build.builder import build
+from ..retrieval.build.api import build
 from ..retrieval.build.changes.change import add, delete
 from ..retrieval.build.documents import Document
 from ..retrieval.encoder import Encoded

@@ -129,12 +129,12 @@ class Attention:
 
     Attributes:
         leaves_holes: a chunk has been attended to that left the heap full of holes.
+        on_host: layers that the devices could not attend to, and what they lack.
     """
 
     def __init__(self, striped: StripedDevices, ahead: ReadAhead, threads: int | None):
         self._striped, self._ahead, self._threads = striped, ahead, threads or 0
-        # layers that the devices could not attend to, and what they lack
-        self._on_host: dict[LayerRows, tuple[str, ...]] = {}
+        self.on_host: dict[LayerRows, tuple[str, ...]] = {}
         self.leaves_holes = False
 
     def cut(self, step: Step, *, with_x: bool, least_tokens: int = 1) -> None:
@@ -368,7 +368,7 @@ class Attention:
         if arrived.tickets is None:
             return attend_rows(queries, arrived.tail, threads=self._threads)
         if missing := self._striped.lacks(queries, rows.layout):
-            self._on_host[rows] = missing
+            self.on_host[rows] = missing
             shown = ShownAttention(queries, self._threads)
             self._striped.visit(arrived.tickets, partial(shown.show, rows.layout))
             return merge(
@@ -380,15 +380,11 @@ class Attention:
         """How many layers were attended to on the host, from rows that the devices read, and what
         these lack for it."""
         return {
-            "layers_attended_on_host": len(self._on_host),
+            "layers_attended_on_host": len(self.on_host),
             "devices_lack": ", ".join(
-                dict.fromkeys(name for missing in self._on_host.values() for name in missing)
+                dict.fromkeys(name for missing in self.on_host.values() for name in missing)
             ),
         }
-
-    def clear(self) -> None:
-        """Forgets which layers were attended to on the host."""
-        self._on_host.clear()
 
 
 def _over_one_another(step: Step, past: int) -> tuple[torch.Tensor, torch.Tensor | None]:

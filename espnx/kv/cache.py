@@ -137,18 +137,13 @@ class SsdCache:
         """
         self.striped.checks_later = False
         try:
-            self.check()
+            self.striped.check()
         except BaseException:
             self.crop(self._begun)
             raise
         if self.attention.leaves_holes:
             self.attention.leaves_holes = False
             trim_heap()
-
-    def check(self) -> None:
-        """Waits until all rows that the pass has looked at so far are checked. Raises
-        ChecksumError; the pass must then be given up."""
-        self.striped.check()
 
     def attend(self, layer: int, step: Step) -> torch.Tensor:
         """Adds new tokens to a layer and attends over all of them: [sequences, heads, n, dv], in
@@ -408,7 +403,7 @@ class SsdCache:
         self.kv, self.x = [None] * len(self.kv), [None] * len(self.x)
         self.ends = None
         self._drop_tiers()
-        self.attention.clear()
+        self.attention.on_host.clear()
 
     def close(self) -> None:
         self.places.close()

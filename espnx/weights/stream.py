@@ -159,9 +159,6 @@ class WeightFiles:
             self.counters.bytes_moved += future.bytes_moved
             self.counters.bytes_asked += size
 
-    def close(self) -> None:
-        self.engine.close()
-
 
 @dataclass
 class _Coming:

@@ -11,7 +11,7 @@ from espnx.errors import InvalidInputError
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
 
 from espnx.integrations.pylate import EspnxIndex, rerank
-from espnx.retrieval.build.builder import build
+from espnx.retrieval.build.api import build
 from espnx.retrieval.build.changes.change import compact
 from tests.encoders import tiny
 

@@ -62,7 +62,7 @@ def test_pages_give_back_what_was_written(offset: int, count: int, tmp_path: Pat
     assert weight.is_view == (offset % 4 == 0)
     files = WeightFiles(FaultyEngine([], poison=True))
     assert torch.equal(files.resident(weight), values)
-    files.close()
+    files.engine.close()
 
 
 def stream_of(tmp_path: Path, count: int, *rules: FaultRule) -> WeightStream:
@@ -90,7 +90,7 @@ def test_layers_are_read_in_turn_and_ahead(tmp_path: Path) -> None:
     assert stream.buffer_bytes == 2 * (stream.layers[0].buffer_bytes + 4096)
     for number in (3, 1, 4, 4, 0):  # in any order, only slower
         assert bool((stream.take(number)["w"] == number + 1).all())
-    stream.files.close()
+    stream.files.engine.close()
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -108,7 +108,7 @@ def test_a_read_that_failed_is_tried_again(number: int, tmp_path: Path) -> None:
     while stream.files.engine.stats().fault_hits < 2:
         time.sleep(0.01)
     assert bool((stream.take(number)["w"] == number + 1).all())
-    stream.files.close()
+    stream.files.engine.close()
 
 
 def test_a_late_read_writes_into_nobody_elses_weights(tmp_path: Path) -> None:
@@ -124,4 +124,4 @@ def test_a_late_read_writes_into_nobody_elses_weights(tmp_path: Path) -> None:
         time.sleep(0.01)
     assert bool((weights == 4).all())
     assert stream.files.engine.stats().fault_hits >= 1
-    stream.files.close()
+    stream.files.engine.close()

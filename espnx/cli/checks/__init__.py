@@ -4,7 +4,7 @@ failures."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 PASS, INFO, WARN, FAIL, NA = "PASS", "INFO", "WARN", "FAIL", "N-A"
@@ -30,9 +30,6 @@ class Check:
     why: str = ""
     fix: str = ""
     evidence: dict[str, Any] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def run_checks(functions: Iterable[Callable[[], Check]]) -> list[Check]:

@@ -29,6 +29,7 @@ from ...storage import FaultRule, FaultyEngine
 from ..interface import RowDevice
 from ..near_storage import NearStorageDevice
 from ..row_layout import RowLayout
+from .draws import HEADS, ROWS, SEQUENCES
 from .faults import fault_checks
 from .known_rows import (
     Kept,
@@ -44,7 +45,7 @@ from .known_rows import (
     served,
 )
 from .requirement import Found, in_threads, raises, require
-from .soak import HEADS, ROWS, SEQUENCES, soak
+from .soak import soak
 
 Open = Callable[..., RowDevice]
 _ANY = Queries(torch.empty(0, 0, 0, 8), 8)

@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Event, Thread
 from typing import Any
 
@@ -23,15 +23,10 @@ from ... import errors
 from ...ops.attention import Queries, RowsInMemory
 from ..interface import RowDevice
 from ..row_layout import RowLayout
-from .known_rows import Kept, Seen, ShownRows, assert_right, draw, kept, normal, queries
+from .draws import FEW_VALUES, SEQUENCES, Draws, Kind
+from .known_rows import Kept, Seen, ShownRows, assert_right, draw, kept, queries
 from .requirement import require
 
-#: Of sequences, heads and rows.
-SEQUENCES, HEADS, ROWS = 16, 16, 100_000
-_FORMATS, _WIDTHS = ("fp16", "fp32", "bf16", "int8"), (64, 128, 8, 24, 32, 40, 80, 96, 256)
-#: Values of K and V together: of what is put or looked at in most calls, and in a few. 100,000 rows
-#: of 128 and 128 values are of the few.
-_FEW_VALUES, _MANY_VALUES = 1 << 16, 26 << 20
 #: Of one life of a device: calls, segments of each kind of rows, tickets in line.
 _LIFE_CALLS, _SEGMENTS, _TICKETS = 500, 12, 4
 
@@ -108,26 +103,6 @@ def _in_words(made: Counter[str], seed: int) -> Iterator[None]:
 
 
 @dataclass(eq=False)
-class _Kind:
-    """Rows of one layout and number of heads, whose heads lie in one segment or in two; those that
-    are stored, by part."""
-
-    layout: RowLayout
-    n_heads: int
-    parts: list[range]
-    stored: list[list[Kept]] = field(init=False)
-    unseen: set[Kept] = field(default_factory=set)  # no visit has shown them whole yet
-
-    def __post_init__(self) -> None:
-        self.stored = [[] for _ in self.parts]
-
-    @property
-    def row_values(self) -> int:
-        """Values of a row of one head."""
-        return self.layout.d + (0 if self.layout.is_shared else self.layout.dv)
-
-
-@dataclass(eq=False)
 class _Look:
     """A ticket in line, and what will be asked of it: `queries`, or to be shown its rows."""
 
@@ -156,11 +131,12 @@ class _Life:
             made,
             said,
         )
+        self._drawn = Draws(rows.capabilities, draws, values)
         self._line = deque[_Look]()
         # (a result, what it was)
         self._results = deque[tuple[torch.Tensor, torch.Tensor]](maxlen=6)
         self._stored = self._put = self._joined = self._asked_least = self._asked_most = 0
-        self._kinds = [self._kind() for _ in range(3)]
+        self._kinds = [self._drawn.kind() for _ in range(3)]
 
     def run(self, calls: float, ends: float) -> None:
         steps: dict[Callable[[], None], int] = {
@@ -189,59 +165,6 @@ class _Life:
         self._made[name] += 1
         self._said(self._made)
 
-    # --- shapes ---
-
-    def _kind(self) -> _Kind:
-        layout = self._layout()
-        n_heads = 1 if layout.is_shared else self._small(HEADS)
-        every, half = range(n_heads), n_heads // 2
-        parts = self._draws.choice(
-            ([every], [every[::2], every[1::2]], [every[:half], every[half:]])
-        )
-        return _Kind(layout, n_heads, [part for part in parts if part])
-
-    def _layout(self) -> RowLayout:
-        """One of those that the device attends over, or, now and then, any."""
-        can, choice, chance = self._rows.capabilities, self._draws.choice, self._draws.random()
-        formats, widths = (
-            (_FORMATS, _WIDTHS)
-            if chance < 0.15
-            else (can.attends_formats or _FORMATS, can.attends_widths or _WIDTHS)
-        )
-        name, d, dv = choice(formats), choice(widths), choice(widths)
-        if name != "int8" and self._draws.random() < (
-            0.15 if can.attends_latent or chance < 0.15 else 0
-        ):
-            return RowLayout(name, d, d, is_shared=True)
-        return RowLayout(name, d, dv if can.attends_unlike_widths and chance < 0.6 else d)
-
-    def _small(self, most: int) -> int:
-        """1 to `most`, mostly 1 or 2."""
-        chance = self._draws.random()
-        return 1 if chance < 0.6 else self._draws.randint(1, 4 if chance < 0.92 else most)
-
-    def _n_rows(self, kind: _Kind, n_sequences: int) -> int:
-        chance, randint, block = self._draws.random(), self._draws.randint, kind.layout.block_rows
-        if chance < 0.6:
-            n = randint(0, 40)
-        elif chance < 0.95:
-            # on and beside the borders of blocks, and of what kernels take at a time
-            n = self._draws.choice((block, block, 64, 128, 256)) * randint(
-                1, 4
-            ) + self._draws.choice((-1, 0, 0, 1))
-        elif chance < 0.99:
-            n = round(math.exp(self._draws.uniform(3, 8)))
-        else:
-            n = self._draws.choice(
-                (
-                    ROWS,
-                    (1 << 16) + randint(-1, 1),
-                    round(math.exp(self._draws.uniform(8, math.log(ROWS)))),
-                )
-            )
-        most = _MANY_VALUES if chance >= 0.99 else 4 * _FEW_VALUES
-        return min(n, most // (n_sequences * kind.n_heads * kind.row_values))
-
     # --- rows come and go ---
 
     def _put_rows(self) -> None:
@@ -251,8 +174,8 @@ class _Life:
             for part in kind.stored:
                 for each in part[: len(part) // 2]:
                     self._let_go(part, each)
-        n_sequences, size = self._small(SEQUENCES), self._draws.choice((1, 1, 1, 0.01, 4))
-        n_rows = self._n_rows(kind, n_sequences)
+        n_sequences, size = self._drawn.small(SEQUENCES), self._draws.choice((1, 1, 1, 0.01, 4))
+        n_rows = self._drawn.n_rows(kind, n_sequences)
         for heads, stored in zip(kind.parts, kind.stored, strict=True):
             k, v = draw(kind.layout, n_sequences, heads, n_rows, self._values)
             k *= size
@@ -295,7 +218,7 @@ class _Life:
         if (
             len(set(parts)) < 2
             or len(set(parts)) < len(parts)
-            or sum(each.k.numel() for each in parts) > 4 * _FEW_VALUES
+            or sum(each.k.numel() for each in parts) > 4 * FEW_VALUES
         ):
             return
         self._call("join")
@@ -371,18 +294,19 @@ class _Life:
         if len(self._line) >= _TICKETS:
             return
         kind, draws = self._draws.choice(self._kinds), self._draws
-        n_sequences, n = self._small(SEQUENCES), draws.choice((1, 1, 1, 1, 1, 1, 2, 2, 3, 4, 8, 0))
-        seen, positions = self._views(kind, n_sequences)
+        n_sequences = self._drawn.small(SEQUENCES)
+        n = draws.choice((1, 1, 1, 1, 1, 1, 2, 2, 3, 4, 8, 0))
+        seen, positions = self._drawn.views(kind, n_sequences)
         look = queries(
             kind.layout,
             n_sequences,
             kind.n_heads,
             n,
             self._values,
-            **self._masks(kind, n_sequences, n, positions + 24),
+            **self._drawn.masks(kind, n_sequences, n, positions + 24),
         )
         look.q.mul_(draws.choice((1, 1, 1, 1, 0.1, 3)))
-        tail = self._tail(kind, n_sequences, positions) if draws.random() < 0.4 else None
+        tail = self._drawn.tail(kind, n_sequences, positions) if draws.random() < 0.4 else None
         is_visit = draws.random() < 0.2 or self._rows.capabilities.lacks(look, kind.layout)
         self._ahead(kind.layout, seen, *(() if is_visit else (look, tail)))
 
@@ -402,59 +326,6 @@ class _Life:
             for each in seen
         ]
         self._asked_most += sum(sizes)
-
-    def _views(self, kind: _Kind, n_sequences: int) -> tuple[list[Seen], int]:
-        """(views of segments, or of their first rows; the first position behind all of them)."""
-        draws, seen, positions = self._draws, list[Seen](), 0
-        # rows of one head
-        left = (_MANY_VALUES if draws.random() < 0.02 else _FEW_VALUES) // kind.row_values
-        for sequence in range(n_sequences):
-            for heads, stored in zip(kind.parts, kind.stored, strict=True):
-                first = draws.randint(1, 200) if draws.random() < 0.1 else 0
-                for each in draws.sample(
-                    stored, min(len(stored), draws.choice((0, 1, 1, 1, 2, 3)))
-                ):
-                    n = (
-                        each.segment.n_rows
-                        if draws.random() < 0.6
-                        else draws.randint(0, each.segment.n_rows)
-                    )
-                    n = min(n, left // len(heads))
-                    left -= n * len(heads)
-                    seen.append(each.use(sequence, n, first))
-                    first += n + (draws.randint(1, 20) if draws.random() < 0.1 else 0)
-                positions = max(positions, first)
-        return seen, positions
-
-    def _masks(self, kind: _Kind, n_sequences: int, n: int, positions: int) -> dict[str, Any]:
-        can, chance, rng = self._rows.capabilities, self._draws.random, self._values
-        found: dict[str, Any] = {"position": torch.arange(positions - n, positions)}
-        if chance() < 0.3:
-            found["last_position"] = torch.randint(-1, positions, (n,), generator=rng)
-        if chance() < 0.2:
-            found["first_visible"] = torch.randint(0, positions, (n_sequences,), generator=rng)
-        if chance() < 0.2:
-            found["visible"] = (torch.rand(n_sequences, positions, generator=rng) < 0.8).to(
-                torch.uint8
-            )
-        if can.attends_window and chance() < 0.2:
-            found["window"] = self._draws.randint(1, positions)
-        if can.attends_soft_cap and chance() < 0.2:
-            found["soft_cap"] = self._draws.choice((1.0, 20.0))
-        if can.attends_slopes and chance() < 0.2:
-            found["slopes"] = torch.rand(kind.n_heads, n, generator=rng) * 0.1
-        return found
-
-    def _tail(self, kind: _Kind, n_sequences: int, first: int) -> RowsInMemory:
-        n, skip, layout = self._draws.randint(0, 20), self._draws.randint(0, 3), kind.layout
-        dtype = torch.float16 if layout.format == "int8" else layout.dtype
-        k, v = (
-            normal(n_sequences, kind.n_heads, skip + n + 2, width, rng=self._values).to(dtype)
-            for width in (layout.d, layout.dv)
-        )
-        return RowsInMemory(
-            k, k if layout.is_shared else v, skip, n, first + self._draws.randint(0, 4)
-        )
 
     def _serve(self) -> None:
         if not self._line:
@@ -511,7 +382,7 @@ class _Life:
     def _show_unseen(self) -> None:
         self._show_whole(self._draws.choice(self._kinds))
 
-    def _show_whole(self, kind: _Kind) -> None:
+    def _show_whole(self, kind: Kind) -> None:
         """Whatever no visit has shown whole yet; what is in line goes first."""
         unseen = [each for part in kind.stored for each in part if each in kind.unseen]
         if unseen:

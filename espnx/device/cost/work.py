@@ -19,7 +19,7 @@ COMPUTE = "compute"
 @dataclass(frozen=True, slots=True)
 class Leg:
     """Attributes:
-    route: of bytes (`espnx.device.emulation.topology.ROUTES`), or `COMPUTE` over them.
+    route: of bytes (`espnx.device.emulation.links.ROUTES`), or `COMPUTE` over them.
     size_bytes: that pass it.
     after: which legs of the same command have to end before: counted from its first one, or, below
         0, from the newest.

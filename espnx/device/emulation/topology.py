@@ -1,11 +1,9 @@
-"""The hardware of several emulated devices and of the way between them and the host, in virtual
-time.
+"""Virtual time of several emulated devices: when what passes their links (`links`) ends, and who
+waits for it.
 
-Each device has flash to read and to program, memory, an accelerator and a link of its own; a switch
-port is shared by as many as the spec says, the uplink by all. Links carry both directions at once.
 Bytes flow through all links of their route at once, what one device sends on one route goes in the
 order of the calls, and routes and devices share what they have in common fairly
-(csrc/device/link_clock.hpp). A figure that the spec does not have bounds nothing.
+(csrc/device/link_clock.hpp).
 """
 
 from __future__ import annotations
@@ -20,8 +18,10 @@ from typing import TYPE_CHECKING, Self
 from ... import errors
 from ...checks import check_whole
 from ...storage.native import load_native
+from ..cost.work import COMPUTE
 from ..model.spec import DeviceSpec
-from .costs import FlashCosts, value_of
+from ..workers import Members
+from .links import ROUTES, Links, Passage
 
 if TYPE_CHECKING:
     from ..._C import LinkTicket
@@ -32,19 +32,7 @@ SIZE_MAX_BYTES = 1 << 60
 #: slower than the devices.
 DEFAULT_STRETCH = 100.0
 DEFAULT_DEADLINE_S = 600.0
-_UNBOUND = 1e300  # a second, of anything
-
-#: A route's legs, each a kind of link, in the order in which bytes pass them.
-ROUTES = {
-    "flash_read": ("flash_read", "memory"),
-    "flash_write": ("flash_write",),
-    "host_to_device": ("uplink_in", "port_in", "link_in", "memory"),
-    "device_to_host": ("memory", "link_out", "port_out", "uplink_out"),
-    "host_to_flash": ("uplink_in", "port_in", "link_in", "flash_write"),
-    "flash_to_host": ("flash_read", "link_out", "port_out", "uplink_out"),
-}
-_COMPUTE = "compute"
-_LANES = (*ROUTES, _COMPUTE)  # of each device
+_LANES = (*ROUTES, COMPUTE)  # of each device
 _NOBODY = -1
 
 
@@ -54,7 +42,7 @@ class Transfer:
 
     Attributes:
         device: whose.
-        route: one of `ROUTES`, or ``compute``.
+        route: one of `ROUTES`, or `COMPUTE`.
         size_bytes: of it.
     """
 
@@ -109,6 +97,7 @@ class Topology:
             stands where waiting has moved it, and results do not depend on the machine.
 
     Attributes:
+        members: of its clock, for `Workers`.
         watches: whoever measures what passes now, kept by `espnx.device.emulation.use`.
 
     Raises:
@@ -120,48 +109,18 @@ class Topology:
         _check_number("stretch", stretch, 0.0)
         self.spec, self.n_devices, self.stretch = spec, n_devices, float(stretch)
         self.watches = set[object]()
-        self._flash = FlashCosts(spec)
-        self._rates: dict[str, float] = {}
-        self._latency_s: dict[str, float] = {}
-        self._routes = [self._lay_out(device) for device in range(n_devices)]
-        self._numbers = {name: number for number, name in enumerate(self._rates)}
+        self._links = Links(spec, n_devices)
         self._clock = load_native().LinkClock(
-            list(self._latency_s.items()), n_devices * len(_LANES), self.stretch
+            list(self._links.latency_s.items()), n_devices * len(_LANES), self.stretch
         )
+        self.members: Members = self._clock
         self._thread = threading.local()
-
-    def _lay_out(self, device: int) -> dict[str, tuple[str, ...]]:
-        """Names of the links of each route of one device. Links that the spec gives no bandwidth
-        are left out."""
-        flash, links, accelerator = self.spec.flash, self.spec.links, self.spec.accelerator
-        per_port = int(links.devices_per_port.value) if links.devices_per_port else 1
-        own, port = f"device {device}", f"port {device // per_port}"
-        write = flash.write_bandwidth or flash.read_bandwidth
-        latency_s = links.latency.value if links.latency else 0.0
-        kinds: dict[str, tuple[str, float | None, float]] = {
-            "flash_read": (f"{own} flash read", value_of(flash.read_bandwidth), 0.0),
-            "flash_write": (f"{own} flash write", value_of(write), 0.0),
-            "memory": (f"{own} memory", value_of(self.spec.memory.bandwidth), 0.0),
-            "accelerator": (f"{own} accelerator", 1.0 if accelerator else None, 0.0),
-        }
-        for way in ("in", "out"):
-            kinds[f"link_{way}"] = (f"{own} link {way}", value_of(links.device), latency_s)
-            kinds[f"port_{way}"] = (f"{port} {way}", value_of(links.switch_port), 0.0)
-            kinds[f"uplink_{way}"] = (f"uplink {way}", value_of(links.uplink), 0.0)
-        for name, per_s, latency in kinds.values():
-            if per_s is not None:
-                self._rates[name], self._latency_s[name] = per_s, latency
-        routes = ROUTES | {_COMPUTE: ("memory", "accelerator")}
-        return {
-            route: tuple(kinds[kind][0] for kind in legs if kinds[kind][1] is not None)
-            for route, legs in routes.items()
-        }
 
     @property
     def links(self) -> dict[str, float]:
         """Bytes/s of each link by its name. An accelerator's rate is its spec's, by how many query
         heads share a pass: here it has 1.0."""
-        return {name: per_s for name, per_s in self._rates.items() if per_s < _UNBOUND}
+        return self._links.bounded()
 
     def transfer(
         self,
@@ -191,26 +150,7 @@ class Topology:
         check_whole("requests", requests, 0, SIZE_MAX_BYTES)
         if route not in ROUTES:
             raise errors.InvalidInputError("a route", got=repr(route), expected=", ".join(ROUTES))
-        legs = [
-            (self._numbers[name], float(size_bytes), self._rates[name])
-            for name in self._routes[device][route]
-        ]
-        flash, before_s = self._flash, 0.0
-        if size_bytes and route.startswith("flash_to"):
-            legs[0], before_s = (
-                (*legs[0][:2], flash.read_per_s(size_bytes, requests)),
-                flash.to_host_s,
-            )
-        elif size_bytes and route == "flash_read":
-            legs[0], before_s = (
-                (*legs[0][:2], flash.read_per_s(size_bytes, requests)),
-                flash.inside_s,
-            )
-        elif size_bytes and route.endswith(("to_flash", "_write")):
-            legs[-1], before_s = (
-                (*legs[-1][:2], flash.write_per_s(size_bytes, requests)),
-                flash.write_s,
-            )
+        legs, before_s = self._links.transfer(device, route, size_bytes, requests)
         return self._start(device, route, legs, size_bytes, after, before_s)
 
     def compute(
@@ -241,32 +181,14 @@ class Topology:
         check_whole("size_bytes", size_bytes, 0, SIZE_MAX_BYTES)
         check_whole("group", group, 1)
         _check_number("flop", flop, 0.0)
-        accelerator = self.spec.accelerator
-        if accelerator is None:
-            raise errors.InvalidInputError(
-                f"compute on {self.spec.name}",
-                got="no accelerator in its spec",
-                expected="a spec with one",
-            )
-        legs = [
-            (self._numbers[name], float(size_bytes), self._rates[name])
-            for name in self._routes[device][_COMPUTE]
-        ]
-        work, per_s = float(flop), min(accelerator.flops_per_s(group), _UNBOUND)
-        if stream := accelerator.stream_bandwidth:
-            least_s = size_bytes / stream.value
-            if not work:
-                work, per_s = float(size_bytes), stream.value
-            elif least_s > work / per_s:
-                per_s = work / least_s
-        legs[-1] = (legs[-1][0], work, per_s)
-        return self._start(device, _COMPUTE, legs, size_bytes, after, 0.0)
+        legs = self._links.compute(device, flop, size_bytes, group)
+        return self._start(device, COMPUTE, legs, size_bytes, after, 0.0)
 
     def _start(
         self,
         device: int,
         route: str,
-        legs: list[tuple[int, float, float]],
+        legs: list[Passage],
         size_bytes: int,
         after: Transfer | Sequence[Transfer] | None,
         before_s: float,
@@ -368,22 +290,6 @@ class Topology:
             yield
         finally:
             self.bind(own)
-
-    def join(self) -> int:
-        """See `Clock`."""
-        return self._clock.join()
-
-    def rest(self, member: int) -> None:
-        """See `Clock`."""
-        self._clock.rest(member)
-
-    def resume(self, member: int) -> None:
-        """See `Clock`."""
-        self._clock.resume(member)
-
-    def leave(self, member: int) -> None:
-        """See `Clock`."""
-        self._clock.leave(member)
 
     def traffic(self) -> dict[str, LinkUse]:
         """What has passed each link so far, by its name."""

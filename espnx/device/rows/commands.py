@@ -31,8 +31,28 @@ class _RowCommand(Command):
         return cls()
 
 
+class _NewSegments(_RowCommand):
+    """Makes segments, which its line names. A replay puts others in their place."""
+
+    def end_line(self, line: dict[str, Any], ticket: Any, found: Any, memo: dict[Any, Any]) -> None:
+        _keep(line, found, memo)
+
+    @classmethod
+    def of_line(cls, said: Fields, stored: Any, memo: dict[Any, Any]) -> PutAnewCommand:
+        alike = defaultdict[tuple[RowLayout, range, int], list[int]](list)
+        segments = said.each("segments", count=1 << 24)
+        for each, layout in zip(segments, [_layout(each) for each in segments], strict=True):
+            alike[layout, _heads(each), each.whole("n_rows")].append(each.whole("number"))
+        return PutAnewCommand(
+            [
+                (PutCommand(key[0], *_some_rows(key, len(numbers), said), key[1]), numbers)
+                for key, numbers in alike.items()
+            ]
+        )
+
+
 @dataclass(frozen=True, eq=False)
-class PutCommand(_RowCommand):
+class PutCommand(_NewSegments):
     """Attributes: see `RowDevice.put`."""
 
     verb: ClassVar[str] = "put"
@@ -41,30 +61,16 @@ class PutCommand(_RowCommand):
     v: torch.Tensor | None
     heads: range
 
-    def end_line(self, line: dict[str, Any], ticket: Any, found: Any, memo: dict[Any, Any]) -> None:
-        _keep(line, found, memo)
-
-    @classmethod
-    def of_line(cls, said: Fields, stored: Any, memo: dict[Any, Any]) -> PutAnewCommand:
-        return PutAnewCommand.of_line(said, stored, memo)
-
 
 @dataclass(frozen=True, eq=False)
-class RestoreCommand(_RowCommand):
-    """Attributes: see `Space.restore`. A replay, which has none of these rows, puts others."""
+class RestoreCommand(_NewSegments):
+    """Attributes: see `Space.restore`."""
 
     verb: ClassVar[str] = "restore"
     places: Sequence[SegmentPlace]
 
     def ask(self, part: RowDevice, watch: Watch | None = None) -> Done:
         return Done(part.space.restore(self.places))
-
-    def end_line(self, line: dict[str, Any], ticket: Any, found: Any, memo: dict[Any, Any]) -> None:
-        _keep(line, found, memo)
-
-    @classmethod
-    def of_line(cls, said: Fields, stored: Any, memo: dict[Any, Any]) -> PutAnewCommand:
-        return PutAnewCommand.of_line(said, stored, memo)
 
 
 class LendCommand(RestoreCommand):
@@ -92,19 +98,6 @@ class PutAnewCommand(_RowCommand):
                 pair
                 for put, numbers in self.puts
                 for pair in zip(numbers, put.ask(part).finish(), strict=True)
-            ]
-        )
-
-    @classmethod
-    def of_line(cls, said: Fields, stored: Any, memo: dict[Any, Any]) -> PutAnewCommand:
-        alike = defaultdict[tuple[RowLayout, range, int], list[int]](list)
-        segments = said.each("segments", count=1 << 24)
-        for each, layout in zip(segments, [_layout(each) for each in segments], strict=True):
-            alike[layout, _heads(each), each.whole("n_rows")].append(each.whole("number"))
-        return cls(
-            [
-                (PutCommand(key[0], *_some_rows(key, len(numbers), said), key[1]), numbers)
-                for key, numbers in alike.items()
             ]
         )
 

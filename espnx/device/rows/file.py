@@ -236,7 +236,7 @@ class RowFileDevice(Part, ABC):
                 for _ in range(n_sequences)
             ]
         self._settle(self._write_behind_bytes - total_bytes)
-        offset = self.space.take(total_bytes)
+        offset = self.space.extents.take(total_bytes)
         try:
             plan = Plan.of(self._file, [offset], [total_bytes], [0])
             each = len(heads) * blocks
@@ -291,7 +291,7 @@ class RowFileDevice(Part, ABC):
             sums[:, begin:end] = segment.sums
             begin = end
         self._settle(self._write_behind_bytes - size_bytes)
-        place = self.space.take(size_bytes)
+        place = self.space.extents.take(size_bytes)
         try:
             writing = self._write(
                 Plan.of(self._file, [place], [size_bytes], [0]), memory.view(-1), is_copy=True

@@ -83,10 +83,6 @@ class FileSpace:
         """Bytes that segments use, or that are pinned."""
         return self.extents.used_bytes
 
-    def take(self, size_bytes: int) -> int:
-        """A place for new rows. Raises DiskFullError."""
-        return self.extents.take(size_bytes)
-
     def give_back(self, place: int, size_bytes: int) -> None:
         """A segment does not hold this place any more."""
         if place in self._pinned:

@@ -1,9 +1,9 @@
 """The graph of one part, on its way to being merged with the others: edges as rows of the input, in
-the order in which they were chosen."""
+the order in which they were chosen; and what all parts hold of the nodes of the merged graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,8 @@ from ..codes.codebook import Codebook
 from ..edges import build_edges
 from ..layout import PageLayout
 from ..options import GraphOptions, measured_rows
+from ..recall import RECALL_BLOCK_ROWS
+from .merge import Piece
 from .work import read_array
 
 _BLOCK_ROWS = 4096
@@ -153,3 +155,50 @@ def _packed(
     )
     order: np.ndarray = graph.pack(layout.nodes_per_page).numpy()
     return order
+
+
+class BuiltParts:
+    """What the parts of a build hold of their own rows, which are nodes of one graph.
+
+    Args:
+        work: of the build, whose parts `build_part` has built.
+        pieces: of nodes, as `espnx.graph.bounded.merge.number_nodes` numbers them.
+    """
+
+    def __init__(self, work: WorkFolder, layout: PageLayout, pieces: list[Piece]):
+        self._work, self.layout, self.pieces = work, layout, pieces
+
+    def _read(
+        self, piece: Piece, name: str, dtype: np.dtype | type, width: int | None
+    ) -> np.ndarray:
+        path = self._work.file(f"built_{piece.part}", f"own.{name}")
+        return read_array(path, dtype, width, piece.begin, piece.end - piece.begin)
+
+    def rows(self, piece: Piece) -> np.ndarray:
+        """uint32 [m], of the input."""
+        return self._read(piece, "rows", np.uint32, None)
+
+    def vectors(self, piece: Piece) -> np.ndarray:
+        """[m, dim], of `PageLayout.row_dtype`."""
+        return self._read(piece, "vectors", self.layout.row_dtype, self.layout.dim)
+
+    def codes(self, piece: Piece) -> np.ndarray:
+        """uint8 [m, code_bytes]."""
+        return self._read(piece, "codes", np.uint8, self.layout.code_bytes)
+
+    def node_of(self) -> np.ndarray:
+        """uint32 [n]: the node of each row."""
+        node_of = np.zeros(self.layout.n, np.uint32)
+        for piece in self.pieces:
+            for block in piece.blocks():
+                rows = self.rows(block)
+                node_of[rows] = np.arange(
+                    block.first_node, block.first_node + len(rows), dtype=np.uint32
+                )
+        return node_of
+
+    def blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(rows int64 [m], vectors [m, dim]) of all nodes, in order."""
+        for piece in self.pieces:
+            for block in piece.blocks(RECALL_BLOCK_ROWS):
+                yield self.rows(block).astype(np.int64), self.vectors(block)

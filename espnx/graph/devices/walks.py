@@ -22,6 +22,7 @@ from ...device.command import Command, Part
 from ...device.cost.walk import walk
 from ...device.interface import Capabilities, DeviceStats, FilePath
 from ...device.kinds import PartKind, Verb
+from ...device.wrapper import Wrapper
 from ...storage.parse import Fields
 from ..filters import RowFilter
 from ..format import GraphSections
@@ -199,10 +200,6 @@ class GraphWalks(Part):
             self._live.add(ticket)
         return ticket
 
-    def vectors(self, rows: np.ndarray) -> np.ndarray:
-        """See `GraphIndex.vectors`; for whoever builds from them."""
-        return self.index.vectors(rows)
-
     def count(self, stats: DeviceStats) -> None:
         """Adds walks that have ended."""
         with self._lock:
@@ -229,7 +226,7 @@ class GraphWalks(Part):
         self.index.close()
 
 
-class WalksTicket:
+class WalksTicket(Wrapper):
     """See `espnx.device.vectors.interface.Ticket`, and `GraphSearch`.
 
     Attributes:
@@ -237,16 +234,13 @@ class WalksTicket:
     """
 
     def __init__(self, device: GraphWalks, search: GraphSearch):
-        self._device, self._search, self.stats = device, search, DeviceStats()
+        super().__init__(search)
+        self._device, self.stats = device, DeviceStats()
         self._has_ended = False
-
-    def partial(self, pages: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `GraphSearch.partial`."""
-        return self._search.partial(pages)
 
     def finish(self) -> Neighbours:
         """See `GraphSearch.finish`."""
-        found = self._search.finish()
+        found: Neighbours = self._inner.finish()
         if not self._has_ended:
             self._has_ended = True
             self.stats = DeviceStats(
@@ -258,10 +252,6 @@ class WalksTicket:
             )
             self._device.count(self.stats)
         return found
-
-    def cancel(self) -> None:
-        """See `Ticket`."""
-        self._search.cancel()
 
 
 #: Graphs whose walks are asked for as commands. A device without the latency of reads cannot say

@@ -20,6 +20,7 @@ from ...storage import NativeEngine
 from ...storage.files import crc32c
 from ...storage.work import WorkFolder
 from ..bounded.budget import fit_bytes, member_bytes, resident_bytes
+from ..bounded.sample import draw_sample, stored_blocks
 from ..bounded.work import identity, read_array
 from ..codes.codebook import Codebook, train_codebook, unpack_codebook
 from ..format import (
@@ -35,7 +36,7 @@ from ..format import (
     in_directory,
 )
 from ..layout import PageLayout
-from ..options import GraphOptions, stored_rows
+from ..options import GraphOptions
 from ..pages.homes import make_homes
 from ..parts import Clusters, PageFile, balanced, pages_in_files
 from ..recall import add_recall
@@ -186,7 +187,7 @@ def build_clustered(
     that the pages go to; none: beside the other files.
 
     Raises:
-        InvalidInputError: as `stored_rows`.
+        InvalidInputError: as `espnx.graph.options.stored_rows`.
         WriteError, DiskFullError, ReadError: of the directory.
     """
     return _Builder(
@@ -267,34 +268,18 @@ class _Builder:
         return ClusteredBuild(facts, repaired, (read, divide_s, edges, pages, recall))
 
     def _stored(self, what: str) -> Iterator[tuple[int, np.ndarray]]:
-        """(number of the first, vectors as they are stored) block by block."""
-        layout, done = self._layout, 0
-        for block in self._source.blocks():
-            if done + len(block) > layout.n:
-                raise errors.FormatError(
-                    self._source.name, got="more vectors than it said", expected=layout.n
-                )
-            rows = stored_rows(block, done, self._options.metric, layout.format)
-            yield done, rows.astype(layout.row_dtype, copy=False)
-            done += len(block)
-            self._progress(what, done, layout.n)
-        if done != layout.n:
-            raise errors.FormatError(self._source.name, got=f"{done} vectors", expected=layout.n)
+        layout = self._layout
+        return stored_blocks(
+            self._source,
+            layout,
+            self._options.metric,
+            lambda done: self._progress(what, done, layout.n),
+        )
 
     def _sample(self) -> None:
         """Reads all vectors once: codebook and centres of a sample, and the largest length."""
         layout, options, plan = self._layout, self._options, self._plan
-        chosen = np.sort(
-            np.random.default_rng(options.seed).choice(
-                layout.n, plan.sample_rows, replace=False, shuffle=False
-            )
-        )
-        sample, longest = np.empty((plan.sample_rows, layout.dim), np.float32), 0.0
-        for first, rows in self._stored("read"):
-            begin, end = np.searchsorted(chosen, [first, first + len(rows)])
-            sample[begin:end] = rows[chosen[begin:end] - first]
-            if options.metric == "ip" and len(rows):
-                longest = max(longest, float(np.square(rows.astype(np.float32)).sum(axis=1).max()))
+        sample, longest = draw_sample(self._stored("read"), layout, options, plan.sample_rows)
         book = train_codebook(
             sample,
             layout.code_bytes,

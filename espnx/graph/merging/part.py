@@ -14,7 +14,7 @@ import torch
 
 from ...ops._native import load_extension
 from ...storage import NativeEngine
-from ..bounded.builder import CodeReader
+from ..bounded.codes import CodeReader
 from ..bounded.merge import EdgesFile
 from ..codes.codebook import Codebook
 from ..edges import build_edges

@@ -77,8 +77,8 @@ class GroupedCache(Cache):
         stored = [cache for cache in self.caches if isinstance(cache, KVCache)]
         try:
             for cache in stored:
-                if not failed:
-                    cache.store.check()  # of all, before one of them takes the pass for ended
+                if not failed:  # of all, before one of them takes the pass for ended
+                    cache.store.striped.check()
         except BaseException:
             self.undo()
             raise

@@ -90,7 +90,7 @@ def load_streamed(
     try:
         model.espnx_weights = StreamedWeights(model, weights, plan, files, budget_bytes)
     except BaseException:
-        files.close()
+        files.engine.close()
         raise
     model.espnx_stats = model.espnx_weights.stats
     model.config._name_or_path = str(folder)
@@ -259,7 +259,7 @@ class StreamedWeights:
         memory."""
         if self._stream is not None:
             self._stream.forget()
-        self.files.close()
+        self.files.engine.close()
 
 
 def _set(module: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -193,7 +193,7 @@ class KVCache(Cache):
         self._kept = None if name is None else KeptState(storage, name, fingerprint, limit_bytes)
         with ExitStack() as undo:  # an error leaves nothing open
             if self._kept is not None:
-                undo.callback(self._kept.abandon)
+                undo.callback(self._kept.name.abandon)
             directories, names = (
                 (storage, None)
                 if self._kept is None
@@ -422,7 +422,7 @@ class KVCache(Cache):
         self.is_closed = True
         self.store.close()
         if self._kept is not None:
-            self._kept.close()
+            self._kept.name.unlock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raise errors.InvalidInputError(

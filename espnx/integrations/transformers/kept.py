@@ -22,7 +22,7 @@ from .identity.watch import Watch
 
 
 class KeptState:
-    """A name that this process has locked, from construction to `close` or `abandon`.
+    """A name that this process has locked, from construction until it is unlocked or abandoned.
 
     Args:
         storage, name: as of `KVCache`.
@@ -30,13 +30,16 @@ class KeptState:
         library_bytes: after each save, other kept caches of these directories are removed until all
             fit into that. None: none is.
 
+    Attributes:
+        name: and its lock.
+
     Raises:
         InvalidInputError, StoreBusyError, ForeignFileError: see `espnx.kv.kept.folders.KeptName`.
     """
 
     def __init__(self, storage: Storage, name: str, kind: str, library_bytes: int | None):
         self._kind, self._library_bytes = kind, library_bytes
-        self._name = KeptName(storage, name)
+        self.name = KeptName(storage, name)
         self._fingerprint: dict[str, Any] | None = None
         # of the model that was checked last
         self._core: Callable[[], torch.nn.Module | None] = lambda: None
@@ -45,7 +48,7 @@ class KeptState:
     @property
     def directories(self) -> list[str]:
         """The directories of the cache's data files, one for each SSD."""
-        return self._name.directories
+        return self.name.directories
 
     @property
     def names(self) -> list[str]:
@@ -67,7 +70,7 @@ class KeptState:
             FormatError, ChecksumError, TruncatedFileError, ForeignFileError: what was saved is
                 damaged, or of another number of layers.
         """
-        if not self._name.exists:
+        if not self.name.exists:
             return None
         self._fingerprint, tensors = load(store, self.directories[0])
         if x_rows not in (None, store.x_rows):
@@ -106,14 +109,6 @@ class KeptState:
         if self._fingerprint is None:
             return
         save(store, self.directories[0], self._fingerprint, tensors)
-        self._name.touch()
+        self.name.touch()
         if self._library_bytes is not None:
-            evict(self._name.roots, self._library_bytes)
-
-    def close(self) -> None:
-        """Unlocks the name."""
-        self._name.unlock()
-
-    def abandon(self) -> None:
-        """Unlocks the name; if nothing was ever saved, nothing stays."""
-        self._name.abandon()
+            evict(self.name.roots, self._library_bytes)

@@ -224,7 +224,7 @@ class KeptName:
                         remove_files([directory])
                 raise
             # Whoever drops a cache without closing it does not keep its name.
-            self._unlock = weakref.finalize(self, stack.pop_all().close)
+            self.unlock = weakref.finalize(self, stack.pop_all().close)
 
     def _mark(self) -> None:
         """Says in each folder which of how many it is: a manifest names places in all of them, by
@@ -281,9 +281,6 @@ class KeptName:
             os.utime(path)
         except OSError as error:
             raise write_error("cannot note that a kept cache was used", path, error) from error
-
-    def unlock(self) -> None:
-        self._unlock()
 
     def abandon(self) -> None:
         """Unlocks; if nothing was saved, nothing stays."""

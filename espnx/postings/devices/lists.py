@@ -21,14 +21,14 @@ class SegmentLists:
 
     Args:
         region: in which the lists lie. n_records: of the segment.
-        open_segment: opens it by an engine; raises what that does.
+        open_segment: opens it by an engine, the caller's to close; raises what that does.
     """
 
     def __init__(
         self, region: Region, n_records: int, open_segment: Callable[[NativeEngine], Segment]
     ):
         self.path, self.begin_bytes = region.path, region.offset_bytes
-        self.n_records, self._open_segment = n_records, open_segment
+        self.n_records, self.open_segment = n_records, open_segment
         self._segment: Segment | None = None
         self._norms: tuple[Rule, torch.Tensor] | None = None
 
@@ -43,12 +43,8 @@ class SegmentLists:
 
     def open(self, engine: NativeEngine) -> Sequence[FileHandle]:
         """See `PostingLists`."""
-        self._segment = self._open_segment(engine)
+        self._segment = self.open_segment(engine)
         return self._segment.files
-
-    def reopened(self, engine: NativeEngine) -> Segment:
-        """The same by another engine; the caller closes it."""
-        return self._open_segment(engine)
 
     def view(self, rule: Rule, allowed: torch.Tensor | None) -> dict[str, Any]:
         """See `PostingLists`: numbers begin at 0, whatever the segment's do."""

@@ -243,7 +243,7 @@ class SplitPostings:
         """Reads all that there is on every device, and checks it. Raises as
         `espnx.Postings.verify`; the error names the directory."""
         with NativeEngine("auto") as engine:
-            return [verify(engine, [each.reopened(engine)]) for each in self._parts]
+            return [verify(engine, [each.open_segment(engine)]) for each in self._parts]
 
     def close(self) -> None:
         """Ends the reads, and closes the devices that were opened by name; may be called twice."""

@@ -1,10 +1,20 @@
 """A build under way in a store's directory: begun, continued, given up; beside the version that
-is published, which stays as it is."""
+is published, which stays as it is.
+
+What of an interrupted build is continued, the corpus of this call says. The spool has a digest of
+every document as it was given: id, text, and whatever vectors it brought. While the corpus streams
+by, each document is compared with the one in its place. All that come before the first other one
+are in the spool already, proven equal, and need no encoding; from there on the spool is cut off and
+written anew. A corpus that ends early cuts it off too. So the store that is published is always
+that of this corpus, whatever the interrupted build had seen, and a corpus need only be iterated
+once.
+"""
 
 from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Callable, Iterator
 
 from ... import errors
 from ...storage import NativeEngine, ownership
@@ -27,6 +37,7 @@ from ..store.places import (
     tidy,
 )
 from ..versions.generations import directories_of, following, name, names_in, remove_others
+from .documents import Document, digest
 from .state import BuildSettings, BuildState, read_state, write_state
 
 
@@ -176,3 +187,22 @@ def discard(engine: NativeEngine, path: str, live: Manifest | None) -> None:
         _remove_written(path, state, live)
     remove_others(path, keep)
     remove_building(path)
+
+
+def confirm(
+    stream: Iterator[list[Document]], known: Iterator[bytes], progress: Callable[[int], None]
+) -> tuple[int, list[Document]]:
+    """(how many of the spooled documents the corpus begins with, the batch's documents from the
+    first other one on).
+
+    `known`: digests of the spooled ones. What comes after the documents returned is left in
+    `stream`; none are returned where it has ended.
+    """
+    same = 0
+    for batch in stream:
+        for i, document in enumerate(batch):
+            if digest(document) != next(known, None):
+                return same, batch[i:]
+            same += 1
+        progress(same)
+    return same, []

@@ -23,17 +23,9 @@ from ..encoder import Encoded
 from ..sparse_encoder import SparseEncoder
 from .devices import StageDevices, asked_of_devices
 from .fused import FusedStage
-from .interface import (
-    Allowed,
-    Documents,
-    Entries,
-    FirstStage,
-    LoadedStage,
-    StageSearch,
-    StoredEntries,
-)
+from .interface import Documents, Entries, FirstStage, LoadedStage, StoredEntries
 from .registry import described, parse_stage, with_sparse_encoder
-from .ties import FirstOf, SettledStage
+from .ties import FirstOf, SettledStage, StageInFront
 
 _STAGES_MAX = 8
 
@@ -271,7 +263,7 @@ def entries_of_another(
     )
 
 
-class LoadedSeveral:
+class LoadedSeveral(StageInFront):
     """See `LoadedStage`: searches by the stage that was named first, unless others are chosen.
 
     Attributes:
@@ -280,7 +272,7 @@ class LoadedSeveral:
 
     def __init__(self, stages: Mapping[str, LoadedStage]):
         self.stages = dict(stages)
-        self._default = next(iter(self.stages.values()))
+        super().__init__(next(iter(self.stages.values())))
 
     def chosen(self, kinds: Sequence[str], fuse: str, first_of: FirstOf) -> LoadedStage:
         """One stage, or several that are fused; `first_of`: see `ties`. Raises InvalidInputError
@@ -295,45 +287,6 @@ class LoadedSeveral:
                 )
         each = {kind: SettledStage(self.stages[kind], first_of) for kind in kinds}
         return each[kinds[0]] if len(kinds) == 1 else FusedStage(each, fuse, first_of)
-
-    @property
-    def auto_effort(self) -> int:
-        return self._default.auto_effort
-
-    @property
-    def default_candidates(self) -> int:
-        return self._default.default_candidates
-
-    @property
-    def hit_rates(self) -> Mapping[float, float]:
-        return self._default.hit_rates
-
-    @property
-    def finds_equals(self) -> bool:
-        return self._default.finds_equals
-
-    @property
-    def needs_vectors(self) -> bool:
-        return self._default.needs_vectors
-
-    def prepare(self, query: Encoded, text: str | None = None) -> Any:
-        return self._default.prepare(query, text)
-
-    def start(
-        self,
-        queries: Sequence[Any],
-        candidates: int,
-        effort: int | None = None,
-        allowed: Allowed | None = None,
-        at_least: int = 0,
-        deadline_s: float = 30.0,
-    ) -> StageSearch:
-        return self._default.start(queries, candidates, effort, allowed, at_least, deadline_s)
-
-    def search_bytes(
-        self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int
-    ) -> int:
-        return self._default.search_bytes(candidates, effort, allowed, at_least)
 
     def close(self) -> None:
         for stage in self.stages.values():

@@ -44,11 +44,16 @@ def cut(found: Candidates, count: int, first_of: FirstOf) -> Candidates:
     return numbers[:count], scores[:count]
 
 
-class SettledStage:
-    """See `LoadedStage`: another one whose lists end as the module says."""
+class StageInFront:
+    """See `LoadedStage`: what another one says and does, but for what a class derived from it says
+    itself. Closing it does nothing: the other one is closed by whoever loaded it.
 
-    def __init__(self, stage: LoadedStage, first_of: FirstOf):
-        self.stage, self._first_of = stage, first_of
+    Attributes:
+        stage: the other one.
+    """
+
+    def __init__(self, stage: LoadedStage):
+        self.stage = stage
 
     @property
     def auto_effort(self) -> int:
@@ -82,8 +87,34 @@ class SettledStage:
         at_least: int = 0,
         deadline_s: float = 30.0,
     ) -> StageSearch:
+        return self.stage.start(queries, candidates, effort, allowed, at_least, deadline_s)
+
+    def search_bytes(
+        self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int
+    ) -> int:
+        return self.stage.search_bytes(candidates, effort, allowed, at_least)
+
+    def close(self) -> None: ...
+
+
+class SettledStage(StageInFront):
+    """One whose lists end as the module says."""
+
+    def __init__(self, stage: LoadedStage, first_of: FirstOf):
+        super().__init__(stage)
+        self._first_of = first_of
+
+    def start(
+        self,
+        queries: Sequence[Any],
+        candidates: int,
+        effort: int | None = None,
+        allowed: Allowed | None = None,
+        at_least: int = 0,
+        deadline_s: float = 30.0,
+    ) -> StageSearch:
         if not self.stage.finds_equals or not candidates:
-            return self.stage.start(queries, candidates, effort, allowed, at_least, deadline_s)
+            return super().start(queries, candidates, effort, allowed, at_least, deadline_s)
 
         def begin(some: Sequence[Any], count: int) -> StageSearch:
             return self.stage.start(some, count, effort, allowed, at_least, deadline_s)
@@ -93,10 +124,7 @@ class SettledStage:
     def search_bytes(
         self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int
     ) -> int:
-        return self.stage.search_bytes(candidates + _MORE, effort, allowed, at_least)
-
-    def close(self) -> None:
-        """Does nothing: the stage is closed by whoever loaded it."""
+        return super().search_bytes(candidates + _MORE, effort, allowed, at_least)
 
 
 class SettledSearch:

@@ -14,8 +14,9 @@ import pytest
 
 from espnx import errors
 from espnx.device.emulation.costs import PACING, FlashCosts, check_latency, figures_of, is_pacing
+from espnx.device.emulation.links import ROUTES
 from espnx.device.emulation.rows import capabilities_of
-from espnx.device.emulation.topology import ROUTES, Topology
+from espnx.device.emulation.topology import Topology
 from espnx.device.model.reader import Figure
 from espnx.device.model.spec import (
     Accelerator,

@@ -6,6 +6,7 @@ import functools
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from ....errors import EspnxError, InvalidInputError
 from ....tables import render_table
@@ -57,7 +58,7 @@ def run(args: Namespace) -> int:
         "doctor",
         path=directory,
         mount=glance,
-        checks=[check.as_dict() for check in found],
+        checks=[asdict(check) for check in found],
         passed=counts[PASS],
         warnings=counts[WARN],
         failed=counts[FAIL],

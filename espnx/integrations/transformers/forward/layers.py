@@ -28,6 +28,7 @@ from ....kv.cache import SsdCache
 from ....kv.scores import PLAIN, ScoreRules
 from ....kv.visibility import Visibility
 from .attention import awaited, tag
+from .passes import PassGuard
 from .projections import LayerInput, Source
 
 #: Kinds that the framework keeps in memory. Not those that attend to chosen tokens or to chunks.
@@ -38,12 +39,10 @@ class LayerHost(Protocol):
     """What a stored layer asks of its cache. All of it is for the forward pass under way."""
 
     store: SsdCache
+    guard: PassGuard
 
     def length(self, layer: int = 0) -> int:
         """Tokens in the cache, without those of the pass."""
-
-    def reach(self) -> None:
-        """A layer is given K and V. Raises StateError where no pass has begun."""
 
     def visibility(self, mask: torch.Tensor | None, n_sequences: int, positions: int) -> Visibility:
         """Which positions the new tokens may attend to, by the padding mask [sequences, positions]
@@ -102,7 +101,7 @@ class StoredLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.check_answered()
-        self.host.reach()
+        self.host.guard.reach()
         self.pending, self._answered, awaited.layer = (key_states, value_states), None, self
         return tag(key_states, self), tag(value_states, self)
 

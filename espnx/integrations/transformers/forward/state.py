@@ -36,6 +36,7 @@ class PassState:
         store, x: as given.
         stored, in_memory: the two kinds of layers.
         text: the tokens in the cache.
+        guard: of the pass under way.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class PassState:
         self.text = Text()
         self._unused = states_of(self.in_memory)
         self._of_framework = Cache(layers=list(layers))
-        self._guard, self._is_prompting = PassGuard(), False
+        self.guard, self._is_prompting = PassGuard(), False
         # of the pass under way
         self._masks: tuple[torch.Tensor | None, int, Visibility] | None = None
         # of the model that was checked last
@@ -58,13 +59,13 @@ class PassState:
     @property
     def times(self) -> PassTimes:
         """How long the passes took so far."""
-        return self._guard.times
+        return self.guard.times
 
     def length(self, layer: int = 0) -> int:
         """Tokens in the cache, without those of the pass under way. `layer`: counts where no layer
         is stored."""
         # what the pass has added to some of its layers counts when it ends
-        if (held := self._guard.held) is not None:
+        if (held := self.guard.held) is not None:
             return held
         if not self.stored:
             return self._of_framework.get_seq_length(layer)
@@ -86,8 +87,8 @@ class PassState:
             ForeignFileError: a kept cache is of another model.
         """
         self.store.check_process()  # before anything waits for a thread or a lock of the parent's
-        with self._guard.lock:
-            if self._guard.is_inside(model):
+        with self.guard.lock:
+            if self.guard.is_inside(model):
                 return
             self.abort()
             self.check_model(model, sequences)
@@ -96,7 +97,7 @@ class PassState:
                 self.x.choose(model, ids)
             self.store.begin(held)
             self.x.rotations.crop(held)
-            self._guard.begin(
+            self.guard.begin(
                 ForwardPass(model, held, self.text.hidden, states_of(self.in_memory)),
                 ids,
                 is_step=None if self.store.is_drafting else self._is_step(ids, held),
@@ -142,7 +143,7 @@ class PassState:
             StateError: attention did not ask for the K and V of a layer.
             ChecksumError: rows that the pass looked at are damaged; it is taken out of the cache.
         """
-        if not self._guard.is_of(model):
+        if not self.guard.is_of(model):
             return
         unanswered = next((layer for layer in self.stored if layer.pending is not None), None)
         try:
@@ -158,13 +159,13 @@ class PassState:
         except BaseException as error:
             self.fail(error)
             raise
-        self._guard.end()
+        self.guard.end()
 
     def abort(self) -> None:
         """Takes a pass that has not come to its end out of all layers. Raises StateError while
         another thread runs it."""
-        with self._guard.lock:
-            begun = self._guard.abort()
+        with self.guard.lock:
+            begun = self.guard.abort()
             if begun is None:
                 return
             awaited.layer = None
@@ -178,10 +179,6 @@ class PassState:
             self.text.hidden, self._masks = begun.hidden, None
 
     # --- what stored layers ask (`layers.LayerHost`) ---
-
-    def reach(self) -> None:
-        """A layer is given K and V. Raises StateError where no pass has begun."""
-        self._guard.reach()
 
     def visibility(self, mask: torch.Tensor | None, n_sequences: int, positions: int) -> Visibility:
         """Which positions the new tokens may attend to, by the padding mask [sequences, positions]

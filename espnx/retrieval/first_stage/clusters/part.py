@@ -42,6 +42,7 @@ class ClusterPart:
 
     Attributes:
         facts: of the lists.
+        coding: of their vectors, and of queries as devices take them.
         is_on_device: whether a device that somebody has named measures them.
 
     Raises FormatError, and as `ClusterIndex`.
@@ -70,7 +71,7 @@ class ClusterPart:
                 expected=f"{part.count} of {dim}, ip",
                 fix=FIX,
             )
-        self._file, self._coding = stored.file, stored.coding
+        self._file, self.coding = stored.file, stored.coding
         self._masks: WeakKeyDictionary[Allowed, np.ndarray] = WeakKeyDictionary()
         self._masking = threading.Lock()
         self._heads = _heads_of(stored, part.path, threads, device)
@@ -85,7 +86,7 @@ class ClusterPart:
                 self.clusters.close()
                 raise
         except BaseException:
-            self._heads.close()
+            self._heads.source.close()
             raise
 
     @property
@@ -98,10 +99,6 @@ class ClusterPart:
         """What it keeps in memory; the table of lists twice, once for the device."""
         return self.facts.memory_bytes + self._file.memory_bytes + self._heads.memory_bytes
 
-    def asked(self, queries: np.ndarray) -> Asked:
-        """Queries, float32 [q, dim], as the device takes them. Raises InvalidInputError."""
-        return self._coding.queries(queries)
-
     def find(
         self, wide: np.ndarray, count: int, deadline_s: float
     ) -> tuple[np.ndarray, StageReads, int]:
@@ -109,14 +106,14 @@ class ClusterPart:
         read; rounds of reads that waited for one another).
 
         Args:
-            wide: float32 [q, head_dim], of `asked`.
+            wide: float32 [q, head_dim], of what `coding` makes of queries.
         """
         return self._heads.find(wide, min(count, self.n_lists), deadline_s)
 
     def start(self, query: torch.Tensor, lists: np.ndarray, deadline_s: float) -> DistanceTicket:
         """One request for the distances of a query to all vectors of some lists."""
         found: DistanceTicket = self.clusters.distances(
-            query, lists, metric=self._coding.device_metric, deadline_s=deadline_s
+            query, lists, metric=self.coding.device_metric, deadline_s=deadline_s
         )
         return found
 
@@ -150,32 +147,29 @@ class ClusterPart:
     def all_vectors(self, engine: NativeEngine) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(rows, what is stored of their vectors stands for, float32 [m, dim]), over all lists."""
         for rows, vectors in stored_rows(engine, self._stored(engine)):
-            yield rows, self._coding.restored(vectors)
+            yield rows, self.coding.restored(vectors)
 
     def _stored(self, engine: NativeEngine) -> StoredLists:
         return read_lists(engine, self._sections)
 
     def close(self) -> None:
-        self._heads.close()
+        self._heads.source.close()
         self.clusters.close()
 
 
 class _HeadsInMemory:
-    """Finds lists by heads in memory."""
+    """Finds lists by heads in memory. Attributes: source: of them, closed by whoever made this."""
 
     memory_bytes = 0  # counted with the lists
 
     def __init__(self, finder: MemoryHeads):
-        self._finder = finder
+        self.source = finder
 
     def find(
         self, wide: np.ndarray, count: int, deadline_s: float
     ) -> tuple[np.ndarray, StageReads, int]:
         """See `ClusterPart.find`."""
-        return self._finder.find(wide, count, deadline_s).lists, StageReads(), 0
-
-    def close(self) -> None:
-        self._finder.close()
+        return self.source.find(wide, count, deadline_s).lists, StageReads(), 0
 
 
 class _HeadsInGraph:
@@ -187,7 +181,7 @@ class _HeadsInGraph:
     """
 
     def __init__(self, walks: Any, count: int, memory_bytes: int, *, is_on_device: bool):
-        self._walks, self._count, self.memory_bytes = walks, count, memory_bytes
+        self.source, self._count, self.memory_bytes = walks, count, memory_bytes
         self._is_on_device = is_on_device
 
     def find(
@@ -196,7 +190,7 @@ class _HeadsInGraph:
         """See `ClusterPart.find`."""
         if not count or not len(wide):
             return np.empty((len(wide), 0), np.int64), StageReads(), 0
-        ticket = self._walks.walk(wide, count, list_size=list_size_of(count), deadline_s=deadline_s)
+        ticket = self.source.walk(wide, count, list_size=list_size_of(count), deadline_s=deadline_s)
         found = ticket.finish()
         moved_bytes = found.total_bytes
         reads = StageReads(
@@ -206,9 +200,6 @@ class _HeadsInGraph:
             moved_bytes if self._is_on_device else 0,
         )
         return lists_of(found, self._count).lists, reads, int(found.pages.max(initial=0))
-
-    def close(self) -> None:
-        self._walks.close()
 
 
 def _heads_of(

@@ -219,7 +219,7 @@ class ClusterStageSearch:
         allowed: Allowed | None,
         deadline_s: float,
     ) -> None:
-        asked = part.asked(queries)
+        asked = part.coding.queries(queries)
         mask = None if allowed is None else part.mask(allowed)
         if mask is not None and not mask.any():
             return
@@ -418,7 +418,7 @@ class LoadedClusters:
             if isinstance(part, FlatPart):
                 scored = iter([(np.arange(part.count), queries @ part.wide.T)])
             else:
-                scored = part.scored(self._engine, part.asked(queries))
+                scored = part.scored(self._engine, part.coding.queries(queries))
             for rows, scores in scored:
                 found = [top(rows + part.first_number, each, candidates) for each in scores]
                 best = [merged([a, b], candidates) for a, b in zip(best, found, strict=True)]

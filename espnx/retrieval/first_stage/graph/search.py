@@ -72,7 +72,7 @@ class GraphPart:
             yield rows, self.vectors(rows)
 
     def vectors(self, rows: np.ndarray) -> np.ndarray:
-        found: np.ndarray = self.walks.vectors(rows)
+        found: np.ndarray = self.walks.index.vectors(rows)
         return found
 
     def close(self) -> None:

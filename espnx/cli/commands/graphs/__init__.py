@@ -1,0 +1,1 @@
+"""Commands that make graphs and change them."""
