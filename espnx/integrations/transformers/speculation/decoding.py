@@ -19,6 +19,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from .... import errors
+from ....device.interface import DeviceStats
 from ....kv.attention import CHUNK_TOKENS
 from ....kv.draft.acceptance import drawn, next_token
 from ....kv.draft.lookup import continuation
@@ -155,7 +156,7 @@ class Decoding:
         if brings_tier:
             cache.store.propose(tier_of(tally))
             undo.callback(passes.settle)
-        begun, waited_s = time.perf_counter(), self._waited_s()
+        begun, waited_s, asked = time.perf_counter(), self._waited_s(), self._read().bytes_asked
         with passes.prompting():
             logits = prefill()
         if brings_tier:
@@ -164,12 +165,12 @@ class Decoding:
             cache.store.propose(tier_of(tally))
             undo.callback(passes.settle)
         if is_pass and n == 1:
+            pass_s = time.perf_counter() - begun
+            is_slow = brings_tier and tally.kind == PACKED
             tally.pace.note_first(
-                len(self._going),
-                time.perf_counter() - begun,
-                self._waited_s() - waited_s,
-                is_slow=brings_tier and tally.kind == PACKED,
+                len(self._going), pass_s, self._waited_s() - waited_s, is_slow=is_slow
             )
+            tally.reach.note(self._read().bytes_asked - asked, 0, pass_s)
         return logits
 
     def _waited_s(self) -> float:
@@ -194,9 +195,9 @@ class Decoding:
     def _step(self) -> None:
         """Drafts, and the pass that decides on them."""
         tally, passes = self._tally, self._cache.passes
-        asked, begun = self._bytes_asked(), time.perf_counter()
+        before_drafts, begun = self._read(), time.perf_counter()
         drafts = self._drafts()
-        drafted_bytes, drafted = self._bytes_asked() - asked, time.perf_counter()
+        before_pass, drafted = self._read(), time.perf_counter()
         # the pass that packs all rows is slower than any after it
         is_slow = tally.kind == PACKED and not self._cache.store.has_tier
         n = 1 + max(len(draft.tokens) for draft in drafts)
@@ -219,21 +220,26 @@ class Decoding:
             self._lengths[row] - length for row, length in zip(self._going, before, strict=True)
         ]
         passes.accept(n, kept)
+        pass_s = time.perf_counter() - drafted
         tally.add(
             [len(draft.tokens) for draft in drafts],
             kept,
             draft_s=drafted - begun,
-            pass_s=time.perf_counter() - drafted,
+            pass_s=pass_s,
             sources=[draft.source for draft in drafts],
             is_slow=is_slow,
         )
         tally.lost = max(tally.lost, len(self._cache.store.lost.sequences))
         tally.memory_bytes = max(tally.memory_bytes, self._cache.store.tier_bytes)
-        tally.draft_bytes_asked += drafted_bytes
-        tally.bytes_asked += self._bytes_asked() - asked - drafted_bytes
+        tally.draft_bytes_asked += before_pass.bytes_asked - before_drafts.bytes_asked
+        asked = self._read().bytes_asked - before_pass.bytes_asked
+        tally.bytes_asked += asked
+        tally.reach.read_bytes += max(0, before_pass.ahead_bytes - before_drafts.ahead_bytes)
+        tally.reach.note(asked, before_pass.ahead_bytes, pass_s)
 
-    def _bytes_asked(self) -> int:
-        return self._cache.store.striped.stats().bytes_asked
+    def _read(self) -> DeviceStats:
+        """What the devices read so far."""
+        return self._cache.store.striped.stats()
 
     # --- drafts ---
 
@@ -246,6 +252,8 @@ class Decoding:
             pace.choose(len(self._going), max(most))
         else:
             pace.gamma, pace.why = self._gamma, "as asked"
+        options, reach = store.options, self._tally.reach
+        store.read_ahead(reach.choose(pace.draft_s, store.tier_bytes, options.deadline_s))
         if lost := len(store.lost.sequences):
             pace.why += f"; {lost} of {len(self._going)} sequences have no memory for drafts"
         room = [min(pace.gamma, n) for n in most]
