@@ -136,6 +136,11 @@ def configure(parser: ArgumentParser) -> None:
     )
     add("--baseline", metavar="B,...", help=f"{', '.join(BASELINES)} (default: dynamic,memmap,fio)")
     add("--read-ahead", metavar="SIZE", help="of espnx (default: its own)")
+    add(
+        "--draft-read-ahead",
+        metavar="SIZE",
+        help="of memory, that is read into while drafts are made (default: the cache's own)",
+    )
     add("--threads", type=int, metavar="N", help="of espnx (default: as many as PyTorch uses)")
     add("--engine", default="auto", help="of espnx: auto, uring, posix (default: auto)")
     add(
