@@ -102,13 +102,15 @@ class Tally:
         draft_s: float,
         pass_s: float,
         sources: Sequence[str],
+        looked: Sequence[int | None] | None = None,
         *,
         is_slow: bool = False,
     ) -> None:
-        """A pass: how many tokens were proposed for each sequence and by whom, how many it got, and
-        the seconds of the drafts and of the pass. `is_slow`: it did more than those after it."""
+        """A pass: how many tokens were proposed for each sequence and by whom, how many it got, the
+        seconds of the drafts and of the pass, and how many it would have got by lookup.
+        `is_slow`: it did more than those after it."""
         self.pace.note(drafted, kept, pass_s, is_slow=is_slow)
-        self.sources.note(sources, drafted, kept, draft_s, pass_s)
+        self.sources.note(sources, drafted, kept, draft_s, pass_s, looked)
         self.draft_s, self.pass_s = self.draft_s + draft_s, self.pass_s + pass_s
         self.passes, self.turns = self.passes + 1, self.turns + len(kept)
         self.tokens += sum(kept)

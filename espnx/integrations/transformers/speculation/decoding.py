@@ -24,7 +24,7 @@ from ....kv.attention import CHUNK_TOKENS
 from ....kv.draft.acceptance import drawn, next_token
 from ....kv.draft.lookup import continuation
 from ....kv.draft.rows import tier_of
-from ....kv.draft.sources import LOOKUP
+from ....kv.draft.sources import LOOKUP, would_bring
 from ....kv.draft.tally import PACKED, Tally
 from ..cache import KVCache
 from ..forward.positions import learned_positions
@@ -102,6 +102,7 @@ class Decoding:
             if name not in ("attention_mask", "position_ids", "logits_to_keep")
         }
         self._limit = learned_positions(model)
+        self._found = list[list[int]]()  # of each of these, what lookup proposes
         self._before = 0  # tokens in the cache that are not in the prompt
         self._prompted = 0  # tokens in the cache after the prompt
 
@@ -227,6 +228,10 @@ class Decoding:
             draft_s=drafted - begun,
             pass_s=pass_s,
             sources=[draft.source for draft in drafts],
+            looked=[
+                would_bring(found, self._ids[row, begin : begin + n].tolist())
+                for row, found, begin, n in zip(self._going, self._found, before, kept, strict=True)
+            ],
             is_slow=is_slow,
         )
         tally.lost = max(tally.lost, len(self._cache.store.lost.sequences))
@@ -257,14 +262,16 @@ class Decoding:
         if lost := len(store.lost.sequences):
             pace.why += f"; {lost} of {len(self._going)} sequences have no memory for drafts"
         room = [min(pace.gamma, n) for n in most]
+        # also where it is not used: what it would have brought is known after the pass
+        self._found = [
+            continuation(self._ids[row, : self._lengths[row]].numpy(), n)
+            for row, n in zip(self._going, room, strict=True)
+        ]
         drafts = [Draft([]) for _ in room]
         # by the clock only where that chooses in any case: what is sampled comes again otherwise
         by_clock = self._gamma is None and kind != LOOKUP
         if not by_clock or self._tally.sources.asks_lookup():
-            drafts = [
-                Draft(continuation(self._ids[row, : self._lengths[row]].numpy(), n))
-                for row, n in zip(self._going, room, strict=True)
-            ]
+            drafts = [Draft(found) for found in self._found]
         if self._assistant is None and (kind == LOOKUP or not store.has_tier):
             return drafts  # the first pass brings what a model attends to
         left = [0 if draft.tokens else n for draft, n in zip(drafts, most, strict=True)]
