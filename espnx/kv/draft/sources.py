@@ -75,11 +75,12 @@ class Sources:
             if (source != LOOKUP or not n) and looked and (would := looked[row]) is not None:
                 self._lookup.note(would)
 
-    def asks_lookup(self) -> bool:
+    def asks_lookup(self, *, by_clock: bool = True) -> bool:
         """Whether lookup is asked first for the next pass: where it brings as many tokens a second
-        as the model, its own seconds included."""
-        pass_s = self._pass_s or 1.0
-        return self._lookup.tokens * (pass_s + self._model_s) >= self._model.tokens * pass_s
+        as the model, the model's seconds included. `by_clock` False: where it brings as many a
+        pass, which is the same whenever the same text is drawn."""
+        pass_s, model_s = (self._pass_s or 1.0, self._model_s) if by_clock else (1.0, 0.0)
+        return self._lookup.tokens * (pass_s + model_s) >= self._model.tokens * pass_s
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """The tokens that each source proposed, and how many of them stood."""

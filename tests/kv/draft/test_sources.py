@@ -36,6 +36,7 @@ def test_the_seconds_of_the_model_count() -> None:
         turns(sources, LOOKUP, 3)
         turns(sources, "4bit", 6, draft_s=draft_s)
         assert sources.asks_lookup() is is_first  # 3 tokens a second against 6 / (1 + draft_s)
+        assert not sources.asks_lookup(by_clock=False)
 
 
 def test_lookup_is_judged_while_others_propose() -> None:

@@ -249,8 +249,8 @@ class Decoding:
     # --- drafts ---
 
     def _drafts(self) -> list[Draft]:
-        """Tokens that may come next, for each sequence that goes on: what lookup finds, and where
-        it finds nothing what a model says."""
+        """Tokens that may come next, for each sequence that goes on: what lookup finds or what a
+        model says, whichever comes first, and where that is nothing the other."""
         pace, store, kind = self._tally.pace, self._cache.store, self._tally.kind
         most = [self._room(row) for row in self._going]
         if self._gamma is None:
@@ -267,13 +267,12 @@ class Decoding:
             continuation(self._ids[row, : self._lengths[row]].numpy(), n)
             for row, n in zip(self._going, room, strict=True)
         ]
-        drafts = [Draft([]) for _ in room]
-        # by the clock only where that chooses in any case: what is sampled comes again otherwise
-        by_clock = self._gamma is None and kind != LOOKUP
-        if not by_clock or self._tally.sources.asks_lookup():
-            drafts = [Draft(found) for found in self._found]
+        looked = [Draft(found) for found in self._found]
         if self._assistant is None and (kind == LOOKUP or not store.has_tier):
-            return drafts  # the first pass brings what a model attends to
+            return looked  # the first pass brings what a model attends to
+        # by the clock only where that chooses in any case: what is sampled comes again otherwise
+        is_first = self._tally.sources.asks_lookup(by_clock=self._gamma is None)
+        drafts = looked if is_first else [Draft([]) for _ in room]
         left = [0 if draft.tokens else n for draft, n in zip(drafts, most, strict=True)]
         if self._assistant is not None:
             begun = time.perf_counter()
@@ -287,7 +286,10 @@ class Decoding:
             for place in store.lost.sequences:
                 left[place] = 0
             said = self._by_model(left)
-        return [draft if draft.tokens else other for draft, other in zip(drafts, said, strict=True)]
+        return [
+            next((each for each in every if each.tokens), every[-1])
+            for every in zip(drafts, said, looked, strict=True)
+        ]
 
     def _assisted(self, row: int, n: int, assistant: Assistant) -> Draft:
         """What the smaller model says, of at most `n` tokens."""
