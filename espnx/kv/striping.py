@@ -306,8 +306,8 @@ class StripedDevices:
         )
 
     def reach(self, size_bytes: int) -> None:
-        """Lets reads go so many bytes ahead, of all devices together, on those that can (`Reaches`);
-        on none less far than it goes of itself."""
+        """Lets reads go so many bytes ahead, of all devices together, on those that can
+        (`Reaches`); on none less far than it goes of itself."""
         for device in self.devices:
             if isinstance(device, Reaches):
                 device.reach(size_bytes // self.count)

@@ -412,8 +412,10 @@ def _drafts(draft: dict[str, Any]) -> list[tuple[str, str, str]]:
         (
             "  a draft step",
             f"{draft['draft_s']:.4g} s",
-            f"which reads nothing (modelled); {gamma} of them hide {draft['hidden_s']:.4g} s of "
-            "the pass's reads",
+            (
+                f"which reads nothing (modelled); {gamma} of them hide {draft['hidden_s']:.4g} s "
+                "of the pass's reads"
+            ),
         ),
     ]
     if draft["token_s"] is not None:

@@ -114,9 +114,9 @@ def add_seconds(
     batch: int,
     dtype: torch.dtype,
 ) -> None:
-    """Seconds of a draft step and of a pass, by measured speeds, and of the pass's reads that drafts
-    hide; from how many tokens a pass on all of it takes less than one by one; and seconds a token
-    with as many as are known."""
+    """Seconds of a draft step and of a pass, by measured speeds, and of the pass's reads that go on
+    during drafts; from how many tokens a pass on all of it takes less than one by one; and seconds
+    a token with as many as are known."""
     rate = gemm_speed(dtype, batch * (GAMMA + 1))
     compute = draft["pass_operations"] / rate
     draft["pass_s"] = max([compute, *(s for name, s in seconds.items() if name != "compute")])

@@ -105,8 +105,10 @@ def _drafts(batches: Sequence[Stats]) -> list[tuple[str, object]]:
         ("proposed at most", f"{last['gamma']} ({last['why']})"),
         (
             "drafts",
-            f"{drafts:.1f} s, {format_size(memory)} of memory{without}, {format_size(ahead)} read "
-            f"ahead meanwhile; passes {verified:.1f} s",
+            (
+                f"{drafts:.1f} s, {format_size(memory)} of memory{without}, {format_size(ahead)} "
+                f"read ahead meanwhile; passes {verified:.1f} s"
+            ),
         ),
     ]
 

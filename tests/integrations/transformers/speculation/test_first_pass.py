@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.integrations.transformers.cache import KVCache
-from espnx.integrations.transformers.speculation import decoding
 from espnx.device.rows.file import UNIT_BYTES
 from espnx.device.rows.ssd import SsdRowDevice
+from espnx.integrations.transformers.cache import KVCache
+from espnx.integrations.transformers.speculation import decoding
 from espnx.kv import attention
 from espnx.kv.draft.pace import Pace
 from espnx.kv.read_ahead import ReadAhead
