@@ -50,7 +50,9 @@ def test_as_far_as_asked_and_no_further(folder: Path, asked: int) -> None:
         got = read_ahead(device, most - UNIT_BYTES)
         assert got <= most
         attended(device, tickets[0], seen)
-        assert device._stream.stats()["most_ahead_bytes"] <= max(asked, WINDOW)
+        # and what each thread needs now, where the window is full of what others work on
+        needed = torch.get_num_threads() * UNIT_BYTES
+        assert device._stream.stats()["most_ahead_bytes"] <= max(asked, WINDOW) + needed
         device.reach(0)
         for ticket in tickets[1:]:
             attended(device, ticket, seen)
