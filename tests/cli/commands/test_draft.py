@@ -193,7 +193,7 @@ def test_seconds_of_drafts(
     draft = document["draft"]
     assert draft["pass_s"] == document["seconds"]["disk"] > 0.1
     assert 0 < draft["draft_s"] < 0.01 * draft["pass_s"]
-    assert 1 < draft["least_tokens_a_pass"] < 1.1
+    assert 1 <= draft["least_tokens_a_pass"] < 1.1  # 1 where drafts take no time of their own
     assert draft["tokens_a_pass"] == MEASURED[1 / 16]
     # the disk reads ahead meanwhile, all the time or as long as there is memory
     drafts_s = GAMMA * draft["draft_s"]
