@@ -159,7 +159,7 @@ void RowStream::pump() {
     fill();
   } catch (const std::bad_alloc&) {
     if (window_bytes_ == first_window_bytes_) throw;
-    widen(first_window_bytes_);  // the text goes on with the memory that there is
+    widen(first_window_bytes_);  // no further than the memory that there is
   }
 }
 

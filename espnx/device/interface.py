@@ -354,11 +354,12 @@ class ChecksLater(Protocol):
 
 @runtime_checkable
 class Reaches(Protocol):
-    """A `RowDevice` whose reads can go further ahead for a while."""
+    """A `RowDevice` that can read more rows before they are asked for, for a while."""
 
     def reach(self, size_bytes: int) -> None:
-        """From here on so many bytes of rows may be read before they are asked for, but no fewer
-        than the device reads ahead of itself; 0: just these. What is read stays. **Any thread.**"""
+        """Lets so many bytes of rows be read before they are asked for, until it is called again,
+        but no fewer than the device reads ahead of itself; 0: just these. What is read stays.
+        **Any thread.**"""
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ def test_reads_go_further_ahead_while_drafts_are_made(
         return forward(self, own, n, begin, done)
 
     monkeypatch.setattr(decoding.Decoding, "_forward", waiting)
-    # drafts that are to take for ever: the memory and the deadline alone bound what is read
+    # drafts that are to take forever: the memory and the deadline alone bound what is read
     monkeypatch.setattr(Pace, "draft_s", property(lambda pace: 1e9 * pace.gamma))
     options: dict[str, Any] = {"draft_read_ahead_bytes": limit, "read_ahead_bytes": 4096}
     with reopened(folder, kind, **options) as cache:
