@@ -136,6 +136,7 @@ def configure(parser: ArgumentParser) -> None:
     )
     add("--baseline", metavar="B,...", help=f"{', '.join(BASELINES)} (default: dynamic,memmap,fio)")
     add("--read-ahead", metavar="SIZE", help="of espnx (default: its own)")
+    add("--draft-read-ahead", metavar="SIZE", help="read while drafts are made (default: its own)")
     add("--threads", type=int, metavar="N", help="of espnx (default: as many as PyTorch uses)")
     add("--engine", default="auto", help="of espnx: auto, uring, posix (default: auto)")
     add(
@@ -147,9 +148,7 @@ def configure(parser: ArgumentParser) -> None:
     add(
         "--record",
         metavar="DIR",
-        help=(
-            "each system of ours a second time, which writes a trace into DIR (NAME-recorded.trace)"
-        ),
+        help="each system of ours once more, with a trace written into DIR (NAME-recorded.trace)",
     )
     add("--throttle", metavar="RATE", help="slow the disk down, such as 800MB/s (root, cgroup v1)")
 

@@ -48,6 +48,7 @@ class Options:
     x_rows: list[int | None]
     spill: list[int]
     cache: Mapping[str, Any]
+    draft_read_ahead: int | None
     baselines: list[Spec]
     with_fio: bool
     limit: Limit
@@ -159,6 +160,7 @@ def read_options(args: Namespace, say: Say) -> Options:
         if quick
         else [positive("spill interval", word) for word in words(args.spill)],
         cache=cache,
+        draft_read_ahead=parse_size(args.draft_read_ahead) if args.draft_read_ahead else None,
         baselines=[],
         with_fio="fio" in baselines,
         limit=_limit(args.memory, say),

@@ -108,6 +108,8 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("given: of K and V", _share("forced_asked_share")),
     ("bytes of drafts", metric("draft_bytes", 1, 0)),
     ("draft memory", _memory("draft_memory_bytes")),
+    ("read ahead at most", _memory("read_ahead_limit_bytes")),
+    ("MB read in drafts", metric("read_ahead_per_step", 1e6, 1)),
     ("bound", _bound),
     ("X rows (* chosen)", _x_rows),
     ("predicted ms", metric("predicted_s", 1e-3)),

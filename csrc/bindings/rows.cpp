@@ -508,6 +508,7 @@ void bind_rows(py::module_& m) {
       .def("push", &push)
       .def("front", &RowStream::front, py::call_guard<py::gil_scoped_release>())
       .def("clear", &RowStream::clear, py::call_guard<py::gil_scoped_release>())
+      .def("reach", &RowStream::reach, py::call_guard<py::gil_scoped_release>())
       .def("visit", &visit)
       .def("name_pages", &name_pages)
       .def("stats", [](RowStream& stream) {
@@ -518,6 +519,8 @@ void bind_rows(py::module_& m) {
         found["read_requests"] = stats.read_requests;
         found["waiting_s"] = stats.waiting_s;
         found["computing_s"] = stats.computing_s;
+        found["ahead_bytes"] = stats.ahead_bytes;
+        found["most_ahead_bytes"] = stats.most_ahead_bytes;
         return found;
       });
   m.def("pack_pages", &pack_pages, py::arg("k"), py::arg("v"), py::arg("pages"),

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <exception>
 #include <limits>
+#include <new>
 #include <string>
 #include <thread>
 
@@ -59,10 +60,28 @@ struct RowStream::Reading {
 };
 
 RowStream::RowStream(std::shared_ptr<io::Engine> engine, int64_t window_bytes, double deadline_s)
-    : engine_(std::move(engine)), window_bytes_(window_bytes), deadline_s_(deadline_s) {}
+    : engine_(std::move(engine)),
+      first_window_bytes_(window_bytes),
+      window_bytes_(window_bytes),
+      deadline_s_(deadline_s) {}
 
 RowStream::~RowStream() {
-  if (engine_->in_own_process()) clear();
+  if (!engine_->in_own_process()) return;
+  clear();
+  widen(first_window_bytes_);  // the engine may serve others
+}
+
+void RowStream::widen(int64_t window_bytes) {
+  // Memory of reads goes round: mapped anew for each, it would cost as much as its rows.
+  engine_->pool()->keep(window_bytes - window_bytes_);
+  window_bytes_ = window_bytes;
+}
+
+void RowStream::reach(int64_t window_bytes) {
+  std::lock_guard lock(mutex_);
+  const bool is_wider = window_bytes > window_bytes_;
+  widen(std::max(window_bytes, first_window_bytes_));
+  if (is_wider) pump();
 }
 
 int64_t RowStream::push(RowRequest request) {
@@ -103,7 +122,15 @@ void RowStream::clear() {
 
 RowStream::Stats RowStream::stats() {
   std::lock_guard lock(mutex_);
-  return stats_;
+  Stats found = stats_;
+  for (const auto& reading : line_) {
+    for (size_t unit = 0; unit < reading->n_submitted; ++unit) {
+      const auto& transfer = reading->transfers[unit];
+      if (transfer && !transfer->failed() && transfer->finished())
+        found.ahead_bytes += reading->plan.units[unit].size_bytes;
+    }
+  }
+  return found;
 }
 
 void RowStream::plan(Reading& reading) {
@@ -123,10 +150,20 @@ void RowStream::submit(Reading& reading, size_t unit) {
   spec.deadline_s = deadline_s_;
   reading.transfers[unit] = engine_->submit(std::move(spec));
   ahead_bytes_ += wanted.size_bytes;
+  stats_.most_ahead_bytes = std::max(stats_.most_ahead_bytes, ahead_bytes_);
   reading.n_submitted = unit + 1;
 }
 
 void RowStream::pump() {
+  try {
+    fill();
+  } catch (const std::bad_alloc&) {
+    if (window_bytes_ == first_window_bytes_) throw;
+    widen(first_window_bytes_);  // no further than the memory that there is
+  }
+}
+
+void RowStream::fill() {
   for (const auto& reading : line_) {
     if (!reading->is_planned && ahead_bytes_ >= window_bytes_) return;
     plan(*reading);

@@ -59,8 +59,8 @@ void attend_group(const RowQueries& queries, int64_t sequence, int64_t head, Att
 // The rows of a piece of a read.
 AttentionRows rows_of(const RowGeometry& geometry, const RowPiece& piece, const char* memory);
 
-// clear(), front() and stats() may be called by any thread at any time; the other calls by one
-// thread at a time.
+// clear(), front(), reach() and stats() may be called by any thread at any time; the other calls by
+// one thread at a time.
 class RowStream {
  public:
   // `window_bytes`: what may be read ahead of its use. `deadline_s`: of each read.
@@ -92,8 +92,15 @@ class RowStream {
   // The ticket whose rows come next, or -1.
   int64_t front();
 
+  // From here on so many bytes may be read ahead of their use, but no fewer than at first; what is
+  // under way beyond that stays. Where there is no memory for so many, the window is the first one
+  // again.
+  void reach(int64_t window_bytes);
+
   struct Stats {
     int64_t bytes_asked = 0, bytes_moved = 0, read_requests = 0;
+    // Read, and nobody has asked for them yet; and the most that were read or on their way at once.
+    int64_t ahead_bytes = 0, most_ahead_bytes = 0;
     double waiting_s = 0, computing_s = 0;
   };
   Stats stats();
@@ -102,7 +109,9 @@ class RowStream {
   struct Reading;  // a request with its reads in flight
   using Arrived = std::function<void(const Reading&, const RowUnit&, const char*, int thread)>;
 
+  void widen(int64_t window_bytes);            // under mutex_
   void pump();                                 // under mutex_
+  void fill();                                 // under mutex_; the window. Throws bad_alloc
   void plan(Reading& reading);                 // under mutex_; once
   void submit(Reading& reading, size_t unit);  // under mutex_
   std::shared_ptr<Reading> take_front(int64_t ticket);
@@ -114,6 +123,7 @@ class RowStream {
   void check(const Reading& reading, const RowUnit& unit, const char* memory) const;
 
   std::shared_ptr<io::Engine> engine_;
+  const int64_t first_window_bytes_;
   int64_t window_bytes_;
   double deadline_s_;
   std::mutex mutex_;

@@ -156,6 +156,21 @@ void BufferPool::give_back(Buffer* buffer) {
   release(buffer);
 }
 
+void BufferPool::keep(int64_t more_bytes) {
+  std::vector<std::unique_ptr<Buffer>> surplus;
+  {
+    std::lock_guard lock(mutex_);
+    keep_bytes_ += more_bytes;
+    while (free_bytes_ > keep_bytes_ && !free_.empty()) {
+      surplus.push_back(std::move(free_.begin()->second));
+      free_.erase(free_.begin());
+      free_bytes_ -= surplus.back()->capacity_bytes;
+      mapped_bytes_ -= surplus.back()->capacity_bytes;
+    }
+  }
+  for (auto& each : surplus) release(each.release());
+}
+
 int64_t BufferPool::mapped_bytes() {
   std::lock_guard lock(mutex_);
   return mapped_bytes_;

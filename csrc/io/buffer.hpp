@@ -28,7 +28,11 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   // thread, also after the pool is gone.
   std::shared_ptr<Buffer> take(int64_t size_bytes);
 
-  // Mapped now: handed out or kept. It exceeds what was handed out at one time by `keep_bytes` at
+  // Keeps so many bytes of unused memory more than it would, or less where the number is negative.
+  // Any thread.
+  void keep(int64_t more_bytes);
+
+  // Mapped now: handed out or kept. It exceeds what was handed out at one time by what is kept at
   // most.
   int64_t mapped_bytes();
 

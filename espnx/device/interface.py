@@ -114,6 +114,7 @@ class DeviceStats:
         read_requests, write_requests: reads that were consumed, writes that were started.
         waiting_s: for bytes, of all threads that computed.
         computing_s: on bytes that had arrived, checks included, of all threads.
+        ahead_bytes: read, and not asked for yet.
         stored_bytes: kept now.
         buffer_bytes: of host memory, mapped now for reads and their plans, writes, and rows that
             wait.
@@ -126,6 +127,7 @@ class DeviceStats:
     write_requests: int = 0
     waiting_s: float = 0.0
     computing_s: float = 0.0
+    ahead_bytes: int = 0
     stored_bytes: int = 0
     buffer_bytes: int = 0
 
@@ -348,6 +350,16 @@ class ChecksLater(Protocol):
 
     def forget_checks(self) -> None:
         """What was made of rows so far is thrown away: `check_looked_at` is not about it."""
+
+
+@runtime_checkable
+class Reaches(Protocol):
+    """A `RowDevice` that can read more rows before they are asked for, for a while."""
+
+    def reach(self, size_bytes: int) -> None:
+        """Lets so many bytes of rows be read before they are asked for, until it is called again,
+        but no fewer than the device reads ahead of itself; 0: just these. What is read stays.
+        **Any thread.**"""
 
 
 @dataclass(frozen=True)

@@ -275,6 +275,12 @@ class SsdCache:
             for rows, count in counts.items():
                 rows.crop(count)
 
+    def read_ahead(self, size_bytes: int) -> None:
+        """Reads for the next pass go on, so many bytes ahead of all devices together, until that is
+        said anew or nothing may be rejected any more (`settle`)."""
+        self.ahead.resume()
+        self.striped.reach(size_bytes)
+
     def accept(self, n_new: int, kept: Sequence[int]) -> None:
         """Keeps the first `kept` of the last pass's `n_new` tokens of each sequence. Reads ahead
         continue: what they bring stands."""
@@ -295,6 +301,7 @@ class SsdCache:
             end, self.ends = min(self.ends, default=0), None
             self._drop_tiers()
             self.crop(end)
+            self.striped.reach(0)
 
     def _drop_tiers(self) -> None:
         self._make_tier = None
@@ -403,6 +410,7 @@ class SsdCache:
         self.kv, self.x = [None] * len(self.kv), [None] * len(self.x)
         self.ends = None
         self._drop_tiers()
+        self.striped.reach(0)
         self.attention.on_host.clear()
 
     def close(self) -> None:

@@ -101,6 +101,13 @@ class ReadAhead:
             self._ahead[rows] = _Ahead(parts, covered)
             rows.trim(covered)
 
+    def resume(self) -> None:
+        """Puts the reads of the next pass in line, where what was in line is forgotten (sequences
+        have left): the next pass would do it, and the disk had nothing to do until then."""
+        if not self._ahead and self._striped.is_open:
+            for rows in self._every():
+                self.look(rows)
+
     def forget(self) -> None:
         """Nothing that was read ahead is wanted any more."""
         self._striped.forget()

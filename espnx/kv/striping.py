@@ -17,6 +17,7 @@ from ..device.interface import (
     ChecksLater,
     DeviceStats,
     FilePath,
+    Reaches,
     RowDevice,
     Segment,
     SegmentPlace,
@@ -303,6 +304,13 @@ class StripedDevices:
         return self.is_open and all(
             device.front() == ticket for device, ticket in zip(self.devices, tickets, strict=True)
         )
+
+    def reach(self, size_bytes: int) -> None:
+        """Lets reads go so many bytes ahead, of all devices together, on those that can
+        (`Reaches`); on none less far than it goes of itself."""
+        for device in self.devices:
+            if isinstance(device, Reaches):
+                device.reach(size_bytes // self.count)
 
     def forget(self) -> None:
         self._views.clear()

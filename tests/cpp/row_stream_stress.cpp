@@ -209,11 +209,15 @@ int main(int count, char** words) {
     for (Store& store : stores) {
       store.stream->front();
       store.stream->stats();
+      store.stream->reach(kWindow * static_cast<int64_t>(random() % 5));
       store.stream->clear();
     }
   }
   for (std::thread& thread : threads) thread.join();
-  for (Store& store : stores) check_window(store, random);
+  for (Store& store : stores) {
+    store.stream->reach(0);
+    check_window(store, random);
+  }
   std::printf("%lld whole, %lld cleared\n", static_cast<long long>(whole),
               static_cast<long long>(cleared));
   return 0;

@@ -182,3 +182,23 @@ def test_close(folder: Path, count: int) -> None:
     for device in devices:
         with pytest.raises(errors.EngineClosedError):
             device.attend(0, Queries(torch.zeros(1, 1, 1, 64), 64))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_reach(folder: Path, count: int) -> None:
+    """Each device its part of it; those that cannot are left alone."""
+    asked = dict[int, int]()
+
+    class Far(SsdRowDevice):
+        def reach(self, size_bytes: int) -> None:
+            asked[int(Path(self.directory).name)] = size_bytes
+
+    class Near(SsdRowDevice):
+        reach = None  # type: ignore[assignment]
+
+    striped = StripedDevices(count, lambda i, _: (Near if i == 1 else Far)(folder / str(i)))
+    striped.reach(1 << 20)  # nothing is open yet
+    striped.open(torch.device("cpu"))
+    striped.reach(1 << 20)
+    striped.close()
+    assert asked == {i: (1 << 20) // count for i in range(count) if i != 1}

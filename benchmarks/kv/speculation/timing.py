@@ -114,6 +114,7 @@ def opened(
             storage=str(storage),
             options={**options.cache, **(cache or {}), "x_rows": 0},
             is_shared=is_shared,
+            draft_read_ahead=options.draft_read_ahead,
         )
         yield Opened(worker, task, storage, throttle)
 
@@ -193,6 +194,8 @@ class SpeculationSystem:
             "draft_bytes": answer["draft_bytes"],
             "draft_memory_bytes": answer["draft_memory_bytes"],
             "draft_s_per_step": answer["draft_s"] / n,
+            "read_ahead_per_step": answer["read_ahead_bytes"] / n,
+            "read_ahead_limit_bytes": answer["read_ahead_limit_bytes"],
             "gamma": answer["gamma"],
         }
         return Sample(answer["seconds"], whole, int(moved), metrics)

@@ -20,6 +20,7 @@ from espnx.integrations.transformers.enable import enable_kv_cache
 from espnx.integrations.transformers.speculation.generate import generate
 from espnx.kv.draft.lookup import continuation
 from espnx.kv.draft.rows import tier_of
+from espnx.kv.draft.sources import LOOKUP
 
 from ...kv_quality.recall import NAME as HELD_OUT
 from ...kv_quality.recall import HeldOut
@@ -74,6 +75,7 @@ class SpeculationWork:
         options: of the caches.
         is_shared: all sequences begin with the same text, which is computed once, and go on from
             different tokens. Each has rows of its own.
+        draft_read_ahead: bytes that may be read while a model drafts; None: as the cache has it.
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class SpeculationWork:
         storage: str,
         options: Mapping[str, Any],
         is_shared: bool = False,
+        draft_read_ahead: int | None = None,
     ):
+        self.draft_read_ahead = draft_read_ahead
         self.task, self.positions = Task(**task), positions
         self.model = load_model(Path(weights), self.task.dtype)
         enable_kv_cache(self.model)
@@ -141,12 +145,15 @@ class SpeculationWork:
 
     def _kept(self, system: str, batch: int) -> KVCache:
         """The kept cache, which a system's own draft continues. Who uses it brings it back."""
+        options = dict(SYSTEMS[system])
+        if options and options["draft"] != LOOKUP:
+            options["draft_read_ahead_bytes"] = self.draft_read_ahead
         return KVCache(
             self.model.config,
             self.storage,
             name=f"{batch}-of-{self.context}",
             **self.options,
-            **SYSTEMS[system],
+            **options,
         )
 
     def _decode(self, cache: KVCache, system: str, gamma: int | None = None, **more: Any) -> Any:
@@ -189,6 +196,8 @@ class SpeculationWork:
             "draft_bytes": said.get("draft_bytes_asked", 0),
             "draft_memory_bytes": said.get("draft_memory_bytes", 0),
             "draft_s": said.get("draft_s", 0.0),
+            "read_ahead_bytes": said.get("read_ahead_bytes", 0),
+            "read_ahead_limit_bytes": said.get("read_ahead_limit_bytes", 0),
             # of the passes that are remembered, most often
             "gamma": mode([each["gamma"] for each in said.get("decisions", [])] or [0]),
         }

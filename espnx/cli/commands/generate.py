@@ -287,7 +287,11 @@ def _generate(
             "device": device,
         }
         if args.draft != "none":
-            cache_options |= {"draft": args.draft, "draft_memory": args.draft_memory}
+            cache_options |= {
+                "draft": args.draft,
+                "draft_memory": args.draft_memory,
+                "draft_read_ahead_bytes": args.draft_read_ahead,
+            }
             generate_options["custom_generate"] = generate
         with watch(
             *(device if isinstance(device, Sequence) else [device]), bench="--show topology"

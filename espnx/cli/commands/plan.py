@@ -160,6 +160,7 @@ def run_model(args: Namespace) -> int:
         dtype=dtype,
         draft=None if args.draft == "none" else args.draft,
         draft_memory=args.draft_memory,
+        draft_read_ahead_bytes=args.draft_read_ahead,
     )
     words = asdict(plan)
     fit = _fit(words)
@@ -178,6 +179,7 @@ def run_model(args: Namespace) -> int:
         "memory_bytes": memory,
         "draft": args.draft,
         "draft_memory": args.draft_memory,
+        "draft_read_ahead_bytes": args.draft_read_ahead,
     }
     kinds = {"sizes": "computed", "speeds": "measured", "seconds": "modelled"}
     document = json_document(
@@ -386,6 +388,14 @@ def _drafts(draft: dict[str, Any]) -> list[tuple[str, str, str]]:
             else "of memory",
         )
     ]
+    if draft["read_ahead_bytes"]:
+        rows.append(
+            (
+                "  read ahead",
+                format_size(draft["read_ahead_bytes"]),
+                "of memory, at most: read for a pass while drafts are made",
+            )
+        )
     if known is not None:
         rows.append(
             (
@@ -399,7 +409,14 @@ def _drafts(draft: dict[str, Any]) -> list[tuple[str, str, str]]:
     pays = f"one by one is slower from {draft['least_tokens_a_pass']:.3g} tokens a pass on"
     rows += [
         ("  a pass", f"{draft['pass_s']:.4g} s", f"over {gamma + 1} positions (modelled); {pays}"),
-        ("  a draft step", f"{draft['draft_s']:.4g} s", "nothing is read (modelled)"),
+        (
+            "  a draft step",
+            f"{draft['draft_s']:.4g} s",
+            (
+                f"which reads nothing (modelled); {gamma} of them hide {draft['hidden_s']:.4g} s "
+                "of the pass's reads"
+            ),
+        ),
     ]
     if draft["token_s"] is not None:
         rows.append(("  a token", f"{draft['token_s']:.4g} s", "of each sequence (modelled)"))

@@ -443,6 +443,7 @@ class RowFileDevice(Part, ABC):
             write_requests=self._write_requests,
             waiting_s=stream["waiting_s"],
             computing_s=stream["computing_s"],
+            ahead_bytes=stream.get("ahead_bytes", 0),
             stored_bytes=self.space.used_bytes,
             buffer_bytes=self.engine.mapped_bytes,
         )

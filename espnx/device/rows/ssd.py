@@ -84,6 +84,10 @@ class SsdRowDevice(RowFileDevice):
             )
         )
 
+    def reach(self, size_bytes: int) -> None:
+        """See `Reaches`."""
+        self._stream.reach(size_bytes)
+
     def visit(self, ticket: int, show: Show) -> None:
         """See `RowDevice`."""
         self.check_open()

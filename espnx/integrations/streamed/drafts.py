@@ -46,6 +46,7 @@ class Shape:
 def plan_draft(
     kind: str,
     share: float | None,
+    ahead_bytes: int | None,
     shape: Shape,
     step: dict[str, Any],
     *,
@@ -57,13 +58,13 @@ def plan_draft(
     """Bytes and operations of a draft step and of the pass that decides on `GAMMA` tokens.
 
     Args:
-        kind, share: as of `KVCache`.
+        kind, share, ahead_bytes: `draft`, `draft_memory` and `draft_read_ahead_bytes` of `KVCache`.
         step: of decoding one by one (`ModelPlan.step`).
         streams_weights: some layers' weights are read in each pass.
 
     Raises InvalidInputError: no such draft, or one that would read weights for each token.
     """
-    tally = Tally(kind, share)
+    tally = Tally(kind, share, ahead_bytes)
     is_of_model = tier_of(tally) is not None
     if is_of_model and streams_weights:
         raise errors.InvalidInputError(
@@ -89,6 +90,11 @@ def plan_draft(
         "share": tally.share,
         "gamma": GAMMA,
         "memory_bytes": round(heads * memory),
+        "read_ahead_bytes": min(
+            round(heads * memory) if ahead_bytes is None else ahead_bytes, step["read_kv_bytes"]
+        )
+        if is_of_model
+        else 0,
         "pass_operations": (GAMMA + 1) * step["operations"],
         "draft_memory_bytes": step["memory_bytes"] + heads * read if is_of_model else 0,
         "draft_operations": step["operations"] - attention * (tokens - rows) if is_of_model else 0,
@@ -108,8 +114,9 @@ def add_seconds(
     batch: int,
     dtype: torch.dtype,
 ) -> None:
-    """Seconds of a draft step and of a pass, by measured speeds; from how many tokens a pass on the
-    two take less than one by one; and seconds a token with as many as are known."""
+    """Seconds of a draft step and of a pass, by measured speeds, and of the pass's reads that go on
+    during drafts; from how many tokens a pass on all of it takes less than one by one; and seconds
+    a token with as many as are known."""
     rate = gemm_speed(dtype, batch * (GAMMA + 1))
     compute = draft["pass_operations"] / rate
     draft["pass_s"] = max([compute, *(s for name, s in seconds.items() if name != "compute")])
@@ -117,7 +124,13 @@ def add_seconds(
         draft["draft_memory_bytes"] / speeds["memory_bytes_per_s"],
         draft["draft_operations"] / speeds["gemm_operations_per_s"],
     )
-    whole = draft["pass_s"] + GAMMA * draft["draft_s"]
+    drafts_s = GAMMA * draft["draft_s"]
+    # a model that drafts has its weights in memory: the disk reads nothing else
+    while_drafting_s = min(draft["read_ahead_bytes"] / speeds["storage_bytes_per_s"], drafts_s)
+    others = [s for name, s in seconds.items() if name not in ("compute", "disk")]
+    left_s = max([compute, *others, seconds.get("disk", 0.0) - while_drafting_s])
+    draft["hidden_s"] = draft["pass_s"] - left_s
+    whole = draft["pass_s"] - draft["hidden_s"] + drafts_s
     draft["least_tokens_a_pass"] = whole / max(seconds.values())
     known = draft["tokens_a_pass"]
     draft["token_s"] = None if known is None else whole / known

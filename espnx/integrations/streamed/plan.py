@@ -103,6 +103,7 @@ def plan_model(
     dtype: torch.dtype | None = None,
     draft: str | None = None,
     draft_memory: float | None = None,
+    draft_read_ahead_bytes: int | None = None,
 ) -> ModelPlan:
     """Computes a plan.
 
@@ -113,7 +114,7 @@ def plan_model(
         memory_bytes: for weights; None: all of them.
         storage: where K and V will lie; measured, with a temporary file of at most 256 MiB.
         dtype: of weights, K and V; None: as stored, else as the config says.
-        draft, draft_memory: as of `KVCache`.
+        draft, draft_memory, draft_read_ahead_bytes: as of `KVCache`.
 
     Raises:
         InvalidInputError: no such model, numbers out of range, more tokens than the model has
@@ -152,6 +153,7 @@ def plan_model(
         plan.draft = plan_draft(
             draft,
             draft_memory,
+            draft_read_ahead_bytes,
             shape,
             plan.step,
             batch=batch,

@@ -87,6 +87,9 @@ class KVCache(Cache):
             smaller model of transformers with the same vocabulary: what that says. All of them ask
             lookup first where that brings more. None: not at all.
         draft_memory: with ``pages``: the part of K and V that stays in memory for that; None: 1/16.
+        draft_read_ahead_bytes: of rows read for the pass while a model drafts, of all devices
+            together, at most, in memory; a size; None: as many as the rows for drafts take, and no
+            more than a quarter of the memory that is free.
 
     Attributes:
         store: the `SsdCache`.
@@ -129,6 +132,7 @@ class KVCache(Cache):
         deadline_s: float = 30.0,
         draft: str | PreTrainedModel | None = None,
         draft_memory: float | None = None,
+        draft_read_ahead_bytes: int | str | None = None,
     ):
         options = CacheOptions(
             format=format,
@@ -184,7 +188,7 @@ class KVCache(Cache):
                 "SSD, all of it stays in memory",
                 stacklevel=2 + CALL_FRAMES,
             )
-        self.draft = draft_of(draft, draft_memory, x_rows, config)
+        self.draft = draft_of(draft, draft_memory, draft_read_ahead_bytes, x_rows, config)
         self.assistant = None if draft is None or isinstance(draft, str) else draft
         if tier_of(self.draft) is not None:
             x_rows = 0

@@ -10,29 +10,37 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ... import errors
 from ...kv.draft.sources import LOOKUP
 from ...kv.draft.tally import ASSISTANT, KINDS, Tally
+from ...sizes import parse_size
 
 
 def draft_of(
-    kind: Any, share: float | None, x_rows: int | None, config: PreTrainedConfig
+    kind: Any,
+    share: float | None,
+    ahead: int | str | None,
+    x_rows: int | None,
+    config: PreTrainedConfig,
 ) -> Tally | None:
     """What is counted of the draft; None: there is none.
 
     Args:
-        kind, share, x_rows: `draft`, `draft_memory` and `x_rows` of `KVCache`.
+        kind, share, ahead, x_rows: `draft`, `draft_memory`, `draft_read_ahead_bytes` and `x_rows`
+            of `KVCache`.
         config: of the model.
 
     Raises InvalidInputError: what does not go together, and a smaller model that is no decoder or
     has another vocabulary.
     """
     if kind is None:
-        if share is not None:
-            raise errors.InvalidInputError(
-                "draft_memory of a cache without a draft", got=share, fix='draft="pages"'
-            )
+        for option, value in (("draft_memory", share), ("draft_read_ahead_bytes", ahead)):
+            if value is not None:
+                raise errors.InvalidInputError(
+                    f"{option} of a cache without a draft", got=value, fix='draft="pages"'
+                )
         return None
+    ahead_bytes = None if ahead is None else parse_size(ahead)
     if isinstance(kind, torch.nn.Module):
         _check_assistant(kind, config)
-        return Tally(ASSISTANT, share)
+        return Tally(ASSISTANT, share, ahead_bytes)
     if kind not in KINDS:
         raise errors.InvalidInputError(
             "draft of a cache",
@@ -43,7 +51,7 @@ def draft_of(
         raise errors.InvalidInputError(
             f"draft={kind!r} of sequences kept as X", got=f"x_rows={x_rows}", fix="x_rows=0"
         )
-    return Tally(kind, share)
+    return Tally(kind, share, ahead_bytes)
 
 
 def _check_assistant(assistant: torch.nn.Module, config: PreTrainedConfig) -> None:

@@ -91,6 +91,7 @@ def _drafts(batches: Sequence[Stats]) -> list[tuple[str, object]]:
     accepted = " ".join(f"{share:.0%}" for share in last["accepted_by_position"]) or "-"
     memory = max(each["draft_memory_bytes"] for each in batches)
     drafts, verified = (sum(each[name] for each in batches) for name in ("draft_s", "pass_s"))
+    ahead = sum(each["read_ahead_bytes"] for each in batches)
     lost = max(each["sequences_without_memory"] for each in batches)
     without = f"; {lost} sequences had none" if lost else ""
     sources = ", ".join(
@@ -104,7 +105,10 @@ def _drafts(batches: Sequence[Stats]) -> list[tuple[str, object]]:
         ("proposed at most", f"{last['gamma']} ({last['why']})"),
         (
             "drafts",
-            f"{drafts:.1f} s, {format_size(memory)} of memory{without}; passes {verified:.1f} s",
+            (
+                f"{drafts:.1f} s, {format_size(memory)} of memory{without}, {format_size(ahead)} "
+                f"read ahead meanwhile; passes {verified:.1f} s"
+            ),
         ),
     ]
 

@@ -163,6 +163,13 @@ class Pace:
         for none."""
         return self._foretold_s / self._foretold_tokens if self._foretold_tokens else None
 
+    @property
+    def draft_s(self) -> float:
+        """Seconds that the next draft is expected to take; 0 while nothing is known."""
+        if self._step_s is None and not self._line.is_known:
+            return 0.0
+        return self.gamma * self._assumed_step_s()
+
     # --- what happened ---
 
     def note_first(

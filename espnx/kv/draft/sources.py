@@ -1,6 +1,9 @@
 """Where proposed tokens came from, and whether lookup is asked before a model: it costs nothing,
 but what it proposes may stand less often.
 
+Lookup need not be used to be judged: what it finds is compared with the tokens that a pass brings
+by another's draft.
+
 A file of its own: `pace` says how many tokens, whoever proposes them.
 """
 
@@ -12,34 +15,35 @@ from dataclasses import dataclass
 LOOKUP = "lookup"
 #: What a measurement counts after each further turn: texts change.
 _KEPT = 0.95
-#: Turns of each before the two are compared.
-_LEAST_TURNS = 8.0
-#: After so many passes that asked a model alone, lookup is asked again: the text may quote now.
-_AGAIN = 16
+#: Tokens that a pass brings by a draft of each, before anything is known; and as many turns as that
+#: counts for.
+_PRIOR_LOOKUP, _PRIOR_MODEL, _PRIOR_TURNS = 1.4, 4.0, 4.0
 
 
 @dataclass
-class _Source:
-    """Turns of sequences whose tokens one source proposed; the first two count less with time."""
+class _Mean:
+    """Tokens that a turn brings; turns count less with time."""
 
+    prior: float
     turns: float = 0.0
     brought: float = 0.0
-    proposed: int = 0
-    accepted: int = 0
 
-    def note(self, proposed: int, kept: int) -> None:
+    def note(self, kept: int) -> None:
         self.turns, self.brought = _KEPT * self.turns + 1, _KEPT * self.brought + kept
-        self.proposed, self.accepted = self.proposed + proposed, self.accepted + kept - 1
+
+    @property
+    def tokens(self) -> float:
+        return (self.brought + _PRIOR_TURNS * self.prior) / (self.turns + _PRIOR_TURNS)
 
 
 class Sources:
     """Which drafts brought how many tokens."""
 
     def __init__(self) -> None:
-        self._of = dict[str, _Source]()
-        self._pass_s = 0.0  # of the last passes, and of drafts of a model for one
-        self._model_s = 0.0
-        self._skipped = 0  # passes since lookup was asked
+        self._counts = dict[str, list[int]]()  # by source: tokens proposed, accepted
+        self._lookup, self._model = _Mean(_PRIOR_LOOKUP), _Mean(_PRIOR_MODEL)
+        self._pass_s: float | None = None  # of the last passes
+        self._model_s = 0.0  # and of a model's drafts for one
 
     def note(
         self,
@@ -48,6 +52,7 @@ class Sources:
         kept: Sequence[int],
         draft_s: float,
         pass_s: float,
+        looked: Sequence[int | None] | None = None,
     ) -> None:
         """A pass has ended.
 
@@ -55,33 +60,41 @@ class Sources:
             sources: of what was proposed for each sequence.
             drafted, kept: tokens that were proposed for each, and that it got.
             draft_s, pass_s: seconds of all drafts, and of the pass.
+            looked: tokens that each would have got by lookup, where another proposed
+                (`would_bring`); None: lookup found nothing.
         """
-        self._pass_s += (pass_s - self._pass_s) * (1 - _KEPT if self._pass_s else 1)
-        models = False
-        for source, n, got in zip(sources, drafted, kept, strict=True):
+        pass_was, model_was = self._pass_s or pass_s, self._model_s or draft_s
+        self._pass_s = _KEPT * pass_was + (1 - _KEPT) * pass_s
+        if any(n and source != LOOKUP for source, n in zip(sources, drafted, strict=True)):
+            self._model_s = _KEPT * model_was + (1 - _KEPT) * draft_s
+        for row, (source, n, got) in enumerate(zip(sources, drafted, kept, strict=True)):
             if n:
-                self._of.setdefault(source, _Source()).note(n, got)
-                models |= source != LOOKUP
-        if models:
-            self._model_s += (draft_s - self._model_s) * (1 - _KEPT if self._model_s else 1)
+                (self._lookup if source == LOOKUP else self._model).note(got)
+                counts = self._counts.setdefault(source, [0, 0])
+                counts[0], counts[1] = counts[0] + n, counts[1] + got - 1
+            if (source != LOOKUP or not n) and looked and (would := looked[row]) is not None:
+                self._lookup.note(would)
 
-    def asks_lookup(self) -> bool:
-        """Whether lookup is asked first for the next pass: unless it brought fewer tokens a second
-        lately than the model, its own seconds included."""
-        lookup = self._of.get(LOOKUP, _Source())
-        models = [each for name, each in self._of.items() if name != LOOKUP]
-        turns, brought = sum(each.turns for each in models), sum(each.brought for each in models)
-        if lookup.turns < _LEAST_TURNS or turns < _LEAST_TURNS or self._skipped >= _AGAIN:
-            self._skipped = 0
-            return True
-        by_lookup = lookup.brought / lookup.turns * (self._pass_s + self._model_s)
-        is_better = by_lookup >= brought / turns * self._pass_s
-        self._skipped = 0 if is_better else self._skipped + 1
-        return is_better
+    def asks_lookup(self, *, by_clock: bool = True) -> bool:
+        """Whether lookup is asked first for the next pass: where it brings as many tokens a second
+        as the model, the model's seconds included. `by_clock` False: where it brings as many a
+        pass, which is the same whenever the same text is drawn."""
+        pass_s, model_s = (self._pass_s or 1.0, self._model_s) if by_clock else (1.0, 0.0)
+        return self._lookup.tokens * (pass_s + model_s) >= self._model.tokens * pass_s
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """The tokens that each source proposed, and how many of them stood."""
         return {
-            name: {"proposed": each.proposed, "accepted": each.accepted}
-            for name, each in self._of.items()
+            name: {"proposed": proposed, "accepted": accepted}
+            for name, (proposed, accepted) in self._counts.items()
         }
+
+
+def would_bring(proposed: Sequence[int], tokens: Sequence[int]) -> int | None:
+    """Tokens that a pass would have brought where these had been proposed, of which it says
+    `tokens`: those that it brought with others. At least; what comes behind them is not known.
+    None: none were proposed."""
+    right = 0
+    while right < min(len(proposed), len(tokens)) and proposed[right] == tokens[right]:
+        right += 1
+    return right + 1 if proposed else None

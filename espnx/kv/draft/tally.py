@@ -9,7 +9,8 @@ from typing import Any
 
 from ... import errors
 from .pace import Pace
-from .sources import Sources
+from .reach import Reach
+from .sources import LOOKUP, Sources
 
 #: All rows in four bits.
 PACKED = "4bit"
@@ -28,6 +29,8 @@ class Tally:
     Attributes:
         kind: of draft.
         share: of K and V that stays in memory for drafts; None: nothing does.
+        ahead_bytes: that are read ahead for the pass while drafts are made, at most, of all devices
+            together; None: as `Reach` has it.
         passes: verifying passes over the stored rows.
         turns: of the sequences in them: a pass over 8 sequences is 8.
         tokens: that these passes brought, of all sequences.
@@ -40,10 +43,12 @@ class Tally:
         lost: sequences, of a batch, for whose rows for drafts there was no memory, at most.
         pace: how many tokens are proposed for each sequence of a pass.
         sources: who proposed them.
+        reach: how far reads go ahead while drafts are made.
     """
 
     kind: str
     share: float | None = None
+    ahead_bytes: int | None = None
     passes: int = 0
     turns: int = 0
     tokens: int = 0
@@ -57,14 +62,22 @@ class Tally:
     lost: int = 0
     pace: Pace = field(init=False)
     sources: Sources = field(default_factory=Sources)
+    reach: Reach = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raises InvalidInputError for an unknown draft, and a share that is none."""
+        """Raises InvalidInputError for an unknown draft, a share that is none, and reads ahead of a
+        draft that takes no time."""
         if self.kind not in (*KINDS, ASSISTANT):
             raise errors.InvalidInputError(
                 "draft of a cache", got=repr(self.kind), expected=" or ".join(map(repr, KINDS))
             )
-        self.pace = Pace(self.kind)
+        if self.kind == LOOKUP and self.ahead_bytes is not None:
+            raise errors.InvalidInputError(
+                f"draft_read_ahead_bytes of draft={LOOKUP!r}",
+                got=self.ahead_bytes,
+                expected="None: it takes no time in which anything could be read",
+            )
+        self.pace, self.reach = Pace(self.kind), Reach(self.ahead_bytes)
         if self.kind == "pages" and self.share is None:
             self.share = _SHARE
         if self.share is not None and (
@@ -89,13 +102,15 @@ class Tally:
         draft_s: float,
         pass_s: float,
         sources: Sequence[str],
+        looked: Sequence[int | None] | None = None,
         *,
         is_slow: bool = False,
     ) -> None:
-        """A pass: how many tokens were proposed for each sequence and by whom, how many it got, and
-        the seconds of the drafts and of the pass. `is_slow`: it did more than those after it."""
+        """A pass: how many tokens were proposed for each sequence and by whom, how many it got, the
+        seconds of the drafts and of the pass, and how many it would have got by lookup.
+        `is_slow`: it did more than those after it."""
         self.pace.note(drafted, kept, pass_s, is_slow=is_slow)
-        self.sources.note(sources, drafted, kept, draft_s, pass_s)
+        self.sources.note(sources, drafted, kept, draft_s, pass_s, looked)
         self.draft_s, self.pass_s = self.draft_s + draft_s, self.pass_s + pass_s
         self.passes, self.turns = self.passes + 1, self.turns + len(kept)
         self.tokens += sum(kept)
@@ -123,6 +138,8 @@ class Tally:
             "draft_bytes_asked": self.draft_bytes_asked,
             "sources": self.sources.as_dict(),
             "draft_memory_bytes": self.memory_bytes,
+            "read_ahead_bytes": self.reach.read_bytes,
+            "read_ahead_limit_bytes": self.reach.limit_bytes,
             "sequences_without_memory": self.lost,
             "draft_s": self.draft_s,
             "pass_s": self.pass_s,

@@ -58,7 +58,7 @@ def made(folder: Path, batch: int = 1) -> SpeculationWork:
 def test_every_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "r.json"
     words = ["--pairs", "2", "--context", "200", "--batch", "2", "--dtype", "fp32"]
-    words += ["--show", "speculation", "--json", str(result)]
+    words += ["--show", "speculation", "--json", str(result), "--draft-read-ahead", "1MiB"]
     assert bench(tmp_path, *words) == 0
     rows = rows_of(load(result))
     assert [(one.params["context"], one.system) for one in rows] == [
@@ -75,7 +75,10 @@ def test_every_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
             assert one.metrics["tokens_a_pass"] == 1.0
         else:
             assert set(one.ratio) == {ONE_BY_ONE}
-            assert (one.metrics["draft_memory_bytes"] > 0) is (one.system != "lookup")
+            by_model = one.system != "lookup"
+            assert (one.metrics["draft_memory_bytes"] > 0) is by_model
+            assert one.metrics["read_ahead_limit_bytes"] == (1 << 20 if by_model else 0)
+            assert one.metrics["read_ahead_per_step"] >= 0
     captured = capsys.readouterr()
     assert "No prefill" not in captured.err
     assert "fio is not installed" in captured.err

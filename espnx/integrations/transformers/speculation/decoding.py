@@ -19,11 +19,12 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from .... import errors
+from ....device.interface import DeviceStats
 from ....kv.attention import CHUNK_TOKENS
 from ....kv.draft.acceptance import drawn, next_token
 from ....kv.draft.lookup import continuation
 from ....kv.draft.rows import tier_of
-from ....kv.draft.sources import LOOKUP
+from ....kv.draft.sources import LOOKUP, would_bring
 from ....kv.draft.tally import PACKED, Tally
 from ..cache import KVCache
 from ..forward.positions import learned_positions
@@ -101,6 +102,7 @@ class Decoding:
             if name not in ("attention_mask", "position_ids", "logits_to_keep")
         }
         self._limit = learned_positions(model)
+        self._found = list[list[int]]()  # of each of these, what lookup proposes
         self._before = 0  # tokens in the cache that are not in the prompt
         self._prompted = 0  # tokens in the cache after the prompt
 
@@ -155,7 +157,7 @@ class Decoding:
         if brings_tier:
             cache.store.propose(tier_of(tally))
             undo.callback(passes.settle)
-        begun, waited_s = time.perf_counter(), self._waited_s()
+        begun, waited_s, asked = time.perf_counter(), self._waited_s(), self._read().bytes_asked
         with passes.prompting():
             logits = prefill()
         if brings_tier:
@@ -164,12 +166,12 @@ class Decoding:
             cache.store.propose(tier_of(tally))
             undo.callback(passes.settle)
         if is_pass and n == 1:
+            pass_s = time.perf_counter() - begun
+            is_slow = brings_tier and tally.kind == PACKED
             tally.pace.note_first(
-                len(self._going),
-                time.perf_counter() - begun,
-                self._waited_s() - waited_s,
-                is_slow=brings_tier and tally.kind == PACKED,
+                len(self._going), pass_s, self._waited_s() - waited_s, is_slow=is_slow
             )
+            tally.reach.note(self._read().bytes_asked - asked, 0, pass_s)
         return logits
 
     def _waited_s(self) -> float:
@@ -194,9 +196,9 @@ class Decoding:
     def _step(self) -> None:
         """Drafts, and the pass that decides on them."""
         tally, passes = self._tally, self._cache.passes
-        asked, begun = self._bytes_asked(), time.perf_counter()
+        before_drafts, begun = self._read(), time.perf_counter()
         drafts = self._drafts()
-        drafted_bytes, drafted = self._bytes_asked() - asked, time.perf_counter()
+        before_pass, drafted = self._read(), time.perf_counter()
         # the pass that packs all rows is slower than any after it
         is_slow = tally.kind == PACKED and not self._cache.store.has_tier
         n = 1 + max(len(draft.tokens) for draft in drafts)
@@ -219,46 +221,58 @@ class Decoding:
             self._lengths[row] - length for row, length in zip(self._going, before, strict=True)
         ]
         passes.accept(n, kept)
+        pass_s = time.perf_counter() - drafted
         tally.add(
             [len(draft.tokens) for draft in drafts],
             kept,
             draft_s=drafted - begun,
-            pass_s=time.perf_counter() - drafted,
+            pass_s=pass_s,
             sources=[draft.source for draft in drafts],
+            looked=[
+                would_bring(found, self._ids[row, begin : begin + n].tolist())
+                for row, found, begin, n in zip(self._going, self._found, before, kept, strict=True)
+            ],
             is_slow=is_slow,
         )
         tally.lost = max(tally.lost, len(self._cache.store.lost.sequences))
         tally.memory_bytes = max(tally.memory_bytes, self._cache.store.tier_bytes)
-        tally.draft_bytes_asked += drafted_bytes
-        tally.bytes_asked += self._bytes_asked() - asked - drafted_bytes
+        tally.draft_bytes_asked += before_pass.bytes_asked - before_drafts.bytes_asked
+        asked = self._read().bytes_asked - before_pass.bytes_asked
+        tally.bytes_asked += asked
+        tally.reach.read_bytes += max(0, before_pass.ahead_bytes - before_drafts.ahead_bytes)
+        tally.reach.note(asked, before_pass.ahead_bytes, pass_s)
 
-    def _bytes_asked(self) -> int:
-        return self._cache.store.striped.stats().bytes_asked
+    def _read(self) -> DeviceStats:
+        """What the devices read so far."""
+        return self._cache.store.striped.stats()
 
     # --- drafts ---
 
     def _drafts(self) -> list[Draft]:
-        """Tokens that may come next, for each sequence that goes on: what lookup finds, and where
-        it finds nothing what a model says."""
+        """Tokens that may come next, for each sequence that goes on: what lookup finds or what a
+        model says, whichever comes first, and where that is nothing the other."""
         pace, store, kind = self._tally.pace, self._cache.store, self._tally.kind
         most = [self._room(row) for row in self._going]
         if self._gamma is None:
             pace.choose(len(self._going), max(most))
         else:
             pace.gamma, pace.why = self._gamma, "as asked"
+        options, reach = store.options, self._tally.reach
+        store.read_ahead(reach.choose(pace.draft_s, store.tier_bytes, options.deadline_s))
         if lost := len(store.lost.sequences):
             pace.why += f"; {lost} of {len(self._going)} sequences have no memory for drafts"
         room = [min(pace.gamma, n) for n in most]
-        drafts = [Draft([]) for _ in room]
-        # by the clock only where that chooses in any case: what is sampled comes again otherwise
-        by_clock = self._gamma is None and kind != LOOKUP
-        if not by_clock or self._tally.sources.asks_lookup():
-            drafts = [
-                Draft(continuation(self._ids[row, : self._lengths[row]].numpy(), n))
-                for row, n in zip(self._going, room, strict=True)
-            ]
+        # also where it is not used: what it would have brought is known after the pass
+        self._found = [
+            continuation(self._ids[row, : self._lengths[row]].numpy(), n)
+            for row, n in zip(self._going, room, strict=True)
+        ]
+        looked = [Draft(found) for found in self._found]
         if self._assistant is None and (kind == LOOKUP or not store.has_tier):
-            return drafts  # the first pass brings what a model attends to
+            return looked  # the first pass brings what a model attends to
+        # by the clock only where that chooses in any case: what is sampled comes again otherwise
+        is_first = self._tally.sources.asks_lookup(by_clock=self._gamma is None)
+        drafts = looked if is_first else [Draft([]) for _ in room]
         left = [0 if draft.tokens else n for draft, n in zip(drafts, most, strict=True)]
         if self._assistant is not None:
             begun = time.perf_counter()
@@ -272,7 +286,10 @@ class Decoding:
             for place in store.lost.sequences:
                 left[place] = 0
             said = self._by_model(left)
-        return [draft if draft.tokens else other for draft, other in zip(drafts, said, strict=True)]
+        return [
+            next((each for each in every if each.tokens), every[-1])
+            for every in zip(drafts, said, looked, strict=True)
+        ]
 
     def _assisted(self, row: int, n: int, assistant: Assistant) -> Draft:
         """What the smaller model says, of at most `n` tokens."""

@@ -17,6 +17,7 @@ from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.speculation import assistant as assistants
 from espnx.integrations.transformers.speculation import decoding
 from espnx.kv.draft.pace import Pace
+from espnx.kv.draft.sources import Sources
 from tests.integrations.transformers.speculation.drafts import knowing, one_by_one, speculated
 from tests.integrations.transformers.tiny import enabled, make, plain, prompt
 from tests.kv.draft.test_acceptance import probability
@@ -37,6 +38,12 @@ MODES: dict[str, tuple[list[int], dict[str, Any]]] = {
 def _without_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smaller model alone proposes."""
     monkeypatch.setattr(decoding, "continuation", lambda tokens, n: [])
+
+
+@pytest.fixture
+def _lookup_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever passes say of it."""
+    monkeypatch.setattr(Sources, "asks_lookup", lambda sources, *, by_clock: True)
 
 
 @pytest.mark.usefixtures("_without_lookup")
@@ -62,6 +69,7 @@ def test_tokens_are_those_of_one_by_one(folder: Path, mode: str, is_twin: bool) 
         assert said["sources"]["assistant"]["accepted"] > 0
 
 
+@pytest.mark.usefixtures("_lookup_first")
 def test_its_cache_follows_the_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lookup proposes in between, rightly and wrongly: what the smaller model remembers is the text
     all the same, so that each of a twin's tokens stands."""
@@ -84,6 +92,7 @@ def test_its_cache_follows_the_text(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert 0 < lookup["accepted"] < lookup["proposed"]
 
 
+@pytest.mark.usefixtures("_lookup_first")
 @pytest.mark.parametrize("kind", ["pages", "4bit"])
 def test_lookup_comes_first(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it knows the text no draft is made by the model; a sequence for which it finds nothing
@@ -118,25 +127,39 @@ def test_lookup_comes_first(folder: Path, kind: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_draft_that_is_behind_is_not_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lookup that is always wrong gives way to the model after some turns."""
+    """Lookup that is always wrong proposes where the model does not: for the first pass, which
+    brings the model's rows."""
     inputs = prompt([150])
     wanted = one_by_one("llama", inputs, max_new_tokens=120)
-    wrong, asked = knowing(wanted, 0.0), 0
-
-    def sometimes(tokens: np.ndarray, n: int) -> list[int]:
-        nonlocal asked
-        asked += 1
-        return wrong(tokens, n) if asked % 2 else []
-
-    monkeypatch.setattr(decoding, "continuation", sometimes)
+    monkeypatch.setattr(decoding, "continuation", knowing(wanted, 0.0))
     monkeypatch.setattr(Pace, "choose", lambda pace, *_: setattr(pace, "gamma", 2))
     monkeypatch.setattr(Pace, "goes_on", lambda _, done: done < 2)
     with KVCache(enabled("llama").config, folder, draft="pages", draft_memory=1.0) as cache:
         got = speculated("llama", inputs, cache, max_new_tokens=120, gamma=None)
         said = cache.stats()["speculation"]
     assert torch.equal(got, wanted)
-    # 8 turns of each and a few that find out, or all of them where drafts are slow beside passes
-    assert asked < said["passes"] or said["draft_s"] > said["pass_s"]
+    # or more, where drafts are slow beside passes
+    assert said["sources"]["lookup"]["proposed"] == 2 or said["draft_s"] > said["pass_s"]
+
+
+@pytest.mark.parametrize("kind", ["pages", "4bit"])
+def test_lookup_that_is_right_takes_over(
+    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it would have brought is seen in the passes over what the model proposed."""
+    inputs = prompt([150, 80])
+    wanted = one_by_one("llama", inputs, max_new_tokens=120)
+    monkeypatch.setattr(decoding, "continuation", knowing(wanted, 1.0))
+    # which says nothing that the model says
+    least = lambda scores, *, is_sampled: (int(scores.argmin()), None)  # noqa: E731
+    monkeypatch.setattr(decoding, "drawn", least)
+    with KVCache(enabled("llama").config, folder, draft=kind, spill_interval=8) as cache:
+        got = speculated("llama", inputs, cache, max_new_tokens=120, gamma=4)
+        said = cache.stats()["speculation"]
+    assert torch.equal(got, wanted)
+    lookup, model = said["sources"]["lookup"], said["sources"][kind]
+    assert model["accepted"] == 0
+    assert lookup["accepted"] == lookup["proposed"] > 4 * model["proposed"] > 0
 
 
 @torch.no_grad()

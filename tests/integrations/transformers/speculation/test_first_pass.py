@@ -11,13 +11,17 @@ import pytest
 import torch
 
 from espnx import errors
+from espnx.device.rows.file import UNIT_BYTES
+from espnx.device.rows.ssd import SsdRowDevice
 from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.speculation import decoding
 from espnx.kv import attention
+from espnx.kv.draft.pace import Pace
 from espnx.kv.read_ahead import ReadAhead
 from espnx.storage import FaultRule, FaultyEngine
 from tests.integrations.transformers.speculation.drafts import drafting, one_by_one, speculated
 from tests.integrations.transformers.tiny import enabled, generate, prompt
+from tests.storage.common import until
 
 KINDS = ("pages", "4bit")
 
@@ -190,6 +194,84 @@ def test_the_disk_reads_while_drafts_are_made(
     unit = 960 << 10
     assert len(ahead) > 2
     assert min(ahead) >= min(stored, window_bytes) - min(unit, window_bytes // 2)
+
+
+@pytest.mark.usefixtures("without_lookup")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("limit", [0, 2 << 20, 1 << 30])
+def test_reads_go_further_ahead_while_drafts_are_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, limit: int
+) -> None:
+    """Into no more memory than is given; also behind a sequence that has ended, with which all that
+    was read is gone. The tokens are the same, and afterwards reads go as far ahead as always."""
+    asked = kept(folder, [400, 390, 380], 1)
+    free = one_by_one("llama", asked, max_new_tokens=30)
+    ends = {"max_new_tokens": 30, "eos_token_id": [int(free[0, 409]), int(free[1, 417])]}
+    wanted, found = one_by_one("llama", asked, **ends), dict[int, int]()
+    forward = decoding.Decoding._forward
+
+    def waiting(self: Any, own: Any, n: int, begin: int, done: int = 0) -> torch.Tensor:
+        """A draft is as long as the disk needs."""
+        store = self._cache.store
+        if store.is_drafting and done == 0:
+            stored, window = store.striped.stats().stored_bytes, self._tally.reach.window_bytes
+            # of the rows that passes ask for, which after an end are those of fewer sequences
+            least = min(stored * len(own) // 3, window) - UNIT_BYTES
+            assert until(lambda: store.striped.stats().ahead_bytes >= least)
+            found[len(own)] = store.striped.stats().ahead_bytes
+        return forward(self, own, n, begin, done)
+
+    monkeypatch.setattr(decoding.Decoding, "_forward", waiting)
+    # drafts that are to take forever: the memory and the deadline alone bound what is read
+    monkeypatch.setattr(Pace, "draft_s", property(lambda pace: 1e9 * pace.gamma))
+    options: dict[str, Any] = {"draft_read_ahead_bytes": limit, "read_ahead_bytes": 4096}
+    with reopened(folder, kind, **options) as cache:
+        got = speculated("llama", asked, cache, gamma=4, **ends)
+        said, (device,) = cache.stats(), cache.store.striped.devices
+        assert isinstance(device, SsdRowDevice)
+        stream = device._stream.stats()
+        cache.store.ahead.resume()  # which now goes as far as always
+        assert device._stream.stats()["ahead_bytes"] <= UNIT_BYTES
+    assert torch.equal(got, wanted)
+    assert len(found) > 1
+    drafts, far = said["speculation"], limit > UNIT_BYTES
+    assert drafts["read_ahead_limit_bytes"] == limit
+    assert drafts["draft_bytes_asked"] == 0
+    # and what each thread needs now, where the window is full of what others work on
+    needed = torch.get_num_threads() * UNIT_BYTES
+    assert stream["most_ahead_bytes"] <= max(limit, UNIT_BYTES) + needed
+    assert max(found.values()) <= max(limit, UNIT_BYTES)
+    assert (max(found.values()) > UNIT_BYTES) is far
+    assert (drafts["read_ahead_bytes"] > UNIT_BYTES) >= far
+
+
+@pytest.mark.usefixtures("without_lookup")
+@pytest.mark.parametrize("fault", ["error", "flip"])
+def test_a_read_ahead_of_a_draft_fails(folder: Path, fault: str) -> None:
+    """The pass that wants it says so; its tokens are gone, those before stand, and the cache goes
+    on."""
+    inputs, made = prompt([400]), list[FaultyEngine]()
+    wanted = one_by_one("llama", inputs, max_new_tokens=30)
+
+    def make_engine() -> FaultyEngine:
+        # the third time that the rows of two layers are read
+        rule = FaultRule(fault, operation="read", nth=6, count=1, value=errno.EIO)  # type: ignore[arg-type]
+        made.append(FaultyEngine([rule], poison=True, pool_bytes=1 << 20))
+        return made[-1]
+
+    options: dict[str, Any] = {"engine": make_engine, "spill_interval": 400, "draft": "pages"}
+    options |= {"read_ahead_bytes": 4096, "draft_read_ahead_bytes": 1 << 30}
+    with KVCache(enabled("llama").config, folder, **options) as cache:
+        with pytest.raises((errors.ReadError, errors.ChecksumError)) as caught:
+            speculated("llama", inputs, cache, max_new_tokens=30, gamma=4)
+        so_far = caught.value.sequences
+        assert so_far.shape[1] > 400
+        assert torch.equal(so_far, wanted[:, : so_far.shape[1]])
+        more = {"input_ids": so_far, "attention_mask": torch.ones_like(so_far)}
+        n = 430 - so_far.shape[1]
+        assert torch.equal(speculated("llama", more, cache, max_new_tokens=n), wanted)
+    for engine in made:
+        engine.close()
 
 
 def test_rows_of_a_narrower_format_are_rounded_when_they_come(folder: Path) -> None:

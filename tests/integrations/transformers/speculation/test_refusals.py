@@ -78,6 +78,20 @@ def test_caches_without_a_draft(folder: Path) -> None:
             KVCache(model.config, folder, draft=kind)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"draft_read_ahead_bytes": "1GiB"}, "draft_read_ahead_bytes of a cache without a draft"),
+        ({"draft": "lookup", "draft_read_ahead_bytes": 0}, "it takes no time"),
+        ({"draft": "pages", "draft_read_ahead_bytes": -1}, "size"),
+        ({"draft": "4bit", "draft_read_ahead_bytes": "much"}, "size"),
+    ],
+)
+def test_reads_ahead_of_drafts(folder: Path, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(errors.InvalidInputError, match=named):
+        KVCache(enabled("llama").config, folder, **options)
+
+
 @pytest.mark.parametrize("name", ["gemma3", "mistral"])
 @pytest.mark.filterwarnings("ignore:no layer of this model")
 def test_layers_that_stay_in_memory(folder: Path, name: str) -> None:
