@@ -277,7 +277,9 @@ def test_pieces_that_follow_one_another_are_recomputed_together(
     finally:
         device.close()
     assert sorted(made) == [
-        (i, first * size, parts * size) for i in range(n_sequences) for first, parts in ((0, 4), (5, 5))
+        (i, first * size, parts * size)
+        for i in range(n_sequences)
+        for first, parts in ((0, 4), (5, 5))
     ]
     alone = Recomputer(look, projection, layout, 1)
     for i in range(n_sequences):

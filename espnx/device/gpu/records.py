@@ -202,8 +202,7 @@ class TensorRecordTicket:
     worker, or the thread that asks.
 
     On a GPU a step queues the checks and the scores of what has arrived, and waits for none of it.
-    Whoever asks for scores waits for them and judges the records, once: what comes behind everything
-    that is queued.
+    Whoever asks for scores waits once, behind all that is queued, and judges the records.
     """
 
     def __init__(

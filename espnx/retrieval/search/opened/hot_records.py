@@ -102,7 +102,7 @@ class HotRecords:
     def _score_there(
         self, memory: torch.Tensor, begin: torch.Tensor, numbers: np.ndarray, query: RecordQuery
     ) -> Callable[[], np.ndarray]:
-        """Scores of records that lie on a GPU: queued there, and waited for when they are needed."""
+        """Scores of records on a GPU: queued there, and waited for when they are needed."""
         if streams_of(memory.device) is None:
             scores = score(self._tier, memory, begin, numbers, query)
             return lambda: scores

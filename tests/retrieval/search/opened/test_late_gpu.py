@@ -136,7 +136,9 @@ def several(late: LateDevice, kept: EmbeddingStore, n: int, hot: HotRecords | No
 
 
 def all_are_right(
-    kept: EmbeddingStore, documents: list[espnx.Document], found: list[tuple[np.ndarray, np.ndarray]]
+    kept: EmbeddingStore,
+    documents: list[espnx.Document],
+    found: list[tuple[np.ndarray, np.ndarray]],
 ) -> bool:
     for query, (numbers, scores) in zip(queries(len(found)), found, strict=True):
         wanted, bounds = exact_scores(documents, query, 2.0, "fp16")
