@@ -143,9 +143,7 @@ class _TensorRecords(Part):
             priority=int(is_urgent),
             deadline_s=deadline_s,
         )
-        ticket = TensorRecordTicket(
-            device, future, self._layout, numbers, list(queries), pairs
-        )
+        ticket = TensorRecordTicket(device, future, self._layout, numbers, list(queries), pairs)
         try:
             device.begin(ticket, is_urgent=is_urgent)
         except BaseException:

@@ -109,8 +109,7 @@ def test_a_driver_that_does_not_open(make: MakeEngine, monkeypatch: pytest.Monke
     "seeds",
     [range(4)]
     + [
-        pytest.param(range(first, first + 7), marks=pytest.mark.sweep)
-        for first in range(4, 200, 7)
+        pytest.param(range(first, first + 7), marks=pytest.mark.sweep) for first in range(4, 200, 7)
     ],
     ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}",
 )

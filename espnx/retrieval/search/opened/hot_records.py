@@ -24,6 +24,7 @@ from ....streams import Event, streams_of
 from ...store.tier import Tier
 
 _PASSES_BEFORE_FORGETTING = 4
+_COMING_BYTES = 64 << 20  # of records on their way from a GPU
 
 
 @dataclass
@@ -65,7 +66,7 @@ class HotRecords:
         self._seen = np.zeros(records, dtype=bool)
         self._head = 0
         self._seen_since = 0
-        self._coming: _Coming | None = None
+        self._coming: list[_Coming] = []
         self._lock = threading.Lock()
 
     @property
@@ -79,7 +80,7 @@ class HotRecords:
         self, numbers: np.ndarray, query: RecordQuery
     ) -> tuple[np.ndarray, Callable[[], np.ndarray]]:
         """(bool [n]: which were here, a function that waits for their scores, float32)."""
-        if self._coming is not None and self._lock.acquire(blocking=False):
+        if self._coming and self._lock.acquire(blocking=False):
             try:
                 self._take_what_came()
             finally:
@@ -133,7 +134,7 @@ class HotRecords:
         while another thread is at it.
 
         `memory`: where they were read to. On a GPU, those that are kept come back in one copy,
-        which nobody waits for: they are here at the next call after it. While some are on their
+        which nobody waits for: they are here at the next call after it. While 64 MiB are on their
         way, others do not follow.
         """
         if not len(numbers) or not self._lock.acquire(blocking=False):
@@ -142,7 +143,7 @@ class HotRecords:
             self._take_what_came()
             again = self._seen[numbers] & ~self._is_here(self._place[numbers])
             self._note_seen(numbers)
-            if not again.any() or self._coming is not None:
+            if not again.any() or sum(each.memory.nbytes for each in self._coming) > _COMING_BYTES:
                 return
             kept = numbers[again]
             sizes, where = (
@@ -170,13 +171,12 @@ class HotRecords:
         # perhaps of another stream, which may use its memory again
         memory.record_stream(streams.current(memory.device))  # type: ignore[arg-type]
         here = host_memory(there.numel(), there.device).copy_(there, non_blocking=True)
-        self._coming = _Coming(numbers, sizes, here, event_behind_now(there.device))
+        self._coming.append(_Coming(numbers, sizes, here, event_behind_now(there.device)))
 
     def _take_what_came(self) -> None:
         """What has arrived from a GPU. The lock is held."""
-        coming = self._coming
-        if coming is not None and coming.copied.query():
-            self._coming = None
+        while self._coming and self._coming[0].copied.query():
+            coming = self._coming.pop(0)
             begin = np.cumsum(coming.size_bytes) - coming.size_bytes
             self._put_all(coming.numbers, coming.size_bytes, coming.memory.numpy(), begin)
 

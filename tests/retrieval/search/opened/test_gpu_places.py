@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,6 @@ from espnx.retrieval.search.opened.scoring import QueryVectors, TierScoring
 from espnx.retrieval.store.store import EmbeddingStore
 from espnx.storage import NativeEngine
 from tests.retrieval.common import DIM, queries
-from tests.storage.common import until
 
 
 @pytest.fixture

@@ -178,9 +178,12 @@ def test_the_wait_is_needed(
 ) -> None:
     """Without it what lies in memory is taken for checksums."""
     monkeypatch.setattr(Findings, "wait", lambda _: None)
-    with late_device(2, 0.0) as late, kept_on(late, store, monkeypatch, way) as kept:
-        with pytest.raises((errors.ChecksumError, errors.StaleDataError)):
-            several(late, kept, 1, None).finish()
+    with (
+        late_device(2, 0.0) as late,
+        kept_on(late, store, monkeypatch, way) as kept,
+        pytest.raises((errors.ChecksumError, errors.StaleDataError)),
+    ):
+        several(late, kept, 1, None).finish()
 
 
 def test_damage_is_seen_before_scores_count(
@@ -234,8 +237,8 @@ def test_hot_records_wait_for_their_copy(
         for _ in range(2):
             several(late, kept, 1, hot).finish()
         # The copy has not run.
-        assert hot._coming is not None
-        assert not hot._coming.copied.query()
+        assert hot._coming
+        assert not any(each.copied.query() for each in hot._coming)
         assert not hot._is_here(hot._place).any()
         late.main.synchronize()
         scoring = several(late, kept, 1, hot)
