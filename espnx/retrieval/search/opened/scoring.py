@@ -152,8 +152,8 @@ class TierScoring:
         while self._requests:
             self._finish_request(self._requests[-1])
             self._requests.pop()
-        # last: on a GPU they are there with what was asked of it later
-        for q, numbers, scores in self._hot_known:
+        # on a GPU they are there with what was asked of it later
+        for q, numbers, scores in reversed(self._hot_known):
             self._known[q].append((numbers, scores()))
         self._hot_known = []
         return [self._of_query(q) for q in range(len(self._queries))]
