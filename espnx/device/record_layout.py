@@ -19,7 +19,7 @@ because they are used together (ESPN, section 4.1).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,9 @@ from ..storage.native import load_native
 HEADER_BYTES = 16
 ALIGN_BYTES = 16
 _ROWS_AT_ONCE = 4096  # looked at: bounds the memory that a check takes
+_ROWS_AT_ONCE_QUEUED = 1 << 17  # the same, where launches count
+#: An array as a host tensor that a device copies from; see `espnx.device.gpu.staging.Tables.put`.
+Put = Callable[[np.ndarray], torch.Tensor]
 _MAGIC = 0xE5
 #: The byte in the header. Numbers are never used again.
 FORMAT_NUMBERS = {
@@ -286,32 +289,69 @@ class RecordLayout:
         """Raises ChecksumError or StaleDataError, naming file, offset and length, unless every
         record is whole and the right one; FormatError likewise where one names a centroid that the
         codebook does not have."""
-        n_tokens = self.n_tokens[numbers]
-        found = damage(memory, self.schema, positions, numbers, n_tokens, self.salt)
-        if found:
-            index, what = found[0]
-            expected = f"record {numbers[index]} with {n_tokens[index]} tokens"
-            raise (errors.ChecksumError if what.startswith("CRC32C") else errors.StaleDataError)(
-                f"record {numbers[index]} is not what was written"
-                + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""),
-                **self._where(numbers[index : index + 1]),
-                got=what,
-                expected=f"{expected} in format {self.schema.format_number} ({self.schema.format})",
-                fix="run `espnx index verify`; " + _REBUILD,
-            )
-        if self.codebook is None:
+        if not numbers.size:
             return
-        unknown = unknown_centroid(
-            memory, self.schema, positions, n_tokens, self.codebook.n_centroids
+        n_tokens = self.n_tokens[numbers]
+        self._refuse_damage(
+            damage(memory, self.schema, positions, numbers, n_tokens, self.salt), numbers
         )
-        if unknown is not None:
-            raise errors.FormatError(
-                f"record {numbers[unknown[0]]} names a centroid that is not in the codebook",
-                **self._where(numbers[unknown[0] : unknown[0] + 1]),
-                got=unknown[1],
-                expected=f"0 to {self.codebook.n_centroids - 1}",
-                fix=_REBUILD,
+        if self.codebook is not None:
+            self._refuse_unknown(
+                unknown_centroid(
+                    memory, self.schema, positions, n_tokens, self.codebook.n_centroids
+                ),
+                numbers,
             )
+
+    def evidence(
+        self, memory: torch.Tensor, positions: torch.Tensor, numbers: np.ndarray, put: Put
+    ) -> Evidence:
+        """What `judge` decides by, of records in an I/O buffer, where the buffer is: the host waits
+        for nothing. `numbers`: at least one."""
+        n_tokens = self.n_tokens[numbers]
+        header, crc32c = _seen(memory, self.schema, positions, n_tokens, self.salt, put)
+        unknown = []
+        if self.codebook is not None:
+            for items in _parts(n_tokens, _ROWS_AT_ONCE_QUEUED):
+                at, counts = positions[torch.from_numpy(items)], n_tokens[items]
+                n_centroids = self.codebook.n_centroids
+                unknown.append(_first_unknown(memory, self.schema, at, counts, n_centroids, put))
+        return Evidence(header, crc32c, torch.stack(unknown) if unknown else None)
+
+    def judge(self, evidence: Evidence, numbers: np.ndarray) -> None:
+        """Raises what `check` does, by what was seen, which is on the CPU now."""
+        n_tokens = self.n_tokens[numbers]
+        self._refuse_damage(_damage(evidence, self.schema, numbers, n_tokens), numbers)
+        if evidence.unknown is not None:
+            for items, named in zip(
+                _parts(n_tokens, _ROWS_AT_ONCE_QUEUED), evidence.unknown, strict=True
+            ):
+                self._refuse_unknown(_record_of(named, items, n_tokens), numbers)
+
+    def _refuse_damage(self, found: list[tuple[int, str]], numbers: np.ndarray) -> None:
+        if not found:
+            return
+        index, what = found[0]
+        expected = f"record {numbers[index]} with {self.n_tokens[numbers[index]]} tokens"
+        raise (errors.ChecksumError if what.startswith("CRC32C") else errors.StaleDataError)(
+            f"record {numbers[index]} is not what was written"
+            + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""),
+            **self._where(numbers[index : index + 1]),
+            got=what,
+            expected=f"{expected} in format {self.schema.format_number} ({self.schema.format})",
+            fix="run `espnx index verify`; " + _REBUILD,
+        )
+
+    def _refuse_unknown(self, unknown: tuple[int, int] | None, numbers: np.ndarray) -> None:
+        if unknown is None or self.codebook is None:
+            return
+        raise errors.FormatError(
+            f"record {numbers[unknown[0]]} names a centroid that is not in the codebook",
+            **self._where(numbers[unknown[0] : unknown[0] + 1]),
+            got=unknown[1],
+            expected=f"0 to {self.codebook.n_centroids - 1}",
+            fix=_REBUILD,
+        )
 
     def _where(self, number: np.ndarray) -> dict[str, Any]:
         """The place of one record, as errors name it."""
@@ -322,10 +362,6 @@ class RecordLayout:
             "offset_bytes": int(offset_bytes[0]),
             "size_bytes": int(size_bytes[0]),
         }
-
-
-def _headers(memory: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    return memory[offsets[:, None] + np.arange(HEADER_BYTES)].view(_HEADER).reshape(-1)
 
 
 def seal(
@@ -355,10 +391,40 @@ def _checksums(
 ) -> np.ndarray:
     return (
         crc32c_ranges(memory, offsets + 4, torch.from_numpy(sizes) - 4, seed=salt)
-        .cpu()
         .numpy()
         .astype(np.uint32)
     )
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What tells whether records are whole and the right ones.
+
+    Attributes:
+        header: uint8 [records, 16].
+        crc32c: int64 [records]: what their checksums are.
+        unknown: int64 [parts, 2], of residual records: see `_first_unknown`; None of others.
+    """
+
+    header: torch.Tensor
+    crc32c: torch.Tensor
+    unknown: torch.Tensor | None = None
+
+
+def _seen(
+    memory: torch.Tensor,
+    schema: RecordSchema,
+    positions: torch.Tensor,
+    n_tokens: np.ndarray,
+    salt: int,
+    put: Put,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(header, crc32c) of `Evidence`, on the memory's device."""
+    begin = positions.numpy()
+    where = put(begin).to(memory.device, non_blocking=True)
+    header = memory[where[:, None] + torch.arange(HEADER_BYTES, device=memory.device)]
+    crc32c = crc32c_ranges(memory, put(begin + 4), put(schema.sizes(n_tokens) - 4), seed=salt)
+    return header, crc32c
 
 
 def damage(
@@ -373,13 +439,15 @@ def damage(
     it must be."""
     if not numbers.size:
         return []
-    if memory.is_cuda:
-        where = positions[:, None] + torch.arange(HEADER_BYTES)
-        where = where.to(memory.device, non_blocking=True)
-        header = memory[where].cpu().numpy().view(_HEADER).reshape(-1)
-    else:
-        header = _headers(memory.numpy(), positions.numpy())
-    found = _checksums(memory, positions, schema.sizes(n_tokens), salt)
+    header, crc32c = _seen(memory, schema, positions, n_tokens, salt, torch.from_numpy)
+    return _damage(Evidence(header.cpu(), crc32c.cpu()), schema, numbers, n_tokens)
+
+
+def _damage(
+    evidence: Evidence, schema: RecordSchema, numbers: np.ndarray, n_tokens: np.ndarray
+) -> list[tuple[int, str]]:
+    header = evidence.header.numpy().view(_HEADER).reshape(-1)
+    found = evidence.crc32c.numpy().astype(np.uint32)
     intact = found == header["crc32c"]
     right = (
         (header["number"] == numbers)
@@ -419,20 +487,56 @@ def unknown_centroid(
 ) -> tuple[int, int] | None:
     """(index, centroid number) of the first of residual records in an I/O buffer that names a
     centroid which the codebook does not have."""
-    ends = np.cumsum(n_tokens, dtype=np.int64)
-    for items in np.split(np.arange(len(ends)), np.flatnonzero(np.diff(ends // _ROWS_AT_ONCE)) + 1):
-        counts = torch.from_numpy(n_tokens[items].astype(np.int64))
-        item = torch.repeat_interleave(counts)
-        row = torch.arange(len(item)) - (counts.cumsum(0) - counts)[item]
-        begin = (
-            positions[torch.from_numpy(items)][item] + schema.fixed_bytes + row * schema.row_bytes
-        )
-        codes = (
-            memory[(begin[:, None] + torch.arange(CODE_BYTES)).to(memory.device)]
-            .view(torch.int32)
-            .view(-1)
-        )
-        bad = ((codes < 0) | (codes >= n_centroids)).nonzero().cpu()
-        if len(bad):
-            return int(items[item[bad[0, 0]]]), int(codes[bad[0, 0]])
+    for items in _parts(n_tokens, _ROWS_AT_ONCE):
+        at = positions[torch.from_numpy(items)]
+        named = _first_unknown(
+            memory, schema, at, n_tokens[items], n_centroids, torch.from_numpy
+        ).cpu()
+        if (found := _record_of(named, items, n_tokens)) is not None:
+            return found
     return None
+
+
+def _parts(n_tokens: np.ndarray, rows_at_once: int) -> Iterator[np.ndarray]:
+    """The indices of records, of about so many rows at a time; only parts that have any."""
+    ends = np.cumsum(n_tokens, dtype=np.int64)
+    borders = np.flatnonzero(np.diff(ends // rows_at_once)) + 1
+    for items in np.split(np.arange(len(ends)), borders):
+        if n_tokens[items].any():
+            yield items
+
+
+def _first_unknown(
+    memory: torch.Tensor,
+    schema: RecordSchema,
+    positions: torch.Tensor,
+    n_tokens: np.ndarray,
+    n_centroids: int,
+    put: Put,
+) -> torch.Tensor:
+    """int64 [2] on the memory's device: which of the records' rows, one after the other, is the
+    first that names a centroid which the codebook does not have (as many as there are: none), and
+    which one it names."""
+    counts = n_tokens.astype(np.int64)
+    total = int(counts.sum())
+    # Row r of record i lies r - (rows before the record) rows behind its first one.
+    first = positions.numpy() + schema.fixed_bytes - (np.cumsum(counts) - counts) * schema.row_bytes
+    both = put(np.stack([counts, first])).to(memory.device, non_blocking=True)
+    row = torch.arange(total, device=memory.device)
+    item = torch.repeat_interleave(both[0], output_size=total)
+    begin = both[1].index_select(0, item) + row * schema.row_bytes
+    place = begin[:, None] + torch.arange(CODE_BYTES, device=memory.device)
+    codes = memory[place].view(torch.int32).view(-1)
+    is_bad = (codes < 0) | (codes >= n_centroids)
+    named = torch.where(is_bad, row, total).amin().view(1)
+    code = codes.index_select(0, named.clamp(max=total - 1)).to(torch.int64)
+    return torch.cat([named, code])
+
+
+def _record_of(
+    named: torch.Tensor, items: np.ndarray, n_tokens: np.ndarray
+) -> tuple[int, int] | None:
+    """What `_first_unknown` of the records `items` has found, as `unknown_centroid` says it."""
+    row, code = named.tolist()
+    which = int(np.searchsorted(np.cumsum(n_tokens[items], dtype=np.int64), row, side="right"))
+    return None if which == len(items) else (int(items[which]), code)

@@ -179,9 +179,23 @@ class Recomputer:
         self._projection, self._layout, self._first = projection, layout, first_sequence
 
     def show(self, memory: torch.Tensor, pieces: np.ndarray) -> None:
-        """Rows as a device shows them."""
-        for sequence, _, x, _, first in unpacked(self._layout, memory, pieces):
-            self.add(sequence, x, first)
+        """Rows as a device shows them. Pieces of a sequence whose tokens follow one another, as
+        generating leaves them, are made K and V of together, wherever they lie."""
+        order = np.lexsort((pieces["first_position"], pieces["sequence"]))
+        run, end = list[torch.Tensor](), (-1, -1)
+        for sequence, _, x, _, first in unpacked(self._layout, memory, pieces[order]):
+            if run and end != (sequence, first):
+                self._add_run(run, end)
+                run = []
+            run.append(x)
+            end = sequence, first + len(x)
+        if run:
+            self._add_run(run, end)
+
+    def _add_run(self, run: list[torch.Tensor], end: tuple[int, int]) -> None:
+        """Tokens of a sequence that follow one another; `end`: it, and the position behind them."""
+        x = run[0] if len(run) == 1 else torch.cat(run)
+        self.add(end[0], x, end[1] - len(x))
 
     def add(self, sequence: int, x: torch.Tensor, first: int) -> None:
         """x [n, hidden]: tokens of a sequence from position `first` on."""

@@ -248,6 +248,47 @@ def test_recomputed(folder: Path, dtype: torch.dtype, has_bias: bool) -> None:
     )
 
 
+def test_pieces_that_follow_one_another_are_recomputed_together(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many rows generated bit by bit, in an order of their own on the disk and with a gap: K and
+    V are made once for each stretch of tokens, and are those of the rows in one piece."""
+    layout, n_sequences, n = RowLayout("fp32", HIDDEN, HIDDEN, is_shared=True), 2, 10
+    size, projection = layout.block_rows, make(rotates=True)
+    x = normal(n_sequences, n * size, HIDDEN, seed=1)
+    made: list[tuple[int, int, int]] = []
+    rows = Projection.rows
+
+    def counted(self: Projection, x: torch.Tensor, sequence: int, first: int) -> object:
+        made.append((sequence, first, len(x)))
+        return rows(self, x, sequence, first)
+
+    monkeypatch.setattr(Projection, "rows", counted)
+    look = Queries(normal(n_sequences, N_KV, 3, D, seed=2), DV)
+    device = SsdRowDevice(folder)
+    try:
+        uses = []
+        for part in (3, 0, 1, 2, 9, 6, 7, 8, 5):  # without 4
+            first = part * size
+            segments = device.put(layout, x[:, None, first : first + size], None, range(1))
+            uses += [SegmentView(each, i, size, first) for i, each in enumerate(segments)]
+        together = Recomputer(look, projection, layout, 1)
+        device.visit(device.ahead(layout, uses), together.show)
+    finally:
+        device.close()
+    assert sorted(made) == [
+        (i, first * size, parts * size)
+        for i in range(n_sequences)
+        for first, parts in ((0, 4), (5, 5))
+    ]
+    alone = Recomputer(look, projection, layout, 1)
+    for i in range(n_sequences):
+        for part in (0, 1, 2, 3, 5, 6, 7, 8, 9):
+            alone.add(i, x[i, part * size : (part + 1) * size], part * size)
+    assert torch.allclose(together.over.o, alone.over.o, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(together.over.lse, alone.over.lse, rtol=1e-5, atol=1e-5)
+
+
 def test_recomputing_nothing() -> None:
     """Is the neutral element of merging."""
     layout = RowLayout("fp32", HIDDEN, HIDDEN, is_shared=True)

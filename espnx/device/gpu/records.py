@@ -8,20 +8,21 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future as Task
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from ...storage import Engine, Future
 from ...storage.native import host_engine
-from ...streams import current_stream, on
+from ...streams import current_stream, on, streams_of
 from ..command import Part
 from ..interface import DeviceStats, Pairs, RecordQuery
 from ..record_layout import RecordLayout
 from ..records.files import RecordFiles
-from ..records.score import pairs_of_items, score_pairs
-from .staging import host_memory
+from ..records.score import pair_scores, pairs_of_items, score_pairs
+from .findings import Findings
+from .staging import Tables, host_memory
 
 # As in csrc/device/record_stream.cpp.
 _LEAST, _PARTS = 16, 16
@@ -59,9 +60,15 @@ class TensorRecordDevice(RecordFiles):
             ticket.task = self._workers.submit(ticket.work)
 
     def ended(self, ticket: TensorRecordTicket) -> None:
+        """All of a ticket's records were read."""
         with self._lock:
             self._tickets.discard(ticket)
             self._stats += ticket.stats
+
+    def computed(self, seconds: float) -> None:
+        """What a ticket has taken after that."""
+        with self._lock:
+            self._stats += DeviceStats(computing_s=seconds)
 
     def forget(self) -> None:
         """See `Device`."""
@@ -136,9 +143,7 @@ class _TensorRecords(Part):
             priority=int(is_urgent),
             deadline_s=deadline_s,
         )
-        ticket = TensorRecordTicket(
-            future, self._layout, numbers, list(queries), pairs, device.compute, device.ended
-        )
+        ticket = TensorRecordTicket(device, future, self._layout, numbers, list(queries), pairs)
         try:
             device.begin(ticket, is_urgent=is_urgent)
         except BaseException:
@@ -157,19 +162,55 @@ class _TensorRecords(Part):
         self._released(self._layout)
 
 
+@dataclass
+class _Asked:
+    """Records that are scored, as far as the host has to do with it.
+
+    Attributes:
+        items: places among the ticket's numbers.
+        pairs: places among its pairs.
+    """
+
+    items: np.ndarray
+    pairs: np.ndarray
+    findings: Findings
+
+
+@dataclass
+class _AddedScores:
+    """Scores of pairs that were added.
+
+    Attributes:
+        chosen: places in `scores` of what `findings` brings; without, they are there.
+    """
+
+    scores: np.ndarray
+    chosen: np.ndarray
+    findings: Findings | None
+
+    def take(self) -> np.ndarray:
+        """Once they have been waited for."""
+        if self.findings is not None:
+            self.scores[self.chosen] = self.findings.take()[1]
+        return self.scores
+
+
 class TensorRecordTicket:
     """See `espnx.device.interface.RecordTicket`. Whoever holds the lock makes the next step: a
-    worker, or the thread that asks."""
+    worker, or the thread that asks.
+
+    On a GPU a step queues the checks and the scores of what has arrived, and waits for none of it.
+    Whoever asks for scores waits once, behind all that is queued, and judges the records.
+    """
 
     def __init__(
         self,
+        device: TensorRecordDevice,
         future: Future,
         layout: RecordLayout,
         numbers: np.ndarray,
         queries: list[RecordQuery],
         pairs: Pairs,
-        compute: torch.device,
-        ended: Callable[[TensorRecordTicket], None],
     ):
         self._future, self._layout, self._numbers, self._queries, self._pairs = (
             future,
@@ -178,22 +219,27 @@ class TensorRecordTicket:
             queries,
             pairs,
         )
-        self._compute, self._ended = compute, ended
+        self._device, self._compute = device, device.compute
         self.task: Task[None] | None = None
         self.scores = np.full(len(pairs), np.nan, dtype=np.float32)
         self._memory = future.memory
         # On a GPU, records that the engine left in host memory cross in one copy when all are
         # there: many small copies would cost more than the overlap saves.
-        self._moves = self._memory.device != compute
+        self._moves = self._memory.device != self._compute
         self._per_batch = 2**62 if self._moves else max(_LEAST, len(numbers) // _PARTS)
         # Workers have current streams of their own: what the caller's has still to do on the
         # queries must come first.
-        self._stream = current_stream(compute)
+        self._stream = current_stream(self._compute)
+        self._waits_later = streams_of(self._compute) is not None
+        self._tables = Tables(self._compute)
         self._turn = threading.Lock()
+        self._asked: list[_Asked] = []
+        self._last_asked: Findings | None = None  # behind all others
         self._arrived: list[np.ndarray] = []
         self.is_finished = not len(numbers)
         self._error: BaseException | None = None
         self._added: list[Pairs] = []
+        self._added_scores: list[_AddedScores] = []
         self._waiting_s = self._computing_s = self.finished_at = 0.0
 
     def work(self) -> None:
@@ -205,6 +251,7 @@ class TensorRecordTicket:
     def _step(self, *, is_asked_for: bool) -> None:
         if self.is_finished:
             return
+        is_last = True
         try:
             with on(self._stream):
                 begun = time.perf_counter()
@@ -215,42 +262,71 @@ class TensorRecordTicket:
                     self._memory = self._future.memory.to(self._compute, non_blocking=True)
                 if items.numel():
                     self._score(items)
+                if is_last and self._waits_later:
+                    self._score_added()
                 self.finished_at = time.perf_counter()
                 self._computing_s += self.finished_at - here
-            self.is_finished = is_last
         except BaseException as error:
-            # its frames would hold the ticket
-            self._error, self.is_finished = error.with_traceback(None), True
+            self._fail(error)
+        self.is_finished = self.is_finished or is_last
         if self.is_finished:
-            self._ended(self)
+            self._device.ended(self)
+
+    def _fail(self, error: BaseException) -> None:
+        # its frames would hold the ticket
+        self._error, self.is_finished, self._asked = error.with_traceback(None), True, []
 
     def _score(self, items: torch.Tensor) -> None:
         arrived, positions = items.numpy(), self._future.position_bytes
-        self._layout.check(self._memory, positions[items], self._numbers[arrived])
         chosen = pairs_of_items(self._pairs, arrived)
-        score_pairs(
-            self._layout,
-            self._memory,
-            positions,
-            self._numbers,
-            self._pairs,
-            chosen,
-            self._queries,
-            self.scores,
-        )
-        self._arrived.append(arrived)
+        records = self._memory, positions, self._numbers, self._pairs, chosen, self._queries
+        at, numbers = positions[items], self._numbers[arrived]
+        if not self._waits_later:
+            self._layout.check(self._memory, at, numbers)
+            score_pairs(self._layout, *records, self.scores)
+            self._arrived.append(arrived)
+            return
+        put = self._tables.put
+        evidence = self._layout.evidence(self._memory, at, numbers, put)
+        findings = Findings(evidence, pair_scores(self._layout, *records, put))
+        self._asked.append(_Asked(arrived, chosen, findings))
+        self._last_asked = findings
+
+    def _settle(self) -> None:
+        """Waits for what was asked of the device, in one piece, and judges it."""
+        last, self._last_asked = self._last_asked, None
+        if last is None:
+            return
+        asked, self._asked = self._asked, []
+        begun, was_finished = time.perf_counter(), self.is_finished
+        try:
+            last.wait()
+            for each in asked:
+                evidence, scores = each.findings.take()
+                if evidence is not None:
+                    self._layout.judge(evidence, self._numbers[each.items])
+                self.scores[each.pairs] = scores
+                self._arrived.append(each.items)
+        except BaseException as error:
+            self._fail(error)
+        self.finished_at = time.perf_counter()
+        self._computing_s += self.finished_at - begun
+        if was_finished:
+            self._device.computed(self.finished_at - begun)
+        elif self.is_finished:
+            self._device.ended(self)
 
     def next(self, at_least: int = 1, timeout_s: float | None = None) -> tuple[np.ndarray, bool]:
         """See `RecordTicket`."""
         until = None if timeout_s is None else time.perf_counter() + timeout_s
         while True:
             with self._turn:
-                if not self.is_finished and sum(map(len, self._arrived)) < at_least:
+                if not self.is_finished and self._count() < at_least:
                     self._step(is_asked_for=True)
-                if self._error is not None:
-                    raise self._error.with_traceback(None)
                 is_over = self.is_finished or (until is not None and time.perf_counter() >= until)
-                if is_over or sum(map(len, self._arrived)) >= at_least:
+                if is_over or self._count() >= at_least:
+                    self._settle()
+                    self._raise_error()
                     found = (
                         np.concatenate(self._arrived)
                         if self._arrived
@@ -259,24 +335,52 @@ class TensorRecordTicket:
                     self._arrived = []
                     return found, self.is_finished
 
+    def _count(self) -> int:
+        """Records that nobody was told of."""
+        asked = sum(len(each.items) for each in self._asked)
+        return asked + sum(map(len, self._arrived))
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+
     def add(self, pairs: Pairs) -> None:
         """See `RecordTicket`."""
         self._added.append(pairs)
+        # What can be asked of the device now is there when somebody waits.
+        if self._waits_later and self.is_finished and self._turn.acquire(blocking=False):
+            try:
+                with on(self._stream):
+                    self._score_added()
+            finally:
+                self._turn.release()
 
     def finish(self) -> np.ndarray:
         """See `RecordTicket`."""
-        while not self.next(2**62)[1]:
-            pass
-        found = [self.scores]
-        for pairs in self._added:
+        while not self.is_finished:
+            with self._turn:
+                self._step(is_asked_for=True)
+        with self._turn:
+            with on(self._stream):
+                self._score_added()
+            self._settle()
+            self._raise_error()
+        return np.concatenate([self.scores, *(each.take() for each in self._added_scores)])
+
+    def _score_added(self) -> None:
+        """Scores of the pairs that were added since."""
+        while self._error is None and len(self._added_scores) < len(self._added):
+            pairs = self._added[len(self._added_scores)]
             scores = np.empty(len(pairs), dtype=np.float32)
             chosen = np.argsort(pairs.query, kind="stable")
-            with on(self._stream):
-                score_pairs(
-                    self._layout, *self.records, self._numbers, pairs, chosen, self._queries, scores
-                )
-            found.append(scores)
-        return np.concatenate(found)
+            records = *self.records, self._numbers, pairs, chosen, self._queries
+            findings = None
+            if self._waits_later and len(pairs):
+                found = pair_scores(self._layout, *records, self._tables.put)
+                self._last_asked = findings = Findings(None, found)
+            else:
+                score_pairs(self._layout, *records, scores)
+            self._added_scores.append(_AddedScores(scores, chosen, findings))
 
     def cancel(self) -> None:
         """See `RecordTicket`."""

@@ -11,7 +11,7 @@ import torch
 
 from ...ops.maxsim import Codebook, maxsim
 from ..interface import Pairs, RecordQuery
-from ..record_layout import HEADER_BYTES, RecordSchema
+from ..record_layout import HEADER_BYTES, Put, RecordSchema
 
 
 class Scorable(Protocol):
@@ -42,26 +42,45 @@ def score(
         positions: int64 [m] on the CPU: where each record begins in it.
         numbers: int64 [m]: which records they are.
     """
-    schema = records.schema
+    found: np.ndarray = score_there(records, memory, positions, numbers, query).cpu().numpy()
+    return found
+
+
+def score_there(
+    records: Scorable,
+    memory: torch.Tensor,
+    positions: torch.Tensor,
+    numbers: np.ndarray,
+    query: RecordQuery,
+    put: Put = torch.from_numpy,
+) -> torch.Tensor:
+    """`score` on the query's device. The host waits for nothing if tables, which `put` makes of
+    arrays, can be copied without."""
+    schema, begin = records.schema, positions.numpy()
+    counts = records.n_tokens[numbers].astype(np.int64)
     # Like positions on the CPU, where bounds are checked without a wait.
-    n_tokens = torch.from_numpy(records.n_tokens[numbers].astype(np.int64))
-    tokens, at = schema.query_tokens(query.tokens), positions + schema.fixed_bytes
-    total = maxsim(tokens, memory, at, n_tokens, format=schema.format, codebook=records.codebook)
-    is_empty = n_tokens == 0
-    if bool(is_empty.any()):
-        total = total.masked_fill(is_empty.to(total.device), 0.0)
+    total = maxsim(
+        schema.query_tokens(query.tokens),
+        memory,
+        put(begin + schema.fixed_bytes),
+        put(counts),
+        format=schema.format,
+        codebook=records.codebook,
+    )
+    if not counts.all():
+        is_empty = put(counts == 0).to(total.device, non_blocking=True)
+        total = total.masked_fill(is_empty, 0.0)
     if query.cls_weight and schema.d_cls:
         # A CLS vector is a document of one token, scored by the same kernel.
-        ones = torch.ones_like(n_tokens)
         cls = maxsim(
             schema.query_cls(query.cls),
             memory,
-            positions + HEADER_BYTES,
-            ones,
+            put(begin + HEADER_BYTES),
+            put(np.ones_like(counts)),
             format=schema.cls_format,
         )
         total = total + query.cls_weight * cls
-    return total.cpu().numpy()
+    return total
 
 
 def pairs_of_items(pairs: Pairs, items: np.ndarray) -> np.ndarray:
@@ -90,17 +109,29 @@ def score_pairs(
     scores: np.ndarray,
 ) -> None:
     """Fills in `scores` of the pairs `chosen` (places, ordered by query) of checked records."""
-    wanted_by = pairs.query[chosen]
+    found = pair_scores(records, memory, positions, numbers, pairs, chosen, queries)
+    if len(chosen):
+        scores[chosen] = torch.cat(found).cpu().numpy()
+
+
+def pair_scores(
+    records: Scorable,
+    memory: torch.Tensor,
+    positions: torch.Tensor,
+    numbers: np.ndarray,
+    pairs: Pairs,
+    chosen: np.ndarray,
+    queries: Sequence[RecordQuery],
+    put: Put = torch.from_numpy,
+) -> list[torch.Tensor]:
+    """Scores of the pairs `chosen`, in that order, in pieces on the queries' device. See
+    `score_there`."""
+    wanted_by, found = pairs.query[chosen], []
     borders = np.r_[0, np.flatnonzero(np.diff(wanted_by)) + 1, len(chosen)]
     for begin, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
         if begin == end:
             continue
-        part = chosen[begin:end]
-        items = pairs.item[part]
-        scores[part] = score(
-            records,
-            memory,
-            positions[torch.from_numpy(items)],
-            numbers[items],
-            queries[wanted_by[begin]],
-        )
+        items = pairs.item[chosen[begin:end]]
+        at, query = positions[torch.from_numpy(items)], queries[wanted_by[begin]]
+        found.append(score_there(records, memory, at, numbers[items], query, put))
+    return found

@@ -20,6 +20,9 @@ from .queue import Done, Flight, Flights, Readers
 from .transfer import Transfer
 
 _POLL_S = 0.0005
+# How long reads that have just begun are waited for at a time: small ones take about that long, and
+# what is asked meanwhile is not submitted before.
+_YOUNG_POLL_S, _YOUNG_S = 0.0001, 0.002
 _PAUSE_S = 0.0005  # after a call that cuFile wants to be made later
 _QUARANTINE_POLL_S = 0.02
 
@@ -230,14 +233,16 @@ class ReadLoop:
             if not flight.lost and flight.poll_again_at <= now
         ]
         waited_for = next((flight for flight in due if not flight.given_up), None)
+        is_any_young = any(now - flight.submitted_at < _YOUNG_S for flight in due)
+        wait_s = _YOUNG_POLL_S if is_any_young else _POLL_S
         for flight in due:
-            self._poll(flight, wait=flight is waited_for and flight.may_wait)
+            self._poll(flight, wait_s if flight is waited_for and flight.may_wait else 0.0)
         self._looked_at = now
         return came or waited_for is not None
 
-    def _poll(self, flight: Flight, *, wait: bool) -> None:
+    def _poll(self, flight: Flight, wait_s: float) -> None:
         try:
-            done = flight.poll(1, _POLL_S) if wait else flight.poll(0, 0.0)
+            done = flight.poll(1 if wait_s else 0, wait_s)
             flight.may_wait = True
         except CallFailedError as error:
             if error.code in PASSING:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,9 +45,10 @@ class Flight:
         self.given_up = False
         self.lost = ""  # why cuFile will not report what is outstanding any more
         self.may_wait = True
-        self.poll_again_at = 0.0
+        self.poll_again_at = self.submitted_at = 0.0
 
     def submit(self) -> None:
+        self.submitted_at = time.monotonic()
         t, p = self.transfer, self.pieces
         self.batch.submit(t.handle[p], t.offset_bytes[p], t.base, t.place_bytes[p], t.left_bytes[p])
 

@@ -109,7 +109,13 @@ def program(folder: Path, seed: int, way: str) -> LateDevice:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "seeds", [range(10), pytest.param(range(10, 510), marks=pytest.mark.sweep)], ids=["few", "many"]
+    "seeds",
+    [range(10)]
+    + [
+        pytest.param(range(first, first + 10), marks=pytest.mark.sweep)
+        for first in range(10, 510, 10)
+    ],
+    ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}",
 )
 def test_right_in_any_order(folder: Path, way: str, seeds: range) -> None:
     for seed in seeds:

@@ -106,7 +106,12 @@ def test_a_driver_that_does_not_open(make: MakeEngine, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(4), pytest.param(range(4, 200), marks=pytest.mark.sweep)], ids=["few", "many"]
+    "seeds",
+    [range(4)]
+    + [
+        pytest.param(range(first, first + 7), marks=pytest.mark.sweep) for first in range(4, 200, 7)
+    ],
+    ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}",
 )
 def test_random_programs(folder: Path, seeds: range) -> None:
     load()

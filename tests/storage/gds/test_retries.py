@@ -15,6 +15,7 @@ from espnx import errors
 from espnx.storage import Plan
 from espnx.storage.gds import loop as gds_loop
 from espnx.storage.gds.cufile import PASSING
+from espnx.storage.gds.queue import Done, Flight
 from tests.storage.gds.common import KIB, MakeEngine, items_of, make, random_plan, until, write_file
 from tests.storage.gds.cufile_stub import CuFileStub, HostMemory, Rule
 
@@ -90,6 +91,33 @@ def test_reads_that_nobody_waits_for_end_at_their_deadline(
     until(lambda: engine.stats().quarantined_buffers == 1)
     stub.refuse.clear()
     until(lambda: engine.stats().quarantined_buffers == 0)
+
+
+def test_reads_that_have_just_begun_are_looked_at_more_often(
+    make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked meanwhile waits until the look is over."""
+    path, _ = write_file(tmp_path, 100_000)
+    stub = CuFileStub(rules=[Rule("hold", match=lambda o, s: o > 0)])
+    engine = make(stub)
+    file = engine.open(path)
+    looks: list[tuple[float, float]] = []
+    poll = Flight.poll
+
+    def noted(self: Flight, at_least: int, timeout_s: float) -> Done | None:
+        looks.append((time.monotonic() - self.submitted_at, timeout_s))
+        assert at_least == (timeout_s > 0)
+        return poll(self, at_least, timeout_s)
+
+    monkeypatch.setattr(Flight, "poll", noted)
+    future = engine.read(Plan.of(file, [8200], [10]))
+    until(lambda: any(age_s > 0.05 for age_s, _ in looks))
+    stub.release()
+    future.wait()
+    young = [timeout_s for age_s, timeout_s in looks if age_s < gds_loop._YOUNG_S]
+    old = [timeout_s for age_s, timeout_s in looks if age_s > 2 * gds_loop._YOUNG_S]
+    assert set(young) <= {gds_loop._YOUNG_POLL_S}
+    assert max(old) == gds_loop._POLL_S
 
 
 def test_a_library_that_calls_too_few_completions_an_error(

@@ -8,18 +8,33 @@ score in place and look afterwards whether the ring came round meanwhile.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from .... import errors
-from ....device.gpu.staging import host_memory
+from ....device.gpu.findings import Findings, event_behind_now
+from ....device.gpu.staging import Tables, host_memory
 from ....device.interface import RecordQuery
-from ....device.records.score import score
+from ....device.records.score import score, score_there
 from ....sizes import format_size
+from ....streams import Event, streams_of
 from ...store.tier import Tier
 
 _PASSES_BEFORE_FORGETTING = 4
+_COMING_BYTES = 64 << 20  # of records on their way from a GPU
+
+
+@dataclass
+class _Coming:
+    """Records on their way from a GPU into the ring, one after the other in `memory`."""
+
+    numbers: np.ndarray
+    size_bytes: np.ndarray
+    memory: torch.Tensor
+    copied: Event
 
 
 class HotRecords:
@@ -51,6 +66,7 @@ class HotRecords:
         self._seen = np.zeros(records, dtype=bool)
         self._head = 0
         self._seen_since = 0
+        self._coming: list[_Coming] = []
         self._lock = threading.Lock()
 
     @property
@@ -60,21 +76,45 @@ class HotRecords:
     def _is_here(self, place: np.ndarray) -> np.ndarray:
         return (place >= 0) & (self._head - place <= self.budget_bytes)
 
-    def score(self, numbers: np.ndarray, query: RecordQuery) -> tuple[np.ndarray, np.ndarray]:
-        """(bool [n]: which were here, float32: their scores)."""
+    def score(
+        self, numbers: np.ndarray, query: RecordQuery
+    ) -> tuple[np.ndarray, Callable[[], np.ndarray]]:
+        """(bool [n]: which were here, a function that waits for their scores, float32)."""
+        if self._coming and self._lock.acquire(blocking=False):
+            try:
+                self._take_what_came()
+            finally:
+                self._lock.release()
         place = self._place[numbers]
         found = self._is_here(place)
         if not found.any():
-            return found, np.empty(0, np.float32)
-        at = place[found] % self.budget_bytes
-        if query.tokens.device == self._memory.device:
-            scores = score(self._tier, self._memory, torch.from_numpy(at), numbers[found], query)
+            return found, lambda: np.empty(0, np.float32)
+        here, at, device = numbers[found], place[found] % self.budget_bytes, query.tokens.device
+        if device == self._memory.device:
+            scores = score(self._tier, self._memory, torch.from_numpy(at), here, query)
+            wait = lambda: scores  # noqa: E731
         else:
-            gathered, begin = self._gathered(numbers[found], at, query.tokens.device)
-            scores = score(self._tier, gathered, begin, numbers[found], query)
+            gathered, begin = self._gathered(here, at, device)
+            wait = self._score_there(gathered, begin, here, query)
         still = self._is_here(place[found])  # the ring may have come round while we read
         found[np.flatnonzero(found)[~still]] = False
-        return found, scores[still]
+        return found, lambda: wait()[still]
+
+    def _score_there(
+        self, memory: torch.Tensor, begin: torch.Tensor, numbers: np.ndarray, query: RecordQuery
+    ) -> Callable[[], np.ndarray]:
+        """Scores of records on a GPU: queued there, and waited for when they are needed."""
+        if streams_of(memory.device) is None:
+            scores = score(self._tier, memory, begin, numbers, query)
+            return lambda: scores
+        put = Tables(memory.device).put
+        findings = Findings(None, [score_there(self._tier, memory, begin, numbers, query, put)])
+
+        def wait() -> np.ndarray:
+            findings.wait()
+            return findings.take()[1]
+
+        return wait
 
     def _gathered(
         self, numbers: np.ndarray, at: np.ndarray, device: torch.device
@@ -93,14 +133,17 @@ class HotRecords:
         """Keeps those of the records just read (and checked) that were read before. Does nothing
         while another thread is at it.
 
-        `memory`: where they were read to. On a GPU, those that are kept come back in one copy.
+        `memory`: where they were read to. On a GPU, those that are kept come back in one copy,
+        which nobody waits for: they are here at the next call after it. While 64 MiB are on their
+        way, others do not follow.
         """
         if not len(numbers) or not self._lock.acquire(blocking=False):
             return
         try:
+            self._take_what_came()
             again = self._seen[numbers] & ~self._is_here(self._place[numbers])
             self._note_seen(numbers)
-            if not again.any():
+            if not again.any() or sum(each.memory.nbytes for each in self._coming) > _COMING_BYTES:
                 return
             kept = numbers[again]
             sizes, where = (
@@ -108,18 +151,42 @@ class HotRecords:
                 positions.numpy()[again],
             )
             if memory.is_cuda:
-                pieces = [
-                    memory[begin : begin + size]
-                    for begin, size in zip(where.tolist(), sizes.tolist(), strict=True)
-                ]
-                memory, where = torch.cat(pieces).cpu(), np.cumsum(sizes) - sizes
-            source = memory.numpy()
-            for number, begin, size in zip(
-                kept.tolist(), where.tolist(), sizes.tolist(), strict=True
-            ):
-                self._put(number, source[begin : begin + size])
+                self._bring(kept, sizes, memory, where)
+            else:
+                self._put_all(kept, sizes, memory.numpy(), where)
         finally:
             self._lock.release()
+
+    def _bring(
+        self, numbers: np.ndarray, sizes: np.ndarray, memory: torch.Tensor, where: np.ndarray
+    ) -> None:
+        pieces = [
+            memory[begin : begin + size]
+            for begin, size in zip(where.tolist(), sizes.tolist(), strict=True)
+        ]
+        there, streams = torch.cat(pieces), streams_of(memory.device)
+        if streams is None:
+            self._put_all(numbers, sizes, there.cpu().numpy(), np.cumsum(sizes) - sizes)
+            return
+        # perhaps of another stream, which may use its memory again
+        memory.record_stream(streams.current(memory.device))  # type: ignore[arg-type]
+        here = host_memory(there.numel(), there.device).copy_(there, non_blocking=True)
+        self._coming.append(_Coming(numbers, sizes, here, event_behind_now(there.device)))
+
+    def _take_what_came(self) -> None:
+        """What has arrived from a GPU. The lock is held."""
+        while self._coming and self._coming[0].copied.query():
+            coming = self._coming.pop(0)
+            begin = np.cumsum(coming.size_bytes) - coming.size_bytes
+            self._put_all(coming.numbers, coming.size_bytes, coming.memory.numpy(), begin)
+
+    def _put_all(
+        self, numbers: np.ndarray, sizes: np.ndarray, source: np.ndarray, where: np.ndarray
+    ) -> None:
+        for number, begin, size in zip(
+            numbers.tolist(), where.tolist(), sizes.tolist(), strict=True
+        ):
+            self._put(number, source[begin : begin + size])
 
     def _note_seen(self, numbers: np.ndarray) -> None:
         """Forgets who was seen once a few rings' worth went by: twice in a year is not often."""

@@ -7,7 +7,7 @@ whatever the first stage says later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,7 @@ class TierScoring:
         self._gap_bytes, self._deadline_s = gap_bytes, deadline_s
         self._asked = [np.empty(0, dtype=np.int64) for _ in queries]
         self._known: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in queries]
+        self._hot_known: list[tuple[int, np.ndarray, Callable[[], np.ndarray]]] = []
         self._requests: list[_Request] = []
         self.stats, self.n_hot, self.finished_at = DeviceStats(), 0, 0.0
 
@@ -111,7 +112,7 @@ class TierScoring:
         if not len(numbers):
             return numbers
         found, scores = hot.score(numbers, self._queries[q])
-        self._known[q].append((numbers[found], scores))
+        self._hot_known.append((q, numbers[found], scores))
         self.n_hot += int(found.sum())
         return numbers[~found]
 
@@ -151,6 +152,10 @@ class TierScoring:
         while self._requests:
             self._finish_request(self._requests[-1])
             self._requests.pop()
+        # on a GPU they are there with what was asked of it later
+        for q, numbers, scores in reversed(self._hot_known):
+            self._known[q].append((numbers, scores()))
+        self._hot_known = []
         return [self._of_query(q) for q in range(len(self._queries))]
 
     def _finish_request(self, request: _Request) -> None:

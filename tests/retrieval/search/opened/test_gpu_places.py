@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,6 @@ from espnx.retrieval.search.opened.scoring import QueryVectors, TierScoring
 from espnx.retrieval.store.store import EmbeddingStore
 from espnx.storage import NativeEngine
 from tests.retrieval.common import DIM, queries
-from tests.storage.common import until
 
 
 @pytest.fixture
@@ -120,41 +118,6 @@ def kept_on(store: Path, compute: torch.device) -> Iterator[EmbeddingStore]:
         device.close()
 
 
-def test_workers_score_on_the_callers_stream(
-    store: Path, monkeypatch: pytest.MonkeyPatch, pretended_pinned: list[torch.device]
-) -> None:
-    gpu = torch.device("cuda", 1)
-    current = threading.local()
-    seen: list[tuple[str, Any]] = []
-
-    @contextmanager
-    def stream(entered: Any) -> Any:
-        current.stream = entered
-        yield
-        current.stream = None
-
-    def score_pairs(*args: Any) -> None:
-        seen.append((threading.current_thread().name, getattr(current, "stream", None)))
-        args[-1][:] = 0
-
-    of_the_caller = SimpleNamespace(device=gpu)
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device: of_the_caller if device == gpu else None
-    )
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *args, **options: tensor)
-    monkeypatch.setattr(gpu_records, "score_pairs", score_pairs)
-    with kept_on(store, gpu) as kept:
-        scores = TierScoring(kept.full, [vectors(queries(1)[0])], gap_bytes=0, deadline_s=5)
-        scores.ask([np.arange(20)])
-        assert until(lambda: len(seen) == 1)  # or this thread would be first
-        scores.ask([np.arange(40)], is_urgent=True)
-        assert [len(numbers) for numbers, _ in scores.finish()] == [40]
-    assert {name.split("_")[0] for name, _ in seen} == {"espnx-records", "MainThread"}
-    assert all(given is of_the_caller for _, given in seen)
-    assert pretended_pinned == [gpu, gpu]
-
-
 def test_records_on_their_way_to_a_gpu_lie_packed_in_pinned_memory(
     store: Path, pretended_pinned: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,7 +202,7 @@ def test_records_read_by_a_gpu_are_kept_too(ring: Any) -> None:
     found, scores = hot.score(numbers, query)
     assert found.tolist() == [True] * 6 + [False] * 4
     assert np.array_equal(
-        scores, record_score.score(full, memory, positions[:6], numbers[:6], query)
+        scores(), record_score.score(full, memory, positions[:6], numbers[:6], query)
     )
 
 
