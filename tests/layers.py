@@ -167,9 +167,15 @@ def imports_of(source: str, module: str, *, is_package: bool) -> list[Import]:
     return sorted(found, key=lambda item: (item.line, item.module))
 
 
+@functools.lru_cache(1)
+def parsed(source: str) -> ast.Module:
+    """The tree of a file, for whoever asks for it again at once."""
+    return ast.parse(source)
+
+
 def imported(source: str, module: str, *, is_package: bool) -> Iterator[tuple[str, str, int]]:
     """(the module, the name that is taken from it or "", the line) of every import statement."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "", node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

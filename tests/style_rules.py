@@ -70,13 +70,15 @@ def text_complaints(text: str, *, line_max: int | None = LINE_MAX) -> Iterator[C
     """Rules for any text file: no long lines, no banners, no loose ends, no paths of the machine it
     was written on."""
     lines = text.splitlines()
+    names_workplace, is_unanchored = WORKPLACE.search(text), UNANCHORED.search(text)
     for number, line in enumerate(lines, 1):
-        length = len(PRAGMA.sub("", line))
-        if line_max is not None and length > line_max:
-            yield number, f"{length} characters, at most {line_max}"
-        if WORKPLACE.search(line):
+        if line_max is not None and len(line) > line_max:
+            length = len(PRAGMA.sub("", line))
+            if length > line_max:
+                yield number, f"{length} characters, at most {line_max}"
+        if names_workplace and WORKPLACE.search(line):
             yield number, "a path of one particular machine"
-        if UNANCHORED.search(line):
+        if is_unanchored and UNANCHORED.search(line):
             yield number, "a loose end without an anchor"
         if line != line.rstrip():
             yield number, "white space at the end of the line"
@@ -124,23 +126,33 @@ def python_complaints(
         elif isinstance(node, ast.Assert) and package:
             yield node.lineno, "assert vanishes under -O: raise a class of espnx.errors"
         elif isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            if name == "torch.load" and "weights_only=True" not in ast.unparse(node):
+            name = _last_name(node.func)
+            if (
+                name == "load"
+                and ast.unparse(node.func) == "torch.load"
+                and "weights_only=True" not in ast.unparse(node)
+            ):
                 yield node.lineno, "torch.load unpickles what it finds without weights_only=True"
-            if name == "print" and not may_print:
+            if name == "print" and isinstance(node.func, ast.Name) and not may_print:
                 yield node.lineno, "print outside the command line"
 
 
 def is_small_part(module: str, text: str, importers: int) -> bool:
     """Whether a file looks like a part of the only one that imports it, and does not say why it is
     none."""
-    docstring = ast.get_docstring(ast.parse(text)) or ""
     return (
         len(text.splitlines()) < SMALL_LINES
         and importers == 1
-        and "file of its own" not in docstring
         and module not in SMALL_FILES
+        and "file of its own" not in (ast.get_docstring(ast.parse(text)) or "")
     )
+
+
+def _last_name(function: ast.expr) -> str:
+    """What is called, without what it is taken from."""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def _handler(node: ast.ExceptHandler) -> Iterator[Complaint]:

@@ -51,6 +51,7 @@ def plan(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
     return strict_json(out.out)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("extra", [None, 0, 150_000])
 def test_the_weights_are_what_load_streamed_takes(

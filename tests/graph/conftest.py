@@ -27,8 +27,16 @@ def exact(base: np.ndarray, queries: np.ndarray, k: int, metric: str = "l2") -> 
     a, b = base.astype(np.float64), queries.astype(np.float64)
     if metric == "cosine":
         a, b = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (a, b))
-    far = -(b @ a.T) if metric == "ip" else np.square(b[:, None] - a[None]).sum(axis=-1)
-    return np.argsort(far, axis=1, kind="stable")[:, :k]
+    products = b @ a.T if metric == "ip" else None
+    found = np.empty((len(b), min(k, len(a))), np.int64)
+    for i, query in enumerate(b):
+        # what is subtracted from one query stays in the processor's cache
+        far = np.square(query - a).sum(axis=-1) if products is None else -products[i]
+        near = np.arange(len(a))
+        if 0 < k < len(a):
+            near = np.flatnonzero(far <= np.partition(far, k - 1)[k - 1])
+        found[i] = near[np.argsort(far[near], kind="stable")[:k]]
+    return found
 
 
 def recall_of(found: np.ndarray, true: np.ndarray) -> float:

@@ -184,6 +184,7 @@ def test_whether_a_filter_is_scattered(ten: Path, labels: np.ndarray, draws: int
         assert not is_scattered(np.arange(N) == 5), "too few to tell"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("list_size", [10, 30])
 def test_walks_read_no_more_than_measuring_all_would(
     ten: Path, vectors: np.ndarray, labels: np.ndarray, list_size: int

@@ -40,6 +40,7 @@ def test_opcheck_crc32c() -> None:
     torch.library.opcheck(torch.ops.espnx.crc32c.default, (*args, 0xFFFFFFFF))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", VECTOR_FORMATS)
 @pytest.mark.parametrize("shape", [(5,), (3, 5)])
 def test_opcheck_distances(shape: tuple[int, ...], fmt: str) -> None:

@@ -136,6 +136,7 @@ def test_streamed_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "streamed" in capsys.readouterr().err
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", [1 / 16, 1 / 4, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_is_as_planned(

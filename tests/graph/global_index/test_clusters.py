@@ -72,6 +72,7 @@ def plain_probing(
     return [number for value, number in far if value <= limit]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("metric", ["l2", "ip", "cosine"])
 @pytest.mark.parametrize("nprobe", [1, 3, 12])
 def test_a_long_list_finds_all_that_is_near_in_the_clusters_it_goes_through(

@@ -85,6 +85,7 @@ def test_measuring_all_is_as_one_by_one(dtype: str, metric: str) -> None:
         assert (measured == may.sum()).all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.05, 0.001])
 @pytest.mark.parametrize("is_region", [False, True])
 def test_a_walk_finds_what_may_be_found_wherever_it_lies(share: float, is_region: bool) -> None:

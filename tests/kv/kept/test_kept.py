@@ -255,6 +255,7 @@ def test_a_pass_that_fails_in_the_model(folder: Path, monkeypatch: pytest.Monkey
             go_on("llama", cache)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chosen", [[1, 2], [2, 2, 1], [0, 2]])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt"])
 def test_a_selection_of_sequences(folder: Path, name: str, chosen: list[int]) -> None:

@@ -289,6 +289,7 @@ def test_dtypes_of_the_query(cpu_level: str, dtype: torch.dtype) -> None:
     assert torch.equal(case.run()[0], strided.run()[0])
 
 
+@pytest.mark.sampled(1)
 @LEVELS
 @pytest.mark.parametrize("threads", [2, 3, 8])
 def test_threads(cpu_level: str, threads: int) -> None:

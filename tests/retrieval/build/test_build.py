@@ -256,6 +256,7 @@ def _ids(ivf: object, number: int) -> list[int]:
     return faiss.rev_swig_ptr(invlists.get_ids(number), invlists.list_size(number)).tolist()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("segment_bytes", [1, 20_000, 60_000])
 @pytest.mark.parametrize("run_bytes", [1, 3000, 50_000])
 def test_many_segments(

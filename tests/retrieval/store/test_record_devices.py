@@ -174,6 +174,7 @@ def test_the_path_of_a_result_is_the_devices(store: Path) -> None:
         espnx.open(store, device=NullRecordDevice(), hot="1MiB")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_urgent", [True, False])
 def test_damage_is_found_and_named(tmp_path: Path, device: RecordDevice, is_urgent: bool) -> None:
     build(tmp_path / "s", corpus(60))
@@ -217,6 +218,7 @@ def stuck(
         engine.close(grace_s=0.001)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_urgent", [True, False])
 @pytest.mark.parametrize("everything", [True, False])
 def test_cancelled_from_another_thread(

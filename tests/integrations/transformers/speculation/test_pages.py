@@ -19,7 +19,7 @@ from espnx.storage import FaultRule, FaultyEngine
 from tests.integrations.transformers.speculation.drafts import one_by_one, speculated
 from tests.integrations.transformers.tiny import enabled, make, prompt
 from tests.kv.draft.test_acceptance import probability
-from tests.sweeps import in_steps
+from tests.sweeps import at_length, in_steps
 
 LONG = [150, 80, 30]
 MODES: dict[str, tuple[list[int], dict[str, Any], dict[str, Any]]] = {
@@ -158,7 +158,7 @@ def third_token(model: Any, ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return wanted.float()
 
 
-@pytest.mark.parametrize("is_right", [True, False])
+@at_length("is_right", True, False)
 def test_sampled_tokens_keep_their_distribution(
     folder: Path, is_right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
