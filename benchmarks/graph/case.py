@@ -41,7 +41,8 @@ ten series of other vectors: recall and pages at the lists with which a graph th
 same vectors finds .90, .95 and .99, beside it; the drift of recall and pages round by round; time,
 memory and bytes written of a merge, beside a build; CPU of searches with a tenth as many additions
 that are not merged, once the graph of these in memory is whole (it grows by searches), in turns
-with searches without.
+with searches without. With --clusters the graph has a graph for each of so many, and pages are
+those of the cheapest search that finds as much, of every list through every number of clusters.
 
   espnx bench graph --path /mnt/nvme --diskann-python ENV/bin/python --json graph.json
   python scripts/graph_vectors.py tokens --out tokens
@@ -51,6 +52,7 @@ with searches without.
       --system espnx-inline,espnx-memory
   espnx bench graph --path /mnt/nvme --show clusters --clusters 16,64,256
   espnx bench graph --path /mnt/nvme --show changes --n-queries 1000
+  espnx bench graph --path /mnt/nvme --show changes --clusters 16 --n 32000 --n-queries 1000
   espnx bench graph --path /mnt/nvme --show lists --n-queries 1000
   # does everything work here?
   espnx bench graph --quick
@@ -64,7 +66,8 @@ and nothing stays on disk."""
 
 LIST_SIZES = "10,14,18,22,28,34,42,56,80,120"
 K = 10
-#: Vectors of a cluster.
+#: Numbers of clusters, and vectors of one.
+CLUSTERS = "16,64,256"
 PER_CLUSTER, PER_CLUSTER_QUICK = 2000, 200
 #: Of the thesis' mixes, and those of a query.
 DEVICE_LISTS, DEVICE_LISTS_QUICK, LISTS_PER_QUERY = 8192, 200, 64
@@ -183,8 +186,8 @@ def _add_shows(parser: ArgumentParser) -> None:
     add(
         "--clusters",
         metavar="N,...",
-        default="16,64,256",
-        help="of --show clusters, 2,000 vectors in each (default: %(default)s)",
+        help="of --show clusters, 2,000 vectors in each (default: 16,64,256); of --show changes "
+        "one number: a graph with so many (default: one graph)",
     )
     add(
         "--replicas",
@@ -278,7 +281,7 @@ def _clusters(args: Namespace, say: Say) -> list[Row]:
     from .clusters import ClusterPlan, measure_clusters
     from .data import by_recipe
 
-    counts = [2, 4] if args.quick else _many("--clusters", args.clusters)
+    counts = [2, 4] if args.quick else _many("--clusters", args.clusters or CLUSTERS)
     plan = ClusterPlan(
         Path(args.path).resolve(),
         counts,
@@ -296,9 +299,12 @@ def _clusters(args: Namespace, say: Say) -> list[Row]:
 def _changes(args: Namespace, say: Say) -> list[Row]:
     from .changes import SYSTEMS as KINDS
     from .changes import ChangesPlan, measure_changes
+    from .clusters import OURS as CLUSTERED
     from .data import by_recipe
 
-    chosen = choices(args.system, KINDS, "--system") if args.system else KINDS
+    clusters = None if args.clusters is None else positive("--clusters", args.clusters)
+    kinds = KINDS if clusters is None else (CLUSTERED,)
+    chosen = choices(args.system, kinds, "--system") if args.system else kinds
     plan = ChangesPlan(
         Path(args.path).resolve(),
         chosen[-1:] if args.quick else chosen,
@@ -307,6 +313,7 @@ def _changes(args: Namespace, say: Say) -> list[Row]:
         (0.1,) if args.quick else (0.02, 0.1),
         args.pairs,
         positive("--threads", args.threads),
+        clusters,
     )
     n_queries = 20 if args.quick else positive("--n-queries", args.n_queries)
     dim = 16 if args.quick else positive("--dim", args.dim)

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 import espnx.graph
+from espnx.graph.search.probing import Probing
 
 from ..harness.cells import metric
 from ..harness.processes import Worker
 from ..harness.registry import Say
 from ..harness.result import Row
+from .clusters import Tried, value_at
 from .data import Data
 from .names import CODES
 from .rows import counted
@@ -32,14 +34,18 @@ _LISTS = (10, 12, 14, 17, 20, 24, 28, 34, 40, 56, 80, 112, 160, 224, 320)
 _REPLACED, _UNMERGED = 0.2, 0.1
 _ALONE = 50  # queries that are asked one at a time
 _PAIRS_S = 0.2  # of CPU that a side of a pair takes at least
+# Through as many clusters, no longer list is tried once one finds no more than this; nor more
+# clusters, once so much is found.
+_GAIN_MIN, _ENOUGH = 0.001, 0.998
 
 
 @dataclass(frozen=True)
 class ChangesPlan:
-    """Attributes: path: of a directory. systems: of `SYSTEMS`. rounds: in which a fifth of the
-    vectors is replaced. series: of such rounds, each of other vectors. merged: shares of the
-    vectors that the merges replace whose costs are measured. pairs: of searches, with and without
-    changes. threads: of builds."""
+    """Attributes: path: of a directory. systems: of `SYSTEMS`, or that of clusters alone. rounds:
+    in which a fifth of the vectors is replaced. series: of such rounds, each of other vectors.
+    merged: shares of the vectors that the merges replace whose costs are measured. pairs: of
+    searches, with and without changes. threads: of builds. clusters: of a graph, which has a graph
+    for each; None: it is one."""
 
     path: Path
     systems: Sequence[str]
@@ -48,11 +54,13 @@ class ChangesPlan:
     merged: Sequence[float]
     pairs: int
     threads: int
+    clusters: int | None = None
 
 
 @dataclass(frozen=True)
 class Point:
-    """A list's recall and pages, the mean of a query."""
+    """A list's recall and pages, the mean of a query; of a graph with clusters those of the
+    cheapest search that finds as much, between two by a straight line."""
 
     list_size: int
     recall: float
@@ -61,9 +69,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """One series: `fresh`, `changed`: by recall, of the list with which the fresh graph reaches it;
-    `drift`: after each round, from none on, of the list of the second target; `is_right`: whether
-    all distances were those of the vectors."""
+    """One series: `fresh`, `changed`: by recall, of the list with which the fresh graph reaches it,
+    or, with clusters, of what reaches it in each; `drift`: after each round, from none on, of the
+    list of the second target, or of what reaches that; `is_right`: whether all distances were those
+    of the vectors."""
 
     fresh: Mapping[float, Point]
     changed: Mapping[float, Point]
@@ -92,6 +101,8 @@ def measure_changes(
             "n": n, "dim": data.base.shape[1], "queries": len(data.queries), "k": data.k,
             "rounds": plan.rounds, "series": plan.series,
         }  # fmt: skip
+        if plan.clusters is not None:
+            params["clusters"] = plan.clusters
         found += _beside_fresh(params, system, series)
         with tempfile.TemporaryDirectory(prefix="espnx-bench-graph-", dir=plan.path) as folder:
             found += _costs(params, system, data, n, Path(folder), plan)
@@ -114,11 +125,21 @@ class _Known:
         """What was deleted, and what was added."""
         self._take(np.concatenate([np.setdiff1d(self.ids, gone), given]))
 
-    def point(self, graph: espnx.graph.GraphIndex, list_size: int, own: bool) -> tuple[Point, bool]:
+    def point(
+        self,
+        graph: espnx.graph.GraphIndex,
+        list_size: int,
+        own: bool,
+        probing: Probing | None = None,
+    ) -> tuple[Point, bool]:
         """What a list finds, and whether that is right. `own`: ids are numbers of this series, and
-        not of a graph that was built of what there is now."""
+        not of a graph that was built of what there is now. `probing`: clusters, where there are
+        some."""
         data = self.data
-        found = graph.search(data.queries, data.k, list_size=list_size, beam_width=1)
+        if probing is None:
+            found = graph.search(data.queries, data.k, list_size=list_size, beam_width=1)
+        else:
+            found = graph.walk(data.queries, data.k, list_size, probing)
         ids = np.searchsorted(self.ids, found.ids) if own else found.ids
         if own and not np.array_equal(self.ids[np.minimum(ids, len(self.ids) - 1)], found.ids):
             return Point(list_size, 0.0, 0.0), False  # one that is deleted
@@ -131,47 +152,105 @@ def _series(data: Data, n: int, system: str, plan: ChangesPlan) -> Series:
     known, random = _Known(data, n), np.random.default_rng(n)
     with tempfile.TemporaryDirectory(prefix="espnx-bench-graph-", dir=plan.path) as folder:
         path, fresh_path = Path(folder, "changed"), Path(folder, "fresh")
-        _build(data.base[:n], path, system, plan.threads)
+        _build(data.base[:n], path, system, plan)
         with espnx.graph.open_writer(path, durability="none") as graph:
-            usual = _at_targets(known, graph, True)[TARGETS[1]].list_size
-            drift = [known.point(graph, usual, True)]
+            usual = _at_targets(known, graph, True)[0][TARGETS[1]].list_size
+            drift = [_usual(known, graph, usual)]
             for part in np.array_split(np.arange(n, len(data.base)), plan.rounds):
                 gone = np.sort(random.choice(known.ids, len(part), replace=False))
                 graph.delete(gone)
                 given = graph.add(data.base[part])
                 known.change(gone, given)
                 graph.merge(measure="never")
-                drift.append(known.point(graph, usual, True))
-            _build(known.data.base, fresh_path, system, plan.threads)
+                drift.append(_usual(known, graph, usual))
+            _build(known.data.base, fresh_path, system, plan)
             with espnx.graph.open(fresh_path) as fresh:
-                theirs = _at_targets(known, fresh, False)
-            ours = {
-                recall: known.point(graph, point.list_size, True)
-                for recall, point in theirs.items()
-            }
+                theirs, is_right = _at_targets(known, fresh, False)
+            if graph.facts.clusters is not None:
+                ours, is_ours_right = _at_targets(known, graph, True)
+            else:
+                points = {
+                    recall: known.point(graph, point.list_size, True)
+                    for recall, point in theirs.items()
+                }
+                ours = {recall: point for recall, (point, _) in points.items()}
+                is_ours_right = all(right for _, right in points.values())
     return Series(
         theirs,
-        {recall: point for recall, (point, _) in ours.items()},
+        ours,
         [point for point, _ in drift],
-        all(is_right for _, is_right in (*drift, *ours.values())),
+        is_right and is_ours_right and all(right for _, right in drift),
     )
 
 
-def _build(vectors: np.ndarray, path: Path, system: str, threads: int) -> None:
-    espnx.graph.build(vectors, path, codes=CODES.get(system, "inline"), threads=threads)
+def _build(vectors: np.ndarray, path: Path, system: str, plan: ChangesPlan) -> None:
+    espnx.graph.build(vectors, path, **_options(system, plan))
 
 
-def _at_targets(known: _Known, graph: espnx.graph.GraphIndex, own: bool) -> dict[float, Point]:
-    """The shortest list that reaches each recall; of one that none reaches the longest."""
+def _options(system: str, plan: ChangesPlan) -> dict[str, Any]:
+    """Of builds."""
+    return {
+        "codes": CODES.get(system, "inline"), "threads": plan.threads, "clusters": plan.clusters,
+    }  # fmt: skip
+
+
+def _usual(known: _Known, graph: espnx.graph.GraphIndex, list_size: int) -> tuple[Point, bool]:
+    """See `Series.drift`."""
+    if graph.facts.clusters is None:
+        return known.point(graph, list_size, True)
+    found, is_right = _at_targets(known, graph, True)
+    return found[TARGETS[1]], is_right
+
+
+def _at_targets(
+    known: _Known, graph: espnx.graph.GraphIndex, own: bool
+) -> tuple[dict[float, Point], bool]:
+    """(the shortest list that reaches each recall; of one that none reaches the longest; whether
+    what was found is right)"""
+    if graph.facts.clusters is not None:
+        return _at_targets_of_clusters(known, graph, own)
     found: dict[float, Point] = {}
+    is_right = True
     for list_size in _LISTS:
-        point, _ = known.point(graph, list_size, own)
+        point, right = known.point(graph, list_size, own)
+        is_right &= right
         for recall in TARGETS:
             if point.recall >= recall or list_size == _LISTS[-1]:
                 found.setdefault(recall, point)
         if len(found) == len(TARGETS):
             break
-    return found
+    return found, is_right
+
+
+def _at_targets_of_clusters(
+    known: _Known, graph: espnx.graph.GraphIndex, own: bool
+) -> tuple[dict[float, Point], bool]:
+    """Searches by lists of every length through every number of clusters."""
+    tried = list[Tried]()
+    is_right = True
+    for ratio in graph.probe_ratios(known.data.queries):
+        best = 0.0
+        for list_size in _LISTS:
+            point, right = known.point(graph, list_size, own, Probing(ratio=ratio))
+            is_right &= right
+            tried.append(Tried((list_size, ratio), point.recall, point.pages, 0.0, None))
+            if point.recall - best < _GAIN_MIN:
+                break  # what is missing lies in other clusters
+            best = point.recall
+        if best >= _ENOUGH:
+            break
+    most = max(tried, key=lambda each: (each.recall, -each.pages))
+    found: dict[float, Point] = {}
+    for recall in TARGETS:
+        reached = [each for each in tried if each.recall >= recall]
+        cheapest = min(reached, key=lambda each: each.pages, default=most)
+        pages = value_at(tried, recall, lambda each: each.pages)
+        found[recall] = Point(
+            int(cheapest.setting[0]),
+            cheapest.recall if pages is None else recall,
+            cheapest.pages if pages is None else pages,
+        )
+    return found, is_right
 
 
 def _beside_fresh(params: dict[str, Any], system: str, series: Sequence[Series]) -> Iterator[Row]:
@@ -218,7 +297,7 @@ def _costs(
 ) -> Iterator[Row]:
     """Merges, each in a process of its own, and a build."""
     np.save(folder / "base.npy", data.base[:n])
-    options = {"codes": CODES.get(system, "inline"), "threads": plan.threads}
+    options = _options(system, plan)
     with Worker("graph", system) as worker:
         built = worker.ask(
             "cost", base=str(folder / "base.npy"), folder=str(folder / "built"), **options
@@ -242,8 +321,8 @@ def _searches(
     """CPU of searches of a graph alone, and with a tenth as many additions that are not merged, in
     turns."""
     added = data.base[n:]
-    _build(data.base[:n], folder / "plain", system, plan.threads)
-    _build(data.base[:n], folder / "more", system, plan.threads)
+    _build(data.base[:n], folder / "plain", system, plan)
+    _build(data.base[:n], folder / "more", system, plan)
     with (
         espnx.graph.open(folder / "plain") as plain,
         espnx.graph.open_writer(folder / "more", durability="none") as more,
@@ -309,6 +388,11 @@ def _row(params: dict[str, Any], system: str, metrics: Mapping[str, float], is_r
     )
 
 
+def _system(row: Row) -> str:
+    clusters = row.params.get("clusters")
+    return row.system if clusters is None else f"{row.system}, {clusters}"
+
+
 def _right(row: Row) -> str:
     return "yes" if row.correct else "NO"
 
@@ -322,7 +406,7 @@ def changes_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         [
             f"{row.params['n']:,}",
             f"{row.params['recall']:g}",
-            row.system,
+            _system(row),
             metric("list_size", 1, 0)(row),
             metric("recall", 1, 4)(row),
             metric("fresh_recall", 1, 4)(row),
@@ -344,7 +428,7 @@ def drift_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return headers, [
         [
             f"{row.params['n']:,}",
-            row.system,
+            _system(row),
             metric("list_size", 1, 0)(row),
             str(row.params["round"]),
             metric("recall", 1, 4)(row),
@@ -365,7 +449,7 @@ def merge_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return headers, [
         [
             f"{row.params['n']:,}",
-            row.system,
+            _system(row),
             row.params["what"],
             f"{row.params['replaced']:.0%}",
             metric("seconds", 1, 1)(row),
@@ -390,7 +474,7 @@ def search_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         [
             f"{row.params['n']:,}",
             metric("unmerged", 1, 0)(row),
-            row.system,
+            _system(row),
             f"{row.params['recall']:g}",
             metric("list_size", 1, 0)(row),
             "one at a time" if row.params["alone"] else "at once",

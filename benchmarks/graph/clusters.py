@@ -87,7 +87,7 @@ def measure_clusters(make: Callable[[int], Data], plan: ClusterPlan, say: Say) -
             tried |= _shards(data, Path(folder), count, plan.threads)
             say(f"{count} shards: done")
         for recall in TARGETS:
-            theirs = _at(tried[SHARDS], recall, lambda each: each.pages)
+            theirs = value_at(tried[SHARDS], recall, lambda each: each.pages)
             for system, ways in tried.items():
                 found.append(_row(params, system, recall, ways, said.get(system, {}), theirs))
     return found
@@ -219,7 +219,9 @@ def _shards(data: Data, folder: Path, count: int, threads: int) -> dict[str, lis
     }
 
 
-def _at(tried: Sequence[Tried], recall: float, value: Callable[[Tried], float]) -> float | None:
+def value_at(
+    tried: Sequence[Tried], recall: float, value: Callable[[Tried], float]
+) -> float | None:
     """The value at a recall, between two ways by a straight line; a way counts that nothing cheaper
     finds as much as."""
     kept = list[Tried]()
@@ -237,8 +239,8 @@ def _row(
     said: dict[str, float],
     theirs: float | None,
 ) -> Row:
-    pages = _at(tried, recall, lambda each: each.pages)
-    asked = _at(tried, recall, lambda each: each.clusters)
+    pages = value_at(tried, recall, lambda each: each.pages)
+    asked = value_at(tried, recall, lambda each: each.clusters)
     ends = [f"_{each:g}" for each in TARGETS]
     metrics = {name: value for name, value in said.items() if not name.endswith(tuple(ends))} | {
         name.removesuffix(f"_{recall:g}"): value

@@ -106,17 +106,15 @@ class Session(Service):
         return self._cost_of_merge(**rest) if do == "cost_of_merge" else super().handle(command)
 
     @staticmethod
-    def _cost(base: str, folder: str, codes: str, threads: int) -> dict[str, float]:
+    def _cost(base: str, folder: str, **options: Any) -> dict[str, float]:
         """What a build takes."""
-        return cost(
-            lambda: espnx.graph.build(base, folder, codes=codes, threads=threads, replace=True)
-        )
+        return cost(lambda: espnx.graph.build(base, folder, replace=True, **options))
 
     def _cost_of_merge(
-        self, base: str, folder: str, added: str, codes: str, threads: int
+        self, base: str, folder: str, added: str, **options: Any
     ) -> dict[str, float]:
         """What a merge takes of some additions, and of as many deletions, as it goes by itself."""
-        self._cost(base, folder, codes, threads)
+        self._cost(base, folder, **options)
         more = np.load(added)
         with espnx.graph.open_writer(folder, durability="none") as graph:
             gone = np.random.default_rng(0).choice(len(graph), len(more), replace=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,21 @@ from .updates.pending import Pending, replayed
 from .updates.search import search_changed, vectors_of
 
 _TRIES = 8
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was read of a graph, all of it whole.
+
+    Attributes:
+        pages: of nodes.
+        torn_bytes: at the end of the log, of a change that was not written whole. That is no
+            damage: a crash leaves them, or a writer is about to write the rest; nobody was told
+            that the change is there, and the next one takes its place.
+    """
+
+    pages: int
+    torn_bytes: int
 
 
 class GraphIndex:
@@ -299,11 +315,14 @@ class GraphIndex:
         row_mask(rows, pending.id_end, "read")
         return vectors_of(pages, pending, rows.astype(np.int64), deadline_s)
 
-    def verify(self) -> int:
-        """Reads and checks every page: how many there are. What was not merged was checked when it
-        was read. Raises ChecksumError, FormatError, ReadError for the first that is damaged."""
+    def verify(self) -> Verified:
+        """Reads and checks every page, and the log of what is not merged. Raises ChecksumError,
+        FormatError, ReadError for the first that is damaged."""
         self.check_open()
-        return self._now[0].reader.verify()
+        pages = self._now[0]
+        is_alone = isinstance(self._path, GraphSections)
+        torn_bytes = 0 if is_alone else read_log(pages.facts).torn_bytes
+        return Verified(pages.reader.verify(), torn_bytes)
 
     def check_open(self) -> None:
         """Raises EngineClosedError after `close`, InvalidInputError in a child of the process that

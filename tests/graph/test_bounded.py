@@ -121,7 +121,7 @@ def test_few_vectors(tmp_path: Path, n: int) -> None:
     vectors = clustered(20, 5)[:n]
     espnx.graph.build(vectors, tmp_path / "g", memory="8GiB", max_degree=16)
     with espnx.graph.open(tmp_path / "g") as index:
-        assert index.verify() == index.facts.layout.n_pages
+        assert index.verify().pages == index.facts.layout.n_pages
         assert (index.search(clustered(3, 5), 20).ids >= 0).sum() == 3 * n
 
 
@@ -304,7 +304,7 @@ def test_the_limit_is_kept(tmp_path: Path, codes: str, turned: str) -> None:
     assert parts > 3
     assert peak <= limit
     with espnx.graph.open(tmp_path / "g") as index:
-        assert index.verify() == index.facts.layout.n_pages
+        assert index.verify().pages == index.facts.layout.n_pages
         assert (index.facts.codebook.rotation is not None) == (turned == "rotated")
 
 

@@ -263,12 +263,15 @@ def run_verify(args: argparse.Namespace) -> int:
     from ...graph import GraphIndex
 
     with GraphIndex(args.graph, threads=1, walks=1) as index:
-        pages, size_bytes = index.verify(), sum(index.facts.file_sizes.values())
-    emit(
-        args,
-        f"{pages:,} pages, {format_size(size_bytes)}: whole",
-        json_document("graph verify", pages=pages, size_bytes=size_bytes),
-    )
+        found, size_bytes = index.verify(), sum(index.facts.file_sizes.values())
+    text = f"{found.pages:,} pages, {format_size(size_bytes)}: whole"
+    if found.torn_bytes:
+        text += (
+            f"\nthe log ends in {found.torn_bytes:,} bytes of a change that was not written whole: "
+            "a crash leaves them, or a writer is at it; nobody was told that it is there, and the "
+            "next change takes its place"
+        )
+    emit(args, text, json_document("graph verify", size_bytes=size_bytes, **asdict(found)))
     return 0
 
 

@@ -35,6 +35,7 @@ DEADLINE_S = 3600.0
 _QUERIES_AT_ONCE = 1024
 _LINKS_MOST = 256  # to a node, of additions, at a time: the rest is of one that all are near to
 _PRUNED_BYTES = 64 << 20
+_CROWDED_AT_ONCE = 256  # additions with as many candidates that are pruned together
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,6 +237,14 @@ class PartMerge:
         lists = self._pruned(names, targets, pool)
         begin, links = self._links(lists, names)
         crowded = np.flatnonzero((lists >= 0).sum(axis=1) + np.diff(begin) > 0)
+        waiting: dict[int, list[tuple[int, np.ndarray]]] = {}
+
+        def prune(some: list[tuple[int, np.ndarray]]) -> None:
+            which = np.array([addition for addition, _ in some])
+            lists[which] = self._pruned(
+                names[which], targets[which], np.stack([both for _, both in some])
+            )
+
         for addition in crowded.tolist():
             more = links[begin[addition] : begin[addition + 1]]
             kept = lists[addition][lists[addition] >= 0]
@@ -243,9 +252,12 @@ class PartMerge:
             if len(kept) + len(more) <= layout.max_degree:
                 lists[addition, len(kept) : len(kept) + len(more)] = more
                 continue
-            both = np.concatenate([kept, more])[None]
-            one = slice(addition, addition + 1)
-            lists[addition] = self._pruned(names[one], targets[one], both)[0]
+            alike = waiting.setdefault(len(kept) + len(more), [])
+            alike.append((addition, np.concatenate([kept, more])))
+            if len(alike) == _CROWDED_AT_ONCE:
+                prune(waiting.pop(len(kept) + len(more)))
+        for alike in waiting.values():
+            prune(alike)
         return lists
 
     def _links(self, lists: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

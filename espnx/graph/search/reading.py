@@ -76,7 +76,7 @@ class RowReader:
         return places_at(self.facts, future.memory.numpy(), future.position_bytes.numpy())
 
     def verify(self) -> int:
-        """See `GraphIndex.verify`."""
+        """Reads and checks every page, see `GraphIndex.verify`: how many there are."""
         layout, parts = self.facts.layout, self.facts.parts
         reached = np.zeros(self.facts.n_rows, bool)
         with NativeEngine(self._requested) as engine:

@@ -17,13 +17,18 @@ from espnx.cli.main import main
 pytestmark = pytest.mark.usefixtures("here")
 
 
-def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("clusters", [None, 3])
+def test_a_quick_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], clusters: int | None
+) -> None:
     options = ["--quick", "--pairs", "1", "--threads", "1", "--show", "changes"]
+    options += [] if clusters is None else ["--clusters", str(clusters)]
     file = tmp_path / "changes.json"
     assert main(["bench", "graph", *options, "--path", str(tmp_path), "--json", str(file)]) == 0
     assert "of a fresh build" in capsys.readouterr().out
     rows = rows_of(load(file))
     assert all(row.correct for row in rows)
+    assert {row.params.get("clusters") for row in rows} == {clusters}
     by_show = {
         show: [row for row in rows if row.params["show"] == show]
         for show in (SHOW, DRIFT, MERGE, SEARCH)

@@ -99,8 +99,17 @@ def test_add_delete_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert run("delete", graph, ids)["vectors"] == 302
     assert run("merge", graph)["merged"] is True
     assert run("merge", graph)["merged"] is False
-    run("verify", graph)
+    assert run("verify", graph)["torn_bytes"] == 0
     assert main(["graph", "export", graph, str(tmp_path / "e")]) == 2
+    assert run("add", graph, more)["torn_bytes"] == 0
+    [log] = (tmp_path / "g").glob("changes*")
+    log.write_bytes(log.read_bytes() + b"torn")  # of the next change the first bytes
+    assert run("verify", graph)["torn_bytes"] == 4
+    capsys.readouterr()
+    assert main(["graph", "verify", graph]) == 0
+    assert "the log ends in 4 bytes of a change that was not written" in capsys.readouterr().out
+    assert run("merge", graph)["torn_bytes"] == 4
+    assert run("verify", graph)["torn_bytes"] == 0
 
 
 def test_a_recorded_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,7 +97,7 @@ def test_the_border_is_where_so_many_vectors_are() -> None:
 def test_every_row_is_in_one_cluster_or_two(index_path: Path, base: np.ndarray) -> None:
     with espnx.graph.open(index_path) as index:
         facts = index.facts
-        assert index.verify() == facts.parts.n_pages
+        assert index.verify().pages == facts.parts.n_pages
         assert facts.copies == 2
         assert np.array_equal(index.vectors(np.arange(3000)), base.astype(np.float16))
     found = places(index_path)

@@ -16,8 +16,9 @@ import pytest
 import espnx.graph
 from espnx import errors
 from espnx.graph.merging.prune import robust_prune
+from espnx.graph.pages.checked import open_pages, read_pages
 from espnx.graph.updates.log import RECORD, log_path
-from espnx.storage import files
+from espnx.storage import NativeEngine, files
 from tests.forks import Forks
 from tests.graph.conftest import clustered, exact, recall_of
 from tests.graph.zygote import change, vectors_of
@@ -104,6 +105,39 @@ def test_pruning_is_as_one_by_one() -> None:
         for i in range(5):
             true = _pruned(targets[i], pool[i], vectors[i], degree, alpha)
             assert found[i, : counts[i]].tolist() == true
+
+
+def test_additions_are_pruned_together_as_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of what is there, and others: the same graph, by fewer calls."""
+    base = small(tmp_path / "g", 400, max_degree=20)
+    shutil.copytree(tmp_path / "g", tmp_path / "single")
+    calls = list[int]()
+
+    def counted(targets: np.ndarray, *rest: Any) -> tuple[np.ndarray, np.ndarray]:
+        calls.append(len(targets))
+        return robust_prune(targets, *rest)
+
+    monkeypatch.setattr("espnx.graph.merging.part.robust_prune", counted)
+    more, made, asked = np.concatenate([base[:150], clustered(100, 8, seed=5)]), [], []
+    for name, at_once in (("g", 64), ("single", 1)):
+        monkeypatch.setattr("espnx.graph.merging.part._CROWDED_AT_ONCE", at_once)
+        calls.clear()
+        with espnx.graph.open_writer(tmp_path / name) as graph:
+            given = graph.add(more)
+            graph.merge(measure="never")
+            found = graph.search(base[:150], 2, list_size=60)
+            facts = graph.facts
+        asked.append(len(calls))
+        with NativeEngine("posix") as engine:
+            pages = np.arange(facts.parts.n_pages)
+            nodes = read_pages(engine, open_pages(engine, facts), facts, pages, 30.0)
+        made.append([nodes[field] for field in ("row", "n_neighbours", "neighbours", "codes")])
+    assert all(map(np.array_equal, *made))
+    assert asked[0] < asked[1] / 3
+    pairs = np.stack([np.arange(150), given[:150]], axis=1)
+    assert np.mean(np.sort(found.ids, axis=1) == pairs) >= 0.99
 
 
 def _pruned(
@@ -230,12 +264,19 @@ def test_logs_that_are_torn_damaged_or_foreign(tmp_path: Path) -> None:
     now = sorted({*range(100), 100, 102, 103} - {1})
     for cut in (1, 30, RECORD.itemsize + 10):
         log.write_bytes(whole[:-cut])
+        with espnx.graph.open(tmp_path / "g") as reader:
+            torn = reader.verify().torn_bytes
+            log.write_bytes(whole[:-cut] + b"on")  # another process is at it
+            assert reader.verify().torn_bytes == torn + 2
+            log.write_bytes(whole[:-cut])
         with espnx.graph.open_writer(tmp_path / "g") as graph:
-            assert graph.torn_bytes > 0
+            assert graph.torn_bytes == torn > 0
+            assert graph.verify().torn_bytes == torn
             assert living(graph) == now[:-1]
             assert graph.add(base[9:10]).tolist() == [103]
         with espnx.graph.open(tmp_path / "g") as reader:
             assert living(reader) == now
+            assert reader.verify().torn_bytes == 0
     for at in (3, 60, len(whole) // 2):  # others behind it were written when it was on the device
         data = bytearray(whole)
         data[at] ^= 1
