@@ -99,6 +99,19 @@ def pairs_tile(first, lane, pair, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def turned_tile(first, lane, pair, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """`pairs_tile` as ``[BLOCK / 2, T]``: of a tile that is turned after it was loaded, the codes
+    would be converted before products' layout is known, and stored once more."""
+    HALF: tl.constexpr = WIDTH // 2
+    place = first.to(tl.pointer_type(tl.int16)) + (lane[None, :] * HALF + pair[:, None])
+    if WIDTH == BLOCK:
+        pairs = tl.load(place)
+    else:
+        pairs = tl.load(place, mask=(pair < HALF)[:, None], other=0)
+    return pairs
+
+
+@triton.jit
 def turned_products(query, k_scale_ptr, pairs, pair, D: tl.constexpr):
     """Products ``[T, Q]`` of rows with the queries, which take the scales of the rows' block."""
     is_pair = pair < D // 2
@@ -125,9 +138,8 @@ def turned_sums(first_sums, second_sums, alpha, p, scales, pairs):
     down, up = power_pair(tl.max(tl.abs(scales), axis=0))
     # Weights below fp16's normal range lose bits: what they miss is in the second part.
     high, low = two_parts(p * (scales * down)[:, None])
-    turned = tl.trans(pairs)
-    first_codes = codes_of(turned, False)
-    second_codes = codes_of(turned, True)
+    first_codes = codes_of(pairs, False)
+    second_codes = codes_of(pairs, True)
     first = tl.dot(first_codes, high) + tl.dot(first_codes, low) * (1.0 / 2048.0)
     second = tl.dot(second_codes, high) + tl.dot(second_codes, low) * (1.0 / 2048.0)
     return first_sums * alpha[None, :] + first * up, second_sums * alpha[None, :] + second * up
@@ -224,7 +236,7 @@ def _attend(
             is_nan = scales != scales
             sees_nan = tl.maximum(sees_nan, tl.max((seen & is_nan[:, None]).to(tl.int32), axis=0))
             scales = tl.where(is_nan, 0.0, scales)
-        pairs = pairs_tile(block + (v_begin + first_row * DV), lane, v_pair, DV, BLOCK_DV)
+        pairs = turned_tile(block + (v_begin + first_row * DV), lane, v_pair, DV, BLOCK_DV)
         first_sums, second_sums = turned_sums(first_sums, second_sums, alpha, p, scales, pairs)
     if CAREFUL:
         first_sums = tl.where((sees_nan > 0)[None, :], float("nan"), first_sums)
