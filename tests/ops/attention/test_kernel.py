@@ -65,9 +65,8 @@ def interpreted_decode(fmt: str) -> None:
     assert_close(case, run(case), **PRECISION)
     if fmt == "int8":  # tiles of one block each
         case = make_case(
-            n_rows=[0, 1, 300], group=3, d=72, dv=40, block_rows=128, fmt=fmt, gap_bytes=4
+            n_rows=[0, 1, 130], n_kv=1, group=3, d=72, dv=40, block_rows=128, fmt=fmt, gap_bytes=4
         )
-        assert_close(case, run(case), **PRECISION)
         assert_close(case, run(case, n_splits=2), **PRECISION)
 
 
@@ -117,9 +116,10 @@ def interpreted_rules(fmt: str) -> None:
 def interpreted_scales(fmt: str) -> None:
     if fmt == "int8":
         for value in (torch.nan, torch.inf, -torch.inf):
-            for rows in (16, 128):
-                check_scale(run, value, of_v=False, rows=rows)
-                check_scale(run, value, of_v=True, rows=rows)
+            check_scale(run, value, of_v=False)
+            check_scale(run, value, of_v=True)
+        check_scale(run, torch.inf, of_v=False, rows=128)
+        check_scale(run, torch.inf, of_v=True, rows=128)
 
 
 def interpreted_wide(fmt: str) -> None:
