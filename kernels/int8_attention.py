@@ -30,14 +30,14 @@ LN_2 = tl.constexpr(0.6931471805599453)
 #: Weights are up to 2^13: the larger they are, the fewer leave the range of fp16.
 SHIFT = tl.constexpr(13.0)
 # Of both codes of a register; by their bits, since converting integers is slow: 1024 + n is fp16's
-# 0x6400 + n, and 0x6480 is 1152.
+# 0x6400 + n, and 0x6480 is 1152. lop3 by 0x6a is (a & b) ^ c.
 FIRST_CODES = tl.constexpr(
-    "{ .reg .b32 %code<1>; mov.b32 %code0, 0x64806480; and.b32 $0, $1, 0x00ff00ff;"
-    " xor.b32 $0, $0, %code0; sub.f16x2 $0, $0, %code0; }"
+    "{ .reg .b32 %code<1>; mov.b32 %code0, 0x64806480;"
+    " lop3.b32 $0, $1, 0x00ff00ff, %code0, 0x6a; sub.f16x2 $0, $0, %code0; }"
 )
 SECOND_CODES = tl.constexpr(
     "{ .reg .b32 %code<1>; mov.b32 %code0, 0x64806480; shr.u32 $0, $1, 8;"
-    " and.b32 $0, $0, 0x00ff00ff; xor.b32 $0, $0, %code0; sub.f16x2 $0, $0, %code0; }"
+    " lop3.b32 $0, $0, 0x00ff00ff, %code0, 0x6a; sub.f16x2 $0, $0, %code0; }"
 )
 
 
