@@ -173,7 +173,7 @@ def count(instruction: Instruction, slots: Slots) -> Step:
 
 @builds("lop3")
 def of_three_bits(instruction: Instruction, slots: Slots) -> Step:
-    """Of each place's bits a, b and c, bit 4 a + 2 b + c of the last operand."""
+    """Looks places up: their bits a, b and c choose bit 4 a + 2 b + c of the last operand."""
     if instruction.opcode != "lop3.b32":
         raise Unknown(instruction.opcode)
 

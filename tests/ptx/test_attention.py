@@ -201,7 +201,7 @@ def test_not_finite(fmt: str, value: float, group: int) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("rows", [16, 128])
 def test_scales_that_are_not_finite(value: float, of_v: bool, rows: int) -> None:
-    """In tiles of several blocks, and of one each."""
+    """Tiles of several blocks, and of one each."""
     check_scale(run, value, of_v=of_v, rows=rows)
 
 
