@@ -207,9 +207,7 @@ def _attend(
         block = buffer_ptr + tl.multiple_of(offset, ALIGN_BYTES)
         first_row = tl.multiple_of(tile % block_rows, BLOCK_T)
         pairs = pairs_tile(block + (K_BEGIN + first_row * D), lane, k_pair, D, BLOCK_D)
-        products = turned_products(
-            query, block.to(tl.pointer_type(tl.float32)), pairs, k_pair, D
-        )
+        products = turned_products(query, block.to(tl.pointer_type(tl.float32)), pairs, k_pair, D)
         if SOFT_CAP > 0:
             products = SOFT_CAP * tanh(products * (1.0 / SOFT_CAP))
         if HAS_SLOPES:

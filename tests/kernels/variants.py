@@ -137,11 +137,7 @@ def attending(
                 *((rules_name,) if rules_name else ()),
             )
         ),
-        int8_attention_kernel
-        if turned
-        else wide_attention_kernel
-        if is_wide
-        else attention_kernel,
+        int8_attention_kernel if turned else wide_attention_kernel if is_wide else attention_kernel,
         {
             "ALIGN_BYTES": align_bytes,
             **({} if is_wide or turned else {"IN_BLOCK": fmt == "int8"}),
