@@ -2,7 +2,7 @@
 tests/data/kernels.json, and the page that shows it.
 
 ``python -m tests.kernels.table`` compiles all of them and writes both; with words behind it, those
-in whose names one of them stands, and those that the table has not. The others' rows stay.
+in whose names one of them stands, and those that the table lacks. The others' rows stay.
 """
 
 from __future__ import annotations
