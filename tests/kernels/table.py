@@ -1,12 +1,14 @@
 """What every variant takes of a multiprocessor, and how fast it can be at most: the table in
 tests/data/kernels.json, and the page that shows it.
 
-``python -m tests.kernels.table`` compiles all of them and writes both.
+``python -m tests.kernels.table`` compiles all of them and writes both; with words behind it, those
+in whose names one of them stands, and those that the table lacks. The others' rows stay.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +84,16 @@ def page_with(text: str, rows: list[dict[str, Any]]) -> str:
     return f"{before}{BEGIN}\n{rendered(rows)}\n{END}{after}"
 
 
-def main() -> None:
+def main(*words: str) -> None:
+    known = {(row["variant"], row["sm"]): row for row in stored()} if words else {}
     rows = []
     for variant in VARIANTS:
         for capability in CAPABILITIES:
-            rows.append(analysed(variant, capability))
-            print(rows[-1], flush=True)
+            key = (variant.name, capability)
+            if key not in known or any(word in variant.name for word in words):
+                known[key] = analysed(variant, capability)
+                print(known[key], flush=True)
+            rows.append(known[key])
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
     compilers = f'"triton": {json.dumps(triton.__version__)}, "nvcc": {json.dumps(nvcc_release())}'
     TABLE.write_text(f'{{{compilers}, "rows": [\n{lines}\n]}}\n')
@@ -101,4 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 
 from espnx.kernels.attention import attention_kernel
 from espnx.kernels.crc32c import crc32c_kernel
+from espnx.kernels.int8_attention import int8_attention_kernel
 from espnx.kernels.maxsim import maxsim_kernel
 from espnx.kernels.wide_attention import wide_attention_kernel
 from espnx.ops import token_format
@@ -24,6 +25,7 @@ from espnx.ops.maxsim import cuda as maxsim
 from tests.ptx.nvcc import compiled
 
 CAPABILITIES = (80, 90)
+BLOCK_ROWS = 1024  # of int8 blocks: a multiple of every tile's rows, as those of caches are
 POINTERS = {
     "query_ptr": "*fp32",
     "buffer_ptr": "*u8",
@@ -121,7 +123,8 @@ def attending(
     dv = d if dv is None else dv
     width = dv or d
     is_wide = attention.is_wide(d, width)
-    shape = attention.launch_shape(n_queries, d, width, fmt)
+    turned = attention.is_turned(n_queries, d, width, fmt, BLOCK_ROWS)
+    shape = attention.launch_shape(n_queries, d, width, fmt, turned=turned)
     row_bytes = (d + dv) * ROW_FORMATS[fmt].itemsize + (4 if fmt == "int8" else 0)
     return Variant(
         " ".join(
@@ -134,15 +137,19 @@ def attending(
                 *((rules_name,) if rules_name else ()),
             )
         ),
-        wide_attention_kernel if is_wide else attention_kernel,
+        int8_attention_kernel if turned else wide_attention_kernel if is_wide else attention_kernel,
         {
             "ALIGN_BYTES": align_bytes,
-            **({} if is_wide else {"IN_BLOCK": fmt == "int8"}),
-            **attention.row_constants(fmt, d, dv),
+            **({} if is_wide or turned else {"IN_BLOCK": fmt == "int8"}),
+            **(
+                attention.turned_constants(d, width)
+                if turned
+                else attention.row_constants(fmt, d, dv)
+            ),
             **attention.rule_constants(rules),
             **shape,
         },
-        attention.launch_options(n_queries, d, width, fmt),
+        attention.launch_options(n_queries, d, width, fmt, turned=turned),
         shape["BLOCK_T"] * row_bytes,
         -(-d // shape["BLOCK_K"]) if is_wide else 0,
         has_bar,
@@ -230,6 +237,8 @@ VARIANTS = (
     attending("fp16", 256, 0),
     attending("bf16", 576, 0, 16),
     attending("bf16", 1024, 0, 16),
+    attending("int8", 128, n_queries=16),
+    attending("int8", 256),
     attending("fp16", 320),
     attending("int8", 320),
     attending("bf16", 64, n_queries=20),

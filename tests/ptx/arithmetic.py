@@ -171,6 +171,23 @@ def count(instruction: Instruction, slots: Slots) -> Step:
     )
 
 
+@builds("lop3")
+def of_three_bits(instruction: Instruction, slots: Slots) -> Step:
+    """Looks places up: their bits a, b and c choose bit 4 a + 2 b + c of the last operand."""
+    if instruction.opcode != "lop3.b32":
+        raise Unknown(instruction.opcode)
+
+    def function(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
+        found = np.zeros_like(a)
+        for i in range(8):
+            chosen = [each if i & bit else ~each for each, bit in ((a, 4), (b, 2), (c, 1))]
+            is_set = (table >> np.uint32(i)) & np.uint32(1)
+            found |= np.bitwise_and.reduce(chosen) * is_set
+        return found
+
+    return _apply(instruction, slots, ["b32"] * 4, function)
+
+
 @builds("shf")
 def funnel(instruction: Instruction, slots: Slots) -> Step:
     """32 of the 64 bits of two registers, the lower one first, from a place below 32 on."""

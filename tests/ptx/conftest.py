@@ -22,6 +22,7 @@ def launch(triton_cache: None, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     run it as it is."""
     from espnx.kernels.attention import attention_kernel
     from espnx.kernels.crc32c import crc32c_kernel
+    from espnx.kernels.int8_attention import int8_attention_kernel
     from espnx.kernels.maxsim import maxsim_kernel
     from espnx.kernels.wide_attention import wide_attention_kernel
     from espnx.ops.attention.cuda import attention_triton
@@ -30,7 +31,7 @@ def launch(triton_cache: None, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     from tests.ptx.launching import Launched, module_of
 
     launchers = {
-        attention_triton: (attention_kernel, wide_attention_kernel),
+        attention_triton: (attention_kernel, wide_attention_kernel, int8_attention_kernel),
         crc32c_triton: (crc32c_kernel,),
         maxsim_triton: (maxsim_kernel,),
     }

@@ -124,8 +124,9 @@ def _statements(text: str, first_line: int) -> Iterator[tuple[int, str]]:
         waiting = f"{waiting} {line}".strip()
         while ";" in waiting:
             statement, _, waiting = waiting.partition(";")
-            waiting = waiting.strip()
-            yield begin, statement.strip()
+            # Braces around assembly of a kernel's own keep its registers' names to it.
+            waiting = waiting.strip().removeprefix("}")
+            yield begin, statement.strip().removeprefix("{").strip()
 
 
 def _instruction(line: int, text: str) -> Instruction:

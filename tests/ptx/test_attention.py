@@ -15,9 +15,11 @@ from espnx.ops.attention import cuda
 from tests.device.rows import assert_right
 from tests.ops.attention.ruled import (
     DTYPES,
+    INT8_RULES,
     RULES,
     WIDTHS,
     by_kernel,
+    check_int8_rules,
     check_rules,
     check_sinks,
     ruled_case,
@@ -94,6 +96,43 @@ def test_a_rule_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch, name: str)
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize(("d", "dv"), [(8, 16), (64, 64), (72, 40), (128, 128), (24, 256)])
+@pytest.mark.parametrize("group", [1, 8, 13])
+@pytest.mark.parametrize("gap_bytes", [4, 16])
+def test_few_queries_of_int8_rows(d: int, dv: int, group: int, gap_bytes: int) -> None:
+    """Sequences of no row, one, and a row more than a block, in parts."""
+    case = make_case(
+        n_rows=[0, 1, 129],
+        n_kv=1,
+        group=group,
+        d=d,
+        dv=dv,
+        block_rows=128,
+        fmt="int8",
+        gap_bytes=gap_bytes,
+    )
+    assert_close(case, run(case, n_splits=2), **PRECISION)
+
+
+@pytest.mark.parametrize("q_len", some([5, 16], 1))
+def test_masks_of_few_queries_of_int8_rows(q_len: int) -> None:
+    case = causal(
+        make_case(
+            n_rows=[130, 45], q_len=q_len, n_kv=1, d=24, block_rows=128, fmt="int8", gap_bytes=16
+        )
+    )
+    case.visible = torch.ones(2, 130, dtype=torch.uint8)
+    case.visible[0, :70:3] = 0
+    case.visible[1] = 0
+    assert_close(case, run(case), **PRECISION)
+
+
+@pytest.mark.parametrize("names", INT8_RULES, ids="-".join)
+def test_scores_of_models_over_int8_rows(names: tuple[str, ...]) -> None:
+    check_int8_rules(names)
+
+
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("d", some([8, 40, 80, 96, 112], 2))
 @pytest.mark.parametrize("fmt", ["fp16", "int8"])
 def test_every_multiple_of_8(fmt: str, d: int) -> None:
@@ -127,8 +166,11 @@ def test_not_finite_wide(fmt: str, at: int) -> None:
 
 
 @FORMATS
-def test_offsets_beyond_32_bits(fmt: str) -> None:
-    near = make_case(n_rows=[33], d=24, fmt=fmt, gap_bytes=16)
+@pytest.mark.parametrize("block_rows", [16, 128])
+def test_offsets_beyond_32_bits(fmt: str, block_rows: int) -> None:
+    if fmt != "int8" and block_rows == 128:
+        pytest.skip("the same kernel as of short blocks")
+    near = make_case(n_rows=[33], d=24, fmt=fmt, block_rows=block_rows, gap_bytes=16)
     expected = run(near)
     near.buffer, near.table = moved(near.buffer), near.table + BEYOND
     assert all(torch.equal(*pair) for pair in zip(run(near), expected, strict=True))
@@ -157,8 +199,10 @@ def test_not_finite(fmt: str, value: float, group: int) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("of_v", [False, True])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_scales_that_are_not_finite(value: float, of_v: bool) -> None:
-    check_scale(run, value, of_v=of_v)
+@pytest.mark.parametrize("rows", [16, 128])
+def test_scales_that_are_not_finite(value: float, of_v: bool, rows: int) -> None:
+    """Tiles of several blocks, and of one each."""
+    check_scale(run, value, of_v=of_v, rows=rows)
 
 
 def test_what_the_launcher_refuses_would_be_a_fault(

@@ -52,6 +52,19 @@ def attends(fmt: str, group: int, d: int) -> None:
         assert_close(case, run(case), **PRECISION)
 
 
+def attends_to_blocks() -> None:
+    """int8 rows of blocks that tiles are parts of, some masked."""
+    for n_rows in (150, 1):
+        case = make_case(
+            n_rows=[n_rows], n_kv=1, group=3, d=72, dv=24, fmt="int8", block_rows=128, gap_bytes=0
+        )
+        case.visible = torch.ones(1, n_rows, dtype=torch.uint8)
+        case.visible[0, 5:9] = 0
+        assert_close(case, run(case), **PRECISION)
+        case.buffer[72 * 132 :][:4] = torch.tensor([torch.inf]).view(torch.uint8)
+        assert_close(case, run(case), **PRECISION)
+
+
 def attends_widely() -> None:
     """X rows in two pieces, of several tiles and of one row; the last query alone sees an
     infinity."""
@@ -110,6 +123,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "attention fp16": lambda: attends("fp16", 3, 24),
     "attention bf16": lambda: attends("bf16", 3, 24),
     "attention int8": lambda: attends("int8", 3, 24),
+    "attention int8, blocks": attends_to_blocks,
     "attention fp32": lambda: attends("fp32", 3, 24),
     "attention of wide rows": attends_widely,
     "crc32c of words": lambda: sums(4),

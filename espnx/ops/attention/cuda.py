@@ -1,5 +1,6 @@
 """The CUDA version of the attention op: checks, allocates, launches ``kernels/attention.py`` (for
-rows of more than 256 values ``kernels/wide_attention.py``), merges the parts."""
+rows of more than 256 values ``kernels/wide_attention.py``, for few queries of int8 rows
+``kernels/int8_attention.py``), merges the parts."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from .checks import ROW_FORMATS, block_bytes, check_arguments, check_inside, che
 
 DIM_MAX = 1024  # a program holds the sums of whole rows
 _NARROW_DIM_MAX = 256  # and rows up to this length as they come
+_TURNED_QUERIES_MAX = 16
 _SPLIT_ROWS_MIN = 512
 _MULTIPROCESSORS = 132  # of an H100 or H200
 _HEADS_MAX = 2**31 - 1  # CUDA's largest grid; in its other two dimensions 65535
@@ -56,9 +58,43 @@ def _wide_shape(dv: int, fmt: str) -> dict[str, int]:
     }
 
 
-def launch_shape(n_queries: int, d: int, dv: int, fmt: str) -> dict[str, int]:
+def turned_rows(d: int, dv: int) -> int:
+    """Rows of a tile of ``kernels/int8_attention.py``."""
+    widest = max(d, dv)
+    return 128 if widest <= 64 else 64 if widest <= 128 else 32
+
+
+def is_turned(n_queries: int, d: int, dv: int, fmt: str, block_rows: int) -> bool:
+    """Whether these rows are for ``kernels/int8_attention.py``: its tiles are each of one block,
+    whose scales their rows share."""
+    return (
+        fmt == "int8"
+        and not is_wide(d, dv)
+        and n_queries <= _TURNED_QUERIES_MAX
+        and block_rows % turned_rows(d, dv) == 0
+    )
+
+
+def _turned_shape(n_queries: int, d: int, dv: int) -> dict[str, int]:
+    return {
+        "BLOCK_Q": 8 if n_queries <= 8 else 16,
+        "BLOCK_T": turned_rows(d, dv),
+        "BLOCK_D": max(32, 1 << (d - 1).bit_length()),
+        "BLOCK_DV": max(32, 1 << (dv - 1).bit_length()),
+    }
+
+
+def launch_shape(
+    n_queries: int, d: int, dv: int, fmt: str, *, turned: bool = False
+) -> dict[str, int]:
     """Block sizes. The least that a tensor core takes is 16 each way; wide rows and many queries
-    come in smaller tiles, or they would not fit in registers."""
+    come in smaller tiles, or they would not fit in registers.
+
+    Args:
+        turned: it is for ``kernels/int8_attention.py``, see `is_turned`.
+    """
+    if turned:
+        return _turned_shape(n_queries, d, dv)
     if is_wide(d, dv):
         return _wide_shape(dv, fmt)
     widest = max(d, dv)
@@ -89,16 +125,23 @@ def has_long_tiles(d: int, dv: int, fmt: str) -> bool:
     return widest <= long_to and (fmt == "int8" or (widest > 32 and not is_padded))
 
 
-def programs_wanted(d: int, dv: int, fmt: str) -> int:
+def programs_wanted(d: int, dv: int, fmt: str, *, turned: bool = False) -> int:
     """So many as fit on the multiprocessors at once: more would wait for the first."""
+    if turned:
+        return _MULTIPROCESSORS * 4
     return _MULTIPROCESSORS * (2 if fmt == "int8" or has_long_tiles(d, dv, fmt) else 3)
 
 
-def launch_options(n_queries: int, d: int, dv: int, fmt: str) -> dict[str, int]:
+def launch_options(
+    n_queries: int, d: int, dv: int, fmt: str, *, turned: bool = False
+) -> dict[str, int]:
     """Stages of the loop over tiles (that many less one are loaded ahead, and where rows are comes
     a stage before them), and registers: so many that three programs fit on a multiprocessor, or
     with tiles of 128 rows two."""
-    if is_wide(d, dv):
+    if turned:
+        # Every warp reads all queries and weights from shared memory: the fewer, the less.
+        options = {"num_stages": 2, "num_warps": 2}
+    elif is_wide(d, dv):
         options = {"num_stages": 1, "num_warps": 8}
     elif max(d, dv) > 128:
         options = {"num_stages": 1}
@@ -122,6 +165,11 @@ def row_constants(fmt: str, d: int, dv: int) -> dict[str, Any]:
         "IS_X": dv == 0,
         "ITEM_BYTES": ROW_FORMATS[fmt].itemsize,
     }
+
+
+def turned_constants(d: int, dv: int) -> dict[str, int]:
+    """What ``kernels/int8_attention.py`` is told about rows."""
+    return {"K_BEGIN": 4 * d, "D": d, "DV": dv}
 
 
 def rule_constants(rules: ScoreRules) -> dict[str, Any]:
@@ -207,7 +255,8 @@ def attention_inside_triton(
     batch, heads, q_len, d = query.shape
     n_kv, n_blocks = block_offset_bytes.shape[1:]
     n_heads, n_queries, width = batch * n_kv, heads // n_kv * q_len, dv or d
-    shape = launch_shape(n_queries, d, width, fmt)
+    turned = is_turned(n_queries, d, width, fmt, block_rows)
+    shape = launch_shape(n_queries, d, width, fmt, turned=turned)
     q_blocks = -(-n_queries // shape["BLOCK_Q"])
     if n_heads == 0 or n_queries == 0:
         return query.new_zeros((batch, heads, q_len, width), dtype=torch.float32), query.new_zeros(
@@ -219,7 +268,7 @@ def attention_inside_triton(
             got=n_queries,
             expected=f"at most {65535 * shape['BLOCK_Q']} for a KV head",
         )
-    wanted = programs_wanted(d, width, fmt) // (n_heads * q_blocks)
+    wanted = programs_wanted(d, width, fmt, turned=turned) // (n_heads * q_blocks)
     splits = n_splits or max(min(wanted, rows_max // _SPLIT_ROWS_MIN, 64), 1)
     split_rows = -(-max(rows_max, 1) // splits // shape["BLOCK_T"]) * shape["BLOCK_T"]
     o = torch.empty((splits, n_heads, n_queries, width), dtype=torch.float32, device=query.device)
@@ -237,7 +286,9 @@ def attention_inside_triton(
         )
     ]
     scaled = query.float() if scale == 1.0 else query.float() * scale
-    kernel = _kernel_for(d, width)
+    if turned:
+        scaled = scaled.unflatten(-1, (-1, 2)).transpose(-1, -2)
+    kernel = _kernel_for(d, width, turned=turned)
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
         kernel[(n_heads, q_blocks, splits)](
             scaled.contiguous(),
@@ -255,10 +306,10 @@ def attention_inside_triton(
             int(last_position is not None),
             rules.window,
             ALIGN_BYTES=align_bytes,
-            **_block_constants(d, width, fmt, block_rows, n_blocks, shape["BLOCK_T"]),
+            **_block_constants(d, width, fmt, block_rows, n_blocks, shape["BLOCK_T"], turned),
             enable_fp_fusion=True,
-            **launch_options(n_queries, d, width, fmt),
-            **row_constants(fmt, d, dv),
+            **launch_options(n_queries, d, width, fmt, turned=turned),
+            **(turned_constants(d, width) if turned else row_constants(fmt, d, dv)),
             **rule_constants(rules),
             **shape,
         )
@@ -266,7 +317,10 @@ def attention_inside_triton(
     return o.view(batch, heads, q_len, width), lse.view(batch, heads, q_len)
 
 
-def _kernel_for(d: int, dv: int) -> Any:
+def _kernel_for(d: int, dv: int, *, turned: bool) -> Any:
+    if turned:
+        int8: Any = load_kernel("int8_attention")
+        return int8.int8_attention_kernel
     if is_wide(d, dv):
         wide: Any = load_kernel("wide_attention")
         return wide.wide_attention_kernel
@@ -275,10 +329,10 @@ def _kernel_for(d: int, dv: int) -> Any:
 
 
 def _block_constants(
-    d: int, dv: int, fmt: str, block_rows: int, n_blocks: int, tile_rows: int
+    d: int, dv: int, fmt: str, block_rows: int, n_blocks: int, tile_rows: int, turned: bool
 ) -> dict[str, bool]:
     """Whether a tile's rows are all of one block, whose scales they share."""
-    if is_wide(d, dv):
+    if turned or is_wide(d, dv):
         return {}
     return {"IN_BLOCK": fmt == "int8" and block_rows % (4 if n_blocks == 1 else tile_rows) == 0}
 

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from espnx.ops.attention import Queries, RowsInMemory, add_sinks, running
+from espnx.ops.attention.cuda import ScoreRules, attention_triton
+from espnx.ops.attention.reference import stored_rows
 from tests.device.rows import assert_right, normal
+from tests.ops.attention.test_attention import make_case
 from tests.ops.attention.test_rows import N_HEADS, N_SEQUENCES, changes
 
 #: What a model may do to scores, alone and all at once, with and without masks.
@@ -19,6 +22,7 @@ RULES: tuple[tuple[str, ...], ...] = (
     ("window", "first_visible"),
     ("last_position", "window", "soft_cap", "slopes", "visible"),
 )
+INT8_RULES = (("soft_cap",), ("slopes",), ("window", "soft_cap", "slopes"))
 #: Lengths of K and V rows; V rows of 0: X rows.
 WIDTHS = ((64, 64), (24, 40), (576, 0), (320, 272))
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -81,3 +85,33 @@ def check_sinks(monkeypatch: pytest.MonkeyPatch, fmt: str) -> None:
     o, lse = add_sinks(*by_kernel(monkeypatch, blind, rows), sinks)
     assert bool((o == 0).all())
     assert torch.equal(lse, sinks.expand_as(lse))
+
+
+def check_int8_rules(names: tuple[str, ...]) -> None:
+    """Two queries over int8 rows of which each tile's are of one block: beside a softmax in fp64
+    over the rows' values. The first stands at a row, the second beyond the last."""
+    n_rows, d, scale = 150, 24, 0.9
+    case = make_case(
+        n_rows=[n_rows], q_len=2, n_kv=1, d=d, block_rows=128, fmt="int8", gap_bytes=16
+    )
+    position = torch.tensor([[n_rows - 20, n_rows + 9]])
+    rules = ScoreRules(
+        soft_cap=1.5 if "soft_cap" in names else 0.0,
+        window=70 if "window" in names else 0,
+        position=position,
+        slopes=torch.tensor([[[0.03, -0.02]]]) if "slopes" in names else None,
+    )
+    found = attention_triton(*case.args, case.block_rows, "int8", scale, d, rules=rules)
+    table = case.table[0, 0].tolist()
+    k, v = stored_rows(case.buffer, table, n_rows, 128, d, d, "int8", torch.float64)
+    scores = case.query[0, 0].double() @ k.T * scale
+    distance = torch.arange(n_rows) - position[0][:, None]
+    if rules.soft_cap:
+        scores = rules.soft_cap * (scores / rules.soft_cap).tanh()
+    if rules.slopes is not None:
+        scores = scores + rules.slopes[0, 0][:, None].double() * distance
+    if rules.window:
+        scores = scores.masked_fill(distance <= -rules.window, -torch.inf)
+    expected = scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
+    for got, wanted in zip(found, expected, strict=True):
+        assert torch.allclose(got[0, 0].double(), wanted, rtol=2e-5, atol=2e-5)

@@ -8,20 +8,26 @@ import torch
 
 from tests.ops.attention.test_attention import Case, causal, make_case
 
-D, ROWS, N_ROWS = 16, 16, 34
+D = 16
 
 
 def check_scale(
-    run: Callable[[Case], tuple[torch.Tensor, torch.Tensor]], value: float, *, of_v: bool
+    run: Callable[[Case], tuple[torch.Tensor, torch.Tensor]],
+    value: float,
+    *,
+    of_v: bool,
+    rows: int = 16,
 ) -> None:
-    """Of three queries the first sees two blocks of 16 rows, the second a row more, the third two.
+    """Of three queries the first sees two blocks of rows, the second a row more, the third two.
     A scale of K is one channel's of the third block, one of V the last row's: who sees them gets
     NaN in all values, and nobody else anything but what there was."""
     case = causal(
-        make_case(n_rows=[N_ROWS], q_len=3, n_kv=1, d=D, fmt="int8", block_rows=ROWS, gap_bytes=16)
+        make_case(
+            n_rows=[2 * rows + 2], q_len=3, n_kv=1, d=D, fmt="int8", block_rows=rows, gap_bytes=16
+        )
     )
     before = run(case)
-    place = int(case.table[0, 0, 2]) + (4 * D + ROWS * D + 4 if of_v else 4 * 5)
+    place = int(case.table[0, 0, 2]) + (4 * D + rows * D + 4 if of_v else 4 * 5)
     case.buffer[place : place + 4] = torch.tensor([value]).view(torch.uint8)
     (o, lse), (expected_o, expected_lse) = run(case), case.reference()
     seen = [False, False, True] if of_v else [False, True, True]

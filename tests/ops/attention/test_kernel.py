@@ -15,7 +15,14 @@ import torch
 
 from espnx.errors import InvalidInputError
 from espnx.ops.attention.cuda import ScoreRules, attention_triton
-from tests.ops.attention.ruled import RULES, WIDTHS, check_rules, check_sinks
+from tests.ops.attention.ruled import (
+    INT8_RULES,
+    RULES,
+    WIDTHS,
+    check_int8_rules,
+    check_rules,
+    check_sinks,
+)
 from tests.ops.attention.scales import check_scale
 from tests.ops.attention.test_attention import (
     FORMATS,
@@ -56,6 +63,11 @@ def interpreted_decode(fmt: str) -> None:
     assert_close(case, run(case, n_splits=3), **PRECISION)
     case = make_case(n_rows=[70], n_kv=1, d=128, block_rows=32, fmt=fmt, gap_bytes=0)
     assert_close(case, run(case), **PRECISION)
+    if fmt == "int8":  # tiles of one block each
+        case = make_case(
+            n_rows=[0, 1, 130], n_kv=1, group=3, d=72, dv=40, block_rows=128, fmt=fmt, gap_bytes=4
+        )
+        assert_close(case, run(case, n_splits=2), **PRECISION)
 
 
 def interpreted_prefill(fmt: str) -> None:
@@ -90,7 +102,10 @@ def interpreted_not_finite(fmt: str) -> None:
 
 
 def interpreted_rules(fmt: str) -> None:
-    if fmt != "int8":  # rows in memory are never int8
+    if fmt == "int8":  # rows in memory never are
+        for names in INT8_RULES:
+            check_int8_rules(names)
+    else:
         for (d, dv), names in zip(WIDTHS, RULES, strict=True):
             with pytest.MonkeyPatch.context() as monkeypatch:
                 check_rules(monkeypatch, fmt, d, dv, 5, names)
@@ -103,6 +118,8 @@ def interpreted_scales(fmt: str) -> None:
         for value in (torch.nan, torch.inf, -torch.inf):
             check_scale(run, value, of_v=False)
             check_scale(run, value, of_v=True)
+        check_scale(run, torch.inf, of_v=False, rows=128)
+        check_scale(run, torch.inf, of_v=True, rows=128)
 
 
 def interpreted_wide(fmt: str) -> None:
@@ -123,7 +140,7 @@ PARTS: dict[Callable[[str], None], str] = {
     interpreted_prefill: "fp16 int8",
     interpreted_x_rows: "bf16",
     interpreted_not_finite: "fp16",
-    interpreted_rules: "bf16",
+    interpreted_rules: "bf16 int8",
     interpreted_scales: "int8",
     interpreted_wide: "fp32 int8",
 }
