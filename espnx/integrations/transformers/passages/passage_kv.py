@@ -9,8 +9,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .... import errors
-from ....checks import check_whole
+from ....checks import check_callable, check_text, check_whole
 from ....device.interface import READ_AHEAD_BYTES
 from ....device.registry import Devices
 from ....forks import check_own
@@ -32,7 +32,7 @@ from ....kv.passages.library import ExtentWriter, Library, data_name
 from ....kv.places import Places
 from ....kv.striping import Storage, directories_of
 from ....sizes import parse_size
-from ....suggestions import suggests_keywords
+from ....suggestions import nearest, suggests_keywords
 from ..cache import KVCache
 from ..cache_argument import CACHE_NAMES, cache_name
 from ..enable import enable_kv_cache
@@ -42,7 +42,7 @@ from .anew import check_anew, compute_anew, deviating_tokens, first_tokens
 from .cache import PassageCache
 from .loss import PassageLoss
 from .prefetch import PassagePrefetch
-from .prompts import MODES, Ids, Prompts, check_ids, prompts_of
+from .prompts import MODES, Ids, Prompts, check_ids, passages_of, prompts_of
 from .rotary import rotary_rows
 
 log = logging.getLogger(__name__)
@@ -114,15 +114,16 @@ class PassageKV:
                 "fingerprint", got=repr(fingerprint), expected=" or ".join(fingerprints.KINDS)
             )
         limit_bytes = None if library_bytes is None else parse_size(library_bytes)
+        self.directories, self._process = directories_of(directory), os.getpid()
+        self._vocabulary = _words_of(model)
+        self._prefix = check_ids("prefix", prefix, self._vocabulary)
+        self._tokenizer = None if tokenizer is None else _tokenizer_digest(tokenizer)
         if model.training:
             raise errors.InvalidInputError(
                 "passages of a model", got="a model in training mode", fix="model.eval()"
             )
         self.model = enable_kv_cache(model)
-        self._vocabulary = len(model.get_input_embeddings().weight)
-        self._prefix = check_ids("prefix", prefix, self._vocabulary)
-        self.directories, self._process = directories_of(directory), os.getpid()
-        self._lock, self._kind, self._tokenizer = threading.RLock(), fingerprint, tokenizer
+        self._lock, self._kind = threading.RLock(), fingerprint
         self._rows = rotary_rows(model)
         self._heads = int(model.config.get_text_config(decoder=True).num_attention_heads)
         self._cost = partial(_flops, sum(each.numel() for each in model.base_model.parameters()))
@@ -140,7 +141,7 @@ class PassageKV:
         said = {
             "model": made_by,
             "rows": self._rows.shape.describe(),
-            "tokenizer": None if self._tokenizer is None else _tokenizer_digest(self._tokenizer),
+            "tokenizer": self._tokenizer,
         }
         space = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).digest()
         engine = self._options.engine
@@ -186,6 +187,8 @@ class PassageKV:
             WriteError, ReadError, DeadlineExceededError.
         """
         ids = check_ids("token_ids", token_ids, self._vocabulary)
+        if key is not None:
+            _check_key(key)
         with self._lock:
             self._check()
             texts = [each for each in (self._prefix, ids) if each.size]
@@ -204,6 +207,7 @@ class PassageKV:
     def remove(self, key: str) -> None:
         """Forgets a name, and the passage, unless it has another one; prompts that are composed of
         it keep it until they are closed. Raises InvalidInputError for an unknown name."""
+        _check_key(key)
         with self._lock:
             self._check()
             if not self._library.remove(key):
@@ -224,29 +228,25 @@ class PassageKV:
 
         Returns:
             The reads, for `compose(prefetch=)`, or to be cancelled.
+
+        Raises InvalidInputError: these are no passages, or no size.
         """
         check_own(self._process, "the library of passages")
-        early = EarlyReads(self._library, parse_size(max_bytes))
-        made = PassagePrefetch(early, self._start_early)
+        given, most_bytes = passages_of(passages), parse_size(max_bytes)
+        made = PassagePrefetch(EarlyReads(self._library, most_bytes), self._start_early)
         self._prefetches.add(made)
-        made.want(passages)
+        made.want(given)
         return made
 
     def _start_early(self, early: EarlyReads, passages: Sequence[str | Ids]) -> bool:
-        texts = [
-            check_ids("a passage", each, self._vocabulary)
-            for each in passages
-            if not isinstance(each, str)
-        ]
+        texts = [self._checked(each) for each in passages]
         if not self._lock.acquire(blocking=False):  # a prompt is being computed
             return False
         try:
             if self._is_closed or early.library is not self._library:
                 return False
-            given = iter(texts)
             found = [
-                self._library.named(each) if isinstance(each, str) else next(given)
-                for each in passages
+                self._library.named(each) if isinstance(each, str) else each for each in texts
             ]
             prompt = self._prompts("blocks", [[ids for ids in found if ids is not None]])
             wanted = [
@@ -309,19 +309,19 @@ class PassageKV:
                 drafts, or several prompts with `repair` or `blend`.
             WriteError, ReadError, DeadlineExceededError.
         """
-        every = prompts_of(passages)
+        every = [[self._checked(x) for x in each] for each in prompts_of(passages)]
+        if not isinstance(mode, str) or mode not in MODES:
+            raise errors.InvalidInputError("mode", got=repr(mode), expected=", ".join(MODES))
         check_anew(repair, blend, mode, len(every))
         if question_tokens is not None:
             check_whole("question_tokens", question_tokens, 1)
-        if mode not in MODES:
-            raise errors.InvalidInputError("mode", got=repr(mode), expected=", ".join(MODES))
-        if options.get("draft") is not None or options.get("draft_memory") is not None:
+        if check is not None:
+            check_callable("check", check)
+        if prefetch is not None and not isinstance(prefetch, PassagePrefetch):
             raise errors.InvalidInputError(
-                "drafts behind composed passages",
-                got=options.get("draft"),
-                expected="None: tokens one by one",
-                fix="KVCache(..., draft=...), of which all is computed",
+                "prefetch", got=repr(prefetch)[:60], expected="what `prefetch` returned, or None"
             )
+        _check_options(self._own_rows | options)
         early = None if prefetch is None else prefetch.take()
         with self._lock:
             try:
@@ -360,12 +360,20 @@ class PassageKV:
             question: token ids behind them, at least one.
             **options: of `compose`, such as ``repair``.
 
-        Raises what `compose` and the model raise.
+        Raises InvalidInputError, and what `compose` and the model raise.
         """
         asked = check_ids("question", question, self._vocabulary)
+        prompts = prompts_of(passages)
+        if len(prompts) != 1:
+            raise errors.InvalidInputError(
+                "passages of a loss",
+                got=f"{len(prompts)} prompts",
+                expected="one",
+                fix="ask for each by itself",
+            )
         if not asked.size:
             raise errors.InvalidInputError("question", got="no token", expected="1 or more")
-        with self.compose(passages, **options) as cache:
+        with self.compose(prompts[0], **options) as cache:
             lossy, reused = self._next_words(cache, asked), cache.reused
             given = cache.prompt(torch.empty(1, 0, dtype=torch.int64))["input_ids"][0].numpy()
         with KVCache(self.model.config, self.directories, **self._own_rows) as whole:
@@ -382,9 +390,16 @@ class PassageKV:
             logits = self.model(input_ids=given, use_cache=True, **{name: cache}).logits
         return logits[0].double().log_softmax(dim=-1).cpu()
 
-    def _ids_of(self, passage: str | Ids) -> np.ndarray:
+    def _checked(self, passage: str | Ids) -> str | np.ndarray:
+        """A name, or token ids int32 [n]. Raises InvalidInputError."""
+        if isinstance(passage, str):
+            _check_key(passage)
+            return passage
+        return check_ids("a passage", passage, self._vocabulary)
+
+    def _ids_of(self, passage: str | np.ndarray) -> np.ndarray:
         if not isinstance(passage, str):
-            return check_ids("a passage", passage, self._vocabulary)
+            return passage
         found = self._library.named(passage)
         if found is None:
             raise _unknown(passage)
@@ -744,6 +759,50 @@ def _tokenizer_digest(tokenizer: Any) -> str:
             "tokenizer", got=type(tokenizer).__name__, expected="one of transformers or tokenizers"
         )
     return hashlib.sha256(said.encode()).hexdigest()
+
+
+def _words_of(model: object) -> int:
+    """The words that a model knows. Raises InvalidInputError for what is none of transformers."""
+    base = getattr(model, "get_base_model", None)
+    inner = base() if callable(base) else model
+    if not isinstance(inner, PreTrainedModel):
+        raise errors.InvalidInputError(
+            "PassageKV",
+            got=type(model).__name__,
+            expected="a model of transformers",
+            fix="PassageKV(model, directory)",
+        )
+    return len(inner.get_input_embeddings().weight)
+
+
+def _check_key(key: object) -> None:
+    """Raises InvalidInputError for what is no name."""
+    check_text("the name of a passage", key)
+    if not key:
+        raise errors.InvalidInputError("the name of a passage", got="''", expected="some text")
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raises InvalidInputError for options that rows behind passages do not have."""
+    if options.get("draft") is not None or options.get("draft_memory") is not None:
+        raise errors.InvalidInputError(
+            "drafts behind composed passages",
+            got=options.get("draft"),
+            expected="None: tokens one by one",
+            fix="KVCache(..., draft=...), of which all is computed",
+        )
+    known = [each.name for each in fields(CacheOptions)]
+    given = {name: value for name, value in options.items() if not name.startswith("draft")}
+    for name in given:
+        if name not in known:
+            meant = nearest(name, known)
+            raise errors.InvalidInputError(
+                "compose",
+                got=f"the option {name!r}",
+                expected=f"of rows behind passages: {', '.join(known)}",
+                fix=None if meant is None else f"did you mean {meant!r}?",
+            )
+    CacheOptions(**given)
 
 
 def _unknown(key: str) -> errors.InvalidInputError:
