@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from .... import errors
 from ....checks import check_callable, check_text, check_whole
 from ....device.interface import READ_AHEAD_BYTES
-from ....device.registry import Devices
+from ....device.registry import Devices, check_device
 from ....forks import check_own
 from ....kv.options import CacheOptions
 from ....kv.passages.context import Context, Passage
@@ -114,6 +114,8 @@ class PassageKV:
                 "fingerprint", got=repr(fingerprint), expected=" or ".join(fingerprints.KINDS)
             )
         limit_bytes = None if library_bytes is None else parse_size(library_bytes)
+        if device is not None:
+            check_device(device)
         self.directories, self._process = directories_of(directory), os.getpid()
         self._vocabulary = _words_of(model)
         self._prefix = check_ids("prefix", prefix, self._vocabulary)
