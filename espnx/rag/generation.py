@@ -333,7 +333,8 @@ class ModelGenerator:
         options: Mapping[str, Any] | None = None,
     ):
         if (
-            not callable(getattr(model, "generate", None))
+            isinstance(model, type)
+            or not callable(getattr(model, "generate", None))
             or not hasattr(model, "config")
             or not callable(tokenizer)
             or not hasattr(tokenizer, "get_added_vocab")
@@ -358,7 +359,10 @@ class ModelGenerator:
         self._library: PassageLibrary | None = None
         if kv is None and attention_heads not in (None, MEAN, CALIBRATED):
             raise errors.InvalidInputError(
-                "attention_heads of a Rag", got="no kv=", fix="kv=DIRECTORY, or a PassageKV"
+                "attention_heads of a Rag",
+                got="no kv=",
+                expected="a library of passages, whose attention is known",
+                fix="kv=DIRECTORY, or a PassageKV",
             )
         if library_bytes is not None and (kv is None or hasattr(kv, "compose")):
             raise errors.InvalidInputError(
