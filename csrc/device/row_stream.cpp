@@ -34,9 +34,9 @@ io::FailureError forgotten() {
   return failure(io::Kind::cancelled, "the rows that were asked for are not needed");
 }
 
-// Where each thread folds rows in. The first that comes to a (sequence, head) has the caller's state
-// of it, to itself until all is read; whoever comes later has one of its own there. So many short
-// sequences, each of which one read holds, cost no second state and no merging.
+// Where each thread folds rows in. The first that comes to a (sequence, head) has the caller's
+// state of it, to itself until all is read; whoever comes later has one of its own there. So many
+// short sequences, each of which one read holds, cost no second state and no merging.
 class States {
  public:
   States(const RowQueries& queries, int n_threads)

@@ -21,7 +21,6 @@ from ....kv.passages.store import ComposedStore, Tap
 from ....kv.striping import Storage
 from ..cache import KVCache
 
-
 #: What token ids may come as.
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

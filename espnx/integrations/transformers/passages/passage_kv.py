@@ -140,11 +140,7 @@ class PassageKV:
         """Opens the library for the model as it is now."""
         self._watch = Watch(self.model.base_model)
         made_by = fingerprints.fingerprint(self.model, self._kind)
-        said = {
-            "model": made_by,
-            "rows": self._rows.shape.describe(),
-            "tokenizer": self._tokenizer,
-        }
+        said = {"model": made_by, "rows": self._rows.shape.describe(), "tokenizer": self._tokenizer}
         space = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).digest()
         engine = self._options.engine
         self._library = Library(
@@ -247,9 +243,7 @@ class PassageKV:
         try:
             if self._is_closed or early.library is not self._library:
                 return False
-            found = [
-                self._library.named(each) if isinstance(each, str) else each for each in texts
-            ]
+            found = [self._library.named(each) if isinstance(each, str) else each for each in texts]
             prompt = self._prompts("blocks", [[ids for ids in found if ids is not None]])
             wanted = [
                 (identity, ids)

@@ -247,7 +247,8 @@ def test_a_question_reads_once(kv: PassageKV) -> None:
         (device,) = cache._context._devices
         before = device.stats()
         kv.model(question[None], past_key_values=cache)
-        assert not cache._context._line and device.front() == -1
+        assert not cache._context._line
+        assert device.front() == -1
         once = device.stats().bytes_asked - before.bytes_asked
         assert device.stats().bytes_moved - before.bytes_moved == once > 0
         for number in (2, 3):

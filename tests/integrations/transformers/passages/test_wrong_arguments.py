@@ -122,7 +122,9 @@ def test_wrong_arguments_of_a_library(folder: Path) -> None:
         with kv.compose([]) as cache:
             assert cache.passages == []
         assert kv.loss(iter(["a"]), QUESTION).same_next == 1
-        assert kv.add([]) and kv.add(torch.empty(0)) and kv.add(np.zeros((1, 0)))
+        assert kv.add([])
+        assert kv.add(torch.empty(0))
+        assert kv.add(np.zeros((1, 0)))
         with kv.prefetch(iter(["a", "nobody", [3, 4]])) as early:
             refused(early.want, {"passages": 5})
             refused(early.want, {"passages": "a"})
