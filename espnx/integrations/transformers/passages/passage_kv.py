@@ -9,8 +9,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .... import errors
-from ....checks import check_callable, check_text, check_whole
+from ....checks import check_callable, check_whole
 from ....device.interface import READ_AHEAD_BYTES
 from ....device.registry import Devices, check_device
 from ....forks import check_own
@@ -32,13 +32,14 @@ from ....kv.passages.library import ExtentWriter, Library, data_name
 from ....kv.places import Places
 from ....kv.striping import Storage, directories_of
 from ....sizes import parse_size
-from ....suggestions import nearest, suggests_keywords
+from ....suggestions import suggests_keywords
 from ..cache import KVCache
 from ..cache_argument import CACHE_NAMES, cache_name
 from ..enable import enable_kv_cache
 from ..identity import fingerprint as fingerprints
 from ..identity.watch import Watch
 from .anew import check_anew, compute_anew, deviating_tokens, first_tokens
+from .arguments import check_key, check_options, words_of
 from .cache import PassageCache
 from .loss import PassageLoss
 from .prefetch import PassagePrefetch
@@ -117,7 +118,7 @@ class PassageKV:
         if device is not None:
             check_device(device)
         self.directories, self._process = directories_of(directory), os.getpid()
-        self._vocabulary = _words_of(model)
+        self._vocabulary = words_of(model)
         self._prefix = check_ids("prefix", prefix, self._vocabulary)
         self._tokenizer = None if tokenizer is None else _tokenizer_digest(tokenizer)
         if model.training:
@@ -186,7 +187,7 @@ class PassageKV:
         """
         ids = check_ids("token_ids", token_ids, self._vocabulary)
         if key is not None:
-            _check_key(key)
+            check_key(key)
         with self._lock:
             self._check()
             texts = [each for each in (self._prefix, ids) if each.size]
@@ -205,7 +206,7 @@ class PassageKV:
     def remove(self, key: str) -> None:
         """Forgets a name, and the passage, unless it has another one; prompts that are composed of
         it keep it until they are closed. Raises InvalidInputError for an unknown name."""
-        _check_key(key)
+        check_key(key)
         with self._lock:
             self._check()
             if not self._library.remove(key):
@@ -317,7 +318,7 @@ class PassageKV:
             raise errors.InvalidInputError(
                 "prefetch", got=repr(prefetch)[:60], expected="what `prefetch` returned, or None"
             )
-        _check_options(self._own_rows | options)
+        check_options(self._own_rows | options)
         early = None if prefetch is None else prefetch.take()
         with self._lock:
             try:
@@ -389,7 +390,7 @@ class PassageKV:
     def _checked(self, passage: str | Ids) -> str | np.ndarray:
         """A name, or token ids int32 [n]. Raises InvalidInputError."""
         if isinstance(passage, str):
-            _check_key(passage)
+            check_key(passage)
             return passage
         return check_ids("a passage", passage, self._vocabulary)
 
@@ -755,50 +756,6 @@ def _tokenizer_digest(tokenizer: Any) -> str:
             "tokenizer", got=type(tokenizer).__name__, expected="one of transformers or tokenizers"
         )
     return hashlib.sha256(said.encode()).hexdigest()
-
-
-def _words_of(model: object) -> int:
-    """The words that a model knows. Raises InvalidInputError for what is none of transformers."""
-    base = getattr(model, "get_base_model", None)
-    inner = base() if callable(base) else model
-    if not isinstance(inner, PreTrainedModel):
-        raise errors.InvalidInputError(
-            "PassageKV",
-            got=type(model).__name__,
-            expected="a model of transformers",
-            fix="PassageKV(model, directory)",
-        )
-    return len(inner.get_input_embeddings().weight)
-
-
-def _check_key(key: object) -> None:
-    """Raises InvalidInputError for what is no name."""
-    check_text("the name of a passage", key)
-    if not key:
-        raise errors.InvalidInputError("the name of a passage", got="''", expected="some text")
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Raises InvalidInputError for options that rows behind passages do not have."""
-    if options.get("draft") is not None or options.get("draft_memory") is not None:
-        raise errors.InvalidInputError(
-            "drafts behind composed passages",
-            got=options.get("draft"),
-            expected="None: tokens one by one",
-            fix="KVCache(..., draft=...), of which all is computed",
-        )
-    known = [each.name for each in fields(CacheOptions)]
-    given = {name: value for name, value in options.items() if not name.startswith("draft")}
-    for name in given:
-        if name not in known:
-            meant = nearest(name, known)
-            raise errors.InvalidInputError(
-                "compose",
-                got=f"the option {name!r}",
-                expected=f"of rows behind passages: {', '.join(known)}",
-                fix=None if meant is None else f"did you mean {meant!r}?",
-            )
-    CacheOptions(**given)
 
 
 def _unknown(key: str) -> errors.InvalidInputError:
