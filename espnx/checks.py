@@ -42,6 +42,20 @@ def check_finite(name: str, value: object) -> None:
         )
 
 
+def check_text(name: str, value: object) -> None:
+    """Raises InvalidInputError unless the value is text that UTF-8 can hold."""
+    if not isinstance(value, str):
+        raise errors.InvalidInputError(name, got=repr(value)[:60], expected="a str")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise errors.InvalidInputError(
+            name,
+            got=f"a lone surrogate at character {error.start}",
+            expected="text that UTF-8 can hold",
+        ) from None
+
+
 def check_callable(name: str, value: object) -> None:
     """Raises InvalidInputError unless the value can be called."""
     if not callable(value):

@@ -30,7 +30,7 @@ def parse_size(text: str | int) -> int:
 
 
 def _parsed(text: str | int) -> int:
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool):
         if text < 0:
             raise InvalidInputError(
                 "a size cannot be negative", got=text, expected="bytes, at least 0"

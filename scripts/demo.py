@@ -74,11 +74,13 @@ def device_bytes() -> int:
 
 
 def corpus(count: int) -> list[dict[str, str]]:
-    return list(
-        itertools.islice(
-            docstrings.documents(packages=dict.fromkeys(PACKAGES), max_chars=1500), count
-        )
-    )
+    """Docstrings, each behind the name of what it describes: a docstring alone says what a function
+    does, and not what it is called, which is what people ask for."""
+    found = docstrings.documents(packages=dict.fromkeys(PACKAGES), max_chars=1500)
+    return [
+        {"id": each["id"], "text": f"{each['id']}\n{each['text']}"}
+        for each in itertools.islice(found, count)
+    ]
 
 
 def build(directory: Path, documents: list[dict[str, str]], encoder: object) -> None:
@@ -145,7 +147,7 @@ def stages_of(hit: Hit) -> list[tuple[str, StageRank | None]]:
 def compare(index: espnx.Index, documents: list[dict[str, str]]) -> bool:
     """Ranks of many queries against the in-memory reference; says where the bytes went."""
     texts = [
-        document["text"].split(".")[0][:200]
+        document["text"].partition("\n")[2].split(".")[0][:200]
         for document in documents[:: max(1, len(documents) // 50)]
     ]
     vectors = index.encoder.encode_queries(texts)
@@ -293,9 +295,7 @@ def read_aloud(index: espnx.Index, model: Path, storage: Path, steps: Steps) -> 
         with steps.step(f"{name} answers from what was found, with its KV cache on SSD", "answer"):
             from demo_answer import first_question, second_question
 
-            passages = [
-                f"{hit.id}\n{hit.text}" for hit in index.search(QUESTIONS[0], k=PASSAGES).hits
-            ]
+            passages = [hit.text for hit in index.search(QUESTIONS[0], k=PASSAGES).hits]
             is_same, prompt = first_question(model, passages, QUESTIONS, kept)
             if model.name.startswith(smollm2.NAME):
                 print(

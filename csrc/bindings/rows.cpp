@@ -226,7 +226,6 @@ std::tuple<NewTensor, NewTensor> attend(RowStream* stream, int64_t ticket,
   NewFloats o({queries.n_sequences, queries.n_heads, n, queries.dv}),
       lse({queries.n_sequences, queries.n_heads, n});
   espnx::AlignedFloats m(groups * n), l(groups * n);
-  o.fill(0), l.fill(0), m.fill(-std::numeric_limits<float>::infinity());
   queries.o = o.data(), queries.m = m.data(), queries.l = l.data();
   std::optional<Tail> tail;
   if (given.rows) {
@@ -234,14 +233,29 @@ std::tuple<NewTensor, NewTensor> attend(RowStream* stream, int64_t ticket,
     tail = Tail{k, v, skip, n_rows, first_position, format_of(k.dtype())};
     check_tail(*tail, queries);
   }
+  // Before and after there are no rows to share out, but sums: a thread for less than a MiB of them
+  // takes longer to start than they do.
+  constexpr int64_t kWorthAThread = 1 << 18;
+  const int sharing = groups * n * (queries.dv + 2) < kWorthAThread ? 1 : threads;
+  const int64_t grain = std::max<int64_t>(1, groups / (4 * sharing));
+  const auto each_state = [&](const auto& work) {
+    espnx::parallel_for(groups, grain, sharing, [&](int, int64_t begin, int64_t end) {
+      for (int64_t group = begin; group < end; ++group) {
+        work(device::state_of_group(queries, {queries.o, queries.m, queries.l}, 0, group), group);
+      }
+    });
+  };
   run_interruptibly([&](const std::function<bool()>& interrupted) {
+    each_state([&](const espnx::AttentionState& state, int64_t) {
+      std::fill_n(state.o, n * queries.dv, 0.0F);
+      std::fill_n(state.m, n, -std::numeric_limits<float>::infinity());
+      std::fill_n(state.l, n, 0.0F);
+    });
     if (tail) attend_tail(*tail, queries, threads);
     if (stream != nullptr) stream->attend(ticket, queries, threads, interrupted);
-    for (int64_t group = 0; group < groups; ++group) {
-      espnx::finish_attention(
-          {queries.o + group * n * queries.dv, queries.m + group * n, queries.l + group * n}, n,
-          queries.dv, lse.data() + group * n);
-    }
+    each_state([&](const espnx::AttentionState& state, int64_t group) {
+      espnx::finish_attention(state, n, queries.dv, lse.data() + group * n);
+    });
   });
   return {o.tensor(), lse.tensor()};
 }

@@ -8,7 +8,9 @@
 #include <new>
 #include <string>
 #include <thread>
+#include <unordered_map>
 
+#include "cpu/aligned.hpp"
 #include "cpu/crc32c.hpp"
 #include "cpu/parallel.hpp"
 
@@ -32,6 +34,55 @@ io::FailureError failure(io::Kind kind, const std::string& what) {
 io::FailureError forgotten() {
   return failure(io::Kind::cancelled, "the rows that were asked for are not needed");
 }
+
+// Where each thread folds rows in. The first that comes to a (sequence, head) has the caller's
+// state of it, to itself until all is read; whoever comes later has one of its own there. So many
+// short sequences, each of which one read holds, cost no second state and no merging.
+class States {
+ public:
+  States(const RowQueries& queries, int n_threads)
+      : queries_(queries), owners_(queries.n_sequences * queries.n_heads), own_(n_threads) {}
+
+  AttentionState of(int thread, int64_t sequence, int64_t head) {
+    const int64_t group = sequence * queries_.n_heads + head;
+    int owner = kNobody;
+    if (owners_[group].compare_exchange_strong(owner, thread + 1, std::memory_order_relaxed) ||
+        owner == thread + 1) {
+      return whole(group);
+    }
+    const auto [found, is_new] = own_[thread].try_emplace(group, queries_.n * (queries_.dv + 2));
+    const AttentionState state = inside(found->second);
+    if (is_new) {
+      found->second.fill(0);
+      std::fill_n(state.m, queries_.n, -std::numeric_limits<float>::infinity());
+    }
+    return state;
+  }
+
+  // Into the caller's states, once no thread works any more.
+  void merge() {
+    for (auto& of_thread : own_) {
+      for (auto& [group, floats] : of_thread) {
+        merge_attention(whole(group), inside(floats), queries_.n, queries_.dv);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kNobody = 0;
+
+  AttentionState whole(int64_t group) const {
+    return state_of_group(queries_, {queries_.o, queries_.m, queries_.l}, 0, group);
+  }
+  AttentionState inside(AlignedFloats& floats) const {
+    float* o = floats.data();
+    return {o, o + queries_.n * queries_.dv, o + queries_.n * (queries_.dv + 1)};
+  }
+
+  const RowQueries& queries_;
+  std::vector<std::atomic<int>> owners_;  // of each group: a thread's number from 1
+  std::vector<std::unordered_map<int64_t, AlignedFloats>> own_;  // of each thread, by group
+};
 
 }  // namespace
 
@@ -318,34 +369,16 @@ void RowStream::attend(int64_t ticket, const RowQueries& queries, int n_threads,
   const RowGeometry& geometry = reading->request.geometry;
   const auto n_units = static_cast<int64_t>(reading->plan.units.size());
   n_threads = static_cast<int>(std::clamp<int64_t>(n_threads, 1, std::max<int64_t>(1, n_units)));
-  const int64_t states = queries.n_sequences * queries.n_heads * queries.n;
-  // Every thread but the first has states of its own, so that two may work on rows of one head.
-  const int64_t own_floats = states * (queries.dv + 2);
-  const auto memory =
-      engine_->memory((n_threads - 1) * own_floats * static_cast<int64_t>(sizeof(float)));
-  auto* own = reinterpret_cast<float*>(memory->data);
-  for (int thread = 1; thread < n_threads; ++thread) {
-    float* state = own + (thread - 1) * own_floats;
-    std::fill_n(state, own_floats, 0.0F);
-    std::fill_n(state + states * queries.dv, states, -std::numeric_limits<float>::infinity());
-  }
-  const auto state_of = [&](int thread) -> AttentionState {
-    if (thread == 0) return {queries.o, queries.m, queries.l};
-    float* base = own + (thread - 1) * own_floats;
-    return {base, base + states * queries.dv, base + states * (queries.dv + 1)};
-  };
+  States states(queries, n_threads);
   const Arrived fold = [&](const Reading& reading, const RowUnit& unit, const char* memory,
                            int thread) {
-    const AttentionState states = state_of(thread);
     for (const RowPiece& piece : reading.plan.pieces(unit)) {
       attend_group(queries, piece.sequence, piece.head, rows_of(geometry, piece, memory),
-                   state_of_group(queries, states, piece.sequence, piece.head));
+                   states.of(thread, piece.sequence, piece.head));
     }
   };
   consume(*reading, n_threads, fold, interrupted);
-  for (int thread = 1; thread < n_threads; ++thread) {
-    merge_attention(state_of(0), state_of(thread), states, queries.dv);
-  }
+  states.merge();
 }
 
 void RowStream::visit(int64_t ticket, const See& see, int n_threads,

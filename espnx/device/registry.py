@@ -204,6 +204,15 @@ def devices_in(device: Devices, directories: Sequence[str]) -> list[NearStorageD
     return found
 
 
+def check_device(device: Devices) -> None:
+    """Raises InvalidInputError, MissingDependencyError for what is neither the name of a device nor
+    open ones. Opens nothing."""
+    if isinstance(device, str):
+        _factory(device)
+    else:
+        given_devices(device)
+
+
 def given_devices(
     device: NearStorageDevice | Sequence[NearStorageDevice],
 ) -> list[NearStorageDevice]:

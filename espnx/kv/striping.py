@@ -44,7 +44,8 @@ def directories_of(storage: Storage) -> list[str]:
         raise errors.InvalidInputError(
             "storage", got=repr(storage), expected="a directory, or several"
         ) from error
-    if not found or not all(found):
+    is_right = all(isinstance(each, str) and each and "\0" not in each for each in found)
+    if not found or not is_right:
         raise errors.InvalidInputError(
             "storage", got=repr(storage), expected="a directory, or several"
         )

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from .. import errors
-from ..storage.documents.ids import DocumentId
+from ..checks import check_text
+from ..storage.documents.ids import DocumentId, document_id
 from ..storage.files import make_given_directory, write_error
 
 #: Version 1 kept a layer.
@@ -53,11 +54,23 @@ class KnownSource:
         question: as of `Rag.ask`.
         passage: the id of the passage that answers it.
         answer: what the model is made to say, while it is watched; None: what it says.
+
+    Raises InvalidInputError.
     """
 
     question: str
     passage: DocumentId
     answer: str | None = None
+
+    def __post_init__(self) -> None:
+        check_text("KnownSource.question", self.question)
+        if not self.question.strip():
+            raise errors.InvalidInputError(
+                "KnownSource.question", got=repr(self.question), expected="some text"
+            )
+        object.__setattr__(self, "passage", document_id(self.passage, "KnownSource.passage"))
+        if self.answer is not None:
+            check_text("KnownSource.answer", self.answer)
 
 
 @dataclass(frozen=True)
@@ -82,6 +95,7 @@ class PlantedLine:
                 raise errors.InvalidInputError(
                     f"PlantedLine.{each.name}", got=repr(value), expected="a str with {name}"
                 )
+            check_text(f"PlantedLine.{each.name}", value)
 
     def filled(self, text: str, name: str, value: str) -> str:
         """`text` with both names filled in; other braces stay."""

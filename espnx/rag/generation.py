@@ -199,6 +199,12 @@ class FunctionGenerator:
                 expected="a function that takes a prompt and returns a text",
                 fix="lambda prompt: asyncio.run(generate(prompt)), which aask runs in a thread",
             )
+        if tokenizer is not None and not callable(tokenizer):
+            raise errors.InvalidInputError(
+                "tokenizer",
+                got=repr(tokenizer)[:60],
+                expected="one of transformers, which counts tokens, or None",
+            )
         self._function, self.max_new_tokens = function, max_new_tokens
         self.counter = TextCounter(
             count_words
@@ -326,7 +332,13 @@ class ModelGenerator:
         attention_heads: Sequence[tuple[int, int]] | str | None = None,
         options: Mapping[str, Any] | None = None,
     ):
-        if not callable(getattr(model, "generate", None)) or not callable(tokenizer):
+        if (
+            isinstance(model, type)
+            or not callable(getattr(model, "generate", None))
+            or not hasattr(model, "config")
+            or not callable(tokenizer)
+            or not hasattr(tokenizer, "get_added_vocab")
+        ):
             raise errors.InvalidInputError(
                 "Rag: model and tokenizer",
                 got=f"{type(model).__name__} and {type(tokenizer).__name__}",
@@ -334,7 +346,7 @@ class ModelGenerator:
                 fix="Rag(index, model, tokenizer), or Rag(index, generate=function)",
             )
         self._model, self._tokenizer = model, tokenizer
-        self._options = _checked_options(options or {})
+        self._options = _checked_options(options)
         self.max_new_tokens = max_new_tokens
         text = model.config.get_text_config(decoder=True)
         self.positions: int | None = getattr(text, "max_position_embeddings", None)
@@ -347,7 +359,17 @@ class ModelGenerator:
         self._library: PassageLibrary | None = None
         if kv is None and attention_heads not in (None, MEAN, CALIBRATED):
             raise errors.InvalidInputError(
-                "attention_heads of a Rag", got="no kv=", fix="kv=DIRECTORY, or a PassageKV"
+                "attention_heads of a Rag",
+                got="no kv=",
+                expected="a library of passages, whose attention is known",
+                fix="kv=DIRECTORY, or a PassageKV",
+            )
+        if library_bytes is not None and (kv is None or hasattr(kv, "compose")):
+            raise errors.InvalidInputError(
+                "library_bytes of a Rag",
+                got="no kv=" if kv is None else "an open library, which has a limit of its own",
+                expected="kv=DIRECTORY",
+                fix="PassageKV(library_bytes=...)" if kv is not None else "kv=DIRECTORY",
             )
         check_lossy(repair, blend)
         self._lossy = {
@@ -619,8 +641,17 @@ def _asked(prompt: Prompt) -> list[int]:
     return [n for piece in prompt.pieces[-3:] for n in ids_of(piece)]
 
 
-def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def _checked_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Those of `generate` that leave one answer of tokens. Raises InvalidInputError for others."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise errors.InvalidInputError(
+            "generate_options",
+            got=repr(options)[:60],
+            expected="options of generate by name",
+            fix="generate_options={'do_sample': True}",
+        )
     for name in options:
         if name in _OWN_OPTIONS:
             raise errors.InvalidInputError(
@@ -628,7 +659,7 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
             )
     if (answers := options.get("num_return_sequences", 1)) != 1:
         raise errors.InvalidInputError(
-            "generate_options: num_return_sequences", got=answers, expected=1
+            "generate_options: num_return_sequences", got=repr(answers), expected=1
         )
     return dict(options)
 

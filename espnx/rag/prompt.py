@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .. import errors
+from ..checks import check_text
 from ..importers.chunks import chunk_source
 from ..retrieval.search.result import Hit
 from .answer import LeftOut, Reference
@@ -52,8 +53,7 @@ class Wording:
 
     def __post_init__(self) -> None:
         for name in ("instructions", "sources", "question", "answer", "nothing_found"):
-            if not isinstance(value := getattr(self, name), str):
-                raise errors.InvalidInputError(f"Wording.{name}", got=repr(value), expected="a str")
+            check_text(f"Wording.{name}", getattr(self, name))
 
 
 class Counted(Protocol):

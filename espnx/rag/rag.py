@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from .. import errors
-from ..checks import check_finite, check_whole
+from ..checks import check_path, check_text, check_whole
 from ..forks import check_own
 from ..retrieval.encoder import AUTO, EncoderLike
 from ..retrieval.search.index import Index
@@ -27,6 +27,7 @@ from ..retrieval.search.options import SearchKeywords
 from ..retrieval.search.result import Hit
 from ..suggestions import suggests_keywords
 from .answer import Answer, AnswerTimings, Reference
+from .arguments import check_asked, check_count, check_deadline, known_sources, search_of
 from .calibration import (
     AttentionHeads,
     KnownSource,
@@ -126,21 +127,33 @@ class Rag:
         attention_heads: Sequence[tuple[int, int]] | str | None = None,
         generate_options: Mapping[str, Any] | None = None,
     ):
-        check_whole("max_new_tokens", max_new_tokens, 1)
-        check_whole("passage_tokens", passage_tokens, 1)
+        check_count("max_new_tokens", max_new_tokens, 1)
+        check_count("passage_tokens", passage_tokens, 1)
         if prompt_tokens is not None:
-            check_whole("prompt_tokens", prompt_tokens, 1)
-        if not isinstance(prefix, str):
-            raise errors.InvalidInputError("prefix", got=repr(prefix), expected="a str")
-        of_kv = {"kv": kv, "repair": repair, "blend": blend}
-        is_of_kv = any(each is not None for each in of_kv.values())
-        if (model is None) == (generate is None) or (generate is not None and is_of_kv):
-            answers = {"model": model, "generate": generate, **of_kv}
+            check_count("prompt_tokens", prompt_tokens, 1)
+        check_text("prefix", prefix)
+        if not isinstance(index, Index):
+            check_path("index", index)
+        if wording is not None and not isinstance(wording, Wording):
+            raise errors.InvalidInputError(
+                "wording", got=repr(wording)[:60], expected="a Wording, or None"
+            )
+        of_model = {
+            "kv": kv,
+            "library_bytes": library_bytes,
+            "repair": repair,
+            "blend": blend,
+            "attention_heads": attention_heads,
+            "generate_options": generate_options,
+        }
+        is_of_model = any(each is not None for each in of_model.values())
+        if (model is None) == (generate is None) or (generate is not None and is_of_model):
+            answers = {"model": model, "generate": generate, **of_model}
             got = [name for name, each in answers.items() if each is not None]
             raise errors.InvalidInputError(
                 "Rag: what answers",
                 got=" and ".join(got) or "neither a model nor a function",
-                expected="a model with its tokenizer, with or without kv, or generate",
+                expected="a model with its tokenizer and what belongs to it, or generate alone",
                 fix="Rag(index, model, tokenizer), or Rag(index, generate=function)",
             )
         self._wording, self._passage_tokens = wording or Wording(), passage_tokens
@@ -208,8 +221,8 @@ class Rag:
             EngineClosedError: it is closed.
             What searching and the model raise.
         """
-        _check_asked(question, k, deadline_s)
-        return self._ask(question, k, search or {}, Stop(deadline_s))
+        check_asked(question, k, deadline_s)
+        return self._ask(question, k, search_of(search, k), Stop(deadline_s))
 
     @suggests_keywords
     async def aask(
@@ -222,13 +235,13 @@ class Rag:
     ) -> Answer:
         """`ask`, in a thread: the event loop goes on meanwhile. Cancelled, the answer is given up
         after the step that is under way (a search, a token of a model, a call of a function)."""
-        _check_asked(question, k, deadline_s)
-        stop = Stop(deadline_s)
+        check_asked(question, k, deadline_s)
+        options, stop = search_of(search, k), Stop(deadline_s)
         with self._changed:
             self._check_open()
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(_TOGETHER, "espnx-rag")
-            future = self._executor.submit(self._ask, question, k, search or {}, stop)
+            future = self._executor.submit(self._ask, question, k, options, stop)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -391,21 +404,32 @@ class Rag:
             WriteError: the heads cannot be kept.
             What `ask` raises.
         """
-        check_whole("count", count, 2)
+        check_count("count", count, 2)
         check_whole("k", k, 2, 64)
-        _check_deadline(deadline_s)
+        check_whole("seed", seed, 0)
+        check_deadline(deadline_s)
+        if line is not None and not isinstance(line, PlantedLine):
+            raise errors.InvalidInputError(
+                "line",
+                got=repr(line)[:60],
+                expected="a PlantedLine, or None",
+                fix="PlantedLine(line=..., question=..., answer=...)",
+            )
+        known, options = questions, search_of(search, k)
+        if known is not None:
+            known = known_sources(known)
         stop = Stop(deadline_s)
         with self._watched(stop) as generator:
             with generator.aside():
                 asked = (
                     self._made_up(count, k, line or PlantedLine(), seed)
-                    if questions is None
-                    else self._known(questions, k, search or {}, stop)
+                    if known is None
+                    else self._known(known, k, options, stop)
                 )
                 shares, sources = list[torch.Tensor](), list[int]()
-                for known in asked:
-                    if known is not None:
-                        prompt, answer, source = known
+                for each in asked:
+                    if each is not None:
+                        prompt, answer, source = each
                         stop.check()
                         shares.append(generator.shares(prompt, answer, stop))
                         sources.append(source)
@@ -440,10 +464,11 @@ class Rag:
             What `ask` raises.
         """
         check_whole("k", k, 2, 64)
-        _check_deadline(deadline_s)
+        check_deadline(deadline_s)
+        asked, options = known_sources(questions), search_of(search, k)
         stop, found = Stop(deadline_s), list[bool | None]()
         with self._watched(stop) as generator:
-            for known in self._known(questions, k, search or {}, stop):
+            for known in self._known(asked, k, options, stop):
                 stop.check()
                 if known is None:
                     found.append(None)
@@ -496,10 +521,6 @@ class Rag:
         """The same of questions whose source is known; None: it does not stand in the prompt beside
         another."""
         for each in questions:
-            if not isinstance(each, KnownSource):
-                raise errors.InvalidInputError(
-                    "questions", got=repr(each)[:60], expected="KnownSource(question, passage)"
-                )
             found = self._prompt(each.question, self._hits(each.question, k, dict(search), stop))
             numbers = [i for i, one in enumerate(found.references) if one.passage == each.passage]
             is_there = numbers and len(found.references) > 1
@@ -509,8 +530,12 @@ class Rag:
         """What has become of an answer's sources since: by number ``unchanged``, ``changed`` or
         ``deleted``, in the version of the index that is open (`Index.reload` takes the newest).
 
-        Raises what reading texts raises.
+        Raises InvalidInputError, and what reading texts raises.
         """
+        if not isinstance(answer, Answer):
+            raise errors.InvalidInputError(
+                "answer", got=repr(answer)[:60], expected="an Answer, as `ask` returns it"
+            )
         self._check_open()
         texts = self.index.get([each.passage for each in answer.references])
         return {
@@ -570,21 +595,3 @@ def _budget(generator: Generator, prompt_tokens: int | None) -> int:
             fix="fewer of one of them",
         )
     return wanted
-
-
-def _check_asked(question: object, k: object, deadline_s: object) -> None:
-    """Raises InvalidInputError."""
-    check_whole("k", k, 0)
-    if not isinstance(question, str) or not question.strip():
-        raise errors.InvalidInputError("question", got=repr(question), expected="some text")
-    _check_deadline(deadline_s)
-
-
-def _check_deadline(deadline_s: object) -> None:
-    """Raises InvalidInputError."""
-    if deadline_s is not None:
-        check_finite("deadline_s", deadline_s)
-        if not isinstance(deadline_s, int | float) or deadline_s <= 0:
-            raise errors.InvalidInputError(
-                "deadline_s", got=deadline_s, expected="seconds, above 0"
-            )

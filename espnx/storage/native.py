@@ -226,6 +226,12 @@ class NativeEngine:
             if value is not None:
                 check_whole(f"{name} of an engine", value, 0)
         self.requested = str(path) if stored is None else stored.path
+        if self.requested not in settings.PATHS:
+            raise errors.InvalidInputError(
+                "path of an engine",
+                got=repr(self.requested),
+                expected=f"{', '.join(settings.PATHS)}, or a file of settings (nvme.toml)",
+            )
         self._native = load_native().Engine(
             path=self.requested,
             **{name: _DEFAULTS[name] if value is None else value for name, value in given.items()},

@@ -19,7 +19,7 @@ from ..checks import check_path, check_whole
 
 SUFFIX = ".toml"
 SECTION = "storage"
-_PATHS = ("auto", "uring", "posix", "memory")
+PATHS = ("auto", "uring", "posix", "memory")
 _SIZE_MAX = 1 << 16
 
 
@@ -34,9 +34,9 @@ class EngineSettings:
     pool_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.path not in _PATHS:
+        if self.path not in PATHS:
             raise errors.InvalidInputError(
-                "path of engine settings", got=repr(self.path), expected=", ".join(_PATHS)
+                "path of engine settings", got=repr(self.path), expected=", ".join(PATHS)
             )
         for name in ("queue_depth", "threads", "request_bytes", "pool_bytes"):
             if (value := getattr(self, name)) is not None:

@@ -20,7 +20,7 @@ import torch
 from ... import errors
 from ...device.interface import RowDevice, Segment, SegmentView
 from ...ops.attention import Queries, RowsInMemory, attend_rows, attention
-from ..attention import Before, Step
+from ..attention import CHUNK_TOKENS, Before, Step
 from ..shown import ShownAttention
 from .early import EarlyReads
 from .extent import Extent, Rows, RowShape
@@ -104,6 +104,8 @@ class Context:
         self._visible: torch.Tensor | None = None
         # by layer: which device's ticket is of which passages
         self._line = dict[int, list[tuple[int, list[int], int]]]()
+        # by how many attend at a time: the same, where every layer has the same passages to read
+        self._shares = dict[int, list[tuple[int, list[int]]]]()
 
     @property
     def tokens(self) -> int:
@@ -192,14 +194,26 @@ class Context:
 
     def _look(self, layer: int, each_bytes: int, taken: Sequence[int] = ()) -> None:
         """Puts the reads of a layer in line."""
-        most = self._most(each_bytes)
+        layout = self._shape.layout
         self._line[layer] = [
-            (number, part, device.ahead(self._shape.layout, self._views(layer, part)))
-            for number, (device, stored) in enumerate(
-                zip(self._devices, self._stored(layer, taken), strict=True)
-            )
+            (number, part, self._devices[number].ahead(layout, self._views(layer, part)))
+            for number, part in self._shared_out(layer, self._most(each_bytes), taken)
+        ]
+
+    def _shared_out(
+        self, layer: int, most: int, taken: Sequence[int]
+    ) -> list[tuple[int, list[int]]]:
+        """The parts of a layer, each with its device."""
+        if self.early is None and most in self._shares:
+            return self._shares[most]
+        found = [
+            (number, part)
+            for number, stored in enumerate(self._stored(layer, taken))
             for part in self._parts(stored, most)
         ]
+        if self.early is None:
+            self._shares[most] = found
+        return found
 
     def _views(self, layer: int, part: Sequence[int]) -> list[SegmentView]:
         """The first position of each passage is that in its prompt, by which queries see it."""
@@ -298,6 +312,7 @@ class Context:
     def replace(self, number: int, made: Passage) -> None:
         """Puts another computation of the same text in a passage's place."""
         self._release(number)
+        self._shares.clear()
         self.passages[number] = replace(self.passages[number], extent=made.extent, rows=made.rows)
         self._segments[number] = self._lent(self.passages[number])
 
@@ -321,7 +336,10 @@ class Context:
         for device, part, ticket in self._take(layer, each_bytes, taken):
             sums.add(part, *self._over(device, ticket, sums.queries(part)))
         self._attend_memory(layer, sums, self._most(each_bytes))
-        self._look(layer, each_bytes)
+        # A token will be followed by another, which asks for the same rows. A question may be all
+        # that there is; if not, its answer's first token asks, and they come all the same.
+        if n < CHUNK_TOKENS:
+            self._look(layer, each_bytes)
         return self._before(layer, begin, spread, sums, (n_sequences, heads, n))
 
     def _before(

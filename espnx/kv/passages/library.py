@@ -92,12 +92,12 @@ class Library:
         self._limit_bytes = None if limit_bytes is None else limit_bytes // count
         self._lock, self.damaged = threading.RLock(), list[Damaged]()
         self.deadline_s = deadline_s
-        for each in self.directories:
-            make_given_directory(each)
         self.engine: NativeEngine = (
             NativeEngine(engine, pool_bytes=_VERIFY_BYTES) if isinstance(engine, str) else engine()
         )
         try:
+            for each in self.directories:
+                make_given_directory(each)
             first = self.directories[0]
             self._pins = Pins(os.path.join(first, LOCKS))
             try:

@@ -8,6 +8,7 @@ stored stays as it was written, whoever looks at it and from wherever.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,11 +44,9 @@ class Rotation:
         Returns:
             [parts, ..., d], contiguous, in the dtype of `rows`.
         """
-        # In fp64: in fp32 an angle of thousands of radians has lost the digits that count.
-        moved = torch.tensor(positions, dtype=torch.float64)
-        angles = moved[:, None] * torch.tensor(self.radians, dtype=torch.float64)
         shape = (len(positions), *[1] * (rows.dim() - 2), len(self.radians))
-        cos, sin = (each.to(rows).view(shape) for each in (angles.cos(), angles.sin()))
+        turns = _turns(self.radians, tuple(positions))
+        cos, sin = (each.to(rows).view(shape) for each in turns)
         out = rows.new_empty(len(positions), *rows.shape[1:])
         out[..., self.width :] = rows[..., self.width :]
         first, second = self._halves(rows)
@@ -62,3 +61,15 @@ class Rotation:
             return rows[..., 0 : self.width : 2], rows[..., 1 : self.width : 2]
         half = len(self.radians)
         return rows[..., :half], rows[..., half : self.width]
+
+
+@functools.lru_cache(maxsize=16)
+def _turns(
+    radians: tuple[float, ...], positions: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 [positions, pairs]: the cosine and the sine of each angle. Every layer asks for the
+    same."""
+    # In fp64: in fp32 an angle of thousands of radians has lost the digits that count.
+    angles = torch.tensor(positions, dtype=torch.float64)[:, None]
+    angles = angles * torch.tensor(radians, dtype=torch.float64)
+    return angles.cos(), angles.sin()

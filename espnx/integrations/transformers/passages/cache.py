@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from .... import errors
+from ....checks import check_whole
 from ....kv.cache import SsdCache
 from ....kv.options import CacheOptions
 from ....kv.passages.context import Context
@@ -19,6 +20,9 @@ from ....kv.passages.mass import check_heads
 from ....kv.passages.store import ComposedStore, Tap
 from ....kv.striping import Storage
 from ..cache import KVCache
+
+#: What token ids may come as.
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class PassageCache(KVCache):
@@ -64,7 +68,8 @@ class PassageCache(KVCache):
         **options: Any,
     ):
         self._context, self._tap, self._keeps, self._reused = context, tap, keeps, reused
-        self._heads = int(config.get_text_config(decoder=True).num_attention_heads)
+        text = config.get_text_config(decoder=True)
+        self._heads, self._words = int(text.num_attention_heads), int(text.vocab_size)
         self._ids = torch.from_numpy(ids.astype(np.int64))
         self._is_token = torch.from_numpy(is_token)
         self.passages = [each.tokens for each in context.passages if each.is_counted]
@@ -122,7 +127,9 @@ class PassageCache(KVCache):
 
     def begin(self, question_tokens: int) -> None:
         """Starts reading the first layers of the passages, for a pass of so many tokens behind each
-        prompt, those of all its sequences together. `prompt` does so by itself."""
+        prompt, those of all its sequences together. `prompt` does so by itself. Raises
+        InvalidInputError."""
+        check_whole("question_tokens", question_tokens, 1)
         self._context.begin(self._heads, question_tokens)
 
     def prompt(
@@ -138,10 +145,12 @@ class PassageCache(KVCache):
         Returns:
             ``input_ids`` with the passages' tokens before them, and the ``attention_mask``.
 
-        Raises InvalidInputError: fewer sequences than prompts, or no multiple of them.
+        Raises InvalidInputError: no token ids of the model, fewer sequences than prompts, or no
+        multiple of them.
         """
         count = len(self._ids)
-        if len(input_ids) % count:
+        self._check_question(input_ids, attention_mask)
+        if not len(input_ids) or len(input_ids) % count:
             raise errors.InvalidInputError(
                 "questions behind composed prompts",
                 got=len(input_ids),
@@ -159,6 +168,29 @@ class PassageCache(KVCache):
             "attention_mask": torch.cat([is_token.to(mask), mask], dim=1),
         }
 
+    def _check_question(self, ids: object, mask: object) -> None:
+        """Raises InvalidInputError."""
+        what = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, torch.Tensor) else repr(ids)[:60]
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype not in _WHOLE:
+            raise errors.InvalidInputError(
+                "input_ids",
+                got=what,
+                expected="a tensor of token ids [sequences, n]",
+                fix="tokenizer(question, return_tensors='pt').input_ids",
+            )
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self._words:
+            raise errors.InvalidInputError(
+                "input_ids",
+                got=f"{int(ids.min())} to {int(ids.max())}",
+                expected=f"ids from 0 to {self._words - 1}",
+            )
+        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != ids.shape):
+            raise errors.InvalidInputError(
+                "attention_mask",
+                got=f"{list(mask.shape)}" if isinstance(mask, torch.Tensor) else repr(mask)[:60],
+                expected=f"a tensor {list(ids.shape)}, as input_ids",
+            )
+
     def passage_mass(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """Which share of their attention the tokens behind the passages paid to each of them.
 
@@ -174,6 +206,7 @@ class PassageCache(KVCache):
             those that were computed anew (`repair`, `blend`) got. Of several prompts a column is
             the n-th passage of each. It says where the model looked, and proves nothing.
         """
+        _check_span(begin, end)
         first, shares = self._context.mass.shares()
         chosen = shares[:, :, max(begin - first, 0) : None if end is None else max(end - first, 0)]
         if not chosen.numel():
@@ -205,14 +238,19 @@ class PassageCache(KVCache):
             float32 [sequences, heads, tokens, passages], of the heads of `watch_heads`, in its
             order, and of those of the tokens that came since it was called and are still known.
         """
+        _check_span(begin, end)
         first, shares = self._context.mass.head_shares()
         return shares[:, :, max(begin - first, 0) : None if end is None else max(end - first, 0)]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens; those of passages stay. See `KVCache.crop`.
 
-        Raises InvalidInputError: some of them are a passage's.
+        Raises InvalidInputError: some of them are a passage's, or this is no number of tokens.
         """
+        if not isinstance(tokens_to_remove, int) or isinstance(tokens_to_remove, bool):
+            raise errors.InvalidInputError(
+                "crop", got=repr(tokens_to_remove)[:60], expected="minus a number of tokens"
+            )
         own = self.get_seq_length() - self._context.tokens
         if -tokens_to_remove > own and tokens_to_remove > -self.get_seq_length():
             raise errors.InvalidInputError(
@@ -234,6 +272,7 @@ class PassageCache(KVCache):
         """See `KVCache.reuse_prefix`. Raises InvalidInputError where a prompt does not begin with
         the passages."""
         base = self._context.tokens
+        self._check_question(input_ids, attention_mask)
         is_behind = input_ids.shape[1] > base and bool(
             len(input_ids) % len(self._ids) == 0
             and (input_ids[:, :base].cpu() == self._rows(len(input_ids))).all()
@@ -274,3 +313,10 @@ class PassageCache(KVCache):
             f"<PassageCache: {own:,} tokens behind {len(self.passages)} passages of "
             f"{self._context.tokens:,} tokens>"
         )
+
+
+def _check_span(begin: object, end: object) -> None:
+    """Tokens behind the passages. Raises InvalidInputError."""
+    check_whole("begin", begin, 0)
+    if end is not None:
+        check_whole("end", end, 0)

@@ -20,9 +20,9 @@ import torch
 from transformers import PreTrainedModel
 
 from .... import errors
-from ....checks import check_whole
+from ....checks import check_callable, check_whole
 from ....device.interface import READ_AHEAD_BYTES
-from ....device.registry import Devices
+from ....device.registry import Devices, check_device
 from ....forks import check_own
 from ....kv.options import CacheOptions
 from ....kv.passages.context import Context, Passage
@@ -39,10 +39,11 @@ from ..enable import enable_kv_cache
 from ..identity import fingerprint as fingerprints
 from ..identity.watch import Watch
 from .anew import check_anew, compute_anew, deviating_tokens, first_tokens
+from .arguments import check_key, check_options, words_of
 from .cache import PassageCache
 from .loss import PassageLoss
 from .prefetch import PassagePrefetch
-from .prompts import MODES, Ids, Prompts, check_ids, prompts_of
+from .prompts import MODES, Ids, Prompts, check_ids, passages_of, prompts_of
 from .rotary import rotary_rows
 
 log = logging.getLogger(__name__)
@@ -114,15 +115,18 @@ class PassageKV:
                 "fingerprint", got=repr(fingerprint), expected=" or ".join(fingerprints.KINDS)
             )
         limit_bytes = None if library_bytes is None else parse_size(library_bytes)
+        if device is not None:
+            check_device(device)
+        self.directories, self._process = directories_of(directory), os.getpid()
+        self._vocabulary = words_of(model)
+        self._prefix = check_ids("prefix", prefix, self._vocabulary)
+        self._tokenizer = None if tokenizer is None else _tokenizer_digest(tokenizer)
         if model.training:
             raise errors.InvalidInputError(
                 "passages of a model", got="a model in training mode", fix="model.eval()"
             )
         self.model = enable_kv_cache(model)
-        self._vocabulary = len(model.get_input_embeddings().weight)
-        self._prefix = check_ids("prefix", prefix, self._vocabulary)
-        self.directories, self._process = directories_of(directory), os.getpid()
-        self._lock, self._kind, self._tokenizer = threading.RLock(), fingerprint, tokenizer
+        self._lock, self._kind = threading.RLock(), fingerprint
         self._rows = rotary_rows(model)
         self._heads = int(model.config.get_text_config(decoder=True).num_attention_heads)
         self._cost = partial(_flops, sum(each.numel() for each in model.base_model.parameters()))
@@ -137,11 +141,7 @@ class PassageKV:
         """Opens the library for the model as it is now."""
         self._watch = Watch(self.model.base_model)
         made_by = fingerprints.fingerprint(self.model, self._kind)
-        said = {
-            "model": made_by,
-            "rows": self._rows.shape.describe(),
-            "tokenizer": None if self._tokenizer is None else _tokenizer_digest(self._tokenizer),
-        }
+        said = {"model": made_by, "rows": self._rows.shape.describe(), "tokenizer": self._tokenizer}
         space = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).digest()
         engine = self._options.engine
         self._library = Library(
@@ -186,6 +186,8 @@ class PassageKV:
             WriteError, ReadError, DeadlineExceededError.
         """
         ids = check_ids("token_ids", token_ids, self._vocabulary)
+        if key is not None:
+            check_key(key)
         with self._lock:
             self._check()
             texts = [each for each in (self._prefix, ids) if each.size]
@@ -204,6 +206,7 @@ class PassageKV:
     def remove(self, key: str) -> None:
         """Forgets a name, and the passage, unless it has another one; prompts that are composed of
         it keep it until they are closed. Raises InvalidInputError for an unknown name."""
+        check_key(key)
         with self._lock:
             self._check()
             if not self._library.remove(key):
@@ -224,30 +227,24 @@ class PassageKV:
 
         Returns:
             The reads, for `compose(prefetch=)`, or to be cancelled.
+
+        Raises InvalidInputError: these are no passages, or no size.
         """
         check_own(self._process, "the library of passages")
-        early = EarlyReads(self._library, parse_size(max_bytes))
-        made = PassagePrefetch(early, self._start_early)
+        given, most_bytes = passages_of(passages), parse_size(max_bytes)
+        made = PassagePrefetch(EarlyReads(self._library, most_bytes), self._start_early)
         self._prefetches.add(made)
-        made.want(passages)
+        made.want(given)
         return made
 
     def _start_early(self, early: EarlyReads, passages: Sequence[str | Ids]) -> bool:
-        texts = [
-            check_ids("a passage", each, self._vocabulary)
-            for each in passages
-            if not isinstance(each, str)
-        ]
+        texts = [self._checked(each) for each in passages]
         if not self._lock.acquire(blocking=False):  # a prompt is being computed
             return False
         try:
             if self._is_closed or early.library is not self._library:
                 return False
-            given = iter(texts)
-            found = [
-                self._library.named(each) if isinstance(each, str) else next(given)
-                for each in passages
-            ]
+            found = [self._library.named(each) if isinstance(each, str) else each for each in texts]
             prompt = self._prompts("blocks", [[ids for ids in found if ids is not None]])
             wanted = [
                 (identity, ids)
@@ -309,19 +306,19 @@ class PassageKV:
                 drafts, or several prompts with `repair` or `blend`.
             WriteError, ReadError, DeadlineExceededError.
         """
-        every = prompts_of(passages)
+        every = [[self._checked(x) for x in each] for each in prompts_of(passages)]
+        if not isinstance(mode, str) or mode not in MODES:
+            raise errors.InvalidInputError("mode", got=repr(mode), expected=", ".join(MODES))
         check_anew(repair, blend, mode, len(every))
         if question_tokens is not None:
             check_whole("question_tokens", question_tokens, 1)
-        if mode not in MODES:
-            raise errors.InvalidInputError("mode", got=repr(mode), expected=", ".join(MODES))
-        if options.get("draft") is not None or options.get("draft_memory") is not None:
+        if check is not None:
+            check_callable("check", check)
+        if prefetch is not None and not isinstance(prefetch, PassagePrefetch):
             raise errors.InvalidInputError(
-                "drafts behind composed passages",
-                got=options.get("draft"),
-                expected="None: tokens one by one",
-                fix="KVCache(..., draft=...), of which all is computed",
+                "prefetch", got=repr(prefetch)[:60], expected="what `prefetch` returned, or None"
             )
+        check_options(self._own_rows | options)
         early = None if prefetch is None else prefetch.take()
         with self._lock:
             try:
@@ -360,12 +357,20 @@ class PassageKV:
             question: token ids behind them, at least one.
             **options: of `compose`, such as ``repair``.
 
-        Raises what `compose` and the model raise.
+        Raises InvalidInputError, and what `compose` and the model raise.
         """
         asked = check_ids("question", question, self._vocabulary)
+        prompts = prompts_of(passages)
+        if len(prompts) != 1:
+            raise errors.InvalidInputError(
+                "passages of a loss",
+                got=f"{len(prompts)} prompts",
+                expected="one",
+                fix="ask for each by itself",
+            )
         if not asked.size:
             raise errors.InvalidInputError("question", got="no token", expected="1 or more")
-        with self.compose(passages, **options) as cache:
+        with self.compose(prompts[0], **options) as cache:
             lossy, reused = self._next_words(cache, asked), cache.reused
             given = cache.prompt(torch.empty(1, 0, dtype=torch.int64))["input_ids"][0].numpy()
         with KVCache(self.model.config, self.directories, **self._own_rows) as whole:
@@ -382,9 +387,16 @@ class PassageKV:
             logits = self.model(input_ids=given, use_cache=True, **{name: cache}).logits
         return logits[0].double().log_softmax(dim=-1).cpu()
 
-    def _ids_of(self, passage: str | Ids) -> np.ndarray:
+    def _checked(self, passage: str | Ids) -> str | np.ndarray:
+        """A name, or token ids int32 [n]. Raises InvalidInputError."""
+        if isinstance(passage, str):
+            check_key(passage)
+            return passage
+        return check_ids("a passage", passage, self._vocabulary)
+
+    def _ids_of(self, passage: str | np.ndarray) -> np.ndarray:
         if not isinstance(passage, str):
-            return check_ids("a passage", passage, self._vocabulary)
+            return passage
         found = self._library.named(passage)
         if found is None:
             raise _unknown(passage)

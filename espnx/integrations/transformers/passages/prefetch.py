@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from ....kv.passages.early import EarlyReads
-from .prompts import Ids
+from .prompts import Ids, passages_of
 
 #: Starts the reads of these passages.
 Start = Callable[[EarlyReads, Sequence[str | Ids]], bool]
@@ -38,8 +38,10 @@ class PassagePrefetch:
 
         Returns:
             False: nothing was done, because the library is at work on another prompt.
+
+        Raises InvalidInputError: these are no passages.
         """
-        return self._start(self.early, passages)
+        return self._start(self.early, passages_of(passages))
 
     def take(self) -> EarlyReads:
         """The reads, which are the caller's to close from here on."""

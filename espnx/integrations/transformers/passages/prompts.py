@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -102,10 +102,26 @@ class Prompts:
         return ids, is_token
 
 
+def passages_of(passages: object) -> list[Any]:
+    """What was given as several passages, or prompts. Raises InvalidInputError for one text, and
+    for what has no order."""
+    has_order = isinstance(passages, Iterable) and not isinstance(
+        passages, str | bytes | bytearray | Mapping | Set
+    )
+    if not has_order or getattr(passages, "ndim", 1) == 0:
+        raise errors.InvalidInputError(
+            "passages",
+            got=repr(passages)[:60],
+            expected="a list of names that `add` returned, or of token ids",
+            fix="compose([passage])",
+        )
+    return list(passages)  # type: ignore[call-overload]
+
+
 def prompts_of(passages: Sequence[Any]) -> list[list[str | Ids]]:
-    """The passages of each prompt. Raises InvalidInputError where prompts and passages are
-    mixed."""
-    given = list(passages)
+    """The passages of each prompt. Raises InvalidInputError for what is no list of them, and where
+    prompts and passages are mixed."""
+    given = passages_of(passages)
     prompts = [each for each in given if isinstance(each, list | tuple) and _has_passages(each)]
     empty = [each for each in given if isinstance(each, list | tuple) and not each]
     if prompts and len(prompts) + len(empty) == len(given):
@@ -128,11 +144,11 @@ def check_ids(what: str, ids: Ids, vocabulary: int) -> np.ndarray:
     """Token ids, below `vocabulary`, as int32 [n]. Raises InvalidInputError."""
     try:
         found = np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # the last of them: of tensors
         raise errors.InvalidInputError(what, got=repr(ids)[:60], expected="token ids") from error
     if found.ndim == 2 and found.shape[0] == 1:
         found = found[0]
-    is_whole = found.size == 0 or np.issubdtype(found.dtype, np.integer)
+    is_whole = found.size == 0 or found.dtype.kind in "iu"
     if found.ndim != 1 or not is_whole:
         raise errors.InvalidInputError(
             what, got=f"{found.dtype} {list(found.shape)}", expected="whole numbers [n]"

@@ -19,6 +19,7 @@ from espnx import errors
 from espnx.integrations.streamed.load import load_streamed
 from espnx.integrations.transformers.passages import passage_kv
 from espnx.integrations.transformers.passages.passage_kv import PassageKV
+from espnx.kv.attention import CHUNK_TOKENS
 from espnx.kv.passages import context as contexts
 from espnx.kv.passages.library import DATA, Library
 from espnx.storage import NativeEngine
@@ -234,6 +235,26 @@ def test_reads_run_ahead(kv: PassageKV) -> None:
         stats = device.stats()
         assert stats.bytes_moved <= 1.5 * stats.bytes_asked
         context.forget = original  # type: ignore[method-assign]
+
+
+def test_a_question_reads_once(kv: PassageKV) -> None:
+    """What a question has asked for is read, and nothing more; the tokens of its answer find their
+    reads in line from the second one on."""
+    question = words(CHUNK_TOKENS, 6)
+    for each in PASSAGES:
+        kv.add(each)
+    with kv.compose(PASSAGES) as cache:
+        (device,) = cache._context._devices
+        before = device.stats()
+        kv.model(question[None], past_key_values=cache)
+        assert not cache._context._line
+        assert device.front() == -1
+        once = device.stats().bytes_asked - before.bytes_asked
+        assert device.stats().bytes_moved - before.bytes_moved == once > 0
+        for number in (2, 3):
+            kv.model(question[None, :1], past_key_values=cache)
+            assert len(cache._context._line) == 3
+            assert device.stats().bytes_asked - before.bytes_asked == number * once
 
 
 @pytest.mark.parametrize("told", ["prompt", "question_tokens", None])
