@@ -309,7 +309,7 @@ def build_graph_of_codes(world: World) -> Any:
 @call
 def search_graph(world: World) -> Any:
     graph = world.keep("graph", lambda: espnx.graph.open(world.path("graph")))
-    return [graph.search(VECTORS[:5], k=3).ids, graph.verify() > 0]
+    return [graph.search(VECTORS[:5], k=3).ids, graph.verify().pages > 0]
 
 
 # KV caches and models.

@@ -188,7 +188,7 @@ def _build(vectors: np.ndarray, path: Path, system: str, plan: ChangesPlan) -> N
 
 
 def _options(system: str, plan: ChangesPlan) -> dict[str, Any]:
-    """Of builds."""
+    """How graphs are built: the fresh ones, and those that change."""
     return {
         "codes": CODES.get(system, "inline"), "threads": plan.threads, "clusters": plan.clusters,
     }  # fmt: skip

@@ -236,7 +236,8 @@ std::tuple<NewTensor, NewTensor> attend(RowStream* stream, int64_t ticket,
   // Before and after there are no rows to share out, but sums: a thread for less than a MiB of them
   // takes longer to start than they do.
   constexpr int64_t kWorthAThread = 1 << 18;
-  const int sharing = groups * n * (queries.dv + 2) < kWorthAThread ? 1 : threads;
+  const bool is_small = groups * n * (queries.dv + 2) < kWorthAThread;
+  const int sharing = is_small ? 1 : static_cast<int>(std::clamp<int64_t>(groups, 1, threads));
   const int64_t grain = std::max<int64_t>(1, groups / (4 * sharing));
   const auto each_state = [&](const auto& work) {
     espnx::parallel_for(groups, grain, sharing, [&](int, int64_t begin, int64_t end) {

@@ -278,8 +278,8 @@ class SsdCache:
     def read_ahead(self, size_bytes: int) -> None:
         """Reads for the next pass go on, so many bytes ahead of all devices together, until that is
         said anew or nothing may be rejected any more (`settle`)."""
+        self.striped.reach(size_bytes)  # first, so that what is put in line fills this window
         self.ahead.resume()
-        self.striped.reach(size_bytes)
 
     def accept(self, n_new: int, kept: Sequence[int]) -> None:
         """Keeps the first `kept` of the last pass's `n_new` tokens of each sequence. Reads ahead

@@ -385,6 +385,8 @@ class TensorRecordTicket:
     def cancel(self) -> None:
         """See `RecordTicket`."""
         self._future.cancel()
+        if self.task is None:  # nobody might come to its end
+            self._device.ended(self)
 
     @property
     def records(self) -> tuple[torch.Tensor, torch.Tensor]:

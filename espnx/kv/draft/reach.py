@@ -44,6 +44,10 @@ class Reach:
         self._rate: float | None = None  # bytes a second
         self._free: int | None = None
 
+    def begin(self) -> None:
+        """A text begins: how much memory is free is asked anew."""
+        self._free = None
+
     def note(self, bytes_asked: int, ahead_bytes: int, seconds: float) -> None:
         """A pass has ended that asked for so many bytes, of which `ahead_bytes` were in memory when
         it began. The rate is the disk's where passes wait for it, and below it where they do not:

@@ -63,13 +63,13 @@ class Rotation:
         return rows[..., :half], rows[..., half : self.width]
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=256)
 def _turns(
     radians: tuple[float, ...], positions: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 [positions, pairs]: the cosine and the sine of each angle. Every layer asks for the
     same."""
     # In fp64: in fp32 an angle of thousands of radians has lost the digits that count.
-    angles = torch.tensor(positions, dtype=torch.float64)[:, None]
-    angles = angles * torch.tensor(radians, dtype=torch.float64)
+    angles = torch.tensor(positions, dtype=torch.float64, device="cpu")[:, None]
+    angles = angles * torch.tensor(radians, dtype=torch.float64, device="cpu")
     return angles.cos(), angles.sin()

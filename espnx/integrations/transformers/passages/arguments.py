@@ -1,4 +1,5 @@
-"""What a library of passages is given, checked before anything is computed."""
+"""What a library of passages is given, checked before anything is computed. A file of its own: what
+it checks is as much of prompts and of caches as of the library."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def check_options(options: Mapping[str, Any]) -> None:
             fix="KVCache(..., draft=...), of which all is computed",
         )
     known = [each.name for each in fields(CacheOptions)]
-    given = {name: value for name, value in options.items() if not name.startswith("draft")}
+    given = {
+        name: value for name, value in options.items() if name not in ("draft", "draft_memory")
+    }
     for name in given:
         if name not in known:
             meant = nearest(name, known)

@@ -24,7 +24,7 @@ from ....kv.attention import CHUNK_TOKENS
 from ....kv.draft.acceptance import drawn, next_token
 from ....kv.draft.lookup import continuation
 from ....kv.draft.rows import tier_of
-from ....kv.draft.sources import LOOKUP, would_bring
+from ....kv.draft.sources import LOOKUP, Sources, would_bring
 from ....kv.draft.tally import PACKED, Tally
 from ..cache import KVCache
 from ..forward.positions import learned_positions
@@ -103,6 +103,9 @@ class Decoding:
         }
         self._limit = learned_positions(model)
         self._found = list[list[int]]()  # of each of these, what lookup proposes
+        # where gamma is given, a text comes again by its seed: others' have no part in it
+        self._sources = tally.sources if gamma is None else Sources()
+        tally.reach.begin()
         self._before = 0  # tokens in the cache that are not in the prompt
         self._prompted = 0  # tokens in the cache after the prompt
 
@@ -222,18 +225,14 @@ class Decoding:
         ]
         passes.accept(n, kept)
         pass_s = time.perf_counter() - drafted
-        tally.add(
-            [len(draft.tokens) for draft in drafts],
-            kept,
-            draft_s=drafted - begun,
-            pass_s=pass_s,
-            sources=[draft.source for draft in drafts],
-            looked=[
-                would_bring(found, self._ids[row, begin : begin + n].tolist())
-                for row, found, begin, n in zip(self._going, self._found, before, kept, strict=True)
-            ],
-            is_slow=is_slow,
-        )
+        said, sources = [len(draft.tokens) for draft in drafts], [each.source for each in drafts]
+        looked = [
+            would_bring(found, self._ids[row, begin : begin + n].tolist())
+            for row, found, begin, n in zip(self._going, self._found, before, kept, strict=True)
+        ]
+        tally.add(said, kept, drafted - begun, pass_s, sources, looked, is_slow=is_slow)
+        if self._sources is not tally.sources:
+            self._sources.note(sources, said, kept, drafted - begun, pass_s, looked)
         tally.lost = max(tally.lost, len(self._cache.store.lost.sequences))
         tally.memory_bytes = max(tally.memory_bytes, self._cache.store.tier_bytes)
         tally.draft_bytes_asked += before_pass.bytes_asked - before_drafts.bytes_asked
@@ -271,7 +270,7 @@ class Decoding:
         if self._assistant is None and (kind == LOOKUP or not store.has_tier):
             return looked  # the first pass brings what a model attends to
         # by the clock only where that chooses in any case: what is sampled comes again otherwise
-        is_first = self._tally.sources.asks_lookup(by_clock=self._gamma is None)
+        is_first = self._sources.asks_lookup(by_clock=self._gamma is None)
         drafts = looked if is_first else [Draft([]) for _ in room]
         left = [0 if draft.tokens else n for draft, n in zip(drafts, most, strict=True)]
         if self._assistant is not None:

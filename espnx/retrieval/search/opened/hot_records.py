@@ -29,11 +29,13 @@ _COMING_BYTES = 64 << 20  # of records on their way from a GPU
 
 @dataclass
 class _Coming:
-    """Records on their way from a GPU into the ring, one after the other in `memory`."""
+    """Records on their way from a GPU into the ring, one after the other in `memory`. `source`:
+    where they were read to, which nobody else may write before they have been copied."""
 
     numbers: np.ndarray
     size_bytes: np.ndarray
     memory: torch.Tensor
+    source: torch.Tensor
     copied: Event
 
 
@@ -134,8 +136,8 @@ class HotRecords:
         while another thread is at it.
 
         `memory`: where they were read to. On a GPU, those that are kept come back in one copy,
-        which nobody waits for: they are here at the next call after it. While 64 MiB are on their
-        way, others do not follow.
+        which nobody waits for: they are here at the next call after it. No more than 64 MiB, and
+        than the ring holds, are on their way.
         """
         if not len(numbers) or not self._lock.acquire(blocking=False):
             return
@@ -143,13 +145,18 @@ class HotRecords:
             self._take_what_came()
             again = self._seen[numbers] & ~self._is_here(self._place[numbers])
             self._note_seen(numbers)
-            if not again.any() or sum(each.memory.nbytes for each in self._coming) > _COMING_BYTES:
+            for each in self._coming:
+                again &= ~np.isin(numbers, each.numbers)
+            sizes = self._tier.schema.sizes(self._tier.n_tokens[numbers[again]])
+            if memory.is_cuda:
+                room = min(_COMING_BYTES, self.budget_bytes)
+                room -= sum(each.memory.nbytes for each in self._coming)
+                fits = np.cumsum(sizes) <= room
+                again[np.flatnonzero(again)[~fits]] = False
+                sizes = sizes[fits]
+            if not again.any():
                 return
-            kept = numbers[again]
-            sizes, where = (
-                self._tier.schema.sizes(self._tier.n_tokens[kept]),
-                positions.numpy()[again],
-            )
+            kept, where = numbers[again], positions.numpy()[again]
             if memory.is_cuda:
                 self._bring(kept, sizes, memory, where)
             else:
@@ -169,9 +176,9 @@ class HotRecords:
             self._put_all(numbers, sizes, there.cpu().numpy(), np.cumsum(sizes) - sizes)
             return
         # perhaps of another stream, which may use its memory again
-        memory.record_stream(streams.current(memory.device))  # type: ignore[arg-type]
+        memory.record_stream(streams.current(memory.device))
         here = host_memory(there.numel(), there.device).copy_(there, non_blocking=True)
-        self._coming.append(_Coming(numbers, sizes, here, event_behind_now(there.device)))
+        self._coming.append(_Coming(numbers, sizes, here, memory, event_behind_now(there.device)))
 
     def _take_what_came(self) -> None:
         """What has arrived from a GPU. The lock is held."""
