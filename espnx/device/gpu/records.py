@@ -60,10 +60,11 @@ class TensorRecordDevice(RecordFiles):
             ticket.task = self._workers.submit(ticket.work)
 
     def ended(self, ticket: TensorRecordTicket) -> None:
-        """All of a ticket's records were read."""
+        """All of a ticket's records were read, or nobody wants them any more."""
         with self._lock:
-            self._tickets.discard(ticket)
-            self._stats += ticket.stats
+            if ticket in self._tickets:
+                self._tickets.discard(ticket)
+                self._stats += ticket.stats
 
     def computed(self, seconds: float) -> None:
         """What a ticket has taken after that."""
