@@ -185,8 +185,9 @@ def _measured(file: Path) -> str:
     headers, cells = table(rows_of(load(file)))
     lines = [
         "## On one machine\n",
-        "Programs that were recorded while the disk ran free, predicted under throttles and then",
-        "run under them; and programs on emulated devices, predicted beside the emulated time",
+        "Programs that ran in turns with the disk free and throttled: what is predicted of free",
+        "turns under a throttle, beside the turns under it; and programs on emulated devices,",
+        "predicted beside the emulated time",
         f"(`{file.name}`, `espnx bench simulate --show throttle,device`). What took is measured or",
         "emulated, the predictions are **modelled**. Where n is 0 the run's results were not those",
         "of the free run, so that it has no time to hold the prediction against.\n",
