@@ -19,6 +19,7 @@ from ..near_storage import NearStorageDevice
 
 #: Of the lines; the first one names it as `espnx_trace`.
 VERSION = 3
+_PROGRAM_CHARS = 200  # enough to know it by: a prompt on a command line may be any length
 
 
 class TraceWriter:
@@ -55,7 +56,7 @@ class TraceWriter:
             ) from error
         head = {
             "espnx_trace": VERSION,
-            "program": program,
+            "program": _readable(program),
             "devices": [
                 {"name": each.name, "kind": each.kind, "path": os.path.abspath(each.path)}
                 for each in devices
@@ -192,3 +193,9 @@ class TraceWriter:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _readable(program: str) -> str:
+    """A command line as a reader takes it: not too long, and without what is no text."""
+    shown = program.replace("\0", "").encode("utf-8", "replace").decode()
+    return shown if len(shown) <= _PROGRAM_CHARS else shown[:_PROGRAM_CHARS] + " ..."

@@ -412,3 +412,12 @@ def test_random_bytes_are_no_trace(tmp_path: Path) -> None:
             read_trace(tmp_path / "trace")
         except errors.EspnxError:
             continue
+
+
+@pytest.mark.parametrize("program", ["", "a" * 4000, "a" * 100_000, "b\udcff c\0d", "é" * 5000])
+def test_any_command_line_is_read_again(tmp_path: Path, program: str) -> None:
+    """A prompt may be long, and arguments need not be text."""
+    with TraceWriter(tmp_path / "t", program, []):
+        pass
+    said = read_trace(tmp_path / "t").program
+    assert said == program or (said[:1] == program[:1] and len(said) <= 4096)
