@@ -4,6 +4,7 @@ which they were asked for."""
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,8 @@ class ReadsAhead:
     def __init__(self, begin: Callable[[Wanted, tuple[int, ...]], Piece]):
         self._begin = begin
         self._begun: dict[int, list[Piece]] = {}  # by ticket
-        self._waiting: dict[int, list[Wanted]] = {}  # by ticket; of each the last one is next
+        # by ticket, those of which something waits; of each the last one is next
+        self._waiting = OrderedDict[int, list[Wanted]]()
         self._size_bytes, self._window_bytes = 0.0, math.inf
         #: What the last one that was taken has come with, and who took it.
         self._taken: tuple[int, ...] = ()
@@ -50,7 +52,9 @@ class ReadsAhead:
         """Puts pieces in line. Of all that nobody has taken, as many are read as fit into the
         window (None: all)."""
         self._window_bytes = math.inf if window_bytes is None else window_bytes
-        self._begun[ticket], self._waiting[ticket] = [], list(reversed(wanted))
+        self._begun[ticket] = []
+        if wanted:
+            self._waiting[ticket] = list(reversed(wanted))
         self._fill()
 
     def take(self, ticket: int, by: int) -> list[Piece]:
@@ -60,7 +64,7 @@ class ReadsAhead:
         while True:
             if self._begun.get(ticket):
                 piece = self._begun[ticket].pop(0)
-            elif self._waiting.get(ticket):  # the window is full of others, and it is needed now
+            elif ticket in self._waiting:  # the window is full of others, and it is needed now
                 self._next(ticket)
                 continue
             else:
@@ -70,7 +74,6 @@ class ReadsAhead:
             self._taken = (piece.command, by)
             self._fill()
         self._begun.pop(ticket, None)
-        self._waiting.pop(ticket, None)
         return taken
 
     def forget(self) -> None:
@@ -80,14 +83,16 @@ class ReadsAhead:
         self._size_bytes = 0.0
 
     def _fill(self) -> None:
-        for ticket, waiting in self._waiting.items():
-            while waiting:
-                size_bytes = self._size_bytes + waiting[-1].size_bytes
-                if self._size_bytes > 0 and size_bytes > self._window_bytes:
-                    return
-                self._next(ticket)
+        while self._waiting:
+            ticket, waiting = next(iter(self._waiting.items()))
+            size_bytes = self._size_bytes + waiting[-1].size_bytes
+            if self._size_bytes > 0 and size_bytes > self._window_bytes:
+                return
+            self._next(ticket)
 
     def _next(self, ticket: int) -> None:
         wanted = self._waiting[ticket].pop()
+        if not self._waiting[ticket]:
+            del self._waiting[ticket]
         self._size_bytes += wanted.size_bytes
         self._begun[ticket].append(self._begin(wanted, self._taken))

@@ -228,3 +228,22 @@ def test_what_is_forgotten_is_not_read(tmp_path: Path) -> None:
     assert kept.predicted_s < found  # it was needed now, and went before the rest
     with pytest.raises(FormatError, match="read_ahead_bytes"):
         answer(disk(), trace_of(tmp_path, ahead(0, MB, 0)))
+
+
+def test_tickets_in_any_order_are_read_once(tmp_path: Path) -> None:
+    """Taken from the last one on, and one of them twice: no byte more, none less."""
+    sizes = [3 * MB, 37 * MB, 90_001, 20 * MB]
+    lines = [ahead(i, size, 5 * MB) for i, size in enumerate(sizes)]
+    for n, ticket in enumerate([3, 1, 1, 2, 0], start=len(sizes)):
+        lines.append(attend(n, 0.1 * n, sizes[ticket], ticket, 1e-3))
+    found = answer(disk(), trace_of(tmp_path, *lines))
+    rate = load_spec("990-pro").flash.read_bandwidth.value
+    assert found.busy_s["flash"] == pytest.approx(sum(sizes) / rate)
+
+
+def test_thousands_that_nobody_takes(tmp_path: Path) -> None:
+    """Each costs as much as the first: the reads of a window, whatever waits behind it."""
+    lines = [ahead(i, 8192, 16384) for i in range(20_000)]
+    found = answer(disk(), trace_of(tmp_path, *lines))
+    rate = load_spec("990-pro").flash.read_bandwidth.value
+    assert found.busy_s["flash"] == pytest.approx(16384 / rate)
