@@ -77,8 +77,8 @@ class RecallPoint:
         recall: recall@10 of queries like the graph's vectors that are none of them: of some of
             these, each kept from its own search.
         pages: read, the mean of a search.
-        probe_ratio: where there is a graph for each cluster: clusters that are no farther than the
-            nearest by this share (of the squared distance) are searched; else None.
+        probe_ratio: where there is a graph for each cluster: the `ratio` of the `Probing` that says
+            which are searched; else None.
         clusters: that are, the mean.
     """
 

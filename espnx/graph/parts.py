@@ -150,6 +150,12 @@ class Clusters:
     salts: np.ndarray
     page_files: Sequence[PageFile]
 
+    @cached_property
+    def spread(self) -> float:
+        """The mean squared distance of the centroids from their mean."""
+        apart = self.centroids - self.centroids.mean(axis=0, dtype=np.float64).astype(np.float32)
+        return float(np.square(apart).sum(axis=1, dtype=np.float64).mean())
+
     def table(self) -> np.ndarray:
         """`TABLE` [clusters]."""
         table = np.zeros(len(self.nodes), TABLE)

@@ -14,7 +14,7 @@ from .probing import Probing
 
 _RECALL = 0.95
 _UNMEASURED = 320  # candidates of a walk where the build measured no list
-_UNMEASURED_RATIO = 0.5  # and clusters that it goes through, see `Probing`
+_UNMEASURED_RATIO = 1.5  # and clusters that it goes through, see `Probing`
 # That cost about as much as reading a page, summing it, and estimating how far its neighbours are.
 _DISTANCES_PER_PAGE = 256
 # A filter of so much of a share is taken for one of it.

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from ..neighbours import measure
+from ..parts import Clusters
 
 _DISTANCES_AT_ONCE = 1 << 22
-_RATIO_MAX = 1e6
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,8 @@ class Probing:
 
     Attributes:
         count: so many; None: as `ratio` says.
-        ratio: those that are no farther than the nearest by this share (of the squared distance, or
-            of the inner product): more of them for a query between clusters than for one inside of
-            one.
+        ratio: those that are no farther than the nearest by this share of `units_of` the queries:
+            more of them for a query between clusters than for one inside of one.
     """
 
     count: int | None = None
@@ -36,13 +35,31 @@ def distances_to_clusters(queries: torch.Tensor, centroids: np.ndarray, metric: 
     return np.concatenate(parts) if parts else np.empty((0, len(centroids)), np.float32)
 
 
+def units_of(queries: torch.Tensor, clusters: Clusters, metric: str) -> np.ndarray:
+    """float64 [q, 1]: what a ratio is a multiple of. Above 0.
+
+    The squared distance to a centroid, less that to the nearest one, says how far a query is from
+    the border between the two: twice that times the distance of the centroids. So it is measured
+    by what these are apart, and not by how far the query is from its nearest one, which of a query
+    far from all of them would let more through. By inner product it grows with the query.
+    """
+    unit = np.full((len(queries), 1), clusters.spread)
+    if metric == "ip":
+        unit = np.sqrt(unit) * queries.double().norm(dim=1, keepdim=True).numpy()
+    return np.maximum(unit, np.finfo(np.float32).tiny)
+
+
 def choose_clusters(
-    far: np.ndarray, probing: Probing, counts: np.ndarray | None = None, least: int = 0
+    far: np.ndarray,
+    units: np.ndarray,
+    probing: Probing,
+    counts: np.ndarray | None = None,
+    least: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The clusters to search for each query.
 
     Args:
-        far: float32 [q, clusters], of `distances_to_clusters`.
+        far: float32 [q, clusters], of `distances_to_clusters`. units: of `units_of`.
         counts: int64 [clusters]: nodes of each that a filter allows: clusters without any are
             passed by. None: all are.
         least: allowed nodes that the chosen clusters have together, where there are so many.
@@ -59,7 +76,7 @@ def choose_clusters(
         wanted = np.full(len(far), probing.count)
     else:
         near = np.take_along_axis(far, order, axis=1).astype(np.float64)
-        limit = near[:, :1] + (_unit(near) * probing.ratio if near.size else 0)
+        limit = near[:, :1] + units * probing.ratio
         wanted = (near <= limit).sum(axis=1)
     if counts is not None:
         reached = np.cumsum(counts[order], axis=1) >= least
@@ -70,22 +87,14 @@ def choose_clusters(
     return order[chosen], np.concatenate([np.zeros(1, np.int64), np.cumsum(wanted)])
 
 
-def ratios_of(far: np.ndarray) -> list[float]:
+def ratios_of(far: np.ndarray, units: np.ndarray) -> list[float]:
     """Ratios of a `Probing`, of which each lets half of some queries go through about half as many
     clusters again as the one before: 1, 2, 3, 4, 6, 8, 12, and so on to all; and the one that lets
-    every query go through all. `far`: of `distances_to_clusters`."""
+    every query go through all. Args as of `choose_clusters`."""
     near = np.sort(far.astype(np.float64), axis=1)
-    shares = (near - near[:, :1]) / _unit(near)
+    shares = (near - near[:, :1]) / units
     share = np.median(shares, axis=0)
     n = far.shape[1]
     doubled = [each << i for i in range(n.bit_length()) for each in (1, 3)]
     ratios = {float(share[count - 1]) for count in (*doubled, n) if count <= n}
     return sorted(ratios | {float(shares.max()) * (1 + 1e-9)})
-
-
-def _unit(near: np.ndarray) -> np.ndarray:
-    """float64 [q, 1]: what a ratio is a multiple of: a query's distance to the nearest centroid. Of
-    a query that is a centroid that is nothing, and the ratio of all clusters would have no end."""
-    largest = np.abs(near).max(axis=1, keepdims=True)
-    least = np.maximum(largest / _RATIO_MAX, np.finfo(np.float32).tiny)
-    return np.maximum(np.abs(near[:, :1]), least)

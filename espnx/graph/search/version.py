@@ -24,7 +24,7 @@ from ..pages.checked import read_codes
 from ..pages.directory import read_graph, read_graph_manifest
 from .asked import WalkRequest, checked_queries
 from .effort import Effort, effort_of, filtered_probing
-from .probing import Probing, choose_clusters, distances_to_clusters, ratios_of
+from .probing import Probing, choose_clusters, distances_to_clusters, ratios_of, units_of
 from .reading import RowReader
 from .under_way import GraphSearch
 
@@ -150,19 +150,21 @@ class GraphVersion:
     def probe_ratios(self, queries: Any) -> list[float]:
         """Ratios of a `Probing` that are worth measuring, see `ratios_of`; there is a graph for
         each cluster."""
-        return ratios_of(self._distances_to_clusters(checked_queries(self.facts, queries)[1]))
+        return ratios_of(*self._to_clusters(checked_queries(self.facts, queries)[1]))
 
     def _measuring(self, queries: Any, k: int, probing: Probing | None) -> WalkRequest:
         native, wide = checked_queries(self.facts, queries)
         return WalkRequest(native, wide, k, 1, float("inf"), _MEASURING_S, probing=probing)
 
-    def _distances_to_clusters(self, wide: torch.Tensor) -> np.ndarray:
-        clusters = self.facts.clusters
+    def _to_clusters(self, wide: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """What `choose_clusters` goes by."""
+        clusters, metric = self.facts.clusters, self.facts.metric
         if clusters is None:
             raise errors.InvalidInputError(
                 "clusters of a graph", got="one graph of all vectors", fix="build(clusters=N)"
             )
-        return distances_to_clusters(wide, clusters.centroids, self.facts.metric)
+        far = distances_to_clusters(wide, clusters.centroids, metric)
+        return far, units_of(wide, clusters, metric)
 
     def _walk(
         self,
@@ -181,10 +183,7 @@ class GraphVersion:
             counts = np.where(self.facts.is_there, nodes, 0)
         if walk.probing is not None:
             parts = choose_clusters(
-                self._distances_to_clusters(walk.wide),
-                walk.probing,
-                counts,
-                walk.k * self.facts.copies,
+                *self._to_clusters(walk.wide), walk.probing, counts, walk.k * self.facts.copies
             )
         return GraphSearch(
             self.facts,

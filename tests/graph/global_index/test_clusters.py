@@ -26,7 +26,8 @@ from espnx.graph.layout import rows_of
 from espnx.graph.native import native_view
 from espnx.graph.pages.checked import open_pages, read_pages
 from espnx.graph.pages.directory import read_graph
-from espnx.graph.search.probing import Probing, choose_clusters
+from espnx.graph.parts import Clusters
+from espnx.graph.search.probing import Probing, choose_clusters, units_of
 from espnx.graph.write import pages_of
 from espnx.ops._native import load_extension
 from espnx.storage import NativeEngine
@@ -36,6 +37,7 @@ from tests.graph.conftest import clustered, exact, recall_of
 
 Options = dict[str, Any]
 FEW: Options = {"max_degree": 16, "list_size": 40, "threads": 1}
+ONE = np.ones((1, 1))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,11 @@ def plain_probing(
     far.sort()
     if probing.count is not None:
         return [number for _, number in far[: probing.count]]
-    limit = far[0][0] + abs(far[0][0]) * probing.ratio
+    middle = centroids.astype(np.float64).mean(axis=0)
+    unit = float(((centroids - middle) ** 2).sum(axis=1).mean())
+    if metric == "ip":
+        unit = float(np.sqrt(unit) * np.linalg.norm(query))
+    limit = far[0][0] + unit * probing.ratio
     return [number for value, number in far if value <= limit]
 
 
@@ -127,6 +133,40 @@ def test_every_row_is_in_one_cluster_and_is_found_there(index_path: Path, base: 
     assert (home == nearest).mean() > 0.9  # the rest found no room, or k-means has moved on
 
 
+def at_centroids(centroids: np.ndarray) -> Clusters:
+    none = np.zeros(len(centroids), np.int64)
+    return Clusters(centroids, none, none, 1, none, none, none.astype(np.uint64), [])
+
+
+def test_probing_goes_by_borders_and_not_by_how_far_a_query_is_from_all_of_them() -> None:
+    centroids = np.random.default_rng(4).integers(-9, 9, (30, 6)).astype(np.float32)
+    queries = np.repeat(centroids[:5] + 1, 4, axis=0)
+    centroids = np.pad(centroids, ((0, 0), (0, 1)))
+    queries = np.pad(queries, ((0, 0), (0, 1)))
+    queries[:, -1] = np.tile([0, 1, 16, 256], 5)  # away from all alike
+    far = np.square(queries[:, None] - centroids).sum(axis=-1)
+    units = units_of(torch.from_numpy(queries), at_centroids(centroids), "l2")
+    chosen, begin = choose_clusters(far, units, Probing(ratio=0.5))
+    parts = [each.tolist() for each in np.split(chosen, begin[1:-1])]
+    for first in range(0, 20, 4):
+        assert parts[first : first + 4] == [parts[first]] * 4
+    assert 1 < np.mean([len(each) for each in parts]) < 20
+    # and twice as long a query by inner product
+    far, wide = -(queries @ centroids.T), torch.from_numpy(queries)
+    once, twice = (
+        choose_clusters(
+            far * by, units_of(wide * by, at_centroids(centroids), "ip"), Probing(ratio=0.4)
+        )
+        for by in (1, 2)
+    )
+    assert np.array_equal(once[0], twice[0])
+    # all alike: all are as near
+    same = at_centroids(np.ones((4, 7), np.float32))
+    units = units_of(wide, same, "l2")
+    assert (units > 0).all()
+    assert len(choose_clusters(np.ones((20, 4)), units, Probing(ratio=0.1))[0]) == 80
+
+
 @pytest.mark.parametrize("metric", ["l2", "ip"])
 def test_probing_is_that_of_the_plain_model(metric: str) -> None:
     numbers = np.random.default_rng(3)
@@ -136,8 +176,9 @@ def test_probing_is_that_of_the_plain_model(metric: str) -> None:
         far = -(queries @ centroids.T)
     else:
         far = np.square(queries[:, None] - centroids[None]).sum(axis=-1)
+    units = units_of(torch.from_numpy(queries), at_centroids(centroids), metric)
     for probing in (Probing(1), Probing(7), Probing(40), Probing(ratio=0.3), Probing(ratio=0.0)):
-        chosen, begin = choose_clusters(far, probing)
+        chosen, begin = choose_clusters(far, units, probing)
         for i, query in enumerate(queries):
             expected = plain_probing(query, centroids, metric, probing)
             assert chosen[begin[i] : begin[i + 1]].tolist() == expected
@@ -147,9 +188,9 @@ def test_probing_goes_on_to_clusters_that_have_what_a_filter_allows() -> None:
     far = np.array([[1.0, 2.0, 3.0, 4.0]], np.float32)
     counts = np.array([0, 2, 1, 5])
     for least, expected in ((1, [1]), (2, [1]), (3, [1, 2]), (4, [1, 2, 3]), (99, [1, 2, 3])):
-        chosen, begin = choose_clusters(far, Probing(1), counts, least)
+        chosen, begin = choose_clusters(far, ONE, Probing(1), counts, least)
         assert (chosen.tolist(), begin.tolist()) == (expected, [0, len(expected)])
-    chosen, begin = choose_clusters(far, Probing(1), np.zeros(4, np.int64), 3)
+    chosen, begin = choose_clusters(far, ONE, Probing(1), np.zeros(4, np.int64), 3)
     assert (chosen.tolist(), begin.tolist()) == ([], [0, 0])
 
 
@@ -450,7 +491,7 @@ def test_rows_above_32_bits(index_path: Path, queries: np.ndarray) -> None:
         clusters = facts.clusters
         assert clusters is not None
         distances = np.square(queries[:, None] - clusters.centroids[None]).sum(axis=-1)
-        chosen, begin = choose_clusters(distances, Probing(4))
+        chosen, begin = choose_clusters(distances, ONE, Probing(4))
         found = searcher.start(
             queries=wide,
             queries_f32=wide,
