@@ -482,6 +482,16 @@ class Extension:
         csrc/bindings/postings_search.cpp."""
 
     @staticmethod
+    def prune_candidates(
+        *,
+        targets: Tensor,
+        candidates: Tensor,
+        vectors: Tensor,
+        degree: int,
+        alpha: float,
+        threads: int,
+    ) -> Tensor: ...
+    @staticmethod
     def attend_rows(
         stream: _RowStream | None,
         ticket: int,

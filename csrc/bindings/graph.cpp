@@ -176,6 +176,33 @@ class PyVamana {
   std::unique_ptr<Vamana> graph_;
 };
 
+// int64 [m, degree]: which of its candidates, int64 [m, p], each node gets, -1 behind the last.
+NewTensor prune_candidates(const Tensor& targets, const Tensor& candidates, const Tensor& vectors,
+                           int64_t degree, float alpha, int threads) {
+  if (vectors.dim() != 2 || targets.dim() != 2 || candidates.dim() != 2)
+    invalid("targets and vectors must be [n, dim], candidates [n, p]");
+  const int64_t m = targets.size(0), n = vectors.size(0), dim = vectors.size(1);
+  const int64_t width = candidates.size(1);
+  constexpr VectorFormat kFormat = VectorFormat::kFp32;
+  const graph::VectorTable to{rows_of(targets, kFormat, dim, "targets"), m, dim, kFormat},
+      from{rows_of(vectors, kFormat, dim, "vectors"), n, dim, kFormat};
+  const auto* rows = contiguous<const int64_t>(candidates, Dtype::int64, "candidates", "int64");
+  if (candidates.size(0) != m || n >= UINT32_MAX || dim < 1 || dim > kMaxVectorDim || degree < 1 ||
+      degree > 65535 || !(alpha >= 1) || !(alpha < 16) || threads < 1) {
+    invalid("candidates of each target, a degree, alpha of 1 to 16, and threads are needed");
+  }
+  for (int64_t i = 0; i < m * width; ++i) {
+    if (rows[i] >= n) invalid("a candidate is no row of the vectors");
+  }
+  std::vector<int64_t> neighbours(m * degree);
+  {
+    py::gil_scoped_release unlocked;
+    graph::prune_all(to, rows, width, from, {degree, alpha, true}, threads, neighbours.data());
+  }
+  auto owner = std::make_shared<std::vector<int64_t>>(std::move(neighbours));
+  return {owner->data(), Dtype::int64, {m, degree}, owner};
+}
+
 // Entry points of each part, from begin[p] to begin[p + 1] - 1, and the code of each.
 std::pair<std::vector<uint32_t>, std::vector<uint8_t>> to_entries(
     const Tensor& entries, const Tensor& codes, const std::vector<int64_t>& begin,
@@ -576,6 +603,9 @@ void bind_graph(py::module_& m) {
       .def("edges", &PyVamana::edges)
       .def("pack", &PyVamana::pack)
       .def_property_readonly("medoid", &PyVamana::medoid);
+  m.def("prune_candidates", &prune_candidates, py::kw_only(), py::arg("targets"),
+        py::arg("candidates"), py::arg("vectors"), py::arg("degree"), py::arg("alpha"),
+        py::arg("threads"));
   py::class_<PyGraphSearch>(m, "GraphSearch")
       .def("partial", &PyGraphSearch::partial)
       .def("finish", &PyGraphSearch::finish);

@@ -71,6 +71,37 @@ def build_edges(
     )
 
 
+def robust_prune(
+    targets: np.ndarray, candidates: np.ndarray, vectors: np.ndarray, degree: int, alpha: float
+) -> np.ndarray:
+    """The neighbours that some nodes get of their candidates, as in a build: robust pruning
+    (DiskANN, algorithm 2).
+
+    Of each node's 750 nearest candidates one is left out where a chosen one is nearer to it than
+    the node is by the factor `alpha`, squared distances compared, which grows from 1; and what is
+    free then is filled with the nearest that were left out.
+
+    Args:
+        targets: float32 [m, dim]: the nodes. candidates: int64 [m, p]: rows of `vectors`, not the
+            nodes themselves; -1: none. vectors: float32 [n, dim].
+
+    Returns:
+        int64 [m, degree]: rows, those chosen first in front, -1 behind the last.
+    """
+    return (
+        load_extension()
+        .prune_candidates(
+            targets=torch.from_numpy(np.ascontiguousarray(targets)),
+            candidates=torch.from_numpy(np.ascontiguousarray(candidates)),
+            vectors=torch.from_numpy(np.ascontiguousarray(vectors)),
+            degree=degree,
+            alpha=alpha,
+            threads=torch.get_num_threads(),
+        )
+        .numpy()
+    )
+
+
 def check_device(options: GraphOptions) -> None:
     """Raises what `build_edges` would, before there is anything to build."""
     if options.device == "cpu":

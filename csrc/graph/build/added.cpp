@@ -125,7 +125,7 @@ void AddedGraph::search_one(const AddedRequest& request, int64_t number, int64_t
     // are enough; wherever the others lie.
     const auto& near = graph_.nearest(query, request.list_size, *scratch, measured);
     int64_t count = 0;
-    for (const Vamana::Near& each : near) {
+    for (const Near& each : near) {
       count += each.node < indexed && request.may[each.node];
     }
     is_found = count >= std::min(request.k, n_may);

@@ -17,7 +17,6 @@ namespace espnx::graph {
 namespace {
 
 constexpr double kSlack = 1.3;  // DiskANN's
-constexpr float kAlphaStep = 1.2f;
 constexpr auto kProgressEvery = std::chrono::milliseconds(100);
 constexpr int64_t kGrain = 64;  // nodes that a thread takes at a time
 
@@ -27,7 +26,7 @@ struct Vamana::Scratch {
   explicit Scratch(const VectorTable& vectors)
       : seen(vectors.n),
         target(vectors.dim, vectors.format, Metric::kL2),
-        block(vectors.dim, vectors.format, Metric::kL2) {}
+        pruning(vectors.dim, vectors.format) {}
 
   // Forgets what was seen, in no time but once in 2^32 walks.
   void next_walk() {
@@ -42,13 +41,13 @@ struct Vamana::Scratch {
   std::vector<uint32_t> seen;
   uint32_t turn = 0;
   int64_t measured = 0;
-  std::vector<Near> list, passed, pool, chosen, linked;
+  std::vector<Near> list, passed, pool, linked;
   std::vector<char> expanded;  // beside `list`
   std::vector<uint32_t> around, fresh;
-  std::vector<float> distance, occlusion;
+  std::vector<float> distance;
   std::vector<const uint8_t*> rows;
   DistanceQuery target;
-  DistanceBlock block;  // of the pool
+  RobustPrune pruning;
 };
 
 Vamana::Vamana(VectorTable vectors, VamanaOptions options)
@@ -140,54 +139,14 @@ void Vamana::walk(uint32_t begin, int64_t most, Scratch& scratch) {
   }
 }
 
-// Robust prune (DiskANN, algorithm 2), with alpha growing to its end so that near neighbours are
-// chosen before far ones.
-void Vamana::prune(uint32_t node, float alpha, Scratch& scratch) const {
+const std::vector<Near>& Vamana::prune(uint32_t node, float alpha, Scratch& scratch) const {
   auto& pool = scratch.pool;
-  std::sort(pool.begin(), pool.end());
-  pool.erase(std::unique(pool.begin(), pool.end(),
-                         [](const Near& a, const Near& b) { return a.node == b.node; }),
-             pool.end());
   pool.erase(
       std::remove_if(pool.begin(), pool.end(), [&](const Near& each) { return each.node == node; }),
       pool.end());
-  if (static_cast<int64_t>(pool.size()) > kPrunedCandidates) pool.resize(kPrunedCandidates);
-  const auto degree = static_cast<size_t>(options_.degree);
-  constexpr float kChosen = std::numeric_limits<float>::infinity();
-  scratch.chosen.clear();
-  scratch.occlusion.assign(pool.size(), 0);
-  scratch.rows.resize(pool.size());
-  for (size_t i = 0; i < pool.size(); ++i) scratch.rows[i] = vectors_.row(pool[i].node);
-  scratch.block.assign(scratch.rows.data(), static_cast<int64_t>(pool.size()));
-  auto& left =
-      scratch.around;  // places in the pool behind the chosen one, whose occlusion it may raise
-  for (float now = 1;; now = std::min(now * kAlphaStep, alpha)) {
-    for (size_t i = 0; i < pool.size() && scratch.chosen.size() < degree; ++i) {
-      if (scratch.occlusion[i] > now) continue;
-      scratch.occlusion[i] = kChosen;
-      scratch.chosen.push_back(pool[i]);
-      if (scratch.chosen.size() == degree) break;
-      left.clear();
-      for (size_t j = i + 1; j < pool.size(); ++j) {
-        if (scratch.occlusion[j] <= alpha) left.push_back(static_cast<uint32_t>(j));
-      }
-      scratch.distance.resize(left.size());
-      scratch.block.measure(i, left.data(), static_cast<int64_t>(left.size()),
-                            scratch.distance.data());
-      for (size_t j = 0; j < left.size(); ++j) {
-        float& occlusion = scratch.occlusion[left[j]];
-        const float between = scratch.distance[j], far = pool[left[j]].distance;
-        // A copy of the chosen one is reached by way of it.
-        occlusion =
-            std::max(occlusion, between > 0 ? far / between : std::numeric_limits<float>::max());
-      }
-    }
-    if (now >= alpha || scratch.chosen.size() == degree) break;
-  }
-  if (!options_.saturate || alpha <= 1) return;
-  for (size_t i = 0; i < pool.size() && scratch.chosen.size() < degree; ++i) {
-    if (scratch.occlusion[i] != kChosen) scratch.chosen.push_back(pool[i]);
-  }
+  // a pass at alpha 1 leaves room: the next one chooses again
+  return scratch.pruning.choose(pool, vectors_,
+                                {options_.degree, alpha, options_.saturate && alpha > 1});
 }
 
 void Vamana::set_neighbours(uint32_t node, const std::vector<Near>& chosen) {
@@ -202,11 +161,10 @@ void Vamana::insert(uint32_t node, float alpha, Scratch& scratch) {
   scratch.pool = scratch.passed;
   copy_neighbours(node, scratch.fresh);  // of an earlier pass
   add_to_pool(scratch.fresh, scratch);
-  prune(node, alpha, scratch);
+  scratch.linked = prune(node, alpha, scratch);
   lock(node);
-  set_neighbours(node, scratch.chosen);
+  set_neighbours(node, scratch.linked);
   unlock(node);
-  scratch.linked = scratch.chosen;
   for (const Near& each : scratch.linked) link_back(each.node, node, each.distance, alpha, scratch);
 }
 
@@ -225,9 +183,9 @@ void Vamana::link_back(uint32_t from, uint32_t to, float distance, float alpha, 
   scratch.pool.assign(1, {distance, to});
   scratch.target.assign(vectors_.row(from));
   add_to_pool(scratch.fresh, scratch);
-  prune(from, alpha, scratch);
+  const std::vector<Near>& chosen = prune(from, alpha, scratch);
   lock(from);  // what others have added meanwhile is lost, as a few edges of many
-  set_neighbours(from, scratch.chosen);
+  set_neighbours(from, chosen);
   unlock(from);
 }
 
@@ -237,8 +195,7 @@ void Vamana::trim(uint32_t node, Scratch& scratch) {
   scratch.pool.clear();
   scratch.target.assign(vectors_.row(node));
   add_to_pool(scratch.fresh, scratch);
-  prune(node, options_.alpha, scratch);
-  set_neighbours(node, scratch.chosen);
+  set_neighbours(node, prune(node, options_.alpha, scratch));
 }
 
 bool Vamana::build(const std::function<bool(int64_t, int64_t)>& progress) {
@@ -304,8 +261,8 @@ Vamana::ScratchPtr Vamana::make_scratch() const {
   return {new Scratch(vectors_), [](Scratch* each) { delete each; }};
 }
 
-const std::vector<Vamana::Near>& Vamana::nearest(const DistanceQuery& query, int64_t list_size,
-                                                 Scratch& scratch, int64_t& measured) {
+const std::vector<Near>& Vamana::nearest(const DistanceQuery& query, int64_t list_size,
+                                         Scratch& scratch, int64_t& measured) {
   if (static_cast<int64_t>(scratch.seen.size()) < vectors_.n) scratch.seen.resize(vectors_.n);
   scratch.target = query;
   scratch.measured = 0;

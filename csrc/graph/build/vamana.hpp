@@ -14,17 +14,9 @@
 #include <vector>
 
 #include "cpu/distances/distances.hpp"
+#include "robust_prune.hpp"
 
 namespace espnx::graph {
-
-// Vectors in memory, one after the other; borrowed.
-struct VectorTable {
-  const uint8_t* data;
-  int64_t n, dim;
-  VectorFormat format;
-
-  const uint8_t* row(int64_t i) const { return data + i * dim * value_bytes(format); }
-};
 
 struct VamanaOptions {
   int64_t degree = 64;      // R
@@ -37,9 +29,6 @@ struct VamanaOptions {
   int threads = 1;
   uint64_t seed = 0;
 };
-
-// The most candidates that are pruned to the neighbours of a node.
-constexpr int64_t kPrunedCandidates = 750;
 
 class Vamana {
  public:
@@ -64,13 +53,6 @@ class Vamana {
   int64_t inserted() const { return inserted_; }
   int64_t size_bytes() const;
 
-  struct Near {
-    float distance;
-    uint32_t node;
-    bool operator<(const Near& other) const {
-      return distance != other.distance ? distance < other.distance : node < other.node;
-    }
-  };
   struct Scratch;  // of a thread
   using ScratchPtr = std::unique_ptr<Scratch, void (*)(Scratch*)>;
   ScratchPtr make_scratch() const;
@@ -100,8 +82,8 @@ class Vamana {
   void add_to_pool(const std::vector<uint32_t>& nodes, Scratch& scratch) const;
   // What a walk to scratch.target expands, in scratch.passed; `scratch.list` holds the nearest.
   void walk(uint32_t begin, int64_t list_size, Scratch& scratch);
-  // Of the pool, nearest first, those that remain: at most R, in scratch.chosen.
-  void prune(uint32_t node, float alpha, Scratch& scratch) const;
+  // Of the pool those that remain, at most R; valid until the scratch is used again.
+  const std::vector<Near>& prune(uint32_t node, float alpha, Scratch& scratch) const;
   void insert(uint32_t node, float alpha, Scratch& scratch);
   void link_back(uint32_t from, uint32_t to, float distance, float alpha, Scratch& scratch);
   void set_neighbours(uint32_t node, const std::vector<Near>& chosen);

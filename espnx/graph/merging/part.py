@@ -17,7 +17,7 @@ from ...storage import NativeEngine
 from ..bounded.codes import CodeReader
 from ..bounded.merge import EdgesFile
 from ..codes.codebook import Codebook
-from ..edges import build_edges
+from ..edges import build_edges, robust_prune
 from ..format import N_ENTRIES_MAX, N_MAX, GraphFacts
 from ..layout import rows_of
 from ..native import native_view
@@ -28,14 +28,15 @@ from ..write import Progress, pages_of
 from .coding import codebook_for
 from .numbers import Numbers, choose_numbers
 from .order import packed_order, reordered
-from .prune import POOL_MOST, robust_prune, without_copies
 
 BLOCK_BYTES = 4 << 20
 DEADLINE_S = 3600.0
 _QUERIES_AT_ONCE = 1024
 _LINKS_MOST = 256  # to a node, of additions, at a time: the rest is of one that all are near to
 _PRUNED_BYTES = 64 << 20
-_CROWDED_AT_ONCE = 256  # additions with as many candidates that are pruned together
+_LINKED_AT_ONCE = 256  # additions whose links are looked at together
+_REPAIRED_AT_ONCE = 1024  # nodes
+_CANDIDATES_MOST = 750  # of a node that gets those of deleted neighbours
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,10 +194,8 @@ class PartMerge:
         """What somebody wants to know of the vectors of successive old nodes, [m, dim]."""
 
     def _points(self, names: np.ndarray) -> np.ndarray:
-        """float32, of the shape of `names` and a dimension more: vectors as edges are chosen by;
-        zeros for -1."""
-        there = names >= 0
-        unique, inverse = np.unique(names[there], return_inverse=True)
+        """float32 [m, dim], one more by inner product: vectors as edges are chosen by."""
+        unique, inverse = np.unique(names, return_inverse=True)
         if self._exact is not None:
             rows = self._exact[unique]
         else:
@@ -204,10 +203,7 @@ class PartMerge:
             rows = self._book.decode(self._codes.get(unique))
             is_new = unique >= self._n
             rows[is_new] = self._rows[unique[is_new] - self._n]
-        measured = self._measured(rows)
-        found = np.zeros((*names.shape, measured.shape[1]), np.float32)
-        found[there] = measured[inverse]
-        return found
+        return self._measured(rows)[inverse]
 
     def _measured(self, rows: np.ndarray) -> np.ndarray:
         layout, metric = self._layout, self._facts.metric
@@ -216,14 +212,20 @@ class PartMerge:
         )
 
     def _pruned(self, names: np.ndarray, targets: np.ndarray, pool: np.ndarray) -> np.ndarray:
-        """int64 [m, degree]: neighbours of nodes with these vectors, of a pool by name."""
-        pool, degree = without_copies(pool, names), self._layout.max_degree
-        found = np.full((len(names), degree), -1, np.int64)
+        """int64 [m, degree]: neighbours of nodes with these vectors, of a pool [m, p] by name, in
+        which -1 is none."""
+        found = np.empty((len(names), self._layout.max_degree), np.int64)
         at_once = max(1, _PRUNED_BYTES // (4 * max(1, pool.shape[1]) * (self._layout.dim + 1)))
         for first in range(0, len(names), at_once):
             part = slice(first, first + at_once)
-            points = self._points(pool[part])
-            found[part] = robust_prune(targets[part], pool[part], points, degree, self._alpha)[0]
+            there = (pool[part] >= 0) & (pool[part] != names[part, None])
+            known, rows = np.unique(pool[part][there], return_inverse=True)
+            candidates = np.full(there.shape, -1, np.int64)
+            candidates[there] = rows
+            chosen = robust_prune(
+                targets[part], candidates, self._points(known), found.shape[1], self._alpha
+            )
+            found[part] = np.where(chosen < 0, -1, np.append(known, -1)[chosen])
         return found
 
     def _additions(self) -> np.ndarray:
@@ -236,29 +238,24 @@ class PartMerge:
         targets = self._measured(self._rows)
         lists = self._pruned(names, targets, pool)
         begin, links = self._links(lists, names)
-        crowded = np.flatnonzero((lists >= 0).sum(axis=1) + np.diff(begin) > 0)
-        waiting: dict[int, list[tuple[int, np.ndarray]]] = {}
-
-        def prune(some: list[tuple[int, np.ndarray]]) -> None:
-            which = np.array([addition for addition, _ in some])
-            lists[which] = self._pruned(
-                names[which], targets[which], np.stack([both for _, both in some])
-            )
-
-        for addition in crowded.tolist():
-            more = links[begin[addition] : begin[addition + 1]]
-            kept = lists[addition][lists[addition] >= 0]
-            more = more[~np.isin(more, kept)]
-            if len(kept) + len(more) <= layout.max_degree:
-                lists[addition, len(kept) : len(kept) + len(more)] = more
-                continue
-            alike = waiting.setdefault(len(kept) + len(more), [])
-            alike.append((addition, np.concatenate([kept, more])))
-            if len(alike) == _CROWDED_AT_ONCE:
-                prune(waiting.pop(len(kept) + len(more)))
-        for alike in waiting.values():
-            prune(alike)
+        linked = np.flatnonzero(np.diff(begin))
+        for first in range(0, len(linked), _LINKED_AT_ONCE):
+            some = linked[first : first + _LINKED_AT_ONCE]
+            kept, more = lists[some], _padded(begin, links, some)
+            more[(more[:, :, None] == kept[:, None]).any(axis=2)] = -1
+            pool = np.concatenate([kept, more], axis=1)
+            lists[some] = self._fitted(names[some], targets[some], pool)
         return lists
+
+    def _fitted(self, names: np.ndarray, targets: np.ndarray, pool: np.ndarray) -> np.ndarray:
+        """Neighbours as `_pruned` chooses them; where a list has room for the whole pool, all of
+        it, in its order."""
+        degree = self._layout.max_degree
+        order = np.argsort(pool < 0, axis=1, kind="stable")[:, :degree]
+        fitted = np.take_along_axis(pool, order, axis=1)
+        more = np.flatnonzero((pool >= 0).sum(axis=1) > degree)
+        fitted[more] = self._pruned(names[more], targets[more], pool[more])
+        return fitted
 
     def _links(self, lists: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Additions that lead to each of some nodes: (int64 [m + 1]: where those of each begin;
@@ -355,37 +352,36 @@ class PartMerge:
     ) -> np.ndarray:
         """int64 [m, degree]: lists of successive old nodes without what is deleted and with what
         was added; those of deleted ones are any."""
-        lists = _lists_of(nodes)
+        lists, degree = _lists_of(nodes), self._layout.max_degree
         names = first + np.arange(len(nodes))
         is_dead = np.isin(lists, self._dead) & (lists >= 0)
-        begin, links = self._links(added, names)
-        new = np.diff(begin)
-        n_dead = np.where(np.isin(names, self._dead), 0, is_dead.sum(axis=1))
-        n_dead = np.minimum(n_dead, max(1, POOL_MOST // self._layout.max_degree - 1))
-        degree = self._layout.max_degree
         kept = np.where(is_dead, -1, lists)
+        begin, links = self._links(added, names)
+        n_dead = np.minimum(is_dead.sum(axis=1), max(1, _CANDIDATES_MOST // degree - 1))
+        n_dead[np.isin(names, self._dead)] = 0
         targets = self._measured(self._facts.coding.decode(nodes["vector"]))
-        n_kept = (kept >= 0).sum(axis=1)
-        for place in np.flatnonzero((n_dead == 0) & (new > 0) & (n_kept + new <= degree)):
-            kept[place, n_kept[place] : n_kept[place] + new[place]] = links[
-                begin[place] : begin[place + 1]
-            ]
-        changed = (n_dead > 0) | (n_kept + new > degree)
-        changed &= ~np.isin(names, self._dead)
-        for count in map(int, np.unique(n_dead[changed])):
-            some = np.flatnonzero(changed & (n_dead == count))
-            width = int(new[some].max(initial=0))
-            pool = np.full((len(some), degree * (1 + count) + width), -1, np.int64)
-            pool[:, :degree] = kept[some]
-            for at, where in enumerate(some.tolist()):
-                pool[at, degree : degree + new[where]] = links[begin[where] : begin[where + 1]]
-            if count:
-                which = np.argsort(~is_dead[some], axis=1, kind="stable")[:, :count]
-                gone = np.take_along_axis(lists[some], which, axis=1)
-                theirs = dead_lists[np.searchsorted(self._dead, gone)]
-                pool[:, degree + width :] = theirs.reshape(len(some), -1)
+        linked = np.flatnonzero((n_dead == 0) & (np.diff(begin) > 0))
+        bereft = np.flatnonzero(n_dead)
+        for start in range(0, len(linked), _REPAIRED_AT_ONCE):
+            some = linked[start : start + _REPAIRED_AT_ONCE]
+            pool = np.concatenate([kept[some], _padded(begin, links, some)], axis=1)
+            kept[some] = self._fitted(names[some], targets[some], pool)
+        for start in range(0, len(bereft), _REPAIRED_AT_ONCE):
+            some = bereft[start : start + _REPAIRED_AT_ONCE]
+            theirs = self._inherited(lists[some], is_dead[some], n_dead[some], dead_lists)
+            pool = np.concatenate([kept[some], _padded(begin, links, some), theirs], axis=1)
             kept[some] = self._pruned(names[some], targets[some], pool)
         return kept
+
+    def _inherited(
+        self, lists: np.ndarray, is_dead: np.ndarray, counts: np.ndarray, dead_lists: np.ndarray
+    ) -> np.ndarray:
+        """int64 [m, p]: neighbours of so many deleted neighbours, of the first, of each list."""
+        which = np.argsort(~is_dead, axis=1, kind="stable")[:, : counts.max()]
+        lost = np.take_along_axis(lists, which, axis=1)
+        theirs = dead_lists[np.searchsorted(self._dead, lost).clip(max=len(self._dead) - 1)]
+        theirs[np.arange(lost.shape[1]) >= counts[:, None]] = -1
+        return theirs.reshape(len(lists), -1)
 
     def _packed(self, numbers: Numbers, edges: EdgesFile) -> tuple[Numbers, EdgesFile]:
         """The same, once pages hold neighbours again. Pages are written anew in any case: those in
@@ -494,6 +490,14 @@ def _name(nodes: np.ndarray, which: np.ndarray, ids: np.ndarray) -> None:
     """Writes the ids of some nodes."""
     wide = ids.astype(np.int64)
     nodes["row"][which], nodes["row_high"][which] = wide & 0xFFFFFFFF, wide >> 32
+
+
+def _padded(begin: np.ndarray, values: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """int64 [m, p]: values[begin[i] : begin[i + 1]] of some i, -1 behind the last."""
+    counts = begin[some + 1] - begin[some]
+    places = np.arange(counts.max(initial=0))
+    at = np.where(places < counts[:, None], begin[some, None] + places, len(values))
+    return np.append(values, -1)[at]
 
 
 def _lists_of(nodes: np.ndarray) -> np.ndarray:

@@ -50,25 +50,21 @@ def units_of(queries: torch.Tensor, clusters: Clusters, metric: str) -> np.ndarr
 
 
 def choose_clusters(
-    far: np.ndarray,
-    units: np.ndarray,
-    probing: Probing,
-    counts: np.ndarray | None = None,
-    least: int = 0,
+    far: np.ndarray, units: np.ndarray, probing: Probing, counts: np.ndarray, least: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The clusters to search for each query.
 
     Args:
         far: float32 [q, clusters], of `distances_to_clusters`. units: of `units_of`.
-        counts: int64 [clusters]: nodes of each that a filter allows: clusters without any are
-            passed by. None: all are.
-        least: allowed nodes that the chosen clusters have together, where there are so many.
+        counts: int64 [clusters]: nodes of each that may be found: clusters without any are passed
+            by.
+        least: such nodes that the chosen clusters have together, where there are so many.
 
     Returns:
         Their numbers, int64, the nearest first, of one query after the other; and where each
         query's begin, int64 [q + 1].
     """
-    possible = np.arange(far.shape[1]) if counts is None else np.flatnonzero(counts)
+    possible = np.flatnonzero(counts)
     order = possible[np.argsort(far[:, possible], axis=1, kind="stable")]
     if not order.size:
         return np.empty(0, np.int64), np.zeros(len(far) + 1, np.int64)
@@ -78,11 +74,9 @@ def choose_clusters(
         near = np.take_along_axis(far, order, axis=1).astype(np.float64)
         limit = near[:, :1] + units * probing.ratio
         wanted = (near <= limit).sum(axis=1)
-    if counts is not None:
-        reached = np.cumsum(counts[order], axis=1) >= least
-        needed = np.where(reached.any(axis=1), reached.argmax(axis=1) + 1, order.shape[1])
-        wanted = np.maximum(wanted, needed)
-    wanted = np.clip(wanted, 1, order.shape[1])
+    reached = np.cumsum(counts[order], axis=1) >= least
+    needed = np.where(reached.any(axis=1), reached.argmax(axis=1) + 1, order.shape[1])
+    wanted = np.clip(np.maximum(wanted, needed), 1, order.shape[1])
     chosen = np.arange(order.shape[1]) < wanted[:, None]
     return order[chosen], np.concatenate([np.zeros(1, np.int64), np.cumsum(wanted)])
 

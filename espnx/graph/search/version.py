@@ -95,7 +95,7 @@ class GraphVersion:
     def search(self, walk: WalkRequest, allowed: RowFilter | None) -> GraphSearch:
         """Begins a search; `allowed`: rows that have nodes."""
         if allowed is None:
-            return self._walk(walk, max(walk.k, walk.list_size))
+            return self._walk(walk, walk.list_size)
         walk = replace(walk, probing=filtered_probing(self.facts, walk.probing))
         nodes, is_read = self.filters.nodes_of(allowed, walk.deadline_s)
         costs = nodes.costs if is_read else {}
@@ -112,8 +112,8 @@ class GraphVersion:
         costs |= seeds.costs if is_read else {}
         return self._walk(
             walk,
-            max(walk.k, effort.list_size),
-            max(walk.k, effort.far_list_size),
+            effort.list_size,
+            effort.far_list_size,
             nodes.native(seeds),
             counts=nodes.counts,
             **costs,
@@ -139,7 +139,6 @@ class GraphVersion:
         with NativeEngine(self._requested) as engine:
             absent = torch.from_numpy(self.reader.nodes_of(engine, rows, _MEASURING_S).ravel())
         counts = None if nodes is None else nodes.counts
-        lists = max(k, lists[0]), max(k, lists[1])
         found = self._walk(walk, *lists, filtered, absent, counts=counts).finish()
         return found, self.facts.parts.n_pages if nodes is None else nodes.n_pages
 
@@ -177,14 +176,12 @@ class GraphVersion:
         **costs: int,
     ) -> GraphSearch:
         """`counts`: of each graph, nodes that a filter allows; None: there is none."""
-        parts = None
-        if self.facts.lost:
-            nodes = self.facts.parts.nodes if counts is None else counts
-            counts = np.where(self.facts.is_there, nodes, 0)
+        parts, least = None, walk.k * self.facts.copies  # nodes among which are k rows
         if walk.probing is not None:
-            parts = choose_clusters(
-                *self._to_clusters(walk.wide), walk.probing, counts, walk.k * self.facts.copies
-            )
+            nodes = self.facts.parts.nodes if counts is None else counts
+            nodes = np.where(self.facts.is_there, nodes, 0)
+            parts = choose_clusters(*self._to_clusters(walk.wide), walk.probing, nodes, least)
+        list_size = max(list_size, least)
         return GraphSearch(
             self.facts,
             walk.k,
@@ -193,7 +190,7 @@ class GraphVersion:
                 queries_f32=walk.wide,
                 k=walk.k,
                 list_size=list_size,
-                far_list_size=far_list_size or list_size,
+                far_list_size=max(far_list_size or 0, list_size),
                 beam_width=walk.beam_width,
                 stop_beyond=walk.stop_beyond,
                 filter=filtered,

@@ -146,7 +146,7 @@ def test_probing_goes_by_borders_and_not_by_how_far_a_query_is_from_all_of_them(
     queries[:, -1] = np.tile([0, 1, 16, 256], 5)  # away from all alike
     far = np.square(queries[:, None] - centroids).sum(axis=-1)
     units = units_of(torch.from_numpy(queries), at_centroids(centroids), "l2")
-    chosen, begin = choose_clusters(far, units, Probing(ratio=0.5))
+    chosen, begin = choose_clusters(far, units, Probing(ratio=0.5), np.ones(far.shape[1]), 1)
     parts = [each.tolist() for each in np.split(chosen, begin[1:-1])]
     for first in range(0, 20, 4):
         assert parts[first : first + 4] == [parts[first]] * 4
@@ -155,7 +155,11 @@ def test_probing_goes_by_borders_and_not_by_how_far_a_query_is_from_all_of_them(
     far, wide = -(queries @ centroids.T), torch.from_numpy(queries)
     once, twice = (
         choose_clusters(
-            far * by, units_of(wide * by, at_centroids(centroids), "ip"), Probing(ratio=0.4)
+            far * by,
+            units_of(wide * by, at_centroids(centroids), "ip"),
+            Probing(ratio=0.4),
+            np.ones(far.shape[1]),
+            1,
         )
         for by in (1, 2)
     )
@@ -164,7 +168,7 @@ def test_probing_goes_by_borders_and_not_by_how_far_a_query_is_from_all_of_them(
     same = at_centroids(np.ones((4, 7), np.float32))
     units = units_of(wide, same, "l2")
     assert (units > 0).all()
-    assert len(choose_clusters(np.ones((20, 4)), units, Probing(ratio=0.1))[0]) == 80
+    assert len(choose_clusters(np.ones((20, 4)), units, Probing(ratio=0.1), np.ones(4), 1)[0]) == 80
 
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])
@@ -178,7 +182,7 @@ def test_probing_is_that_of_the_plain_model(metric: str) -> None:
         far = np.square(queries[:, None] - centroids[None]).sum(axis=-1)
     units = units_of(torch.from_numpy(queries), at_centroids(centroids), metric)
     for probing in (Probing(1), Probing(7), Probing(40), Probing(ratio=0.3), Probing(ratio=0.0)):
-        chosen, begin = choose_clusters(far, units, probing)
+        chosen, begin = choose_clusters(far, units, probing, np.ones(far.shape[1]), 1)
         for i, query in enumerate(queries):
             expected = plain_probing(query, centroids, metric, probing)
             assert chosen[begin[i] : begin[i + 1]].tolist() == expected
@@ -192,6 +196,24 @@ def test_probing_goes_on_to_clusters_that_have_what_a_filter_allows() -> None:
         assert (chosen.tolist(), begin.tolist()) == (expected, [0, len(expected)])
     chosen, begin = choose_clusters(far, ONE, Probing(1), np.zeros(4, np.int64), 3)
     assert (chosen.tolist(), begin.tolist()) == ([], [0, 0])
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+def test_k_rows_are_found_where_there_are_as_many(tmp_path: Path, metric: str) -> None:
+    """Queries whose nearest cluster has fewer than k vectors, and the shortest list."""
+    few = clustered(6, 8) + 100  # a cluster, or some, far from the others
+    base = np.concatenate([clustered(600, 8), few])
+    espnx.graph.build(base, tmp_path / "g", clusters=8, max_degree=16, metric=metric, threads=1)
+    queries = np.concatenate([few, base[:20]])
+    with espnx.graph.open(tmp_path / "g") as graph:
+        assert graph.facts.parts.nodes.min() < 10
+        for nprobe in (1, 2, "auto"):
+            for options in ({"list_size": 10}, {"recall": 0.8}, {"list_size": 10, "exclude": [7]}):
+                found = graph.search(queries, 10, nprobe=nprobe, **options)
+                assert (found.ids >= 0).all()
+                assert all(len(np.unique(ids)) == 10 for ids in found.ids)
+        every = graph.search(queries, len(base) + 5, list_size=1000, nprobe=1)
+        assert ((every.ids >= 0).sum(axis=1) == len(base)).all()
 
 
 def test_recall_chooses_lists_and_clusters(
@@ -491,7 +513,7 @@ def test_rows_above_32_bits(index_path: Path, queries: np.ndarray) -> None:
         clusters = facts.clusters
         assert clusters is not None
         distances = np.square(queries[:, None] - clusters.centroids[None]).sum(axis=-1)
-        chosen, begin = choose_clusters(distances, ONE, Probing(4))
+        chosen, begin = choose_clusters(distances, ONE, Probing(4), facts.parts.nodes, 1)
         found = searcher.start(
             queries=wide,
             queries_f32=wide,

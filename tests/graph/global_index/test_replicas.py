@@ -137,6 +137,18 @@ def test_replicas_find_more_through_as_few_clusters(
     assert recalls[0] > recalls[1] + 0.02
 
 
+@pytest.mark.parametrize("k", [1, 10, 70])
+@pytest.mark.parametrize("nprobe", [2, 12])
+def test_a_list_as_short_as_k_finds_k_rows(
+    index_path: Path, queries: np.ndarray, k: int, nprobe: int
+) -> None:
+    """Though both copies of a row may be among the candidates."""
+    with espnx.graph.open(index_path) as index:
+        for given in ({}, {"exclude": [5]}):
+            found = index.search(queries, k, list_size=k, nprobe=nprobe, **given)
+            assert all(len(np.unique(ids[ids >= 0])) == k for ids in found.ids)
+
+
 @pytest.mark.parametrize("share", [0.004, 0.1, 0.6])
 def test_filters_allow_what_they_say(
     index_path: Path, base: np.ndarray, queries: np.ndarray, share: float

@@ -15,7 +15,7 @@ import pytest
 
 import espnx.graph
 from espnx import errors
-from espnx.graph.merging.prune import robust_prune
+from espnx.graph.edges import robust_prune
 from espnx.graph.pages.checked import open_pages, read_pages
 from espnx.graph.updates.log import RECORD, log_path
 from espnx.storage import NativeEngine, files
@@ -94,30 +94,61 @@ def _compare(
     assert np.isin(found.ids, ids).all()
 
 
-def test_pruning_is_as_one_by_one() -> None:
-    random = np.random.default_rng(0)
-    for count, degree, alpha in [(40, 8, 1.2), (30, 30, 1.5), (3, 8, 1.0)]:
-        targets = random.standard_normal((5, 6)).astype(np.float32)
-        vectors = random.standard_normal((5, count, 6)).astype(np.float32)
-        pool = np.tile(np.arange(count), (5, 1))
-        pool[1, ::3] = -1
-        found, counts = robust_prune(targets, pool, vectors, degree, alpha)
-        for i in range(5):
-            true = _pruned(targets[i], pool[i], vectors[i], degree, alpha)
-            assert found[i, : counts[i]].tolist() == true
+@pytest.mark.parametrize(
+    ("count", "degree", "alpha"),
+    [(40, 8, 1.2), (30, 30, 1.5), (3, 8, 1.0), (0, 4, 1.2), (900, 5, 1.2)],
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_pruning_is_as_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, count: int, degree: int, alpha: float, threads: int
+) -> None:
+    """Whole numbers, so that both compute the same distances: some candidates are copies of others,
+    some come twice, some are where the node is."""
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    random = np.random.default_rng(count)
+    vectors = random.integers(-9, 10, (max(count, 1), 3)).astype(np.float32)
+    targets = random.integers(-9, 10, (50, 3)).astype(np.float32)
+    pool = random.integers(-1, count, (50, count + count // 3)) if count else np.empty((50, 0), int)
+    found = robust_prune(targets, pool, vectors, degree, alpha)
+    assert found.shape == (50, degree)
+    for i in range(50):
+        true = _pruned(targets[i], pool[i], vectors, degree, alpha)
+        assert found[i].tolist() == true + [-1] * (degree - len(true))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({"candidates": np.array([[3]])}, "a candidate is no row"),
+        ({"candidates": np.zeros((2, 1), np.int64)}, "candidates of each target"),
+        ({"candidates": np.zeros(1, np.int64)}, r"candidates \[n, p\]"),
+        ({"targets": np.zeros((1, 3), np.float32)}, "targets must be"),
+        ({"vectors": np.zeros((3, 2), np.float64)}, "vectors must be"),
+        ({"degree": 0}, "a degree"),
+        ({"alpha": 0.5}, "alpha"),
+        ({"alpha": float("nan")}, "alpha"),
+    ],
+)
+def test_pruning_refuses_what_does_not_fit(wrong: dict[str, Any], what: str) -> None:
+    given = {
+        "targets": np.zeros((1, 2), np.float32), "candidates": np.zeros((1, 1), np.int64),
+        "vectors": np.zeros((3, 2), np.float32), "degree": 4, "alpha": 1.2,
+    }  # fmt: skip
+    # the latter until an engine has been opened
+    with pytest.raises((errors.InvalidInputError, RuntimeError), match=what):
+        robust_prune(**{**given, **wrong})
 
 
 def test_additions_are_pruned_together_as_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies of what is there, and others: the same graph, by fewer calls. Whole numbers, since
-    sums of others come out in another way in a product of another size."""
+    """Copies of what is there, and others: the same graph, by fewer calls."""
     base, others = (np.rint(8 * clustered(n, 8, seed)) for n, seed in ((400, 0), (100, 5)))
     espnx.graph.build(base, tmp_path / "g", max_degree=20, list_size=30, threads=1)
     shutil.copytree(tmp_path / "g", tmp_path / "single")
     calls = list[int]()
 
-    def counted(targets: np.ndarray, *rest: Any) -> tuple[np.ndarray, np.ndarray]:
+    def counted(targets: np.ndarray, *rest: Any) -> np.ndarray:
         calls.append(len(targets))
         return robust_prune(targets, *rest)
 
@@ -125,7 +156,7 @@ def test_additions_are_pruned_together_as_one_by_one(
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)  # several link in any order
     more, made, asked = np.concatenate([base[:150], others]), [], []
     for name, at_once in (("g", 64), ("single", 1)):
-        monkeypatch.setattr("espnx.graph.merging.part._CROWDED_AT_ONCE", at_once)
+        monkeypatch.setattr("espnx.graph.merging.part._LINKED_AT_ONCE", at_once)
         calls.clear()
         with espnx.graph.open_writer(tmp_path / name) as graph:
             given = graph.add(more)
@@ -146,21 +177,25 @@ def test_additions_are_pruned_together_as_one_by_one(
 def _pruned(
     target: np.ndarray, pool: np.ndarray, vectors: np.ndarray, degree: int, alpha: float
 ) -> list[int]:
-    far = {int(n): float(np.square(v - target).sum()) for n, v in zip(pool, vectors, strict=True)}
-    at = {int(n): v for n, v in zip(pool, vectors, strict=True)}
-    order = sorted((n for n in far if n >= 0), key=lambda n: far[n])
-    chosen: list[int] = []
-    now = 1.0
+    """Algorithm 2 by its definition, of the 750 nearest, in float32."""
+    nodes = np.unique(pool[pool >= 0])
+    far = np.square(vectors[nodes] - target).sum(axis=1)
+    order = np.lexsort([nodes, far])[:750]
+    nodes, far = nodes[order], far[order]
+    occlusion, chosen, now = np.zeros(len(nodes), np.float32), list[int](), np.float32(1)
     while True:
-        for place, node in enumerate(order):
-            before = [c for c in chosen if order.index(c) < place]
-            worst = max((far[node] / np.square(at[node] - at[c]).sum() for c in before), default=0)
-            if node not in chosen and worst <= now and len(chosen) < degree:
-                chosen.append(node)
-        if now >= alpha:
+        for place in range(len(nodes)):
+            if place in chosen or occlusion[place] > now or len(chosen) == degree:
+                continue
+            chosen.append(place)
+            between = np.square(vectors[nodes[place + 1 :]] - vectors[nodes[place]]).sum(axis=1)
+            ratio = np.where(between > 0, far[place + 1 :] / np.maximum(between, 1), np.inf)
+            occlusion[place + 1 :] = np.maximum(occlusion[place + 1 :], ratio)
+        if now >= np.float32(alpha):
             break
-        now = min(now * 1.2, alpha)
-    return (chosen + [n for n in order if n not in chosen])[:degree]
+        now = min(now * np.float32(1.2), np.float32(alpha))
+    chosen += [place for place in range(len(nodes)) if place not in chosen]
+    return [int(nodes[place]) for place in chosen[:degree]]
 
 
 @pytest.mark.parametrize("codes", ["inline", "memory", "paged"])
