@@ -16,6 +16,7 @@ import pytest
 import espnx.graph
 from espnx import errors
 from espnx.graph.edges import robust_prune
+from espnx.graph.merging.part import PartMerge
 from espnx.graph.pages.checked import open_pages, read_pages
 from espnx.graph.updates.log import RECORD, log_path
 from espnx.storage import NativeEngine, files
@@ -172,6 +173,61 @@ def test_additions_are_pruned_together_as_one_by_one(
     assert asked[0] < asked[1] / 3
     pairs = np.stack([np.arange(150), given[:150]], axis=1)
     assert np.mean(np.sort(found.ids, axis=1) == pairs) >= 0.99
+
+
+@pytest.mark.parametrize(
+    ("metric", "n", "n_more", "degree"),
+    [("l2", 500, 150, 8), ("ip", 500, 150, 8), ("l2", 24, 9, 60)],  # of the last all fits
+)
+def test_lists_are_repaired_by_their_definition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str, n: int, n_more: int, degree: int
+) -> None:
+    """Every old list after a merge of deletions and additions, and every list of an addition, one
+    after the other."""
+    base, more = (np.rint(8 * clustered(m, 8, seed)) for m, seed in ((n, 0), (n_more, 5)))
+    options = {"max_degree": degree, "list_size": 30, "metric": metric, "threads": 1}
+    espnx.graph.build(base, tmp_path / "g", pq_bytes=8, **options)
+    seen: list[tuple[Any, ...]] = []
+    chosen: list[tuple[np.ndarray, ...]] = []
+    _recorded(monkeypatch, "_repaired", seen)
+    _recorded(monkeypatch, "_pruned", chosen)
+    with espnx.graph.open_writer(tmp_path / "g") as graph:
+        graph.delete(np.arange(0, n, 6))
+        graph.add(more)
+        graph.merge(measure="never")
+    merge, _, nodes, added, _, repaired = seen[0]
+    dead = merge._dead
+    assert len(nodes) == n  # one block
+    names = np.arange(n + n_more)
+    points = merge._points(names)
+    before = [each["neighbours"][: each["n_neighbours"]].tolist() for each in nodes]
+    first = chosen[0][-1]  # what additions got of what lies near them
+    for name in set(names.tolist()) - set(dead.tolist()):
+        linked = [n + at for at, each in enumerate(first if name >= n else added) if name in each]
+        own = first[name - n] if name >= n else np.array(before[name])
+        kept = [int(each) for each in own if each >= 0 and each not in dead]
+        lost = [int(each) for each in own if each in dead]
+        pool = kept + [each for each in linked if each not in kept]
+        if lost:
+            pool += [each for node in lost for each in before[node] if each not in dead]
+        if lost or len(pool) > degree:
+            pool = _pruned(
+                points[name], np.array([each for each in pool if each != name]), points, degree, 1.2
+            )
+        found = added[name - n] if name >= n else repaired[name]
+        assert found[found >= 0].tolist() == pool
+
+
+def _recorded(monkeypatch: pytest.MonkeyPatch, name: str, seen: list[tuple[Any, ...]]) -> None:
+    """Arguments of a method of merges, and what it returned."""
+    plain = getattr(PartMerge, name)
+
+    def wrapper(*given: Any) -> Any:
+        found = plain(*given)
+        seen.append((*given, found.copy()))
+        return found
+
+    monkeypatch.setattr(PartMerge, name, wrapper)
 
 
 def _pruned(
