@@ -15,6 +15,7 @@ import pytest
 
 import espnx.graph
 from espnx import errors
+from espnx.graph.codes.codebook import Codebook
 from espnx.graph.edges import robust_prune
 from espnx.graph.merging.part import PartMerge
 from espnx.graph.pages.checked import open_pages, read_pages
@@ -176,33 +177,51 @@ def test_additions_are_pruned_together_as_one_by_one(
 
 
 @pytest.mark.parametrize(
-    ("metric", "n", "n_more", "degree"),
-    [("l2", 500, 150, 8), ("ip", 500, 150, 8), ("l2", 24, 9, 60)],  # of the last all fits
+    ("metric", "n", "n_more", "degree", "memory_bytes"),
+    [
+        ("l2", 500, 150, 8, 1 << 30),
+        ("ip", 500, 150, 8, 1 << 30),
+        ("l2", 500, 150, 8, 20_000),  # no room for vectors: by codes
+        ("l2", 24, 9, 60, 1 << 30),  # all fits in a list
+    ],
 )
 def test_lists_are_repaired_by_their_definition(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str, n: int, n_more: int, degree: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    metric: str,
+    n: int,
+    n_more: int,
+    degree: int,
+    memory_bytes: int,
 ) -> None:
     """Every old list after a merge of deletions and additions, and every list of an addition, one
-    after the other."""
+    after the other. Of whole numbers, so that both compute the same distances."""
     base, more = (np.rint(8 * clustered(m, 8, seed)) for m, seed in ((n, 0), (n_more, 5)))
     options = {"max_degree": degree, "list_size": 30, "metric": metric, "threads": 1}
     espnx.graph.build(base, tmp_path / "g", pq_bytes=8, **options)
     seen: list[tuple[Any, ...]] = []
     chosen: list[tuple[np.ndarray, ...]] = []
+    decode = Codebook.decode
+    monkeypatch.setattr(Codebook, "decode", lambda *given: np.rint(decode(*given)))
     _recorded(monkeypatch, "_repaired", seen)
     _recorded(monkeypatch, "_pruned", chosen)
     with espnx.graph.open_writer(tmp_path / "g") as graph:
+        graph._memory_bytes = memory_bytes
         graph.delete(np.arange(0, n, 6))
         graph.add(more)
         graph.merge(measure="never")
     merge, _, nodes, added, _, repaired = seen[0]
     dead = merge._dead
     assert len(nodes) == n  # one block
-    names = np.arange(n + n_more)
-    points = merge._points(names)
+    if memory_bytes < 1 << 20:
+        codes = merge._book.encode(nodes["vector"].astype(np.float32))
+        points = np.concatenate([merge._book.decode(codes), more])
+        targets = np.concatenate([nodes["vector"], more]).astype(np.float32)
+    else:
+        targets = points = merge._points(np.arange(n + n_more))
     before = [each["neighbours"][: each["n_neighbours"]].tolist() for each in nodes]
     first = chosen[0][-1]  # what additions got of what lies near them
-    for name in set(names.tolist()) - set(dead.tolist()):
+    for name in set(range(n + n_more)) - set(dead.tolist()):
         linked = [n + at for at, each in enumerate(first if name >= n else added) if name in each]
         own = first[name - n] if name >= n else np.array(before[name])
         kept = [int(each) for each in own if each >= 0 and each not in dead]
@@ -212,7 +231,11 @@ def test_lists_are_repaired_by_their_definition(
             pool += [each for node in lost for each in before[node] if each not in dead]
         if lost or len(pool) > degree:
             pool = _pruned(
-                points[name], np.array([each for each in pool if each != name]), points, degree, 1.2
+                targets[name],
+                np.array([each for each in pool if each != name]),
+                points,
+                degree,
+                1.2,
             )
         found = added[name - n] if name >= n else repaired[name]
         assert found[found >= 0].tolist() == pool
