@@ -13,8 +13,8 @@ SHOWN = 7
 ROWS_SHOWN = 24
 #: Columns that say what a row is of: those at a table's beginning with these names.
 _NAMES = {
-    "at equal", "by", "candidates", "cluster", "corpus", "d", "devices", "documents", "dtype",
-    "first stage", "first stages", "KiB", "model", "passages", "ranking", "recall@10",
+    "at equal", "by", "candidates", "cluster", "clusters", "corpus", "d", "devices", "documents",
+    "dtype", "first stage", "first stages", "KiB", "model", "passages", "ranking", "recall@10",
     "records, GB", "retriever", "system", "threads", "vectors", "what", "work",
 }  # fmt: skip
 _QUALITIES = ("recall", "recall@10", "nDCG@10")  # a time says little without one

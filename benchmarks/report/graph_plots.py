@@ -1,5 +1,5 @@
 """Plots of graphs: queries a second and reads over recall, of the vectors that say most: real ones
-before made ones, then the most."""
+before made ones, then the most; and reads over the number of clusters."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from .looks import ESPNX, OTHER, Look, line, logarithmic, name_ends, new_axes, p
 _MADE = ("hard,", "tidy,")  # how the names of vectors from a recipe begin
 _LINES = ("-", "--", ":", "-.")
 _RECALL_LEAST, _MISSED_LEAST = 0.8, 0.0005
+_CLUSTERS = (
+    ("espnx-shards", Look("as many graphs, all asked", OTHER)),
+    ("espnx-clusters-0.3", Look("clusters, .3 in two", ESPNX, "--")),
+    ("espnx-clusters", Look("clusters", ESPNX)),
+)
 
 
 def rates(found: Sequence[Found]) -> Any:
@@ -27,6 +32,33 @@ def reads(found: Sequence[Found]) -> Any:
     return _over_recall(
         [each for each in found if each.row.metrics.get("reads")], "reads a query", "reads", min
     )
+
+
+def over_clusters(found: Sequence[Found]) -> Any:
+    """Reads of a query over the number of clusters, of which each has as many vectors, at the
+    largest recall; None without two numbers."""
+    rows = [each.row for each in found if each.row.metrics.get("reads")]
+    recall = max((row.params["recall"] for row in rows), default=None)
+    rows = [row for row in rows if row.params["recall"] == recall]
+    counts = sorted({row.params["clusters"] for row in rows})
+    if len(counts) < 2:
+        return None
+    title = f"Reads at recall@10 {recall:g}"
+    for row in rows:
+        if row.system == "espnx-clusters" and row.params["clusters"] == counts[-1]:
+            share = row.metrics.get("reads_over_shards")
+            if share:
+                title = f"At {counts[-1]} clusters, {share:.2f} of the reads of as many graphs"
+    figure, axes = new_axes(title, f"clusters, for recall@10 {recall:g}", "reads a query")
+    for system, look in _CLUSTERS:
+        points = [
+            (row.params["clusters"], row.metrics["reads"]) for row in rows if row.system == system
+        ]
+        line(axes, look, sorted(points))
+    logarithmic(axes, plain, plain)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    name_ends(axes)
+    return figure
 
 
 def _over_recall(found: Sequence[Found], what: str, name: str, best: Callable[..., Row]) -> Any:

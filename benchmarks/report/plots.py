@@ -162,4 +162,10 @@ PLOTS: dict[str, Plot] = {
     "graph-rates": Plot(
         "graph", ["sweep", "summary"], "queries a second over recall, by system", graph_plots.rates
     ),
+    "graph-clusters": Plot(
+        "graph",
+        ["clusters"],
+        "reads a query over the number of clusters, beside blind sharding",
+        graph_plots.over_clusters,
+    ),
 }

@@ -349,6 +349,27 @@ def test_graphs_that_all_systems_reach_recall_on_come_first() -> None:
     assert figure.axes[0].get_xlabel() == "recall@10, tokens"
 
 
+def test_reads_over_clusters_are_of_the_largest_recall() -> None:
+    def of(system: str, clusters: int, reads: float, recall: float = 0.95) -> Row:
+        params = {"clusters": clusters, "recall": recall}
+        metrics = {"reads": reads, "reads_over_shards": reads / (4 * clusters)}
+        return replace(row("clusters", system, params, metrics), case="graph")
+
+    rows = [
+        *(of("espnx-shards", each, 4 * each) for each in (256, 16)),
+        *(of("espnx-clusters", each, 20 + each / 16) for each in (16, 256)),
+        of("espnx-clusters", 16, 9, recall=0.9),
+        of("espnx-shards-k", 16, 700),
+    ]
+    figure = drawn("graph-clusters", rows)
+    assert title(figure) == "At 256 clusters, 0.04 of the reads of as many graphs"
+    assert lines(figure) == {
+        "as many graphs, all asked": [[16, 64], [256, 1024]],
+        "clusters": [[16, 21], [256, 36]],
+    }
+    assert drawn("graph-clusters", rows[1:2]) is None
+
+
 def test_names_at_the_ends_of_lines_stand_apart() -> None:
     assert looks._apart([0.1, 0.5]) == [0.1, 0.5]
     touching = looks._apart([0.5, 0.5, 0.51, 0.9])
