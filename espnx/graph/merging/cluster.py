@@ -64,8 +64,8 @@ class ClusterMerge(PartMerge):
         names = self._numbers.names_of(np.arange(self._numbers.n_new))
         is_new = names >= self._n
         ids = np.empty(len(names), np.int64)
-        ids[~is_new] = self._old_ids[names[~is_new]]
-        ids[is_new] = self._ids[names[is_new] - self._n]
+        ids[~is_new] = self._nodes.old_ids[names[~is_new]]
+        ids[is_new] = self._changes.ids[names[is_new] - self._n]
         return ids
 
     def sums_before(self) -> tuple[np.ndarray, int]:
@@ -74,7 +74,7 @@ class ClusterMerge(PartMerge):
 
     def sums_after(self) -> tuple[np.ndarray, int]:
         """The same after it."""
-        added = self._rows.astype(np.float64).sum(axis=0)
+        added = self._changes.rows.astype(np.float64).sum(axis=0)
         return self._sum - self._dead_sum + added, self._numbers.n_new
 
     @property
@@ -83,15 +83,15 @@ class ClusterMerge(PartMerge):
 
     def _look_at(self, first: int, rows: np.ndarray) -> None:
         wide = rows.astype(np.float64)
-        is_dead = np.isin(first + np.arange(len(rows)), self._dead)
+        is_dead = np.isin(first + np.arange(len(rows)), self._changes.dead)
         self._sum += wide.sum(axis=0)
         self._dead_sum += wide[is_dead].sum(axis=0)
 
     @cached_property
     def _by_id(self) -> np.ndarray:
-        return np.argsort(self._old_ids, kind="stable")
+        return np.argsort(self._nodes.old_ids, kind="stable")
 
     def _nodes_of(self, ids: np.ndarray) -> np.ndarray:
         order = self._by_id
-        found: np.ndarray = order[np.searchsorted(self._old_ids, ids, sorter=order)]
+        found: np.ndarray = order[np.searchsorted(self._nodes.old_ids, ids, sorter=order)]
         return found

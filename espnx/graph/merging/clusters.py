@@ -43,7 +43,7 @@ from ..write import GraphFiles, Progress, pages_of, publish, write_pieces
 from .cluster import ClusterMerge, cluster_facts
 from .coding import codebook_for
 from .measuring import measured_if
-from .part import BLOCK_BYTES, DEADLINE_S, PartChanges
+from .nodes import BLOCK_BYTES, DEADLINE_S, PartChanges
 
 # A cluster of which so large a share was changed, or that has so few vectors, is built anew: that
 #: takes no longer then than changing its graph.

@@ -24,8 +24,9 @@ from ..updates.pending import Pending
 from ..write import GraphFiles, Progress, code_pages, publish, writing_version
 from .clusters import merge_clusters
 from .measuring import measured_if
+from .nodes import BLOCK_BYTES, DEADLINE_S, PartChanges
 from .numbers import Numbers
-from .part import BLOCK_BYTES, DEADLINE_S, PartChanges, PartMerge
+from .part import PartMerge
 
 
 def merge_changes(
@@ -87,11 +88,11 @@ class _Merge(PartMerge):
     def _files(
         self, generation: int, numbers: Numbers, edges: EdgesFile, entries: np.ndarray
     ) -> GraphFiles:
-        facts, salt = self._facts, secrets.randbits(64)
+        facts, changes, salt = self._facts, self._changes, secrets.randbits(64)
         layout = replace(self._layout, n=numbers.n_new)
         entry_codes = self._codes_of(numbers, entries)
         whole = {
-            CODEBOOK: self._book.packed(),
+            CODEBOOK: self._nodes.book.packed(),
             ENTRIES: np.concatenate(
                 [entries.astype("<u4").view(np.uint8).ravel(), entry_codes.ravel()]
             ),
@@ -117,13 +118,14 @@ class _Merge(PartMerge):
             contents[CODES] = self._paged_codes(numbers, salt)
         id_end = self._pending.id_end
         regions = in_directory(
-            facts.where, generation, layout, len(entries), self._book, facts.disk_codebook,
+            facts.where, generation, layout, len(entries), self._nodes.book, facts.disk_codebook,
             id_end=id_end,
         )  # fmt: skip
         made = replace(
             facts, regions=regions, layout=layout, salt=salt, entries=entries,
-            entry_codes=entry_codes, codebook=self._book, sums=sums, generation=generation,
-            id_end=id_end, unmeasured=facts.unmeasured + len(self._ids) + len(self._dead), pins={},
+            entry_codes=entry_codes, codebook=self._nodes.book, sums=sums, generation=generation,
+            id_end=id_end, pins={},
+            unmeasured=facts.unmeasured + len(changes.ids) + len(changes.dead),
         )  # fmt: skip
         return GraphFiles(made, contents)
 
@@ -143,10 +145,10 @@ class _Merge(PartMerge):
         """(ids; numbers) of old nodes that move."""
         names, moved = numbers.moved()
         if self._packs:
-            return self._old_ids[names].astype(np.int64), moved
+            return self._nodes.old_ids[names].astype(np.int64), moved
         at_once = max(1, BLOCK_BYTES // self._layout.page_bytes)
         ids = [
-            rows_of(self._nodes(names[first : first + at_once]))
+            rows_of(self._nodes.at(names[first : first + at_once]))
             for first in range(0, len(names), at_once)
         ]
         return np.concatenate([np.empty(0, np.int64), *ids]), moved
@@ -156,7 +158,7 @@ class _Merge(PartMerge):
     ) -> Iterator[np.ndarray]:
         """uint32: the number of the node of each id."""
         facts, dead = self._facts, self._pending.dead
-        added = numbers.number_of(self._n + np.arange(len(self._ids)))
+        added = numbers.number_of(self._n + np.arange(len(self._changes.ids)))
         file = self._engine.open(facts.open_path(ROWS))
         at_once = BLOCK_BYTES // 4
         for first in range(0, self._pending.id_end, at_once):
@@ -169,7 +171,7 @@ class _Merge(PartMerge):
                 future.wait()
                 at = int(future.position_bytes[0])
                 found[:count] = future.memory.numpy()[at : at + 4 * count].view("<u4")
-            for ids, values in ((dead, None), moved, (self._ids, added)):
+            for ids, values in ((dead, None), moved, (self._changes.ids, added)):
                 is_here = (ids >= first) & (ids < end)
                 found[ids[is_here] - first] = NO_NODE if values is None else values[is_here]
             yield found

@@ -17,7 +17,7 @@ import espnx.graph
 from espnx import errors
 from espnx.graph.codes.codebook import Codebook
 from espnx.graph.edges import robust_prune
-from espnx.graph.merging.part import PartMerge
+from espnx.graph.merging.lists import MergedLists
 from espnx.graph.pages.checked import open_pages, read_pages
 from espnx.graph.updates.log import RECORD, log_path
 from espnx.storage import NativeEngine, files
@@ -154,11 +154,11 @@ def test_additions_are_pruned_together_as_one_by_one(
         calls.append(len(targets))
         return robust_prune(targets, *rest)
 
-    monkeypatch.setattr("espnx.graph.merging.part.robust_prune", counted)
+    monkeypatch.setattr("espnx.graph.merging.lists.robust_prune", counted)
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)  # several link in any order
     more, made, asked = np.concatenate([base[:150], others]), [], []
     for name, at_once in (("g", 64), ("single", 1)):
-        monkeypatch.setattr("espnx.graph.merging.part._LINKED_AT_ONCE", at_once)
+        monkeypatch.setattr("espnx.graph.merging.lists._LINKED_AT_ONCE", at_once)
         calls.clear()
         with espnx.graph.open_writer(tmp_path / name) as graph:
             given = graph.add(more)
@@ -203,22 +203,23 @@ def test_lists_are_repaired_by_their_definition(
     chosen: list[tuple[np.ndarray, ...]] = []
     decode = Codebook.decode
     monkeypatch.setattr(Codebook, "decode", lambda *given: np.rint(decode(*given)))
-    _recorded(monkeypatch, "_repaired", seen)
+    _recorded(monkeypatch, "repaired", seen)
     _recorded(monkeypatch, "_pruned", chosen)
     with espnx.graph.open_writer(tmp_path / "g") as graph:
         graph._memory_bytes = memory_bytes
         graph.delete(np.arange(0, n, 6))
         graph.add(more)
         graph.merge(measure="never")
-    merge, _, nodes, added, _, repaired = seen[0]
-    dead = merge._dead
+    lists, _, nodes, links, repaired = seen[0]
+    added = links.lists
+    dead = lists._dead
     assert len(nodes) == n  # one block
     if memory_bytes < 1 << 20:
-        codes = merge._book.encode(nodes["vector"].astype(np.float32))
-        points = np.concatenate([merge._book.decode(codes), more])
+        codes = lists._nodes.book.encode(nodes["vector"].astype(np.float32))
+        points = np.concatenate([lists._nodes.book.decode(codes), more])
         targets = np.concatenate([nodes["vector"], more]).astype(np.float32)
     else:
-        targets = points = merge._points(np.arange(n + n_more))
+        targets = points = lists._nodes.points(np.arange(n + n_more))
     before = [each["neighbours"][: each["n_neighbours"]].tolist() for each in nodes]
     first = chosen[0][-1]  # what additions got of what lies near them
     for name in set(range(n + n_more)) - set(dead.tolist()):
@@ -243,14 +244,14 @@ def test_lists_are_repaired_by_their_definition(
 
 def _recorded(monkeypatch: pytest.MonkeyPatch, name: str, seen: list[tuple[Any, ...]]) -> None:
     """Arguments of a method of merges, and what it returned."""
-    plain = getattr(PartMerge, name)
+    plain = getattr(MergedLists, name)
 
     def wrapper(*given: Any) -> Any:
         found = plain(*given)
         seen.append((*given, found.copy()))
         return found
 
-    monkeypatch.setattr(PartMerge, name, wrapper)
+    monkeypatch.setattr(MergedLists, name, wrapper)
 
 
 def _pruned(
