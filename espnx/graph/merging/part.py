@@ -88,22 +88,21 @@ class PartMerge:
         """Lists of all nodes, by number, in a file."""
         degree = self._layout.max_degree
         counts, links = np.zeros(numbers.n_new, np.uint16), Links(found, self._n)
-        moved: list[tuple[int, np.ndarray]] = []
+        names, moved = [self._n + np.arange(len(found))], [found]  # of lists that follow
         path = self._folder / "edges"
         with path.open("wb") as file:
             for first, nodes in self._nodes.blocks():
                 lists = self._lists.repaired(first, nodes, links)
                 stays = max(0, min(len(nodes), numbers.n_new - first))
                 _write_lists(file, first, lists[:stays], numbers, counts)
-                for place in range(stays, len(nodes)):
-                    if not np.isin(first + place, self._changes.dead):
-                        moved.append((first + place, lists[place]))
+                behind = first + np.arange(stays, len(nodes))
+                lives = ~np.isin(behind, self._changes.dead)
+                names.append(behind[lives])
+                moved.append(lists[stays:][lives])
                 self._progress("repair", first + len(nodes), self._n)
             file.truncate(4 * degree * numbers.n_new)
-            for addition, list_ in enumerate(found):
-                moved.append((self._n + addition, list_))
-            for name, list_ in moved:
-                number = int(numbers.number_of(np.array([name]))[0])
+            places = numbers.number_of(np.concatenate(names)).tolist()
+            for number, list_ in zip(places, np.concatenate(moved), strict=True):
                 _write_lists(file, number, list_[None], numbers, counts)
         return EdgesFile(path, degree, counts)
 
