@@ -18,7 +18,7 @@ from espnx import errors
 from espnx.cli.main import main
 from espnx.graph.format import CLUSTERS, CLUSTERS_VERSION, MAGIC, GraphFacts
 from espnx.graph.layout import rows_of
-from espnx.graph.merging import clusters as merging
+from espnx.graph.merging import pieces
 from espnx.graph.merging.clusters import FILES_MOST, chosen_files
 from espnx.graph.pages.checked import open_pages, read_pages
 from espnx.graph.parts import TABLE, PageFile
@@ -227,7 +227,7 @@ def test_short_memory_does_not_divide(tmp_path: Path, monkeypatch: pytest.Monkey
     small(tmp_path / "g", 400, clusters=4, max_points=150)
     with espnx.graph.open_writer(tmp_path / "g", durability="none") as graph:
         with monkeypatch.context() as patched:
-            patched.setattr(merging, "member_bytes", lambda *_: 1 << 40)
+            patched.setattr(pieces, "member_bytes", lambda *_: 1 << 40)
             graph.add(rounded(300, 8, seed=3))
             graph.merge()
             assert graph.facts.parts.nodes.max() > 150
