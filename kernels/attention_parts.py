@@ -6,6 +6,9 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+#: A tile's largest weight of int8 rows is brought to between 2^13 and 2^14: the larger weights are,
+#: the fewer leave the range of fp16.
+WEIGHT_BITS = tl.constexpr(13)
 
 
 @triton.jit
@@ -157,6 +160,14 @@ def store_state(
 
 
 @triton.jit
+def power_pair(peak, BITS: tl.constexpr):
+    """A power of two that brings a magnitude to between 2^BITS and twice that, and its inverse."""
+    exponent = tl.minimum(tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, BITS + 1), 253)
+    down = ((254 + BITS - exponent) << 23).to(tl.float32, bitcast=True)
+    return down, ((exponent - BITS) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def in_fp16(values):
     """float32 ``[Q, K]`` in two fp16 parts, good to 2^-22 of each value, and a power of two for
     each row that the parts are to be multiplied by, see `maxsim._dot_split`."""
@@ -226,19 +237,20 @@ def row_products(query, parts, rows, scales, FORMAT: tl.constexpr, PRECISION: tl
 @triton.jit
 def weighed_rows(sums, p, rows, scales, FORMAT: tl.constexpr, PRECISION: tl.constexpr):
     """``sums`` and those ``[Q, DV]`` of a tile's V rows, as they are stored, with weights of at
-    most e^9, or twice that."""
+    most e^9."""
     if FORMAT == "fp16" or FORMAT == "int8":
         if FORMAT == "int8":
-            peak_bits = tl.max(tl.abs(scales), axis=0).to(tl.int32, bitcast=True)
-            exponent = tl.minimum(tl.maximum(peak_bits >> 23, 1), 253)
-            p *= (scales * ((254 - exponent) << 23).to(tl.float32, bitcast=True))[None, :]
+            p *= scales[None, :]
+            # Of each query's own: the scale of a row that it does not see must not weaken the
+            # others.
+            down, up = power_pair(tl.max(tl.abs(p), axis=1), WEIGHT_BITS)
+            p *= down[:, None]
         # Weights below fp16's normal range lose bits: what they miss is in the second part.
         high = p.to(tl.float16)
         low = ((p - high.to(tl.float32)) * 2048.0).to(tl.float16)
         values = as_fp16(rows, FORMAT)
         if FORMAT == "int8":
-            factor = (exponent << 23).to(tl.float32, bitcast=True)
-            sums += (tl.dot(high, values) + tl.dot(low, values) * (1.0 / 2048.0)) * factor
+            sums += (tl.dot(high, values) + tl.dot(low, values) * (1.0 / 2048.0)) * up[:, None]
         else:
             sums += tl.dot(high, values) + tl.dot(low, values) * (1.0 / 2048.0)
     elif FORMAT == "bf16":

@@ -10,7 +10,7 @@ import torch
 from espnx.errors import InvalidInputError
 from espnx.ops._native import load_ops
 from espnx.ops.attention import ROW_FORMATS, merge
-from tests.ops.attention.scales import check_scale
+from tests.ops.attention.scales import check_scale, check_scales_far_apart
 from tests.ops.attention.test_attention import (
     FORMATS,
     LEVELS,
