@@ -94,6 +94,11 @@ def test_scales_that_are_not_finite(cpu_level: str, value: float, of_v: bool) ->
 
 
 @LEVELS
+def test_scales_far_apart(cpu_level: str) -> None:
+    check_scales_far_apart(Case.run, 1)
+
+
+@LEVELS
 @FORMATS
 @pytest.mark.parametrize("q_len", [1, 20])
 def test_hidden_rows_may_hold_anything(cpu_level: str, fmt: str, q_len: int) -> None:
