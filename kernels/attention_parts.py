@@ -1,5 +1,6 @@
-"""What both kernels of attention share: rows as they are stored and as numbers, products with them,
-and the softmax over tiles. ``attention.py`` says what its arguments mean.
+"""What kernels of attention share, and some of it with MaxSim: rows as they are stored and as
+numbers, products with them, and the softmax over tiles. ``attention.py`` says what its arguments
+mean.
 """
 
 import triton
@@ -9,6 +10,16 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 #: A tile's largest weight of int8 rows is brought to between 2^13 and 2^14: the larger weights are,
 #: the fewer leave the range of fp16.
 WEIGHT_BITS = tl.constexpr(13)
+# Of both codes of a register; by their bits, since converting integers is slow: 1024 + n is fp16's
+# 0x6400 + n, and 0x6480 is 1152. lop3 by 0x6a is (a & b) ^ c.
+FIRST_CODES = tl.constexpr(
+    "{ .reg .b32 %code<1>; mov.b32 %code0, 0x64806480;"
+    " lop3.b32 $0, $1, 0x00ff00ff, %code0, 0x6a; sub.f16x2 $0, $0, %code0; }"
+)
+SECOND_CODES = tl.constexpr(
+    "{ .reg .b32 %code<1>; mov.b32 %code0, 0x64806480; shr.u32 $0, $1, 8;"
+    " lop3.b32 $0, $0, 0x00ff00ff, %code0, 0x6a; sub.f16x2 $0, $0, %code0; }"
+)
 
 
 @triton.jit
@@ -187,6 +198,23 @@ def as_fp16(rows, FORMAT: tl.constexpr):
         bits = ((rows.to(tl.int16) & 0xFF) ^ 0x6480).to(tl.int16)
         rows = bits.to(tl.float16, bitcast=True) - 1152.0
     return rows
+
+
+@triton.jit
+def codes_of(pairs, IS_SECOND: tl.constexpr):
+    """The first (lower) or second int8 of each int16, in fp16."""
+    if INTERPRETED:
+        code = (pairs.to(tl.int32) >> (8 if IS_SECOND else 0)) & 0xFF
+        values = (code ^ 0x6480).to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
+    elif IS_SECOND:
+        values = tl.inline_asm_elementwise(
+            SECOND_CODES, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        values = tl.inline_asm_elementwise(
+            FIRST_CODES, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2
+        )
+    return values
 
 
 @triton.jit

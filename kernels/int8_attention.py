@@ -16,6 +16,7 @@ from .attention_parts import (
     INTERPRETED,
     WEIGHT_BITS,
     broken,
+    codes_of,
     last_rows,
     place_of_results,
     power_pair,
@@ -29,33 +30,6 @@ from .attention_parts import (
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Of both codes of a register; by their bits, since converting integers is slow: 1024 + n is fp16's
-# 0x6400 + n, and 0x6480 is 1152. lop3 by 0x6a is (a & b) ^ c.
-FIRST_CODES = tl.constexpr(
-    "{ .reg .b32 %code<1>; mov.b32 %code0, 0x64806480;"
-    " lop3.b32 $0, $1, 0x00ff00ff, %code0, 0x6a; sub.f16x2 $0, $0, %code0; }"
-)
-SECOND_CODES = tl.constexpr(
-    "{ .reg .b32 %code<1>; mov.b32 %code0, 0x64806480; shr.u32 $0, $1, 8;"
-    " lop3.b32 $0, $0, 0x00ff00ff, %code0, 0x6a; sub.f16x2 $0, $0, %code0; }"
-)
-
-
-@triton.jit
-def codes_of(pairs, IS_SECOND: tl.constexpr):
-    """The first (lower) or second int8 of each int16, in fp16."""
-    if INTERPRETED:
-        code = (pairs.to(tl.int32) >> (8 if IS_SECOND else 0)) & 0xFF
-        values = (code ^ 0x6480).to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
-    elif IS_SECOND:
-        values = tl.inline_asm_elementwise(
-            SECOND_CODES, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2
-        )
-    else:
-        values = tl.inline_asm_elementwise(
-            FIRST_CODES, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2
-        )
-    return values
 
 
 @triton.jit

@@ -13,12 +13,12 @@ from .checks import check_aligned, check_arguments, check_inside
 from .formats import TokenFormat, token_format
 from .residual import ResidualFormat
 
-# Values of a row taken at a time: less where they are multiplied in fp32 or in parts of it.
-_BLOCK_D = {"fp16": 128, "int8": 128, "bit1": 128, "bf16": 64}
-_BLOCK_D_OF_FP32 = 32
+_BLOCK_D = 128  # values of a row taken at a time
+_BLOCK_D_OF_FP32 = 32  # where they are multiplied in fp32
 _PROGRAMS_MAX = 2**31 - 1  # the largest CUDA grid
-_WHOLE = ("fp16", "int8", "bit1")
-_WHOLE_QUERY_MAX = 16384  # values of a query that are kept in shared memory, in two parts
+#: Bytes of a query value's parts, of formats that are multiplied as they are.
+_PART_BYTES = {"fp16": 4, "int8": 4, "bit1": 4, "bf16": 6}
+_WHOLE_QUERY_BYTES = 72 << 10  # of a query that is kept in shared memory
 
 
 def launch_shape(n_query_tokens: int, d: int, tokens_max: int, fmt: str) -> dict[str, Any]:
@@ -28,15 +28,29 @@ def launch_shape(n_query_tokens: int, d: int, tokens_max: int, fmt: str) -> dict
     fp32 products are plain multiply-adds, one instruction each, so their blocks are kept short
     along d.
     """
-    is_short = fmt == "fp32" or (fmt == "fp16" and d <= 128)
     block_q = min(max(16, 1 << (n_query_tokens - 1).bit_length()), 64)
-    block_d = min(max(16, d & -d), _BLOCK_D.get(fmt, _BLOCK_D_OF_FP32))
+    is_whole = _is_whole(n_query_tokens, block_q, d, fmt)
+    block_d = max(32 if is_whole and fmt == "int8" else 16, d & -d)
+    if fmt not in _PART_BYTES:
+        block_d = min(block_d, _BLOCK_D_OF_FP32)
+    elif fmt == "bf16" and not is_whole:
+        block_d = min(block_d, 64)
     return {
         "BLOCK_Q": block_q,
-        "BLOCK_T": 16 if tokens_max <= 16 else 32 if is_short else 64,
-        "BLOCK_D": block_d,
-        "IS_WHOLE": fmt in _WHOLE and n_query_tokens <= block_q and block_q * d <= _WHOLE_QUERY_MAX,
+        "BLOCK_T": 16 if tokens_max <= 16 else 32 if fmt == "fp32" else 64,
+        "BLOCK_D": min(block_d, _BLOCK_D),
+        "IS_WHOLE": is_whole,
     }
+
+
+def _is_whole(n_query_tokens: int, block_q: int, d: int, fmt: str) -> bool:
+    """Whether all of a query stays where it is multiplied."""
+    return (
+        fmt in _PART_BYTES
+        and n_query_tokens <= block_q
+        and block_q * d * _PART_BYTES[fmt] <= _WHOLE_QUERY_BYTES
+        and not (fmt == "int8" and d % 2)  # whose codes are loaded in pairs
+    )
 
 
 def launch_options(d: int, fmt: str) -> dict[str, int]:
