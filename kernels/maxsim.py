@@ -428,13 +428,14 @@ def maxsim_kernel(
             next_tokens = tl.load(n_tokens_ptr + further)
             next_offset = tl.multiple_of(tl.load(offset_bytes_ptr + further), ALIGN_BYTES)
             best = tl.full([BLOCK_T, BLOCK_Q], float("-inf"), dtype=tl.float32)
+            tile = first_row
             for t_begin in range(0, n_tokens, BLOCK_T):
                 is_token = lane < n_tokens - t_begin
-                rows = first_row + t_begin.to(tl.int64) * ROW_BYTES + row_bytes
                 products = _whole_products(
-                    parts, rows, is_token, D, FORMAT, BLOCK_Q, BLOCK_T, BLOCK_D
+                    parts, tile + row_bytes, is_token, D, FORMAT, BLOCK_Q, BLOCK_T, BLOCK_D
                 )
                 best = tl.maximum(best, products, propagate_nan=tl.PropagateNan.ALL)
+                tile += BLOCK_T * ROW_BYTES
             nans = (best != best).to(tl.int32)
             score = _score(best * factor[None, :], nans, q < Lq)
             if score != score:
