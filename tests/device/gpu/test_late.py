@@ -352,8 +352,9 @@ def test_a_piece_that_fails_is_written_again(folder: Path, nth: int) -> None:
         engine.close(grace_s=0.05)
 
 
-def test_a_piece_that_may_still_arrive(folder: Path) -> None:
-    """Its place is not used again, and neither is its slot."""
+@pytest.mark.parametrize("is_released", [False, True])
+def test_a_piece_that_may_still_arrive(folder: Path, is_released: bool) -> None:
+    """Its slot is not used again, and neither is its place, where the rows are not wanted."""
 
     def attempt(deadline_s: float) -> bool:
         engine = FaultyEngine([FaultRule("never", operation="write", nth=3, count=1)], poison=True)
@@ -370,13 +371,23 @@ def test_a_piece_that_may_still_arrive(folder: Path) -> None:
                 ) as device,
             ):
                 stored = put_long(late, device, 1)
+                if is_released:
+                    device.release(stored[0].segment)
+                    assert device.stats().stored_bytes == 50 * PIECE_BYTES
+                    return True
                 with pytest.raises(errors.DeadlineExceededError):
                     device.flush()
                 device.flush()
                 assert_reads_right(late, device, stored)
-                for each in stored:
-                    device.release(each.segment)
-                assert device.stats().stored_bytes == 50 * PIECE_BYTES
+                assert len(device._slots._free) == SLOTS
+                begins = [each.memory.data_ptr() for each in device._slots._free]
+                taken = [each for each in late._pinned if each.numel() == PIECE_BYTES + 4096]
+                lost = [
+                    each
+                    for each in taken
+                    if not any(0 <= begin - each.data_ptr() <= 4096 for begin in begins)
+                ]
+                assert len(lost) == 1
         finally:
             engine.close(grace_s=0.05)
         return True
