@@ -174,7 +174,7 @@ def store_state(
 def power_pair(peak, BITS: tl.constexpr):
     """A power of two that brings a magnitude to between 2^BITS and twice that, and its inverse."""
     exponent = tl.minimum(tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, BITS + 1), 253)
-    down = ((254 + BITS - exponent) << 23).to(tl.float32, bitcast=True)
+    down = ((254 - exponent + BITS) << 23).to(tl.float32, bitcast=True)
     return down, ((exponent - BITS) << 23).to(tl.float32, bitcast=True)
 
 

@@ -29,18 +29,18 @@ def launch_shape(n_query_tokens: int, d: int, tokens_max: int, fmt: str) -> dict
     fp32 products are plain multiply-adds, one instruction each, so their blocks are kept short
     along d.
     """
-    is_whole = _is_whole(n_query_tokens, d, fmt)
-    block_d = max(32 if is_whole and fmt == "int8" else 16, d & -d)
+    whole = is_whole(n_query_tokens, d, fmt)
+    block_d = max(32 if whole and fmt == "int8" else 16, d & -d)
     if fmt not in _PART_BYTES:
         block_d = min(block_d, _BLOCK_D_OF_FP32)
-    elif fmt == "bf16" and not is_whole:
+    elif fmt == "bf16" and not whole:
         block_d = min(block_d, 64)
-    is_short = fmt == "fp32" or (fmt == "fp16" and d <= 128 and not is_whole)
+    is_short = fmt == "fp32" or (fmt == "fp16" and d <= 128 and not whole)
     return {
         "BLOCK_Q": _block_q(n_query_tokens),
         "BLOCK_T": 16 if tokens_max <= 16 else 32 if is_short else 64,
         "BLOCK_D": min(block_d, _BLOCK_D),
-        "IS_WHOLE": is_whole,
+        "IS_WHOLE": whole,
     }
 
 
@@ -48,7 +48,7 @@ def _block_q(n_query_tokens: int) -> int:
     return min(max(16, 1 << (n_query_tokens - 1).bit_length()), 64)
 
 
-def _is_whole(n_query_tokens: int, d: int, fmt: str) -> bool:
+def is_whole(n_query_tokens: int, d: int, fmt: str) -> bool:
     """Whether all of a query stays where it is multiplied."""
     block_q = _block_q(n_query_tokens)
     return (
@@ -64,7 +64,7 @@ def launch_options(n_query_tokens: int, d: int, fmt: str) -> dict[str, int]:
     multiprocessor, or three of 64 query tokens. Four warps multiply 64 rows at a time by what lies
     in shared memory."""
     registers = 128
-    if _is_whole(n_query_tokens, d, fmt):
+    if is_whole(n_query_tokens, d, fmt):
         options = {"num_stages": 2 if d <= 128 else 1, "num_warps": 4}
         registers = 128 if _block_q(n_query_tokens) < 64 else 168
     elif fmt in _PART_BYTES and fmt != "bf16":
@@ -77,7 +77,7 @@ def launch_options(n_query_tokens: int, d: int, fmt: str) -> dict[str, int]:
 
 def programs(n_docs: int, n_queries: int, n_query_tokens: int, d: int, fmt: str) -> int:
     """The grid: programs take documents in turns, each for one query that it prepares once."""
-    if _is_whole(n_query_tokens, d, fmt):
+    if is_whole(n_query_tokens, d, fmt):
         block_bytes = _block_q(n_query_tokens) * d * _PART_BYTES[fmt] + 2 * 64 * 2 * d + 1024
         resident = max(min(_SHARED_BYTES // block_bytes, 4), 2)
     else:
