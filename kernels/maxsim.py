@@ -26,7 +26,7 @@ multiple of: 16 lets the compiler load 16 bytes at a time.
 import triton
 import triton.language as tl
 
-from .attention_parts import codes_of, dot_bf16, in_bf16, scale_or_nan
+from .attention_parts import INTERPRETED, codes_of, dot_bf16, in_bf16, scale_or_nan
 
 #: Query values are brought below 2^14: what misses of them in fp16 stays in its normal range.
 LIFT = tl.constexpr(8192.0)
@@ -189,6 +189,17 @@ def _with_first(values, parts, products, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _in_registers(values):
+    """The same numbers of 16 bits, which products of four warps then take from registers: from
+    shared memory each part of the query would take them anew."""
+    if not INTERPRETED:
+        values = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=True, pack=2
+        )
+    return values
+
+
+@triton.jit
 def _whole_values(
     rows, is_token, i: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -208,7 +219,7 @@ def _whole_values(
         pairs = tl.load(place, mask=in_doc, other=0)
         values = (codes_of(pairs, False), codes_of(pairs, True))
     else:
-        values = (_stored_values(rows, k, in_doc, FORMAT),)
+        values = (_in_registers(_stored_values(rows, k, in_doc, FORMAT)),)
     return values
 
 

@@ -78,8 +78,10 @@ def launch_options(n_query_tokens: int, d: int, fmt: str) -> dict[str, int]:
 def programs(n_docs: int, n_queries: int, n_query_tokens: int, d: int, fmt: str) -> int:
     """The grid: programs take documents in turns, each for one query that it prepares once."""
     if is_whole(n_query_tokens, d, fmt):
-        block_bytes = _block_q(n_query_tokens) * d * _PART_BYTES[fmt] + 2 * 64 * 2 * d + 1024
-        resident = max(min(_SHARED_BYTES // block_bytes, 4), 2)
+        # so many as their registers and shared memory allow at once
+        block_bytes = _block_q(n_query_tokens) * d * _PART_BYTES[fmt] + 64 * 2 * d + 1024
+        most = 2 if d > 128 else 4 if _block_q(n_query_tokens) < 64 else 3
+        resident = max(min(_SHARED_BYTES // block_bytes, most), 1)
     else:
         resident = 8 if d <= 128 else 2
     wanted = _MULTIPROCESSORS * resident
