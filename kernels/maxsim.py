@@ -91,9 +91,7 @@ def _whole_query(
             parts = parts + _query_parts(even, down, FORMAT) + _query_parts(odd, down, FORMAT)
         else:
             k = i * BLOCK_D + tl.arange(0, BLOCK_D)
-            parts = parts + _query_parts(
-                _query_values(query_rows, is_query, k, D), down, FORMAT
-            )
+            parts = parts + _query_parts(_query_values(query_rows, is_query, k, D), down, FORMAT)
     return parts, factor
 
 
@@ -450,9 +448,11 @@ def maxsim_kernel(
             nans = (best != best).to(tl.int32)
             score = _score(best * factor[None, :], nans, q < Lq)
             if score != score:
+                # Rare; few rows and values at a time, for the sake of registers.
                 score = _tile_score(
                     query_rows, q < Lq, first_row, n_tokens, centroid_ptr, weight_ptr, n_centroids,
-                    D, FORMAT, ROW_BYTES, SIGN_VALUE, BLOCK_Q, 16, 32 if BLOCK_D > 32 else BLOCK_D, 1,
+                    D, FORMAT, ROW_BYTES, SIGN_VALUE, BLOCK_Q, 16,
+                    32 if BLOCK_D > 32 else BLOCK_D, 1,
                 )  # fmt: skip
             tl.store(scores + doc, score)
     else:

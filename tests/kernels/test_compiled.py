@@ -132,9 +132,7 @@ def test_flop(opcode: str, flop: tuple[int, int]) -> None:
         ("HMMA.16816.F32", " R4, R8, R2, RZ ", 0),
     ],
 )
-def test_what_products_take_from_shared_memory(
-    opcode: str, operands: str, size_bytes: int
-) -> None:
+def test_what_products_take_from_shared_memory(opcode: str, operands: str, size_bytes: int) -> None:
     assert wgmma_bytes(opcode, operands) == size_bytes
 
 

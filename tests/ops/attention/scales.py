@@ -42,9 +42,7 @@ def check_scale(
 
 
 def check_scales_far_apart(
-    run: Callable[[Case], tuple[torch.Tensor, torch.Tensor]],
-    group: int,
-    **precision: float,
+    run: Callable[[Case], tuple[torch.Tensor, torch.Tensor]], group: int, **precision: float
 ) -> None:
     """A row's scale of V is 10^14 times the others', and a mask hides it, or all queries but the
     last stand before it: who does not see it loses nothing. Then all scales are so large that sums

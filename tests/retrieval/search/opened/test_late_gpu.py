@@ -229,10 +229,7 @@ def test_damage_comes_before_a_later_read_that_fails(
     shutil.copytree(store, copy)
     far = 1 << 62
     rule = Rule("never", errno.EIO, match=lambda offset, size: offset + size > far)
-    with (
-        late_device(3, 0.0) as late,
-        kept_on(late, copy, monkeypatch, "gds", [rule]) as kept,
-    ):
+    with late_device(3, 0.0) as late, kept_on(late, copy, monkeypatch, "gds", [rule]) as kept:
         if is_damaged:
             damage(kept, 15)
         far = int(kept.full.locate(np.array([260]))[1][0])
