@@ -132,13 +132,10 @@ class WriteInPieces:
 
     def end(self) -> bool | None:
         """See `Writing`."""
-        try:
-            self._started.result()
-        except (errors.DeadlineExceededError, errors.TransferCancelledError):
+        error = self._started.exception()
+        if isinstance(error, errors.DeadlineExceededError | errors.TransferCancelledError):
             return False
-        except Exception:
-            return None
-        return True
+        return True if error is None else None
 
     def cancel(self) -> None:
         """Waits until nothing more is begun."""
