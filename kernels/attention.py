@@ -93,7 +93,7 @@ def _attend(
     """
     IS_PLAIN: tl.constexpr = not CAREFUL and (FORMAT != "int8" or IN_BLOCK)
     # Weights of fp16 values are fp16, too: the larger they are, the fewer leave its range.
-    SHIFT: tl.constexpr = 9.0 if IS_PLAIN and (FORMAT == "fp16" or FORMAT == "int8") else 0.0
+    SHIFT: tl.constexpr = 9.0 if IS_PLAIN and FORMAT == "fp16" else 0.0
     best = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_Q], dtype=tl.float32)
     sums = tl.zeros([BLOCK_Q, BLOCK_DV], dtype=tl.float32)

@@ -1,11 +1,25 @@
-"""What both kernels of attention share: rows as they are stored and as numbers, products with them,
-and the softmax over tiles. ``attention.py`` says what its arguments mean.
+"""What kernels of attention share, and some of it with MaxSim: rows as they are stored and as
+numbers, products with them, and the softmax over tiles. ``attention.py`` says what its arguments
+mean.
 """
 
 import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+#: A tile's largest weight of int8 rows is brought to between 2^13 and 2^14: the larger weights are,
+#: the fewer leave the range of fp16.
+WEIGHT_BITS = tl.constexpr(13)
+# Of both codes of a register; by their bits, since converting integers is slow: 1024 + n is fp16's
+# 0x6400 + n, and 0x6480 is 1152. lop3 by 0x6a is (a & b) ^ c.
+FIRST_CODES = tl.constexpr(
+    "{ .reg .b32 %code<1>; mov.b32 %code0, 0x64806480;"
+    " lop3.b32 $0, $1, 0x00ff00ff, %code0, 0x6a; sub.f16x2 $0, $0, %code0; }"
+)
+SECOND_CODES = tl.constexpr(
+    "{ .reg .b32 %code<1>; mov.b32 %code0, 0x64806480; shr.u32 $0, $1, 8;"
+    " lop3.b32 $0, $0, 0x00ff00ff, %code0, 0x6a; sub.f16x2 $0, $0, %code0; }"
+)
 
 
 @triton.jit
@@ -157,6 +171,14 @@ def store_state(
 
 
 @triton.jit
+def power_pair(peak, BITS: tl.constexpr):
+    """A power of two that brings a magnitude to between 2^BITS and twice that, and its inverse."""
+    exponent = tl.minimum(tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, BITS + 1), 253)
+    down = ((254 - exponent + BITS) << 23).to(tl.float32, bitcast=True)
+    return down, ((exponent - BITS) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def in_fp16(values):
     """float32 ``[Q, K]`` in two fp16 parts, good to 2^-22 of each value, and a power of two for
     each row that the parts are to be multiplied by, see `maxsim._dot_split`."""
@@ -176,6 +198,23 @@ def as_fp16(rows, FORMAT: tl.constexpr):
         bits = ((rows.to(tl.int16) & 0xFF) ^ 0x6480).to(tl.int16)
         rows = bits.to(tl.float16, bitcast=True) - 1152.0
     return rows
+
+
+@triton.jit
+def codes_of(pairs, IS_SECOND: tl.constexpr):
+    """The first (lower) or second int8 of each int16, in fp16."""
+    if INTERPRETED:
+        code = (pairs.to(tl.int32) >> (8 if IS_SECOND else 0)) & 0xFF
+        values = (code ^ 0x6480).to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
+    elif IS_SECOND:
+        values = tl.inline_asm_elementwise(
+            SECOND_CODES, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        values = tl.inline_asm_elementwise(
+            FIRST_CODES, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2
+        )
+    return values
 
 
 @triton.jit
@@ -226,19 +265,20 @@ def row_products(query, parts, rows, scales, FORMAT: tl.constexpr, PRECISION: tl
 @triton.jit
 def weighed_rows(sums, p, rows, scales, FORMAT: tl.constexpr, PRECISION: tl.constexpr):
     """``sums`` and those ``[Q, DV]`` of a tile's V rows, as they are stored, with weights of at
-    most e^9, or twice that."""
+    most e^9."""
     if FORMAT == "fp16" or FORMAT == "int8":
         if FORMAT == "int8":
-            peak_bits = tl.max(tl.abs(scales), axis=0).to(tl.int32, bitcast=True)
-            exponent = tl.minimum(tl.maximum(peak_bits >> 23, 1), 253)
-            p *= (scales * ((254 - exponent) << 23).to(tl.float32, bitcast=True))[None, :]
+            p *= scales[None, :]
+            # Of each query's own: the scale of a row that it does not see must not weaken the
+            # others.
+            down, up = power_pair(tl.max(tl.abs(p), axis=1), WEIGHT_BITS)
+            p *= down[:, None]
         # Weights below fp16's normal range lose bits: what they miss is in the second part.
         high = p.to(tl.float16)
         low = ((p - high.to(tl.float32)) * 2048.0).to(tl.float16)
         values = as_fp16(rows, FORMAT)
         if FORMAT == "int8":
-            factor = (exponent << 23).to(tl.float32, bitcast=True)
-            sums += (tl.dot(high, values) + tl.dot(low, values) * (1.0 / 2048.0)) * factor
+            sums += (tl.dot(high, values) + tl.dot(low, values) * (1.0 / 2048.0)) * up[:, None]
         else:
             sums += tl.dot(high, values) + tl.dot(low, values) * (1.0 / 2048.0)
     elif FORMAT == "bf16":

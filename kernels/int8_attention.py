@@ -14,9 +14,12 @@ import triton.language as tl
 
 from .attention_parts import (
     INTERPRETED,
+    WEIGHT_BITS,
     broken,
+    codes_of,
     last_rows,
     place_of_results,
+    power_pair,
     program_place,
     program_rows,
     query_places,
@@ -27,35 +30,6 @@ from .attention_parts import (
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-#: Weights are up to 2^13: the larger they are, the fewer leave the range of fp16.
-SHIFT = tl.constexpr(13.0)
-# Of both codes of a register; by their bits, since converting integers is slow: 1024 + n is fp16's
-# 0x6400 + n, and 0x6480 is 1152. lop3 by 0x6a is (a & b) ^ c.
-FIRST_CODES = tl.constexpr(
-    "{ .reg .b32 %code<1>; mov.b32 %code0, 0x64806480;"
-    " lop3.b32 $0, $1, 0x00ff00ff, %code0, 0x6a; sub.f16x2 $0, $0, %code0; }"
-)
-SECOND_CODES = tl.constexpr(
-    "{ .reg .b32 %code<1>; mov.b32 %code0, 0x64806480; shr.u32 $0, $1, 8;"
-    " lop3.b32 $0, $0, 0x00ff00ff, %code0, 0x6a; sub.f16x2 $0, $0, %code0; }"
-)
-
-
-@triton.jit
-def codes_of(pairs, IS_SECOND: tl.constexpr):
-    """The first (lower) or second int8 of each int16, in fp16."""
-    if INTERPRETED:
-        code = (pairs.to(tl.int32) >> (8 if IS_SECOND else 0)) & 0xFF
-        values = (code ^ 0x6480).to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
-    elif IS_SECOND:
-        values = tl.inline_asm_elementwise(
-            SECOND_CODES, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2
-        )
-    else:
-        values = tl.inline_asm_elementwise(
-            FIRST_CODES, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2
-        )
-    return values
 
 
 @triton.jit
@@ -68,14 +42,6 @@ def power_of_two(x):
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     return power
-
-
-@triton.jit
-def power_pair(peak):
-    """A power of two that brings a magnitude to between 1 and 2, and its inverse."""
-    exponent = tl.minimum(tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 1), 253)
-    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    return down, (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -119,7 +85,7 @@ def turned_products(query, k_scale_ptr, pairs, pair, D: tl.constexpr):
     second_scale = scale_or_nan(tl.load(k_scale_ptr + 2 * pair + 1, mask=is_pair, other=0.0))
     first = query[0] * first_scale[None, :]
     second = query[1] * second_scale[None, :]
-    down, up = power_pair(tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1))
+    down, up = power_pair(tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1), 0)
     first_high, first_low = two_parts(first * down[:, None])
     second_high, second_low = two_parts(second * down[:, None])
     first_codes = codes_of(pairs, False)
@@ -135,14 +101,17 @@ def turned_products(query, k_scale_ptr, pairs, pair, D: tl.constexpr):
 def turned_sums(first_sums, second_sums, alpha, p, scales, pairs):
     """Sums ``[DV / 2, Q]`` of V's first and second columns of each pair, older ones times alpha,
     with those of a tile of weights p."""
-    down, up = power_pair(tl.max(tl.abs(scales), axis=0))
+    weights = p * scales[:, None]
+    # Of each query's own: the scale of a row that it does not see must not weaken the others.
+    down, up = power_pair(tl.max(tl.abs(weights), axis=0), WEIGHT_BITS)
     # Weights below fp16's normal range lose bits: what they miss is in the second part.
-    high, low = two_parts(p * (scales * down)[:, None])
+    high, low = two_parts(weights * down[None, :])
     first_codes = codes_of(pairs, False)
     second_codes = codes_of(pairs, True)
     first = tl.dot(first_codes, high) + tl.dot(first_codes, low) * (1.0 / 2048.0)
     second = tl.dot(second_codes, high) + tl.dot(second_codes, low) * (1.0 / 2048.0)
-    return first_sums * alpha[None, :] + first * up, second_sums * alpha[None, :] + second * up
+    first_sums = first_sums * alpha[None, :] + first * up[None, :]
+    return first_sums, second_sums * alpha[None, :] + second * up[None, :]
 
 
 @triton.jit
@@ -225,7 +194,7 @@ def _attend(
         # A query that has seen no row yet has no peak to subtract.
         peak = tl.where(above == float("-inf"), 0.0, above)
         alpha = power_of_two(best - peak)
-        p = power_of_two(scores - (peak - SHIFT)[None, :])
+        p = power_of_two(scores - peak[None, :])
         best = above
         total = total * alpha[None, :] + p
         v_scale_ptr = (block + v_scale_begin).to(tl.pointer_type(tl.float32)) + first_row
@@ -239,7 +208,7 @@ def _attend(
     if CAREFUL:
         first_sums = tl.where((sees_nan > 0)[None, :], float("nan"), first_sums)
         second_sums = tl.where((sees_nan > 0)[None, :], float("nan"), second_sums)
-    return best - SHIFT, tl.sum(total, axis=0), first_sums, second_sums
+    return best, tl.sum(total, axis=0), first_sums, second_sums
 
 
 @triton.jit

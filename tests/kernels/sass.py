@@ -46,6 +46,18 @@ def mma_flop(opcode: str) -> tuple[int, int]:
     return 0, 0
 
 
+def wgmma_bytes(opcode: str, operands: str) -> int:
+    """That four warps' ``wgmma`` takes from shared memory: its right operand, and the left one
+    unless it comes from registers."""
+    found = re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)\.(.*)", opcode)
+    if not found:
+        return 0
+    m, n, k = (int(each) for each in found.groups()[:3])
+    size = 4 if "TF32" in found[4] else 2
+    is_left_there = re.match(r"\s*R\w+,\s*R\w+,\s*gdesc", operands) is None
+    return size * k * (n + (m if is_left_there else 0))
+
+
 class Loop(NamedTuple):
     """Instructions ``begin`` to ``end``, the branch back the last of them."""
 
@@ -142,20 +154,21 @@ def _loop_of(code: list[tuple[str, str]], loops: list[Loop], *, has_inner: bool)
 
 def main_loop(text: str, inner_trips: int, threads: int) -> dict[str, Any]:
     """Instructions that a warp issues in one iteration, by class, and its FLOP on tensor cores;
-    bytes that a block moves through shared memory in it (what ``wgmma`` takes from there is not
-    seen), and that it has asked of global memory when it waits for them."""
+    bytes that a block moves through shared memory in it, and that it has asked of global memory
+    when it waits for them."""
     code, loops = parse(text)
     loop = _loop_of(code, loops, has_inner=inner_trips > 0)
     inner = [other for other in loops if loop.holds(other)] if inner_trips else []
     counts: Counter[str] = Counter()
     shared = waiting = asked = run = mma = wgmma = 0
-    for i, (opcode, _) in enumerate(code[loop.begin : loop.end + 1], loop.begin):
+    for i, (opcode, operands) in enumerate(code[loop.begin : loop.end + 1], loop.begin):
         trips = inner_trips if any(other.begin <= i <= other.end for other in inner) else 1
         word = opcode.split(".")[0]
         counts[_OF.get(word, "integer")] += trips
         by_mma, by_wgmma = mma_flop(opcode)
         mma, wgmma = mma + trips * by_mma, wgmma + trips * by_wgmma
         size = threads * loaded_bytes(opcode)
+        shared += trips * wgmma_bytes(opcode, operands) * (threads // (4 * WARP))
         if word in CLASSES["shared"] or word == "LDGSTS":
             shared += trips * size
         if word == "LDGSTS":

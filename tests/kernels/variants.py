@@ -174,7 +174,7 @@ def scoring(
         + (f" aligned to {align_bytes}" if align_bytes < 16 else ""),
         maxsim_kernel,
         {"ALIGN_BYTES": align_bytes, **constants, **shape},
-        maxsim.launch_options(d, fmt),
+        maxsim.launch_options(n_query_tokens, d, fmt),
         shape["BLOCK_T"] * constants["ROW_BYTES"],
         0 if shape["IS_WHOLE"] or pieces == 1 else pieces,
         has_bar,

@@ -85,7 +85,7 @@ def test_maxsim(capability: int, fmt: str, d: int, n_query_tokens: int, align_by
     }
     shape = launch_shape(n_query_tokens, d, 300, fmt)
     constants = {"ALIGN_BYTES": align_bytes, **row_constants(token_format(fmt), d), **shape}
-    options = launch_options(d, fmt)
+    options = launch_options(n_query_tokens, d, fmt)
     ptx = compile_for(capability, maxsim.maxsim_kernel, types, constants, options).asm["ptx"]
     uses_tensor_cores = "mma.sync" in ptx or "wgmma" in ptx
     has_whole_values = fmt in ("fp16", "bf16", "int8", "bit1")

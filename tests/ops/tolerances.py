@@ -28,9 +28,10 @@ below ``2^-126`` for 0.
 MaxSim on tensor cores (Triton). The hardware adds with truncation instead of rounding: ``u =
 2^-23``. For fp16, int8 and bit1 rows the query is split in two fp16 parts: 11 bits, then 11 of what
 is left, so each value is off by at most ``2^-22`` of itself, or by ``2^-36`` of its token's largest
-value where the second part is below fp16's normal range. bf16 rows are multiplied as TF32, which
-holds them, by a query in two TF32 parts: off by ``2^-21`` of each value. The products of the parts
-are summed apart, which adds one rounding, or two.
+value where the second part is below fp16's normal range. bf16 rows are multiplied as they are, by a
+query in three bf16 parts: off by less than ``2^-21`` of each value. Products with the further parts
+are summed apart, or before the others: their sums, and so what is rounded off them, are a 2^11th or
+a 2^8th of the others'. That adds one rounding, or two.
 
 Distances. Of whole numbers they are exact until they are rounded, once, so all versions agree. Of
 floats the reference computes in fp64 and rounds once. A squared difference has the rounding of the

@@ -141,7 +141,9 @@ def _apply(instruction: Instruction, slots: Slots, kinds: list[str], function: F
 def two(instruction: Instruction, slots: Slots) -> Step:
     word = instruction.parts[0]
     if instruction.parts[1:] == ["f16x2"]:
-        return _apply(instruction, slots, ["b32", "b32"], _pairwise(TWO[word]))
+        return _apply(instruction, slots, ["b32", "b32"], _pairwise(TWO[word], np.float16))
+    if instruction.opcode in ("add.s16x2", "add.u16x2"):
+        return _apply(instruction, slots, ["b32", "b32"], _pairwise(TWO[word], np.uint16))
     kind = _known(instruction.parts, "rn", "full", "approx", "ftz")
     second = "u32" if word in ("shl", "shr") else kind
     return _apply(instruction, slots, [kind, second], TWO[word])
@@ -366,12 +368,12 @@ def _bf16_halves(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     return (_bf16(high) << np.uint32(16)) | _bf16(low)
 
 
-def _pairwise(function: Function) -> Function:
-    """Of both halves of registers that hold two fp16 numbers."""
+def _pairwise(function: Function, dtype: type[np.generic]) -> Function:
+    """Of both halves of registers that hold two numbers of 16 bits."""
 
     def both(*values: np.ndarray) -> np.ndarray:
-        pairs = [np.ascontiguousarray(each).view(np.float16) for each in values]
-        return function(*pairs).astype(np.float16).view(np.uint32)
+        pairs = [np.ascontiguousarray(each).view(dtype) for each in values]
+        return function(*pairs).astype(dtype).view(np.uint32)
 
     return both
 

@@ -24,7 +24,7 @@ from tests.ops.attention.ruled import (
     check_sinks,
     ruled_case,
 )
-from tests.ops.attention.scales import check_scale
+from tests.ops.attention.scales import check_scale, check_scales_far_apart
 from tests.ops.attention.test_attention import FORMATS, assert_close, causal, make_case
 from tests.ops.attention.test_kernel import PRECISION, case_dtype, run
 from tests.ptx.program import Fault
@@ -203,6 +203,12 @@ def test_not_finite(fmt: str, value: float, group: int) -> None:
 def test_scales_that_are_not_finite(value: float, of_v: bool, rows: int) -> None:
     """Tiles of several blocks, and of one each."""
     check_scale(run, value, of_v=of_v, rows=rows)
+
+
+@pytest.mark.parametrize("group", [1, 20])
+def test_scales_far_apart(group: int) -> None:
+    """By either kernel."""
+    check_scales_far_apart(run, group, **PRECISION)
 
 
 def test_what_the_launcher_refuses_would_be_a_fault(

@@ -91,7 +91,9 @@ def bits(*values: float) -> np.ndarray:
         ("cvt.rzi.s32.f32 %r9, %r5;", 0x7FC00000, 0),
         ("cvt.rn.bf16x2.f32 %r9, %r5, 0f3F800000;", 0x3F808000, 0x3F803F80),  # a tie, to even
         ("add.f16x2 %r9, %r5, %r5;", 0x3C004000, 0x40004400),
+        ("add.s16x2 %r9, %r5, %r5;", 0x7FFF8001, 0xFFFE0002),
         ("max.f32 %r9, %r5, 0f3F800000;", 0x7FC00000, 0x3F800000),
+        ("max.NaN.f32 %r9, %r5, 0f3F800000;", 0x7FC00000, 0x7FC00000),
         ("max.relu.s32 %r9, %r5, -3;", 0xFFFFFFFE, 0),
         ("max.relu.s32 %r9, %r5, 5;", 0xFFFFFFFE, 5),
         ("min.relu.s32 %r9, %r5, 5;", 7, 5),

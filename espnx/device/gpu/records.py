@@ -274,8 +274,10 @@ class TensorRecordTicket:
             self._device.ended(self)
 
     def _fail(self, error: BaseException) -> None:
+        """What was asked of the device before is still judged (`_settle`): damage that is found
+        there came first."""
         # its frames would hold the ticket
-        self._error, self.is_finished, self._asked = error.with_traceback(None), True, []
+        self._error, self.is_finished = error.with_traceback(None), True
 
     def _score(self, items: torch.Tensor) -> None:
         arrived, positions = items.numpy(), self._future.position_bytes

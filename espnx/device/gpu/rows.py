@@ -5,9 +5,8 @@ memory."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -22,29 +21,15 @@ from ..interface import Capabilities, FilePath, Show
 from ..row_layout import RowLayout
 from ..rows.file import UNIT_BYTES, RowFileDevice
 from ..rows.ssd import block_sums
-from ..rows.writes import Write
+from ..rows.writes import Write, Writing
 from .attention import GroupAttention
 from .plan import RowReads
 from .readers import GDS_PATHS, Reader, open_reader
-from .staging import Tables, host_memory
+from .staging import Staging, Tables, host_memory, typed_memory_errors
 from .stream import SLOT_BYTES, TensorStream, group_bytes
+from .writes import PieceCopies, StagedWrite, WriteInPieces
 
 MakeReader = Callable[[NativeEngine, FileHandle], Reader]
-
-
-@contextmanager
-def _typed_memory_errors(device: torch.device) -> Iterator[None]:
-    """torch's errors of memory that is used up, on the device or pinned on the host, as ours."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
-            raise
-        streams = streams_of(device)
-        free_bytes = None if streams is None else streams.free_bytes(device)
-        raise errors.OutOfMemoryError(
-            f"memory for stored rows on {device}", free_bytes=free_bytes
-        ) from error
 
 
 class GpuRowDevice(RowFileDevice):
@@ -108,6 +93,8 @@ class GpuRowDevice(RowFileDevice):
         self._tables = Tables(self.compute)
         # Copies to the host and then to the disk, beside what the model computes.
         self._copies = None if self._streams is None else self._streams.new(self.compute)
+        # What is longer than one goes through several: pinned memory stays for good.
+        self._slots = Staging(self.compute, SLOT_BYTES)
         self._writer = ThreadPoolExecutor(1, "espnx-writeback")
         try:
             super().__init__(
@@ -142,7 +129,7 @@ class GpuRowDevice(RowFileDevice):
             self._reader = None
 
     def push(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray]) -> int:
-        with _typed_memory_errors(self.compute):
+        with typed_memory_errors(self.compute):
             rows = RowReads(layout, table, sums, group_bytes(self.read_ahead_bytes), UNIT_BYTES)
             return int(self._stream.push(rows))
 
@@ -162,7 +149,7 @@ class GpuRowDevice(RowFileDevice):
         self, ticket: int, queries: Queries, tail: RowsInMemory | None, *, checks_later: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.check_open()
-        with _typed_memory_errors(self.compute):
+        with typed_memory_errors(self.compute):
             running = GroupAttention(queries, self.compute, self._threads, self._tables.put)
             if tail is not None:
                 running.add_rows(tail)
@@ -173,18 +160,18 @@ class GpuRowDevice(RowFileDevice):
     def visit(self, ticket: int, show: Show) -> None:
         """See `RowDevice`."""
         self.check_open()
-        with _typed_memory_errors(self.compute):
+        with typed_memory_errors(self.compute):
             self._stream.visit(ticket, show)
 
     def visit_unchecked(self, ticket: int, show: Show) -> None:
         """See `ChecksLater`."""
         self.check_open()
-        with _typed_memory_errors(self.compute):
+        with typed_memory_errors(self.compute):
             self._stream.visit(ticket, show, checks_later=True)
 
     def check_looked_at(self) -> None:
         """See `ChecksLater`."""
-        with _typed_memory_errors(self.compute):
+        with typed_memory_errors(self.compute):
             self._stream.check()
 
     def forget_checks(self) -> None:
@@ -198,8 +185,8 @@ class GpuRowDevice(RowFileDevice):
         v: torch.Tensor | None,
         sums: np.ndarray,
         plan: Plan,
-    ) -> StagedWrite:
-        with _typed_memory_errors(self.compute):
+    ) -> Writing:
+        with typed_memory_errors(self.compute):
             return self._stage(layout, k, v, sums, plan)
 
     def _stage(
@@ -209,57 +196,42 @@ class GpuRowDevice(RowFileDevice):
         v: torch.Tensor | None,
         sums: np.ndarray,
         plan: Plan,
-    ) -> StagedWrite:
+    ) -> Writing:
         blocks = layout.pack(k.to(self.compute), None if v is None else v.to(self.compute)).view(-1)
-        memory = host_memory(blocks.numel(), self.compute)
-        event = None
         if self._streams is None or self._copies is None:
-            memory.copy_(blocks)
-            found = block_sums(blocks, layout.block_bytes)
-        else:
-            self._copies.wait_stream(self._streams.current(self.compute))
-            with self._streams.on(self._copies):
+            memory = host_memory(blocks.numel(), self.compute).copy_(blocks)
+            sums.reshape(-1)[:] = block_sums(blocks, layout.block_bytes).numpy()
+            return StagedWrite(
+                self._writer.submit(Write, self.engine, plan, memory, self._deadline_s)
+            )
+        is_long = blocks.numel() > self._slots.slot_bytes
+        memory = host_memory(0 if is_long else blocks.numel(), self.compute)
+        self._copies.wait_stream(self._streams.current(self.compute))
+        with self._streams.on(self._copies):
+            if not is_long:
                 memory.copy_(blocks, non_blocking=True)
-                # Of the bytes on the GPU: what goes wrong on the way to the disk is noticed too.
-                found = self._streams.pinned(8 * sums.size).view(torch.int64)
-                found.copy_(block_sums(blocks, layout.block_bytes), non_blocking=True)
-                event = self._streams.event_behind(self._copies)
-            blocks.record_stream(self._copies)
+            # Of the bytes on the GPU: what goes wrong on the way to the disk is noticed too.
+            found = self._streams.pinned(8 * sums.size).view(torch.int64)
+            found.copy_(block_sums(blocks, layout.block_bytes), non_blocking=True)
+            event = self._streams.event_behind(self._copies)
+        blocks.record_stream(self._copies)
+
+        def take_sums() -> None:
+            event.synchronize()
+            sums.reshape(-1)[:] = found.numpy()
 
         def write() -> Write:
-            if event is not None:
-                event.synchronize()
-            sums.reshape(-1)[:] = found.numpy()
+            take_sums()
             return Write(self.engine, plan, memory, self._deadline_s)
 
+        if is_long:
+            copies = PieceCopies(blocks, self._slots, self._streams, self._copies)
+            return WriteInPieces(
+                self._writer, self.engine, plan, copies, self._deadline_s, take_sums
+            )
         return StagedWrite(self._writer.submit(write))
 
     def close(self) -> None:
         """See `RowDevice`."""
         super().close()
         self._writer.shutdown()
-
-
-class StagedWrite:
-    """Rows that are copied to the host, then written from there."""
-
-    def __init__(self, started: Future[Write]):
-        self._started = started
-
-    def done(self) -> bool:
-        return self._started.done() and (
-            self._started.exception() is not None or self._started.result().done()
-        )
-
-    def wait(self) -> None:
-        self._started.result().wait()
-
-    def end(self) -> bool | None:
-        """Ends as `Write` does. A write that never began has left the place alone."""
-        if self._started.exception() is not None:
-            return None
-        return self._started.result().end()
-
-    def cancel(self) -> None:
-        if self._started.exception() is None:
-            self._started.result().cancel()

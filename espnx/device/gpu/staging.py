@@ -5,16 +5,34 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ... import errors
 from ...storage.files import BLOCK_BYTES, aligned_empty
 from ...streams import Event, streams_of
 
 _TABLES_BYTES = 64 << 10
 _ALIGN_BYTES = 16
+
+
+@contextmanager
+def typed_memory_errors(device: torch.device) -> Iterator[None]:
+    """torch's errors of memory that is used up, on the device or pinned on the host, as ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+            raise
+        streams = streams_of(device)
+        free_bytes = None if streams is None else streams.free_bytes(device)
+        raise errors.OutOfMemoryError(
+            f"memory for stored rows on {device}", free_bytes=free_bytes
+        ) from error
 
 
 def host_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
@@ -53,20 +71,20 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, slot_bytes: int, spare: int = 2):
-        self._device, self._slot_bytes, self._spare = device, slot_bytes, spare
+        self._device, self.slot_bytes, self._spare = device, slot_bytes, spare
         self._free: deque[Slot] = deque()
         self._lock = threading.Lock()
 
     def take(self, size_bytes: int) -> Slot:
         """A slot of at least that size, which nothing reads any more."""
-        if size_bytes > self._slot_bytes:
+        if size_bytes > self.slot_bytes:
             return Slot(host_memory(size_bytes, self._device))
         with self._lock:
             if (slot := self._copied()) is not None:
                 return slot
             oldest = self._free.popleft() if len(self._free) > self._spare else None
         if oldest is None:
-            return Slot(host_memory(self._slot_bytes, self._device))
+            return Slot(host_memory(self.slot_bytes, self._device))
         if oldest.copied is not None:
             oldest.copied.synchronize()
         return oldest
@@ -81,7 +99,7 @@ class Staging:
 
     def give_back(self, slot: Slot, copied: Event) -> None:
         """A slot from which everything was copied that was queued before the event."""
-        if slot.memory.numel() == self._slot_bytes:
+        if slot.memory.numel() == self.slot_bytes:
             slot.copied = copied
             with self._lock:
                 self._free.append(slot)

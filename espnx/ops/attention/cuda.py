@@ -122,12 +122,19 @@ def has_long_tiles(d: int, dv: int, fmt: str) -> bool:
     # Rows that are padded to a power of two spill their registers at that length.
     is_padded = d & (d - 1) or dv & (dv - 1)
     long_to = {"int8": 128, "bf16": 128, "fp16": 64}.get(fmt, 0)
-    return widest <= long_to and (fmt == "int8" or (widest > 32 and not is_padded))
+    is_long = widest <= long_to and (fmt == "int8" or (widest > 32 and not is_padded))
+    return is_long and not has_few_warps(d, dv, fmt)
+
+
+def has_few_warps(d: int, dv: int, fmt: str) -> bool:
+    """Whether few queries are for two warps: each reads all parts of the queries and weights from
+    shared memory, and in bf16 they are three."""
+    return fmt == "bf16" and 32 < max(d, dv) <= 64 and not (d & (d - 1) or dv & (dv - 1))
 
 
 def programs_wanted(d: int, dv: int, fmt: str, *, turned: bool = False) -> int:
     """So many as fit on the multiprocessors at once: more would wait for the first."""
-    if turned:
+    if turned or has_few_warps(d, dv, fmt):
         return _MULTIPROCESSORS * 4
     return _MULTIPROCESSORS * (2 if fmt == "int8" or has_long_tiles(d, dv, fmt) else 3)
 
@@ -147,6 +154,8 @@ def launch_options(
         options = {"num_stages": 1}
     elif fmt == "int8" or n_queries > 16:
         options = {"num_stages": 2}
+    elif has_few_warps(d, dv, fmt):
+        options = {"num_stages": 3, "num_warps": 2}
     elif has_long_tiles(d, dv, fmt):
         options = {"num_stages": 3 if max(d, dv) <= 64 else 2}
     else:

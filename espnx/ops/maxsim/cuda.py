@@ -13,12 +13,13 @@ from .checks import check_aligned, check_arguments, check_inside
 from .formats import TokenFormat, token_format
 from .residual import ResidualFormat
 
-# Values of a row taken at a time: less where they are multiplied in fp32 or in parts of it.
-_BLOCK_D = {"fp16": 128, "int8": 128, "bit1": 128, "bf16": 64}
-_BLOCK_D_OF_FP32 = 32
+_BLOCK_D = 128  # values of a row taken at a time
+_BLOCK_D_OF_FP32 = 32  # where they are multiplied in fp32
 _PROGRAMS_MAX = 2**31 - 1  # the largest CUDA grid
-_WHOLE = ("fp16", "int8", "bit1")
-_WHOLE_QUERY_MAX = 16384  # values of a query that are kept in shared memory, in two parts
+#: Bytes of a query value's parts, of formats that are multiplied as they are.
+_PART_BYTES = {"fp16": 4, "int8": 4, "bit1": 4, "bf16": 6}
+_WHOLE_QUERY_BYTES = 72 << 10  # of a query that is kept in shared memory
+_MULTIPROCESSORS, _SHARED_BYTES = 132, 227 << 10  # of an H100 or H200; of each of them
 
 
 def launch_shape(n_query_tokens: int, d: int, tokens_max: int, fmt: str) -> dict[str, Any]:
@@ -28,31 +29,62 @@ def launch_shape(n_query_tokens: int, d: int, tokens_max: int, fmt: str) -> dict
     fp32 products are plain multiply-adds, one instruction each, so their blocks are kept short
     along d.
     """
-    is_short = fmt == "fp32" or (fmt == "fp16" and d <= 128)
-    block_q = min(max(16, 1 << (n_query_tokens - 1).bit_length()), 64)
-    block_d = min(max(16, d & -d), _BLOCK_D.get(fmt, _BLOCK_D_OF_FP32))
+    whole = is_whole(n_query_tokens, d, fmt)
+    block_d = max(32 if whole and fmt == "int8" else 16, d & -d)
+    if fmt not in _PART_BYTES:
+        block_d = min(block_d, _BLOCK_D_OF_FP32)
+    elif fmt == "bf16" and not whole:
+        block_d = min(block_d, 64)
+    is_short = fmt == "fp32" or (fmt == "fp16" and d <= 128 and not whole)
     return {
-        "BLOCK_Q": block_q,
+        "BLOCK_Q": _block_q(n_query_tokens),
         "BLOCK_T": 16 if tokens_max <= 16 else 32 if is_short else 64,
-        "BLOCK_D": block_d,
-        "IS_WHOLE": fmt in _WHOLE and n_query_tokens <= block_q and block_q * d <= _WHOLE_QUERY_MAX,
+        "BLOCK_D": min(block_d, _BLOCK_D),
+        "IS_WHOLE": whole,
     }
 
 
-def launch_options(d: int, fmt: str) -> dict[str, int]:
-    """Warps, stages of the loop over tiles, and registers: what was fastest on an H200."""
-    if fmt == "fp16" and d <= 128:
-        options = {"num_stages": 2, "num_warps": 2, "maxnreg": 128}
-    elif fmt in _WHOLE:
-        options = {"num_stages": 1, "num_warps": 4} | ({"maxnreg": 128} if d <= 128 else {})
+def _block_q(n_query_tokens: int) -> int:
+    return min(max(16, 1 << (n_query_tokens - 1).bit_length()), 64)
+
+
+def is_whole(n_query_tokens: int, d: int, fmt: str) -> bool:
+    """Whether all of a query stays where it is multiplied."""
+    block_q = _block_q(n_query_tokens)
+    return (
+        fmt in _PART_BYTES
+        and n_query_tokens <= block_q
+        and block_q * d * _PART_BYTES[fmt] <= _WHOLE_QUERY_BYTES
+        and not (fmt == "int8" and d % 2)  # whose codes are loaded in pairs
+    )
+
+
+def launch_options(n_query_tokens: int, d: int, fmt: str) -> dict[str, int]:
+    """Warps, stages of the loop over tiles, and registers: so many that four programs fit on a
+    multiprocessor, or three of 64 query tokens. Four warps multiply 64 rows at a time by what lies
+    in shared memory."""
+    registers = 128
+    if is_whole(n_query_tokens, d, fmt):
+        options = {"num_stages": 2 if d <= 128 else 1, "num_warps": 4}
+        registers = 128 if _block_q(n_query_tokens) < 64 else 168
+    elif fmt in _PART_BYTES and fmt != "bf16":
+        few = {"num_stages": 2, "num_warps": 2}
+        options = few if fmt == "fp16" and d <= 128 else {"num_stages": 1, "num_warps": 4}
     else:
-        options = {"num_stages": 2, "num_warps": 4}
-    return options
+        return {"num_stages": 2, "num_warps": 4}
+    return options | ({"maxnreg": registers} if d <= 128 else {})
 
 
-def programs(n_docs: int, n_queries: int, d: int) -> int:
+def programs(n_docs: int, n_queries: int, n_query_tokens: int, d: int, fmt: str) -> int:
     """The grid: programs take documents in turns, each for one query that it prepares once."""
-    wanted = 132 * (8 if d <= 128 else 2)  # a whole number for each multiprocessor of an H200
+    if is_whole(n_query_tokens, d, fmt):
+        # so many as their registers and shared memory allow at once
+        block_bytes = _block_q(n_query_tokens) * d * _PART_BYTES[fmt] + 64 * 2 * d + 1024
+        most = 2 if d > 128 else 4 if _block_q(n_query_tokens) < 64 else 3
+        resident = max(min(_SHARED_BYTES // block_bytes, most), 1)
+    else:
+        resident = 8 if d <= 128 else 2
+    wanted = _MULTIPROCESSORS * resident
     return n_queries * min(n_docs, max(wanted // n_queries, 1))
 
 
@@ -100,7 +132,7 @@ def maxsim_triton(
         return scores.copy_(torch.where(counts > 0, 0.0, -torch.inf))
     kernel: Any = load_kernel("maxsim")
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
-        kernel.maxsim_kernel[(programs(n, n_queries, d),)](
+        kernel.maxsim_kernel[(programs(n, n_queries, n_query_tokens, d, token.name),)](
             query.contiguous(),
             buffer,
             offset_bytes.to(query.device, non_blocking=True).contiguous(),
@@ -113,9 +145,9 @@ def maxsim_triton(
             len(tables[0]),
             ALIGN_BYTES=16 if is_aligned else token.alignment_bytes,
             enable_fp_fusion=True,
-            **launch_options(d, fmt),
+            **launch_options(n_query_tokens, d, token.name),
             **row_constants(token, d),
-            **launch_shape(n_query_tokens, d, int(n_tokens.max()), fmt),
+            **launch_shape(n_query_tokens, d, int(n_tokens.max()), token.name),
         )
     return scores
 

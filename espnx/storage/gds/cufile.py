@@ -156,10 +156,15 @@ class Properties:
 
 
 class Batch:
-    """A batch context of cuFile: one submission at a time, completions in any order."""
+    """A batch context of cuFile: one submission at a time, completions in any order.
+
+    Attributes:
+        was_cancelled: what was in it at some time was cancelled.
+    """
 
     def __init__(self, cufile: CuFile, capacity: int):
         self._cufile = cufile
+        self.was_cancelled = False
         self._params = np.zeros(capacity, dtype=_PARAMS)
         self._events = np.zeros(capacity, dtype=EVENTS)
         self._count = np.zeros(1, dtype=np.uint32)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ... import errors
 from ..engine import EngineStats
-from .cufile import COMPLETE, NO_BATCHES, PASSING, TIMEOUT, CallFailedError, CuFile
+from .cufile import CANCELED, COMPLETE, NO_BATCHES, PASSING, TIMEOUT, CallFailedError, CuFile
 from .file import OpenFile
 from .piece import advance, failed
 from .queue import Done, Flight, Flights, Readers
@@ -202,19 +202,27 @@ class ReadLoop:
             flight = self._flights.prepare(transfer, pieces)
             flight.submit()
         except CallFailedError as error:
+            was_cancelled = flight is not None and flight.batch.was_cancelled
             # then cuFile has taken nothing
             if flight is None or error.code in (*NO_BATCHES, *PASSING):
                 if flight is not None:
                     self._flights.discard(flight)
                 self._counts["requests"] -= pieces.size
                 transfer.in_flight -= pieces.size
-                if self._is_for_later(transfer, error):
+                if self._is_for_later(transfer, error, was_cancelled):
                     transfer.put_back(transfer.small, pieces.tolist())
                     return
+            elif was_cancelled:
+                self._flights.stop_reuse()
             self._fail_piece(transfer, int(pieces[0]), error)
 
-    def _is_for_later(self, transfer: Transfer, error: CallFailedError) -> bool:
+    def _is_for_later(
+        self, transfer: Transfer, error: CallFailedError, was_cancelled: bool
+    ) -> bool:
         """Whether what a call refused can be had otherwise, or a moment later."""
+        if error.code in NO_BATCHES and was_cancelled:
+            self._flights.stop_reuse()
+            return True
         if error.code in NO_BATCHES:
             self.batching = False
             return True
@@ -232,13 +240,15 @@ class ReadLoop:
             for flight in self._flights.active
             if not flight.lost and flight.poll_again_at <= now
         ]
-        waited_for = next((flight for flight in due if not flight.given_up), None)
-        is_any_young = any(now - flight.submitted_at < _YOUNG_S for flight in due)
+        wanted = [flight for flight in due if not flight.given_up]
+        waited_for = next((flight for flight in wanted if flight.may_wait), None)
+        # of those that somebody wants: cancelled ones may come back when they like
+        is_any_young = any(now - flight.submitted_at < _YOUNG_S for flight in wanted)
         wait_s = _YOUNG_POLL_S if is_any_young else _POLL_S
         for flight in due:
-            self._poll(flight, wait_s if flight is waited_for and flight.may_wait else 0.0)
+            self._poll(flight, wait_s if flight is waited_for else 0.0)
         self._looked_at = now
-        return came or waited_for is not None
+        return came or bool(wanted)
 
     def _poll(self, flight: Flight, wait_s: float) -> None:
         try:
@@ -280,7 +290,11 @@ class ReadLoop:
         for piece, moved, status in zip(
             done.pieces[~whole], done.moved_bytes[~whole], done.status[~whole], strict=True
         ):
-            if transfer.failure is None:
+            if status == CANCELED and done.is_after_cancel:
+                self._flights.stop_reuse()
+                transfer.submit_again(int(piece), transfer.piece(int(piece)))
+                self._counts["retries"] += 1
+            elif transfer.failure is None:
                 self._advance(transfer, int(piece), int(moved), int(status))
         if whole.any():
             transfer.landed(done.pieces[whole])

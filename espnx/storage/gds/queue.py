@@ -3,7 +3,7 @@ large ones.
 
 A batch belongs to one transfer, because cuFile can only cancel whole batches. What was cancelled or
 has failed without a completion keeps its memory, its file and its batch context until cuFile
-reports it; a context is given up only when nothing in it is outstanding.
+reports it; a context is given up, or used again, only when nothing in it is outstanding.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ class Done:
         pieces: piece numbers.
         moved_bytes: per piece; negative where it failed: -errno or -CUfileOpError.
         status: per piece, CUfileStatus_t.
+        is_after_cancel: the context was cancelled for an earlier flight, and not for this one:
+            entries that say so are of no submission of ours.
     """
 
     transfer: Transfer
     pieces: np.ndarray
     moved_bytes: np.ndarray
     status: np.ndarray
+    is_after_cancel: bool = False
 
 
 class Flight:
@@ -65,7 +68,11 @@ class Flight:
             return None
         self.outstanding[entry[events["status"] != TIMEOUT]] = False
         return Done(
-            self.transfer, self.pieces[entry], events["ret"].copy(), events["status"].copy()
+            self.transfer,
+            self.pieces[entry],
+            events["ret"].copy(),
+            events["status"].copy(),
+            self.batch.was_cancelled and not self.given_up,
         )
 
     def count(self) -> int:
@@ -73,12 +80,20 @@ class Flight:
 
 
 class Flights:
-    """Batches in flight; contexts are kept for the next ones. Used by the I/O thread alone."""
+    """Batches in flight; contexts are kept for the next ones. Used by the I/O thread alone.
+
+    Attributes:
+        active: those in flight.
+        reuses_cancelled: whether contexts whose reads were cancelled serve again when all of them
+            have come back, as KvikIO's do: reads are cancelled at every chunk of a prompt, and
+            making four contexts and giving them up is eight calls. False once one did not.
+    """
 
     def __init__(self, cufile: CuFile, batch_size: int, batches: int):
         self._cufile, self._batch_size, self._limit = cufile, batch_size, batches
         self._idle: list[Batch] = []
         self.active: list[Flight] = []
+        self.reuses_cancelled = True
 
     def healthy(self) -> list[Flight]:
         return [flight for flight in self.active if not flight.given_up and not flight.lost]
@@ -100,26 +115,37 @@ class Flights:
         return flight
 
     def forget(self, flight: Flight) -> None:
-        """Takes out a flight of which nothing is outstanding. The context of a cancelled one is not
-        used again."""
+        """Takes out a flight of which nothing is outstanding."""
         self.active.remove(flight)
-        if flight.given_up:
-            self._cufile.attempt(flight.batch.destroy)
-        else:
+        is_fit = self.reuses_cancelled or not flight.batch.was_cancelled
+        # beside as many in flight, as many more may still be coming back cancelled
+        if is_fit and len(self._idle) < 2 * self._limit:
             self._idle.append(flight.batch)
+        else:
+            self._cufile.attempt(flight.batch.destroy)
 
     def discard(self, flight: Flight) -> None:
-        """Takes out a flight that cuFile refused: nothing of it is outstanding."""
+        """Takes out a flight that cuFile refused: nothing of it is outstanding. Its context is not
+        used again."""
         flight.outstanding[:] = False
         flight.given_up = True
-        self.forget(flight)
+        self.active.remove(flight)
+        self._cufile.attempt(flight.batch.destroy)
+
+    def stop_reuse(self) -> None:
+        """A context that was cancelled is of no use any more: neither are others."""
+        self.reuses_cancelled = False
+        for batch in self._idle:
+            if batch.was_cancelled:
+                self._cufile.attempt(batch.destroy)
+        self._idle = [batch for batch in self._idle if not batch.was_cancelled]
 
     def give_up(self, flight: Flight) -> None:
         """Cancels a flight once. A refusal changes nothing: its entries are waited for either
         way."""
         if flight.given_up:
             return
-        flight.given_up = True
+        flight.given_up = flight.batch.was_cancelled = True
         self._cufile.attempt(flight.batch.cancel)
 
     def close(self) -> list[Flight]:

@@ -167,6 +167,7 @@ class LateDevice(TorchDispatchMode):
         self._internal: list[LateStream] = []
         self._current = threading.local()
         self._pinned: list[torch.Tensor] = []
+        self._is_asked = False
         self._wanted: LateEvent | None = None
         self._steps = 0
         self._failure: BaseException | None = None
@@ -259,15 +260,15 @@ class LateDevice(TorchDispatchMode):
         held."""
         if threading.current_thread() is self._thread:
             return
-        while self._wanted is not None or self._steps:  # of another thread
+        while self._is_asked:  # by another thread
             self._lock.wait()
-        self._wanted, self._steps = event, steps
+        self._is_asked, self._wanted, self._steps = True, event, steps
         self._lock.notify_all()
         while self._failure is None and (
             self._steps or (event is not None and not event.has_passed())
         ):
             self._lock.wait()
-        self._wanted, self._steps = None, 0
+        self._is_asked, self._wanted, self._steps = False, None, 0
         self._lock.notify_all()
         if self._failure is not None:
             raise self._failure

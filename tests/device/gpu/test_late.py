@@ -4,8 +4,10 @@ host waits for it."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,14 +21,16 @@ from espnx.device.gpu import stream as tensor_stream
 from espnx.device.gpu.readers import BounceReader, DirectReader, Reader
 from espnx.device.gpu.rows import GpuRowDevice
 from espnx.device.gpu.staging import Slot, Staging
+from espnx.device.gpu.writes import SLOTS
 from espnx.device.row_layout import RowLayout
 from espnx.ops.attention import Queries, RowsInMemory
-from espnx.storage import FileHandle, NativeEngine, Plan
+from espnx.storage import FaultRule, FaultyEngine, FileHandle, NativeEngine, Plan
 from espnx.storage.gds.engine import GdsEngine
 from espnx.storage.gds.memory import EventFence
 from tests.device.gpu.late import LateDevice, LateEvent, LateMemory, LateStream, LateTensor
 from tests.device.gpu.late import late_device as late_device
-from tests.device.rows import Seen, assert_right, attend, put, queries
+from tests.device.rows import Kept, Seen, assert_right, attend, put, queries
+from tests.storage.common import patiently
 from tests.storage.gds.common import write_file
 from tests.storage.gds.cufile_stub import CuFileStub
 
@@ -36,6 +40,7 @@ LAYOUTS = {
     "X": RowLayout("fp16", 48, 48, is_shared=True),
 }
 WAYS = ("bounce", "gds")
+PIECE_BYTES = 8192
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -54,7 +59,8 @@ def opened(late: LateDevice, folder: Path, way: str, **options: Any) -> Iterator
         )
         return DirectReader(gds, gds.open(file.path), 30.0, owns_engine=True)
 
-    device = GpuRowDevice(folder, compute=late.device, engine="posix", make_reader=make, **options)
+    options = {"engine": "posix", **options}
+    device = GpuRowDevice(folder, compute=late.device, make_reader=make, **options)
     try:
         yield device
     finally:
@@ -83,6 +89,8 @@ def program(folder: Path, seed: int, way: str) -> LateDevice:
         late_device(seed, draw.choice([0.0, 0.05, 0.5])) as late,
         opened(late, folder, way, read_ahead_bytes=window) as device,
     ):
+        if seed % 2:  # what is written goes in pieces
+            device._slots = Staging(late.device, PIECE_BYTES)
         stored: list[Seen] = []
         at = [0, 0]
         for step in range(draw.randrange(1, 4)):
@@ -285,3 +293,115 @@ def test_any_slot_whose_copy_has_run() -> None:
         big = staging.take(5000)
         staging.give_back(big, late.event_behind(fast))
         assert big not in staging._free
+
+
+def put_long(late: LateDevice, device: GpuRowDevice, seed: int) -> list[Kept]:
+    """Rows of 50 pieces."""
+    device._slots = Staging(late.device, PIECE_BYTES)
+    layout = LAYOUTS["fp16"]
+    return put(device, layout, 1, range(2), 25 * layout.block_rows, rng(seed))
+
+
+def assert_reads_right(late: LateDevice, device: GpuRowDevice, stored: list[Kept]) -> None:
+    layout = LAYOUTS["fp16"]
+    look = queries(layout, 1, 2, 3, rng(99))
+    own_look, _ = there(late, look, None)
+    seen = [each.use(0) for each in stored]
+    o, lse = attend(device, layout, seen, own_look)
+    assert_right((o.cpu(), lse.cpu()), seen, look)
+
+
+def test_long_rows_go_through_a_few_slots(folder: Path) -> None:
+    """However long they are, and however many come."""
+    with (
+        late_device(2, eagerness=0.0) as late,
+        opened(late, folder, "gds", read_ahead_bytes=1 << 20) as device,
+    ):
+        for turn in range(2):
+            begun = len(late._pinned)
+            if turn == 0:
+                stored = put_long(late, device, 1)
+            else:
+                stored = put(device, LAYOUTS["fp16"], 1, range(2), 1000, rng(2))
+            device.flush()
+            taken = [each.numel() for each in late._pinned[begun:] if each.numel() > 4096]
+            assert taken == ([PIECE_BYTES + 4096] * SLOTS if turn == 0 else [])
+            assert_reads_right(late, device, stored)
+
+
+@pytest.mark.parametrize("nth", [1, 4, 5, 50])
+def test_a_piece_that_fails_is_written_again(folder: Path, nth: int) -> None:
+    """From the device's memory; whoever waits is told once."""
+    rule = FaultRule("error", operation="write", nth=nth, count=1, value=errno.EIO)
+    engine = FaultyEngine([rule], poison=True)
+    try:
+        with (
+            late_device(3, eagerness=0.0) as late,
+            opened(late, folder, "bounce", engine=engine, read_ahead_bytes=1 << 20) as device,
+        ):
+            stored = put_long(late, device, 1)
+            with pytest.raises(errors.WriteError) as caught:
+                device.flush()
+            assert caught.value.offset_bytes == (nth - 1) * PIECE_BYTES
+            device.flush()
+            assert_reads_right(late, device, stored)
+            for each in stored:
+                device.release(each.segment)
+            assert device.stats().stored_bytes == 0
+    finally:
+        engine.close(grace_s=0.05)
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_a_piece_that_may_still_arrive(folder: Path, is_released: bool) -> None:
+    """Its slot is not used again, and neither is its place, where the rows are not wanted."""
+
+    def attempt(deadline_s: float) -> bool:
+        engine = FaultyEngine([FaultRule("never", operation="write", nth=3, count=1)], poison=True)
+        try:
+            with (
+                late_device(3, eagerness=0.0) as late,
+                opened(
+                    late,
+                    folder,
+                    "bounce",
+                    engine=engine,
+                    read_ahead_bytes=1 << 20,
+                    deadline_s=deadline_s,
+                ) as device,
+            ):
+                stored = put_long(late, device, 1)
+                if is_released:
+                    device.release(stored[0].segment)
+                    assert device.stats().stored_bytes == 50 * PIECE_BYTES
+                    return True
+                with pytest.raises(errors.DeadlineExceededError):
+                    device.flush()
+                device.flush()
+                assert_reads_right(late, device, stored)
+                assert len(device._slots._free) == SLOTS
+                begins = [each.memory.data_ptr() for each in device._slots._free]
+                taken = [each for each in late._pinned if each.numel() == PIECE_BYTES + 4096]
+                lost = [
+                    each
+                    for each in taken
+                    if not any(0 <= begin - each.data_ptr() <= 4096 for begin in begins)
+                ]
+                assert len(lost) == 1
+        finally:
+            engine.close(grace_s=0.05)
+        return True
+
+    patiently(attempt, 0.3)
+
+
+def test_rows_that_are_not_wanted_before_they_are_written(folder: Path) -> None:
+    """The device is closed with pieces under way: no thread is left over."""
+    with (
+        late_device(4, eagerness=0.0) as late,
+        opened(late, folder, "bounce", read_ahead_bytes=1 << 20) as device,
+    ):
+        put_long(late, device, 1)
+        device.close()
+        assert not any("espnx-writeback" in each.name for each in threading.enumerate())
+    assert not list(folder.iterdir())

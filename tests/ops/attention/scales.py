@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from tests.ops.attention.test_attention import Case, causal, make_case
+from tests.ops.attention.test_attention import Case, assert_close, causal, make_case
 
 D = 16
 
@@ -39,3 +39,32 @@ def check_scale(
         assert values[0].isnan().any(dim=0).tolist() == ([False] * 3 if of_v else seen)
     for found, was in zip((o, lse), before, strict=True):
         assert torch.allclose(found[:, :, :1], was[:, :, :1], rtol=1e-5, atol=1e-6)
+
+
+def check_scales_far_apart(
+    run: Callable[[Case], tuple[torch.Tensor, torch.Tensor]], group: int, **precision: float
+) -> None:
+    """A row's scale of V is 10^14 times the others', and a mask hides it, or all queries but the
+    last stand before it: who does not see it loses nothing. Then all scales are so large that sums
+    of 2^13 times the values would be infinite, and the last row's is NaN."""
+    for row, scale, others in ((5, 1e12, 0.01), (69, 1e12, 0.01), (69, torch.nan, 3e32)):
+        case = causal(
+            make_case(
+                n_rows=[70],
+                q_len=3,
+                n_kv=1,
+                group=group,
+                d=D,
+                fmt="int8",
+                block_rows=128,
+                gap_bytes=16,
+            )
+        )
+        if row < 69:
+            case.visible = torch.ones(1, 70, dtype=torch.uint8)
+            case.visible[0, row] = 0
+        place = int(case.table[0, 0, 0]) + 4 * D + 128 * D
+        scales = case.buffer[place : place + 4 * 128].view(torch.float32)
+        scales.fill_(others)
+        scales[row] = scale
+        assert_close(case, run(case), **precision)

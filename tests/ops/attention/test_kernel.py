@@ -23,7 +23,7 @@ from tests.ops.attention.ruled import (
     check_rules,
     check_sinks,
 )
-from tests.ops.attention.scales import check_scale
+from tests.ops.attention.scales import check_scale, check_scales_far_apart
 from tests.ops.attention.test_attention import (
     FORMATS,
     ROW_FORMATS,
@@ -120,6 +120,8 @@ def interpreted_scales(fmt: str) -> None:
             check_scale(run, value, of_v=True)
         check_scale(run, torch.inf, of_v=False, rows=128)
         check_scale(run, torch.inf, of_v=True, rows=128)
+        for group in (1, 20):  # by either kernel
+            check_scales_far_apart(run, group, **PRECISION)
 
 
 def interpreted_wide(fmt: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from espnx.errors import InvalidInputError
 from espnx.ops._native import load_ops
 from espnx.ops.attention import ROW_FORMATS, merge
-from tests.ops.attention.scales import check_scale
+from tests.ops.attention.scales import check_scale, check_scales_far_apart
 from tests.ops.attention.test_attention import (
     FORMATS,
     LEVELS,
@@ -91,6 +91,11 @@ def test_what_is_not_finite(cpu_level: str, fmt: str, q_len: int, of_v: bool, va
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_scales_that_are_not_finite(cpu_level: str, value: float, of_v: bool) -> None:
     check_scale(Case.run, value, of_v=of_v)
+
+
+@LEVELS
+def test_scales_far_apart(cpu_level: str) -> None:
+    check_scales_far_apart(Case.run, 1)
 
 
 @LEVELS

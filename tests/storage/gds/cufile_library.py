@@ -27,6 +27,7 @@ SOURCE = Path(__file__).with_name("libcufile.c")
 #: As in libcufile.c.
 FAULTS = ("none", "error", "status", "short", "never", "late", "twice", "flip", "hold")
 ORDERS = ("fifo", "lifo", "random")
+AFTER_CANCEL = ("works", "refused", "stale")
 SETTINGS = (
     "direct",
     "force_compat",
@@ -41,6 +42,7 @@ SETTINGS = (
     "max_batch",
     "order",
     "delay_us",
+    "after_cancel",
 )
 _USERS, _FILES, _REGIONS, _ENTRIES, _COMPAT, _THREADS = range(6)
 
@@ -130,8 +132,9 @@ class CuFileLibrary(Controls):
     ) -> Any:
         """A call of the bindings; `reads`: (offset, size) of what it asks for."""
         code = self.noted(name, *(arguments if noted is None else noted))
+        words = {"order": ORDERS, "after_cancel": AFTER_CANCEL}
         values = [
-            ORDERS.index(self.order) if name == "order" else int(getattr(self, name))
+            words[name].index(getattr(self, name)) if name in words else int(getattr(self, name))
             for name in SETTINGS
         ]
         self._library.standin_enter(self._world, _Settings(*values), code)

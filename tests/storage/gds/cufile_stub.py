@@ -79,6 +79,7 @@ class StubBatch:
     capacity: int
     waiting: list[Entry] = field(default_factory=list)
     cancelled: bool = False
+    is_stale: bool = False
 
     def busy(self) -> bool:
         return any(not entry.is_over for entry in self.waiting)
@@ -170,6 +171,9 @@ class Controls:
             of that.
         few_is_error: a status call fails where fewer entries than asked for have ended in its time.
         counts_opens: whether opening the driver again makes another user of it, or an error.
+        after_cancel: of what use a context is that was cancelled and has nothing outstanding:
+            ``works``, ``refused`` (submissions to it), ``stale`` (what is submitted to it comes
+            back cancelled).
         shows_errno: whether a call that fails with an errno is seen to fail. cuda-bindings take it
             for success, but in ``read``.
     """
@@ -190,6 +194,7 @@ class Controls:
         self.mixed = False  # every read shows up as a read through the host, too
         self.batches, self.batch_bit = True, False
         self.few_is_error, self.counts_opens, self.p2p = False, True, False
+        self.after_cancel = "works"
         self.register_fails = False
         self.refuse: dict[str, int] = {}
         self.passing: dict[str, list[int]] = {}
@@ -391,7 +396,11 @@ class CuFileStub(Controls):
             raise cuFileError(5008)
         if count > batch.capacity:
             raise cuFileError(5037)
-        self._require(not batch.busy() and not batch.cancelled, "a batch was submitted twice")
+        self._require(not batch.busy(), "a batch was submitted twice")
+        if batch.cancelled and self.after_cancel == "refused":
+            raise cuFileError(5008)
+        batch.is_stale |= batch.cancelled and self.after_cancel == "stale"
+        batch.cancelled = False
         raw = np.frombuffer((ctypes.c_char * (64 * count)).from_address(pointer), dtype=d._PARAMS)
         with self.changed:
             for p in raw:
@@ -433,7 +442,8 @@ class CuFileStub(Controls):
             ready = ready[: count.value]
             events = np.zeros(len(ready), dtype=d.EVENTS)
             for event, entry in zip(events, ready, strict=True):
-                dropped = batch.cancelled and entry.rule is not None and entry.rule.fault == "hold"
+                is_held = entry.rule is not None and entry.rule.fault == "hold"
+                dropped = batch.is_stale or (batch.cancelled and is_held)
                 event["cookie"] = entry.cookie
                 if entry.is_over:  # told again; nothing is moved again
                     event["status"], event["ret"] = d.COMPLETE, entry.size

@@ -96,10 +96,11 @@ typedef struct {
 
 enum { NONE, ERROR, STATUS, SHORT, NEVER, LATE, TWICE, FLIP, HOLD };
 enum { FIFO, LIFO, RANDOM };
+enum { WORKS, REFUSED, STALE };
 
 typedef struct {
   int32_t direct, force_compat, mixed, batches, batch_bit, few_is_error, counts_opens, p2p;
-  int32_t register_fails, open_hangs, max_batch, order, delay_us;
+  int32_t register_fails, open_hangs, max_batch, order, delay_us, after_cancel;
 } Settings;
 
 typedef struct { int32_t kind; int64_t value; } Fault;
@@ -132,7 +133,7 @@ typedef struct Entry {
 struct Batch {
   Batch *next;
   unsigned capacity;
-  bool cancelled;
+  bool cancelled, stale;
   Entry *entries; /* in the order of submission; of those that are done, in that of completion */
 };
 
@@ -269,7 +270,7 @@ static void perform(World *w, Entry *e) {
   const CUfileIOParams_t *p = &e->copy;
   File *file = file_of(w, p->fh);
   e->status = COMPLETE;
-  if (e->batch->cancelled && e->fault.kind == HOLD) {
+  if (e->batch->stale || (e->batch->cancelled && e->fault.kind == HOLD)) {
     e->status = CANCELED;
   } else if (e->fault.kind == ERROR) {
     e->status = FAILED, e->ret = -e->fault.value;
@@ -639,7 +640,7 @@ static int refusal(World *w, Batch *batch, unsigned n, const CUfileIOParams_t *p
       note(w, "a batch was submitted twice");
       break;
     }
-  if (batch->cancelled) note(w, "a cancelled batch was submitted");
+  if (batch->cancelled && w->set.after_cancel == REFUSED) return IO_NOT_SUPPORTED;
   for (unsigned i = 0; i < n; ++i) {
     const CUfileIOParams_t *p = &params[i];
     if (p->mode != 1 || p->opcode != 0 || !file_of(w, p->fh)) {
@@ -660,6 +661,10 @@ CUfileError_t cuFileBatchIOSubmit(CUfileBatchHandle_t handle, unsigned n, CUfile
   pthread_mutex_lock(&w->lock);
   Batch *batch = batch_of(w, handle);
   int code = refusal(w, batch, n, params);
+  if (!code) {
+    batch->stale |= batch->cancelled && w->set.after_cancel == STALE;
+    batch->cancelled = false;
+  }
   Entry **end = batch ? &batch->entries : NULL;
   while (end && *end) end = &(*end)->next;
   for (unsigned i = 0; !code && i < n; ++i) {

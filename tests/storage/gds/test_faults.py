@@ -256,7 +256,42 @@ def test_cancel_drops_what_waits_and_keeps_what_is_out(make: MakeEngine, tmp_pat
     assert engine.stats().requests == 8
     assert engine.stats().quarantined_buffers == 0
     assert future.done()
-    assert stub.count("batch_io_destroy") >= 2  # a cancelled context is not used again
+
+
+@pytest.mark.parametrize("after_cancel", ["works", "refused", "stale"])
+def test_contexts_serve_again_after_they_were_cancelled(
+    make: MakeEngine, tmp_path: Path, after_cancel: str
+) -> None:
+    """Once all their reads have come back: no context is made or given up, however often reads are
+    forgotten. Where a library does not do that, nobody notices but that others are made from the
+    first time on."""
+    path, data = write_file(tmp_path, 100_000)
+    stub = CuFileStub(rules=[Rule("hold", match=lambda o, s: o == 8192)])
+    stub.after_cancel = after_cancel
+    engine = make(stub, batch_size=1, batches=2)
+    file = engine.open(path)
+    made = 0
+    for turn in range(4):
+        held = [engine.read(Plan.of(file, [8200], [10])) for _ in range(2)]
+        until(lambda: stub.busy() == 2)
+        if turn == 1:
+            made = stub.count("batch_io_set_up")
+        for each in held:
+            each.cancel()
+        until(lambda: engine.stats().in_flight == 0 and not engine._loop._flights.active)
+        future = engine.read(Plan.of(file, [41_000, 50_000, 5], [10] * 3))
+        assert items_of(future.wait(), future.position_bytes, [10] * 3) == [
+            data[o : o + 10] for o in (41_000, 50_000, 5)
+        ]
+    works = after_cancel == "works"
+    assert engine._loop._flights.reuses_cancelled is works
+    assert (stub.count("batch_io_set_up") == made) is works
+    assert stub.count("batch_io_cancel") == 8
+    assert engine._loop.batching
+    assert stub.count("read") == 0
+    stats = engine.stats()
+    assert (stats.failures, stats.quarantined_buffers) == (8, 0)
+    assert stats.retries <= (2 if after_cancel == "stale" else 0)
 
 
 def test_timeout_inside_cufile_is_no_completion(make: MakeEngine, tmp_path: Path) -> None:

@@ -120,6 +120,42 @@ def test_reads_that_have_just_begun_are_looked_at_more_often(
     assert max(old) == gds_loop._POLL_S
 
 
+def test_cancelled_reads_are_not_looked_at_more_often(
+    make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However young: nobody waits for them, and what is wanted beside them is old."""
+    path, _ = write_file(tmp_path, 100_000)
+    stub = CuFileStub(rules=[Rule("never", match=lambda o, s: o > 0)])
+    engine = make(stub)
+    file = engine.open(path)
+    wanted = engine.read(Plan.of(file, [41_000], [10]))
+    until(lambda: stub.busy() == 1)
+    looks: list[tuple[bool, float]] = []
+    poll = Flight.poll
+
+    def noted(self: Flight, at_least: int, timeout_s: float) -> Done | None:
+        now = time.monotonic()
+        flights = engine._loop._flights
+        is_any_young = any(
+            now - each.submitted_at < gds_loop._YOUNG_S / 2 for each in flights.active
+        )
+        if len(flights.active) == 2 and self is flights.healthy()[0] and len(flights.healthy()) < 2:
+            looks.append((is_any_young, timeout_s))
+        return poll(self, at_least, timeout_s)
+
+    monkeypatch.setattr(Flight, "poll", noted)
+    monkeypatch.setattr(gds_loop, "_YOUNG_S", 0.2)
+    until(lambda: time.monotonic() - engine._loop._flights.active[0].submitted_at > 0.2)
+    cancelled = engine.read(Plan.of(file, [8200], [10]))
+    until(lambda: stub.busy() == 2)
+    cancelled.cancel()
+    until(lambda: len(looks) > 20)
+    assert any(is_any_young for is_any_young, _ in looks)
+    assert {timeout_s for _, timeout_s in looks} == {gds_loop._POLL_S}
+    stub.release()
+    wanted.wait()
+
+
 def test_a_library_that_calls_too_few_completions_an_error(
     make: MakeEngine, tmp_path: Path
 ) -> None:

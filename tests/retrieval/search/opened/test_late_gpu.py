@@ -3,8 +3,9 @@ the work is on, and how often the host waits for it."""
 
 from __future__ import annotations
 
+import errno
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -31,7 +32,7 @@ from espnx.storage.gds.engine import GdsEngine
 from tests.device.gpu.late import LateDevice, LateMemory, late_device
 from tests.retrieval.common import exact_scores, queries
 from tests.storage.common import until
-from tests.storage.gds.cufile_stub import CuFileStub
+from tests.storage.gds.cufile_stub import CuFileStub, Rule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUMBERS = np.array([299, 3, 4, 70, 120])
@@ -39,7 +40,11 @@ NUMBERS = np.array([299, 3, 4, 70, 120])
 
 @contextmanager
 def kept_on(
-    late: LateDevice, store: Path, monkeypatch: pytest.MonkeyPatch, way: str = "pinned"
+    late: LateDevice,
+    store: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str = "pinned",
+    rules: Sequence[Rule] = (),
 ) -> Iterator[EmbeddingStore]:
     monkeypatch.setattr(
         gpu_records,
@@ -48,17 +53,16 @@ def kept_on(
     )
     with ExitStack() as stack:
         native = stack.enter_context(NativeEngine("posix"))
-        engine = native if way == "pinned" else stack.enter_context(gds(late))
+        engine = native if way == "pinned" else stack.enter_context(gds(late, rules))
         device = TensorRecordDevice(engine, late.device, workers=1)
         stack.callback(device.close)
         yield stack.enter_context(EmbeddingStore(store, native, device))
 
 
-def gds(late: LateDevice) -> GdsEngine:
+def gds(late: LateDevice, rules: Sequence[Rule]) -> GdsEngine:
     """Records arrive in the device's memory, some at a time."""
-    return GdsEngine(
-        "gds-compat", bindings=CuFileStub(), memory=LateMemory(late), arena_bytes=256 << 10
-    )
+    stub = CuFileStub(rules=rules)
+    return GdsEngine("gds-compat", bindings=stub, memory=LateMemory(late), arena_bytes=256 << 10)
 
 
 def on_device(late: LateDevice, query: espnx.Encoded) -> list[torch.Tensor]:
@@ -186,6 +190,17 @@ def test_the_wait_is_needed(
         several(late, kept, 1, None).finish()
 
 
+def damage(kept: EmbeddingStore, record: int) -> tuple[np.ndarray, np.ndarray]:
+    """Changes a byte of a record. Its place and size."""
+    segment, offsets, sizes = kept.full.locate(np.array([record]))
+    with open(kept.full.files[int(segment[0])].path, "r+b") as file:
+        file.seek(int(offsets[0] + sizes[0] // 2))
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 16]))
+    return offsets, sizes
+
+
 def test_damage_is_seen_before_scores_count(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,12 +208,7 @@ def test_damage_is_seen_before_scores_count(
     copy = tmp_path / "store"
     shutil.copytree(store, copy)
     with late_device(3, 0.0) as late, kept_on(late, copy, monkeypatch, "gds") as kept:
-        segment, offsets, sizes = kept.full.locate(np.array([15]))
-        with open(kept.full.files[int(segment[0])].path, "r+b") as file:
-            file.seek(int(offsets[0] + sizes[0] // 2))
-            byte = file.read(1)[0]
-            file.seek(-1, 1)
-            file.write(bytes([byte ^ 16]))
+        offsets, sizes = damage(kept, 15)
         with pytest.raises(errors.ChecksumError, match="record 15 is not") as caught:
             several(late, kept, 1, None).finish()
         assert (caught.value.offset_bytes, caught.value.size_bytes) == (offsets[0], sizes[0])
@@ -208,6 +218,32 @@ def test_damage_is_seen_before_scores_count(
             while not ticket.next()[1]:
                 pass
         assert all(np.isnan(ticket.scores[15:16]))
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_damage_comes_before_a_later_read_that_fails(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
+) -> None:
+    """What arrived first is judged first, also when nobody has waited for it yet."""
+    copy = tmp_path / "store"
+    shutil.copytree(store, copy)
+    far = 1 << 62
+    rule = Rule("never", errno.EIO, match=lambda offset, size: offset + size > far)
+    with late_device(3, 0.0) as late, kept_on(late, copy, monkeypatch, "gds", [rule]) as kept:
+        if is_damaged:
+            damage(kept, 15)
+        far = int(kept.full.locate(np.array([260]))[1][0])
+        numbers = np.r_[np.arange(40), np.arange(260, 300)]
+        cls, tokens = on_device(late, queries(1)[0])
+        ticket = kept.full.maxsim(numbers, [RecordQuery(cls, tokens, 2.0)], is_urgent=False)
+        assert until(lambda: ticket._asked)
+        rule.fault = "error"
+        assert until(lambda: ticket.is_finished)
+        kind = errors.ChecksumError if is_damaged else errors.ReadError
+        with pytest.raises(kind, match="record 15 is not" if is_damaged else "read failed"):
+            ticket.finish()
+        with pytest.raises(kind):
+            ticket.next()
 
 
 def test_hot_records_on_a_gpu(
