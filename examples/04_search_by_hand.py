@@ -56,21 +56,19 @@ def search_by_hand(
     reads.append((late, records.read(late, gap_bytes=4096)))
     # 3. Records are scored where they arrived, once their checksums say that they are whole and the
     #    right ones.
-    scores: dict[int, float] = {}
+    schema, scores = store.full.schema, dict[int, float]()
     for numbers, read in reads:
         memory, at = read.wait(), read.position_bytes
         records.check(memory, at, numbers)
         n_tokens = torch.from_numpy(store.n_tokens[numbers].astype(np.int64))
         # A record is a header, the CLS vector, and the tokens' rows. MaxSim reads the rows in place
         # ...
-        tokens = store.schema.query_tokens(query.tokens)
-        total = maxsim(
-            tokens, memory, at + store.schema.fixed_bytes, n_tokens, format=store.schema.format
-        )
+        tokens = schema.query_tokens(query.tokens)
+        total = maxsim(tokens, memory, at + schema.fixed_bytes, n_tokens, format=schema.format)
         # ... and a CLS vector is a document of one token.
-        cls, one = store.schema.query_cls(query.cls.reshape(1, -1)), torch.ones_like(n_tokens)
+        cls, one = schema.query_cls(query.cls.reshape(1, -1)), torch.ones_like(n_tokens)
         total += store.manifest.cls_weight * maxsim(
-            cls, memory, at + HEADER_BYTES, one, format=store.schema.cls_format
+            cls, memory, at + HEADER_BYTES, one, format=schema.cls_format
         )
         scores |= zip(numbers.tolist(), total.tolist(), strict=True)
     # 4. The best k of both reads, and what they are called.

@@ -3,10 +3,12 @@ jobs of tests/forks.py."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 import faiss
@@ -15,6 +17,8 @@ import numpy.random  # noqa: F401 - as what `load` imports: for all children
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401 - what most examples wait for
 
+from espnx.encoders import minilm, splade
+from espnx.encoders.wheels import Wheel
 from tests.forks import command_line, serve
 
 
@@ -58,7 +62,25 @@ PACKAGES = (
 )
 
 
+def remember_models() -> None:
+    """What packages bring is read and hashed once, for all children: most of the time that a small
+    example takes."""
+    read, known = Wheel.read, dict[Path, bytes]()
+
+    def remembered(wheel: Wheel, path: Path) -> bytes:
+        if path not in known:
+            known[path] = read(wheel, path)
+        return known[path]
+
+    Wheel.read = remembered  # type: ignore[method-assign]
+    for wheel in (minilm.WHEEL, splade.WHEEL):
+        if importlib.util.find_spec(wheel.package):
+            for name in wheel.sha256:
+                wheel.read(wheel.folder() / name)
+
+
 def jobs() -> None:
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
+    remember_models()
     serve(run)

@@ -63,6 +63,12 @@ PHRASES = {
 #: What tells a linter or a type checker something about its line stands behind it, however long.
 PRAGMA = re.compile(r"\s+#\s*(?:type: ignore|noqa)\b.*$")
 
+#: Nodes that a rule is about: most are none of these.
+DEFINITIONS = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+LOOKED_AT = frozenset(
+    (*DEFINITIONS, ast.ExceptHandler, ast.Import, ast.ImportFrom, ast.Assert, ast.Call)
+)
+
 Complaint = tuple[int, str]
 
 
@@ -107,7 +113,9 @@ def python_complaints(
     if ast.get_docstring(tree) is None:
         yield 1, "no docstring that says what the file is"
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if type(node) not in LOOKED_AT:
+            continue
+        if isinstance(node, DEFINITIONS):
             yield from _docstring(node, is_test=is_test)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - _body(node).lineno + 1

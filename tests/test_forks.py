@@ -2,7 +2,7 @@
 the parent, or a typed error, and soon.
 
 `ESPNX_FORKS=all` tries every call after every other, a quarter of an hour. Otherwise one parent
-makes all of them, and each is then made in a child (`make test`: one in four); and parents that
+makes all of them, and each is then made in a child (`make test`: one in eight); and parents that
 make one, whose threads others would wait for.
 """
 
@@ -89,7 +89,7 @@ def assert_right(lines: list[list[Any]], wanted: dict[str, Any]) -> None:
 
 @needs_packages
 @pytest.mark.timeout(600)
-@in_steps(4)
+@in_steps(8)
 def test_each_call_after_all_others(calls: Callable[..., list[list[Any]]], step: int) -> None:
     lines = calls(step=step)
     wanted = {name: found for who, name, how, found in lines if (who, how) == ("parent", "")}

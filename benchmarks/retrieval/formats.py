@@ -290,7 +290,7 @@ def _rows(
             "show": "formats",
             "corpus": data.name,
             "documents": len(data.documents),
-            "dim": index.store.schema.dim,
+            "dim": index.store.full.schema.dim,
             "encoder": data.encoder,
             "format": variant.build["format"],
             "coarse": variant.build.get("coarse"),
@@ -327,7 +327,7 @@ def _sizes(index: Index) -> dict[str, float]:
     store = index.store
     count = max(1, store.count)
     sizes = {
-        "bytes_per_document": float(store.schema.sizes(store.n_tokens).sum()) / count,
+        "bytes_per_document": float(store.full.schema.sizes(store.n_tokens).sum()) / count,
         "tokens": float(np.mean(store.n_tokens)),
     }
     if store.coarse is not None:

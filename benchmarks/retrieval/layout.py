@@ -44,8 +44,8 @@ class LayoutReplay:
         ]
         self._ends = np.cumsum([file.size_bytes for file in self._files])
         numbers = store.texts.numbers(list(range(store.count)))  # record number by id
-        offsets, _ = store.schema.lay_out(store.n_tokens[numbers], HEADER_BYTES)
-        self._offset_bytes = np.empty(store.end_number, dtype=np.int64)
+        offsets, _ = store.full.schema.lay_out(store.n_tokens[numbers], HEADER_BYTES)
+        self._offset_bytes = np.empty(store.manifest.end_number, dtype=np.int64)
         self._offset_bytes[numbers] = offsets
 
     def read(self, numbers: np.ndarray, layout: str, gap_bytes: int) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class LayoutReplay:
         }
 
     def _by_id(self, numbers: np.ndarray) -> Plan:
-        sizes = self._index.store.schema.sizes(self._index.store.n_tokens[numbers])
+        sizes = self._index.store.full.schema.sizes(self._index.store.n_tokens[numbers])
         # Offsets as in one long file; a record that would cross from one of the files into the next
         # is read before the border.
         begin = np.minimum(self._offset_bytes[numbers], self._ends[-1] - sizes)

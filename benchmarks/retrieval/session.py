@@ -118,7 +118,7 @@ class Session:
             "default_nprobe": index.default_nprobe,
             "count": index.store.count,
             "record_bytes": index.store.full.size_bytes,
-            "live_record_bytes": int(index.store.schema.sizes(index.store.n_tokens).sum()),
+            "live_record_bytes": int(index.store.full.schema.sizes(index.store.n_tokens).sum()),
             "resident_bytes": index.resident_bytes,
             "cost": asdict(index.cost),
             "gap_bytes": index.cost.gap_bytes,

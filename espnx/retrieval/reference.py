@@ -33,7 +33,7 @@ class InMemoryReference:
         future = store.full.read(numbers, gap_bytes=1 << 20)
         self.memory = future.wait()
         store.full.check(self.memory, future.position_bytes, numbers)
-        self.positions = torch.zeros(store.end_number, dtype=torch.int64)
+        self.positions = torch.zeros(store.manifest.end_number, dtype=torch.int64)
         self.positions[torch.from_numpy(numbers)] = future.position_bytes
 
     def rank(
@@ -41,7 +41,7 @@ class InMemoryReference:
     ) -> list[tuple[int, float]]:
         """(record number, ``cls_weight * CLS + MaxSim``) of all candidates, best first; ties by
         id."""
-        schema, prepared = self.store.schema, self.first_stage.prepare(query)
+        schema, prepared = self.store.full.schema, self.first_stage.prepare(query)
         tokens = (
             query.tokens if self.store.projection is None else self.store.projection(query.tokens)
         )

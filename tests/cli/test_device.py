@@ -180,7 +180,7 @@ def few_or_all(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.usefixtures("few_or_all")
 def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(
-        capsys, "device", "verify", "ssd", "--path", folder, "--soak", "1", "--json", "-"
+        capsys, "device", "verify", "ssd", "--path", folder, "--soak", "0.2", "--json", "-"
     )
     assert code == 0
     assert "warning" not in err
@@ -251,7 +251,7 @@ def test_verify_finds_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the hardware is there")
 def test_verify_without_the_hardware(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(
-        capsys, "device", "verify", "gpu", "--path", folder, "--soak", "1", "--json", "-"
+        capsys, "device", "verify", "gpu", "--path", folder, "--soak", "0.2", "--json", "-"
     )
     assert code == 3
     assert {outcome for name, outcome in outcomes(out).items() if name.startswith("rows")} == {

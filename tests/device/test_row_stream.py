@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.cpp.sanitized import CSRC, ENGINE, SANITIZERS, build, run
-from tests.sweeps import at_length
+from tests.sweeps import at_length, some
 
 
 @at_length("rounds", 20, 60)
 @pytest.mark.slow
-@pytest.mark.parametrize("sanitizer", SANITIZERS)
+@pytest.mark.parametrize("sanitizer", some(SANITIZERS, 2))
 def test_cleared_by_another_thread(
     sanitizer: str, request: pytest.FixtureRequest, tmp_path: Path, rounds: int
 ) -> None:

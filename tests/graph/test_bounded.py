@@ -48,6 +48,12 @@ def build_in_parts(monkeypatch: pytest.MonkeyPatch) -> Build:
     return build
 
 
+@pytest.fixture
+def small(base: np.ndarray) -> np.ndarray:
+    """As many parts with room for half as many vectors."""
+    return base[:1500]
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("codes", ["inline", "paged", "memory"])
 @pytest.mark.parametrize("metric", ["l2", "ip", "cosine"])
@@ -162,7 +168,7 @@ class KilledError(BaseException):
 
 @pytest.mark.parametrize("stage", ["read", "divide", "edges", "merge", "pages"])
 def test_a_build_goes_on_where_it_was(
-    base: np.ndarray, tmp_path: Path, build_in_parts: Build, stage: str
+    small: np.ndarray, tmp_path: Path, build_in_parts: Build, stage: str
 ) -> None:
     path, seen = tmp_path / "g", []
 
@@ -174,9 +180,9 @@ def test_a_build_goes_on_where_it_was(
         seen.append((what, done, total))
 
     with pytest.raises(KilledError):
-        build_in_parts(base, path, 900, threads=1, progress=stop)
+        build_in_parts(small, path, 450, threads=1, progress=stop)
     assert not (path / NAME).exists()
-    build_in_parts(base, path, 900, threads=1, progress=watch)
+    build_in_parts(small, path, 450, threads=1, progress=watch)
     stages = [what for what, _, _ in seen]
     assert ("read" in stages) == (stage == "read")
     assert ("divide" in stages) == (stage in ("read", "divide"))
@@ -185,7 +191,7 @@ def test_a_build_goes_on_where_it_was(
         "parts that were whole are not built again"
     )
     if not UNINTERRUPTED:  # the same for every stage
-        build_in_parts(base, tmp_path / "other", 900, threads=1)
+        build_in_parts(small, tmp_path / "other", 450, threads=1)
         UNINTERRUPTED.append(pages_of(tmp_path / "other"))
     assert np.array_equal(pages_of(path), UNINTERRUPTED[0]), "as if it had not been interrupted"
 
@@ -202,21 +208,21 @@ def pages_of(path: Path) -> np.ndarray:
 
 
 def test_other_input_or_options_begin_anew(
-    base: np.ndarray, tmp_path: Path, build_in_parts: Build
+    small: np.ndarray, tmp_path: Path, build_in_parts: Build
 ) -> None:
     def stop(what: str, done: int, total: int) -> None:
         if what == "merge":
             raise KilledError
 
     seen: list[str] = []
-    for change in ({"alpha": 1.3}, {"seed": 1}, {"vectors": base[::-1]}):
+    for change in ({"alpha": 1.3}, {"seed": 1}, {"vectors": small[::-1]}):
         path = tmp_path / str(list(change))
         with pytest.raises(KilledError):
-            build_in_parts(base, path, 900, progress=stop)
+            build_in_parts(small, path, 450, progress=stop)
         given = {
-            "vectors": base,
+            "vectors": small,
             "path": path,
-            "rows": 900,
+            "rows": 450,
             "progress": lambda what, done, total: seen.append(what),
         } | change
         build_in_parts(given.pop("vectors"), given.pop("path"), given.pop("rows"), **given)
@@ -224,8 +230,8 @@ def test_other_input_or_options_begin_anew(
         seen.clear()
     path = tmp_path / "unbounded"
     with pytest.raises(KilledError):
-        build_in_parts(base, path, 900, progress=stop)
-    espnx.graph.build(base[:100], path)
+        build_in_parts(small, path, 450, progress=stop)
+    espnx.graph.build(small[:100], path)
     assert not (path / "work").exists()
 
 
@@ -327,7 +333,7 @@ def test_without_a_limit_what_does_not_fit_is_refused(
     assert not (tmp_path / "g").exists()
 
 
-def test_a_disk_that_is_full(base: np.ndarray, tmp_path: Path, build_in_parts: Build) -> None:
+def test_a_disk_that_is_full(small: np.ndarray, tmp_path: Path, build_in_parts: Build) -> None:
     """A limit of the size of files stands for it, of several sizes: one for each kind of file that
     is written."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -339,19 +345,19 @@ def test_a_disk_that_is_full(base: np.ndarray, tmp_path: Path, build_in_parts: B
             resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
             try:
                 with pytest.raises(errors.WriteError):
-                    build_in_parts(base, tmp_path / "g", 900)
+                    build_in_parts(small, tmp_path / "g", 450)
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             assert not (tmp_path / "g" / NAME).exists()
     finally:
         signal.signal(signal.SIGXFSZ, before)
-    build_in_parts(base, tmp_path / "g", 900)
+    build_in_parts(small, tmp_path / "g", 450)
     with espnx.graph.open(tmp_path / "g") as index:
         index.verify()
 
 
 def test_files_of_an_interrupted_build_that_are_short(
-    base: np.ndarray, tmp_path: Path, build_in_parts: Build
+    small: np.ndarray, tmp_path: Path, build_in_parts: Build
 ) -> None:
     def stop(what: str, done: int, total: int) -> None:
         if what == "merge":
@@ -366,15 +372,15 @@ def test_files_of_an_interrupted_build_that_are_short(
     ):
         path = tmp_path / name.replace("/", ".")
         with pytest.raises(KilledError):
-            build_in_parts(base, path, 900, progress=stop, pq_bytes=12)
+            build_in_parts(small, path, 450, progress=stop, pq_bytes=12)
         file = path / "work" / name
         data = file.read_bytes()
         # the centroids, without a rotation
         file.write_bytes(
-            data[: 256 * 4 * base.shape[1]] if name == "sampled/codebook" else data[:-7]
+            data[: 256 * 4 * small.shape[1]] if name == "sampled/codebook" else data[:-7]
         )
         with pytest.raises(errors.EspnxError):
-            build_in_parts(base, path, 900, pq_bytes=12)
+            build_in_parts(small, path, 450, pq_bytes=12)
         assert not (path / NAME).exists()
 
 

@@ -48,6 +48,7 @@ def edges_of(path: Path) -> list[list[int]]:
         return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("codes", "order"), [("inline", "packed"), ("memory", "given")])
 def test_an_import_has_their_vectors_and_edges(

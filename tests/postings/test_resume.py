@@ -77,7 +77,7 @@ def built(path: Path, **given: Any) -> tuple[dict[str, bytes], int]:
     return contents(path), told.kept
 
 
-@in_steps(6)
+@in_steps(12)
 def test_killed_at_any_moment_it_goes_on(
     folder: Path, open_forks: Callable[[str], Forks], step: int
 ) -> None:

@@ -42,7 +42,13 @@ class GlobalMemory:
     def read(self, addresses: np.ndarray, n_bytes: int) -> np.ndarray:
         """uint8 [threads, n_bytes]."""
         found = np.empty((addresses.size, n_bytes), dtype=np.uint8)
-        for region, threads, places in self._places(addresses, n_bytes):
+        for region, threads, offsets in self._offsets(addresses, n_bytes):
+            if region.writer is None and region.base % n_bytes == 0:  # all at once
+                words = region.data[: region.data.size // n_bytes * n_bytes].view(f"V{n_bytes}")
+                read = words[offsets // n_bytes].view(np.uint8).reshape(-1, n_bytes)
+                found[threads] = read
+                continue
+            places = offsets[:, None] + np.arange(n_bytes)
             if region.writer is not None and (region.writer[places] < 0).any():
                 raise Fault("unwritten", f"{region.name} is read before it is written")
             found[threads] = region.data[places]
@@ -50,7 +56,8 @@ class GlobalMemory:
 
     def write(self, addresses: np.ndarray, values: np.ndarray, block: int) -> None:
         """``values``: uint8 [threads, bytes]."""
-        for region, threads, places in self._places(addresses, values.shape[1]):
+        for region, threads, offsets in self._offsets(addresses, values.shape[1]):
+            places = offsets[:, None] + np.arange(values.shape[1])
             if region.writer is None:
                 raise Fault("outside", f"a store into {region.name}, which is an input")
             others = region.writer[places]
@@ -67,10 +74,10 @@ class GlobalMemory:
                 missing = int((region.writer < 0).sum())
                 raise Fault("unwritten", f"{missing} bytes of {region.name} are never written")
 
-    def _places(
+    def _offsets(
         self, addresses: np.ndarray, n_bytes: int
     ) -> list[tuple[Region, np.ndarray | slice, np.ndarray]]:
-        """For each region that is meant: which threads mean it, and its bytes, [threads, bytes]."""
+        """For each region that is meant: which threads mean it, and from which of its bytes on."""
         if (addresses & np.uint64(n_bytes - 1)).any():
             raise Fault("misaligned", f"{n_bytes} bytes at an address that is no multiple of them")
         numbers = (addresses >> np.uint64(DISTANCE_BITS)).astype(np.int64) - 1
@@ -94,5 +101,5 @@ class GlobalMemory:
                     f"{n_bytes} bytes at byte {int(offsets[wrong][0])} of {region.name}, which has "
                     f"{region.data.size}",
                 )
-            found.append((region, threads, offsets[:, None] + np.arange(n_bytes)))
+            found.append((region, threads, offsets))
         return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -60,7 +60,7 @@ class Launched:
 
     Args:
         kernel: as `triton.jit` makes it.
-        change: what is done to the PTX before it runs, as a test of the tests.
+        change: what is done to a line of the PTX before it runs, as a test of the tests.
     """
 
     def __init__(self, kernel: Any, change: Any = None):
@@ -95,13 +95,18 @@ class Launched:
             tuple(sorted(named.items())),
             tuple(sorted(options.items())),
         )
-        make: Callable[[str, int], Executable] = executable
-        if self.change is not None:
-            make, ptx = Executable, self.change(ptx)
+        program = executable(ptx, shared_bytes)
+        if self.change is not None and (after := self.change(ptx)) != ptx:
+            [(line, text)] = (
+                (number, new)
+                for number, (old, new) in enumerate(
+                    zip(ptx.splitlines(), after.splitlines(), strict=True), 1
+                )
+                if new != old
+            )
+            program = program.changed(line, text)
         self._run(
-            make(ptx, shared_bytes),
-            grid,
-            [values[name] for name, _ in signature.items() if name not in named],
+            program, grid, [values[name] for name, _ in signature.items() if name not in named]
         )
 
     def _run(self, program: Executable, grid: tuple[int, int, int], args: list[Any]) -> None:

@@ -101,7 +101,7 @@ def parse(ptx: str, entry: str = "") -> Program:
                 kind = registers[1]
                 program.widths[registers[2]] = 1 if kind == "pred" else int(kind[1:])
         else:
-            program.instructions.append(_instruction(line, text))
+            program.instructions.append(parse_instruction(line, text))
     return program
 
 
@@ -129,7 +129,7 @@ def _statements(text: str, first_line: int) -> Iterator[tuple[int, str]]:
             yield begin, statement.strip().removeprefix("{").strip()
 
 
-def _instruction(line: int, text: str) -> Instruction:
+def parse_instruction(line: int, text: str) -> Instruction:
     found = STATEMENT.fullmatch(text)
     if found is None:
         raise Fault("unknown", f"line {line}: {text}")

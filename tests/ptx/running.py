@@ -6,6 +6,7 @@ them are to reach together (a barrier) they reach together, or it is a fault.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping
 
@@ -16,7 +17,7 @@ from tests.ptx import arithmetic, matrix, movement  # noqa: F401
 from tests.ptx.block import Block
 from tests.ptx.compiling import BUILDERS, Slots, Step, Unknown
 from tests.ptx.global_memory import GlobalMemory
-from tests.ptx.program import Fault, Instruction, Program, parse
+from tests.ptx.program import Fault, Instruction, Program, parse, parse_instruction
 from tests.ptx.shared_memory import WARP, SharedMemory
 
 STEPS_MAX = 2_000_000  # of a block: one that takes more will not end
@@ -36,8 +37,26 @@ class Executable:
         self.program: Program = parse(ptx, entry)
         self.program.n_threads = n_threads or self.program.n_threads
         self.shared_bytes = shared_bytes + max(self.program.addresses.values(), default=0)
+        self.granule_bytes = self.program.shared_granule_bytes
         self.slots = Slots(self.program)
         self.steps = [_step(each, self.slots) for each in self.program.instructions]
+
+    def changed(self, line: int, text: str) -> Executable:
+        """This program with another text in one of its lines, which holds an instruction; an empty
+        text: without it."""
+        (at,) = (
+            number for number, each in enumerate(self.program.instructions) if each.line == line
+        )
+        other = copy.copy(self)
+        other.program, other.steps = copy.copy(self.program), list(self.steps)
+        other.program.instructions = list(self.program.instructions)
+        if statement := text.partition("//")[0].strip().removesuffix(";"):
+            instruction = parse_instruction(line, statement)
+            other.program.instructions[at] = instruction
+            other.steps[at] = _step(instruction, self.slots)
+        else:
+            other.steps[at] = lambda block: None
+        return other
 
     def run(
         self, grid: tuple[int, int, int], parameters: Mapping[str, np.ndarray], memory: GlobalMemory
@@ -64,7 +83,7 @@ class Executable:
                 for axis, place in zip("zyx", at, strict=True):
                     if (slot := self.slots.numbers.get(f"%ctaid.{axis}")) is not None:
                         values[slot] = np.full(n_threads, place, dtype=np.uint32)
-                shared = SharedMemory(self.shared_bytes, self.program.shared_granule_bytes)
+                shared = SharedMemory(self.shared_bytes, self.granule_bytes)
                 block = Block(values, len(self.slots), n_threads, shared, memory, number)
                 n_steps += self._run(block)
         memory.check_whole()

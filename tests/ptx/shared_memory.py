@@ -13,49 +13,63 @@ from tests.ptx.program import Fault
 
 NOBODY, SEVERAL = -1, -2
 WARP = 32
+#: Several threads of one warp are that number and the warp's; single threads are below it.
+SEVERAL_OF_WARP = 1 << 12
+#: Types to move so many bytes at a time.
+WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16", 32: "V32"}
+
+
+def warps_of(who: np.ndarray) -> np.ndarray:
+    """NOBODY and SEVERAL are of no warp."""
+    return np.where(who < SEVERAL_OF_WARP, who // WARP, who - SEVERAL_OF_WARP)
 
 
 class Touched:
-    """Who has touched each piece last: a thread and its warp, or several; in which epoch (between
-    two barriers of the block) and turn (between two of a warp)."""
+    """Who has touched each piece last (a thread, several of a warp, or several), and in which turn:
+    turns are between two barriers of a warp, and those of the block begin turns, too."""
 
     def __init__(self, n: int):
-        self.thread = np.full(n, NOBODY)
-        self.warp = np.full(n, NOBODY)
-        self.epoch = np.full(n, -1)
-        self.turn = np.full(n, -1)
+        self.who = np.full(n, NOBODY, dtype=np.int32)
+        self.turn = np.full(n, -1, dtype=np.int32)
+        self.last_turn = -1  # in which any was touched
+
+    def since(self, pieces: np.ndarray, block_turn: int) -> np.ndarray | None:
+        """bool like ``pieces``: which have been touched since the last barrier of the block, that
+        began that turn; None: no piece at all has."""
+        return None if self.last_turn < block_turn else self.turn[pieces] >= block_turn
 
     def clashes(
-        self, pieces: np.ndarray, threads: np.ndarray, epoch: int, turn: int
+        self, pieces: np.ndarray, threads: np.ndarray, block_turn: int, turn: int
     ) -> np.ndarray | None:
         """bool like ``pieces``: whether another thread has touched it since the last barrier that
-        both have passed; None: no piece has been touched in this epoch."""
-        recent = self.epoch[pieces] == epoch
-        if not recent.any():
+        both have passed; None: no piece has been touched since the block's."""
+        recent = self.since(pieces, block_turn)
+        if recent is None or not recent.any():
             return None
-        apart = (self.warp[pieces] != threads // WARP) | (self.turn[pieces] >= turn)
-        found: np.ndarray = recent & (self.thread[pieces] != threads) & apart
+        who = self.who[pieces]
+        apart = (warps_of(who) != threads // WARP) | (self.turn[pieces] >= turn)
+        found: np.ndarray = recent & (who != threads) & apart
         return found
 
     def note(
-        self, pieces: np.ndarray, threads: np.ndarray, epoch: int, turn: int, *, joins: bool
+        self, pieces: np.ndarray, threads: np.ndarray, block_turn: int, turn: int, *, joins: bool
     ) -> None:
-        """``joins``: those who touched a piece in this epoch stay beside the new ones (reads);
-        otherwise the new ones follow them (writes)."""
-        thread = np.broadcast_to(threads, pieces.shape)
-        warp = thread // WARP
-        if joins:
-            old_warp, old = self.warp[pieces], self.thread[pieces]
-            is_over = (self.epoch[pieces] != epoch) | (
-                (old_warp == warp) & (self.turn[pieces] < turn)
-            )
-            thread = np.where(is_over | (old == thread), thread, SEVERAL)
-            warp = np.where(is_over | (old_warp == warp), warp, SEVERAL)
-        self.thread[pieces], self.warp[pieces] = thread, warp
-        self.epoch[pieces], self.turn[pieces] = epoch, turn
+        """``joins``: those who touched a piece since the block's last barrier stay beside the new
+        ones (reads); otherwise the new ones follow them (writes)."""
+        now = np.broadcast_to(threads.astype(np.int32), pieces.shape)
+        if joins and (recent := self.since(pieces, block_turn)) is not None and recent.any():
+            old, warp = self.who[pieces], now // WARP
+            is_same = warps_of(old) == warp
+            is_over = ~recent | (is_same & (self.turn[pieces] < turn)) | (old == now)
+            now = np.where(is_over, now, np.where(is_same, SEVERAL_OF_WARP + warp, SEVERAL))
+        self.who[pieces], self.turn[pieces], self.last_turn = now, turn, turn
         # several threads of this very instruction: only one of them was kept
-        self.thread[pieces[self.thread[pieces] != thread]] = SEVERAL
-        self.warp[pieces[self.warp[pieces] != warp]] = SEVERAL
+        kept = self.who[pieces]
+        lost = kept != now
+        if lost.any():
+            is_same = warps_of(kept) == warps_of(now)
+            self.who[pieces[lost]] = SEVERAL_OF_WARP + warps_of(now[lost])
+            self.who[pieces[lost & ~is_same]] = SEVERAL
 
 
 class SharedMemory:
@@ -68,12 +82,13 @@ class SharedMemory:
         self.is_written = np.zeros(n, dtype=bool)
         self.writes, self.reads = Touched(n), Touched(n)
         self.copies, self.products = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+        self.n_copies = self.n_products = 0  # under way: where there are none, none is looked for
         self.fences_before = np.zeros(n, dtype=np.int64)
-        self.epoch = self.turn = self.fences = 0
+        self.turn = self.block_turn = self.fences = 0
 
     def block_barrier(self) -> None:
-        self.epoch += 1
         self.turn += 1
+        self.block_turn = self.turn
 
     def warp_barrier(self) -> None:
         self.turn += 1
@@ -86,30 +101,31 @@ class SharedMemory:
         """uint8 [threads, n_bytes]."""
         pieces = self._pieces(addresses, n_bytes)
         self._check_readable(pieces)
-        clash = self.writes.clashes(pieces, threads[:, None], self.epoch, self.turn)
+        clash = self.writes.clashes(pieces, threads[:, None], self.block_turn, self.turn)
         self._check(clash, "race", "is read without a barrier after another thread's write", pieces)
-        self.reads.note(pieces, threads[:, None], self.epoch, self.turn, joins=True)
-        found: np.ndarray = self.data[addresses[:, None] + np.arange(n_bytes)]
-        return found
+        self.reads.note(pieces, threads[:, None], self.block_turn, self.turn, joins=True)
+        return self._bytes(addresses, n_bytes)
 
     def write(self, addresses: np.ndarray, values: np.ndarray, threads: np.ndarray) -> None:
         """``values``: uint8 [threads, bytes]."""
         pieces = self._pieces(addresses, values.shape[1])
-        self._check(self.copies[pieces] > 0, "in flight", "is written during a copy", pieces)
+        self._check_copied(pieces, "is written during a copy")
         self._check_writable(pieces, threads)
         self._store(addresses, values, threads, pieces)
 
     def copy_begins(self, addresses: np.ndarray, n_bytes: int, threads: np.ndarray) -> None:
         """From now on an asynchronous copy may write there."""
         pieces = self._pieces(addresses, n_bytes)
-        self._check(self.copies[pieces] > 0, "in flight", "is the target of two copies", pieces)
+        self._check_copied(pieces, "is the target of two copies")
         self._check_writable(pieces, threads)
         np.add.at(self.copies, pieces, 1)
+        self.n_copies += pieces.size
 
     def copy_ends(self, addresses: np.ndarray, values: np.ndarray, threads: np.ndarray) -> None:
         """It has written, as its own thread sees it."""
         pieces = self._pieces(addresses, values.shape[1])
         np.subtract.at(self.copies, pieces, 1)
+        self.n_copies -= pieces.size
         self._store(addresses, values, threads, pieces)
 
     def product_begins(self, addresses: np.ndarray, n_bytes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -117,16 +133,18 @@ class SharedMemory:
         the pieces that it holds until it has been waited for."""
         pieces = self._pieces(addresses, n_bytes)
         self._check_readable(pieces)
-        recent = self.writes.epoch[pieces] == self.epoch
+        recent = self.writes.since(pieces, self.block_turn)
         self._check(recent, "race", "is multiplied without a barrier after its write", pieces)
         unfenced = self.fences_before[pieces] >= self.fences
         self._check(unfenced, "unfenced", "is multiplied without a fence after its write", pieces)
         held = np.unique(pieces)
         self.products[held] += 1
-        return self.data[addresses[:, None] + np.arange(n_bytes)], held
+        self.n_products += 1
+        return self._bytes(addresses, n_bytes), held
 
     def product_ends(self, held: np.ndarray) -> None:
         self.products[held] -= 1
+        self.n_products -= 1
 
     def _pieces(self, addresses: np.ndarray, n_bytes: int) -> np.ndarray:
         if addresses.size and int(addresses.max()) > self.size - n_bytes:
@@ -139,6 +157,14 @@ class SharedMemory:
         )
         return found
 
+    def _words(self, n_bytes: int) -> np.ndarray:
+        """The bytes, so many as one; what is less at the end nobody addresses so."""
+        return self.data[: self.size // n_bytes * n_bytes].view(WORDS[n_bytes])
+
+    def _bytes(self, addresses: np.ndarray, n_bytes: int) -> np.ndarray:
+        found: np.ndarray = self._words(n_bytes)[addresses // n_bytes]
+        return found.view(np.uint8).reshape(-1, n_bytes)
+
     def _check(
         self, is_wrong: np.ndarray | None, kind: str, message: str, pieces: np.ndarray
     ) -> None:
@@ -146,24 +172,31 @@ class SharedMemory:
             first = int(pieces[is_wrong][0]) * self.granule
             raise Fault(kind, f"shared memory at byte {first} {message}")
 
+    def _check_copied(self, pieces: np.ndarray, message: str) -> None:
+        if self.n_copies:
+            self._check(self.copies[pieces] > 0, "in flight", message, pieces)
+
     def _check_readable(self, pieces: np.ndarray) -> None:
-        self._check(self.copies[pieces] > 0, "in flight", "is read before its copy ends", pieces)
+        self._check_copied(pieces, "is read before its copy ends")
         self._check(~self.is_written[pieces], "unwritten", "is read before it is written", pieces)
 
     def _check_writable(self, pieces: np.ndarray, threads: np.ndarray) -> None:
-        self._check(self.products[pieces] > 0, "in flight", "is written during a product", pieces)
+        if self.n_products:
+            is_read = self.products[pieces] > 0
+            self._check(is_read, "in flight", "is written during a product", pieces)
         for touched, what in ((self.writes, "write"), (self.reads, "read")):
-            clash = touched.clashes(pieces, threads[:, None], self.epoch, self.turn)
+            clash = touched.clashes(pieces, threads[:, None], self.block_turn, self.turn)
             message = f"is written without a barrier after another thread's {what}"
             self._check(clash, "race", message, pieces)
 
     def _store(
         self, addresses: np.ndarray, values: np.ndarray, threads: np.ndarray, pieces: np.ndarray
     ) -> None:
-        places = addresses[:, None] + np.arange(values.shape[1])
-        self.data[places] = values
-        if (self.data[places] != values).any():
+        n_bytes = values.shape[1]
+        given = np.ascontiguousarray(values)
+        self._words(n_bytes)[addresses // n_bytes] = given.view(WORDS[n_bytes])[:, 0]
+        if (self._bytes(addresses, n_bytes) != given).any():
             raise Fault("race", "two threads write different values to the same shared bytes")
         self.is_written[pieces] = True
         self.fences_before[pieces] = self.fences
-        self.writes.note(pieces, threads[:, None], self.epoch, self.turn, joins=False)
+        self.writes.note(pieces, threads[:, None], self.block_turn, self.turn, joins=False)

@@ -144,7 +144,7 @@ class WholeStoreRanker:
             [vectors.prepared], candidates, nprobe
         ).complete()[0]
         head = numbers[:rerank]
-        schema, book = index.store.schema, index.store.full.codebook
+        schema, book = index.store.full.schema, index.store.full.codebook
         positions, _ = self._records.locate(head)
         n_tokens = torch.from_numpy(index.store.n_tokens[head].astype(np.int64))
         memory = self._records.memory

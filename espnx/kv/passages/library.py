@@ -262,7 +262,7 @@ class Library:
     def leave(self, extents: Sequence[Extent]) -> None:
         """The end of as many pins. Does nothing once the library is closed."""
         with self._lock:
-            if not self.is_closed:
+            if not self._pins.is_closed:
                 for each in extents:
                     self._pins.leave(each.number)
 
@@ -389,15 +389,10 @@ class Library:
         with self._lock:
             return self._index.totals() | {"damaged": len(self.damaged)}
 
-    @property
-    def is_closed(self) -> bool:
-        """Nothing is open any more."""
-        return self._pins.is_closed
-
     def close(self) -> None:
         """Leaves everything. May be called again."""
         with self._lock:
-            if not self.is_closed:
+            if not self._pins.is_closed:
                 self._pins.close()
                 try:
                     self._index.close()
@@ -508,7 +503,7 @@ class ExtentWriter:
         if self._is_open:
             self._is_open = False
             with self._library._lock:
-                if not self._library.is_closed:
+                if not self._library._pins.is_closed:
                     self._library._index.abandon(self._place.number)
 
 

@@ -135,7 +135,7 @@ def _plan(
     is_alone: bool,
 ) -> BatchPlan:
     allowed = version.filters.allowed(options.include, options.exclude)
-    candidates = min(options.wanted, version.store.end_number)
+    candidates = min(options.wanted, version.store.manifest.end_number)
     # Who names a number of lists wants no more of them, as long as they hold k documents.
     at_least = (
         candidates if options.effort is None or allowed is not None else min(options.k, candidates)

@@ -34,7 +34,7 @@ class Filters:
             np.bitwise_and.at(bitmap, excluded >> 3, ~_bit(excluded))
             return Allowed(bitmap, self._store.count - len(excluded))
         chosen = np.setdiff1d(self._numbers(include, "include"), excluded, assume_unique=True)
-        bitmap = np.zeros(-(-self._store.end_number // 8), dtype=np.uint8)
+        bitmap = np.zeros(-(-self._store.manifest.end_number // 8), dtype=np.uint8)
         np.bitwise_or.at(bitmap, chosen >> 3, _bit(chosen))
         return Allowed(bitmap, len(chosen))
 
@@ -52,7 +52,7 @@ class Filters:
     def _alive_bitmap(self) -> np.ndarray:
         deleted = self._store.deleted
         return (
-            np.full(-(-self._store.end_number // 8), 0xFF, dtype=np.uint8)
+            np.full(-(-self._store.manifest.end_number // 8), 0xFF, dtype=np.uint8)
             if deleted is None
             else ~deleted
         )

@@ -125,7 +125,8 @@ class Manifest:
 
     @property
     def end_number(self) -> int:
-        """Record numbers lie below it."""
+        """Record numbers lie below it. Each part begins at a multiple of 64; numbers left out
+        between parts are nobody's."""
         return self.parts[-1].end_number if self.parts else 0
 
     @property

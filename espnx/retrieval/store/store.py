@@ -154,12 +154,6 @@ class Version:
         manifest = self.manifest
         return Part(self.path, self.engine, entry, store_id=manifest.store_id, salt=self.salt)
 
-    @property
-    def end_number(self) -> int:
-        """Record numbers lie below it. Each part begins at a multiple of 64; numbers left out
-        between parts are nobody's."""
-        return self.manifest.end_number
-
     def is_alive(self, number: int) -> bool:
         return self.deleted is None or not int(self.deleted[number >> 3]) >> (number & 7) & 1
 
@@ -182,7 +176,8 @@ class Version:
         deleted = np.unpackbits(
             np.frombuffer(data, dtype=np.uint8), bitorder="little", count=entry.records
         )
-        bitmap = np.zeros(-(-self.end_number // 8), dtype=np.uint8)  # what was added since is alive
+        # what was added since is alive
+        bitmap = np.zeros(-(-self.manifest.end_number // 8), dtype=np.uint8)
         packed = np.packbits(deleted, bitorder="little")
         bitmap[: len(packed)] = packed
         return bitmap
@@ -314,11 +309,6 @@ class EmbeddingStore(Version):
             raise
 
     @property
-    def schema(self) -> RecordSchema:
-        """The schema of the full records."""
-        return self.full.schema
-
-    @property
     def segments(self) -> list[Segment]:
         """The data files of the full records."""
         return [segment for part in self.parts for segment in part.segments("full")]
@@ -345,7 +335,7 @@ class EmbeddingStore(Version):
     def facts(self) -> list[tuple[str, str]]:
         """What it holds, and its sizes on disk and in memory, in words: what each is of, and what
         it is."""
-        manifest, schema, encoder = self.manifest, self.schema, self.manifest.encoder
+        manifest, schema, encoder = self.manifest, self.full.schema, self.manifest.encoder
         deleted = sum(part.count for part in self.parts) - self.count
         data_bytes = sum(segment.size_bytes for segment in self.segments)
         changes = (

@@ -49,7 +49,7 @@ class Draft:
         self.generation = version.manifest.generation
         self.added = self.replaced = self.merged = self.written_bytes = 0
         self._bitmap = (
-            np.zeros(-(-version.end_number // 8), np.uint8)
+            np.zeros(-(-version.manifest.end_number // 8), np.uint8)
             if version.deleted is None
             else version.deleted.copy()
         )

@@ -17,6 +17,11 @@ from espnx.cli.main import main
 pytestmark = pytest.mark.usefixtures("here")
 
 
+@pytest.fixture(autouse=True)
+def short_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("espnx.benchmarks.graph.changes._PAIRS_S", 0.02)
+
+
 @pytest.mark.parametrize("clusters", [None, 3])
 def test_a_quick_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], clusters: int | None

@@ -101,7 +101,7 @@ def test_every_system_ranks_like_plain_pytorch(
     for query, hits in zip([3, 4, 3], answer["hits"], strict=True):
         expected = memory.handle({"do": "reference", "query": query, "options": options})
         assert ranking_problem(hits, expected["hits"], expected["tolerance"]) is None
-    assert answer["bytes_asked"] >= (rerank or 300) * session.index.store.schema.fixed_bytes
+    assert answer["bytes_asked"] >= (rerank or 300) * session.index.store.full.schema.fixed_bytes
     sent = json.loads(json.dumps(answer, allow_nan=False))  # as it goes from process to process
     assert sent.keys() == answer.keys()
     assert [[tuple(hit) for hit in hits] for hits in sent["hits"]] == [
@@ -137,7 +137,8 @@ def test_pieces_are_the_reads_of_the_search(ours: Session) -> None:
     alone = ours.handle({"do": "pieces", "query": 7, "options": OPTIONS, "steps": []})
     assert alone["rest_s"] == 0
     assert alone["misses"]["bytes_asked"] == 0
-    sizes = ours.index.store.schema.sizes(ours.index.store.n_tokens[np.array(alone["numbers"])])
+    store = ours.index.store
+    sizes = store.full.schema.sizes(store.n_tokens[np.array(alone["numbers"])])
     assert alone["prefetch"]["bytes_asked"] == sizes.sum()
 
 

@@ -34,6 +34,7 @@ from espnx.storage import NativeEngine
 from espnx.storage.manifest import NAME, read_manifest
 from tests.forks import Forks
 from tests.graph.conftest import clustered, exact, recall_of
+from tests.sweeps import at_length
 
 Options = dict[str, Any]
 FEW: Options = {"max_degree": 16, "list_size": 40, "threads": 1}
@@ -558,8 +559,17 @@ class StoppedError(BaseException):
     pass
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(base: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("uninterrupted") / "g"
+    espnx.graph.build(base, path, clusters=6, **FEW)
+    return path
+
+
 @pytest.mark.parametrize("stage", ["read", "divide", "edges", "pages"])
-def test_a_build_goes_on_where_it_was(base: np.ndarray, tmp_path: Path, stage: str) -> None:
+def test_a_build_goes_on_where_it_was(
+    base: np.ndarray, tmp_path: Path, uninterrupted: Path, stage: str
+) -> None:
     seen: list[str] = []
     built: list[int] = []
 
@@ -581,10 +591,9 @@ def test_a_build_goes_on_where_it_was(base: np.ndarray, tmp_path: Path, stage: s
     whole = stage == "pages"
     assert (len(set(built)) <= 7) == whole, "graphs that were whole are not built again"
     assert not (tmp_path / "g" / "work").exists()
-    espnx.graph.build(base, tmp_path / "other", clusters=6, **FEW)
     for name in ("rows.bin", "codebook.bin", "entries.bin", "centroids.bin"):
-        assert (tmp_path / "g" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
-    with espnx.graph.open(tmp_path / "g") as g, espnx.graph.open(tmp_path / "other") as other:
+        assert (tmp_path / "g" / name).read_bytes() == (uninterrupted / name).read_bytes()
+    with espnx.graph.open(tmp_path / "g") as g, espnx.graph.open(uninterrupted) as other:
         mine, theirs = (each.facts.clusters for each in (g, other))
         assert mine is not None
         assert theirs is not None
@@ -606,8 +615,9 @@ def test_a_build_replaces_a_graph_of_the_other_kind(base: np.ndarray, tmp_path: 
         assert left == names
 
 
+@at_length("times", 5, 12)
 def test_kills_at_random_moments_leave_it_whole_or_none(
-    base: np.ndarray, tmp_path: Path, processes: Forks
+    base: np.ndarray, tmp_path: Path, processes: Forks, times: int
 ) -> None:
     source = tmp_path / "v.npy"
     np.save(source, base)
@@ -616,7 +626,7 @@ def test_kills_at_random_moments_leave_it_whole_or_none(
     assert processes.run(what="clusters", source=source, path=tmp_path / "whole") == 0
     took = time.monotonic() - began
     path = tmp_path / "g"
-    for _ in range(12):
+    for _ in range(times):
         pid = processes.start(what="clusters", source=source, path=path)
         time.sleep(chance.uniform(0, took / 2))
         os.kill(pid, signal.SIGKILL)

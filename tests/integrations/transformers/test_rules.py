@@ -18,6 +18,7 @@ RAM = "espnx.device.example.ram_device:RamDevice"
 LENGTHS = [40, 23]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options", [{}, {"device": RAM}, {"spill_interval": 3}], ids=["ssd", "ram", "spilled early"]
 )

@@ -22,7 +22,7 @@ from tests.integrations.transformers.forks import LENGTHS, NEW, go_on, held
 from tests.integrations.transformers.tiny import enabled
 from tests.kills import killed, moments
 from tests.retrieval.common import memory_folder
-from tests.sweeps import in_steps
+from tests.sweeps import at_length, in_steps
 
 LONGEST, STEP = max(LENGTHS), 4
 #: Lengths of the states that a process saves: after every 4 new tokens, the last of which is not in
@@ -30,12 +30,13 @@ LONGEST, STEP = max(LENGTHS), 4
 STATES = {0} | {LONGEST - 1 + n for n in range(STEP, NEW + 1, STEP)} | {LONGEST + NEW - 1}
 
 
+@at_length("times", 3, 8)
 @pytest.mark.parametrize(
     ("name", "devices", "options"),
     [("llama", 1, {}), ("opt", 2, {"x_rows": 1, "spill_interval": 1})],
 )
 def test_killed_at_random(
-    folder: Path, processes: Forks, name: str, devices: int, options: dict[str, int]
+    folder: Path, processes: Forks, name: str, devices: int, options: dict[str, int], times: int
 ) -> None:
     """Each time going on from what the last one left, until the end is reached; then from the
     beginning again."""
@@ -62,9 +63,9 @@ def test_killed_at_random(
         last = now
         seen.add(now)
         kills += code != 0
-        if kills >= 5 and len(seen) >= 3:
+        if kills >= times and len(seen) >= 3:
             break
-    assert kills >= 5
+    assert kills >= times
     assert len(seen) >= 3
 
 

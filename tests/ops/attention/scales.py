@@ -8,7 +8,7 @@ import torch
 
 from tests.ops.attention.test_attention import Case, assert_close, causal, make_case
 
-D = 16
+D = 24
 
 
 def check_scale(

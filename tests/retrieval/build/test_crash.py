@@ -38,7 +38,7 @@ def assert_equal(path: Path, clean: Path) -> None:
             assert index.search(query, **options).hits == other.search(query, **options).hits
 
 
-@at_length("times", 4, 10)
+@at_length("times", 3, 10)
 def test_killed_at_random(folder: Path, processes: Forks, times: int) -> None:
     """Each time going on from what the last one left."""
     count, seed, rng = 1200, 2, random.Random(7)

@@ -38,6 +38,7 @@ FAILURES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", ["new", "empty", "a store"])
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failed_build_leaves_nothing(tmp_path: Path, failure: str, place: str) -> None:

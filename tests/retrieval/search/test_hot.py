@@ -37,7 +37,7 @@ def test_enough_memory_means_no_reads(store: Path) -> None:
         assert first.requests > 0
         assert second.requests > 0
         assert (third.requests, third.bytes_moved, third.hot, third.hits) == (0, 0, 100, first.hits)
-        records = int(index.store.schema.sizes(index.store.n_tokens).sum())
+        records = int(index.store.full.schema.sizes(index.store.n_tokens).sum())
         assert index.resident_bytes["hot"] == records + 9 * 300, "no more than all records need"
 
 

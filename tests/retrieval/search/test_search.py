@@ -344,7 +344,7 @@ def test_bytes_and_times_add_up(index: Index) -> None:
     query = queries(1)[0]
     result = index.search(query, k=5, candidates=60, prefetch_step=0, nprobe=EVERYTHING)
     numbers = index.first_stage.start(query.cls.numpy()[None], 60, EVERYTHING).complete()[0][0]
-    wanted = int(index.store.schema.sizes(index.store.n_tokens[numbers]).sum())
+    wanted = int(index.store.full.schema.sizes(index.store.n_tokens[numbers]).sum())
     assert result.bytes_asked == wanted
     assert (
         index.search(query, k=5, candidates=60, prefetch_step=0.3, nprobe=EVERYTHING).bytes_asked

@@ -188,7 +188,7 @@ def regions(
             for which, at, length in zip(segment, offset, size, strict=True)
             if which == number
         ]
-        fixed = opened.schema.fixed_bytes
+        fixed = opened.full.schema.fixed_bytes
     dead = set(range(4096, path.stat().st_size))
     for begin, end in mine:
         dead -= set(range(begin, end))

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +20,7 @@ from espnx.ops._native import load_extension
 from espnx.ops.maxsim import Codebook, maxsim_reference, token_format
 from espnx.retrieval.build.options import COARSE_FORMATS
 from espnx.storage import manifest
+from tests.forks import Forks
 from tests.ops.records import Records, codebook_for
 from tests.ops.tolerances import gamma, maxsim_bound
 from tests.retrieval.common import (
@@ -99,7 +97,7 @@ def expected(
     """By id: the reference's score of decode(encode(tokens)), and how far the store's may be off
     (docs/tolerances.md)."""
     schema, book, weight = (
-        index.store.schema,
+        index.store.full.schema,
         index.store.full.codebook,
         index.store.manifest.cls_weight,
     )
@@ -525,10 +523,9 @@ def stores() -> Iterator[Path]:
 
 
 FRESH = """
-import json, sys
-import espnx
+import json
 from tests.retrieval.store.test_formats import answers
-print(json.dumps({path: answers(path) for path in sys.argv[1:]}))
+print(json.dumps({{path: answers(path) for path in {paths}}}))
 """
 
 
@@ -544,19 +541,16 @@ def answers(path: str | Path) -> list[list[Any]]:
     ]
 
 
-def test_another_process_finds_the_same(stores: Path) -> None:
+def test_another_process_finds_the_same(
+    stores: Path, folder: Path, open_forks: Callable[[str], Forks]
+) -> None:
     paths = [str(stores / fmt) for fmt in FORMATS]
-    root = Path(__file__).resolve().parents[3]
-    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH, *paths],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
+    out, err = folder / "stdout", folder / "stderr"
+    code = open_forks("tests.doc_examples").run(
+        text=FRESH.format(paths=paths), cwd=folder, stdout=out, stderr=err
     )
-    there = json.loads(done.stdout)
+    assert code == 0, err.read_text()
+    there = json.loads(out.read_text())
     assert [path for path in paths if there[path] != answers(path)] == []
 
 

@@ -72,7 +72,7 @@ def test_scores_are_those_of_the_vectors(folder: Path, fmt: str, d_cls: int, dim
     query = espnx.Encoded(torch.randn(d_cls), torch.randn(4, dim))
     with espnx.open(folder / "s") as index:
         assert index.store.verify() == 60
-        assert (index.store.schema.d_cls, index.store.schema.dim) == (d_cls, dim)
+        assert (index.store.full.schema.d_cls, index.store.full.schema.dim) == (d_cls, dim)
         found = scores_of(index, query)
         assert len(found) == 60
         cls_dtype = DTYPES.get(fmt, torch.float16)

@@ -371,7 +371,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def stored(index: espnx.Index, documents: Sequence[espnx.Document]) -> list[espnx.Document]:
     """The documents with the tokens that a store's format makes of theirs."""
-    schema, result = index.store.schema, []
+    schema, result = index.store.full.schema, []
     fmt = token_format(schema.format)
     for document in documents:
         assert document.vectors is not None

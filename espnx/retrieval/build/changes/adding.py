@@ -161,10 +161,10 @@ class Addition:
         """Raises InvalidInputError for an id that came before, or that the store holds; with
         `replace`, what it holds goes."""
         known = self.draft.numbers([document.id for document in documents])
-        old = known[(known >= 0) & (known < self.version.end_number)]
+        old = known[(known >= 0) & (known < self.version.manifest.end_number)]
         for document, number in zip(documents, known.tolist(), strict=True):
             key = type(document.id), document.id
-            if key in batch.ids or number >= self.version.end_number:
+            if key in batch.ids or number >= self.version.manifest.end_number:
                 raise errors.InvalidInputError(
                     f"document id {document.id!r} occurs twice",
                     expected="unique ids",

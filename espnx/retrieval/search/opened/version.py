@@ -118,7 +118,7 @@ class OpenVersion:
                 )
             self.hot = (
                 HotRecords(self.store.full, options.hot_bytes)
-                if options.hot_bytes and self.store.end_number
+                if options.hot_bytes and self.store.manifest.end_number
                 else None
             )
             self.ram_tier = (
@@ -195,7 +195,7 @@ class OpenVersion:
         if override is None:
             return float(self.store.manifest.cls_weight)
         check_finite("cls_weight", override)
-        if override and not self.store.schema.d_cls:
+        if override and not self.store.full.schema.d_cls:
             raise errors.InvalidInputError(
                 "cls_weight",
                 got=override,

@@ -177,7 +177,7 @@ def _second_token(model: Any, ids: torch.Tensor, vocabulary: int) -> torch.Tenso
 def test_sampled_tokens_keep_their_distribution(
     folder: Path, is_right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chi-square of 600 draws of the second new token, the first that is proposed, against its
+    """Chi-square of 400 draws of the second new token, the first that is proposed, against its
     exact distribution; a rule by which what is proposed stands fails it."""
     if not is_right:
 
@@ -196,7 +196,7 @@ def test_sampled_tokens_keep_their_distribution(
     wanted = _second_token(model, ids, vocabulary)
     counts, accepted = torch.zeros(vocabulary), list[float]()
     torch.manual_seed(3)
-    for _ in range(6):
+    for _ in range(4):
         with KVCache(model.config, folder, draft=small) as cache:
             got = espnx.generate(
                 model,

@@ -47,6 +47,7 @@ def reopened(folder: Path, kind: str, **options: Any) -> KVCache:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("without_lookup")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("lengths", "new"), [([150], 1), ([150, 80, 30], 1), ([90, 150], 12)])
@@ -92,6 +93,7 @@ def test_the_first_number_is_chosen_by_that_pass(folder: Path) -> None:
     assert said["measured_s"] > 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("without_lookup")
 @pytest.mark.parametrize(
     ("fault", "value"), [("error", errno.EIO), ("flip", 801), ("delay", 600_000_000)]
