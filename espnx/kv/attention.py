@@ -323,9 +323,11 @@ class Attention:
         rows.append(step.k, step.v)
         n_sequences, heads, n, _ = step.q.shape
         queries = _queries(step, rows.n_heads, rows.layout.dv, span)
-        o, lse = attend_rows(queries, rows.tail(tier.end), threads=self._threads)
+        behind = rows.tail(tier.end)
         if tier.end:
-            o, lse = merge(o, lse, *tier.attend(queries, self._threads))
+            o, lse = tier.attend(queries, behind, self._threads)
+        else:
+            o, lse = attend_rows(queries, behind, threads=self._threads)
         o, lse = o.reshape(n_sequences, heads, n, -1), lse.reshape(n_sequences, heads, n)
         return _whole(step, o, lse).to(step.q.dtype)
 
