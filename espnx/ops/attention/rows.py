@@ -153,9 +153,7 @@ class PagesInMemory:
         """The same as queries and rows of one head each, whose marks hide positions."""
         pairs, rows = self.k.shape[0] * self.k.shape[1], self.k.shape[2]
         q = queries.q.view(pairs, 1, *queries.q.shape[2:])
-        own = Queries(
-            q, queries.dv, visible=self.seen.view(pairs, rows), soft_cap=queries.soft_cap
-        )
+        own = Queries(q, queries.dv, visible=self.seen.view(pairs, rows), soft_cap=queries.soft_cap)
         k, v = (each.view(pairs, 1, rows, each.shape[-1]) for each in (self.k, self.v))
         return own, RowsInMemory(k, v, 0, rows, 0)
 

@@ -261,5 +261,5 @@ def test_pages_that_do_not_fit() -> None:
         PagesInMemory(k[:1], v[:1], seen[:1]),
         PagesInMemory(k.flatten(2), v, seen),
     ):
-        with pytest.raises(errors.InvalidInputError, match="pages in memory|rows in memory"):
+        with pytest.raises(errors.InvalidInputError, match=r"(pages|rows) in memory"):
             attend_rows(look, rows, pages=wrong)

@@ -189,8 +189,6 @@ class Program:
             engine.close()
 
 
-
-
 def _other() -> Any:
     """A smaller model that knows nothing."""
     return make("qwen3", seed=3, num_hidden_layers=1)

@@ -66,7 +66,9 @@ def test_ids_without_a_row(folder: Path, kind: str, wrong: int) -> None:
     asked["input_ids"][1, -2] = wrong
     draft: Any = widened(make("llama"), ROWS + 9) if kind == "assistant" else kind
     with KVCache(model.config, folder, draft=draft) as cache:
-        with pytest.raises(errors.InvalidInputError, match=f"LlamaForCausalLM; got token id {wrong}"):
+        with pytest.raises(
+            errors.InvalidInputError, match=f"LlamaForCausalLM; got token id {wrong}"
+        ):
             espnx.generate(model, **asked, past_key_values=cache, max_new_tokens=3)
         assert cache.get_seq_length() == 0
 
@@ -78,7 +80,7 @@ def test_an_assistant_that_knows_fewer(folder: Path) -> None:
         options: dict[str, Any] = {"past_key_values": cache, "max_new_tokens": 9}
         espnx.generate(model, **prompt([40]), **options)
         cache.reset()
-        with pytest.raises(errors.InvalidInputError, match="Qwen3ForCausalLM; got .*it proposes"):
+        with pytest.raises(errors.InvalidInputError, match=r"Qwen3ForCausalLM; got .*it proposes"):
             espnx.generate(model, **strange([40]), **options)
         assert cache.get_seq_length() == 0
     with KVCache(model.config, folder, draft="lookup", name="talk", x_rows=0) as cache:
