@@ -1,7 +1,7 @@
 """Which token ids a model takes and says: an embedding may have more rows than the model says
 tokens (rows for images, padding), and another model may have fewer.
 
-A draft that ran into an id that has no row would end a text that decoding one by one goes on with.
+A draft that ran into an id that has no row would end a text that decoding one by one continues.
 So it is looked at before anything is computed.
 """
 
