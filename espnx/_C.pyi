@@ -506,10 +506,11 @@ class Extension:
         window: int = 0,
         soft_cap: float = 0.0,
         slopes: Tensor | None = None,
+        pages: tuple[Tensor, Tensor, Tensor] | None = None,
         threads: int,
     ) -> tuple[Tensor, Tensor]:
         """(o, lse). `rows`: K, V, how many to skip, how many count, and the position of the first:
-        those in memory."""
+        those in memory; `pages`: further K, V and which of them are seen."""
     @staticmethod
     def pack_pages(k: Tensor, v: Tensor, pages: Tensor, threads: int) -> None:
         """Writes pages of four bits (csrc/cpu/packed/packed.hpp)."""
@@ -520,6 +521,7 @@ class Extension:
         *,
         q: Tensor,
         dv: int,
+        rows: tuple[Tensor, Tensor, int, int, int] | None = None,
         position: Tensor | None = None,
         last_position: Tensor | None = None,
         first_visible: Tensor | None = None,
@@ -529,7 +531,8 @@ class Extension:
         slopes: Tensor | None = None,
         threads: int,
     ) -> tuple[Tensor, Tensor]:
-        """(o, lse) over pages of four bits (csrc/cpu/packed/packed.hpp)."""
+        """(o, lse) over pages of four bits (csrc/cpu/packed/packed.hpp), and `rows` as of
+        `attend_rows`."""
     @staticmethod
     def maxsim(
         query: Tensor,

@@ -128,31 +128,45 @@ void check_tail(const Tail& tail, const device::RowQueries& queries) {
   }
 }
 
-void attend_tail(const Tail& tail, const device::RowQueries& queries, int n_threads) {
-  const int64_t item = espnx::row_item_bytes(tail.format);
-  const int64_t k_bytes = tail.k.size(2) * queries.d * item,
-                v_bytes = tail.v.size(2) * queries.dv * item;
-  const auto* k = tail.k.data<const uint8_t>() + tail.skip * queries.d * item;
-  const auto* v = tail.v.data<const uint8_t>() + tail.skip * queries.dv * item;
-  const int64_t groups = queries.n_sequences * queries.n_heads;
-  const int64_t work = groups * queries.n * tail.n_rows * (queries.d + queries.dv);
-  const int threads = work < (1 << 20) ? 1 : n_threads;
+// The queries as they look at some rows in memory.
+struct InMemory {
+  Tail tail;
+  device::RowQueries queries;
+
+  int64_t products() const {
+    return queries.n_sequences * queries.n_heads * queries.n * tail.n_rows *
+           (queries.d + queries.dv);
+  }
+
+  // Folds the rows of (sequence, head) number `group` into its state.
+  void attend(int64_t group) const {
+    const int64_t item = espnx::row_item_bytes(tail.format), capacity = tail.k.size(2);
+    const espnx::AttentionRows rows{
+        tail.k.data<const uint8_t>() + (group * capacity + tail.skip) * queries.d * item,
+        tail.v.data<const uint8_t>() + (group * tail.v.size(2) + tail.skip) * queries.dv * item,
+        tail.n_rows,
+        capacity,
+        0,
+        tail.format,
+        0,
+        0,
+        tail.first_position,
+        nullptr};
+    const int64_t sequence = group / queries.n_heads, head = group % queries.n_heads;
+    device::attend_group(
+        queries, sequence, head, rows,
+        device::state_of_group(queries, {queries.o, queries.m, queries.l}, sequence, head));
+  }
+};
+
+// All of them are of the same (sequence, head)s, and go into the same states.
+void attend_in_memory(const std::vector<InMemory>& every, int64_t groups, int n_threads) {
+  int64_t products = 0;
+  for (const InMemory& each : every) products += each.products();
+  const int threads = products < (1 << 20) ? 1 : n_threads;
   espnx::parallel_for(groups, 1, threads, [&](int, int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {
-      const espnx::AttentionRows rows{k + group * k_bytes,
-                                      v + group * v_bytes,
-                                      tail.n_rows,
-                                      tail.k.size(2),
-                                      0,
-                                      tail.format,
-                                      0,
-                                      0,
-                                      tail.first_position,
-                                      nullptr};
-      const int64_t sequence = group / queries.n_heads, head = group % queries.n_heads;
-      device::attend_group(
-          queries, sequence, head, rows,
-          device::state_of_group(queries, {queries.o, queries.m, queries.l}, sequence, head));
+      for (const InMemory& each : every) each.attend(group);
     }
   });
 }
@@ -167,6 +181,8 @@ const int64_t* positions(const std::optional<Tensor>& tensor, int64_t count, con
 
 // The rows in memory that Python hands over: (k, v, skip, n_rows, first_position).
 using TailArguments = std::tuple<Tensor, Tensor, int64_t, int64_t, int64_t>;
+// And pages: (k [sequences, heads, rows, d], v, seen uint8 [sequences, heads, rows]).
+using PageArguments = std::tuple<Tensor, Tensor, Tensor>;
 
 // What attends.
 struct AttendArguments {
@@ -213,11 +229,35 @@ device::RowQueries to_queries(const AttendArguments& given) {
   return queries;
 }
 
-// Attention of q [sequences, KV heads, n, d] over the rows of `ticket` (no stream: none) and those
-// in memory. Returns (o float32 [sequences, KV heads, n, dv], normalised; lse float32 [sequences,
-// KV heads, n]).
+Tail to_tail(const TailArguments& given, const device::RowQueries& queries) {
+  const auto& [k, v, skip, n_rows, first_position] = given;
+  Tail tail{k, v, skip, n_rows, first_position, format_of(k.dtype())};
+  check_tail(tail, queries);
+  return tail;
+}
+
+// Pages whose rows are seen by their own marks, whatever their positions.
+InMemory to_pages(const PageArguments& given, const device::RowQueries& queries) {
+  const auto& [k, v, seen] = given;
+  if (k.dim() != 4) invalid("pages must have four dimensions");
+  const int64_t rows = k.size(2), groups = queries.n_sequences * queries.n_heads;
+  InMemory pages{to_tail({k, v, 0, rows, 0}, queries), queries};
+  device::RowQueries& own = pages.queries;
+  own.n_sequences = groups, own.n_heads = 1;
+  own.last_position = own.first_visible = own.position = nullptr;
+  own.window = 0, own.slopes = nullptr;
+  own.visible = contiguous<const uint8_t>(seen, Dtype::uint8, "seen", "uint8");
+  own.visible_stride = rows;
+  if (seen.numel() != groups * rows) invalid("seen must be [sequences, heads, rows]");
+  return pages;
+}
+
+// Attention of q [sequences, KV heads, n, d] over the rows of `ticket` (no stream: none), those in
+// memory, and pages. Returns (o float32 [sequences, KV heads, n, dv], normalised; lse float32
+// [sequences, KV heads, n]).
 std::tuple<NewTensor, NewTensor> attend(RowStream* stream, int64_t ticket,
-                                        const AttendArguments& given, int threads) {
+                                        const AttendArguments& given,
+                                        const std::optional<PageArguments>& pages, int threads) {
   if (threads < 1) invalid("threads must be 1 or more");
   device::RowQueries queries = to_queries(given);
   const int64_t n = queries.n, groups = queries.n_sequences * queries.n_heads;
@@ -227,12 +267,9 @@ std::tuple<NewTensor, NewTensor> attend(RowStream* stream, int64_t ticket,
       lse({queries.n_sequences, queries.n_heads, n});
   espnx::AlignedFloats m(groups * n), l(groups * n);
   queries.o = o.data(), queries.m = m.data(), queries.l = l.data();
-  std::optional<Tail> tail;
-  if (given.rows) {
-    const auto& [k, v, skip, n_rows, first_position] = *given.rows;
-    tail = Tail{k, v, skip, n_rows, first_position, format_of(k.dtype())};
-    check_tail(*tail, queries);
-  }
+  std::vector<InMemory> in_memory;
+  if (given.rows) in_memory.push_back({to_tail(*given.rows, queries), queries});
+  if (pages) in_memory.push_back(to_pages(*pages, queries));
   // Before and after there are no rows to share out, but sums: a thread for less than a MiB of them
   // takes longer to start than they do.
   constexpr int64_t kWorthAThread = 1 << 18;
@@ -252,7 +289,7 @@ std::tuple<NewTensor, NewTensor> attend(RowStream* stream, int64_t ticket,
       std::fill_n(state.m, n, -std::numeric_limits<float>::infinity());
       std::fill_n(state.l, n, 0.0F);
     });
-    if (tail) attend_tail(*tail, queries, threads);
+    attend_in_memory(in_memory, groups, threads);
     if (stream != nullptr) stream->attend(ticket, queries, threads, interrupted);
     each_state([&](const espnx::AttentionState& state, int64_t group) {
       espnx::finish_attention(state, n, queries.dv, lse.data() + group * n);
@@ -262,7 +299,8 @@ std::tuple<NewTensor, NewTensor> attend(RowStream* stream, int64_t ticket,
 }
 
 // Attention of q [sequences, KV heads, n, d] over uint8 pages [sequences, KV heads, capacity,
-// page_bytes], of which the first `n_pages` count, from position 0 on: as attend().
+// page_bytes], of which the first `n_pages` count, from position 0 on, and over rows in memory: as
+// attend().
 std::tuple<NewTensor, NewTensor> attend_packed(const Tensor& pages, int64_t n_pages,
                                                AttendArguments given, int threads) {
   if (threads < 1) invalid("threads must be 1 or more");
@@ -287,7 +325,10 @@ std::tuple<NewTensor, NewTensor> attend_packed(const Tensor& pages, int64_t n_pa
   queries.o = o.data(), queries.m = m.data(), queries.l = l.data();
   constexpr int64_t kPages = 4;  // decoded at a time: what attention folds in at once
   const int64_t rows = kPages * espnx::kPackedRows, width = queries.d + queries.dv;
-  const int64_t work = groups * n_pages * espnx::kPackedRows * (n + 2) * width;
+  std::optional<InMemory> in_memory;
+  if (given.rows) in_memory = InMemory{to_tail(*given.rows, queries), queries};
+  const int64_t work = groups * n_pages * espnx::kPackedRows * (n + 2) * width +
+                       (in_memory ? in_memory->products() : 0);
   const int n_threads = work < (1 << 20) ? 1 : threads;
   espnx::AlignedFloats decoded(n_threads * rows * width);
   const int64_t capacity_bytes = pages.size(2) * page_bytes;
@@ -318,6 +359,7 @@ std::tuple<NewTensor, NewTensor> attend_packed(const Tensor& pages, int64_t n_pa
                                         nullptr};
         device::attend_group(queries, sequence, head, some, state);
       }
+      if (in_memory) in_memory->attend(group);
       espnx::finish_attention(state, n, queries.dv, lse.data() + group * n);
     }
   };
@@ -543,18 +585,20 @@ void bind_rows(py::module_& m) {
   m.def(
       "attend_packed",
       [](const Tensor& pages, int64_t n_pages, const Tensor& q, int64_t dv,
-         const std::optional<Tensor>& position, const std::optional<Tensor>& last_position,
-         const std::optional<Tensor>& first_visible, const std::optional<Tensor>& visible,
-         int64_t window, float soft_cap, const std::optional<Tensor>& slopes, int threads) {
+         const std::optional<TailArguments>& rows, const std::optional<Tensor>& position,
+         const std::optional<Tensor>& last_position, const std::optional<Tensor>& first_visible,
+         const std::optional<Tensor>& visible, int64_t window, float soft_cap,
+         const std::optional<Tensor>& slopes, int threads) {
         return attend_packed(pages, n_pages,
-                             {q, dv, std::nullopt, position, last_position, first_visible, visible,
-                              window, soft_cap, slopes, 0},
+                             {q, dv, rows, position, last_position, first_visible, visible, window,
+                              soft_cap, slopes, 0},
                              threads);
       },
       py::arg("pages"), py::arg("n_pages"), py::kw_only(), py::arg("q"), py::arg("dv"),
-      py::arg("position") = py::none(), py::arg("last_position") = py::none(),
-      py::arg("first_visible") = py::none(), py::arg("visible") = py::none(), py::arg("window") = 0,
-      py::arg("soft_cap") = 0.0F, py::arg("slopes") = py::none(), py::arg("threads"));
+      py::arg("rows") = py::none(), py::arg("position") = py::none(),
+      py::arg("last_position") = py::none(), py::arg("first_visible") = py::none(),
+      py::arg("visible") = py::none(), py::arg("window") = 0, py::arg("soft_cap") = 0.0F,
+      py::arg("slopes") = py::none(), py::arg("threads"));
   m.attr("ROW_SEGMENT_FIELDS") = names(std::begin(kSegmentFields), std::end(kSegmentFields));
   m.attr("ROW_PIECE_FIELDS") = names(std::begin(kPieceFields), std::end(kPieceFields));
   m.def(
@@ -563,17 +607,18 @@ void bind_rows(py::module_& m) {
          const std::optional<TailArguments>& rows, const std::optional<Tensor>& position,
          const std::optional<Tensor>& last_position, const std::optional<Tensor>& first_visible,
          const std::optional<Tensor>& visible, int64_t window, float soft_cap,
-         const std::optional<Tensor>& slopes, int threads) {
+         const std::optional<Tensor>& slopes, const std::optional<PageArguments>& pages,
+         int threads) {
         return attend(stream, ticket,
                       {q, dv, rows, position, last_position, first_visible, visible, window,
                        soft_cap, slopes, 0},
-                      threads);
+                      pages, threads);
       },
       py::arg("stream").none(true), py::arg("ticket"), py::kw_only(), py::arg("q"), py::arg("dv"),
       py::arg("rows") = py::none(), py::arg("position") = py::none(),
       py::arg("last_position") = py::none(), py::arg("first_visible") = py::none(),
       py::arg("visible") = py::none(), py::arg("window") = 0, py::arg("soft_cap") = 0.0F,
-      py::arg("slopes") = py::none(), py::arg("threads"));
+      py::arg("slopes") = py::none(), py::arg("pages") = py::none(), py::arg("threads"));
 }
 
 }  // namespace espnx::python

@@ -136,6 +136,8 @@ class Attention:
         self._striped, self._ahead, self._threads = striped, ahead, threads or 0
         self.on_host: dict[LayerRows, tuple[str, ...]] = {}
         self.leaves_holes = False
+        # of the queries of a token of a sequence, in the last pass; 0: there was none
+        self._query_bytes = 0
 
     def cut(self, step: Step, *, with_x: bool, least_tokens: int = 1) -> None:
         """Decides how many sequences attend at a time in the layer's pass.
@@ -146,13 +148,18 @@ class Attention:
                 as many sequences as attend together, and serve no pass that is cut otherwise.
         """
         heads, width = step.q.shape[1], max(step.q.shape[-1], step.v.shape[-1])
-        n = max(step.k.shape[2], least_tokens)
         if with_x and step.x is not None:
             width = max(width, step.x.shape[-1])
-        threads = self._threads or torch.get_num_threads()
-        self._ahead.sequences = max(
-            1, min(_PART_BYTES, _SUMS_BYTES // threads) // (4 * heads * n * width)
-        )
+        self._query_bytes = 4 * heads * width
+        self.cut_ahead(max(step.k.shape[2], least_tokens))
+
+    def cut_ahead(self, tokens: int) -> None:
+        """Decides it for passes over so many new tokens before the first of them comes, by the last
+        pass of other tokens: reads are put in line before a pass begins."""
+        if self._query_bytes:
+            threads = self._threads or torch.get_num_threads()
+            most_bytes = min(_PART_BYTES, _SUMS_BYTES // threads)
+            self._ahead.sequences = max(1, most_bytes // (self._query_bytes * tokens))
 
     def add(
         self,
@@ -316,9 +323,11 @@ class Attention:
         rows.append(step.k, step.v)
         n_sequences, heads, n, _ = step.q.shape
         queries = _queries(step, rows.n_heads, rows.layout.dv, span)
-        o, lse = attend_rows(queries, rows.tail(tier.end), threads=self._threads)
+        behind = rows.tail(tier.end)
         if tier.end:
-            o, lse = merge(o, lse, *tier.attend(queries, self._threads))
+            o, lse = tier.attend(queries, behind, self._threads)
+        else:
+            o, lse = attend_rows(queries, behind, threads=self._threads)
         o, lse = o.reshape(n_sequences, heads, n, -1), lse.reshape(n_sequences, heads, n)
         return _whole(step, o, lse).to(step.q.dtype)
 

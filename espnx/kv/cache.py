@@ -67,6 +67,7 @@ class SsdCache:
         self.kv: list[LayerRows | None] = [None] * n_layers
         self.x: list[LayerRows | None] = [None] * n_layers
         self._begun = 0  # tokens when the forward pass under way began
+        self._most_tokens = 1  # of a pass that decodes
         self.ends: list[int] | None = None
         self.is_drafting, self.lost = False, Lost()
         self._make_tier: MakeTier | None = None
@@ -164,7 +165,7 @@ class SsdCache:
         # outside of it.
         with torch.inference_mode(False), torch.no_grad():
             try:
-                self._prepare(step, split)
+                self._prepare(layer, step, split)
                 parts = []
                 if split:
                     parts.append(self._attend_x(layer, step.part(0, split)))
@@ -177,15 +178,17 @@ class SsdCache:
                 raise
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _prepare(self, step: Step, split: int) -> None:
-        """Devices, rows and space, for new tokens of a batch of which `split` sequences keep X."""
+    def _prepare(self, layer: int, step: Step, split: int) -> None:
+        """Devices, rows and space, for new tokens of a layer, of a batch of which `split` sequences
+        keep X."""
         self.places.open_for(step.k.device)
-        for rows in self.every:
-            rows.to(step.k.device)
-        if not self.every:
+        for rows in (self.x[layer], self.kv[layer]):
+            if rows is not None:
+                rows.to(step.k.device)
+        if all(rows is None for rows in (*self.kv, *self.x)):
             self._reserve(step, split)
         if not self.is_drafting:  # which reads nothing
-            most = 1 if self.ends is None else CHUNK_TOKENS  # passes over 1 to so many follow
+            most = 1 if self.ends is None else self._most_tokens  # passes over 1 to so many follow
             self.attention.cut(step, with_x=split > 0, least_tokens=most)
 
     def _attend_kv(self, layer: int, step: Step) -> torch.Tensor:
@@ -245,15 +248,20 @@ class SsdCache:
         """The first token that some sequence may still reject; None: all stand."""
         return None if self.ends is None else min(self.ends)
 
-    def propose(self, make_tier: MakeTier | None = None) -> None:
+    def propose(
+        self, make_tier: MakeTier | None = None, *, most_tokens: int = CHUNK_TOKENS
+    ) -> None:
         """Lets the new tokens of each pass wait in memory from here on until `accept` says which of
         them stand. Sequences may become of unlike lengths then: who calls hides what is behind a
         sequence's end by the mask.
 
         Args:
             make_tier: of each layer's rows for drafts (`drafting`); None: there are none.
+            most_tokens: new tokens of a pass, mostly; one over more reads its first rows twice.
         """
         self.ends = [max(map(self.length, range(len(self.kv))))] * self.sequences
+        self._most_tokens = max(most_tokens, CHUNK_TOKENS)
+        self.attention.cut_ahead(self._most_tokens)
         self._make_tier = make_tier
         self.lost.sequences.clear()
 

@@ -291,6 +291,20 @@ ESPNX_LEVEL void strip_softmax(float* scores, int64_t n, float* m, float* l, flo
   v_store(alpha, scale);
 }
 
+// Four sums at a time: one after the other each would wait for the one before.
+ESPNX_LEVEL void strip_sum(const float* p, int64_t n, float* sums) {
+  constexpr int kChains = 4;
+  Vec part[kChains];
+  for (Vec& each : part) each = v_set1(0.0f);
+  int64_t t = 0;
+  for (; t + kChains <= n; t += kChains) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kChains; ++c) part[c] = v_add(part[c], v_load(p + (t + c) * kWidth));
+  }
+  for (; t < n; ++t) part[0] = v_add(part[0], v_load(p + t * kWidth));
+  v_store(sums, v_add(v_add(part[0], part[2]), v_add(part[1], part[3])));
+}
+
 constexpr AttentionKernels kTable = {
     kWidth,
     kScoreQueries,
@@ -306,4 +320,5 @@ constexpr AttentionKernels kTable = {
     soft_cap,
     score_strips,
     strip_softmax,
+    strip_sum,
 };

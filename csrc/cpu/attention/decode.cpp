@@ -88,7 +88,7 @@ void FewQueries::weights_of(const AttentionTile& tile, int64_t i) {
   float& l = task_.state.l[first_ + i];
   l = l * alpha_[i] + task_.kernels.row_exp(scores, padded, peak);
   m = best;
-  if (task_.pages != nullptr) add_to_pages(task_, tile, first_ + i, i, scores, 1, peak);
+  if (task_.pages != nullptr) add_to_pages(task_, tile, first_ + i, i, scores, peak);
   if (task_.rows.format != RowFormat::int8) return;
   int64_t t = 0;
   for (int64_t s = 0; s < tile.n_spans; ++s) {

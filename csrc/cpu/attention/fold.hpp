@@ -39,10 +39,23 @@ struct AttentionTask {
   const PageSums* pages;  // or nullptr
 };
 
-// Adds what query `query` of the task and number `i` of the tile's gives to each page that the tile
-// touches: weights p[t * stride] = exp(score - base), 0 where it does not see row t.
+// Rows [begin, end) of a tile that lie in one page, by its number among those that the rows touch.
+struct PageRows {
+  int64_t begin, end, page;
+};
+
+// Those from row `begin` on.
+PageRows page_rows_of(const AttentionTask& task, const AttentionTile& tile, int64_t begin);
+
+// Adds what query `query` of the task and number `i` of the tile's gives to a page: the sum of the
+// weights exp(score - base) of its rows, of those that it sees.
+void add_to_page(const AttentionTask& task, const AttentionTile& tile, int64_t query, int64_t i,
+                 const PageRows& page, float sum, float base);
+
+// And to each page that the tile touches: weights p[t] = exp(score - base), 0 where it does not see
+// row t.
 void add_to_pages(const AttentionTask& task, const AttentionTile& tile, int64_t query, int64_t i,
-                  const float* p, int64_t stride, float base);
+                  const float* p, float base);
 
 // Up to kFewQueries, where dot products on the stored bytes beat strips that are half padding.
 class FewQueries {

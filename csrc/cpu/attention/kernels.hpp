@@ -107,6 +107,8 @@ struct AttentionKernels {
   // Softmax of scores[n][lanes]: m and l are brought up to date, alpha is what older sums are to be
   // multiplied by, and the scores become probabilities, not normalised.
   void (*strip_softmax)(float* scores, int64_t n, float* m, float* l, float* alpha);
+  // Of such probabilities p[n][lanes] the sum of each lane.
+  void (*strip_sum)(const float* p, int64_t n, float* sums);
 };
 
 extern const AttentionKernels kAttentionPortable;

@@ -87,11 +87,17 @@ void ManyQueries::fold(const AttentionTile& tile) {
 // What a strip's queries give to the pages.
 void ManyQueries::note_pages(const AttentionTile& tile, const float* scores, int64_t first,
                              int64_t n_lanes) const {
-  for (int64_t lane = 0; lane < n_lanes; ++lane) {
-    const int64_t i = first + lane;
-    // A query that has seen no row yet has no peak.
-    const float base = m_[i] == kNoScore ? 0.0f : m_[i];
-    add_to_pages(task_, tile, first_ + i, i, scores + lane, lanes_, base);
+  for (int64_t begin = 0; begin < tile.n;) {
+    const PageRows page = page_rows_of(task_, tile, begin);
+    float sums[kMaxLanes];
+    task_.kernels.strip_sum(scores + begin * lanes_, page.end - begin, sums);
+    for (int64_t lane = 0; lane < n_lanes; ++lane) {
+      const int64_t i = first + lane;
+      // A query that has seen no row yet has no peak.
+      const float base = m_[i] == kNoScore ? 0.0f : m_[i];
+      add_to_page(task_, tile, first_ + i, i, page, sums[lane], base);
+    }
+    begin = page.end;
   }
 }
 

@@ -44,13 +44,13 @@ void weigh_visible(const AttentionKernels& kernels, const AttentionTile& tile, R
 }
 
 // Sums in eight turns: one after the other each would wait for the one before.
-float sum_of(const float* p, int64_t n, int64_t stride) {
+float sum_of(const float* p, int64_t n) {
   float part[8] = {};
   int64_t t = 0;
   for (; t + 8 <= n; t += 8) {
-    for (int64_t k = 0; k < 8; ++k) part[k] += p[(t + k) * stride];
+    for (int64_t k = 0; k < 8; ++k) part[k] += p[t + k];
   }
-  for (; t < n; ++t) part[0] += p[t * stride];
+  for (; t < n; ++t) part[0] += p[t];
   return ((part[0] + part[4]) + (part[1] + part[5])) + ((part[2] + part[6]) + (part[3] + part[7]));
 }
 
@@ -79,23 +79,30 @@ void weigh_seen(const AttentionKernels& kernels, const AttentionTile& tile, RowF
   }
 }
 
+PageRows page_rows_of(const AttentionTask& task, const AttentionTile& tile, int64_t begin) {
+  const int64_t rows = task.pages->page_rows, page = (tile.first_position + begin) / rows;
+  return {begin, std::min(tile.n, (page + 1) * rows - tile.first_position),
+          page - task.rows.first_position / rows};
+}
+
+void add_to_page(const AttentionTask& task, const AttentionTile& tile, int64_t query, int64_t i,
+                 const PageRows& page, float sum, float base) {
+  for (int64_t row = page.begin; sum == 0.0f && row < page.end; ++row) {
+    if (tile.sees(i, row)) sum = FLT_MIN;  // less than an exponential can be
+  }
+  if (sum == 0.0f) return;
+  const int64_t at = page.page * task.queries.n + query;
+  float &kept = task.pages->sum[at], &from = task.pages->base[at];
+  kept = kept == 0.0f ? sum : kept * std::exp(from - base) + sum;
+  from = base;
+}
+
 void add_to_pages(const AttentionTask& task, const AttentionTile& tile, int64_t query, int64_t i,
-                  const float* p, int64_t stride, float base) {
-  const int64_t page_rows = task.pages->page_rows,
-                first_page = task.rows.first_position / page_rows;
-  for (int64_t t = 0; t < tile.n;) {
-    const int64_t page = (tile.first_position + t) / page_rows;
-    const int64_t end = std::min(tile.n, (page + 1) * page_rows - tile.first_position);
-    float sum = sum_of(p + t * stride, end - t, stride);
-    for (int64_t row = t; sum == 0.0f && row < end; ++row) {
-      if (tile.sees(i, row)) sum = FLT_MIN;  // less than an exponential can be
-    }
-    t = end;
-    if (sum == 0.0f) continue;
-    const int64_t at = (page - first_page) * task.queries.n + query;
-    float &kept = task.pages->sum[at], &from = task.pages->base[at];
-    kept = kept == 0.0f ? sum : kept * std::exp(from - base) + sum;
-    from = base;
+                  const float* p, float base) {
+  for (int64_t begin = 0; begin < tile.n;) {
+    const PageRows page = page_rows_of(task, tile, begin);
+    add_to_page(task, tile, query, i, page, sum_of(p + begin, page.end - begin), base);
+    begin = page.end;
   }
 }
 

@@ -202,20 +202,21 @@ class PackedTier:
 
     # --- what drafts ask ---
 
-    def attend(self, queries: Queries, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over these rows: (o float32 [sequences, KV heads, n, dv], lse); 0 and -inf for
-        a sequence that has none."""
+    def attend(
+        self, queries: Queries, rows: RowsInMemory | None, threads: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Tier`."""
 
-        def over(own: Queries) -> tuple[torch.Tensor, torch.Tensor]:
-            o, lse = attend_packed(own, self._pages, self._n_pages, threads=threads)
+        def over(own: Queries, behind: RowsInMemory | None) -> tuple[torch.Tensor, torch.Tensor]:
+            o, lse = attend_packed(own, self._pages, self._n_pages, behind, threads=threads)
             rest = self._rest_k.shape[2] if self._rest_k.numel() else 0
             if not rest:
                 return o, lse
             first = self._n_pages * PACKED_ROWS
-            rows = RowsInMemory(self._rest_k, self._rest_v, 0, rest, first)
-            return merge(o, lse, *attend_rows(own, rows, threads=threads))
+            waiting = RowsInMemory(self._rest_k, self._rest_v, 0, rest, first)
+            return merge(o, lse, *attend_rows(own, waiting, threads=threads))
 
-        return attend_some(queries, self._places, over)
+        return attend_some(queries, rows, self._places, over, threads)
 
     def select(self, sequences: list[int]) -> None:
         """Sequence i becomes what `sequences[i]` was."""

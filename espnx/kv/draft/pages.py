@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ...device.row_layout import RowLayout
-from ...ops.attention import Queries, RowsInMemory, attend_rows
+from ...ops.attention import PagesInMemory, Queries, RowsInMemory, attend_rows
 from ...ops.attention.naming import PageTensors, page_naming
 from .tier import Lost, attend_some, for_as_many
 
@@ -191,24 +191,19 @@ class PageTier:
             page_lse[page] = -torch.inf
         return page_lse
 
-    def attend(self, queries: Queries, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over these pages: (o float32 [sequences, KV heads, n, dv], lse); 0 and -inf
-        for a sequence that has none."""
-
-        def over(own: Queries) -> tuple[torch.Tensor, torch.Tensor]:
-            n_sequences, heads, n, d = own.q.shape
-            pairs = n_sequences * heads
-            k, v = (rows.view(pairs, 1, -1, rows.shape[-1]) for rows in (self._k, self._v))
-            one = Queries(
-                own.q.view(pairs, 1, n, d),
-                own.dv,
-                visible=self._seen.view(pairs, -1),
-                soft_cap=own.soft_cap,
-            )
-            o, lse = attend_rows(one, RowsInMemory(k, v, 0, k.shape[2], 0), threads=threads)
-            return o.view(n_sequences, heads, n, -1), lse.view(n_sequences, heads, n)
-
-        return attend_some(queries, self._places, over)
+    def attend(
+        self, queries: Queries, rows: RowsInMemory | None, threads: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Tier`."""
+        k, v, seen = (each.flatten(2, 3) for each in (self._k, self._v, self._seen))
+        pages = PagesInMemory(k, v, seen)
+        return attend_some(
+            queries,
+            rows,
+            self._places,
+            lambda own, behind: attend_rows(own, behind, pages=pages, threads=threads),
+            threads,
+        )
 
     def select(self, sequences: list[int]) -> None:
         """Sequence i becomes what `sequences[i]` was."""

@@ -10,6 +10,7 @@ not wait for.
 from __future__ import annotations
 
 import os
+from collections import deque
 from pathlib import Path
 
 #: Of what the disk brings in the expected seconds: drafts may go on for longer.
@@ -19,6 +20,9 @@ _KEPT_RATE = 0.9
 #: Of the memory that is free when drafts begin, that reads ahead take at most unless one says how
 #: much.
 _OF_FREE = 0.25
+#: The window is as wide as the longest draft of the last so many passes wants it: its memory goes
+#: round, and costs a good deal to be had anew after one pass without a draft.
+_REMEMBERED = 32
 #: Of the deadline of a read, that the window may take to be read: reads at its end wait for all
 #: that come before them.
 _OF_DEADLINE = 0.25
@@ -43,9 +47,12 @@ class Reach:
         self.window_bytes = self.read_bytes = 0
         self._rate: float | None = None  # bytes a second
         self._free: int | None = None
+        self._wanted = deque[float](maxlen=_REMEMBERED)  # bytes, for the last drafts
 
     def begin(self) -> None:
-        """A text begins: how much memory is free is asked anew."""
+        """A text begins: nothing of the window is left, and how much memory is free is asked
+        anew."""
+        self._wanted.clear()
         self._free = None
 
     def note(self, bytes_asked: int, ahead_bytes: int, seconds: float) -> None:
@@ -56,7 +63,8 @@ class Reach:
         self._rate = rate if self._rate is None else max(rate, _KEPT_RATE * self._rate)
 
     def choose(self, draft_s: float, tier_bytes: int, deadline_s: float) -> int:
-        """Bytes that may be read ahead of the next pass; 0: no more than always.
+        """Bytes that may be read ahead of the next pass; 0: no more than always. It does not become
+        less for a pass whose drafts are short, or that has none.
 
         Args:
             draft_s: that the drafts are expected to take.
@@ -69,7 +77,8 @@ class Reach:
                 self._free = tier_bytes if free_bytes is None else round(_OF_FREE * free_bytes)
             self.limit_bytes = min(tier_bytes, self._free or 0)
         rate = self._rate or 0.0
-        wanted = min(_ROOM * rate * draft_s, _OF_DEADLINE * rate * deadline_s)
+        self._wanted.append(_ROOM * rate * draft_s)
+        wanted = min(max(self._wanted), _OF_DEADLINE * rate * deadline_s)
         self.window_bytes = min(self.limit_bytes, int(wanted))
         return self.window_bytes
 

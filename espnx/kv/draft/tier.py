@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from ...ops.attention import Queries
+from ...ops.attention import Queries, RowsInMemory, attend_rows, merge
 
 
 @dataclass
@@ -45,9 +45,11 @@ class Tier(Protocol):
     @property
     def memory_bytes(self) -> int: ...
 
-    def attend(self, queries: Queries, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over what is there: (o float32 [sequences, KV heads, n, dv], lse). A sequence
-        that has nothing gets 0 and -inf."""
+    def attend(
+        self, queries: Queries, rows: RowsInMemory | None, threads: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention over what is there, and over rows in memory behind it: (o float32 [sequences,
+        KV heads, n, dv], lse). A sequence that has nothing here attends to its rows alone."""
 
     def select(self, sequences: list[int]) -> None:
         """Sequence i becomes what `sequences[i]` was."""
@@ -79,23 +81,24 @@ def for_as_many(
     return [], ()
 
 
+#: Attention of some queries over what a tier has for them, and over rows in memory.
+Own = Callable[[Queries, RowsInMemory | None], tuple[torch.Tensor, torch.Tensor]]
+
+
 def attend_some(
-    queries: Queries,
-    places: list[int],
-    attend: Callable[[Queries], tuple[torch.Tensor, torch.Tensor]],
+    queries: Queries, rows: RowsInMemory | None, places: list[int], attend: Own, threads: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the sequences that have a place, those of which ascend; 0 and -inf for others.
+    """Attention of all sequences over rows in memory, and of those that have a place over what is
+    there.
 
     Args:
-        places: of each sequence; -1: none.
+        places: of each sequence; -1: none. Those that there are ascend.
         attend: of the queries of those that have one.
     """
     there = [i for i, place in enumerate(places) if place >= 0]
     if len(there) == len(places):
-        return attend(queries)
-    q = queries.q
-    o = torch.zeros(*q.shape[:3], queries.dv, device=q.device)
-    lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
+        return attend(queries, rows)
+    o, lse = attend_rows(queries, rows, threads=threads)
     if there:
-        o[there], lse[there] = attend(queries.chosen(there))
+        o[there], lse[there] = merge(o[there], lse[there], *attend(queries.chosen(there), None))
     return o, lse

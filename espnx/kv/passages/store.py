@@ -10,7 +10,7 @@ import torch
 
 from ... import errors
 from ...device.row_layout import RowLayout
-from ..attention import Step
+from ..attention import CHUNK_TOKENS, Step
 from ..cache import SetAside, SsdCache
 from ..draft.tier import MakeTier
 from ..options import CacheOptions
@@ -129,7 +129,9 @@ class ComposedStore(SsdCache):
             return super().make_rows(layout, n_heads, dtype)
         return _PassingRows(self.striped, layout, n_heads, dtype, layout.block_rows)
 
-    def propose(self, make_tier: MakeTier | None = None) -> None:
+    def propose(
+        self, make_tier: MakeTier | None = None, *, most_tokens: int = CHUNK_TOKENS
+    ) -> None:
         raise errors.InvalidInputError("drafts behind composed passages", fix="draft=None")
 
     # --- the batch ---

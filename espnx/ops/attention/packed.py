@@ -119,15 +119,21 @@ def _codes(pairs: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def attend_packed(
-    queries: Queries, pages: torch.Tensor, n_pages: int, *, threads: int = 0
+    queries: Queries,
+    pages: torch.Tensor,
+    n_pages: int,
+    rows: RowsInMemory | None = None,
+    *,
+    threads: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over packed pages: on the CPU compiled, each page decoded where it is needed and
-    nowhere kept; elsewhere some pages at a time, by `attend_rows`.
+    """Attention over packed pages, and rows beside them: on the CPU compiled, each page decoded
+    where it is needed and nowhere kept; elsewhere some pages at a time, by `attend_rows`.
 
     Args:
         queries: what attends, with any of its masks and rules.
         pages: uint8 [sequences, KV heads, capacity, page_bytes], contiguous, where the queries are.
         n_pages: that count; the first row stands at position 0.
+        rows: where the queries are, further rows; None: there are none.
         threads: at most so many CPU threads; 0: as many as PyTorch uses.
 
     Returns:
@@ -137,7 +143,7 @@ def attend_packed(
     Raises:
         InvalidInputError: a wrong dtype, shape or device.
     """
-    check_rows_in_memory(queries, None)
+    check_rows_in_memory(queries, rows)
     q, d = queries.q, queries.q.shape[-1]
     wanted = (*q.shape[:2], packed_page_bytes(d, queries.dv))
     fits = pages.dim() == 4 and (*pages.shape[:2], pages.shape[3]) == wanted
@@ -154,11 +160,9 @@ def attend_packed(
             expected=f"contiguous uint8 [{wanted[0]}, {wanted[1]}, pages, {wanted[2]}]",
         )
     if q.device.type == "cpu":
-        given = native_arguments(queries, None, threads)
-        del given["rows"]
+        given = native_arguments(queries, rows, threads)
         return load_extension().attend_packed(pages, n_pages, **given)
-    o = torch.zeros(*q.shape[:3], queries.dv, device=q.device)
-    lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
+    o, lse = attend_rows(queries, rows, threads=threads)
     for begin in range(0, n_pages, _PAGES_AT_ONCE):
         some = pages[:, :, begin : min(begin + _PAGES_AT_ONCE, n_pages)]
         k, v = (each.contiguous() for each in unpack_pages(some, d, queries.dv))

@@ -135,6 +135,29 @@ class RowsInMemory:
         )
 
 
+@dataclass(frozen=True)
+class PagesInMemory:
+    """K and V rows in memory that say themselves which of them are seen, by every query alike:
+    pages from anywhere in a text, say. Of what queries bring, `soft_cap` alone is for them.
+
+    Attributes:
+        k, v: [sequences, KV heads, rows, d] and [..., dv], contiguous, of one dtype.
+        seen: uint8 [sequences, KV heads, rows], contiguous: 0 hides a row.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    seen: torch.Tensor
+
+    def of_pairs(self, queries: Queries) -> tuple[Queries, RowsInMemory]:
+        """The same as queries and rows of one head each, whose marks hide positions."""
+        pairs, rows = self.k.shape[0] * self.k.shape[1], self.k.shape[2]
+        q = queries.q.view(pairs, 1, *queries.q.shape[2:])
+        own = Queries(q, queries.dv, visible=self.seen.view(pairs, rows), soft_cap=queries.soft_cap)
+        k, v = (each.view(pairs, 1, rows, each.shape[-1]) for each in (self.k, self.v))
+        return own, RowsInMemory(k, v, 0, rows, 0)
+
+
 def native_arguments(queries: Queries, rows: RowsInMemory | None, threads: int) -> dict[str, Any]:
     """The queries and rows as the compiled attention takes them, over stored rows too. `threads` 0:
     as many as PyTorch uses."""
@@ -189,6 +212,18 @@ def check_rows_in_memory(queries: Queries, rows: RowsInMemory | None) -> None:
                     f"rows {rows.skip} to {rows.skip + rows.n_rows}"
                 ),
             )
+
+
+def check_pages_in_memory(queries: Queries, pages: PagesInMemory) -> None:
+    """Raises InvalidInputError unless the pages are such as these queries look at."""
+    shape, seen = (*queries.q.shape[:2], pages.k.shape[2] if pages.k.dim() == 4 else 0), pages.seen
+    if (tuple(seen.shape), seen.dtype, seen.device) != (shape, torch.uint8, queries.q.device):
+        raise InvalidInputError(
+            "seen of pages in memory",
+            got=f"{seen.dtype} {list(seen.shape)} on {seen.device}",
+            expected=f"uint8 {list(shape)} on {queries.q.device}",
+        )
+    check_rows_in_memory(queries, RowsInMemory(pages.k, pages.v, 0, shape[2], 0))
 
 
 def attend_rows_reference(

@@ -3,6 +3,7 @@ what lies in their slots, whatever the format, the masks and the pieces in which
 
 from __future__ import annotations
 
+import itertools
 import random
 from itertools import pairwise
 from typing import Any
@@ -194,6 +195,28 @@ def test_slots_hold_what_was_stored(name: str) -> None:
                 )
 
 
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("name", ["many", "padding", "holes", "cap and slopes"])
+def test_what_pages_weigh_on_every_level(name: str) -> None:
+    """For each query, wherever pages begin in a read."""
+    form, n, rows, rules = CASES[name]
+    case = Case(form, n, rows, 1, **rules)
+    tier = case.begun(1.0)
+    named(case, tier, seed=3)
+    for begin in range(0, rows, PAGE_ROWS):
+        some = RowsInMemory(
+            case.stored_k, case.stored_v, begin, min(PAGE_ROWS, rows - begin), begin
+        )
+        wanted = attend_rows_reference(case.queries, some, dtype=torch.float64)[1]
+        for pair in itertools.product(range(len(wanted)), range(wanted.shape[1])):
+            slot = tier._number[pair] == begin // PAGE_ROWS
+            if not bool(slot.any()):  # nothing of it is seen
+                assert bool((wanted[pair] == -torch.inf).all())
+                continue
+            got = tier._lse[pair][slot][0].double()
+            assert torch.allclose(got, wanted[pair], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("first", [0, 96, 100])
 def test_it_chooses_as_the_tensors_do(first: int) -> None:
     """The same pages as the plain version, piece for piece, where no two weigh alike; also where
@@ -252,7 +275,7 @@ def test_sequences_without_a_place_are_attended_to() -> None:
     assert torch.allclose(o.double(), right_o, atol=1e-5)
     assert torch.allclose(lse.double(), right_lse, atol=1e-5)
     assert tier._number.shape[0] == 1
-    draft_o, draft_lse = tier.attend(case.queries, 1)
+    draft_o, draft_lse = tier.attend(case.queries, None, 1)
     assert (draft_lse[0] == -torch.inf).all()
     assert not draft_o[0].any()
     assert draft_lse[1].isfinite().all()

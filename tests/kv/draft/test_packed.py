@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from espnx import errors
 from espnx.kv.draft.packed import PackedTier, capacity_of, planned_bytes
 from espnx.kv.draft.tier import Lost
-from espnx.ops._native import load_extension
 from espnx.ops.attention import Queries, RowsInMemory, attend_rows_reference
 from espnx.ops.attention.packed import (
     PACKED_CHANNELS,
@@ -58,16 +56,6 @@ def test_values_are_off_by_half_a_step_at_most(d: int, dv: int) -> None:
     assert packed_page_bytes(64, 64) * 8 / (PACKED_ROWS * 128) == 4.75
 
 
-@pytest.fixture(params=[0, 1, 2])
-def level(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Each instruction set that this processor has."""
-    if load_extension().set_cpu_level(-1) < request.param:
-        pytest.skip("this CPU lacks the instructions")
-    load_extension().set_cpu_level(request.param)
-    yield request.param
-    load_extension().set_cpu_level(-1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("n_pages", "d", "dv"), [(0, 64, 64), (1, 8, 8), (3, 64, 64), (19, 40, 136), (2, 7, 72)]
@@ -94,7 +82,7 @@ def test_pages_are_packed_to_the_bit_as_the_reference_packs_them(
         (27, 128, 72, 3, {}),
         (4, 8, 8, 0, {}),
         (4, 8, 8, 1, {"first_visible": torch.tensor([3, 31])}),
-        (2, 16, 16, 4, {"visible": torch.arange(256).view(2, 128).remainder(3).to(torch.uint8)}),
+        (2, 16, 16, 4, {"visible": torch.arange(320).view(2, 160).remainder(3).to(torch.uint8)}),
         (5, 64, 64, 4, {"last_position": torch.tensor([0, 31, 32, 100, 127])}),
         (4, 64, 64, 4, {"window": 50, "position": torch.arange(124, 128)}),
         (
@@ -119,6 +107,15 @@ def test_attention_is_that_over_what_is_unpacked(
     more[:, :, :n_pages] = pages
     o, lse = attend_packed(queries, more, n_pages, threads=2)
     rows = RowsInMemory(*unpack_pages(pages, d, dv), 0, n_pages * PACKED_ROWS, 0)
+    right_o, right_lse = attend_rows_reference(queries, rows, dtype=torch.float64)
+    assert torch.allclose(o.double(), right_o, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(lse.double(), right_lse, rtol=1e-4, atol=1e-4)
+    # and over rows behind them, of which some do not count
+    end, more_rows = n_pages * PACKED_ROWS, rows_of(PACKED_ROWS, d, dv, seed=n + 1)
+    behind = RowsInMemory(*more_rows, 3, 9, end)
+    o, lse = attend_packed(queries, more, n_pages, behind, threads=2)
+    whole = (torch.cat(each, dim=2) for each in zip(rows.counting, behind.counting, strict=True))
+    rows = RowsInMemory(*whole, 0, end + 9, 0)
     right_o, right_lse = attend_rows_reference(queries, rows, dtype=torch.float64)
     assert torch.allclose(o.double(), right_o, rtol=1e-4, atol=1e-4)
     assert torch.allclose(lse.double(), right_lse, rtol=1e-4, atol=1e-4)
@@ -178,7 +175,7 @@ def test_pieces_come_together(end: int, dtype: torch.dtype) -> None:
         right = attend_rows_reference(
             queries, RowsInMemory(*both, 0, tier.end, 0), dtype=torch.float64
         )
-        for got, wanted in zip(tier.attend(queries, 1), right, strict=True):
+        for got, wanted in zip(tier.attend(queries, None, 1), right, strict=True):
             assert torch.allclose(got.double(), wanted, rtol=1e-4, atol=1e-4)
     page_bytes = _SEQUENCES * _HEADS * packed_page_bytes(d, dv)
     assert page_bytes * 9 <= tier.memory_bytes <= page_bytes * capacity_of(9)
@@ -195,16 +192,16 @@ def test_sequences_are_chosen_and_lost() -> None:
         for head in range(_HEADS):
             tier.show(sequence, head, k[sequence, head, :64], v[sequence, head, :64], 0)
     tier.finish(64)
-    before = tier.attend(queries, 1)
+    before = tier.attend(queries, None, 1)
     tier.select([1, 0, 1])
     lost.select([1, 0, 1])
     three = queries.chosen([1, 0, 1])
-    for was, now in zip(before, tier.attend(three, 1), strict=True):
+    for was, now in zip(before, tier.attend(three, None, 1), strict=True):
         assert torch.equal(was[[1, 0, 1]], now)
     lost.sequences.add(1)  # another layer has no memory for it
     rows = RowsInMemory(*(each[[1, 0, 1], :, 64:].contiguous() for each in (k, v)), 0, 64, 64)
     tier.take(rows, n)
-    o, lse = tier.attend(three, 1)
+    o, lse = tier.attend(three, None, 1)
     assert (lse[1] == -torch.inf).all()
     assert not o[1].any()
     assert torch.equal(o[0], o[2])

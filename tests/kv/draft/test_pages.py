@@ -82,7 +82,7 @@ def test_the_heaviest_pages_stay(share: float) -> None:
     tier = PageTier(share)
     for _ in range(2):  # what a pass before left there does not count
         offered(tier, look, k, v, first_visible, draw, n)
-    o, lse = tier.attend(look, 1)
+    o, lse = tier.attend(look, None, 1)
     for sequence, first in enumerate(first_visible):
         for head in range(_HEADS):
             wanted, weights = heaviest(look, k, first, sequence, head, share)
@@ -113,8 +113,8 @@ def test_sequences_are_chosen_and_memory_is_what_was_asked_for() -> None:
     slots = 3 + 16
     rows_bytes = 3 * _HEADS * slots * PAGE_ROWS * 2 * _D * 4
     assert rows_bytes <= tier.memory_bytes <= rows_bytes * 1.05
-    before = tier.attend(look, 1)
+    before = tier.attend(look, None, 1)
     tier.select([2, 0])
-    after = tier.attend(Queries(look.q[[2, 0]].contiguous(), _D), 1)
+    after = tier.attend(Queries(look.q[[2, 0]].contiguous(), _D), None, 1)
     for was, now in zip(before, after, strict=True):
         assert torch.equal(was[[2, 0]], now)

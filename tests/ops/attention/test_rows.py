@@ -13,6 +13,7 @@ import torch
 from espnx import errors
 from espnx.device.row_layout import RowLayout
 from espnx.ops.attention import (
+    PagesInMemory,
     Queries,
     RowsInMemory,
     add_sinks,
@@ -214,3 +215,51 @@ def test_rows_that_are_refused() -> None:
     ):
         with pytest.raises(errors.InvalidInputError, match="rows in memory"):
             attend_rows(look, rows)
+
+
+@pytest.mark.parametrize("names", [(), ("last_position",), ("soft_cap",), ("visible",), NAMES])
+@pytest.mark.parametrize(
+    ("n", "n_rows", "n_paged"), [(1, 300, 64), (5, 0, 32), (27, 64, 256), (3, 1, 1)]
+)
+def test_with_pages(names: tuple[str, ...], n: int, n_rows: int, n_paged: int) -> None:
+    """One softmax over both, by hand in fp64: what is seen of pages their marks alone say, and of
+    the queries' changes the cap alone is for them."""
+    layout, rows, rng = some(64, 40, n, max(1, n_rows), seed=n, scale=3.0)
+    look = queries(layout, N_SEQUENCES, N_HEADS, n, rng, **changes(names, n, n_rows, rng))
+    k, v = (
+        normal(N_SEQUENCES, N_HEADS, n_paged, width, rng=rng).mul(3).half() for width in (64, 40)
+    )
+    seen = (torch.rand(N_SEQUENCES, N_HEADS, n_paged, generator=rng) < 0.6).byte()
+    seen[0, 1] = 0
+    before = rows if n_rows else None
+    scores = look.q.double() @ k.double().mT
+    if look.soft_cap:
+        scores = look.soft_cap * torch.tanh(scores / look.soft_cap)
+    scores = torch.where(seen[:, :, None].bool(), scores, -torch.inf)
+    o, lse = attend_rows_reference(look, before, dtype=torch.float64)
+    whole = torch.logaddexp(lse, scores.logsumexp(-1))
+    peak = whole.nan_to_num(neginf=0.0)[..., None]
+    wanted = (lse[..., None] - peak).exp() * o + (scores - peak).exp() @ v.double()
+    for threads, kind in ((2, torch.float16), (1, torch.float32)):  # of pages, whatever rows have
+        pages = PagesInMemory(k.to(kind), v.to(kind), seen)
+        got = attend_rows(look, before, pages=pages, threads=threads)
+        assert torch.allclose(got[0].double(), wanted, rtol=2e-4, atol=2e-4)
+        assert torch.allclose(got[1].double(), whole, rtol=2e-4, atol=2e-4)
+
+
+def test_pages_that_do_not_fit() -> None:
+    layout, rows, rng = some(16, 8, 2, 80, seed=4)
+    look = queries(layout, N_SEQUENCES, N_HEADS, 2, rng)
+    k, v = torch.zeros(2, 2, 32, 16), torch.zeros(2, 2, 32, 8)
+    seen = torch.ones(2, 2, 32, dtype=torch.uint8)
+    attend_rows(look, rows, pages=PagesInMemory(k, v, seen))
+    for wrong in (
+        PagesInMemory(k, v, seen[:1]),
+        PagesInMemory(k, v, seen.bool()),
+        PagesInMemory(k, v[:, :, :31], seen),
+        PagesInMemory(k, v.half(), seen),
+        PagesInMemory(k[:1], v[:1], seen[:1]),
+        PagesInMemory(k.flatten(2), v, seen),
+    ):
+        with pytest.raises(errors.InvalidInputError, match=r"(pages|rows) in memory"):
+            attend_rows(look, rows, pages=wrong)

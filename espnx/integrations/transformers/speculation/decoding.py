@@ -149,28 +149,33 @@ class Decoding:
         """What `prefill` returns. From then on tokens may be rejected, until `undo`.
 
         Where a few tokens follow a text that is in the cache, their pass over its rows is like any
-        other: it brings rows for drafts, and says what a pass takes, before the first draft.
+        other: it brings rows for drafts, says what a pass takes, before the first draft, and puts
+        the next one's reads in line.
         """
         cache, passes, tally = self._cache, self._cache.passes, self._tally
         held, n = cache.get_seq_length(), self._lengths[0]
         if self._seen is None or self._seen.shape[1] == n:
             n -= held  # the prompt begins with what is in the cache
         is_pass = held > 0 and 0 < n < CHUNK_TOKENS and (chunk is None or n <= chunk)
-        brings_tier = is_pass and tier_of(tally) is not None
-        if brings_tier:
-            cache.store.propose(tier_of(tally))
+        room = max(0, self._rules.max_length - self._lengths[0])
+        most = CHUNK_TOKENS if self._gamma is None else 1 + min(self._gamma, room)
+
+        def propose() -> None:
+            cache.store.propose(tier_of(tally), most_tokens=most)
             undo.callback(passes.settle)
+
+        if is_pass:
+            propose()
         begun, waited_s, asked = time.perf_counter(), self._waited_s(), self._read().bytes_asked
         with passes.prompting():
             logits = prefill()
-        if brings_tier:
+        if is_pass:
             passes.accept(n, [n] * len(self._going))
         else:
-            cache.store.propose(tier_of(tally))
-            undo.callback(passes.settle)
+            propose()
         if is_pass and n == 1:
             pass_s = time.perf_counter() - begun
-            is_slow = brings_tier and tally.kind == PACKED
+            is_slow = tally.kind == PACKED
             tally.pace.note_first(
                 len(self._going), pass_s, self._waited_s() - waited_s, is_slow=is_slow
             )

@@ -21,6 +21,7 @@ from ..cache_argument import CACHE_NAMES, cache_in, cache_name
 from .assistant import Assistant
 from .decoding import Decoding, Rules
 from .probe import check_pass
+from .vocabulary import check_tokens
 
 _WHAT = "generation with a draft"
 #: What `generate` prepares for a model's forward pass and is made anew here for each pass.
@@ -70,9 +71,9 @@ def generate(
 
     Raises:
         InvalidInputError: the cache has no draft; beams, or something else that is not one text
-            after another; a model that cannot forget tokens of some sequences (windows and states
-            that stay in memory), whose rotations change with the length of the text, or whose
-            logits change with the number of tokens in a pass.
+            after another; a token that a model has no row for; a model that cannot forget tokens
+            of some sequences (windows and states that stay in memory), whose rotations change with
+            the length of the text, or whose logits change with the number of tokens in a pass.
         StateError: the model's logits are NaN; the cache is as before that pass.
         ReadError, ...: as of a pass without drafts, with `sequences`: the texts so far, padded on
             the right; the cache is as before it.
@@ -107,6 +108,7 @@ def generate(
         raise errors.InvalidInputError(
             "a streamer of several sequences", got=len(inputs), expected=1, fix="streamer=None"
         )
+    check_tokens(model, inputs, cache.assistant, drafts=tier_of(tally) is not None)
     check_pass(model, inputs)
     with ExitStack() as at_end:
         if streamer is not None:

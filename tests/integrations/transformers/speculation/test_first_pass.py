@@ -4,6 +4,7 @@ that run ahead while drafts are made serve the pass, whatever its number of toke
 from __future__ import annotations
 
 import errno
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from espnx.integrations.transformers.speculation import decoding
 from espnx.kv import attention
 from espnx.kv.draft.pace import Pace
 from espnx.kv.read_ahead import ReadAhead
+from espnx.kv.striping import StripedDevices
 from espnx.storage import FaultRule, FaultyEngine
 from tests.integrations.transformers.speculation.drafts import drafting, one_by_one, speculated
 from tests.integrations.transformers.tiny import enabled, generate, prompt
@@ -292,3 +294,74 @@ def test_rows_of_a_narrower_format_are_rounded_when_they_come(folder: Path) -> N
         off = (each - found[0]).abs()
         assert float(off.median()) < 1e-5
         assert float(off.max()) < 1e-2
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", ["lookup", "pages"])
+@pytest.mark.parametrize(
+    ("held", "new", "gamma"), [(0, 64, 8), (64, 5, 8), (64, 20, None), (0, 64, 19)]
+)
+def test_no_byte_is_read_twice(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, held: int, new: int, gamma: int | None
+) -> None:
+    """What is put in line before a pass is what the pass asks for: behind a prompt whose sequences
+    attend one at a time, behind a few tokens, and with passes of any length."""
+    asked = kept(folder, [held] * 6, new) if held else prompt([new] * 6)
+    wanted = one_by_one("llama", asked, max_new_tokens=40)
+    drafting(monkeypatch, wanted, right=0.7)
+    # the queries of two sequences of 17 tokens, of six of 5
+    shape = enabled("llama").config
+    each = 4 * shape.num_attention_heads * shape.head_dim
+    monkeypatch.setattr(attention, "_PART_BYTES", 34 * each)
+    step, passes = decoding.Decoding._step, 0
+
+    def watched(self: Any) -> None:
+        nonlocal passes
+        step(self)
+        striped = self._cache.store.striped
+
+        def rest() -> int:
+            """Bytes that were read for nobody."""
+            said = striped.stats()
+            read = striped.devices[0].engine.stats().bytes_asked - said.bytes_written
+            return int(read) - said.bytes_asked - said.ahead_bytes
+
+        if not self._ended:  # with a sequence that has ended all that was read is gone
+            passes += 1
+            assert until(lambda: rest() == 0, 5.0), f"{rest()} bytes, pass {passes}"
+
+    monkeypatch.setattr(decoding.Decoding, "_step", watched)
+    options: dict[str, Any] = {"name": "talk", "x_rows": 0, "spill_interval": 64}
+    with KVCache(enabled("llama").config, folder, draft=kind, **options) as cache:
+        got = speculated("llama", asked, cache, max_new_tokens=40, gamma=gamma)
+    assert torch.equal(got, wanted)
+    assert passes > 1
+
+
+@pytest.mark.usefixtures("without_lookup")
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_of_reads_stays_where_a_pass_has_no_draft(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    asked = kept(folder, [400], 1)
+    wanted, reached = one_by_one("llama", asked, max_new_tokens=30), list[int]()
+    turn, limit = cycle([4, 0, 0, 2]), 2 << 20
+    reach = StripedDevices.reach
+
+    def watched(self: StripedDevices, size_bytes: int) -> None:
+        reached.append(size_bytes)
+        reach(self, size_bytes)
+
+    monkeypatch.setattr(StripedDevices, "reach", watched)
+    monkeypatch.setattr(Pace, "choose", lambda pace, *_: setattr(pace, "gamma", next(turn)))
+    monkeypatch.setattr(Pace, "goes_on", lambda pace, done: done < pace.gamma)
+    monkeypatch.setattr(Pace, "draft_s", property(lambda pace: 1e9 * pace.gamma))
+    with reopened(folder, kind, draft_read_ahead_bytes=limit) as cache:
+        got = speculated("llama", asked, cache, max_new_tokens=30, gamma=None)
+        said = cache.stats()["speculation"]
+        during = reached[reached.index(limit) :]
+    assert torch.equal(got, wanted)
+    assert [each["gamma"] for each in said["decisions"]].count(0) > 3
+    # and nothing of it is left in the end
+    assert set(during[: said["passes"]]) == {limit}
+    assert set(during[said["passes"] :]) == {0}
