@@ -90,7 +90,7 @@ def show_answers(options: Options, opened: Opened, say: Say) -> list[Row]:
             storage / "index",
             documents,
             espnx.load_encoder("minilm"),
-            first_stages=("ivf", _FIRST_STAGE),
+            first_stages=(_FIRST_STAGE,),
         )
         with espnx.open(storage / "index") as index:
             return _measure(options, opened, index, documents, asked, storage / "kv", say)
@@ -191,16 +191,27 @@ def _documents(options: Options, opened: Opened) -> tuple[list[tuple[str, str]],
         raise InvalidInputError(
             "--passages", got=options.passages, expected=f"at most {len(made)} docstrings here"
         )
-    asked = list[Asked]()
-    places = rng.permutation(len(made))[: options.answers].tolist()
-    for place, name in zip(places, rng.permutation(words)[: options.answers], strict=True):
-        identifier, text = made[place]
+    asked, counter = list[Asked](), IdCounter(opened.tokenizer)
+    places = iter(rng.permutation(len(made)).tolist())
+    for name in rng.permutation(words)[: options.answers].tolist():
         others = rng.permutation([word for word in words if word != name])[:3]
         value = " ".join(others.tolist())
-        lines = text.splitlines()
-        lines.insert(int(rng.integers(len(lines) + 1)), f"KEY {name}: {value}")
-        made[place] = identifier, "\n".join(lines)
-        asked.append(Asked(f" {name}", value, identifier))
+        for place in places:
+            identifier, text = made[place]
+            lines = text.splitlines()
+            lines.insert(int(rng.integers(len(lines) + 1)), f"KEY {name}: {value}")
+            text = "\n".join(lines)
+            # what a prompt cuts off nobody can recall
+            if counter.data(quoted(text)).size <= PASSAGE_TOKENS:
+                made[place] = identifier, text
+                asked.append(Asked(f" {name}", value, identifier))
+                break
+    if len(asked) < options.answers:
+        raise InvalidInputError(
+            "--questions",
+            got=options.answers,
+            expected=f"at most {len(asked)}, as many passages have room for a line",
+        )
     return made, asked
 
 

@@ -4,7 +4,6 @@ facts and on text."""
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +36,11 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "blend-0.3": {"blend": 0.3},
 }
 #: Tokens to draw from, where a model has no held-out text.
-_TEXT, _QUICK_TEXT = 60_000, 4_000
+_TEXT, _QUICK_TEXT = 120_000, 4_000
+#: Rows that are kept at most: no item asks for those of another.
+_LIBRARY = "1GiB"
+#: After so many items it is said how far it has come.
+_SAID = 10
 #: Lossless: nothing but the order of sums may differ from full attention.
 _LOSSLESS, _NLL_ROUNDING = ("prefix",), 1e-3
 
@@ -55,7 +58,6 @@ class Judged:
     exact: list[bool] = field(default_factory=list)
     nll: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 def show_quality(options: Options, opened: Opened, say: Say) -> list[Row]:
@@ -64,7 +66,8 @@ def show_quality(options: Options, opened: Opened, say: Say) -> list[Row]:
     rows = list[Row]()
     for task, made in (("facts", items.facts), ("text", items.texts)):
         for has_prefix in (True, False):
-            found = _judge(options, opened, list(made(options.quality)), has_prefix, say)
+            asked = list(made(options.quality))
+            found = _judge(options, opened, asked, has_prefix, say)
             params = {
                 "show": "quality",
                 "model": opened.name,
@@ -74,7 +77,7 @@ def show_quality(options: Options, opened: Opened, say: Say) -> list[Row]:
                 "prefix_tokens": 0 if not has_prefix else len(items.prefix),
                 "passages": PASSAGES,
                 "passage_tokens": PASSAGE_TOKENS,
-                "questions": options.quality,
+                "questions": len(asked),
             }
             rows += [_row(params, name, found) for name in found]
             for row in rows[-len(found) :]:
@@ -92,18 +95,18 @@ def _judge(
     prefix = items[0].prefix if has_prefix else items[0].prefix[:0]
     with (
         folder_in(options.path) as folder,
-        PassageKV(opened.model, Path(folder), prefix=prefix) as kv,
+        PassageKV(opened.model, Path(folder), prefix=prefix, library_bytes=_LIBRARY) as kv,
     ):
         ways = _there(kv, has_prefix, say)
         found = {name: Judged() for name in ways}
-        for item in items:
+        for number, item in enumerate(items, 1):
             whole: torch.Tensor | None = None
             for name, words in ways.items():
-                begun = time.perf_counter()
                 logits = _logits(opened.model, kv, prefix, item, None if name == FULL else words)
-                found[name].seconds += time.perf_counter() - begun
                 whole = logits if whole is None else whole
                 _note(found[name], logits, whole, item.answer)
+            if number % _SAID == 0:
+                say(f"    {number} of {len(items)}")
     return found
 
 
