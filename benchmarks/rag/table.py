@@ -150,6 +150,7 @@ _QUALITY: Columns = (
     ("nll", metric("nll", 1, 3)),
     ("nll beyond full (95 %)", _interval("nll_more")),
     ("KL to full (95 %)", _interval("kl", 4)),
+    ("computed anew", _share("anew")),
     ("items", _param("questions")),
     ("text", _param("text")),
     ("correct", _right),

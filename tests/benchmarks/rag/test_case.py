@@ -18,10 +18,9 @@ pytest.importorskip("tokenizers", reason="tokenizers is not installed (extra [mo
 
 from espnx.benchmarks.harness.result import Row, load, rows_of
 from espnx.benchmarks.kv.resume import text_tokens
-from espnx.benchmarks.rag import answers, case, items, options
+from espnx.benchmarks.rag import answers, case, items, options, quality
 from espnx.benchmarks.rag.intervals import mean_interval, share_interval
 from espnx.benchmarks.rag.memory import computed, joined
-from espnx.benchmarks.rag.quality import FULL
 from espnx.cli.main import main
 from espnx.errors import InvalidInputError
 from espnx.rag.answer import Answer, Reference
@@ -125,15 +124,20 @@ def test_quality(folder: Path, tmp_path: Path) -> None:
     """Prefix mode loses nothing; blocks differ."""
     rows = bench(tmp_path, folder, "--show", "quality")
     found = {(row.params["task"], row.params["prefix_tokens"], row.system): row for row in rows}
-    assert {key[2] for key in found} >= {FULL, "prefix", "blocks"}
+    assert {key[2] for key in found} == set(quality.WAYS)
     assert ("facts", 0, "prefix") not in found
     for (task, prefix, name), row in found.items():
         assert row.correct, (task, prefix, name)
         assert ("exact" in row.metrics) == (task == "facts")
-        if name in (FULL, "prefix"):
+        if name in (quality.FULL, "prefix"):
             assert abs(row.metrics["nll_more"]) < 1e-4
             assert abs(row.metrics["kl"]) < 1e-6
+        if name.startswith("repair"):  # the first passage lacks nothing
+            assert row.metrics["anew"] == int(name[7:]) * 5 / (6 * 128)
+        if name.startswith("blend"):
+            assert row.metrics["anew"] == pytest.approx(float(name[6:]), abs=1 / (6 * 128))
         if name == "blocks":
+            assert row.metrics["anew"] == 0
             assert row.metrics["kl"] > 1e-6
             assert row.metrics["kl_low"] <= row.metrics["kl"] <= row.metrics["kl_high"]
 
