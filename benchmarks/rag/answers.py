@@ -72,7 +72,6 @@ class Counted:
     named_exact: list[bool] = field(default_factory=list)
     openable: list[bool] = field(default_factory=list)
     unknown: int = 0
-    seconds: list[float] = field(default_factory=list)
     computed: int = 0
     bytes_read: int = 0
 
@@ -249,7 +248,6 @@ def _note(to: Counted, index: Any, asked: Asked, answer: Answer) -> None:
         )
     )
     to.unknown += len(answer.unknown_references)
-    to.seconds.append(answer.timings.generate_s)
     to.computed += int((answer.reused or {}).get("computed", 0))
     to.bytes_read += int((answer.reused or {}).get("bytes", 0))
 
@@ -316,10 +314,10 @@ def _rows(
                 requested_path="auto" if name == BLOCKS else "memory",
                 effective_path="auto" if name == BLOCKS else "memory",
                 cache="warm",
-                n=n,
-                median_s=float(np.median(found.seconds)),
-                p99_s=float(np.percentile(found.seconds, 99)),
-                iqr_s=float(np.subtract(*np.percentile(found.seconds, [75, 25]))),
+                n=0,  # counted, not timed
+                median_s=None,
+                p99_s=None,
+                iqr_s=None,
                 bytes_asked=found.bytes_read // n,
                 bytes_moved=found.bytes_read // n,
                 correct=correct,

@@ -128,7 +128,6 @@ _ANSWERS: Columns = (
     ("best layer", _share("calibrated_layer_right")),
     ("mean of all heads", _share("calibrated_mean_right")),
     ("questions", _param("questions")),
-    ("s an answer (IQR)", _seconds),
     ("tokens computed", metric("computed_tokens", 1, 0)),
     ("data files", metric("data_files", 1, 0)),
     ("descriptors", metric("descriptors", 1, 0)),
