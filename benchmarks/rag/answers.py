@@ -58,8 +58,9 @@ class Counted:
 
     Attributes:
         texts: the answers. exact: they begin with the line's value. retrieved: its passage stood
-            in the prompt. named: of those that did, whether it got more attention than any other;
-            none without attention. named_exact: the same of exact answers.
+            in the prompt. named: of those that did beside others, whether it got more attention
+            than any of them; none without attention. named_exact: the same of exact answers.
+        sources: passages in each prompt.
         openable: all markers of the answer are numbers of its references, and each of these is a
             passage of the index whose text is still what the answer was made from.
         unknown: numbers of no source that the model wrote, which were taken out.
@@ -70,6 +71,7 @@ class Counted:
     retrieved: list[bool] = field(default_factory=list)
     named: list[bool] = field(default_factory=list)
     named_exact: list[bool] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
     openable: list[bool] = field(default_factory=list)
     unknown: int = 0
     computed: int = 0
@@ -141,9 +143,11 @@ def _measure(
             f"{heads.chance:.0%}"
         )
         found = {name: Counted() for name in rags}
-        for each in asked:
+        for number, each in enumerate(asked, 1):
             for name, rag in rags.items():
                 _note(found[name], index, each, rag.ask(each.name, k=K, search=_SEARCH))
+            if number % 50 == 0:
+                say(f"    {number} of {len(asked)} questions")
         known = [KnownSource(each.name, each.passage, f" {each.value}") for each in asked]
         fed = [each for each in rags[BLOCKS].judge(known, k=K, search=_SEARCH) if each is not None]
         files = [name for name in os.listdir(storage) if name.endswith(".bin")]
@@ -233,7 +237,8 @@ def _note(to: Counted, index: Any, asked: Asked, answer: Answer) -> None:
     to.exact.append(answer.text.split()[: len(asked.value.split())] == asked.value.split())
     shares = {each.passage: each.attention for each in answer.references}
     to.retrieved.append(asked.passage in shares)
-    if asked.passage in shares and None not in shares.values():
+    to.sources.append(len(shares))
+    if asked.passage in shares and len(shares) > 1 and None not in shares.values():
         to.named.append(max(shares, key=lambda each: shares[each] or 0.0) == asked.passage)
         if to.exact[-1]:
             to.named_exact.append(to.named[-1])
@@ -277,6 +282,7 @@ def _rows(
         metrics = {"exact": sum(found.exact) / n}
         metrics["exact_low"], metrics["exact_high"] = share_interval(sum(found.exact), n)
         metrics["retrieved"] = sum(found.retrieved) / n
+        metrics["sources"] = sum(found.sources) / n
         metrics["openable"] = sum(found.openable) / n
         metrics["unknown_markers"] = float(found.unknown)
         if name != FULL:

@@ -119,6 +119,7 @@ _ANSWERS: Columns = (
     ("of exact answers", _share("named_exact")),
     ("right answer fed", _share("named_fed")),
     ("retrieved", _share("retrieved")),
+    ("sources", metric("sources")),
     ("references opened", _share("openable")),
     ("answers as in memory", _share("same_as_in_memory")),
     ("points below full (95 %)", _points("exact_below_full")),

@@ -192,6 +192,10 @@ def test_what_is_counted_of_an_answer(
     assert found.named_exact == ([named] if exact and named is not None else [])
     assert found.retrieved == [named is not None]
     assert found.openable == [openable]
+    answers._note(found, Texts(), asked, Answer("x", text, references[:1]))
+    assert found.sources == [2, 1]
+    assert len(found.named) == (named is not None)  # beside no other nothing is named
+    found.openable.pop()
     for change in ({"fingerprint": "of another text"}, {"text": "tex"}, {"passage": "c"}):
         changed = replace(references[0], **change)
         answers._note(found, Texts(), asked, Answer("x", "", (changed,), unknown_references=(3,)))
