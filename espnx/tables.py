@@ -9,7 +9,7 @@ from typing import Any
 
 _SHOWN_AS = "\ufffd"
 #: Characters that act on a terminal, but for line ends and tabs (C0, DEL, C1).
-_ACTS = {n: _SHOWN_AS for n in (*range(9), *range(11, 32), *range(127, 160))}
+_ACTS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), _SHOWN_AS)
 
 
 def printable(text: str) -> str:

@@ -82,7 +82,7 @@ def parse(text: str, known: int) -> MarkedText:
 
 def _of_these(text: str, markers: Sequence[Marker]) -> tuple[str, list[Marker]]:
     """Text in which nothing else reads as a marker: what was taken out may have stood within
-    another pair of brackets (``[[9]2]``), which is no marker of the model's. Markers move with it."""
+    another pair of brackets (``[[9]2]``), which is no marker. Markers move with it."""
     known = {each.start: each for each in markers}
     parts, found, at, more = list[str](), list[Marker](), 0, 0
     for match in _EXACT.finditer(text):

@@ -267,10 +267,7 @@ def test_a_deadline_that_is_over_when_the_search_would_begin(
             self._at = time.monotonic() - 1
 
     monkeypatch.setattr("espnx.rag.rag.Stop", Late)
-    with (
-        espnx.Rag(index, generate=Say("x")) as rag,
-        pytest.raises(errors.DeadlineExceededError),
-    ):
+    with espnx.Rag(index, generate=Say("x")) as rag, pytest.raises(errors.DeadlineExceededError):
         rag.ask("red", deadline_s=20)
 
 
