@@ -86,10 +86,10 @@ def show_answers(options: Options, opened: Opened, say: Say) -> list[Row]:
     with folder_in(options.path) as folder:
         storage = Path(folder)
         documents, asked = _documents(options, opened)
-        say(f"    {len(documents):,} passages are encoded and indexed")
         espnx.build(
             storage / "index", documents, espnx.load_encoder("minilm"), first_stages=(_FIRST_STAGE,)
         )
+        say(f"    {len(documents):,} passages are encoded and indexed")
         with espnx.open(storage / "index") as index:
             return _measure(options, opened, index, documents, asked, storage / "kv", say)
 
