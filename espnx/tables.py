@@ -7,6 +7,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_SHOWN_AS = "\ufffd"
+#: Characters that act on a terminal, but for line ends and tabs (C0, DEL, C1).
+_ACTS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), _SHOWN_AS)
+
+
+def printable(text: str) -> str:
+    """Text in which nothing acts on a terminal: a document may have escape sequences in it, which
+    would clear the screen or write over what stands there."""
+    return text.replace("\r\n", "\n").translate(_ACTS)
+
 
 def render_table(
     headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()
@@ -15,10 +25,10 @@ def render_table(
 
     Args:
         headers: one per column; empty strings give no header line.
-        rows: cells, printed by ``str``; None prints as ``-``.
+        rows: cells, printed by ``str``, as `printable` text; None prints as ``-``.
         right: headers of the columns to align on the right (numbers).
     """
-    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    cells = [["-" if cell is None else printable(str(cell)) for cell in row] for row in rows]
     widths = [max(len(line[i]) for line in [list(headers), *cells]) for i in range(len(headers))]
     lines = [list(headers), *cells] if any(headers) else cells
     aligned = []

@@ -58,8 +58,9 @@ class Counted:
 
     Attributes:
         texts: the answers. exact: they begin with the line's value. retrieved: its passage stood
-            in the prompt. named: of those that did, whether it got more attention than any other;
-            none without attention. named_exact: the same of exact answers.
+            in the prompt. named: of those that did beside others, whether it got more attention
+            than any of them; none without attention. named_exact: the same of exact answers.
+        sources: passages in each prompt.
         openable: all markers of the answer are numbers of its references, and each of these is a
             passage of the index whose text is still what the answer was made from.
         unknown: numbers of no source that the model wrote, which were taken out.
@@ -70,9 +71,9 @@ class Counted:
     retrieved: list[bool] = field(default_factory=list)
     named: list[bool] = field(default_factory=list)
     named_exact: list[bool] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
     openable: list[bool] = field(default_factory=list)
     unknown: int = 0
-    seconds: list[float] = field(default_factory=list)
     computed: int = 0
     bytes_read: int = 0
 
@@ -85,13 +86,10 @@ def show_answers(options: Options, opened: Opened, say: Say) -> list[Row]:
     with folder_in(options.path) as folder:
         storage = Path(folder)
         documents, asked = _documents(options, opened)
-        say(f"    {len(documents):,} passages are encoded and indexed")
         espnx.build(
-            storage / "index",
-            documents,
-            espnx.load_encoder("minilm"),
-            first_stages=("ivf", _FIRST_STAGE),
+            storage / "index", documents, espnx.load_encoder("minilm"), first_stages=(_FIRST_STAGE,)
         )
+        say(f"    {len(documents):,} passages are encoded and indexed")
         with espnx.open(storage / "index") as index:
             return _measure(options, opened, index, documents, asked, storage / "kv", say)
 
@@ -142,9 +140,11 @@ def _measure(
             f"{heads.chance:.0%}"
         )
         found = {name: Counted() for name in rags}
-        for each in asked:
+        for number, each in enumerate(asked, 1):
             for name, rag in rags.items():
                 _note(found[name], index, each, rag.ask(each.name, k=K, search=_SEARCH))
+            if number % 50 == 0:
+                say(f"    {number} of {len(asked)} questions")
         known = [KnownSource(each.name, each.passage, f" {each.value}") for each in asked]
         fed = [each for each in rags[BLOCKS].judge(known, k=K, search=_SEARCH) if each is not None]
         files = [name for name in os.listdir(storage) if name.endswith(".bin")]
@@ -191,16 +191,27 @@ def _documents(options: Options, opened: Opened) -> tuple[list[tuple[str, str]],
         raise InvalidInputError(
             "--passages", got=options.passages, expected=f"at most {len(made)} docstrings here"
         )
-    asked = list[Asked]()
-    places = rng.permutation(len(made))[: options.answers].tolist()
-    for place, name in zip(places, rng.permutation(words)[: options.answers], strict=True):
-        identifier, text = made[place]
+    asked, counter = list[Asked](), IdCounter(opened.tokenizer)
+    places = iter(rng.permutation(len(made)).tolist())
+    for name in rng.permutation(words)[: options.answers].tolist():
         others = rng.permutation([word for word in words if word != name])[:3]
         value = " ".join(others.tolist())
-        lines = text.splitlines()
-        lines.insert(int(rng.integers(len(lines) + 1)), f"KEY {name}: {value}")
-        made[place] = identifier, "\n".join(lines)
-        asked.append(Asked(f" {name}", value, identifier))
+        for place in places:
+            identifier, text = made[place]
+            lines = text.splitlines()
+            lines.insert(int(rng.integers(len(lines) + 1)), f"KEY {name}: {value}")
+            text = "\n".join(lines)
+            # what a prompt cuts off nobody can recall
+            if counter.data(quoted(text)).size <= PASSAGE_TOKENS:
+                made[place] = identifier, text
+                asked.append(Asked(f" {name}", value, identifier))
+                break
+    if len(asked) < options.answers:
+        raise InvalidInputError(
+            "--questions",
+            got=options.answers,
+            expected=f"at most {len(asked)}, as many passages have room for a line",
+        )
     return made, asked
 
 
@@ -223,7 +234,8 @@ def _note(to: Counted, index: Any, asked: Asked, answer: Answer) -> None:
     to.exact.append(answer.text.split()[: len(asked.value.split())] == asked.value.split())
     shares = {each.passage: each.attention for each in answer.references}
     to.retrieved.append(asked.passage in shares)
-    if asked.passage in shares and None not in shares.values():
+    to.sources.append(len(shares))
+    if asked.passage in shares and len(shares) > 1 and None not in shares.values():
         to.named.append(max(shares, key=lambda each: shares[each] or 0.0) == asked.passage)
         if to.exact[-1]:
             to.named_exact.append(to.named[-1])
@@ -238,7 +250,6 @@ def _note(to: Counted, index: Any, asked: Asked, answer: Answer) -> None:
         )
     )
     to.unknown += len(answer.unknown_references)
-    to.seconds.append(answer.timings.generate_s)
     to.computed += int((answer.reused or {}).get("computed", 0))
     to.bytes_read += int((answer.reused or {}).get("bytes", 0))
 
@@ -268,6 +279,7 @@ def _rows(
         metrics = {"exact": sum(found.exact) / n}
         metrics["exact_low"], metrics["exact_high"] = share_interval(sum(found.exact), n)
         metrics["retrieved"] = sum(found.retrieved) / n
+        metrics["sources"] = sum(found.sources) / n
         metrics["openable"] = sum(found.openable) / n
         metrics["unknown_markers"] = float(found.unknown)
         if name != FULL:
@@ -305,10 +317,10 @@ def _rows(
                 requested_path="auto" if name == BLOCKS else "memory",
                 effective_path="auto" if name == BLOCKS else "memory",
                 cache="warm",
-                n=n,
-                median_s=float(np.median(found.seconds)),
-                p99_s=float(np.percentile(found.seconds, 99)),
-                iqr_s=float(np.subtract(*np.percentile(found.seconds, [75, 25]))),
+                n=0,  # counted, not timed
+                median_s=None,
+                p99_s=None,
+                iqr_s=None,
                 bytes_asked=found.bytes_read // n,
                 bytes_moved=found.bytes_read // n,
                 correct=correct,

@@ -23,7 +23,7 @@ shared: 16 questions at once behind the same 8 passages, beside one after the ot
 memory; how often each passage's rows of a layer are read is counted.
 answers: passages of docstrings, some of them with a KEY line (docs/demo-model.md), are indexed and
 asked for through espnx.Rag: composed from SSD, the same blocks in memory, and full attention. The
-heads of attention are chosen on other questions.
+heads of attention are chosen on other questions. No times.
 quality: planted facts and held-out text, 6 passages of 128 tokens, with what each way to reuse them
 loses against full attention. No times.
 

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from espnx.errors import InvalidInputError
+
 from ..kv.resume import text_tokens
 from ..kv_quality.recall import NAME, HeldOut
 from .options import PREFIX_TOKENS, Opened
 
 PASSAGES, PASSAGE_TOKENS, TEXT_TOKENS = 6, 128, 64
+#: Of a text in passages with what follows: one token is asked with, the others are judged.
+_LENGTH = PASSAGES * PASSAGE_TOKENS + 1 + TEXT_TOKENS
 #: Of another text than passages are cut from: a system prompt has nothing to do with them.
 _PREFIX = "You answer questions from the documents below, briefly and from nothing else. "
 _TEXT_OF_WORDS = (
@@ -55,9 +59,11 @@ class Items:
     Attributes:
         source: what the text is.
         prefix: token ids before the passages.
+
+    Raises InvalidInputError where there is too little text, or too few words.
     """
 
-    def __init__(self, opened: Opened, seed: int, text_of: int = 60_000):
+    def __init__(self, opened: Opened, seed: int, text_of: int = 120_000):
         self._opened, self._seed, self._tokenizer = opened, seed, opened.tokenizer
         if (opened.folder / NAME).is_file():
             self._known: HeldOut | None = HeldOut.load(opened.folder)
@@ -66,6 +72,13 @@ class Items:
         else:
             self._known = None
             self._text, self.source = text_tokens(self._tokenizer, text_of), "Python's reference"
+        needed, there = 4 * PASSAGES, len(self._known.words) if self._known else 4 * PASSAGES
+        if len(self._text) < _LENGTH or there < needed:
+            raise InvalidInputError(
+                f"held-out text of {opened.name}",
+                got=f"{len(self._text)} tokens and {there} words",
+                expected=f"{_LENGTH} tokens and {needed} words, or more",
+            )
         words = self._ids(_PREFIX * PREFIX_TOKENS)
         self.prefix = torch.tensor(words[:PREFIX_TOKENS])
 
@@ -111,12 +124,11 @@ class Items:
         ]  # fmt: skip
 
     def texts(self, count: int) -> Iterator[Item]:
-        """A text in passages, and how it goes on."""
+        """A text in passages, and how it goes on. No two have a token in common, so that they are
+        independent; fewer than `count` where there is no more text."""
         rng = np.random.default_rng([self._seed, 2])
-        length = PASSAGES * PASSAGE_TOKENS + 1 + TEXT_TOKENS
-        for _ in range(count):
-            start = int(rng.integers(len(self._text) - length))
-            text = self._text[start : start + length]
-            body = PASSAGES * PASSAGE_TOKENS
+        body = PASSAGES * PASSAGE_TOKENS
+        for number in rng.permutation(len(self._text) // _LENGTH)[:count].tolist():
+            text = self._text[number * _LENGTH : (number + 1) * _LENGTH]
             passages = list(text[:body].split(PASSAGE_TOKENS))
             yield Item(self.prefix, passages, text[body : body + 1], text[body + 1 :])

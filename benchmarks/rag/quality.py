@@ -4,7 +4,6 @@ facts and on text."""
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,6 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from espnx.errors import InvalidInputError
 from espnx.integrations.transformers.passages.passage_kv import PassageKV
 
 from ..harness.registry import Say
@@ -25,7 +23,7 @@ from .items import PASSAGE_TOKENS, PASSAGES, Item, Items
 from .options import Opened, Options
 
 FULL = "full"
-#: System -> how a prompt is composed. What this installation's `compose` does not do is left out.
+#: System -> how a prompt is composed.
 WAYS: Mapping[str, Mapping[str, Any]] = {
     FULL: {},
     "prefix": {"mode": "prefix"},
@@ -37,7 +35,11 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "blend-0.3": {"blend": 0.3},
 }
 #: Tokens to draw from, where a model has no held-out text.
-_TEXT, _QUICK_TEXT = 60_000, 4_000
+_TEXT, _QUICK_TEXT = 120_000, 4_000
+#: Rows that are kept at most: no item asks for those of another.
+_LIBRARY = "1GiB"
+#: After so many items it is said how far it has come.
+_SAID = 10
 #: Lossless: nothing but the order of sums may differ from full attention.
 _LOSSLESS, _NLL_ROUNDING = ("prefix",), 1e-3
 
@@ -50,12 +52,13 @@ class Judged:
         exact: greedy decoding gives the answer.
         nll: mean negative log-likelihood of a judged token. kl: mean divergence of its distribution
             from that of full attention.
+        anew: the share of the passages' tokens that were computed anew at their place.
     """
 
     exact: list[bool] = field(default_factory=list)
     nll: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
-    seconds: float = 0.0
+    anew: list[float] = field(default_factory=list)
 
 
 def show_quality(options: Options, opened: Opened, say: Say) -> list[Row]:
@@ -64,7 +67,8 @@ def show_quality(options: Options, opened: Opened, say: Say) -> list[Row]:
     rows = list[Row]()
     for task, made in (("facts", items.facts), ("text", items.texts)):
         for has_prefix in (True, False):
-            found = _judge(options, opened, list(made(options.quality)), has_prefix, say)
+            asked = list(made(options.quality))
+            found = _judge(options, opened, asked, has_prefix, say)
             params = {
                 "show": "quality",
                 "model": opened.name,
@@ -74,7 +78,7 @@ def show_quality(options: Options, opened: Opened, say: Say) -> list[Row]:
                 "prefix_tokens": 0 if not has_prefix else len(items.prefix),
                 "passages": PASSAGES,
                 "passage_tokens": PASSAGE_TOKENS,
-                "questions": options.quality,
+                "questions": len(asked),
             }
             rows += [_row(params, name, found) for name in found]
             for row in rows[-len(found) :]:
@@ -92,41 +96,32 @@ def _judge(
     prefix = items[0].prefix if has_prefix else items[0].prefix[:0]
     with (
         folder_in(options.path) as folder,
-        PassageKV(opened.model, Path(folder), prefix=prefix) as kv,
+        PassageKV(opened.model, Path(folder), prefix=prefix, library_bytes=_LIBRARY) as kv,
     ):
-        ways = _there(kv, has_prefix, say)
+        # the same behind a prefix and without one
+        ways = {name: words for name, words in WAYS.items() if has_prefix or name not in _LOSSLESS}
         found = {name: Judged() for name in ways}
-        for item in items:
+        for number, item in enumerate(items, 1):
             whole: torch.Tensor | None = None
             for name, words in ways.items():
-                begun = time.perf_counter()
-                logits = _logits(opened.model, kv, prefix, item, None if name == FULL else words)
-                found[name].seconds += time.perf_counter() - begun
+                logits, anew = _logits(
+                    opened.model, kv, prefix, item, None if name == FULL else words
+                )
+                found[name].anew += anew
                 whole = logits if whole is None else whole
                 _note(found[name], logits, whole, item.answer)
-    return found
-
-
-def _there(kv: PassageKV, has_prefix: bool, say: Say) -> dict[str, Mapping[str, Any]]:
-    """The ways that there are."""
-    found = dict[str, Mapping[str, Any]]()
-    for name, words in WAYS.items():
-        if not has_prefix and name == "prefix":
-            continue  # the same as behind a prefix
-        try:
-            with contextlib.nullcontext() if name == FULL else kv.compose([], **words):
-                found[name] = words
-        except InvalidInputError:
-            say(f"    {name} is not there")
+            if number % _SAID == 0:
+                say(f"    {number} of {len(items)}")
     return found
 
 
 @torch.inference_mode()
 def _logits(
     model: Any, kv: PassageKV, prefix: torch.Tensor, item: Item, words: Mapping[str, Any] | None
-) -> torch.Tensor:
-    """float64 [answer, vocabulary]: log-probabilities of each token of the answer, the ones before
-    it being there. `words`: of `compose`; None: full attention."""
+) -> tuple[torch.Tensor, list[float]]:
+    """(float64 [answer, vocabulary]: log-probabilities of each token of the answer, the ones before
+    it being there; the share of the passages' tokens that were computed anew, of what is composed).
+    `words`: of `compose`; None: full attention."""
     tail = torch.cat([item.asked, item.answer[:-1]])
     n = len(item.answer)
     with _opened(model, kv, prefix, item, words) as (before, cache):
@@ -136,7 +131,8 @@ def _logits(
             use_cache=True,
             logits_to_keep=n,
         ).logits[0]
-    return torch.as_tensor(logits.double().log_softmax(dim=-1))
+        anew = [] if words is None else [cache.reused["repaired"] / sum(cache.passages)]
+    return torch.as_tensor(logits.double().log_softmax(dim=-1)), anew
 
 
 @contextlib.contextmanager
@@ -167,6 +163,8 @@ def _row(params: Mapping[str, Any], name: str, all_found: Mapping[str, Judged]) 
     for key, values in (("nll_more", more), ("kl", np.array(found.kl))):
         metrics[key] = float(values.mean())
         metrics[f"{key}_low"], metrics[f"{key}_high"] = mean_interval(values)
+    if found.anew:
+        metrics["anew"] = float(np.mean(found.anew))
     if params["task"] == "text":
         for key in ("exact", "exact_low", "exact_high"):
             del metrics[key]

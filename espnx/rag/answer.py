@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..storage.documents.ids import DocumentId
-from ..tables import render_table
+from ..tables import printable, render_table
 
 _WORDS_SHOWN, _TEXT_SHOWN = 4, 60
 
@@ -185,7 +185,7 @@ class Answer:
             f"{spent.generate_s:.2f}, evidence {spent.support_s:.2f}; {self.prompt_tokens:,} "
             f"tokens in, {self.answer_tokens:,} out"
         )
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 def _shown(reference: Reference) -> str:

@@ -273,9 +273,11 @@ class IdCounter:
         return IdPiece(tuple(self._ids(text, begins=begins)), self._tokenizer)
 
     def data(self, text: str) -> IdPiece:
-        cuts = [0]
-        for match in self._sign.finditer(text) if self._sign else ():
+        cuts, match = [0], self._sign.search(text) if self._sign else None
+        while match and self._sign:
             cuts.append(match.start() + 1)
+            # its rest may be a sign, too: four spaces, then three
+            match = self._sign.search(text, cuts[-1])
         parts = zip(cuts, [*cuts[1:], len(text)], strict=True)
         ids = [n for begin, end in parts if begin < end for n in self._ids(text[begin:end])]
         return IdPiece(tuple(n for n in ids if n not in self._sign_ids), self._tokenizer)

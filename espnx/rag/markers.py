@@ -4,11 +4,12 @@ a source, and the sentences that they stand in."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 _MARKER = re.compile(r"\[\s*(\d+(?:\s*[,;]\s*\d+)*)\s*\]", re.ASCII)
 _EXACT = re.compile(r"\[(\d+(?:\s*[,;]\s*\d+)*)\]", re.ASCII)
-_WITH_SPACE = re.compile(rf"\s*{_EXACT.pattern}", re.ASCII)
+_WITH_SPACE = re.compile(rf" ?{_EXACT.pattern}", re.ASCII)
 _NUMBER = re.compile(r"\d+", re.ASCII)
 # markers right behind a sentence are its own
 _SENTENCE_END = re.compile(rf"(?<=[.!?])[\"')]*(?:\s*{_EXACT.pattern})*\s+|\n+", re.ASCII)
@@ -57,7 +58,7 @@ def parse(text: str, known: int) -> MarkedText:
     parts, markers, unknown, at, length = list[str](), list[Marker](), dict[int, None](), 0, 0
     for match in _EXACT.finditer(text):
         # what is too long to be a number is no source's either, and is reported by its beginning
-        words = [word[:_DIGITS_MAX] for word in _NUMBER.findall(match[1])]
+        words = [word.lstrip("0")[:_DIGITS_MAX] or "0" for word in _NUMBER.findall(match[1])]
         is_right = [1 <= int(word) <= known for word in words]
         strange = [int(word) for word, right in zip(words, is_right, strict=True) if not right]
         right = tuple(
@@ -75,7 +76,23 @@ def parse(text: str, known: int) -> MarkedText:
             markers.append(Marker(right, length, length + len(written)))
             parts.append(written)
             length += len(written)
-    return MarkedText("".join([*parts, text[at:]]), tuple(markers), tuple(unknown))
+    joined, markers = _of_these("".join([*parts, text[at:]]), markers)
+    return MarkedText(joined, tuple(markers), tuple(unknown))
+
+
+def _of_these(text: str, markers: Sequence[Marker]) -> tuple[str, list[Marker]]:
+    """Text in which nothing else reads as a marker: what was taken out may have stood within
+    another pair of brackets (``[[9]2]``), which is no marker. Markers move with it."""
+    known = {each.start: each for each in markers}
+    parts, found, at, more = list[str](), list[Marker](), 0, 0
+    for match in _EXACT.finditer(text):
+        marker = known.get(match.start())
+        if marker is not None:
+            found.append(replace(marker, start=marker.start + more, end=marker.end + more))
+            continue
+        parts += [text[at : match.start()], f"[ {match[1]} ]"]
+        at, more = match.end(), more + 2
+    return "".join([*parts, text[at:]]), found
 
 
 def cited_sentences(marked: MarkedText) -> list[CitedSentence]:
@@ -93,7 +110,7 @@ def cited_sentences(marked: MarkedText) -> list[CitedSentence]:
     return [
         CitedSentence(words, tuple(found))
         for (begin, end), found in zip(spans, numbers, strict=True)
-        if found and (words := " ".join(_WITH_SPACE.sub("", text[begin:end]).split()))
+        if found and (words := _WITH_SPACE.sub("", " ".join(text[begin:end].split())).strip())
     ]
 
 

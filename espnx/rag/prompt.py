@@ -174,6 +174,7 @@ def body_of(counter: Counter, text: str, tokens: int) -> tuple[Counted | None, b
     there)."""
     if tokens < 1:
         return None, False
+    text = text.strip()  # a page of white space in front of it is not all there is of it
     looked_at = text[: _CHARACTERS_OF_A_TOKEN * tokens]
     body = counter.data(quoted(looked_at))
     if body.size <= tokens:

@@ -329,6 +329,7 @@ class Rag:
             return []
         given_s: Any = options.pop("deadline_s", _READ_DEADLINE_S)
         left_s = stop.left_s(given_s) if isinstance(given_s, int | float) else given_s
+        stop.check()  # a search is not asked for in no time
         return self.index.search(question, k, deadline_s=left_s, **options).hits
 
     def _generate(

@@ -24,6 +24,11 @@ from espnx.rag.prompt import quoted
         ("x[ 1 ] y[1.5] [a] [-1]", 3, "x[ 1 ] y[1.5] [a] [-1]", [], ()),
         (f"A [{'9' * 5000}].", 3, "A.", [], (999_999_999,)),
         ("A [٣].", 3, "A [٣].", [], ()),
+        ("A [0000000002].", 3, "A [0000000002].", [(2,)], ()),
+        ("A [0000000011].", 3, "A.", [], (11,)),
+        ("A [[9]2]. B [1].", 3, "A [ 2 ]. B [1].", [(1,)], (9,)),
+        ("[7[9]]", 3, "[ 7 ]", [], (9,)),
+        ("[1,[4]2] [2] [[0][5]3][3]", 3, "[ 1,2 ] [2] [ 3 ][3]", [(2,), (3,)], (4, 0, 5)),
     ],
 )
 def test_markers(
@@ -47,6 +52,11 @@ def test_sentences_have_the_numbers_in_them_or_behind_them() -> None:
 def test_a_marker_alone_cites_nothing() -> None:
     assert cited_sentences(parse("[1] [2]", 2)) == []
     assert [each.numbers for each in cited_sentences(parse("[1] First. Second.", 2))] == [(1,)]
+
+
+def test_a_page_of_white_space_costs_no_more_than_a_page() -> None:
+    found = cited_sentences(parse(f"Red{' ' * 200_000}one [1], two [2].", 2))
+    assert [(each.text, each.numbers) for each in found] == [("Red one, two.", (1, 2))]
 
 
 @pytest.mark.parametrize("text", ["[3]", "see [1, 2] and [ 3]", "x[0][1]", "[[2]]", "[1\n,2]"])

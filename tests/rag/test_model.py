@@ -148,6 +148,15 @@ def test_no_sign_acts_in_data(tokenizer: Any, text: str) -> None:
     )
 
 
+def test_signs_within_signs_are_read(tokenizer: Any) -> None:
+    """Runs of spaces are tokens of their own to some tokenizers; no letter of data is lost."""
+    tokenizer.add_tokens([" " * n for n in range(2, 9)])
+    text = "def f():\n        if x:\n            return  1   # one\n"
+    piece = IdCounter(tokenizer).data(text)
+    assert piece.text == text
+    assert not set(piece.ids) & {*tokenizer.get_added_vocab().values()}
+
+
 @pytest.mark.parametrize("template", [TEMPLATE, NO_SYSTEM + TEMPLATE])
 @pytest.mark.parametrize("prefix", ["", "Be brief."])
 def test_a_chat_template_is_applied(model: Any, tokenizer: Any, template: str, prefix: str) -> None:

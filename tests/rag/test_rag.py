@@ -20,7 +20,12 @@ from espnx import errors
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
 
 from espnx.importers.chunks import count_words
-from espnx.rag.prompt import quoted
+from espnx.rag.answer import Answer, LeftOut, Reference
+from espnx.rag.generation import TextCounter
+from espnx.rag.prompt import body_of, quoted
+from espnx.rag.stop import Stop
+from espnx.retrieval.search.result import Hit, SearchResult
+from espnx.tables import render_table
 from tests.retrieval.common import build, toy_encoder
 
 DOCUMENTS = [
@@ -249,6 +254,41 @@ def test_a_deadline(index: espnx.Index) -> None:
         assert rag.ask("red", deadline_s=20).text == "late"
     with pytest.raises(errors.EngineClosedError):
         rag.ask("red")
+
+
+def test_a_deadline_that_is_over_when_the_search_would_begin(
+    index: espnx.Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search is not given a time below 0, which it would call a wrong argument."""
+
+    class Late(Stop):
+        def check(self) -> None:
+            super().check()
+            self._at = time.monotonic() - 1
+
+    monkeypatch.setattr("espnx.rag.rag.Stop", Late)
+    with espnx.Rag(index, generate=Say("x")) as rag, pytest.raises(errors.DeadlineExceededError):
+        rag.ask("red", deadline_s=20)
+
+
+def test_white_space_in_front_takes_no_room() -> None:
+    white = " \n" * 100_000
+    body, is_whole = body_of(TextCounter(count_words), f"{white}red\n\n", 40)
+    assert body is not None
+    assert (body.text, is_whole) == ("> red", True)
+
+
+def test_no_passage_acts_on_a_terminal() -> None:
+    """Neither what a model says nor a text or an id clears a screen or writes over a line."""
+    evil = "a\x1b[2J\x07\x08\x9b31m\x7f\rb\u00e9\tc"
+    source = Reference(1, evil, evil, 0, 9, 1.0, evil, False, "")
+    left_out = (LeftOut(evil, "no room"),)
+    answer = Answer("?", f"{evil}\r\nmore", (source,), left_out=left_out)
+    hit = Hit(evil, 0.0, evil, 0, False)
+    for said in (answer.summary(), SearchResult([hit]).summary(), render_table(["text"], [[evil]])):
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", said)
+        assert "[2J" in said
+        assert "b\u00e9" in said
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ class RowFileDevice(Part, ABC):
         if is_new:
             with contextlib.suppress(OSError):
                 os.unlink(path)
-        if isinstance(engine, str):
+        if isinstance(engine, str) and engine != "auto":  # which can be had everywhere
             NativeEngine(engine, pool_bytes=0).close()
 
     def _open(self, name: str | None) -> FileHandle:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...storage.documents.ids import DocumentId
+from ...tables import printable
 
 if TYPE_CHECKING:
     from ...device.emulation.use import DeviceUse
@@ -204,7 +205,7 @@ class SearchResult:
                     + ", ".join(f"q{m.query_token}~d{m.document_token} {m.score:.2f}" for m in best)
                 )
         device = [] if self.device is None else [f"  {self.device.summary()}"]
-        return "\n".join([*lines, f"  {self.timings} | {self._cost()}", *device])
+        return printable("\n".join([*lines, f"  {self.timings} | {self._cost()}", *device]))
 
     def _cost(self) -> str:
         prefetch = (

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,14 @@ pytest.importorskip("transformers", reason="transformers is not installed (extra
 pytest.importorskip("tokenizers", reason="tokenizers is not installed (extra [models])")
 
 from espnx.benchmarks.harness.result import Row, load, rows_of
-from espnx.benchmarks.rag import answers, case, options
+from espnx.benchmarks.kv.resume import text_tokens
+from espnx.benchmarks.rag import answers, case, items, options, quality
 from espnx.benchmarks.rag.intervals import mean_interval, share_interval
 from espnx.benchmarks.rag.memory import computed, joined
-from espnx.benchmarks.rag.quality import FULL
 from espnx.cli.main import main
+from espnx.errors import InvalidInputError
 from espnx.rag.answer import Answer, Reference
-from espnx.rag.prompt import fingerprint
+from espnx.rag.prompt import fingerprint, quoted
 from tests.integrations.transformers.passages.families import blocks_in_memory, make, words
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -122,15 +124,20 @@ def test_quality(folder: Path, tmp_path: Path) -> None:
     """Prefix mode loses nothing; blocks differ."""
     rows = bench(tmp_path, folder, "--show", "quality")
     found = {(row.params["task"], row.params["prefix_tokens"], row.system): row for row in rows}
-    assert {key[2] for key in found} >= {FULL, "prefix", "blocks"}
+    assert {key[2] for key in found} == set(quality.WAYS)
     assert ("facts", 0, "prefix") not in found
     for (task, prefix, name), row in found.items():
         assert row.correct, (task, prefix, name)
         assert ("exact" in row.metrics) == (task == "facts")
-        if name in (FULL, "prefix"):
+        if name in (quality.FULL, "prefix"):
             assert abs(row.metrics["nll_more"]) < 1e-4
             assert abs(row.metrics["kl"]) < 1e-6
+        if name.startswith("repair"):  # the first passage lacks nothing
+            assert row.metrics["anew"] == int(name[7:]) * 5 / (6 * 128)
+        if name.startswith("blend"):
+            assert row.metrics["anew"] == pytest.approx(float(name[6:]), abs=1 / (6 * 128))
         if name == "blocks":
+            assert row.metrics["anew"] == 0
             assert row.metrics["kl"] > 1e-6
             assert row.metrics["kl_low"] <= row.metrics["kl"] <= row.metrics["kl_high"]
 
@@ -185,6 +192,10 @@ def test_what_is_counted_of_an_answer(
     assert found.named_exact == ([named] if exact and named is not None else [])
     assert found.retrieved == [named is not None]
     assert found.openable == [openable]
+    answers._note(found, Texts(), asked, Answer("x", text, references[:1]))
+    assert found.sources == [2, 1]
+    assert len(found.named) == (named is not None)  # beside no other nothing is named
+    found.openable.pop()
     for change in ({"fingerprint": "of another text"}, {"text": "tex"}, {"passage": "c"}):
         changed = replace(references[0], **change)
         answers._note(found, Texts(), asked, Answer("x", "", (changed,), unknown_references=(3,)))
@@ -236,3 +247,42 @@ def test_models_that_recall_nothing_are_not_asked(folder: Path, tmp_path: Path) 
     base = ["bench", "rag", "--path", str(tmp_path), "--quick", "--show", "answers"]
     main([*base, "--model", str(folder), "--json", str(result)])
     assert not result.exists() or json.loads(result.read_text())["rows"] == []
+
+
+def test_texts_have_nothing_in_common(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    opened = options.Opened("tiny", folder, None, tokenizer)
+    text = text_tokens(tokenizer, 4000)
+    length = 6 * 128 + 1 + 64
+    made = list(items.Items(opened, 0, 4000).texts(99))
+    windows = [torch.cat([*each.passages, each.asked, each.answer]).tolist() for each in made]
+    assert sorted(windows) == sorted(
+        text[begin : begin + length].tolist() for begin in range(0, 4000 - length, length)
+    )
+    assert len(list(items.Items(opened, 0, 4000).texts(2))) == 2
+    with pytest.raises(InvalidInputError, match="held-out text of tiny"):
+        items.Items(opened, 0, length - 1)
+
+
+def test_lines_stand_where_a_prompt_has_room() -> None:
+    """What is asked for is in the part of a passage that the model reads."""
+    from transformers import AutoTokenizer
+
+    import espnx
+
+    path = espnx.demo_model()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    given: Any = SimpleNamespace(seed=0, passages=60, answers=12)
+    documents, asked = answers._documents(given, options.Opened("demo", path, None, tokenizer))
+    texts = dict(documents)
+    assert (len(documents), len(texts)) == (60, 60)
+    assert len({each.passage for each in asked}) == len({each.name for each in asked}) == 12
+    for each in asked:
+        ids = tokenizer(quoted(texts[each.passage]), add_special_tokens=False).input_ids
+        assert f"> KEY{each.name}: {each.value}" in tokenizer.decode(ids[: answers.PASSAGE_TOKENS])
+    assert sum("KEY" in text for text in texts.values()) >= 12
+    given.answers = 61
+    with pytest.raises(InvalidInputError, match="--questions"):
+        answers._documents(given, options.Opened("demo", path, None, tokenizer))
