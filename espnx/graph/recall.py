@@ -202,17 +202,19 @@ def _probed(
     """Measures lists of several sizes, each through several numbers of clusters; of those that
     find no less the cheapest is kept. `entries_of`: entry points of a cluster, the mean."""
     k = max(len(each) for each in exact)
+    least = k * index.facts.copies  # what walks keep in any case
+    lists = sorted({max(each, least) for each in _LISTS})
     points: list[RecallPoint] = []
     for ratio in index.probe_ratios(queries):
         best = 0.0
-        for list_size in _LISTS:
+        for list_size in lists:
             found, _ = index.walk_without(
                 chosen, queries, k, (list_size, list_size), probing=Probing(ratio=ratio)
             )
             recall = _share_found(found.ids, exact)
             pages = float(found.pages.mean())
             clusters = 1.0 if found.clusters is None else float(found.clusters.mean())
-            points.append(RecallPoint(max(k, list_size), recall, pages, ratio, clusters))
+            points.append(RecallPoint(list_size, recall, pages, ratio, clusters))
             if recall > _ALL or recall - best < _GAIN_MIN:
                 break  # what is missing lies in other clusters
             best = recall

@@ -124,6 +124,15 @@ def test_nothing_is_found_twice(
         assert recall_of(found.ids, true) == 1.0
 
 
+def test_lists_of_several_sizes_are_measured(index_path: Path) -> None:
+    """From the shortest that finds ten rows among two copies of each."""
+    with espnx.graph.open(index_path) as index:
+        sizes = {each.list_size for each in index.facts.recall}
+        assert min(sizes) == 20
+        assert len(sizes) > 2
+        assert index.facts.recall[-1].recall > 0.99
+
+
 def test_replicas_find_more_through_as_few_clusters(
     index_path: Path, base: np.ndarray, queries: np.ndarray, tmp_path: Path
 ) -> None:
