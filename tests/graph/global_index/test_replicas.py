@@ -124,13 +124,14 @@ def test_nothing_is_found_twice(
         assert recall_of(found.ids, true) == 1.0
 
 
-def test_lists_of_several_sizes_are_measured(index_path: Path) -> None:
+def test_lists_of_several_sizes_are_measured(tmp_path: Path) -> None:
     """From the shortest that finds ten rows among two copies of each."""
-    with espnx.graph.open(index_path) as index:
+    base = np.random.default_rng(0).standard_normal((1500, 48)).astype(np.float32)
+    espnx.graph.build(base, tmp_path / "g", clusters=3, replicas=0.4, **FEW)
+    with espnx.graph.open(tmp_path / "g") as index:
         sizes = {each.list_size for each in index.facts.recall}
         assert min(sizes) == 20
-        assert len(sizes) > 2
-        assert index.facts.recall[-1].recall > 0.99
+        assert len(sizes) > 3
 
 
 def test_replicas_find_more_through_as_few_clusters(
