@@ -76,22 +76,22 @@ def test_offsets_beyond_32_bits(fmt: str) -> None:
 @pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("n_query_tokens", [1, 17])
 def test_nan_and_infinity(fmt: str, n_query_tokens: int) -> None:
-    documents = [integers(70, 16, seed=seed).abs() + 1 for seed in range(4)]
-    documents[1][69, 15] = torch.nan
+    documents = [integers(70, 24, seed=seed).abs() + 1 for seed in range(4)]
+    documents[1][69, 23] = torch.nan
     documents[2][64, 0] = torch.inf
     documents[3][0, 3] = -torch.inf
     records = scatter(documents, fmt, align_bytes=16)
-    query = integers(n_query_tokens, 16, seed=9).abs() + 1
+    query = integers(n_query_tokens, 24, seed=9).abs() + 1
     expected = maxsim_reference(query, *records.args)
     assert torch.equal(run(query, records).nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
 
 
 @pytest.mark.parametrize("scale", [torch.nan, torch.inf, -torch.inf, -1.0, 0.0])
 def test_scales_of_every_kind(scale: float) -> None:
-    records = scatter([normals(70, 16, seed=seed) for seed in range(3)], "int8", align_bytes=16)
-    place = records.offset_bytes[1].item() + 69 * token_format("int8").token_row_bytes(16)
+    records = scatter([normals(70, 24, seed=seed) for seed in range(3)], "int8", align_bytes=16)
+    place = records.offset_bytes[1].item() + 69 * token_format("int8").token_row_bytes(24)
     records.buffer[place : place + 4] = torch.tensor([scale]).view(torch.uint8)
-    query = normals(5, 16, seed=9)
+    query = normals(5, 24, seed=9)
     expected = maxsim_reference(query, *records.args)
     assert torch.allclose(run(query, records), expected, equal_nan=True)
 
@@ -101,10 +101,10 @@ def test_scales_of_every_kind(scale: float) -> None:
 @pytest.mark.parametrize("number", [-1, 13, 2**31 - 1])
 def test_a_centroid_that_does_not_exist(fmt: str, number: int) -> None:
     """Nothing outside the table is read, and the document scores NaN."""
-    records = scatter([normals(9, 16, seed=seed) for seed in range(3)], fmt, align_bytes=16)
-    place = records.offset_bytes[1].item() + 8 * token_format(fmt).token_row_bytes(16)
+    records = scatter([normals(9, 32, seed=seed) for seed in range(3)], fmt, align_bytes=16)
+    place = records.offset_bytes[1].item() + 8 * token_format(fmt).token_row_bytes(32)
     records.buffer[place : place + 4] = torch.tensor([number], dtype=torch.int32).view(torch.uint8)
-    assert run(normals(5, 16, seed=9), records).isnan().tolist() == [False, True, False]
+    assert run(normals(17, 32, seed=9), records).isnan().tolist() == [False, True, False]
 
 
 def test_what_the_launcher_refuses_would_be_a_fault(
@@ -112,8 +112,8 @@ def test_what_the_launcher_refuses_would_be_a_fault(
 ) -> None:
     """An address that is not what the variant promises, and a document that ends beyond its
     buffer."""
-    records = scatter([normals(3, 16)], "fp16", align_bytes=16)
-    query = normals(5, 16, seed=9)
+    records = scatter([normals(3, 32)], "fp16", align_bytes=16)
+    query = normals(17, 32, seed=9)
     monkeypatch.setattr(cuda, "check_aligned", lambda *args: True)
     monkeypatch.setattr(cuda, "check_inside", lambda *args: None)
     odd = Records(records.buffer, records.offset_bytes - 2, records.n_tokens, "fp16")
