@@ -4,6 +4,7 @@ and the memory that was said."""
 from __future__ import annotations
 
 import errno
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from espnx import errors
 from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.speculation import decoding
 from espnx.kv.draft.packed import capacity_of
+from espnx.kv.rows import LayerRows, StoredRun
 from espnx.ops.attention.packed import packed_page_bytes
 from espnx.storage import FaultRule, FaultyEngine
 from tests.integrations.transformers.speculation.drafts import one_by_one, speculated
@@ -142,9 +144,20 @@ def test_in_inference_mode_and_out_of_it(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pages", "4bit", "assistant"])
-def test_sampled_texts_come_again_by_their_seed(folder: Path, kind: str) -> None:
-    """Where it is said how many tokens are proposed. The distribution is kept by the rule that all
-    drafts share (`test_pages`)."""
+def test_sampled_texts_come_again_by_their_seed(
+    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is said how many tokens are proposed, and writes have ended: pages of others are not
+    named. The distribution is kept by the rule that all drafts share (`test_pages`)."""
+    is_written = LayerRows._is_written
+
+    def waited(rows: LayerRows, run: StoredRun) -> bool:
+        end = time.monotonic() + 60
+        while not is_written(rows, run) and time.monotonic() < end:
+            time.sleep(0.001)
+        return is_written(rows, run)
+
+    monkeypatch.setattr(LayerRows, "_is_written", waited)
     draft: Any = plain("llama") if kind == "assistant" else kind
     inputs = prompt([150, 80])
     options: dict[str, Any] = {"do_sample": True, "top_k": 20, "max_new_tokens": 30, "gamma": 4}
