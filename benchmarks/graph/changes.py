@@ -228,12 +228,12 @@ def _at_targets_of_clusters(
     """Searches by lists of every length through every number of clusters."""
     tried = list[Tried]()
     is_right = True
-    for ratio in graph.probe_ratios(known.data.queries):
+    for margin in graph.probe_margins(known.data.queries):
         best = 0.0
         for list_size in _LISTS:
-            point, right = known.point(graph, list_size, own, Probing(ratio=ratio))
+            point, right = known.point(graph, list_size, own, Probing(margin=margin))
             is_right &= right
-            tried.append(Tried((list_size, ratio), point.recall, point.pages, 0.0, None))
+            tried.append(Tried((list_size, margin), point.recall, point.pages, 0.0, None))
             if point.recall - best < _GAIN_MIN:
                 break  # what is missing lies in other clusters
             best = point.recall

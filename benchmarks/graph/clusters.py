@@ -119,7 +119,7 @@ def _clusters(
         )
         assert graph.facts.clusters is not None
         said["centroid_bytes"] = float(graph.facts.clusters.centroids.nbytes)
-        tried = [_one(data, graph, ratio, each) for ratio, each in _ways(data, graph)]
+        tried = [_one(data, graph, margin, each) for margin, each in _ways(data, graph)]
         for recall in TARGETS:
             cheapest = min(
                 (each for each in tried if each.recall >= recall),
@@ -151,16 +151,16 @@ def _own_counts() -> list[int]:
 
 
 def _ways(data: Data, graph: espnx.graph.GraphIndex) -> Iterator[tuple[float, int]]:
-    for ratio in graph.probe_ratios(data.queries):
+    for margin in graph.probe_margins(data.queries):
         for list_size in _LISTS:
-            yield ratio, list_size
+            yield margin, list_size
 
 
-def _one(data: Data, graph: espnx.graph.GraphIndex, ratio: float, list_size: int) -> Tried:
-    found = graph.walk(data.queries, data.k, list_size, Probing(ratio=ratio))
+def _one(data: Data, graph: espnx.graph.GraphIndex, margin: float, list_size: int) -> Tried:
+    found = graph.walk(data.queries, data.k, list_size, Probing(margin=margin))
     assert found.clusters is not None
     return Tried(
-        (ratio, list_size),
+        (margin, list_size),
         data.recall(found.ids),
         float(found.pages.mean()),
         float(found.clusters.mean()),
@@ -170,10 +170,10 @@ def _one(data: Data, graph: espnx.graph.GraphIndex, ratio: float, list_size: int
 
 def _cpu_s(data: Data, graph: espnx.graph.GraphIndex, way: Tried) -> float:
     """CPU seconds a query of all threads, whether its pages come from the cache or the drive."""
-    ratio, list_size = way.setting
+    margin, list_size = way.setting
     begun, times = time.process_time(), 0
     while time.process_time() - begun < _CPU_S:
-        graph.walk(data.queries, data.k, int(list_size), Probing(ratio=ratio))
+        graph.walk(data.queries, data.k, int(list_size), Probing(margin=margin))
         times += 1
     return (time.process_time() - begun) / times / len(data.queries)
 

@@ -77,15 +77,15 @@ class RecallPoint:
         recall: recall@10 of queries like the graph's vectors that are none of them: of some of
             these, each kept from its own search.
         pages: read, the mean of a search.
-        probe_ratio: where there is a graph for each cluster: the `ratio` of the `Probing` that says
-            which are searched; else None.
+        probe_margin: where there is a graph for each cluster: the `margin` of the `Probing` that
+            says which are searched; else None.
         clusters: that are, the mean.
     """
 
     list_size: int
     recall: float
     pages: float
-    probe_ratio: float | None = None
+    probe_margin: float | None = None
     clusters: float | None = None
 
     def manifest(self) -> dict[str, Any]:

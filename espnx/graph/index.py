@@ -300,9 +300,9 @@ class GraphIndex:
         """See `GraphVersion.walk`."""
         return self._now[0].walk(queries, k, list_size, probing)
 
-    def probe_ratios(self, queries: Any) -> list[float]:
-        """See `GraphVersion.probe_ratios`."""
-        return self._now[0].probe_ratios(queries)
+    def probe_margins(self, queries: Any) -> list[float]:
+        """See `GraphVersion.probe_margins`."""
+        return self._now[0].probe_margins(queries)
 
     def vectors(self, ids: Any, *, deadline_s: float = 30.0) -> np.ndarray:
         """Vectors as they are stored, [m, dim], of rows of the input, int64 [m]: float32 of

@@ -205,16 +205,16 @@ def _probed(
     least = k * index.facts.copies  # what walks keep in any case
     lists = sorted({max(each, least) for each in _LISTS})
     points: list[RecallPoint] = []
-    for ratio in index.probe_ratios(queries):
+    for margin in index.probe_margins(queries):
         best = 0.0
         for list_size in lists:
             found, _ = index.walk_without(
-                chosen, queries, k, (list_size, list_size), probing=Probing(ratio=ratio)
+                chosen, queries, k, (list_size, list_size), probing=Probing(margin=margin)
             )
             recall = _share_found(found.ids, exact)
             pages = float(found.pages.mean())
             clusters = 1.0 if found.clusters is None else float(found.clusters.mean())
-            points.append(RecallPoint(list_size, recall, pages, ratio, clusters))
+            points.append(RecallPoint(list_size, recall, pages, margin, clusters))
             if recall > _ALL or recall - best < _GAIN_MIN:
                 break  # what is missing lies in other clusters
             best = recall
@@ -261,7 +261,7 @@ class _Filtered:
         self._index, self._facts, self._blocks, self._seed = index, facts, blocks, seed
         # as searches with filters do, at least
         usual = next((each for each in facts.recall if each.recall >= _USUAL), facts.recall[-1])
-        self._probing = None if usual.probe_ratio is None else Probing(ratio=usual.probe_ratio)
+        self._probing = None if usual.probe_margin is None else Probing(margin=usual.probe_margin)
         self._shares = [share for share in _SHARES if share * facts.layout.n >= _ALLOWED_MIN]
 
     def measured(self) -> list[FilteredRecall]:

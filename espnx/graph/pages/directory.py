@@ -399,10 +399,11 @@ def _read_recall(fields: Fields, name: str) -> list[RecallPoint]:
             each.whole("list_size", 1),
             each.real("recall"),
             each.real("pages"),
-            each.real("probe_ratio") if "probe_ratio" in each else None,
+            each.real("probe_margin") if "probe_margin" in each else None,
             each.real("clusters") if "clusters" in each else None,
         )
         for each in fields.each(name, count=_CURVE_POINTS_MAX)
+        if "clusters" not in each or "probe_margin" in each  # else by another rule
     ]
 
 

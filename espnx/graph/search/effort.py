@@ -14,7 +14,8 @@ from .probing import Probing
 
 _RECALL = 0.95
 _UNMEASURED = 320  # candidates of a walk where the build measured no list
-_UNMEASURED_RATIO = 1.5  # and clusters that it goes through, see `Probing`
+# And clusters that it goes through: a margin, as a share of the centroids' spread.
+_UNMEASURED_SHARE = 1.5
 # That cost about as much as reading a page, summing it, and estimating how far its neighbours are.
 _DISTANCES_PER_PAGE = 256
 # A filter of so much of a share is taken for one of it.
@@ -107,7 +108,7 @@ def usual_point(facts: GraphFacts) -> RecallPoint:
     if found:
         return found[0]
     list_size = max(10, min(facts.layout.n, _UNMEASURED))
-    return RecallPoint(list_size, 0.0, 0.0, None if facts.clusters is None else _UNMEASURED_RATIO)
+    return RecallPoint(list_size, 0.0, 0.0)
 
 
 def probing_of(
@@ -130,7 +131,15 @@ def probing_of(
     if list_size is not None and facts.recall:
         longer = (each for each in facts.recall if each.list_size >= list_size)
         point = next(longer, facts.recall[-1])
-    return Probing(ratio=_UNMEASURED_RATIO if point.probe_ratio is None else point.probe_ratio)
+    return Probing(margin=_margin_of(facts, point))
+
+
+def _margin_of(facts: GraphFacts, point: RecallPoint) -> float:
+    """See `Probing`; one that lets some clusters through where nothing was measured."""
+    if point.probe_margin is not None:
+        return point.probe_margin
+    spread = 0.0 if facts.clusters is None else facts.clusters.spread
+    return _UNMEASURED_SHARE * (spread**0.5 if facts.metric == "ip" else spread)
 
 
 def filtered_probing(facts: GraphFacts, probing: Probing | None) -> Probing | None:
@@ -138,8 +147,7 @@ def filtered_probing(facts: GraphFacts, probing: Probing | None) -> Probing | No
     measured."""
     if probing is None:
         return None
-    usual = usual_point(facts).probe_ratio
-    return replace(probing, ratio=max(probing.ratio, 0.0 if usual is None else usual))
+    return replace(probing, margin=max(probing.margin, _margin_of(facts, usual_point(facts))))
 
 
 def effort_of(facts: GraphFacts, nodes: NodeFilter, recall: float | None) -> Effort | None:

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from ..neighbours import measure
-from ..parts import Clusters
 
 _DISTANCES_AT_ONCE = 1 << 22
 
@@ -18,13 +17,15 @@ class Probing:
     """How many clusters are searched for a query: the nearest ones by their centroids.
 
     Attributes:
-        count: so many; None: as `ratio` says.
-        ratio: those that are no farther than the nearest by this share of `units_of` the queries:
-            more of them for a query between clusters than for one inside of one.
+        count: so many, and more where these hold fewer rows than are asked for; None: as `margin`
+            says.
+        margin: those whose squared distance is larger than the nearest one's by no more; by inner
+            product, whose product is less by no more than so many times the query's length. More of
+            them for a query between clusters than for one inside of one.
     """
 
     count: int | None = None
-    ratio: float = float("inf")
+    margin: float = float("inf")
 
 
 def distances_to_clusters(queries: torch.Tensor, centroids: np.ndarray, metric: str) -> np.ndarray:
@@ -35,18 +36,19 @@ def distances_to_clusters(queries: torch.Tensor, centroids: np.ndarray, metric: 
     return np.concatenate(parts) if parts else np.empty((0, len(centroids)), np.float32)
 
 
-def units_of(queries: torch.Tensor, clusters: Clusters, metric: str) -> np.ndarray:
-    """float64 [q, 1]: what a ratio is a multiple of. Above 0.
+def units_of(queries: torch.Tensor, metric: str) -> np.ndarray:
+    """float64 [q, 1]: what a margin is a multiple of. Above 0.
 
     The squared distance to a centroid, less that to the nearest one, says how far a query is from
-    the border between the two: twice that times the distance of the centroids. So it is measured
-    by what these are apart, and not by how far the query is from its nearest one, which of a query
-    far from all of them would let more through. By inner product it grows with the query.
+    the border between the two: twice that times the distance of the centroids. It is no share of
+    the distance to the nearest one, which of a query far from all of them would let more through,
+    nor of how far centroids are apart, which others, far away, can change. By inner product it
+    grows with the query.
     """
-    unit = np.full((len(queries), 1), clusters.spread)
-    if metric == "ip":
-        unit = np.sqrt(unit) * queries.double().norm(dim=1, keepdim=True).numpy()
-    return np.maximum(unit, np.finfo(np.float32).tiny)
+    if metric != "ip":
+        return np.ones((len(queries), 1))
+    length = queries.double().norm(dim=1, keepdim=True).numpy()
+    return np.maximum(length, np.finfo(np.float32).tiny)
 
 
 def choose_clusters(
@@ -72,23 +74,24 @@ def choose_clusters(
         wanted = np.full(len(far), probing.count)
     else:
         near = np.take_along_axis(far, order, axis=1).astype(np.float64)
-        limit = near[:, :1] + units * probing.ratio
+        limit = near[:, :1] + units * probing.margin
         wanted = (near <= limit).sum(axis=1)
-    reached = np.cumsum(counts[order], axis=1) >= least
-    needed = np.where(reached.any(axis=1), reached.argmax(axis=1) + 1, order.shape[1])
+    # each of these clusters has a node or more
+    reached = np.cumsum(counts[order[:, : max(1, least)]], axis=1) >= least
+    needed = np.where(reached.any(axis=1), reached.argmax(axis=1) + 1, reached.shape[1])
     wanted = np.clip(np.maximum(wanted, needed), 1, order.shape[1])
     chosen = np.arange(order.shape[1]) < wanted[:, None]
     return order[chosen], np.concatenate([np.zeros(1, np.int64), np.cumsum(wanted)])
 
 
-def ratios_of(far: np.ndarray, units: np.ndarray) -> list[float]:
-    """Ratios of a `Probing`, of which each lets half of some queries go through about half as many
+def margins_of(far: np.ndarray, units: np.ndarray) -> list[float]:
+    """Margins of a `Probing`, of which each lets half of some queries go through about half as many
     clusters again as the one before: 1, 2, 3, 4, 6, 8, 12, and so on to all; and the one that lets
     every query go through all. Args as of `choose_clusters`."""
     near = np.sort(far.astype(np.float64), axis=1)
-    shares = (near - near[:, :1]) / units
-    share = np.median(shares, axis=0)
+    margins = (near - near[:, :1]) / units
+    usual = np.median(margins, axis=0)
     n = far.shape[1]
     doubled = [each << i for i in range(n.bit_length()) for each in (1, 3)]
-    ratios = {float(share[count - 1]) for count in (*doubled, n) if count <= n}
-    return sorted(ratios | {float(shares.max()) * (1 + 1e-9)})
+    found = {float(usual[count - 1]) for count in (*doubled, n) if count <= n}
+    return sorted(found | {float(margins.max()) * (1 + 1e-9)})

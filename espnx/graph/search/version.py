@@ -24,7 +24,7 @@ from ..pages.checked import read_codes
 from ..pages.directory import read_graph, read_graph_manifest
 from .asked import WalkRequest, checked_queries
 from .effort import Effort, effort_of, filtered_probing
-from .probing import Probing, choose_clusters, distances_to_clusters, ratios_of, units_of
+from .probing import Probing, choose_clusters, distances_to_clusters, margins_of, units_of
 from .reading import RowReader
 from .under_way import GraphSearch
 
@@ -146,10 +146,10 @@ class GraphVersion:
         """What walks find through the clusters that `probing` says, for whoever measures them."""
         return self._walk(self._measuring(queries, k, probing), list_size).finish()
 
-    def probe_ratios(self, queries: Any) -> list[float]:
-        """Ratios of a `Probing` that are worth measuring, see `ratios_of`; there is a graph for
+    def probe_margins(self, queries: Any) -> list[float]:
+        """Margins of a `Probing` that are worth measuring, see `margins_of`; there is a graph for
         each cluster."""
-        return ratios_of(*self._to_clusters(checked_queries(self.facts, queries)[1]))
+        return margins_of(*self._to_clusters(checked_queries(self.facts, queries)[1]))
 
     def _measuring(self, queries: Any, k: int, probing: Probing | None) -> WalkRequest:
         native, wide = checked_queries(self.facts, queries)
@@ -163,7 +163,7 @@ class GraphVersion:
                 "clusters of a graph", got="one graph of all vectors", fix="build(clusters=N)"
             )
         far = distances_to_clusters(wide, clusters.centroids, metric)
-        return far, units_of(wide, clusters, metric)
+        return far, units_of(wide, metric)
 
     def _walk(
         self,

@@ -75,7 +75,7 @@ def plain_probing(
     unit = float(((centroids - middle) ** 2).sum(axis=1).mean())
     if metric == "ip":
         unit = float(np.sqrt(unit) * np.linalg.norm(query))
-    limit = far[0][0] + unit * probing.ratio
+    limit = far[0][0] + unit * probing.margin
     return [number for value, number in far if value <= limit]
 
 
@@ -146,8 +146,10 @@ def test_probing_goes_by_borders_and_not_by_how_far_a_query_is_from_all_of_them(
     queries = np.pad(queries, ((0, 0), (0, 1)))
     queries[:, -1] = np.tile([0, 1, 16, 256], 5)  # away from all alike
     far = np.square(queries[:, None] - centroids).sum(axis=-1)
-    units = units_of(torch.from_numpy(queries), at_centroids(centroids), "l2")
-    chosen, begin = choose_clusters(far, units, Probing(ratio=0.5), np.ones(far.shape[1]), 1)
+    units = units_of(torch.from_numpy(queries), "l2")
+    spread = at_centroids(centroids).spread
+    near = Probing(margin=spread / 2)
+    chosen, begin = choose_clusters(far, units, near, np.ones(far.shape[1]), 1)
     parts = [each.tolist() for each in np.split(chosen, begin[1:-1])]
     for first in range(0, 20, 4):
         assert parts[first : first + 4] == [parts[first]] * 4
@@ -156,20 +158,16 @@ def test_probing_goes_by_borders_and_not_by_how_far_a_query_is_from_all_of_them(
     far, wide = -(queries @ centroids.T), torch.from_numpy(queries)
     once, twice = (
         choose_clusters(
-            far * by,
-            units_of(wide * by, at_centroids(centroids), "ip"),
-            Probing(ratio=0.4),
-            np.ones(far.shape[1]),
-            1,
+            far * by, units_of(wide * by, "ip"), Probing(margin=spread**0.5), np.ones(30), 1
         )
         for by in (1, 2)
     )
     assert np.array_equal(once[0], twice[0])
     # all alike: all are as near
-    same = at_centroids(np.ones((4, 7), np.float32))
-    units = units_of(wide, same, "l2")
-    assert (units > 0).all()
-    assert len(choose_clusters(np.ones((20, 4)), units, Probing(ratio=0.1), np.ones(4), 1)[0]) == 80
+    assert (units_of(0 * wide, "ip") > 0).all()
+    assert (
+        len(choose_clusters(np.ones((20, 4)), units, Probing(margin=0.1), np.ones(4), 1)[0]) == 80
+    )
 
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])
@@ -181,8 +179,8 @@ def test_probing_is_that_of_the_plain_model(metric: str) -> None:
         far = -(queries @ centroids.T)
     else:
         far = np.square(queries[:, None] - centroids[None]).sum(axis=-1)
-    units = units_of(torch.from_numpy(queries), at_centroids(centroids), metric)
-    for probing in (Probing(1), Probing(7), Probing(40), Probing(ratio=0.3), Probing(ratio=0.0)):
+    units = units_of(torch.from_numpy(queries), metric)
+    for probing in (Probing(1), Probing(7), Probing(40), Probing(margin=3.0), Probing(margin=0.0)):
         chosen, begin = choose_clusters(far, units, probing, np.ones(far.shape[1]), 1)
         for i, query in enumerate(queries):
             expected = plain_probing(query, centroids, metric, probing)

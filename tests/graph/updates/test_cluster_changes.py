@@ -429,3 +429,29 @@ def test_the_command_line_changes_clusters(
     assert found["unused_bytes"] >= 0
     assert found["built_recall"]
     assert main(["graph", "verify", graph]) == 0
+
+
+def test_what_recall_promises_outlives_clusters_that_are_no_more(tmp_path: Path) -> None:
+    """A few vectors far from all others are deleted, and then as many come."""
+    near, far = clustered(3000, 16), clustered(90, 16, seed=1) + 200
+    espnx.graph.build(
+        np.concatenate([near, far]), tmp_path / "g", clusters=13,
+        max_degree=16, list_size=40, threads=1,
+    )  # fmt: skip
+    queries = clustered(100, 16, seed=2)
+
+    def asked(graph: espnx.graph.GraphIndex) -> float:
+        found = graph.search(queries, 10, recall=0.9)
+        assert found.clusters is not None
+        return float(found.clusters.mean())
+
+    with espnx.graph.open_writer(tmp_path / "g", durability="none") as graph:
+        before = asked(graph)
+        graph.delete(np.arange(3000, 3090))
+        graph.merge(measure="auto")
+        without = asked(graph)
+        graph.add(clustered(90, 16, seed=3) - 200)
+        graph.merge(measure="auto")
+        others = asked(graph)
+    assert 0.8 * before - 0.1 <= without <= 1.25 * before + 0.1
+    assert 0.8 * before - 0.1 <= others <= 1.25 * before + 0.1
