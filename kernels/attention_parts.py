@@ -181,7 +181,7 @@ def power_pair(peak, BITS: tl.constexpr):
 @triton.jit
 def in_fp16(values):
     """float32 ``[Q, K]`` in two fp16 parts, good to 2^-22 of each value, and a power of two for
-    each row that the parts are to be multiplied by, see `maxsim._dot_split`."""
+    each row that the parts are to be multiplied by."""
     peak_bits = tl.max(tl.abs(values), axis=1).to(tl.int32, bitcast=True)
     exponent = tl.minimum(tl.maximum(peak_bits >> 23, 1), 253)
     scale = (exponent << 23).to(tl.float32, bitcast=True)

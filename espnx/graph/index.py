@@ -221,14 +221,15 @@ class GraphIndex:
             queries: [q, dim] or [dim], array or tensor; whole numbers for graphs of such, else what
                 float32 holds.
             k: results of each, 1 or more.
-            list_size: candidates that a walk keeps, L, k or more: a longer list finds more, and
-                reads more.
+            list_size: candidates that a walk keeps, L, k or more (of a graph with copies of rows
+                at borders twice as many, at least): a longer list finds more, and reads more.
             recall: instead of it: the smallest list that was measured, at build, to find that share
                 of the ten nearest of new queries like the graph's vectors. Neither: 0.95, or the
                 longest list that was measured.
             nprobe: where there is a graph for each cluster: clusters that are searched for a query,
-                the nearest; None or ``auto``: for each query those that are not much farther than
-                its nearest, as far as was measured at build to find what `recall` says.
+                the nearest, and more where these hold too few rows; None or ``auto``: for each
+                query those that are not much farther than its nearest, as far as was measured at
+                build to find what `recall` says.
             beam_width: pages of a query that are under way at a time, W. None: 1 where many queries
                 keep the queue full, and the result depends on nothing that time decides; 4 for so
                 few that it would be idle.

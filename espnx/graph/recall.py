@@ -298,6 +298,7 @@ class _Filtered:
             for each in trials
         ]
         points: list[RecallPoint] = []
+        least = _K * self._facts.copies  # what walks keep in any case
         for length in lists if trials else ():
             kept = (length, length) if list_size is None else lists_of_region(list_size, length)
             recalls, pages = [], []
@@ -310,7 +311,7 @@ class _Filtered:
                 if pages[-1] * (WALK_PAGES if list_size is None else REGION_PAGES) > all_pages:
                     return points
             # a filter is one, and not the mean of several
-            points.append(RecallPoint(max(_K, length), min(recalls), float(np.mean(pages))))
+            points.append(RecallPoint(max(least, length), min(recalls), float(np.mean(pages))))
             if points[-1].recall > _ENOUGH:
                 break
         return points

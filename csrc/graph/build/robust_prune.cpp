@@ -2,6 +2,7 @@
 #include "robust_prune.hpp"
 
 #include <algorithm>
+#include <exception>
 #include <limits>
 #include <memory>
 
@@ -73,7 +74,8 @@ void prune_all(const VectorTable& targets, const int64_t* candidates, int64_t wi
                const VectorTable& vectors, const PruneRule& rule, int threads,
                int64_t* neighbours) {
   std::vector<std::unique_ptr<Pruner>> pruners(std::max(1, threads));
-  parallel_for(targets.n, kGrain, threads, [&](int thread, int64_t begin, int64_t end) {
+  std::vector<std::exception_ptr> failures(pruners.size());
+  const auto prune = [&](int thread, int64_t begin, int64_t end) {
     auto& own = pruners[thread];
     if (!own) own = std::make_unique<Pruner>(vectors.dim, vectors.format);
     for (int64_t i = begin; i < end; ++i) {
@@ -94,7 +96,17 @@ void prune_all(const VectorTable& targets, const int64_t* candidates, int64_t wi
       std::fill_n(out, rule.degree, int64_t{-1});
       for (size_t j = 0; j < chosen.size(); ++j) out[j] = chosen[j].node;
     }
+  };
+  parallel_for(targets.n, kGrain, threads, [&](int thread, int64_t begin, int64_t end) {
+    try {
+      prune(thread, begin, end);
+    } catch (...) {  // no memory
+      failures[thread] = std::current_exception();
+    }
   });
+  for (const std::exception_ptr& each : failures) {
+    if (each) std::rethrow_exception(each);
+  }
 }
 
 }  // namespace espnx::graph

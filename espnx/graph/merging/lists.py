@@ -55,17 +55,22 @@ class Links:
         addition, place = np.nonzero(lists >= 0)
         ends = lists[addition, place]
         order = np.argsort(ends, kind="stable")
-        self._ends, self._starts = ends[order], n_old + addition[order]
+        self._n_old, names = n_old, n_old + len(lists)
+        self._name = np.dtype(np.uint32 if names <= 1 << 32 else np.int64)
+        self._ends = ends[order].astype(self._name)
+        self._starts = addition[order].astype(np.uint32)
 
     def to(self, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Additions that lead to each of some nodes: (int64 [m + 1]: where those of each begin;
         their names)."""
+        nodes = nodes.astype(self._name)  # of one type, or all ends are copied
         low = np.searchsorted(self._ends, nodes)
         counts = np.searchsorted(self._ends, nodes, side="right") - low
         counts = np.minimum(counts, _LINKS_MOST)
         begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         offsets = np.arange(begin[-1]) - np.repeat(begin[:-1], counts)
-        return begin, self._starts[np.repeat(low, counts) + offsets]
+        found = self._starts[np.repeat(low, counts) + offsets].astype(np.int64)
+        return begin, self._n_old + found
 
 
 class MergedLists:

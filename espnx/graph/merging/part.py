@@ -101,9 +101,9 @@ class PartMerge:
                 moved.append(lists[stays:][lives])
                 self._progress("repair", first + len(nodes), self._n)
             file.truncate(4 * degree * numbers.n_new)
-            places = numbers.number_of(np.concatenate(names)).tolist()
-            for number, list_ in zip(places, np.concatenate(moved), strict=True):
-                _write_lists(file, number, list_[None], numbers, counts)
+            for which, some in zip(names, moved, strict=True):
+                for number, list_ in zip(numbers.number_of(which).tolist(), some, strict=True):
+                    _write_lists(file, number, list_[None], numbers, counts)
         return EdgesFile(path, degree, counts)
 
     def _packed(self, numbers: Numbers, edges: EdgesFile) -> tuple[Numbers, EdgesFile]:

@@ -7,11 +7,9 @@ handed out again; what is damaged is found by its checksums, and by nobody after
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +34,6 @@ DATA = "passages.bin"
 _POLL_S = 0.02
 #: Checksums of so many bytes are looked at together.
 _VERIFY_BYTES = 8 << 20
-#: An extent's rows that are being written at a time, at most.
-_WRITES_BYTES = 16 << 20
 
 
 def data_name(directory: int) -> str:
@@ -420,8 +416,6 @@ class ExtentWriter:
         )
         self._written = [0] * shape.layers  # tokens
         self._packed: list[Rows | None] = [None] * shape.layers
-        self._under_way = deque[tuple[Future, int]]()  # and bytes
-        self._waiting_bytes = 0
         self._is_open = True
 
     def __enter__(self) -> ExtentWriter:
@@ -471,28 +465,11 @@ class ExtentWriter:
             [size_bytes] * shape.heads,
             [head * size_bytes for head in range(shape.heads)],
         )
-        future = engine.write(plan, memory, deadline_s=library.deadline_s)
-        self._under_way.append((future, memory.numel()))
-        self._waiting_bytes += memory.numel()
-        # the next layer is computed meanwhile
-        self._settle(_WRITES_BYTES)
-
-    def _settle(self, most_bytes: int) -> None:
-        """Waits until no more than so many bytes are being written. Raises what a write raises."""
-        while self._waiting_bytes > most_bytes:
-            try:
-                self._under_way[0][0].wait()
-            except errors.EspnxError:
-                self._leave_one()
-                raise
-            self._leave_one()  # not where the wait was interrupted
-
-    def _leave_one(self) -> None:
-        self._waiting_bytes -= self._under_way.popleft()[1]
+        engine.write(plan, memory, deadline_s=library.deadline_s).wait()
 
     def finish(self) -> Extent:
-        """The extent is whole, on disk, and pinned. Raises WriteError, StateError where rows are
-        missing."""
+        """The extent is whole, on disk, and pinned. Raises WriteError, DeadlineExceededError,
+        StateError where rows are missing."""
         library, identity, place = self._library, self._identity, self._place
         if self._written != [identity.tokens] * library.shape.layers:
             raise errors.StateError(
@@ -500,7 +477,6 @@ class ExtentWriter:
                 got=min(self._written),
                 expected=f"{identity.tokens} tokens in every layer",
             )
-        self._settle(0)
         packed = library.shape.pack([each for each in self._packed if each is not None])
         front = front_of(library.shape, identity, self._sums, packed)
         memory = library.engine.memory(front.size)
@@ -526,9 +502,6 @@ class ExtentWriter:
     def __exit__(self, *error: object) -> None:
         if self._is_open:
             self._is_open = False
-            while self._under_way:  # its place may be somebody else's next
-                with contextlib.suppress(errors.EspnxError):
-                    self._settle(0)
             with self._library._lock:
                 if not self._library._pins.is_closed:
                     self._library._index.abandon(self._place.number)

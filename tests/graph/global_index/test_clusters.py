@@ -71,10 +71,7 @@ def plain_probing(
     far.sort()
     if probing.count is not None:
         return [number for _, number in far[: probing.count]]
-    middle = centroids.astype(np.float64).mean(axis=0)
-    unit = float(((centroids - middle) ** 2).sum(axis=1).mean())
-    if metric == "ip":
-        unit = float(np.sqrt(unit) * np.linalg.norm(query))
+    unit = float(np.linalg.norm(query)) if metric == "ip" else 1.0
     limit = far[0][0] + unit * probing.margin
     return [number for value, number in far if value <= limit]
 

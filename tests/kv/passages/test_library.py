@@ -7,7 +7,6 @@ import gc
 import os
 import stat
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,7 @@ from espnx import errors
 from espnx.device.row_layout import RowLayout
 from espnx.kv.passages.extent import Extent, Identity, RowShape
 from espnx.kv.passages.library import DATA, INDEX, ExtentWriter, Library
-from espnx.storage import Plan
-from espnx.storage.native import FaultRule, FaultyEngine, NativeEngine
+from espnx.storage.native import FaultRule, FaultyEngine
 
 SHAPE = RowShape(2, 3, RowLayout("fp32", 64, 32))
 SPACE, OTHER = b"s" * 32, b"o" * 32
@@ -136,68 +134,6 @@ def test_an_eighth_is_empty_at_most(layout: tuple[str, int]) -> None:
         assert in_blocks - shape.block_tokens(n) * shape.token_bytes <= in_blocks / 8
         whole = in_blocks + packed * shape.token_bytes + 128 + sums * blocks
         assert whole <= shape.extent_bytes(n) < whole + 4096
-
-
-class Late(NativeEngine):
-    """An engine that writes nothing until it is waited for, and notes when. `broken`: the write,
-    from 0, that fails."""
-
-    def __init__(self, broken: int | None = None):
-        super().__init__()
-        self.broken, self.said = broken, list[str]()
-
-    def write(self, plan: Plan, source: torch.Tensor, **options: Any) -> Any:
-        number, write = self.said.count("begun"), super().write
-        self.said.append("begun")
-
-        def wait() -> None:
-            self.said.append("ended")
-            if number == self.broken:
-                raise errors.WriteError("no", path="x", errno=5)
-            write(plan, source, **options).wait()
-
-        return SimpleNamespace(wait=wait)
-
-
-@pytest.mark.parametrize("at_a_time", [1 << 30, 0])
-def test_the_front_is_written_last(
-    folder: Path, at_a_time: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows are under way while others come, within bounds; the front says that all are there."""
-    monkeypatch.setattr("espnx.kv.passages.library._WRITES_BYTES", at_a_time)
-    ids, engine = ids_of(127), Late()
-    library = opened(folder, engine=lambda: engine)
-    extent = filled(library, ids)
-    assert extent is not None
-    rows = ["begun"] * 8 + ["ended"] * 8 if at_a_time else ["begun", "ended"] * 8
-    assert engine.said == [*rows, "begun", "ended"]
-    for layer, (k, v) in enumerate(read(folder, extent)):
-        assert torch.equal(k, rows_of(ids, layer)[0][0])
-        assert torch.equal(v, rows_of(ids, layer)[1][0])
-    library.close()
-
-
-@pytest.mark.parametrize("broken", [0, 3, 7, 8])
-def test_a_place_is_left_when_nothing_is_written_there(folder: Path, broken: int) -> None:
-    """Else what comes late would lie in an extent that somebody else has got there."""
-    ids, engine = ids_of(127), Late(broken)
-    library = opened(folder, engine=lambda: engine)
-    with pytest.raises(errors.WriteError):
-        filled(library, ids)
-    assert engine.said.count("begun") == engine.said.count("ended") == (9 if broken == 8 else 8)
-    assert not found(library, ids)
-    writer = library.write(Identity.of(library.space, [], ids), ids, 1.0)
-    assert isinstance(writer, ExtentWriter)
-    with pytest.raises(ZeroDivisionError), writer:
-        writer.rows(0, *(each[:, :, :64] for each in rows_of(ids, 0)))
-        raise ZeroDivisionError
-    assert engine.said.count("begun") == engine.said.count("ended")
-    engine.broken = None
-    extent = filled(library, ids)
-    assert extent is not None
-    assert extent.offset_bytes == 0
-    assert library.verify() == (extent.size_bytes, 0)
-    library.close()
 
 
 def test_directories_share_the_extents(folder: Path) -> None:

@@ -94,6 +94,8 @@ class Decoding:
         self._ended = set[int]()
         mask = inputs.get("attention_mask")
         self._seen = None if mask is None else mask.bool().cpu()
+        # a mask of ones is left out, and positions are as many as it had
+        self._is_whole = inputs["position_ids"].shape[1] == n
         self._next = inputs["position_ids"][:, -1].cpu().expand(n_sequences) + 1
         # those whose names `generate` does not prepare anew
         self._inputs = {
@@ -154,7 +156,7 @@ class Decoding:
         """
         cache, passes, tally = self._cache, self._cache.passes, self._tally
         held, n = cache.get_seq_length(), self._lengths[0]
-        if self._seen is None or self._seen.shape[1] == n:
+        if self._is_whole:
             n -= held  # the prompt begins with what is in the cache
         is_pass = held > 0 and 0 < n < CHUNK_TOKENS and (chunk is None or n <= chunk)
         room = max(0, self._rules.max_length - self._lengths[0])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import espnx
 from espnx import errors
 from espnx.device.rows.file import UNIT_BYTES
 from espnx.device.rows.ssd import SsdRowDevice
@@ -365,3 +366,24 @@ def test_memory_of_reads_stays_where_a_pass_has_no_draft(
     # and nothing of it is left in the end
     assert set(during[: said["passes"]]) == {limit}
     assert set(during[said["passes"] :]) == {0}
+
+
+@pytest.mark.parametrize("draft", [None, "lookup", "pages", "4bit"])
+@pytest.mark.parametrize("n_new", [5, 25])
+def test_only_what_is_new_is_given_with_a_mask_of_all(
+    folder: Path, draft: str | None, n_new: int
+) -> None:
+    """More new tokens than the cache holds, or fewer; transformers leaves out a mask of ones."""
+    held, new = prompt([20])["input_ids"], prompt([n_new], seed=4)["input_ids"]
+    model, mask = enabled("llama"), torch.ones(1, 20 + n_new, dtype=torch.long)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12}
+    both = {"input_ids": torch.cat([held, new], dim=1), "attention_mask": mask}
+    whole = generate(model, both, None, **options)
+    with torch.no_grad(), KVCache(model.config, folder, spill_interval=8, draft=draft) as cache:
+        model(held, past_key_values=cache)
+        custom = {} if draft is None else {"custom_generate": espnx.generate}
+        found = model.generate(
+            input_ids=new, attention_mask=mask, past_key_values=cache, **options, **custom
+        )
+        assert cache.get_seq_length() in (20 + n_new + 11, 20 + n_new + 12)
+    assert torch.equal(found[0, n_new:], whole[0, 20 + n_new :])

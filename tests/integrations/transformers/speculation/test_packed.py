@@ -157,7 +157,8 @@ def test_sampled_texts_come_again_by_their_seed(
             time.sleep(0.001)
         return is_written(rows, run)
 
-    monkeypatch.setattr(LayerRows, "_is_written", waited)
+    if kind == "pages":
+        monkeypatch.setattr(LayerRows, "_is_written", waited)
     draft: Any = plain("llama") if kind == "assistant" else kind
     inputs = prompt([150, 80])
     options: dict[str, Any] = {"do_sample": True, "top_k": 20, "max_new_tokens": 30, "gamma": 4}
