@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ...ops._native import load_extension
 from ...ops.centroids import distances_to_means, fit_means
@@ -130,7 +131,7 @@ def reordered(
             )
             memory, begin = future.wait().numpy(), future.position_bytes.numpy()
             at = begin[np.searchsorted(wanted, part)]
-            near = memory[at[:, None] + np.arange(row_bytes)].view("<u4")
+            near = sliding_window_view(memory, row_bytes)[at].view("<u4")
             there = np.arange(edges.degree) < edges.counts[part][:, None]
             written.write(np.where(there, new[np.where(there, near, 0)], 0).reshape(-1).data)
     engine.close_file(file)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ... import errors
 from ...ops.crc32c import crc32c_ranges
@@ -96,7 +97,9 @@ def _checked_pages(
     """uint8 [m, page_bytes], whose headers are right: of each the salt, and its number.
     `place_of`: the file of a page, and the byte at which it begins there."""
     begin = torch.from_numpy(np.ascontiguousarray(position_bytes, dtype=np.int64))
-    found = memory.numpy()[begin.numpy()[:, None] + np.arange(page_bytes)]
+    if not len(begin):
+        return np.empty((0, page_bytes), np.uint8)
+    found = sliding_window_view(memory.numpy(), page_bytes)[begin.numpy()]
     header = np.ascontiguousarray(found[:, : HEADER.itemsize]).view(HEADER).ravel()
     sums = crc32c_ranges(memory, begin + 4, torch.full_like(begin, page_bytes - 4)).numpy()
     for i in np.flatnonzero(sums != header["crc32c"])[:1]:
