@@ -23,6 +23,8 @@ def what(row: Row) -> str:
     )
     if params.get("throttle_bytes_per_s"):
         text += f", {params['throttle_bytes_per_s'] / 1e6:g} MB/s"
+    if params.get("draft_read_ahead_bytes"):
+        text += f", {format_size(params['draft_read_ahead_bytes'])} ahead"
     return text
 
 

@@ -128,14 +128,20 @@ def under_a_limit(found: Sequence[Found]) -> Any:
     return figure
 
 
+def _size(found: Found) -> tuple[int, int, int]:
+    """Sequences, tokens of each, and bytes that may be read while drafts are made."""
+    params = found.row.params
+    return params["batch"], params["context"], params.get("draft_read_ahead_bytes", 0)
+
+
 def timed(found: Sequence[Found]) -> Sequence[Found]:
-    """Rows of the largest batch and context that have a time of their own and the disk's; none
-    where they are of a single rate."""
+    """Rows of the largest batch, context and room for reads ahead that have a time of their own and
+    the disk's; none where they are of a single rate."""
     rows = [
         each for each in found if {"step_s", "fio_s", "tokens_a_pass"} <= each.row.metrics.keys()
     ]
-    most = max(((each.row.params["batch"], each.row.params["context"]) for each in rows), default=0)
-    rows = [row for row in rows if (row.row.params["batch"], row.row.params["context"]) == most]
+    most = max(map(_size, rows), default=None)
+    rows = [each for each in rows if _size(each) == most]
     rates = {each.row.params["throttle_bytes_per_s"] for each in rows}
     return rows if len(rates) > 1 else []
 

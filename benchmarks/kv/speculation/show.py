@@ -198,7 +198,10 @@ def _rows_of_acceptance(
 
 
 def _params(options: Options, show: str, task: Task, source: str) -> dict[str, Any]:
-    return options.params(show, task) | {"text": source, "prefill": "the model's own"}
+    params = options.params(show, task) | {"text": source, "prefill": "the model's own"}
+    if options.draft_read_ahead is not None:
+        params["draft_read_ahead_bytes"] = options.draft_read_ahead
+    return params
 
 
 def _forced(worker: Worker, name: str, say: Say) -> dict[str, float]:
