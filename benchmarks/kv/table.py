@@ -106,7 +106,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("one by one ms", metric("one_by_one_s", 1e-3)),
     ("given text", metric("forced_tokens_a_pass")),
     ("quoted text", metric("forced_tokens_a_pass_quoted")),
-    ("of K and V asked", _share("asked_share")),
+    ("asked over K and V", _share("asked_share")),
     ("given: of K and V", _share("forced_asked_share")),
     ("bytes of drafts", metric("draft_bytes", 1, 0)),
     ("draft memory", _memory("draft_memory_bytes")),
@@ -184,7 +184,13 @@ VIEWS: Mapping[str, Table] = {
         "what", "system", "ms/step (IQR)", "write requests", "MB written", "write amplification"
     ),
     "speculation": _view(
-        "what", "system", "ms/step (IQR)", "tokens a pass", "of K and V asked", "x fio"
+        "what",
+        "system",
+        "ms/step (IQR)",
+        "tokens a pass",
+        "asked over K and V",
+        "x fio",
+        "draft memory",
     ),
     "gamma": _view(
         "what",
@@ -201,7 +207,7 @@ VIEWS: Mapping[str, Table] = {
         "ms/step (IQR)",
         "one by one ms",
         "tokens a pass",
-        "of K and V asked",
+        "asked over K and V",
         "x fio",
         "draft memory",
         "peak of the group",

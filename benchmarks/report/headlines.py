@@ -20,7 +20,7 @@ from .found import Found
 
 BLOCK = re.compile(r"(<!-- headlines -->\n).*?(<!-- /headlines -->)", re.DOTALL)
 DRIVES = re.compile(r"(<!-- drives -->\n).*?(<!-- /drives -->)", re.DOTALL)
-SHOWN = 4
+SHOWN = 5
 _DRIVES_SHOWN = (1, 4, 8, 16)
 _TIE = 0.1  # times nearer to one another than this say nothing about which is the faster
 
@@ -105,6 +105,28 @@ def decoding(rows: Sequence[Row]) -> Line | None:
         f"{ours.metrics['step_s']:.1f} s",
         f"{theirs.metrics['step_s']:.1f} s, FlexGen from the same disk",
     )
+
+
+def drafting(rows: Sequence[Row]) -> Line | None:
+    """A step with drafts beside decoding one by one, on the slower of the disks that it was
+    measured on."""
+    rows = [row for row in rows if row.case == "kv" and row.params.get("show") == "speculation"]
+    rates = [row.params["throttle_bytes_per_s"] for row in rows]
+    throttle = min((rate for rate in rates if rate), default=None)
+    found = _systems(rows, throttle_bytes_per_s=throttle)
+    ours, theirs = found.get("pages-1/16"), found.get("one-by-one")
+    if ours is None or theirs is None or throttle is None:
+        return None
+    at = f"{ours.params['batch']} x {ours.params['context']:,} tokens"
+    what = (
+        f"a token of each sequence with drafts ({ours.params['model']}, {at}), the same tokens, a "
+        f"disk of {throttle / 1e6:,.0f} MB/s"
+    )
+    otherwise = (
+        f"{theirs.metrics['step_s']:.1f} s one by one; {ours.metrics['fio_s']:.1f} s: what the "
+        "disk takes to read K and V"
+    )
+    return what, f"{ours.metrics['step_s']:.1f} s", otherwise
 
 
 def going_on(rows: Sequence[Row]) -> Line | None:
@@ -209,6 +231,7 @@ ALL: tuple[Callable[[Sequence[Row]], Line | None], ...] = (
     resuming,
     going_on,
     decoding,
+    drafting,
     searching,
     holding,
 )

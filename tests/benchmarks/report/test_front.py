@@ -122,6 +122,35 @@ def test_headlines_come_from_rows() -> None:
     )
 
 
+def drafted(system: str, step_s: float, throttle: int, **changes: Any) -> Any:
+    params = {
+        "show": "speculation",
+        "model": "smollm2",
+        "throttle_bytes_per_s": throttle,
+        "batch": 8,
+        "context": 7680,
+    }
+    metrics = {"step_s": step_s, "fio_s": 2.8e9 / throttle}
+    return row(
+        case="kv", params=params, system=system, median_s=24 * step_s, metrics=metrics, **changes
+    )
+
+
+def test_drafts_stand_beside_one_by_one_and_the_disk() -> None:
+    rows = [
+        drafted(system, seconds, throttle)
+        for throttle, seconds in ((800_000_000, 1.02), (400_000_000, 1.63))
+        for system in ("pages-1/16", "4bit")
+    ]
+    assert lines(files(a=rows)) == []
+    rows += [drafted("one-by-one", 3.54, 800_000_000), drafted("one-by-one", 7.08, 400_000_000)]
+    [line] = lines(files(a=rows))
+    assert line[0].startswith("a token of each sequence with drafts (smollm2, 8 x 7,680 tokens)")
+    assert line[0].endswith("a disk of 400 MB/s")
+    assert line[1:3] == ["1.6 s", "7.1 s one by one; 7.0 s: what the disk takes to read K and V"]
+    assert lines(files(a=[each for each in rows if each is not rows[2]])) == []
+
+
 def test_a_cascade_is_shown_with_its_recall_alone() -> None:
     """And what is as fast as espnx is called so."""
     [line] = lines(files(a=[*searches(espnx=0.009), search("cascade-ssd-64", 0.008)]))
