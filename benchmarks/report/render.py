@@ -201,9 +201,10 @@ def describe(machine: Mapping[str, Any]) -> str:
     memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB of memory"
     fio = str(machine["fio"]).removeprefix("fio-")
     disk = f"{machine['fs']} on {disk_kind(machine['disk'])}"
+    gpu = f", {machine['gpu']}" if isinstance(machine.get("gpu"), str) else ""
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {memory}, Linux {machine['kernel']}, {disk}, "
-        f"fio {fio}"
+        f"fio {fio}{gpu}"
     )
 
 
