@@ -157,6 +157,8 @@ def _measured(
             for peer in point.compiled_peers
             if (point.name, peer) in failed
         }
+        if setting.device.type == "cpu":
+            unprepared = dict.fromkeys(point.compiled_peers, "tried on a GPU alone")
         peers = frozenset(point.compiled_peers) - set(unprepared)
         found = measure(point, setting, peers, unprepared, rates, args.pairs, say)
         rows += found
