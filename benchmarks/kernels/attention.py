@@ -76,6 +76,7 @@ def points() -> list[Point]:
         for fmt in ("fp16", "bf16", "int8", "fp32")
         for d in (64, 128)
         for group in (1, 4, 8)
+        if fmt != "fp32" or group != 8
     ]
     both = [(256, 16), (576, 16), (1024, 16)]
     return found + [

@@ -74,7 +74,7 @@ def configure(parser: ArgumentParser) -> None:
     add(
         "--flashinfer",
         metavar="DIR",
-        help="FlashInfer's headers (default: those of an installed flashinfer-python)",
+        help="the folder `data` of flashinfer-python (default: that of an installed one)",
     )
 
 
@@ -116,14 +116,14 @@ def _compiled(
     from .prepare import prepare
 
     begin = time.monotonic()
-    include = Path(args.flashinfer) if args.flashinfer else flashinfer.headers()
+    data = Path(args.flashinfer) if args.flashinfer else flashinfer.sources()
     build, library, why = None, None, "not installed"
-    if include is not None and any(each.part == "attention" for each in chosen):
+    if data is not None and any(each.part == "attention" for each in chosen):
         major, minor = torch.cuda.get_device_capability()
-        library = flashinfer.library_path(include, Path.home() / ".cache" / "espnx")
+        library = flashinfer.library_path(data, Path.home() / ".cache" / "espnx")
         try:
             if not library.exists():
-                build = flashinfer.begin_build(include, library, f"{major}{minor}")
+                build = flashinfer.begin_build(data, library, f"{major}{minor}")
         except (EspnxError, OSError) as error:
             library, why = None, f"cannot be compiled: {error}"
     names = {point.name: point.compiled_peers for point in chosen}
@@ -143,10 +143,11 @@ def _measured(
     args: Namespace,
     say: Say,
 ) -> list[Row]:
-    from .point import measure
+    from .point import measure, measure_rates, rates_row
 
     keep: Callable[[Sequence[Row]], None] = getattr(args, "keep", lambda rows: None)
-    rates, rows = _rates(setting, quick=args.quick)
+    rates = measure_rates(setting.clock, small=args.quick or setting.device.type == "cpu")
+    rows = [rates_row(rates)]
     say(f"copy {rates.copy / 1e12:.2f} TB/s")
     for kind, flops in rates.matmul.items():
         say(f"product of {kind} matrices {flops / 1e12:.0f} TFLOP/s")
@@ -178,24 +179,6 @@ def _free(setting: Setting) -> None:
     gc.collect()
     if setting.device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _rates(setting: Setting, *, quick: bool) -> tuple[Rates, list[Row]]:
-    """What the device can do, and rows of it."""
-    from .point import Rates, absent
-    from .timing import copy_bytes_per_s, matmul_flops_per_s
-
-    small = quick or setting.device.type == "cpu"
-    clock = setting.clock
-    copy = copy_bytes_per_s(clock, 1 << 24) if small else copy_bytes_per_s(clock)
-    matmul = {
-        kind: matmul_flops_per_s(clock, kind, 256 if small else 0)
-        for kind in ("fp16", "bf16", "fp32")
-    }
-    row = absent({"part": "rates", "what": "copy, products of matrices"}, "torch")
-    metrics = {f"{kind}_flops_per_s": flops for kind, flops in matmul.items()}
-    metrics["copy_bytes_per_s"] = copy
-    return Rates(copy, matmul), [dataclasses.replace(row, metrics=metrics)]
 
 
 def _device_facts(device: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ TOKENS = 180  # of a document, on average: as ESPN has them
 QUERY_TOKENS = 32
 _CENTROIDS = 16_384
 _ALIGN_BYTES = 16  # of where a document begins
-_TOKENS_AT_ONCE = 1 << 18
+_TOKENS_AT_ONCE, _DOCUMENTS_AT_ONCE = 1 << 18, 1024
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -43,9 +43,8 @@ class Shape:
     def counts(self, setting: Setting) -> torch.Tensor:
         """Tokens of each document, int64 on the CPU."""
         # compact formats are bound by arithmetic: enough that no cache holds the input sets
-        size = setting.data_bytes if self.is_float or self.fmt == "int8" else (
-            setting.data_bytes // 4
-        )
+        is_plain = self.is_float or self.fmt == "int8"
+        size = setting.data_bytes if is_plain else setting.data_bytes // 4
         n = max(size // (TOKENS * self.row_bytes), 3)
         if not self.is_ragged:
             return torch.full((n,), TOKENS)
@@ -92,12 +91,6 @@ class Documents:
         within -= first.repeat_interleave(counts)
         offsets = self.offsets.to(self.device).repeat_interleave(counts)
         return offsets + within * self.shape.row_bytes
-
-    @cached_property
-    def owners(self) -> torch.Tensor:
-        """int64 on the device: each token's document."""
-        counts = self.counts.to(self.device)
-        return torch.arange(len(counts), device=self.device).repeat_interleave(counts)
 
     def _fill(self, draw: dict[str, Any]) -> torch.Tensor:
         shape, fmt = self.shape, self.shape.fmt
@@ -151,26 +144,25 @@ class Documents:
         return found / found.norm(dim=1, keepdim=True)
 
     @cached_property
-    def exact(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def exact(self) -> list[tuple[torch.Tensor, ...]]:
         """For each set: scores, of absolute values, and with queries' largest values, float64."""
         query = self.query.double()
         peaks = query.abs().amax(dim=-1, keepdim=True).expand_as(query)
+        weights = torch.cat([query, query.abs(), peaks])
+        return [self._exact(i, weights) for i in range(len(self.buffers))]
+
+    def _exact(self, i: int, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ends = [0, *self.counts.cumsum(0).tolist()]
         found = []
-        for i in range(len(self.buffers)):
-            best = torch.full(
-                (3, len(self.counts), len(query)), -torch.inf, dtype=torch.float64,
-                device=self.device,
+        for first in range(0, len(self.counts), _DOCUMENTS_AT_ONCE):
+            last = min(first + _DOCUMENTS_AT_ONCE, len(self.counts))
+            rows = self.values(i, slice(ends[first], ends[last]))
+            products = torch.cat(
+                [rows @ weights[:QUERY_TOKENS].T, rows.abs() @ weights[QUERY_TOKENS:].T], dim=1
             )
-            for begin in range(0, len(self.begins), _TOKENS_AT_ONCE):
-                part = slice(begin, begin + _TOKENS_AT_ONCE)
-                rows = self.values(i, part)
-                owners = self.owners[part, None].expand(-1, len(query))
-                for out, weights, values in zip(
-                    best, (query, query.abs(), peaks), (rows, rows.abs(), rows.abs()), strict=True
-                ):
-                    out.scatter_reduce_(0, owners, values @ weights.T, "amax")
-            found.append(tuple(best.sum(-1)))
-        return found  # type: ignore[return-value]
+            lengths = self.counts[first:last].to(self.device)
+            found.append(torch.segment_reduce(products, "max", lengths=lengths, axis=0))
+        return torch.cat(found).view(len(self.counts), 3, QUERY_TOKENS).sum(-1).unbind(1)
 
     def check(self, i: int, found: torch.Tensor) -> str | None:
         scores, magnitude, peaks = self.exact[i]

@@ -19,28 +19,30 @@ from espnx.errors import EspnxError
 from .timing import Call
 
 _SOURCE = Path(__file__).with_name("flashinfer.cu")
+_HEADERS, _CCCL = "include", "cccl/libcudacxx/include"  # newer than those of CUDA 13.0
 _TMP_BYTES = 256 << 20  # of partial results
 _DIMS, _GROUPS = (64, 128), (1, 2, 3, 4, 6, 8)
 
 
-def headers() -> Path | None:
-    """The headers of an installed flashinfer-python, which is not imported."""
+def sources() -> Path | None:
+    """The folder ``data`` of an installed flashinfer-python, which is not imported."""
     try:
         spec = find_spec("flashinfer")
     except (ImportError, ValueError):
         return None
     places = [Path(each) for each in (spec.submodule_search_locations or ())] if spec else []
-    found = [place / "data" / "include" for place in places]
-    return next((each for each in found if (each / "flashinfer").is_dir()), None)
+    found = [place / "data" for place in places]
+    return next((each for each in found if (each / _HEADERS / "flashinfer").is_dir()), None)
 
 
-def library_path(include: Path, folder: Path) -> Path:
+def library_path(data: Path, folder: Path) -> Path:
     """Where `begin_build` leaves the library of this source and these headers."""
-    text = _SOURCE.read_bytes() + (include / "flashinfer/attention/decode.cuh").read_bytes()
+    headers = sorted((data / _HEADERS / "flashinfer" / "attention").glob("*.cuh"))
+    text = b"".join(each.read_bytes() for each in (_SOURCE, *headers))
     return folder / f"flashinfer-{hashlib.sha256(text).hexdigest()[:16]}.so"
 
 
-def begin_build(include: Path, library: Path, architecture: str) -> subprocess.Popen[bytes]:
+def begin_build(data: Path, library: Path, architecture: str) -> subprocess.Popen[bytes]:
     """A compiler at work, minutes of one core. Its output is a file beside the library. Raises
     EspnxError without nvcc."""
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
@@ -49,7 +51,8 @@ def begin_build(include: Path, library: Path, architecture: str) -> subprocess.P
     library.parent.mkdir(parents=True, exist_ok=True)
     flags = ["-O3", "-std=c++17", "--expt-relaxed-constexpr", "-shared", "-Xcompiler", "-fPIC"]
     flags += ["-DFLASHINFER_ENABLE_BF16", "-DFLASHINFER_ENABLE_F16", "--split-compile=0"]
-    flags += [f"-gencode=arch=compute_{architecture},code=sm_{architecture}", f"-I{include}"]
+    flags += [f"-gencode=arch=compute_{architecture},code=sm_{architecture}"]
+    flags += [f"-I{data / each}" for each in (_HEADERS, _CCCL)]
     with library.with_suffix(".log").open("wb") as log:
         return subprocess.Popen(
             [nvcc, *flags, "-o", str(library.with_suffix(".part")), str(_SOURCE)],

@@ -14,7 +14,17 @@ import torch
 from ..harness.registry import Say
 from ..harness.result import Row
 from ..harness.runner import Sample, compare
-from .timing import Call, Clock, bare_launches
+from .timing import (
+    LAUNCHES,
+    Call,
+    Clock,
+    bare_launches,
+    copy_bytes_per_s,
+    matmul_flops_per_s,
+)
+
+_SAMPLE_S = 5e-3  # slow peers are timed over fewer launches in a row
+RATES = ("fp16", "bf16", "fp32")  # of products of matrices
 
 #: (number of the input set, what a call returned) -> what is wrong with it, or None.
 Check = Callable[[int, Any], str | None]
@@ -75,6 +85,7 @@ class KernelSystem:
     effective_path: str = field(default="memory", init=False)
     bare: Call | None = field(default=None, init=False)
     turn: int = field(default=0, init=False)
+    launches: int = field(default=LAUNCHES, init=False)
 
     def verify(self) -> str | None:
         for i in range(self.clock.sets):
@@ -82,8 +93,8 @@ class KernelSystem:
                 return f"input set {i}: {problem}"
         if self.is_ours:
             self.bare = bare_launches(self.work or self.whole, self.clock.sets)
-        for i in range(self.clock.sets):
-            self._work(i)
+        trial_s = self.clock.work_s(self._work, self.clock.sets)
+        self.launches = max(min(round(_SAMPLE_S / trial_s), LAUNCHES), 2)
         return None
 
     @property
@@ -95,11 +106,11 @@ class KernelSystem:
         return "warm"
 
     def run(self) -> Sample:
-        seconds = self.clock.work_s(self._work)
+        seconds = self.clock.work_s(self._work, self.launches)
         metrics = {"call_s": self.clock.whole_s(self.whole, self.turn)}
         if self.bare is not None:
             metrics["kernel_s"] = (
-                self.clock.work_s(self.bare) if self._work is not self.bare else seconds
+                self.clock.work_s(self.bare, self.launches) if self._work is not self.bare else seconds
             )
         return Sample(seconds, self.bytes_asked, self.bytes_moved, metrics)
 
@@ -156,6 +167,21 @@ class Rates:
         return max(data_bytes / self.copy, flops / self.matmul[kind])
 
 
+def measure_rates(clock: Clock, *, small: bool = False) -> Rates:
+    """What the device can do; `small`: of matrices that a CPU multiplies at once."""
+    copy = copy_bytes_per_s(clock, 1 << 24) if small else copy_bytes_per_s(clock)
+    side = 256 if small else 0
+    return Rates(copy, {kind: matmul_flops_per_s(clock, kind, side) for kind in RATES})
+
+
+def rates_row(rates: Rates) -> Row:
+    """The same for a result file."""
+    row = absent({"part": "rates", "what": "copy, products of matrices"}, "torch")
+    metrics = {f"{kind}_flops_per_s": flops for kind, flops in rates.matmul.items()}
+    metrics["copy_bytes_per_s"] = rates.copy
+    return dataclasses.replace(row, metrics=metrics)
+
+
 def fastest(candidates: Sequence[KernelSystem], missing: dict[str, str], name: str) -> list[Any]:
     """The one of these variants of a peer that is fastest in a short trial; none, and `missing`
     says why, where none runs here."""
@@ -166,7 +192,8 @@ def fastest(candidates: Sequence[KernelSystem], missing: dict[str, str], name: s
             for i in range(system.clock.sets):
                 system.whole(i)
             system.clock.wait()
-            times[number] = min(system.clock.work_s(system.work or system.whole) for _ in range(2))
+            call, sets = system.work or system.whole, system.clock.sets
+            times[number] = min(system.clock.work_s(call, sets) for _ in range(2))
         except Exception as error:  # a peer may fail in any way, which is its result
             why = _first_line(error)
     if not times:

@@ -149,18 +149,15 @@ def _compiled_calls(documents: Documents, sets: int) -> list[tuple[str, Call, in
 
 
 def _flash_calls(documents: Documents, sets: int) -> list[tuple[str, Call, int]]:
-    """Packed documents; those of one length also as padded ones, without padding."""
+    """Packed documents; those of one length as padded ones, without padding."""
     from flash_maxsim import flash_maxsim, flash_maxsim_packed
 
     packed, bounds = _packed(documents, sets)
     query, moved = documents.query.to(packed[0].dtype), documents.token_bytes
-    found: list[tuple[str, Call, int]] = [
-        ("-packed", lambda i: flash_maxsim_packed(query, packed[i], bounds), moved)
-    ]
-    if not documents.shape.is_ragged:
-        shape = (len(documents.counts), TOKENS, documents.shape.d)
-        found.append(("-padded", lambda i: flash_maxsim(query, packed[i].view(shape)), moved))
-    return found
+    if documents.shape.is_ragged:
+        return [("-packed", lambda i: flash_maxsim_packed(query, packed[i], bounds), moved)]
+    shape = (len(documents.counts), TOKENS, documents.shape.d)
+    return [("-padded", lambda i: flash_maxsim(query, packed[i].view(shape)), moved)]
 
 
 def _late_calls(documents: Documents, sets: int) -> list[tuple[str, Call, int]]:
@@ -178,6 +175,4 @@ def _late_calls(documents: Documents, sets: int) -> list[tuple[str, Call, int]]:
     if documents.shape.is_ragged:
         return [("-varlen", ragged, moved)]
     shape = (len(documents.counts), TOKENS, documents.shape.d)
-    return [
-        ("-dense", lambda i: late_maxsim(query[None], packed[i].view(shape)), moved),
-    ]
+    return [("-dense", lambda i: late_maxsim(query[None], packed[i].view(shape)), moved)]

@@ -20,7 +20,7 @@ from espnx.errors import EspnxError
 from espnx.ops import device_code
 
 SETS = 3  # of inputs
-_LAUNCHES = 12
+LAUNCHES = 12  # timed in a row
 _HEAD_START_CYCLES = 5_000_000  # of the device's clock, about 3 ms
 _HEAD_START_CYCLES_MAX = _HEAD_START_CYCLES << 6
 _COPY_BYTES = 1 << 30
@@ -43,8 +43,8 @@ class Clock:
         self.device, self.sets = device, sets
         self._head_start_cycles = _HEAD_START_CYCLES
 
-    def work_s(self, call: Call) -> float:
-        """Mean seconds of the device's own work for one call, of several in a row, which must not
+    def work_s(self, call: Call, launches: int = LAUNCHES) -> float:
+        """Mean seconds of the device's own work for one call, of so many in a row, which must not
         wait for the device. Raises EspnxError where they do."""
         if self.device.type == "cpu":
             return self.whole_s(call)
@@ -52,13 +52,13 @@ class Clock:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(self._head_start_cycles)
             begin.record()
-            for i in range(_LAUNCHES):
+            for i in range(launches):
                 call(i % self.sets)
             was_late = begin.query()
             end.record()
             end.synchronize()
             if not was_late:
-                return begin.elapsed_time(end) / 1e3 / _LAUNCHES
+                return begin.elapsed_time(end) / 1e3 / launches
             self._head_start_cycles *= 2
             if self._head_start_cycles > _HEAD_START_CYCLES_MAX:
                 self._head_start_cycles = _HEAD_START_CYCLES
@@ -154,5 +154,5 @@ def matmul_flops_per_s(clock: Clock, kind: str, side: int = 0, runs: int = 5) ->
     )
     out = torch.empty_like(a)
     torch.mm(a, b, out=out)
-    seconds = [clock.work_s(lambda i: torch.mm(a, b, out=out)) for _ in range(runs)]
+    seconds = [clock.work_s(lambda i: torch.mm(a, b, out=out), 6) for _ in range(runs)]
     return 2 * side**3 / statistics.median(seconds)
