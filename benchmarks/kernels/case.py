@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PARTS = ("attention", "x", "maxsim", "crc32c", "gather", "projections")
 _FP16_ROWS = "-fp16"  # behind the name of a peer of int8 rows
 _MIB = 1 << 20
+_KEPT = 5  # points after which what there is is written
 _QUICK_BYTES = 1 << 20
 
 DESCRIPTION = """Every kernel on random rows, its results compared with float64 within the bounds of
@@ -127,7 +128,7 @@ def _compiled(
         except (EspnxError, OSError) as error:
             library, why = None, f"cannot be compiled: {error}"
     names = {point.name: point.compiled_peers for point in chosen}
-    failed = prepare(names, setting.data_bytes, setting.seed, args.compile_limit, say)
+    failed = prepare(names, setting, args.compile_limit, say)
     if build is not None and library is not None:
         left_s = args.compile_limit + begin - time.monotonic()
         if (problem := flashinfer.end_build(build, library, left_s)) is not None:
@@ -165,7 +166,7 @@ def _measured(
         rows += found
         took_s = time.monotonic() - begin
         say(f"[{count}/{len(chosen)}] {point.name}, {took_s:.1f} s: {_told(found)}")
-        if count == len(chosen) or point.part != chosen[count].part:
+        if count % _KEPT == 0 or count == len(chosen):
             keep(rows)  # a machine that is lent for a while may be gone before the end
         _free(setting)
     return rows

@@ -7,4 +7,7 @@ from .point import Point
 
 
 def points() -> list[Point]:
-    return [*attention.points(), *scoring.points(), *ranges.points(), *projections.points()]
+    decode = attention.points()
+    both = [point for point in decode if point.part == "x"]
+    rest = [*scoring.points(), *ranges.points(), *both, *projections.points()]
+    return [*(point for point in decode if point.part != "x"), *rest]

@@ -102,12 +102,14 @@ class Documents:
                 part.copy_(torch.nn.functional.normalize(drawn, dim=-1))
             return values.view(torch.uint8)
         buffer = torch.randint(0, 256, (self.size_bytes,), dtype=torch.uint8, **draw)
+        if fmt == "bit1":
+            return buffer
         if fmt == "int8":
-            scales = torch.rand(len(self.begins), **draw) / 512 + 1 / 1024
-            buffer.view(torch.float32)[self.begins // 4] = scales
-        elif fmt.startswith("residual"):
-            numbers = torch.randint(0, _CENTROIDS, (len(self.begins),), dtype=torch.int32, **draw)
-            buffer.view(torch.int32)[self.begins // 4] = numbers
+            heads = torch.rand(len(self.begins), **draw) / 512 + 1 / 1024
+        else:
+            heads = torch.randint(0, _CENTROIDS, (len(self.begins),), dtype=torch.int32, **draw)
+        places = self.begins[:, None] + torch.arange(4, device=self.device)
+        buffer[places] = heads.view(torch.uint8).view(-1, 4)
         return buffer
 
     def stored(self, i: int, tokens: slice = slice(None)) -> torch.Tensor:

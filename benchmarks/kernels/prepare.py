@@ -14,20 +14,25 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 
+import torch
+
 from ..harness.registry import Say
+from .catalogue import points
+from .point import Setting
+from .timing import Clock
 
 Job = tuple[str, str]  # name of a point, name of a peer or "" for our own
 
 _WORKERS_MAX = 12
 
 def prepare(
-    names: Mapping[str, Sequence[str]], data_bytes: int, seed: int, limit_s: float, say: Say
+    names: Mapping[str, Sequence[str]], setting: Setting, limit_s: float, say: Say
 ) -> dict[Job, str]:
     """Compiles what points need, for at most so many seconds.
 
     Args:
         names: of points, and for each its peers that take long to compile.
-        data_bytes, seed: of the points, whose shapes kernels are compiled for.
+        setting: of the points, whose shapes kernels are compiled for.
 
     Returns:
         The peers that cannot be measured, and why.
@@ -40,8 +45,8 @@ def prepare(
     pool = ProcessPoolExecutor(workers, mp_context=context)
     try:
         futures: dict[Future[str | None], Job] = {
-            pool.submit(_compile, name, peer, data_bytes, seed): (name, peer)
-            for name, peer in jobs
+            pool.submit(_compile, *job, setting.device.type, setting.data_bytes, setting.seed): job
+            for job in jobs
         }
         done, late = wait(futures, max(limit_s, 0.0))
         for future in done:
@@ -50,7 +55,7 @@ def prepare(
             if why is not None:
                 failed[futures[future]] = why
         for future in late:
-            failed[futures[future]] = f"did not compile within {limit_s:.0f} s"
+            failed[futures[future]] = f"did not compile within {limit_s:g} s"
     finally:
         for process in list((pool._processes or {}).values()):
             process.kill()
@@ -76,21 +81,15 @@ def _keep_no_choice() -> None:
     Autotuner.check_disk_cache = measure
 
 
-def _compile(name: str, peer: str, data_bytes: int, seed: int) -> str | None:
+def _compile(name: str, peer: str, device: str, data_bytes: int, seed: int) -> str | None:
     """In a worker: what is wrong, or None."""
-    import torch
-
-    from .catalogue import points
-    from .point import Setting
-    from .timing import Clock
-
     _keep_no_choice()
-    setting = Setting(Clock(torch.device("cuda"), 1), data_bytes, seed, only_ours=True)
+    setting = Setting(Clock(torch.device(device), 1), data_bytes, seed, only_ours=True)
     point = next(each for each in points() if each.name == name)
     systems = point.make(setting, frozenset([peer]) if peer else frozenset())
     for system in systems.ours if not peer else systems.peers:
         system.whole(0)
         if system.work is not None:
             system.work(0)
-    torch.cuda.synchronize()
+    setting.clock.wait()
     return systems.missing.get(peer) if peer else None
