@@ -31,11 +31,7 @@ _TIMED_MAXSIM = (
     "MaxSim fp16 d 384, 180 tokens",
     "MaxSim fp32 d 128, 180 tokens",
 )
-_TIMED_RANGES = (
-    "CRC32C of 4 KiB",
-    "CRC32C of 16 KiB",
-    "gather of records, multiples of 16 bytes",
-)
+_TIMED_RANGES = ("CRC32C of 4 KiB", "CRC32C of 16 KiB", "gather of records, multiples of 16 bytes")
 
 
 def check_tests(work: Path, rows: Rows, failures: list[str]) -> None:

@@ -52,7 +52,9 @@ def wall_s(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begun
 
 
-def time_kernels(names: Sequence[str], rows: Rows, failures: list[str], device: str = "cuda") -> None:
+def time_kernels(
+    names: Sequence[str], rows: Rows, failures: list[str], device: str = "cuda"
+) -> None:
     """Verifies and times these points of `espnx bench kernels`, without peers."""
     from espnx.benchmarks.kernels.catalogue import points
     from espnx.benchmarks.kernels.point import Setting, measure, measure_rates

@@ -208,8 +208,8 @@ def make(shape: Shape, setting: Setting) -> Systems:
         return attention(inputs.query, blocks, inputs.offsets, n_rows, **options)[0]
 
     def work(i: int) -> torch.Tensor:
-        blocks, known = inputs.blocks[i], {"rows_max": inputs.n, "align_bytes": 16}
-        return attention_inside(scaled, blocks, *there, **known, **options)[0]
+        blocks, most = inputs.blocks[i], inputs.n
+        return attention_inside(scaled, blocks, *there, rows_max=most, align_bytes=16, **options)[0]
 
     systems = Systems(
         [
@@ -291,4 +291,4 @@ def _sdpa_calls(
     found = [(name, by(backend, plain)) for name, backend in _BACKENDS.items()]
     if shape.group > 1:
         found += [(f"{name}-packed", by(backend, packed)) for name, backend in _BACKENDS.items()]
-    return found  # type: ignore[return-value]
+    return found

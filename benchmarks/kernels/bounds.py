@@ -34,9 +34,7 @@ def attention(
     `largest`."""
     rescales = math.ceil(n / _TILE_ROWS) + _PIECES_MAX
     score = gamma(d + 12, TRUNCATED) + _PARTS + extra
-    relative = (
-        torch.expm1(score * largest) + gamma(n + 6 * rescales + 12, TRUNCATED) + _PARTS
-    )
+    relative = torch.expm1(score * largest) + gamma(n + 6 * rescales + 12, TRUNCATED) + _PARTS
     return 2 * relative / (1 - relative).clamp_min(1e-9) * absolute + n * 2.0**-126
 
 

@@ -18,7 +18,7 @@ from ..harness.registry import Case, Say
 from ..harness.result import Row
 
 if TYPE_CHECKING:
-    from .point import Point, Rates, Setting
+    from .point import Point, Setting
 
 PARTS = ("attention", "x", "maxsim", "crc32c", "gather", "projections")
 _FP16_ROWS = "-fp16"  # behind the name of a peer of int8 rows
@@ -31,13 +31,13 @@ docs/tolerances.md (checksums and copies: exactly) before anything is timed. Thr
 --data MiB each take turns. All systems of a point take turns, too, --pairs times, shuffled; a ratio
 is the median over the pairs of the peer's time over ours, both the device's own work for a call.
 
-The bound: what a large copy within the device's memory does to bytes, or a large product of matrices
-of torch's to arithmetic, whichever takes longer; both are measured first.
+The bound: what a large copy within the device's memory does to bytes, or a large product of
+torch's to arithmetic, whichever takes longer; both are measured first.
 
 Peers: torch's attention (the fastest of its backends, query heads as heads or as rows), FlashInfer
 (compiled from the headers of its package; CUDA cores or tensor cores, the faster), torch.compile on
-padded documents, flash-maxsim, late-interaction-kernels. One that is not installed, does not compile
-in time or refuses such rows has a row that says so; one that is wrong is not compared.
+padded documents, flash-maxsim, late-interaction-kernels. One that is not installed, does not
+compile in time or refuses such rows has a row that says so; one that is wrong is not compared.
 
   # on a machine with a GPU, about two minutes
   espnx bench kernels --json kernels.json
@@ -70,7 +70,7 @@ def configure(parser: ArgumentParser) -> None:
         type=seconds,
         metavar="S",
         default=75.0,
-        help="for all kernels, before anything is measured, in processes of their own (default: 75)",
+        help="for all kernels, before anything is measured, in other processes (default: 75)",
     )
     add(
         "--flashinfer",

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -87,7 +88,7 @@ def refusal(dtype: torch.dtype, d: int, group: int) -> str | None:
 
 
 @functools.cache
-def _function(library: Path) -> ctypes._CFuncPtr:
+def _function(library: Path) -> Any:
     function = ctypes.CDLL(str(library)).espnx_flashinfer_decode
     word, number = ctypes.c_uint32, ctypes.c_int
     function.argtypes = [ctypes.c_void_p] * 5 + [word] * 4 + [ctypes.c_float, number, number]
@@ -120,7 +121,4 @@ def calls(
             raise EspnxError("flashinfer failed", got=f"error {code}")
         return out
 
-    return [
-        ("cuda-cores", lambda i: decode(i, False)),
-        ("tensor-cores", lambda i: decode(i, True)),
-    ]
+    return [("cuda-cores", lambda i: decode(i, False)), ("tensor-cores", lambda i: decode(i, True))]

@@ -14,14 +14,7 @@ import torch
 from ..harness.registry import Say
 from ..harness.result import Row
 from ..harness.runner import Sample, compare
-from .timing import (
-    LAUNCHES,
-    Call,
-    Clock,
-    bare_launches,
-    copy_bytes_per_s,
-    matmul_flops_per_s,
-)
+from .timing import LAUNCHES, Call, Clock, bare_launches, copy_bytes_per_s, matmul_flops_per_s
 
 _SAMPLE_S = 5e-3  # slow peers are timed over fewer launches in a row
 RATES = ("fp16", "bf16", "fp32")  # of products of matrices
@@ -110,7 +103,9 @@ class KernelSystem:
         metrics = {"call_s": self.clock.whole_s(self.whole, self.turn)}
         if self.bare is not None:
             metrics["kernel_s"] = (
-                self.clock.work_s(self.bare, self.launches) if self._work is not self.bare else seconds
+                self.clock.work_s(self.bare, self.launches)
+                if self._work is not self.bare
+                else seconds
             )
         return Sample(seconds, self.bytes_asked, self.bytes_moved, metrics)
 
@@ -227,13 +222,7 @@ def measure(
     try:
         systems = point.make(setting, peers)
         rows = compare(
-            "kernels",
-            params,
-            systems.ours,
-            systems.peers,
-            pairs=pairs,
-            seed=setting.seed,
-            say=say,
+            "kernels", params, systems.ours, systems.peers, pairs=pairs, seed=setting.seed, say=say
         )
         flops = point.flops(setting)
         missing = {**unprepared, **systems.missing}

@@ -25,6 +25,7 @@ Job = tuple[str, str]  # name of a point, name of a peer or "" for our own
 
 _WORKERS_MAX = 12
 
+
 def prepare(
     names: Mapping[str, Sequence[str]], setting: Setting, limit_s: float, say: Say
 ) -> dict[Job, str]:

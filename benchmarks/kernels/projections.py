@@ -117,7 +117,8 @@ def recomputed(layer: Layer, setting: Setting) -> Systems:
         weights = (projection.k_weight, projection.v_weight)
         for weight, out in zip(weights, outs, strict=True):
             torch.mm(xs[i], weight.T, out=out)
-        return tuple(each.view(n, layer.heads, layer.d).transpose(0, 1)[None] for each in outs)  # type: ignore[return-value]
+        k, v = (each.view(n, layer.heads, layer.d).transpose(0, 1)[None] for each in outs)
+        return k, v
 
     def check(i: int, found: tuple[torch.Tensor, torch.Tensor]) -> str | None:
         x = xs[i].double()
@@ -163,8 +164,8 @@ def absorbed(layer: Layer, setting: Setting) -> Systems:
 
     def work(i: int) -> torch.Tensor:
         rows = xs[i].view(-1).view(torch.uint8)
-        moved, known = absorb(query, projection, scale), {"rows_max": n, "align_bytes": 16}
-        sums = attention_inside(moved, rows, *there, **known, **options)
+        moved = absorb(query, projection, scale)
+        sums = attention_inside(moved, rows, *there, rows_max=n, align_bytes=16, **options)
         return release(*sums, projection, heads)
 
     def again(i: int) -> torch.Tensor:

@@ -41,7 +41,7 @@ def points() -> list[Point]:
 
 def _buffers(size_bytes: int, setting: Setting) -> list[torch.Tensor]:
     draw = {"generator": setting.generator(), "device": setting.device, "dtype": torch.uint8}
-    return [torch.randint(0, 256, (size_bytes,), **draw) for _ in range(setting.clock.sets)]  # type: ignore[call-overload]
+    return [torch.randint(0, 256, (size_bytes,), **draw) for _ in range(setting.clock.sets)]
 
 
 def _checksums(size: int, setting: Setting) -> Systems:

@@ -142,10 +142,7 @@ def _compiled_calls(documents: Documents, sets: int) -> list[tuple[str, Call, in
     plain: Any = torch.compile(score, dynamic=False)
     tuned: Any = torch.compile(score, dynamic=False, mode=_MODE)
     moved = padded[0].numel() * padded[0].itemsize
-    return [
-        ("", lambda i: plain(padded[i]), moved),
-        ("-tuned", lambda i: tuned(padded[i]), moved),
-    ]
+    return [("", lambda i: plain(padded[i]), moved), ("-tuned", lambda i: tuned(padded[i]), moved)]
 
 
 def _flash_calls(documents: Documents, sets: int) -> list[tuple[str, Call, int]]:

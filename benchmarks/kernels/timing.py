@@ -149,9 +149,7 @@ def matmul_flops_per_s(clock: Clock, kind: str, side: int = 0, runs: int = 5) ->
     """The arithmetic's ceiling: a large product of square matrices of this kind (``fp16``,
     ``bf16``, ``fp32`` without tensor cores) by torch, a multiply-add as two."""
     side = side or _MATMUL_SIDES[kind]
-    a, b = (
-        torch.randn(side, side, device=clock.device).to(_DTYPES[kind]) for _ in range(2)
-    )
+    a, b = (torch.randn(side, side, device=clock.device).to(_DTYPES[kind]) for _ in range(2))
     out = torch.empty_like(a)
     torch.mm(a, b, out=out)
     seconds = [clock.work_s(lambda i: torch.mm(a, b, out=out), 6) for _ in range(runs)]

@@ -75,9 +75,7 @@ def test_a_sample_that_the_host_was_late_for_is_taken_again(
     assert waits == [waits[0], 2 * waits[0], 4 * waits[0]]
 
 
-def test_a_call_that_waits_for_the_device_is_refused(
-    play: Callable[[list[bool]], Device],
-) -> None:
+def test_a_call_that_waits_for_the_device_is_refused(play: Callable[[list[bool]], Device]) -> None:
     play([True] * 100)
     with pytest.raises(EspnxError, match="waits for the device"):
         Clock(torch.device("cuda")).work_s(lambda i: None)
