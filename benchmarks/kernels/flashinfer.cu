@@ -38,8 +38,8 @@ cudaError_t decode_on_tensor_cores(const Arguments& a) {
       static_cast<T*>(a.q), static_cast<T*>(a.k), static_cast<T*>(a.v), nullptr,
       static_cast<T*>(a.o), nullptr, nullptr, a.query_heads, a.heads, 1, a.rows, a.query_heads * D,
       D, D, a.rows * D, D, -1, 0.0f, a.scale, 1.0f, 10000.0f);
-  return flashinfer::SinglePrefillWithKVCacheDispatched<
-      D, D, flashinfer::PosEncodingMode::kNone, false, flashinfer::MaskMode::kNone, Plain>(
+  return flashinfer::SinglePrefillWithKVCacheDispatched<D, D, flashinfer::PosEncodingMode::kNone,
+                                                        false, flashinfer::MaskMode::kNone, Plain>(
       params, static_cast<T*>(a.tmp), a.stream);
 }
 
@@ -57,8 +57,8 @@ extern "C" int espnx_flashinfer_decode(void* q, void* k, void* v, void* o, void*
                                        std::uint32_t rows, std::uint32_t query_heads,
                                        std::uint32_t heads, std::uint32_t d, float scale,
                                        int is_bf16, int tensor_cores, void* stream) {
-  const Arguments a{q,     k,     v,           o, tmp, rows, query_heads,
-                    heads, scale, static_cast<cudaStream_t>(stream)};
+  const Arguments a{q,    k,           v,     o,     tmp,
+                    rows, query_heads, heads, scale, static_cast<cudaStream_t>(stream)};
   try {
     return is_bf16 ? dispatch<__nv_bfloat16>(a, d, tensor_cores != 0)
                    : dispatch<__half>(a, d, tensor_cores != 0);

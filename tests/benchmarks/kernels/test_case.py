@@ -201,22 +201,16 @@ def test_what_there_is_is_kept_while_it_runs(
 
 
 @pytest.mark.parametrize(
-    ("words", "status"),
+    "words",
     [
-        (["--show", "nothing"], 2),
-        (["--only", "nothing of that name"], 2),
-        (["--data", "0"], 2),
-        (["--compile-limit", "0"], 2),
+        ["--show", "nothing"],
+        ["--only", "nothing of that name"],
+        ["--data", "0"],
+        ["--compile-limit", "0"],
     ],
 )
-def test_wrong_usage(words: list[str], status: int) -> None:
-    line = ["bench", "kernels", "--device", "cpu", *words]
-    if words[0] == "--compile-limit":  # the parser's own
-        with pytest.raises(SystemExit) as ended:
-            main(line)
-        assert ended.value.code == status
-    else:
-        assert main(line) == status
+def test_wrong_usage(words: list[str]) -> None:
+    assert main(["bench", "kernels", "--device", "cpu", *words]) == 2
 
 
 def test_without_a_gpu_it_says_so(
