@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def dv(self) -> int:
-        """As the op takes it."""
+        """Values of a V row, 0 where a row is both: as the op takes it."""
         return 0 if self.is_both else self.d
 
     @property
@@ -58,7 +58,7 @@ class Shape:
         return _DTYPES.get(self.fmt, torch.float16)
 
     def rows(self, setting: Setting) -> int:
-        """Of a sequence, in whole blocks."""
+        """How long a sequence is, in whole blocks."""
         return max(setting.data_bytes // (self.heads * self.block_bytes), 1) * BLOCK_ROWS
 
     def bytes(self, setting: Setting) -> int:
@@ -267,7 +267,7 @@ def _sdpa_calls(
     rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
     on_gpu: bool,
 ) -> list[tuple[str, Call]]:
-    """By each backend, the query heads of a KV head as heads, and as a query of several rows."""
+    """Calls of each backend: the query heads of a KV head as heads, and as a query of several rows."""
     heads = query.view(1, shape.heads * shape.group, 1, shape.d)
     grouped = query.view(1, shape.heads, shape.group, shape.d)
 

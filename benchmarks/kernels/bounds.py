@@ -29,7 +29,7 @@ def gamma(n: float, unit: float) -> float:
 def attention(
     n: int, d: int, largest: torch.Tensor, absolute: torch.Tensor, extra: float = 0.0
 ) -> torch.Tensor:
-    """For `o`: of n rows of d values, whose products' absolute values sum to `largest` at most
+    """The bound for `o`: of n rows of d values, whose products' absolute values sum to `largest` at most
     [..., 1], and whose sum weighs ``|v|`` is `absolute` [..., dv]; `extra`: of a score, relative to
     `largest`."""
     rescales = math.ceil(n / _TILE_ROWS) + _PIECES_MAX
@@ -41,7 +41,7 @@ def attention(
 def maxsim(
     fmt: str, d: int, n_query_tokens: int, magnitude: torch.Tensor, peaks: torch.Tensor
 ) -> torch.Tensor:
-    """For scores: `magnitude` is MaxSim of the absolute values, `peaks` the same with each query
+    """The bound for scores: `magnitude` is MaxSim of the absolute values, `peaks` the same with each query
     token's values replaced by its largest."""
     roundings = d + n_query_tokens
     if fmt in ("int8", "bit1"):

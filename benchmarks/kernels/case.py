@@ -183,7 +183,7 @@ def _free(setting: Setting) -> None:
 
 
 def _device_facts(device: Any) -> dict[str, Any]:
-    """For the result file."""
+    """What a reader of the result file must know of a GPU."""
     import torch
 
     if device.type != "cuda":

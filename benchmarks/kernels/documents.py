@@ -147,7 +147,7 @@ class Documents:
 
     @cached_property
     def exact(self) -> list[tuple[torch.Tensor, ...]]:
-        """For each set: scores, of absolute values, and with queries' largest values, float64."""
+        """What is right for each set: scores, of absolute values, and with queries' largest values, float64."""
         query = self.query.double()
         peaks = query.abs().amax(dim=-1, keepdim=True).expand_as(query)
         weights = torch.cat([query, query.abs(), peaks])

@@ -37,7 +37,7 @@ def sources() -> Path | None:
 
 
 def library_path(data: Path, folder: Path) -> Path:
-    """Where `begin_build` leaves the library of this source and these headers."""
+    """The file in which `begin_build` leaves the library of this source and these headers."""
     headers = sorted((data / _HEADERS / "flashinfer" / "attention").glob("*.cuh"))
     text = b"".join(each.read_bytes() for each in (_SOURCE, *headers))
     return folder / f"flashinfer-{hashlib.sha256(text).hexdigest()[:16]}.so"

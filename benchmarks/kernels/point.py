@@ -25,7 +25,7 @@ Check = Callable[[int, Any], str | None]
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how points are made.
+    """The device and the data that points are made on.
 
     Attributes:
         clock: knows the device and the number of input sets.

@@ -83,7 +83,7 @@ def _keep_no_choice() -> None:
 
 
 def _compile(name: str, peer: str, device: str, data_bytes: int, seed: int) -> str | None:
-    """In a worker: what is wrong, or None."""
+    """What a worker does: returns what is wrong, or None."""
     _keep_no_choice()
     setting = Setting(Clock(torch.device(device), 1), data_bytes, seed, only_ours=True)
     point = next(each for each in points() if each.name == name)

@@ -46,7 +46,7 @@ class Layer:
         return self.heads * self.d
 
     def rows(self, setting: Setting, most: int) -> int:
-        """Of X, in whole blocks; at most so many."""
+        """How many X rows, in whole blocks; at most so many."""
         size = setting.data_bytes // (self.hidden * self.dtype.itemsize)
         return max(min(size, most) // _BLOCK_ROWS, 1) * _BLOCK_ROWS
 
