@@ -267,7 +267,7 @@ def _sdpa_calls(
     rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
     on_gpu: bool,
 ) -> list[tuple[str, Call]]:
-    """Calls of each backend: the query heads of a KV head as heads, and as a query of several rows."""
+    """Calls of each backend: query heads of a KV head as heads, and as a query of several rows."""
     heads = query.view(1, shape.heads * shape.group, 1, shape.d)
     grouped = query.view(1, shape.heads, shape.group, shape.d)
 

@@ -29,9 +29,13 @@ def gamma(n: float, unit: float) -> float:
 def attention(
     n: int, d: int, largest: torch.Tensor, absolute: torch.Tensor, extra: float = 0.0
 ) -> torch.Tensor:
-    """The bound for `o`: of n rows of d values, whose products' absolute values sum to `largest` at most
-    [..., 1], and whose sum weighs ``|v|`` is `absolute` [..., dv]; `extra`: of a score, relative to
-    `largest`."""
+    """The bound for `o` over n rows of d values.
+
+    Args:
+        largest: [..., 1], the most that a score's products sum to, as absolute values.
+        absolute: [..., dv], the sums of ``|v|`` by the same weights.
+        extra: what a score may be off beside, relative to `largest`.
+    """
     rescales = math.ceil(n / _TILE_ROWS) + _PIECES_MAX
     score = gamma(d + 12, TRUNCATED) + _PARTS + extra
     relative = torch.expm1(score * largest) + gamma(n + 6 * rescales + 12, TRUNCATED) + _PARTS
@@ -41,8 +45,12 @@ def attention(
 def maxsim(
     fmt: str, d: int, n_query_tokens: int, magnitude: torch.Tensor, peaks: torch.Tensor
 ) -> torch.Tensor:
-    """The bound for scores: `magnitude` is MaxSim of the absolute values, `peaks` the same with each query
-    token's values replaced by its largest."""
+    """The bound for scores.
+
+    Args:
+        magnitude: MaxSim of the absolute values.
+        peaks: the same, each query token's values replaced by its largest.
+    """
     roundings = d + n_query_tokens
     if fmt in ("int8", "bit1"):
         roundings += 4

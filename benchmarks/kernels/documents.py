@@ -147,7 +147,8 @@ class Documents:
 
     @cached_property
     def exact(self) -> list[tuple[torch.Tensor, ...]]:
-        """What is right for each set: scores, of absolute values, and with queries' largest values, float64."""
+        """What is right for each set, float64: scores, those of absolute values, and those with
+        queries' largest values."""
         query = self.query.double()
         peaks = query.abs().amax(dim=-1, keepdim=True).expand_as(query)
         weights = torch.cat([query, query.abs(), peaks])
