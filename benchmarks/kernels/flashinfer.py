@@ -21,6 +21,7 @@ from .timing import Call
 
 _SOURCE = Path(__file__).with_name("flashinfer.cu")
 _HEADERS, _CCCL = "include", "cccl/libcudacxx/include"  # newer than those of CUDA 13.0
+_NVCC = Path("/usr/local/cuda/bin/nvcc")  # where it is no command
 _TMP_BYTES = 256 << 20  # of partial results
 _DIMS, _GROUPS = (64, 128), (1, 2, 3, 4, 6, 8)
 
@@ -46,7 +47,7 @@ def library_path(data: Path, folder: Path) -> Path:
 def begin_build(data: Path, library: Path, architecture: str) -> subprocess.Popen[bytes]:
     """A compiler at work, minutes of one core. Its output is a file beside the library. Raises
     EspnxError without nvcc."""
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    nvcc = shutil.which("nvcc") or str(_NVCC)
     if not Path(nvcc).exists():
         raise EspnxError("flashinfer cannot be compiled", got="no nvcc")
     library.parent.mkdir(parents=True, exist_ok=True)

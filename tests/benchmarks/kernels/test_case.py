@@ -18,7 +18,6 @@ from espnx.benchmarks.harness.result import Row, load, rows_of
 from espnx.benchmarks.kernels import attention, documents, projections, ranges, scoring
 from espnx.benchmarks.kernels import case as kernels_case
 from espnx.benchmarks.kernels.catalogue import points
-from espnx.benchmarks.kernels.flashinfer import refusal, sources
 from espnx.benchmarks.kernels.point import KernelSystem, Point, Rates, Setting, Systems, measure
 from espnx.benchmarks.kernels.prepare import prepare
 from espnx.benchmarks.kernels.timing import Clock
@@ -257,10 +256,3 @@ def test_kernels_are_compiled_beside_each_other() -> None:
     failed = prepare({name: (scoring.FLASH,)}, setting, 120.0, told.append)
     assert failed == {(name, scoring.FLASH): "not installed"}
     assert told[0].startswith("compiled beside each other: 1 of 2 in ")
-
-
-def test_flashinfer_says_what_it_refuses() -> None:
-    assert refusal(torch.float16, 128, 4) is None
-    assert refusal(torch.float32, 128, 4) == "has no fp32 rows"
-    assert refusal(torch.bfloat16, 576, 16) == "not compiled for these rows"
-    assert sources() is None or (sources() / "include").is_dir()  # type: ignore[operator]
