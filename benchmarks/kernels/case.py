@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PARTS = ("attention", "x", "maxsim", "crc32c", "gather", "projections")
 _FP16_ROWS = "-fp16"  # behind the name of a peer of int8 rows
+_COMPACT, _SHARE = ("int8", "bit1", "residual2"), "share_of_byte_ratio"
+_OF_FORMATS = ("format", "what")  # parameters that differ between formats of one shape
 _MIB = 1 << 20
 _KEPT = 5  # points after which what there is is written
 _QUICK_BYTES = 1 << 20
@@ -167,9 +169,36 @@ def _measured(
         took_s = time.monotonic() - begin
         say(f"[{count}/{len(chosen)}] {point.name}, {took_s:.1f} s: {_told(found)}")
         if count % _KEPT == 0 or count == len(chosen):
-            keep(rows)  # a machine that is lent for a while may be gone before the end
+            # a machine that is lent for a while may be gone before the end
+            keep(with_byte_ratios(rows))
         _free(setting)
-    return rows
+    return with_byte_ratios(rows)
+
+
+def with_byte_ratios(rows: Sequence[Row]) -> list[Row]:
+    """Our rows of compact formats with their rate of bytes over that of fp16 rows of the same shape
+    among the metrics: 1 where fewer bytes are as much less time."""
+
+    def shape(row: Row) -> str:
+        params = {name: value for name, value in row.params.items() if name not in _OF_FORMATS}
+        return repr((row.system, sorted(params.items())))
+
+    rates = {
+        shape(row): row.metrics["bytes_per_s"]
+        for row in rows
+        if row.params.get("format") == "fp16" and "bytes_per_s" in row.metrics
+    }
+    return [
+        dataclasses.replace(
+            row, metrics={**row.metrics, _SHARE: row.metrics["bytes_per_s"] / rates[shape(row)]}
+        )
+        if row.params.get("format") in _COMPACT
+        and row.system == "espnx"
+        and "bytes_per_s" in row.metrics
+        and shape(row) in rates
+        else row
+        for row in rows
+    ]
 
 
 def _free(setting: Setting) -> None:
@@ -265,6 +294,7 @@ def ours(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "TB/s": metric("bytes_per_s", 1e12),
     "TFLOP/s": metric("flops_per_s", 1e12, 0),
+    "byte ratio": metric(_SHARE),
     "kernel, us": metric("kernel_s", 1e-6, 1),
     "work, us": lambda row: number(row.median_s, 1e-6, 1),
     "whole call, us": metric("call_s", 1e-6, 0),

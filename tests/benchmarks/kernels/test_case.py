@@ -249,6 +249,23 @@ def test_the_page_shows_why_a_ratio_is_missing() -> None:
     assert line["vs torch-sdpa [IQR]"].endswith("(fp16 rows)")
 
 
+def test_compact_formats_are_beside_fp16() -> None:
+    """Half the bytes in .8 of the time: .625 of what the bytes allow."""
+    params = {"part": "maxsim", "d": 128, "ragged": False}
+    fp16 = dataclasses.replace(
+        found(ODD[0])["espnx"],
+        params={**params, "format": "fp16", "what": "a"},
+        metrics={"bytes_per_s": 100.0},
+    )
+    int8 = dataclasses.replace(
+        fp16, params={**params, "format": "int8", "what": "b"}, metrics={"bytes_per_s": 50.0 / 0.8}
+    )
+    other = dataclasses.replace(int8, params={**int8.params, "d": 384})
+    made = kernels_case.with_byte_ratios([fp16, int8, other])
+    assert made[1].metrics["share_of_byte_ratio"] == pytest.approx(0.625)
+    assert [made[0], made[2]] == [fp16, other]
+
+
 def test_kernels_are_compiled_beside_each_other() -> None:
     told: list[str] = []
     setting = dataclasses.replace(SETTING, data_bytes=1 << 14)
