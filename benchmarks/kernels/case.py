@@ -34,7 +34,8 @@ docs/tolerances.md (checksums and copies: exactly) before anything is timed. Thr
 is the median over the pairs of the peer's time over ours, both the device's own work for a call.
 
 The bound: what a large copy within the device's memory does to bytes, or a large product of
-torch's to arithmetic, whichever takes longer; both are measured first.
+torch's to arithmetic, whichever takes longer; both are measured first. "byte ratio": bytes a second
+of a compact format over those of fp16 rows, 1 where half the bytes take half the time.
 
 Peers: torch's attention (the fastest of its backends, query heads as heads or as rows), FlashInfer
 (compiled from the headers of its package; CUDA cores or tensor cores, the faster), torch.compile on
