@@ -31,7 +31,7 @@ LIMITS_S = {
     "tests": 270,
     "memcheck": 120,
     "gds": 60,
-    "maxsim": 90,
+    "maxsim": 110,
     "crc32c": 60,
     "search": 60,
     "attention": 120,

@@ -8,9 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import KernelTimes, Rows, copy_bytes_per_s, kernel_row, kernel_times, row
+from gpu_timing import Rows, row, time_kernels
 
 _NEW_TOKENS = 24
+_TIMED = (
+    "decode fp16 d 128, 8 x 4",
+    "decode bf16 d 128, 32 x 1",
+    "decode int8 d 128, 8 x 4",
+    "decode fp32 d 128, 8 x 4",
+    "rows as K and V fp16 d 576, 1 x 16",
+)
 UDEV = Path("/run/udev/data")  # where cuFile looks up a file's device
 
 
@@ -32,17 +39,8 @@ def check_attention(work: Path, rows: Rows, failures: list[str]) -> None:
                     f"attention {fmt} heads={heads} d={d} rows={n}: {error:.3g} times the error "
                     "that fp32 allows"
                 )
-    correct = not failures
-    ceiling = copy_bytes_per_s() if correct else 0.0
-    for fmt, heads, group, n in (
-        ("fp16", 8, 4, 131072),
-        ("bf16", 32, 1, 32768),
-        ("int8", 8, 4, 131072),
-        ("fp32", 8, 4, 65536),
-    ):
-        times, data_bytes = _time_attention(fmt, heads, group, n) if correct else (None, 0)
-        params = {"format": fmt, "heads": heads, "group": group, "d": 128, "rows": n}
-        rows.append(kernel_row("attention", params, times, data_bytes, ceiling, correct))
+    if not failures:
+        time_kernels(_TIMED, rows, failures)
 
 
 def attention_error(
@@ -79,35 +77,6 @@ def attention_error(
     bound = (torch.expm1(2 * gamma * largest) + 2 * gamma) * (weights @ v.abs())
     worst = ((o.cpu().double().view(heads, group, dv) - weights @ v).abs() / bound).max().item()
     return worst if worst == worst else float("inf")
-
-
-def _random_rows(fmt: str, n_blocks: int, size: int) -> torch.Tensor:
-    """Blocks of 256 rows of 128 values on the device, no two alike."""
-    if fmt != "int8":
-        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[fmt]
-        values = torch.randn(n_blocks * size // dtype.itemsize, dtype=dtype, device="cuda")
-        return values.view(torch.uint8)
-    blocks = torch.randint(0, 256, (n_blocks, size), dtype=torch.uint8, device="cuda")
-    for begin, count in ((0, 128), (4 * 128 + 256 * 128, 256)):  # scales of K and of V
-        scales = torch.rand(n_blocks, count, device="cuda") / 64
-        blocks[:, begin : begin + 4 * count] = scales.view(torch.uint8)
-    return blocks.view(-1)
-
-
-def _time_attention(fmt: str, heads: int, group: int, n: int) -> tuple[KernelTimes, int]:
-    from espnx.ops import attention
-    from espnx.ops.attention import block_bytes
-
-    size = block_bytes(256, 128, 128, fmt)
-    total = heads * (n // 256) * size
-    # Random rows, since zeros can be faster; several sets, since one might fit in the cache.
-    sets = [_random_rows(fmt, total // size, size) for _ in range(3)]
-    offsets, counts = (torch.arange(total // size) * size).view(1, heads, -1), torch.tensor([n])
-    q = torch.randn(1, heads * group, 1, 128, device="cuda")
-    times = kernel_times(
-        "attention", lambda i: attention(q, sets[i], offsets, counts, block_rows=256, format=fmt)
-    )
-    return times, total
 
 
 def check_kv(work: Path, rows: Rows, failures: list[str]) -> None:

@@ -21,11 +21,17 @@ from typing import Any
 
 import torch
 from gpu_check_kv import UDEV, check_attention, check_kv  # noqa: F401  # checks, too
-from gpu_timing import KernelTimes, Rows, copy_bytes_per_s, kernel_row, kernel_times, row, wall_s
+from gpu_timing import Rows, row, time_kernels, wall_s
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 TEST_FILE_LIMIT_S = 120
+_TIMED_MAXSIM = (
+    "MaxSim fp16 d 128, 1 to 359 tokens",
+    "MaxSim fp16 d 384, 180 tokens",
+    "MaxSim fp32 d 128, 180 tokens",
+)
+_TIMED_RANGES = ("CRC32C of 4 KiB", "CRC32C of 16 KiB", "gather of records, multiples of 16 bytes")
 
 
 def check_tests(work: Path, rows: Rows, failures: list[str]) -> None:
@@ -310,24 +316,8 @@ def check_maxsim(work: Path, rows: Rows, failures: list[str]) -> None:
                     f"maxsim {fmt} Q={queries} Lq={n_query} d={d}: {error:.3g} times the error "
                     "that fp32 allows"
                 )
-    correct = not failures
-    ceiling = copy_bytes_per_s() if correct else 0.0
-    for fmt, n_query, d, n in (
-        ("fp16", 32, 128, 20_000),
-        ("fp16", 32, 384, 8000),
-        ("fp32", 32, 128, 8000),
-    ):
-        times, data_bytes = _time_maxsim(fmt, n_query, d, n) if correct else (None, 0)
-        rows.append(
-            kernel_row(
-                "gpu-maxsim",
-                {"format": fmt, "Lq": n_query, "d": d, "documents": n},
-                times,
-                data_bytes,
-                ceiling,
-                correct,
-            )
-        )
+    if not failures:
+        time_kernels(_TIMED_MAXSIM, rows, failures)
 
 
 def _maxsim_error(
@@ -352,27 +342,9 @@ def _maxsim_error(
     return worst
 
 
-def _time_maxsim(fmt: str, n_query: int, d: int, n: int) -> tuple[KernelTimes, int]:
-    from espnx.ops import maxsim, token_row_bytes
-
-    counts = torch.randint(40, 120, (n,))
-    sizes = counts * token_row_bytes(fmt, d)
-    ends = torch.cumsum(sizes, 0)
-    dtype = torch.float16 if fmt == "fp16" else torch.float32
-    # Several input sets: one that fits in the cache would measure the cache.
-    sets = [
-        torch.randn(int(ends[-1]) // dtype.itemsize, device="cuda", dtype=dtype).view(torch.uint8)
-        for _ in range(3)
-    ]
-    query = torch.randn(n_query, d, device="cuda")
-    return kernel_times("maxsim", lambda i: maxsim(query, sets[i], ends - sizes, counts, fmt)), int(
-        sizes.sum()
-    )
-
-
 def check_crc32c(work: Path, rows: Rows, failures: list[str]) -> None:
-    """The CRC32C kernel against the CPU's over odd ranges, and its bytes per second beside the
-    memory's."""
+    """The CRC32C kernel against the CPU's over odd ranges; its bytes per second, and those of
+    `gather`, beside the memory's."""
     from espnx.ops import crc32c_ranges
 
     buffer = torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8)
@@ -391,29 +363,8 @@ def check_crc32c(work: Path, rows: Rows, failures: list[str]) -> None:
                     f"crc32c: {wrong} of {size.numel()} ranges differ (alignment {alignment}, seed "
                     f"{seed:#x})"
                 )
-    correct = not failures
-    ceiling = copy_bytes_per_s() if correct else 0.0
-    for size_bytes, n in ((4096, 50_000), (16_384, 16_384)):
-        sets = [
-            torch.randint(0, 256, (size_bytes * n,), dtype=torch.uint8, device="cuda")
-            for _ in range(3)
-        ]
-        offsets, sizes = torch.arange(n) * size_bytes, torch.full((n,), size_bytes)
-        times = (
-            kernel_times("crc32c", lambda i, s=sets, o=offsets, z=sizes: crc32c_ranges(s[i], o, z))
-            if correct
-            else None
-        )
-        rows.append(
-            kernel_row(
-                "crc32c",
-                {"bytes": size_bytes, "ranges": n},
-                times,
-                size_bytes * n,
-                ceiling,
-                correct,
-            )
-        )
+    if not failures:
+        time_kernels(_TIMED_RANGES, rows, failures)
 
 
 def check_search(work: Path, rows: Rows, failures: list[str]) -> None:

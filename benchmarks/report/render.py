@@ -199,11 +199,12 @@ def passes(row: Row, filters: Mapping[str, str]) -> bool:
 def describe(machine: Mapping[str, Any]) -> str:
     """A machine in a line."""
     memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB of memory"
-    fio = str(machine["fio"]).removeprefix("fio-")
+    fio = f", fio {machine['fio'].removeprefix('fio-')}" if machine["fio"] else ""
     disk = f"{machine['fs']} on {disk_kind(machine['disk'])}"
+    gpu = f", {machine['gpu']}" if isinstance(machine.get("gpu"), str) else ""
     return (
-        f"{machine['cpu']}, {machine['cores']} cores, {memory}, Linux {machine['kernel']}, {disk}, "
-        f"fio {fio}"
+        f"{machine['cpu']}, {machine['cores']} cores, {memory}, Linux {machine['kernel']}, {disk}"
+        f"{fio}{gpu}"
     )
 
 

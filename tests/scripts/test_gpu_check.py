@@ -3,13 +3,11 @@ schema, the references it judges by."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
 import gpu_check  # noqa: E402
+import gpu_check_kv  # noqa: E402
 import gpu_check_steps  # noqa: E402
 import gpu_timing  # noqa: E402
 
@@ -132,61 +131,33 @@ def test_rows_fit_the_schema() -> None:
             bytes_asked=5,
         ),
         gpu_timing.row("gds-read", {"refused": "no"}, "espnx-gds", []),
-        gpu_timing.kernel_row(
-            "maxsim", {}, gpu_timing.KernelTimes([0.1, 0.2], [0.3]), 1000, 4e12, True
-        ),
-        gpu_timing.kernel_row("maxsim", {}, None, 1000, 4e12, False),
     ]
     made = document(rows)
     assert json.loads(json.dumps(made)) == made
-    assert [row["correct"] for row in made["rows"]] == [True, False, True, True, True, False]  # type: ignore[attr-defined]
-    assert made["rows"][4]["metrics"]["share_of_roofline"] == pytest.approx(1000 / 0.15 / 4e12)  # type: ignore[index]
-    assert made["rows"][4]["metrics"]["call_s"] == 0.3  # type: ignore[index]
+    assert [row["correct"] for row in made["rows"]] == [True, False, True, True]  # type: ignore[attr-defined]
     made["rows"][0]["kind"] = "guessed"  # type: ignore[index]
     with pytest.raises(FormatError):
         validate(made)
 
 
-def test_kernels_are_timed_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many bare launches in one interval that begins on a busy device; the call itself, which waits
-    and copies tables, is not in it."""
-    done: list[str] = []
+def test_kernels_are_timed_as_the_benchmark_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its points, verified; a wrong result is a failure."""
+    from espnx.benchmarks.kernels import bounds
+    from espnx.benchmarks.kernels.catalogue import points
 
-    class Event:
-        def __init__(self, enable_timing: bool):
-            assert enable_timing
-
-        def record(self) -> None:
-            done.append("event")
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, end: Event) -> float:
-            return 24.0
-
-    class Kernel:
-        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-            return lambda *args, **constants: done.append(f"{grid} {args} {constants}")
-
-    module = SimpleNamespace(crc32c_kernel=Kernel())
-    monkeypatch.setattr(
-        importlib, "import_module", lambda name: {"espnx.kernels.crc32c": module}[name]
-    )
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("busy"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-
-    def call(i: int) -> None:
-        done.append("host")
-        module.crc32c_kernel[(7,)](i, LANES=128)
-
-    times = gpu_timing.kernel_times("crc32c", call)
-    assert isinstance(module.crc32c_kernel, Kernel)
-    assert set(times.kernel_s) == {24e-3 / 12}
-    assert len(times.call_s) == 20
-    launch = "(7,) ({},) {{'LANES': 128}}"
-    assert done[-15:] == ["busy", "event", *(launch.format(i % 3) for i in range(12)), "event"]
+    rows: list[dict[str, object]] = []
+    failures: list[str] = []
+    names = (*gpu_check_kv._TIMED, *gpu_check_steps._TIMED_MAXSIM, *gpu_check_steps._TIMED_RANGES)
+    assert set(names) <= {point.name for point in points()}
+    gpu_timing.time_kernels(["decode fp16 d 128, 8 x 4"], rows, failures, "cpu")
+    document(rows)
+    assert failures == []
+    assert [(row["case"], row["system"], row["n"]) for row in rows] == [("gpu-kernels", "espnx", 1)]
+    assert rows[0]["metrics"]["share_of_roofline"] > 0  # type: ignore[index]
+    monkeypatch.setattr(bounds, "problem", lambda *args: "off")
+    gpu_timing.time_kernels(["MaxSim fp16 d 384, 180 tokens"], rows, failures, "cpu")
+    assert failures == ["MaxSim fp16 d 384, 180 tokens: a wrong result"]
+    assert rows[-1]["correct"] is False
 
 
 def test_files_of_gpu_tests_are_found() -> None:
@@ -244,8 +215,6 @@ def test_maxsim_is_judged_rightly(fmt: str) -> None:
 def test_attention_is_judged_rightly(monkeypatch: pytest.MonkeyPatch, fmt: str) -> None:
     """The CPU op is within the check's bound, and results off by a little more than rounding are
     not."""
-    import gpu_check_kv
-
     import espnx.ops
 
     right = espnx.ops.attention
@@ -262,8 +231,6 @@ def test_attention_is_judged_rightly(monkeypatch: pytest.MonkeyPatch, fmt: str) 
 def test_generation_is_judged_rightly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    import gpu_check_kv
-
     class NotHereError(Exception):
         pass
 
@@ -319,5 +286,6 @@ def test_the_page_shows_the_files() -> None:
         for new, old in zip(now, before, strict=True)
     ]
     _, _, part = (ROOT / "docs/measured/kernels.md").read_text().partition("## On a GPU\n")
+    part = part.partition("<!-- bench:")[0]
     rows = [line.split(" | ")[1:] for line in part.splitlines() if line.startswith("| ")][2:]
     assert [[cell.rstrip(" |") for cell in row] for row in rows] == expected

@@ -20,7 +20,7 @@ from ...sizes import format_size
 from ...tables import render_table
 from .. import host
 from ..failures import MISSING_HARDWARE, report
-from ..output import add_json_option, emit, json_document
+from ..output import add_json_option, emit, json_document, write_json
 
 QUICK_PAIRS = 3
 
@@ -180,12 +180,20 @@ def run_case(args: Namespace) -> int:
         return 0
     command = command_line(sys.argv[1:])
     before = source_state()  # a result file written into the tree must not make it dirty
+
+    def document(found: Sequence[Row]) -> dict[str, Any]:
+        state = before.get("commit"), before.get("dirty")
+        return make_document(command, *state, machine(args), found, note=args.note)
+
+    def keep(found: Sequence[Row]) -> None:
+        """What there is so far, for a case whose run may be cut short."""
+        if args.json not in (None, "-"):
+            write_json(args.json, document(without_doubtful(found)))
+
+    args.keep = keep
     rows = without_doubtful(case.run(args, say))
-    document = make_document(
-        command, before.get("commit"), before.get("dirty"), machine(args), rows, note=args.note
-    )
     headers, cells = case.table(rows)
-    emit(args, render_table(headers, cells, right=headers[4:10]), document)
+    emit(args, render_table(headers, cells, right=headers[4:10]), document(rows))
     _tell_doubts(rows)
     _tell_leftovers(case, args)
     if args.render_after:
@@ -280,6 +288,7 @@ def machine(args: Namespace) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch_version(),
         "load_average": load_average(),
+        **getattr(args, "machine_facts", {}),
     }
 
 

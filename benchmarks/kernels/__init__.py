@@ -1,0 +1,1 @@
+"""GPU kernels on the device, verified first, beside a copy within its memory and beside peers."""
