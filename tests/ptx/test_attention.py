@@ -13,6 +13,7 @@ import torch
 from espnx.errors import NotConformingError
 from espnx.ops.attention import cuda
 from tests.device.rows import assert_right
+from tests.ops.attention.merging import PLAIN, check_merge, check_merge_in_range
 from tests.ops.attention.ruled import (
     DTYPES,
     INT8_RULES,
@@ -202,6 +203,15 @@ def test_not_finite(fmt: str, value: float, group: int) -> None:
 def test_scales_that_are_not_finite(value: float, of_v: bool, rows: int) -> None:
     """Tiles of several blocks, and of one each."""
     check_scale(run, value, of_v=of_v, rows=rows)
+
+
+@PLAIN
+def test_merge(size: tuple[int, int, int, int]) -> None:
+    check_merge(*size)
+
+
+def test_merge_in_range() -> None:
+    check_merge_in_range()
 
 
 @pytest.mark.parametrize("group", [1, 20])
