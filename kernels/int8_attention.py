@@ -214,11 +214,11 @@ def _attend(
 @triton.jit
 def _load_query(query_ptr, head, q, is_query, n_queries, pair, D: tl.constexpr, FACTOR):
     """The queries' first and second values of each pair, float32 ``[Q, BLOCK_D / 2]``."""
-    place = query_ptr + (head * n_queries + q)[:, None] * D + 2 * pair[None, :]
+    place = query_ptr + (head * n_queries + q)[:, None] * D + pair[None, :]
     mask = is_query[:, None] & (pair < D // 2)[None, :]
     return (
         tl.load(place, mask=mask, other=0.0) * FACTOR,
-        tl.load(place + 1, mask=mask, other=0.0) * FACTOR,
+        tl.load(place + D // 2, mask=mask, other=0.0) * FACTOR,
     )
 
 
@@ -267,7 +267,8 @@ def int8_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """``block_rows`` is a multiple of BLOCK_T."""
+    """``block_rows`` is a multiple of BLOCK_T; of a query the first values of all pairs come before
+    the second ones."""
     IS_RULED: tl.constexpr = SOFT_CAP > 0 or HAS_SLOPES
     head, sequence, q, is_query = program_place(n_kv, n_queries, BLOCK_Q)
     n_rows = tl.load(n_rows_ptr + sequence).to(tl.int32)

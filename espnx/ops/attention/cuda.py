@@ -292,6 +292,8 @@ def attention_inside_triton(
     lse = torch.empty(results, dtype=torch.float32, device=query.device)
     tables = _tables(block_offset_bytes, n_rows, visible, last_position, rules, query.device)
     scaled = query.float() if scale == 1.0 else query.float() * scale
+    if turned:
+        scaled = scaled.unflatten(-1, (-1, 2)).transpose(-1, -2)
     kernel = _kernel_for(d, width, turned=turned)
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
         kernel[(n_heads, q_blocks, splits)](
