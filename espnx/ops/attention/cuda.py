@@ -410,8 +410,7 @@ def _copied(tables: list[torch.Tensor], device: torch.device) -> list[torch.Tens
     ends = list(itertools.accumulate(-(-each.nbytes // 16) * 16 for each in tables))
     packed = torch.zeros(ends[-1], dtype=torch.uint8)
     places = [
-        slice(begin, begin + each.nbytes)
-        for begin, each in zip([0, *ends], tables, strict=False)
+        slice(begin, begin + each.nbytes) for begin, each in zip([0, *ends], tables, strict=False)
     ]
     for place, each in zip(places, tables, strict=True):
         packed[place] = each.reshape(-1).view(torch.uint8)
@@ -456,8 +455,9 @@ def merge_shape(n_parts: int, dv: int) -> dict[str, int]:
 
 
 def merge_options(n_parts: int) -> dict[str, int]:
-    """Warps, so that loads of a whole block of parts are under way at once."""
-    return {"num_warps": 1 if n_parts <= _FEW_PARTS else 4}
+    """Warps, so that loads of a whole block of parts are under way at once. Products are rounded
+    before they are added, so that threads that hold the same sum have it to the last bit."""
+    return {"num_warps": 1 if n_parts <= _FEW_PARTS else 4, "enable_fp_fusion": False}
 
 
 def _launch_merge(
@@ -470,7 +470,7 @@ def _launch_merge(
         return whole, whole_lse
     shape = merge_shape(n_parts, dv)
     module: Any = load_kernel("attention_merge")
-    with torch.cuda.device(o.device) if o.is_cuda else contextlib.nullcontext():
+    with torch.cuda.device(o.device) if o.device.type == "cuda" else contextlib.nullcontext():
         module.merge_kernel[(n_heads * n_queries, -(-dv // shape["BLOCK_DV"]))](
             o,
             lse,
@@ -483,7 +483,6 @@ def _launch_merge(
             n_queries,
             int(place is not None),
             DV=dv,
-            enable_fp_fusion=True,
             **shape,
             **merge_options(n_parts),
         )

@@ -54,7 +54,7 @@ class Parts:
     def _merge(self, there: There) -> None:
         """All parts become one, of every pair. Those of a pair are added in the order in which they
         came."""
-        n_pairs, n, dv = self._shape
+        n_pairs = self._shape[0]
         every = np.arange(n_pairs)
         if len(self._waiting) == 1 and np.array_equal(self._waiting[0][0], every):
             return
@@ -68,7 +68,7 @@ class Parts:
             torch.cat(each) if len(each) > 1 else each[0].contiguous()
             for each in zip(*((o, lse) for _, o, lse in self._waiting), strict=True)
         )
-        merged = merge_results if o.is_cuda else _merged_by_torch
+        merged = merge_results if o.device.type == "cuda" else _merged_by_torch
         self._waiting = [(every, *merged(o, lse, there(place)))]
         self._count[:] = 1
 

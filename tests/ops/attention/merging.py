@@ -51,9 +51,7 @@ def check_merge(n_parts: int, n_heads: int, n_queries: int, dv: int) -> None:
             )
 
 
-def _merged_in_python(
-    o: list[torch.Tensor], lse: list[torch.Tensor]
-) -> tuple[Any, float]:
+def _merged_in_python(o: list[torch.Tensor], lse: list[torch.Tensor]) -> tuple[Any, float]:
     scores = [float(each) for each in lse]
     if any(math.isnan(score) for score in scores):
         return torch.full_like(o[0], math.nan), math.nan
