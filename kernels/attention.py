@@ -54,7 +54,7 @@ from .attention_parts import (
 
 
 @triton.jit
-def _attend(
+def attend(
     query,
     last,
     position,
@@ -220,7 +220,7 @@ def attention_kernel(
     begin, end, last = program_rows(split_rows, n_rows, last)
     offset_ptr = block_offset_bytes_ptr + head * n_blocks
     sequence_visible_ptr = visible_ptr + sequence * visible_stride
-    best, total, sums = _attend(
+    best, total, sums = attend(
         query, last, position, slope, window, buffer_ptr, offset_ptr, sequence_visible_ptr, begin,
         end, block_rows, visible_stride != 0, v_begin, v_scale_begin, K_BEGIN, D, DV, FORMAT,
         PRECISION, ALIGN_BYTES, IN_BLOCK, False, SOFT_CAP, HAS_WINDOW, HAS_SLOPES, BLOCK_Q,
@@ -228,7 +228,7 @@ def attention_kernel(
     )  # fmt: skip
     if broken(sums) != 0:
         # Rare: a value of V is not finite. Who sees it is found out tile by tile.
-        best, total, sums = _attend(
+        best, total, sums = attend(
             query, last, position, slope, window, buffer_ptr, offset_ptr, sequence_visible_ptr,
             begin, end, block_rows, visible_stride != 0, v_begin, v_scale_begin, K_BEGIN, D, DV,
             FORMAT, "ieee" if FORMAT == "fp32" else PRECISION, ALIGN_BYTES, False, True, SOFT_CAP,

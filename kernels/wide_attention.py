@@ -137,7 +137,7 @@ def _wide_attend(
     BLOCK_REST: tl.constexpr,
 ):
     """(Peaks, sums of weights, the two pieces of the weighed sums of V) over rows ``begin`` to
-    ``end``; see `attention._attend`."""
+    ``end``; see `attention.attend`."""
     IS_PLAIN: tl.constexpr = not CAREFUL and FORMAT != "int8"
     SHIFT: tl.constexpr = 9.0 if IS_PLAIN and FORMAT == "fp16" else 0.0
     best = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)

@@ -17,6 +17,7 @@ from espnx.kernels.attention_merge import merge_kernel
 from espnx.kernels.crc32c import crc32c_kernel
 from espnx.kernels.int8_attention import int8_attention_kernel
 from espnx.kernels.maxsim import maxsim_kernel
+from espnx.kernels.turned_attention import turned_attention_kernel
 from espnx.kernels.wide_attention import wide_attention_kernel
 from espnx.ops import token_format
 from espnx.ops.attention import cuda as attention
@@ -141,15 +142,11 @@ def attending(
                 *((rules_name,) if rules_name else ()),
             )
         ),
-        int8_attention_kernel if turned else wide_attention_kernel if is_wide else attention_kernel,
+        _kernel(fmt, turned=turned, is_wide=is_wide),
         {
             "ALIGN_BYTES": align_bytes,
             **({} if is_wide or turned else {"IN_BLOCK": fmt == "int8"}),
-            **(
-                attention.turned_constants(d, width)
-                if turned
-                else attention.row_constants(fmt, d, dv)
-            ),
+            **(attention.turned_constants if turned else attention.row_constants)(fmt, d, dv),
             **attention.rule_constants(rules),
             **shape,
         },
@@ -158,6 +155,12 @@ def attending(
         -(-d // shape["BLOCK_K"]) if is_wide else 0,
         has_bar,
     )
+
+
+def _kernel(fmt: str, *, turned: bool, is_wide: bool) -> Any:
+    if turned:
+        return int8_attention_kernel if fmt == "int8" else turned_attention_kernel
+    return wide_attention_kernel if is_wide else attention_kernel
 
 
 def merging(n_parts: int, dv: int) -> Variant:
@@ -240,6 +243,10 @@ TESTED = (
 )
 VARIANTS = (
     *TESTED,
+    attending("fp16", 128, n_queries=16, has_bar=True),
+    attending("bf16", 128, n_queries=16, has_bar=True),
+    attending("fp16", 64, n_queries=16, has_bar=True),
+    attending("bf16", 64, n_queries=16, has_bar=True),
     attending("fp16", 64, has_bar=True),
     attending("bf16", 64, has_bar=True),
     attending("bf16", 128, has_bar=True),

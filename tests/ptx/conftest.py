@@ -25,6 +25,7 @@ def launch(triton_cache: None, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     from espnx.kernels.crc32c import crc32c_kernel
     from espnx.kernels.int8_attention import int8_attention_kernel
     from espnx.kernels.maxsim import maxsim_kernel
+    from espnx.kernels.turned_attention import turned_attention_kernel
     from espnx.kernels.wide_attention import wide_attention_kernel
     from espnx.ops.attention.cuda import attention_triton
     from espnx.ops.crc32c.cuda import crc32c_triton
@@ -36,6 +37,7 @@ def launch(triton_cache: None, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
             attention_kernel,
             wide_attention_kernel,
             int8_attention_kernel,
+            turned_attention_kernel,
             merge_kernel,
         ),
         crc32c_triton: (crc32c_kernel,),

@@ -20,7 +20,7 @@ from tests.ops.attention.ruled import (
     RULES,
     WIDTHS,
     by_kernel,
-    check_int8_rules,
+    check_block_rules,
     check_rules,
     check_sinks,
     ruled_case,
@@ -98,10 +98,11 @@ def test_a_rule_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch, name: str)
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("fmt", ["fp16", "bf16", "int8"])
 @pytest.mark.parametrize(("d", "dv"), [(8, 16), (64, 64), (72, 40), (128, 128), (24, 256)])
 @pytest.mark.parametrize("group", [1, 8, 13])
 @pytest.mark.parametrize("gap_bytes", [4, 16])
-def test_few_queries_of_int8_rows(d: int, dv: int, group: int, gap_bytes: int) -> None:
+def test_few_queries_of_whole_blocks(fmt: str, d: int, dv: int, group: int, gap_bytes: int) -> None:
     """Sequences of no row, one, and a row more than a block, in parts."""
     case = make_case(
         n_rows=[0, 1, 129],
@@ -110,17 +111,17 @@ def test_few_queries_of_int8_rows(d: int, dv: int, group: int, gap_bytes: int) -
         d=d,
         dv=dv,
         block_rows=128,
-        fmt="int8",
+        fmt=fmt,
         gap_bytes=gap_bytes,
     )
     assert_close(case, run(case, n_splits=2), **PRECISION)
 
 
-@pytest.mark.parametrize("q_len", some([5, 16], 1))
-def test_masks_of_few_queries_of_int8_rows(q_len: int) -> None:
+@pytest.mark.parametrize(("fmt", "q_len"), [("int8", 5), ("int8", 16), ("fp16", 5), ("bf16", 8)])
+def test_masks_of_few_queries_of_whole_blocks(fmt: str, q_len: int) -> None:
     case = causal(
         make_case(
-            n_rows=[130, 45], q_len=q_len, n_kv=1, d=24, block_rows=128, fmt="int8", gap_bytes=16
+            n_rows=[130, 45], q_len=q_len, n_kv=1, d=24, block_rows=128, fmt=fmt, gap_bytes=16
         )
     )
     case.visible = torch.ones(2, 130, dtype=torch.uint8)
@@ -129,9 +130,32 @@ def test_masks_of_few_queries_of_int8_rows(q_len: int) -> None:
     assert_close(case, run(case), **PRECISION)
 
 
+@pytest.mark.parametrize("fmt", some(["fp16", "bf16"], 1))
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_not_finite_in_whole_blocks(fmt: str, value: float) -> None:
+    """Of V, seen by the last two of three queries; of K, seen by the last; behind the last row,
+    seen by nobody."""
+    case = causal(
+        make_case(n_rows=[20], q_len=3, d=24, n_kv=1, group=1, fmt=fmt, block_rows=128, gap_bytes=0)
+    )
+    rows = case.buffer.view(case_dtype(case)).view(2, 128, 24)
+    rows[:, 20:] = value
+    before = run(case)
+    assert_close(case, before, **PRECISION)
+    assert before[0].isfinite().all()
+    rows[1, 18, 5] = value
+    o, lse = run(case)
+    assert_close(case, (o, lse), **PRECISION)
+    assert o[0, 0, :, 5].isfinite().tolist() == [True, False, False]
+    rows[0, 19] = torch.nan
+    assert run(case)[1][0, 0].isnan().tolist() == [False, False, True]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("fmt", ["fp16", "bf16", "int8"])
 @pytest.mark.parametrize("names", INT8_RULES, ids="-".join)
-def test_scores_of_models_over_int8_rows(names: tuple[str, ...]) -> None:
-    check_int8_rules(names)
+def test_scores_of_models_over_whole_blocks(fmt: str, names: tuple[str, ...]) -> None:
+    check_block_rules(names, fmt)
 
 
 @pytest.mark.sampled(1)

@@ -1,6 +1,7 @@
 """The CUDA version of the attention op: checks, allocates, launches ``kernels/attention.py`` (for
-rows of more than 256 values ``kernels/wide_attention.py``, for few queries of int8 rows
-``kernels/int8_attention.py``), merges the parts (``kernels/attention_merge.py``)."""
+rows of more than 256 values ``kernels/wide_attention.py``, for few queries
+``kernels/turned_attention.py`` or, of int8 rows, ``kernels/int8_attention.py``), and merges the
+parts (``kernels/attention_merge.py``)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from .checks import ROW_FORMATS, block_bytes, check_arguments, check_inside, che
 
 DIM_MAX = 1024  # a program holds the sums of whole rows
 _NARROW_DIM_MAX = 256  # and rows up to this length as they come
-_TURNED_QUERIES_MAX = 16
+#: Queries of a KV head for whom products are turned, by the format of rows.
+_TURNED_QUERIES_MAX = {"int8": 16, "fp16": 8, "bf16": 8}
+_TURNED_DIM_MAX = {"int8": _NARROW_DIM_MAX, "fp16": 128, "bf16": 128}
 _SPLIT_ROWS_MIN = 512
 _MULTIPROCESSORS = 132  # of an H100 or H200
 _FEW_PARTS = 8  # to merge: many have a variant of their own
@@ -62,18 +65,17 @@ def _wide_shape(dv: int, fmt: str) -> dict[str, int]:
 
 
 def turned_rows(d: int, dv: int) -> int:
-    """Rows of a tile of ``kernels/int8_attention.py``."""
+    """Rows of a tile of ``kernels/turned_attention.py`` and ``kernels/int8_attention.py``."""
     widest = max(d, dv)
     return 128 if widest <= 64 else 64 if widest <= 128 else 32
 
 
 def is_turned(n_queries: int, d: int, dv: int, fmt: str, block_rows: int) -> bool:
-    """Whether these rows are for ``kernels/int8_attention.py``: its tiles are each of one block,
-    whose scales their rows share."""
+    """Whether these rows are for ``kernels/turned_attention.py`` or ``kernels/int8_attention.py``:
+    their tiles are each of one block, whose scales int8 rows share."""
     return (
-        fmt == "int8"
-        and not is_wide(d, dv)
-        and n_queries <= _TURNED_QUERIES_MAX
+        max(d, dv) <= _TURNED_DIM_MAX.get(fmt, 0)
+        and n_queries <= _TURNED_QUERIES_MAX[fmt]
         and block_rows % turned_rows(d, dv) == 0
     )
 
@@ -94,7 +96,7 @@ def launch_shape(
     come in smaller tiles, or they would not fit in registers.
 
     Args:
-        turned: it is for ``kernels/int8_attention.py``, see `is_turned`.
+        turned: products are turned, see `is_turned`.
     """
     if turned:
         return _turned_shape(n_queries, d, dv)
@@ -137,6 +139,8 @@ def fits_four(d: int, dv: int, fmt: str) -> bool:
 
 def programs_wanted(d: int, dv: int, fmt: str, *, turned: bool = False) -> int:
     """So many as fit on the multiprocessors at once: more would wait for the first."""
+    if turned and fmt != "int8":
+        return _MULTIPROCESSORS * 3
     if turned or fits_four(d, dv, fmt):
         return _MULTIPROCESSORS * 4
     if is_wide(d, dv):
@@ -153,7 +157,7 @@ def launch_options(
     `programs_wanted` says."""
     if turned:
         # Every warp reads all queries and weights from shared memory: the fewer, the less.
-        is_small = n_queries <= 8 and max(d, dv) <= 128
+        is_small = fmt != "int8" or (n_queries <= 8 and max(d, dv) <= 128)
         options = {"num_stages": 5 if is_small else 2, "num_warps": 2}
     elif is_wide(d, dv):
         options = {"num_stages": 1, "num_warps": 8}
@@ -183,9 +187,12 @@ def row_constants(fmt: str, d: int, dv: int) -> dict[str, Any]:
     }
 
 
-def turned_constants(d: int, dv: int) -> dict[str, int]:
-    """What ``kernels/int8_attention.py`` is told about rows."""
-    return {"K_BEGIN": 4 * d, "D": d, "DV": dv}
+def turned_constants(fmt: str, d: int, dv: int) -> dict[str, Any]:
+    """What ``kernels/turned_attention.py`` and ``kernels/int8_attention.py`` are told about rows;
+    ``dv = 0`` for X rows."""
+    if fmt == "int8":
+        return {"K_BEGIN": 4 * d, "D": d, "DV": dv or d}
+    return row_constants(fmt, d, dv)
 
 
 def rule_constants(rules: ScoreRules) -> dict[str, Any]:
@@ -292,9 +299,9 @@ def attention_inside_triton(
     lse = torch.empty(results, dtype=torch.float32, device=query.device)
     tables = _tables(block_offset_bytes, n_rows, visible, last_position, rules, query.device)
     scaled = query.float() if scale == 1.0 else query.float() * scale
-    if turned:
+    if turned and fmt == "int8":
         scaled = scaled.unflatten(-1, (-1, 2)).transpose(-1, -2)
-    kernel = _kernel_for(d, width, turned=turned)
+    kernel = _kernel_for(d, width, fmt, turned=turned)
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
         kernel[(n_heads, q_blocks, splits)](
             scaled.contiguous(),
@@ -315,7 +322,7 @@ def attention_inside_triton(
             **_block_constants(d, width, fmt, block_rows, n_blocks, shape["BLOCK_T"], turned),
             enable_fp_fusion=True,
             **launch_options(n_queries, d, width, fmt, turned=turned),
-            **(turned_constants(d, width) if turned else row_constants(fmt, d, dv)),
+            **(turned_constants if turned else row_constants)(fmt, d, dv),
             **rule_constants(rules),
             **shape,
         )
@@ -323,7 +330,10 @@ def attention_inside_triton(
     return o.view(batch, heads, q_len, width), lse.view(batch, heads, q_len)
 
 
-def _kernel_for(d: int, dv: int, *, turned: bool) -> Any:
+def _kernel_for(d: int, dv: int, fmt: str, *, turned: bool) -> Any:
+    if turned and fmt != "int8":
+        few: Any = load_kernel("turned_attention")
+        return few.turned_attention_kernel
     if turned:
         int8: Any = load_kernel("int8_attention")
         return int8.int8_attention_kernel

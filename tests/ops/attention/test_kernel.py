@@ -19,7 +19,7 @@ from tests.ops.attention.ruled import (
     INT8_RULES,
     RULES,
     WIDTHS,
-    check_int8_rules,
+    check_block_rules,
     check_rules,
     check_sinks,
 )
@@ -63,7 +63,7 @@ def interpreted_decode(fmt: str) -> None:
     assert_close(case, run(case, n_splits=3), **PRECISION)
     case = make_case(n_rows=[70], n_kv=1, d=128, block_rows=32, fmt=fmt, gap_bytes=0)
     assert_close(case, run(case), **PRECISION)
-    if fmt == "int8":  # tiles of one block each
+    if fmt != "fp32":  # tiles of one block each
         case = make_case(
             n_rows=[0, 1, 130], n_kv=1, group=3, d=72, dv=40, block_rows=128, fmt=fmt, gap_bytes=4
         )
@@ -104,7 +104,7 @@ def interpreted_not_finite(fmt: str) -> None:
 def interpreted_rules(fmt: str) -> None:
     if fmt == "int8":  # rows in memory never are
         for names in INT8_RULES:
-            check_int8_rules(names)
+            check_block_rules(names)
     else:
         for (d, dv), names in zip(WIDTHS, RULES, strict=True):
             with pytest.MonkeyPatch.context() as monkeypatch:
