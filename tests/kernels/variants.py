@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from espnx.kernels.attention import attention_kernel
+from espnx.kernels.attention_merge import merge_kernel
 from espnx.kernels.crc32c import crc32c_kernel
 from espnx.kernels.int8_attention import int8_attention_kernel
 from espnx.kernels.maxsim import maxsim_kernel
@@ -37,6 +38,9 @@ POINTERS = {
     "slope_ptr": "*fp32",
     "o_ptr": "*fp32",
     "lse_ptr": "*fp32",
+    "place_ptr": "*i64",
+    "whole_o_ptr": "*fp32",
+    "whole_lse_ptr": "*fp32",
     "offset_bytes_ptr": "*i64",
     "size_bytes_ptr": "*i64",
     "n_tokens_ptr": "*i64",
@@ -156,6 +160,18 @@ def attending(
     )
 
 
+def merging(n_parts: int, dv: int) -> Variant:
+    """A variant of the merge of attention's parts."""
+    shape = attention.merge_shape(n_parts, dv)
+    return Variant(
+        f"merge of {shape['BLOCK_P']} parts at a time, dv {dv}",
+        merge_kernel,
+        {"DV": dv, **shape},
+        attention.merge_options(n_parts),
+        shape["BLOCK_P"] * (shape["BLOCK_DV"] + 1) * 4,
+    )
+
+
 def scoring(
     fmt: str,
     d: int,
@@ -215,6 +231,7 @@ TESTED = (
     attending("fp16", 576, 0, 16),
     attending("fp16", 256, rules=CAP_AND_WINDOW, rules_name="cap, window"),
     attending("fp16", 24, 8, 3, align_bytes=2),
+    merging(64, 128),
     scoring("fp16", 128, has_bar=True),
     scoring("residual2", 128),
     scoring("bit1", 8, 1, align_bytes=1),
@@ -244,6 +261,8 @@ VARIANTS = (
     attending("bf16", 64, n_queries=20),
     attending("fp16", 128, n_queries=64),
     attending("fp32", 256, n_queries=32),
+    merging(8, 128),
+    merging(64, 24),
     scoring("bf16", 128, has_bar=True),
     scoring("int8", 128, has_bar=True),
     scoring("bit1", 128, has_bar=True),

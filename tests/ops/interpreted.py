@@ -13,6 +13,7 @@ from espnx.errors import InvalidInputError
 from espnx.ops import crc32c_ranges_reference, maxsim_reference, token_row_bytes
 from espnx.ops.crc32c.cuda import LANES, crc32c_triton
 from espnx.ops.maxsim.cuda import maxsim_triton
+from tests.ops.attention.merging import PLAIN, check_merge, check_merge_in_range
 from tests.ops.records import Records, integers, normals, scatter
 from tests.ops.tolerances import assert_scores_close, maxsim_bound
 
@@ -190,3 +191,13 @@ def test_crc32c_of_whole_words(seed: int) -> None:
     assert crc32c_triton(buffer, offsets[:0], sizes[:0], seed).shape == (0,)
     with pytest.raises(InvalidInputError, match="outside the buffer"):
         crc32c_triton(buffer, offsets, sizes + buffer.numel(), seed)
+
+
+@PLAIN
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+def test_attention_parts_are_merged(size: tuple[int, int, int, int]) -> None:
+    check_merge(*size)
+
+
+def test_attention_parts_are_merged_in_range() -> None:
+    check_merge_in_range()

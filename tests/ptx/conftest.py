@@ -21,6 +21,7 @@ def launch(triton_cache: None, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     """``launch(change)``: from now on the launchers run PTX that has been changed so; at first they
     run it as it is."""
     from espnx.kernels.attention import attention_kernel
+    from espnx.kernels.attention_merge import merge_kernel
     from espnx.kernels.crc32c import crc32c_kernel
     from espnx.kernels.int8_attention import int8_attention_kernel
     from espnx.kernels.maxsim import maxsim_kernel
@@ -31,7 +32,12 @@ def launch(triton_cache: None, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     from tests.ptx.launching import Launched, module_of
 
     launchers = {
-        attention_triton: (attention_kernel, wide_attention_kernel, int8_attention_kernel),
+        attention_triton: (
+            attention_kernel,
+            wide_attention_kernel,
+            int8_attention_kernel,
+            merge_kernel,
+        ),
         crc32c_triton: (crc32c_kernel,),
         maxsim_triton: (maxsim_kernel,),
     }

@@ -131,7 +131,9 @@ class Launched:
 
 def stored_parameters(kernel: Any) -> set[str]:
     """Those of a kernel's tensors that it writes."""
-    return {"score_ptr", "crc_ptr", "o_ptr", "lse_ptr"} & set(kernel.arg_names)
+    names = set(kernel.arg_names)
+    whole = {"whole_o_ptr", "whole_lse_ptr"} & names
+    return whole or {"score_ptr", "crc_ptr", "o_ptr", "lse_ptr"} & names
 
 
 def module_of(launched: Sequence[Launched]) -> types.SimpleNamespace:

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from espnx.errors import NotConformingError
-from espnx.ops.attention import cuda
+from espnx.ops.attention import cuda, parts
 from tests.device.rows import assert_right
+from tests.ops.attention.merging import PLAIN, check_merge, check_merge_in_range
 from tests.ops.attention.ruled import (
     DTYPES,
     INT8_RULES,
@@ -27,6 +28,7 @@ from tests.ops.attention.ruled import (
 from tests.ops.attention.scales import check_scale, check_scales_far_apart
 from tests.ops.attention.test_attention import FORMATS, assert_close, causal, make_case
 from tests.ops.attention.test_kernel import PRECISION, case_dtype, run
+from tests.ops.attention.test_parts import check_parts
 from tests.ptx.program import Fault
 from tests.ptx.sparse import BEYOND, moved
 from tests.sweeps import some
@@ -202,6 +204,22 @@ def test_not_finite(fmt: str, value: float, group: int) -> None:
 def test_scales_that_are_not_finite(value: float, of_v: bool, rows: int) -> None:
     """Tiles of several blocks, and of one each."""
     check_scale(run, value, of_v=of_v, rows=rows)
+
+
+@pytest.mark.parametrize("bytes_max", [0, 1 << 25])
+def test_parts_that_waited(monkeypatch: pytest.MonkeyPatch, bytes_max: int) -> None:
+    """As groups of reads are merged on a GPU."""
+    monkeypatch.setattr(parts, "_merged_by_torch", cuda.merge_results)
+    check_parts(monkeypatch, bytes_max, 5, 4)
+
+
+@PLAIN
+def test_merge(size: tuple[int, int, int, int]) -> None:
+    check_merge(*size)
+
+
+def test_merge_in_range() -> None:
+    check_merge_in_range()
 
 
 @pytest.mark.parametrize("group", [1, 20])

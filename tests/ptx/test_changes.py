@@ -17,6 +17,7 @@ from espnx.ops.crc32c.cuda import crc32c_cuda, crc32c_triton
 from espnx.ops.gather import gather_reference
 from espnx.ops.gather.cuda import gather_cuda
 from espnx.ops.maxsim.cuda import is_whole, maxsim_triton
+from tests.ops.attention.merging import check_merge
 from tests.ops.attention.test_attention import assert_close, causal, make_case
 from tests.ops.attention.test_kernel import PRECISION, case_dtype, run
 from tests.ops.records import normals, scatter
@@ -130,6 +131,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "attention int8, blocks": attends_to_blocks,
     "attention fp32": lambda: attends("fp32", 3, 24),
     "attention of wide rows": attends_widely,
+    "attention's merge": lambda: check_merge(9, 1, 2, 72),
     "crc32c of words": lambda: sums(4),
     "crc32c of bytes": lambda: sums(1),
 }

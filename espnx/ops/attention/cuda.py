@@ -1,10 +1,11 @@
 """The CUDA version of the attention op: checks, allocates, launches ``kernels/attention.py`` (for
 rows of more than 256 values ``kernels/wide_attention.py``, for few queries of int8 rows
-``kernels/int8_attention.py``), merges the parts."""
+``kernels/int8_attention.py``), merges the parts (``kernels/attention_merge.py``)."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ _NARROW_DIM_MAX = 256  # and rows up to this length as they come
 _TURNED_QUERIES_MAX = 16
 _SPLIT_ROWS_MIN = 512
 _MULTIPROCESSORS = 132  # of an H100 or H200
+_FEW_PARTS = 8  # to merge: many have a variant of their own
+_MERGED_DIM = 64  # values of a row that a program merges
 _HEADS_MAX = 2**31 - 1  # CUDA's largest grid; in its other two dimensions 65535
 
 
@@ -123,41 +126,45 @@ def has_long_tiles(d: int, dv: int, fmt: str) -> bool:
     is_padded = d & (d - 1) or dv & (dv - 1)
     long_to = {"int8": 128, "bf16": 128, "fp16": 64}.get(fmt, 0)
     is_long = widest <= long_to and (fmt == "int8" or (widest > 32 and not is_padded))
-    return is_long and not has_few_warps(d, dv, fmt)
+    return is_long and not fits_four(d, dv, fmt)
 
 
-def has_few_warps(d: int, dv: int, fmt: str) -> bool:
-    """Whether few queries are for two warps: each reads all parts of the queries and weights from
-    shared memory, and in bf16 they are three."""
+def fits_four(d: int, dv: int, fmt: str) -> bool:
+    """Whether few queries are for four programs on a multiprocessor, of two tiles each that are
+    loaded ahead."""
     return fmt == "bf16" and 32 < max(d, dv) <= 64 and not (d & (d - 1) or dv & (dv - 1))
 
 
 def programs_wanted(d: int, dv: int, fmt: str, *, turned: bool = False) -> int:
     """So many as fit on the multiprocessors at once: more would wait for the first."""
-    if turned or has_few_warps(d, dv, fmt):
+    if turned or fits_four(d, dv, fmt):
         return _MULTIPROCESSORS * 4
-    return _MULTIPROCESSORS * (2 if fmt == "int8" or has_long_tiles(d, dv, fmt) else 3)
+    if is_wide(d, dv):
+        return _MULTIPROCESSORS
+    is_large = fmt == "int8" or max(d, dv) > 128 or has_long_tiles(d, dv, fmt)
+    return _MULTIPROCESSORS * (2 if is_large else 3)
 
 
 def launch_options(
     n_queries: int, d: int, dv: int, fmt: str, *, turned: bool = False
 ) -> dict[str, int]:
-    """Stages of the loop over tiles (that many less one are loaded ahead, and where rows are comes
-    a stage before them), and registers: so many that three programs fit on a multiprocessor, or
-    with tiles of 128 rows two."""
+    """Stages of the loop over tiles (where rows are is loaded a stage before them: 3 stages hold
+    one tile, 5 two), and registers: so many that as many programs fit on a multiprocessor as
+    `programs_wanted` says."""
     if turned:
         # Every warp reads all queries and weights from shared memory: the fewer, the less.
-        options = {"num_stages": 2, "num_warps": 2}
+        is_small = n_queries <= 8 and max(d, dv) <= 128
+        options = {"num_stages": 5 if is_small else 2, "num_warps": 2}
     elif is_wide(d, dv):
         options = {"num_stages": 1, "num_warps": 8}
     elif max(d, dv) > 128:
         options = {"num_stages": 1}
     elif fmt == "int8" or n_queries > 16:
         options = {"num_stages": 2}
-    elif has_few_warps(d, dv, fmt):
-        options = {"num_stages": 3, "num_warps": 2}
+    elif fits_four(d, dv, fmt):
+        options = {"num_stages": 5, "maxnreg": 128}
     elif has_long_tiles(d, dv, fmt):
-        options = {"num_stages": 3 if max(d, dv) <= 64 else 2}
+        options = {"num_stages": 5 if max(d, dv) <= 64 else 2}
     else:
         options = {"num_stages": 3, "maxnreg": 168}
     return options
@@ -278,22 +285,12 @@ def attention_inside_triton(
             expected=f"at most {65535 * shape['BLOCK_Q']} for a KV head",
         )
     wanted = programs_wanted(d, width, fmt, turned=turned) // (n_heads * q_blocks)
-    splits = n_splits or max(min(wanted, rows_max // _SPLIT_ROWS_MIN, 64), 1)
+    splits = n_splits or max(min(wanted, rows_max // _SPLIT_ROWS_MIN), 1)
     split_rows = -(-max(rows_max, 1) // splits // shape["BLOCK_T"]) * shape["BLOCK_T"]
-    o = torch.empty((splits, n_heads, n_queries, width), dtype=torch.float32, device=query.device)
-    lse = torch.empty((splits, n_heads, n_queries), dtype=torch.float32, device=query.device)
-    unused = torch.empty(1, dtype=torch.int64, device=query.device)
-    tables = [
-        spare if each is None else _there(each, query.device)
-        for each, spare in (
-            (block_offset_bytes, unused),
-            (n_rows, unused),
-            (visible, unused.view(torch.uint8)),
-            (last_position, unused),
-            (rules.position, unused),
-            (rules.slopes, unused.view(torch.float32)),
-        )
-    ]
+    results = splits, n_heads, n_queries
+    o = torch.empty((*results, width), dtype=torch.float32, device=query.device)
+    lse = torch.empty(results, dtype=torch.float32, device=query.device)
+    tables = _tables(block_offset_bytes, n_rows, visible, last_position, rules, query.device)
     scaled = query.float() if scale == 1.0 else query.float() * scale
     if turned:
         scaled = scaled.unflatten(-1, (-1, 2)).transpose(-1, -2)
@@ -375,17 +372,121 @@ def _check_rules(rules: ScoreRules, query: torch.Tensor) -> None:
             )
 
 
-def _there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.to(device, non_blocking=True).contiguous()
+def _tables(
+    block_offset_bytes: torch.Tensor,
+    n_rows: torch.Tensor,
+    visible: torch.Tensor | None,
+    last_position: torch.Tensor | None,
+    rules: ScoreRules,
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """The kernels' tables where the query is, those that are not there as memory that nobody looks
+    at. Those of the host are copied together."""
+    unused = torch.empty(1, dtype=torch.int64, device=device)
+    given = {
+        0: block_offset_bytes,
+        1: n_rows,
+        2: visible,
+        3: last_position,
+        4: rules.position,
+        5: rules.slopes,
+    }
+    spare = {2: unused.view(torch.uint8), 5: unused.view(torch.float32)}
+    tables = {i: each for i, each in given.items() if each is not None}
+    far = [i for i, each in tables.items() if each.device != device]
+    if far and all(tables[i].device.type == "cpu" for i in far):
+        tables |= zip(far, _copied([tables[i] for i in far], device), strict=True)
+    return [
+        tables[i].to(device, non_blocking=True).contiguous()
+        if i in tables
+        else spare.get(i, unused)
+        for i in given
+    ]
+
+
+def _copied(tables: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Tables of the host on a device, by one copy. Each begins at a multiple of 16 bytes: kernels
+    are compiled once more for tables that do not."""
+    ends = list(itertools.accumulate(-(-each.nbytes // 16) * 16 for each in tables))
+    packed = torch.zeros(ends[-1], dtype=torch.uint8)
+    places = [
+        slice(begin, begin + each.nbytes) for begin, each in zip([0, *ends], tables, strict=False)
+    ]
+    for place, each in zip(places, tables, strict=True):
+        packed[place] = each.reshape(-1).view(torch.uint8)
+    there = packed.to(device, non_blocking=True)
+    return [
+        there[place].view(each.dtype).view(each.shape)
+        for place, each in zip(places, tables, strict=True)
+    ]
 
 
 def _merged(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The parts' results as one; those that saw no row count for nothing."""
     if o.shape[0] == 1:
         return o[0], lse[0]
-    whole = torch.logsumexp(lse, dim=0)
-    weights = torch.exp(lse - torch.where(whole == -torch.inf, 0.0, whole))
-    return (weights[..., None] * o).sum(dim=0), whole
+    return _launch_merge(o, lse, o.shape[0], o.shape[1], None)
+
+
+def merge_results(
+    o: torch.Tensor, lse: torch.Tensor, place: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of the same queries over different rows as those over all of them, by
+    ``kernels/attention_merge.py``.
+
+    Args:
+        o, lse: float32 [results, n_queries, dv] and [results, n_queries], contiguous.
+        place: int64 [n_parts, n_heads], on the same device: which result is a head's part; below
+            0: it has none.
+
+    Returns:
+        ``o`` [n_heads, n_queries, dv] and ``lse`` [n_heads, n_queries]: 0 and -inf where no part
+        has seen a row.
+    """
+    return _launch_merge(o, lse, place.shape[0], place.shape[1], place)
+
+
+def merge_shape(n_parts: int, dv: int) -> dict[str, int]:
+    """Parts and values of a row that a program of ``kernels/attention_merge.py`` takes at once."""
+    return {
+        "BLOCK_P": _FEW_PARTS if n_parts <= _FEW_PARTS else 64,
+        "BLOCK_DV": min(max(16, 1 << (dv - 1).bit_length()), _MERGED_DIM),
+    }
+
+
+def merge_options(n_parts: int) -> dict[str, int]:
+    """Warps, so that loads of a whole block of parts are under way at once. Products are rounded
+    before they are added, so that threads that hold the same sum have it to the last bit."""
+    return {"num_warps": 1 if n_parts <= _FEW_PARTS else 4, "enable_fp_fusion": False}
+
+
+def _launch_merge(
+    o: torch.Tensor, lse: torch.Tensor, n_parts: int, n_heads: int, place: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    n_queries, dv = o.shape[-2:]
+    whole = torch.empty((n_heads, n_queries, dv), dtype=torch.float32, device=o.device)
+    whole_lse = torch.empty((n_heads, n_queries), dtype=torch.float32, device=o.device)
+    if not whole_lse.numel():
+        return whole, whole_lse
+    shape = merge_shape(n_parts, dv)
+    module: Any = load_kernel("attention_merge")
+    with torch.cuda.device(o.device) if o.device.type == "cuda" else contextlib.nullcontext():
+        module.merge_kernel[(n_heads * n_queries, -(-dv // shape["BLOCK_DV"]))](
+            o,
+            lse,
+            # not read where it stands for none
+            torch.empty(1, dtype=torch.int64, device=o.device) if place is None else place,
+            whole,
+            whole_lse,
+            n_parts,
+            n_heads,
+            n_queries,
+            int(place is not None),
+            DV=dv,
+            **shape,
+            **merge_options(n_parts),
+        )
+    return whole, whole_lse
 
 
 def _alignment(

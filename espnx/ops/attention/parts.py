@@ -9,6 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from .cuda import merge_results
+
 There = Callable[[np.ndarray], torch.Tensor]
 _BYTES_MAX = 32 << 20  # of waiting parts' results, laid side by side
 
@@ -52,7 +54,7 @@ class Parts:
     def _merge(self, there: There) -> None:
         """All parts become one, of every pair. Those of a pair are added in the order in which they
         came."""
-        n_pairs, n, dv = self._shape
+        n_pairs = self._shape[0]
         every = np.arange(n_pairs)
         if len(self._waiting) == 1 and np.array_equal(self._waiting[0][0], every):
             return
@@ -60,15 +62,24 @@ class Parts:
         order = np.argsort(pair, kind="stable")
         turn = np.empty(len(pair), dtype=np.int64)
         turn[order] = np.arange(len(pair)) - np.searchsorted(pair[order], pair[order])
-        # the last is a part without rows, for pairs that have fewer than others
-        place = np.full((int(turn.max()) + 1, n_pairs), len(pair))
+        place = np.full((int(turn.max()) + 1, n_pairs), -1)
         place[turn, pair] = np.arange(len(pair))
-        at = there(place.reshape(-1))
-        none = self._waiting[0][1].new_zeros((1, n, dv))
-        o = torch.cat([*(o for _, o, _ in self._waiting), none])[at].view(-1, n_pairs, n, dv)
-        nothing = none.new_full((1, n), -torch.inf)
-        lse = torch.cat([*(lse for _, _, lse in self._waiting), nothing])[at].view(-1, n_pairs, n)
-        whole = torch.logsumexp(lse, dim=0)
-        weights = torch.exp(lse - torch.where(whole == -torch.inf, 0.0, whole))
-        self._waiting = [(every, (weights[..., None] * o).sum(dim=0), whole)]
+        o, lse = (
+            torch.cat(each) if len(each) > 1 else each[0].contiguous()
+            for each in zip(*((o, lse) for _, o, lse in self._waiting), strict=True)
+        )
+        merged = merge_results if o.device.type == "cuda" else _merged_by_torch
+        self._waiting = [(every, *merged(o, lse, there(place)))]
         self._count[:] = 1
+
+
+def _merged_by_torch(
+    o: torch.Tensor, lse: torch.Tensor, place: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_results` on any device."""
+    # the last is a part without rows, for pairs that have fewer than others
+    o = torch.cat([o, o.new_zeros((1, *o.shape[1:]))])[place]
+    lse = torch.cat([lse, lse.new_full((1, lse.shape[1]), -torch.inf)])[place]
+    whole = torch.logsumexp(lse, dim=0)
+    weights = torch.exp(lse - torch.where(whole == -torch.inf, 0.0, whole))
+    return (weights[..., None] * o).sum(dim=0), whole

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from espnx.errors import InvalidInputError
-from espnx.ops.attention.cuda import ScoreRules, attention_triton
+from espnx.ops.attention.cuda import ScoreRules, _copied, attention_triton
 from tests.ops.attention.ruled import (
     INT8_RULES,
     RULES,
@@ -162,6 +162,26 @@ PARTS: dict[Callable[[str], None], str] = {
 @pytest.mark.skipif(not IS_INTERPRETED, reason="[triton] runs in the interpreter's own process")
 def test_interpreted(part: Any, fmt: str) -> None:
     part(fmt)
+
+
+def test_tables_of_the_host_are_copied_together() -> None:
+    """Each as it is, at a multiple of 16 bytes."""
+    tables = [
+        torch.arange(3).view(1, 3, 1),
+        torch.tensor([5]),
+        torch.tensor([[1, 0, 1]], dtype=torch.uint8),
+        torch.arange(10).view(2, 5).T,
+        torch.empty(1, 2, 0, dtype=torch.int64),
+        torch.rand(1, 2, 3),
+    ]
+    found = _copied(tables, torch.device("cpu"))
+    assert len({each.untyped_storage().data_ptr() for each in found}) == 1
+    for table, there in zip(tables, found, strict=True):
+        assert there.is_contiguous()
+        assert there.dtype == table.dtype
+        assert torch.equal(there, table)
+        assert there.storage_offset() * there.itemsize % 16 == 0
+    assert [each.shape for each in _copied([tables[4]], torch.device("cpu"))] == [(1, 2, 0)]
 
 
 def test_what_cuda_refuses() -> None:

@@ -22,12 +22,18 @@ UNITS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 def test_parts_are_merged_as_one_by_one(
     monkeypatch: pytest.MonkeyPatch, bytes_max: int, n_pairs: int
 ) -> None:
+    check_parts(monkeypatch, bytes_max, n_pairs, 12)
+
+
+def check_parts(
+    monkeypatch: pytest.MonkeyPatch, bytes_max: int, n_pairs: int, n_seeds: int
+) -> None:
     """Whatever pairs they are of, with pairs that are there twice, and parts that saw nothing or
     are not finite."""
     monkeypatch.setattr(waiting, "_BYTES_MAX", bytes_max)
     rng = torch.Generator().manual_seed(n_pairs)
     n, dv = 3, 8
-    for seed in range(12):
+    for seed in range(n_seeds):
         draw = np.random.default_rng(seed)
         parts = Parts(n_pairs, n, dv, torch.device("cpu"))
         o, lse = torch.zeros(n_pairs, n, dv), torch.full((n_pairs, n), -torch.inf)
