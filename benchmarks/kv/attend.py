@@ -27,7 +27,11 @@ SHAPES: Mapping[str, tuple[int, int, int]] = {
     "MHA d=64": (32, 1, 64),
     "MHA d=128": (16, 1, 128),
     "GQA 8 d=128": (2, 8, 128),
+    "GQA 3 d=64": (16, 3, 64),
+    "GQA 4 d=128": (8, 4, 128),
 }
+#: Of a pass that verifies eight tokens that were proposed.
+POSITIONS = 9
 _LEAST_BYTES, _QUICK_BYTES, _CACHES = 256 << 20, 4 << 20, 4
 # fp16 and bf16 outputs and weights are rounded once each; eight times that holds for sums of them.
 ROUNDINGS = 8
@@ -47,12 +51,21 @@ class AttendWork:
         self.k, self.v = (
             torch.randn((1, heads, n, d), generator=generator).to(kind) for _ in range(2)
         )
-        self.q = torch.randn((1, heads, groups, d), generator=generator).to(kind)
+        # queries of several positions, those of the first one in front
+        self.queries = torch.randn((1, heads, POSITIONS * groups, d), generator=generator).to(kind)
+        self.q = self.queries[:, :, :groups].contiguous()
         self.scale = d**-0.5
         self.bytes_asked = 2 * self.k.numel() * kind.itemsize
 
     def espnx(self) -> torch.Tensor:
-        queries = Queries(self.q.float().mul(self.scale).contiguous(), self.v.shape[-1])
+        return self._attended(self.q)
+
+    def positions(self) -> torch.Tensor:
+        """The queries of all positions in one pass."""
+        return self._attended(self.queries)
+
+    def _attended(self, q: torch.Tensor) -> torch.Tensor:
+        queries = Queries(q.float().mul(self.scale).contiguous(), self.v.shape[-1])
         o, _ = attend_rows(queries, RowsInMemory(self.k, self.v, 0, self.k.shape[2], 0), threads=1)
         return o
 
@@ -74,8 +87,9 @@ class AttendWork:
             return None
         worst, largest = 0.0, 0.0
         found = getattr(self, name)()
+        asked = self.queries if name == "positions" else self.q
         for head in range(self.k.shape[1]):
-            scores = self.q[0, head].float() @ self.k[0, head].float().T * self.scale
+            scores = asked[0, head].float() @ self.k[0, head].float().T * self.scale
             expected = scores.softmax(-1) @ self.v[0, head].float()
             worst = max(worst, float((found[0, head].float() - expected).abs().max()))
             largest = max(largest, float(expected.abs().max()))
@@ -125,7 +139,8 @@ def rows_bytes(*, quick: bool) -> int:
 
 
 def show_attend(options: Options, say: Say) -> list[Row]:
-    """K and V in memory, larger than the caches, one thread on one processor."""
+    """K and V in memory, larger than the caches, one thread on one processor: the queries of one
+    position, and those of several beside them."""
     size_bytes = rows_bytes(quick=options.quick)
     found: list[Row] = []
     for shape, (heads, groups, d) in SHAPES.items():
@@ -139,17 +154,16 @@ def show_attend(options: Options, say: Say) -> list[Row]:
                 "dtype": options.dtype,
             }
             worker.ask("attend_open", kind="rows", **words, seed=options.seed)
-            ours, stream, sdpa = (
-                AttendSystem(name, worker) for name in ("espnx", "stream", "sdpa")
+            ours, stream, sdpa, several = (
+                AttendSystem(name, worker) for name in ("espnx", "stream", "sdpa", "positions")
             )
             params = {"show": "attend", "shape": shape, **words, "threads": 1}
-            found += compare(
-                "kv",
-                params,
-                [ours],
-                [stream, sdpa],
-                pairs=options.pairs,
-                seed=options.seed,
-                say=say,
-            )
+            more = {**params, "shape": f"{shape}, {POSITIONS} positions", "positions": POSITIONS}
+            for each, system, baselines in (
+                (params, ours, [stream, sdpa]),
+                (more, several, [ours]),
+            ):
+                found += compare(
+                    "kv", each, [system], baselines, pairs=options.pairs, seed=options.seed, say=say
+                )
     return found

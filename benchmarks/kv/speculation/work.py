@@ -27,7 +27,7 @@ from ...kv_quality.recall import HeldOut
 from ...machine.counters import read_counters
 from ..resume import text_tokens
 from ..systems.caches import without_attention
-from ..systems.models import Task, load_model, tolerance_of_other_shapes
+from ..systems.models import Task, load_model, tolerance_of_rounded_rows
 
 ONE_BY_ONE = "one-by-one"
 #: Options of the cache of each system.
@@ -206,7 +206,9 @@ class SpeculationWork:
         """The tokens of the system's last turn beside those of decoding one by one: what is wrong,
         or None; the places where they part, each with both logits. Behind such a place a sequence
         is another text."""
-        tolerance = tolerance_of_other_shapes(self.model.config, self.task.dtype)
+        dtype = self.task.dtype
+        rows = str(self.options.get("format") or dtype)
+        tolerance = tolerance_of_rounded_rows(self.model.config, dtype, rows)
         problem, places = None, list[dict[str, Any]]()
         for row, (mine, wanted) in enumerate(zip(self.found[system], self.reference, strict=True)):
             if torch.equal(mine, wanted):

@@ -351,6 +351,22 @@ def tolerance_of_other_shapes(config: Any, dtype: str) -> float:
     return rounding(config.num_hidden_layers, ROUNDOFF[dtype], _terms_of_projections(config))
 
 
+def tolerance_of_rounded_rows(config: Any, dtype: str, rows: str) -> float:
+    """`tolerance_of_other_shapes` where K and V of new tokens are rounded to `rows` when they come,
+    and the model computes in more.
+
+    What two right computations make of a value lies d apart (of deviation, relative to it). The
+    stored values then mostly are the same, but a d-th of the spacing s of rounded ones lie on two
+    sides of a place where rounding changes, and are s apart: an error of sqrt(d s), of K and of V,
+    in every layer.
+    """
+    close = tolerance_of_other_shapes(config, dtype)
+    if ROUNDOFF[rows] <= ROUNDOFF[dtype]:
+        return close
+    apart, spacing = close / 5, 2 * ROUNDOFF[rows]
+    return close + 5 * math.sqrt(2 * config.num_hidden_layers * apart * spacing)
+
+
 def _terms_of_projections(config: Any) -> int:
     """Each layer sums over the hidden size in its projections to Q, K and V, from attention, and
     into the feed-forward part, and over that part's width on the way back."""

@@ -335,9 +335,12 @@ def test_attention_from_memory(tmp_path: Path) -> None:
     result = tmp_path / "r.json"
     assert bench(tmp_path, "--show", "attend", "--pairs", "1", "--json", str(result)) == 0
     rows = rows_of(load(result))
-    assert [row.system for row in rows] == ["espnx", "stream", "sdpa"] * 3
+    of_one, of_several = ["espnx", "stream", "sdpa"], ["positions", "espnx"]
+    assert [row.system for row in rows] == [*of_one, *of_several] * 5
     assert all(row.correct and row.metrics["bytes_per_s"] > 0 for row in rows)
     assert set(rows[0].ratio) == {"stream", "sdpa"}
+    assert set(rows[3].ratio) == {"espnx"}
+    assert rows[3].params["positions"] == 9
 
 
 @pytest.mark.sweep

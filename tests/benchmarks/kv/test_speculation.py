@@ -17,7 +17,12 @@ from espnx.benchmarks.kv import sweeps
 from espnx.benchmarks.kv.fleet import Limit
 from espnx.benchmarks.kv.speculation import show, work
 from espnx.benchmarks.kv.speculation.work import GAMMA, ONE_BY_ONE, SYSTEMS, SpeculationWork
-from espnx.benchmarks.kv.systems.models import Task, write_weights
+from espnx.benchmarks.kv.systems.models import (
+    Task,
+    tolerance_of_other_shapes,
+    tolerance_of_rounded_rows,
+    write_weights,
+)
 from espnx.cli.main import main
 from espnx.integrations.transformers.speculation import decoding
 from espnx.kv.draft.acceptance import next_token
@@ -270,3 +275,22 @@ def test_the_model_of_the_demo(tmp_path: Path, here: None, monkeypatch: pytest.M
     assert rows["pages-1/4"].metrics["forced_tokens_a_pass"] > 2
     lookup = rows["lookup"].metrics
     assert lookup["forced_tokens_a_pass_quoted"] > lookup["forced_tokens_a_pass"]
+
+
+def test_rows_that_are_rounded_lie_further_apart() -> None:
+    """Values that differ by d, rounded to bf16, differ by sqrt(d s) at most."""
+    config = SimpleNamespace(num_hidden_layers=30, hidden_size=576, intermediate_size=1536)
+    close = tolerance_of_other_shapes(config, "fp32")
+    assert tolerance_of_rounded_rows(config, "fp32", "fp32") == close
+    assert tolerance_of_rounded_rows(config, "bf16", "bf16") == tolerance_of_other_shapes(
+        config, "bf16"
+    )
+    wide = tolerance_of_rounded_rows(config, "fp32", "bf16")
+    apart = close / 5
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(1 << 21, generator=generator, dtype=torch.float64)
+    others = values * (1 + apart * torch.randn(1 << 21, generator=generator, dtype=torch.float64))
+    rounded, also = values.bfloat16().double(), others.bfloat16().double()
+    found = float((((rounded - also) / values) ** 2).mean().sqrt())
+    assumed = ((wide - close) / 5) ** 2 / (2 * config.num_hidden_layers)
+    assert 0.5 * assumed**0.5 < found < assumed**0.5

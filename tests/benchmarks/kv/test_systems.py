@@ -218,8 +218,12 @@ def test_attention_from_memory_is_checked(
     work = AttendWork(heads, groups, d, 1 << 20, "fp16", 1)
     assert len(pinned[0]) == pinned[1] == 1
     assert work.bytes_asked == 1 << 20
-    for name in ("espnx", "sdpa", "stream"):
+    for name in ("espnx", "positions", "sdpa", "stream"):
         assert work.check(name) is None
         assert work.run(name) > 0
+    several = work.positions()
+    several[:, :, -1] *= 1.1  # of the last position
+    monkeypatch.setattr(work, "positions", lambda: several)
     monkeypatch.setattr(work, "espnx", lambda: work.sdpa() * 1.1)
-    assert str(work.check("espnx")).startswith("off by")
+    for name in ("espnx", "positions"):
+        assert str(work.check(name)).startswith("off by")
