@@ -20,6 +20,9 @@ _NARROW_DIM_MAX = 256  # and rows up to this length as they come
 #: Queries of a KV head for whom products are turned, by the format of rows.
 _TURNED_QUERIES_MAX = {"int8": 16, "fp16": 8, "bf16": 8}
 _TURNED_DIM_MAX = {"int8": _NARROW_DIM_MAX, "fp16": 128, "bf16": 128}
+#: Warps, stages, programs on a multiprocessor and registers (0: as many as it takes) of turned
+#: products of 16 bits, by the longest row.
+_TURNED_16 = {64: (2, 5, 3, 0), 128: (2, 5, 3, 0)}
 _SPLIT_ROWS_MIN = 512
 _MULTIPROCESSORS = 132  # of an H100 or H200
 _FEW_PARTS = 8  # to merge: many have a variant of their own
@@ -137,10 +140,14 @@ def fits_four(d: int, dv: int, fmt: str) -> bool:
     return fmt == "bf16" and 32 < max(d, dv) <= 64 and not (d & (d - 1) or dv & (dv - 1))
 
 
+def _turned_16(d: int, dv: int) -> tuple[int, int, int, int]:
+    return _TURNED_16[64 if max(d, dv) <= 64 else 128]
+
+
 def programs_wanted(d: int, dv: int, fmt: str, *, turned: bool = False) -> int:
     """So many as fit on the multiprocessors at once: more would wait for the first."""
     if turned and fmt != "int8":
-        return _MULTIPROCESSORS * 3
+        return _MULTIPROCESSORS * _turned_16(d, dv)[2]
     if turned or fits_four(d, dv, fmt):
         return _MULTIPROCESSORS * 4
     if is_wide(d, dv):
@@ -155,9 +162,14 @@ def launch_options(
     """Stages of the loop over tiles (where rows are is loaded a stage before them: 3 stages hold
     one tile, 5 two), and registers: so many that as many programs fit on a multiprocessor as
     `programs_wanted` says."""
-    if turned:
+    if turned and fmt != "int8":
+        warps, stages, _, registers = _turned_16(d, dv)
+        options = {"num_stages": stages, "num_warps": warps}
+        if registers:
+            options["maxnreg"] = registers
+    elif turned:
         # Every warp reads all queries and weights from shared memory: the fewer, the less.
-        is_small = fmt != "int8" or (n_queries <= 8 and max(d, dv) <= 128)
+        is_small = n_queries <= 8 and max(d, dv) <= 128
         options = {"num_stages": 5 if is_small else 2, "num_warps": 2}
     elif is_wide(d, dv):
         options = {"num_stages": 1, "num_warps": 8}
