@@ -138,6 +138,25 @@ def store(instruction: Instruction, slots: Slots) -> Step:
     return step
 
 
+@builds("atom")
+def atomic(instruction: Instruction, slots: Slots) -> Step:
+    """An addition to a word that blocks share, one thread after another; what was there before."""
+    if instruction.opcode != "atom.global.add.u32":
+        raise Unknown(instruction.opcode)
+    target, operand, value = instruction.operands
+    to, place, of = (
+        slots.target(str(target)),
+        Place(operand, slots, "global"),
+        slots.source(value, "u32"),
+    )
+
+    def step(block: Block) -> None:
+        added = block.chosen(block.get(of)).astype(np.uint32)
+        block.put(to, block.spread(block.memory.add_words(place.of(block), added)))
+
+    return step
+
+
 @builds("cp")
 def copy(instruction: Instruction, slots: Slots) -> Step:
     """Asynchronous copies to shared memory: they arrive when their group is waited for, no
@@ -162,11 +181,14 @@ def copy(instruction: Instruction, slots: Slots) -> Step:
         sizes = np.full(threads.size, n_bytes)
         if size_slot is not None:
             sizes = block.chosen(block.get(size_slot)).astype(np.int64)
-        if not np.isin(sizes, (0, n_bytes)).all():
-            raise Unknown("copies of a part")
-        values = np.zeros((threads.size, n_bytes), dtype=np.uint8)
-        some = sizes > 0
-        values[some] = block.memory.read(source.of(block)[some], n_bytes)
+        values, sources = np.zeros((threads.size, n_bytes), dtype=np.uint8), source.of(block)
+        if (sources & np.uint64(n_bytes - 1)).any():
+            raise Fault("misaligned", f"{n_bytes} bytes from an address that is no multiple")
+        whole = sizes == n_bytes
+        values[whole] = block.memory.read(sources[whole], n_bytes)
+        for i in np.flatnonzero((sizes > 0) & ~whole):  # the rest is zeros, and is not read
+            place = sources[i] + np.arange(sizes[i], dtype=np.uint64)
+            values[i, : sizes[i]] = block.memory.read(place, 1)[:, 0]
         block.shared.copy_begins(addresses, n_bytes, threads)
         block.open_copies.parts.append((addresses, values, threads))
 

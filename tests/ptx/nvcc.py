@@ -29,7 +29,9 @@ SOURCES = ROOT / "csrc" / "cuda"
 KEPT = ROOT / ".cache" / "nvcc"
 ABSENT = "nvcc is not installed: csrc/cuda is not compiled here"
 #: By kernel, the number of the argument that it writes.
-OUTPUT = {"espnx_gather": 3, "espnx_crc32c": 4}
+OUTPUT = {"espnx_gather": 3, "espnx_crc32c": 4, "espnx_maxsim": 4}
+#: The number of the argument that its blocks count with.
+COUNTER = {"espnx_maxsim": 5}
 
 
 def nvcc() -> str | None:
@@ -117,7 +119,10 @@ def run(
         if isinstance(value, torch.Tensor):
             assert value.is_contiguous()
             data = value.view(torch.uint8).reshape(-1).numpy()
-            base = memory.add(f"argument {i}", data, is_output=i == output)
+            is_counter = i == next(
+                (n for name, n in COUNTER.items() if kernel.startswith(name)), -1
+            )
+            base = memory.add(f"argument {i}", data, is_output=i == output, is_counter=is_counter)
             parameters[parameter] = np.array(base, dtype=np.uint64)
         else:
             kind = np.int64 if isinstance(value, ctypes.c_int64) else np.uint32
