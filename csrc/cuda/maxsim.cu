@@ -10,9 +10,9 @@
 // rows into a ring of its own in shared memory, asynchronously and across the ends of documents, so
 // that as many bytes are under way at a document's end as in its midst. Nothing waits for another
 // warp. The query is in the parts that tensor cores take, two of fp16 or three of bf16, which add
-// up to it; they stay in registers, or where they do not fit in shared memory. Small products are
-// summed first, or apart. A maximum keeps NaNs; infinities that meet zeros in a part turn into NaN
-// there, so where a document's score is NaN it is made once more, by plain multiply-adds.
+// up to it; two stay in registers, the third in shared memory. Small products are summed first. A
+// maximum keeps NaNs; infinities that meet zeros in a part turn into NaN there, so where a
+// document's score is NaN it is made once more, by plain multiply-adds.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -22,6 +22,7 @@ namespace {
 
 constexpr int kWarp = 32, kTokens = 32;  // query tokens, in four pieces of 8
 constexpr int kPieces = kTokens / 8;
+constexpr int kHeld = 2;  // parts of the query in registers
 constexpr unsigned kAll = 0xFFFFFFFFu;
 // Parts of fp16 are of 2^13 times as much: what misses of a value stays in its normal range.
 constexpr float kLift = 8192.0f;
@@ -34,9 +35,9 @@ struct Arguments {
   const int64_t* offset;  // of each document, in bytes
   const int64_t* count;   // of its rows
   float* score;           // [n_queries, n_docs]
-  uint32_t* claimed;      // [n_queries], zeros
+  uint32_t* claimed;      // [n_queries], zeros, which they are in the end, too
   int64_t n_docs;
-  int n_queries, n_query, d;
+  int n_queries, n_query;
 };
 
 __device__ __forceinline__ void copy_ahead(uint32_t to, const void* from, int n_bytes) {
@@ -124,9 +125,8 @@ __device__ __forceinline__ uint32_t part_of(float x, float y, int part) {
   return part == 0 ? high : fp16_of(x - fp32_of(high), y - fp32_of(high >> 16));
 }
 
-// How rows of a format lie in a stage of a ring. kWidth: values of a row that are multiplied from
-// one stage; rows of more of them (kWide) come in several.
-template <Format kFormat, int kWidth, bool kWide, int kTiles, int kStages, int kInRegisters>
+// How rows of kWidth values lie in a stage of a ring, which takes kTiles tiles of 16 of them.
+template <Format kFormat, int kWidth, int kTiles>
 struct Shape {
   static constexpr int kParts = kFormat == kBf16 ? 3 : 2;
   static constexpr int kSteps = kWidth / 16;
@@ -140,14 +140,12 @@ struct Shape {
   // eight rows' pieces are in different banks.
   static constexpr int kPitch = kFlat ? kRowBytes : (kRowCopies + 7) / 8 * 128;
   static constexpr int kStageBytes = (kRows * kPitch + 15) / 16 * 16;
-  static constexpr int kShared = kParts - kInRegisters;
-  static_assert(!kFlat || !kWide);
+  static constexpr int kShared = kParts - kHeld;
   static_assert(kFormat != kBit1 || kWidth == 128);
-  static_assert(!kWide || kInRegisters == 0);
 };
 
 // What a warp loads: documents as it claims them, tile by tile.
-template <typename S, Format kFormat, bool kWide, int kStages>
+template <typename S>
 struct Stream {
   const Arguments& a;
   int lane;
@@ -159,9 +157,6 @@ struct Stream {
   // What is being loaded, the next document, and the number of the one after it.
   int64_t doc, left, next_doc, next_count, next_offset, later_doc;
   const uint8_t* from;
-  int chunk;
-
-  __device__ __forceinline__ int row_bytes() const { return kWide ? 2 * a.d : S::kRowBytes; }
 
   __device__ __forceinline__ void look_up() {
     if (next_doc < a.n_docs) next_count = a.count[next_doc], next_offset = a.offset[next_doc];
@@ -175,7 +170,8 @@ struct Stream {
       next_doc = later_doc;
       look_up();
       uint32_t before = 0;
-      if (lane == 0) before = atomicAdd(claimed, 1u);
+      // Every document that is taken claims one, so the last claim makes it 0 again.
+      if (lane == 0) before = atomicInc(claimed, uint32_t(a.n_docs - 1));
       later_doc = int64_t(__shfl_sync(kAll, before, 0)) + 2 * workers;
       if (left > 0) return;
       if (lane == 0) score[doc] = -INFINITY;
@@ -184,7 +180,7 @@ struct Stream {
 
   __device__ __forceinline__ void begin(int64_t worker) {
     next_count = next_offset = 0;
-    next_doc = worker, later_doc = worker + workers, chunk = 0;
+    next_doc = worker, later_doc = worker + workers;
     look_up();
     turn();
   }
@@ -204,9 +200,8 @@ struct Stream {
         const int row = (i * kWarp + lane) / S::kRowCopies;
         const int piece = (i * kWarp + lane) % S::kRowCopies;
         const bool is_there = row < rows;
-        const int64_t at = is_there ? int64_t(row) * row_bytes() : 0;
         copy_ahead(to + row * S::kPitch + (piece ^ (row & 7)) * 16,
-                   from + at + (kWide ? chunk * 2 * 128 : 0) + piece * 16, is_there ? 16 : 0);
+                   from + (is_there ? row * S::kRowBytes : 0) + piece * 16, is_there ? 16 : 0);
       }
     }
   }
@@ -216,10 +211,8 @@ struct Stream {
       const int rows = left < S::kRows ? int(left) : S::kRows;
       load_tile(ring + stage * S::kStageBytes, rows);
       if (lane == 0) meta[stage] = make_int4(int(doc), rows, left <= S::kRows, 0);
-      if (!kWide || ++chunk == a.d / 128) {
-        chunk = 0, left -= S::kRows, from += int64_t(S::kRows) * row_bytes();
-        if (left <= 0) turn();
-      }
+      left -= S::kRows, from += S::kRows * S::kRowBytes;
+      if (left <= 0) turn();
     } else if (lane == 0) {
       meta[stage] = make_int4(-1, 0, 0, 0);
     }
@@ -230,14 +223,14 @@ struct Stream {
 // The four values of the query's token 8 * piece + lane / 4 that a lane has in a step's two
 // registers: of the dimensions that it has of rows.
 template <Format kFormat, int kWidth>
-__device__ __forceinline__ void query_values(const float* query, int n_query, int d, int piece,
-                                             int step, int lane, float* v) {
+__device__ __forceinline__ void query_values(const float* query, int n_query, int piece, int step,
+                                             int lane, float* v) {
   const int token = piece * 8 + lane / 4, t = lane % 4;
   if (token >= n_query) {
     v[0] = v[1] = v[2] = v[3] = 0.0f;
     return;
   }
-  const float* const at = query + int64_t(token) * d;
+  const float* const at = query + token * kWidth;
   if constexpr (kFormat == kInt8) {
     const float4 q = *reinterpret_cast<const float4*>(at + 4 * (t * (kWidth / 16) + step));
     v[0] = q.x, v[1] = q.z, v[2] = q.y, v[3] = q.w;
@@ -252,18 +245,18 @@ __device__ __forceinline__ void query_values(const float* query, int n_query, in
 }
 
 // One document's score by plain multiply-adds: a query token a lane, a row after another.
-template <Format kFormat>
+template <typename S, Format kFormat, int kWidth>
 __device__ __forceinline__ float score_with_care(const Arguments& a, const float* query,
-                                                 int64_t doc, int row_bytes, int lane) {
+                                                 int64_t doc, int lane) {
   float largest = -INFINITY;
   const bool is_query = lane < a.n_query;
-  const float* const values = query + int64_t(is_query ? lane : 0) * a.d;
+  const float* const values = query + (is_query ? lane : 0) * kWidth;
 #pragma unroll 1
   for (int64_t row = 0; row < a.count[doc]; ++row) {
-    const uint8_t* const at = a.buffer + a.offset[doc] + row * row_bytes;
+    const uint8_t* const at = a.buffer + a.offset[doc] + row * S::kRowBytes;
     float sum = 0.0f;
 #pragma unroll 1
-    for (int k = 0; k < a.d; ++k) {
+    for (int k = 0; k < kWidth; ++k) {
       float x;
       if constexpr (kFormat == kFp16) x = fp32_of(reinterpret_cast<const uint16_t*>(at)[k]);
       if constexpr (kFormat == kBf16)
@@ -287,18 +280,16 @@ __device__ __forceinline__ float score_with_care(const Arguments& a, const float
 
 // A lane's own share of the query: what it multiplies with, and what is to be done with the maximum
 // of the one token that it has in the end.
-template <Format kFormat, int kWidth, bool kWide, int kTiles, int kStages, int kInRegisters>
+template <typename S, Format kFormat, int kWidth>
 struct Query {
-  using S = Shape<kFormat, kWidth, kWide, kTiles, kStages, kInRegisters>;
-  uint2 held[kInRegisters ? kInRegisters : 1][S::kSteps][kPieces];
+  uint2 held[kHeld][S::kSteps][kPieces];
   uint2* shared;  // [steps, pieces, parts that are not held, lanes]
   int lane, token;
   float factor;
 
   // Its parts; in shared memory each warp makes some of them.
-  __device__ __forceinline__ void prepare(const float* query, int n_query, int d, int warp,
-                                          int n_warps) {
-    const int steps = d / 16, own_piece = lane >> 3;
+  __device__ __forceinline__ void prepare(const float* query, int n_query, int warp, int n_warps) {
+    const int own_piece = lane >> 3;
     token = own_piece * 8 + 2 * (lane % 4) + ((lane >> 2) & 1);
     factor = 1.0f;
 #pragma unroll
@@ -307,9 +298,9 @@ struct Query {
       if constexpr (kFormat != kBf16) {
         float peak = 0.0f;
 #pragma unroll 4
-        for (int step = 0; step < steps; ++step) {
+        for (int step = 0; step < S::kSteps; ++step) {
           float v[4];
-          query_values<kFormat, kWidth>(query, n_query, d, piece, step, lane, v);
+          query_values<kFormat, kWidth>(query, n_query, piece, step, lane, v);
 #pragma unroll
           for (int i = 0; i < 4; ++i) peak = fmaxf(peak, fabsf(v[i]));
         }
@@ -323,41 +314,35 @@ struct Query {
         const float of_own = __shfl_sync(kAll, up, token % 8 * 4);
         if (piece == own_piece) factor = of_own;
       }
-      if constexpr (kInRegisters > 0) {
 #pragma unroll
-        for (int step = 0; step < S::kSteps; ++step)
-          make(query, n_query, d, piece, step, down, step % n_warps == warp);
-      } else {
-#pragma unroll 1
-        for (int step = warp; step < steps; step += n_warps)
-          make(query, n_query, d, piece, step, down, true);
-      }
+      for (int step = 0; step < S::kSteps; ++step)
+        make(query, n_query, piece, step, down, step % n_warps == warp);
     }
   }
 
-  __device__ __forceinline__ void make(const float* query, int n_query, int d, int piece, int step,
+  __device__ __forceinline__ void make(const float* query, int n_query, int piece, int step,
                                        float down, bool is_mine) {
     float v[4];
-    query_values<kFormat, kWidth>(query, n_query, d, piece, step, lane, v);
+    query_values<kFormat, kWidth>(query, n_query, piece, step, lane, v);
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] = kFormat == kBf16 ? v[i] : v[i] * down * kLift;
 #pragma unroll
     for (int part = 0; part < S::kParts; ++part) {
       const uint2 both =
           make_uint2(part_of<kFormat>(v[0], v[1], part), part_of<kFormat>(v[2], v[3], part));
-      if (part < kInRegisters)
-        held[part < kInRegisters ? part : 0][step % S::kSteps][piece] = both;
+      if (part < kHeld)
+        held[part < kHeld ? part : 0][step][piece] = both;
       else if (is_mine)
         *place(part, step, piece) = both;
     }
   }
 
   __device__ __forceinline__ uint2* place(int part, int step, int piece) const {
-    return shared + ((step * kPieces + piece) * S::kShared + part - kInRegisters) * kWarp + lane;
+    return shared + ((step * kPieces + piece) * S::kShared + part - kHeld) * kWarp + lane;
   }
 
   __device__ __forceinline__ uint2 part(int part, int step, int piece) const {
-    if (part < kInRegisters) return held[part < kInRegisters ? part : 0][step % S::kSteps][piece];
+    if (part < kHeld) return held[part < kHeld ? part : 0][step][piece];
     return *place(part, step, piece);
   }
 };
@@ -492,58 +477,32 @@ __device__ __forceinline__ void multiply_rows(Best<S, kFormat>& best, Rows<S, kF
   }
 }
 
-// Those of a stage that holds 128 values of each row, from `first_step` on: of the query's first
-// part, and of the others, whose products are small.
-template <typename S, Format kFormat, int kTiles, typename Q>
-__device__ __forceinline__ void multiply_chunk(float (*firsts)[kPieces][4],
-                                               float (*others)[kPieces][4],
-                                               const Rows<S, kFormat>& rows, const Q& query,
-                                               int first_step) {
-#pragma unroll
-  for (int step = 0; step < S::kSteps; ++step) {
-    uint32_t left[kTiles][4];
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) rows.values(left[tile], tile, step);
-#pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece)
-#pragma unroll
-      for (int part = S::kParts - 1; part >= 0; --part) {
-        const uint2 right = query.part(part, first_step + step, piece);
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile)
-          multiply<kFormat>(part ? others[tile][piece] : firsts[tile][piece], left[tile], right);
-      }
-  }
-}
-
-template <Format kFormat, int kWidth, bool kWide, int kTiles, int kStages, int kInRegisters>
+template <Format kFormat, int kWidth, int kTiles, int kStages>
 __device__ __forceinline__ void maxsim(const Arguments& a) {
-  using S = Shape<kFormat, kWidth, kWide, kTiles, kStages, kInRegisters>;
+  using S = Shape<kFormat, kWidth, kTiles>;
   extern __shared__ __align__(1024) uint8_t memory[];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, n_warps = blockDim.x / kWarp;
   const int which = blockIdx.x % a.n_queries;
-  const float* const values = a.query + int64_t(which) * a.n_query * a.d;
+  const float* const values = a.query + int64_t(which) * a.n_query * kWidth;
   float* const score = a.score + which * a.n_docs;
   // Rings of all warps, what is in their stages, parts of the query.
   const uint32_t ring =
       static_cast<uint32_t>(__cvta_generic_to_shared(memory)) + warp * kStages * S::kStageBytes;
   int4* const all_meta = reinterpret_cast<int4*>(memory + n_warps * kStages * S::kStageBytes);
   int4* const meta = all_meta + warp * kStages;
-  Stream<S, kFormat, kWide, kStages> stream{
-      a, lane, ring, meta, a.claimed + which, score, int64_t(gridDim.x / a.n_queries) * n_warps};
-  stream.begin(int64_t(blockIdx.x / a.n_queries) * n_warps + warp);
+  const int64_t n_blocks = gridDim.x / a.n_queries;  // of this query; few documents meet in none
+  Stream<S> stream{a, lane, ring, meta, a.claimed + which, score, n_blocks * n_warps};
+  stream.begin(warp * n_blocks + blockIdx.x / a.n_queries);
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) stream.produce(stage);
 
-  Query<kFormat, kWidth, kWide, kTiles, kStages, kInRegisters> query;
+  Query<S, kFormat, kWidth> query;
   query.lane = lane, query.shared = reinterpret_cast<uint2*>(all_meta + n_warps * kStages);
-  query.prepare(values, a.n_query, kWide ? a.d : kWidth, warp, n_warps);
+  query.prepare(values, a.n_query, warp, n_warps);
   if (S::kShared) __syncthreads();
 
   Best<S, kFormat> best{lane};
   best.begin();
-  float firsts[kTiles][kPieces][4], others[kTiles][kPieces][4];  // of rows in several stages
-  int chunk = 0;
 #pragma unroll 1
   for (int stage = 0;; stage = stage == kStages - 1 ? 0 : stage + 1) {
     asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
@@ -552,30 +511,10 @@ __device__ __forceinline__ void maxsim(const Arguments& a) {
     if (what.x < 0) break;
     stream.produce(stage == 0 ? kStages - 1 : stage - 1);
     Rows<S, kFormat> rows{ring + stage * S::kStageBytes, lane};
-    if constexpr (!kWide) {
-      multiply_rows<S, kFormat, kTiles>(best, rows, query, what.y);
-    } else {
-      if (chunk == 0)
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          best.clear(firsts[tile], tile, what.y);
-          best.clear(others[tile], tile, S::kRows);
-        }
-      multiply_chunk<S, kFormat, kTiles>(firsts, others, rows, query, chunk * S::kSteps);
-      chunk = chunk == a.d / 128 - 1 ? 0 : chunk + 1;
-      if (chunk != 0) continue;
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < kPieces * 4; ++i)
-          firsts[tile][i / 4][i % 4] += others[tile][i / 4][i % 4];
-        best.take(firsts[tile], rows, tile, what.y);
-      }
-    }
+    multiply_rows<S, kFormat, kTiles>(best, rows, query, what.y);
     if (what.z) {
       float sum = best.score(query, a.n_query);
-      if (sum != sum)
-        sum = score_with_care<kFormat>(a, values, what.x, kWide ? 2 * a.d : S::kRowBytes, lane);
+      if (sum != sum) sum = score_with_care<S, kFormat, kWidth>(a, values, what.x, lane);
       if (lane == 0) score[what.x] = sum;
       best.begin();
     }
@@ -585,27 +524,23 @@ __device__ __forceinline__ void maxsim(const Arguments& a) {
 
 }  // namespace
 
-// Kernels by format and values of a row, "wide" for multiples of 128 above 128. A block has up to 8
-// warps, and shared memory for each warp's ring: kStages stages of kTiles tiles of 16 rows.
-#define MAXSIM(NAME, FORMAT, WIDTH, WIDE, TILES, STAGES, IN_REGISTERS)                           \
-  extern "C" __global__ void __launch_bounds__(256, 1)                                           \
-      espnx_maxsim_##NAME(const float* query, const uint8_t* buffer, const int64_t* offset,      \
-                          const int64_t* count, float* score, uint32_t* claimed, int64_t n_docs, \
-                          uint32_t n_queries, uint32_t n_query, uint32_t d) {                    \
-    const Arguments a{query,   buffer, offset,         count,        score,                      \
-                      claimed, n_docs, int(n_queries), int(n_query), int(d)};                    \
-    maxsim<FORMAT, WIDTH, WIDE, TILES, STAGES, IN_REGISTERS>(a);                                 \
+// Kernels by format and values of a row. A block has up to 8 warps, and shared memory for each
+// warp's ring: STAGES stages of TILES tiles, and what is in each.
+#define MAXSIM(NAME, FORMAT, WIDTH, TILES, STAGES)                                             \
+  extern "C" __global__ void __launch_bounds__(256, 1) espnx_maxsim_##NAME(                    \
+      const float* query, const uint8_t* buffer, const int64_t* offset, const int64_t* count,  \
+      float* score, uint32_t* claimed, int64_t n_docs, uint32_t n_queries, uint32_t n_query) { \
+    maxsim<FORMAT, WIDTH, TILES, STAGES>(                                                      \
+        {query, buffer, offset, count, score, claimed, n_docs, int(n_queries), int(n_query)}); \
   }
 
-MAXSIM(fp16_64, kFp16, 64, false, 1, 6, 2)
-MAXSIM(fp16_96, kFp16, 96, false, 1, 6, 2)
-MAXSIM(fp16_128, kFp16, 128, false, 1, 6, 2)
-MAXSIM(fp16_wide, kFp16, 128, true, 2, 3, 0)
-MAXSIM(bf16_64, kBf16, 64, false, 1, 6, 2)
-MAXSIM(bf16_96, kBf16, 96, false, 1, 6, 2)
-MAXSIM(bf16_128, kBf16, 128, false, 1, 6, 2)
-MAXSIM(bf16_wide, kBf16, 128, true, 2, 3, 0)
-MAXSIM(int8_64, kInt8, 64, false, 1, 6, 2)
-MAXSIM(int8_96, kInt8, 96, false, 1, 6, 2)
-MAXSIM(int8_128, kInt8, 128, false, 1, 6, 2)
-MAXSIM(bit1_128, kBit1, 128, false, 4, 4, 2)
+MAXSIM(fp16_64, kFp16, 64, 1, 6)
+MAXSIM(fp16_96, kFp16, 96, 1, 6)
+MAXSIM(fp16_128, kFp16, 128, 1, 4)
+MAXSIM(bf16_64, kBf16, 64, 1, 6)
+MAXSIM(bf16_96, kBf16, 96, 1, 6)
+MAXSIM(bf16_128, kBf16, 128, 1, 4)
+MAXSIM(int8_64, kInt8, 64, 2, 6)
+MAXSIM(int8_96, kInt8, 96, 2, 5)
+MAXSIM(int8_128, kInt8, 128, 2, 4)
+MAXSIM(bit1_128, kBit1, 128, 4, 4)

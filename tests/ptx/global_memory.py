@@ -18,7 +18,8 @@ OWN_BITS = 0xFF
 @dataclass
 class Region:
     """A tensor's bytes. ``writer``: of an output, the block that has written each byte, -1 for none
-    yet; None: an input. ``is_counter``: of words that are only added to, by any block."""
+    yet; None: an input. ``is_counter``: of words that
+    any block counts up, and that nobody reads or writes in another way."""
 
     name: str
     data: np.ndarray
@@ -45,7 +46,7 @@ class GlobalMemory:
         found = np.empty((addresses.size, n_bytes), dtype=np.uint8)
         for region, threads, offsets in self._offsets(addresses, n_bytes):
             if region.is_counter:
-                raise Fault("race", f"{region.name} is read while others add to it")
+                raise Fault("race", f"{region.name} is read while others count")
             if region.writer is None and region.base % n_bytes == 0:  # all at once
                 words = region.data[: region.data.size // n_bytes * n_bytes].view(f"V{n_bytes}")
                 read = words[offsets // n_bytes].view(np.uint8).reshape(-1, n_bytes)
@@ -70,16 +71,17 @@ class GlobalMemory:
             if (region.data[places] != values[threads]).any():
                 raise Fault("race", f"two threads write the same bytes of {region.name}")
 
-    def add_words(self, addresses: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Adds to words of counters, one thread after another; uint32: what they were before."""
-        before = np.empty(values.size, dtype=np.uint32)
+    def count(self, addresses: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """Adds 1 to words of counters, one thread after another, or makes 0 of what is the most or
+        above it; uint32: what they were before."""
+        before = np.empty(most.size, dtype=np.uint32)
         for region, threads, offsets in self._offsets(addresses, 4):
             if not region.is_counter:
-                raise Fault("outside", f"an addition to {region.name}, which is no counter")
+                raise Fault("outside", f"{region.name} is no counter")
             words = region.data.view(np.uint32)
-            for i, offset in zip(np.arange(values.size)[threads], offsets, strict=True):
+            for i, offset in zip(np.arange(most.size)[threads], offsets, strict=True):
                 before[i] = words[offset // 4]
-                words[offset // 4] += values[i]
+                words[offset // 4] = before[i] + 1 if before[i] < most[i] else 0
         return before
 
     def check_whole(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.ptx.block import Block, Copies
+from tests.ptx.block import Block
 from tests.ptx.compiling import Slots, Step, Unknown, as_bits, as_type, bits_of, builds, dtype_of
 from tests.ptx.program import Address, Fault, Instruction, Operand
 from tests.ptx.shared_memory import WARP
@@ -140,19 +140,19 @@ def store(instruction: Instruction, slots: Slots) -> Step:
 
 @builds("atom")
 def atomic(instruction: Instruction, slots: Slots) -> Step:
-    """An addition to a word that blocks share, one thread after another; what was there before."""
-    if instruction.opcode != "atom.global.add.u32":
+    """A word that blocks share is counted up, one thread after another; what was there before."""
+    if instruction.opcode != "atom.global.inc.u32":
         raise Unknown(instruction.opcode)
-    target, operand, value = instruction.operands
+    target, operand, most = instruction.operands
     to, place, of = (
         slots.target(str(target)),
         Place(operand, slots, "global"),
-        slots.source(value, "u32"),
+        slots.source(most, "u32"),
     )
 
     def step(block: Block) -> None:
-        added = block.chosen(block.get(of)).astype(np.uint32)
-        block.put(to, block.spread(block.memory.add_words(place.of(block), added)))
+        limits = block.chosen(block.get(of)).astype(np.uint32)
+        block.put(to, block.spread(block.memory.count(place.of(block), limits)))
 
     return step
 
@@ -162,7 +162,7 @@ def copy(instruction: Instruction, slots: Slots) -> Step:
     """Asynchronous copies to shared memory: they arrive when their group is waited for, no
     sooner."""
     if instruction.opcode == "cp.async.commit_group":
-        return _commit_copies
+        return lambda block: block.close_copies()
     if instruction.opcode == "cp.async.wait_group":
         n_left = int(str(instruction.operands[0]))
         return lambda block: block.end_copies(n_left)
@@ -189,16 +189,9 @@ def copy(instruction: Instruction, slots: Slots) -> Step:
         for i in np.flatnonzero((sizes > 0) & ~whole):  # the rest is zeros, and is not read
             place = sources[i] + np.arange(sizes[i], dtype=np.uint64)
             values[i, : sizes[i]] = block.memory.read(place, 1)[:, 0]
-        block.shared.copy_begins(addresses, n_bytes, threads)
-        block.open_copies.parts.append((addresses, values, threads))
+        block.begin_copies(addresses, values, threads)
 
     return step
-
-
-def _commit_copies(block: Block) -> None:
-    block.check_whole("a group of copies")
-    block.copies.append(block.open_copies)
-    block.open_copies = Copies()
 
 
 @builds("shfl")
@@ -280,8 +273,8 @@ def barrier(instruction: Instruction, slots: Slots) -> Step:
     if (instruction.opcode, instruction.operands) == ("bar.warp.sync", ("-1",)):
 
         def warp_step(block: Block) -> None:
-            block.check_whole("a barrier of warps is reached")
-            block.shared.warp_barrier()
+            block.check_whole_warps()
+            block.shared.warp_barrier(block.executing())
 
         return warp_step
     raise Unknown(instruction.text)

@@ -91,7 +91,7 @@ class Executable:
                 for axis, place in zip("zyx", at, strict=True):
                     if (slot := self.slots.numbers.get(f"%ctaid.{axis}")) is not None:
                         values[slot] = np.full(n_threads, place, dtype=np.uint32)
-                shared = SharedMemory(self.shared_bytes, self.granule_bytes)
+                shared = SharedMemory(self.shared_bytes, self.granule_bytes, n_threads)
                 block = Block(values, len(self.slots), n_threads, shared, memory, number)
                 n_steps += self._run(block)
         memory.check_whole()

@@ -282,7 +282,7 @@ def test_what_barriers_and_waits_allow(body: str) -> None:
             "divergent",
         ),
         ("setp.lt.u32 %p1, %r1, 9; @%p1 bar.sync 0; mov.b32 %r9, 0;", "divergent"),
-        ("atom.global.add.u32 %r9, [%rd4], 1;", "outside"),
+        ("atom.global.inc.u32 %r9, [%rd4], 1;", "outside"),
         ("setp.lt.u32 %p1, %r1, 9; @%p1 shfl.sync.bfly.b32 %r9, %r5, 1, 31, -1;", "divergent"),
         ("brev.b32 %r9, %r1;", "unknown"),
         ("shf.l.wrap.b32 %r9, %r1, %r1, 3;", "unknown"),
@@ -328,16 +328,17 @@ $L__end:
 
 
 def test_counters() -> None:
-    """Threads add one after another; nobody reads or writes a counter in another way."""
+    """Threads count one after another, up to a most; nobody reads or writes a counter in another
+    way."""
     memory, words = GlobalMemory(), np.array([7, 0], dtype=np.uint32)
     base = memory.add("counter", words.view(np.uint8), is_output=False, is_counter=True)
-    places = np.array([base, base + 4, base], dtype=np.uint64)
-    assert memory.add_words(places, np.array([1, 5, 2], dtype=np.uint32)).tolist() == [7, 0, 8]
-    assert words.tolist() == [10, 5]
+    places = np.array([base, base + 4, base, base], dtype=np.uint64)
+    assert memory.count(places, np.array([8, 9, 8, 8], dtype=np.uint32)).tolist() == [7, 0, 8, 0]
+    assert words.tolist() == [1, 1]
     for access in (
         lambda: memory.read(places[:1], 4),
         lambda: memory.write(places[:1], np.zeros((1, 4), dtype=np.uint8), 0),
-        lambda: memory.add_words(places[:1] + np.uint64(8), np.ones(1, dtype=np.uint32)),
+        lambda: memory.count(places[:1] + np.uint64(8), np.ones(1, dtype=np.uint32)),
     ):
         with pytest.raises(Fault):
             access()
