@@ -11,8 +11,9 @@
 // that as many bytes are under way at a document's end as in its midst. Nothing waits for another
 // warp. The query is in the parts that tensor cores take, two of fp16 or three of bf16, which add
 // up to it; two stay in registers, the third in shared memory. Small products are summed first. A
-// maximum keeps NaNs; infinities that meet zeros in a part turn into NaN there, so where a
-// document's score is NaN it is made once more, by plain multiply-adds.
+// maximum keeps NaNs. Infinities that meet zeros in a part turn into NaN there, and a product may
+// be too large until a factor makes it less: where a document's score is not finite it is made once
+// more, by plain multiply-adds.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -514,12 +515,12 @@ __device__ __forceinline__ void maxsim(const Arguments& a) {
     multiply_rows<S, kFormat, kTiles>(best, rows, query, what.y);
     if (what.z) {
       float sum = best.score(query, a.n_query);
-      if (sum != sum) sum = score_with_care<S, kFormat, kWidth>(a, values, what.x, lane);
+      if (!(fabsf(sum) < INFINITY))
+        sum = score_with_care<S, kFormat, kWidth>(a, values, what.x, lane);
       if (lane == 0) score[what.x] = sum;
       best.begin();
     }
   }
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
 }
 
 }  // namespace

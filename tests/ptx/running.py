@@ -66,6 +66,14 @@ class Executable:
             other.steps[at] = lambda block: None
         return other
 
+    def like(self, before: str, after: str) -> Executable:
+        """This program, of PTX of which one line has become another."""
+        if before == after:
+            return self
+        lines = zip(before.splitlines(), after.splitlines(), strict=True)
+        [(line, text)] = ((number, new) for number, (old, new) in enumerate(lines, 1) if new != old)
+        return self.changed(line, text)
+
     def run(
         self, grid: tuple[int, int, int], parameters: Mapping[str, np.ndarray], memory: GlobalMemory
     ) -> int:
