@@ -67,11 +67,14 @@ class Executable:
         return other
 
     def like(self, before: str, after: str) -> Executable:
-        """This program, of PTX of which one line has become another."""
-        if before == after:
-            return self
+        """This program, of PTX of which one line has become another, in this kernel or in one
+        beside it."""
         lines = zip(before.splitlines(), after.splitlines(), strict=True)
-        [(line, text)] = ((number, new) for number, (old, new) in enumerate(lines, 1) if new != old)
+        changed = [(number, new) for number, (old, new) in enumerate(lines, 1) if new != old]
+        own = {each.line for each in self.program.instructions}
+        if not changed or changed[0][0] not in own:
+            return self
+        [(line, text)] = changed
         return self.changed(line, text)
 
     def run(
