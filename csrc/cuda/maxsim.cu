@@ -536,10 +536,10 @@ __device__ __forceinline__ void maxsim(const Arguments& a) {
   }
 
 MAXSIM(fp16_64, kFp16, 64, 1, 6)
-MAXSIM(fp16_96, kFp16, 96, 1, 6)
+MAXSIM(fp16_96, kFp16, 96, 1, 4)
 MAXSIM(fp16_128, kFp16, 128, 1, 4)
 MAXSIM(bf16_64, kBf16, 64, 1, 6)
-MAXSIM(bf16_96, kBf16, 96, 1, 6)
+MAXSIM(bf16_96, kBf16, 96, 1, 4)
 MAXSIM(bf16_128, kBf16, 128, 1, 4)
 MAXSIM(int8_64, kInt8, 64, 2, 6)
 MAXSIM(int8_96, kInt8, 96, 2, 5)

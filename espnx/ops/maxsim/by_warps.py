@@ -27,10 +27,10 @@ class Ring(NamedTuple):
 #: By format and values of a row; as in the source.
 RINGS = {
     ("fp16", 64): Ring(1, 6),
-    ("fp16", 96): Ring(1, 6),
+    ("fp16", 96): Ring(1, 4),
     ("fp16", 128): Ring(1, 4),
     ("bf16", 64): Ring(1, 6),
-    ("bf16", 96): Ring(1, 6),
+    ("bf16", 96): Ring(1, 4),
     ("bf16", 128): Ring(1, 4),
     ("int8", 64): Ring(2, 6),
     ("int8", 96): Ring(2, 5),
