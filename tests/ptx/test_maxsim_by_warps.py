@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from espnx.benchmarks.kernels.timing import recorded_launches
 from espnx.ops import maxsim_reference, token_format
 from espnx.ops.maxsim import by_warps, cuda
 from espnx.ops.maxsim.by_warps import RINGS
@@ -84,8 +85,8 @@ def test_as_launched(device_code: Callable[..., Any], fmt: str, d: int) -> None:
     none."""
     launcher = device_code()
     records = scatter([normals(n, d, seed=n) for n in (19, 0)], fmt, align_bytes=16)
-    for some in (slice(0, 1), slice(1, 2), slice(0, 2), slice(0, 0)):
-        part = Records(records.buffer, records.offset_bytes[some], records.n_tokens[some], fmt)
+    for few in (slice(0, 1), slice(1, 2), slice(0, 2), slice(0, 0)):
+        part = Records(records.buffer, records.offset_bytes[few], records.n_tokens[few], fmt)
         check(normals(2, 11, d, seed=3), part)
     assert len(launcher.launches) == 3
 
@@ -186,6 +187,22 @@ def test_what_the_launcher_refuses_would_be_a_fault(
         maxsim_cuda(query, records.buffer, records.offset_bytes - 4, records.n_tokens, fmt)
     with pytest.raises(Fault, match=r"bytes at byte .* of argument 1"):
         maxsim_cuda(query, records.buffer[:-1].clone(), *records.args[1:])
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("few")
+def test_a_launch_can_be_made_again() -> None:
+    """As `espnx bench kernels` does, whose times are those of the launch alone: what one leaves
+    behind suits the next."""
+    records = scatter([normals(n, 64, seed=n) for n in (3, 0, 18, 1, 1, 2)], "int8", align_bytes=16)
+    with recorded_launches() as seen:
+        scores = maxsim_cuda(normals(5, 64, seed=9), *records.args)
+    expected = scores.clone()
+    [launch] = seen
+    for _ in range(2):
+        scores.fill_(torch.nan)
+        launch()
+        assert torch.equal(scores, expected)
 
 
 class UsesTritonError(Exception):
