@@ -150,7 +150,7 @@ def test_what_is_not_finite(fmt: str) -> None:
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(("fmt", "d"), [("fp16", 64), ("bf16", 64), ("int8", 64), ("bit1", 128)])
 def test_queries_of_any_size(fmt: str, d: int) -> None:
-    """Tokens of zeros, of values that fp16 has not, and of the largest that fp32 has."""
+    """Tokens of zeros, of values beyond fp16's, and of the largest of fp32."""
     records = scatter([normals(n, d, seed=n) for n in (20, 1)], fmt, align_bytes=16)
     query = normals(6, d, seed=9)
     query *= torch.tensor([1.0, 0.0, 1e-30, 1e9, 1e-5, 7.0])[:, None]

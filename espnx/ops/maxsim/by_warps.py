@@ -44,7 +44,7 @@ def name_of(fmt: str, d: int) -> str:
 
 
 def shared_bytes(fmt: str, d: int) -> int:
-    """Of a block: the rings, 16 bytes about each stage, and what registers do not hold of the
+    """A block has the rings, 16 bytes about each stage, and what registers do not hold of the
     query."""
     tiles, stages = RINGS[fmt, d]
     # rows of 16 bits lie multiples of 128 bytes apart, others as they come
