@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from espnx.benchmarks.kernels.timing import recorded_launches
+from espnx.ops import device_code as code
 from espnx.ops import maxsim_reference, token_format
 from espnx.ops.maxsim import by_warps, cuda
 from espnx.ops.maxsim.by_warps import RINGS
@@ -233,7 +234,7 @@ def test_triton_has_the_rest(
         places = (records.offset_bytes + before, records.n_tokens)
         with pytest.raises(UsesTritonError):
             maxsim_cuda(normals(n_query_tokens, d), buffer, *places, fmt)
-    monkeypatch.setattr(by_warps.device_code, "is_there", lambda *args: False)
+    monkeypatch.setattr(code, "is_there", lambda *args: False)
     records = scatter(documents[128], "fp16", align_bytes=16)
     with pytest.raises(UsesTritonError):
         maxsim_cuda(normals(32, 128), *records.args)
