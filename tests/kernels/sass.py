@@ -26,6 +26,8 @@ CLASSES = {
     "special": ("MUFU", "I2F", "F2I", "F2F", "F2FP", "SHFL", "REDUX", "I2FP", "VOTE"),
     "barrier": ("BAR", "DEPBAR", "LDGDEPBAR", "WARPSYNC"),
 }
+#: By an instruction's first word: copies that are asked for ahead, and products.
+AHEAD = ("LDGSTS",)
 _OF = {word: name for name, words in CLASSES.items() for word in words}
 
 
@@ -96,8 +98,19 @@ def of_kernel(text: str, entry: str) -> str:
     return text.partition(f"\t.section\t.text.{entry},")[2].partition("\t.section\t.text.")[0]
 
 
-def parse(text: str) -> tuple[list[tuple[str, str]], list[Loop]]:
-    """Instructions (opcode, operands), and the loops: what a branch back spans."""
+class Assembly(NamedTuple):
+    """Instructions (opcode, operands), the loops (what a branch back spans), and where to branches
+    lead."""
+
+    code: list[tuple[str, str]]
+    loops: list[Loop]
+    targets: dict[int, int]
+
+    def holds(self, begin: int, end: int, words: tuple[str, ...]) -> bool:
+        return any(opcode.split(".")[0] in words for opcode, _ in self.code[begin:end])
+
+
+def parse(text: str) -> Assembly:
     code: list[tuple[str, str]] = []
     labels: dict[str, int] = {}
     branches: list[tuple[int, str]] = []
@@ -113,7 +126,8 @@ def parse(text: str) -> tuple[list[tuple[str, str]], list[Loop]]:
     for at, label in branches:
         if labels[label] < at:
             ends[labels[label]] = max(at, ends.get(labels[label], 0))
-    return code, [Loop(begin, end) for begin, end in ends.items()]
+    targets = {at: labels[label] for at, label in branches}
+    return Assembly(code, [Loop(begin, end) for begin, end in ends.items()], targets)
 
 
 def loaded_bytes(opcode: str) -> int:
@@ -152,16 +166,49 @@ def _loop_of(code: list[tuple[str, str]], loops: list[Loop], *, has_inner: bool)
     return max(fitting, key=lambda loop: (brought(loop), -loop.begin))
 
 
-def main_loop(text: str, inner_trips: int, threads: int) -> dict[str, Any]:
+def _ring_loop(assembly: Assembly) -> tuple[Loop, set[int]]:
+    """The shortest loop that copies ahead and multiplies, and what of it is rare: what branches
+    pass over that holds neither."""
+    words = (AHEAD, CLASSES["tensor"])
+    loop = min(
+        (
+            each
+            for each in assembly.loops
+            if all(assembly.holds(each.begin, each.end + 1, some) for some in words)
+        ),
+        key=lambda each: each.end - each.begin,
+    )
+    at, rare = loop.begin, set[int]()
+    while at <= loop.end:
+        target = assembly.targets.get(at, 0)
+        if at < target <= loop.end and not assembly.holds(at, target, (*words[0], *words[1])):
+            rare.update(range(at + 1, target))
+            at = target
+        else:
+            at += 1
+    return loop, rare
+
+
+def main_loop(
+    text: str, inner_trips: int, threads: int, *, has_ring: bool = False
+) -> dict[str, Any]:
     """Instructions that a warp issues in one iteration, by class, and its FLOP on tensor cores;
     bytes that a block moves through shared memory in it, and that it has asked of global memory
-    when it waits for them."""
-    code, loops = parse(text)
-    loop = _loop_of(code, loops, has_inner=inner_trips > 0)
+    when it waits for them. ``has_ring``: warps with a ring of tiles, and what they do at a
+    document's end alone, which does not count."""
+    assembly = parse(text)
+    code, loops, _ = assembly
+    rare = set[int]()
+    if has_ring:
+        loop, rare = _ring_loop(assembly)
+    else:
+        loop = _loop_of(code, loops, has_inner=inner_trips > 0)
     inner = [other for other in loops if loop.holds(other)] if inner_trips else []
     counts: Counter[str] = Counter()
     shared = waiting = asked = run = mma = wgmma = 0
     for i, (opcode, operands) in enumerate(code[loop.begin : loop.end + 1], loop.begin):
+        if i in rare:
+            continue
         trips = inner_trips if any(other.begin <= i <= other.end for other in inner) else 1
         word = opcode.split(".")[0]
         counts[_OF.get(word, "integer")] += trips
@@ -194,13 +241,14 @@ def analysed(variant: Any, capability: int) -> dict[str, Any]:
     text = tool("nvdisasm", "-c", cubin=kernel.asm["cubin"])
     if entry := getattr(kernel, "entry", ""):
         text = of_kernel(text, entry)
-    loop = main_loop(text, variant.inner_trips, found["threads"])
+    has_ring = variant.tiles_ahead > 1
+    loop = main_loop(text, variant.inner_trips, found["threads"], has_ring=has_ring)
     return {
         "variant": variant.name,
         "sm": capability,
         **found,
         "tile_bytes": variant.tile_bytes,
         **loop,
-        # tables and masks are loaded too; of rows, a tile at most is under way
-        "in_flight_bytes": min(loop["in_flight_bytes"], variant.tile_bytes),
+        # tables and masks are loaded too; of rows, so many tiles at most are under way
+        "in_flight_bytes": min(loop["in_flight_bytes"], variant.tile_bytes) * variant.tiles_ahead,
     }

@@ -19,6 +19,8 @@ MISSED_ON = {
     "attention bf16 d 64 16 queries": {"H200"},
     "maxsim bit1 d 128 32 query tokens": {"H100", "H200"},
     "maxsim fp32 d 128 32 query tokens": {"H100", "H200"},
+    "maxsim bit1 d 128 by warps": {"H100", "H200"},
+    **{f"maxsim {fmt} d {d} by warps": {"H200"} for fmt in ("bf16", "int8") for d in (64, 96, 128)},
 }
 LOOPS = """
         /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
@@ -33,6 +35,25 @@ LOOPS = """
         /*0070*/              @!P4 BRA `(.L_x_0) ;
 .L_x_2:
         /*0080*/                   BRA `(.L_x_2);
+"""
+#: A loop that loads ahead, one that does nothing else, and what happens at a document's end alone.
+RING = """
+.L_x_0:
+        /*0000*/                   LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64] ;
+        /*0010*/               @P1 BRA `(.L_x_0) ;
+.L_x_1:
+        /*0020*/               @P0 BRA `(.L_x_3) ;
+        /*0030*/                   LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64] ;
+        /*0040*/               @P2 BRA `(.L_x_3) ;
+.L_x_2:
+        /*0050*/                   LDG.E.64 R4, desc[UR4][R2.64] ;
+        /*0060*/               @P2 BRA `(.L_x_2) ;
+.L_x_3:
+        /*0070*/                   HMMA.16816.F32 R4, R8, R2, RZ ;
+        /*0080*/               @P3 BRA `(.L_x_4) ;
+        /*0090*/                   SHFL.BFLY PT, R4, R5, 0x1, 0x1f ;
+.L_x_4:
+        /*00a0*/               @P1 BRA `(.L_x_1) ;
 """
 
 
@@ -106,6 +127,15 @@ def test_loops_of_machine_code() -> None:
     assert found["in_flight_bytes"] == 64 * 16
     inner = main_loop(LOOPS, 0, 64)
     assert inner["by_class"] == {"integer": 1, "shared": 1, "tensor": 1}
+
+
+def test_loops_of_rings() -> None:
+    """What is loaded ahead and multiplied, without what only some iterations do."""
+    found = main_loop(RING, 0, 64, has_ring=True)
+    assert found["by_class"] == {"global": 1, "integer": 4, "tensor": 1}
+    assert found["in_flight_bytes"] == 64 * 16
+    inner = main_loop(RING.replace("BRA `(.L_x_3)", "BRA `(.L_x_0)"), 5, 64, has_ring=True)
+    assert inner["by_class"]["global"] == 1 + 5
 
 
 @pytest.mark.parametrize(

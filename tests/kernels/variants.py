@@ -23,6 +23,7 @@ from espnx.ops import token_format
 from espnx.ops.attention import cuda as attention
 from espnx.ops.attention.checks import ROW_FORMATS
 from espnx.ops.crc32c.cuda import LANES, SHARED_BYTES, THREADS, WARPS
+from espnx.ops.maxsim import by_warps
 from espnx.ops.maxsim import cuda as maxsim
 from tests.ptx.nvcc import compiled
 
@@ -64,6 +65,7 @@ class Variant:
         inner_trips: how often a loop within the main loop runs, in each of its iterations; 0: there
             is none.
         has_bar: it has to compute well ahead of memory (`bounds.RATE_MIN`).
+        tiles_ahead: under way while one is multiplied.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Variant:
     tile_bytes: int
     inner_trips: int = 0
     has_bar: bool = False
+    tiles_ahead: int = 1
 
     def compile(self, capability: int) -> Any:
         """The variant as Triton compiles it; pointers are multiples of 16, as torch's are."""
@@ -103,6 +106,7 @@ class DeviceVariant:
     shared_bytes: int = 0
     inner_trips: int = 0
     has_bar: bool = True
+    tiles_ahead: int = 1
 
     def compile(self, capability: int) -> Any:
         """What stands for it as Triton's compiled kernels do."""
@@ -200,6 +204,21 @@ def scoring(
     )
 
 
+def scoring_by_warps(fmt: str, d: int) -> DeviceVariant:
+    """A kernel of MaxSim in csrc/cuda. In bit1 a loop takes one tile of a stage after another."""
+    tiles, stages = by_warps.RINGS[fmt, d]
+    return DeviceVariant(
+        f"maxsim {fmt} d {d} by warps",
+        "maxsim",
+        by_warps.name_of(fmt, d),
+        32 * by_warps.WARPS,
+        by_warps.WARPS * 16 * tiles * token_format(fmt).token_row_bytes(d),
+        by_warps.shared_bytes(fmt, d),
+        tiles if fmt == "bit1" else 0,
+        tiles_ahead=stages - 1,
+    )
+
+
 def summing(*, words: bool) -> Variant:
     """A variant of CRC32C."""
     return Variant(
@@ -225,6 +244,7 @@ DEVICE_VARIANTS = (
     DeviceVariant(
         "crc32c by warps", "crc32c", "espnx_crc32c", THREADS, THREADS * 2 * 16, SHARED_BYTES
     ),
+    *(scoring_by_warps(fmt, d) for fmt, d in by_warps.RINGS),
 )
 #: Compiled by the tests, too.
 TESTED = (

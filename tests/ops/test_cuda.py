@@ -11,6 +11,8 @@ from espnx.ops import crc32c_ranges, crc32c_ranges_reference, maxsim, maxsim_ref
 from espnx.ops.crc32c.cuda import crc32c_cuda, crc32c_triton
 from espnx.ops.gather import gather, gather_reference
 from espnx.ops.gather.cuda import copy_by_index
+from espnx.ops.maxsim import by_warps
+from espnx.ops.maxsim.cuda import maxsim_cuda, maxsim_triton
 from tests.ops.records import integers, normals, scatter
 from tests.ops.tolerances import assert_scores_close, maxsim_bound
 
@@ -48,7 +50,9 @@ def test_maxsim_bit_for_bit_where_fp32_is_exact(fmt: str, d: int) -> None:
 
 
 @EVERY_FORMAT
-@pytest.mark.parametrize(("n_query_tokens", "d"), [(1, 8), (1, 128), (32, 32), (37, 128)])
+@pytest.mark.parametrize(
+    ("n_query_tokens", "d"), [(1, 8), (1, 128), (32, 32), (32, 128), (37, 128)]
+)
 def test_maxsim_within_the_derived_bound(fmt: str, n_query_tokens: int, d: int) -> None:
     records = scatter([normals(count, d, seed=count) for count in COUNTS], fmt, align_bytes=16)
     query = normals(n_query_tokens, d, seed=99)
@@ -75,6 +79,64 @@ def test_maxsim_beyond_4_gib() -> None:
     query = integers(5, 16, seed=1)
     scores = maxsim(query.cuda(), buffer, records.offset_bytes + far, records.n_tokens)
     assert torch.equal(scores.cpu(), maxsim_reference(query, *records.args))
+
+
+def scored(query: torch.Tensor, documents: list[torch.Tensor]) -> torch.Tensor:
+    """Of values that the documents' format holds, in fp64 on the GPU: one query."""
+    counts = torch.tensor([len(each) for each in documents])
+    owner = torch.arange(len(documents)).repeat_interleave(counts).cuda()
+    products = query.double().cuda() @ torch.cat(documents).double().cuda().T
+    best = products.new_full((len(query), len(documents)), -torch.inf)
+    best.scatter_reduce_(1, owner.expand_as(products), products, "amax")
+    return best.sum(0).float().cpu()
+
+
+@pytest.mark.parametrize(
+    ("fmt", "d"), [each for each in by_warps.RINGS if each[0] != "bit1"] + [("fp16", 384)]
+)
+def test_both_versions_of_maxsim_bit_for_bit(fmt: str, d: int) -> None:
+    """More documents than warps hold at once, of very different lengths, by two streams at a time,
+    of one query and of several. Every token has the scale 1 in int8."""
+    lengths = (torch.arange(2500) * 37 % 41).tolist()
+    lengths[7], lengths[2499] = 1500, 700
+    documents = [integers(n, d, seed=n) for n in lengths]
+    for each in documents:
+        each[:, 0] = 127.0
+    records = scatter(documents, fmt, align_bytes=16)
+    there = (records.buffer.cuda(), records.offset_bytes.cuda(), records.n_tokens.cuda(), fmt)
+    queries = integers(3, 32, d, seed=99)
+    cases = (queries[0], queries[1:, :11])
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    found = []
+    for version in (maxsim_cuda, maxsim_triton):
+        for stream, query in zip(streams, cases, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(version(query.cuda(), *there))
+    torch.cuda.synchronize()
+    for query, scores in zip(cases * 2, found, strict=True):
+        several = query.dim() == 3
+        for one, given in zip(*((query, scores) if several else ([query], [scores])), strict=True):
+            assert torch.equal(given.cpu(), scored(one, documents))
+
+
+@pytest.mark.parametrize("fmt", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("d", [64, 128, 384])
+def test_maxsim_of_what_is_not_finite(fmt: str, d: int) -> None:
+    documents = [integers(n, d, seed=n).abs() + 1 for n in (70, 1, 17, 200, 33)]
+    records = scatter(documents, fmt, align_bytes=16)
+    kind = {"fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}[fmt]
+    for i, value in enumerate((torch.nan, torch.inf, -torch.inf)):
+        given = torch.tensor([value], dtype=kind).view(torch.uint8)
+        at = int(records.offset_bytes[i])
+        records.buffer[at : at + given.numel()] = given
+    query = integers(9, d, seed=9).abs() + 1
+    for first in (None, 0.0, torch.inf, torch.nan):
+        if first is not None:
+            query[2, 0] = first
+        found = maxsim(query.cuda(), records.buffer.cuda(), *records.args[1:]).cpu()
+        expected = maxsim_reference(query, *records.args)
+        assert torch.allclose(found, expected, rtol=1e-5, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("unit", [1, 4, 16])

@@ -305,6 +305,23 @@ def extract(instruction: Instruction, slots: Slots) -> Step:
     return _apply(instruction, slots, [kind, "u32", "u32"], function)
 
 
+@builds("bfi")
+def insert(instruction: Instruction, slots: Slots) -> Step:
+    """The second operand with so many bits of the first from a place on."""
+    if instruction.opcode != "bfi.b32":
+        raise Unknown(instruction.opcode)
+
+    def function(
+        value: np.ndarray, into: np.ndarray, place: np.ndarray, count: np.ndarray
+    ) -> np.ndarray:
+        at, n = (each.astype(np.int64) & 0xFF for each in (place, count))
+        mask = ((np.int64(1) << np.minimum(n, 32)) - 1) << np.minimum(at, 32)
+        moved = (value.astype(np.int64) << np.minimum(at, 32)) & mask
+        return (moved | (into.astype(np.int64) & ~mask)).astype(np.uint32)
+
+    return _apply(instruction, slots, ["b32", "b32", "u32", "u32"], function)
+
+
 @builds("prmt")
 def permute(instruction: Instruction, slots: Slots) -> Step:
     """Four bytes of eight, chosen by a hexadecimal digit each."""

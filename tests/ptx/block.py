@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,11 +20,17 @@ from tests.ptx.shared_memory import WARP, SharedMemory
 STORED = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 
-@dataclass
-class Copies:
-    """Asynchronous copies of one group: where to (of which threads), and what."""
+class Copies(NamedTuple):
+    """Asynchronous copies under way: where to, what, by which threads, and in which of its groups
+    each of them has it."""
 
-    parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
+    addresses: np.ndarray
+    values: np.ndarray
+    threads: np.ndarray
+    groups: np.ndarray
+
+    def of(self, which: np.ndarray) -> Copies:
+        return Copies(*(each[which] for each in self))
 
 
 @dataclass
@@ -56,7 +63,8 @@ class Block:
         self.threads = np.arange(n_threads)
         self.shared, self.memory = shared, memory
         self.active: np.ndarray | None = None  # of the threads: which execute; None: all
-        self.open_copies, self.copies = Copies(), list[Copies]()
+        self.copies = list[Copies]()
+        self.n_groups = np.zeros(n_threads, dtype=np.int64)  # that a thread has made of its copies
         self.open_products, self.products = Products(), list[Products]()
         self.fragments: dict[int, np.ndarray] = {}  # threads that went another way, by where to
 
@@ -133,11 +141,28 @@ class Block:
         if self.active is not None:
             raise Fault("divergent", f"{what} by some threads of the block")
 
+    def begin_copies(self, addresses: np.ndarray, values: np.ndarray, threads: np.ndarray) -> None:
+        self.shared.copy_begins(addresses, values.shape[1], threads)
+        self.copies.append(Copies(addresses, values, threads, self.n_groups[threads]))
+
+    def close_copies(self) -> None:
+        """What the threads that execute copy from now on is of another group."""
+        self.n_groups[self.executing()] += 1
+
     def end_copies(self, n_left: int) -> None:
-        """All groups but the newest so many have arrived."""
-        while len(self.copies) > n_left:
-            for addresses, values, threads in self.copies.pop(0).parts:
-                self.shared.copy_ends(addresses, values, threads)
+        """Of the threads that execute all groups but the newest so many have arrived."""
+        least = self.n_groups - n_left
+        if self.active is not None:
+            least = np.where(self.active, least, 0)
+        left = []
+        for copies in self.copies:
+            has_arrived = copies.groups < least[copies.threads]
+            if has_arrived.any():
+                found = copies.of(has_arrived)
+                self.shared.copy_ends(found.addresses, found.values, found.threads)
+            if not has_arrived.all():
+                left.append(copies.of(~has_arrived))
+        self.copies = left
 
     def end_products(self, n_left: int) -> None:
         while len(self.products) > n_left:

@@ -18,12 +18,14 @@ OWN_BITS = 0xFF
 @dataclass
 class Region:
     """A tensor's bytes. ``writer``: of an output, the block that has written each byte, -1 for none
-    yet; None: an input."""
+    yet; None: an input. ``is_counter``: of words that
+    any block counts up, and that nobody reads or writes in another way."""
 
     name: str
     data: np.ndarray
     base: int
     writer: np.ndarray | None = None
+    is_counter: bool = False
 
 
 class GlobalMemory:
@@ -32,17 +34,19 @@ class GlobalMemory:
     def __init__(self) -> None:
         self.regions: list[Region] = []
 
-    def add(self, name: str, data: np.ndarray, *, is_output: bool) -> int:
+    def add(self, name: str, data: np.ndarray, *, is_output: bool, is_counter: bool = False) -> int:
         """The address of bytes that are now accessible."""
         base = (len(self.regions) + 1 << DISTANCE_BITS) + (data.ctypes.data & OWN_BITS)
         writer = np.full(data.size, -1) if is_output else None
-        self.regions.append(Region(name, data, base, writer))
+        self.regions.append(Region(name, data, base, writer, is_counter))
         return base
 
     def read(self, addresses: np.ndarray, n_bytes: int) -> np.ndarray:
         """uint8 [threads, n_bytes]."""
         found = np.empty((addresses.size, n_bytes), dtype=np.uint8)
         for region, threads, offsets in self._offsets(addresses, n_bytes):
+            if region.is_counter:
+                raise Fault("race", f"{region.name} is read while others count")
             if region.writer is None and region.base % n_bytes == 0:  # all at once
                 words = region.data[: region.data.size // n_bytes * n_bytes].view(f"V{n_bytes}")
                 read = words[offsets // n_bytes].view(np.uint8).reshape(-1, n_bytes)
@@ -66,6 +70,19 @@ class GlobalMemory:
             region.data[places], region.writer[places] = values[threads], block
             if (region.data[places] != values[threads]).any():
                 raise Fault("race", f"two threads write the same bytes of {region.name}")
+
+    def count(self, addresses: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """Adds 1 to words of counters, one thread after another, or makes 0 of what is the most or
+        above it; uint32: what they were before."""
+        before = np.empty(most.size, dtype=np.uint32)
+        for region, threads, offsets in self._offsets(addresses, 4):
+            if not region.is_counter:
+                raise Fault("outside", f"{region.name} is no counter")
+            words = region.data.view(np.uint32)
+            for i, offset in zip(np.arange(most.size)[threads], offsets, strict=True):
+                before[i] = words[offset // 4]
+                words[offset // 4] = before[i] + 1 if before[i] < most[i] else 0
+        return before
 
     def check_whole(self) -> None:
         """Every byte of every output has been written."""

@@ -96,15 +96,8 @@ class Launched:
             tuple(sorted(options.items())),
         )
         program = executable(ptx, shared_bytes)
-        if self.change is not None and (after := self.change(ptx)) != ptx:
-            [(line, text)] = (
-                (number, new)
-                for number, (old, new) in enumerate(
-                    zip(ptx.splitlines(), after.splitlines(), strict=True), 1
-                )
-                if new != old
-            )
-            program = program.changed(line, text)
+        if self.change is not None:
+            program = program.like(ptx, self.change(ptx))
         self._run(
             program, grid, [values[name] for name, _ in signature.items() if name not in named]
         )

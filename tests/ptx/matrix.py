@@ -109,9 +109,13 @@ def product(instruction: Instruction, slots: Slots) -> Step:
 
     def step(block: Block) -> None:
         block.check_whole_warps()
-        left = _values([block.get(each) for each in a], kind)[:, A_OF[halves]]
-        right = _values([block.get(each) for each in b], kind)[:, B_OF[halves]]
-        added = np.stack([block.get(each) for each in c], axis=1).view(np.float32)
+
+        def given(slot: int) -> np.ndarray:
+            return block.chosen(block.get(slot))
+
+        left = _values([given(each) for each in a], kind)[:, A_OF[halves]]
+        right = _values([given(each) for each in b], kind)[:, B_OF[halves]]
+        added = np.stack([given(each) for each in c], axis=1).view(np.float32)
         whole = left.reshape(-1, 16, depth) @ right.reshape(-1, depth, 8)
         whole += added.reshape(-1, 128)[:, c_of].reshape(-1, 16, 8)
         _spread(block, targets, whole.reshape(-1, 128)[:, places])
@@ -121,9 +125,9 @@ def product(instruction: Instruction, slots: Slots) -> Step:
 
 def _spread(block: Block, targets: list[int], whole: np.ndarray) -> None:
     """[warps, lane, register] to registers."""
-    bits = whole.reshape(block.n_threads, -1).view(np.uint32)
+    bits = whole.reshape(-1, len(targets)).view(np.uint32)
     for i, each in enumerate(targets):
-        block.put(each, np.ascontiguousarray(bits[:, i]))
+        block.put(each, block.spread(np.ascontiguousarray(bits[:, i])))
 
 
 def _part(instruction: Instruction, word: str) -> tuple[int, bool]:
@@ -136,9 +140,10 @@ def _part(instruction: Instruction, word: str) -> tuple[int, bool]:
 
 
 def _row_threads(block: Block, count: int) -> np.ndarray:
-    """The threads whose addresses name the rows: of matrix j lanes 8 j to 8 j + 7."""
-    block.check_whole(f"{count} matrices are moved")
-    return block.threads[block.threads % WARP < 8 * count]
+    """Of the threads that execute those whose addresses name the rows, by their place among them:
+    of matrix j lanes 8 j to 8 j + 7."""
+    block.check_whole_warps()
+    return np.flatnonzero(block.executing() % WARP < 8 * count)
 
 
 @builds("ldmatrix")
@@ -150,14 +155,14 @@ def load_matrix(instruction: Instruction, slots: Slots) -> Step:
     place = Place(operand, slots, "shared")
 
     def step(block: Block) -> None:
-        threads = _row_threads(block, count)
-        rows = block.shared.read(place.of(block)[threads], PART_BYTES, threads)
+        some = _row_threads(block, count)
+        rows = block.shared.read(place.of(block)[some], PART_BYTES, block.executing()[some])
         parts = rows.view(np.uint16).reshape(-1, count, 8, 8)
         if is_transposed:
             parts = parts.transpose(0, 1, 3, 2)
         found = np.ascontiguousarray(parts).view(np.uint32)  # [warps, matrix, row, pair]
         for i, each in enumerate(targets):
-            block.put(each, found[:, i].reshape(block.n_threads))
+            block.put(each, block.spread(found[:, i].reshape(-1)))
 
     return step
 
@@ -170,13 +175,13 @@ def store_matrix(instruction: Instruction, slots: Slots) -> Step:
     place = Place(operand, slots, "shared")
 
     def step(block: Block) -> None:
-        threads = _row_threads(block, count)
-        pairs = np.stack([block.get(each).reshape(-1, WARP) for each in sources], axis=1)
-        parts = np.ascontiguousarray(pairs).view(np.uint16).reshape(-1, count, 8, 8)
+        some = _row_threads(block, count)
+        pairs = [block.chosen(block.get(each)).reshape(-1, WARP) for each in sources]
+        parts = np.stack(pairs, axis=1).view(np.uint16).reshape(-1, count, 8, 8)
         if is_transposed:
             parts = np.ascontiguousarray(parts.transpose(0, 1, 3, 2))
         rows = parts.view(np.uint8).reshape(-1, PART_BYTES)
-        block.shared.write(place.of(block)[threads], rows, threads)
+        block.shared.write(place.of(block)[some], rows, block.executing()[some])
 
     return step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.ptx.block import Block, Copies
+from tests.ptx.block import Block
 from tests.ptx.compiling import Slots, Step, Unknown, as_bits, as_type, bits_of, builds, dtype_of
 from tests.ptx.program import Address, Fault, Instruction, Operand
 from tests.ptx.shared_memory import WARP
@@ -138,12 +138,31 @@ def store(instruction: Instruction, slots: Slots) -> Step:
     return step
 
 
+@builds("atom")
+def atomic(instruction: Instruction, slots: Slots) -> Step:
+    """A word that blocks share is counted up, one thread after another; what was there before."""
+    if instruction.opcode != "atom.global.inc.u32":
+        raise Unknown(instruction.opcode)
+    target, operand, most = instruction.operands
+    to, place, of = (
+        slots.target(str(target)),
+        Place(operand, slots, "global"),
+        slots.source(most, "u32"),
+    )
+
+    def step(block: Block) -> None:
+        limits = block.chosen(block.get(of)).astype(np.uint32)
+        block.put(to, block.spread(block.memory.count(place.of(block), limits)))
+
+    return step
+
+
 @builds("cp")
 def copy(instruction: Instruction, slots: Slots) -> Step:
     """Asynchronous copies to shared memory: they arrive when their group is waited for, no
     sooner."""
     if instruction.opcode == "cp.async.commit_group":
-        return _commit_copies
+        return lambda block: block.close_copies()
     if instruction.opcode == "cp.async.wait_group":
         n_left = int(str(instruction.operands[0]))
         return lambda block: block.end_copies(n_left)
@@ -162,21 +181,17 @@ def copy(instruction: Instruction, slots: Slots) -> Step:
         sizes = np.full(threads.size, n_bytes)
         if size_slot is not None:
             sizes = block.chosen(block.get(size_slot)).astype(np.int64)
-        if not np.isin(sizes, (0, n_bytes)).all():
-            raise Unknown("copies of a part")
-        values = np.zeros((threads.size, n_bytes), dtype=np.uint8)
-        some = sizes > 0
-        values[some] = block.memory.read(source.of(block)[some], n_bytes)
-        block.shared.copy_begins(addresses, n_bytes, threads)
-        block.open_copies.parts.append((addresses, values, threads))
+        values, sources = np.zeros((threads.size, n_bytes), dtype=np.uint8), source.of(block)
+        if (sources & np.uint64(n_bytes - 1)).any():
+            raise Fault("misaligned", f"{n_bytes} bytes from an address that is no multiple")
+        whole = sizes == n_bytes
+        values[whole] = block.memory.read(sources[whole], n_bytes)
+        for i in np.flatnonzero((sizes > 0) & ~whole):  # the rest is zeros, and is not read
+            place = sources[i] + np.arange(sizes[i], dtype=np.uint64)
+            values[i, : sizes[i]] = block.memory.read(place, 1)[:, 0]
+        block.begin_copies(addresses, values, threads)
 
     return step
-
-
-def _commit_copies(block: Block) -> None:
-    block.check_whole("a group of copies")
-    block.copies.append(block.open_copies)
-    block.open_copies = Copies()
 
 
 @builds("shfl")
@@ -258,8 +273,8 @@ def barrier(instruction: Instruction, slots: Slots) -> Step:
     if (instruction.opcode, instruction.operands) == ("bar.warp.sync", ("-1",)):
 
         def warp_step(block: Block) -> None:
-            block.check_whole("a barrier of warps is reached")
-            block.shared.warp_barrier()
+            block.check_whole_warps()
+            block.shared.warp_barrier(block.executing())
 
         return warp_step
     raise Unknown(instruction.text)

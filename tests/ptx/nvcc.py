@@ -29,7 +29,9 @@ SOURCES = ROOT / "csrc" / "cuda"
 KEPT = ROOT / ".cache" / "nvcc"
 ABSENT = "nvcc is not installed: csrc/cuda is not compiled here"
 #: By kernel, the number of the argument that it writes.
-OUTPUT = {"espnx_gather": 3, "espnx_crc32c": 4}
+OUTPUT = {"espnx_gather": 3, "espnx_crc32c": 4, "espnx_maxsim": 4}
+#: The number of the argument that its blocks count with; zeros before and after.
+COUNTER = {"espnx_maxsim": 5}
 
 
 def nvcc() -> str | None:
@@ -96,31 +98,27 @@ class Launcher:
     ) -> None:
         self.launches.append(kernel)
         ptx = compiled(name).decode()
+        program = executable(ptx, kernel, shared_bytes, threads)
         if self.change is not None:
-            ptx = self.change(ptx)
-        run(ptx, kernel, blocks, threads, args, shared_bytes)
+            program = program.like(ptx, self.change(ptx))
+        run(program, kernel, blocks, args)
 
 
-def run(
-    ptx: str,
-    kernel: str,
-    blocks: int,
-    threads: int,
-    args: Sequence[Argument],
-    shared_bytes: int = 0,
-) -> int:
+def run(program: Executable, kernel: str, blocks: int, args: Sequence[Argument]) -> int:
     """Runs a kernel on tensors in place; the number of instructions that its blocks took."""
-    program = executable(ptx, kernel, shared_bytes, threads)
     memory, parameters = GlobalMemory(), {}
     output = next(number for name, number in OUTPUT.items() if kernel.startswith(name))
+    counter = next((number for name, number in COUNTER.items() if kernel.startswith(name)), -1)
     for i, (parameter, value) in enumerate(zip(program.program.parameters, args, strict=True)):
         if isinstance(value, torch.Tensor):
             assert value.is_contiguous()
             data = value.view(torch.uint8).reshape(-1).numpy()
-            base = memory.add(f"argument {i}", data, is_output=i == output)
+            base = memory.add(f"argument {i}", data, is_output=i == output, is_counter=i == counter)
             parameters[parameter] = np.array(base, dtype=np.uint64)
         else:
             kind = np.int64 if isinstance(value, ctypes.c_int64) else np.uint32
             bits = np.array(value.value, dtype=kind)
             parameters[parameter] = bits.view(f"u{bits.itemsize}")
-    return program.run((blocks, 1, 1), parameters, memory)
+    n_steps = program.run((blocks, 1, 1), parameters, memory)
+    assert not any(region.data.any() for region in memory.regions if region.is_counter)
+    return n_steps

@@ -1,7 +1,8 @@
 """A kernel executed block after block, all threads of a block in lock step.
 
-Where threads part, those at the lowest instruction go on until they meet others; so what all of
-them are to reach together (a barrier) they reach together, or it is a fault.
+Where threads part, those at the lowest instruction go on until they meet others, and before what
+they are to do together (`TOGETHER`) they wait for those that can still come; if one does not, it is
+a fault.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from tests.ptx.global_memory import GlobalMemory
 from tests.ptx.program import Fault, Instruction, Program, parse, parse_instruction
 from tests.ptx.shared_memory import WARP, SharedMemory
 
+#: Instructions of whole warps or blocks, by their first word.
+TOGETHER = {"bar", "cp", "ldmatrix", "mma", "redux", "shfl", "stmatrix", "vote", "wgmma"}
 STEPS_MAX = 2_000_000  # of a block: one that takes more will not end
 
 
@@ -40,6 +43,11 @@ class Executable:
         self.granule_bytes = self.program.shared_granule_bytes
         self.slots = Slots(self.program)
         self.steps = [_step(each, self.slots) for each in self.program.instructions]
+        self.together = {
+            number
+            for number, each in enumerate(self.program.instructions)
+            if each.parts[0] in TOGETHER
+        } | {len(self.steps)}  # the end
 
     def changed(self, line: int, text: str) -> Executable:
         """This program with another text in one of its lines, which holds an instruction; an empty
@@ -57,6 +65,17 @@ class Executable:
         else:
             other.steps[at] = lambda block: None
         return other
+
+    def like(self, before: str, after: str) -> Executable:
+        """This program, of PTX of which one line has become another, in this kernel or in one
+        beside it."""
+        lines = zip(before.splitlines(), after.splitlines(), strict=True)
+        changed = [(number, new) for number, (old, new) in enumerate(lines, 1) if new != old]
+        own = {each.line for each in self.program.instructions}
+        if not changed or changed[0][0] not in own:
+            return self
+        [(line, text)] = changed
+        return self.changed(line, text)
 
     def run(
         self, grid: tuple[int, int, int], parameters: Mapping[str, np.ndarray], memory: GlobalMemory
@@ -83,7 +102,7 @@ class Executable:
                 for axis, place in zip("zyx", at, strict=True):
                     if (slot := self.slots.numbers.get(f"%ctaid.{axis}")) is not None:
                         values[slot] = np.full(n_threads, place, dtype=np.uint32)
-                shared = SharedMemory(self.shared_bytes, self.granule_bytes)
+                shared = SharedMemory(self.shared_bytes, self.granule_bytes, n_threads)
                 block = Block(values, len(self.slots), n_threads, shared, memory, number)
                 n_steps += self._run(block)
         memory.check_whole()
@@ -105,19 +124,19 @@ class Executable:
                 ) from None
             at = at + 1 if following is None else following
             if block.fragments:
-                at = _next_fragment(block, at)
+                at = _next_fragment(block, at, self.together)
             count += 1
             if count > STEPS_MAX:
                 raise Fault("endless", f"block {block.number} takes more than {STEPS_MAX} steps")
 
 
-def _next_fragment(block: Block, at: int) -> int:
-    """Of the threads that have parted, those at the lowest instruction go on; those at the same one
-    go on together."""
+def _next_fragment(block: Block, at: int, together: set[int]) -> int:
+    """Of the threads that have parted, those at the lowest instruction go on that is not done
+    together, if there are any; those at the same one go on together."""
     assert block.active is not None
     before = block.fragments.get(at)
     block.fragments[at] = block.active if before is None else block.active | before
-    lowest = min(block.fragments)
+    lowest = min(block.fragments, key=lambda each: (each in together, each))
     active = block.fragments.pop(lowest)
     block.active = None if active.all() else active
     return lowest

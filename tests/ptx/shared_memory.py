@@ -26,7 +26,8 @@ def warps_of(who: np.ndarray) -> np.ndarray:
 
 class Touched:
     """Who has touched each piece last (a thread, several of a warp, or several), and in which turn:
-    turns are between two barriers of a warp, and those of the block begin turns, too."""
+    a warp's turns are between two of its barriers, and those of the block begin turns of all, too.
+    They are numbered as they begin."""
 
     def __init__(self, n: int):
         self.who = np.full(n, NOBODY, dtype=np.int32)
@@ -39,7 +40,7 @@ class Touched:
         return None if self.last_turn < block_turn else self.turn[pieces] >= block_turn
 
     def clashes(
-        self, pieces: np.ndarray, threads: np.ndarray, block_turn: int, turn: int
+        self, pieces: np.ndarray, threads: np.ndarray, block_turn: int, turn: np.ndarray
     ) -> np.ndarray | None:
         """bool like ``pieces``: whether another thread has touched it since the last barrier that
         both have passed; None: no piece has been touched since the block's."""
@@ -52,7 +53,13 @@ class Touched:
         return found
 
     def note(
-        self, pieces: np.ndarray, threads: np.ndarray, block_turn: int, turn: int, *, joins: bool
+        self,
+        pieces: np.ndarray,
+        threads: np.ndarray,
+        block_turn: int,
+        turn: np.ndarray,
+        *,
+        joins: bool,
     ) -> None:
         """``joins``: those who touched a piece since the block's last barrier stay beside the new
         ones (reads); otherwise the new ones follow them (writes)."""
@@ -62,7 +69,8 @@ class Touched:
             is_same = warps_of(old) == warp
             is_over = ~recent | (is_same & (self.turn[pieces] < turn)) | (old == now)
             now = np.where(is_over, now, np.where(is_same, SEVERAL_OF_WARP + warp, SEVERAL))
-        self.who[pieces], self.turn[pieces], self.last_turn = now, turn, turn
+        self.who[pieces], self.turn[pieces] = now, turn
+        self.last_turn = max(self.last_turn, int(turn.max(initial=-1)))
         # several threads of this very instruction: only one of them was kept
         kept = self.who[pieces]
         lost = kept != now
@@ -75,7 +83,7 @@ class Touched:
 class SharedMemory:
     """Bytes from address 0 on, in pieces of ``granule`` bytes."""
 
-    def __init__(self, size: int, granule: int):
+    def __init__(self, size: int, granule: int, n_threads: int):
         n = -(-size // granule)
         self.size, self.granule = size, granule
         self.data = np.zeros(size, dtype=np.uint8)
@@ -84,14 +92,18 @@ class SharedMemory:
         self.copies, self.products = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
         self.n_copies = self.n_products = 0  # under way: where there are none, none is looked for
         self.fences_before = np.zeros(n, dtype=np.int64)
-        self.turn = self.block_turn = self.fences = 0
+        self.last_turn = self.block_turn = self.fences = 0
+        self.turns = np.zeros(n_threads, dtype=np.int32)  # that each thread is in
 
     def block_barrier(self) -> None:
-        self.turn += 1
-        self.block_turn = self.turn
+        self.last_turn += 1
+        self.block_turn = self.last_turn
+        self.turns[:] = self.last_turn
 
-    def warp_barrier(self) -> None:
-        self.turn += 1
+    def warp_barrier(self, threads: np.ndarray) -> None:
+        """``threads``: of whole warps."""
+        self.last_turn += 1
+        self.turns[threads] = self.last_turn
 
     def fence(self) -> None:
         """What has been written becomes visible to asynchronous products."""
@@ -101,9 +113,9 @@ class SharedMemory:
         """uint8 [threads, n_bytes]."""
         pieces = self._pieces(addresses, n_bytes)
         self._check_readable(pieces)
-        clash = self.writes.clashes(pieces, threads[:, None], self.block_turn, self.turn)
+        clash = self.writes.clashes(pieces, threads[:, None], self.block_turn, self._turn(threads))
         self._check(clash, "race", "is read without a barrier after another thread's write", pieces)
-        self.reads.note(pieces, threads[:, None], self.block_turn, self.turn, joins=True)
+        self.reads.note(pieces, threads[:, None], self.block_turn, self._turn(threads), joins=True)
         return self._bytes(addresses, n_bytes)
 
     def write(self, addresses: np.ndarray, values: np.ndarray, threads: np.ndarray) -> None:
@@ -146,6 +158,10 @@ class SharedMemory:
         self.products[held] -= 1
         self.n_products -= 1
 
+    def _turn(self, threads: np.ndarray) -> np.ndarray:
+        found: np.ndarray = self.turns[threads][:, None]
+        return found
+
     def _pieces(self, addresses: np.ndarray, n_bytes: int) -> np.ndarray:
         if addresses.size and int(addresses.max()) > self.size - n_bytes:
             where = f"at byte {int(addresses.max())} of shared memory, which has {self.size}"
@@ -185,7 +201,7 @@ class SharedMemory:
             is_read = self.products[pieces] > 0
             self._check(is_read, "in flight", "is written during a product", pieces)
         for touched, what in ((self.writes, "write"), (self.reads, "read")):
-            clash = touched.clashes(pieces, threads[:, None], self.block_turn, self.turn)
+            clash = touched.clashes(pieces, threads[:, None], self.block_turn, self._turn(threads))
             message = f"is written without a barrier after another thread's {what}"
             self._check(clash, "race", message, pieces)
 
@@ -199,4 +215,6 @@ class SharedMemory:
             raise Fault("race", "two threads write different values to the same shared bytes")
         self.is_written[pieces] = True
         self.fences_before[pieces] = self.fences
-        self.writes.note(pieces, threads[:, None], self.block_turn, self.turn, joins=False)
+        self.writes.note(
+            pieces, threads[:, None], self.block_turn, self._turn(threads), joins=False
+        )

@@ -74,6 +74,8 @@ def bits(*values: float) -> np.ndarray:
     [
         ("bfe.u32 %r9, %r5, 4, 8;", 0xABCDE, 0xCD),
         ("bfe.s32 %r9, %r5, 4, 8;", 0xABCDE, 0xFFFFFFCD),
+        ("bfi.b32 %r9, %r5, 0xFFFFFFFF, 8, 4;", 0x75, 0xFFFFF5FF),
+        ("bfi.b32 %r9, %r5, 3, 28, 8;", 0x75, 0x50000003),
         ("shl.b32 %r9, %r5, 32;", 1, 0),
         ("shr.u32 %r9, %r5, 40;", 1, 0),
         ("shr.s32 %r9, %r5, 40;", 1 << 31, 0xFFFFFFFF),
@@ -280,6 +282,7 @@ def test_what_barriers_and_waits_allow(body: str) -> None:
             "divergent",
         ),
         ("setp.lt.u32 %p1, %r1, 9; @%p1 bar.sync 0; mov.b32 %r9, 0;", "divergent"),
+        ("atom.global.inc.u32 %r9, [%rd4], 1;", "outside"),
         ("setp.lt.u32 %p1, %r1, 9; @%p1 shfl.sync.bfly.b32 %r9, %r5, 1, 31, -1;", "divergent"),
         ("brev.b32 %r9, %r1;", "unknown"),
         ("shf.l.wrap.b32 %r9, %r1, %r1, 3;", "unknown"),
@@ -297,6 +300,48 @@ def test_what_barriers_and_waits_allow(body: str) -> None:
 )
 def test_what_is_a_fault(body: str, kind: str) -> None:
     assert fault(body) == kind
+
+
+def test_copies_of_a_part_leave_zeros_and_read_no_more() -> None:
+    """Of four bytes so many as the thread's number says, up to all."""
+    copied = COPIED.replace("0x4;", "0x4, %r6;") + WAITED + BARRIER + OWN
+    found = run("min.u32 %r6, %r1, 4;\n" + copied, [0x44332211] * 6)
+    assert found[:6].tolist() == [0, 0x11, 0x2211, 0x332211, 0x44332211, 0x44332211]
+
+
+def test_threads_wait_for_others_that_still_come() -> None:
+    """Before what a warp does together, though it stands before where the others are."""
+    body = """
+setp.lt.u32 %p1, %r1, 9;
+mov.b32 %r6, %r5;
+@%p1 bra $L__far;
+$L__back:
+shfl.sync.bfly.b32 %r9, %r6, 1, 31, -1;
+bra.uni $L__end;
+$L__far:
+add.u32 %r6, %r5, 100;
+bra.uni $L__back;
+$L__end:
+"""
+    expected = [each + 100 if each < 9 else each for each in (i ^ 1 for i in range(N))]
+    assert run(body, range(N)).tolist() == expected
+
+
+def test_counters() -> None:
+    """Threads count one after another, up to a most; nobody reads or writes a counter in another
+    way."""
+    memory, words = GlobalMemory(), np.array([7, 0], dtype=np.uint32)
+    base = memory.add("counter", words.view(np.uint8), is_output=False, is_counter=True)
+    places = np.array([base, base + 4, base, base], dtype=np.uint64)
+    assert memory.count(places, np.array([8, 9, 8, 8], dtype=np.uint32)).tolist() == [7, 0, 8, 0]
+    assert words.tolist() == [1, 1]
+    for access in (
+        lambda: memory.read(places[:1], 4),
+        lambda: memory.write(places[:1], np.zeros((1, 4), dtype=np.uint8), 0),
+        lambda: memory.count(places[:1] + np.uint64(8), np.ones(1, dtype=np.uint32)),
+    ):
+        with pytest.raises(Fault):
+            access()
 
 
 def test_a_program_without_end() -> None:

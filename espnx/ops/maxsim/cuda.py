@@ -1,4 +1,5 @@
-"""The CUDA version of the MaxSim op: checks, allocates and launches ``kernels/maxsim.py``."""
+"""The CUDA versions of the MaxSim op: check, allocate and launch ``csrc/cuda/maxsim.cu`` where it
+has a kernel for such rows and a build has compiled it (by_warps.py), else ``kernels/maxsim.py``."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 
 from ...errors import InvalidInputError
 from .._native import load_kernel
+from . import by_warps
 from .checks import check_aligned, check_arguments, check_inside
 from .formats import TokenFormat, token_format
 from .residual import ResidualFormat
@@ -20,6 +22,7 @@ _PROGRAMS_MAX = 2**31 - 1  # the largest CUDA grid
 _PART_BYTES = {"fp16": 4, "int8": 4, "bit1": 4, "bf16": 6}
 _WHOLE_QUERY_BYTES = 72 << 10  # of a query that is kept in shared memory
 _MULTIPROCESSORS, _SHARED_BYTES = 132, 227 << 10  # of an H100 or H200; of each of them
+_BLOCK_SHARED_BYTES = 99 << 10  # that a block may have on every GPU since 8.0
 
 
 def launch_shape(n_query_tokens: int, d: int, tokens_max: int, fmt: str) -> dict[str, Any]:
@@ -62,10 +65,11 @@ def is_whole(n_query_tokens: int, d: int, fmt: str) -> bool:
 def launch_options(n_query_tokens: int, d: int, fmt: str) -> dict[str, int]:
     """Warps, stages of the loop over tiles, and registers: so many that four programs fit on a
     multiprocessor, or three of 64 query tokens. Four warps multiply 64 rows at a time by what lies
-    in shared memory."""
+    in shared memory; the next ones are loaded meanwhile, where that has room for them."""
     registers = 128
     if is_whole(n_query_tokens, d, fmt):
-        options = {"num_stages": 2 if d <= 128 else 1, "num_warps": 4}
+        has_room = _whole_bytes(n_query_tokens, d, fmt) <= _BLOCK_SHARED_BYTES
+        options = {"num_stages": 2 if has_room else 1, "num_warps": 4}
         registers = 128 if _block_q(n_query_tokens) < 64 else 168
     elif fmt in _PART_BYTES and fmt != "bf16":
         few = {"num_stages": 2, "num_warps": 2}
@@ -79,13 +83,18 @@ def programs(n_docs: int, n_queries: int, n_query_tokens: int, d: int, fmt: str)
     """The grid: programs take documents in turns, each for one query that it prepares once."""
     if is_whole(n_query_tokens, d, fmt):
         # so many as their registers and shared memory allow at once
-        block_bytes = _block_q(n_query_tokens) * d * _PART_BYTES[fmt] + 64 * 2 * d + 1024
         most = 2 if d > 128 else 4 if _block_q(n_query_tokens) < 64 else 3
-        resident = max(min(_SHARED_BYTES // block_bytes, most), 1)
+        resident = max(min(_SHARED_BYTES // _whole_bytes(n_query_tokens, d, fmt), most), 1)
     else:
         resident = 8 if d <= 128 else 2
     wanted = _MULTIPROCESSORS * resident
     return n_queries * min(n_docs, max(wanted // n_queries, 1))
+
+
+def _whole_bytes(n_query_tokens: int, d: int, fmt: str) -> int:
+    """Shared memory of a program: a query's parts, a tile of rows that is loaded ahead, and what
+    the system takes."""
+    return _block_q(n_query_tokens) * d * _PART_BYTES[fmt] + 64 * 2 * d + 1024
 
 
 def row_constants(token: TokenFormat, d: int) -> dict[str, Any]:
@@ -96,6 +105,21 @@ def row_constants(token: TokenFormat, d: int) -> dict[str, Any]:
         "ROW_BYTES": token.token_row_bytes(d),
         "SIGN_VALUE": d**-0.5,
     }
+
+
+def maxsim_cuda(
+    query: torch.Tensor,
+    buffer: torch.Tensor,
+    offset_bytes: torch.Tensor,
+    n_tokens: torch.Tensor,
+    fmt: str,
+    threads: int = 0,
+    centroids: torch.Tensor | None = None,
+    bucket_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`espnx.ops.maxsim` of CUDA tensors. ``threads`` has no meaning here."""
+    tables = (centroids, bucket_weights)
+    return _scores(query, buffer, offset_bytes, n_tokens, fmt, tables, takes_compiled=True)
 
 
 def maxsim_triton(
@@ -110,10 +134,25 @@ def maxsim_triton(
 ) -> torch.Tensor:
     """`espnx.ops.maxsim` by Triton: CUDA tensors, or CPU tensors in Triton's interpreter.
     ``threads`` has no meaning here."""
+    tables = (centroids, bucket_weights)
+    return _scores(query, buffer, offset_bytes, n_tokens, fmt, tables, takes_compiled=False)
+
+
+def _scores(
+    query: torch.Tensor,
+    buffer: torch.Tensor,
+    offset_bytes: torch.Tensor,
+    n_tokens: torch.Tensor,
+    fmt: str,
+    tables: tuple[torch.Tensor | None, torch.Tensor | None],
+    *,
+    takes_compiled: bool,
+) -> torch.Tensor:
+    """``takes_compiled``: by csrc/cuda where it has such a kernel."""
     token = token_format(fmt)
     check_arguments(query, buffer, offset_bytes, n_tokens)
     n_query_tokens, d = query.shape[-2:]
-    tables = _tables(token, query, centroids, bucket_weights)
+    tables_there = _tables(token, query, *tables)
     check_inside(buffer.numel(), offset_bytes, n_tokens, token.token_row_bytes(d))
     is_aligned = check_aligned(buffer.data_ptr(), offset_bytes, token)
     n, n_queries = offset_bytes.numel(), query.shape[0] if query.dim() == 3 else 1
@@ -125,24 +164,33 @@ def maxsim_triton(
             fix="score fewer queries at once",
         )
     scores = torch.empty((*query.shape[:-2], n), dtype=torch.float32, device=query.device)
-    counts = n_tokens.to(query.device, non_blocking=True)
+    query = query.contiguous()
+    counts = n_tokens.to(query.device, non_blocking=True).contiguous()
     if scores.numel() == 0:
         return scores
     if n_query_tokens == 0:
         return scores.copy_(torch.where(counts > 0, 0.0, -torch.inf))
+    offsets = offset_bytes.to(query.device, non_blocking=True).contiguous()
+    if (
+        takes_compiled
+        and is_aligned
+        and by_warps.is_compiled(token.name, d, n_query_tokens, query.device)
+    ):
+        by_warps.launch(query, buffer, offsets, counts, scores, token.name)
+        return scores
     kernel: Any = load_kernel("maxsim")
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
         kernel.maxsim_kernel[(programs(n, n_queries, n_query_tokens, d, token.name),)](
-            query.contiguous(),
+            query,
             buffer,
-            offset_bytes.to(query.device, non_blocking=True).contiguous(),
-            counts.contiguous(),
-            *tables,
+            offsets,
+            counts,
+            *tables_there,
             scores,
             n,
             n_queries,
             n_query_tokens,
-            len(tables[0]),
+            len(tables_there[0]),
             ALIGN_BYTES=16 if is_aligned else token.alignment_bytes,
             enable_fp_fusion=True,
             **launch_options(n_query_tokens, d, token.name),

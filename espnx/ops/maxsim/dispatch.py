@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .cpu import maxsim_cpu
-from .cuda import maxsim_triton
+from .cuda import maxsim_cuda
 
 # threads: 0 leaves it to the op, at most torch's own number; CUDA ignores it.
 torch.library.define(
@@ -14,7 +14,7 @@ torch.library.define(
     "threads=0, Tensor? centroids=None, Tensor? bucket_weights=None) -> Tensor",
 )
 torch.library.impl("espnx::maxsim", "CPU")(maxsim_cpu)
-torch.library.impl("espnx::maxsim", "CUDA")(maxsim_triton)
+torch.library.impl("espnx::maxsim", "CUDA")(maxsim_cuda)
 
 
 @torch.library.register_fake("espnx::maxsim")

@@ -1,0 +1,101 @@
+"""``csrc/cuda/maxsim.cu``: which rows and queries it has a kernel for, and its launch."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+
+from .. import device_code
+from .formats import token_format
+
+QUERY_TOKENS_MAX = 32
+ALIGNMENT_BYTES = 16  # of documents, and of the query
+WARPS = 8  # of a block, of which a multiprocessor has one
+_BLOCKS_MAX = 132  # of an H100 or H200; warps take documents in turns
+_PARTS_HELD, _PART_BYTES = 2, 8 * 32  # of the query, in registers; of 16 values of 8 tokens
+
+
+class Ring(NamedTuple):
+    """What a warp has of shared memory: stages, each of so many tiles of 16 rows."""
+
+    tiles: int
+    stages: int
+
+
+#: By format and values of a row; as in the source.
+RINGS = {
+    ("fp16", 64): Ring(1, 6),
+    ("fp16", 96): Ring(1, 4),
+    ("fp16", 128): Ring(1, 4),
+    ("bf16", 64): Ring(1, 6),
+    ("bf16", 96): Ring(1, 4),
+    ("bf16", 128): Ring(1, 4),
+    ("int8", 64): Ring(2, 6),
+    ("int8", 96): Ring(2, 5),
+    ("int8", 128): Ring(2, 4),
+    ("bit1", 128): Ring(4, 4),
+}
+
+
+def name_of(fmt: str, d: int) -> str:
+    return f"espnx_maxsim_{fmt}_{d}"
+
+
+def shared_bytes(fmt: str, d: int) -> int:
+    """A block has the rings, 16 bytes about each stage, and what registers do not hold of the
+    query."""
+    tiles, stages = RINGS[fmt, d]
+    # rows of 16 bits lie multiples of 128 bytes apart, others as they come
+    row_bytes = token_format(fmt).token_row_bytes(d)
+    pitch = row_bytes if fmt in ("int8", "bit1") else -(-row_bytes // 128) * 128
+    parts = (3 if fmt == "bf16" else 2) - _PARTS_HELD
+    pieces = d // 16 * (QUERY_TOKENS_MAX // 8)
+    return WARPS * stages * (16 * tiles * pitch + 16) + parts * pieces * _PART_BYTES
+
+
+def is_compiled(fmt: str, d: int, n_query_tokens: int, device: torch.device) -> bool:
+    """Whether a kernel can be launched for such rows and queries."""
+    return (
+        (fmt, d) in RINGS
+        and n_query_tokens <= QUERY_TOKENS_MAX
+        and device_code.is_there("maxsim", name_of(fmt, d), device, shared_bytes(fmt, d))
+    )
+
+
+def launch(
+    query: torch.Tensor,
+    buffer: torch.Tensor,
+    offset_bytes: torch.Tensor,
+    n_tokens: torch.Tensor,
+    scores: torch.Tensor,
+    fmt: str,
+) -> None:
+    """Fills ``scores`` ``[..., n]``: all on one device, contiguous and checked, with documents and
+    query tokens, and documents at multiples of 16 bytes."""
+    n_query_tokens, d = query.shape[-2:]
+    n_queries = query.shape[0] if query.dim() == 3 else 1
+    n = offset_bytes.numel()
+    if query.data_ptr() % ALIGNMENT_BYTES:
+        query = query.clone()
+    device_code.launch(
+        "maxsim",
+        name_of(fmt, d),
+        n_queries * min(n, max(_BLOCKS_MAX // n_queries, 1)),
+        32 * WARPS,
+        (
+            query,
+            buffer,
+            offset_bytes,
+            n_tokens,
+            scores,
+            # how many documents of each query are taken; the kernel leaves zeros
+            torch.zeros(n_queries, dtype=torch.int32, device=query.device),
+            ctypes.c_int64(n),
+            ctypes.c_uint32(n_queries),
+            ctypes.c_uint32(n_query_tokens),
+        ),
+        query.device,
+        shared_bytes(fmt, d),
+    )

@@ -1,0 +1,248 @@
+"""csrc/cuda/maxsim.cu as nvcc compiles it for sm_90, executed, against the reference within the
+bounds of docs/tolerances.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from espnx.benchmarks.kernels.timing import recorded_launches
+from espnx.ops import device_code as code
+from espnx.ops import maxsim_reference, token_format
+from espnx.ops.maxsim import by_warps, cuda
+from espnx.ops.maxsim.by_warps import RINGS
+from espnx.ops.maxsim.cuda import maxsim_cuda
+from tests.ops.records import Records, integers, normals, scatter
+from tests.ops.tolerances import assert_scores_close, maxsim_bound
+from tests.ptx.nvcc import SOURCES, needs_nvcc
+from tests.ptx.program import Fault
+from tests.ptx.sparse import BEYOND, moved
+from tests.sweeps import some
+
+EVERY = pytest.mark.parametrize(("fmt", "d"), RINGS)
+#: None, one, and about the rows of a stage; more documents than warps hold at once.
+COUNTS = (1, 0, 33, 16, 17, 0, 70, 2, 1, 15, 0, 31, 32, 0)
+
+
+@pytest.fixture
+def few(device_code: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``few(warps, blocks)``: of a launch at most so many, so that each takes several documents."""
+
+    def few(warps: int, blocks: int) -> None:
+        monkeypatch.setattr(by_warps, "WARPS", warps)
+        monkeypatch.setattr(by_warps, "_BLOCKS_MAX", blocks)
+
+    few(2, 1)
+    return few
+
+
+def check(query: torch.Tensor, records: Records) -> None:
+    """Of one query, or several."""
+    found, several = maxsim_cuda(query, *records.args), query.dim() == 3
+    for one, scores in zip(*((query, found) if several else ([query], [found])), strict=True):
+        bound = maxsim_bound(one, records, tensor_cores=True)
+        assert_scores_close(scores, maxsim_reference(one, *records.args), bound)
+
+
+def spoiled(records: Records, document: int, row: int, value: float) -> None:
+    """Writes a row's scale, or its first value."""
+    token = token_format(records.format)
+    d = 64
+    at = int(records.offset_bytes[document]) + row * token.token_row_bytes(d)
+    kind = {"fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}[records.format]
+    given = torch.tensor([value], dtype=kind).view(torch.uint8)
+    records.buffer[at : at + given.numel()] = given
+
+
+@needs_nvcc
+@pytest.mark.sampled(1)
+@EVERY
+@pytest.mark.parametrize(("warps", "blocks", "n_query_tokens"), [(2, 1, 32), (1, 2, 5), (3, 9, 1)])
+def test_within_the_derived_bound(
+    device_code: Callable[..., Any],
+    few: Callable[..., None],
+    fmt: str,
+    d: int,
+    warps: int,
+    blocks: int,
+    n_query_tokens: int,
+) -> None:
+    """Documents of every length about a stage's, by warps that take one after another."""
+    launcher = device_code()
+    few(warps, blocks)
+    records = scatter([normals(n, d, seed=n) for n in COUNTS], fmt, align_bytes=16)
+    check(normals(n_query_tokens, d, seed=99), records)
+    assert launcher.launches == [f"espnx_maxsim_{fmt}_{d}"]
+
+
+@needs_nvcc
+@pytest.mark.parametrize(("fmt", "d"), some(RINGS, 5))
+def test_as_launched(device_code: Callable[..., Any], fmt: str, d: int) -> None:
+    """Eight warps and as many blocks as there are; the only document may be empty, and there may be
+    none."""
+    launcher = device_code()
+    records = scatter([normals(n, d, seed=n) for n in (19, 0)], fmt, align_bytes=16)
+    for few in (slice(0, 1), slice(1, 2), slice(0, 2), slice(0, 0)):
+        part = Records(records.buffer, records.offset_bytes[few], records.n_tokens[few], fmt)
+        check(normals(2, 11, d, seed=3), part)
+    assert len(launcher.launches) == 3
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("fmt", "d"), some([("fp16", 64), ("bf16", 64), ("int8", 64), ("bit1", 128)], 3)
+)
+@pytest.mark.parametrize("blocks", [7, pytest.param(1, marks=pytest.mark.sweep)])
+def test_several_queries(few: Callable[..., None], fmt: str, d: int, blocks: int) -> None:
+    """Each has a counter and blocks of its own; they need not lie side by side, or aligned."""
+    few(1, blocks)
+    records = scatter([normals(n, d, seed=n) for n in (3, 0, 18, 1, 1)], fmt, align_bytes=16)
+    wide = normals(3, 9, 2 * d, seed=4)
+    check(wide[..., ::2], records)
+    flat = torch.cat([torch.zeros(1), normals(9, d, seed=5).flatten()])
+    assert flat[1:].data_ptr() % 16
+    check(flat[1:].view(9, d), records)
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+def test_bit_for_bit_where_fp32_is_exact(fmt: str) -> None:
+    records = scatter([integers(n, 64, seed=n) for n in (40, 0, 1, 16)], fmt, align_bytes=16)
+    query = integers(7, 64, seed=9)
+    assert torch.equal(maxsim_cuda(query, *records.args), maxsim_reference(query, *records.args))
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(("fmt", "d"), [("fp16", 64), ("int8", 96), ("bit1", 128)])
+def test_offsets_beyond_32_bits(fmt: str, d: int) -> None:
+    records = scatter([normals(n, d, seed=n) for n in (3, 0, 40)], fmt, align_bytes=16)
+    far = Records(moved(records.buffer), records.offset_bytes + BEYOND, records.n_tokens, fmt)
+    query = normals(5, d, seed=9)
+    assert torch.equal(maxsim_cuda(query, *far.args), maxsim_cuda(query, *records.args))
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("fmt", ["fp16", "bf16", "int8"])
+def test_what_is_not_finite(fmt: str) -> None:
+    """Stored NaNs and infinities (of int8 rows a scale, then NaN), the reference's NaNs, and no
+    more; documents beside them keep their scores."""
+    documents = [integers(n, 64, seed=n).abs() + 1 for n in (17, 1, 2, 3, 2)]
+    records = scatter(documents, fmt, align_bytes=16)
+    values = (torch.nan, torch.inf, -torch.inf, -torch.inf)
+    for document, row, value in zip((0, 1, 2, 3), (16, 0, 1, 1), values, strict=True):
+        spoiled(records, document, row, value)
+    query = integers(3, 64, seed=9).abs() + 1
+    for first in (None, torch.inf):
+        if first is not None:
+            query[2, 0] = first
+        expected = maxsim_reference(query, *records.args)
+        found = maxsim_cuda(query, *records.args)
+        assert torch.allclose(found, expected, rtol=2e-5, atol=0, equal_nan=True), first
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(("fmt", "d"), [("fp16", 64), ("bf16", 64), ("int8", 64), ("bit1", 128)])
+def test_queries_of_any_size(fmt: str, d: int) -> None:
+    """Tokens of zeros, of values beyond fp16's, and of the largest of fp32."""
+    records = scatter([normals(n, d, seed=n) for n in (20, 1)], fmt, align_bytes=16)
+    query = normals(6, d, seed=9)
+    query *= torch.tensor([1.0, 0.0, 1e-30, 1e9, 1e-5, 7.0])[:, None]
+    check(query, records)
+    query = torch.full((1, d), 3.4e38)
+    query[:, 1::2] = -3.4e38
+    check(query, records)
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("few")
+def test_scales_that_are_large_until_a_factor_makes_them_less() -> None:
+    """A row's scale times the sums of a query that is scaled up, too, is beyond fp32."""
+    records = scatter([integers(18, 64, seed=1)], "int8", align_bytes=16)
+    spoiled(records, 0, 17, 1e33)
+    query = torch.full((2, 64), 1e-3)
+    found, expected = maxsim_cuda(query, *records.args), maxsim_reference(query, *records.args)
+    assert expected.isfinite().all()
+    assert torch.allclose(found, expected, rtol=1e-5)
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(("fmt", "d"), [("fp16", 96), ("int8", 64), ("bit1", 128)])
+def test_what_the_launcher_refuses_would_be_a_fault(
+    monkeypatch: pytest.MonkeyPatch, fmt: str, d: int
+) -> None:
+    """Not a byte is read outside the buffer, nor at another address than at multiples of 16."""
+    records = scatter([normals(17, d)], fmt, align_bytes=16)
+    query = normals(17, d, seed=9)
+    monkeypatch.setattr(cuda, "check_aligned", lambda *args: True)
+    monkeypatch.setattr(cuda, "check_inside", lambda *args: None)
+    with pytest.raises(Fault, match="misaligned"):
+        maxsim_cuda(query, records.buffer, records.offset_bytes - 4, records.n_tokens, fmt)
+    with pytest.raises(Fault, match=r"bytes at byte .* of argument 1"):
+        maxsim_cuda(query, records.buffer[:-1].clone(), *records.args[1:])
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("few")
+def test_a_launch_can_be_made_again() -> None:
+    """As `espnx bench kernels` does, whose times are those of the launch alone: what one leaves
+    behind suits the next."""
+    records = scatter([normals(n, 64, seed=n) for n in (3, 0, 18, 1, 1, 2)], "int8", align_bytes=16)
+    with recorded_launches() as seen:
+        scores = maxsim_cuda(normals(5, 64, seed=9), *records.args)
+    expected = scores.clone()
+    [launch] = seen
+    for _ in range(2):
+        scores.fill_(torch.nan)
+        launch()
+        assert torch.equal(scores, expected)
+
+
+class UsesTritonError(Exception):
+    pass
+
+
+def test_triton_has_the_rest(
+    device_code: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other formats, rows and addresses, more query tokens, and a build without machine code."""
+
+    def uses_triton(name: str) -> Any:
+        raise UsesTritonError
+
+    launcher = device_code()
+    monkeypatch.setattr(cuda, "load_kernel", uses_triton)
+    documents = {d: [normals(3, d), normals(1, d)] for d in (64, 80, 128, 256)}
+    for fmt, d, n_query_tokens, before in (
+        ("fp32", 128, 32, 0),
+        ("fp16", 80, 32, 0),
+        ("bf16", 256, 32, 0),
+        ("bit1", 64, 32, 0),
+        ("fp16", 128, 33, 0),
+        ("int8", 64, 32, 4),
+    ):
+        records = scatter(documents[d], fmt, align_bytes=16)
+        buffer = torch.cat([torch.zeros(before, dtype=torch.uint8), records.buffer])
+        places = (records.offset_bytes + before, records.n_tokens)
+        with pytest.raises(UsesTritonError):
+            maxsim_cuda(normals(n_query_tokens, d), buffer, *places, fmt)
+    monkeypatch.setattr(code, "is_there", lambda *args: False)
+    records = scatter(documents[128], "fp16", align_bytes=16)
+    with pytest.raises(UsesTritonError):
+        maxsim_cuda(normals(32, 128), *records.args)
+    assert not launcher.launches
+
+
+def test_rings_are_those_of_the_source() -> None:
+    text = (SOURCES / "maxsim.cu").read_text()
+    found = re.findall(r"^MAXSIM\((\w+)_(\d+), \w+, (\d+), (\d+), (\d+)\)$", text, re.MULTILINE)
+    assert {(fmt, int(d)): (int(tiles), int(stages)) for fmt, d, _, tiles, stages in found} == RINGS
+    assert all(d == width for _, d, width, *_ in found)
