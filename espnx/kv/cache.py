@@ -202,13 +202,14 @@ class SsdCache:
             # depend on when that is; those of int8 are, by row, when they are
             dtype = step.k.dtype if layout.format == "int8" else layout.dtype
             rows = self.kv[layer] = self.make_rows(layout, step.k.shape[1], dtype)
+            if self._make_tier is not None:
+                rows.cover_by_position()
         self._cut(rows, step)
         over: Over = self.attention.stored
         if self._make_tier is not None:
             if layer not in self._tiers:
                 self._tiers[layer] = self._make_tier(self.lost)
             tier = self._tiers[layer]
-            rows.cover_by_position()
             if self.is_drafting:
                 return self.attention.draft(rows, step, tier)
             over = self.attention.filling(tier)
@@ -270,6 +271,9 @@ class SsdCache:
         self.attention.cut_ahead(self._most_tokens)
         self._make_tier = make_tier
         self.lost.sequences.clear()
+        if make_tier is not None:  # what a draft says is to come again whenever writes end
+            for rows in self.every:
+                rows.cover_by_position()
 
     @property
     def has_tier(self) -> bool:

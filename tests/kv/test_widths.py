@@ -38,7 +38,8 @@ class Batch:
         """A pass of so many new tokens."""
         before = self.like[0].count
         steps: list[Any] = [
-            each for pair in zip(*(naive.step(n) for naive in self.like), strict=True)
+            each
+            for pair in zip(*(naive.step(n) for naive in self.like), strict=True)
             for each in pair
         ]
         self.cache.begin(before)
@@ -49,8 +50,11 @@ class Batch:
     def for_nobody(self) -> int:
         """Bytes that were read, and that no pass has asked for or will."""
         said = self.cache.striped.stats()
-        return self.engine.stats().bytes_asked - said.bytes_written - said.bytes_asked - (
-            said.ahead_bytes
+        return (
+            self.engine.stats().bytes_asked
+            - said.bytes_written
+            - said.bytes_asked
+            - (said.ahead_bytes)
         )
 
 

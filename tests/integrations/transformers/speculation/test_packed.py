@@ -170,24 +170,22 @@ def test_sampled_texts_come_again_by_their_seed(
         begin(tier, queries, n_sequences, dtype, end)
 
     monkeypatch.setattr(PageTier, "begin", noted)
-    inputs, model = prompt([400, 290]), enabled("llama")
+    inputs, model = prompt([496, 290]), enabled("llama")
     options: dict[str, Any] = {"do_sample": True, "top_k": 20, "seed": 5}
     for slow in (0.0, 0.4, 0.9):
-        late = FaultRule("delay", operation="write", probability=slow, value=40_000_000)
+        late = FaultRule("delay", operation="write", probability=slow, value=60_000_000)
         engine = FaultyEngine([late] if slow else [], seed=3)
         stored = stored | {"engine": lambda engine=engine: engine, "spill_interval": 8}
         ends.append([])
         proposes = None if draft == "none" else draft
         with KVCache(model.config, folder, draft=proposes, **stored) as cache:
             if draft == "none":
-                found.append(generate(model, inputs, cache, **options, max_new_tokens=60))
+                found.append(generate(model, inputs, cache, **options, max_new_tokens=40))
                 continue
-            ids = generate(model, inputs, cache, max_new_tokens=21)
-            mask = F.pad(inputs["attention_mask"], (0, 21), value=1)
+            ids = generate(model, inputs, cache, max_new_tokens=17)
+            mask = F.pad(inputs["attention_mask"], (0, 17), value=1)
             more = {"input_ids": ids, "attention_mask": mask}
-            found.append(
-                speculated("llama", more, cache, **options, max_new_tokens=40, gamma=4)
-            )
+            found.append(speculated("llama", more, cache, **options, max_new_tokens=24, gamma=4))
             said = cache.stats()["speculation"]["sources"]
             assert said[draft if isinstance(draft, str) else "assistant"]["accepted"] > 0
     assert ends[0] == ends[1] == ends[2]
