@@ -329,10 +329,11 @@ def test_a_write_that_never_ends_is_not_repeated(folder: Path) -> None:
             asked = engine.stats().bytes_asked
             for _ in range(3):
                 begun = time.monotonic()
-                with pytest.raises(errors.DeadlineExceededError):
+                with pytest.raises(errors.DeadlineExceededError) as caught:
                     device.flush()
                 assert time.monotonic() - begun > 0.9 * deadline_s
                 assert not device.is_written(lost[0].segment)
+            assert "still with the device" in str(caught.value)
             assert engine.stats().bytes_asked == asked
             assert_reads_right(device, good)
         return True

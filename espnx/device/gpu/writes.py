@@ -17,7 +17,7 @@ from ... import errors
 from ...storage import NativeEngine, Plan
 from ...storage.native import NativeFuture
 from ...streams import Stream, Streams
-from ..rows.writes import Write
+from ..rows.writes import Write, stuck
 from .staging import Slot, Staging, typed_memory_errors
 
 #: Of pinned memory that the pieces of long rows go through: one is filled while others are written.
@@ -184,12 +184,7 @@ class WriteInPieces:
         until = time.monotonic() + self._deadline_s
         while self._late:
             if not self._late[0].wait_over(max(until - time.monotonic(), 0.0)):
-                raise errors.DeadlineExceededError(
-                    "rows cannot be written again",
-                    got="a piece of their first write, which has failed, is still with the device",
-                    expected=f"its end within {self._deadline_s} s",
-                    fix="check the device (dmesg, smartctl), then try again",
-                )
+                raise stuck(self._deadline_s)
             self._late.pop(0)
 
     def _start(self, piece: range, slot: Slot) -> bool:

@@ -31,6 +31,16 @@ class Writing(Protocol):
     def cancel(self) -> None: ...
 
 
+def stuck(deadline_s: float) -> errors.DeadlineExceededError:
+    """What is raised where a write that has failed stays in flight for so long."""
+    return errors.DeadlineExceededError(
+        "rows cannot be written again",
+        got="their first write, which has failed, is still with the device",
+        expected=f"its end within {deadline_s} s",
+        fix="check the device (dmesg, smartctl), then try again",
+    )
+
+
 class Write:
     """Rows under way to a device. Where that fails, whoever waits is told once, and they are
     written again from the same memory: they may be nowhere else."""
@@ -58,12 +68,7 @@ class Write:
         """See `Writing`."""
         if not self._is_begun():
             if not self._future.wait_over(self._deadline_s):
-                raise errors.DeadlineExceededError(
-                    "rows cannot be written again",
-                    got="their first write, which has failed, is still with the device",
-                    expected=f"its end within {self._deadline_s} s",
-                    fix="check the device (dmesg, smartctl), then try again",
-                )
+                raise stuck(self._deadline_s)
             self._begin()
         try:
             self._future.wait()

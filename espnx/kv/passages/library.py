@@ -440,7 +440,7 @@ class Library:
 
     def _let_go(self) -> None:
         """Ends the locks and the index, whose engine is closed."""
-        writing = {number: writer.writes for number, writer in self._writers.items()} | self._late
+        writing = {each: list(writer.writes) for each, writer in self._writers.items()} | self._late
         if os.getpid() != self._process:  # the locks and what is in flight are the parent's
             writing.clear()
         late = [
