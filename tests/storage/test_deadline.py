@@ -313,7 +313,7 @@ def test_a_write_that_was_given_up_may_land(
 def test_what_ends_well_is_over_and_what_never_ends_is_not(
     path: str, open_engine: OpenEngine, tmp_path: Path
 ) -> None:
-    """Nor is it when the engine is closed: the device may have it for ever."""
+    """Nor is it when the engine is closed: the device may have it forever."""
     make_file(tmp_path / "a", 3 * BLOCK)
     engine = open_engine(path, [FaultRule("never", operation="write", begin_bytes=BLOCK)])
     file = engine.open(tmp_path / "a", "r+")

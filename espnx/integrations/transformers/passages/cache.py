@@ -296,8 +296,8 @@ class PassageCache(KVCache):
         return self._ids.repeat_interleave(n_sequences // len(self._ids), dim=0)
 
     def stats(self) -> dict[str, Any]:
-        """As of `KVCache`, of the cache's own rows. The paths are those of all rows that it reads,
-        the library's first; ``passages`` that it is composed of, and `reused`."""
+        """Counters of the cache's own rows, as `KVCache.stats` has them. The paths are those of all
+        rows that it reads, the library's first; also ``passages``, how many, and `reused`."""
         files = [*self._context.files, *self.store.striped.path_report()]
         return super().stats() | {
             "effective_path": paths_of(file.effective_path for file in files),
