@@ -263,6 +263,16 @@ void bind_future(py::module_& m) {
              f.check();
              return f.transfer->finished();
            })
+      .def("is_over",
+           [](Future& f) {
+             f.check();
+             py::gil_scoped_release unlocked;
+             if (!f.transfer->finished()) return false;
+             // The engine begins pieces under the lock that this takes: what it was about to begin
+             // when the transfer ended counts from here on, and no more is begun.
+             f.engine->stats();
+             return f.transfer->in_flight() == 0;
+           })
       .def_property_readonly("memory", &Future::memory)
       .def_property_readonly("position_bytes",
                              [](Future& f) { return to_tensor(f.transfer->position_bytes()); })

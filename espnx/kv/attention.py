@@ -136,30 +136,23 @@ class Attention:
         self._striped, self._ahead, self._threads = striped, ahead, threads or 0
         self.on_host: dict[LayerRows, tuple[str, ...]] = {}
         self.leaves_holes = False
-        # of the queries of a token of a sequence, in the last pass; 0: there was none
-        self._query_bytes = 0
 
-    def cut(self, step: Step, *, with_x: bool, least_tokens: int = 1) -> None:
-        """Decides how many sequences attend at a time in the layer's pass.
+    def cut(self, rows: LayerRows, step: Step, *, least_tokens: int = 1) -> None:
+        """Decides how many sequences attend at a time over a layer's rows.
 
         Args:
-            with_x: queries may become as wide as X rows.
             least_tokens: as for so many new tokens, though there may be fewer: reads ahead are of
                 as many sequences as attend together, and serve no pass that is cut otherwise.
         """
-        heads, width = step.q.shape[1], max(step.q.shape[-1], step.v.shape[-1])
-        if with_x and step.x is not None:
-            width = max(width, step.x.shape[-1])
-        self._query_bytes = 4 * heads * width
+        rows.query_heads = self._ahead.query_heads = step.q.shape[1]
         self.cut_ahead(max(step.k.shape[2], least_tokens))
 
     def cut_ahead(self, tokens: int) -> None:
-        """Decides it for passes over so many new tokens before the first of them comes, by the last
-        pass of other tokens: reads are put in line before a pass begins."""
-        if self._query_bytes:
-            threads = self._threads or torch.get_num_threads()
-            most_bytes = min(_PART_BYTES, _SUMS_BYTES // threads)
-            self._ahead.sequences = max(1, most_bytes // (self._query_bytes * tokens))
+        """Decides it for passes over so many new tokens before the first of them comes: reads are
+        put in line before a pass begins."""
+        threads = self._threads or torch.get_num_threads()
+        self._ahead.part_bytes = min(_PART_BYTES, _SUMS_BYTES // threads)
+        self._ahead.tokens = tokens
 
     def add(
         self,

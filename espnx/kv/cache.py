@@ -187,9 +187,12 @@ class SsdCache:
                 rows.to(step.k.device)
         if all(rows is None for rows in (*self.kv, *self.x)):
             self._reserve(step, split)
+
+    def _cut(self, rows: LayerRows, step: Step) -> None:
+        """Decides how many sequences attend at a time over a layer's rows."""
         if not self.is_drafting:  # which reads nothing
             most = 1 if self.ends is None else self._most_tokens  # passes over 1 to so many follow
-            self.attention.cut(step, with_x=split > 0, least_tokens=most)
+            self.attention.cut(rows, step, least_tokens=most)
 
     def _attend_kv(self, layer: int, step: Step) -> torch.Tensor:
         rows = self.kv[layer]
@@ -199,6 +202,9 @@ class SsdCache:
             # depend on when that is; those of int8 are, by row, when they are
             dtype = step.k.dtype if layout.format == "int8" else layout.dtype
             rows = self.kv[layer] = self.make_rows(layout, step.k.shape[1], dtype)
+            if self._make_tier is not None:
+                rows.cover_by_position()
+        self._cut(rows, step)
         over: Over = self.attention.stored
         if self._make_tier is not None:
             if layer not in self._tiers:
@@ -222,6 +228,7 @@ class SsdCache:
         if rows is None:
             step.projection.check(step.x[0, :8], step.k[0, :, :8], step.v[0, :, :8], 0)
             rows = self.x[layer] = self.make_rows(_x_layout(step.x), 1, step.x.dtype)
+        self._cut(rows, step)
         is_absorbed = step.projection.finish is None and step.x.shape[1] < CHUNK_TOKENS
         over = self.attention.absorbed if is_absorbed else self.attention.recomputed
         return self.attention.add(rows, step, step.x.unsqueeze(1), None, over, self._settled)
@@ -264,6 +271,9 @@ class SsdCache:
         self.attention.cut_ahead(self._most_tokens)
         self._make_tier = make_tier
         self.lost.sequences.clear()
+        if make_tier is not None:  # what a draft says is to come again whenever writes end
+            for rows in self.every:
+                rows.cover_by_position()
 
     @property
     def has_tier(self) -> bool:
@@ -317,6 +327,7 @@ class SsdCache:
         self.lost.sequences.clear()
         for rows in self.every:
             rows.pinned = None
+            rows.cover_what_is_written()
 
     # --- rows ---
 

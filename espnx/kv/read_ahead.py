@@ -17,11 +17,12 @@ from .striping import StripedDevices
 
 @dataclass
 class _Ahead:
-    """Reads that are under way: for each part of the batch its sequences and tickets; and how many
-    tokens they bring."""
+    """Reads that are under way: for each part of the batch its sequences and tickets; how many
+    tokens they bring; and whether that does not depend on when writes ended."""
 
     parts: list[tuple[range, list[int]]]
     covered: int
+    is_by_position: bool
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,18 @@ class ReadAhead:
         every: all rows there are, in the order in which a forward pass asks for them.
 
     Attributes:
-        sequences: how many attend at a time in this forward pass.
+        part_bytes: the queries of so many bytes attend at a time, or those of one sequence. By
+            layer: they are not equally long in all layers of a model.
+        tokens: new ones of a forward pass.
+        query_heads: of the last layer that was attended to, which stand for those of layers that no
+            pass has come to yet; 0: there was none.
     """
 
     def __init__(self, striped: StripedDevices, every: Callable[[], list[LayerRows]]):
         self._striped, self._every = striped, every
         self._ahead: dict[LayerRows, _Ahead] = {}
-        self.sequences = 1
+        self.part_bytes = self.tokens = 1
+        self.query_heads = 0
 
     def take(self, rows: LayerRows, n_sequences: int) -> list[Arrived]:
         """What a batch attends to in these rows, part by part. Their reads are taken out of the
@@ -69,7 +75,7 @@ class ReadAhead:
         self._ahead.pop(rows, None)
         if ahead is None:
             everything = rows.tail(0)
-            return [Arrived(part, None, everything) for part in self._parts(n_sequences)]
+            return [Arrived(part, None, everything) for part in self._parts(rows, n_sequences)]
         return [Arrived(part, tickets, rows.tail(ahead.covered)) for part, tickets in ahead.parts]
 
     def _arriving(self, rows: LayerRows) -> _Ahead | None:
@@ -78,8 +84,10 @@ class ReadAhead:
         if not rows.runs:
             return None
         ahead = self._ahead.get(rows)
-        fits = ahead is not None and [part for part, _ in ahead.parts] == self._parts(
-            rows.sequences
+        fits = (
+            ahead is not None
+            and [part for part, _ in ahead.parts] == self._parts(rows, rows.sequences)
+            and (ahead.is_by_position or not rows.is_by_position)
         )
         if ahead is None or not fits or not self._striped.are_next(ahead.parts[0][1]):
             self.forget()
@@ -96,9 +104,9 @@ class ReadAhead:
         if covered:
             parts = [
                 (part, self._striped.ahead(rows.layout, rows.views(covered, part)))
-                for part in self._parts(rows.sequences)
+                for part in self._parts(rows, rows.sequences)
             ]
-            self._ahead[rows] = _Ahead(parts, covered)
+            self._ahead[rows] = _Ahead(parts, covered, rows.is_by_position)
             rows.trim(covered)
 
     def resume(self) -> None:
@@ -113,9 +121,11 @@ class ReadAhead:
         self._striped.forget()
         self._ahead.clear()
 
-    def _parts(self, n_sequences: int) -> list[range]:
-        """The sequences that attend together."""
+    def _parts(self, rows: LayerRows, n_sequences: int) -> list[range]:
+        """The sequences that attend together over some rows."""
+        width = max(rows.layout.d, rows.layout.dv)
+        each_bytes = 4 * (rows.query_heads or self.query_heads) * width * self.tokens
+        step = max(1, self.part_bytes // each_bytes) if each_bytes else 1
         return [
-            range(begin, min(begin + self.sequences, n_sequences))
-            for begin in range(0, n_sequences, self.sequences)
+            range(begin, min(begin + step, n_sequences)) for begin in range(0, n_sequences, step)
         ]

@@ -32,11 +32,13 @@ class StoredRun:
     Attributes:
         n_rows: that count; `crop` makes it less than what was written.
         parts: for each sequence, the segments that hold its heads.
+        turn: the turn of `LayerRows.spill` in which it was put; -1: long ago.
     """
 
     first_position: int
     n_rows: int
     parts: list[list[StripedSegment]]
+    turn: int = -1
 
 
 class LayerRows:
@@ -54,6 +56,8 @@ class LayerRows:
         count: tokens, in memory and on devices.
         stored: of them, from the first on, written in whole blocks.
         pinned: what is stored from this position on stays in memory, too; None: nothing.
+        query_heads: of the model's last pass over them; 0: there was none.
+        is_by_position: which rows reads ask for depends on positions alone (`cover_by_position`).
     """
 
     def __init__(
@@ -73,6 +77,11 @@ class LayerRows:
         self._partial: StoredRun | None = None
         self._k = self._v = torch.empty(0)
         self._first = 0  # position of the first row in memory
+        self._turn = 0  # of spilling, once a pass
+        self.query_heads = 0
+        # rows in memory are not those that are stored: which of them a pass sees must not depend on
+        # when writes end
+        self.is_by_position = self._is_rounded = layout.format == "int8"
 
     # --- rows come ---
 
@@ -115,6 +124,7 @@ class LayerRows:
     def spill(self, end: int | None = None) -> None:
         """Writes what has waited long enough, of the tokens before `end` (None: of all). Raises
         what a put raises; the rows are still in memory then."""
+        self._turn += 1
         waiting = (self.count if end is None else end) - self.stored
         whole = waiting // self.layout.block_rows * self.layout.block_rows
         if waiting >= self._spill_rows and whole:
@@ -146,7 +156,8 @@ class LayerRows:
         n_rows = waiting.stop - waiting.start + (0 if k is None else k.shape[2])
         n_sequences = len(self._k) if k is None else len(k)
         each_bytes = self.n_heads * self.layout.blocks(n_rows) * self.layout.block_bytes
-        run, step = StoredRun(self.stored, n_rows, []), max(1, PUT_BYTES // each_bytes)
+        run = StoredRun(self.stored, n_rows, [], self._turn)
+        step = max(1, PUT_BYTES // each_bytes)
         try:
             for begin in range(0, n_sequences, step):
                 some = slice(begin, begin + step)
@@ -171,14 +182,12 @@ class LayerRows:
         )
 
     def _join(self) -> None:
-        """Makes one run of short ones at the end, once they have enough tokens; only what is
-        written, whole and lies alike."""
-        end = len(self.runs)
-        while end and not self._is_written(self.runs[end - 1]):
-            end -= 1
-        begin = end
+        """Makes one run of short ones behind which another has come, once they have enough tokens;
+        only what is whole and lies alike. Which these are does not depend on when writes end: they
+        were put in turns before, and what has not come to the disk by now is waited for."""
+        end = begin = len(self.runs) - 1
         while (
-            begin
+            begin > 0
             and self._is_short(self.runs[begin - 1])
             and _places(self.runs[begin - 1]) == _places(self.runs[end - 1])
         ):
@@ -187,8 +196,10 @@ class LayerRows:
         n_rows = sum(run.n_rows for run in short)
         if len(short) < 2 or n_rows < JOIN_ROWS:
             return
+        for run in short:
+            self._wait(run)
         joined, made = (
-            StoredRun(short[0].first_position, n_rows, []),
+            StoredRun(short[0].first_position, n_rows, [], self._turn),
             dict[tuple[int, ...], StripedSegment](),
         )
         try:
@@ -225,13 +236,33 @@ class LayerRows:
 
     def covered(self) -> int:
         """Tokens, from the first on, that reads should ask for: those that are not in memory, and
-        those whose write has ended."""
+        those whose write has ended. By position, those that were not put in this turn: a write that
+        takes longer than that is waited for. Raises what a write raises."""
         end = 0
         for run in self.runs:
-            if run.first_position >= self._first and not self._is_written(run):
-                break
+            if run.first_position >= self._first:
+                if self.is_by_position and run.turn != self._turn:
+                    self._wait(run)
+                elif self.is_by_position or not self._is_written(run):
+                    break
             end = run.first_position + run.n_rows
         return end
+
+    def cover_by_position(self) -> None:
+        """Which rows reads ask for depends on positions alone from here on, and not on when writes
+        end, and with it what is made of these rows, as a draft is."""
+        if not self.is_by_position:
+            self.is_by_position = True
+            self._turn += 1  # of what was put so far, all: some of it may have left memory
+
+    def cover_what_is_written(self) -> None:
+        """The end of `cover_by_position`, but for rows that are not stored as they came."""
+        self.is_by_position = self._is_rounded
+
+    def _wait(self, run: StoredRun) -> None:
+        """Waits until a run is on the devices, and with it all others."""
+        if not self._is_written(run):
+            self._striped.flush()
 
     def _is_written(self, run: StoredRun) -> bool:
         return all(self._striped.is_written(each) for parts in run.parts for each in parts)

@@ -257,15 +257,20 @@ class IdCounter:
     """Text by a model's tokenizer, each piece by itself. See `Counter`.
 
     In data, what the tokenizer would read as one of its own signs (``<|im_end|>``) is read letter
-    by letter.
+    by letter. A sign that is one letter (Gemma's line break) is no more than that letter, and
+    stays; but one that is special has no other reading, and is left out.
     """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        signs = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens} - {""}
+        special = set(tokenizer.all_special_tokens)
+        added = tokenizer.get_added_vocab()
+        letters = {sign for sign in added if len(sign) == 1} - special
+        signs = {*added, *special} - letters - {""}
         longest = sorted(signs, key=lambda sign: (-len(sign), sign))
         self._sign = re.compile("|".join(map(re.escape, longest))) if longest else None
-        known = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+        known = set(tokenizer.all_special_ids)
+        known |= {number for sign, number in added.items() if sign not in letters}
         self._sign_ids = known - {getattr(tokenizer, "unk_token_id", None)}
 
     def trusted(self, text: str, *, begins: bool = False) -> IdPiece:

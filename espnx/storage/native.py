@@ -7,6 +7,7 @@ import errno as codes
 import functools
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 #: Instruction sets of the kernels, as csrc/cpu/cpu_level.hpp numbers them.
 CPU_LEVELS = ("portable", "AVX2", "AVX-512", "AVX-512 and VNNI", "AMX")
 _DEFAULTS = {"queue_depth": 128, "threads": 32, "request_bytes": 960 << 10, "pool_bytes": 256 << 20}
+#: How long at first, and how long at most, until it is asked again whether a transfer is over.
+_NAP_S, _LONG_NAP_S = 0.0005, 0.02
 _RETRYABLE_FIX = "check the device (dmesg, smartctl), then try again; the object is still usable"
 
 
@@ -150,6 +153,22 @@ class NativeFuture:
     def cancel(self) -> None:
         self._native.cancel()
 
+    def is_over(self) -> bool:
+        """Whether it has ended, and nothing of it is with the device any more. What has failed
+        (`cancel`, its deadline) may still move bytes until then."""
+        return self._native.is_over()
+
+    def wait_over(self, timeout_s: float) -> bool:
+        """Waits until `is_over`; False: it is not, after so many seconds."""
+        until, nap_s = time.monotonic() + timeout_s, _NAP_S
+        while not self.is_over():
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(nap_s, left_s))
+            nap_s = min(2 * nap_s, _LONG_NAP_S)
+        return True
+
 
 @dataclass(frozen=True)
 class FaultRule:
@@ -157,8 +176,8 @@ class FaultRule:
 
     Attributes:
         fault: ``error`` (value = errno), ``short`` (value = bytes moved), ``flip`` (value = bit),
-            ``stale`` (success reported, nothing moved), ``delay`` (value = nanoseconds), ``never``
-            (does not complete).
+            ``stale`` (success reported, nothing moved), ``delay`` (value = nanoseconds; of a
+            write, before its bytes move), ``never`` (does not complete).
         operation: glob over read, write, open_read, open_write, allocate, truncate, sync,
             sync_directory, rename, unlink.
         path: glob over the file's path.

@@ -4,6 +4,7 @@ that the next try is right."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -224,31 +225,31 @@ def work_on(device: SsdRowDevice, stored: Kept, how: str) -> None:
 
 WAYS = [
     (fault, how)
-    for fault in ("EIO", "ENOSPC", "never", "short")
+    for fault in ("EIO", "ENOSPC", "late", "short")
     for how in ("ahead", "is_written", "flush", "sync")
 ]
-WAYS.remove(("never", "is_written"))  # a deadline is seen by who waits
+WAYS.remove(("late", "is_written"))  # a deadline is seen by who waits
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("fault", "how"), WAYS)
 def test_a_write_that_fails_is_repeated(folder: Path, path: str, fault: str, how: str) -> None:
     """Whoever waits is told once; the rows come from memory, which the caller may have used
-    again."""
-    kind = {
-        "EIO": ("error", EIO),
-        "ENOSPC": ("error", ENOSPC),
-        "never": ("never", 0),
-        "short": ("short", 4096),
-    }[fault]
-    rule = FaultRule(kind[0], operation="write", nth=1, count=1, value=kind[1])
+    again. A write that is late is over before the next begins."""
     expected: dict[str, type[errors.StorageError]] = {
         "EIO": errors.WriteError,
         "ENOSPC": errors.DiskFullError,
-        "never": errors.DeadlineExceededError,
+        "late": errors.DeadlineExceededError,
     }
 
     def attempt(deadline_s: float) -> bool:
+        kind, value = {
+            "EIO": ("error", EIO),
+            "ENOSPC": ("error", ENOSPC),
+            "late": ("delay", int(1.5 * deadline_s * 1e9)),
+            "short": ("short", 4096),
+        }[fault]
+        rule = FaultRule(kind, operation="write", nth=1, count=1, value=value)
         with faulty(folder, rule, path, deadline_s=deadline_s) as (device, engine):
             stored = put(device, LAYOUT, 2, HEADS, 100, rng(1))
             if fault in expected:
@@ -264,7 +265,7 @@ def test_a_write_that_fails_is_repeated(folder: Path, path: str, fault: str, how
             assert device.stats().stored_bytes == 0
         return True
 
-    patiently(attempt, STALLED_S if fault == "never" else 30.0)
+    patiently(attempt, STALLED_S if fault == "late" else 30.0)
 
 
 def test_a_write_that_fails_for_ever(folder: Path, path: str) -> None:
@@ -311,6 +312,74 @@ def test_a_full_disk_in_put(folder: Path) -> None:
         assert device.stats() == before
         assert engine.stats().fault_hits == 2
         assert_reads_right(device, put(device, LAYOUT, 2, HEADS, 100, rng(1)))
+
+
+def test_a_write_that_never_ends_is_not_repeated(folder: Path) -> None:
+    """It would land over the next one, and over what comes to lie there. Whoever waits is told, in
+    time and every time; other rows are as good as they were."""
+
+    def attempt(deadline_s: float) -> bool:
+        rule = FaultRule("never", operation="write", nth=2, count=1)
+        with faulty(folder, rule, deadline_s=deadline_s) as (device, engine):
+            good, lost = (
+                put(device, LAYOUT, 1, HEADS, 100, rng(1)),
+                put(device, LAYOUT, 1, HEADS, 50, rng(2)),
+            )
+            assert_reads_right(device, good)
+            asked = engine.stats().bytes_asked
+            for _ in range(3):
+                begun = time.monotonic()
+                with pytest.raises(errors.DeadlineExceededError) as caught:
+                    device.flush()
+                assert time.monotonic() - begun > 0.9 * deadline_s
+                assert not device.is_written(lost[0].segment)
+            assert "still with the device" in str(caught.value)
+            assert engine.stats().bytes_asked == asked
+            assert_reads_right(device, good)
+        return True
+
+    patiently(attempt, STALLED_S)
+
+
+def test_what_lands_late_lands_in_nobodys_place(folder: Path) -> None:
+    """One piece of a write fails, another comes to the disk when the rows are long given up: its
+    place is used again after that, and not before."""
+    size_bytes = 2 * 4 * BLOCK
+
+    def attempt(late_s: float) -> bool | None:
+        engine = FaultyEngine(
+            [
+                FaultRule("error", operation="write", end_bytes=1, count=1, value=EIO),
+                FaultRule(
+                    "delay",
+                    operation="write",
+                    begin_bytes=size_bytes // 2,
+                    end_bytes=size_bytes,
+                    count=1,
+                    value=int(late_s * 1e9),
+                ),
+            ],
+            request_bytes=size_bytes // 2,
+        )
+        with engine, opened(folder, engine=engine) as device:
+            lost = put(device, LAYOUT, 1, HEADS, 100, rng(1))[0]
+            assert until(lambda: engine.stats().fault_hits == 2)
+            device.release(lost.segment)
+            assert device.stats().stored_bytes == size_bytes
+            new = put(device, LAYOUT, 1, HEADS, 100, rng(2))
+            device.flush()
+            if engine.stats().in_flight == 0:
+                return None  # it was not late enough for this machine
+            assert new[0].segment.place >= lost.segment.place + size_bytes
+            assert until(lambda: engine.stats().in_flight == 0)
+            assert_reads_right(device, new)
+            again = put(device, LAYOUT, 1, HEADS, 100, rng(3))
+            assert again[0].segment.place == lost.segment.place
+            assert_reads_right(device, [*new, *again])
+            assert device.stats().stored_bytes == 2 * size_bytes
+        return True
+
+    patiently(attempt, 0.2)
 
 
 def test_releasing_what_may_still_be_written(folder: Path) -> None:

@@ -157,6 +157,21 @@ def test_signs_within_signs_are_read(tokenizer: Any) -> None:
     assert not set(piece.ids) & {*tokenizer.get_added_vocab().values()}
 
 
+def test_signs_of_one_letter_are_letters(tokenizer: Any) -> None:
+    """Line breaks are tokens of their own to Gemma, alone and in runs: passages keep their lines.
+    What is special and one letter long cannot be read otherwise."""
+    tokenizer.add_tokens(["\n" * n for n in range(1, 5)] + ["\t", "{"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "\x04"]})
+    counter = IdCounter(tokenizer)
+    text = "a {\n\tb\n\n\n}\n<|im_end|>\n"
+    piece = counter.data(text)
+    assert piece.text == text
+    runs = {tokenizer.convert_tokens_to_ids("\n" * n) for n in range(2, 5)}
+    assert not set(piece.ids) & {*runs, *tokenizer.all_special_ids}
+    assert counter.data("a\x04b").text == "ab"
+    assert counter.data("\n").ids == counter.trusted("\n").ids
+
+
 @pytest.mark.parametrize("template", [TEMPLATE, NO_SYSTEM + TEMPLATE])
 @pytest.mark.parametrize("prefix", ["", "Be brief."])
 def test_a_chat_template_is_applied(model: Any, tokenizer: Any, template: str, prefix: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from espnx.errors import DeadlineExceededError, EngineClosedError
+from espnx.errors import DeadlineExceededError, EngineClosedError, StorageError, WriteError
 from espnx.storage import FaultRule, FileHandle, NativeEngine, Plan
 from espnx.storage.native import NativeFuture
 from tests.storage.common import BLOCK, OpenEngine, make_file, patiently, raw, read_bytes, until
@@ -274,3 +274,74 @@ def test_an_endless_grace_ends_with_the_last_request(
     assert until(lambda: engine.stats().requests == 1)
     engine.close(grace_s=float("inf"))
     assert engine.stats().quarantined_buffers == 0
+
+
+@pytest.mark.parametrize("ends", ["deadline", "cancel"])
+def test_a_write_that_was_given_up_may_land(
+    path: str, open_engine: OpenEngine, tmp_path: Path, ends: str
+) -> None:
+    """`is_over` says until when."""
+    before = make_file(tmp_path / "a", 3 * BLOCK)
+
+    def attempt(limit_s: float) -> bool | None:
+        rule = FaultRule("delay", operation="write", count=1, value=int(5_000 * limit_s) * MS)
+        engine = open_engine(path, [rule])
+        file = engine.open(tmp_path / "a", "r+")
+        was = read_bytes(engine, file, BLOCK, BLOCK)
+        source = engine.memory(BLOCK).fill_(7)
+        deadline_s = limit_s if ends == "deadline" else 1e3
+        future = engine.write(Plan.of(file, [BLOCK], [BLOCK], [0]), source, deadline_s=deadline_s)
+        assert not future.is_over()
+        assert until(lambda: engine.stats().in_flight == 1)
+        if ends == "cancel":
+            future.cancel()
+        with pytest.raises(DeadlineExceededError if ends == "deadline" else StorageError):
+            future.wait()
+        assert future.done()
+        now = read_bytes(engine, file, BLOCK, BLOCK)
+        if future.is_over():
+            return None  # this machine was slow
+        assert now == was == before[BLOCK : 2 * BLOCK]
+        assert not future.wait_over(limit_s / 10) or engine.stats().in_flight == 0
+        assert future.wait_over(1e3)
+        assert read_bytes(engine, file, BLOCK, BLOCK) == bytes([7]) * BLOCK
+        return True
+
+    patiently(attempt, 0.1)
+
+
+def test_what_ends_well_is_over_and_what_never_ends_is_not(
+    path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
+    """Nor is it when the engine is closed: the device may have it forever."""
+    make_file(tmp_path / "a", 3 * BLOCK)
+    engine = open_engine(path, [FaultRule("never", operation="write", begin_bytes=BLOCK)])
+    file = engine.open(tmp_path / "a", "r+")
+    source = engine.memory(BLOCK).fill_(7)
+    good = engine.write(Plan.of(file, [0], [BLOCK], [0]), source)
+    good.wait()
+    lost = engine.write(Plan.of(file, [BLOCK], [BLOCK], [0]), source)
+    assert until(lambda: engine.stats().in_flight == 1)
+    lost.cancel()
+    assert good.is_over()
+    assert not lost.wait_over(0.05)
+    engine.close(grace_s=0.05)
+    assert (good.is_over(), lost.is_over()) == (True, False)
+
+
+def test_a_piece_is_in_flight_when_another_has_failed(
+    path: str, open_engine: OpenEngine, tmp_path: Path
+) -> None:
+    make_file(tmp_path / "a", 2 * BLOCK)
+    rules = [
+        FaultRule("error", operation="write", end_bytes=1, count=1),
+        FaultRule("never", operation="write", begin_bytes=BLOCK, count=1),
+    ]
+    engine = open_engine(path, rules, request_bytes=BLOCK)
+    file = engine.open(tmp_path / "a", "r+")
+    future = engine.write(Plan.of(file, [0], [2 * BLOCK], [0]), engine.memory(2 * BLOCK).fill_(7))
+    assert until(lambda: engine.stats().fault_hits == 2)
+    with pytest.raises(WriteError):
+        future.wait()
+    assert not future.is_over()
+    engine.close(grace_s=0.05)

@@ -70,7 +70,11 @@ class FaultyQueue final : public Queue {
       case Fault::error: return done_.push_back({request.tag, -rule->value});
       case Fault::stale: return done_.push_back({request.tag, expected(request)});
       case Fault::never: return;
-      case Fault::delay: break;
+      case Fault::delay:
+        if (request.op == Op::read) break;
+        // Its bytes are late, too: whoever has given it up finds them where they do not belong.
+        held_.push_back({Clock::now() + std::chrono::nanoseconds(rule->value), request});
+        return;
       case Fault::flip: break;
       case Fault::short_: break;
     }
@@ -95,18 +99,20 @@ class FaultyQueue final : public Queue {
   }
 
   void wait(std::vector<Completion>& out, size_t at_least, int64_t timeout_ns) override {
+    submit_held();
     release_late(out);
     out.insert(out.end(), done_.begin(), done_.end());
     done_.clear();
     std::vector<Completion> found;
     const size_t missing = at_least > out.size() ? at_least - out.size() : 0;
     int64_t limit_ns = missing == 0 ? 0 : timeout_ns;
-    if (!late_.empty()) {
+    if (!late_.empty() || !held_.empty()) {
       const int64_t until_ns = std::max<int64_t>(0, (next_late() - Clock::now()).count());
       limit_ns = limit_ns < 0 ? until_ns : std::min(limit_ns, until_ns);
     }
     inner_->wait(found, missing, limit_ns);
     for (const Completion& completion : found) come_back(completion, out);
+    submit_held();
     release_late(out);
   }
 
@@ -131,10 +137,25 @@ class FaultyQueue final : public Queue {
     return std::clamp<int64_t>(request.file->size_bytes - request.offset, 0, request.size);
   }
 
+  // When something is due; there is something.
   Clock::time_point next_late() const {
-    return std::min_element(late_.begin(), late_.end(),
-                            [](const Late& a, const Late& b) { return a.at < b.at; })
-        ->at;
+    Clock::time_point found = Clock::time_point::max();
+    for (const Late& each : late_) found = std::min(found, each.at);
+    for (const Held& each : held_) found = std::min(found, each.at);
+    return found;
+  }
+
+  void submit_held() {
+    const Clock::time_point now = Clock::now();
+    for (size_t i = 0; i < held_.size();) {
+      if (held_[i].at > now) {
+        ++i;
+        continue;
+      }
+      inner_->submit(held_[i].request);
+      held_[i] = held_.back();
+      held_.pop_back();
+    }
   }
 
   void come_back(Completion completion, std::vector<Completion>& out) {
@@ -172,11 +193,17 @@ class FaultyQueue final : public Queue {
     Completion completion;
   };
 
+  struct Held {
+    Clock::time_point at;
+    Request request;
+  };
+
   std::unique_ptr<Queue> inner_;
   std::shared_ptr<FaultState> state_;
   std::unordered_map<uint64_t, Pending> pending_;
   std::vector<Completion> done_;
   std::vector<Late> late_;
+  std::vector<Held> held_;  // writes that have not begun
 };
 
 }  // namespace

@@ -445,9 +445,13 @@ class _PacedWrite:
         self._real.wait()
         self._line.wait([self._paced], asked_s)
 
-    def end(self) -> bool | None:
+    def end(self) -> bool:
         """See `Writing`: what a place is used for next does not depend on emulated time."""
         return self._real.end()
+
+    def is_over(self) -> bool:
+        """See `Writing`."""
+        return self._real.is_over()
 
     def cancel(self) -> None:
         self._real.cancel()

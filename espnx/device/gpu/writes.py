@@ -4,6 +4,7 @@ one piece, long ones through a few slots."""
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
@@ -13,9 +14,10 @@ from dataclasses import replace
 import torch
 
 from ... import errors
-from ...storage import Future, NativeEngine, Plan
+from ...storage import NativeEngine, Plan
+from ...storage.native import NativeFuture
 from ...streams import Stream, Streams
-from ..rows.writes import Write
+from ..rows.writes import Write, stuck
 from .staging import Slot, Staging, typed_memory_errors
 
 #: Of pinned memory that the pieces of long rows go through: one is filled while others are written.
@@ -36,11 +38,15 @@ class StagedWrite:
     def wait(self) -> None:
         self._started.result().wait()
 
-    def end(self) -> bool | None:
-        """Ends as `Write` does. A write that never began has left the place alone."""
-        if self._started.exception() is not None:
-            return None
-        return self._started.result().end()
+    def end(self) -> bool:
+        """See `Writing`."""
+        return self._started.exception() is None and self._started.result().end()
+
+    def is_over(self) -> bool:
+        """See `Writing`: a write that never began has left the place alone."""
+        if not self._started.done():
+            return False
+        return self._started.exception() is not None or self._started.result().is_over()
 
     def cancel(self) -> None:
         if self._started.exception() is None:
@@ -114,7 +120,8 @@ class WriteInPieces:
         self._copies: PieceCopies | None = copies
         self._left = copies.pieces
         self._lock = threading.Lock()  # of what follows
-        self._under_way: deque[tuple[range, Slot, Future]] = deque()
+        self._under_way: deque[tuple[range, Slot, NativeFuture]] = deque()
+        self._late: list[NativeFuture] = []  # of pieces that failed, and are in flight
         self._is_cancelled = False
         self._started = writer.submit(self._write)
 
@@ -122,20 +129,21 @@ class WriteInPieces:
         return self._started.done()
 
     def wait(self) -> None:
-        """Raises what the write raised."""
+        """See `Writing`."""
         try:
             self._started.result()
-        except errors.EspnxError:
+        except Exception:  # the device's library has errors of its own
             if not self._is_cancelled:
                 self._started = self._writer.submit(self._write)
             raise
 
-    def end(self) -> bool | None:
+    def end(self) -> bool:
         """See `Writing`."""
-        error = self._started.exception()
-        if isinstance(error, errors.DeadlineExceededError | errors.TransferCancelledError):
-            return False
-        return True if error is None else None
+        return self._started.exception() is None
+
+    def is_over(self) -> bool:
+        """See `Writing`."""
+        return self._started.done() and all(each.is_over() for each in self._late)
 
     def cancel(self) -> None:
         """Waits until nothing more is begun."""
@@ -147,11 +155,12 @@ class WriteInPieces:
         futures.wait([self._started])
 
     def _write(self) -> None:
-        """Writes what is not written. Raises what a piece raised: that a deadline has passed, if
-        that is among it, since its bytes may still arrive."""
+        """Writes what is not written. Raises what a piece raised; DeadlineExceededError where a
+        piece of an earlier try stays in flight."""
         copies = self._copies
         if copies is None:
             return
+        self._wait_for_late()
         self._begin()
         left, found = deque(self._left), list[Exception]()
         try:
@@ -167,10 +176,16 @@ class WriteInPieces:
         while self._under_way:
             self._end_one(copies, found)
         if found:
-            raise next(
-                (each for each in found if isinstance(each, errors.DeadlineExceededError)), found[0]
-            )
+            raise found[0]
         self._copies = None  # and with it the rows
+
+    def _wait_for_late(self) -> None:
+        """Waits until nothing is in flight of the tries before."""
+        until = time.monotonic() + self._deadline_s
+        while self._late:
+            if not self._late[0].wait_over(max(until - time.monotonic(), 0.0)):
+                raise stuck(self._deadline_s)
+            self._late.pop(0)
 
     def _start(self, piece: range, slot: Slot) -> bool:
         """Starts writing a piece, unless nothing is to be written any more."""
@@ -194,8 +209,9 @@ class WriteInPieces:
             future.wait()
             self._left = [each for each in self._left if each != piece]
             copies.give_back(slot)
-        except errors.EspnxError as error:
+        except Exception as error:
             # the device may still read the slot, which its engine keeps
             found.append(error.with_traceback(None))
+            self._late.append(future)
         with self._lock:
             self._under_way.popleft()

@@ -133,6 +133,7 @@ class RowFileDevice(Part, ABC):
                 self.engine.close()
             raise
         self._writing: deque[tuple[FileSegment, int]] = deque()
+        self._late = list[PutWrite]()  # failed, of nobody, and still in flight
         self._writing_bytes = self._bytes_written = self._write_requests = 0
         self._sums = SumsMemory()
 
@@ -332,6 +333,7 @@ class RowFileDevice(Part, ABC):
 
     def _settle(self, keep_bytes: int) -> None:
         """Waits for writes until at most `keep_bytes` are under way."""
+        self._free_late()
         while self._writing and (
             self._writing_bytes > max(keep_bytes, 0) or self._writing[0][0].writing is None
         ):
@@ -359,6 +361,12 @@ class RowFileDevice(Part, ABC):
         for place, size_bytes in places:
             self.space.give_back(place, size_bytes)
 
+    def _free_late(self) -> None:
+        """Gives back the places where nothing can land any more."""
+        for each in self._late:
+            self._give_back(each.free())
+        self._late = [each for each in self._late if each.is_late]
+
     def is_written(self, segment: Segment) -> bool:
         """See `RowDevice`."""
         mine = file_segment(segment)
@@ -370,8 +378,10 @@ class RowFileDevice(Part, ABC):
         """See `RowDevice`."""
         mine = file_segment(segment)
         if mine.size_bytes and not mine.is_lent:
-            place = mine.place, mine.size_bytes
-            self._give_back([place] if mine.writing is None else mine.writing.leave(place))
+            place, writing = (mine.place, mine.size_bytes), mine.writing
+            self._give_back([place] if writing is None else writing.leave(place))
+            if writing is not None and writing.is_late:
+                self._late.append(writing)
             mine.writing = None
 
     # --- reads ---
@@ -463,6 +473,7 @@ class RowFileDevice(Part, ABC):
                 segment.writing.cancel()
                 segment.writing = None  # it has the data file open, and with it its space
         self._writing.clear()
+        self._late.clear()
         self._end_reads()
         if self._owns_engine:
             self.engine.close()

@@ -19,6 +19,7 @@ import torch
 
 from ... import errors
 from ...device.interface import RowDevice, Segment, SegmentView
+from ...device.several import files_of
 from ...ops.attention import Queries, RowsInMemory, attend_rows, attention
 from ..attention import CHUNK_TOKENS, Before, Step
 from ..shown import ShownAttention
@@ -77,6 +78,7 @@ class Context:
         texts: the prompts, and which sequence of the batch is behind which.
         mass: what attention the passages got.
         early: as given.
+        files: of the devices, and how they are read.
         renew: what to do about damage; None: it is raised.
         layers: attention is asked of so many, the first ones.
     """
@@ -92,6 +94,7 @@ class Context:
         n_texts: int = 1,
     ):
         self._shape, self._rotations, self._devices = shape, rotations, list(devices)
+        self.files = files_of(self._devices)
         self.passages, self._threads, self.early = list(passages), threads, early
         self.texts = Texts(
             n_texts, [(each.text, each.tokens, each.is_counted) for each in passages]

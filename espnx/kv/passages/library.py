@@ -2,7 +2,9 @@
 in the first one an index beside it, and locks of what is in use.
 
 Any number of processes read and fill it. What was killed while it wrote leaves a place that is
-handed out again; what is damaged is found by its checksums, and by nobody afterwards.
+handed out again; what is damaged is found by its checksums, and by nobody afterwards. A place whose
+write was given up, at its deadline, is nobody's until nothing of that write is in flight: it would
+land in what came to lie there.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from ...ops.crc32c import crc32c_ranges
 from ...storage import NativeEngine, Plan
 from ...storage.engine import FileHandle, Future
 from ...storage.files import make_given_directory, write_error
+from ...storage.native import NativeFuture
 from ...storage.parse import check_plain_file
 from ..striping import Storage, directories_of
 from .extent import Extent, Identity, Rows, RowShape, front_of, read_front
@@ -34,6 +37,8 @@ DATA = "passages.bin"
 _POLL_S = 0.02
 #: Checksums of so many bytes are looked at together.
 _VERIFY_BYTES = 8 << 20
+#: Locks that outlive their library: of places where a write that was given up may still land.
+_HELD = set[Pins]()
 
 
 def data_name(directory: int) -> str:
@@ -91,7 +96,10 @@ class Library:
         count = len(self.directories)
         self._limit_bytes = None if limit_bytes is None else limit_bytes // count
         self._lock, self.damaged = threading.RLock(), list[Damaged]()
-        self.deadline_s = deadline_s
+        self._writers = dict[int, ExtentWriter]()  # by the number of their extent
+        # extents that came to nothing, with what may still land in their places
+        self._late = dict[int, list[NativeFuture]]()
+        self.deadline_s, self._is_closed, self._process = deadline_s, False, os.getpid()
         self.engine: NativeEngine = (
             NativeEngine(engine, pool_bytes=_VERIFY_BYTES) if isinstance(engine, str) else engine()
         )
@@ -262,7 +270,7 @@ class Library:
     def leave(self, extents: Sequence[Extent]) -> None:
         """The end of as many pins. Does nothing once the library is closed."""
         with self._lock:
-            if not self._pins.is_closed:
+            if not self._is_closed:
                 for each in extents:
                     self._pins.leave(each.number)
 
@@ -284,6 +292,7 @@ class Library:
         full = set[int]()  # directories on whose disk there is no room
         while True:
             with self._lock:
+                self._free_late()
                 place = self._index.reserve(
                     identity,
                     ids,
@@ -297,7 +306,8 @@ class Library:
                     return None
                 if place.is_own:
                     if self._make_room(place, full):
-                        return ExtentWriter(self, place, identity)
+                        self._writers[place.number] = ExtentWriter(self, place, identity)
+                        return self._writers[place.number]
                     continue
                 if place.is_ready and (found := self.find([(identity, ids)])[0]) is not None:
                     return found
@@ -323,6 +333,30 @@ class Library:
             self._index.abandon(place.number)
             raise
         return True
+
+    def _give_up(self, number: int, writes: Sequence[NativeFuture]) -> None:
+        """An extent comes to nothing, while some of its writes may be in flight. Its text may be
+        written at once, elsewhere."""
+        if self._is_closed or self._writers.pop(number, None) is None:
+            return
+        for each in writes:
+            each.cancel()
+        late = [each for each in writes if not each.is_over()]
+        if not late:
+            self._index.abandon(number)
+            return
+        self._late[number] = late
+        _HELD.add(self._pins)
+        self._index.damage(number)
+
+    def _free_late(self) -> None:
+        """Gives back the places where nothing can land any more."""
+        for number, writes in list(self._late.items()):
+            if all(each.is_over() for each in writes):
+                self._index.abandon(number)
+                del self._late[number]
+        if not self._late:
+            _HELD.discard(self._pins)
 
     # --- names ---
 
@@ -385,19 +419,44 @@ class Library:
 
     def stats(self) -> dict[str, int]:
         """Extents of all spaces, their bytes, those of rows alone, the length of the data files,
-        and how many were found damaged by this library."""
+        how many were found damaged by this library, and how many places wait for a write of its own
+        that was given up."""
         with self._lock:
-            return self._index.totals() | {"damaged": len(self.damaged)}
+            self._free_late()
+            return self._index.totals() | {"damaged": len(self.damaged), "late": len(self._late)}
 
     def close(self) -> None:
-        """Leaves everything. May be called again."""
+        """Leaves everything, once nothing of it is in flight: it waits for seconds at most, and
+        places where a write may land even then stay locked until the process ends. May be called
+        again."""
         with self._lock:
-            if not self._pins.is_closed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            try:
+                self.engine.close()
+            finally:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Ends the locks and the index, whose engine is closed."""
+        writing = {each: list(writer.writes) for each, writer in self._writers.items()} | self._late
+        if os.getpid() != self._process:  # the locks and what is in flight are the parent's
+            writing.clear()
+        late = [
+            number
+            for number, writes in writing.items()
+            if not all(each.is_over() for each in writes)
+        ]
+        try:
+            self._index.close()
+        finally:
+            if late:
+                self._pins.keep_only(late)
+                _HELD.add(self._pins)
+            else:
+                _HELD.discard(self._pins)
                 self._pins.close()
-                try:
-                    self._index.close()
-                finally:
-                    self.engine.close()
 
 
 class ExtentWriter:
@@ -406,10 +465,14 @@ class ExtentWriter:
 
     Args:
         library, place, identity: what it is written for.
+
+    Attributes:
+        writes: that may be in flight.
     """
 
     def __init__(self, library: Library, place: Place, identity: Identity):
         self._library, self._place, self._identity = library, place, identity
+        self.writes = list[NativeFuture]()
         shape = library.shape
         self._sums = np.zeros(
             (shape.layers, shape.heads, shape.blocks(identity.tokens)), dtype=np.uint32
@@ -465,7 +528,16 @@ class ExtentWriter:
             [size_bytes] * shape.heads,
             [head * size_bytes for head in range(shape.heads)],
         )
-        engine.write(plan, memory, deadline_s=library.deadline_s).wait()
+        self._write(plan, memory)
+
+    def _write(self, plan: Plan, memory: torch.Tensor) -> None:
+        """Writes, and waits for it. Raises WriteError, DeadlineExceededError."""
+        library = self._library
+        with library._lock:  # who closes the library sees what is in flight
+            found = library.engine.write(plan, memory, deadline_s=library.deadline_s)
+            self.writes.append(found)
+        found.wait()
+        self.writes.remove(found)
 
     def finish(self) -> Extent:
         """The extent is whole, on disk, and pinned. Raises WriteError, DeadlineExceededError,
@@ -483,10 +555,11 @@ class ExtentWriter:
         memory.copy_(torch.from_numpy(front))
         file = library.files[place.directory]
         plan = Plan.of(file, [place.offset_bytes], [front.size], [0])
-        library.engine.write(plan, memory, deadline_s=library.deadline_s).wait()
+        self._write(plan, memory)
         library.engine.sync(file)
         with library._lock:
             library._index.finish(place.number)
+            library._writers.pop(place.number, None)
         self._is_open = False
         tokens = library.shape.packed_tokens(identity.tokens)
         return Extent(
@@ -503,8 +576,7 @@ class ExtentWriter:
         if self._is_open:
             self._is_open = False
             with self._library._lock:
-                if not self._library._pins.is_closed:
-                    self._library._index.abandon(self._place.number)
+                self._library._give_up(self._place.number, self.writes)
 
 
 def block_sums(memory: torch.Tensor, block_bytes: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import os
 import struct
 import weakref
 from collections import Counter
+from collections.abc import Collection
 
 from ...storage.files import write_error
 
@@ -86,6 +87,13 @@ class Pins:
     @property
     def is_closed(self) -> bool:
         return self._fd < 0
+
+    def keep_only(self, numbers: Collection[int]) -> None:
+        """Leaves and drops everything but extents that were taken."""
+        for number in {*self._used, *self._written}.difference(numbers):
+            self._lock(number, fcntl.F_UNLCK)
+        self._used.clear()
+        self._written.intersection_update(numbers)
 
     def close(self) -> None:
         """Leaves and drops everything."""

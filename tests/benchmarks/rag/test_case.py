@@ -83,6 +83,7 @@ def test_time_to_the_first_token(folder: Path, tmp_path: Path) -> None:
     assert [name for name in rows if "fio" not in name] == ours
     assert all(row.correct and row.n == 1 for row in rows.values())
     composed = rows["composed"]
+    assert composed.effective_path == rows["kept-prefix"].effective_path != ""
     assert composed.metrics["same_tokens"] == 1
     assert composed.metrics["computed_tokens"] == options.QUESTION_TOKENS
     assert rows["recomputed"].metrics["computed_tokens"] == 32 + 512 + options.QUESTION_TOKENS
@@ -114,6 +115,7 @@ def test_shared_passages_are_read_once(folder: Path, tmp_path: Path) -> None:
     rows = {row.system: row for row in bench(tmp_path, folder, "--show", "shared")}
     assert list(rows) == ["together", "one-by-one", "keys-rotated"]
     assert all(row.correct for row in rows.values())
+    assert rows["together"].effective_path not in ("", "memory")
     together = rows["together"].metrics
     assert (together["reads_least"], together["reads_most"]) == (1, 1)
     assert together["asked_over_rows"] == 1

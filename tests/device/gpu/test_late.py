@@ -21,7 +21,7 @@ from espnx.device.gpu import stream as tensor_stream
 from espnx.device.gpu.readers import BounceReader, DirectReader, Reader
 from espnx.device.gpu.rows import GpuRowDevice
 from espnx.device.gpu.staging import Slot, Staging
-from espnx.device.gpu.writes import SLOTS
+from espnx.device.gpu.writes import SLOTS, PieceCopies, WriteInPieces
 from espnx.device.row_layout import RowLayout
 from espnx.ops.attention import Queries, RowsInMemory
 from espnx.storage import FaultRule, FaultyEngine, FileHandle, NativeEngine, Plan
@@ -357,7 +357,9 @@ def test_a_piece_that_may_still_arrive(folder: Path, is_released: bool) -> None:
     """Its slot is not used again, and neither is its place, where the rows are not wanted."""
 
     def attempt(deadline_s: float) -> bool:
-        engine = FaultyEngine([FaultRule("never", operation="write", nth=3, count=1)], poison=True)
+        kind = "never" if is_released else "delay"
+        rule = FaultRule(kind, operation="write", nth=3, count=1, value=int(1.5e9 * deadline_s))
+        engine = FaultyEngine([rule], poison=True)
         try:
             with (
                 late_device(3, eagerness=0.0) as late,
@@ -377,7 +379,8 @@ def test_a_piece_that_may_still_arrive(folder: Path, is_released: bool) -> None:
                     return True
                 with pytest.raises(errors.DeadlineExceededError):
                     device.flush()
-                device.flush()
+                device.flush()  # when it has arrived
+                assert engine.stats().in_flight == 0
                 assert_reads_right(late, device, stored)
                 assert len(device._slots._free) == SLOTS
                 begins = [each.memory.data_ptr() for each in device._slots._free]
@@ -393,6 +396,45 @@ def test_a_piece_that_may_still_arrive(folder: Path, is_released: bool) -> None:
         return True
 
     patiently(attempt, 0.3)
+
+
+@pytest.mark.parametrize("where", ["copy", "give_back"])
+def test_an_error_of_the_devices_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Nothing is under way when it is told; what is missing is written again."""
+    rule = FaultRule("delay", operation="write", nth=2, count=4, value=20_000_000)
+    engine, is_broken, turns = FaultyEngine([rule], poison=True), True, 0
+    real = getattr(PieceCopies, where)
+
+    def failing(copies: PieceCopies, given: Any) -> Any:
+        nonlocal turns
+        turns += 1
+        if is_broken and turns > 2:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return real(copies, given)
+
+    monkeypatch.setattr(PieceCopies, where, failing)
+    try:
+        with (
+            late_device(3, eagerness=0.0) as late,
+            opened(late, folder, "bounce", engine=engine, read_ahead_bytes=1 << 20) as device,
+        ):
+            stored = put_long(late, device, 1)
+            shared = device._writing[0][0].writing
+            assert shared is not None
+            pieces = shared._writing
+            assert isinstance(pieces, WriteInPieces)
+            assert isinstance(pieces._started.exception(), RuntimeError)
+            assert not pieces._under_way
+            assert pieces.is_over()
+            is_broken = False
+            with pytest.raises(RuntimeError, match="CUDA error"):
+                device.flush()
+            device.flush()
+            assert_reads_right(late, device, stored)
+    finally:
+        engine.close(grace_s=0.05)
 
 
 def test_rows_that_are_not_wanted_before_they_are_written(folder: Path) -> None:

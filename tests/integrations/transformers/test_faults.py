@@ -142,10 +142,14 @@ def test_short_reads(folder: Path) -> None:
 
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_a_stalled_device(folder: Path, operation: str) -> None:
-    """The deadline is an error, soon; the device answers again, and so do the tokens."""
+    """The deadline is an error, soon; the device answers again, and so do the tokens. A write has
+    to be over before its rows are written again."""
 
     def caught(deadline_s: float) -> list[type] | None:
-        make_engine, made = engines([FaultRule("never", operation=operation, nth=2, count=1)])
+        kind, late_ns = ("never", 0) if operation == "read" else ("delay", int(1.3e9 * deadline_s))
+        make_engine, made = engines(
+            [FaultRule(kind, operation=operation, nth=2, count=1, value=late_ns)]
+        )
         with KVCache(
             enabled("llama").config, folder, engine=make_engine, deadline_s=deadline_s
         ) as cache:
@@ -156,6 +160,27 @@ def test_a_stalled_device(folder: Path, operation: str) -> None:
         return [type(error) for error in errors_of_it] if len(errors_of_it) == 1 else None
 
     assert patiently(caught, 0.5) == [errors.DeadlineExceededError]
+
+
+def test_a_write_that_never_ends(folder: Path) -> None:
+    """Its rows are not written again, over which it might land: that is told each time, in time,
+    until the cache is reset, and what comes then lies elsewhere."""
+
+    def attempt(deadline_s: float) -> bool:
+        make_engine, made = engines([FaultRule("never", operation="write", nth=2, count=1)])
+        with KVCache(
+            enabled("llama").config, folder, engine=make_engine, deadline_s=deadline_s
+        ) as cache:
+            with pytest.raises(errors.DeadlineExceededError, match="still with the device"):
+                to_the_end("llama", cache, limit=2)
+            cache.reset()
+            got, caught = to_the_end("llama", cache)
+            assert (torch.equal(got, wanted("llama")), caught) == (True, [])
+            assert made[0].stats().in_flight == 1
+        made[0].close(grace_s=0.01)
+        return True
+
+    patiently(attempt, 0.5)
 
 
 def test_late_answers_change_nothing(folder: Path) -> None:

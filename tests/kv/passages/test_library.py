@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import stat
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch
 
 from espnx import errors
 from espnx.device.row_layout import RowLayout
+from espnx.kv.passages import library as libraries
 from espnx.kv.passages.extent import Extent, Identity, RowShape
 from espnx.kv.passages.library import DATA, INDEX, ExtentWriter, Library
 from espnx.storage.native import FaultRule, FaultyEngine
+from tests.storage.common import patiently, until
 
 SHAPE = RowShape(2, 3, RowLayout("fp32", 64, 32))
 SPACE, OTHER = b"s" * 32, b"o" * 32
@@ -267,6 +270,95 @@ def test_half_written_extents_are_nobodys(folder: Path) -> None:
     with taken:
         pass
     other.close()
+
+
+@pytest.mark.parametrize("ends", ["deadline", "error", "Ctrl-C"])
+def test_what_lands_late_lands_in_nobodys_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """A write that was given up comes to the disk after all, while somebody else fills the library:
+    its place is used again after that, and not before."""
+    each, ids = SHAPE.extent_bytes(40), ids_of(40)
+
+    def attempt(limit_s: float) -> bool | None:
+        where = folder / f"{limit_s:g}"
+        late = FaultRule("delay", operation="write", count=1, value=int(5e9 * limit_s))
+        failing = FaultRule("error", operation="write", nth=2, count=1)
+        rules = [late] if ends != "error" else [failing, late]
+        engine = FaultyEngine(rules, request_bytes=4096)
+        deadline_s = limit_s if ends == "deadline" else 1e3
+        slow = opened(where, engine=lambda: engine, deadline_s=deadline_s)
+
+        def interrupted(future: object) -> None:
+            assert until(lambda: engine.stats().in_flight > 0)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            if ends == "Ctrl-C":
+                patch.setattr(libraries.NativeFuture, "wait", interrupted)
+            with pytest.raises((errors.StorageError, KeyboardInterrupt)):
+                filled(slow, ids)
+        others = opened(where)
+        try:
+            extents = [filled(others, ids), filled(others, ids_of(40, 1))]
+            if slow.stats()["late"] == 0:
+                return None  # it was not late enough for this machine
+            assert until(lambda: slow.stats()["late"] == 0)
+            assert engine.stats().in_flight == 0
+            extents.append(filled(others, ids_of(40, 2)))
+            for seed, extent in enumerate(extents):
+                assert extent is not None
+                assert extent.offset_bytes == (each, 2 * each, 0)[seed]
+                for layer, rows in enumerate(read(where, extent)):
+                    wanted = rows_of(ids_of(40, seed), layer)
+                    assert torch.equal(rows[0], wanted[0][0])
+                    assert torch.equal(rows[1], wanted[1][0])
+            assert others.verify() == (3 * each, 0)
+        finally:
+            for one in (slow, others):
+                one.close()
+        return True
+
+    patiently(attempt, 0.1)
+
+
+def test_a_library_that_is_closed_keeps_what_may_land(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as its process lives; nothing else of it, and nothing without such a write."""
+    monkeypatch.setattr(libraries, "_HELD", set())
+    each, ids = SHAPE.extent_bytes(40), ids_of(40)
+    for seed, is_given_up in enumerate((True, False)):
+        where = folder / str(seed)
+        engine = FaultyEngine([FaultRule("never", operation="write", nth=4, count=1)])
+        # which waits for seconds
+        monkeypatch.setattr(engine, "close", partial(engine.close, 0.05))
+        library = opened(where, engine=lambda engine=engine: engine, deadline_s=0.5)
+        used = filled(library, ids_of(1))  # in one write
+        writer = library.write(Identity.of(SPACE, [], ids), ids, 1.0)
+        assert isinstance(writer, ExtentWriter)
+        if is_given_up:
+            with pytest.raises(errors.DeadlineExceededError), writer:
+                for layer in range(SHAPE.layers):
+                    for _ in range(2):
+                        writer.rows(layer, *(rows[:, :, :16] for rows in rows_of(ids, layer)))
+        library.close()
+        library.close()
+        assert len(libraries._HELD) == is_given_up
+        other = opened(where)
+        assert used is not None
+        assert other._index.evict_one(), "what it used is nobody's"
+        extents = [filled(other, ids_of(40, 10 + n)) for n in range(2)]
+        begins = [extent.offset_bytes for extent in extents if extent]
+        begin = used.size_bytes
+        assert begins == ([begin + each, begin + 2 * each] if is_given_up else [0, each])
+        for pins in libraries._HELD:
+            pins.close()  # as when its process is gone
+        libraries._HELD.clear()
+        last = filled(other, ids_of(40, 12))
+        assert last is not None
+        assert last.offset_bytes == (0 if is_given_up else 2 * each)
+        other.close()
 
 
 def test_rows_have_to_be_whole_blocks(folder: Path) -> None:

@@ -19,6 +19,7 @@ from ....kv.passages.context import Context
 from ....kv.passages.mass import check_heads
 from ....kv.passages.store import ComposedStore, Tap
 from ....kv.striping import Storage
+from ....storage.engine import paths_of, reasons_of
 from ..cache import KVCache
 
 #: What token ids may come as.
@@ -295,7 +296,15 @@ class PassageCache(KVCache):
         return self._ids.repeat_interleave(n_sequences // len(self._ids), dim=0)
 
     def stats(self) -> dict[str, Any]:
-        return super().stats() | {"passages": len(self.passages), "reused": self.reused}
+        """Counters of the cache's own rows, as `KVCache.stats` has them. The paths are those of all
+        rows that it reads, the library's first; also ``passages``, how many, and `reused`."""
+        files = [*self._context.files, *self.store.striped.path_report()]
+        return super().stats() | {
+            "effective_path": paths_of(file.effective_path for file in files),
+            "fallback_reason": reasons_of(file.fallback_reason for file in files),
+            "passages": len(self.passages),
+            "reused": self.reused,
+        }
 
     def close(self) -> None:
         """Ends all I/O, and leaves the passages to whoever evicts them."""

@@ -666,7 +666,7 @@ class PassageKV:
         """``extents`` of all models and prefixes in the directories, ``stored_bytes`` of them, of
         which ``row_bytes`` are rows (the rest is checksums and what is empty), ``file_bytes``:
         where the last of them ends in each data file, together, ``damaged``: how many were found so
-        far."""
+        far, ``late``: places that wait for writes which were given up at their deadline."""
         with self._lock:
             self._check()
             return self._library.stats()

@@ -71,11 +71,25 @@ def test_composing_writes_and_computes_nothing(kv: PassageKV, folder: Path) -> N
         assert close(given(kv, cache), exact())
         stats, reused = cache.stats(), cache.reused
     assert stats["bytes_written"] == 0
+    assert stats["effective_path"]
     assert {
         path.name: path.stat().st_size for path in folder.iterdir() if path.name == DATA
     } == before
     assert reused["reused"] == reused["tokens"] == FIRST
     assert reused["computed"] == reused["uncached"] == reused["damaged"] == 0
+
+
+def test_the_path_is_that_of_what_is_read(folder: Path) -> None:
+    """Of the library's rows before any of the cache's own are stored, and of both behind that."""
+    with PassageKV(enabled("llama"), folder, prefix=BEFORE, engine="posix") as kv:
+        keys = [kv.add(each) for each in PASSAGES]
+        with kv.compose(keys) as cache:
+            before = cache.stats()
+            given(kv, cache)
+            after = cache.stats()
+    assert before["effective_path"] == after["effective_path"]
+    assert after["effective_path"].startswith("posix")
+    assert after["fallback_reason"] == ""
 
 
 def test_passages_of_a_batch_are_read_once(kv: PassageKV) -> None:

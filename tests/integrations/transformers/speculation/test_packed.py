@@ -4,22 +4,22 @@ and the memory that was said."""
 from __future__ import annotations
 
 import errno
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from espnx import errors
 from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.speculation import decoding
 from espnx.kv.draft.packed import capacity_of
-from espnx.kv.rows import LayerRows, StoredRun
+from espnx.kv.draft.pages import PageTier
 from espnx.ops.attention.packed import packed_page_bytes
 from espnx.storage import FaultRule, FaultyEngine
 from tests.integrations.transformers.speculation.drafts import one_by_one, speculated
-from tests.integrations.transformers.tiny import enabled, plain, prompt
+from tests.integrations.transformers.tiny import enabled, generate, plain, prompt
 from tests.sweeps import in_steps
 
 LONG = [150, 80, 30]
@@ -143,32 +143,55 @@ def test_in_inference_mode_and_out_of_it(folder: Path) -> None:
             assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("kind", ["pages", "4bit", "assistant"])
+SAMPLED: dict[str, tuple[Any, dict[str, Any]]] = {
+    # what proposes, options of the cache
+    "pages": ("pages", {"draft_memory": 0.06}),
+    "pages of int8": ("pages", {"draft_memory": 0.06, "format": "int8"}),
+    "4bit": ("4bit", {}),
+    "4bit of int8": ("4bit", {"format": "int8"}),
+    "assistant": (None, {}),
+    "int8": ("none", {"format": "int8"}),
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
 def test_sampled_texts_come_again_by_their_seed(
     folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it is said how many tokens are proposed, and writes have ended: pages of others are not
-    named. The distribution is kept by the rule that all drafts share (`test_pages`)."""
-    is_written = LayerRows._is_written
+    """Where it is said how many tokens are proposed, whenever writes end: at once, or any of them
+    late, in another order; also behind tokens that were generated without a draft. The distribution
+    is kept by the rule that all drafts share (`test_pages`)."""
+    draft, stored = SAMPLED[kind]
+    draft, ends, found = draft or plain("llama"), list[list[int]](), list[torch.Tensor]()
+    begin = PageTier.begin
 
-    def waited(rows: LayerRows, run: StoredRun) -> bool:
-        end = time.monotonic() + 60
-        while not is_written(rows, run) and time.monotonic() < end:
-            time.sleep(0.001)
-        return is_written(rows, run)
+    def noted(tier: PageTier, queries: Any, n_sequences: int, dtype: Any, end: int) -> None:
+        ends[-1].append(end)
+        begin(tier, queries, n_sequences, dtype, end)
 
-    if kind == "pages":
-        monkeypatch.setattr(LayerRows, "_is_written", waited)
-    draft: Any = plain("llama") if kind == "assistant" else kind
-    inputs = prompt([150, 80])
-    options: dict[str, Any] = {"do_sample": True, "top_k": 20, "max_new_tokens": 30, "gamma": 4}
-    found = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        with KVCache(enabled("llama").config, folder, draft=draft) as cache:
-            found.append(speculated("llama", inputs, cache, **options))
-            assert cache.stats()["speculation"]["sources"][kind]["accepted"] > 0
-    assert torch.equal(*found)
+    monkeypatch.setattr(PageTier, "begin", noted)
+    inputs, model = prompt([496, 290]), enabled("llama")
+    options: dict[str, Any] = {"do_sample": True, "top_k": 20, "seed": 5}
+    for slow in (0.0, 0.4, 0.9):
+        late = FaultRule("delay", operation="write", probability=slow, value=60_000_000)
+        engine = FaultyEngine([late] if slow else [], seed=3)
+        stored = stored | {"engine": lambda engine=engine: engine, "spill_interval": 8}
+        ends.append([])
+        proposes = None if draft == "none" else draft
+        with KVCache(model.config, folder, draft=proposes, **stored) as cache:
+            if draft == "none":
+                found.append(generate(model, inputs, cache, **options, max_new_tokens=40))
+                continue
+            ids = generate(model, inputs, cache, max_new_tokens=17)
+            mask = F.pad(inputs["attention_mask"], (0, 17), value=1)
+            more = {"input_ids": ids, "attention_mask": mask}
+            found.append(speculated("llama", more, cache, **options, max_new_tokens=24, gamma=4))
+            said = cache.stats()["speculation"]["sources"]
+            assert said[draft if isinstance(draft, str) else "assistant"]["accepted"] > 0
+    assert ends[0] == ends[1] == ends[2]
+    assert bool(ends[0]) == (draft == "pages")
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_what_does_not_go_together(folder: Path) -> None:
