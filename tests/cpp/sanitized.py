@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpp.includes import CSRC, ROOT, clean_stamp, own_text, standard_headers
+from tests.cpp.includes import CSRC, ROOT, own_text, standard_headers
 
 DRIVERS = ROOT / "tests" / "cpp"
 SANITIZERS = ["thread", "address,undefined"]
@@ -134,9 +134,6 @@ def build(
                 if first is not None:
                     command += ["-include", str(precompiled_header(common, first, folder))]
                 make([*command, "-c", str(source)], target)
-                for path in unit if define is None else ():
-                    if path.is_relative_to(CSRC):
-                        clean_stamp(path, command[0], folder.parent).touch()
             os.utime(target)
         return target
 
