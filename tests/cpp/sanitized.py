@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,11 +95,7 @@ def units(sources: Sequence[Path]) -> list[list[Path]]:
 
 
 def build(
-    driver: str,
-    sources: Sequence[Path],
-    sanitizer: str,
-    folder: Path,
-    defines: Mapping[str, str] | None = None,
+    driver: str, sources: Sequence[Path], sanitizer: str, folder: Path, wrapped: Sequence[str] = ()
 ) -> Path:
     """The program of tests/cpp/`driver`.cpp and `sources`.
 
@@ -107,8 +103,7 @@ def build(
         sanitizer: one or more of them, or "" for none.
         folder: of objects and programs; nothing else lies there. Several test processes may build
             in it at once.
-        defines: for a source of that name, ``old=new``: a function that the driver puts itself in
-            front of.
+        wrapped: functions, as the linker names them, that the driver puts itself in front of.
     """
 
     def words(*, is_driver: bool) -> list[str]:
@@ -120,10 +115,7 @@ def build(
     def compile_unit(unit: list[Path]) -> Path:
         source = unit[0]
         command = words(is_driver=source.parent == DRIVERS)
-        define = (defines or {}).get(source.name)
-        # a header that was compiled before a name of its own was another's is of no use
-        first = precompiled if command == common and define is None else None
-        command += [f"-D{define}"] if define else []
+        first = precompiled if command == common else None
         what = repr((command, first)).encode() + b"".join(map(own_text, unit))
         target = folder / f"{source.stem}-{hashlib.sha256(what).hexdigest()[:24]}.o"
         with only_one(target):
@@ -144,7 +136,14 @@ def build(
             old.unlink(missing_ok=True)
     program = folder / driver
     done = subprocess.run(
-        [compiler(), *flags(sanitizer), *map(str, objects), "-o", str(program)],
+        [
+            compiler(),
+            *flags(sanitizer),
+            *(f"-Wl,--wrap={name}" for name in wrapped),
+            *map(str, objects),
+            "-o",
+            str(program),
+        ],
         capture_output=True,
         text=True,
     )
